@@ -1,0 +1,156 @@
+"""Everything that checks and builds the project.
+
+``nox`` runs all that needs no GPU; ``nox --list`` names the sessions; ``nox -s NAME -- ARGS`` passes arguments on.
+Environments come from uv, whose cache they share by hard links. The versions are those pinned in pyproject.toml,
+except in ``tests_lowest``. On a machine that already has everything (a GPU host without a network, say),
+``nox --no-venv -s "gpu(sm90)"`` uses the interpreter that runs nox.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = False
+
+ROOT = Path(__file__).parent
+PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+SCHEMES = [path.name for path in PACKAGES if path.name != "moe-core"]
+GROUPS = nox.project.load_toml("pyproject.toml")
+
+RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
+PYTHONS = sorted({"3.11", "3.12", "3.13", RUNNING}, key=lambda text: int(text.partition(".")[2]))
+
+# the architectures that a kernel may claim; every claimed one is compiled for without having it
+TARGETS = ["sm80", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx950"]
+targets = nox.parametrize("target", [nox.param(target, id=target) for target in TARGETS])
+
+nox.options.sessions = [
+    "lint",
+    "types",
+    f"tests-{RUNNING}",
+    "tests_lowest",
+    "compile",
+    "docs",
+    "wheels",
+]
+
+
+def group(name: str) -> tuple[str, ...]:
+    """The requirements of a dependency group of the root pyproject.toml."""
+    return nox.project.dependency_groups(GROUPS, name)
+
+
+def install(session: nox.Session, *groups: str) -> None:
+    """Installs all five packages in editable form, and the tools of ``groups``.
+
+    With ``--no-venv`` nothing is installed: what the interpreter has is used.
+    """
+    if session.venv_backend == "none":
+        return
+    editable = [argument for path in PACKAGES for argument in ("--editable", str(path))]
+    session.install(*editable, *[requirement for name in groups for requirement in group(name)])
+
+
+@nox.session(download_python="never")
+def lint(session: nox.Session) -> None:
+    """ruff: rules and format."""
+    session.install(*group("lint"))
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", "--check")
+
+
+@nox.session(download_python="never")
+def types(session: nox.Session) -> None:
+    """mypy over the packages' sources and this file."""
+    install(session, "test", "types", "nox")
+    session.run("mypy", *session.posargs)
+
+
+@nox.session(python=PYTHONS, download_python="never")
+def tests(session: nox.Session) -> None:
+    """The CPU suite with the pinned versions; Triton kernels run on its interpreter.
+
+    ``nox`` takes the Python that runs it; ``nox -s tests-3.13`` another.
+    """
+    install(session, "test")
+    run_tests(session)
+
+
+@nox.session(download_python="never")
+def tests_lowest(session: nox.Session) -> None:
+    """The CPU suite with the lowest versions of direct dependencies that the packages allow."""
+    # the workspace's constraints pin the newest versions, so uv must not find them
+    with session.chdir(session.create_tmp()):
+        paths = [argument for path in PACKAGES for argument in ("--editable", str(path))]
+        session.install("--resolution", "lowest-direct", *paths, *group("test"))
+    run_tests(session)
+
+
+def run_tests(session: nox.Session) -> None:
+    """Runs pytest on what needs no GPU, wherever the machine has one or not."""
+    environment = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    session.run("python", "-m", "pytest", "-m", "not gpu", *session.posargs, env=environment)
+
+
+@nox.session(download_python="never")
+@targets
+def compile(session: nox.Session, target: str) -> None:  # noqa: A001 - the session's name
+    """Every Triton kernel for one architecture, without having it; spills and shared memory checked."""
+    install(session, "test")
+    session.run("python", "-m", "moe_core.testing.compile", target, *session.posargs, env={"TRITON_INTERPRET": None})
+
+
+@nox.session(default=False, download_python="never")
+@targets
+def gpu(session: nox.Session, target: str) -> None:
+    """The whole suite on a GPU of one architecture: conformance kit, device ops, CUDA graphs, torch.compile."""
+    install(session, "test")
+    found = session.run(
+        "python",
+        "-c",
+        "from moe_core.device import DeviceInfo; print(DeviceInfo.current().arch)",
+        silent=True,
+    )
+    if str(found).strip() != target:
+        session.error(f"gpu({target}) needs a GPU of architecture {target}; torch sees {str(found).strip()} here")
+    session.run("python", "-m", "pytest", *session.posargs, env={"TRITON_INTERPRET": None})
+
+
+@nox.session(download_python="never")
+def docs(session: nox.Session) -> None:
+    """The examples in docstrings and documents run; generated tables are up to date (``-- --write`` renews them)."""
+    install(session, "test")
+    session.run("python", "tools/generate_docs.py", *(session.posargs or ["--check"]))
+
+
+@nox.session(default=False, download_python="never")
+def bench(session: nox.Session) -> None:
+    """``moe bench`` on this machine's device; arguments are passed on."""
+    install(session)
+    session.run("moe", "bench", *session.posargs)
+
+
+@nox.session(download_python="never")
+def wheels(session: nox.Session) -> None:
+    """Builds every wheel, then proves each scheme with core alone in an environment of its own."""
+    session.install("packaging")
+    work = Path(session.create_tmp())
+    shutil.rmtree(work, ignore_errors=True)
+    dist = work / "dist"
+    session.run("uv", "build", "--all-packages", "--out-dir", str(dist), "--quiet")
+    session.run("python", "tools/check_wheels.py", str(dist))
+    for names in (["moe-core"], *(["moe-core", scheme] for scheme in SCHEMES)):
+        environment = work / names[-1]
+        python = environment / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+        session.run("uv", "venv", "--quiet", "--python", str(session.virtualenv.bin) + "/python", str(environment))
+        wheels = [str(next(dist.glob(f"{name.replace('-', '_')}-*.whl"))) for name in names]
+        session.run("uv", "pip", "install", "--quiet", "--python", str(python), *wheels)
+        session.run(str(python), "-I", "tools/check_installed.py", *names, external=True)
+        shutil.rmtree(environment)
