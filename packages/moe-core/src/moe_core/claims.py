@@ -1,0 +1,151 @@
+"""What an experts class can do, as data.
+
+From the same declaration come the selection, the table that ``moe backends``
+prints, and the cases of the conformance kit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from moe_core.activation import MoEActivation
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.device import DeviceInfo, DeviceRange
+from moe_core.environment import Environment, Requirement
+from moe_core.errors import ConfigError
+from moe_core.quant_key import KeyPattern, QuantKey
+from moe_core.routing import RoutingMethodType
+
+KeyClaim = QuantKey | KeyPattern | None
+
+GATED = frozenset(a for a in MoEActivation if a.is_gated and a is not MoEActivation.RELU2)
+NON_GATED = frozenset(a for a in MoEActivation if not a.is_gated)
+
+
+def key_matches(claim: KeyClaim, key: QuantKey | None) -> bool:
+    """Whether a claimed key or pattern covers ``key`` (None: not quantised)."""
+    if isinstance(claim, KeyPattern):
+        return key is not None and claim.matches(key)
+    return claim == key
+
+
+@dataclass(frozen=True)
+class Claims:
+    """The declaration of one experts class.
+
+    - ``devices``: it runs on any of these
+    - ``keys``: (weight, activation) pairs; activation None: 16-bit activations
+    - ``activations``; ``activation_limit``: whether a clamp limit is honoured beyond an activation's own default
+    - ``dtypes`` of hidden states and output
+    - ``bias``, ``expert_map``, ``apply_router_weight_on_input``, ``lora``, ``batch_invariant``
+    - ``formats``: activation formats
+    - ``routing_methods``: for monolithic experts, those they compute; None for modular ones
+    - ``hidden_multiple``, ``intermediate_multiple``: sizes must divide by these
+    - ``max_top_k``, ``max_experts``: 0 for no limit
+    - ``cuda_graph``: may be captured; ``expects_unquantized_inputs``: quantises activations itself,
+      so prepare must not
+    - ``reduces``: the experts apply the router weights and sum over top-k themselves
+    - ``all2all``: names of the all-to-all backends that it works behind; None for all
+    - ``requires``: what must be installed
+    - ``verified_on``: hardware on which its conformance run passed; everything else was at most compiled
+    """
+
+    devices: tuple[DeviceRange, ...]
+    keys: tuple[tuple[KeyClaim, KeyClaim], ...]
+    activations: frozenset[MoEActivation]
+    dtypes: frozenset[torch.dtype] = frozenset({torch.bfloat16, torch.float16})
+    activation_limit: bool = True
+    bias: bool = False
+    expert_map: bool = True
+    apply_router_weight_on_input: bool = False
+    lora: bool = False
+    batch_invariant: bool = False
+    formats: frozenset[FusedMoEActivationFormat] = frozenset({FusedMoEActivationFormat.STANDARD})
+    routing_methods: frozenset[RoutingMethodType] | None = None
+    hidden_multiple: int = 1
+    intermediate_multiple: int = 1
+    max_top_k: int = 0
+    max_experts: int = 0
+    cuda_graph: bool = True
+    expects_unquantized_inputs: bool = True
+    reduces: bool = True
+    all2all: frozenset[str] | None = None
+    requires: tuple[Requirement, ...] = ()
+    verified_on: tuple[str, ...] = ()
+    notes: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.devices or not self.keys or not self.activations or not self.dtypes or not self.formats:
+            raise ConfigError(
+                "claims must name at least one device, key pair, activation, dtype and activation format"
+            )
+
+    def reasons_against(
+        self,
+        config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        device: DeviceInfo,
+        environment: Environment,
+    ) -> list[str]:
+        """Every reason why the claims do not cover the request; empty if they do."""
+        reasons: list[str] = []
+        against = [r.reason_against(device) for r in self.devices]
+        if all(reason is not None for reason in against):
+            reasons.append(f"needs {' or '.join(map(str, self.devices))}, device is {device}")
+        reasons += [r for r in map(environment.reason_against, self.requires) if r is not None]
+        reasons += self._key_reasons(weight_key, activation_key)
+        reasons += self._layer_reasons(config)
+        return reasons
+
+    def _key_reasons(self, weight_key: QuantKey | None, activation_key: QuantKey | None) -> list[str]:
+        if any(key_matches(w, weight_key) and key_matches(a, activation_key) for w, a in self.keys):
+            return []
+        with_weight = [a for w, a in self.keys if key_matches(w, weight_key)]
+        if not with_weight:
+            return [f"does not read weights quantised as {weight_key or 'nothing (16-bit)'}"]
+        offered = "; ".join("16-bit" if a is None else str(a) for a in with_weight)
+        return [f"does not take activations quantised as {activation_key or 'nothing (16-bit)'}, takes {offered}"]
+
+    def _layer_reasons(self, config: FusedMoEConfig) -> list[str]:
+        reasons = []
+        if config.activation not in self.activations:
+            reasons.append(f"does not compute the activation {config.activation.value}")
+        elif not self.activation_limit and config.params.limit != config.activation.default_params().limit:
+            reasons.append(f"does not clamp the activation {config.activation.value} to {config.params.limit}")
+        if config.dtype not in self.dtypes:
+            reasons.append(f"does not take hidden states of {config.dtype}")
+        if config.has_bias and not self.bias:
+            reasons.append("does not add biases")
+        if config.local_experts < config.num_experts and not self.expert_map:
+            reasons.append("does not take an expert map (expert parallelism)")
+        if config.apply_router_weight_on_input and not self.apply_router_weight_on_input:
+            reasons.append("does not apply the router weight on the input")
+        if config.activation_format not in self.formats:
+            reasons.append(f"does not take the {config.activation_format.value} activation format")
+        if config.is_lora_enabled and not self.lora:
+            reasons.append("does not apply LoRA adapters")
+        if config.batch_invariant and not self.batch_invariant:
+            reasons.append("is not batch invariant")
+        for name, size, multiple in (
+            ("hidden_size", config.hidden_size, self.hidden_multiple),
+            ("intermediate_size", config.intermediate_size, self.intermediate_multiple),
+        ):
+            if size % multiple:
+                reasons.append(f"needs {name} to be a multiple of {multiple}, got {size}")
+        if self.max_top_k and config.top_k > self.max_top_k:
+            reasons.append(f"needs top_k <= {self.max_top_k}, got {config.top_k}")
+        if self.max_experts and config.local_experts > self.max_experts:
+            reasons.append(f"needs at most {self.max_experts} local experts, got {config.local_experts}")
+        parallel = config.parallel
+        if self.all2all is not None and parallel.use_all2all_kernels and parallel.all2all_backend not in self.all2all:
+            reasons.append(f"does not work behind the all-to-all backend {parallel.all2all_backend}")
+        if self.routing_methods is not None:
+            method = config.routing.method if config.routing is not None else None
+            if method is None:
+                reasons.append("routes by itself, and the config names no routing")
+            elif method not in self.routing_methods:
+                reasons.append(f"does not compute the routing method {method.name}")
+        return reasons

@@ -1,0 +1,142 @@
+"""What a fused MoE layer is, apart from its weights.
+
+Both dataclasses are frozen and hashable, and their ``repr`` evaluates back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from moe_core.activation import ActivationParams, MoEActivation
+from moe_core.errors import ConfigError
+from moe_core.routing import RoutingConfig
+
+
+class FusedMoEActivationFormat(str, Enum):
+    """How hidden states reach the experts.
+
+    STANDARD: ``[M, K]`` with ``topk_ids [M, k]``.
+    BATCHED: ``[E_local, T_max, K]`` with ``expert_num_tokens [E_local]``.
+    """
+
+    STANDARD = "standard"
+    BATCHED = "batched"
+
+
+@dataclass(frozen=True)
+class FusedMoEParallelConfig:
+    """How one MoE layer is spread over ranks.
+
+    ``tp``: the intermediate size is cut; ``ep``: the experts are spread;
+    ``dp``: each rank brings tokens of its own.  ``all2all_backend`` names what moves
+    tokens between expert-parallel ranks.
+    """
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    dp_size: int = 1
+    dp_rank: int = 0
+    ep_size: int = 1
+    ep_rank: int = 0
+    all2all_backend: str = "allgather_reducescatter"
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "dp", "ep"):
+            size, rank = getattr(self, f"{name}_size"), getattr(self, f"{name}_rank")
+            if size < 1 or not 0 <= rank < size:
+                raise ConfigError(f"{name}_rank {rank} is not a rank of {name}_size {size}")
+
+    @staticmethod
+    def make_no_parallel() -> FusedMoEParallelConfig:
+        return FusedMoEParallelConfig()
+
+    @property
+    def use_ep(self) -> bool:
+        return self.ep_size > 1
+
+    @property
+    def use_all2all_kernels(self) -> bool:
+        """Whether tokens cross ranks before and after the experts."""
+        return self.use_ep and self.dp_size > 1
+
+
+@dataclass(frozen=True)
+class FusedMoEConfig:
+    """One MoE layer.
+
+    - ``num_experts`` E over all ranks, ``num_local_experts`` on this one (default: E / ep_size)
+    - ``top_k`` experts per token
+    - ``hidden_size`` K and ``intermediate_size`` N per expert, on this rank
+    - ``dtype`` of hidden states and output
+    - ``activation_params``: alpha, beta and clamp limit; default: those of the activation
+    - ``routing``: how logits become weights; needed where the layer or a monolithic kernel routes
+    - ``has_bias``: w13 and w2 carry biases ``[E, 2N]`` and ``[E, K]``
+    - ``apply_router_weight_on_input``: weight x instead of the expert's output (top_k must be 1)
+    - ``activation_format`` that prepare hands to the experts; ``max_num_tokens`` per rank bounds it when batched
+    - ``is_lora_enabled``, ``batch_invariant``: only backends that claim so are taken
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    activation: MoEActivation = MoEActivation.SILU
+    dtype: torch.dtype = torch.bfloat16
+    num_local_experts: int | None = None
+    activation_params: ActivationParams | None = None
+    routing: RoutingConfig | None = None
+    parallel: FusedMoEParallelConfig = field(default_factory=FusedMoEParallelConfig)
+    has_bias: bool = False
+    apply_router_weight_on_input: bool = False
+    activation_format: FusedMoEActivationFormat = FusedMoEActivationFormat.STANDARD
+    max_num_tokens: int | None = None
+    is_lora_enabled: bool = False
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        if self.top_k > self.num_experts:
+            raise ConfigError(f"top_k {self.top_k} is larger than num_experts {self.num_experts}")
+        if not isinstance(self.activation, MoEActivation):
+            object.__setattr__(self, "activation", MoEActivation.parse(self.activation))
+        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ConfigError(f"dtype must be bfloat16, float16 or float32, got {self.dtype}")
+        if self.num_local_experts is None:
+            if self.num_experts % self.parallel.ep_size:
+                raise ConfigError(
+                    f"num_experts {self.num_experts} does not divide by ep_size {self.parallel.ep_size}; "
+                    "give num_local_experts"
+                )
+            object.__setattr__(self, "num_local_experts", self.num_experts // self.parallel.ep_size)
+        if not 1 <= self.local_experts <= self.num_experts:
+            raise ConfigError(f"num_local_experts {self.num_local_experts} is not within 1..{self.num_experts}")
+        if self.apply_router_weight_on_input and self.top_k != 1:
+            raise ConfigError(
+                f"apply_router_weight_on_input needs top_k 1, got {self.top_k}: "
+                "one input cannot carry several experts' weights"
+            )
+
+    @property
+    def local_experts(self) -> int:
+        """Experts whose weights this rank holds."""
+        return self.num_local_experts if self.num_local_experts is not None else self.num_experts
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation.is_gated
+
+    @property
+    def params(self) -> ActivationParams:
+        """Parameters of the activation: those given, else its defaults."""
+        return self.activation_params or self.activation.default_params()
+
+    @property
+    def w13_rows(self) -> int:
+        """Rows of w13: 2N with a gate, else N."""
+        return self.intermediate_size * (2 if self.is_gated else 1)

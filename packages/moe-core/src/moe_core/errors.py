@@ -1,0 +1,77 @@
+"""The exceptions of the project.
+
+Everything a caller, a checkpoint or an installation can get wrong raises a
+subclass of :class:`MoEError` whose message names the thing, what was found,
+what was expected and, where there is one, the remedy.  The command line turns
+every :class:`MoEError` into one paragraph and exit code 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from moe_core.selection import SelectionReport
+
+
+class MoEError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+
+class ConfigError(MoEError, ValueError):
+    """A configuration that contradicts itself or names something unknown."""
+
+
+class TensorError(MoEError, ValueError):
+    """A tensor of the wrong shape, dtype, device, layout or content."""
+
+
+class CheckpointError(MoEError, ValueError):
+    """A checkpoint folder or file that is missing, broken, unsafe or not understood."""
+
+
+class SelectionError(MoEError, RuntimeError):
+    """No backend fits; ``report`` holds every candidate with every reason."""
+
+    def __init__(self, message: str, report: SelectionReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class RegistryError(MoEError, LookupError):
+    """A scheme, backend or format that is not installed, or is installed wrongly."""
+
+
+class SchemeNotInstalledError(RegistryError):
+    """A known or unknown scheme that no installed package provides."""
+
+
+class ProtocolVersionError(RegistryError):
+    """A plug-in that was built for another version of the plug-in protocol."""
+
+
+class UnsupportedDeviceError(MoEError, RuntimeError):
+    """A kernel was started on a device that it cannot run on."""
+
+
+def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
+    """Raise :class:`TensorError` unless ``tensor`` has the expected shape.
+
+    An integer in ``expected`` must match; a string stands for any size and
+    is only printed, e.g. ``("E", 2048)``.
+    """
+    found = tuple(tensor.shape)
+    fits = len(found) == len(expected) and all(
+        isinstance(want, str) or have == want for have, want in zip(found, expected, strict=False)
+    )
+    if not fits:
+        raise TensorError(f"{name} has shape {list(found)}, expected [{', '.join(map(str, expected))}]")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, expected: Sequence[torch.dtype]) -> None:
+    """Raise :class:`TensorError` unless ``tensor.dtype`` is one of ``expected``."""
+    if tensor.dtype not in expected:
+        raise TensorError(f"{name} has dtype {tensor.dtype}, expected {' or '.join(map(str, expected))}")

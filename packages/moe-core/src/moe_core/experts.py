@@ -1,0 +1,187 @@
+"""The interface that every backend implements: the expert computation of a fused MoE.
+
+A backend is one subclass in one file: what it claims, how it lays out weights, the
+workspace it needs, and ``apply``.  Two kinds exist:
+
+- *modular* experts get ``topk_weights`` and ``topk_ids``; something else routes.
+- *monolithic* experts get router logits and route by themselves, by the configured method.
+
+The contract of both:
+
+- ``claims`` is the whole truth about support; what the claims cannot express goes into
+  :meth:`FusedMoEExperts.extra_reasons`.  Nothing else decides whether a backend is taken.
+- :meth:`FusedMoEExperts.convert` is pure: canonical weights in, kernel weights out, the input untouched.
+- ``apply`` writes every element of ``output``, allocates nothing that :meth:`FusedMoEExperts.workspaces` could
+  have named, doesn't synchronise with the host, and doesn't depend on what output or workspace held before.
+- An id that is negative, at least E, or mapped to -1 selects no expert: it contributes nothing, and no
+  memory outside the weights is touched.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_core.claims import Claims
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.device import DeviceInfo
+from moe_core.environment import Environment
+from moe_core.quant_key import QuantKey
+from moe_core.weights import KernelWeights, MoEWeights
+from moe_core.workspace import WorkspaceSpec
+
+#: Version of this interface.  Plug-ins state the version that they were written for.
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertTokensMetadata:
+    """How many tokens each local expert has, where prepare knows it: ``expert_num_tokens [E_local] int32``."""
+
+    expert_num_tokens: Tensor
+
+
+class FusedMoEExperts(ABC):
+    """Base of modular and monolithic experts; see the module docstring.
+
+    An instance belongs to one layer on one device; it holds configuration, no weights.
+    """
+
+    claims: ClassVar[Claims]
+    is_monolithic: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: FusedMoEConfig,
+        *,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        device: DeviceInfo | None = None,
+    ) -> None:
+        self.config = config
+        self.weight_key = weight_key
+        self.activation_key = activation_key
+        self.device_info = device if device is not None else DeviceInfo.current()
+
+    @classmethod
+    def extra_reasons(
+        cls,
+        config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        device: DeviceInfo,
+    ) -> list[str]:
+        """Reasons against a request that ``claims`` cannot express (relations between sizes …)."""
+        return []
+
+    @classmethod
+    def unsupported_reasons(
+        cls,
+        config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        device: DeviceInfo,
+        environment: Environment,
+    ) -> list[str]:
+        """Every reason why this class can't serve the request; empty if it can."""
+        return [
+            *cls.claims.reasons_against(config, weight_key, activation_key, device, environment),
+            *cls.extra_reasons(config, weight_key, activation_key, device),
+        ]
+
+    @classmethod
+    def is_supported_config(
+        cls,
+        config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        *,
+        device: DeviceInfo | None = None,
+        environment: Environment | None = None,
+    ) -> tuple[bool, str | None]:
+        """(True, None), or (False, all reasons joined by "; ")."""
+        reasons = cls.unsupported_reasons(
+            config, weight_key, activation_key, device or DeviceInfo.current(), environment or Environment.current()
+        )
+        return (not reasons, "; ".join(reasons) or None)
+
+    @classmethod
+    @abstractmethod
+    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
+        """Canonical weights in this backend's layout; tensors whose layout stays are passed through."""
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        """Scratch tensors that ``apply`` needs for at most ``num_tokens`` tokens."""
+        return ()
+
+
+class FusedMoEExpertsModular(FusedMoEExperts):
+    """Experts that are told which tokens go where."""
+
+    @abstractmethod
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        weights: KernelWeights,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        workspace: Mapping[str, Tensor],
+        expert_map: Tensor | None = None,
+        hidden_states_scale: Tensor | None = None,
+        expert_tokens: ExpertTokensMetadata | None = None,
+    ) -> None:
+        """Run the experts.
+
+        - ``output`` [M, K] in the config's dtype where the claims say ``reduces``; else [M, k, K], unweighted.
+          Batched format: [E_local, T_max, K], unweighted.
+        - ``hidden_states`` [M, K] (batched: [E_local, T_max, K]); quantised, with
+          ``hidden_states_scale``, unless the claims say ``expects_unquantized_inputs``
+        - ``topk_weights`` [M, k] float32; ``topk_ids`` [M, k] int32 or int64, global expert ids
+        - ``expert_map`` [E] int32: local index of each global expert, -1 where it lives elsewhere
+        - ``expert_tokens``: rows in use per local expert; always given in the batched format
+        """
+
+    @property
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return self.config.activation_format
+
+
+class FusedMoEExpertsMonolithic(FusedMoEExperts):
+    """Experts that route by themselves, by ``config.routing``."""
+
+    is_monolithic = True
+
+    @abstractmethod
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        weights: KernelWeights,
+        *,
+        router_logits: Tensor,
+        workspace: Mapping[str, Tensor],
+        correction_bias: Tensor | None = None,
+        expert_map: Tensor | None = None,
+        hidden_states_scale: Tensor | None = None,
+    ) -> None:
+        """Route and run the experts: ``router_logits`` [M, E], ``correction_bias`` [E] float32."""
+
+
+def output_shape(experts: FusedMoEExpertsModular, num_tokens: int) -> tuple[int, ...]:
+    """Shape that modular experts of the standard format write for ``num_tokens`` tokens."""
+    config = experts.config
+    if experts.claims.reduces:
+        return (num_tokens, config.hidden_size)
+    return (num_tokens, config.top_k, config.hidden_size)
+
+
+def scratch_dtype(config: FusedMoEConfig) -> torch.dtype:
+    """dtype of intermediate values that are rounded once more before the output."""
+    return torch.float32 if config.dtype is torch.float32 else config.dtype

@@ -1,0 +1,295 @@
+"""The modular kernel: prepare + experts + finalize as one call.
+
+``apply`` checks its arguments, runs the three parts on the current stream and returns.  Under
+``torch.compile`` the call becomes one opaque operator that only writes its output, so
+that a model compiles with ``fullgraph=True``; eager calls bypass the operator, whose dispatch
+would cost more than a small layer's launches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
+from moe_core.experts import (
+    FusedMoEExperts,
+    FusedMoEExpertsModular,
+    FusedMoEExpertsMonolithic,
+    output_shape,
+)
+from moe_core.prepare_finalize.base import (
+    FusedMoEPrepareAndFinalizeModular,
+    TopKWeightAndReduce,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceNoOP,
+)
+from moe_core.weights import KernelWeights
+from moe_core.workspace import Workspace, WorkspaceSpec, workspace_nbytes
+
+_ID_DTYPES = (torch.int32, torch.int64)
+
+
+class FusedMoEKernel:
+    """A layer that can run: experts, their weights, and the way tokens reach them.
+
+    - modular experts: :meth:`apply` with ``topk_weights`` and ``topk_ids``
+    - monolithic experts: :meth:`apply_monolithic` with ``router_logits``
+
+    ``workspace`` may be shared between layers that run one after another.
+    """
+
+    def __init__(
+        self,
+        experts: FusedMoEExperts,
+        weights: KernelWeights,
+        prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,
+        *,
+        workspace: Workspace | None = None,
+    ) -> None:
+        if isinstance(experts, FusedMoEExpertsModular):
+            if prepare_finalize is None:
+                raise ConfigError(f"{type(experts).__name__} is modular and needs prepare_finalize")
+            if prepare_finalize.activation_format is not experts.activation_format:
+                raise ConfigError(
+                    f"{type(prepare_finalize).__name__} brings the {prepare_finalize.activation_format.value} format, "
+                    f"{type(experts).__name__} takes {experts.activation_format.value}"
+                )
+        elif prepare_finalize is not None:
+            raise ConfigError(f"{type(experts).__name__} is monolithic and takes no prepare_finalize")
+        self.experts = experts
+        self.weights = weights
+        self.prepare_finalize = prepare_finalize
+        self.workspace = workspace
+        self.reduce: TopKWeightAndReduce = (
+            TopKWeightAndReduceNoOP() if experts.claims.reduces else TopKWeightAndReduceContiguous()
+        )
+        self._handle = next(_HANDLES)
+        _KERNELS[self._handle] = self
+
+    @property
+    def config(self) -> FusedMoEConfig:
+        return self.experts.config
+
+    @property
+    def is_monolithic(self) -> bool:
+        return self.experts.is_monolithic
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        """Scratch tensors for at most ``num_tokens`` tokens."""
+        return self.experts.workspaces(num_tokens)
+
+    def workspace_nbytes(self, num_tokens: int) -> int:
+        """Bytes of a workspace buffer for at most ``num_tokens`` tokens."""
+        return workspace_nbytes(self.workspaces(num_tokens))
+
+    def apply(
+        self,
+        hidden_states: Tensor,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None = None,
+        output: Tensor | None = None,
+    ) -> Tensor:
+        """The routed experts' weighted sum.
+
+        - ``hidden_states`` [M, K] of the config's dtype, any row stride
+        - ``topk_weights`` [M, k] float32, ``topk_ids`` [M, k] int32 or int64 (global ids)
+        - ``expert_map`` [E] int32; needed where this rank holds only some experts
+        - ``output`` [M, K]: written and returned; allocated if not given
+
+        Raises TensorError for arguments of the wrong shape, dtype or device, ConfigError on monolithic experts.
+        Ids out of range select no expert (checking values would synchronise with the device).
+        """
+        if not isinstance(self.experts, FusedMoEExpertsModular):
+            raise ConfigError(
+                f"{type(self.experts).__name__} routes by itself: call apply_monolithic(x, router_logits=...)"
+            )
+        if output is None:
+            output = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+        if torch.compiler.is_compiling():
+            torch.ops.moe_core.fused_moe(output, hidden_states, topk_weights, topk_ids, expert_map, self._handle)
+            return output
+        self._check(hidden_states, output)
+        self._check_routing(hidden_states, topk_weights, topk_ids, expert_map)
+        self._run(output, hidden_states, topk_weights, topk_ids, expert_map)
+        return output
+
+    def apply_monolithic(
+        self,
+        hidden_states: Tensor,
+        *,
+        router_logits: Tensor,
+        correction_bias: Tensor | None = None,
+        expert_map: Tensor | None = None,
+        output: Tensor | None = None,
+    ) -> Tensor:
+        """As :meth:`apply`, for experts that route: ``router_logits`` [M, E], ``correction_bias`` [E] float32."""
+        if not isinstance(self.experts, FusedMoEExpertsMonolithic):
+            raise ConfigError(f"{type(self.experts).__name__} does not route: call apply(x, topk_weights=, topk_ids=)")
+        if output is None:
+            output = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+        if torch.compiler.is_compiling():
+            torch.ops.moe_core.fused_moe_monolithic(
+                output, hidden_states, router_logits, correction_bias, expert_map, self._handle
+            )
+            return output
+        self._check(hidden_states, output)
+        check_shape("router_logits", router_logits, (hidden_states.shape[0], self.config.num_experts))
+        self._run_monolithic(output, hidden_states, router_logits, correction_bias, expert_map)
+        return output
+
+    def _check(self, hidden_states: Tensor, output: Tensor) -> None:
+        config = self.config
+        check_shape("hidden_states", hidden_states, ("M", config.hidden_size))
+        check_dtype("hidden_states", hidden_states, (config.dtype,))
+        check_shape("output", output, (hidden_states.shape[0], config.hidden_size))
+        check_dtype("output", output, (config.dtype,))
+        for name, tensor in (("hidden_states", hidden_states), ("output", output)):
+            if tensor.device != self.weights.device:
+                raise TensorError(f"{name} is on {tensor.device}, the layer's weights are on {self.weights.device}")
+        if not output.is_contiguous():
+            raise TensorError(f"output has strides {output.stride()}, expected contiguous [M, {config.hidden_size}]")
+
+    def _check_routing(
+        self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None
+    ) -> None:
+        shape = (hidden_states.shape[0], self.config.top_k)
+        check_shape("topk_weights", topk_weights, shape)
+        check_shape("topk_ids", topk_ids, shape)
+        # both are [M, k], so only the dtypes tell a swap
+        check_dtype("topk_weights", topk_weights, (torch.float32,))
+        check_dtype("topk_ids", topk_ids, _ID_DTYPES)
+        if expert_map is not None:
+            check_shape("expert_map", expert_map, (self.config.num_experts,))
+            check_dtype("expert_map", expert_map, (torch.int32,))
+        elif self.config.local_experts < self.config.num_experts:
+            raise TensorError(
+                f"expert_map [{self.config.num_experts}] is missing: this rank holds "
+                f"{self.config.local_experts} of {self.config.num_experts} experts"
+            )
+
+    def _scratch(self, num_tokens: int) -> Mapping[str, Tensor]:
+        specs = self.experts.workspaces(num_tokens)
+        workspace = self.workspace if self.workspace is not None else Workspace(self.weights.device)
+        return workspace.take(specs)
+
+    def _run(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+    ) -> None:
+        experts, movement = self.experts, self.prepare_finalize
+        if not isinstance(experts, FusedMoEExpertsModular) or movement is None:
+            raise ConfigError(f"{type(experts).__name__} is not modular")
+        if hidden_states.shape[0] == 0:
+            return
+        prepared = movement.prepare(
+            hidden_states,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            expert_map=expert_map,
+            quantize_as=None if experts.claims.expects_unquantized_inputs else experts.activation_key,
+            static_scale=self.weights.quant_config.a1_scale,
+        )
+        tokens = prepared.hidden_states.shape[-2]
+        if experts.activation_format is FusedMoEActivationFormat.BATCHED:
+            shape: tuple[int, ...] = (*prepared.hidden_states.shape[:2], self.config.hidden_size)
+        else:
+            shape = output_shape(experts, tokens)
+        # experts that reduce write the caller's output directly when no other token set came in
+        direct = experts.claims.reduces and shape == tuple(output.shape)
+        expert_output = output if direct else torch.empty(shape, dtype=output.dtype, device=output.device)
+        experts.apply(
+            expert_output,
+            prepared.hidden_states,
+            self.weights,
+            topk_weights=prepared.topk_weights,
+            topk_ids=prepared.topk_ids,
+            expert_map=expert_map,
+            hidden_states_scale=prepared.scale,
+            expert_tokens=prepared.expert_tokens,
+            workspace=self._scratch(tokens),
+        )
+        movement.finalize(
+            output,
+            expert_output,
+            prepared,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            expert_map=expert_map,
+            reduce=self.reduce,
+        )
+
+    def _run_monolithic(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        correction_bias: Tensor | None,
+        expert_map: Tensor | None,
+    ) -> None:
+        if not isinstance(self.experts, FusedMoEExpertsMonolithic):
+            raise ConfigError(f"{type(self.experts).__name__} is not monolithic")
+        if hidden_states.shape[0] == 0:
+            return
+        self.experts.apply(
+            output,
+            hidden_states,
+            self.weights,
+            router_logits=router_logits,
+            correction_bias=correction_bias,
+            expert_map=expert_map,
+            workspace=self._scratch(hidden_states.shape[0]),
+        )
+
+
+# An operator takes tensors and numbers only, so a kernel is named by a number.  Weak values: a number must
+# not keep a layer's weights alive.
+_HANDLES = itertools.count(1)
+_KERNELS: weakref.WeakValueDictionary[int, FusedMoEKernel] = weakref.WeakValueDictionary()
+
+
+def _kernel(handle: int) -> FusedMoEKernel:
+    kernel = _KERNELS.get(handle)
+    if kernel is None:
+        raise ConfigError(f"the fused MoE kernel {handle} no longer exists; a compiled graph outlived its layer")
+    return kernel
+
+
+@torch.library.custom_op("moe_core::fused_moe", mutates_args=("output",))
+def _fused_moe_op(
+    output: Tensor,
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    handle: int,
+) -> None:
+    kernel = _kernel(handle)
+    kernel._check(hidden_states, output)
+    kernel._check_routing(hidden_states, topk_weights, topk_ids, expert_map)
+    kernel._run(output, hidden_states, topk_weights, topk_ids, expert_map)
+
+
+@torch.library.custom_op("moe_core::fused_moe_monolithic", mutates_args=("output",))
+def _fused_moe_monolithic_op(
+    output: Tensor,
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    correction_bias: Tensor | None,
+    expert_map: Tensor | None,
+    handle: int,
+) -> None:
+    kernel = _kernel(handle)
+    kernel._check(hidden_states, output)
+    kernel._run_monolithic(output, hidden_states, router_logits, correction_bias, expert_map)

@@ -1,0 +1,211 @@
+"""The oracle: an ordered table of backends, one selection loop for all schemes.
+
+A scheme's oracle is a subclass that names its backends and orders them for a
+request.  Selection is pure: (device, config, keys, what is installed) -> decision.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.device import DeviceInfo
+from moe_core.environment import Environment
+from moe_core.errors import ConfigError, SelectionError, TensorError
+from moe_core.experts import FusedMoEExperts, FusedMoEExpertsModular
+from moe_core.kernel import FusedMoEKernel
+from moe_core.prepare_finalize import BatchedPrepareAndFinalize, PrepareAndFinalizeNoParallel
+from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
+from moe_core.quant_key import QuantKey
+from moe_core.selection import Candidate, Selection, SelectionReport
+from moe_core.weights import KernelWeights, MoEWeights
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A row of the table: the backend's name and its experts classes.
+
+    Several classes serve one backend where e.g. the batched format has a class of its own.
+    ``classes`` are classes, or "module:Class" that is imported when the table is first read; an
+    experts module must import without Triton or a kernel library.
+    """
+
+    name: str
+    classes: tuple[type[FusedMoEExperts] | str, ...]
+    origin: str = ""
+    _loaded: list[type[FusedMoEExperts]] = field(default_factory=list, compare=False, repr=False)
+
+    def load(self) -> tuple[type[FusedMoEExperts], ...]:
+        if not self._loaded:
+            self._loaded.extend(_import(c) if isinstance(c, str) else c for c in self.classes)
+        return tuple(self._loaded)
+
+
+def _import(path: str) -> type[FusedMoEExperts]:
+    module, _, name = path.partition(":")
+    found: type[FusedMoEExperts] = getattr(importlib.import_module(module), name)
+    return found
+
+
+class Oracle:
+    """Selection, conversion and construction for one scheme.
+
+    Subclasses set ``scheme`` and ``backends`` (in default order) and may override
+    :meth:`order`.  Backends of other packages are appended through :meth:`add_backend`.
+    """
+
+    scheme: ClassVar[str]
+    backends: ClassVar[tuple[Backend, ...]]
+
+    def __init__(self) -> None:
+        self._added: list[Backend] = []
+
+    def add_backend(self, backend: Backend) -> None:
+        """Take a further backend into the table (the registry does this for entry points)."""
+        for known in self.table():
+            if known.name == backend.name:
+                raise ConfigError(
+                    f"{self.scheme} already has a backend {backend.name!r}"
+                    f" (from {known.origin or 'its own package'}); {backend.origin or 'the new one'} needs another name"
+                )
+        self._added.append(backend)
+
+    def table(self) -> tuple[Backend, ...]:
+        """Every backend in default order."""
+        return (*self.backends, *self._added)
+
+    def order(
+        self,
+        table: tuple[Backend, ...],
+        device: DeviceInfo,
+        config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+    ) -> tuple[Backend, ...]:
+        """The table in order of preference for this request."""
+        return table
+
+    def check_request(
+        self, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
+    ) -> None:
+        """Raise ConfigError for a request that this scheme cannot mean at all."""
+
+    def select(
+        self,
+        config: FusedMoEConfig,
+        *,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        moe_backend: str = "auto",
+        device: DeviceInfo | str | torch.device | None = None,
+        environment: Environment | None = None,
+    ) -> Selection:
+        """The first backend in order that fits; or the named one, or an error with every reason.
+
+        Raises SelectionError (with the full report) when nothing fits, ConfigError for an unknown name.
+        """
+        device = as_device_info(device)
+        environment = environment or Environment.current()
+        self.check_request(config, weight_key, activation_key)
+        name = getattr(moe_backend, "value", moe_backend)
+        ordered = self.order(self.table(), device, config, weight_key, activation_key)
+        if name != "auto" and name not in {b.name for b in ordered}:
+            known = ", ".join(b.name for b in ordered)
+            raise ConfigError(f"{self.scheme} has no backend {name!r}; installed: auto, {known}")
+        candidates = tuple(
+            Candidate(
+                backend.name,
+                experts,
+                tuple(experts.unsupported_reasons(config, weight_key, activation_key, device, environment)),
+                experts.claims.verified_on,
+            )
+            for backend in ordered
+            for experts in backend.load()
+        )
+        chosen = next((c for c in candidates if c.fits and name in ("auto", c.backend)), None)
+        report = SelectionReport(
+            self.scheme, device, config, weight_key, activation_key, name, candidates, chosen
+        )
+        if chosen is None:
+            what = "no backend fits" if name == "auto" else f"backend {name!r} does not fit, and is never replaced"
+            raise SelectionError(f"{self.scheme}: {what}\n{report}", report)
+        return Selection(chosen.backend, chosen.experts, report)
+
+    def convert(
+        self, selection: Selection, weights: MoEWeights | None = None, **tensors: torch.Tensor | None
+    ) -> KernelWeights:
+        """Canonical weights, or their tensors by name (``w13=…, w2=…, w13_scale=…``), in the backend's layout.
+
+        Raises TensorError for tensors that don't fit the selection's config and keys.
+        """
+        if (weights is None) == (not tensors):
+            raise TensorError("give either canonical weights or their tensors by name")
+        if weights is None:
+            missing = [name for name in ("w13", "w2") if tensors.get(name) is None]
+            if missing:
+                raise TensorError(f"{', '.join(missing)} is missing")
+            unknown = tensors.keys() - MoEWeights.__dataclass_fields__.keys()
+            if unknown:
+                raise TensorError(
+                    f"unknown weight tensors {sorted(unknown)}; known: {sorted(MoEWeights.__dataclass_fields__)}"
+                )
+            weights = MoEWeights(
+                weight_key=selection.weight_key,
+                activation_key=selection.activation_key,
+                **tensors,  # type: ignore[arg-type]
+            )
+        elif (weights.weight_key, weights.activation_key) != (selection.weight_key, selection.activation_key):
+            raise TensorError(
+                f"the weights are {weights.weight_key} with activations {weights.activation_key}, "
+                f"the selection was made for {selection.weight_key} with {selection.activation_key}"
+            )
+        weights.validate(selection.config)
+        return selection.experts.convert(weights, selection.config)
+
+    def make_kernel(
+        self,
+        selection: Selection,
+        weights: KernelWeights,
+        *,
+        prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,
+    ) -> FusedMoEKernel:
+        """prepare + experts + finalize around ``weights``."""
+        config = selection.config
+        experts = selection.experts(
+            config,
+            weight_key=selection.weight_key,
+            activation_key=selection.activation_key,
+            device=selection.device,
+        )
+        if isinstance(experts, FusedMoEExpertsModular) and prepare_finalize is None:
+            prepare_finalize = default_prepare_finalize(config)
+        return FusedMoEKernel(experts, weights, prepare_finalize)
+
+
+def default_prepare_finalize(config: FusedMoEConfig) -> FusedMoEPrepareAndFinalizeModular:
+    """What moves tokens where none was given: nothing, or a local scatter for batched experts.
+
+    Raises ConfigError where tokens must cross ranks: an engine passes its own then.
+    """
+    if config.parallel.use_all2all_kernels:
+        raise ConfigError(
+            f"tokens cross ranks (dp {config.parallel.dp_size}, ep {config.parallel.ep_size}): pass prepare_finalize="
+        )
+    if config.activation_format is FusedMoEActivationFormat.BATCHED:
+        return BatchedPrepareAndFinalize(config)
+    return PrepareAndFinalizeNoParallel(config)
+
+
+def as_device_info(device: DeviceInfo | str | torch.device | None) -> DeviceInfo:
+    """A DeviceInfo from what users pass: an architecture name, "cuda", a torch device, or None for the current one."""
+    if isinstance(device, DeviceInfo):
+        return device
+    if isinstance(device, torch.device):
+        return DeviceInfo.current(device)
+    if device is None or device.partition(":")[0] in ("cuda", "xpu"):
+        return DeviceInfo.current(device)
+    return DeviceInfo.parse(device)

@@ -1,0 +1,21 @@
+"""Ways of bringing tokens to the experts and results back: one file per way."""
+
+from moe_core.prepare_finalize.base import (
+    FusedMoEPrepareAndFinalizeModular,
+    Prepared,
+    TopKWeightAndReduce,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceNoOP,
+)
+from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
+from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
+
+__all__ = [
+    "BatchedPrepareAndFinalize",
+    "FusedMoEPrepareAndFinalizeModular",
+    "PrepareAndFinalizeNoParallel",
+    "Prepared",
+    "TopKWeightAndReduce",
+    "TopKWeightAndReduceContiguous",
+    "TopKWeightAndReduceNoOP",
+]

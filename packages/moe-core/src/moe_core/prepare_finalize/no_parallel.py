@@ -1,0 +1,47 @@
+"""Tokens and experts on one rank (or every rank holding every token, with an expert map): nothing moves."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_core.config import FusedMoEActivationFormat
+from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular, Prepared, TopKWeightAndReduce
+from moe_core.quant_key import QuantKey
+
+
+class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
+    """Standard format, no communication."""
+
+    activation_format = FusedMoEActivationFormat.STANDARD
+
+    def prepare(
+        self,
+        hidden_states: Tensor,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        quantize_as: QuantKey | None,
+        static_scale: Tensor | None = None,
+    ) -> Prepared:
+        scale = None
+        if self.config.apply_router_weight_on_input:
+            hidden_states = (hidden_states.float() * topk_weights).to(hidden_states.dtype)
+        if quantize_as is not None:
+            from moe_core.ops.quantize import quantize_activation
+
+            hidden_states, scale = quantize_activation(hidden_states, quantize_as, static_scale=static_scale)
+        return Prepared(hidden_states, topk_weights, topk_ids, scale)
+
+    def finalize(
+        self,
+        output: Tensor,
+        expert_output: Tensor,
+        prepared: Prepared,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        reduce: TopKWeightAndReduce,
+    ) -> None:
+        reduce.apply(output, expert_output, topk_weights=topk_weights, topk_ids=topk_ids)

@@ -1,0 +1,369 @@
+"""The quantities that go with quantised weights and activations: scales, zero points, biases.
+
+Everything is passed by keyword: a bias can't land where a scale belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from moe_core.errors import ConfigError
+from moe_core.numerics import FP8_E4M3, INT8, UINT4, UINT4B8, UINT8, UINT8B128
+from moe_core.quant_key import (
+    PACKED_4BIT,
+    GroupShape,
+    QuantKey,
+    ScaleDesc,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTensorSym,
+    kFp8DynamicTokenSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
+    kInt8DynamicTokenSym,
+    kInt8StaticChannelSym,
+    kInt8StaticTensorSym,
+    kMxfp4Static,
+    kMxfp8Dynamic,
+    kMxfp8Static,
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FusedMoEQuantDesc:
+    """One operand of one of the two matrix products.
+
+    ``key`` None: not quantised.  Shapes follow the key, e.g. for the weight of a
+    block-quantised w13 ``scale [E, 2*ceil(N/bn), ceil(K/bk)]``; ``bias [E, rows]``;
+    ``global_scale [E]`` or scalar; ``zero_point`` of the scale's shape; ``g_idx [E, K]``.
+    """
+
+    key: QuantKey | None = None
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+    global_scale: Tensor | None = None
+    bias: Tensor | None = None
+    g_idx: Tensor | None = None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                yield item.name, value
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FusedMoEQuantConfig:
+    """How both matrix products of a fused MoE are quantised.
+
+    ``a1``/``a2``: the activations that enter the first/second product; ``w1``/``w2``: the
+    weights w13 and w2.
+    """
+
+    a1: FusedMoEQuantDesc = FusedMoEQuantDesc()
+    a2: FusedMoEQuantDesc = FusedMoEQuantDesc()
+    w1: FusedMoEQuantDesc = FusedMoEQuantDesc()
+    w2: FusedMoEQuantDesc = FusedMoEQuantDesc()
+
+    @property
+    def weight_key(self) -> QuantKey | None:
+        return self.w1.key
+
+    @property
+    def activation_key(self) -> QuantKey | None:
+        return self.a1.key
+
+    @property
+    def w1_scale(self) -> Tensor | None:
+        return self.w1.scale
+
+    @property
+    def w2_scale(self) -> Tensor | None:
+        return self.w2.scale
+
+    @property
+    def w1_bias(self) -> Tensor | None:
+        return self.w1.bias
+
+    @property
+    def w2_bias(self) -> Tensor | None:
+        return self.w2.bias
+
+    @property
+    def w1_zp(self) -> Tensor | None:
+        return self.w1.zero_point
+
+    @property
+    def w2_zp(self) -> Tensor | None:
+        return self.w2.zero_point
+
+    @property
+    def a1_scale(self) -> Tensor | None:
+        return self.a1.scale
+
+    @property
+    def a2_scale(self) -> Tensor | None:
+        return self.a2.scale
+
+    @property
+    def has_bias(self) -> bool:
+        return self.w1.bias is not None or self.w2.bias is not None
+
+    @property
+    def block_shape(self) -> tuple[int, int] | None:
+        """Rows and columns of a weight block, None where scales are not by block."""
+        shape = self.w1.key.group_shape if self.w1.key is not None else None
+        return (shape.row, shape.col) if shape is not None and shape.row > 0 and shape.col > 0 else None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of everything held, e.g. ``("w1_scale", ...)``."""
+        for operand in ("a1", "a2", "w1", "w2"):
+            for name, tensor in getattr(self, operand).tensors():
+                yield f"{operand}_{name}", tensor
+
+
+#: 16-bit weights and activations.
+FUSED_MOE_UNQUANTIZED_CONFIG = FusedMoEQuantConfig()
+
+
+def make_quant_config(
+    *,
+    weight_key: QuantKey | None,
+    activation_key: QuantKey | None,
+    w1_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    w1_zp: Tensor | None = None,
+    w2_zp: Tensor | None = None,
+    w1_global_scale: Tensor | None = None,
+    w2_global_scale: Tensor | None = None,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    w1_g_idx: Tensor | None = None,
+    w2_g_idx: Tensor | None = None,
+    a1_scale: Tensor | None = None,
+    a2_scale: Tensor | None = None,
+) -> FusedMoEQuantConfig:
+    """A quant config from its keys and tensors; the named builders are cases of it.
+
+    Raises ConfigError where a key demands a tensor that is missing, or the reverse.
+    """
+    for name, key, scale in (("w1", weight_key, w1_scale), ("w2", weight_key, w2_scale)):
+        if (key is None) != (scale is None):
+            raise ConfigError(
+                f"{name}_scale is {'missing' if scale is None else 'given'}, but the weight key is {key or 'None'}"
+            )
+        zero_point = w1_zp if name == "w1" else w2_zp
+        if key is not None and key.symmetric and zero_point is not None:
+            raise ConfigError(f"{name}_zp is given, but the weight key {key} is symmetric")
+        if key is not None and not key.symmetric and zero_point is None:
+            raise ConfigError(f"{name}_zp is missing, but the weight key {key} has zero points")
+    static_activations = activation_key is not None and activation_key.is_static
+    for name, scale in (("a1", a1_scale), ("a2", a2_scale)):
+        if static_activations and scale is None:
+            raise ConfigError(f"{name}_scale is missing, but the activation key {activation_key} is static")
+        if not static_activations and scale is not None:
+            raise ConfigError(f"{name}_scale is given, but the activation key {activation_key} has no static scale")
+    return FusedMoEQuantConfig(
+        a1=FusedMoEQuantDesc(key=activation_key, scale=a1_scale),
+        a2=FusedMoEQuantDesc(key=activation_key, scale=a2_scale),
+        w1=FusedMoEQuantDesc(
+            key=weight_key,
+            scale=w1_scale,
+            zero_point=w1_zp,
+            global_scale=w1_global_scale,
+            bias=w1_bias,
+            g_idx=w1_g_idx,
+        ),
+        w2=FusedMoEQuantDesc(
+            key=weight_key,
+            scale=w2_scale,
+            zero_point=w2_zp,
+            global_scale=w2_global_scale,
+            bias=w2_bias,
+            g_idx=w2_g_idx,
+        ),
+    )
+
+
+def biased_moe_quant_config(*, w1_bias: Tensor | None, w2_bias: Tensor | None) -> FusedMoEQuantConfig:
+    """Unquantised weights with biases ``[E, 2N]`` and ``[E, K]``."""
+    return make_quant_config(weight_key=None, activation_key=None, w1_bias=w1_bias, w2_bias=w2_bias)
+
+
+def fp8_w8a8_moe_quant_config(
+    *,
+    w1_scale: Tensor,
+    w2_scale: Tensor,
+    a1_scale: Tensor | None = None,
+    a2_scale: Tensor | None = None,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    per_act_token_quant: bool = False,
+    per_out_ch_quant: bool = False,
+    block_shape: tuple[int, int] | None = None,
+) -> FusedMoEQuantConfig:
+    """e4m3 weights and activations.
+
+    With ``block_shape`` (rows, columns): block weights, activations dynamic in groups of
+    ``1 x columns``; uint8 scales of block (1, 32) are MXFP8.  Otherwise weights per tensor
+    or per output channel, activations static (``a1_scale``/``a2_scale`` given), dynamic per tensor or
+    dynamic per token.
+    """
+    weight_key, activation_key = _fp8_keys(w1_scale, block_shape, per_act_token_quant, per_out_ch_quant, a1_scale)
+    return make_quant_config(
+        weight_key=weight_key,
+        activation_key=activation_key,
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        a1_scale=a1_scale,
+        a2_scale=a2_scale,
+        w1_bias=w1_bias,
+        w2_bias=w2_bias,
+    )
+
+
+def _fp8_keys(
+    w1_scale: Tensor,
+    block_shape: tuple[int, int] | None,
+    per_act_token: bool,
+    per_out_ch: bool,
+    a1_scale: Tensor | None,
+) -> tuple[QuantKey, QuantKey]:
+    if block_shape is not None:
+        if tuple(block_shape) == (1, 32):
+            if w1_scale.dtype is not torch.uint8:
+                raise ConfigError(f"block (1, 32) is MXFP8 and needs uint8 e8m0 scales, got {w1_scale.dtype}")
+            return kMxfp8Static, kMxfp8Dynamic
+        weight = QuantKey(FP8_E4M3, ScaleDesc(torch.float32, True, GroupShape(*block_shape)))
+        return weight, kFp8Dynamic128Sym.with_group(1, block_shape[1])
+    weight = kFp8StaticChannelSym if per_out_ch else kFp8StaticTensorSym
+    if a1_scale is not None:
+        return weight, kFp8StaticTensorSym
+    return weight, kFp8DynamicTokenSym if per_act_token else kFp8DynamicTensorSym
+
+
+def fp8_w8a16_moe_quant_config(
+    *,
+    w1_scale: Tensor,
+    w2_scale: Tensor,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    block_shape: tuple[int, int] | None = None,
+    per_out_ch_quant: bool = False,
+) -> FusedMoEQuantConfig:
+    """e4m3 weights (per tensor, channel, block or MXFP8), 16-bit activations."""
+    weight_key, _ = _fp8_keys(w1_scale, block_shape, False, per_out_ch_quant, None)
+    return make_quant_config(
+        weight_key=weight_key,
+        activation_key=None,
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        w1_bias=w1_bias,
+        w2_bias=w2_bias,
+    )
+
+
+def mxfp8_moe_quant_config(
+    *, w1_scale: Tensor, w2_scale: Tensor, w1_bias: Tensor | None = None, w2_bias: Tensor | None = None
+) -> FusedMoEQuantConfig:
+    """MXFP8 weights and activations (1x32, uint8 e8m0 scales ``[E, rows, cols/32]``)."""
+    return fp8_w8a8_moe_quant_config(
+        w1_scale=w1_scale, w2_scale=w2_scale, w1_bias=w1_bias, w2_bias=w2_bias, block_shape=(1, 32)
+    )
+
+
+def int8_w8a8_moe_quant_config(
+    *,
+    w1_scale: Tensor,
+    w2_scale: Tensor,
+    a1_scale: Tensor | None = None,
+    a2_scale: Tensor | None = None,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    per_act_token_quant: bool = True,
+) -> FusedMoEQuantConfig:
+    """int8 weights per output channel; activations dynamic per token, or static per tensor."""
+    if not per_act_token_quant and a1_scale is None:
+        raise ConfigError("int8 activations are dynamic per token, or static with a1_scale and a2_scale")
+    return make_quant_config(
+        weight_key=kInt8StaticChannelSym,
+        activation_key=kInt8StaticTensorSym if a1_scale is not None else kInt8DynamicTokenSym,
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        a1_scale=a1_scale,
+        a2_scale=a2_scale,
+        w1_bias=w1_bias,
+        w2_bias=w2_bias,
+    )
+
+
+def int8_w8a16_moe_quant_config(
+    *, w1_scale: Tensor, w2_scale: Tensor, w1_bias: Tensor | None = None, w2_bias: Tensor | None = None
+) -> FusedMoEQuantConfig:
+    """int8 weights per output channel, 16-bit activations."""
+    return make_quant_config(
+        weight_key=kInt8StaticChannelSym,
+        activation_key=None,
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        w1_bias=w1_bias,
+        w2_bias=w2_bias,
+    )
+
+
+def mxfp4_w4a16_moe_quant_config(
+    *, w1_scale: Tensor, w2_scale: Tensor, w1_bias: Tensor | None = None, w2_bias: Tensor | None = None
+) -> FusedMoEQuantConfig:
+    """MXFP4 weights (e2m1 pairs, uint8 e8m0 scales), 16-bit activations."""
+    return make_quant_config(
+        weight_key=kMxfp4Static,
+        activation_key=None,
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        w1_bias=w1_bias,
+        w2_bias=w2_bias,
+    )
+
+
+def wna16_moe_quant_config(
+    *,
+    num_bits: int,
+    group_size: int,
+    w1_scale: Tensor,
+    w2_scale: Tensor,
+    w1_zp: Tensor | None = None,
+    w2_zp: Tensor | None = None,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    w1_g_idx: Tensor | None = None,
+    w2_g_idx: Tensor | None = None,
+) -> FusedMoEQuantConfig:
+    """4- or 8-bit group-quantised weights (``group_size`` -1: whole channel), 16-bit activations."""
+    if num_bits not in (4, 8):
+        raise ConfigError(f"num_bits must be 4 or 8, got {num_bits}")
+    if group_size != -1 and group_size < 1:
+        raise ConfigError(f"group_size must be positive or -1, got {group_size}")
+    symmetric = w1_zp is None
+    dtype = {(4, True): UINT4B8, (4, False): UINT4, (8, True): UINT8B128, (8, False): UINT8}[num_bits, symmetric]
+    key = QuantKey(
+        dtype,
+        ScaleDesc(w1_scale.dtype, True, GroupShape(1, group_size)),
+        symmetric=symmetric,
+        packing=PACKED_4BIT if num_bits == 4 else None,
+        permuted=w1_g_idx is not None,
+    )
+    return make_quant_config(
+        weight_key=key,
+        activation_key=None,
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        w1_zp=w1_zp,
+        w2_zp=w2_zp,
+        w1_bias=w1_bias,
+        w2_bias=w2_bias,
+        w1_g_idx=w1_g_idx,
+        w2_g_idx=w2_g_idx,
+    )

@@ -1,0 +1,246 @@
+"""Quant keys: how a tensor is quantised, as a value that can be compared.
+
+A :class:`QuantKey` says everything that a kernel must know to read a quantised
+weight or to produce a quantised activation: element type, scale type, which
+elements share a scale, zero points, packing and order.  Nothing is left to be
+guessed from a tensor's shape.
+
+Conventions.  A weight is one expert's ``[N, K]`` (rows are output features), an
+activation is ``[M, K]``.  ``GroupShape(row, col)`` counts how many rows and
+columns share one scale; ``-1`` is the full extent.  So per token and per output
+channel are both ``(1, -1)``, per tensor is ``(-1, -1)``, a DeepSeek weight block is
+``(128, 128)`` and its activation group ``(1, 128)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from moe_core.errors import ConfigError
+from moe_core.numerics import FP4_E2M1, FP8_E4M3, INT4, INT8, UINT4, UINT4B8, UINT8B128, QuantDtype
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """Rows x columns that share one scale; ``-1`` is the full extent."""
+
+    row: int
+    col: int
+
+    def __post_init__(self) -> None:
+        for value in (self.row, self.col):
+            if value != -1 and value < 1:
+                raise ConfigError(f"a group extent is positive or -1 (all), got {self.row}x{self.col}")
+
+    @property
+    def is_per_tensor(self) -> bool:
+        return self.row == -1 and self.col == -1
+
+    @property
+    def is_per_row(self) -> bool:
+        """One scale per token (activation) or output channel (weight)."""
+        return self.row == 1 and self.col == -1
+
+    def grid(self, rows: int, cols: int) -> tuple[int, int]:
+        """Shape of the scale of a [rows, cols] matrix; edge groups may be partial."""
+        row = rows if self.row == -1 else self.row
+        col = cols if self.col == -1 else self.col
+        return (-(-rows // row) if rows else 0, -(-cols // col) if cols else 0)
+
+    def __str__(self) -> str:
+        names = {(-1, -1): "per tensor", (1, -1): "per row"}
+        return names.get((self.row, self.col), f"{self.row}x{self.col}")
+
+
+PER_TENSOR = GroupShape(-1, -1)
+PER_TOKEN = GroupShape(1, -1)
+PER_CHANNEL = GroupShape(1, -1)
+
+
+@dataclass(frozen=True)
+class ScaleDesc:
+    """The scale of a quantised tensor.
+
+    ``dtype`` of the stored scale (``torch.uint8`` holds e8m0 exponents, value
+    2**(s-127)); ``static`` scales come with the checkpoint, dynamic ones are
+    computed from the values at run time.
+    """
+
+    dtype: torch.dtype
+    static: bool
+    group_shape: GroupShape
+
+    def __str__(self) -> str:
+        dtype = "e8m0" if self.dtype is torch.uint8 else str(self.dtype).removeprefix("torch.")
+        return f"{'static' if self.static else 'dynamic'} {dtype} {self.group_shape}"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How sub-byte elements lie in storage words, in canonical weights.
+
+    ``values_per_word`` elements consecutive along ``axis`` ("k" or "n") in a word of
+    ``storage``; element ``i`` of a word sits ``bits * i`` above the lowest bit.
+    """
+
+    storage: torch.dtype
+    values_per_word: int
+    axis: str = "k"
+
+    def __post_init__(self) -> None:
+        if self.axis not in ("k", "n"):
+            raise ConfigError(f"packing axis is 'k' or 'n', got {self.axis!r}")
+
+
+#: Two 4-bit elements in a byte, even k in the low nibble.
+PACKED_4BIT = Packing(torch.uint8, 2)
+
+
+@dataclass(frozen=True)
+class QuantKey:
+    """How a tensor is quantised; see the module docstring.
+
+    ``symmetric`` is False where the values have zero points (of the scale's group
+    shape); ``packing`` is None where one element fills one storage element;
+    ``permuted`` is True where a per-layer permutation ``g_idx`` assigns columns to
+    groups (activation order).
+    """
+
+    dtype: QuantDtype
+    scale: ScaleDesc
+    scale2: ScaleDesc | None = None
+    symmetric: bool = True
+    packing: Packing | None = None
+    permuted: bool = False
+
+    @property
+    def group_shape(self) -> GroupShape:
+        return self.scale.group_shape
+
+    @property
+    def is_static(self) -> bool:
+        return self.scale.static
+
+    @property
+    def group_size(self) -> int:
+        """Elements along K that share a scale; -1 for all of them."""
+        return self.scale.group_shape.col
+
+    def with_group(self, row: int, col: int) -> QuantKey:
+        """The same key with another group shape."""
+        return replace(self, scale=replace(self.scale, group_shape=GroupShape(row, col)))
+
+    def with_scale_dtype(self, dtype: torch.dtype) -> QuantKey:
+        """The same key with another scale dtype."""
+        return replace(self, scale=replace(self.scale, dtype=dtype))
+
+    def __str__(self) -> str:
+        parts = [self.dtype.name, str(self.scale)]
+        if self.scale2 is not None:
+            parts.append(f"second scale {self.scale2}")
+        if not self.symmetric:
+            parts.append("zero points")
+        if self.permuted:
+            parts.append("activation order")
+        return f"{NAMES[self]} ({', '.join(parts)})" if self in NAMES else ", ".join(parts)
+
+
+def _scale(dtype: torch.dtype, static: bool, row: int, col: int) -> ScaleDesc:
+    return ScaleDesc(dtype, static, GroupShape(row, col))
+
+
+_F32 = torch.float32
+_BF16 = torch.bfloat16
+_E8M0 = torch.uint8
+
+kFp8StaticTensorSym = QuantKey(FP8_E4M3, _scale(_F32, True, -1, -1))
+kFp8DynamicTensorSym = QuantKey(FP8_E4M3, _scale(_F32, False, -1, -1))
+kFp8StaticTokenSym = QuantKey(FP8_E4M3, _scale(_F32, True, 1, -1))
+kFp8DynamicTokenSym = QuantKey(FP8_E4M3, _scale(_F32, False, 1, -1))
+#: per output channel; the same grouping as per token
+kFp8StaticChannelSym = kFp8StaticTokenSym
+kFp8Static128BlockSym = QuantKey(FP8_E4M3, _scale(_F32, True, 128, 128))
+kFp8Static128BlockE8M0Sym = QuantKey(FP8_E4M3, _scale(_E8M0, True, 128, 128))
+kFp8Dynamic128Sym = QuantKey(FP8_E4M3, _scale(_F32, False, 1, 128))
+kFp8Dynamic64Sym = QuantKey(FP8_E4M3, _scale(_F32, False, 1, 64))
+kMxfp8Static = QuantKey(FP8_E4M3, _scale(_E8M0, True, 1, 32))
+kMxfp8Dynamic = QuantKey(FP8_E4M3, _scale(_E8M0, False, 1, 32))
+kMxfp4Static = QuantKey(FP4_E2M1, _scale(_E8M0, True, 1, 32), packing=PACKED_4BIT)
+kMxfp4Dynamic = QuantKey(FP4_E2M1, _scale(_E8M0, False, 1, 32), packing=PACKED_4BIT)
+
+kInt8StaticChannelSym = QuantKey(INT8, _scale(_F32, True, 1, -1))
+kInt8StaticTensorSym = QuantKey(INT8, _scale(_F32, True, -1, -1))
+kInt8DynamicTokenSym = QuantKey(INT8, _scale(_F32, False, 1, -1))
+kInt8DynamicTokenAsym = QuantKey(INT8, _scale(_F32, False, 1, -1), symmetric=False)
+kInt8DynamicTensorSym = QuantKey(INT8, _scale(_F32, False, -1, -1))
+
+#: 16-bit-activation integer weights: group 128, bf16 scales.  ``with_group`` and
+#: ``with_scale_dtype`` give the others; claims name the range with a KeyPattern.
+kInt4StaticGroupScale = _scale(_BF16, True, 1, 128)
+kInt8StaticGroupScale = _scale(_BF16, True, 1, 128)
+kInt4Static = QuantKey(UINT4B8, kInt4StaticGroupScale, packing=PACKED_4BIT)
+kInt4StaticAsym = QuantKey(UINT4, kInt4StaticGroupScale, symmetric=False, packing=PACKED_4BIT)
+kInt4Static32 = kInt4Static.with_group(1, 32)
+kInt4Static32Asym = kInt4StaticAsym.with_group(1, 32)
+kInt8Static = QuantKey(UINT8B128, kInt8StaticGroupScale)
+#: int4 weights for int8 activations
+kInt4W4A8StaticChannelSym = QuantKey(INT4, _scale(_F32, True, 1, -1))
+kInt4W4A8StaticGroup128Sym = QuantKey(INT4, _scale(_BF16, True, 1, 128))
+kInt4W4A8StaticGroup64Sym = kInt4W4A8StaticGroup128Sym.with_group(1, 64)
+kInt4W4A8StaticGroup32Sym = kInt4W4A8StaticGroup128Sym.with_group(1, 32)
+
+#: The field's name of each key that has one.
+NAMES: dict[QuantKey, str] = {}
+for _name, _value in list(globals().items()):
+    if _name.startswith("k") and isinstance(_value, QuantKey):
+        NAMES.setdefault(_value, _name)
+
+
+def key_by_name(name: str) -> QuantKey:
+    """The constant of that name, e.g. ``"kFp8Static128BlockSym"``."""
+    value = globals().get(name)
+    if not isinstance(value, QuantKey):
+        raise ConfigError(f"unknown quant key {name!r}; known: {', '.join(sorted(NAMES.values()))}")
+    return value
+
+
+@dataclass(frozen=True)
+class KeyPattern:
+    """A set of quant keys, as claims state it.
+
+    Everything of ``base`` must match, except that ``group_shapes``, ``scale_dtypes``
+    and ``permuted`` widen the respective field when given.
+    """
+
+    base: QuantKey
+    group_shapes: tuple[GroupShape, ...] | None = None
+    scale_dtypes: tuple[torch.dtype, ...] | None = None
+    permuted: tuple[bool, ...] | None = None
+
+    def matches(self, key: QuantKey) -> bool:
+        shapes = self.group_shapes or (self.base.scale.group_shape,)
+        dtypes = self.scale_dtypes or (self.base.scale.dtype,)
+        permuted = self.permuted or (self.base.permuted,)
+        if key.group_shape not in shapes or key.scale.dtype not in dtypes or key.permuted not in permuted:
+            return False
+        aligned = replace(
+            key,
+            scale=replace(key.scale, group_shape=self.base.scale.group_shape, dtype=self.base.scale.dtype),
+            permuted=self.base.permuted,
+        )
+        return aligned == self.base
+
+    def expand(self) -> tuple[QuantKey, ...]:
+        """Every key of the set (claims are finite, so that each can be tested)."""
+        return tuple(
+            replace(self.base, scale=replace(self.base.scale, group_shape=shape, dtype=dtype), permuted=permuted)
+            for shape in self.group_shapes or (self.base.scale.group_shape,)
+            for dtype in self.scale_dtypes or (self.base.scale.dtype,)
+            for permuted in self.permuted or (self.base.permuted,)
+        )
+
+    def __str__(self) -> str:
+        names = [NAMES.get(key, str(key)) for key in self.expand()]
+        return " | ".join(names)

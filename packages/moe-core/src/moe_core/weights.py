@@ -1,0 +1,181 @@
+"""Canonical weights (what format adapters produce) and kernel weights (what backends consume)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from moe_core.config import FusedMoEConfig
+from moe_core.errors import TensorError, check_dtype, check_shape
+from moe_core.numerics import NumberKind, is_e8m0
+from moe_core.quant_config import FusedMoEQuantConfig
+from moe_core.quant_key import QuantKey
+
+
+def scale_shape(key: QuantKey, experts: int, rows: int, cols: int, parts: int = 1) -> tuple[int, ...]:
+    """Shape of the canonical scale of ``[experts, rows, cols]`` weights.
+
+    ``parts`` stacked matrices (gate and up: 2) of ``rows / parts`` rows each own
+    their scale rows, so a partial last block of the gate is not shared with the up rows.
+    Per tensor: ``[E, parts]``.  Otherwise ``[E, parts * grid_rows, grid_cols]``.
+    """
+    if key.group_shape.is_per_tensor:
+        return (experts, parts)
+    grid_rows, grid_cols = key.group_shape.grid(rows // parts, cols)
+    return (experts, parts * grid_rows, grid_cols)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MoEWeights:
+    """Canonical weights of the local experts of one layer.
+
+    - ``w13`` [E, 2N, K] (gate rows, then up rows; [E, N, K] without a gate), ``w2`` [E, K, N];
+      packed dtypes divide the last dimension by ``weight_key.packing.values_per_word``
+    - ``w13_scale``, ``w2_scale``: see :func:`scale_shape`; zero points have the scale's shape
+    - ``w13_input_scale``, ``w2_input_scale`` [E]: static activation scales
+    - ``w13_bias`` [E, 2N], ``w2_bias`` [E, K]
+    - ``w13_g_idx``, ``w2_g_idx`` [E, K] int32: the group of each column, for permuted keys
+
+    ``weight_key`` None: 16-bit weights without scales.
+    """
+
+    weight_key: QuantKey | None
+    activation_key: QuantKey | None
+    w13: Tensor
+    w2: Tensor
+    w13_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    w13_zero_point: Tensor | None = None
+    w2_zero_point: Tensor | None = None
+    w13_input_scale: Tensor | None = None
+    w2_input_scale: Tensor | None = None
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+    w13_g_idx: Tensor | None = None
+    w2_g_idx: Tensor | None = None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                yield item.name, value
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for _, t in self.tensors())
+
+    def to(self, device: torch.device | str) -> MoEWeights:
+        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors()})
+
+    def validate(self, config: FusedMoEConfig, *, values: bool = False) -> None:
+        """Raise TensorError for a tensor that does not fit ``config`` and the keys.
+
+        With ``values`` also look into scales (NaN, Inf, negative) and fp8 codes (NaN):
+        this reads every byte and synchronises.
+        """
+        experts, hidden, inter = config.local_experts, config.hidden_size, config.intermediate_size
+        parts = 2 if config.is_gated else 1
+        per_word = self.weight_key.packing.values_per_word if self.weight_key and self.weight_key.packing else 1
+        for name, rows, cols, stacked in (("w13", parts * inter, hidden, parts), ("w2", hidden, inter, 1)):
+            weight: Tensor = getattr(self, name)
+            check_shape(name, weight, (experts, rows, -(-cols // per_word)))
+            check_dtype(name, weight, storage_dtypes(self.weight_key))
+            scale, zero_point = getattr(self, f"{name}_scale"), getattr(self, f"{name}_zero_point")
+            if self.weight_key is None:
+                if scale is not None:
+                    raise TensorError(f"{name}_scale is given, but the weights are not quantised")
+            else:
+                expected = scale_shape(self.weight_key, experts, rows, cols, stacked)
+                if scale is None:
+                    raise TensorError(f"{name}_scale is missing, expected {list(expected)} for {self.weight_key}")
+                check_shape(f"{name}_scale", scale, expected)
+                check_dtype(f"{name}_scale", scale, (self.weight_key.scale.dtype,))
+                if (zero_point is None) != self.weight_key.symmetric:
+                    state = "missing" if zero_point is None else "given"
+                    raise TensorError(f"{name}_zero_point is {state}, the weight key is {self.weight_key}")
+                if zero_point is not None:
+                    check_shape(f"{name}_zero_point", zero_point, expected)
+            bias: Tensor | None = getattr(self, f"{name}_bias")
+            if bias is not None:
+                check_shape(f"{name}_bias", bias, (experts, rows))
+        has_bias = self.w13_bias is not None or self.w2_bias is not None
+        if has_bias != config.has_bias:
+            raise TensorError(f"biases are {'given' if has_bias else 'missing'}, but config.has_bias={config.has_bias}")
+        if values:
+            for name, tensor in self.tensors():
+                check_values(name, tensor, scale=name.endswith("_scale"))
+
+
+def storage_dtypes(key: QuantKey | None) -> tuple[torch.dtype, ...]:
+    """Tensor dtypes that hold weights of ``key``."""
+    if key is None:
+        return (torch.bfloat16, torch.float16, torch.float32)
+    if key.packing is not None:
+        return (key.packing.storage,)
+    if key.dtype.kind is NumberKind.FLOAT:
+        return {"e4m3": (torch.float8_e4m3fn,), "e5m2": (torch.float8_e5m2,)}[key.dtype.name]
+    return (torch.int8,) if key.dtype.kind is NumberKind.INT else (torch.uint8,)
+
+
+def check_values(name: str, tensor: Tensor, *, scale: bool) -> None:
+    """Raise TensorError for NaN or Inf in ``tensor`` and, in a scale, for negative values."""
+    if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        codes = tensor.view(torch.uint8) & 0x7F
+        bad = codes == 0x7F if tensor.dtype is torch.float8_e4m3fn else codes >= 0x7C
+        what = "NaN" if tensor.dtype is torch.float8_e4m3fn else "NaN or Inf"
+    elif is_e8m0(tensor.dtype) and scale:
+        bad, what = tensor.view(torch.uint8) == 255, "NaN (e8m0 code 255)"
+    elif tensor.dtype.is_floating_point:
+        bad, what = ~torch.isfinite(tensor), "NaN or Inf"
+        if scale:
+            bad, what = bad | (tensor < 0), "NaN, Inf or negative"
+    else:
+        return
+    count = int(bad.sum())
+    if count:
+        where = [int(i) for i in bad.nonzero()[0]]
+        raise TensorError(f"{name} has {count} {what} value{'s' * (count > 1)} of {tensor.numel()}, first at {where}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KernelWeights:
+    """Weights in one backend's own layout, with the quant config that describes them.
+
+    ``extra`` holds whatever else the backend keeps per layer (permutations, locks …).
+    """
+
+    w13: Tensor
+    w2: Tensor
+    quant_config: FusedMoEQuantConfig
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield "w13", self.w13
+        yield "w2", self.w2
+        yield from self.quant_config.tensors()
+        yield from self.extra.items()
+
+    @property
+    def device(self) -> torch.device:
+        return self.w13.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for _, t in self.tensors())
+
+    def copy_(self, other: KernelWeights) -> None:
+        """Overwrite every tensor in place, so that captured CUDA graphs see the new weights.
+
+        Raises TensorError, before anything is written, where names, shapes or dtypes differ.
+        """
+        mine, theirs = dict(self.tensors()), dict(other.tensors())
+        if mine.keys() != theirs.keys():
+            raise TensorError(f"new weights hold {sorted(theirs)}, the layer holds {sorted(mine)}")
+        for name, tensor in mine.items():
+            check_shape(name, theirs[name], tuple(tensor.shape))
+            check_dtype(name, theirs[name], (tensor.dtype,))
+        for name, tensor in mine.items():
+            tensor.copy_(theirs[name])

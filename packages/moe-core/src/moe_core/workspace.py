@@ -1,0 +1,71 @@
+"""Scratch memory of a fused MoE call: stated by the experts, owned by the caller.
+
+A call without a workspace of the caller's takes one from torch's caching allocator; under CUDA-graph
+capture that is the graph's own pool.  An engine that runs many layers shares one
+:class:`Workspace` among them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_core.errors import TensorError
+
+#: every part starts at a multiple of this many bytes: the widest alignment that TMA and vector loads ask for
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class WorkspaceSpec:
+    """One scratch tensor: its name, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def workspace_nbytes(specs: Iterable[WorkspaceSpec]) -> int:
+    """Bytes of one buffer that holds all ``specs``, each aligned."""
+    return sum(-(-spec.nbytes // ALIGNMENT) * ALIGNMENT for spec in specs)
+
+
+class Workspace:
+    """A flat buffer that grows to the largest request and is handed out as named tensors."""
+
+    def __init__(self, device: torch.device | str, buffer: Tensor | None = None) -> None:
+        self.device = torch.device(device)
+        self._fixed = buffer is not None
+        if buffer is not None and (buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous()):
+            raise TensorError(
+                f"a workspace buffer is contiguous uint8 [bytes], got {buffer.dtype} {list(buffer.shape)}"
+            )
+        self._buffer = buffer if buffer is not None else torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.numel()
+
+    def take(self, specs: Iterable[WorkspaceSpec]) -> Mapping[str, Tensor]:
+        """Tensors for ``specs`` by name; uninitialised, and shared with every other ``take``."""
+        specs = tuple(specs)
+        needed = workspace_nbytes(specs)
+        if needed > self._buffer.numel():
+            if self._fixed:
+                raise TensorError(f"the workspace has {self._buffer.numel()} bytes, {needed} are needed")
+            self._buffer = torch.empty(needed, dtype=torch.uint8, device=self.device)
+        tensors: dict[str, Tensor] = {}
+        offset = 0
+        for spec in specs:
+            part = self._buffer[offset : offset + spec.nbytes]
+            tensors[spec.name] = part.view(spec.dtype).view(spec.shape)
+            offset += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+        return tensors
