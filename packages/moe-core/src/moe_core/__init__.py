@@ -1,0 +1,227 @@
+"""Modular mixture-of-experts layers: what every quantisation scheme shares.
+
+Schemes are packages of their own (``moe-fp8``, ``moe-mxfp4``, ``moe-int8``, ``moe-wna16``, or a third
+party's) that are found through entry points.  Importing this package imports neither them nor
+Triton; what is costly loads on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from moe_core.activation import ActivationParams, MoEActivation, apply_moe_activation
+from moe_core.claims import GATED, NON_GATED, Claims
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig, FusedMoEParallelConfig
+from moe_core.device import DeviceInfo, DeviceRange, any_device, cpu, cuda, hip
+from moe_core.environment import TRITON, Environment, Requirement
+from moe_core.errors import (
+    CheckpointError,
+    ConfigError,
+    MoEError,
+    ProtocolVersionError,
+    RegistryError,
+    SchemeNotInstalledError,
+    SelectionError,
+    TensorError,
+    UnsupportedDeviceError,
+)
+from moe_core.experts import (
+    PROTOCOL_VERSION,
+    ExpertTokensMetadata,
+    FusedMoEExperts,
+    FusedMoEExpertsModular,
+    FusedMoEExpertsMonolithic,
+)
+from moe_core.kernel import FusedMoEKernel
+from moe_core.numerics import INT4_DTYPE, INT8_DTYPE, QuantDtype
+from moe_core.oracle import Backend, Oracle
+from moe_core.prepare_finalize import (
+    FusedMoEPrepareAndFinalizeModular,
+    Prepared,
+    TopKWeightAndReduce,
+)
+from moe_core.quant_config import (
+    FUSED_MOE_UNQUANTIZED_CONFIG,
+    FusedMoEQuantConfig,
+    FusedMoEQuantDesc,
+    biased_moe_quant_config,
+    fp8_w8a8_moe_quant_config,
+    fp8_w8a16_moe_quant_config,
+    int8_w8a8_moe_quant_config,
+    int8_w8a16_moe_quant_config,
+    make_quant_config,
+    mxfp4_w4a16_moe_quant_config,
+    mxfp8_moe_quant_config,
+    wna16_moe_quant_config,
+)
+from moe_core.quant_key import (
+    GroupShape,
+    KeyPattern,
+    Packing,
+    QuantKey,
+    ScaleDesc,
+    kFp8Dynamic64Sym,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTensorSym,
+    kFp8DynamicTokenSym,
+    kFp8Static128BlockE8M0Sym,
+    kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
+    kFp8StaticTokenSym,
+    kInt4Static,
+    kInt4Static32,
+    kInt4Static32Asym,
+    kInt4StaticAsym,
+    kInt4StaticGroupScale,
+    kInt4W4A8StaticChannelSym,
+    kInt4W4A8StaticGroup32Sym,
+    kInt4W4A8StaticGroup64Sym,
+    kInt4W4A8StaticGroup128Sym,
+    kInt8DynamicTensorSym,
+    kInt8DynamicTokenAsym,
+    kInt8DynamicTokenSym,
+    kInt8Static,
+    kInt8StaticChannelSym,
+    kInt8StaticGroupScale,
+    kInt8StaticTensorSym,
+    kMxfp4Dynamic,
+    kMxfp4Static,
+    kMxfp8Dynamic,
+    kMxfp8Static,
+)
+from moe_core.registry import Registry, Scheme, oracle, registry
+from moe_core.routing import RoutingConfig, RoutingMethodType, route
+from moe_core.selection import Candidate, Selection, SelectionReport
+from moe_core.weights import KernelWeights, MoEWeights
+from moe_core.workspace import Workspace, WorkspaceSpec
+
+if TYPE_CHECKING:
+    from moe_core.checkpoint import Checkpoint
+    from moe_core.layer import FusedMoELayer, load_layer
+    from moe_core.reference import fused_moe_reference
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Checkpoint": "moe_core.checkpoint",
+    "FusedMoELayer": "moe_core.layer",
+    "load_layer": "moe_core.layer",
+    "fused_moe_reference": "moe_core.reference",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "FUSED_MOE_UNQUANTIZED_CONFIG",
+    "GATED",
+    "INT4_DTYPE",
+    "INT8_DTYPE",
+    "NON_GATED",
+    "PROTOCOL_VERSION",
+    "TRITON",
+    "ActivationParams",
+    "Backend",
+    "Candidate",
+    "Checkpoint",
+    "CheckpointError",
+    "Claims",
+    "ConfigError",
+    "DeviceInfo",
+    "DeviceRange",
+    "Environment",
+    "ExpertTokensMetadata",
+    "FusedMoEActivationFormat",
+    "FusedMoEConfig",
+    "FusedMoEExperts",
+    "FusedMoEExpertsModular",
+    "FusedMoEExpertsMonolithic",
+    "FusedMoEKernel",
+    "FusedMoELayer",
+    "FusedMoEParallelConfig",
+    "FusedMoEPrepareAndFinalizeModular",
+    "FusedMoEQuantConfig",
+    "FusedMoEQuantDesc",
+    "GroupShape",
+    "KernelWeights",
+    "KeyPattern",
+    "MoEActivation",
+    "MoEError",
+    "MoEWeights",
+    "Oracle",
+    "Packing",
+    "Prepared",
+    "ProtocolVersionError",
+    "QuantDtype",
+    "QuantKey",
+    "Registry",
+    "RegistryError",
+    "Requirement",
+    "RoutingConfig",
+    "RoutingMethodType",
+    "ScaleDesc",
+    "Scheme",
+    "SchemeNotInstalledError",
+    "Selection",
+    "SelectionError",
+    "SelectionReport",
+    "TensorError",
+    "TopKWeightAndReduce",
+    "UnsupportedDeviceError",
+    "Workspace",
+    "WorkspaceSpec",
+    "any_device",
+    "apply_moe_activation",
+    "biased_moe_quant_config",
+    "cpu",
+    "cuda",
+    "fp8_w8a8_moe_quant_config",
+    "fp8_w8a16_moe_quant_config",
+    "fused_moe_reference",
+    "hip",
+    "int8_w8a8_moe_quant_config",
+    "int8_w8a16_moe_quant_config",
+    "kFp8Dynamic64Sym",
+    "kFp8Dynamic128Sym",
+    "kFp8DynamicTensorSym",
+    "kFp8DynamicTokenSym",
+    "kFp8Static128BlockE8M0Sym",
+    "kFp8Static128BlockSym",
+    "kFp8StaticChannelSym",
+    "kFp8StaticTensorSym",
+    "kFp8StaticTokenSym",
+    "kInt4Static",
+    "kInt4Static32",
+    "kInt4Static32Asym",
+    "kInt4StaticAsym",
+    "kInt4StaticGroupScale",
+    "kInt4W4A8StaticChannelSym",
+    "kInt4W4A8StaticGroup32Sym",
+    "kInt4W4A8StaticGroup64Sym",
+    "kInt4W4A8StaticGroup128Sym",
+    "kInt8DynamicTensorSym",
+    "kInt8DynamicTokenAsym",
+    "kInt8DynamicTokenSym",
+    "kInt8Static",
+    "kInt8StaticChannelSym",
+    "kInt8StaticGroupScale",
+    "kInt8StaticTensorSym",
+    "kMxfp4Dynamic",
+    "kMxfp4Static",
+    "kMxfp8Dynamic",
+    "kMxfp8Static",
+    "load_layer",
+    "make_quant_config",
+    "mxfp4_w4a16_moe_quant_config",
+    "mxfp8_moe_quant_config",
+    "oracle",
+    "registry",
+    "route",
+    "wna16_moe_quant_config",
+]

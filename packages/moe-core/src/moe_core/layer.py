@@ -1,0 +1,220 @@
+"""One MoE layer as a module: loads, converts, routes, applies, reloads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_core.config import FusedMoEConfig
+from moe_core.errors import ConfigError, TensorError, check_shape
+from moe_core.kernel import FusedMoEKernel
+from moe_core.oracle import Oracle
+from moe_core.registry import registry
+from moe_core.routing import RoutingConfig
+from moe_core.selection import Selection
+from moe_core.weights import KernelWeights, MoEWeights
+
+if TYPE_CHECKING:
+    from moe_core.checkpoint import Checkpoint
+
+
+class FusedMoELayer(nn.Module):
+    """The routed experts of one layer, ready to run.
+
+    ``FusedMoELayer.from_weights`` selects a backend for canonical weights and converts them;
+    :func:`load_layer` does so from a checkpoint.  The weights live in the backend's layout; they are no
+    parameters and are not part of ``state_dict()`` (a checkpoint is the form to keep).
+    """
+
+    def __init__(
+        self,
+        kernel: FusedMoEKernel,
+        selection: Selection,
+        *,
+        routing: RoutingConfig | None = None,
+        router_weight: Tensor | None = None,
+        correction_bias: Tensor | None = None,
+        expert_map: Tensor | None = None,
+    ) -> None:
+        """``router_weight`` [E, K] and ``correction_bias`` [E] let :meth:`forward` route by itself."""
+        super().__init__()
+        self.kernel = kernel
+        self.selection = selection
+        self.routing = routing or kernel.config.routing
+        self.router_weight = router_weight
+        self.correction_bias = correction_bias
+        self.expert_map = expert_map
+
+    @staticmethod
+    def from_weights(
+        scheme: str | Oracle,
+        config: FusedMoEConfig,
+        weights: MoEWeights,
+        *,
+        backend: str = "auto",
+        router_weight: Tensor | None = None,
+        correction_bias: Tensor | None = None,
+        expert_map: Tensor | None = None,
+    ) -> FusedMoELayer:
+        """Select a backend for the device that ``weights`` are on, convert them and build the layer."""
+        oracle = registry().oracle(scheme) if isinstance(scheme, str) else scheme
+        selection = oracle.select(
+            config,
+            weight_key=weights.weight_key,
+            activation_key=weights.activation_key,
+            moe_backend=backend,
+            device=weights.w13.device,
+        )
+        kernel = oracle.make_kernel(selection, oracle.convert(selection, weights))
+        return FusedMoELayer(
+            kernel,
+            selection,
+            router_weight=router_weight,
+            correction_bias=correction_bias,
+            expert_map=expert_map,
+        )
+
+    @property
+    def config(self) -> FusedMoEConfig:
+        return self.kernel.config
+
+    @property
+    def weights(self) -> KernelWeights:
+        return self.kernel.weights
+
+    def route(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(topk_weights [M, k] float32, topk_ids [M, k] int32) of ``router_logits`` [M, E] by the layer's routing."""
+        if self.routing is None:
+            raise ConfigError("the layer has no routing: give topk_weights and topk_ids, or a config with routing=")
+        check_shape("router_logits", router_logits, ("M", self.config.num_experts))
+        from moe_core.ops.routing import fused_route
+
+        return fused_route(
+            router_logits, top_k=self.config.top_k, config=self.routing, correction_bias=self.correction_bias
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        router_logits: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        topk_ids: Tensor | None = None,
+    ) -> Tensor:
+        """The routed experts' weighted sum of ``hidden_states`` [..., K], of the same shape.
+
+        Routing comes from ``topk_weights`` and ``topk_ids`` [M, k] if given, else from ``router_logits`` [M, E],
+        else from the layer's own router weight.
+        """
+        x = hidden_states.reshape(-1, self.config.hidden_size)
+        if (topk_weights is None) != (topk_ids is None):
+            missing = "topk_ids" if topk_ids is None else "topk_weights"
+            raise TensorError(f"{missing} is missing: topk_weights and topk_ids go together")
+        if topk_weights is None or topk_ids is None:
+            if router_logits is None:
+                router_logits = self.router_logits(x)
+            if self.kernel.is_monolithic:
+                out = self.kernel.apply_monolithic(
+                    x,
+                    router_logits=router_logits,
+                    correction_bias=self.correction_bias,
+                    expert_map=self.expert_map,
+                )
+                return out.view(hidden_states.shape)
+            topk_weights, topk_ids = self.route(router_logits)
+        out = self.kernel.apply(x, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=self.expert_map)
+        return out.view(hidden_states.shape)
+
+    def router_logits(self, x: Tensor) -> Tensor:
+        """float32 logits [M, E] of ``x`` [M, K] by the layer's router weight."""
+        if self.router_weight is None:
+            raise TensorError(
+                "the layer has no router weight: give router_logits, or topk_weights and topk_ids"
+            )
+        return x.float() @ self.router_weight.float().T
+
+    def reload(self, weights: MoEWeights) -> None:
+        """Replace the weights in place: pointers stay, captured CUDA graphs go on working.
+
+        Raises TensorError, with the old weights untouched, if the new ones don't fit.
+        """
+        if (weights.weight_key, weights.activation_key) != (self.selection.weight_key, self.selection.activation_key):
+            raise TensorError(
+                f"the layer was built for {self.selection.weight_key} with {self.selection.activation_key}, "
+                f"the new weights are {weights.weight_key} with {weights.activation_key}"
+            )
+        weights.validate(self.config)
+        self.kernel.weights.copy_(self.selection.experts.convert(weights.to(self.weights.device), self.config))
+
+    def extra_repr(self) -> str:
+        config = self.config
+        return (
+            f"E={config.num_experts}, top_k={config.top_k}, K={config.hidden_size}, N={config.intermediate_size}, "
+            f"backend={self.selection.backend}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # .to()/.cuda()/.half() on a model come here; the layout belongs to one device, and its dtypes to the format
+        probe = fn(self.weights.w13[:0])
+        if probe.device != self.weights.device:
+            raise ConfigError(
+                f"the layer's weights are laid out for {self.weights.device} (backend {self.selection.backend}) "
+                f"and can't be moved to {probe.device}: load the layer on that device"
+            )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+def load_layer(
+    path: str | os.PathLike[str] | Checkpoint,
+    *,
+    layer: int | None = None,
+    device: torch.device | str | None = None,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    experts: Sequence[int] | None = None,
+) -> FusedMoELayer:
+    """One MoE layer of a checkpoint folder: format, scheme, selection and conversion.
+
+    ``layer``: index in the model, default the first MoE layer.  ``experts``: global ids to load
+    (expert parallelism), default all; with some of them the layer gets the matching expert map.
+
+    Raises CheckpointError, SchemeNotInstalledError, SelectionError, TensorError.
+    """
+    from moe_core.checkpoint import Checkpoint, read_layer
+
+    target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(Path(path))
+    source = read_layer(checkpoint, layer, dtype=dtype, experts=experts)
+    # selection comes before the weights are read: an impossible request costs no gigabytes
+    oracle = registry().oracle(source.scheme)
+    selection = oracle.select(
+        source.config,
+        weight_key=source.weight_key,
+        activation_key=source.activation_key,
+        moe_backend=backend,
+        device=target,
+    )
+    weights = source.weights(device=target)
+    kernel = oracle.make_kernel(selection, oracle.convert(selection, weights))
+
+    def on_target(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(target)
+
+    expert_map = None
+    if experts is not None:
+        expert_map = torch.full((source.config.num_experts,), -1, dtype=torch.int32, device=target)
+        expert_map[torch.tensor(list(experts), device=target)] = torch.arange(
+            len(experts), dtype=torch.int32, device=target
+        )
+    return FusedMoELayer(
+        kernel,
+        selection,
+        router_weight=on_target(source.router_weight),
+        correction_bias=on_target(source.correction_bias),
+        expert_map=expert_map,
+    )
