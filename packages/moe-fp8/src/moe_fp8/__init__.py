@@ -1,0 +1,21 @@
+"""FP8 mixture-of-experts for moe-core: oracle, checkpoint formats, expert kernels."""
+
+from moe_fp8.oracle import (
+    Fp8MoeBackend,
+    Fp8Oracle,
+    convert_to_fp8_moe_kernel_format,
+    make_fp8_moe_kernel,
+    make_fp8_moe_quant_config,
+    select_fp8_moe_backend,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Fp8MoeBackend",
+    "Fp8Oracle",
+    "convert_to_fp8_moe_kernel_format",
+    "make_fp8_moe_kernel",
+    "make_fp8_moe_quant_config",
+    "select_fp8_moe_backend",
+]
