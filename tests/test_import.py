@@ -1,0 +1,48 @@
+"""Importing core stays cheap: it loads neither Triton, nor a kernel library, nor a scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+# what `import torch` itself loads is not core's doing
+NEW_MODULES = """
+import sys, torch
+before = set(sys.modules)
+import {module}
+print(*sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}))
+"""
+
+ADDED_MILLISECONDS = """
+import time, torch
+start = time.perf_counter()
+import moe_core
+print(1e3 * (time.perf_counter() - start))
+"""
+
+BUDGET = 60.0
+
+
+def test_core_loads_nothing_heavy(run_python: Callable[..., str]) -> None:
+    loaded = set(run_python(NEW_MODULES.format(module="moe_core")).split())
+    heavy = {"triton", "flashinfer", "numpy", "safetensors", "matplotlib", "pytest", "hypothesis"}
+    assert not loaded & heavy
+    assert {name for name in loaded if name.startswith("moe_")} == {"moe_core"}
+
+
+@pytest.mark.parametrize("package", ["moe_fp8", "moe_int8", "moe_mxfp4", "moe_wna16"])
+def test_scheme_loads_neither_triton_nor_another_scheme(package: str, run_python: Callable[..., str]) -> None:
+    loaded = set(run_python(NEW_MODULES.format(module=package)).split())
+    assert "triton" not in loaded
+    assert {name for name in loaded if name.startswith("moe_")} <= {"moe_core", package}
+
+
+def test_core_adds_little_to_torch(run_python: Callable[..., str]) -> None:
+    # the smallest of a few runs: a busy machine adds time, none takes it away
+    times = []
+    for _ in range(5):
+        times.append(float(run_python(ADDED_MILLISECONDS)))
+        if times[-1] < BUDGET:
+            return
+    pytest.fail(f"`import moe_core` adds {min(times):.0f} ms to `import torch`, expected less than {BUDGET:.0f} ms")
