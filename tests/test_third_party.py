@@ -1,0 +1,201 @@
+"""Packages of other people: a backend for an existing scheme, and a scheme, found by entry point alone.
+
+The examples are built as wheels and unpacked beside the environment; nothing of core or moe-fp8 knows them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., str]
+
+LAYER = """
+import torch, moe_core as mc
+torch.manual_seed(0)
+config = mc.FusedMoEConfig(num_experts=4, top_k=2, hidden_size=256, intermediate_size=128, dtype=torch.float32)
+x = torch.randn(5, 256)
+tw, ids = torch.rand(5, 2), torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]])  # expert 3 gets nothing
+"""
+
+BACKEND = (
+    LAYER
+    + """
+w13, w2 = (torch.randn(4, 256, 256).to(torch.float8_e4m3fn), torch.randn(4, 256, 128).to(torch.float8_e4m3fn))
+s13, s2 = torch.rand(4, 2, 2) / 64, torch.rand(4, 2, 1) / 64
+oracle = mc.oracle("fp8")
+added = [b for b in oracle.table() if b.name == "preloaded"]
+assert len(added) == 1 and added[0].origin == "moe-example-backend 0.1.0", oracle.table()
+selection = oracle.select(config, weight_key=mc.kFp8Static128BlockSym, activation_key=None, device="cpu")
+assert selection.backend == "preloaded", selection.report
+weights = oracle.convert(selection, w13=w13, w2=w2, w13_scale=s13, w2_scale=s2)
+y = oracle.make_kernel(selection, weights).apply(x, topk_weights=tw, topk_ids=ids)
+
+wide = lambda w, s: w.double() * s.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+d13, d2 = wide(w13, s13), wide(w2, s2)
+expected = torch.zeros(5, 256, dtype=torch.float64)
+for token in range(5):
+    for slot in range(2):
+        e = ids[token, slot]
+        gate, up = (d13[e] @ x[token].double()).chunk(2)
+        expected[token] += tw[token, slot].double() * (d2[e] @ (gate * gate.sigmoid() * up))
+# float32 products of 256 and 128 terms: errors grow at most linearly with the terms
+error = (y.double() - expected).abs().max() / expected.abs().max()
+assert error < (256 + 128 + 8) * 2**-24, error
+print("ok")
+"""
+)
+
+SCHEME = (
+    LAYER
+    + """
+assert "plain" in mc.registry().scheme_names()
+oracle = mc.oracle("plain")
+selection = oracle.select(config, weight_key=None, activation_key=None, device="cpu")
+w13, w2 = torch.randn(4, 256, 256) / 16, torch.randn(4, 256, 128) / 16
+y = oracle.make_kernel(selection, oracle.convert(selection, w13=w13, w2=w2)).apply(x, topk_weights=tw, topk_ids=ids)
+expected = torch.zeros(5, 256, dtype=torch.float64)
+for token in range(5):
+    for slot in range(2):
+        e = ids[token, slot]
+        gate, up = (w13[e].double() @ x[token].double()).chunk(2)
+        expected[token] += tw[token, slot].double() * (w2[e].double() @ (gate * gate.sigmoid() * up))
+error = (y.double() - expected).abs().max() / expected.abs().max()
+assert error < (256 + 128 + 8) * 2**-24, error
+print("ok")
+"""
+)
+
+REFUSED = """
+import moe_core as mc
+try:
+    mc.oracle("{scheme}").table()
+except mc.MoEError as error:
+    print(type(error).__name__, error)
+else:
+    print("accepted")
+"""
+
+
+def build(project: Path, target: Path) -> None:
+    """Builds a wheel of ``project`` and unpacks it into ``target``: what installing a pure wheel does."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target / "dist")]
+    subprocess.run(command, cwd=project, check=True, capture_output=True)
+    for wheel in (target / "dist").glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(target)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory, root: Path) -> str:
+    """A directory with both examples installed, for PYTHONPATH."""
+    target = tmp_path_factory.mktemp("site")
+    for name in ("third-party-backend", "third-party-scheme"):
+        build(root / "examples" / name, target)
+    return str(target)
+
+
+@pytest.fixture
+def changed(tmp_path: Path, root: Path) -> Callable[[str, str, str, str], str]:
+    """Installs an example in which one text of one file was replaced; returns the directory for PYTHONPATH."""
+
+    def install(example: str, file: str, old: str, new: str) -> str:
+        copy = tmp_path / "source"
+        shutil.copytree(root / "examples" / example, copy)
+        text = (copy / file).read_text()
+        assert old in text
+        (copy / file).write_text(text.replace(old, new))
+        build(copy, tmp_path / "site")
+        return str(tmp_path / "site")
+
+    return install
+
+
+def test_backend_of_another_package_is_found_chosen_and_right(run_python: Run, installed: str) -> None:
+    assert run_python(BACKEND, PYTHONPATH=installed).strip() == "ok"
+
+
+def test_scheme_of_another_package_is_found_and_right(run_python: Run, installed: str) -> None:
+    assert run_python(SCHEME, PYTHONPATH=installed).strip() == "ok"
+
+
+@pytest.mark.parametrize(
+    ("example", "file", "old", "new", "scheme", "error", "named"),
+    [
+        (
+            "third-party-backend",
+            "src/example_backend/experts.py",
+            "protocol_version = 1",
+            "protocol_version = 2",
+            "fp8",
+            "ProtocolVersionError",
+            ["moe-example-backend 0.1.0", "fp8.preloaded", "2", "1"],
+        ),
+        (
+            "third-party-backend",
+            "src/example_backend/experts.py",
+            "    protocol_version = 1\n",
+            "",
+            "fp8",
+            "ProtocolVersionError",
+            ["moe-example-backend 0.1.0", "fp8.preloaded"],
+        ),
+        (
+            "third-party-scheme",
+            "src/example_scheme/__init__.py",
+            "protocol=1",
+            "protocol=7",
+            "plain",
+            "ProtocolVersionError",
+            ["moe-example-scheme 0.1.0", "plain", "7", "1"],
+        ),
+        (
+            "third-party-backend",
+            "pyproject.toml",
+            '"fp8.preloaded"',
+            '"fp8.torch"',
+            "fp8",
+            "ConfigError",
+            ["moe-example-backend 0.1.0", "torch"],
+        ),
+        (
+            "third-party-scheme",
+            "pyproject.toml",
+            "plain = ",
+            "fp8 = ",
+            "fp8",
+            "RegistryError",
+            ["moe-example-scheme 0.1.0", "moe-fp8 0.1.0", "fp8"],
+        ),
+        (
+            "third-party-scheme",
+            "pyproject.toml",
+            "example_scheme:SCHEME",
+            "example_scheme:NOTHING",
+            "plain",
+            "RegistryError",
+            ["moe-example-scheme 0.1.0", "example_scheme:NOTHING"],
+        ),
+    ],
+    ids=["other-protocol", "no-protocol", "scheme-of-other-protocol", "taken-name", "scheme-twice", "broken"],
+)
+def test_plugin_that_does_not_fit_is_refused_by_name(
+    run_python: Run,
+    changed: Callable[[str, str, str, str], str],
+    example: str,
+    file: str,
+    old: str,
+    new: str,
+    scheme: str,
+    error: str,
+    named: list[str],
+) -> None:
+    printed = run_python(REFUSED.format(scheme=scheme), PYTHONPATH=changed(example, file, old, new))
+    assert printed.startswith(error), printed
+    assert all(name in printed for name in named), printed
