@@ -1,0 +1,76 @@
+"""Checks an environment that holds moe-core and at most one scheme, installed from wheels.
+
+Usage: ``python -I tools/check_installed.py moe-core [moe-SCHEME]``, with that environment's interpreter: exactly the
+named packages are there, the registry finds the scheme, nothing of the others is imported, and ``moe quickstart`` runs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ALL = ("moe-core", "moe-fp8", "moe-int8", "moe-mxfp4", "moe-wna16")
+MOE = str(Path(sys.executable).with_name("moe"))
+
+
+def expect(condition: bool, message: str) -> None:
+    """Ends the check with ``message`` unless ``condition`` holds."""
+    if not condition:
+        sys.exit(f"{' + '.join(sys.argv[1:])}: {message}")
+
+
+def modules_of(code: str) -> set[str]:
+    """Top-level names that a fresh interpreter has imported after ``code``."""
+    program = code + "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True)
+    expect(done.returncode == 0, f"{code!r} failed:\n{done.stderr}")
+    return set(done.stdout.split())
+
+
+def check_imports(packages: list[str]) -> bool:
+    """Checks what is installed and imported; returns whether the scheme, if there is one, has kernels."""
+    installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+    expect(installed & set(ALL) == set(packages), f"installed are {sorted(installed & set(ALL))}")
+    for name in set(ALL) - set(packages):
+        expect(importlib.util.find_spec(name.replace("-", "_")) is None, f"{name} is importable, but not installed")
+
+    points = [
+        (point.name, point.value)
+        for point in importlib.metadata.entry_points(group="moe_core.schemes")
+        if point.dist is not None and point.dist.metadata["Name"] in packages
+    ]
+    listed = modules_of("import moe_core; moe_core.registry().scheme_names()")
+    expect("triton" not in listed, "listing the schemes imports triton")
+    expect({m for m in listed if m.startswith("moe_")} == {"moe_core"}, "listing the schemes imports one")
+    for name, _ in points:
+        loaded = modules_of(f"import moe_core; assert moe_core.oracle({name!r}).table()")
+        foreign = {m for m in loaded if m.startswith("moe_")} - {p.replace("-", "_") for p in packages}
+        expect(not foreign, f"loading the scheme {name} imports {sorted(foreign)}")
+    return bool(points)
+
+
+def check_command_line(kernels: bool) -> str:
+    """Runs ``moe backends`` and ``moe quickstart``; returns what to say of the latter."""
+    done = subprocess.run([MOE, "backends", "--json"], capture_output=True, text=True)
+    expect(done.returncode == 0, f"moe backends failed:\n{done.stderr}")
+    json.loads(done.stdout)
+    start = time.perf_counter()
+    done = subprocess.run([MOE, "quickstart"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    seconds = time.perf_counter() - start
+    if kernels:
+        expect(done.returncode == 0, f"moe quickstart failed:\n{done.stdout}{done.stderr}")
+        expect(seconds < 60, f"moe quickstart took {seconds:.0f} s")
+        return f"moe quickstart ran in {seconds:.1f} s"
+    expect(done.returncode == 2, f"moe quickstart without a scheme ended with {done.returncode}, expected 2")
+    expect("Traceback" not in done.stderr, f"moe quickstart without a scheme printed a traceback:\n{done.stderr}")
+    expect("pip install" in done.stderr + done.stdout, "moe quickstart without a scheme does not say what to install")
+    return "no scheme registered; moe quickstart says what to install"
+
+
+if __name__ == "__main__":
+    print(f"{' + '.join(sys.argv[1:])}: {check_command_line(check_imports(sys.argv[1:]))}")
