@@ -20,7 +20,7 @@ from moe_core.routing import RoutingMethodType
 
 KeyClaim = QuantKey | KeyPattern | None
 
-GATED = frozenset(a for a in MoEActivation if a.is_gated and a is not MoEActivation.RELU2)
+GATED = frozenset(a for a in MoEActivation if a.is_gated)
 NON_GATED = frozenset(a for a in MoEActivation if not a.is_gated)
 
 

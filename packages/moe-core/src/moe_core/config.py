@@ -25,6 +25,9 @@ class FusedMoEActivationFormat(str, Enum):
     STANDARD = "standard"
     BATCHED = "batched"
 
+    def __repr__(self) -> str:
+        return str(self)
+
 
 @dataclass(frozen=True)
 class FusedMoEParallelConfig:
@@ -133,8 +136,8 @@ class FusedMoEConfig:
 
     @property
     def params(self) -> ActivationParams:
-        """Parameters of the activation: those given, else its defaults."""
-        return self.activation_params or self.activation.default_params()
+        """Parameters of the activation: those given, its defaults for the others."""
+        return self.activation.resolve_params(self.activation_params)
 
     @property
     def w13_rows(self) -> int:

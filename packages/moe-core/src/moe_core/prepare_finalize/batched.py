@@ -1,0 +1,93 @@
+"""Tokens of one rank in the batched format: ``[E_local, T_max, K]`` beside the number of rows in use.
+
+What an all-to-all that delivers per-expert buffers does between ranks, done locally: it lets batched
+experts run, and be tested, without communication.  No host synchronisation; shapes are static.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_core.config import FusedMoEActivationFormat
+from moe_core.experts import ExpertTokensMetadata
+from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular, Prepared, TopKWeightAndReduce
+from moe_core.quant_key import QuantKey
+
+
+@dataclass(frozen=True, eq=False)
+class BatchedPrepared(Prepared):
+    """``rows`` [M, k] int64: row of each (token, slot) in the flattened ``[E_local * T_max]`` buffer, -1 for none."""
+
+    rows: Tensor | None = None
+
+
+class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
+    """Scatter to per-expert buffers, weighted gather back.
+
+    ``T_max`` is the number of tokens: enough where a token's ids are distinct, as every router
+    makes them.  A pair beyond it (a repeated id) is dropped.
+    """
+
+    activation_format = FusedMoEActivationFormat.BATCHED
+
+    def prepare(
+        self,
+        hidden_states: Tensor,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        quantize_as: QuantKey | None,
+        static_scale: Tensor | None = None,
+    ) -> Prepared:
+        from moe_core.torch_experts import local_expert_ids
+
+        config = self.config
+        tokens, top_k = topk_ids.shape
+        experts, capacity, width = config.local_experts, tokens, hidden_states.shape[1]
+        if config.apply_router_weight_on_input:
+            hidden_states = (hidden_states.float() * topk_weights).to(hidden_states.dtype)
+        ids = local_expert_ids(topk_ids, config.num_experts, experts, expert_map).flatten()
+        sorted_ids, order = torch.sort(ids, stable=True)
+        bounds = torch.searchsorted(sorted_ids, torch.arange(experts + 1, device=ids.device))
+        place = torch.arange(ids.numel(), device=ids.device) - bounds[sorted_ids.clamp(min=0)]
+        keep = (sorted_ids >= 0) & (place < capacity)
+        # what is dropped goes to a row of its own behind the buffer, so that nothing depends on its number
+        row = torch.where(keep, sorted_ids * capacity + place, experts * capacity)
+        buffer = hidden_states.new_zeros(experts * capacity + 1, width)
+        buffer[row] = hidden_states[order // top_k]
+        rows = torch.empty_like(ids)
+        rows[order] = torch.where(keep, row, -1)
+        batched = buffer[:-1].view(experts, capacity, width)
+        scale = None
+        if quantize_as is not None:
+            from moe_core.ops.quantize import quantize_activation
+
+            q, flat_scale = quantize_activation(buffer[:-1], quantize_as, static_scale=static_scale)
+            batched, scale = q.view(experts, capacity, -1), flat_scale.view(experts, capacity, -1)
+        counts = (bounds[1:] - bounds[:-1]).clamp(max=capacity).to(torch.int32)
+        return BatchedPrepared(
+            batched, topk_weights, topk_ids, scale, ExpertTokensMetadata(counts), rows=rows.view(tokens, top_k)
+        )
+
+    def finalize(
+        self,
+        output: Tensor,
+        expert_output: Tensor,
+        prepared: Prepared,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        reduce: TopKWeightAndReduce,
+    ) -> None:
+        if not isinstance(prepared, BatchedPrepared) or prepared.rows is None:
+            raise TypeError(f"finalize got {type(prepared).__name__}, expected what this object's prepare returned")
+        rows = prepared.rows
+        picked = expert_output.flatten(0, 1)[rows.clamp(min=0)].float()
+        if not self.config.apply_router_weight_on_input:
+            picked = picked * topk_weights[..., None]
+        output.copy_(torch.where((rows >= 0)[..., None], picked, 0.0).sum(dim=1))

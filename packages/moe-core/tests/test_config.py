@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_core import (
+    ActivationParams,
+    ConfigError,
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    MoEActivation,
+)
+
+
+def make(**changes: object) -> FusedMoEConfig:
+    return FusedMoEConfig(**{"num_experts": 8, "top_k": 2, "hidden_size": 64, "intermediate_size": 32, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, "num_experts must be a positive integer, got 0"),
+        ({"hidden_size": 2.5}, "hidden_size must be a positive integer, got 2.5"),
+        ({"top_k": 9}, "top_k 9 is larger than num_experts 8"),
+        ({"dtype": torch.float64}, "dtype must be .*float64"),
+        ({"num_local_experts": 9}, "num_local_experts 9 is not within 1..8"),
+        ({"parallel": FusedMoEParallelConfig(ep_size=3)}, "num_experts 8 does not divide by ep_size 3"),
+        ({"apply_router_weight_on_input": True}, "needs top_k 1, got 2"),
+        ({"activation": "tanhish"}, "tanhish"),
+    ],
+)
+def test_contradictions_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**changes)
+
+
+def test_defaults() -> None:
+    config = make(parallel=FusedMoEParallelConfig(ep_size=4, ep_rank=1))
+    assert config.local_experts == 2
+    assert config.w13_rows == 64
+    assert make(activation=MoEActivation.RELU2_NO_MUL).w13_rows == 32
+    assert make(activation="gelu_pytorch_tanh").activation is MoEActivation.GELU_TANH
+    assert make(activation=MoEActivation.SWIGLUOAI).params == ActivationParams(alpha=1.702, beta=1.0, limit=7.0)
+
+
+def test_config_is_a_value_whose_repr_evaluates_back() -> None:
+    import moe_core
+
+    config = make(activation=MoEActivation.SWIGLUOAI, has_bias=True, dtype=torch.float16)
+    again = eval(repr(config), vars(moe_core) | {"torch": torch})
+    assert again == config
+    assert hash(again) == hash(config)
+
+
+def test_a_rank_outside_its_group_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ep_rank 4 is not a rank of ep_size 4"):
+        FusedMoEParallelConfig(ep_size=4, ep_rank=4)
+
+
+def test_all_to_all_is_needed_only_when_ranks_bring_own_tokens() -> None:
+    assert not FusedMoEParallelConfig(ep_size=8).use_all2all_kernels
+    assert FusedMoEParallelConfig(ep_size=8, dp_size=8).use_all2all_kernels
+    assert not FusedMoEParallelConfig.make_no_parallel().use_ep

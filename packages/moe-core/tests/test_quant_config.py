@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from moe_core import (
+    ConfigError,
+    fp8_w8a8_moe_quant_config,
+    fp8_w8a16_moe_quant_config,
+    int8_w8a8_moe_quant_config,
+    make_quant_config,
+    mxfp8_moe_quant_config,
+    wna16_moe_quant_config,
+)
+from moe_core import quant_config as module
+from moe_core import quant_key as qk
+
+S = torch.ones(1)
+
+
+def test_every_builder_takes_keywords_only() -> None:
+    builders = [f for name, f in vars(module).items() if name.endswith("_quant_config") and inspect.isfunction(f)]
+    assert len(builders) >= 8
+    for builder in builders:
+        kinds = {p.kind for p in inspect.signature(builder).parameters.values()}
+        assert kinds == {inspect.Parameter.KEYWORD_ONLY}, builder.__name__
+
+
+def test_fp8_keys_follow_the_arguments() -> None:
+    block = fp8_w8a8_moe_quant_config(w1_scale=S, w2_scale=S, block_shape=(128, 128))
+    assert (block.weight_key, block.activation_key) == (qk.kFp8Static128BlockSym, qk.kFp8Dynamic128Sym)
+    assert block.block_shape == (128, 128)
+    channel = fp8_w8a8_moe_quant_config(w1_scale=S, w2_scale=S, per_act_token_quant=True, per_out_ch_quant=True)
+    assert (channel.weight_key, channel.activation_key) == (qk.kFp8StaticChannelSym, qk.kFp8DynamicTokenSym)
+    static = fp8_w8a8_moe_quant_config(w1_scale=S, w2_scale=S, a1_scale=S, a2_scale=S)
+    assert (static.weight_key, static.activation_key) == (qk.kFp8StaticTensorSym, qk.kFp8StaticTensorSym)
+    assert fp8_w8a16_moe_quant_config(w1_scale=S, w2_scale=S).activation_key is None
+
+
+def test_mxfp8_is_said_by_the_key_and_needs_its_scale_type() -> None:
+    bytes_ = S.to(torch.uint8)
+    assert mxfp8_moe_quant_config(w1_scale=bytes_, w2_scale=bytes_).weight_key == qk.kMxfp8Static
+    with pytest.raises(ConfigError, match="uint8 e8m0"):
+        fp8_w8a8_moe_quant_config(w1_scale=S, w2_scale=S, block_shape=(1, 32))
+
+
+def test_biases_and_scales_land_where_they_belong() -> None:
+    tensors = {name: torch.tensor([float(i)]) for i, name in enumerate(("w1_scale", "w2_scale", "w1_bias", "w2_bias"))}
+    quant = fp8_w8a16_moe_quant_config(**tensors)
+    for name, tensor in tensors.items():
+        assert getattr(quant, name) is tensor
+    assert quant.has_bias
+    assert dict(quant.tensors()).keys() == tensors.keys()
+    assert quant.w1.global_scale is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weight_key": qk.kFp8StaticTensorSym, "activation_key": None, "w1_scale": S}, "w2_scale is missing"),
+        ({"weight_key": None, "activation_key": None, "w1_scale": S}, "w1_scale is given"),
+        (
+            {"weight_key": qk.kFp8StaticTensorSym, "activation_key": None, "w1_scale": S, "w2_scale": S, "w1_zp": S},
+            "w1_zp is given, but the weight key .* is symmetric",
+        ),
+        (
+            {"weight_key": qk.kInt4StaticAsym, "activation_key": None, "w1_scale": S, "w2_scale": S},
+            "w1_zp is missing",
+        ),
+        (
+            {
+                "weight_key": qk.kFp8StaticTensorSym,
+                "activation_key": qk.kFp8StaticTensorSym,
+                "w1_scale": S,
+                "w2_scale": S,
+            },
+            "a1_scale is missing",
+        ),
+        (
+            {
+                "weight_key": qk.kFp8StaticTensorSym,
+                "activation_key": qk.kFp8DynamicTokenSym,
+                "w1_scale": S,
+                "w2_scale": S,
+                "a1_scale": S,
+            },
+            "a1_scale is given",
+        ),
+    ],
+)
+def test_what_contradicts_the_keys_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_quant_config(**arguments)  # type: ignore[arg-type]
+
+
+def test_int8_needs_a_kind_of_activation() -> None:
+    with pytest.raises(ConfigError, match="dynamic per token, or static"):
+        int8_w8a8_moe_quant_config(w1_scale=S, w2_scale=S, per_act_token_quant=False)
+
+
+def test_wna16_key_says_group_and_zero_points() -> None:
+    scale = torch.ones(1, dtype=torch.bfloat16)
+    assert wna16_moe_quant_config(num_bits=4, group_size=128, w1_scale=scale, w2_scale=scale).weight_key == qk.kInt4Static
+    zp = torch.ones(1, dtype=torch.uint8)
+    asym = wna16_moe_quant_config(num_bits=4, group_size=32, w1_scale=scale, w2_scale=scale, w1_zp=zp, w2_zp=zp)
+    assert asym.weight_key == qk.kInt4Static32Asym
+    with pytest.raises(ConfigError, match="num_bits must be 4 or 8, got 3"):
+        wna16_moe_quant_config(num_bits=3, group_size=32, w1_scale=scale, w2_scale=scale)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_core import ConfigError, GroupShape, KeyPattern, QuantKey, ScaleDesc
+from moe_core import quant_key as qk
+from moe_core.numerics import FP8_E4M3
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "cols", "grid"),
+    [
+        (GroupShape(-1, -1), 256, 384, (1, 1)),
+        (GroupShape(1, -1), 256, 384, (256, 1)),
+        (GroupShape(128, 128), 192, 257, (2, 3)),
+        (GroupShape(1, 32), 3, 96, (3, 3)),
+        (GroupShape(128, 128), 0, 128, (0, 1)),
+    ],
+)
+def test_grid_counts_partial_groups(shape: GroupShape, rows: int, cols: int, grid: tuple[int, int]) -> None:
+    assert shape.grid(rows, cols) == grid
+
+
+@pytest.mark.parametrize("extent", [0, -2])
+def test_group_shape_refuses_impossible_extents(extent: int) -> None:
+    with pytest.raises(ConfigError, match=f"{extent}x128"):
+        GroupShape(extent, 128)
+
+
+def test_mxfp8_is_not_plain_fp8() -> None:
+    assert qk.kMxfp8Static != qk.kFp8Static128BlockSym.with_group(1, 32)
+    assert qk.kMxfp8Static.scale.dtype is torch.uint8
+
+
+def test_group_size_is_part_of_the_key() -> None:
+    assert qk.kInt4Static != qk.kInt4Static32
+    assert (qk.kInt4Static.group_size, qk.kInt4Static32.group_size) == (128, 32)
+
+
+def test_equal_keys_hash_equal() -> None:
+    built = QuantKey(FP8_E4M3, ScaleDesc(torch.float32, True, GroupShape(128, 128)))
+    assert built == qk.kFp8Static128BlockSym
+    assert hash(built) == hash(qk.kFp8Static128BlockSym)
+
+
+@pytest.mark.parametrize("key", sorted(qk.NAMES, key=lambda key: qk.NAMES[key]), ids=lambda key: qk.NAMES[key])
+def test_repr_evaluates_back_and_name_finds_the_key(key: QuantKey) -> None:
+    from moe_core import numerics
+
+    names = vars(qk) | vars(numerics) | {"torch": torch}
+    assert eval(repr(key), names) == key
+    assert qk.key_by_name(qk.NAMES[key]) == key
+
+
+def test_unknown_name_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match="kFp9.*kFp8Static128BlockSym"):
+        qk.key_by_name("kFp9")
+
+
+def test_pattern_widens_only_what_it_names() -> None:
+    pattern = KeyPattern(
+        qk.kInt4Static,
+        group_shapes=(GroupShape(1, 32), GroupShape(1, 128)),
+        scale_dtypes=(torch.bfloat16, torch.float16),
+    )
+    assert pattern.matches(qk.kInt4Static)
+    assert pattern.matches(qk.kInt4Static32.with_scale_dtype(torch.float16))
+    assert not pattern.matches(qk.kInt4Static.with_group(1, 64))
+    assert not pattern.matches(qk.kInt4StaticAsym)
+    assert not pattern.matches(qk.kInt8Static)
+
+
+def test_pattern_expands_to_exactly_what_it_matches() -> None:
+    pattern = KeyPattern(qk.kInt4Static, group_shapes=(GroupShape(1, 32), GroupShape(1, -1)), permuted=(False, True))
+    expanded = pattern.expand()
+    assert len(set(expanded)) == 4
+    assert all(pattern.matches(key) for key in expanded)

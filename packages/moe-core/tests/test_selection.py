@@ -1,0 +1,190 @@
+"""Claims, the selection loop and its report."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from moe_core import (
+    ActivationParams,
+    Backend,
+    ConfigError,
+    DeviceInfo,
+    Environment,
+    FusedMoEActivationFormat,
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    MoEActivation,
+    Requirement,
+    RoutingConfig,
+    RoutingMethodType,
+    SelectionError,
+    cuda,
+    kFp8DynamicTokenSym,
+    kFp8StaticChannelSym,
+)
+from moe_core_toys import PLAIN, BatchedToyExperts, GpuToyExperts, MonolithicToyExperts, ToyExperts, ToyOracle
+
+CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=64, intermediate_size=48)
+SM90, SM80, CPU = (DeviceInfo.parse(name) for name in ("sm90", "sm80", "cpu"))
+
+
+def select(config: FusedMoEConfig = CONFIG, device: DeviceInfo = CPU, backend: str = "auto", **kwargs: object):  # type: ignore[no-untyped-def]
+    return ToyOracle().select(
+        config, weight_key=None, activation_key=None, device=device, moe_backend=backend, **kwargs
+    )
+
+
+def test_auto_takes_the_first_that_fits_on_the_asked_for_device() -> None:
+    assert select(device=SM90).experts is GpuToyExperts
+    assert select(device=CPU).experts is ToyExperts
+    assert select(replace(CONFIG, has_bias=True), device=SM90).backend == "plain"
+
+
+def test_the_class_of_a_backend_follows_the_activation_format() -> None:
+    batched = replace(CONFIG, activation_format=FusedMoEActivationFormat.BATCHED)
+    assert select(batched).experts is BatchedToyExperts
+
+
+def test_a_named_backend_is_refused_with_every_reason_never_replaced() -> None:
+    with pytest.raises(SelectionError) as caught:
+        select(replace(CONFIG, has_bias=True), device=SM80, backend="gpu")
+    text = str(caught.value)
+    assert "backend 'gpu' does not fit, and is never replaced" in text
+    assert "needs sm90 or newer, device is sm80" in text
+    assert "does not add biases" in text
+    gpu = next(c for c in caught.value.report.candidates if c.backend == "gpu")
+    assert len(gpu.reasons) == 2
+
+
+def test_when_nothing_fits_every_candidate_is_listed_with_its_reasons() -> None:
+    with pytest.raises(SelectionError) as caught:
+        ToyOracle().select(CONFIG, weight_key=kFp8StaticChannelSym, activation_key=kFp8DynamicTokenSym, device=CPU)
+    report = caught.value.report
+    assert report.chosen is None
+    assert [c.experts for c in report.candidates] == [GpuToyExperts, ToyExperts, BatchedToyExperts]
+    assert all(c.reasons for c in report.candidates)
+    assert all(c.experts.__name__ in str(caught.value) for c in report.candidates)
+
+
+def test_unknown_backend_names_the_installed() -> None:
+    with pytest.raises(ConfigError, match="no backend 'none'; installed: auto, gpu, plain"):
+        select(backend="none")
+
+
+def test_report_reads_and_serialises() -> None:
+    report = select(device=SM90).report
+    assert "-> gpu [GpuToyExperts]: fits; not run on hardware" in str(report)
+    data = json.loads(json.dumps(report.as_dict()))
+    assert data["chosen"] == "gpu"
+    assert [c["fits"] for c in data["candidates"]] == [True, True, False]
+
+
+def test_selection_does_not_look_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("selection asked torch for the current device")
+
+    monkeypatch.setattr(torch.cuda, "is_available", forbidden)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", forbidden)
+    assert select(device=SM90, environment=Environment({})).backend == "gpu"
+
+
+def test_selection_takes_under_a_millisecond() -> None:
+    oracle = ToyOracle()
+
+    def once() -> float:
+        start = time.perf_counter()
+        oracle.select(CONFIG, weight_key=None, activation_key=None, device=SM90)
+        return time.perf_counter() - start
+
+    assert min(once() for _ in range(20)) < 1e-3
+
+
+def reasons(claims_change: dict[str, object], config: FusedMoEConfig = CONFIG, **request: object) -> list[str]:
+    claims = replace(PLAIN, **claims_change)  # type: ignore[arg-type]
+    return claims.reasons_against(
+        config,
+        request.get("weight_key"),  # type: ignore[arg-type]
+        request.get("activation_key"),  # type: ignore[arg-type]
+        CPU,
+        request.get("environment", Environment({})),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("claims", "config", "text"),
+    [
+        ({"devices": (cuda(80),)}, {}, "needs sm80 or newer, device is cpu"),
+        ({"activations": frozenset({MoEActivation.SILU})}, {"activation": MoEActivation.GELU}, "activation gelu"),
+        (
+            {"activation_limit": False},
+            {"activation_params": ActivationParams(limit=5.0)},
+            "does not clamp the activation silu to 5.0",
+        ),
+        ({"dtypes": frozenset({torch.float16})}, {}, "does not take hidden states of torch.bfloat16"),
+        ({"bias": False}, {"has_bias": True}, "does not add biases"),
+        ({"expert_map": False}, {"parallel": FusedMoEParallelConfig(ep_size=2)}, "does not take an expert map"),
+        (
+            {"apply_router_weight_on_input": False},
+            {"top_k": 1, "apply_router_weight_on_input": True},
+            "router weight on the input",
+        ),
+        ({}, {"activation_format": FusedMoEActivationFormat.BATCHED}, "batched activation format"),
+        ({}, {"is_lora_enabled": True}, "LoRA"),
+        ({}, {"batch_invariant": True}, "batch invariant"),
+        ({"hidden_multiple": 128}, {}, "needs hidden_size to be a multiple of 128, got 64"),
+        ({"intermediate_multiple": 32}, {}, "needs intermediate_size to be a multiple of 32, got 48"),
+        ({"max_top_k": 1}, {}, "needs top_k <= 1, got 2"),
+        ({"max_experts": 4}, {}, "needs at most 4 local experts, got 8"),
+        (
+            {"all2all": frozenset({"deepep"})},
+            {"parallel": FusedMoEParallelConfig(ep_size=2, dp_size=2)},
+            "all-to-all backend allgather_reducescatter",
+        ),
+        ({"routing_methods": frozenset({RoutingMethodType.Renormalize})}, {}, "the config names no routing"),
+    ],
+)
+def test_each_claim_has_its_reason_and_no_other(claims: dict[str, object], config: dict[str, object], text: str) -> None:
+    found = reasons(claims, replace(CONFIG, num_local_experts=None, **config))  # type: ignore[arg-type]
+    assert len(found) == 1
+    assert text in found[0]
+    # the same request under claims that cover it: the reason comes from the claim
+    assert not reasons({}, CONFIG)
+
+
+def test_key_reasons_tell_what_is_offered() -> None:
+    pair = {"keys": ((kFp8StaticChannelSym, kFp8DynamicTokenSym),)}
+    assert reasons(pair, weight_key=kFp8StaticChannelSym, activation_key=kFp8DynamicTokenSym) == []
+    (text,) = reasons(pair, weight_key=kFp8StaticChannelSym)
+    assert "activations quantised as nothing (16-bit)" in text
+    assert "takes kFp8StaticTokenSym" in text or "takes kFp8DynamicTokenSym" in text
+    (text,) = reasons(pair)
+    assert "does not read weights quantised as nothing (16-bit)" in text
+
+
+def test_requirements_are_part_of_the_decision() -> None:
+    needs = {"requires": (Requirement("flashinfer", "flashinfer-python", "0.7"),)}
+    (text,) = reasons(needs)
+    assert "needs flashinfer-python, which is not installed (pip install 'flashinfer-python>=0.7')" in text
+    (text,) = reasons(needs, environment=Environment({"flashinfer-python": "0.6.9"}))
+    assert "needs flashinfer-python >= 0.7, found 0.6.9" in text
+    assert reasons(needs, environment=Environment({"flashinfer-python": "0.10.0"})) == []
+
+
+def test_monolithic_experts_are_taken_for_their_routing_only() -> None:
+    def check(method: RoutingMethodType) -> tuple[bool, str | None]:
+        config = replace(CONFIG, routing=RoutingConfig.from_method(method))
+        return MonolithicToyExperts.is_supported_config(config, None, None, device=CPU)
+
+    assert check(RoutingMethodType.Renormalize) == (True, None)
+    fits, reason = check(RoutingMethodType.Default)
+    assert not fits
+    assert reason == "does not compute the routing method Default"
+
+
+def test_two_backends_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="already has a backend 'plain'"):
+        ToyOracle().add_backend(Backend("plain", (ToyExperts,), origin="other 1.0"))

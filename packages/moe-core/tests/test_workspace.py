@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_core import TensorError, Workspace, WorkspaceSpec
+from moe_core.workspace import ALIGNMENT, workspace_nbytes
+
+SPECS = (
+    WorkspaceSpec("a", (3, 5), torch.float32),
+    WorkspaceSpec("empty", (0, 7), torch.int32),
+    WorkspaceSpec("b", (17,), torch.bfloat16),
+)
+
+
+def test_parts_are_aligned_disjoint_and_shaped() -> None:
+    workspace = Workspace("cpu")
+    parts = workspace.take(SPECS)
+    assert {name: tuple(t.shape) for name, t in parts.items()} == {"a": (3, 5), "empty": (0, 7), "b": (17,)}
+    base = parts["a"].untyped_storage().data_ptr()
+    assert (parts["b"].data_ptr() - base) % ALIGNMENT == 0
+    parts["a"].fill_(1.0)
+    parts["b"].fill_(2.0)
+    assert bool((parts["a"] == 1).all())
+    assert workspace.nbytes == workspace_nbytes(SPECS) == 2 * ALIGNMENT
+
+
+def test_it_grows_and_then_stays() -> None:
+    workspace = Workspace("cpu")
+    workspace.take([WorkspaceSpec("big", (1000,), torch.float32)])
+    size = workspace.nbytes
+    workspace.take([WorkspaceSpec("small", (1,), torch.float32)])
+    assert workspace.nbytes == size
+
+
+def test_a_callers_buffer_is_used_or_refused_never_replaced() -> None:
+    buffer = torch.empty(2 * ALIGNMENT, dtype=torch.uint8)
+    workspace = Workspace("cpu", buffer)
+    assert workspace.take(SPECS)["a"].untyped_storage().data_ptr() == buffer.data_ptr()
+    with pytest.raises(TensorError, match=f"has {2 * ALIGNMENT} bytes, {4096} are needed"):
+        workspace.take([WorkspaceSpec("big", (1024,), torch.float32)])
+
+
+def test_a_buffer_of_another_type_is_refused() -> None:
+    with pytest.raises(TensorError, match="uint8"):
+        Workspace("cpu", torch.empty(16))
