@@ -68,6 +68,10 @@ class MoEActivation(Enum):
     #: Engines distinguish gate and up interleaved from one after the other; here it is always the latter.
     SWIGLUOAI_UNINTERLEAVE = "swigluoai"  # noqa: PIE796
 
+    def __repr__(self) -> str:
+        # evaluates back, so that the repr of a config does
+        return str(self)
+
     @property
     def is_gated(self) -> bool:
         """Whether the input holds gate and up (2N columns) or one value per output."""
