@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+from moe_core import ConfigError, ProtocolVersionError, Registry, RegistryError, Scheme, SchemeNotInstalledError
+from moe_core import registry as installed
+from moe_core.experts import PROTOCOL_VERSION
+from moe_core_toys import ToyExperts, ToyOracle
+
+
+class OtherExperts(ToyExperts):
+    protocol_version = 1
+
+
+class SilentExperts(ToyExperts):
+    protocol_version = None  # type: ignore[assignment]
+
+
+class FutureExperts(ToyExperts):
+    protocol_version = 99
+
+
+@pytest.fixture
+def plugin() -> Iterator[types.ModuleType]:
+    module = types.ModuleType("moe_test_plugin")
+    module.TOY = Scheme("toy", protocol=1, oracle=ToyOracle)  # type: ignore[attr-defined]
+    module.FUTURE = Scheme("future", protocol=PROTOCOL_VERSION + 1, oracle=ToyOracle)  # type: ignore[attr-defined]
+    for cls in (OtherExperts, SilentExperts, FutureExperts):
+        setattr(module, cls.__name__, cls)
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def make(**groups: dict[str, str]) -> Registry:
+    points = {
+        f"moe_core.{group}": [
+            importlib.metadata.EntryPoint(name, value, f"moe_core.{group}") for name, value in entries.items()
+        ]
+        for group, entries in groups.items()
+    }
+    return Registry(lambda group: points.get(group, []))
+
+
+def test_names_are_known_without_loading_anything() -> None:
+    assert make(schemes={"toy": "no_such_module:X", "a": "no_such_module:Y"}).scheme_names() == ("a", "toy")
+
+
+def test_a_scheme_is_loaded_once(plugin: types.ModuleType) -> None:
+    registry = make(schemes={"toy": "moe_test_plugin:TOY"})
+    assert registry.scheme("toy") is plugin.TOY
+    assert registry.oracle("toy") is registry.oracle("toy")
+
+
+def test_a_missing_scheme_names_the_command_that_adds_it() -> None:
+    with pytest.raises(SchemeNotInstalledError, match=r"'int8' is not installed .*pip install moe-int8"):
+        make().oracle("int8")
+    with pytest.raises(SchemeNotInstalledError, match=r"'fp3' is not installed \(installed: none\)$"):
+        make().oracle("fp3")
+
+
+def test_another_protocol_is_refused_by_name_and_version(plugin: types.ModuleType) -> None:
+    with pytest.raises(ProtocolVersionError, match=r"scheme 'future'.*protocol 2; this moe-core speaks protocol 1"):
+        make(schemes={"future": "moe_test_plugin:FUTURE"}).scheme("future")
+    schemes = {"toy": "moe_test_plugin:TOY"}
+    with pytest.raises(ProtocolVersionError, match=r"backend 'toy.x'.*protocol 99"):
+        make(schemes=schemes, backends={"toy.x": "moe_test_plugin:FutureExperts"}).oracle("toy")
+    with pytest.raises(ProtocolVersionError, match=r"backend 'toy.x'.*states no protocol_version"):
+        make(schemes=schemes, backends={"toy.x": "moe_test_plugin:SilentExperts"}).oracle("toy")
+
+
+def test_another_packages_backend_joins_the_table(plugin: types.ModuleType) -> None:
+    registry = make(
+        schemes={"toy": "moe_test_plugin:TOY"},
+        backends={"toy.mine": "moe_test_plugin:OtherExperts", "other.theirs": "no_such_module:X"},
+    )
+    assert [b.name for b in registry.oracle("toy").table()] == ["gpu", "plain", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"schemes": {"toy": "moe_no_such_module:X"}}, "toy = moe_no_such_module:X .*cannot be loaded: ModuleNotFound"),
+        ({"schemes": {"toy": "moe_test_plugin:OtherExperts"}}, "expected a moe_core.Scheme"),
+        (
+            {"schemes": {"toy": "moe_test_plugin:TOY"}, "backends": {"toy.x": "moe_test_plugin:TOY"}},
+            "is no FusedMoEExperts class",
+        ),
+        (
+            {"schemes": {"toy": "moe_test_plugin:TOY"}, "backends": {"toy": "moe_test_plugin:OtherExperts"}},
+            "not named <scheme>.<backend>",
+        ),
+    ],
+)
+def test_a_broken_entry_point_is_named(
+    plugin: types.ModuleType, groups: dict[str, dict[str, str]], message: str
+) -> None:
+    with pytest.raises(RegistryError, match=message):
+        make(**groups).oracle("toy")
+
+
+def test_a_name_taken_twice_is_refused(plugin: types.ModuleType) -> None:
+    points = [
+        importlib.metadata.EntryPoint("toy", value, "moe_core.schemes") for value in ("moe_test_plugin:TOY", "other:TOY")
+    ]
+    with pytest.raises(RegistryError, match="'toy' is registered twice.*other:TOY"):
+        Registry(lambda group: points).scheme_names()
+    with pytest.raises(ConfigError, match="already has a backend 'plain'"):
+        make(
+            schemes={"toy": "moe_test_plugin:TOY"}, backends={"toy.plain": "moe_test_plugin:OtherExperts"}
+        ).oracle("toy")
+
+
+def test_this_installation_has_a_registry() -> None:
+    assert installed() is installed()
