@@ -17,14 +17,35 @@ class TopKWeightAndReduce(ABC):
     """Applies router weights to per-expert results and sums them per token."""
 
     @abstractmethod
-    def apply(self, output: Tensor, expert_output: Tensor, *, topk_weights: Tensor, topk_ids: Tensor) -> None:
-        """Write ``output`` [M, K] from ``expert_output`` (shape: see the subclass)."""
+    def apply(
+        self,
+        output: Tensor,
+        expert_output: Tensor,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_local_experts: int,
+        expert_map: Tensor | None,
+    ) -> None:
+        """Write ``output`` [M, K] from ``expert_output`` (shape: see the subclass).
+
+        A (token, slot) whose id selects no local expert contributes nothing, whatever its row holds.
+        """
 
 
 class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
     """The experts wrote the weighted sum ``[M, K]`` themselves; only a copy may be left."""
 
-    def apply(self, output: Tensor, expert_output: Tensor, *, topk_weights: Tensor, topk_ids: Tensor) -> None:
+    def apply(
+        self,
+        output: Tensor,
+        expert_output: Tensor,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_local_experts: int,
+        expert_map: Tensor | None,
+    ) -> None:
         if output.data_ptr() != expert_output.data_ptr():
             output.copy_(expert_output)
 
@@ -32,10 +53,27 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
     """``expert_output [M, k, K]``: one unweighted row per (token, slot)."""
 
-    def apply(self, output: Tensor, expert_output: Tensor, *, topk_weights: Tensor, topk_ids: Tensor) -> None:
-        from moe_core.ops.reduce import weighted_reduce
+    def apply(
+        self,
+        output: Tensor,
+        expert_output: Tensor,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_local_experts: int,
+        expert_map: Tensor | None,
+    ) -> None:
+        from moe_core.ops.reduce import reduce_pairs, reduce_pairs_torch
 
-        weighted_reduce(expert_output, topk_weights, out=output)
+        reduce = reduce_pairs if output.device.type == "cuda" else reduce_pairs_torch
+        reduce(
+            expert_output.flatten(0, 1),
+            topk_ids,
+            num_local_experts,
+            output,
+            topk_weights=topk_weights,
+            expert_map=expert_map,
+        )
 
 
 @dataclass(frozen=True, eq=False)

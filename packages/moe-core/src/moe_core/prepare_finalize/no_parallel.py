@@ -44,4 +44,11 @@ class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
         expert_map: Tensor | None,
         reduce: TopKWeightAndReduce,
     ) -> None:
-        reduce.apply(output, expert_output, topk_weights=topk_weights, topk_ids=topk_ids)
+        reduce.apply(
+            output,
+            expert_output,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            num_local_experts=self.config.local_experts,
+            expert_map=expert_map,
+        )
