@@ -132,9 +132,11 @@ class TorchExperts(FusedMoEExpertsModular):
             pairs = order[start : start + count]
             start += count
             tokens = pairs // top_k
-            y = self.expert(hidden_states[tokens].float(), weights, expert)
-            if not config.apply_router_weight_on_input:
-                y *= router[pairs, None]
+            x = hidden_states[tokens].float()
+            if config.apply_router_weight_on_input:
+                y = self.expert(x * router[pairs, None], weights, expert)
+            else:
+                y = self.expert(x, weights, expert) * router[pairs, None]
             result.index_add_(0, tokens, y)
         output.copy_(result)
 

@@ -86,10 +86,11 @@ class ToyExperts(FusedMoEExpertsModular):
                 local = expert if expert_map is None else int(expert_map[expert])
                 if local < 0:
                     continue
-                y = self.one(hidden_states[token], weights, local)
+                weight = float(topk_weights[token, slot])
+                on_input = self.config.apply_router_weight_on_input
+                y = self.one(hidden_states[token] * (weight if on_input else 1.0), weights, local)
                 if self.claims.reduces:
-                    scale = 1.0 if self.config.apply_router_weight_on_input else float(topk_weights[token, slot])
-                    output[token] += (y * scale).to(output.dtype)
+                    output[token] += (y * (1.0 if on_input else weight)).to(output.dtype)
                 else:
                     output[token, slot] = y
 

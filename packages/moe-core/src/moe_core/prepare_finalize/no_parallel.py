@@ -25,8 +25,6 @@ class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
         static_scale: Tensor | None = None,
     ) -> Prepared:
         scale = None
-        if self.config.apply_router_weight_on_input:
-            hidden_states = (hidden_states.float() * topk_weights).to(hidden_states.dtype)
         if quantize_as is not None:
             from moe_core.ops.quantize import quantize_activation
 
