@@ -1,0 +1,191 @@
+"""What a fused MoE layer computes, in plain torch: the definition that every backend is measured against.
+
+    z_s   = xq W13[e_s]^T + b13[e_s]                    per token and slot s, e_s = expert_map[topk_ids[s]]
+    h_s   = activation(z_s)
+    y_s   = hq_s W2[e_s]^T + b2[e_s]
+    out   = sum_s topk_weights[s] y_s                    (apply_router_weight_on_input: x is weighted instead)
+
+``xq`` and ``hq`` are the activations after quantisation by the activation key and back
+(:mod:`moe_core.quantization`): the quantiser works on float32 values, everything around it in float64.  A dynamic scale
+per tensor spans all rows of ``x``, and all slots of ``h``; a static scale is each expert's own.  A slot whose id is
+negative, at least E, or mapped to -1 contributes nothing.
+
+With ``compute_dtype`` the same is computed the way a plain implementation would: weights and quantised activations
+dequantised to that dtype, products summed in float32, every intermediate rounded to it.  That result's own error is the
+yardstick for a backend's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_core.activation import apply_moe_activation
+from moe_core.config import FusedMoEConfig
+from moe_core.errors import TensorError, check_dtype, check_shape
+from moe_core.quant_key import QuantKey
+from moe_core.quantization import dequantize_weight, fake_quantize
+from moe_core.weights import MoEWeights
+
+
+def fused_moe_reference(
+    x: Tensor,
+    weights: MoEWeights,
+    config: FusedMoEConfig,
+    *,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None = None,
+    quantize_activations: bool = True,
+    dtype: torch.dtype = torch.float64,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The routed experts' weighted sum [M, K] of ``x`` [M, K], in ``dtype``.
+
+    - ``topk_weights`` [M, k] float, ``topk_ids`` [M, k] int (global ids), ``expert_map`` [E] as for
+      :meth:`moe_core.kernel.FusedMoEKernel.apply`
+    - ``quantize_activations`` False: as if the activation key were None
+    - ``dtype`` float64 or float32: of the computation, where ``compute_dtype`` is not given
+    - ``compute_dtype`` bfloat16, float16 or float32: the yardstick of the module docstring, returned in ``dtype``
+
+    Raises TensorError for tensors that don't fit each other.  Runs on any device, expert by expert: it needs the
+    memory of two dequantised experts.
+    """
+    check_shape("x", x, ("M", config.hidden_size))
+    check_shape("topk_ids", topk_ids, (x.shape[0], config.top_k))
+    check_shape("topk_weights", topk_weights, (x.shape[0], config.top_k))
+    check_dtype("topk_ids", topk_ids, (torch.int32, torch.int64))
+    if dtype not in (torch.float64, torch.float32):
+        raise TensorError(f"the reference is computed in float64 or float32, got {dtype}")
+    weights.validate(config)
+    wide = dtype if compute_dtype is None else torch.float32
+    steps = Steps(weights, config, wide, compute_dtype, weights.activation_key if quantize_activations else None)
+    routed = route_pairs(config, topk_ids, expert_map)
+    factor = topk_weights.to(wide)[routed.token, routed.slot, None]
+
+    inputs = steps.first_input(x, topk_weights)
+    hidden = torch.zeros(len(routed.token), config.intermediate_size, dtype=wide, device=x.device)
+    for expert, pairs in routed.by_expert:
+        hidden[pairs] = steps.first_product(expert, inputs[routed.token[pairs]])
+    hidden = steps.second_input(hidden)
+    result = torch.zeros(len(routed.token), config.hidden_size, dtype=wide, device=x.device)
+    for expert, pairs in routed.by_expert:
+        result[pairs] = steps.second_product(expert, hidden[pairs])
+    if not config.apply_router_weight_on_input:
+        result = steps.round(result * factor)
+    output = torch.zeros(x.shape[0], config.hidden_size, dtype=wide, device=x.device)
+    output.index_add_(0, routed.token, result)
+    return steps.round(output).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedPairs:
+    """The (token, slot) pairs whose expert is on this rank: ``token`` [P], ``slot`` [P], positions by local expert."""
+
+    token: Tensor
+    slot: Tensor
+    by_expert: list[tuple[int, Tensor]]
+
+
+def route_pairs(config: FusedMoEConfig, topk_ids: Tensor, expert_map: Tensor | None) -> RoutedPairs:
+    """Pairs with an expert on this rank; what is out of range or mapped away is left out."""
+    ids = topk_ids.long()
+    valid = (ids >= 0) & (ids < config.num_experts)
+    local = torch.where(valid, ids, torch.zeros_like(ids))
+    if expert_map is not None:
+        check_shape("expert_map", expert_map, (config.num_experts,))
+        local = expert_map.long()[local]
+        valid = valid & (local >= 0)
+    elif config.local_experts < config.num_experts:
+        raise TensorError(
+            f"expert_map [{config.num_experts}] is missing: there are {config.local_experts} local experts of "
+            f"{config.num_experts}"
+        )
+    token, slot = valid.nonzero(as_tuple=True)
+    chosen = local[token, slot]
+    by_expert = [(e, (chosen == e).nonzero().flatten()) for e in sorted(set(chosen.tolist()))]
+    if by_expert and by_expert[-1][0] >= config.local_experts:
+        raise TensorError(f"expert_map maps to {by_expert[-1][0]}, there are {config.local_experts} local experts")
+    return RoutedPairs(token, slot, by_expert)
+
+
+class Steps:
+    """The steps of one layer; ``compute_dtype`` None rounds nowhere but where the quantiser does."""
+
+    def __init__(
+        self,
+        weights: MoEWeights,
+        config: FusedMoEConfig,
+        wide: torch.dtype,
+        compute_dtype: torch.dtype | None,
+        activation_key: QuantKey | None,
+    ) -> None:
+        self.weights = weights
+        self.config = config
+        self.wide = wide
+        self.compute_dtype = compute_dtype
+        self.activation_key = activation_key
+
+    def round(self, x: Tensor) -> Tensor:
+        return x if self.compute_dtype is None else x.to(self.compute_dtype).to(self.wide)
+
+    def first_input(self, x: Tensor, topk_weights: Tensor) -> Tensor:
+        """[M, K]: x, weighted and quantised where it is dynamic (a scale may span all tokens)."""
+        inputs = x.to(self.wide)
+        if self.config.apply_router_weight_on_input:
+            inputs = self.round(inputs * topk_weights.to(self.wide))
+        key = self.activation_key
+        return inputs if key is None or key.is_static else self.round(fake_quantize(inputs, key))
+
+    def first_product(self, expert: int, x: Tensor) -> Tensor:
+        """Activated result [m, N] of the expert's tokens ``x`` [m, K]."""
+        z = self.round(self._linear("w13", expert, x))
+        return self.round(apply_moe_activation(self.config.activation, z, self.config.params))
+
+    def second_input(self, hidden: Tensor) -> Tensor:
+        key = self.activation_key
+        return hidden if key is None or key.is_static else self.round(fake_quantize(hidden, key))
+
+    def second_product(self, expert: int, hidden: Tensor) -> Tensor:
+        """Unweighted result [m, K] of the expert's intermediate values ``hidden`` [m, N]."""
+        return self._linear("w2", expert, hidden)
+
+    def weight(self, name: str, expert: int) -> Tensor:
+        """The expert's w13 or w2, dequantised, [rows, K]."""
+        stored: Tensor = getattr(self.weights, name)[expert : expert + 1]
+        key = self.weights.weight_key
+        if key is None:
+            return self.round(stored[0].to(self.wide))
+
+        def part(suffix: str) -> Tensor | None:
+            tensor: Tensor | None = getattr(self.weights, f"{name}_{suffix}")
+            return None if tensor is None else tensor[expert : expert + 1]
+
+        scale = part("scale")
+        if scale is None:
+            raise TensorError(f"{name}_scale is missing")
+        first = name == "w13"
+        values = dequantize_weight(
+            stored,
+            scale,
+            key,
+            parts=2 if first and self.config.is_gated else 1,
+            zero_point=part("zero_point"),
+            g_idx=part("g_idx"),
+            cols=self.config.hidden_size if first else self.config.intermediate_size,
+            dtype=self.wide,
+        )
+        return self.round(values[0])
+
+    def _linear(self, name: str, expert: int, x: Tensor) -> Tensor:
+        key = self.activation_key
+        if key is not None and key.is_static:
+            scales: Tensor | None = getattr(self.weights, f"{name}_input_scale")
+            if scales is None:
+                raise TensorError(f"{name}_input_scale is missing, the activation key is {key}")
+            x = self.round(fake_quantize(x, key, scale=scales[expert]))
+        result = x @ self.weight(name, expert).T
+        bias: Tensor | None = getattr(self.weights, f"{name}_bias")
+        return result if bias is None else result + bias[expert].to(self.wide)
