@@ -20,7 +20,7 @@ from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.errors import TensorError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular
 from moe_core.quant_config import FusedMoEQuantDesc, make_quant_config
-from moe_core.quantization import dequantize_weight
+from moe_core.quantization import dequantize_weight, fake_quantize
 from moe_core.weights import KernelWeights, MoEWeights
 
 
@@ -82,11 +82,7 @@ class TorchExperts(FusedMoEExpertsModular):
         if desc.key is None:
             # 16-bit activations enter the product in the layer's dtype
             return x.to(self.config.dtype).float()
-        from moe_core.ops.quantize import dequantize_activation, quantize_activation
-
-        static = None if desc.scale is None else desc.scale[expert]
-        q, scale = quantize_activation(x, desc.key, static_scale=static)
-        return dequantize_activation(q, scale, desc.key)
+        return fake_quantize(x, desc.key, scale=None if desc.scale is None else desc.scale[expert])
 
     def expert(self, x: Tensor, weights: KernelWeights, expert: int) -> Tensor:
         """One expert on its tokens: ``x`` [T, K] float32 -> [T, K] float32, unweighted."""
