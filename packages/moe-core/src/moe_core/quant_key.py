@@ -157,10 +157,10 @@ _E8M0 = torch.uint8
 
 kFp8StaticTensorSym = QuantKey(FP8_E4M3, _scale(_F32, True, -1, -1))
 kFp8DynamicTensorSym = QuantKey(FP8_E4M3, _scale(_F32, False, -1, -1))
-kFp8StaticTokenSym = QuantKey(FP8_E4M3, _scale(_F32, True, 1, -1))
+#: one scale per output channel; one per token is the same grouping
+kFp8StaticChannelSym = QuantKey(FP8_E4M3, _scale(_F32, True, 1, -1))
+kFp8StaticTokenSym = kFp8StaticChannelSym
 kFp8DynamicTokenSym = QuantKey(FP8_E4M3, _scale(_F32, False, 1, -1))
-#: per output channel; the same grouping as per token
-kFp8StaticChannelSym = kFp8StaticTokenSym
 kFp8Static128BlockSym = QuantKey(FP8_E4M3, _scale(_F32, True, 128, 128))
 kFp8Static128BlockE8M0Sym = QuantKey(FP8_E4M3, _scale(_E8M0, True, 128, 128))
 kFp8Dynamic128Sym = QuantKey(FP8_E4M3, _scale(_F32, False, 1, 128))
