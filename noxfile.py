@@ -125,9 +125,11 @@ def gpu(session: nox.Session, target: str) -> None:
 
 @nox.session(download_python="never")
 def docs(session: nox.Session) -> None:
-    """The examples in docstrings and documents run; generated tables are up to date (``-- --write`` renews them)."""
+    """The documents' examples run, their generated tables are up to date (``-- --write`` renews them)."""
     install(session, "test")
     session.run("python", "tools/generate_docs.py", *(session.posargs or ["--check"]))
+    documents = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
+    session.run("python", "tools/run_examples.py", *map(str, documents))
 
 
 @nox.session(default=False, download_python="never")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from moe_core import GATED, NON_GATED, Backend, Claims, FusedMoEActivationFormat, Oracle, Scheme, any_device
 from moe_core.torch_experts import TorchExperts
 
@@ -13,6 +14,7 @@ class PlainTorchExperts(TorchExperts):
         devices=(any_device(),),
         keys=((None, None),),
         activations=GATED | NON_GATED,
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         bias=True,
         apply_router_weight_on_input=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),

@@ -1,0 +1,109 @@
+"""Writes what the documents say of the backends from the backends' own claims.
+
+Usage: ``python tools/generate_docs.py --write`` renews ``docs/backends.md``; ``--check`` fails where it is out of date.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from moe_core import GATED, NON_GATED, Claims, MoEActivation, registry
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "backends.md"
+
+INTRODUCTION = """\
+# Backends and their claims
+
+<!-- Written by tools/generate_docs.py from the claims in the code; `nox -s docs -- --write` renews it. -->
+
+What each backend says it can do. Selection, `moe backends` and the conformance kit read the same claims, and a claim
+is tested wherever the backend can run. *Verified on* names the hardware on which the conformance run passed; on every
+other device that a backend claims, its kernels were compiled for that architecture and no more.
+"""
+
+
+def activations(found: frozenset[MoEActivation]) -> str:
+    """Names of activations, all gated or all plain ones at once where that is meant."""
+    parts = []
+    for name, group in (("all gated", GATED), ("all without a gate", NON_GATED)):
+        if group <= found:
+            parts.append(name)
+            found -= group
+    return ", ".join([*parts, *sorted(a.value for a in found)])
+
+
+def dtypes(found: frozenset[torch.dtype]) -> str:
+    """Names of dtypes, without torch's prefix."""
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+
+
+def features(claims: Claims) -> str:
+    """The yes/no claims that hold."""
+    names = {
+        "bias": "biases",
+        "expert_map": "expert map",
+        "apply_router_weight_on_input": "router weight on input",
+        "lora": "LoRA",
+        "batch_invariant": "batch invariant",
+        "cuda_graph": "CUDA graphs",
+    }
+    return ", ".join(text for name, text in names.items() if getattr(claims, name))
+
+
+def limits(claims: Claims) -> str:
+    """Sizes that a backend demands, and what must be installed."""
+    parts = []
+    for name in ("hidden", "intermediate"):
+        multiple = getattr(claims, f"{name}_multiple")
+        if multiple > 1:
+            parts.append(f"{name} size a multiple of {multiple}")
+    if claims.max_top_k:
+        parts.append(f"top-k at most {claims.max_top_k}")
+    if claims.max_experts:
+        parts.append(f"at most {claims.max_experts} experts")
+    parts += [f"{r.distribution} ≥ {r.version}" if r.version else r.distribution for r in claims.requires]
+    return ", ".join(parts)
+
+
+def section(scheme: str) -> str:
+    """One scheme: its backends in default order, a table of claims for each."""
+    text = f"\n## {scheme}\n\nIn the order of preference:\n"
+    for backend in registry().oracle(scheme).table():
+        for experts in backend.load():
+            claims = experts.claims
+            keys = "<br>".join(f"{w or '16-bit'} × {a or '16-bit'}" for w, a in claims.keys)
+            rows = {
+                "devices": ", ".join(map(str, claims.devices)),
+                "weights × activations": keys,
+                "activation functions": activations(claims.activations),
+                "hidden states": dtypes(claims.dtypes),
+                "formats": ", ".join(sorted(f.value for f in claims.formats)),
+                "kind": "monolithic (routes by itself)" if experts.is_monolithic else "modular",
+                "also": features(claims),
+                "needs": limits(claims),
+                "verified on": ", ".join(claims.verified_on) or "nothing yet",
+                "note": claims.notes,
+            }
+            text += f"\n### `{backend.name}`: {experts.__name__}\n\n| | |\n|---|---|\n"
+            text += "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value)
+    return text
+
+
+def main(argument: str) -> int:
+    """Writes or checks the document; returns the exit code."""
+    text = INTRODUCTION + "".join(section(scheme) for scheme in registry().scheme_names())
+    if argument == "--write":
+        DOCUMENT.write_text(text, encoding="utf-8")
+    elif not DOCUMENT.exists() or DOCUMENT.read_text(encoding="utf-8") != text:
+        print(f"{DOCUMENT} is out of date; renew it with: nox -s docs -- --write")
+        return 1
+    print(f"{DOCUMENT.name}: {'written' if argument == '--write' else 'up to date'}")
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] not in (["--write"], ["--check"]):
+        sys.exit(__doc__)
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,43 @@
+"""Runs the Python examples of the documents: every fenced ``python`` block, in order, one namespace per document.
+
+Usage: ``python tools/run_examples.py FILE.md ...``.  A block that needs what no machine has is preceded by the
+comment ``<!-- not run: reason -->``; it is compiled only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+BLOCK = re.compile(r"(<!-- not run: [^>]+ -->\n+)?^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def run(path: Path) -> int:
+    """Runs the blocks of one document; returns how many there are."""
+    text = path.read_text(encoding="utf-8")
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    count = 0
+    for count, match in enumerate(BLOCK.finditer(text), 1):  # noqa: B007 - the number of the last one is the result
+        line = text[: match.start(2)].count("\n")
+        # empty lines before the code let a traceback point into the document
+        code = compile("\n" * line + match.group(2), str(path), "exec")
+        if match.group(1) is None:
+            exec(code, namespace)
+    return count
+
+
+def main(paths: list[Path]) -> None:
+    """Runs every document in a directory of its own; an exception ends the process with a traceback."""
+    for path in [path.resolve() for path in paths]:
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), open(os.devnull, "w") as silent:
+            with contextlib.redirect_stdout(silent):
+                count = run(path)
+        print(f"{path.name}: {count} examples run")
+
+
+if __name__ == "__main__":
+    main([Path(name) for name in sys.argv[1:]])
