@@ -1,0 +1,13 @@
+"""The grouped matrix product that the schemes share.
+
+    plan.py, rule.py   launch parameters as data, and the rule that chooses them (no Triton)
+    schedule.py        which rows a program works on
+    tile_kernel.py     tiles on the matrix units
+    vector_kernel.py   matrix-vector products for very few tokens
+    epilogue.py        activations in registers
+    launch.py          the host side
+    specimen.py        launches recorded, so that every kernel compiles for every target without a GPU
+
+A scheme writes how its operands are loaded and scaled (`moe_fp8.kernels.block` is the model) and nothing else.
+Importing this package imports no Triton; `launch` and the kernels do.
+"""

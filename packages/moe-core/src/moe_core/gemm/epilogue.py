@@ -1,0 +1,77 @@
+"""What happens to a finished tile in registers: the activation, in float32.
+
+The formulas are those of `moe_core.activation`; KIND is the value of a `MoEActivation`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _tanh(x):
+    # 2 sigmoid(2x) - 1: finite for every x
+    return 2.0 * _sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _at_most(x, limit):
+    return tl.minimum(x, limit, propagate_nan=NAN)
+
+
+@triton.jit
+def _within(x, limit):
+    return tl.maximum(tl.minimum(x, limit, propagate_nan=NAN), -limit, propagate_nan=NAN)
+
+
+@triton.jit
+def _plain(x, KIND: tl.constexpr):
+    if KIND == "silu":
+        return x * _sigmoid(x)
+    elif KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        tl.static_assert(KIND == "relu2", "unknown activation")
+        x = tl.maximum(x, 0.0, propagate_nan=NAN)
+        return x * x
+
+
+@triton.jit
+def activate_gated(gate, up, alpha, beta, limit, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr):
+    """Gate and up to the activation's value."""
+    if KIND == "swiglustep":
+        value = _plain(gate, "silu")
+        if HAS_LIMIT:
+            value = _at_most(value, limit)
+            up = _within(up, limit)
+        return value * up
+    elif KIND == "situ":
+        if HAS_LIMIT:
+            up = limit * _tanh(up / limit)
+        return beta * _tanh(gate / beta) * _sigmoid(gate) * up
+    else:
+        if HAS_LIMIT:
+            gate = _at_most(gate, limit)
+            up = _within(up, limit)
+        if KIND == "swigluoai":
+            return gate * _sigmoid(alpha * gate) * (up + beta)
+        else:
+            return _plain(gate, KIND) * up
+
+
+@triton.jit
+def activate_plain(x, limit, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr):
+    """A value without gate; KIND without its suffix `_no_mul`."""
+    if HAS_LIMIT:
+        x = _at_most(x, limit)
+    return _plain(x, KIND)

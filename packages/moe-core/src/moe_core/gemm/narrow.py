@@ -1,0 +1,41 @@
+"""Rounding float32 to a narrower type, the same on a GPU and in Triton's interpreter.
+
+The interpreter (seen in 3.6 and 3.9) truncates float32 to bfloat16 and loses the carry from mantissa to exponent when
+it rounds to e4m3.  There, and only there, values are first rounded in float32 to what the narrow type can hold, so
+that its conversion is exact.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def _keep_bits(x, DROPPED: tl.constexpr):
+    """Round float32 to nearest even, dropping so many mantissa bits (normal numbers; NaN and infinity pass)."""
+    bits = x.to(tl.int32, bitcast=True)
+    half: tl.constexpr = (1 << (DROPPED - 1)) - 1
+    mask: tl.constexpr = -(1 << DROPPED)
+    rounded = (bits + half + ((bits >> DROPPED) & 1)) & mask
+    return tl.where((bits & 0x7F800000) == 0x7F800000, x, rounded.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def narrow_e4m3(x):
+    """float32, |x| <= 448, to e4m3 (round to nearest even)."""
+    if INTERPRET:
+        # below 2^-6 e4m3 has steps of 2^-9: adding 1.5 * 2^14 leaves just those
+        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, _keep_bits(x, 20))
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """float32 to float32, bfloat16 or float16 (round to nearest even)."""
+    if INTERPRET:
+        if dtype == tl.bfloat16:
+            x = _keep_bits(x, 16)
+    return x.to(dtype)

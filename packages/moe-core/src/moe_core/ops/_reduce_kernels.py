@@ -1,0 +1,47 @@
+"""Device code of `moe_core.ops.reduce`: the sum over top-k."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_core.gemm.narrow import narrow
+from moe_core.ops._sort_kernels import local_expert
+
+
+@triton.jit
+def reduce_kernel(
+    y,
+    ids,
+    expert_map,
+    weights,
+    out,
+    columns,
+    num_ids,
+    num_experts,
+    stride_y,
+    stride_out,
+    TOP_K: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[m] = sum over j of weights[m, j] * y[m * TOP_K + j], in float32, j ascending; dropped pairs count nothing."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for j in tl.static_range(TOP_K):
+        pair = token * TOP_K + j
+        expert = local_expert(ids, expert_map, pair, pair >= 0, num_ids, num_experts, HAS_MAP)
+        # a dropped pair has no columns
+        end = tl.where(expert >= 0, columns, 0)
+        value = tl.load(y + pair * stride_y + column, mask=column < end, other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            value *= tl.load(weights + pair)
+        total += value
+    tl.store(out + token * stride_out + column, narrow(total, out.dtype.element_ty), mask=inside)

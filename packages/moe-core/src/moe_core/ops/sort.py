@@ -1,0 +1,149 @@
+"""Group the M * k (token, slot) pairs of a routed batch by expert.
+
+    pairs     [P] int32       pair numbers token * k + slot, grouped by expert, ascending within an expert;
+                              entries beyond offsets[E] are not written
+    offsets   [E + 1] int32   rows of expert e are offsets[e] .. offsets[e + 1]
+    tiles     [2 + 2T] int32  tiles[0] tiles of block_m rows; tile t belongs to expert tiles[2 + 2t], its first row is
+                              tiles[3 + 2t]; T = `max_tiles`
+
+Nothing is padded and no data is moved.  A pair whose id is negative, beyond the number of experts or mapped to -1 by
+`expert_map` is in no group.  The order is the same on every run.  Sizes depend on shapes alone: CUDA-graph safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_core.gemm.plan import max_tiles
+from moe_core.gemm.specimen import launch
+from moe_core.workspace import WorkspaceSpec
+
+#: above this many pairs experts are counted by a launch of their own instead of by every program
+_COUNT_PAIRS = 8192
+
+
+@dataclass(frozen=True, eq=False)
+class SortedPairs:
+    """The grouped pairs; see the module docstring."""
+
+    tiles: Tensor
+    offsets: Tensor
+    pairs: Tensor
+    block_m: int
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizeRows:
+    """Rows to quantise in the launch that sorts: `x` [M, K] to `values` [M, K padded] and `scales` [M, groups].
+
+    ``quantize`` is a `@triton.jit` function as `moe_core.gemm.tile_kernel` describes it, ``group`` its group size
+    (a power of two).
+    """
+
+    x: Tensor
+    values: Tensor
+    scales: Tensor
+    quantize: Any
+    group: int
+
+
+def sort_workspaces(num_pairs: int, num_experts: int, block_m: int) -> tuple[WorkspaceSpec, ...]:
+    """Scratch tensors of `sort_pairs` for at most ``num_pairs`` pairs and tiles of at least ``block_m`` rows."""
+    tiles = max_tiles(num_pairs, num_experts, block_m)
+    return (
+        WorkspaceSpec("sort_tiles", (2 + 2 * tiles,), torch.int32),
+        WorkspaceSpec("sort_offsets", (num_experts + 1,), torch.int32),
+        WorkspaceSpec("sort_pairs", (num_pairs,), torch.int32),
+        WorkspaceSpec("sort_counts", (num_experts,), torch.int32),
+    )
+
+
+def sort_pairs(
+    topk_ids: Tensor,
+    num_experts: int,
+    block_m: int,
+    *,
+    workspace: Mapping[str, Tensor],
+    expert_map: Tensor | None = None,
+    rows: QuantizeRows | None = None,
+    pdl: bool = False,
+) -> SortedPairs:
+    """Sort ``topk_ids`` [M, k] (int32 or int64, contiguous) with the Triton kernel.
+
+    ``num_experts`` local experts; ``expert_map`` [E] int32 gives the local number of a global id.
+    """
+    import triton
+
+    from moe_core.ops._sort_kernels import COUNT, SCATTER, SORT, sort_kernel
+
+    sorted_ = SortedPairs(workspace["sort_tiles"], workspace["sort_offsets"], workspace["sort_pairs"], block_m)
+    pairs = topk_ids.numel()
+    num_ids = num_experts if expert_map is None else expert_map.numel()
+    block_e = max(triton.next_power_of_2(num_experts + 1), 16)
+    modes = (SORT,) if pairs <= _COUNT_PAIRS else (COUNT, SCATTER)
+    block_g, groups = 1, 0
+    if rows is not None:
+        groups = rows.x.shape[0] * triton.cdiv(rows.x.shape[1], rows.group)
+        block_g = max(min(32, triton.next_power_of_2(triton.cdiv(groups, 512))), 4)
+    for mode in modes:
+        job = rows if mode != SCATTER else None
+        quantized: tuple[Any, ...] = (None,) * 3 + (0,) * 5
+        if job is not None:
+            quantized = (job.x, job.values, job.scales, *job.x.shape)
+            quantized += (job.x.stride(0), job.values.stride(0), job.scales.stride(0))
+        programs = num_experts + (triton.cdiv(groups, block_g) if job is not None else 0)
+        block_p = 256 if pairs <= 256 else 1024
+        launch(
+            sort_kernel,
+            (programs,),
+            topk_ids,
+            expert_map,
+            workspace["sort_counts"],
+            sorted_.tiles,
+            sorted_.offsets,
+            sorted_.pairs,
+            pairs,
+            num_ids,
+            num_experts,
+            block_m,
+            *quantized,
+            MODE=mode,
+            HAS_MAP=expert_map is not None,
+            BLOCK_P=block_p,
+            BLOCK_E=block_e,
+            quantize=job.quantize if job is not None else None,
+            GROUP=job.group if job is not None else 1,
+            BLOCK_G=block_g,
+            pdl=pdl,
+            num_warps=4,
+        )
+    return sorted_
+
+
+def sort_pairs_torch(
+    topk_ids: Tensor, num_experts: int, block_m: int, *, expert_map: Tensor | None = None
+) -> SortedPairs:
+    """The torch twin of `sort_pairs`: same result, exact sizes (no unwritten entries), any device."""
+    ids = topk_ids.flatten().long()
+    num_ids = num_experts if expert_map is None else expert_map.numel()
+    known = (ids >= 0) & (ids < num_ids)
+    local = torch.where(known, ids, 0)
+    if expert_map is not None:
+        local = expert_map.long()[local]
+        known &= (local >= 0) & (local < num_experts)
+    kept = known.nonzero().flatten()
+    order = torch.argsort(local[kept], stable=True)
+    counts = torch.bincount(local[kept], minlength=num_experts)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    tiles = [0, 0]
+    for expert, count in enumerate(counts.tolist()):
+        for start in range(0, count, block_m):
+            tiles += [expert, int(offsets[expert]) + start]
+    tiles[0] = len(tiles) // 2 - 1
+    device = topk_ids.device
+    return SortedPairs(torch.tensor(tiles, dtype=torch.int32, device=device), offsets.int(), kept[order].int(), block_m)

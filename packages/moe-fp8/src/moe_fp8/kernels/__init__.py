@@ -1,0 +1,1 @@
+"""Device code of the FP8 schemes; imports Triton."""

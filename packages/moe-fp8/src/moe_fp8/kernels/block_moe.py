@@ -1,0 +1,129 @@
+"""A fused MoE layer with block FP8 weights, from plain tensors to plain tensors.
+
+    sort      pairs by expert, and x quantised by rows and groups of block_k     (one launch, two for many pairs)
+    up        h = act(x w13^T), quantised by rows and groups of block_k in the epilogue
+    down      y[pair] = weight * (h w2^T)
+    reduce    out[token] = sum over slots of y, in float32
+
+For very few tokens: up and down as matrix-vector products, two launches in all.  All scratch memory is the caller's
+(`workspaces`), nothing is read before it is written, and there is no host synchronisation.
+
+The intermediate is float32 until it is quantised; y has the dtype of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from moe_core.gemm.launch import (
+    Activation,
+    Operand,
+    Routing,
+    TileFunctions,
+    grouped_product,
+    vector_down,
+    vector_up,
+    weight_descriptor,
+)
+from moe_core.gemm.plan import Plan, TileConfig, VectorPlan
+from moe_core.gemm.rule import tile_plan
+from moe_core.ops.reduce import reduce_pairs
+from moe_core.ops.sort import QuantizeRows, sort_pairs
+from torch import Tensor
+
+from moe_fp8.kernels import block
+
+
+SILU = Activation("silu")
+
+
+def _functions(block_n: int, config: TileConfig) -> TileFunctions:
+    if block_n % config.block_n == 0:
+        return TileFunctions(block.load_activations, block.load_weights, block.multiply, block.quantize)
+    return TileFunctions(block.load_activations, block.load_weights_mixed, block.multiply_mixed, block.quantize)
+
+
+def _operand(weights: Tensor, scales: Tensor, bias: Tensor | None, rows: int, block_n: int) -> Operand:
+    device = (weights, scales, weights.stride(0), weights.stride(1), scales.stride(0), scales.stride(1), block_n)
+    return Operand(device, rows, weights.shape[2], bias, weight_descriptor(weights))
+
+
+def block_fp8_fused_moe(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    *,
+    w13_scale: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    out: Tensor,
+    workspace: Mapping[str, Tensor],
+    plan: Plan | None = None,
+    block_shape: tuple[int, int] = (128, 128),
+    activation: Activation = SILU,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> None:
+    """Write the layer's output to ``out`` [M, K]: sum over slots of weight * (w2 act(w13 x + b13) + b2).
+
+    - ``x`` [M, K] bfloat16, float16 or float32, columns contiguous, any row stride; ``out`` [M, K] likewise
+    - ``w13`` [E, 2N, K] (gate rows, then up rows; [E, N, K] without a gate), ``w2`` [E, K, N] e4m3, columns contiguous
+    - ``w13_scale`` [E, 2 * ceil(N / block_n), ceil(K / block_k)] and ``w2_scale`` [E, ceil(K / block_n),
+      ceil(N / block_k)] float32: gate and up each own their partial last row of blocks
+    - ``topk_ids`` [M, k] int32 or int64, ``topk_weights`` [M, k] float32, both contiguous; an id that is negative, too
+      large, or mapped by ``expert_map`` [E global] int32 to no local expert adds nothing
+    - ``workspace``: the tensors of `moe_fp8.kernels.workspaces.block_fp8_workspaces`, by name, for at least M tokens
+    - ``plan``: launch parameters; by default those of `moe_core.gemm.rule`
+    - ``w13_bias`` [E, 2N] or [E, N], ``w2_bias`` [E, K], any float dtype
+    - ``apply_router_weight_on_input``: weights multiply x instead of the expert's output
+
+    ``block_k`` and ``block_n`` are powers of two from 16 and 32 on.
+    """
+    tokens, hidden = x.shape
+    experts, size = w13.shape[0], w2.shape[2]
+    if tokens == 0:
+        return
+    block_n, block_k = block_shape
+    routing = Routing(topk_ids, topk_weights, experts, expert_map, apply_router_weight_on_input)
+    up = _operand(w13, w13_scale, w13_bias, size, block_n)
+    down = _operand(w2, w2_scale, w2_bias, hidden, block_n)
+    if plan is None:
+        layer_experts = experts if expert_map is None else expert_map.numel()
+        major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
+        capability = 10 * major + minor
+        plan = tile_plan(
+            tokens, routing.top_k, layer_experts, hidden, size, block_n=block_k, block_k=block_k, capability=capability
+        )
+    pairs, pdl = topk_ids.numel(), plan.pdl
+    if isinstance(plan, VectorPlan):
+        h = workspace["h_wide"][:pairs]
+        vector_up(
+            block.quantize, block.products, plan.up,
+            x=x, b=up, out=h, routing=routing, activation=activation, group=block_k, pdl=pdl,
+        )  # fmt: skip
+        vector_down(
+            block.quantize, block.products, plan.down, h=h, b=down, out=out, routing=routing, group=block_k, pdl=pdl
+        )
+        return
+    x_values, x_scales = workspace["x_values"], workspace["x_scales"]
+    h_values, h_scales = workspace["h_values"], workspace["h_scales"]
+    rows = QuantizeRows(x, x_values, x_scales, block.quantize, block_k)
+    order = sort_pairs(topk_ids, experts, plan.block_m, workspace=workspace, expert_map=expert_map, rows=rows, pdl=pdl)
+    grouped_product(
+        _functions(block_n, plan.up), plan.up,
+        a=(x_values, x_scales, x_values.stride(0), x_scales.stride(0)),
+        b=up, out=h_values, out_scale=h_scales, pairs=order, routing=routing, activation=activation,
+        block_k=block_k, pdl=pdl,
+    )  # fmt: skip
+    y = workspace["y"]
+    grouped_product(
+        _functions(block_n, plan.down), plan.down,
+        a=(h_values, h_scales, h_values.stride(0), h_scales.stride(0)),
+        b=down, out=y, out_scale=None, pairs=order, routing=routing, activation=None,
+        block_k=block_k, pdl=pdl,
+    )  # fmt: skip
+    reduce_pairs(y, topk_ids, experts, out, expert_map=expert_map, pdl=pdl)

@@ -1,0 +1,36 @@
+"""Scratch memory of `block_fp8_fused_moe`."""
+
+from __future__ import annotations
+
+import torch
+from moe_core.ops.sort import sort_workspaces
+from moe_core.workspace import WorkspaceSpec
+
+#: the smallest tile of rows that a plan may ask for
+MIN_BLOCK_M = 16
+#: the most pairs that a matrix-vector plan may be used for
+MAX_VECTOR_PAIRS = 64
+
+
+def block_fp8_workspaces(
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    dtype: torch.dtype,
+    block_shape: tuple[int, int] = (128, 128),
+) -> tuple[WorkspaceSpec, ...]:
+    """Scratch tensors for at most ``num_tokens`` tokens; ``num_experts`` local ones, ``dtype`` of the output."""
+    pairs, group = num_tokens * top_k, block_shape[1]
+    up_groups, down_groups = -(-hidden_size // group), -(-intermediate_size // group)
+    e4m3 = torch.float8_e4m3fn
+    return (
+        *sort_workspaces(pairs, num_experts, MIN_BLOCK_M),
+        WorkspaceSpec("x_values", (num_tokens, up_groups * group), e4m3),
+        WorkspaceSpec("x_scales", (num_tokens, up_groups), torch.float32),
+        WorkspaceSpec("h_values", (pairs, down_groups * group), e4m3),
+        WorkspaceSpec("h_scales", (pairs, down_groups), torch.float32),
+        WorkspaceSpec("h_wide", (min(pairs, MAX_VECTOR_PAIRS), intermediate_size), torch.float32),
+        WorkspaceSpec("y", (pairs, hidden_size), dtype),
+    )
