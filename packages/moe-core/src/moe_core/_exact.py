@@ -63,7 +63,8 @@ def sqrt_softplus(x: Tensor) -> Tensor:
     p = p * z + (1.0 / 3.0)
     p = p * z + 1.0
     log1p = (s + s) * p
-    return torch.sqrt(torch.where(x > 0, x, 0.0) + log1p)
+    # torch's float32 sqrt on a CPU is not correctly rounded; the double one, rounded again, is
+    return (torch.where(x > 0, x, 0.0) + log1p).double().sqrt().float()
 
 
 def sum_unit_terms(x: Tensor) -> Tensor:

@@ -1,0 +1,334 @@
+"""Device code of `moe_core.ops.activation` and `moe_core.ops.quantize`.
+
+Every kernel reads rows of x [B, T, C], optionally adds a bias and applies an activation, and writes the result or
+quantises it, so that each value crosses memory once.  Scales follow `moe_core.quantization`: scale = amax / max_value,
+code = round(value / scale), with the same bits as the torch code gives.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_core import numerics
+from moe_core.gemm.epilogue import activate_gated, activate_plain
+from moe_core.gemm.narrow import INTERPRET, narrow, narrow_e4m3
+from moe_core.ops._exact_kernels import round_half_even
+
+_AMAX_FLOOR = tl.constexpr(numerics.AMAX_FLOOR)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+
+@triton.jit
+def max_code(CODE: tl.constexpr):
+    """The largest value of an element type, as a constant."""
+    return 448.0 if CODE == "e4m3" else 127.0
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Bits of |x|: integers in the order of the magnitudes, infinity and then NaN above every number."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(bits, CODE: tl.constexpr, SCALE: tl.constexpr):
+    """float32 scale, amax / max_value, of groups of largest magnitude `bits`; NaN and infinity stay.
+
+    SCALE "pow2" and "e8m0" round it up to a power of two, or NaN where it is not finite.
+    """
+    amax = bits.to(tl.float32, bitcast=True)
+    amax = tl.where(amax < _AMAX_FLOOR, _AMAX_FLOOR, amax)
+    scale = tl.div_rn(amax, tl.full(amax.shape, max_code(CODE), tl.float32))
+    if SCALE != "float32":
+        exact = scale.to(tl.int32, bitcast=True)
+        up = (exact + 0x7FFFFF) & _INFINITY_BITS
+        scale = tl.where(exact >= _INFINITY_BITS, 0x7FC00000, up).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def divisor_of(scale):
+    """(scale, 1 / scale) as `divide_by` wants them: an infinite scale makes every number 0."""
+    infinite = magnitude_bits(scale) == _INFINITY_BITS
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return tl.where(infinite, scale if INTERPRET else 0.0, scale), inverse
+
+
+@triton.jit
+def divide_by(x, scale, inverse):
+    """x / scale, correctly rounded, in three operations.
+
+    Markstein's correction: with the correctly rounded inverse, one step on the exact remainder rounds the quotient
+    correctly.  The interpreter has no fused multiply-add and divides.
+    """
+    if INTERPRET:
+        return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    else:
+        quotient = x * inverse
+        return tl.fma(tl.fma(-quotient, scale, x), tl.broadcast_to(inverse, x.shape), quotient)
+
+
+@triton.jit
+def store_scale(pointers, scale, mask, SCALE: tl.constexpr):
+    """Write float32 scales, or the exponent bytes of powers of two."""
+    if SCALE == "e8m0":
+        tl.store(pointers, (magnitude_bits(scale) >> 23).to(tl.uint8), mask=mask)
+    else:
+        tl.store(pointers, scale, mask=mask)
+
+
+@triton.jit
+def encode(x, CODE: tl.constexpr, dtype: tl.constexpr):
+    """Codes of values that are divided by their scale, saturating; NaN stays NaN in e4m3 and is 0 in int8."""
+    if CODE == "e4m3":
+        x = tl.maximum(tl.minimum(x, 448.0, propagate_nan=_NAN), -448.0, propagate_nan=_NAN)
+        if INTERPRET:
+            # the interpreter rounds a NaN's mantissa like a number's: leave it the three ones of e4m3's NaN
+            x = tl.where(x == x, x, tl.full(x.shape, 0x7FF00000, tl.int32).to(tl.float32, bitcast=True))
+        return narrow_e4m3(x)
+    elif CODE == "int8":
+        x = tl.maximum(tl.minimum(x, 127.0, propagate_nan=_NAN), -128.0, propagate_nan=_NAN)
+        return tl.where(x == x, round_half_even(x), 0.0).to(tl.int8)
+    else:
+        return narrow(x, dtype)
+
+
+@triton.jit
+def row_places(S, index, rows, HAS_COUNTS: tl.constexpr):
+    """(offset of x, offset of the bias, offset of out, offset of scales, whether the row is in use) of rows `index`.
+
+    S = (tokens per batch, strides of x, out and scales per batch and token, bias stride, experts of rows or None,
+    number of bias rows, counts of rows in use or None).
+    """
+    tokens, x_b, x_t, out_b, out_t, scale_b, scale_t, bias_stride, experts, num_bias, counts = S
+    batch = (index // tokens).to(tl.int64)
+    token = (index % tokens).to(tl.int64)
+    valid = index < rows
+    if HAS_COUNTS:
+        valid = valid & (token < tl.load(counts + batch, mask=valid, other=0))
+    expert = batch
+    if experts is not None:
+        expert = tl.load(experts + index, mask=valid, other=-1).to(tl.int64)
+    has_bias = valid & (expert >= 0) & (expert < num_bias)
+    bias = tl.where(has_bias, expert * bias_stride, -1)
+    return (
+        batch * x_b + token * x_t,
+        bias,
+        batch * out_b + token * out_t,
+        batch * scale_b + token * scale_t,
+        valid,
+    )
+
+
+@triton.jit
+def load_values(
+    x,
+    bias,
+    P,
+    place,
+    bias_place,
+    column,
+    mask,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+):
+    """float32 values [R, C] of columns `column` [1 or R, C]: x, plus bias, through the activation; 0 where masked.
+
+    P = (output columns, column stride of x, alpha, beta, limit).
+    """
+    columns, stride, alpha, beta, limit = P
+    first = tl.load(x + place + column * stride, mask=mask, other=0.0).to(tl.float32)
+    if bias is not None:
+        first += tl.load(bias + bias_place + column, mask=mask & (bias_place >= 0), other=0.0).to(tl.float32)
+    if ACTIVATION == "":
+        return first
+    elif GATED:
+        second = tl.load(x + place + (columns + column) * stride, mask=mask, other=0.0).to(tl.float32)
+        if bias is not None:
+            up_bias = tl.load(bias + bias_place + columns + column, mask=mask & (bias_place >= 0), other=0.0)
+            second += up_bias.to(tl.float32)
+        return activate_gated(first, second, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+    else:
+        return activate_plain(first, limit, ACTIVATION, HAS_LIMIT)
+
+
+@triton.jit
+def group_kernel(
+    x,
+    bias,
+    S,
+    P,
+    out,
+    scales,
+    fixed,
+    rows,
+    stride_group,
+    partials,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    CODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK groups of GROUP columns per program, counted row by row; the last group of a row may be short.
+
+    CODE "": the values themselves in out's dtype.  Otherwise codes: with a scale per group, or, SCALE "fixed", the
+    scale `fixed`, or, SCALE "partials", that of the largest of the magnitudes `partials` [PARTIALS] (a power of two), written to scales.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    columns = P[0]
+    groups = tl.cdiv(columns, GROUP)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    row = index // groups
+    group = index % groups
+    place, bias_place, out_place, scale_place, valid = row_places(S, row, rows, HAS_COUNTS)
+    column = group * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = valid & (column < columns)
+    values = load_values(x, bias, P, place, bias_place, column, mask, ACTIVATION, GATED, HAS_LIMIT)
+    if CODE != "":
+        if SCALE == "fixed":
+            scale = tl.load(fixed + tl.zeros([1, 1], dtype=tl.int32)).to(tl.float32)
+        elif SCALE == "partials":
+            largest = tl.max(tl.load(partials + tl.arange(0, PARTIALS)[None, :]), axis=1, keep_dims=True)
+            scale = scale_of(largest, CODE, "float32")
+            zero = tl.zeros([1, 1], dtype=tl.int32)
+            tl.store(scales + zero, scale, mask=zero + tl.program_id(0) == 0)
+        else:
+            scale = scale_of(tl.max(magnitude_bits(values), axis=1, keep_dims=True), CODE, SCALE)
+            store_scale(scales + scale_place + group * stride_group, scale, valid, SCALE)
+        divisor, inverse = divisor_of(scale)
+        values = divide_by(values, divisor, inverse)
+    tl.store(out + out_place + column, encode(values, CODE, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_row(
+    out, place, values, divisor, inverse, zero, column, mask, CODE: tl.constexpr, HAS_ZERO: tl.constexpr
+):
+    """Write the codes of a row's values."""
+    quotient = divide_by(values, divisor, inverse)
+    if HAS_ZERO:
+        quotient = round_half_even(quotient) + zero
+    tl.store(out + place + column, encode(quotient, CODE, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def row_kernel(
+    x,
+    bias,
+    S,
+    P,
+    out,
+    scales,
+    zero_points,
+    rows,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    CODE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row per program, one scale per row; with `zero_points` int8 codes of the range that includes 0.
+
+    A row of one chunk stays in registers; a longer one is read twice.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    columns = P[0]
+    index = tl.program_id(0) + tl.zeros([1, 1], dtype=tl.int32)
+    place, bias_place, out_place, scale_place, valid = row_places(S, index, rows, HAS_COUNTS)
+    column = tl.arange(0, BLOCK)[None, :]
+    if CHUNKS == 1:
+        mask = valid & (column < columns)
+        values = load_values(x, bias, P, place, bias_place, column, mask, ACTIVATION, GATED, HAS_LIMIT)
+        largest = tl.max(magnitude_bits(values), axis=1, keep_dims=True)
+        if zero_points is not None:
+            low = tl.min(values, axis=1, keep_dims=True)
+            high = tl.max(values, axis=1, keep_dims=True)
+    else:
+        largest = tl.zeros([1, 1], dtype=tl.int32)
+        low = tl.zeros([1, 1], dtype=tl.float32)
+        high = tl.zeros([1, 1], dtype=tl.float32)
+        for chunk in range(CHUNKS):
+            here = chunk * BLOCK + column
+            mask = valid & (here < columns)
+            values = load_values(x, bias, P, place, bias_place, here, mask, ACTIVATION, GATED, HAS_LIMIT)
+            largest = tl.maximum(largest, tl.max(magnitude_bits(values), axis=1, keep_dims=True))
+            if zero_points is not None:
+                low = tl.minimum(low, tl.min(values, axis=1, keep_dims=True))
+                high = tl.maximum(high, tl.max(values, axis=1, keep_dims=True))
+    if zero_points is not None:
+        # scale = (high - low) / 255; a NaN anywhere makes it NaN
+        low = tl.minimum(low, 0.0)
+        width = tl.maximum(high, 0.0) - low
+        width = tl.where(width < _AMAX_FLOOR, _AMAX_FLOOR, width)
+        scale = tl.div_rn(width, tl.full(width.shape, 255.0, tl.float32))
+        scale = tl.where(largest > _INFINITY_BITS, float("nan"), scale)
+        divisor, inverse = divisor_of(scale)
+        zero = -128.0 - divide_by(low, divisor, inverse)
+        zero = tl.where(zero == zero, round_half_even(zero), 0.0)
+        zero = tl.minimum(tl.maximum(zero, -128.0), 127.0)
+        tl.store(zero_points + scale_place, zero.to(tl.int32), mask=valid)
+    else:
+        zero = 0.0
+        scale = scale_of(largest, CODE, "float32")
+        divisor, inverse = divisor_of(scale)
+    tl.store(scales + scale_place, scale, mask=valid)
+    if CHUNKS == 1:
+        mask = valid & (column < columns)
+        store_row(out, out_place, values, divisor, inverse, zero, column, mask, CODE, zero_points is not None)
+    else:
+        for chunk in range(CHUNKS):
+            here = chunk * BLOCK + column
+            mask = valid & (here < columns)
+            values = load_values(x, bias, P, place, bias_place, here, mask, ACTIVATION, GATED, HAS_LIMIT)
+            store_row(out, out_place, values, divisor, inverse, zero, here, mask, CODE, zero_points is not None)
+
+
+@triton.jit
+def amax_kernel(
+    x,
+    bias,
+    S,
+    P,
+    partials,
+    rows,
+    tiles,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Largest magnitude (as bits) among every num_programs-th tile of BLOCK x GROUP values: partials [programs]."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    columns = P[0]
+    groups = tl.cdiv(columns, GROUP)
+    largest = tl.zeros([BLOCK, GROUP], dtype=tl.int32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        index = tile * BLOCK + tl.arange(0, BLOCK)[:, None]
+        row = index // groups
+        place, bias_place, _, _, valid = row_places(S, row, rows, HAS_COUNTS)
+        column = (index % groups) * GROUP + tl.arange(0, GROUP)[None, :]
+        mask = valid & (column < columns)
+        values = load_values(x, bias, P, place, bias_place, column, mask, ACTIVATION, GATED, HAS_LIMIT)
+        largest = tl.maximum(largest, magnitude_bits(values))
+    tl.store(partials + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))
