@@ -284,9 +284,11 @@ def scale_of_range(low: Tensor, high: Tensor, key: QuantKey) -> tuple[Tensor, Te
     dtype = key.dtype
     if key.symmetric:
         amax = torch.maximum(low.abs(), high.abs()).float().clamp_min(AMAX_FLOOR)
-        return _store_scale(amax / dtype.max_value, key), None
+        # by a tensor: torch turns division by a number into a product with its inverse on a GPU
+        return _store_scale(amax / torch.full_like(amax, dtype.max_value), key), None
     low, high = low.float().clamp_max(0.0), high.float().clamp_min(0.0)
-    scale = _store_scale((high - low).clamp_min(AMAX_FLOOR) / (dtype.max_value - dtype.min_value), key)
+    width = (high - low).clamp_min(AMAX_FLOOR)
+    scale = _store_scale(width / torch.full_like(width, dtype.max_value - dtype.min_value), key)
     zero_point = (dtype.min_value - low / _scale_values(scale, key)).round()
     # stored like a code, so offset-binary types shift it as well
     return scale, (zero_point.clamp(dtype.min_value, dtype.max_value) + dtype.offset).to(torch.int32)
@@ -299,7 +301,8 @@ def _store_scale(scale: Tensor, key: QuantKey) -> Tensor:
         # up to the next power of two: the exponent field, plus one if anything is below it
         bits = scale.float().view(torch.int32)
         codes = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
-        return codes.clamp(0, 254).to(torch.uint8).view(dtype)
+        codes = torch.where(scale.isfinite(), codes.clamp(0, 254), 255)  # NaN where the scale is no number
+        return codes.to(torch.uint8).view(dtype)
     if dtype is torch.float32:
         return scale
     # a scale that rounds to zero would divide by zero
@@ -328,7 +331,8 @@ def _encode(scaled: Tensor, key: QuantKey) -> Tensor:
         upper[1::2] = torch.nextafter(upper[1::2], torch.zeros(()))
         magnitude = torch.bucketize(scaled.abs().contiguous(), upper.to(scaled.device))
         return (magnitude + 8 * torch.signbit(scaled)).to(torch.uint8)
-    codes = scaled.round().clamp(dtype.min_value, dtype.max_value) + dtype.offset
+    # an integer can't be NaN: 0, and the scale says it
+    codes = scaled.round().clamp(dtype.min_value, dtype.max_value).nan_to_num(0.0) + dtype.offset
     if dtype.kind is NumberKind.INT and key.packing is not None:
         return codes.to(torch.int16).bitwise_and(2**dtype.bits - 1).to(torch.uint8)
     return codes.to(torch.int8 if dtype.kind is NumberKind.INT else torch.uint8)
