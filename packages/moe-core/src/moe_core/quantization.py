@@ -291,7 +291,8 @@ def scale_of_range(low: Tensor, high: Tensor, key: QuantKey) -> tuple[Tensor, Te
     scale = _store_scale(width / torch.full_like(width, dtype.max_value - dtype.min_value), key)
     zero_point = (dtype.min_value - low / _scale_values(scale, key)).round()
     # stored like a code, so offset-binary types shift it as well
-    return scale, (zero_point.clamp(dtype.min_value, dtype.max_value) + dtype.offset).to(torch.int32)
+    zero_point = zero_point.clamp(dtype.min_value, dtype.max_value).nan_to_num(0.0)
+    return scale, (zero_point + dtype.offset).to(torch.int32)
 
 
 def _store_scale(scale: Tensor, key: QuantKey) -> Tensor:
