@@ -1,0 +1,35 @@
+"""Reading one MoE layer from a checkpoint folder.
+
+``Checkpoint.open(path)`` reads the folder, ``read_layer(checkpoint, index)`` finds the layer's tensors, its config
+and its format; ``LayerSource.weights()`` loads the canonical weights.
+"""
+
+from moe_core.checkpoint.experts import LayerExperts, find_layer, moe_layers
+from moe_core.checkpoint.format import (
+    BadValuesError,
+    CheckpointFormat,
+    check_expert_tensor,
+    detect_format,
+    load_stacked,
+)
+from moe_core.checkpoint.model import LayerModel, read_model
+from moe_core.checkpoint.reader import Checkpoint
+from moe_core.checkpoint.safetensors_file import TensorInfo
+from moe_core.checkpoint.source import LayerSource, read_layer
+
+__all__ = [
+    "BadValuesError",
+    "Checkpoint",
+    "CheckpointFormat",
+    "LayerExperts",
+    "LayerModel",
+    "LayerSource",
+    "TensorInfo",
+    "check_expert_tensor",
+    "detect_format",
+    "find_layer",
+    "load_stacked",
+    "moe_layers",
+    "read_layer",
+    "read_model",
+]

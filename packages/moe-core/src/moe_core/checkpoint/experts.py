@@ -1,0 +1,233 @@
+"""The expert tensors of one layer, whatever their naming."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_core.checkpoint.names import ExpertName, parse_name
+from moe_core.checkpoint.reader import Checkpoint
+from moe_core.checkpoint.safetensors_file import TensorInfo
+from moe_core.errors import CheckpointError
+
+Key = tuple[str, str]  # projection, suffix
+
+
+@dataclass(frozen=True, eq=False)
+class LayerExperts:
+    """Tensors of the routed experts of one layer, by expert, projection and suffix.
+
+    - ``prefix`` of the experts ("model.layers.3.mlp.experts"), ``block`` ("model.layers.3.mlp"), ``index`` of the layer
+    - ``projections``: ``{"gate", "up", "down"}``, ``{"gate_up", "down"}``, or ``{"up", "down"}`` without a gate
+    - ``stacked_names``: the checkpoint holds one tensor ``[E, ...]`` for all experts
+
+    All experts are complete, and tensors of one projection and suffix agree in shape and dtype.
+    """
+
+    checkpoint: Checkpoint
+    prefix: str
+    block: str
+    index: int
+    num_experts: int
+    stacked_names: bool
+    _names: Mapping[tuple[int | None, str, str], str]
+    _infos: Mapping[Key, TensorInfo]
+
+    @property
+    def projections(self) -> frozenset[str]:
+        return frozenset(projection for projection, _ in self._infos)
+
+    @property
+    def is_gated(self) -> bool:
+        return bool(self.projections & {"gate", "gate_up"})
+
+    @property
+    def has_bias(self) -> bool:
+        return any(suffix == "bias" for _, suffix in self._infos)
+
+    def suffixes(self, projection: str) -> tuple[str, ...]:
+        """Suffixes of the projection's tensors ("weight", "weight_scale_inv", …), sorted."""
+        return tuple(sorted(suffix for found, suffix in self._infos if found == projection))
+
+    def has(self, projection: str, suffix: str) -> bool:
+        return (projection, suffix) in self._infos
+
+    def name(self, expert: int, projection: str, suffix: str) -> str:
+        """Name in the checkpoint; CheckpointError where there is no such tensor."""
+        name = self._names.get((None if self.stacked_names else expert, projection, suffix))
+        if name is None:
+            there = ", ".join(self.suffixes(projection)) or "nothing"
+            raise CheckpointError(
+                f"{self.prefix}: {suffix!r} of {projection!r} is missing for expert {expert} (there is: {there})"
+            )
+        return name
+
+    def shape(self, projection: str, suffix: str) -> tuple[int, ...]:
+        """Shape of one expert's tensor."""
+        info = self._info(projection, suffix)
+        return info.shape[1:] if self._per_expert(info) else info.shape
+
+    def dtype(self, projection: str, suffix: str) -> torch.dtype | None:
+        """dtype of the tensors; None for one that torch has not."""
+        return self._info(projection, suffix).dtype
+
+    def stored_dtype(self, projection: str, suffix: str) -> str:
+        """dtype as safetensors spells it, e.g. "F8_E4M3"."""
+        return self._info(projection, suffix).stored_dtype
+
+    def tensor(self, expert: int, projection: str, suffix: str) -> Tensor:
+        """One expert's tensor, on the CPU, exactly as stored; read-only."""
+        name = self.name(expert, projection, suffix)
+        if self._per_expert(self._info(projection, suffix)):
+            return self.checkpoint.part(name, expert)
+        return self.checkpoint.tensor(name)
+
+    def stacked(self, projection: str, suffix: str, experts: Sequence[int]) -> Tensor:
+        """``[len(experts), ...]`` on the CPU."""
+        dtype = self.dtype(projection, suffix)
+        if dtype is None:
+            name = self.name(0, projection, suffix)
+            raise CheckpointError(f"{name} has the type {self.stored_dtype(projection, suffix)}, which torch has not")
+        out = torch.empty((len(experts), *self.shape(projection, suffix)), dtype=dtype)
+        for row, expert in enumerate(experts):
+            out[row].copy_(self.tensor(expert, projection, suffix))
+        return out
+
+    def _per_expert(self, info: TensorInfo) -> bool:
+        """Whether the tensor's first dimension counts experts (a value shared by all has none)."""
+        return self.stacked_names and info.shape[:1] == (self.num_experts,)
+
+    def _info(self, projection: str, suffix: str) -> TensorInfo:
+        info = self._infos.get((projection, suffix))
+        if info is None:
+            self.name(0, projection, suffix)
+            raise CheckpointError(f"{self.prefix}: {suffix!r} of {projection!r} is missing")
+        return info
+
+    def __repr__(self) -> str:
+        return f"LayerExperts({self.prefix!r}, {self.num_experts} experts)"
+
+
+def moe_layers(checkpoint: Checkpoint) -> dict[int, list[tuple[str, ExpertName]]]:
+    """Expert tensors by layer number, from their names alone."""
+    prefixes: dict[int, str] = {}
+    layers: dict[int, list[tuple[str, ExpertName]]] = {}
+    for name in checkpoint.names:
+        parsed = parse_name(name)
+        if parsed is None:
+            continue
+        known = prefixes.setdefault(parsed.layer, parsed.prefix)
+        if known != parsed.prefix:
+            raise CheckpointError(
+                f"{checkpoint.path}: layer {parsed.layer} has experts under {known!r} and under {parsed.prefix!r}"
+            )
+        layers.setdefault(parsed.layer, []).append((name, parsed))
+    return dict(sorted(layers.items()))
+
+
+def find_layer(checkpoint: Checkpoint, index: int | None = None) -> LayerExperts:
+    """The experts of layer ``index``, or of the first layer that has any.
+
+    Raises CheckpointError where there are none, or they are incomplete or of different shapes.
+    """
+    layers = moe_layers(checkpoint)
+    if not layers:
+        kind = checkpoint.config.get("model_type")
+        raise CheckpointError(
+            f"{checkpoint.path}: no layer has MoE experts (model_type {kind!r}; no tensor is named "
+            "<block>.experts.<e>.<projection>.<suffix> or <block>.experts.<projection>)"
+        )
+    if index is None:
+        index = next(iter(layers))
+    if index not in layers:
+        raise CheckpointError(f"{checkpoint.path}: layer {index} has no MoE; layers that have: {_ranges(layers)}")
+    return _collect(checkpoint, index, layers[index])
+
+
+def _collect(checkpoint: Checkpoint, index: int, found: list[tuple[str, ExpertName]]) -> LayerExperts:
+    first = found[0][1]
+    names: dict[tuple[int | None, str, str], str] = {}
+    for name, parsed in found:
+        key = (parsed.expert, parsed.projection, parsed.suffix)
+        if key in names:
+            raise CheckpointError(f"{names[key]} and {name} are the same projection of the same expert")
+        names[key] = name
+    stacked = {parsed.expert is None for _, parsed in found}
+    if len(stacked) > 1:
+        one = next(name for name, parsed in found if parsed.expert is None)
+        other = next(name for name, parsed in found if parsed.expert is not None)
+        raise CheckpointError(f"{first.prefix} mixes stacked experts ({one}) and experts one by one ({other})")
+    infos = _stacked_infos(checkpoint, names) if stacked == {True} else _uniform_infos(checkpoint, names)
+    _check_projections(first.prefix, frozenset(projection for projection, _ in infos))
+    if stacked == {True}:
+        experts = max(info.shape[0] for info in infos.values() if info.shape)
+    else:
+        experts = len({key[0] for key in names})
+    return LayerExperts(checkpoint, first.prefix, first.block, index, experts, stacked == {True}, names, infos)
+
+
+def _stacked_infos(checkpoint: Checkpoint, names: Mapping[tuple[int | None, str, str], str]) -> dict[Key, TensorInfo]:
+    infos = {(projection, suffix): checkpoint.info(name) for (_, projection, suffix), name in names.items()}
+    # the weights say how many experts there are; [] and [1] hold a value that all of them share
+    weights = [info for info in infos.values() if len(info.shape) >= 3]
+    if not weights:
+        one = next(iter(infos.values()))
+        raise CheckpointError(f"{one.name} is {one}, expected weights [E, rows, columns]")
+    experts = weights[0]
+    for info in infos.values():
+        if info.shape in ((), (1,)):
+            continue
+        if info.shape[0] != experts.shape[0] or info.shape[0] == 0:
+            raise CheckpointError(
+                f"{info.name} is {info}, expected [E, ...] with as many experts as {experts.name}, which is {experts}"
+            )
+    return infos
+
+
+def _uniform_infos(checkpoint: Checkpoint, names: Mapping[tuple[int | None, str, str], str]) -> dict[Key, TensorInfo]:
+    experts = sorted({expert for expert, _, _ in names if expert is not None})
+    for position, expert in enumerate(experts):
+        if position != expert:
+            sample = next(name for key, name in names.items() if key[0] == expert)
+            raise CheckpointError(f"expert {position} is missing: {sample} is there, tensors of {position} are not")
+    infos: dict[Key, TensorInfo] = {}
+    for projection, suffix in sorted({key[1:] for key in names}):
+        for expert in experts:
+            name = names.get((expert, projection, suffix))
+            if name is None:
+                there = next(n for key, n in names.items() if key[1:] == (projection, suffix))
+                missing = there.replace(f".experts.{parse_expert(there)}.", f".experts.{expert}.")
+                raise CheckpointError(f"{missing} is missing in {checkpoint.path} ({there} is there)")
+            info = checkpoint.info(name)
+            known = infos.setdefault((projection, suffix), info)
+            if (info.shape, info.stored_dtype) != (known.shape, known.stored_dtype):
+                raise CheckpointError(f"{name} is {info}, expected {known} as {known.name}")
+    return infos
+
+
+def parse_expert(name: str) -> int | None:
+    """The expert's number in a tensor's name."""
+    parsed = parse_name(name)
+    return None if parsed is None else parsed.expert
+
+
+def _check_projections(prefix: str, found: frozenset[str]) -> None:
+    if found not in ({"gate", "up", "down"}, {"gate_up", "down"}, {"up", "down"}):
+        raise CheckpointError(
+            f"{prefix} has the projections {', '.join(sorted(found))}; "
+            "expected gate, up and down, or gate_up and down, or up and down"
+        )
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """ "3-60", "0, 2, 4-7"."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,122 @@
+"""Which files make up a checkpoint folder, and which are refused."""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_core.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+#: Formats that run code when they are loaded.
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{1,6})-of-(?P<count>[0-9]{1,6})\.safetensors")
+
+
+def regular_file_size(path: Path) -> int:
+    """Bytes of a regular file (symbolic links are followed: download caches consist of them).
+
+    Pipes and devices are refused: reading one may never end.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from None
+    except ValueError as error:  # a name with a NUL in it
+        raise CheckpointError(f"{str(path)!r} is no file name: {error}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is not a regular file")
+    return status.st_size
+
+
+def check_folder(path: Path) -> None:
+    """Raise CheckpointError unless ``path`` is a folder with a config.json."""
+    if path.is_file():
+        kind = " (and pickled files are never read)" if path.suffix in PICKLE_SUFFIXES else ""
+        raise CheckpointError(f"{path} is a file; a checkpoint is the folder that holds config.json{kind}")
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist; expected a folder with config.json and *.safetensors")
+    if not (path / "config.json").exists():
+        raise CheckpointError(f"{path} is no checkpoint: it has no config.json (it holds {_listing(path)})")
+
+
+def index_file(path: Path) -> Path | None:
+    """The folder's index, if it has one."""
+    usual = path / INDEX_NAME
+    if usual.exists():
+        return usual
+    others = sorted(path.glob("*.safetensors.index.json"))
+    if len(others) > 1:
+        raise CheckpointError(f"{path} has several indices, expected one: {', '.join(p.name for p in others)}")
+    return others[0] if others else None
+
+
+def shard_path(folder: Path, index: Path, tensor: str, entry: object) -> Path:
+    """The file that an index entry names: a plain file name inside the folder, of a safetensors file that exists."""
+    if not isinstance(entry, str):
+        raise CheckpointError(f"{index}: the entry of {tensor!r} is a {type(entry).__name__}, expected a file name")
+    bare = not set(entry) & set("/\\\0") and entry not in ("", ".", "..") and not Path(entry).drive
+    if not bare or len(entry) > 200:
+        raise CheckpointError(
+            f"{index}: the entry of {tensor!r} is {entry[:200]!r}, which may point outside the folder; "
+            "expected a plain file name"
+        )
+    if Path(entry).suffix in PICKLE_SUFFIXES:
+        raise CheckpointError(f"{index}: {tensor!r} is in {entry!r}; {_PICKLE_HINT}")
+    if not entry.endswith(".safetensors"):
+        raise CheckpointError(f"{index}: the entry of {tensor!r} is {entry!r}, expected a .safetensors file")
+    path = folder / entry
+    if not path.exists():
+        also = ""
+        if (folder / SINGLE_NAME).exists() and entry != SINGLE_NAME:
+            also = f"; if {SINGLE_NAME} holds the whole model, remove the index"
+        raise CheckpointError(f"{index} names the shard {entry} (for {tensor!r}), which is missing in {folder}{also}")
+    return path
+
+
+def unindexed_files(folder: Path) -> Sequence[Path]:
+    """The safetensors files of a folder without an index."""
+    single = folder / SINGLE_NAME
+    if single.exists():
+        return (single,)
+    # other tools put further files beside the model's own
+    found = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    if found:
+        _check_numbering(folder, found)
+        return found
+    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
+    if pickled:
+        raise CheckpointError(f"{folder} holds {', '.join(pickled[:3])} and no safetensors; {_PICKLE_HINT}")
+    raise CheckpointError(f"{folder} is no checkpoint: it has no *.safetensors (it holds {_listing(folder)})")
+
+
+_PICKLE_HINT = (
+    "pickled files run code when they are loaded and are never read: "
+    "convert them with transformers' save_pretrained(..., safe_serialization=True)"
+)
+
+
+def _check_numbering(folder: Path, found: Sequence[Path]) -> None:
+    for path in found:
+        match = _NUMBERED.fullmatch(path.name)
+        if match is None:
+            continue
+        width, count = len(match["number"]), int(match["count"])
+        present = {p.name for p in found}
+        for number in range(1, min(count, 100_000) + 1):
+            name = f"{match['stem']}-{number:0{width}d}-of-{match['count']}.safetensors"
+            if name not in present:
+                raise CheckpointError(f"{folder}: the shard {name} is missing ({path.name} is there)")
+        return
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(p.name for p in folder.iterdir())
+    if not names:
+        return "nothing"
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,152 @@
+"""A checkpoint folder: config.json and safetensors files, read as what they are, untrusted.
+
+Only safetensors are read, never pickles.  Headers are checked before anything is allocated; tensors are read
+one by one.  Everything that is wrong raises :class:`moe_core.errors.CheckpointError` with the file and the tensor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from moe_core.checkpoint.files import check_folder, index_file, shard_path, unindexed_files
+from moe_core.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
+from moe_core.checkpoint.strict_json import load_object
+from moe_core.errors import CheckpointError
+
+
+class Checkpoint:
+    """An opened folder.
+
+    ``path``; ``config``: config.json; ``quantization``: what the folder's JSON files say of its quantisation
+    (empty where they say nothing).  No data are read until :meth:`tensor`.
+    """
+
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], quantization: Mapping[str, Any], files: Mapping[str, Path]
+    ) -> None:
+        self.path = path
+        self.config = config
+        self.quantization = quantization
+        self._files = files
+        self._opened: dict[Path, SafetensorsFile] = {}
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Open a folder with config.json and model.safetensors, or shards with an index.
+
+        An index wins over files beside it; without one, ``model*.safetensors`` are taken, or else all.
+        Raises CheckpointError.
+        """
+        try:
+            return cls._open(Path(path))
+        except OSError as error:  # a folder that may not be listed, a name that is too long
+            raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from None
+
+    @classmethod
+    def _open(cls, folder: Path) -> Checkpoint:
+        check_folder(folder)
+        config = load_object(folder / "config.json")
+        quantization = _quantization(folder, config)
+        index = index_file(folder)
+        if index is not None:
+            return cls(folder, config, quantization, _indexed(folder, index))
+        opened = [SafetensorsFile(file) for file in unindexed_files(folder)]
+        files: dict[str, Path] = {}
+        for file in opened:
+            for name in file.infos:
+                if name in files:
+                    raise CheckpointError(
+                        f"{name} is in two files of {folder}: {files[name].name} and {file.path.name}"
+                    )
+                files[name] = file.path
+        checkpoint = cls(folder, config, quantization, files)
+        checkpoint._opened = {file.path: file for file in opened}
+        return checkpoint
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Names of all tensors."""
+        return self._files.keys()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def info(self, name: str) -> TensorInfo:
+        """dtype and shape of a tensor, from the header of its file."""
+        return self._file(name).infos[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, on the CPU, exactly as stored.  It may be a view of the file: don't write to it."""
+        return self._file(name).tensor(name)
+
+    def part(self, name: str, index: int) -> Tensor:
+        """Entry ``index`` of a tensor's first dimension, without reading the others."""
+        info = self.info(name)
+        if not info.shape or not 0 <= index < info.shape[0]:
+            raise CheckpointError(f"{name} in {info.file} is {info}, it has no entry {index}")
+        return self._file(name).part(name, index)
+
+    def _file(self, name: str) -> SafetensorsFile:
+        path = self._files.get(name)
+        if path is None:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}")
+        if path not in self._opened:
+            self._opened[path] = SafetensorsFile(path)
+        file = self._opened[path]
+        if name not in file.infos:
+            raise CheckpointError(f"the index of {self.path} says that {path.name} holds {name!r}, but it does not")
+        return file
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r})"
+
+
+def _indexed(folder: Path, index: Path) -> dict[str, Path]:
+    content = load_object(index)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map that names a file for each tensor")
+    shards: dict[str, Path] = {}
+    files: dict[str, Path] = {}
+    for name, entry in weight_map.items():
+        if not isinstance(entry, str) or entry not in shards:
+            path = shard_path(folder, index, name, entry)
+            shards[path.name] = path
+        files[name] = shards[entry]
+    return files
+
+
+def _quantization(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json says, completed by the files that ModelOpt and GPTQ tools write beside it."""
+    found: dict[str, Any] = {}
+    for holder in (config, config.get("text_config")):
+        if not isinstance(holder, dict):
+            continue
+        for key in ("quantization_config", "compression_config"):
+            value = holder.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, dict):
+                raise CheckpointError(
+                    f"{folder / 'config.json'}: {key} is a {type(value).__name__}, expected an object"
+                )
+            found = {**value, **found}
+    beside = folder / "hf_quant_config.json"
+    if beside.exists():
+        content = load_object(beside)
+        inner = content.get("quantization", {})
+        if not isinstance(inner, dict):
+            raise CheckpointError(f"{beside}: quantization is a {type(inner).__name__}, expected an object")
+        found = {"quant_method": "modelopt", **inner, **found}
+    beside = folder / "quantize_config.json"
+    if beside.exists():
+        found = {"quant_method": "gptq", **load_object(beside), **found}
+    method = found.get("quant_method")
+    if method is not None and not isinstance(method, str):
+        raise CheckpointError(f"{folder / 'config.json'}: quant_method is {method!r}, expected a name")
+    return found

@@ -1,0 +1,174 @@
+"""One safetensors file: its header, checked before anything is allocated, and its tensors.
+
+The header is read here to say precisely what is wrong with it; the data are read through the safetensors library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_core.checkpoint.files import regular_file_size
+from moe_core.checkpoint.strict_json import parse_object
+from moe_core.errors import CheckpointError
+
+#: the library's own limit
+MAX_HEADER_BYTES = 100_000_000
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says of one tensor.  ``dtype`` None: a type that torch has not, ``stored_dtype`` is its name."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    stored_dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.stored_dtype} {list(self.shape)}"
+
+
+class SafetensorsFile:
+    """An opened file; tensors are read one by one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.infos = _read_header(path)
+        self._handle: Any = None
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU."""
+        return self._read(name, None)
+
+    def part(self, name: str, index: int) -> Tensor:
+        """Entry ``index`` of the first dimension, without reading the others."""
+        return self._read(name, index)
+
+    def _read(self, name: str, index: int | None) -> Tensor:
+        info = self.infos[name]
+        if info.dtype is None:
+            raise CheckpointError(f"{name} in {self.path} has the type {info.stored_dtype}, which torch has not")
+        shape = info.shape if index is None else info.shape[1:]
+        try:
+            tensor: Tensor = self._opened().get_tensor(name) if index is None else self._slice(name, index)
+        except Exception as error:
+            raise CheckpointError(f"{name} can't be read from {self.path}: {error}") from error
+        if tensor.dtype is not info.dtype or tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{name} in {self.path} reads as {tensor.dtype} {list(tensor.shape)}, its header says {info}"
+            )
+        return tensor
+
+    def _slice(self, name: str, index: int) -> Tensor:
+        part: Tensor = self._opened().get_slice(name)[index : index + 1]
+        return part[0]
+
+    def _opened(self) -> Any:
+        if self._handle is None:
+            from safetensors import safe_open
+
+            self._handle = safe_open(self.path, framework="pt", device="cpu")
+        return self._handle
+
+
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    size = regular_file_size(path)
+    if size < 8:
+        raise CheckpointError(
+            f"{path} is truncated: it has {size} bytes, a safetensors file begins with 8 of header size"
+        )
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{path} is no safetensors file: its header claims {length} bytes, at most {MAX_HEADER_BYTES} are read"
+                )
+            if length > size - 8:
+                raise CheckpointError(f"{path} is truncated: its header claims {length} bytes, {size - 8} are there")
+            text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
+    header = parse_object(text, f"the header of {path}")
+    header.pop("__metadata__", None)
+    infos = {name: _info(name, entry, path) for name, entry in header.items()}
+    _check_extents(header, infos, path, size - 8 - length)
+    return infos
+
+
+def _info(name: str, entry: object, path: Path) -> TensorInfo:
+    where = f"{path}: the header's entry of {name[:200]!r}"
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{where} is a {type(entry).__name__}, expected an object")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str):
+        raise CheckpointError(f"{where} has dtype {dtype!r}, expected a name")
+    if not (isinstance(shape, list) and all(_is_size(n) for n in shape)):
+        raise CheckpointError(f"{where} has shape {_short(shape)}, expected a list of sizes")
+    if not (isinstance(offsets, list) and len(offsets) == 2 and all(_is_size(n) for n in offsets)):
+        raise CheckpointError(f"{where} has data_offsets {_short(offsets)}, expected [begin, end]")
+    return TensorInfo(name, path, DTYPES.get(dtype), tuple(shape), dtype)
+
+
+def _check_extents(header: dict[str, Any], infos: dict[str, TensorInfo], path: Path, data_bytes: int) -> None:
+    """Every tensor has the bytes that its shape needs, one after the other, and the file holds them all."""
+    end = 0
+    for name, (begin, stop) in sorted(
+        ((name, header[name]["data_offsets"]) for name in infos), key=lambda item: (item[1], item[0])
+    ):
+        info = infos[name]
+        if begin != end or stop < begin:
+            raise CheckpointError(
+                f"{path}: {name!r} lies at bytes {begin} to {stop} of the data, expected to begin at {end}"
+            )
+        end = stop
+        if info.dtype is not None:
+            elements = 1
+            for extent in info.shape:
+                elements *= extent
+            needed = elements * info.dtype.itemsize
+            if needed != stop - begin:
+                raise CheckpointError(
+                    f"{path}: {name!r} is {info}, which is {needed} bytes; the header gives it {stop - begin}"
+                )
+        if end > data_bytes:
+            raise CheckpointError(
+                f"{path} is truncated: {name!r} ends at byte {end} of the data, the file holds {data_bytes}"
+            )
+    if end != data_bytes:
+        raise CheckpointError(f"{path} holds {data_bytes} bytes of data, its header accounts for {end}")
+
+
+def _is_size(value: object) -> bool:
+    # more than 2**63 - 1 is no size; bool is an int in Python
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "…"

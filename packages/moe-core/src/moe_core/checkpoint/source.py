@@ -1,0 +1,96 @@
+"""One layer of a checkpoint: what it is, and its weights when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_core.checkpoint.experts import LayerExperts, find_layer
+from moe_core.checkpoint.format import CheckpointFormat, detect_format
+from moe_core.checkpoint.model import read_model
+from moe_core.checkpoint.reader import Checkpoint
+from moe_core.config import FusedMoEConfig
+from moe_core.errors import ConfigError
+from moe_core.quant_key import QuantKey
+from moe_core.registry import Registry
+from moe_core.weights import MoEWeights
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSource:
+    """What :func:`read_layer` found; no expert weights are read until :meth:`weights`.
+
+    - ``index`` of the layer, ``prefix`` of its experts' tensors
+    - ``config``, ``weight_key``, ``activation_key``, ``scheme``: what selection needs
+    - ``experts``: global ids of the experts to load
+    - ``router_weight`` [E, K], ``router_bias`` [E] float32: None where the checkpoint has none
+    - ``correction_bias`` [E] float32: where the routing has one
+    - ``routing_reason``: why ``config.routing`` is None, if it is
+    """
+
+    index: int
+    prefix: str
+    config: FusedMoEConfig
+    weight_key: QuantKey | None
+    activation_key: QuantKey | None
+    scheme: str
+    format: CheckpointFormat
+    layer: LayerExperts
+    experts: tuple[int, ...]
+    router_weight: Tensor | None
+    router_bias: Tensor | None
+    correction_bias: Tensor | None
+    routing_reason: str | None
+
+    def weights(self, device: torch.device | str = "cpu") -> MoEWeights:
+        """Canonical weights of ``experts`` on ``device``; CheckpointError names a tensor that is broken."""
+        return self.format.load(self.layer, self.config, experts=self.experts, device=device)
+
+
+def read_layer(
+    checkpoint: Checkpoint,
+    layer: int | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    experts: Sequence[int] | None = None,
+    plugins: Registry | None = None,
+) -> LayerSource:
+    """Layer ``layer`` of the model, default the first with experts: names, shapes, config, format; no weights yet.
+
+    ``dtype`` of hidden states; ``experts``: global ids to load, default all.  Raises CheckpointError, SchemeNotInstalledError.
+    """
+    tensors = find_layer(checkpoint, layer)
+    chosen = _chosen(experts, tensors.num_experts)
+    model = read_model(tensors, dtype=dtype, num_local_experts=len(chosen))
+    scheme, adapter = detect_format(checkpoint, tensors, plugins)
+    weight_key, activation_key = adapter.keys(checkpoint.quantization, tensors)
+    return LayerSource(
+        index=tensors.index,
+        prefix=tensors.prefix,
+        config=model.config,
+        weight_key=weight_key,
+        activation_key=activation_key,
+        scheme=scheme,
+        format=adapter,
+        layer=tensors,
+        experts=chosen,
+        router_weight=model.router_weight,
+        router_bias=model.router_bias,
+        correction_bias=model.correction_bias,
+        routing_reason=model.routing_reason,
+    )
+
+
+def _chosen(experts: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    if experts is None:
+        return tuple(range(count))
+    chosen = tuple(experts)
+    for expert in chosen:
+        if not isinstance(expert, int) or not 0 <= expert < count:
+            raise ConfigError(f"experts holds {expert!r}, expected ids within 0..{count - 1}")
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise ConfigError(f"experts must name at least one expert, each once, got {list(chosen)[:20]}")
+    return chosen
