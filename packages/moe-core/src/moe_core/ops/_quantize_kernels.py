@@ -180,8 +180,9 @@ def group_kernel(
 ):
     """BLOCK groups of GROUP columns per program, counted row by row; the last group of a row may be short.
 
-    CODE "": the values themselves in out's dtype.  Otherwise codes: with a scale per group, or, SCALE "fixed", the
-    scale `fixed`, or, SCALE "partials", that of the largest of the magnitudes `partials` [PARTIALS] (a power of two), written to scales.
+    CODE "": the values themselves in out's dtype.  Otherwise codes, with a scale per group or with one for all:
+    SCALE "fixed" is the scale `fixed`; SCALE "partials" that of the largest of the magnitudes `partials` [PARTIALS]
+    (a power of two), which is written to scales.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -212,9 +213,7 @@ def group_kernel(
 
 
 @triton.jit
-def store_row(
-    out, place, values, divisor, inverse, zero, column, mask, CODE: tl.constexpr, HAS_ZERO: tl.constexpr
-):
+def store_row(out, place, values, divisor, inverse, zero, column, mask, CODE: tl.constexpr, HAS_ZERO: tl.constexpr):
     """Write the codes of a row's values."""
     quotient = divide_by(values, divisor, inverse)
     if HAS_ZERO:
@@ -307,23 +306,24 @@ def amax_kernel(
     P,
     partials,
     rows,
-    tiles,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Largest magnitude (as bits) among every num_programs-th tile of BLOCK x GROUP values: partials [programs]."""
+    """Largest magnitude (as bits) in STEPS tiles of BLOCK x GROUP values, num_programs apart: partials [programs]."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     columns = P[0]
     groups = tl.cdiv(columns, GROUP)
     largest = tl.zeros([BLOCK, GROUP], dtype=tl.int32)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    for step in range(STEPS):
+        tile = tl.program_id(0) + step * tl.num_programs(0)
         index = tile * BLOCK + tl.arange(0, BLOCK)[:, None]
         row = index // groups
         place, bias_place, _, _, valid = row_places(S, row, rows, HAS_COUNTS)

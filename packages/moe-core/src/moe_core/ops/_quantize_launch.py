@@ -106,10 +106,10 @@ def launch_tensor(rows: Rows, out: Tensor, *, code: str, scale: Tensor, pdl: boo
         *arguments,
         partials,
         rows.rows,
-        tiles,
         **rows.constants(),
         GROUP=group,
         BLOCK=block,
+        STEPS=_power_of_two(-(-tiles // programs)),  # few specialisations; what is beyond the end is masked
         pdl=pdl,
         num_warps=warps,
         enable_fp_fusion=False,

@@ -51,9 +51,7 @@ def _take_best(keys, position):
 
 
 @triton.jit
-def _keep_best_groups(
-    keys, TOP2: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, BLOCK_G: tl.constexpr
-):
+def _keep_best_groups(keys, TOP2: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, BLOCK_G: tl.constexpr):
     """keys [R, BLOCK_G * S] without those of groups that a token may not use."""
     rows: tl.constexpr = keys.shape[0]
     size: tl.constexpr = keys.shape[1] // BLOCK_G

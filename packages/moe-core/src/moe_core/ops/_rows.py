@@ -98,7 +98,9 @@ class Rows:
         if experts is None:
             experts = torch.arange(self.batches, device=bias.device).repeat_interleave(self.tokens)
         known = (experts >= 0) & (experts < bias.shape[0])
-        rows = bias[torch.where(known, experts, 0).long()] if bias.shape[0] else bias.new_zeros(self.rows, bias.shape[1])
+        rows = (
+            bias[torch.where(known, experts, 0).long()] if bias.shape[0] else bias.new_zeros(self.rows, bias.shape[1])
+        )
         return torch.where(known[:, None], rows, 0.0).view(self.x.shape)
 
     def kernel_arguments(self, out: Tensor, scale: Tensor | None) -> tuple[Any, ...]:
