@@ -18,12 +18,13 @@ SCATTER = tl.constexpr(2)
 @triton.jit
 def local_expert(ids, expert_map, pair, mask, num_ids, num_experts, HAS_MAP: tl.constexpr):
     """Local expert of each pair, or -1: id or mapped id out of range, or no such pair."""
-    expert = tl.load(ids + pair, mask=mask, other=-1).to(tl.int32)
+    # ids may have 64 bits: compared before they are cut
+    expert = tl.load(ids + pair, mask=mask, other=-1)
     known = mask & (expert >= 0) & (expert < num_ids)
     if HAS_MAP:
-        expert = tl.load(expert_map + expert, mask=known, other=-1).to(tl.int32)
+        expert = tl.load(expert_map + expert, mask=known, other=-1)
         known = known & (expert >= 0) & (expert < num_experts)
-    return tl.where(known, expert, -1)
+    return tl.where(known, expert, -1).to(tl.int32)
 
 
 @triton.jit
