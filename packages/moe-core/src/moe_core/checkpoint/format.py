@@ -171,7 +171,8 @@ def detect_format(
     candidate = likely_scheme(quantization)
     if candidate is not None and candidate not in plugins.scheme_names():
         raise SchemeNotInstalledError(
-            f"{checkpoint.path}: {what} is read by the scheme {candidate}, which is not installed{_how_to_add(candidate)}"
+            f"{checkpoint.path}: {what} is read by the scheme {candidate}, "
+            f"which is not installed{_how_to_add(candidate)}"
         )
     known = "; ".join(reasons) if reasons else "none is installed; a scheme brings them, e.g. pip install moe-fp8"
     raise CheckpointError(f"{checkpoint.path}: {what} of {layer.prefix} is not read by any installed format: {known}")

@@ -127,7 +127,8 @@ def _routing(
     if family is None:
         if renormalize is None:
             return None, (
-                f"{entries.file}: model_type {model_type!r} is not known and no {keys.RENORMALIZE[0]} says how it routes"
+                f"{entries.file}: model_type {model_type!r} is not known, "
+                f"and no {keys.RENORMALIZE[0]} says how it routes"
             )
         family = Family(scoring="sigmoid" if has_bias else "softmax", bias=has_bias, grouped=True)
     if renormalize is None or family.fixed_renormalize:

@@ -73,6 +73,11 @@ class Checkpoint:
         """Names of all tensors."""
         return self._files.keys()
 
+    @property
+    def files(self) -> frozenset[Path]:
+        """The files that hold the tensors."""
+        return frozenset(self._files.values())
+
     def __contains__(self, name: object) -> bool:
         return name in self._files
 

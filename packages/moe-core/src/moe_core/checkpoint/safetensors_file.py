@@ -107,7 +107,8 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER_BYTES:
                 raise CheckpointError(
-                    f"{path} is no safetensors file: its header claims {length} bytes, at most {MAX_HEADER_BYTES} are read"
+                    f"{path} is no safetensors file: its header claims {length} bytes, "
+                    f"at most {MAX_HEADER_BYTES} are read"
                 )
             if length > size - 8:
                 raise CheckpointError(f"{path} is truncated: its header claims {length} bytes, {size - 8} are there")

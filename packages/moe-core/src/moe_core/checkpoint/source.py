@@ -60,7 +60,8 @@ def read_layer(
 ) -> LayerSource:
     """Layer ``layer`` of the model, default the first with experts: names, shapes, config, format; no weights yet.
 
-    ``dtype`` of hidden states; ``experts``: global ids to load, default all.  Raises CheckpointError, SchemeNotInstalledError.
+    ``dtype`` of hidden states; ``experts``: global ids to load, default all.
+    Raises CheckpointError, SchemeNotInstalledError.
     """
     tensors = find_layer(checkpoint, layer)
     chosen = _chosen(experts, tensors.num_experts)
@@ -89,7 +90,7 @@ def _chosen(experts: Sequence[int] | None, count: int) -> tuple[int, ...]:
         return tuple(range(count))
     chosen = tuple(experts)
     for expert in chosen:
-        if not isinstance(expert, int) or not 0 <= expert < count:
+        if not 0 <= expert < count:
             raise ConfigError(f"experts holds {expert!r}, expected ids within 0..{count - 1}")
     if not chosen or len(set(chosen)) != len(chosen):
         raise ConfigError(f"experts must name at least one expert, each once, got {list(chosen)[:20]}")

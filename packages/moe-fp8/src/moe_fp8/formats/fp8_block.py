@@ -1,8 +1,8 @@
 """FP8 in blocks: DeepSeek-V3/R1, Qwen3-*-FP8, transformers' FineGrainedFP8.
 
-Per expert and projection: ``weight`` e4m3 [N, K] and ``weight_scale_inv`` [ceil(N/bn), ceil(K/bk)], with which, its name
-notwithstanding, the weight is *multiplied*.  Scales are float32, bfloat16 or e8m0 exponents (``scale_fmt: ue8m0``); all
-become float32, exactly.  Activations are quantised at run time, in groups of ``bk`` along K.
+Per expert and projection: ``weight`` e4m3 [N, K] and ``weight_scale_inv`` [ceil(N/bn), ceil(K/bk)], with which, its
+name notwithstanding, the weight is *multiplied*.  Scales are float32, bfloat16 or e8m0 exponents (``scale_fmt:
+ue8m0``); all become float32, exactly.  Activations are quantised at run time, in groups of ``bk`` along K.
 
 Newer tools stack the experts: ``gate_up_proj`` [E, 2N, K] with ``gate_up_proj_scale_inv``, ``down_proj`` [E, K, N];
 some models store both transposed.  A stacked gate and up that were quantised as one matrix share a block where N is no
@@ -162,15 +162,12 @@ class _Layout:
 
 def _block_size(quantization: Mapping[str, Any], layer: LayerExperts) -> tuple[int, int]:
     block = quantization.get("weight_block_size")
-    valid = (
-        isinstance(block, list)
-        and len(block) == 2
-        and all(isinstance(n, int) and not isinstance(n, bool) and 0 < n <= 1 << 16 for n in block)
-    )
-    if not valid:
-        where = layer.checkpoint.path / "config.json"
-        raise CheckpointError(f"{where}: weight_block_size is {str(block)[:80]}, expected [rows, columns]")
-    return block[0], block[1]
+    if isinstance(block, list) and len(block) == 2:
+        rows, cols = block
+        if all(isinstance(n, int) and not isinstance(n, bool) and 0 < n <= 1 << 16 for n in block):
+            return rows, cols
+    where = layer.checkpoint.path / "config.json"
+    raise CheckpointError(f"{where}: weight_block_size is {str(block)[:80]}, expected [rows, columns]")
 
 
 def _matrix(layer: LayerExperts, projection: str) -> tuple[int, int]:
@@ -195,7 +192,7 @@ def _stacked_rows(layer: LayerExperts, transposed: bool) -> int:
 
 
 def _shares_block(layer: LayerExperts, block_rows: int, transposed: bool) -> bool:
-    """Whether a row of blocks holds gate and up rows; only where they are one matrix and N is no multiple of the block."""
+    """Whether a row of blocks holds gate and up rows: where they are one matrix and N is no multiple of the block."""
     suffix = _scale_suffix(layer, "gate_up") if "gate_up" in layer.projections else None
     if suffix is None:
         return False
@@ -208,8 +205,8 @@ def _shares_block(layer: LayerExperts, block_rows: int, transposed: bool) -> boo
     found = shape[-1 if transposed else 0] if len(shape) == 2 else 0
     if together == apart == found:
         raise CheckpointError(
-            f"{layer.name(0, 'gate_up', suffix)}: {found} rows of {block_rows}-row blocks over {half} gate and {half} up "
-            "rows can mean blocks of gate and up apart or of both together; which one is not known"
+            f"{layer.name(0, 'gate_up', suffix)}: {found} rows of {block_rows}-row blocks over {half} gate and "
+            f"{half} up rows can mean blocks of gate and up apart or of both together; which one is not known"
         )
     return found == together
 

@@ -1,0 +1,83 @@
+"""``moe``: the command line.
+
+Every command takes ``--json``.  Results go to stdout, progress (on a terminal) and errors to stderr.  Exit codes:
+0 done, 1 a comparison failed, 2 what was asked for can't be done (one paragraph says why), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+COMMANDS = ("quickstart", "run", "explain", "backends", "doctor", "bench")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print("moe: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the reader of a pipe has gone; what is left in the buffer must not raise at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if os.environ.get("MOE_TRACEBACK"):
+            raise
+        print(f"moe {arguments.command}: {_paragraph(error)}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    result: int = importlib.import_module(f"moe_core.cli.{arguments.command}").run(arguments)
+    sys.stdout.flush()
+    return result
+
+
+def _parser() -> argparse.ArgumentParser:
+    from moe_core import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="moe",
+        description="Quantised mixture-of-experts layers: what runs them, why, how exactly and how fast.",
+        epilog="MOE_TRACEBACK=1 shows the traceback of an error.",
+    )
+    parser.add_argument("--version", action="version", version=f"moe-core {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        module = importlib.import_module(f"moe_core.cli.{name}")
+        summary = (module.__doc__ or "").strip()
+        command = commands.add_parser(
+            name,
+            help=summary.partition("\n")[0].partition(": ")[2].rstrip("."),
+            description=summary,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return parser
+
+
+def _paragraph(error: Exception) -> str:
+    """What went wrong, for people."""
+    from torch import OutOfMemoryError
+
+    from moe_core.errors import MoEError
+
+    if isinstance(error, MoEError):
+        return str(error)
+    if isinstance(error, (OutOfMemoryError, MemoryError)):
+        detail = str(error).partition(".")[0] or "the host has none left"
+        return f"out of memory: {detail}; try fewer tokens or another device"
+    if isinstance(error, OSError):
+        return f"{error.filename or 'a file'}: {error.strerror or error}"
+    return (
+        f"unexpected {type(error).__name__}: {error}\nThis is a fault of moe, not of the input; "
+        "MOE_TRACEBACK=1 shows where it happened."
+    )

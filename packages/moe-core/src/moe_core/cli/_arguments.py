@@ -1,0 +1,115 @@
+"""Arguments that several commands take, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from moe_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from moe_core.config import FusedMoEConfig
+    from moe_core.quant_key import QuantKey
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def add_layer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layer", type=int, metavar="N", help="index of the layer (default: the first with MoE)")
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    names = [*DTYPES, *DTYPES.values()]
+    parser.add_argument(
+        "--dtype", default="bf16", choices=names, metavar="|".join(DTYPES), help="of hidden states (default: bf16)"
+    )
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """A layer without a checkpoint."""
+    group = parser.add_argument_group("a layer without a checkpoint")
+    group.add_argument("--scheme", metavar="S", help="quantisation scheme, e.g. fp8")
+    group.add_argument("--shape", metavar="E,k,K,N", help="experts, experts per token, hidden and intermediate size")
+    group.add_argument("--activation", default="silu", metavar="NAME", help="default: silu")
+    group.add_argument("--weight-key", metavar="NAME", help="e.g. kFp8Static128BlockSym (default: the scheme's first)")
+    group.add_argument("--activation-key", metavar="NAME", help="e.g. kFp8Dynamic128Sym, or none for 16-bit")
+    group.add_argument("--bias", action="store_true", help="the experts have biases")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    import torch
+
+    found: torch.dtype = getattr(torch, DTYPES.get(name, name))
+    return found
+
+
+def device_of(name: str | None) -> torch.device:
+    """A device of this machine, on which something shall run."""
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"--device {name}: expected a device of this machine (cpu, cuda, cuda:1 …)") from None
+    if device.type not in ("cpu", "cuda", "xpu"):
+        raise ConfigError(f"--device {name}: expected cpu, cuda or xpu")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                f"--device {name}: torch {torch.__version__} sees {count or 'no'} GPU{'s' * (count > 1)} here"
+            )
+    if device.type == "xpu" and not torch.xpu.is_available():
+        raise ConfigError(f"--device {name}: torch {torch.__version__} sees no such device here")
+    return device
+
+
+def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | None, QuantKey | None]:
+    """(config, weight key, activation key) of a layer that --scheme and --shape describe."""
+    from moe_core.activation import MoEActivation
+    from moe_core.config import FusedMoEConfig
+    from moe_core.registry import registry
+
+    if args.scheme is None or args.shape is None:
+        raise ConfigError("give a checkpoint folder, or --scheme and --shape E,k,K,N")
+    try:
+        experts, top_k, hidden, inter = (int(part) for part in args.shape.split(","))
+    except ValueError:
+        raise ConfigError(f"--shape {args.shape}: expected four integers E,k,K,N, e.g. 128,8,2048,768") from None
+    config = FusedMoEConfig(
+        num_experts=experts,
+        top_k=top_k,
+        hidden_size=hidden,
+        intermediate_size=inter,
+        activation=MoEActivation.parse(args.activation),
+        dtype=dtype_of(args.dtype),
+        has_bias=args.bias,
+    )
+    default_weight, default_activation = _first_claimed(registry().oracle(args.scheme))
+    weight = default_weight if args.weight_key is None else _key(args.weight_key)
+    activation = default_activation if args.activation_key is None else _key(args.activation_key)
+    return config, weight, activation
+
+
+def _key(name: str) -> QuantKey | None:
+    from moe_core.quant_key import key_by_name
+
+    return None if name.lower() == "none" else key_by_name(name)
+
+
+def _first_claimed(oracle: object) -> tuple[QuantKey | None, QuantKey | None]:
+    """The first pair of keys that the scheme's first backend claims."""
+    from moe_core.oracle import Oracle
+    from moe_core.quant_key import KeyPattern
+
+    if not isinstance(oracle, Oracle) or not oracle.table():
+        raise ConfigError("the scheme has no backends: give --weight-key and --activation-key")
+    weight, activation = oracle.table()[0].load()[0].claims.keys[0]
+    return (
+        weight.expand()[0] if isinstance(weight, KeyPattern) else weight,
+        activation.expand()[0] if isinstance(activation, KeyPattern) else activation,
+    )

@@ -1,0 +1,87 @@
+"""What commands print: text or JSON on stdout, progress on a terminal's stderr; files written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_core.errors import ConfigError
+
+
+def emit(as_json: bool, data: Any, text: str) -> None:
+    """Print ``data`` as JSON, or ``text``."""
+    print(json.dumps(data, indent=2) if as_json else text)
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Say what is going on while it lasts, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    print(f"{what} …", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; the first is aligned left, the others right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = []
+    for row in (header, *rows):
+        cells = [cell.ljust(widths[0]) if i == 0 else cell.rjust(widths[i]) for i, cell in enumerate(row)]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigError, before any work is done, where a file can't be written."""
+    folder = path.parent
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder, expected a file to write")
+    if not folder.is_dir():
+        raise ConfigError(f"{path} can't be written: the folder {folder} does not exist")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{path} can't be written: the folder {folder} is not writable")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write ``content``, so that ``path`` holds all of it or is untouched."""
+    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def seconds_since(start: float) -> float:
+    return time.perf_counter() - start
+
+
+def duration(seconds: float) -> str:
+    """A time with three digits and a fitting unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def bytes_text(count: int) -> str:
+    """Bytes with a binary unit."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,80 @@
+"""``--input`` and ``--output`` of ``moe run``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_core.checkpoint.safetensors_file import SafetensorsFile
+from moe_core.cli._output import write_whole
+from moe_core.config import FusedMoEConfig
+from moe_core.errors import TensorError, check_dtype, check_shape
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerInput:
+    """``hidden_states`` [M, K], and either the top-k pair [M, k] or ``router_logits`` [M, E]; on the CPU."""
+
+    hidden_states: Tensor
+    router_logits: Tensor | None = None
+    topk_weights: Tensor | None = None
+    topk_ids: Tensor | None = None
+
+
+def read_input(path: Path, config: FusedMoEConfig) -> LayerInput:
+    """Read and check an input file; the top-k pair wins over logits.  CheckpointError, TensorError."""
+    file = SafetensorsFile(path)
+
+    def tensor(name: str) -> Tensor:
+        return file.tensor(name).clone()
+
+    if "hidden_states" not in file.infos:
+        there = ", ".join(sorted(file.infos)[:10]) or "nothing"
+        raise TensorError(f"{path} has no hidden_states [M, {config.hidden_size}] (it holds {there})")
+    x = tensor("hidden_states")
+    check_shape(f"{path}: hidden_states", x, ("M", config.hidden_size))
+    check_dtype(f"{path}: hidden_states", x, _FLOATS)
+    pair = [name for name in ("topk_weights", "topk_ids") if name in file.infos]
+    if len(pair) == 1:
+        missing = "topk_ids" if pair == ["topk_weights"] else "topk_weights"
+        raise TensorError(f"{path}: {missing} [{x.shape[0]}, {config.top_k}] is missing, {pair[0]} is there")
+    if pair:
+        weights, ids = tensor("topk_weights"), tensor("topk_ids")
+        for name, found, dtypes in (("topk_weights", weights, _FLOATS), ("topk_ids", ids, _INTEGERS)):
+            check_shape(f"{path}: {name}", found, (x.shape[0], config.top_k))
+            check_dtype(f"{path}: {name}", found, dtypes)
+        ids = ids.long()
+        _check_ids(path, ids, config.num_experts)
+        return LayerInput(x, topk_weights=weights.float(), topk_ids=ids)
+    if "router_logits" not in file.infos:
+        raise TensorError(
+            f"{path} has neither router_logits [{x.shape[0]}, {config.num_experts}] "
+            f"nor topk_ids and topk_weights [{x.shape[0]}, {config.top_k}]"
+        )
+    logits = tensor("router_logits")
+    check_shape(f"{path}: router_logits", logits, (x.shape[0], config.num_experts))
+    check_dtype(f"{path}: router_logits", logits, _FLOATS)
+    return LayerInput(x, router_logits=logits.float())
+
+
+def write_output(path: Path, output: Tensor) -> None:
+    """``output`` [M, K] as float32, whole or not at all."""
+    from safetensors.torch import save
+
+    write_whole(path, save({"output": output.float().contiguous().cpu()}))
+
+
+def _check_ids(path: Path, ids: Tensor, experts: int) -> None:
+    bad = (ids < 0) | (ids >= experts)
+    if bool(bad.any()):
+        row, column = bad.nonzero()[0].tolist()
+        raise TensorError(
+            f"{path}: topk_ids[{row}, {column}] is {int(ids[row, column])}, expected 0..{experts - 1} "
+            f"({int(bad.sum())} of {ids.numel()} ids are out of range)"
+        )

@@ -1,0 +1,65 @@
+"""moe explain: which backend runs a layer, and why no other; also for a GPU that is not here.
+
+The layer is one of a checkpoint folder, or described by --scheme and --shape.  Exit code 2 where no backend fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from moe_core.cli import _arguments
+from moe_core.cli._output import emit
+from moe_core.errors import SelectionError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this command."""
+    parser.add_argument("path", metavar="DIR", type=Path, nargs="?", help="checkpoint folder")
+    _arguments.add_layer(parser)
+    parser.add_argument("--device", metavar="D", help="sm90, sm100, gfx950, cpu, h200 … (default: this machine's)")
+    parser.add_argument("--backend", default="auto", metavar="B", help="a backend by name (default: auto)")
+    _arguments.add_dtype(parser)
+    _arguments.add_shape(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; returns the exit code."""
+    from moe_core.registry import registry
+
+    found: dict[str, Any] = {}
+    if args.path is not None:
+        from moe_core.checkpoint import Checkpoint, read_layer
+
+        source = read_layer(Checkpoint.open(args.path), args.layer, dtype=_arguments.dtype_of(args.dtype))
+        scheme, config = source.scheme, source.config
+        weight_key, activation_key = source.weight_key, source.activation_key
+        found = {
+            "checkpoint": str(args.path),
+            "layer": source.index,
+            "prefix": source.prefix,
+            "format": source.format.name,
+        }
+    else:
+        config, weight_key, activation_key = _arguments.request_of(args)
+        scheme = args.scheme
+    oracle = registry().oracle(scheme)
+    try:
+        selection = oracle.select(
+            config,
+            weight_key=weight_key,
+            activation_key=activation_key,
+            moe_backend=args.backend,
+            device=args.device,
+        )
+        report, code = selection.report, 0
+    except SelectionError as error:
+        # the reasons are what was asked for
+        report, code = error.report, 2
+    head = f"{found['checkpoint']}: layer {found['layer']} ({found['prefix']}), {found['format']}\n" if found else ""
+    emit(args.json, {**found, **report.as_dict()}, f"{head}{report}")
+    if code:
+        print("moe explain: no backend fits; the report says why", file=sys.stderr)
+    return code

@@ -1,0 +1,185 @@
+"""moe quickstart: writes a small checkpoint, loads it, explains the selection, runs it, compares it.
+
+The checkpoint has the real format of the scheme's models, with random weights.  The result is compared with a float64
+reference of the same weights; exit code 1 where it is outside the derived tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_core.cli import _arguments
+from moe_core.cli._output import bytes_text, duration, emit, progress, seconds_since
+from moe_core.errors import ConfigError, RegistryError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from moe_core.checkpoint import Checkpoint, LayerSource
+    from moe_core.layer import FusedMoELayer
+    from moe_core.registry import Scheme
+    from moe_core.testing.tolerance import Expected
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this command."""
+    parser.add_argument("--scheme", metavar="S", help="default: the first that is installed")
+    parser.add_argument("--device", metavar="D", help="cpu, cuda … (default: cuda if there is a GPU)")
+    parser.add_argument("--backend", default="auto", metavar="B", help="a backend by name (default: auto)")
+    parser.add_argument("--tokens", type=int, default=64, metavar="M", help="default: 64")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="write the checkpoint there and keep it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; returns the exit code."""
+    import torch
+
+    from moe_core.checkpoint import Checkpoint, read_layer
+
+    started = time.perf_counter()
+    if args.tokens < 1:
+        raise ConfigError(f"--tokens {args.tokens}: expected 1 or more")
+    scheme = _scheme(args.scheme)
+    device = _arguments.device_of(args.device)
+    with _folder(args.keep) as folder:
+        with progress("writing a checkpoint"):
+            if scheme.quickstart is None:
+                raise RegistryError(f"scheme {scheme.name} writes no quickstart checkpoint")
+            scheme.quickstart(folder)
+        checkpoint = Checkpoint.open(folder)
+        source = read_layer(checkpoint)
+        with progress("running the layer and its reference"), torch.inference_mode():
+            outcome = _compare(checkpoint, source, device, args)
+        data = _summary(folder, source, outcome, args.keep is not None)
+    data["seconds"] = seconds_since(started)
+    emit(args.json, data, _text(data, outcome))
+    return 0 if data["passed"] else 1
+
+
+def _scheme(name: str | None) -> Scheme:
+    from moe_core.registry import KNOWN_SCHEMES, install_hint, registry
+
+    plugins = registry()
+    if name is not None:
+        return plugins.scheme(name)
+    # the schemes of this project first, in their own order
+    for known in sorted(plugins.scheme_names(), key=lambda n: (n not in KNOWN_SCHEMES, [*KNOWN_SCHEMES, n].index(n))):
+        scheme = plugins.scheme(known)
+        if scheme.quickstart is not None:
+            return scheme
+    raise RegistryError(f"no scheme is installed that has a quickstart; add one: {install_hint('fp8')}")
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="moe-quickstart-") as name:
+            yield Path(name)
+        return
+    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise ConfigError(f"--keep {keep}: expected a new or an empty folder")
+    keep.mkdir(parents=True, exist_ok=True)
+    yield keep
+
+
+@dataclass(frozen=True, eq=False)
+class _Outcome:
+    layer: FusedMoELayer
+    output: Tensor
+    expected: Expected
+    fault: str | None
+    seconds_load: float
+    seconds_run: float
+
+
+def _compare(checkpoint: Checkpoint, source: LayerSource, device: torch.device, args: argparse.Namespace) -> _Outcome:
+    import torch
+
+    from moe_core.layer import load_layer
+    from moe_core.testing.tolerance import expected_output
+
+    start = time.perf_counter()
+    layer = load_layer(checkpoint, layer=source.index, device=device, backend=args.backend)
+    seconds_load = seconds_since(start)
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(args.tokens, source.config.hidden_size, generator=generator).to(source.config.dtype)
+    there = x.to(device)
+    topk_weights, topk_ids = layer.route(layer.router_logits(there))
+
+    def once() -> Tensor:
+        result: Tensor = layer(there, topk_weights=topk_weights, topk_ids=topk_ids)
+        return result.cpu()
+
+    once()  # compiles what is compiled on first use
+    start = time.perf_counter()
+    output = once()
+    seconds_run = seconds_since(start)
+    expected = expected_output(
+        x, source.weights(), source.config, topk_weights=topk_weights.cpu(), topk_ids=topk_ids.cpu()
+    )
+    fault = None
+    try:
+        expected.compare(output, layer.selection.backend)
+    except AssertionError as error:
+        fault = str(error)
+    return _Outcome(layer, output, expected, fault, seconds_load, seconds_run)
+
+
+def _summary(folder: Path, source: LayerSource, outcome: _Outcome, kept: bool) -> dict[str, Any]:
+    exact = outcome.expected.exact
+    error = float((outcome.output.double() - exact).norm())
+    scale = float(exact.norm()) or 1.0
+    files = sorted(folder.iterdir())
+    return {
+        "checkpoint": str(folder) if kept else None,
+        "files": [path.name for path in files],
+        "bytes": sum(path.stat().st_size for path in files),
+        "layer": source.index,
+        "prefix": source.prefix,
+        "scheme": source.scheme,
+        "format": source.format.name,
+        "backend": outcome.layer.selection.backend,
+        "tokens": outcome.output.shape[0],
+        "error": error / scale,
+        "tolerance": outcome.expected.limit / scale,
+        "passed": outcome.fault is None,
+        "fault": outcome.fault,
+        "seconds_load": outcome.seconds_load,
+        "seconds_run": outcome.seconds_run,
+        "selection": outcome.layer.selection.report.as_dict(),
+    }
+
+
+def _text(data: dict[str, Any], outcome: _Outcome) -> str:
+    where = data["checkpoint"] or "a temporary folder"
+    report = "\n".join(f"   {line}" for line in str(outcome.layer.selection.report).splitlines())
+    verdict = "within" if data["passed"] else "OUTSIDE"
+    lines = [
+        f"1. wrote a checkpoint into {where}: {', '.join(data['files'])} ({bytes_text(data['bytes'])})",
+        f"2. read layer {data['layer']} ({data['prefix']}): {data['format']}",
+        "3. chose a backend",
+        report,
+        (
+            f"4. loaded and converted the weights in {duration(data['seconds_load'])}, "
+            f"ran {data['tokens']} tokens in {duration(data['seconds_run'])}"
+        ),
+        (
+            f"5. compared with the float64 reference: relative error {data['error']:.2e}, {verdict} the tolerance "
+            f"{data['tolerance']:.2e}"
+        ),
+    ]
+    if data["fault"]:
+        lines.append(f"   {data['fault']}")
+    lines += ["", f"{'OK' if data['passed'] else 'FAILED'} in {duration(data['seconds'])}"]
+    if data["passed"]:
+        lines.append("next: moe run DIR, moe explain DIR --device sm90, moe backends, moe doctor")
+    return "\n".join(lines)

@@ -1,0 +1,161 @@
+"""moe run: one MoE layer of a checkpoint folder on given or random tokens.
+
+The output is the routed experts' weighted sum [M, K], without shared experts.  --input is a safetensors file with
+hidden_states [M, K] and either router_logits [M, E] or topk_ids [M, k] (integers) and topk_weights [M, k]; where both
+are given, the top-k pair wins.  --output receives output [M, K] as float32, computed in --dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_core.cli import _arguments
+from moe_core.cli._output import bytes_text, check_writable, duration, emit, progress, seconds_since
+from moe_core.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from moe_core.checkpoint import Checkpoint, LayerSource
+    from moe_core.cli._tensors import LayerInput
+    from moe_core.layer import FusedMoELayer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this command."""
+    parser.add_argument("path", metavar="DIR", type=Path, help="checkpoint folder: config.json and safetensors")
+    _arguments.add_layer(parser)
+    parser.add_argument(
+        "--tokens", type=int, default=32, metavar="M", help="random tokens without --input (default: 32)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random tokens (default: 0)")
+    parser.add_argument("--backend", default="auto", metavar="B", help="a backend by name (default: auto)")
+    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 … (default: cuda if there is a GPU)")
+    parser.add_argument("--input", type=Path, metavar="F", help="safetensors file to read tokens from")
+    parser.add_argument("--output", type=Path, metavar="F", help="safetensors file to write")
+    _arguments.add_dtype(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; returns the exit code."""
+    from moe_core.checkpoint import Checkpoint, read_layer
+    from moe_core.layer import load_layer
+
+    device, dtype = _arguments.device_of(args.device), _arguments.dtype_of(args.dtype)
+    if args.tokens < 0:
+        raise ConfigError(f"--tokens {args.tokens}: expected 0 or more")
+    checkpoint = Checkpoint.open(args.path)
+    source = read_layer(checkpoint, args.layer, dtype=dtype)
+    if args.output is not None:
+        check_writable(args.output)
+        _spare_checkpoint(args.output, checkpoint)
+    # everything about the tokens is checked before gigabytes of weights are read
+    tokens = _tokens(args, source)
+    with progress(f"loading layer {source.index} of {args.path}"):
+        start = time.perf_counter()
+        layer = load_layer(checkpoint, layer=source.index, device=device, backend=args.backend, dtype=dtype)
+        loading = seconds_since(start)
+    with progress(f"running {tokens.hidden_states.shape[0]} tokens"):
+        output, running = _apply(layer, tokens, device, dtype)
+    if args.output is not None:
+        from moe_core.cli._tensors import write_output
+
+        write_output(args.output, output)
+    data = _summary(args, source, layer, output, loading, running)
+    emit(args.json, data, _text(data, layer))
+    return 0
+
+
+def _spare_checkpoint(output: Path, checkpoint: Checkpoint) -> None:
+    if output.exists() and output.resolve() in {path.resolve() for path in checkpoint.files}:
+        raise ConfigError(f"--output {output} is a file of the checkpoint itself")
+
+
+def _tokens(args: argparse.Namespace, source: LayerSource) -> LayerInput:
+    import torch
+
+    from moe_core.cli._tensors import LayerInput, read_input
+
+    if args.input is not None:
+        tokens = read_input(args.input, source.config)
+    else:
+        generator = torch.Generator().manual_seed(args.seed)
+        x = torch.randn(args.tokens, source.config.hidden_size, generator=generator)
+        if source.router_weight is not None:
+            logits = x.to(source.config.dtype).float() @ source.router_weight.float().T
+            logits = logits if source.router_bias is None else logits + source.router_bias
+        else:
+            logits = torch.randn(args.tokens, source.config.num_experts, generator=generator)
+        tokens = LayerInput(x, router_logits=logits)
+    if tokens.topk_ids is None and source.config.routing is None:
+        raise CheckpointError(f"{source.routing_reason}: give topk_ids and topk_weights with --input")
+    return tokens
+
+
+def _apply(layer: FusedMoELayer, tokens: LayerInput, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, float]:
+    import torch
+
+    def moved(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    with torch.inference_mode():
+        x = tokens.hidden_states.to(device=device, dtype=dtype)
+        logits, weights, ids = moved(tokens.router_logits), moved(tokens.topk_weights), moved(tokens.topk_ids)
+        start = time.perf_counter()
+        output: Tensor = layer(x, router_logits=logits, topk_weights=weights, topk_ids=ids)
+        # the copy waits for the device
+        result = output.float().cpu()
+        return result, seconds_since(start)
+
+
+def _summary(
+    args: argparse.Namespace,
+    source: LayerSource,
+    layer: FusedMoELayer,
+    output: Tensor,
+    loading: float,
+    running: float,
+) -> dict[str, Any]:
+    import torch
+
+    finite = torch.isfinite(output)
+    return {
+        "checkpoint": str(args.path),
+        "layer": source.index,
+        "prefix": source.prefix,
+        "scheme": source.scheme,
+        "format": source.format.name,
+        "backend": layer.selection.backend,
+        "tokens": output.shape[0],
+        "shape": list(output.shape),
+        "dtype": str(source.config.dtype).removeprefix("torch."),
+        "seconds_load": loading,
+        "seconds_run": running,
+        "weight_bytes": layer.weights.nbytes,
+        "output_rms": float(output.square().mean().sqrt()) if output.numel() and bool(finite.all()) else None,
+        "output_not_finite": int((~finite).sum()),
+        "output": None if args.output is None else str(args.output),
+        "selection": layer.selection.report.as_dict(),
+    }
+
+
+def _text(data: dict[str, Any], layer: FusedMoELayer) -> str:
+    lines = [
+        f"{data['checkpoint']}: layer {data['layer']} ({data['prefix']}), {data['format']}",
+        str(layer.selection.report),
+        (
+            f"loaded {bytes_text(data['weight_bytes'])} in {duration(data['seconds_load'])}; "
+            f"{data['tokens']} tokens in {duration(data['seconds_run'])} (first call)"
+        ),
+    ]
+    if data["output_rms"] is not None:
+        lines.append(f"output {data['shape']} {data['dtype']}, root mean square {data['output_rms']:.4g}")
+    if data["output_not_finite"]:
+        lines.append(f"warning: {data['output_not_finite']} values of the output are NaN or Inf")
+    if data["output"] is not None:
+        lines.append(f"written to {data['output']}")
+    return "\n".join(lines)

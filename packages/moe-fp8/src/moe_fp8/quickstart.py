@@ -1,0 +1,88 @@
+"""A small checkpoint in the format of Qwen3-MoE's FP8 releases, with random weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from moe_core import kFp8Static128BlockSym
+from moe_core.quantization import quantize_moe_weights
+from torch import Tensor
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 512, 256, 16, 4, 2
+
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 4 * HIDDEN,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": INTERMEDIATE,
+    "norm_topk_prob": True,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "num_hidden_layers": LAYERS,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": [f"model.layers.{layer}.mlp.gate" for layer in range(LAYERS)],
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+}
+
+
+def layer_tensors(layer: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """The MoE block of one layer: router, and per expert e4m3 weights with float32 block scales."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
+
+    weights = quantize_moe_weights(
+        normal(EXPERTS, 2 * INTERMEDIATE, HIDDEN),
+        normal(EXPERTS, HIDDEN, INTERMEDIATE),
+        gated=True,
+        weight_key=kFp8Static128BlockSym,
+    )
+    if weights.w13_scale is None or weights.w2_scale is None:
+        raise RuntimeError("block quantisation gave no scales")
+    prefix = f"model.layers.{layer}.mlp"
+    tensors = {
+        f"{prefix}.gate.weight": normal(EXPERTS, HIDDEN).bfloat16(),
+        f"model.layers.{layer}.post_attention_layernorm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
+    }
+    grid_rows = weights.w13_scale.shape[1] // 2
+    for expert in range(EXPERTS):
+        parts = {
+            "gate_proj": (weights.w13[expert, :INTERMEDIATE], weights.w13_scale[expert, :grid_rows]),
+            "up_proj": (weights.w13[expert, INTERMEDIATE:], weights.w13_scale[expert, grid_rows:]),
+            "down_proj": (weights.w2[expert], weights.w2_scale[expert]),
+        }
+        for projection, (weight, scale) in parts.items():
+            name = f"{prefix}.experts.{expert}.{projection}"
+            tensors[f"{name}.weight"] = weight.contiguous()
+            tensors[f"{name}.weight_scale_inv"] = scale.contiguous()
+    return tensors
+
+
+def write_checkpoint(folder: Path, seed: int = 0) -> None:
+    """Write config.json, one shard per layer, and their index into ``folder``."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for layer in range(LAYERS):
+        tensors = layer_tensors(layer, generator)
+        shard = f"model-{layer + 1:05d}-of-{LAYERS:05d}.safetensors"
+        save_file(tensors, folder / shard, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, shard)
+        total += sum(t.numel() * t.element_size() for t in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
