@@ -1,0 +1,173 @@
+"""Activations against formulas written out with Python floats."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from moe_core.activation import ActivationParams, MoEActivation, apply_moe_activation
+from moe_core.errors import ConfigError, TensorError
+
+A = MoEActivation
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+def gelu(x):
+    return x * 0.5 * math.erfc(-x / math.sqrt(2))
+
+
+def gelu_tanh(x):
+    return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def relu2(x):
+    return max(x, 0.0) ** 2
+
+
+def expected(activation, gate, up, alpha, beta, limit):
+    """One element, from the definitions."""
+    plain = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
+    name = activation.value.removesuffix("_no_mul")
+    bounded = math.inf if limit is None else limit
+    if activation is A.SWIGLUSTEP:
+        return min(silu(gate), bounded) * max(min(up, bounded), -bounded)
+    if activation is A.SITU:
+        soft = up if limit is None else limit * math.tanh(up / limit)
+        return beta * math.tanh(gate / beta) * sigmoid(gate) * soft
+    gate, up = min(gate, bounded), max(min(up, bounded), -bounded)
+    if activation is A.SWIGLUOAI:
+        return gate * sigmoid(alpha * gate) * (up + beta)
+    return plain[name](gate) * (up if activation.is_gated else 1.0)
+
+
+PARAMS = [
+    None,
+    ActivationParams(limit=1.5),
+    ActivationParams(limit=math.inf),
+    ActivationParams(alpha=0.7, beta=2.5, limit=3.0),
+]
+
+
+def accepts(activation, params):
+    given = {name for name in ("alpha", "beta") if params is not None and getattr(params, name) is not None}
+    return given <= activation.parameters
+
+
+CASES = [(a, p) for a in MoEActivation for p in PARAMS if accepts(a, p)]
+
+
+@pytest.mark.parametrize(("activation", "params"), CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_formula(activation, params, dtype):
+    generator = torch.Generator().manual_seed(0)
+    columns = 2 * 33 if activation.is_gated else 33
+    x = (torch.randn(5, columns, generator=generator, dtype=torch.float64) * 4).to(dtype)
+    y = apply_moe_activation(activation, x, params)
+    assert y.dtype is dtype
+    assert y.shape == (5, 33)
+    used = activation.resolve_params(params)
+    gate, up = x[:, :33].double(), x[:, -33:].double()
+    want = torch.tensor(
+        [
+            [expected(activation, g, u, used.alpha, used.beta, used.limit) for g, u in zip(gs, us, strict=True)]
+            for gs, us in zip(gate.tolist(), up.tolist(), strict=True)
+        ],
+        dtype=torch.float64,
+    )
+    # a handful of roundings in the computing type, one to the result's; GELU_TANH's and GELU's float32 code cancels
+    # 1 + tanh and 1 + erf, to an absolute error of a few units of its 1
+    compute = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
+    scale = (gate.abs() + 1) * (up.abs() + 3)
+    tolerance = 8 * compute * scale + torch.finfo(dtype).eps / 2 * want.abs() + torch.finfo(dtype).tiny
+    error = (y.double() - want).abs()
+    assert (error <= tolerance).all(), (error / tolerance).max()
+
+
+def test_gate_comes_first():
+    x = torch.tensor([[1.0, 2.0, 10.0, 20.0]])
+    y = apply_moe_activation(A.SILU, x)
+    torch.testing.assert_close(y, torch.tensor([[silu(1.0) * 10, silu(2.0) * 20]]))
+
+
+def test_swigluoai_has_the_parameters_of_gpt_oss():
+    assert A.SWIGLUOAI.default_params() == ActivationParams(alpha=1.702, beta=1.0, limit=7.0)
+    assert A.SWIGLUOAI.resolve_params(ActivationParams(limit=5.0)) == ActivationParams(1.702, 1.0, 5.0)
+    assert A.SWIGLUOAI.resolve_params(ActivationParams(limit=math.inf)).limit is None
+    assert A.SWIGLUOAI_UNINTERLEAVE is A.SWIGLUOAI
+    x = torch.tensor([[100.0, -100.0]])
+    # the gate is cut at 7, up at -7
+    torch.testing.assert_close(apply_moe_activation(A.SWIGLUOAI, x), torch.tensor([[7 * sigmoid(1.702 * 7) * -6]]))
+
+
+def test_silu_limit_does_not_cut_a_negative_gate():
+    x = torch.tensor([[-9.0, 9.0, 1.0, 1.0]])
+    y = apply_moe_activation(A.SILU, x, ActivationParams(limit=2.0))
+    torch.testing.assert_close(y, torch.tensor([[silu(-9.0), silu(2.0)]]))
+
+
+@pytest.mark.parametrize("activation", list(MoEActivation))
+@pytest.mark.parametrize("params", [None, ActivationParams(limit=1.0)], ids=str)
+def test_nan_shows(activation, params):
+    # a limit that swallowed NaN would hide it
+    x = torch.full((1, 4), float("nan"))
+    assert apply_moe_activation(activation, x, params).isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 3, 8)])
+def test_shapes(shape):
+    x = torch.ones(shape)
+    assert apply_moe_activation(A.SILU, x).shape == (*shape[:-1], shape[-1] // 2)
+    assert apply_moe_activation(A.RELU2_NO_MUL, x).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("silu", A.SILU),
+        ("SiLU", A.SILU),
+        ("gelu_pytorch_tanh", A.GELU_TANH),
+        ("swigluoai_uninterleave", A.SWIGLUOAI),
+        ("relu2_no_mul", A.RELU2_NO_MUL),
+        (A.SITU, A.SITU),
+    ],
+)
+def test_parse(name, want):
+    assert A.parse(name) is want
+
+
+def test_parse_names_what_is_known():
+    with pytest.raises(ConfigError, match=r"unknown activation 'mish'; known: silu, .*gelu_pytorch_tanh"):
+        A.parse("mish")
+    with pytest.raises(ConfigError, match="got 3"):
+        A.parse(3)
+
+
+def test_every_value_parses_to_itself():
+    assert [A.parse(a.value) for a in A] == list(A)
+    assert {a for a in A if not a.is_gated} == {A.SILU_NO_MUL, A.GELU_NO_MUL, A.GELU_TANH_NO_MUL, A.RELU2_NO_MUL}
+
+
+def test_wrong_parameters():
+    with pytest.raises(ConfigError, match=r"silu has no parameter alpha, got alpha=2"):
+        A.SILU.resolve_params(ActivationParams(alpha=2.0))
+    with pytest.raises(ConfigError, match="positive"):
+        ActivationParams(limit=0.0)
+    with pytest.raises(ConfigError, match="beta must be a number"):
+        ActivationParams(beta=math.nan)
+    with pytest.raises(ConfigError, match="divides by beta"):
+        A.SITU.resolve_params(ActivationParams(beta=0.0))
+
+
+def test_wrong_input():
+    with pytest.raises(TensorError, match="5 columns"):
+        apply_moe_activation(A.SILU, torch.ones(2, 5))
+    with pytest.raises(TensorError, match="int32"):
+        apply_moe_activation(A.SILU, torch.ones(2, 4, dtype=torch.int32))
