@@ -128,8 +128,8 @@ def docs(session: nox.Session) -> None:
     """The documents' examples run, their generated tables are up to date (``-- --write`` renews them)."""
     install(session, "test")
     session.run("python", "tools/generate_docs.py", *(session.posargs or ["--check"]))
-    documents = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
-    session.run("python", "tools/run_examples.py", *map(str, documents))
+    documents = [path for pattern in ("*.md", "docs/*.md", "packages/*/*.md") for path in sorted(ROOT.glob(pattern))]
+    session.run("python", "tools/run_examples.py", *(str(path.relative_to(ROOT)) for path in documents))
 
 
 @nox.session(default=False, download_python="never")

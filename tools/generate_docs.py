@@ -73,7 +73,7 @@ def section(scheme: str) -> str:
     for backend in registry().oracle(scheme).table():
         for experts in backend.load():
             claims = experts.claims
-            keys = "<br>".join(f"{w or '16-bit'} × {a or '16-bit'}" for w, a in claims.keys)
+            keys = "<br>".join(f"{w or '16-bit'} × {a or '16-bit'}" for w, a in claims.keys).replace(" | ", " or ")
             rows = {
                 "devices": ", ".join(map(str, claims.devices)),
                 "weights × activations": keys,

@@ -32,11 +32,11 @@ def run(path: Path) -> int:
 
 def main(paths: list[Path]) -> None:
     """Runs every document in a directory of its own; an exception ends the process with a traceback."""
-    for path in [path.resolve() for path in paths]:
+    for name, path in [(path, path.resolve()) for path in paths]:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), open(os.devnull, "w") as silent:
             with contextlib.redirect_stdout(silent):
                 count = run(path)
-        print(f"{path.name}: {count} examples run")
+        print(f"{name}: {count} examples run")
 
 
 if __name__ == "__main__":
