@@ -1,0 +1,134 @@
+"""The oracle's table and the functions that engines know it by."""
+
+from __future__ import annotations
+
+import inspect
+
+import moe_fp8
+import pytest
+import torch
+from moe_core import (
+    ConfigError,
+    Environment,
+    FusedMoEActivationFormat,
+    FusedMoEConfig,
+    SelectionError,
+    TensorError,
+    kFp8Dynamic64Sym,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
+    kFp8Static128BlockSym,
+    kInt8StaticChannelSym,
+    kMxfp8Static,
+)
+from moe_core.quantization import quantize_moe_weights
+from moe_core.reference import fused_moe_reference
+from moe_fp8 import Fp8MoeBackend, Fp8Oracle, select_fp8_moe_backend
+from moe_fp8.experts.torch import TorchFp8Experts
+from moe_fp8.experts.triton import TritonFp8BlockExperts
+
+CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=192)
+WITH_TRITON = Environment({"triton": "3.6.0"})
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "experts"),
+    [
+        ("sm89", Fp8MoeBackend.TRITON, TritonFp8BlockExperts),
+        ("sm90", Fp8MoeBackend.TRITON, TritonFp8BlockExperts),
+        ("sm100", Fp8MoeBackend.TRITON, TritonFp8BlockExperts),
+        ("sm120", Fp8MoeBackend.TRITON, TritonFp8BlockExperts),
+        ("sm80", Fp8MoeBackend.TORCH, TorchFp8Experts),
+        ("gfx942", Fp8MoeBackend.TORCH, TorchFp8Experts),
+        ("cpu", Fp8MoeBackend.TORCH, TorchFp8Experts),
+    ],
+)
+def test_auto_follows_the_device(device: str, backend: Fp8MoeBackend, experts: type) -> None:
+    selection = select_fp8_moe_backend(CONFIG, device=device, environment=WITH_TRITON)
+    assert selection.backend == backend.value
+    assert selection.experts is experts
+
+
+def test_without_triton_there_is_still_torch() -> None:
+    selection = select_fp8_moe_backend(CONFIG, device="sm90", environment=Environment({}))
+    assert selection.backend == "torch"
+    assert "needs triton, which is not installed" in str(selection.report)
+
+
+def test_the_batched_format_has_its_backend() -> None:
+    from dataclasses import replace
+
+    batched = replace(CONFIG, activation_format=FusedMoEActivationFormat.BATCHED)
+    assert select_fp8_moe_backend(batched, device="sm90", environment=WITH_TRITON).backend == "torch"
+
+
+def test_a_named_backend_is_never_replaced() -> None:
+    with pytest.raises(SelectionError, match=r"'triton' does not fit.*\n(.*\n)*.*needs sm89 or newer, device is cpu"):
+        select_fp8_moe_backend(CONFIG, moe_backend=Fp8MoeBackend.TRITON, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("weight_key", "activation_key"),
+    [
+        (kMxfp8Static, kFp8Dynamic128Sym),
+        (kFp8Static128BlockSym, kFp8DynamicTokenSym),
+        (kFp8Static128BlockSym, None),
+        (kFp8Static128BlockSym.with_group(64, 64), kFp8Dynamic128Sym),
+        (kFp8Static128BlockSym, kFp8Dynamic64Sym),
+    ],
+)
+def test_no_key_is_taken_for_another(weight_key, activation_key) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(SelectionError, match="no backend fits"):
+        select_fp8_moe_backend(CONFIG, weight_key=weight_key, activation_key=activation_key, device="cpu")
+
+
+def test_another_schemes_weights_are_refused() -> None:
+    with pytest.raises(ConfigError, match="reads e4m3 weights, asked for kInt8StaticChannelSym"):
+        select_fp8_moe_backend(CONFIG, weight_key=kInt8StaticChannelSym, activation_key=None, device="cpu")
+
+
+def test_every_enum_member_is_a_backend_and_the_reverse() -> None:
+    assert [b.name for b in Fp8Oracle().table()] == [member.value for member in Fp8MoeBackend]
+
+
+def test_scales_and_biases_go_by_keyword() -> None:
+    for function in (moe_fp8.convert_to_fp8_moe_kernel_format, moe_fp8.make_fp8_moe_quant_config):
+        kinds = {p.kind for name, p in inspect.signature(function).parameters.items() if name != "selection"}
+        assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_the_named_functions_make_a_layer() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = quantize_moe_weights(
+        torch.randn(8, 384, 256, generator=generator) / 16,
+        torch.randn(8, 256, 192, generator=generator) / 14,
+        gated=True,
+        weight_key=kFp8Static128BlockSym,
+        activation_key=kFp8Dynamic128Sym,
+    )
+    assert weights.w13_scale is not None
+    assert weights.w2_scale is not None
+    selection = select_fp8_moe_backend(CONFIG, device="cpu")
+    converted = moe_fp8.convert_to_fp8_moe_kernel_format(
+        selection, w13=weights.w13, w2=weights.w2, w13_scale=weights.w13_scale, w2_scale=weights.w2_scale
+    )
+    kernel = moe_fp8.make_fp8_moe_kernel(selection, converted)
+    x = torch.randn(9, 256, generator=generator).to(torch.bfloat16)
+    topk_weights = torch.rand(9, 2, generator=generator)
+    topk_ids = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(9)])
+    out = kernel.apply(x, topk_weights=topk_weights, topk_ids=topk_ids)
+    expected = fused_moe_reference(x, weights, CONFIG, topk_weights=topk_weights, topk_ids=topk_ids)
+    # float32 arithmetic: what is left is the output's rounding to bf16, half a step of 2^-8 at most per element
+    assert float((out.double() - expected).norm() / expected.norm()) < 2.0**-9 * 1.1
+    with pytest.raises(TensorError, match=r"w13_scale has shape \[8, 3, 2\], expected \[8, 4, 2\]"):
+        moe_fp8.convert_to_fp8_moe_kernel_format(
+            selection, w13=weights.w13, w2=weights.w2, w13_scale=weights.w13_scale[:, :3], w2_scale=weights.w2_scale
+        )
+
+
+def test_the_quant_config_says_what_the_layer_is() -> None:
+    scale = torch.ones(8, 4, 2)
+    config = moe_fp8.make_fp8_moe_quant_config(w1_scale=scale, w2_scale=scale, block_shape=(128, 128))
+    assert (config.weight_key, config.activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
+    only = moe_fp8.make_fp8_moe_quant_config(w1_scale=scale, w2_scale=scale, block_shape=(128, 128), weight_only=True)
+    assert (only.weight_key, only.activation_key) == (kFp8Static128BlockSym, None)
