@@ -110,7 +110,7 @@ def compile(session: nox.Session, target: str) -> None:  # noqa: A001 - the sess
 @nox.session(default=False, download_python="never")
 @targets
 def gpu(session: nox.Session, target: str) -> None:
-    """The whole suite on a GPU of one architecture: conformance kit, device ops, CUDA graphs, torch.compile."""
+    """The packages' suites on a GPU of one architecture: conformance kit, device code, CUDA graphs, torch.compile."""
     install(session, "test")
     found = session.run(
         "python",
@@ -120,7 +120,7 @@ def gpu(session: nox.Session, target: str) -> None:
     )
     if str(found).strip() != target:
         session.error(f"gpu({target}) needs a GPU of architecture {target}; torch sees {str(found).strip()} here")
-    session.run("python", "-m", "pytest", *session.posargs, env={"TRITON_INTERPRET": None})
+    session.run("python", "-m", "pytest", "packages", *session.posargs, env={"TRITON_INTERPRET": None})
 
 
 @nox.session(download_python="never")

@@ -36,7 +36,8 @@ def main(paths: list[Path]) -> None:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), open(os.devnull, "w") as silent:
             with contextlib.redirect_stdout(silent):
                 count = run(path)
-        print(f"{name}: {count} examples run")
+        if count:
+            print(f"{name}: {count} examples run")
 
 
 if __name__ == "__main__":
