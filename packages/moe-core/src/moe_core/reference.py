@@ -142,7 +142,7 @@ class Steps:
     def first_product(self, expert: int, x: Tensor) -> Tensor:
         """Activated result [m, N] of the expert's tokens ``x`` [m, K]."""
         z = self.round(self._linear("w13", expert, x))
-        return self.round(apply_moe_activation(self.config.activation, z, self.config.params))
+        return self.round(apply_moe_activation(self.config.activation, z, self.config.activation_params))
 
     def second_input(self, hidden: Tensor) -> Tensor:
         key = self.activation_key

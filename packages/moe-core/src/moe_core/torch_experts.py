@@ -91,7 +91,7 @@ class TorchExperts(FusedMoEExpertsModular):
         h = F.linear(self.quantized(x, quant.a1, expert), w13)
         if quant.w1_bias is not None:
             h += quant.w1_bias[expert].float()
-        h = apply_moe_activation(config.activation, h, config.params)
+        h = apply_moe_activation(config.activation, h, config.activation_params)
         w2 = self.matrix(weights.w2, quant.w2, expert, 1, config.intermediate_size)
         y = F.linear(self.quantized(h, quant.a2, expert), w2)
         if quant.w2_bias is not None:

@@ -55,7 +55,7 @@ class ToyExperts(FusedMoEExpertsModular):
         quant = weights.quant_config
         h = weights.w13[expert].float() @ x.float()
         h = h if quant.w1_bias is None else h + quant.w1_bias[expert].float()
-        h = apply_moe_activation(self.config.activation, h, self.config.params)
+        h = apply_moe_activation(self.config.activation, h, self.config.activation_params)
         y = weights.w2[expert].float() @ h
         return y if quant.w2_bias is None else y + quant.w2_bias[expert].float()
 

@@ -1,0 +1,52 @@
+"""Testing for this project and for packages that extend it.
+
+- :mod:`moe_core.testing.conformance`: the conformance kit, which tests every claim of an experts class
+- :mod:`moe_core.testing.tolerance`: how far from the float64 reference a result may be, and why
+- :mod:`moe_core.testing.data`: random weights, inputs and routing for any layer and keys
+- :mod:`moe_core.testing.compile`: compiles Triton kernels for GPUs that are not here
+- :mod:`moe_core.testing.plugin`: the pytest plugin
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_core.testing.cases import Case, conformance_cases
+    from moe_core.testing.conformance import ConformanceTests, cases_for, run_case
+    from moe_core.testing.data import Inputs, make_inputs, make_weights
+    from moe_core.testing.tolerance import Expected, expected_output
+
+_LAZY = {
+    "Case": "cases",
+    "ConformanceTests": "conformance",
+    "Expected": "tolerance",
+    "Inputs": "data",
+    "cases_for": "conformance",
+    "conformance_cases": "cases",
+    "expected_output": "tolerance",
+    "make_inputs": "data",
+    "make_weights": "data",
+    "run_case": "conformance",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "Case",
+    "ConformanceTests",
+    "Expected",
+    "Inputs",
+    "cases_for",
+    "conformance_cases",
+    "expected_output",
+    "make_inputs",
+    "make_weights",
+    "run_case",
+]

@@ -1,0 +1,310 @@
+"""The cases of the conformance kit, generated from an experts class's claims.
+
+A case is data: what is checked, the layer, the keys, the tokens and a seed; its id says all of it.  Every claimed value
+of every factor occurs (budget "small"), or every pair of values of two factors (budget "full"), in as few cases as a
+greedy search finds.  What the claims allow but :meth:`~moe_core.experts.FusedMoEExperts.extra_reasons` refuses is left
+out; if that leaves nothing of a claimed value, a case of the check "claims" fails and says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from moe_core.activation import ActivationParams, MoEActivation
+from moe_core.claims import Claims, KeyClaim
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.device import DeviceInfo
+from moe_core.environment import Environment
+from moe_core.errors import ConfigError
+from moe_core.experts import FusedMoEExperts
+from moe_core.quant_key import NAMES, KeyPattern, QuantKey
+from moe_core.routing import RoutingConfig, RoutingMethodType
+from moe_core.testing.covering import Row, covering_rows
+from moe_core.testing.data import ROUTINGS
+
+BUDGETS = ("small", "full")
+KeyPair = tuple[QuantKey | None, QuantKey | None]
+
+#: checks of one layer each besides "values", in the order in which they are reported; the last three need a GPU
+LAYER_CHECKS = ("convert", "reload", "compile", "opcheck")
+GPU_CHECKS = ("graph", "sync", "memory")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One conformance case; ``repr`` evaluates back.
+
+    ``check`` names a function of :mod:`moe_core.testing.checks`; ``routing`` is one of
+    :data:`moe_core.testing.data.ROUTINGS`; ``strided``: arguments whose rows lie apart; ``reason``: why a claimed value
+    has no case.
+    """
+
+    check: str
+    config: FusedMoEConfig
+    weight_key: QuantKey | None
+    activation_key: QuantKey | None
+    tokens: int = 17
+    routing: str = "uniform"
+    ids_dtype: torch.dtype = torch.int32
+    strided: bool = False
+    reason: str = ""
+
+    @property
+    def id(self) -> str:
+        """A readable name, different for different cases of one class."""
+        config = self.config
+        parts = [self.check, _key(self.weight_key), _key(self.activation_key), _activation(config)]
+        parts += [str(config.dtype).removeprefix("torch."), f"E{config.num_experts}k{config.top_k}"]
+        parts += [f"K{config.hidden_size}N{config.intermediate_size}", f"M{self.tokens}", self.routing]
+        flags = {
+            "bias": config.has_bias,
+            f"local{config.local_experts}": config.local_experts < config.num_experts,
+            "on_input": config.apply_router_weight_on_input,
+            "batched": config.activation_format is FusedMoEActivationFormat.BATCHED,
+            "int64": self.ids_dtype is torch.int64,
+            "strided": self.strided,
+        }
+        parts += [name for name, on in flags.items() if on]
+        if config.routing is not None:
+            parts.append(config.routing.method.name)
+        return "-".join(parts)
+
+    @property
+    def seed(self) -> int:
+        """Drawn from the case itself, so that equal cases hold equal tensors."""
+        return zlib.crc32(self.id.encode())
+
+
+def _key(key: QuantKey | None) -> str:
+    if key is None:
+        return "16bit"
+    if key in NAMES:
+        return NAMES[key]
+    parts = [key.dtype.name, str(key.group_shape).replace(" ", "_"), str(key.scale).split()[1]]
+    parts += ["asym"] * (not key.symmetric) + ["permuted"] * key.permuted + ["dynamic"] * (not key.is_static)
+    return "_".join(parts)
+
+
+def _activation(config: FusedMoEConfig) -> str:
+    params = config.activation_params
+    named = ("alpha", "beta", "limit")
+    given = [] if params is None else [f"{n}{v:g}" for n in named if (v := getattr(params, n)) is not None]
+    return "_".join([config.activation.value, *given])
+
+
+def load_experts(spec: type[FusedMoEExperts] | str) -> type[FusedMoEExperts]:
+    """The class itself, or what "module:Class" names.  Raises ConfigError for anything else."""
+    if isinstance(spec, str):
+        module, _, name = spec.partition(":")
+        if not module or not name:
+            raise ConfigError(f'experts are named "module:Class", got {spec!r}')
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{spec} can't be imported: {error}") from error
+    else:
+        found = spec
+    if not (isinstance(found, type) and issubclass(found, FusedMoEExperts)):
+        raise ConfigError(f"{spec} is {found!r}, expected a subclass of FusedMoEExperts")
+    if not isinstance(getattr(found, "claims", None), Claims):
+        raise ConfigError(f"{found.__name__} has no claims: set claims = Claims(...) on the class")
+    return found
+
+
+def expand_keys(claims: Claims) -> list[KeyPair]:
+    """Every claimed (weight key, activation key), patterns expanded."""
+
+    def members(claim: KeyClaim) -> Iterable[QuantKey | None]:
+        return claim.expand() if isinstance(claim, KeyPattern) else (claim,)
+
+    return list(dict.fromkeys((w, a) for wc, ac in claims.keys for w in members(wc) for a in members(ac)))
+
+
+def conformance_cases(
+    experts: type[FusedMoEExperts], *, target: DeviceInfo, budget: str = "small", on_gpu: bool = False
+) -> list[Case]:
+    """The cases of ``experts`` on the device ``target``; empty where the claims leave that device out.
+
+    ``target`` may be another device than the one that holds the tensors (a GPU kernel in the Triton interpreter);
+    ``on_gpu``: the tensors are on a GPU, so that graphs, synchronisation and memory can be checked.
+    """
+    if budget not in BUDGETS:
+        raise ConfigError(f"the budget is {' or '.join(BUDGETS)}, got {budget!r}")
+    claims = experts.claims
+    if all(r.reason_against(target) is not None for r in claims.devices):
+        return []
+    environment = Environment.current()
+    factors = _factors(claims, budget)
+    smallest = min(factors["shape"], key=lambda shape: shape[0] * shape[1])
+    refusals: dict[tuple[str, Any], str] = {}
+
+    def allowed(row: Row) -> bool:
+        case = _case(row)
+        if case is None:
+            return False
+        supported, reason = experts.is_supported_config(
+            case.config, case.weight_key, case.activation_key, device=target, environment=environment
+        )
+        if not supported:
+            for item in row.items():
+                refusals.setdefault(item, reason or "no reason given")
+        # a large batch goes with the smallest layer where time is short
+        return supported and (budget == "full" or case.tokens < 64 or row["shape"] == smallest)
+
+    rows = covering_rows(factors, allowed, strength=2 if budget == "full" else 1)
+    cases = [case for row in rows if (case := _case(row)) is not None]
+    cases += _layer_cases(cases, claims, budget, on_gpu)
+    template = cases[0] if cases else None
+    for name in ("keys", "activation", "dtype", "format", "method"):
+        for value in factors[name]:
+            if not any(row[name] == value for row in rows):
+                cases.append(_missing(template, name, value, refusals.get((name, value), "no shape fits the claims")))
+    return list(dict.fromkeys(cases))
+
+
+def _factors(claims: Claims, budget: str) -> dict[str, list[Any]]:
+    """The values that occur, by factor."""
+    full = budget == "full"
+    maps = [False, True] if claims.expert_map else [False]
+    weighted = [False, True] if claims.apply_router_weight_on_input else [False]
+    methods: list[RoutingMethodType | None] = [None]
+    if claims.routing_methods is not None:
+        methods = [*sorted(claims.routing_methods)]
+    return {
+        "keys": expand_keys(claims),
+        "activation": _activations(claims),
+        "tokens": [1, 3, 17, 64, 257, 0],
+        "routing": list(ROUTINGS) if claims.routing_methods is None else ["uniform"],
+        "shape": _shapes(claims, full),
+        "experts": [(8, 2), (4, 1), (3, 3), (5, 4)] + [(64, 6)] * full,
+        "dtype": sorted(claims.dtypes, key=str),
+        "bias": [False, True] if claims.bias else [False],
+        "map": maps,
+        "ids": [torch.int32, torch.int64],
+        "strided": [False, True],
+        "on_input": weighted,
+        "format": sorted(claims.formats, key=lambda f: f.value, reverse=True),
+        "method": methods,
+    }
+
+
+def _activations(claims: Claims) -> list[tuple[MoEActivation, ActivationParams | None]]:
+    """Every claimed activation: with its defaults, with other parameters, with another limit where that is claimed."""
+    found: list[tuple[MoEActivation, ActivationParams | None]] = []
+    for activation in sorted(claims.activations, key=lambda a: a.value):
+        found.append((activation, None))
+        own = activation.parameters - {"limit"}
+        if own:
+            found.append((activation, ActivationParams(**{name: {"alpha": 1.25, "beta": 0.5}[name] for name in own})))
+        if claims.activation_limit:
+            found.append((activation, ActivationParams(limit=0.75)))
+            if activation.default_params().limit is not None:
+                found.append((activation, ActivationParams(limit=float("inf"))))
+    return found
+
+
+def _shapes(claims: Claims, full: bool) -> list[tuple[int, int]]:
+    """(hidden, intermediate) sizes: even and odd multiples of what is claimed, below and above common block sizes."""
+
+    def even(size: int, multiple: int) -> int:
+        return 2 * multiple * max(1, -(-size // (2 * multiple)))
+
+    def odd(size: int, multiple: int) -> int:
+        count = max(1, size // multiple)
+        return multiple * (count if count % 2 else count + 1)
+
+    h, n = claims.hidden_multiple, claims.intermediate_multiple
+    shapes = [(even(256, h), even(128, n)), (odd(200, h), odd(136, n)), (odd(96, h), odd(264, n))]
+    if full:
+        shapes += [(even(512, h), even(384, n)), (odd(330, h), odd(72, n)), (odd(40, h), odd(24, n))]
+    return list(dict.fromkeys(shapes))
+
+
+def _case(row: Row) -> Case | None:
+    """The case that a row describes; None where its values contradict each other."""
+    (weight_key, activation_key), (activation, params) = row["keys"], row["activation"]
+    experts, top_k = row["experts"]
+    batched = row["format"] is FusedMoEActivationFormat.BATCHED
+    if row["on_input"] and top_k != 1:
+        return None
+    if row["routing"] == "idle" and top_k == experts:
+        return None
+    try:
+        config = FusedMoEConfig(
+            num_experts=experts,
+            top_k=top_k,
+            hidden_size=row["shape"][0],
+            intermediate_size=row["shape"][1],
+            activation=activation,
+            dtype=row["dtype"],
+            num_local_experts=-(-experts // 2) if row["map"] else experts,
+            activation_params=params,
+            routing=None if row["method"] is None else routing_of(row["method"]),
+            has_bias=row["bias"],
+            apply_router_weight_on_input=row["on_input"],
+            activation_format=row["format"],
+            max_num_tokens=max(row["tokens"], 1) if batched else None,
+        )
+        if config.routing is not None:
+            config.routing.check(num_experts=experts, top_k=top_k)
+    except ConfigError:
+        return None
+    return Case("values", config, weight_key, activation_key, row["tokens"], row["routing"], row["ids"], row["strided"])
+
+
+def routing_of(method: RoutingMethodType) -> RoutingConfig:
+    """A routing configuration of that method: two groups of which one is used, a scaling factor other than 1."""
+    if method is RoutingMethodType.DeepSeekV3:
+        return RoutingConfig.from_method(method, num_expert_group=2, topk_group=1, routed_scaling_factor=2.5)
+    if method is RoutingMethodType.Custom:
+        return RoutingConfig.from_method(method, custom=_first_experts)
+    return RoutingConfig.from_method(method, routed_scaling_factor=2.5)
+
+
+def _first_experts(router_logits: torch.Tensor, *, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A custom routing: the largest logits, weighted by their size."""
+    found = router_logits.float().abs().topk(top_k, dim=1)
+    return found.values, found.indices.int()
+
+
+def _layer_cases(cases: list[Case], claims: Claims, budget: str, on_gpu: bool) -> list[Case]:
+    """The checks made once per pair of keys (small: for few pairs), on a layer that the values were checked on."""
+    chosen: dict[KeyPair, Case] = {}
+    for case in cases:
+        if case.routing == "uniform" and case.tokens and not case.strided:
+            chosen.setdefault((case.weight_key, case.activation_key), case)
+    for case in cases:
+        chosen.setdefault((case.weight_key, case.activation_key), case)
+    layers = [replace(c, tokens=min(max(c.tokens, 3), 17), routing="uniform", strided=False) for c in chosen.values()]
+    layers = [_with_room(layer) for layer in layers]
+    found: list[Case] = []
+    for check in LAYER_CHECKS + GPU_CHECKS:
+        if check in GPU_CHECKS and not on_gpu:
+            continue
+        if check != "memory" and check in GPU_CHECKS and not claims.cuda_graph:
+            continue
+        every = check == "convert" or budget == "full"
+        found += [replace(layer, check=check) for layer in (layers if every else layers[:1])]
+    return found + [replace(layer, check="refusals") for layer in layers[:1]]
+
+
+def _with_room(case: Case) -> Case:
+    if case.config.max_num_tokens is None:
+        return case
+    return replace(case, config=replace(case.config, max_num_tokens=case.tokens))
+
+
+def _missing(template: Case | None, name: str, value: Any, reason: str) -> Case:
+    """A case that fails: a claimed value that no configuration is accepted for."""
+    base = template or Case("claims", FusedMoEConfig(1, 1, 1, 1), None, None)
+    text = f"{name} {value}" if name != "keys" else " x ".join(str(key or "16-bit") for key in value)
+    base = replace(base, check="claims", reason=f"{text} is claimed, but every configuration is refused: {reason}")
+    if name == "keys":
+        return replace(base, weight_key=value[0], activation_key=value[1])
+    return base

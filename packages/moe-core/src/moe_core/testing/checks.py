@@ -1,0 +1,310 @@
+"""What the conformance kit checks: one function per check, named as :attr:`moe_core.testing.cases.Case.check`.
+
+Each takes the experts class, the case and the place, and raises AssertionError with what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from moe_core.activation import ActivationParams
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.environment import Environment
+from moe_core.experts import FusedMoEExperts
+from moe_core.routing import RoutingMethodType
+from moe_core.testing.cases import Case, routing_of
+from moe_core.testing.harness import (
+    POISONS,
+    Place,
+    Problem,
+    call,
+    changed,
+    make_kernel,
+    make_problem,
+    same_bits,
+    snapshot,
+    watched_call,
+)
+from moe_core.weights import KernelWeights
+
+Check = Callable[[type[FusedMoEExperts], Case, Place], None]
+
+
+def check_values(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """The result is right and depends on the arguments alone: not on scratch memory, old output or earlier calls."""
+    problem = make_problem(case, place.device)
+    kernel = make_kernel(experts, problem, place)
+    held: dict[str, Tensor | None] = {"hidden_states": problem.inputs.x, **problem.arguments()}
+    held.update(kernel.weights.tensors())
+    before = snapshot(held)
+    results = {name: watched_call(kernel, problem, byte) for name, byte in POISONS.items()}
+    results["no workspace"] = call(kernel, problem)
+    altered = changed(held, before)
+    if altered:
+        raise AssertionError(f"apply changed {', '.join(altered)}")
+    problem.expected(place).compare(results["no workspace"], "result")
+    for name, result in results.items():
+        if not same_bits(result, results["no workspace"]):
+            count = int((result != results["no workspace"]).sum())
+            # told apart by calling once more in the same surroundings
+            again = watched_call(kernel, problem, POISONS.get(name, 0))
+            cause = (
+                f"the result depends on what output or workspace held before (here {name})"
+                if same_bits(again, result)
+                else "repeated calls differ"
+            )
+            raise AssertionError(f"{cause}: {count} of {result.numel()} elements")
+
+
+def check_convert(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """Conversion leaves its input alone and gives the same bits each time; the result describes itself."""
+    problem = make_problem(case, place.device)
+    given: dict[str, Tensor | None] = dict(problem.weights.tensors())
+    before = snapshot(given)
+    first = experts.convert(problem.weights, case.config)
+    altered = changed(given, before)
+    if altered:
+        raise AssertionError(f"convert changed its input: {', '.join(altered)}")
+    # a later call must not change what an earlier one returned, so the first result is kept as bits
+    kept = snapshot(dict(first.tensors()))
+    second = dict(experts.convert(problem.weights, case.config).tensors())
+    differing = [name for name, tensor in kept.items() if name not in second or not same_bits(second[name], tensor)]
+    if differing or second.keys() != kept.keys():
+        raise AssertionError(f"converting twice gives other weights: {', '.join(differing) or sorted(second)}")
+    keys = (first.quant_config.weight_key, first.quant_config.activation_key)
+    if keys != (case.weight_key, case.activation_key):
+        raise AssertionError(f"the quant config of the converted weights says {keys[0]} with {keys[1]}")
+    call(make_kernel(experts, problem, place), problem)
+    altered = changed(given, before)
+    if altered:
+        raise AssertionError(f"apply changed the canonical weights: {', '.join(altered)}")
+
+
+def check_reload(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """New weights copied over the old ones give what a fresh kernel gives, without a tensor moving."""
+    old = make_problem(case, place.device)
+    other = make_problem(case, place.device, variant=1)
+    new = replace(other, inputs=old.inputs, router_logits=old.router_logits, correction_bias=old.correction_bias)
+    kernel = make_kernel(experts, old, place)
+    kernel.weights = _own(kernel.weights)
+    first = call(kernel, old)
+    pointers = [tensor.data_ptr() for _, tensor in kernel.weights.tensors()]
+    fresh = make_kernel(experts, new, place)
+    kernel.weights.copy_(fresh.weights)
+    result, expected = call(kernel, new), call(fresh, new)
+    if [tensor.data_ptr() for _, tensor in kernel.weights.tensors()] != pointers:
+        raise AssertionError("reloading moved a tensor: captured graphs would read the old memory")
+    if not same_bits(result, expected):
+        raise AssertionError("after reloading, the result is not that of a fresh kernel")
+    if same_bits(first, result):
+        raise AssertionError("after reloading, the result is still that of the old weights")
+
+
+def _own(weights: KernelWeights) -> KernelWeights:
+    """The same weights in memory of their own: conversion may pass tensors through."""
+    quant = weights.quant_config
+    operands = {
+        operand.name: replace(
+            getattr(quant, operand.name),
+            **{name: tensor.clone() for name, tensor in getattr(quant, operand.name).tensors()},
+        )
+        for operand in fields(quant)
+    }
+    return replace(
+        weights,
+        w13=weights.w13.clone(),
+        w2=weights.w2.clone(),
+        quant_config=replace(quant, **operands),
+        extra={name: tensor.clone() for name, tensor in weights.extra.items()},
+    )
+
+
+def check_compile(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """``torch.compile(fullgraph=True)`` takes a call, also with another number of tokens, and changes no bit."""
+    torch.compiler.reset()
+    problems = [make_problem(replace(case, tokens=tokens), place.device) for tokens in (case.tokens, case.tokens + 2)]
+    kernel = make_kernel(experts, problems[0], place)
+
+    def layer(problem: Problem) -> Tensor:
+        # something before and after, so that there is a graph to be broken
+        scaled = replace(problem, inputs=replace(problem.inputs, x=problem.inputs.x * 0.5))
+        return call(kernel, scaled) + 1
+
+    def plain(x: Tensor, arguments: dict[str, Tensor | None]) -> Tensor:
+        x = x * 0.5
+        if case.config.routing is not None and experts.is_monolithic:
+            return kernel.apply_monolithic(x, **arguments) + 1  # type: ignore[arg-type]
+        return kernel.apply(x, **arguments) + 1  # type: ignore[arg-type]
+
+    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    for problem in problems:
+        # weights are those of the first problem throughout
+        result = compiled(problem.inputs.x, problem.arguments())
+        if not same_bits(result, layer(problem)):
+            raise AssertionError(f"the compiled call differs from the eager one for {len(problem.inputs.x)} tokens")
+    torch.compiler.reset()
+
+
+def check_opcheck(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """``torch.library.opcheck`` of the operator that a compiled call becomes."""
+    problem = make_problem(case, place.device)
+    kernel = make_kernel(experts, problem, place)
+    x, inputs = problem.inputs.x, problem.inputs
+    output = torch.zeros_like(x)
+    if problem.router_logits is not None:
+        arguments = (output, x, problem.router_logits, problem.correction_bias, inputs.expert_map, kernel._handle)
+        torch.library.opcheck(torch.ops.moe_core.fused_moe_monolithic.default, arguments)
+    else:
+        routed = (output, x, inputs.topk_weights, inputs.topk_ids, inputs.expert_map, kernel._handle)
+        torch.library.opcheck(torch.ops.moe_core.fused_moe.default, routed)
+
+
+def check_refusals(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """What the claims leave out is refused, with a reason; what the case holds is accepted."""
+    environment = Environment.current()
+
+    def answer(config: FusedMoEConfig) -> tuple[bool, str | None]:
+        return experts.is_supported_config(
+            config, case.weight_key, case.activation_key, device=place.target, environment=environment
+        )
+
+    accepted, reason = answer(case.config)
+    if not accepted or reason is not None:
+        raise AssertionError(f"a supported layer must be answered (True, None), got {(accepted, reason)}")
+    for what, config in unclaimed(experts, case.config):
+        accepted, reason = answer(config)
+        if accepted or not reason:
+            raise AssertionError(f"{what} is not claimed and must be refused with a reason, got {(accepted, reason)}")
+
+
+def unclaimed(experts: type[FusedMoEExperts], config: FusedMoEConfig) -> Iterator[tuple[str, FusedMoEConfig]]:
+    """Layers like ``config`` with one thing that the claims leave out, each with its name."""
+    claims = experts.claims
+    if not claims.bias:
+        yield "bias", replace(config, has_bias=True)
+    if not claims.expert_map:
+        yield "an expert map", replace(config, num_experts=2 * config.num_experts, num_local_experts=config.num_experts)
+    if not claims.apply_router_weight_on_input:
+        yield "the router weight on the input", replace(config, top_k=1, apply_router_weight_on_input=True)
+    if not claims.lora:
+        yield "LoRA", replace(config, is_lora_enabled=True)
+    if not claims.batch_invariant:
+        yield "batch invariance", replace(config, batch_invariant=True)
+    if not claims.activation_limit:
+        yield "a clamp limit", replace(config, activation_params=ActivationParams(limit=0.75))
+    for activation in type(config.activation):
+        if activation not in claims.activations:
+            yield f"the activation {activation.value}", replace(config, activation=activation, activation_params=None)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if dtype not in claims.dtypes:
+            yield f"hidden states of {dtype}", replace(config, dtype=dtype)
+    for layout in FusedMoEActivationFormat:
+        if layout not in claims.formats:
+            yield f"the {layout.value} format", replace(config, activation_format=layout, max_num_tokens=64)
+    if claims.hidden_multiple > 1:
+        yield "the hidden size", replace(config, hidden_size=config.hidden_size + 1)
+    if claims.intermediate_multiple > 1:
+        yield "the intermediate size", replace(config, intermediate_size=config.intermediate_size + 1)
+    if claims.max_top_k:
+        many = max(config.num_experts, claims.max_top_k + 1)
+        more = replace(config, num_experts=many, num_local_experts=many, apply_router_weight_on_input=False)
+        yield "the top-k", replace(more, top_k=claims.max_top_k + 1)
+    if claims.max_experts:
+        many = claims.max_experts + 1
+        yield "the number of experts", replace(config, num_experts=many, num_local_experts=many)
+    if claims.routing_methods is not None:
+        yield "no routing", replace(config, routing=None)
+        for method in RoutingMethodType:
+            computed = method not in (RoutingMethodType.Unspecified, RoutingMethodType.Simulated)
+            if computed and method not in claims.routing_methods:
+                yield f"the routing method {method.name}", replace(config, routing=routing_of(method))
+
+
+def check_graph(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """A captured CUDA graph, replayed with other inputs, gives the bits of eager calls."""
+    problem = make_problem(case, place.device)
+    others = [make_problem(case, place.device, variant=v) for v in (1, 2)]
+    kernel = make_kernel(experts, problem, place)
+    output = torch.empty_like(problem.inputs.x)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # kernels compile and allocators settle before the capture
+            call(kernel, problem, output)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(kernel, problem, output)
+    static: dict[str, Tensor | None] = {"hidden_states": problem.inputs.x, **problem.arguments()}
+    for number, other in enumerate([problem, *others]):
+        fresh: dict[str, Tensor | None] = {"hidden_states": other.inputs.x, **other.arguments()}
+        expected = call(kernel, other)
+        for name, tensor in static.items():
+            source = fresh[name]
+            if tensor is not None and source is not None:
+                tensor.copy_(source)
+        output.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        if not same_bits(output, expected):
+            raise AssertionError(f"replay {number} of the captured graph differs from the eager call")
+
+
+def check_sync(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """A call never waits for the device."""
+    problem = make_problem(case, place.device)
+    kernel = make_kernel(experts, problem, place)
+    call(kernel, problem)  # compiling may synchronise
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call(kernel, problem)
+    except RuntimeError as error:
+        raise AssertionError(f"a call synchronises with the host: {error}") from error
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def check_memory(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """With a workspace and an output of the caller's, a call of the standard format allocates nothing."""
+    claims = experts.claims
+    if case.config.activation_format is not FusedMoEActivationFormat.STANDARD or not claims.reduces:
+        return  # prepare and finalize hold buffers of their own there
+    if not claims.expects_unquantized_inputs and case.activation_key is not None:
+        return
+    problem = make_problem(case, place.device)
+    kernel = make_kernel(experts, problem, place)
+    watched_call(kernel, problem, 0)
+    from moe_core.workspace import Workspace, workspace_nbytes
+
+    needed = workspace_nbytes(kernel.workspaces(case.tokens))
+    kernel.workspace = Workspace(place.device, torch.empty(needed, dtype=torch.uint8, device=place.device))
+    output = torch.empty_like(problem.inputs.x)
+    before = torch.cuda.memory_stats(place.device)["allocation.all.allocated"]
+    call(kernel, problem, output)
+    count = torch.cuda.memory_stats(place.device)["allocation.all.allocated"] - before
+    if count:
+        raise AssertionError(f"a call with a caller's workspace and output makes {count} allocations")
+
+
+def check_claims(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """Something is claimed for which no configuration is accepted."""
+    raise AssertionError(case.reason)
+
+
+CHECKS: dict[str, Check] = {
+    "values": check_values,
+    "convert": check_convert,
+    "reload": check_reload,
+    "compile": check_compile,
+    "opcheck": check_opcheck,
+    "refusals": check_refusals,
+    "graph": check_graph,
+    "sync": check_sync,
+    "memory": check_memory,
+    "claims": check_claims,
+}

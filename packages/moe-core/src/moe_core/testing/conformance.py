@@ -1,0 +1,92 @@
+"""The conformance kit: every claim of an experts class, tested.
+
+    class TestMine(ConformanceTests):
+        experts = MyExperts                     # or "my_package:MyExperts"
+
+in a test file, ``pytest --moe-experts my_package:MyExperts`` without one, or :func:`run_case` for each of
+:func:`cases_for` from anywhere.  The contract that is checked stands in :mod:`moe_core.experts`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+import torch
+
+from moe_core.claims import Claims
+from moe_core.device import DeviceInfo
+from moe_core.errors import ConfigError
+from moe_core.experts import FusedMoEExperts
+from moe_core.testing.cases import Case, conformance_cases, load_experts
+from moe_core.testing.checks import CHECKS
+from moe_core.testing.harness import Place
+
+#: devices that a GPU kernel is told it runs on when the Triton interpreter runs it on the CPU, first fit
+_PRETENDED = ("sm90", "sm100", "sm89", "sm80", "sm120", "gfx950", "gfx942")
+
+
+def place_for(claims: Claims, device: str = "auto") -> Place | None:
+    """Where a class can be tested: ``device`` "cpu", "cuda", or "auto" for the GPU if there is one.
+
+    Kernels for GPUs run on the CPU where ``TRITON_INTERPRET=1`` is set.  None where the claims leave the device out.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"the device is auto, cpu or cuda, got {device!r}")
+    tensors = torch.device(device)
+    targets = [DeviceInfo.current(tensors)]
+    if tensors.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        targets += map(DeviceInfo.parse, _PRETENDED)
+    for target in targets:
+        if any(r.reason_against(target) is None for r in claims.devices):
+            return Place(tensors, target)
+    return None
+
+
+def cases_for(experts: type[FusedMoEExperts] | str, *, device: str = "auto", budget: str = "small") -> list[Case]:
+    """The cases of a class on a device; empty where the class does not run there."""
+    found = load_experts(experts)
+    place = place_for(found.claims, device)
+    if place is None:
+        return []
+    return conformance_cases(found, target=place.target, budget=budget, on_gpu=place.device.type == "cuda")
+
+
+def run_case(experts: type[FusedMoEExperts] | str, case: Case, *, device: str = "auto") -> None:
+    """Run one case.  Raises AssertionError that names the class, the case, its seed and what was found."""
+    found = load_experts(experts)
+    place = place_for(found.claims, device)
+    if place is None:
+        raise ConfigError(f"{found.__name__} does not run on {device}: {' or '.join(map(str, found.claims.devices))}")
+    try:
+        CHECKS[case.check](found, case, place)
+    except AssertionError as error:
+        raise AssertionError(f"{found.__name__}, case {case.id}, seed {case.seed}: {error}") from error
+
+
+class ConformanceTests:
+    """Base of a test class: set ``experts``; pytest makes one test of each case.
+
+    ``device`` "auto", "cpu" or "cuda"; ``budget`` "small" or "full".  The command line's ``--moe-device`` and
+    ``--moe-budget`` come before what the class says.
+    """
+
+    experts: ClassVar[type[FusedMoEExperts] | str]
+    device: ClassVar[str] = "auto"
+    budget: ClassVar[str] = "small"
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """pytest's hook: one test per case."""
+        if "conformance_case" not in metafunc.fixturenames:
+            return
+        device = metafunc.config.getoption("--moe-device", default=None) or self.device
+        budget = metafunc.config.getoption("--moe-budget", default=None) or self.budget
+        cases = cases_for(self.experts, device=device, budget=budget)
+        metafunc.parametrize("conformance_case", cases, ids=[case.id for case in cases])
+        metafunc.cls.conformance_device = device
+
+    def test_conformance(self, conformance_case: Case) -> None:
+        """One case."""
+        run_case(self.experts, conformance_case, device=getattr(self, "conformance_device", self.device))

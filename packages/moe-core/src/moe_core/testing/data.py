@@ -1,0 +1,187 @@
+"""Tensors for a conformance case: weights, hidden states and routing in which every mix-up shows.
+
+Every expert, scale group, token and group of columns has a magnitude of its own (over a factor of 16 or so), no weight
+or bias repeats, and values reach the activation's limit.  Everything is drawn on the CPU, so that a seed means the same
+tensors on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from moe_core.activation import MoEActivation
+from moe_core.config import FusedMoEConfig
+from moe_core.quant_key import QuantKey
+from moe_core.quantization import quantize_moe_weights
+from moe_core.reference import Steps, route_pairs
+from moe_core.weights import MoEWeights
+
+#: how tokens are spread: over all experts; over some, the others idle; all on the same experts; with ids that select
+#: no expert; with such ids only
+ROUTINGS = ("uniform", "idle", "one", "invalid", "nothing")
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Arguments of one call: ``x`` [M, K], ``topk_weights``, ``topk_ids`` [M, k], ``expert_map`` [E] or None."""
+
+    x: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    expert_map: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> Inputs:
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: t.to(device) for name, t in moved.items() if t is not None})
+
+    def strided(self) -> Inputs:
+        """The same values in rows that lie apart, with NaN (huge ids) between them."""
+        return replace(
+            self,
+            x=_apart(self.x, math.nan),
+            topk_weights=_apart(self.topk_weights, math.nan),
+            topk_ids=_apart(self.topk_ids, 2**31 - 1),
+        )
+
+
+def _apart(tensor: Tensor, filling: float) -> Tensor:
+    rows, columns = tensor.shape
+    wide = torch.full((rows, columns + 3), filling, dtype=tensor.dtype, device=tensor.device)
+    wide[:, :columns] = tensor
+    return wide[:, :columns]
+
+
+def make_inputs(
+    config: FusedMoEConfig,
+    tokens: int,
+    *,
+    seed: int,
+    routing: str = "uniform",
+    ids_dtype: torch.dtype = torch.int32,
+) -> Inputs:
+    """Random hidden states and routing for a layer; see :data:`ROUTINGS`."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = -(-config.hidden_size // 32)
+    x = torch.randn(tokens, config.hidden_size, generator=generator)
+    x = x * _magnitudes((tokens, 1), generator)
+    x = x * _magnitudes((tokens, columns), generator).repeat_interleave(32, dim=1)[:, : config.hidden_size]
+    x = x / x.square().mean().sqrt().clamp_min(1e-6) if tokens else x
+    weights = torch.rand(tokens, config.top_k, generator=generator) + 0.1
+    ids = _ids(config, tokens, routing, generator)
+    expert_map = None
+    if config.local_experts < config.num_experts:
+        # local experts in an order of their own, at places of their own
+        places = torch.randperm(config.num_experts, generator=generator)[: config.local_experts]
+        expert_map = torch.full((config.num_experts,), -1, dtype=torch.int32)
+        expert_map[places] = torch.arange(config.local_experts, dtype=torch.int32)
+    return Inputs(x.to(config.dtype), weights, ids.to(ids_dtype), expert_map)
+
+
+def _ids(config: FusedMoEConfig, tokens: int, routing: str, generator: torch.Generator) -> Tensor:
+    experts, top_k = config.num_experts, config.top_k
+    choice = torch.rand(tokens, experts, generator=generator)
+    if routing == "idle":
+        choice[:, max(top_k, experts // 2) :] = -1.0
+    if routing == "one" and tokens:
+        choice = choice[:1].expand(tokens, experts)
+    ids = choice.topk(top_k, dim=1).indices.clone()
+    if routing in ("invalid", "nothing"):
+        wrong = torch.tensor([-1, experts, -(2**31), 2**31 - 1, experts + 1, -2])
+        pick = wrong[torch.randint(len(wrong), ids.shape, generator=generator)]
+        replaced = torch.rand(ids.shape, generator=generator) < (0.4 if routing == "invalid" else 2.0)
+        ids = torch.where(replaced, pick, ids)
+    return ids
+
+
+def make_weights(
+    config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None, *, seed: int
+) -> MoEWeights:
+    """Random canonical weights (and biases, input scales, column groups) for a layer and its keys."""
+    generator = torch.Generator().manual_seed(seed)
+    experts, hidden, inter = config.local_experts, config.hidden_size, config.intermediate_size
+    w13 = _matrices(experts, config.w13_rows, hidden, 2 if config.is_gated else 1, weight_key, generator)
+    w2 = _matrices(experts, hidden, inter, 1, weight_key, generator)
+    w13 *= _first_product_size(config) / math.sqrt(hidden)
+    w2 *= 1 / math.sqrt(inter)
+    biases: dict[str, Tensor] = {}
+    if config.has_bias:
+        biases["w13_bias"] = (0.5 * torch.randn(experts, config.w13_rows, generator=generator)).to(config.dtype)
+        biases["w2_bias"] = (0.5 * torch.randn(experts, hidden, generator=generator)).to(config.dtype)
+    groups: dict[str, Tensor] = {}
+    if weight_key is not None and weight_key.permuted:
+        for name, w in (("w13", w13), ("w2", w2)):
+            g_idx = _column_groups(experts, w.shape[2], weight_key, generator)
+            w *= _magnitudes((experts, int(g_idx.max()) + 1), generator).gather(1, g_idx.long())[:, None, :]
+            groups[f"{name}_g_idx"] = g_idx
+    if weight_key is None:
+        w13, w2 = w13.to(config.dtype), w2.to(config.dtype)
+    weights = quantize_moe_weights(
+        w13,
+        w2,
+        gated=config.is_gated,
+        weight_key=weight_key,
+        activation_key=activation_key,
+        **biases,
+        **groups,
+    )
+    if activation_key is not None and activation_key.is_static:
+        weights = _calibrated(weights, config, activation_key, seed)
+    return weights
+
+
+def _first_product_size(config: FusedMoEConfig) -> float:
+    """Root mean square of the first product: large enough that a fair share reaches a limit."""
+    limit = config.params.limit
+    if config.activation in (MoEActivation.RELU2, MoEActivation.RELU2_NO_MUL):
+        return 1.0 if limit is None else min(max(1.0, 0.6 * limit), 4.0)
+    return 1.5 if limit is None else min(max(1.5, 0.6 * limit), 6.0)
+
+
+def _magnitudes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Factors within 2**±2, one per element of ``shape``."""
+    return torch.exp2(4 * torch.rand(shape, generator=generator) - 2)
+
+
+def _matrices(
+    experts: int, rows: int, cols: int, parts: int, key: QuantKey | None, generator: torch.Generator
+) -> Tensor:
+    """[experts, rows, cols] of mean square 1 whose magnitude differs by expert, part and scale group."""
+    part_rows = rows // parts
+    shape = (16, 16) if key is None else (key.group_shape.row, key.group_shape.col)
+    row, col = (size if size > 0 else full for size, full in zip(shape, (part_rows, cols), strict=True))
+    grid = (experts, parts, -(-part_rows // row), -(-cols // col))
+    factors = _magnitudes(grid, generator) * _magnitudes((experts, 1, 1, 1), generator).sqrt()
+    factors = factors.repeat_interleave(row, dim=2)[:, :, :part_rows]
+    factors = factors.repeat_interleave(col, dim=3)[:, :, :, :cols]
+    w = torch.randn(experts, rows, cols, generator=generator) * factors.reshape(experts, rows, cols)
+    return w / w.square().mean().sqrt()
+
+
+def _column_groups(experts: int, cols: int, key: QuantKey, generator: torch.Generator) -> Tensor:
+    """[experts, cols] int32: every column's group, in an order of each expert's own."""
+    size = key.group_size if key.group_size > 0 else cols
+    order = torch.rand(experts, cols, generator=generator).argsort(dim=1)
+    return (order // size).to(torch.int32)
+
+
+def _calibrated(weights: MoEWeights, config: FusedMoEConfig, key: QuantKey, seed: int) -> MoEWeights:
+    """Static input scales from random tokens: one for all experts at w13, each expert's own at w2."""
+    inputs = make_inputs(replace(config, num_local_experts=None), 64, seed=seed + 1)
+    steps = Steps(replace(weights, activation_key=None), config, torch.float64, None, None)
+    amax = []
+    # every expert sees every token, so that each has a scale
+    everywhere = replace(config, top_k=config.num_experts, apply_router_weight_on_input=False)
+    ids = torch.arange(config.num_experts).expand(len(inputs.x), -1)
+    identity = torch.full((config.num_experts,), -1, dtype=torch.int32)
+    identity[: config.local_experts] = torch.arange(config.local_experts, dtype=torch.int32)
+    for expert, _ in route_pairs(everywhere, ids, identity).by_expert:
+        amax.append(steps.first_product(expert, inputs.x.double()).abs().max())
+    largest = key.dtype.max_value
+    # a little below the largest value seen, so that a few values saturate
+    w2_scale = (0.9 * torch.stack(amax) / largest).float()
+    w13_scale = (0.9 * inputs.x.float().abs().max() / largest).expand(config.local_experts).contiguous()
+    return replace(weights, w13_input_scale=w13_scale, w2_input_scale=w2_scale)

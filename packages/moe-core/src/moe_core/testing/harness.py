@@ -1,0 +1,175 @@
+"""A case brought to life: its tensors, its kernel, and calls whose surroundings are watched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moe_core.device import DeviceInfo
+from moe_core.experts import FusedMoEExperts
+from moe_core.kernel import FusedMoEKernel
+from moe_core.oracle import default_prepare_finalize
+from moe_core.routing import route
+from moe_core.testing.cases import Case
+from moe_core.testing.data import Inputs, make_inputs, make_weights
+from moe_core.testing.tolerance import Expected, expected_output
+from moe_core.weights import MoEWeights
+from moe_core.workspace import Workspace, workspace_nbytes
+
+#: bytes that scratch memory and outputs hold before a call: as floats NaN, and huge but finite values
+POISONS = {"NaN": 0xFF, "huge values": 0x7B, "zeros": 0x00}
+_GUARD = 512  # bytes behind a workspace, and rows around an output, that must stay as they were
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a case runs: tensors on ``device``, the experts told that they run on ``target``."""
+
+    device: torch.device
+    target: DeviceInfo
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether GPU kernels run in the Triton interpreter."""
+        return self.device.type == "cpu" and self.target.kind != "cpu"
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A case's tensors, on the device; ``router_logits`` [M, E] and ``correction_bias`` [E] for monolithic experts."""
+
+    case: Case
+    weights: MoEWeights
+    inputs: Inputs
+    router_logits: Tensor | None = None
+    correction_bias: Tensor | None = None
+
+    def expected(self, place: Place) -> Expected:
+        """The reference; the Triton interpreter truncates where hardware rounds."""
+        inputs = self.inputs
+        return expected_output(
+            inputs.x,
+            self.weights,
+            self.case.config,
+            topk_weights=inputs.topk_weights,
+            topk_ids=inputs.topk_ids,
+            expert_map=inputs.expert_map,
+            truncates=place.interpreted,
+        )
+
+    def arguments(self) -> dict[str, Tensor | None]:
+        """What a call gets besides hidden states, by name."""
+        if self.router_logits is not None:
+            return {
+                "router_logits": self.router_logits,
+                "correction_bias": self.correction_bias,
+                "expert_map": self.inputs.expert_map,
+            }
+        return {
+            "topk_weights": self.inputs.topk_weights,
+            "topk_ids": self.inputs.topk_ids,
+            "expert_map": self.inputs.expert_map,
+        }
+
+
+def make_problem(case: Case, device: torch.device, *, variant: int = 0) -> Problem:
+    """The tensors of ``case``; another ``variant`` has other inputs and weights of the same shapes and expert map."""
+    config = case.config
+    seed = case.seed + 7919 * variant
+    weights = make_weights(config, case.weight_key, case.activation_key, seed=seed).to(device)
+    inputs = make_inputs(config, case.tokens, seed=seed, routing=case.routing, ids_dtype=case.ids_dtype)
+    if variant:
+        same = make_inputs(config, case.tokens, seed=case.seed, routing=case.routing, ids_dtype=case.ids_dtype)
+        inputs = replace(inputs, expert_map=same.expert_map)
+    inputs = inputs.to(device)
+    logits = bias = None
+    if config.routing is not None:
+        logits, bias = _logits(case, seed)
+        logits, bias = logits.to(device), None if bias is None else bias.to(device)
+        topk_weights, topk_ids = route(logits, top_k=config.top_k, config=config.routing, correction_bias=bias)
+        inputs = replace(inputs, topk_weights=topk_weights, topk_ids=topk_ids)
+    return Problem(case, weights, inputs.strided() if case.strided else inputs, logits, bias)
+
+
+def _logits(case: Case, seed: int) -> tuple[Tensor, Tensor | None]:
+    """Logits that lie apart from each other (in bf16 too), so that rounding can't change the choice."""
+    config = case.config
+    generator = torch.Generator().manual_seed(seed + 1)
+    order = torch.rand(case.tokens, config.num_experts, generator=generator).argsort(dim=1).float()
+    logits = 4 * (order / config.num_experts - 0.4)
+    bias = None
+    if config.routing is not None and config.routing.has_correction_bias:
+        bias = 0.05 * torch.randn(config.num_experts, generator=generator)
+    return logits, bias
+
+
+def make_kernel(experts: type[FusedMoEExperts], problem: Problem, place: Place) -> FusedMoEKernel:
+    """The case's kernel around freshly converted weights."""
+    case = problem.case
+    weights = experts.convert(problem.weights, case.config)
+    instance = experts(case.config, weight_key=case.weight_key, activation_key=case.activation_key, device=place.target)
+    return FusedMoEKernel(instance, weights, None if instance.is_monolithic else default_prepare_finalize(case.config))
+
+
+def call(kernel: FusedMoEKernel, problem: Problem, output: Tensor | None = None) -> Tensor:
+    """One call with the problem's arguments."""
+    inputs = problem.inputs
+    if problem.router_logits is not None:
+        return kernel.apply_monolithic(
+            inputs.x,
+            router_logits=problem.router_logits,
+            correction_bias=problem.correction_bias,
+            expert_map=inputs.expert_map,
+            output=output,
+        )
+    return kernel.apply(
+        inputs.x,
+        topk_weights=inputs.topk_weights,
+        topk_ids=inputs.topk_ids,
+        expert_map=inputs.expert_map,
+        output=output,
+    )
+
+
+def watched_call(kernel: FusedMoEKernel, problem: Problem, poison: int) -> Tensor:
+    """One call with a workspace of exactly the stated size and an output, both filled with ``poison`` bytes.
+
+    Raises AssertionError where bytes behind the workspace or around the output change.
+    """
+    x, config = problem.inputs.x, kernel.config
+    needed = workspace_nbytes(kernel.workspaces(x.shape[0]))
+    memory = torch.full((needed + _GUARD,), poison, dtype=torch.uint8, device=x.device)
+    rows = max(1, _GUARD // config.hidden_size)
+    row_bytes = config.hidden_size * config.dtype.itemsize
+    surrounding = torch.full(((x.shape[0] + 2 * rows) * row_bytes,), poison, dtype=torch.uint8, device=x.device)
+    output = surrounding.view(config.dtype).view(-1, config.hidden_size)[rows : rows + x.shape[0]]
+    kernel.workspace = Workspace(x.device, memory[:needed])
+    try:
+        call(kernel, problem, output)
+    finally:
+        kernel.workspace = None
+    if not bool((memory[needed:] == poison).all()):
+        raise AssertionError("bytes behind the workspace were written: workspaces() states less than apply uses")
+    around = torch.cat((surrounding[: rows * row_bytes], surrounding[(rows + x.shape[0]) * row_bytes :]))
+    if not bool((around == poison).all()):
+        raise AssertionError("memory before or behind the output was written")
+    return output.clone()
+
+
+def snapshot(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """Copies of the tensors that are there."""
+    return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
+
+
+def changed(tensors: dict[str, Tensor | None], before: dict[str, Tensor]) -> list[str]:
+    """Names of tensors whose bits differ from those of ``before``."""
+    return [name for name, old in before.items() if not same_bits(tensors[name], old)]
+
+
+def same_bits(a: Tensor | None, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits (NaN equals itself)."""
+    if a is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.numel() else True

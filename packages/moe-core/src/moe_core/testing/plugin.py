@@ -1,0 +1,98 @@
+"""pytest plugin: the conformance kit for experts named on the command line.
+
+    pytest --moe-experts my_package:MyExperts
+
+runs every case of the class; without paths of its own the command runs nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from moe_core.testing.cases import Case
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options."""
+    group = parser.getgroup("moe", "conformance of fused MoE experts")
+    group.addoption(
+        "--moe-experts",
+        action="append",
+        default=[],
+        metavar="MODULE:CLASS",
+        help="experts class to run the conformance kit on; may be repeated",
+    )
+    group.addoption("--moe-device", choices=("auto", "cpu", "cuda"), default=None, help="device of the kit")
+    group.addoption(
+        "--moe-budget",
+        choices=("small", "full"),
+        default=None,
+        help="every claimed value (small) or pair of values (full)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With classes to test and no paths, there is nothing else to collect."""
+    if config.getoption("--moe-experts") and config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.args = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Add the cases, before anything deselects."""
+    for spec in config.getoption("--moe-experts"):
+        items.extend(ExpertsCollector.from_parent(session, name=spec).collect())
+
+
+class ExpertsCollector(pytest.Collector):
+    """The cases of one class."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        """One item per case; a class that can't be tested here is one item that says so."""
+        from moe_core.errors import MoEError
+        from moe_core.testing.cases import load_experts
+        from moe_core.testing.conformance import cases_for
+
+        device = self.config.getoption("--moe-device") or "auto"
+        try:
+            cases = cases_for(self.name, device=device, budget=self.config.getoption("--moe-budget") or "small")
+            devices = " or ".join(map(str, load_experts(self.name).claims.devices))
+        except MoEError as error:
+            raise pytest.UsageError(str(error)) from error
+        if not cases:
+            raise pytest.UsageError(
+                f"{self.name} does not run on this machine's {device} device: it claims {devices} "
+                "(Triton kernels for GPUs run on the CPU with TRITON_INTERPRET=1)"
+            )
+        for case in cases:
+            yield CaseItem.from_parent(self, name=case.id, case=case, device=device)
+
+
+class CaseItem(pytest.Item):
+    """One case as a test."""
+
+    def __init__(self, *, case: Case, device: str, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.case = case
+        self.device = device
+
+    def runtest(self) -> None:
+        """Run the case."""
+        from moe_core.testing.conformance import run_case
+
+        spec = self.parent.name if self.parent is not None else ""
+        run_case(spec, self.case, device=self.device)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """The message alone for a failed condition, the whole trace for a crash."""
+        if isinstance(excinfo.value, AssertionError):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Any, None, str]:
+        """Where the test stands: nowhere but in the class's claims."""
+        return self.path, None, self.nodeid

@@ -1,0 +1,317 @@
+"""How far a backend may be from the float64 reference: derived bounds, nothing tried out.
+
+Two conditions on the output ``B``, with the exact reference ``R`` and the yardstick ``Y`` (the same layer with weights
+and activations in the 16-bit dtype of the config, float32 sums; see :mod:`moe_core.reference`):
+
+1. ``|B - R| <= max(1.5 |Y - R|, floor)`` in the Frobenius norm;
+2. each element within its own bound.
+
+Both the floor and the bounds follow from one model of what a sound implementation rounds, ``u`` the unit roundoff
+of the dtype:
+
+- weights and quantised activations: what the yardstick's rounding of them is;
+- the first product, the activated values, each expert's result, the output: an error uniform within half a unit in the
+  last place (a whole one in the Triton interpreter, which truncates);
+- float32 sums of n terms: a standard deviation of 2^-24 sqrt(n / 6) of the terms' norm, that of one sum after another;
+- the activation function: a unit of float32 in the last place of its inputs' product;
+- the quantiser of the second product (and of the first, where x was weighted) sees values that are off by this much:
+  values near a rounding boundary land on the other side, and a power-of-two scale may double.  The reference's own
+  values say which and how far, so nothing is assumed about how often that happens.
+
+An element's bound is six standard deviations of the sum of all these (2e-9 of falling outside, for sums of independent
+bounded terms), plus the output's rounding.  The floor is the expected norm plus four standard deviations of its
+square: for many tokens it lies below condition 1's multiple, for one token it allows that chance gave the
+yardstick a lucky draw.  Where nothing is added up, e.g. a token without a valid expert, the bound is exactly 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_core.activation import apply_moe_activation
+from moe_core.config import FusedMoEConfig
+from moe_core.quant_key import QuantKey
+from moe_core.quantization import Quantized, dequantize_tensor, quantize_tensor
+from moe_core.reference import Steps, fused_moe_reference, route_pairs
+from moe_core.weights import MoEWeights
+
+#: how much worse than the yardstick a backend may be, in the Frobenius norm
+FACTOR = 1.5
+#: standard deviations that an element may be off, and that the squared norm may exceed its mean
+ELEMENT_SIGMAS, NORM_SIGMAS = 6.0, 4.0
+#: means of eight equally likely parts of the normal distribution
+_NORMAL_POINTS = (-1.647, -0.895, -0.492, -0.158, 0.158, 0.492, 0.895, 1.647)
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """The exact output [M, K] float64, the bound of each element, the yardstick's error and the floor of the norm."""
+
+    exact: Tensor
+    bound: Tensor
+    yardstick: float
+    floor: float
+
+    @property
+    def limit(self) -> float:
+        """The largest allowed Frobenius norm of the error."""
+        return max(FACTOR * self.yardstick, self.floor)
+
+    def compare(self, actual: Tensor, what: str) -> None:
+        """Raise AssertionError, with all figures, unless ``actual`` [M, K] meets both conditions."""
+        if tuple(actual.shape) != tuple(self.exact.shape):
+            raise AssertionError(f"{what}: output has shape {list(actual.shape)}, expected {list(self.exact.shape)}")
+        if not actual.numel():
+            return
+        error = (actual.double() - self.exact).abs()
+        # a NaN compares false with everything, so the question is what is inside
+        outside = ~(error <= self.bound)
+        norm, scale = float(error.norm()), float(self.exact.norm())
+        if norm <= self.limit and not bool(outside.any()):
+            return
+        excess = torch.where(error.isnan(), math.inf, error - self.bound)
+        row, column = divmod(int(excess.argmax()), actual.shape[1])
+        at = (row, column)
+        raise AssertionError(
+            f"{what}: the error's norm is {norm:.4g} ({norm / scale if scale else math.inf:.3g} of the reference's), "
+            f"allowed {self.limit:.4g} ({FACTOR} x the yardstick's {self.yardstick:.4g}, floor {self.floor:.4g}); "
+            f"{int(outside.sum())} of {actual.numel()} elements in {int(outside.any(dim=1).sum())} of "
+            f"{actual.shape[0]} rows are outside their bounds, the worst at {list(at)}: "
+            f"{float(actual[at]):.6g}, expected {float(self.exact[at]):.6g} ± {float(self.bound[at]):.3g}"
+        )
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Rounding to ``dtype``, to nearest or, where it ``truncates``, towards zero: errors of up to twice the size."""
+
+    dtype: torch.dtype
+    truncates: bool = False
+
+    @property
+    def unit(self) -> float:
+        """The largest relative error."""
+        return torch.finfo(self.dtype).eps * (1.0 if self.truncates else 0.5)
+
+    @property
+    def tiny(self) -> float:
+        """The largest error of what is subnormal."""
+        info = torch.finfo(self.dtype)
+        return info.smallest_normal * info.eps * (1.0 if self.truncates else 0.5)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest rounding error of float64 ``x``: ``unit`` times the power of two below ``|x|``."""
+        _, exponent = torch.frexp(x)
+        power = torch.exp2(exponent.double() - 1)
+        return torch.where(x == 0, 0.0, (self.unit * power).clamp_min(self.tiny))
+
+    def variance(self, x: Tensor) -> Tensor:
+        """Variance of the error of rounding ``x``, uniform within what is possible."""
+        return self.largest(x).square() / 3
+
+    def square(self, x: Tensor) -> Tensor:
+        """Squared error of float64 ``x`` as the yardstick rounds it (0 for what the dtype holds exactly)."""
+        return (x.to(self.dtype).double() - x).square() * (4.0 if self.truncates else 1.0)
+
+
+def expected_output(
+    x: Tensor,
+    weights: MoEWeights,
+    config: FusedMoEConfig,
+    *,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+    truncates: bool = False,
+) -> Expected:
+    """The reference with the allowed deviations; arguments as for :func:`moe_core.reference.fused_moe_reference`.
+
+    ``compute_dtype``: of the yardstick and the model, default the config's; ``truncates``: conversions to it truncate.
+    """
+    compute_dtype = compute_dtype or config.dtype
+    yardstick = fused_moe_reference(
+        x,
+        weights,
+        config,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        expert_map=expert_map,
+        compute_dtype=compute_dtype,
+    )
+    rounding = Rounding(compute_dtype, truncates)
+    steps = Steps(weights, config, torch.float64, None, weights.activation_key)
+    routed = route_pairs(config, topk_ids, expert_map)
+    key = weights.activation_key
+    static = key is not None and key.is_static
+    on_input = config.apply_router_weight_on_input
+    router = topk_weights.double()[routed.token, routed.slot, None]
+    dynamic = None if static else key
+
+    weighted = x.double() * topk_weights.double() if on_input else x.double()
+    # what is not quantised again is rounded as an operand of the product, which _operands counts
+    before_quantiser = rounding.variance(weighted) * (on_input and key is not None)
+    first = _spread(weighted, before_quantiser, dynamic, None)
+    pairs_total, experts = len(routed.token), routed.by_expert
+    hidden = x.new_zeros(pairs_total, config.intermediate_size, dtype=torch.float64)
+    hidden_variance = torch.zeros_like(hidden)
+    for expert, pairs in experts:
+        token = routed.token[pairs]
+        value, variance = first.value[token], first.element[token]
+        if static:
+            again = _spread(value, variance, key, _input_scale(weights, "w13", expert))
+            value, variance = again.value, again.element
+        w = steps.weight("w13", expert)
+        z, z_variance = _product(value, variance, w, _bias(weights, "w13", expert), rounding)
+        z_variance += rounding.variance(z)
+        hidden[pairs], spread = _activated(z, z_variance.sqrt(), config)
+        hidden_variance[pairs] = spread if key is None else spread + rounding.variance(hidden[pairs])
+
+    second = _spread(hidden, hidden_variance, dynamic, None)
+    result = x.new_zeros(pairs_total, config.hidden_size, dtype=torch.float64)
+    variance = torch.zeros_like(result)
+    mean = square = 0.0
+    for expert, pairs in experts:
+        part = second.rows(pairs)
+        if static:
+            part = _spread(part.value, part.element, key, _input_scale(weights, "w2", expert))
+        w = steps.weight("w2", expert)
+        result[pairs], variance[pairs] = _product(part.value, part.element, w, _bias(weights, "w2", expert), rounding)
+        # in the norm over all output columns, an error of h_n counts |w_router W2[:, n]|^2
+        weight = 1.0 if on_input else router[pairs].square()
+        gain = w.square().sum(dim=0) * weight
+        rounded = _operands(part.value, w, rounding)
+        mean += float((part.mean * gain).sum() + (rounded * weight).sum())
+        square += float((part.mean * part.peak * gain.square()).sum())
+        if part.jumps:
+            jumps = torch.stack([(jump * gain).sum(dim=1) for jump in part.jumps])
+            mean += float(jumps.mean(dim=0).sum())
+            square += float(jumps.square().mean(dim=0).sum())
+    factor = torch.ones_like(router) if on_input else router
+    contribution = result * factor
+    variance = variance * factor.square() + rounding.variance(contribution)
+    exact = x.new_zeros(x.shape[0], config.hidden_size, dtype=torch.float64).index_add_(0, routed.token, contribution)
+    total = torch.zeros_like(exact).index_add_(0, routed.token, variance)
+    used = torch.zeros_like(exact[:, :1]).index_add_(0, routed.token, torch.ones_like(router))
+    bound = rounding.unit * exact.abs() + ELEMENT_SIGMAS * total.sqrt() + (used > 0) * rounding.tiny
+    last = rounding.variance(exact)
+    mean += float(last.sum() + rounding.variance(contribution).sum())
+    # 9/5: the fourth moment of a uniform variable in units of its variance squared
+    square += 1.8 * float(last.square().sum())
+    floor = math.sqrt(mean + NORM_SIGMAS * math.sqrt(square))
+    return Expected(exact, bound, float((yardstick - exact).norm()), floor)
+
+
+def _product(x: Tensor, variance: Tensor, w: Tensor, bias: Tensor | None, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """x W^T + bias, and the variance of its error: that of x, and what :func:`_operands` says."""
+    z = x @ w.T
+    z_variance = variance @ w.square().T + _operands(x, w, rounding)
+    return (z if bias is None else z + bias.double()), z_variance
+
+
+def _operands(x: Tensor, w: Tensor, rounding: Rounding) -> Tensor:
+    """Variance of x W^T from rounding both operands and from summing in float32."""
+    x2, w2 = x.square(), w.square()
+    summing = 2.0**-48 * x.shape[1] / 6
+    return x2 @ (rounding.square(w) + summing * w2).T + rounding.square(x) @ w2.T
+
+
+def _activated(z: Tensor, sigma: Tensor, config: FusedMoEConfig) -> tuple[Tensor, Tensor]:
+    """The activated values of ``z``, and the variance that errors of standard deviation ``sigma`` cause in them.
+
+    Differences instead of derivatives: they hold at the kinks (clamps, relu) too.
+    """
+
+    def activate(values: Tensor) -> Tensor:
+        return apply_moe_activation(config.activation, values, config.activation_params)
+
+    h = activate(z)
+    halves = [slice(None)]
+    if config.is_gated:
+        halves = [slice(0, z.shape[1] // 2), slice(z.shape[1] // 2, None)]
+    variance = torch.zeros_like(h)
+    for half in halves:
+        moved = torch.zeros_like(sigma)
+        moved[:, half] = sigma[:, half]
+        change = torch.maximum((activate(z + moved) - h).abs(), (activate(z - moved) - h).abs())
+        variance += change.square()
+    # evaluated in float32, where 1 + erf(x) and the like cancel: an error relative to the inputs, not to the result
+    gate = z[:, : h.shape[1]].abs()
+    up = z[:, h.shape[1] :].abs() + 1 if config.is_gated else torch.ones_like(gate)
+    return h, variance + (2.0**-23 * torch.maximum(gate * up, h.abs())).square()
+
+
+@dataclass(frozen=True, eq=False)
+class _Spread:
+    """Values after the quantiser, and what errors before it do to them.
+
+    ``element``: the square that bounds (quantised) or describes (not quantised) each error; ``mean`` and ``peak``:
+    expected and largest square; ``jumps``: squares of what other scales would give, a sample of equally likely cases.
+    """
+
+    value: Tensor
+    element: Tensor
+    mean: Tensor
+    peak: Tensor
+    jumps: tuple[Tensor, ...] = ()
+
+    def rows(self, index: Tensor) -> _Spread:
+        return _Spread(
+            self.value[index],
+            self.element[index],
+            self.mean[index],
+            self.peak[index],
+            tuple(jump[index] for jump in self.jumps),
+        )
+
+
+def _spread(x: Tensor, variance: Tensor, key: QuantKey | None, scale: Tensor | None) -> _Spread:
+    """Quantise ``x``, whose elements have errors of ``variance``; ``scale`` where it is static."""
+    # 3: the fourth moment of a normal variable, so that mean x peak is the variance of its square or more
+    if key is None or not x.numel():
+        return _Spread(x, variance, variance, 3 * variance)
+
+    def quantized(values: Tensor, with_scale: Tensor | None, with_zero: Tensor | None = None) -> Quantized:
+        return quantize_tensor(values, key, scale=with_scale, zero_point=with_zero)
+
+    def value(codes: Quantized) -> Tensor:
+        return dequantize_tensor(codes, key, cols=x.shape[1], dtype=torch.float64)
+
+    sigma = variance.sqrt()
+    outward = torch.where(x < 0, -sigma, sigma)
+    own = quantized(x, scale)
+    base = value(own)
+    if not bool(variance.any()):
+        zero = torch.zeros_like(x)
+        return _Spread(base, zero, zero, zero)
+    inward = x - torch.minimum(ELEMENT_SIGMAS * sigma, x.abs()) * outward.sign()
+    scales = [own]
+    if scale is None:
+        scales += [quantized(inward, None), quantized(x + ELEMENT_SIGMAS * outward, None)]
+    bound = torch.zeros_like(x)
+    for at in scales:
+        for moved in (x - ELEMENT_SIGMAS * sigma, x, x + ELEMENT_SIGMAS * sigma):
+            bound = torch.maximum(bound, (value(quantized(moved, at.scale, at.zero_point)) - base).square())
+    mean = torch.zeros_like(x)
+    jumps = []
+    for point in _NORMAL_POINTS:
+        flipped = value(quantized(x + point * sigma, own.scale, own.zero_point)) - base
+        mean += flipped.square() / len(_NORMAL_POINTS)
+        if scale is None:
+            at = quantized(x + point * outward, None)
+            jumps.append((value(quantized(x, at.scale, at.zero_point)) - base).square())
+    return _Spread(base, bound, mean, bound, tuple(jumps))
+
+
+def _input_scale(weights: MoEWeights, name: str, expert: int) -> Tensor | None:
+    scale: Tensor | None = getattr(weights, f"{name}_input_scale")
+    return None if scale is None else scale[expert]
+
+
+def _bias(weights: MoEWeights, name: str, expert: int) -> Tensor | None:
+    bias: Tensor | None = getattr(weights, f"{name}_bias")
+    return None if bias is None else bias[expert]
