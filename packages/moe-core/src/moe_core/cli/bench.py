@@ -1,14 +1,292 @@
-"""moe bench: time per token count and backend, beside the machine's limits."""
+"""moe bench: a layer's time per token count and backend, beside the machine's limits.
+
+The layer is one of a checkpoint folder, or described by --scheme and --shape (random weights).  The floor is the larger
+of bytes over bandwidth (weights of the experts that have tokens, hidden states, output) and operations over the rate of
+a dense product, both measured on this machine.  On a GPU calls are CUDA graphs over rotating inputs; times are medians.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_core.cli import _arguments
+from moe_core.cli._output import check_writable, duration, emit, progress, table, write_whole
+from moe_core.errors import ConfigError, SelectionError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from moe_core.cli._machine import Limits
+    from moe_core.cli._timing import Timing
+    from moe_core.config import FusedMoEConfig
+    from moe_core.quant_key import QuantKey
+    from moe_core.weights import MoEWeights
+
+DEFAULT_SHAPE = "128,8,2048,768"  # Qwen3-30B-A3B
+#: sets of tokens and routing that calls take turns with
+INPUTS = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this command."""
+    parser.add_argument("path", metavar="DIR", type=Path, nargs="?", help="checkpoint folder")
+    _arguments.add_layer(parser)
+    parser.add_argument("--tokens", default="1,8,32,128", metavar="M,M,…", help="token counts (default: 1,8,32,128)")
+    parser.add_argument("--backend", metavar="B,B,…", help="backends by name (default: all that fit)")
+    parser.add_argument("--device", metavar="D", help="cpu, cuda … (default: cuda if there is a GPU)")
+    parser.add_argument("--budget", type=float, default=1.0, metavar="S", help="seconds per measurement (default: 1)")
+    parser.add_argument("--output", type=Path, metavar="F.json", help="write the results there as well")
+    parser.add_argument("--plot", type=Path, metavar="F.png", help="draw the results (needs matplotlib)")
+    _arguments.add_dtype(parser)
+    _arguments.add_shape(parser)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """What is measured; weights are made when they are needed."""
+
+    scheme: str
+    what: str
+    config: FusedMoEConfig
+    weight_key: QuantKey | None
+    activation_key: QuantKey | None
+    weights: Callable[[], MoEWeights]
 
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code."""
+    import torch
+
+    from moe_core.cli._machine import measure_limits
+
+    counts = _counts(args.tokens)
+    if not 0 < args.budget < math.inf:
+        raise ConfigError(f"--budget {args.budget}: expected a positive number of seconds")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed; add it with: pip install matplotlib")
+    for path in (args.output, args.plot):
+        if path is not None:
+            check_writable(path)
+    device = _arguments.device_of(args.device)
+    layer = _from_checkpoint(args, device) if args.path is not None else _from_shape(args, device)
+    selections = _selections(layer, device, args.backend)
+    with torch.inference_mode():
+        with progress("measuring the machine"):
+            limits = measure_limits(device, layer.config, layer.activation_key)
+        with progress("loading the weights"):
+            weights = layer.weights()
+        results = [
+            _measure(layer, weights, selection, count, device, limits, args.budget)
+            for selection in selections
+            for count in counts
+        ]
+    data = {
+        "layer": layer.what,
+        "scheme": layer.scheme,
+        "device": selections[0].device.arch,
+        "device_name": selections[0].device.name,
+        "torch": torch.__version__,
+        "bandwidth_bytes_per_second": limits.bandwidth,
+        "operations_per_second": limits.rate,
+        "operations_of": limits.product,
+        "results": results,
+    }
+    if args.output is not None:
+        write_whole(args.output, (json.dumps(data, indent=2) + "\n").encode())
+    if args.plot is not None:
+        from moe_core.cli._plot import draw
+
+        draw(data, args.plot)
+    emit(args.json, data, _text(data))
     return 0
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise ConfigError(f"--tokens {text}: expected positive integers, e.g. 1,8,32")
+    return counts
+
+
+def _from_checkpoint(args: argparse.Namespace, device: torch.device) -> _Layer:
+    from moe_core.checkpoint import Checkpoint, read_layer
+
+    source = read_layer(Checkpoint.open(args.path), args.layer, dtype=_arguments.dtype_of(args.dtype))
+    return _Layer(
+        source.scheme,
+        f"{args.path} layer {source.index}",
+        source.config,
+        source.weight_key,
+        source.activation_key,
+        lambda: source.weights(device=device),
+    )
+
+
+def _from_shape(args: argparse.Namespace, device: torch.device) -> _Layer:
+    from moe_core.registry import registry
+
+    args.shape = args.shape or DEFAULT_SHAPE
+    if args.scheme is None:
+        # with one scheme there is nothing to choose
+        names = registry().scheme_names()
+        if len(names) != 1:
+            raise ConfigError(f"give a checkpoint folder, or --scheme; installed: {', '.join(names) or 'none'}")
+        args.scheme = names[0]
+    config, weight_key, activation_key = _arguments.request_of(args)
+    return _Layer(
+        args.scheme,
+        f"E={config.num_experts} k={config.top_k} K={config.hidden_size} N={config.intermediate_size}",
+        config,
+        weight_key,
+        activation_key,
+        lambda: _random_weights(config, weight_key, activation_key, device),
+    )
+
+
+def _random_weights(
+    config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None, device: torch.device
+) -> MoEWeights:
+    """A few random experts, repeated: every expert has memory of its own, and quantising takes no time."""
+    import torch
+
+    from moe_core.quantization import quantize_moe_weights
+
+    if weight_key is not None and weight_key.permuted:
+        raise ConfigError("weights with activation order can't be made up: give a checkpoint folder")
+    if activation_key is not None and activation_key.is_static:
+        raise ConfigError("static activation scales can't be made up: give a checkpoint folder")
+    distinct = min(4, config.local_experts)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])).to(config.dtype).to(device)
+
+    small = quantize_moe_weights(
+        normal(distinct, config.w13_rows, config.hidden_size),
+        normal(distinct, config.hidden_size, config.intermediate_size),
+        gated=config.is_gated,
+        weight_key=weight_key,
+        activation_key=activation_key,
+        w13_bias=normal(distinct, config.w13_rows) if config.has_bias else None,
+        w2_bias=normal(distinct, config.hidden_size) if config.has_bias else None,
+    )
+    which = torch.arange(config.local_experts, device=device) % distinct
+    repeated: dict[str, Any] = {name: _repeated(tensor, which) for name, tensor in small.tensors()}
+    return replace(small, **repeated)
+
+
+def _repeated(tensor: Tensor, which: Tensor) -> Tensor:
+    import torch
+
+    # 8-bit floats have no indexing on every device; bytes have
+    return tensor.view(torch.uint8)[which].view(tensor.dtype)
+
+
+def _selections(layer: _Layer, device: torch.device, names: str | None) -> list[Any]:
+    from moe_core.registry import registry
+
+    oracle = registry().oracle(layer.scheme)
+
+    def select(name: str) -> Any:
+        return oracle.select(
+            layer.config,
+            weight_key=layer.weight_key,
+            activation_key=layer.activation_key,
+            moe_backend=name,
+            device=device,
+        )
+
+    if names is not None:
+        return [select(name) for name in names.split(",")]
+    report = select("auto").report
+    fitting = list(dict.fromkeys(candidate.backend for candidate in report.candidates if candidate.fits))
+    selections = [select(name) for name in fitting]
+    modular = [s for s in selections if not s.experts.is_monolithic]
+    if not modular:
+        raise SelectionError(f"no modular backend fits: only those can be given their routing\n{report}", report)
+    return modular
+
+
+def _measure(
+    layer: _Layer,
+    weights: MoEWeights,
+    selection: Any,
+    count: int,
+    device: torch.device,
+    limits: Limits,
+    budget: float,
+) -> dict[str, Any]:
+    from moe_core.cli._timing import measure
+    from moe_core.registry import registry
+
+    oracle = registry().oracle(layer.scheme)
+    with progress(f"{selection.backend}: {count} tokens"):
+        kernel = oracle.make_kernel(selection, oracle.convert(selection, weights))
+        inputs = [_inputs(layer.config, count, device, seed) for seed in range(INPUTS)]
+        calls = [lambda i=i: kernel.apply(i[0], topk_weights=i[1], topk_ids=i[2]) for i in inputs]
+        timing: Timing = measure(calls, device, graph=selection.experts.claims.cuda_graph, budget=budget)
+    active = sum(len(set(ids.flatten().tolist())) for _, _, ids in inputs) / len(inputs)
+    floor = limits.floor(*_work(layer.config, weights, count, active))
+    return {
+        "backend": selection.backend,
+        "tokens": count,
+        "active_experts": active,
+        "seconds": timing.median,
+        "seconds_quartiles": [timing.low, timing.high],
+        "calls": timing.calls,
+        "cuda_graph": timing.graph,
+        "floor_seconds": floor,
+        "floor_fraction": floor / timing.median,
+    }
+
+
+def _inputs(config: FusedMoEConfig, count: int, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, config.hidden_size, generator=generator).to(config.dtype)
+    weights, ids = torch.rand(count, config.num_experts, generator=generator).topk(config.top_k, dim=1)
+    return x.to(device), weights.to(device), ids.int().to(device)
+
+
+def _work(config: FusedMoEConfig, weights: MoEWeights, count: int, active: float) -> tuple[float, float]:
+    """(bytes, operations) that cannot be avoided."""
+    per_expert = weights.nbytes / config.local_experts
+    states = 2 * count * config.hidden_size * config.dtype.itemsize
+    products = (config.w13_rows + config.intermediate_size) * config.hidden_size
+    return per_expert * active + states, 2.0 * count * config.top_k * products
+
+
+def _text(data: dict[str, Any]) -> str:
+    results = data["results"]
+    backends = list(dict.fromkeys(result["backend"] for result in results))
+    rows = []
+    for count in dict.fromkeys(result["tokens"] for result in results):
+        here = {result["backend"]: result for result in results if result["tokens"] == count}
+        first = next(iter(here.values()))
+        cells = [f"{duration(here[b]['seconds'])} ({100 * here[b]['floor_fraction']:.2g} %)" for b in backends]
+        rows.append([str(count), f"{first['active_experts']:.0f}", duration(first["floor_seconds"]), *cells])
+    header = ["tokens", "experts", "floor", *backends]
+    return "\n".join(
+        [
+            f"{data['scheme']}, {data['layer']}, on {data['device_name']} ({data['device']}), torch {data['torch']}",
+            (
+                f"limits measured here: {data['bandwidth_bytes_per_second'] / 1e9:.0f} GB/s, "
+                f"{data['operations_per_second'] / 1e9:.0f} billion {data['operations_of']} operations/s; "
+                "in brackets: floor / time"
+            ),
+            "",
+            table(header, rows),
+        ]
+    )
