@@ -3,7 +3,7 @@
     plan.py, rule.py   launch parameters as data, and the rule that chooses them (no Triton)
     schedule.py        which rows a program works on
     tile_kernel.py     tiles on the matrix units
-    vector_kernel.py   matrix-vector products for very few tokens
+    combine_kernel.py  finishes an up product whose k loop was split
     epilogue.py        activations in registers
     launch.py          the host side
     specimen.py        launches recorded, so that every kernel compiles for every target without a GPU

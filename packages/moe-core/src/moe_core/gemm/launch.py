@@ -1,4 +1,4 @@
-"""Start the kernels of the grouped matrix product; the host side of `tile_kernel` and `vector_kernel`."""
+"""Start the kernels of the grouped matrix product; the host side of `tile_kernel` and `combine_kernel`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
-from moe_core.gemm.plan import TileConfig, VectorConfig, max_tiles
+from moe_core.gemm.combine_kernel import combine_kernel
+from moe_core.gemm.plan import TileConfig, max_tiles
 from moe_core.gemm.schedule import sorted_locate, sorted_tiles
 from moe_core.gemm.specimen import launch
-from moe_core.gemm.tile_kernel import grouped_tile_kernel
-from moe_core.gemm.vector_kernel import vector_down_kernel, vector_up_kernel
+from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN, grouped_tile_kernel
 from moe_core.ops.sort import SortedPairs
 
 
@@ -73,7 +73,9 @@ class Routing:
 class TileFunctions:
     """A scheme's `@triton.jit` functions; see `moe_core.gemm.tile_kernel`."""
 
+    open_a: Any
     load_a: Any
+    open_b: Any
     load_b: Any
     multiply: Any
     quantize: Any
@@ -92,19 +94,23 @@ def grouped_product(
     activation: Activation | None,
     block_k: int,
     pdl: bool,
+    a_by_pair: bool = False,
 ) -> None:
     """One product over sorted pairs: the up product with an ``activation``, the down product without.
 
     The up product reads A by token and writes sorted rows, quantised when ``out_scale`` is given; the down product
-    reads sorted rows and writes by pair.
+    reads sorted rows and writes by pair.  An up product with ``config.split`` > 1 writes its parts by pair instead,
+    [pairs * split, 2N] float32, which `combine_parts` finishes; ``a_by_pair`` says that A of the down product is
+    in that order.  A split down product writes [pairs * split, K] float32.
     """
     up = activation is not None
     weight = 0 if up != routing.weight_on_input else (1 if up else 2)
-    tiles = max_tiles(routing.ids.numel(), routing.num_experts, pairs.block_m)
+    pieces = pairs.block_m // config.block_m
+    tiles = max_tiles(routing.ids.numel(), routing.num_experts, pairs.block_m) * pieces
     limit = activation.limit if activation is not None else None
     launch(
         grouped_tile_kernel,
-        (tiles * triton.cdiv(b.rows, config.block_n),),
+        (tiles * triton.cdiv(b.rows, config.block_n) * config.split,),
         out,
         out_scale,
         a,
@@ -124,11 +130,13 @@ def grouped_product(
         limit if limit is not None else 0.0,
         tiles_of=sorted_tiles,
         locate=sorted_locate,
+        open_a=functions.open_a,
         load_a=functions.load_a,
+        open_b=functions.open_b,
         load_b=functions.load_b,
         multiply=functions.multiply,
         quantize=functions.quantize if out_scale is not None else None,
-        BLOCK_M=pairs.block_m,
+        BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
         GROUP_M=config.group_m,
@@ -140,108 +148,61 @@ def grouped_product(
         HAS_LIMIT=limit is not None,
         HAS_BIAS=b.bias is not None,
         WEIGHT=weight,
-        A_BY_TOKEN=up,
-        OUT_BY_PAIR=not up,
+        A_ROWS=TOKEN if up else (PAIR if a_by_pair else POSITION),
+        OUT_ROWS=POSITION if up and config.split == 1 else PAIR,
+        SPLIT=config.split,
+        PIECES=pieces,
         pdl=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
 
 
-def vector_up(
+def combine_parts(
     quantize: Any,
-    products: Any,
-    config: VectorConfig,
     *,
-    x: Tensor,
-    b: Operand,
+    parts: Tensor,
+    split: int,
+    bias: Tensor | None,
     out: Tensor,
+    out_scale: Tensor,
     routing: Routing,
     activation: Activation,
+    columns: int,
     group: int,
     pdl: bool,
 ) -> None:
-    """out[pair] = act(w13 x), float32, one program per pair and ``config.rows`` columns."""
+    """Finish a split up product: out[pair] = quantize(act(sum of parts + bias)); ``columns`` N of the result."""
+    groups = triton.cdiv(columns, group)
     launch(
-        vector_up_kernel,
-        (routing.ids.numel(), triton.cdiv(b.rows, config.rows)),
-        x,
-        b.device,
+        combine_kernel,
+        (routing.ids.numel(), groups),
+        parts,
         routing.ids,
         routing.expert_map,
-        b.bias,
-        routing.weights,
+        bias,
         out,
-        b.rows,
-        b.columns,
-        routing.top_k,
+        out_scale,
+        columns,
         routing.num_ids,
         routing.num_experts,
-        x.stride(0),
+        parts.stride(0),
         out.stride(0),
-        0 if b.bias is None else b.bias.stride(0),
+        out_scale.stride(0),
+        0 if bias is None else bias.stride(0),
         activation.alpha,
         activation.beta,
         activation.limit if activation.limit is not None else 0.0,
         quantize=quantize,
-        products=products,
-        ROWS=config.rows,
-        G=config.groups,
+        SPLIT=split,
         GROUP=group,
-        STAGES=config.num_stages,
         GATED=activation.gated,
         ACTIVATION=activation.kind,
         HAS_LIMIT=activation.limit is not None,
-        HAS_BIAS=b.bias is not None,
+        HAS_BIAS=bias is not None,
         HAS_MAP=routing.expert_map is not None,
-        WEIGHT=routing.weight_on_input,
         pdl=pdl,
-        num_warps=config.num_warps,
-    )
-
-
-def vector_down(
-    quantize: Any,
-    products: Any,
-    config: VectorConfig,
-    *,
-    h: Tensor,
-    b: Operand,
-    out: Tensor,
-    routing: Routing,
-    group: int,
-    pdl: bool,
-) -> None:
-    """out[token] = sum over slots of weight * (w2 h), one program per token and ``config.rows`` columns."""
-    launch(
-        vector_down_kernel,
-        (routing.ids.shape[0], triton.cdiv(b.rows, config.rows)),
-        h,
-        b.device,
-        routing.ids,
-        routing.expert_map,
-        b.bias,
-        routing.weights,
-        out,
-        b.rows,
-        b.columns,
-        routing.num_ids,
-        routing.num_experts,
-        h.stride(0),
-        out.stride(0),
-        0 if b.bias is None else b.bias.stride(0),
-        quantize=quantize,
-        products=products,
-        TOP_K=routing.top_k,
-        ROWS=config.rows,
-        G=config.groups,
-        GROUP=group,
-        STAGES=config.num_stages,
-        HAS_BIAS=b.bias is not None,
-        HAS_MAP=routing.expert_map is not None,
-        WEIGHT=not routing.weight_on_input,
-        pdl=pdl,
-        num_warps=config.num_warps,
+        num_warps=1,
     )
 
 

@@ -30,27 +30,35 @@ def tile_plan(
     if capability < 90 or capability >= 120:
         return _small_shared_plan(tokens * top_k / num_experts, block_n, block_k, capability)
     mean = tokens * top_k / num_experts
-    tma = pdl = True
-    steps = -(-intermediate_size // block_k)
-    if mean <= 16:
+    up_steps, down_steps = -(-hidden_size // block_k), -(-intermediate_size // block_k)
+    if mean <= 24:
+        rows = 16 if mean <= 12 else 32
+        tiles = min(tokens * top_k, num_experts)
+        # few programs leave multiprocessors without work: share the k loop of a tile among several
+        up_split = _split(132, tiles * -(-intermediate_size // block_n), up_steps)
+        down_split = _split(264, tiles * -(-hidden_size // block_n), down_steps)
+        up_stages = 4 if up_split > 1 or rows == 32 else (6 if up_steps >= 32 else 3)
+        down_stages = 2 if down_steps <= 2 else (3 if down_steps < 16 else 5)
         return TilePlan(
-            16,
-            TileConfig(block_n, 4, 3, swap=True, tma=tma),
-            TileConfig(block_n, 4, max(2, min(steps - 1, 5)) if steps > 2 else 2, swap=True, tma=tma),
-            pdl,
+            TileConfig(rows, block_n, 4, min(up_stages, 3) if rows == 32 else up_stages, 1, True, True, up_split),
+            TileConfig(rows, block_n, 4, min(down_stages, 3) if rows == 32 else down_stages, 1, True, True, down_split),
+            True,
         )
-    if mean <= 40:
-        return TilePlan(
-            32,
-            TileConfig(block_n, 4, 3, swap=True, tma=tma),
-            TileConfig(block_n, 4, 2 if steps <= 2 else 3, swap=True, tma=tma),
-            pdl,
-        )
+    few = TileConfig(64, block_n, 8, 4, 1 if mean <= 64 else 8, tma=True)
     if mean <= 300:
-        return TilePlan(64, TileConfig(block_n, 8, 4, 8, tma=tma), TileConfig(block_n, 4, 3, 8, tma=tma), pdl)
+        return TilePlan(few, TileConfig(64, block_n, 4, 3, 8, tma=True) if mean > 64 else few, True)
     # pointers, not descriptors: 128 x 2 x 128 accumulators leave no registers for the descriptors' bookkeeping
-    config = TileConfig(block_n, 8, 3, 8)
-    return TilePlan(128, config, config, pdl)
+    many = TileConfig(128, block_n, 8, 3, 8)
+    # a short loop is mostly prologue and epilogue, which small tiles, several to a multiprocessor, overlap
+    return TilePlan(many, TileConfig(64, block_n, 4, 3, 8, tma=True) if down_steps <= 8 else many, True)
+
+
+def _split(target: int, programs: int, steps: int) -> int:
+    """Programs that share a tile's loop, a power of two: up to ``target`` programs in all, 4 steps each at least."""
+    split = 1
+    while split < 16 and programs * split * 2 <= target and steps // (split * 2) >= 4:
+        split *= 2
+    return split
 
 
 def _small_shared_plan(mean: float, block_n: int, block_k: int, capability: int) -> TilePlan:
@@ -58,10 +66,10 @@ def _small_shared_plan(mean: float, block_n: int, block_k: int, capability: int)
     wide = block_n * block_k >= 128 * 128
     pdl = capability >= 90
     if mean <= 24:
-        config = TileConfig(block_n, 4, 2)
-        return TilePlan(16, config, config, pdl)
+        config = TileConfig(16, block_n, 4, 2)
+        return TilePlan(config, config, pdl)
     if mean <= 100:
-        config = TileConfig(block_n, 8 if wide else 4, 2, 8)
-        return TilePlan(32, config, config, pdl)
-    config = TileConfig(block_n, 8, 2, 8)
-    return TilePlan(64, config, config, pdl)
+        config = TileConfig(32, block_n, 8 if wide else 4, 2, 8)
+        return TilePlan(config, config, pdl)
+    config = TileConfig(64, block_n, 8, 2, 8)
+    return TilePlan(config, config, pdl)

@@ -3,19 +3,23 @@
     out[row, n] = epilogue( sum_k a[row, k] * b[expert(row), n, k] )
 
 The kernel owns what every scheme shares: the order of tiles, the pipelined loop over k, the gate and up halves,
-bias, activation, quantisation of the result and router weights.  A scheme passes four `@triton.jit` functions:
+bias, activation, quantisation of the result and router weights.  A scheme passes `@triton.jit` functions:
 
-    load_a(A, rows, mask, k, BLOCK_M, BLOCK_K)                        -> tile [BLOCK_M, BLOCK_K], scale
-    load_b(B, b_desc, expert, half, n, k, N, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
-                                                                      -> tile [BLOCK_N, BLOCK_K], scale
-    multiply(acc, a, a_scale, b, b_scale, SWAP)                       -> acc
-    quantize(tile, AXIS)                                              -> values, scale      (epilogue)
+    open_a(A, rows)                                             -> state of a row tile, made once
+    load_a(state, k, BLOCK_K)                                   -> tile [BLOCK_M, BLOCK_K], scale
+    open_b(B, expert, half, n, N, BLOCK_N)                      -> state of a weight tile, made once per half
+    load_b(state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K)        -> tile [BLOCK_N, BLOCK_K], scale
+    multiply(acc, a, a_scale, b, b_scale, SWAP)                 -> acc
+    quantize(tile, AXIS)                                        -> values, scale of the result; None to store it as is
 
 `rows` are rows of the operand A, `k` counts blocks of BLOCK_K, `n` is the first column of the tile, `half` is 0 for
-gate (or the only half) and 1 for up.  A scale is whatever `multiply` of the same scheme understands.
+gate (or the only half) and 1 for up.  States are tuples.  A scale is whatever `multiply` of the same scheme understands.
 
 SWAP computes the transposed tile [BLOCK_N, BLOCK_M]: matrix units take at least 64 rows but as few as 8 columns,
 so that few tokens go into the columns and the weights, which come in abundance, into the rows.
+
+SPLIT programs share the k loop of one tile, where tiles alone are too few to keep every multiprocessor reading.  Each
+stores its part, in float32 and by pair, [pair * SPLIT + part, columns]; whoever reads them next adds them up.
 """
 
 from __future__ import annotations
@@ -25,6 +29,11 @@ import triton.language as tl
 
 from moe_core.gemm.epilogue import activate_gated, activate_plain
 from moe_core.gemm.narrow import narrow
+
+# which row of an operand or of the result belongs to a row of the tile
+POSITION = tl.constexpr(0)  # its place in the sorted order
+TOKEN = tl.constexpr(1)
+PAIR = tl.constexpr(2)
 
 
 @triton.jit
@@ -53,6 +62,22 @@ def _row(vector, SWAP: tl.constexpr):
 
 
 @triton.jit
+def _bias(row, columns, inside, SWAP: tl.constexpr):
+    """Bias of the tile's columns, shaped to be added to the tile."""
+    return _row(tl.load(row + columns, mask=inside, other=0.0).to(tl.float32), SWAP)
+
+
+@triton.jit
+def _rows(position, pair, top_k, WHICH: tl.constexpr):
+    if WHICH == POSITION:
+        return position
+    elif WHICH == TOKEN:
+        return pair // top_k
+    else:
+        return pair
+
+
+@triton.jit
 def grouped_tile_kernel(
     out,
     out_scale,
@@ -73,7 +98,9 @@ def grouped_tile_kernel(
     limit,
     tiles_of: tl.constexpr,
     locate: tl.constexpr,
+    open_a: tl.constexpr,
     load_a: tl.constexpr,
+    open_b: tl.constexpr,
     load_b: tl.constexpr,
     multiply: tl.constexpr,
     quantize: tl.constexpr,
@@ -89,38 +116,47 @@ def grouped_tile_kernel(
     HAS_LIMIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WEIGHT: tl.constexpr,
-    A_BY_TOKEN: tl.constexpr,
-    OUT_BY_PAIR: tl.constexpr,
+    A_ROWS: tl.constexpr,
+    OUT_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PIECES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile per program; programs beyond the last tile return at once.
 
     N is the number of columns of the result (of one half when GATED), ACTIVATION "" leaves the product as it is,
     WEIGHT multiplies the router weight: 0 never, 1 before bias and activation, 2 at the end.
-    A_BY_TOKEN: row of A is the token of the pair, else the sorted position.  OUT_BY_PAIR: likewise for the result.
+    A_ROWS and OUT_ROWS say which row of A and of the result a row of the tile is: POSITION, TOKEN or PAIR.
+    With SPLIT > 1 an up product stores its halves side by side, [gate N | up N], without bias and activation.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     blocks_n = tl.cdiv(N, BLOCK_N)
-    tiles = tiles_of(S)
+    pieces = tiles_of(S) * PIECES
     pid = tl.program_id(0)
-    if pid >= tiles * blocks_n:
+    if pid >= pieces * blocks_n * SPLIT:
         return
-    tile, block_n = _tile_of(pid, tiles, blocks_n, GROUP_M)
-    expert, position, pair, mask = locate(S, tile, BLOCK_M)
-    rows = pair // top_k if A_BY_TOKEN else position
+    part = pid % SPLIT
+    piece, block_n = _tile_of(pid // SPLIT, pieces, blocks_n, GROUP_M)
+    expert, position, pair, mask = locate(S, piece, BLOCK_M, PIECES)
+    if PIECES > 1 and tl.sum(mask.to(tl.int32), axis=0) == 0:
+        return
     n = block_n * BLOCK_N
 
     SHAPE_0: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     SHAPE_1: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     acc = tl.zeros((SHAPE_0, SHAPE_1), dtype=tl.float32)
     acc_up = tl.zeros((SHAPE_0, SHAPE_1), dtype=tl.float32)
-    for k in range(tl.cdiv(K, BLOCK_K)):
-        a, a_scale = load_a(A, rows, mask, k, BLOCK_M, BLOCK_K)
-        b, b_scale = load_b(B, b_desc, expert, 0, n, k, N, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
+    a_state = open_a(A, _rows(position, pair, top_k, A_ROWS))
+    b_state = open_b(B, expert, 0, n, N, BLOCK_N)
+    up_state = open_b(B, expert, 1 if GATED else 0, n, N, BLOCK_N)
+    steps = tl.cdiv(K, BLOCK_K)
+    for k in range(steps * part // SPLIT, steps * (part + 1) // SPLIT):
+        a, a_scale = load_a(a_state, k, BLOCK_K)
+        b, b_scale = load_b(b_state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K)
         if GATED:
-            c, c_scale = load_b(B, b_desc, expert, 1, n, k, N, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
+            c, c_scale = load_b(up_state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K)
             acc = multiply(acc, a, a_scale, b, b_scale, SWAP)
             acc_up = multiply(acc_up, a, a_scale, c, c_scale, SWAP)
         else:
@@ -128,32 +164,43 @@ def grouped_tile_kernel(
 
     columns = n + tl.arange(0, BLOCK_N)
     inside = columns < N
+    target = _rows(position, pair, top_k, OUT_ROWS)
+    stored = _column(mask, SWAP) & _row(inside, SWAP)
     if WEIGHT != 0:
-        weight = tl.load(weights + pair, mask=mask, other=0.0)
-    if WEIGHT == 1:
-        acc = acc * _column(weight, SWAP)
+        weight = _column(tl.load(weights + pair), SWAP)
+    if SPLIT > 1:
+        if WEIGHT != 0:
+            acc = acc * weight
+            acc_up = acc_up * weight
+        offsets = _column((target * SPLIT + part) * stride_out, SWAP) + _row(columns, SWAP)
+        if HAS_BIAS and ACTIVATION == "":
+            scale = tl.where(part == 0, 1.0, 0.0) * (weight if WEIGHT == 2 else 1.0)
+            acc += _bias(bias + expert.to(tl.int64) * stride_bias, columns, inside, SWAP) * scale
+        tl.store(out + offsets, acc, mask=stored)
         if GATED:
-            acc_up = acc_up * _column(weight, SWAP)
-    if HAS_BIAS:
-        bias_row = bias + expert.to(tl.int64) * stride_bias
-        acc += _row(tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32), SWAP)
-        if GATED:
-            acc_up += _row(tl.load(bias_row + N + columns, mask=inside, other=0.0).to(tl.float32), SWAP)
-    if GATED:
-        acc = activate_gated(acc, acc_up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
-    elif ACTIVATION != "":
-        acc = activate_plain(acc, limit, ACTIVATION, HAS_LIMIT)
-    if WEIGHT == 2:
-        acc = acc * _column(weight, SWAP)
-
-    target = pair if OUT_BY_PAIR else position
-    offsets = _column(target * stride_out, SWAP) + _row(columns, SWAP)
-    if quantize is None:
-        tl.store(out + offsets, narrow(acc, out.dtype.element_ty), mask=_column(mask, SWAP) & _row(inside, SWAP))
+            tl.store(out + offsets + N, acc_up, mask=stored)
     else:
-        # columns up to the end of the last group become zeros, so that the next product may read whole groups
-        if not EVEN_N:
-            acc = tl.where(_row(inside, SWAP), acc, 0.0)
-        values, scale = quantize(acc, 0 if SWAP else 1)
-        tl.store(out + offsets, values, mask=_column(mask, SWAP))
-        tl.store(out_scale + target * stride_out_scale + block_n, scale, mask=mask)
+        if WEIGHT == 1:
+            acc = acc * weight
+            acc_up = acc_up * weight
+        if HAS_BIAS:
+            bias_row = bias + expert.to(tl.int64) * stride_bias
+            acc += _bias(bias_row, columns, inside, SWAP)
+            if GATED:
+                acc_up += _bias(bias_row + N, columns, inside, SWAP)
+        if GATED:
+            acc = activate_gated(acc, acc_up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+        elif ACTIVATION != "":
+            acc = activate_plain(acc, limit, ACTIVATION, HAS_LIMIT)
+        if WEIGHT == 2:
+            acc = acc * weight
+        offsets = _column(target * stride_out, SWAP) + _row(columns, SWAP)
+        if quantize is None:
+            tl.store(out + offsets, narrow(acc, out.dtype.element_ty), mask=stored)
+        else:
+            # columns up to the end of the last group become zeros, so that the next product may read whole groups
+            if not EVEN_N:
+                acc = tl.where(_row(inside, SWAP), acc, 0.0)
+            values, scale = quantize(acc, 0 if SWAP else 1)
+            tl.store(out + offsets, values, mask=_column(mask, SWAP))
+            tl.store(out_scale + target * stride_out_scale + block_n, scale, mask=mask)

@@ -22,12 +22,13 @@ def reduce_kernel(
     stride_y,
     stride_out,
     TOP_K: tl.constexpr,
+    SPLIT: tl.constexpr,
     HAS_MAP: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[m] = sum over j of weights[m, j] * y[m * TOP_K + j], in float32, j ascending; dropped pairs count nothing."""
+    """out[m] = sum over j of weights[m, j] * y[m * TOP_K + j] (of its SPLIT parts), in float32, j ascending; dropped pairs count nothing."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -40,8 +41,8 @@ def reduce_kernel(
         expert = local_expert(ids, expert_map, pair, pair >= 0, num_ids, num_experts, HAS_MAP)
         # a dropped pair has no columns
         end = tl.where(expert >= 0, columns, 0)
-        value = tl.load(y + pair * stride_y + column, mask=column < end, other=0.0).to(tl.float32)
-        if HAS_WEIGHTS:
-            value *= tl.load(weights + pair)
-        total += value
+        weight = tl.load(weights + pair) if HAS_WEIGHTS else 1.0
+        for part in tl.static_range(SPLIT):
+            row = y + (pair * SPLIT + part) * stride_y
+            total += weight * tl.load(row + column, mask=column < end, other=0.0).to(tl.float32)
     tl.store(out + token * stride_out + column, narrow(total, out.dtype.element_ty), mask=inside)

@@ -21,79 +21,69 @@ AMAX_FLOOR = tl.constexpr(1e-10)
 
 
 @triton.jit
-def load_activations(A, rows, mask, k, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def open_activations(A, rows):
     """A = (values, scales, values' row stride, scales' row stride); the values are padded to whole groups."""
     values, scales, stride, stride_scale = A
+    return values + rows * stride, scales + rows * stride_scale
+
+
+@triton.jit
+def load_activations(state, k, BLOCK_K: tl.constexpr):
+    """Tile [BLOCK_M, BLOCK_K] and its scales [BLOCK_M]."""
+    values, scales = state
     # before the tile: nothing waits for the scale until the product is done
-    scale = tl.load(scales + rows * stride_scale + k, mask=mask, other=0.0)
-    columns = k * BLOCK_K + tl.arange(0, BLOCK_K)
-    tile = tl.load(values + rows[:, None] * stride + columns[None, :], mask=mask[:, None], other=0.0)
+    scale = tl.load(scales + k)
+    tile = tl.load(values[:, None] + (k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :])
     return tile, scale
 
 
 @triton.jit
-def load_weights(
-    B,
-    b_desc,
-    expert,
-    half: tl.constexpr,
-    n,
-    k,
-    N,
-    K,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
-    """Tile [BLOCK_N, BLOCK_K] that lies within one row of scale blocks, and its scale (a scalar).
+def open_weights(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """A tile that lies within one row of scale blocks.
 
     B = (weights, scales, weights' expert and row stride, scales' expert and row stride, block_n); the last dimension
-    of both is contiguous.  b_desc: a tensor descriptor over the weights as [E * rows, K], or None for pointers.
-    The up half starts at row N of the weights and at row ceil(N / block_n) of the scales.
+    of both is contiguous.  The up half starts at row N of the weights and at row ceil(N / block_n) of the scales.
     """
     weights, scales, stride_e, stride_n, scale_e, scale_n, block_n = B
     base = expert.to(tl.int64)
-    scale_row = n // block_n + half * tl.cdiv(N, block_n)
-    scale = tl.load(scales + base * scale_e + scale_row * scale_n + k)
-    if b_desc is None:
-        columns = n + tl.arange(0, BLOCK_N)
-        depth = k * BLOCK_K + tl.arange(0, BLOCK_K)
-        pointers = weights + base * stride_e + (half * N + columns).to(tl.int64)[:, None] * stride_n + depth[None, :]
-        if EVEN_N and EVEN_K:
-            tile = tl.load(pointers)
-        elif EVEN_K:
-            tile = tl.load(pointers, mask=(columns < N)[:, None], other=0.0)
-        else:
-            tile = tl.load(pointers, mask=(columns < N)[:, None] & (depth < K)[None, :], other=0.0)
-    else:
-        # rows beyond this half or this expert are other weights: finite or not, they only reach columns that are
-        # never stored
-        tile = b_desc.load([(expert * (stride_e // stride_n) + half * N + n).to(tl.int32), k * BLOCK_K])
-    return tile, scale
+    columns = n + tl.arange(0, BLOCK_N)
+    rows = weights + base * stride_e + (half * N + columns).to(tl.int64) * stride_n
+    scale = scales + base * scale_e + (n // block_n + half * tl.cdiv(N, block_n)) * scale_n
+    # for the descriptor: the first row of the tile among the rows of all experts
+    first = (base * (stride_e // stride_n)).to(tl.int32) + half * N + n
+    return rows, columns < N, scale, first
 
 
 @triton.jit
-def load_weights_mixed(
-    B,
-    b_desc,
-    expert,
-    half: tl.constexpr,
-    n,
-    k,
-    N,
-    K,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
-    """As `load_weights` for a tile that spans several rows of scale blocks: the scale is a vector [BLOCK_N]."""
+def open_weights_mixed(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_weights` for a tile that spans several rows of scale blocks: scales are vectors [BLOCK_N]."""
     weights, scales, stride_e, stride_n, scale_e, scale_n, block_n = B
-    tile, _ = load_weights(B, b_desc, expert, half, n, k, N, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
-    columns = n + tl.arange(0, BLOCK_N)
-    scale_row = columns // block_n + half * tl.cdiv(N, block_n)
-    scale = tl.load(scales + expert.to(tl.int64) * scale_e + scale_row * scale_n + k, mask=columns < N, other=0.0)
+    rows, inside, _, first = open_weights(B, expert, half, n, N, BLOCK_N)
+    columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
+    scale_rows = columns // block_n + half * tl.cdiv(N, block_n)
+    return rows, inside, scales + expert.to(tl.int64) * scale_e + scale_rows * scale_n, first
+
+
+@triton.jit
+def load_weights(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Tile [BLOCK_N, BLOCK_K] and its scale, a scalar or [BLOCK_N].
+
+    b_desc: a tensor descriptor over the weights as [E * rows, K], or None for pointers.
+    """
+    rows, inside, scales, first = state
+    scale = tl.load(scales + k)
+    if b_desc is None:
+        depth = k * BLOCK_K + tl.arange(0, BLOCK_K)
+        pointers = rows[:, None] + depth[None, :]
+        if EVEN_N and EVEN_K:
+            tile = tl.load(pointers)
+        elif EVEN_K:
+            tile = tl.load(pointers, mask=inside[:, None], other=0.0)
+        else:
+            tile = tl.load(pointers, mask=inside[:, None] & (depth < K)[None, :], other=0.0)
+    else:
+        # rows beyond this half or this expert are other weights: they only reach columns that are never stored
+        tile = b_desc.load([first, k * BLOCK_K])
     return tile, scale
 
 
@@ -123,38 +113,3 @@ def quantize(tile, AXIS: tl.constexpr):
     scale = tl.div_rn(amax, tl.full(amax.shape, E4M3_MAX, tl.float32))
     values = tl.div_rn(tile, tl.broadcast_to(tl.expand_dims(scale, AXIS), tile.shape))
     return narrow_e4m3(values), scale
-
-
-@triton.jit
-def products(
-    B,
-    expert,
-    half: tl.constexpr,
-    n,
-    k,
-    values,
-    scale,
-    N,
-    K,
-    ROWS: tl.constexpr,
-    G: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Products of ROWS weight rows with one quantised activation vector: [ROWS, G * GROUP] float32.
-
-    `values` [G, GROUP] and `scale` [G] are the activations of columns k .. k + G * GROUP; ROWS divides block_n.
-    """
-    weights, scales, stride_e, stride_n, scale_e, scale_n, block_n = B
-    base = expert.to(tl.int64)
-    group = k // GROUP + tl.arange(0, G)
-    scale_row = n // block_n + half * tl.cdiv(N, block_n)
-    weight_scale = tl.load(scales + base * scale_e + scale_row * scale_n + group, mask=group * GROUP < K, other=0.0)
-    columns = n + tl.arange(0, ROWS)
-    depth = k + tl.arange(0, G * GROUP)
-    tile = tl.load(
-        weights + base * stride_e + (half * N + columns).to(tl.int64)[:, None] * stride_n + depth[None, :],
-        mask=(columns < N)[:, None] & (depth < K)[None, :],
-        other=0.0,
-    )
-    x = tl.reshape(values * (scale * weight_scale)[:, None], (G * GROUP,))
-    return tile.to(tl.float32) * x[None, :]

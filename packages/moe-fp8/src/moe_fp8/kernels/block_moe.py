@@ -5,8 +5,8 @@
     down      y[pair] = weight * (h w2^T)
     reduce    out[token] = sum over slots of y, in float32
 
-For very few tokens: up and down as matrix-vector products, two launches in all.  All scratch memory is the caller's
-(`workspaces`), nothing is read before it is written, and there is no host synchronisation.
+With few tokens the k loops may be split among programs; a further launch then finishes h.  All scratch memory is the
+caller's (`workspaces`), nothing is read before it is written, and there is no host synchronisation.
 
 The intermediate is float32 until it is quantised; y has the dtype of the output.
 """
@@ -21,12 +21,11 @@ from moe_core.gemm.launch import (
     Operand,
     Routing,
     TileFunctions,
+    combine_parts,
     grouped_product,
-    vector_down,
-    vector_up,
     weight_descriptor,
 )
-from moe_core.gemm.plan import Plan, TileConfig, VectorPlan
+from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.rule import tile_plan
 from moe_core.ops.reduce import reduce_pairs
 from moe_core.ops.sort import QuantizeRows, sort_pairs
@@ -39,9 +38,15 @@ SILU = Activation("silu")
 
 
 def _functions(block_n: int, config: TileConfig) -> TileFunctions:
-    if block_n % config.block_n == 0:
-        return TileFunctions(block.load_activations, block.load_weights, block.multiply, block.quantize)
-    return TileFunctions(block.load_activations, block.load_weights_mixed, block.multiply_mixed, block.quantize)
+    uniform = block_n % config.block_n == 0
+    return TileFunctions(
+        block.open_activations,
+        block.load_activations,
+        block.open_weights if uniform else block.open_weights_mixed,
+        block.load_weights,
+        block.multiply if uniform else block.multiply_mixed,
+        block.quantize,
+    )
 
 
 def _operand(weights: Tensor, scales: Tensor, bias: Tensor | None, rows: int, block_n: int) -> Operand:
@@ -60,7 +65,7 @@ def block_fp8_fused_moe(
     topk_ids: Tensor,
     out: Tensor,
     workspace: Mapping[str, Tensor],
-    plan: Plan | None = None,
+    plan: TilePlan | None = None,
     block_shape: tuple[int, int] = (128, 128),
     activation: Activation = SILU,
     w13_bias: Tensor | None = None,
@@ -99,31 +104,53 @@ def block_fp8_fused_moe(
             tokens, routing.top_k, layer_experts, hidden, size, block_n=block_k, block_k=block_k, capability=capability
         )
     pairs, pdl = topk_ids.numel(), plan.pdl
-    if isinstance(plan, VectorPlan):
-        h = workspace["h_wide"][:pairs]
-        vector_up(
-            block.quantize, block.products, plan.up,
-            x=x, b=up, out=h, routing=routing, activation=activation, group=block_k, pdl=pdl,
-        )  # fmt: skip
-        vector_down(
-            block.quantize, block.products, plan.down, h=h, b=down, out=out, routing=routing, group=block_k, pdl=pdl
-        )
-        return
     x_values, x_scales = workspace["x_values"], workspace["x_scales"]
     h_values, h_scales = workspace["h_values"], workspace["h_scales"]
     rows = QuantizeRows(x, x_values, x_scales, block.quantize, block_k)
     order = sort_pairs(topk_ids, experts, plan.block_m, workspace=workspace, expert_map=expert_map, rows=rows, pdl=pdl)
+    split_up, split_down = plan.up.split, plan.down.split
+    parts = workspace["parts"]
+    up_parts = parts[: pairs * split_up * w13.shape[1]].view(-1, w13.shape[1]) if split_up > 1 else None
     grouped_product(
-        _functions(block_n, plan.up), plan.up,
+        _functions(block_n, plan.up),
+        plan.up,
         a=(x_values, x_scales, x_values.stride(0), x_scales.stride(0)),
-        b=up, out=h_values, out_scale=h_scales, pairs=order, routing=routing, activation=activation,
-        block_k=block_k, pdl=pdl,
-    )  # fmt: skip
-    y = workspace["y"]
+        b=up,
+        out=h_values if up_parts is None else up_parts,
+        out_scale=h_scales if up_parts is None else None,
+        pairs=order,
+        routing=routing,
+        activation=activation,
+        block_k=block_k,
+        pdl=pdl,
+    )
+    if up_parts is not None:
+        combine_parts(
+            block.quantize,
+            parts=up_parts,
+            split=split_up,
+            bias=w13_bias,
+            out=h_values,
+            out_scale=h_scales,
+            routing=routing,
+            activation=activation,
+            columns=size,
+            group=block_k,
+            pdl=pdl,
+        )
+    y = workspace["y"] if split_down == 1 else parts[: pairs * split_down * hidden].view(-1, hidden)
     grouped_product(
-        _functions(block_n, plan.down), plan.down,
+        _functions(block_n, plan.down),
+        plan.down,
         a=(h_values, h_scales, h_values.stride(0), h_scales.stride(0)),
-        b=down, out=y, out_scale=None, pairs=order, routing=routing, activation=None,
-        block_k=block_k, pdl=pdl,
-    )  # fmt: skip
-    reduce_pairs(y, topk_ids, experts, out, expert_map=expert_map, pdl=pdl)
+        b=down,
+        out=y,
+        out_scale=None,
+        pairs=order,
+        routing=routing,
+        activation=None,
+        block_k=block_k,
+        pdl=pdl,
+        a_by_pair=split_up > 1,
+    )
+    reduce_pairs(y, topk_ids, experts, out, expert_map=expert_map, split=split_down, pdl=pdl)

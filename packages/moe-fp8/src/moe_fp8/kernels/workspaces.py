@@ -8,8 +8,8 @@ from moe_core.workspace import WorkspaceSpec
 
 #: the smallest tile of rows that a plan may ask for
 MIN_BLOCK_M = 16
-#: the most pairs that a matrix-vector plan may be used for
-MAX_VECTOR_PAIRS = 64
+#: the most programs of a product with a split k loop; each stores at most MIN_BLOCK_M rows
+MAX_SPLIT_PROGRAMS = 528
 
 
 def block_fp8_workspaces(
@@ -31,6 +31,6 @@ def block_fp8_workspaces(
         WorkspaceSpec("x_scales", (num_tokens, up_groups), torch.float32),
         WorkspaceSpec("h_values", (pairs, down_groups * group), e4m3),
         WorkspaceSpec("h_scales", (pairs, down_groups), torch.float32),
-        WorkspaceSpec("h_wide", (min(pairs, MAX_VECTOR_PAIRS), intermediate_size), torch.float32),
+        WorkspaceSpec("parts", (MAX_SPLIT_PROGRAMS * MIN_BLOCK_M * 2 * max(group, 128),), torch.float32),
         WorkspaceSpec("y", (pairs, hidden_size), dtype),
     )
