@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import nox
@@ -86,10 +87,11 @@ def tests(session: nox.Session) -> None:
 @nox.session(download_python="never")
 def tests_lowest(session: nox.Session) -> None:
     """The CPU suite with the lowest versions of direct dependencies that the packages allow."""
-    # the workspace's constraints pin the newest versions, so uv must not find them
-    with session.chdir(session.create_tmp()):
-        paths = [argument for path in PACKAGES for argument in ("--editable", str(path))]
-        session.install("--resolution", "lowest-direct", *paths, *group("test"))
+    paths = [argument for path in PACKAGES for argument in ("--editable", str(path))]
+    # the workspace's constraints pin the newest versions: uv must not find them from where it runs
+    with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
+        session.install("--upgrade", "--resolution", "lowest-direct", *paths, *group("test"))
+    session.run("python", "-c", "import torch, triton; print('torch', torch.__version__, 'triton', triton.__version__)")
     run_tests(session)
 
 
