@@ -92,16 +92,16 @@ def test_against_loops(name, dtype):
     assert weights.dtype is torch.float32
     assert ids.dtype is torch.int32
     for m in range(logits.shape[0]):
-        want_weights, want_ids = route_token(
-            logits[m].tolist(), top_k, config, None if bias is None else bias.tolist()
-        )
+        want_weights, want_ids = route_token(logits[m].tolist(), top_k, config, None if bias is None else bias.tolist())
         assert ids[m].tolist() == want_ids
         assert weights[m].tolist() == pytest.approx(want_weights, rel=RELATIVE)
 
 
 def test_renormalize_and_its_naive_form_agree():
     logits = torch.randn(9, 33)
-    one, two = (route(logits, top_k=5, config=RoutingConfig.from_method(m)) for m in (R.Renormalize, R.RenormalizeNaive))
+    one, two = (
+        route(logits, top_k=5, config=RoutingConfig.from_method(m)) for m in (R.Renormalize, R.RenormalizeNaive)
+    )
     assert torch.equal(one[1], two[1])
     torch.testing.assert_close(one[0], two[0], rtol=RELATIVE, atol=0)
 

@@ -24,11 +24,18 @@ def _keep_bits(x, DROPPED: tl.constexpr):
 
 
 @triton.jit
+def _with_sign(x, y):
+    """x >= 0 with the sign of y."""
+    return (x.to(tl.int32, bitcast=True) | (y.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def narrow_e4m3(x):
     """float32, |x| <= 448, to e4m3 (round to nearest even)."""
     if INTERPRET:
-        # below 2^-6 e4m3 has steps of 2^-9: adding 1.5 * 2^14 leaves just those
-        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, _keep_bits(x, 20))
+        # below 2^-6 e4m3 has steps of 2^-9: adding 1.5 * 2^14 leaves just those, without the sign of what becomes 0
+        small = (tl.abs(x) + 24576.0) - 24576.0
+        x = tl.where(tl.abs(x) < 0.015625, _with_sign(small, x), _keep_bits(x, 20))
     return x.to(tl.float8e4nv)
 
 

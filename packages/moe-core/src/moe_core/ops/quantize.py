@@ -129,6 +129,8 @@ def _quantize(
                 f"scale_out is {scale.dtype} {list(scale.shape)} on {scale.device}, "
                 f"expected {key.scale.dtype} {list(shape)} on {x.device}"
             )
+    if out.numel() == 0:
+        return Quantized(out, scale if key.is_static else scale.zero_(), zero_point)
     unsupported = None if code != "e4m3" or x.device.type != "cuda" else _without_e4m3(x)
     if not use_triton(x, backend, unsupported=unsupported):
         return _quantize_torch(rows, key, static_scale, power_of_two, out, scale, zero_point)

@@ -11,6 +11,8 @@ from moe_core.routing import RoutingConfig, call_custom, check_routing_inputs, r
 #: what one tile of the kernel holds at most
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
+#: up to here every row has a program of its own, beyond it a program takes several, whose reductions overlap
+ONE_ROW_TOKENS = 4096
 
 
 def fused_route(
@@ -44,8 +46,8 @@ def fused_route(
     from moe_core.gemm.specimen import launch
     from moe_core.ops._routing_kernels import route_kernel
 
-    # one warp takes one row; where rows abound it takes several, whose chains of reductions overlap
-    rows = 1 if tokens <= 4096 else max(1, min(4, 1024 // (block_s * block_g)))
+    # a program is one warp
+    rows = 1 if tokens <= ONE_ROW_TOKENS else max(1, min(4, 1024 // (block_s * block_g)))
     bias = correction_bias.contiguous() if correction_bias is not None else None
     launch(
         route_kernel,
