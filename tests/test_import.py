@@ -14,7 +14,7 @@ import {module}
 print(*sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}))
 """
 
-# a full garbage collection of torch's objects (80 ms) falls now into this import, now elsewhere, by the number of objects
+# a full garbage collection of torch's objects (80 ms) falls into this import or elsewhere, by their number
 ADDED_MILLISECONDS = """
 import gc, time, torch
 gc.disable()

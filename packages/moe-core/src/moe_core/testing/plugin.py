@@ -2,7 +2,8 @@
 
     pytest --moe-experts my_package:MyExperts
 
-runs every case of the class; without paths of its own the command runs nothing else.
+runs every case of the class; without paths of its own the command runs nothing else.  The options are declared by
+``moe_core_pytest``, which pytest finds by entry point and which loads this module where they are used.
 """
 
 from __future__ import annotations
@@ -14,31 +15,6 @@ import pytest
 
 if TYPE_CHECKING:
     from moe_core.testing.cases import Case
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare the options."""
-    group = parser.getgroup("moe", "conformance of fused MoE experts")
-    group.addoption(
-        "--moe-experts",
-        action="append",
-        default=[],
-        metavar="MODULE:CLASS",
-        help="experts class to run the conformance kit on; may be repeated",
-    )
-    group.addoption("--moe-device", choices=("auto", "cpu", "cuda"), default=None, help="device of the kit")
-    group.addoption(
-        "--moe-budget",
-        choices=("small", "full"),
-        default=None,
-        help="every claimed value (small) or pair of values (full)",
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """With classes to test and no paths, there is nothing else to collect."""
-    if config.getoption("--moe-experts") and config.args_source is not pytest.Config.ArgsSource.ARGS:
-        config.args = []
 
 
 @pytest.hookimpl(tryfirst=True)

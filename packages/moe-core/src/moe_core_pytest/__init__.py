@@ -1,0 +1,37 @@
+"""The pytest options of the conformance kit: ``pytest --moe-experts my_package:MyExperts``.
+
+pytest loads this with every run in an environment that holds moe-core.  It is apart from ``moe_core`` because importing
+that imports torch, which takes seconds: the kit itself is loaded when an option asks for it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options."""
+    group = parser.getgroup("moe", "conformance of fused MoE experts")
+    group.addoption(
+        "--moe-experts",
+        action="append",
+        default=[],
+        metavar="MODULE:CLASS",
+        help="experts class to run the conformance kit on; may be repeated",
+    )
+    group.addoption("--moe-device", choices=("auto", "cpu", "cuda"), default=None, help="device of the kit")
+    group.addoption(
+        "--moe-budget",
+        choices=("small", "full"),
+        default=None,
+        help="every claimed value (small) or pair of values (full)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With classes to test, load the kit; without paths there is nothing else to collect."""
+    if not config.getoption("--moe-experts"):
+        return
+    config.pluginmanager.import_plugin("moe_core.testing.plugin")
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.args = []
