@@ -5,6 +5,7 @@ The examples are built as wheels and unpacked beside the environment; nothing of
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -119,6 +120,15 @@ def changed(tmp_path: Path, root: Path) -> Callable[[str, str, str, str], str]:
 
 def test_backend_of_another_package_is_found_chosen_and_right(run_python: Run, installed: str) -> None:
     assert run_python(BACKEND, PYTHONPATH=installed).strip() == "ok"
+
+
+def test_backend_of_another_package_passes_the_conformance_kit(tmp_path: Path, installed: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    command += ["--moe-experts", "example_backend.experts:PreloadedExperts"]
+    environment = {**os.environ, "PYTHONPATH": installed}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    assert " passed" in done.stdout
 
 
 def test_scheme_of_another_package_is_found_and_right(run_python: Run, installed: str) -> None:

@@ -35,9 +35,11 @@ class PreloadedExperts(mc.FusedMoEExpertsModular):
         parts = 2 if config.is_gated else 1
         w13 = dequantize_weight(weights.w13, weights.w13_scale, key, parts=parts)
         w2 = dequantize_weight(weights.w2, weights.w2_scale, key)
-        return mc.KernelWeights(
-            w13=w13.to(config.dtype), w2=w2.to(config.dtype), quant_config=mc.FUSED_MOE_UNQUANTIZED_CONFIG
+        # the quant config names the keys that were selected; engines read them there, apply here does not
+        quant_config = mc.make_quant_config(
+            weight_key=key, activation_key=None, w1_scale=weights.w13_scale, w2_scale=weights.w2_scale
         )
+        return mc.KernelWeights(w13=w13.to(config.dtype), w2=w2.to(config.dtype), quant_config=quant_config)
 
     def apply(
         self,
