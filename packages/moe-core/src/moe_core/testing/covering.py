@@ -1,14 +1,15 @@
-"""Covering arrays: few rows in which every value, or every pair of values, of some factors occurs."""
+"""Covering arrays: few rows in which every value of some factors, and every pair of values of others, occurs."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 Row = dict[str, Any]
 _Choice = tuple[int, int]  # factor number, value number
+_Target = tuple[_Choice, ...]  # one choice or two, in the order of the factors
 
 #: completions of one row that are tried before a combination counts as impossible
 TRIES = 24
@@ -18,24 +19,29 @@ def covering_rows(
     factors: Mapping[str, Sequence[Any]],
     allowed: Callable[[Row], bool],
     *,
-    strength: int,
+    paired: Collection[str],
+    fillers: Mapping[str, Sequence[Any]] | None = None,
     seed: int = 0,
 ) -> list[Row]:
-    """Rows (one value per factor) that together hold every combination of ``strength`` values (1 or 2).
+    """Rows (one value per factor) that hold every value, and every pair of values of two ``paired`` factors.
 
     Combinations for which no allowed row is found are left out.  Greedy and deterministic: the first factor's values
-    come in order, and each row takes what covers most of what is left.
+    come in order, and each row takes what covers most of what is left.  Where nothing is left to cover, a factor named
+    in ``fillers`` takes one of those values.
     """
     names = list(factors)
     values = [list(factors[name]) for name in names]
     generator = random.Random(seed)
     choices = [(f, v) for f, options in enumerate(values) for v in range(len(options))]
-    targets: list[tuple[_Choice, ...]]
-    if strength == 1:
-        targets = [(choice,) for choice in choices]
-    else:
-        targets = [pair for pair in itertools.combinations(choices, 2) if pair[0][0] != pair[1][0]]
-    open_targets = dict.fromkeys(targets)
+    targets: list[_Target] = [
+        pair
+        for pair in itertools.combinations([c for c in choices if names[c[0]] in paired], 2)
+        if pair[0][0] != pair[1][0]
+    ]
+    open_targets = dict.fromkeys([*targets, *((choice,) for choice in choices)])
+    spare = [
+        [v for v, x in enumerate(values[f]) if x in (fillers or {}).get(n, values[f])] for f, n in enumerate(names)
+    ]
     rows: list[Row] = []
 
     def as_row(picked: Sequence[int]) -> Row:
@@ -43,22 +49,22 @@ def covering_rows(
 
     while open_targets:
         target = next(iter(open_targets))
-        found = _complete(target, values, open_targets, strength, lambda p: allowed(as_row(p)), generator)
+        found = _complete(target, values, spare, open_targets, lambda p: allowed(as_row(p)), generator)
         if found is None:
             del open_targets[target]
             continue
         rows.append(as_row(found))
         held = list(enumerate(found))
-        for combination in itertools.combinations(held, strength):
+        for combination in (*itertools.combinations(held, 2), *((choice,) for choice in held)):
             open_targets.pop(combination, None)
     return rows
 
 
 def _complete(
-    target: tuple[_Choice, ...],
+    target: _Target,
     values: Sequence[Sequence[Any]],
-    open_targets: Mapping[tuple[_Choice, ...], None],
-    strength: int,
+    spare: Sequence[Sequence[int]],
+    open_targets: Mapping[_Target, None],
     allowed: Callable[[Sequence[int]], bool],
     generator: random.Random,
 ) -> list[int] | None:
@@ -70,18 +76,18 @@ def _complete(
         for factor in order:
             options = list(range(len(values[factor])))
             generator.shuffle(options)
-            if attempt < TRIES // 2:  # later attempts are random, to get around what is not allowed
-                options.sort(key=lambda v: -_gain((factor, v), picked, open_targets, strength))
-            picked[factor] = options[0]
+            gains = [_gain((factor, v), picked, open_targets) for v in options]
+            if attempt < TRIES // 2 and max(gains) > 0:
+                picked[factor] = options[gains.index(max(gains))]
+            else:  # later attempts are random, to get around what is not allowed
+                picked[factor] = generator.choice(spare[factor] or options)
         row = [picked[f] for f in range(len(values))]
         if allowed(row):
             return row
     return None
 
 
-def _gain(
-    choice: _Choice, picked: Mapping[int, int], open_targets: Mapping[tuple[_Choice, ...], None], strength: int
-) -> int:
-    if strength == 1:
-        return int((choice,) in open_targets)
-    return sum(tuple(sorted((choice, other))) in open_targets for other in picked.items())
+def _gain(choice: _Choice, picked: Mapping[int, int], open_targets: Mapping[_Target, None]) -> int:
+    """How many open targets ``choice`` would cover beside what is picked."""
+    pairs = sum(tuple(sorted((choice, other))) in open_targets for other in picked.items())
+    return pairs + ((choice,) in open_targets)

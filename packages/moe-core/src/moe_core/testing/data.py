@@ -93,6 +93,10 @@ def _ids(config: FusedMoEConfig, tokens: int, routing: str, generator: torch.Gen
         wrong = torch.tensor([-1, experts, -(2**31), 2**31 - 1, experts + 1, -2])
         pick = wrong[torch.randint(len(wrong), ids.shape, generator=generator)]
         replaced = torch.rand(ids.shape, generator=generator) < (0.4 if routing == "invalid" else 2.0)
+        if routing == "invalid":
+            replaced[1:2] = True  # a token without any expert, between tokens with some
+            replaced[2:3] = False
+            pick[:1, 0], replaced[:1, 0] = -1, True
         ids = torch.where(replaced, pick, ids)
     return ids
 

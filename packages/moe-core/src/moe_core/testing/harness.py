@@ -19,7 +19,7 @@ from moe_core.weights import MoEWeights
 from moe_core.workspace import Workspace, workspace_nbytes
 
 #: bytes that scratch memory and outputs hold before a call: as floats NaN, and huge but finite values
-POISONS = {"NaN": 0xFF, "huge values": 0x7B, "zeros": 0x00}
+POISONS = {"NaN": 0xFF, "huge values": 0x7B}
 _GUARD = 512  # bytes behind a workspace, and rows around an output, that must stay as they were
 
 

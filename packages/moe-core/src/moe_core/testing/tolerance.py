@@ -12,7 +12,7 @@ of the dtype:
 - weights and quantised activations: what the yardstick's rounding of them is;
 - the first product, the activated values, each expert's result, the output: an error uniform within half a unit in the
   last place (a whole one in the Triton interpreter, which truncates);
-- float32 sums of n terms: a standard deviation of 2^-24 sqrt(n / 6) of the terms' norm, that of one sum after another;
+- float32 sums of n terms: a standard deviation of 2^-24 sqrt(n / 3) of the terms' norm, that of one sum after another;
 - the activation function: a unit of float32 in the last place of its inputs' product;
 - the quantiser of the second product (and of the first, where x was weighted) sees values that are off by this much:
   values near a rounding boundary land on the other side, and a power-of-two scale may double.  The reference's own
@@ -216,7 +216,7 @@ def _product(x: Tensor, variance: Tensor, w: Tensor, bias: Tensor | None, roundi
 def _operands(x: Tensor, w: Tensor, rounding: Rounding) -> Tensor:
     """Variance of x W^T from rounding both operands and from summing in float32."""
     x2, w2 = x.square(), w.square()
-    summing = 2.0**-48 * x.shape[1] / 6
+    summing = 2.0**-48 * x.shape[1] / 3
     return x2 @ (rounding.square(w) + summing * w2).T + rounding.square(x) @ w2.T
 
 

@@ -1,0 +1,356 @@
+"""The conformance kit finds what is wrong: experts with one fault each, and the case that must tell."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from moe_core import (
+    GATED,
+    NON_GATED,
+    ActivationParams,
+    Claims,
+    FusedMoEActivationFormat,
+    FusedMoEConfig,
+    FusedMoEQuantDesc,
+    KernelWeights,
+    MoEActivation,
+    MoEWeights,
+    QuantKey,
+    WorkspaceSpec,
+    any_device,
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
+)
+from moe_core.device import DeviceInfo
+from moe_core.experts import FusedMoEExperts
+from moe_core.testing import Case, cases_for, run_case
+from moe_core.torch_experts import TorchExperts
+from torch import Tensor
+
+CLAIMS = Claims(
+    devices=(any_device(),),
+    keys=((None, None),),
+    activations=GATED | NON_GATED,
+    bias=True,
+    apply_router_weight_on_input=True,
+    formats=frozenset(FusedMoEActivationFormat),
+    cuda_graph=False,
+)
+BLOCK_CLAIMS = replace(CLAIMS, keys=((kFp8Static128BlockSym, kFp8Dynamic128Sym),))
+
+
+class Sound(TorchExperts):
+    claims = CLAIMS
+
+
+class SoundBlock(TorchExperts):
+    claims = BLOCK_CLAIMS
+
+
+class UpBeforeGate(Sound):
+    @classmethod
+    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
+        if config.is_gated:
+            weights = replace(weights, w13=weights.w13.roll(config.intermediate_size, dims=1))
+        return super().convert(weights, config)
+
+
+class NoBias(Sound):
+    @classmethod
+    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
+        return super().convert(replace(weights, w13_bias=None, w2_bias=None), config)
+
+
+class NoSecondBias(Sound):
+    @classmethod
+    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
+        return super().convert(replace(weights, w2_bias=None), config)
+
+
+class BiasOfExpertZero(Sound):
+    @classmethod
+    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
+        bias = weights.w2_bias
+        return super().convert(replace(weights, w2_bias=None if bias is None else bias[:1].expand_as(bias)), config)
+
+
+class NoExpertMap(Sound):
+    def apply(self, *arguments: Any, **named: Any) -> None:
+        super().apply(*arguments, **{**named, "expert_map": None})
+
+
+class MinusOneIsTheLastExpert(Sound):
+    def apply(self, *arguments: Any, topk_ids: Tensor, **named: Any) -> None:
+        topk_ids = torch.where(topk_ids == -1, self.config.num_experts - 1, topk_ids)
+        super().apply(*arguments, topk_ids=topk_ids, **named)
+
+
+class LargeIdsWrap(Sound):
+    def apply(self, *arguments: Any, topk_ids: Tensor, **named: Any) -> None:
+        topk_ids = torch.where(topk_ids >= 0, topk_ids % self.config.num_experts, topk_ids)
+        super().apply(*arguments, topk_ids=topk_ids, **named)
+
+
+class LeavesIdleRows(Sound):
+    """Rows of tokens without an expert keep what the output held."""
+
+    def apply(self, output: Tensor, *arguments: Any, topk_ids: Tensor, **named: Any) -> None:
+        before = output.clone()
+        super().apply(output, *arguments, topk_ids=topk_ids, **named)
+        if self.activation_format is FusedMoEActivationFormat.STANDARD:
+            idle = ((topk_ids < 0) | (topk_ids >= self.config.num_experts)).all(dim=1)
+            output[idle] = before[idle]
+
+
+class AddsToWorkspace(Sound):
+    """Accumulates in scratch memory without clearing it."""
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        return (WorkspaceSpec("sum", (num_tokens, self.config.hidden_size), torch.float32),)
+
+    def apply(self, output: Tensor, *arguments: Any, workspace: Mapping[str, Tensor], **named: Any) -> None:
+        super().apply(output, *arguments, workspace=workspace, **named)
+        if self.activation_format is FusedMoEActivationFormat.STANDARD:
+            total = workspace["sum"][: output.shape[0]]
+            total += output
+            output.copy_(total)
+
+
+class WritesBehindTheWorkspace(Sound):
+    """States half of what it uses."""
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        return (WorkspaceSpec("scratch", (64,), torch.float32),)
+
+    def apply(self, *arguments: Any, workspace: Mapping[str, Tensor], **named: Any) -> None:
+        super().apply(*arguments, workspace=workspace, **named)
+        scratch = workspace["scratch"]
+        if scratch.untyped_storage().nbytes() >= 128 * 4:
+            scratch.as_strided((128,), (1,)).fill_(0.5)
+
+
+class WritesBehindTheOutput(Sound):
+    def apply(self, output: Tensor, *arguments: Any, **named: Any) -> None:
+        super().apply(output, *arguments, **named)
+        end = output.storage_offset() + output.numel()
+        if output.untyped_storage().nbytes() > end * output.element_size():
+            output.as_strided((1,), (1,), end).fill_(1.0)
+
+
+class NoLimit(Sound):
+    def __init__(self, config: FusedMoEConfig, **named: Any) -> None:
+        given = config.activation_params or ActivationParams()
+        super().__init__(replace(config, activation_params=replace(given, limit=float("inf"))), **named)
+
+
+class DefaultParameters(Sound):
+    def __init__(self, config: FusedMoEConfig, **named: Any) -> None:
+        super().__init__(replace(config, activation_params=None), **named)
+
+
+class ClaimsMoreActivations(Sound):
+    """Computes SILU, whatever is asked for."""
+
+    def __init__(self, config: FusedMoEConfig, **named: Any) -> None:
+        activation = MoEActivation.SILU if config.is_gated else MoEActivation.SILU_NO_MUL
+        super().__init__(replace(config, activation=activation, activation_params=None), **named)
+
+
+class WeightsTwice(Sound):
+    def apply(self, *arguments: Any, topk_weights: Tensor, **named: Any) -> None:
+        super().apply(*arguments, topk_weights=topk_weights.square(), **named)
+
+
+class WeightsTheResult(Sound):
+    """Applies the router weight to the result where it belongs on the input."""
+
+    def __init__(self, config: FusedMoEConfig, **named: Any) -> None:
+        super().__init__(replace(config, apply_router_weight_on_input=False), **named)
+
+
+class ReadsFlatRows(Sound):
+    """Takes the rows of x to be contiguous."""
+
+    def apply(self, output: Tensor, hidden_states: Tensor, *arguments: Any, **named: Any) -> None:
+        flat = hidden_states.as_strided(hidden_states.shape, torch.empty(hidden_states.shape).stride())
+        super().apply(output, flat, *arguments, **named)
+
+
+class ReadsIdsAsInt32(Sound):
+    def apply(self, *arguments: Any, topk_ids: Tensor, **named: Any) -> None:
+        flat = topk_ids.contiguous().view(torch.int32).flatten()[: topk_ids.numel()].view(topk_ids.shape)
+        super().apply(*arguments, topk_ids=flat, **named)
+
+
+class RoundsTooOften(Sound):
+    """Three bits fewer than the dtype has."""
+
+    def apply(self, output: Tensor, *arguments: Any, **named: Any) -> None:
+        super().apply(output, *arguments, **named)
+        step = torch.exp2(torch.frexp(output.float())[1].float() - 6)
+        output.copy_((output.float() / step).round() * step)
+
+
+class NotDeterministic(Sound):
+    """The last bit is a matter of chance, as with atomic sums."""
+
+    def apply(self, output: Tensor, *arguments: Any, **named: Any) -> None:
+        super().apply(output, *arguments, **named)
+        output.mul_(1 + torch.finfo(output.dtype).eps * (torch.rand(output.shape) < 0.5))
+
+
+class ChangesInput(Sound):
+    def apply(self, output: Tensor, hidden_states: Tensor, *arguments: Any, **named: Any) -> None:
+        super().apply(output, hidden_states, *arguments, **named)
+        if self.activation_format is FusedMoEActivationFormat.STANDARD:
+            hidden_states.mul_(0.5)
+
+
+class ConvertsInPlace(Sound):
+    @classmethod
+    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
+        weights.w2.mul_(0.5)
+        return super().convert(replace(weights, w2=weights.w2 * 2), config)
+
+
+class ConvertsDifferently(Sound):
+    calls = itertools.count()
+
+    @classmethod
+    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
+        converted = super().convert(weights, config)
+        number = torch.tensor([float(next(cls.calls))], device=converted.device)
+        return replace(converted, extra={"number": number})
+
+
+class ReadsWeightsAtConversion(Sound):
+    """Keeps a copy of the weights outside of the kernel weights, where reloading does not reach."""
+
+    kept: Tensor | None = None
+
+    def apply(self, output: Tensor, hidden_states: Tensor, weights: KernelWeights, **named: Any) -> None:
+        if self.kept is None:
+            self.kept = weights.w2.clone()
+        super().apply(output, hidden_states, replace(weights, w2=self.kept), **named)
+
+
+class RefusesEverything(Sound):
+    @classmethod
+    def extra_reasons(
+        cls, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None, device: DeviceInfo
+    ) -> list[str]:
+        return ["the moon is not full"]
+
+
+class RefusesAnActivation(Sound):
+    @classmethod
+    def extra_reasons(
+        cls, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None, device: DeviceInfo
+    ) -> list[str]:
+        return ["no GELU today"] * (config.activation is MoEActivation.GELU)
+
+
+class AcceptsEverything(Sound):
+    claims = replace(CLAIMS, bias=False)
+
+    @classmethod
+    def is_supported_config(cls, *arguments: Any, **named: Any) -> tuple[bool, str | None]:
+        return True, None
+
+
+class BlocksOfTheFusedMatrix(SoundBlock):
+    """Takes the scale rows of w13 to be those of one matrix: wrong where the gate ends within a block."""
+
+    def matrix(self, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int, cols: int) -> Tensor:
+        assert desc.scale is not None
+        rows = torch.arange(weights.shape[1], device=weights.device) // 128
+        columns = torch.arange(cols, device=weights.device) // 128
+        return weights[expert].float() * desc.scale[expert][rows][:, columns]
+
+
+class ScalesOfTheFirstExpert(SoundBlock):
+    def matrix(self, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int, cols: int) -> Tensor:
+        assert desc.scale is not None
+        shared = replace(desc, scale=desc.scale[:1].expand_as(desc.scale))
+        return super().matrix(weights, shared, expert, parts, cols)
+
+
+class UnquantizedActivations(SoundBlock):
+    """W8A16 where W8A8 was asked for."""
+
+    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, expert: int) -> Tensor:
+        return x
+
+
+class ActivationScalePerToken(SoundBlock):
+    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, expert: int) -> Tensor:
+        assert desc.key is not None
+        return super().quantized(x, replace(desc, key=desc.key.with_group(1, -1)), expert)
+
+
+#: the fault, and what at least one failing case must say
+FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
+    (UpBeforeGate, "outside their bounds"),
+    (NoBias, "outside their bounds"),
+    (NoSecondBias, "outside their bounds"),
+    (BiasOfExpertZero, "outside their bounds"),
+    (NoExpertMap, "outside their bounds"),
+    (MinusOneIsTheLastExpert, "outside their bounds"),
+    (LargeIdsWrap, "outside their bounds"),
+    (LeavesIdleRows, "depends on what output or workspace held before"),
+    (AddsToWorkspace, "depends on what output or workspace held before"),
+    (WritesBehindTheWorkspace, "bytes behind the workspace"),
+    (WritesBehindTheOutput, "behind the output"),
+    (NoLimit, "outside their bounds"),
+    (DefaultParameters, "outside their bounds"),
+    (ClaimsMoreActivations, "outside their bounds"),
+    (WeightsTwice, "outside their bounds"),
+    (WeightsTheResult, "outside their bounds"),
+    (ReadsFlatRows, "outside their bounds"),
+    (ReadsIdsAsInt32, "outside their bounds"),
+    (RoundsTooOften, "the error's norm"),
+    (NotDeterministic, "repeated calls differ"),
+    (ChangesInput, "apply changed hidden_states"),
+    (ConvertsInPlace, "convert changed its input: w2"),
+    (ConvertsDifferently, "converting twice gives other weights: number"),
+    (ReadsWeightsAtConversion, "after reloading"),
+    (RefusesEverything, "every configuration is refused: the moon is not full"),
+    (RefusesAnActivation, "every configuration is refused: no GELU today"),
+    (AcceptsEverything, "bias is not claimed and must be refused with a reason"),
+    (BlocksOfTheFusedMatrix, "outside their bounds"),
+    (ScalesOfTheFirstExpert, "outside their bounds"),
+    (UnquantizedActivations, "the error's norm"),
+    (ActivationScalePerToken, "the error's norm"),
+]
+
+
+def failures(experts: type[FusedMoEExperts]) -> dict[Case, str]:
+    """What each failing case says; compilation takes long and is a matter of its own."""
+    found = {}
+    for case in cases_for(experts, device="cpu"):
+        if case.check in ("compile", "opcheck"):
+            continue
+        try:
+            run_case(experts, case, device="cpu")
+        except (AssertionError, IndexError) as error:
+            found[case] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("experts", [Sound, SoundBlock])
+def test_sound_experts_pass(experts: type[FusedMoEExperts]) -> None:
+    assert not failures(experts)
+
+
+@pytest.mark.parametrize(("experts", "message"), FAULTS, ids=[experts.__name__ for experts, _ in FAULTS])
+def test_fault_is_found(experts: type[FusedMoEExperts], message: str) -> None:
+    found = failures(experts)
+    assert found
+    for case, text in found.items():
+        assert text.startswith(f"{experts.__name__}, case {case.id}, seed {case.seed}: ")
+    assert any(message in text for text in found.values()), "\n".join(found.values())
