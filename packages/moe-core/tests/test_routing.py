@@ -295,7 +295,7 @@ def test_wrong_calls():
             route(x, top_k=top_k, config=config)
     with pytest.raises(TensorError, match=r"router_logits has shape \[8\]"):
         route(logits[0], top_k=1, config=plain)
-    with pytest.raises(TensorError, match="dtype torch.int64"):
+    with pytest.raises(TensorError, match=r"dtype torch\.int64"):
         route(logits.long(), top_k=1, config=plain)
     with pytest.raises(TensorError, match="one was given, but has_correction_bias is False"):
         route(logits, top_k=1, config=plain, correction_bias=torch.zeros(8))

@@ -109,7 +109,7 @@ def test_twin_against_numpy(key, power_of_two):
         found = found.reshape(rows, -1)[:, start // group].numpy()
         np.testing.assert_array_equal(found, step[:, 0])
         want = nearest_code(part / step, key)
-        got = codes.view(want.dtype == np.int8 and torch.int8 or torch.uint8).reshape(rows, columns).numpy()
+        got = codes.view(torch.int8 if want.dtype == np.int8 else torch.uint8).reshape(rows, columns).numpy()
         np.testing.assert_array_equal(got[:, start : start + group], want)
 
 

@@ -50,13 +50,13 @@ def move_rows_kernel(
     mask = (column < columns) & wanted
     values = tl.load(source + source_row * stride_source + column, mask=mask & exists, other=0)
     tl.store(target + target_row * stride_target + column, values, mask=mask)
-    if source_scale is not None:
+    if source_scale is not None:  # noqa: SIM102 - one is known when compiling, the other when running
         if tl.program_id(1) == 0:
             group = tl.arange(0, BLOCK_S)
-            mask = (group < scale_columns) & wanted
+            present = (group < scale_columns) & wanted
             place = source_row * stride_source_scale + group * stride_source_group
-            scale = tl.load(source_scale + place, mask=mask & exists, other=0)
-            tl.store(target_scale + target_row * stride_target_scale + group * stride_target_group, scale, mask=mask)
+            scale = tl.load(source_scale + place, mask=present & exists, other=0)
+            tl.store(target_scale + target_row * stride_target_scale + group * stride_target_group, scale, mask=present)
 
 
 @triton.jit

@@ -144,6 +144,7 @@ def assign_slots(
             BLOCK=block,
             pdl=pdl,
             num_warps=4,
+            enable_fp_fusion=False,
         )
         return places, counts
     local = ids.flatten().long()
@@ -298,4 +299,5 @@ def _move(
         BLOCK_S=1 << max(groups - 1, 0).bit_length(),
         pdl=pdl,
         num_warps=max(1, min(4, block * source.element_size() // 512)),
+        enable_fp_fusion=False,
     )
