@@ -84,6 +84,8 @@ def dequantize_weight(
     if (zero_point is None) != key.symmetric:
         raise TensorError(f"zero_point is {'missing' if zero_point is None else 'given'}, the key is {key}")
     values = _decode(codes, key, wide)
+    if not values.numel():
+        return values.to(dtype)
     factor = _scale_values(scale, key).to(wide)
     grid = _Grid.of(key, experts, rows, width, parts)
     if zero_point is not None:
@@ -372,7 +374,7 @@ def _pack(codes: Tensor, key: QuantKey) -> Tensor:
     missing = -size % count
     if missing:
         codes = torch.nn.functional.pad(codes, (0, missing))
-    codes = codes.reshape(*codes.shape[:along], -1, count, *codes.shape[along + 1 :])
+    codes = codes.reshape(*codes.shape[:along], codes.shape[along] // count, count, *codes.shape[along + 1 :])
     # torch has no unsigned 32-bit shifts: words are put together in int64 and their low bits kept
     shifts = key.dtype.bits * torch.arange(count, device=codes.device)
     shifts = shifts if along == 2 else shifts[:, None]

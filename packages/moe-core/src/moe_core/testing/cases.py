@@ -3,8 +3,8 @@
 A case is data: what is checked, the layer, the keys, the tokens and a seed; its id says all of it.  Every claimed value
 of every factor occurs (budget "small"; of some factors every pair of values), or every pair of values of any two
 factors (budget "full"), in as few cases as a greedy search finds.  What the claims allow but
-:meth:`~moe_core.experts.FusedMoEExperts.extra_reasons` refuses is left out; if that leaves nothing of a claimed value, a
-case of the check "claims" fails and says so.
+:meth:`~moe_core.experts.FusedMoEExperts.extra_reasons` refuses is left out; if that leaves nothing of a claimed value,
+a case of the check "claims" fails and says so.
 """
 
 from __future__ import annotations
