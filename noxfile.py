@@ -39,6 +39,7 @@ nox.options.sessions = [
     "tests_lowest",
     "compile",
     "docs",
+    "bench",
     "wheels",
 ]
 
@@ -134,11 +135,12 @@ def docs(session: nox.Session) -> None:
     session.run("python", "tools/run_examples.py", *(str(path.relative_to(ROOT)) for path in documents))
 
 
-@nox.session(default=False, download_python="never")
+@nox.session(download_python="never")
 def bench(session: nox.Session) -> None:
-    """``moe bench`` on this machine's device; arguments are passed on."""
+    """``moe bench`` on this machine's device: a small layer, or what the arguments say."""
     install(session)
-    session.run("moe", "bench", *session.posargs)
+    small = ["--scheme", "fp8", "--shape", "16,4,512,256", "--tokens", "1,32", "--budget", "0.1"]
+    session.run("moe", "bench", *(session.posargs or small))
 
 
 @nox.session(download_python="never")
