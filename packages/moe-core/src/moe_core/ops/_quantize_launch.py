@@ -87,7 +87,7 @@ def launch_rows(
         CHUNKS=-(-rows.columns // block),
         BLOCK=block,
         pdl=pdl,
-        num_warps=max(1, min(16, block // (64 * _VECTOR))),
+        num_warps=max(1, min(32, block // (64 * _VECTOR))),
         enable_fp_fusion=False,
     )
 
