@@ -176,7 +176,7 @@ def _stacked_infos(checkpoint: Checkpoint, names: Mapping[tuple[int | None, str,
     if not weights:
         one = next(iter(infos.values()))
         raise CheckpointError(f"{one.name} is {one}, expected weights [E, rows, columns]")
-    experts = weights[0]
+    experts = max(weights, key=lambda info: info.shape[0])
     for info in infos.values():
         if info.shape in ((), (1,)):
             continue

@@ -30,8 +30,11 @@ def draw(data: dict[str, Any], path: Path) -> None:
         label="floor of this machine",
     )
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs per layer")
+    counts = [r["tokens"] for r in first]
+    axes.set_xticks(counts, labels=[str(count) for count in counts])
+    axes.set_xticks([], minor=True)
     axes.set_title(f"{data['scheme']}, {data['layer']}\n{data['device_name']}, torch {data['torch']}", fontsize=9)
-    axes.grid(visible=True, which="both", alpha=0.25)
+    axes.grid(visible=True, which="major", alpha=0.25)
     axes.legend()
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)

@@ -1,0 +1,160 @@
+"""Mutated folders: CheckpointError or the right tensors, never anything else."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from moe_core import CheckpointError, MoEError
+from moe_core.checkpoint import Checkpoint, find_layer, read_model
+from moe_core_checkpoints import CONFIG, layer_tensors, write
+from torch import Tensor
+
+TENSORS = layer_tensors()
+HEADER = 8
+
+
+def read(folder: Path) -> dict[str, Tensor] | None:
+    """Every tensor of the folder, after the layer's description was read as well; None where it is refused."""
+    try:
+        checkpoint = Checkpoint.open(folder)
+        tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names}
+        layer = find_layer(checkpoint)
+        read_model(layer)
+        for projection in layer.projections:
+            for suffix in layer.suffixes(projection):
+                layer.stacked(projection, suffix, range(layer.num_experts))
+    except CheckpointError:
+        return None
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("base"), TENSORS, shards=2)
+
+
+def mutate(content: bytes, rng: random.Random, first: int, last: int) -> bytes:
+    """A few bytes between ``first`` and ``last`` changed, removed, doubled or added, or the rest cut off."""
+    data = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        last = min(last, len(data))
+        at = rng.randrange(first, max(last, first + 1))
+        action = rng.randrange(5)
+        if action == 0 and at < len(data):
+            data[at] ^= 1 << rng.randrange(8)
+        elif action == 1 and at < len(data):
+            data[at] = rng.choice(b'"0123456789[]{},:.-eE\\/ntfu\x00\xff')
+        elif action == 2:
+            del data[at : at + rng.randrange(1, 40)]
+        elif action == 3:
+            data[at:at] = data[at : at + rng.randrange(1, 40)]
+        else:
+            del data[at:]
+    return bytes(data)
+
+
+def check_bytes(tensors: dict[str, Tensor], folder: Path) -> None:
+    """What was read are bytes of the files at the place that the header says, in the header's shape and dtype."""
+    for file in folder.glob("*.safetensors"):
+        content = file.read_bytes()
+        length = int.from_bytes(content[:HEADER], "little")
+        header = json.loads(content[HEADER : HEADER + length])
+        for name, entry in header.items():
+            if name not in tensors or name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            data = content[HEADER + length :][begin:end]
+            assert list(tensors[name].shape) == entry["shape"]
+            assert bytes(tensors[name].contiguous().view(-1).view(torch.uint8).tolist()) == data
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_mutated_header(base: Path, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    for file in base.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    target = tmp_path / "model-00001-of-00002.safetensors"
+    content = target.read_bytes()
+    length = int.from_bytes(content[:HEADER], "little")
+    target.write_bytes(mutate(content, rng, 0, HEADER + length if seed % 4 else HEADER))
+    tensors = read(tmp_path)
+    if tensors is not None:
+        check_bytes(tensors, tmp_path)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors.index.json", "config.json"])
+@pytest.mark.parametrize("seed", range(150))
+def test_mutated_json(base: Path, tmp_path: Path, file: str, seed: int) -> None:
+    rng = random.Random(seed)
+    for original in base.iterdir():
+        (tmp_path / original.name).write_bytes(original.read_bytes())
+    content = (base / file).read_bytes()
+    (tmp_path / file).write_bytes(mutate(content, rng, 0, len(content)))
+    tensors = read(tmp_path)
+    if tensors is not None:
+        assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in tensors.items())
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+FUZZ = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def any_entry(names: list[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return given(changes=st.dictionaries(st.sampled_from(names), json_values, min_size=1, max_size=3))
+
+
+@FUZZ
+@any_entry([*CONFIG, "text_config", "n_group", "topk_group", "scoring_func", "swiglu_limit", "routed_scaling_factor"])
+def test_any_config_entry(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write(tmp_path, TENSORS, {**CONFIG, **changes})
+    read(tmp_path)
+
+
+@FUZZ
+@given(weight_map=json_values | st.dictionaries(st.sampled_from(sorted(TENSORS)), json_values, max_size=4))
+def test_any_weight_map(tmp_path: Path, weight_map: Any) -> None:
+    write(tmp_path, TENSORS)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    read(tmp_path)
+
+
+@FUZZ
+@given(
+    header=st.dictionaries(
+        st.sampled_from(["__metadata__", *sorted(TENSORS)[:3]]),
+        json_values
+        | st.fixed_dictionaries(
+            {
+                "dtype": st.sampled_from(["F32", "BF16", "F8_E4M3", "F4", "X"]) | json_values,
+                "shape": st.lists(st.integers(-1, 1 << 65), max_size=3) | json_values,
+                "data_offsets": st.lists(st.integers(-1, 1 << 65), max_size=3) | json_values,
+            }
+        ),
+        max_size=3,
+    ),
+    data=st.binary(max_size=64),
+)
+def test_any_header(tmp_path: Path, header: dict[str, Any], data: bytes) -> None:
+    text = json.dumps(header).encode()
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(HEADER, "little") + text + data)
+    read(tmp_path)
+
+
+def test_the_unchanged_folder_reads(base: Path) -> None:
+    tensors = read(base)
+    assert tensors is not None
+    assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in tensors.items())
+    assert issubclass(CheckpointError, MoEError)

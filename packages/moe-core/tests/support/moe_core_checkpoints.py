@@ -1,0 +1,157 @@
+"""Checkpoint folders for tests, and a scheme ``plain`` that reads 16-bit experts from them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from moe_core import FusedMoEConfig, MoEWeights, Scheme
+from moe_core.checkpoint import CheckpointFormat, LayerExperts, check_expert_tensor, load_stacked
+from moe_core_toys import ToyOracle
+from safetensors.torch import save_file
+from torch import Tensor
+
+E, TOP_K, K, N = 4, 2, 32, 16
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": E,
+    "num_experts_per_tok": TOP_K,
+    "hidden_size": K,
+    "intermediate_size": 999,
+    "moe_intermediate_size": N,
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+    "quantization_config": {"quant_method": "plain"},
+}
+
+
+def expert_tensors(
+    block: str = "model.layers.0.mlp",
+    names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    experts: int = E,
+    hidden: int = K,
+    inter: int = N,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """bf16 experts one by one; ``names`` of gate, up and down, or of up and down."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for expert in range(experts):
+        for name in names:
+            shape = (hidden, inter) if name == names[-1] else (inter, hidden)
+            tensors[f"{block}.experts.{expert}.{name}.weight"] = torch.randn(shape, generator=generator).bfloat16()
+    return tensors
+
+
+def layer_tensors(index: int = 0, **sizes: int) -> dict[str, Tensor]:
+    """The experts of a layer and its router."""
+    block = f"model.layers.{index}.mlp"
+    experts, hidden = sizes.get("experts", E), sizes.get("hidden", K)
+    gate = torch.randn(experts, hidden, generator=torch.Generator().manual_seed(index)).bfloat16()
+    return {**expert_tensors(block, seed=index, **sizes), f"{block}.gate.weight": gate}
+
+
+def write(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any] | None = None,
+    *,
+    shards: int = 0,
+    **changes: Any,
+) -> Path:
+    """A folder with config.json and one file, or ``shards`` and an index.
+
+    ``changes``: entries of the config to replace; None removes one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {**(CONFIG if config is None else config), **changes}
+    content = {key: value for key, value in content.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(content))
+    if not shards:
+        save_file(dict(tensors), folder / "model.safetensors")
+        return folder
+    weight_map = {}
+    names = list(tensors)
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        mine = names[shard::shards]
+        save_file({name: tensors[name] for name in mine}, folder / file)
+        weight_map |= dict.fromkeys(mine, file)
+    write_index(folder, weight_map)
+    return folder
+
+
+def write_index(folder: Path, weight_map: Mapping[str, Any]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(weight_map)}))
+
+
+def raw_file(header: object, data: bytes = b"") -> bytes:
+    """A safetensors file with any header."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+class PlainFormat(CheckpointFormat):
+    """16-bit experts one by one, or stacked."""
+
+    name = "plain 16-bit"
+    scheme = "plain"
+
+    def reason_against(self, quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
+        if quantization.get("quant_method") != "plain":
+            return f"quant_method is {quantization.get('quant_method')!r}, expected 'plain'"
+        return None
+
+    def keys(self, quantization: Mapping[str, Any], layer: LayerExperts) -> tuple[None, None]:
+        return None, None
+
+    def load(
+        self,
+        layer: LayerExperts,
+        config: FusedMoEConfig,
+        *,
+        experts: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> MoEWeights:
+        first = [name for name in ("gate_up", "gate", "up") if name in layer.projections]
+        rows = config.w13_rows // len(first)
+        for name in first:
+            check_expert_tensor(layer, name, "weight", (rows, config.hidden_size), (torch.bfloat16,))
+        check_expert_tensor(layer, "down", "weight", (config.hidden_size, config.intermediate_size), (torch.bfloat16,))
+        return MoEWeights(
+            weight_key=None,
+            activation_key=None,
+            w13=load_stacked(layer, first, "weight", experts=experts, device=device),
+            w2=load_stacked(layer, ("down",), "weight", experts=experts, device=device),
+        )
+
+
+def write_quickstart(folder: Path) -> None:
+    write(folder, layer_tensors(), shards=2)
+
+
+class PlainOracle(ToyOracle):
+    scheme = "plain"
+
+
+SCHEME = Scheme(
+    name="plain",
+    protocol=1,
+    oracle=PlainOracle,
+    formats=(PlainFormat,),
+    quant_methods=("plain",),
+    quickstart=write_quickstart,
+)
+
+
+def entry_points(*, group: str) -> tuple[importlib.metadata.EntryPoint, ...]:
+    """The entry points of an installation that has the scheme ``plain`` and no other."""
+    if group != "moe_core.schemes":
+        return ()
+    return (importlib.metadata.EntryPoint("plain", "moe_core_checkpoints:SCHEME", group),)
