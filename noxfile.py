@@ -115,15 +115,13 @@ def compile(session: nox.Session, target: str) -> None:  # noqa: A001 - the sess
 def gpu(session: nox.Session, target: str) -> None:
     """The packages' suites on a GPU of one architecture: conformance kit, device code, CUDA graphs, torch.compile."""
     install(session, "test")
-    found = session.run(
-        "python",
-        "-c",
-        "from moe_core.device import DeviceInfo; print(DeviceInfo.current().arch)",
-        silent=True,
-    )
-    if str(found).strip() != target:
-        session.error(f"gpu({target}) needs a GPU of architecture {target}; torch sees {str(found).strip()} here")
-    session.run("python", "-m", "pytest", "packages", *session.posargs, env={"TRITON_INTERPRET": None})
+    # without an environment, "python" would be whatever the PATH holds
+    python = sys.executable if session.venv_backend == "none" else "python"
+    arch = "from moe_core.device import DeviceInfo; print(DeviceInfo.current().arch)"
+    found = str(session.run(python, "-c", arch, silent=True)).strip()
+    if found != target:
+        session.error(f"gpu({target}) needs a GPU of architecture {target}; torch sees {found} here")
+    session.run(python, "-m", "pytest", "packages", *session.posargs, env={"TRITON_INTERPRET": None})
 
 
 @nox.session(download_python="never")
