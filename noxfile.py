@@ -87,13 +87,16 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(download_python="never")
 def tests_lowest(session: nox.Session) -> None:
-    """The CPU suite with the lowest versions of direct dependencies that the packages allow."""
+    """The CPU suite, and every kernel compiled, with the lowest versions that the packages allow."""
     paths = [argument for path in PACKAGES for argument in ("--editable", str(path))]
     # the workspace's constraints pin the newest versions: uv must not find them from where it runs
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
         session.install("--upgrade", "--resolution", "lowest-direct", *paths, *group("test"))
     session.run("python", "-c", "import torch, triton; print('torch', torch.__version__, 'triton', triton.__version__)")
     run_tests(session)
+    if not session.posargs:
+        for target in TARGETS:
+            compile_kernels(session, target)
 
 
 def run_tests(session: nox.Session) -> None:
@@ -106,8 +109,13 @@ def run_tests(session: nox.Session) -> None:
 @targets
 def compile(session: nox.Session, target: str) -> None:  # noqa: A001 - the session's name
     """Every Triton kernel for one architecture, without having it; spills and shared memory checked."""
-    install(session, "test")
-    session.run("python", "-m", "moe_core.testing.compile", target, *session.posargs, env={"TRITON_INTERPRET": None})
+    install(session)
+    compile_kernels(session, target, *session.posargs)
+
+
+def compile_kernels(session: nox.Session, target: str, *arguments: str) -> None:
+    """Compiles every specimen for ``target``."""
+    session.run("python", "-m", "moe_core.testing.compile", target, *arguments, env={"TRITON_INTERPRET": None})
 
 
 @nox.session(default=False, download_python="never")
