@@ -20,6 +20,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import multiprocessing
 import os
 import re
 import subprocess
@@ -220,37 +221,56 @@ def find_specimens(packages: Iterable[str], target: Target) -> Iterator[Specimen
         yield from importlib.import_module(name).specimens(target.device)
 
 
+#: What forked processes compile: specimens hold functions, which cannot be sent to a process, but are inherited.
+_INHERITED: list[tuple[Specimen | RecordedLaunch, Target]] = []
+
+
+def _compile_inherited(number: int) -> tuple[list[Usage], list[str]]:
+    return compile_specimen(*_INHERITED[number])
+
+
+def compile_all(
+    specimens: list[Specimen | RecordedLaunch], target: Target, jobs: int
+) -> Iterator[tuple[list[Usage], list[str]]]:
+    """:func:`compile_specimen` of each, in order, by ``jobs`` processes where the system can fork."""
+    if jobs == 1 or "fork" not in multiprocessing.get_all_start_methods():
+        for specimen in specimens:
+            yield compile_specimen(specimen, target)
+        return
+    _INHERITED[:] = [(specimen, target) for specimen in specimens]
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap(_compile_inherited, range(len(specimens)))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the number of problems, at most 1."""
     parser = argparse.ArgumentParser(prog="python -m moe_core.testing.compile", description=__doc__.partition("\n")[0])
     parser.add_argument("target", help="sm80, sm89, sm90, sm100, sm120, gfx942, gfx950")
     parser.add_argument("--package", action="append", help="look for specimens here (default: core and its plug-ins)")
     parser.add_argument("--only", default="", help="specimens whose name contains this text")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     options = parser.parse_args(arguments)
-    start, problems, count, names = time.perf_counter(), [], 0, 0
+    start, problems, count = time.perf_counter(), [], 0
     try:
         refuse_interpreter()
         target = Target.parse(options.target)
         packages = options.package or plugin_packages()
-        print(f"{'specimen':60} {'kernel':28} {'registers':>9} {'spills':>6} {'shared':>7}")
-        for specimen in find_specimens(packages, target):
-            if options.only not in specimen.name:
-                continue
-            names += 1
-            usages, found = compile_specimen(specimen, target)
-            for u in usages:
-                print(f"{u.specimen:60} {u.kernel:28} {u.registers:9} {u.spills:6} {u.shared:7}", flush=True)
-            problems += found
-            count += len(usages)
+        specimens = [s for s in find_specimens(packages, target) if options.only in s.name]
     except MoEError as error:
         print(error, file=sys.stderr)
         return 2
-    if not names:
+    print(f"{'specimen':60} {'kernel':28} {'registers':>9} {'spills':>6} {'shared':>7}", flush=True)
+    for usages, found in compile_all(specimens, target, max(options.jobs, 1)):
+        for u in usages:
+            print(f"{u.specimen:60} {u.kernel:28} {u.registers:9} {u.spills:6} {u.shared:7}", flush=True)
+        problems += found
+        count += len(usages)
+    if not specimens:
         problems.append(f"no specimens for {options.target} in {', '.join(packages)}")
     for problem in problems:
         print(f"FAILED {problem}", file=sys.stderr)
     seconds = time.perf_counter() - start
-    print(f"{options.target}: {count} kernels of {names} specimens, {len(problems)} problems, {seconds:.0f} s")
+    print(f"{options.target}: {count} kernels of {len(specimens)} specimens, {len(problems)} problems, {seconds:.0f} s")
     return 1 if problems else 0
 
 
