@@ -23,6 +23,7 @@ class Operand:
 
     ``device`` is the tuple `B` of the kernels; ``descriptor`` makes the host-side tensor descriptor for a tile of so
     many rows, or is None where the weights must be read through pointers.  ``rows`` counts one half when gated.
+    ``aligned``: every row starts at a multiple of 16 bytes.
     """
 
     device: tuple[Any, ...]
@@ -30,6 +31,7 @@ class Operand:
     columns: int
     bias: Tensor | None = None
     descriptor: Any = None
+    aligned: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +155,8 @@ def grouped_product(
         SPLIT=config.split,
         PIECES=pieces,
         pdl=pdl,
-        num_warps=config.num_warps,
+        # rows that 16-byte copies cannot reach go through registers: share them among more threads
+        num_warps=config.num_warps if b.aligned else 8,
         num_stages=config.num_stages,
     )
 
@@ -206,15 +209,20 @@ def combine_parts(
     )
 
 
+def is_aligned(weights: Tensor) -> bool:
+    """Whether every row of ``weights`` [E, rows, columns] starts at a multiple of 16 bytes."""
+    sizes = (weights.data_ptr(), *(stride * weights.element_size() for stride in weights.stride()[:2]))
+    return all(size % 16 == 0 for size in sizes)
+
+
 def weight_descriptor(weights: Tensor) -> Any:
     """Maker of host-side tensor descriptors over ``weights`` [E, rows, columns], flattened to [E * rows, columns].
 
     None where the hardware's rules for such descriptors are not met (16-byte alignment, contiguous experts).
     """
     experts, rows, columns = weights.shape
-    aligned = weights.data_ptr() % 16 == 0 and (weights.stride(1) * weights.element_size()) % 16 == 0
     flat = weights.stride(2) == 1 and weights.stride(0) == rows * weights.stride(1)
-    if not (aligned and flat and weights.numel()):
+    if not (is_aligned(weights) and flat and weights.numel()):
         return None
     matrix = torch.as_strided(weights, (experts * rows, columns), (weights.stride(1), 1))
 

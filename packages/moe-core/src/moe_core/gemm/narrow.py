@@ -30,6 +30,17 @@ def _with_sign(x, y):
 
 
 @triton.jit
+def divide(x, by):
+    """x / by, correctly rounded for normal results: one division per element of ``by``, then two steps of Newton.
+
+    (Markstein: with r = RN(1 / b) and q = RN(a r), RN(q + r (a - q b)) = RN(a / b).)
+    """
+    inverse = tl.div_rn(1.0, by)
+    quotient = x * inverse
+    return tl.fma(tl.fma(-quotient, by, x), inverse, quotient)
+
+
+@triton.jit
 def narrow_e4m3(x):
     """float32, |x| <= 448, to e4m3 (round to nearest even)."""
     if INTERPRET:

@@ -44,13 +44,13 @@ def tile_plan(
             TileConfig(rows, block_n, 4, min(down_stages, 3) if rows == 32 else down_stages, 1, True, True, down_split),
             True,
         )
-    few = TileConfig(64, block_n, 8, 4, 1 if mean <= 64 else 8, tma=True)
-    if mean <= 300:
-        return TilePlan(few, TileConfig(64, block_n, 4, 3, 8, tma=True) if mean > 64 else few, True)
-    # pointers, not descriptors: 128 x 2 x 128 accumulators leave no registers for the descriptors' bookkeeping
-    many = TileConfig(128, block_n, 8, 3, 8)
-    # a short loop is mostly prologue and epilogue, which small tiles, several to a multiprocessor, overlap
-    return TilePlan(many, TileConfig(64, block_n, 4, 3, 8, tma=True) if down_steps <= 8 else many, True)
+    if mean <= 48 or capability != 90:
+        few = TileConfig(64, block_n, 8, 4, 1 if mean <= 64 else 8, tma=True)
+        return TilePlan(few, TileConfig(64, block_n, 4, 3, 8, tma=True) if mean > 64 else few, mean <= 48)
+    # Pointers, not descriptors: 128 x 2 x 128 accumulators leave no registers for the descriptors' bookkeeping.
+    # No dependent launch: persistent programs that come early take room from the kernel before them.
+    many = TileConfig(128, block_n, 8, 3, 8, specialised=True)
+    return TilePlan(many, many, False)
 
 
 def _split(target: int, programs: int, steps: int) -> int:

@@ -60,7 +60,10 @@ class Specimen:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        source = ASTSource(self.fn, self.signature, self.constexprs, self.attrs)
+        kind: Any = ASTSource
+        if hasattr(self.fn, "is_gluon") and self.fn.is_gluon():
+            from triton.experimental.gluon._runtime import GluonASTSource as kind
+        source = kind(self.fn, self.signature, self.constexprs, self.attrs)
         target = GPUTarget(backend, arch, 64 if backend == "hip" else 32)
         options = {k: v for k, v in self.options.items() if backend == "cuda" or k != "launch_pdl"}
         return triton.compile(source, target=target, options=options)
@@ -110,7 +113,8 @@ def _specimen(kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> S
             attrs[path] = [["tt.divisibility", 16]]
             return "*" + _TYPES[value.dtype]
         if hasattr(value, "block_shape"):
-            return f"tensordesc<{_TYPES[value.base.dtype]}[{','.join(map(str, value.block_shape))}]>"
+            layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+            return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
         if isinstance(value, int):
             if value % 16 == 0:
                 attrs[path] = [["tt.divisibility", 16]]

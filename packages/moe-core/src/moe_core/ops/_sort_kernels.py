@@ -76,6 +76,7 @@ def sort_kernel(
     tiles,
     offsets,
     sorted_pairs,
+    positions,
     num_pairs,
     num_ids,
     num_experts,
@@ -99,7 +100,7 @@ def sort_kernel(
 ):
     """Programs 0 .. num_experts - 1 sort, the others quantise rows of x.
 
-    Writes tiles, offsets and sorted_pairs as `moe_core.gemm.schedule` reads them, or counts [E] when MODE is COUNT.
+    Writes tiles, offsets, sorted_pairs and, unless None, positions (the inverse of sorted_pairs) as `moe_core.gemm.schedule` reads them, or counts [E] when MODE is COUNT.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -153,5 +154,8 @@ def sort_kernel(
                 pair = start + tl.arange(0, BLOCK_P)
                 expert = local_expert(ids, expert_map, pair, pair < num_pairs, num_ids, num_experts, HAS_MAP)
                 mine = (expert == me).to(tl.int32)
-                tl.store(sorted_pairs + first + tl.cumsum(mine, axis=0) - 1, pair, mask=mine > 0)
+                position = first + tl.cumsum(mine, axis=0) - 1
+                tl.store(sorted_pairs + position, pair, mask=mine > 0)
+                if positions is not None:
+                    tl.store(positions + pair, position, mask=mine > 0)
                 first += tl.sum(mine, axis=0)

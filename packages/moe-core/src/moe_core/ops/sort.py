@@ -5,6 +5,7 @@
     offsets   [E + 1] int32   rows of expert e are offsets[e] .. offsets[e + 1]
     tiles     [2 + 2T] int32  tiles[0] tiles of block_m rows; tile t belongs to expert tiles[2 + 2t], its first row is
                               tiles[3 + 2t]; T = `max_tiles`
+    positions [P] int32       the inverse of pairs, on request; not written for pairs of no group
 
 Nothing is padded and no data is moved.  A pair whose id is negative, beyond the number of experts or mapped to -1 by
 `expert_map` is in no group.  The order is the same on every run.  Sizes depend on shapes alone: CUDA-graph safe.
@@ -35,6 +36,7 @@ class SortedPairs:
     offsets: Tensor
     pairs: Tensor
     block_m: int
+    positions: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +62,7 @@ def sort_workspaces(num_pairs: int, num_experts: int, block_m: int) -> tuple[Wor
         WorkspaceSpec("sort_offsets", (num_experts + 1,), torch.int32),
         WorkspaceSpec("sort_pairs", (num_pairs,), torch.int32),
         WorkspaceSpec("sort_counts", (num_experts,), torch.int32),
+        WorkspaceSpec("sort_positions", (num_pairs,), torch.int32),
     )
 
 
@@ -71,17 +74,25 @@ def sort_pairs(
     workspace: Mapping[str, Tensor],
     expert_map: Tensor | None = None,
     rows: QuantizeRows | None = None,
+    positions: bool = False,
     pdl: bool = False,
 ) -> SortedPairs:
     """Sort ``topk_ids`` [M, k] (int32 or int64, contiguous) with the Triton kernel.
 
-    ``num_experts`` local experts; ``expert_map`` [E] int32 gives the local number of a global id.
+    ``num_experts`` local experts; ``expert_map`` [E] int32 gives the local number of a global id; ``positions``
+    asks for the inverse too.
     """
     import triton
 
     from moe_core.ops._sort_kernels import COUNT, SCATTER, SORT, sort_kernel
 
-    sorted_ = SortedPairs(workspace["sort_tiles"], workspace["sort_offsets"], workspace["sort_pairs"], block_m)
+    sorted_ = SortedPairs(
+        workspace["sort_tiles"],
+        workspace["sort_offsets"],
+        workspace["sort_pairs"],
+        block_m,
+        workspace["sort_positions"] if positions else None,
+    )
     pairs = topk_ids.numel()
     num_ids = num_experts if expert_map is None else expert_map.numel()
     block_e = max(triton.next_power_of_2(num_experts + 1), 16)
@@ -97,7 +108,7 @@ def sort_pairs(
             quantized = (job.x, job.values, job.scales, *job.x.shape)
             quantized += (job.x.stride(0), job.values.stride(0), job.scales.stride(0))
         programs = num_experts + (triton.cdiv(groups, block_g) if job is not None else 0)
-        block_p = 256 if pairs <= 256 else 1024
+        block_p = 256 if pairs <= 256 else (1024 if pairs <= _COUNT_PAIRS else 4096)
         launch(
             sort_kernel,
             (programs,),
@@ -107,6 +118,7 @@ def sort_pairs(
             sorted_.tiles,
             sorted_.offsets,
             sorted_.pairs,
+            sorted_.positions,
             pairs,
             num_ids,
             num_experts,
@@ -120,7 +132,7 @@ def sort_pairs(
             GROUP=job.group if job is not None else 1,
             BLOCK_G=block_g,
             pdl=pdl,
-            num_warps=4,
+            num_warps=4 if block_p <= 1024 else 8,
         )
     return sorted_
 
@@ -128,7 +140,7 @@ def sort_pairs(
 def sort_pairs_torch(
     topk_ids: Tensor, num_experts: int, block_m: int, *, expert_map: Tensor | None = None
 ) -> SortedPairs:
-    """The torch twin of `sort_pairs`: same result, exact sizes (no unwritten entries), any device."""
+    """The torch twin of `sort_pairs`: same result, exact sizes, positions of pairs of no group -1, any device."""
     ids = topk_ids.flatten().long()
     num_ids = num_experts if expert_map is None else expert_map.numel()
     known = (ids >= 0) & (ids < num_ids)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.gemm.narrow import narrow_e4m3
+from moe_core.gemm.narrow import divide, narrow_e4m3
 
 E4M3_MAX = tl.constexpr(448.0)
 # the smallest amax that a scale is made from: keeps the scale of an all-zero group normal and finite
@@ -110,6 +110,5 @@ def multiply_mixed(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
 def quantize(tile, AXIS: tl.constexpr):
     """Quantise a float32 tile whose whole AXIS is one group: e4m3 values and one float32 scale, amax / 448."""
     amax = tl.maximum(tl.max(tl.abs(tile), axis=AXIS), AMAX_FLOOR)
-    scale = tl.div_rn(amax, tl.full(amax.shape, E4M3_MAX, tl.float32))
-    values = tl.div_rn(tile, tl.broadcast_to(tl.expand_dims(scale, AXIS), tile.shape))
-    return narrow_e4m3(values), scale
+    scale = tl.div_rn(amax, E4M3_MAX)
+    return narrow_e4m3(divide(tile, tl.expand_dims(scale, AXIS))), scale

@@ -23,15 +23,17 @@ from moe_core.gemm.launch import (
     TileFunctions,
     combine_parts,
     grouped_product,
+    is_aligned,
     weight_descriptor,
 )
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.rule import tile_plan
 from moe_core.ops.reduce import reduce_pairs
-from moe_core.ops.sort import QuantizeRows, sort_pairs
+from moe_core.ops.sort import QuantizeRows, SortedPairs, sort_pairs
 from torch import Tensor
 
 from moe_fp8.kernels import block
+from moe_fp8.kernels.hopper_launch import hopper_fits, hopper_product, spread_rows
 
 
 SILU = Activation("silu")
@@ -51,7 +53,7 @@ def _functions(block_n: int, config: TileConfig) -> TileFunctions:
 
 def _operand(weights: Tensor, scales: Tensor, bias: Tensor | None, rows: int, block_n: int) -> Operand:
     device = (weights, scales, weights.stride(0), weights.stride(1), scales.stride(0), scales.stride(1), block_n)
-    return Operand(device, rows, weights.shape[2], bias, weight_descriptor(weights))
+    return Operand(device, rows, weights.shape[2], bias, weight_descriptor(weights), is_aligned(weights))
 
 
 def block_fp8_fused_moe(
@@ -103,54 +105,153 @@ def block_fp8_fused_moe(
         plan = tile_plan(
             tokens, routing.top_k, layer_experts, hidden, size, block_n=block_k, block_k=block_k, capability=capability
         )
-    pairs, pdl = topk_ids.numel(), plan.pdl
-    x_values, x_scales = workspace["x_values"], workspace["x_scales"]
-    h_values, h_scales = workspace["h_values"], workspace["h_scales"]
-    rows = QuantizeRows(x, x_values, x_scales, block.quantize, block_k)
-    order = sort_pairs(topk_ids, experts, plan.block_m, workspace=workspace, expert_map=expert_map, rows=rows, pdl=pdl)
-    split_up, split_down = plan.up.split, plan.down.split
-    parts = workspace["parts"]
-    up_parts = parts[: pairs * split_up * w13.shape[1]].view(-1, w13.shape[1]) if split_up > 1 else None
-    grouped_product(
-        _functions(block_n, plan.up),
+    pdl = plan.pdl
+    spread = (
+        hopper_fits(plan.up, up, block_shape, activation)
+        and not apply_router_weight_on_input
+        and 0 < topk_ids.numel() <= workspace["sorted_values"].shape[0]
+    )
+    rows = None if spread else QuantizeRows(x, workspace["x_values"], workspace["x_scales"], block.quantize, block_k)
+    order = sort_pairs(
+        topk_ids,
+        experts,
+        plan.block_m,
+        workspace=workspace,
+        expert_map=expert_map,
+        rows=rows,
+        positions=spread,
+        pdl=pdl,
+    )
+    if spread:
+        h_by_pair = False
+        _specialised_up_product(x, plan, up, order, routing, activation, w13, workspace)
+    else:
+        h_by_pair = _up_product(plan, up, order, routing, activation, block_shape, workspace)
+    y = _down_product(plan, down, order, routing, w2, block_shape, workspace, h_by_pair)
+    reduce_pairs(y, topk_ids, experts, out, expert_map=expert_map, split=plan.down.split, pdl=pdl)
+
+
+def _specialised_up_product(
+    x: Tensor,
+    plan: TilePlan,
+    up: Operand,
+    order: SortedPairs,
+    routing: Routing,
+    activation: Activation,
+    w13: Tensor,
+    workspace: Mapping[str, Tensor],
+) -> None:
+    """h in sorted order, by the device's own kernel."""
+    pairs = routing.ids.numel()
+    values, scales = workspace["sorted_values"][:pairs], workspace["sorted_scales"]
+    spread_rows(x, values, scales, quantize=block.quantize, pairs=order, routing=routing, pdl=plan.pdl)
+    hopper_product(
         plan.up,
-        a=(x_values, x_scales, x_values.stride(0), x_scales.stride(0)),
+        values=values,
+        scales=scales,
+        weights=w13,
         b=up,
-        out=h_values if up_parts is None else up_parts,
-        out_scale=h_scales if up_parts is None else None,
+        out=workspace["h_values"],
+        out_scale=workspace["h_scales"],
         pairs=order,
         routing=routing,
         activation=activation,
-        block_k=block_k,
+        pdl=plan.pdl,
+    )
+
+
+def _up_product(
+    plan: TilePlan,
+    up: Operand,
+    order: SortedPairs,
+    routing: Routing,
+    activation: Activation,
+    block_shape: tuple[int, int],
+    workspace: Mapping[str, Tensor],
+) -> bool:
+    """h = act(x w13^T), quantised into h_values and h_scales; True if their rows are pairs, False if sorted."""
+    config, pdl, group = plan.up, plan.pdl, block_shape[1]
+    values, scales = workspace["x_values"], workspace["x_scales"]
+    h_values, h_scales = workspace["h_values"], workspace["h_scales"]
+    pairs = routing.ids.numel()
+    parts = None
+    if config.split > 1:
+        width = up.rows * (2 if activation.gated else 1)
+        parts = workspace["parts"][: pairs * config.split * width].view(-1, width)
+    grouped_product(
+        _functions(block_shape[0], config),
+        config,
+        a=(values, scales, values.stride(0), scales.stride(0)),
+        b=up,
+        out=h_values if parts is None else parts,
+        out_scale=h_scales if parts is None else None,
+        pairs=order,
+        routing=routing,
+        activation=activation,
+        block_k=group,
         pdl=pdl,
     )
-    if up_parts is not None:
+    if parts is not None:
         combine_parts(
             block.quantize,
-            parts=up_parts,
-            split=split_up,
-            bias=w13_bias,
+            parts=parts,
+            split=config.split,
+            bias=up.bias,
             out=h_values,
             out_scale=h_scales,
             routing=routing,
             activation=activation,
-            columns=size,
-            group=block_k,
+            columns=up.rows,
+            group=group,
             pdl=pdl,
         )
-    y = workspace["y"] if split_down == 1 else parts[: pairs * split_down * hidden].view(-1, hidden)
+    return parts is not None
+
+
+def _down_product(
+    plan: TilePlan,
+    down: Operand,
+    order: SortedPairs,
+    routing: Routing,
+    w2: Tensor,
+    block_shape: tuple[int, int],
+    workspace: Mapping[str, Tensor],
+    h_by_pair: bool,
+) -> Tensor:
+    """y[pair] = weight * (h w2^T); [pairs * split, K]."""
+    config, pairs = plan.down, routing.ids.numel()
+    values, scales = workspace["h_values"], workspace["h_scales"]
+    if not h_by_pair and hopper_fits(config, down, block_shape, None):
+        y = workspace["y"]
+        hopper_product(
+            config,
+            values=values[:pairs],
+            scales=scales,
+            weights=w2,
+            b=down,
+            out=y,
+            out_scale=None,
+            pairs=order,
+            routing=routing,
+            activation=None,
+            pdl=plan.pdl,
+        )
+        return y
+    y = workspace["y"]
+    if config.split > 1:
+        y = workspace["parts"][: pairs * config.split * down.rows].view(-1, down.rows)
     grouped_product(
-        _functions(block_n, plan.down),
-        plan.down,
-        a=(h_values, h_scales, h_values.stride(0), h_scales.stride(0)),
+        _functions(block_shape[0], config),
+        config,
+        a=(values, scales, values.stride(0), scales.stride(0)),
         b=down,
         out=y,
         out_scale=None,
         pairs=order,
         routing=routing,
         activation=None,
-        block_k=block_k,
-        pdl=pdl,
-        a_by_pair=split_up > 1,
+        block_k=block_shape[1],
+        pdl=plan.pdl,
+        a_by_pair=h_by_pair,
     )
-    reduce_pairs(y, topk_ids, experts, out, expert_map=expert_map, split=split_down, pdl=pdl)
+    return y

@@ -1,0 +1,58 @@
+"""Quantise the rows of x and write each to the places of its pairs in the sorted order.
+
+For kernels that want the rows of a tile side by side.  Every row is read once; a copy of the quantised rows afterwards
+would read them once per pair, from all over memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_core.ops._sort_kernels import local_expert
+
+
+@triton.jit
+def spread_kernel(
+    x,
+    ids,
+    expert_map,
+    positions,
+    values,
+    scales,
+    rows,
+    columns,
+    num_ids,
+    num_experts,
+    stride_x,
+    stride_values,
+    stride_scales,
+    quantize: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_G groups of GROUP columns per program, counted row by row; a partial last group is padded with zeros.
+
+    positions [rows * TOP_K] is the place of each pair of a local expert; values and scales have one row per pair.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    groups = tl.cdiv(columns, GROUP)
+    index = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
+    row = index // groups
+    group = index % groups
+    inside = row < rows
+    offset = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tile = tl.load(x + row[:, None] * stride_x + offset, mask=inside[:, None] & (offset < columns), other=0.0)
+    quantized, scale = quantize(tile.to(tl.float32), 1)
+    for slot in tl.static_range(TOP_K):
+        pair = row * TOP_K + slot
+        expert = local_expert(ids, expert_map, pair, inside, num_ids, num_experts, HAS_MAP)
+        known = expert >= 0
+        position = tl.load(positions + pair, mask=known, other=0).to(tl.int64)
+        tl.store(values + position[:, None] * stride_values + offset, quantized, mask=known[:, None])
+        tl.store(scales + position * stride_scales + group, scale, mask=known)

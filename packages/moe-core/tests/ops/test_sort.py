@@ -1,0 +1,88 @@
+"""Grouping pairs by expert: the kernel against its twin, the twin against a loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_core.gemm.plan import max_tiles
+from moe_core.ops import sort
+from moe_core.ops.sort import sort_pairs, sort_pairs_torch, sort_workspaces
+from moe_core.workspace import Workspace, workspace_nbytes
+
+
+def run(ids, experts, block_m, expert_map=None):
+    """The kernel over poisoned scratch memory."""
+    specs = sort_workspaces(ids.numel(), experts, block_m)
+    buffer = torch.full((workspace_nbytes(specs),), 0xFF, dtype=torch.uint8, device=ids.device)
+    workspace = Workspace(ids.device, buffer).take(specs)
+    return sort_pairs(ids, experts, block_m, workspace=workspace, expert_map=expert_map)
+
+
+def same(found, expected):
+    tiles, kept = int(expected.tiles[0]), int(expected.offsets[-1])
+    assert torch.equal(found.offsets, expected.offsets)
+    assert torch.equal(found.pairs[:kept], expected.pairs)
+    assert int(found.tiles[0]) == tiles
+    assert torch.equal(found.tiles[2 : 2 + 2 * tiles], expected.tiles[2:])
+
+
+@pytest.mark.parametrize("block_m", [16, 64])
+@pytest.mark.parametrize("experts", [1, 7, 16, 130])
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (3, 4), (65, 2), (257, 3)])
+def test_kernel_and_twin_agree(tokens, top_k, experts, block_m, device):
+    generator = torch.Generator().manual_seed(tokens * 1000 + experts)
+    ids = torch.randint(-2, experts + 3, (tokens, top_k), generator=generator, dtype=torch.int32).to(device)
+    same(run(ids, experts, block_m), sort_pairs_torch(ids, experts, block_m))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_expert_map(dtype, device):
+    generator = torch.Generator().manual_seed(3)
+    # 20 experts, of which 5 live here; one entry of the map is out of range and must drop its pairs
+    expert_map = torch.full((20,), -1, dtype=torch.int32)
+    expert_map[torch.tensor([2, 3, 11, 17, 19])] = torch.tensor([4, 0, 1, 3, 2], dtype=torch.int32)
+    expert_map[7] = 5
+    ids = torch.randint(-1, 22, (90, 2), generator=generator, dtype=dtype).to(device)
+    expert_map = expert_map.to(device)
+    found, expected = run(ids, 5, 16, expert_map), sort_pairs_torch(ids, 5, 16, expert_map=expert_map)
+    same(found, expected)
+    kept = found.pairs[: int(found.offsets[-1])].long()
+    assert set(ids.flatten()[kept].tolist()) <= {2, 3, 11, 17, 19}
+
+
+def test_twin_against_a_loop():
+    ids = torch.tensor([[2, 0], [2, 5], [0, -1], [2, 2]])
+    found = sort_pairs_torch(ids, 3, 2)
+    assert found.pairs.tolist() == [1, 4, 0, 2, 6, 7]
+    assert found.offsets.tolist() == [0, 2, 2, 6]
+    assert found.tiles.tolist() == [3, 0, 0, 0, 2, 2, 2, 4]
+
+
+@pytest.mark.parametrize("expert", [0, 6])
+def test_all_on_one_expert(expert, device):
+    ids = torch.full((100, 1), expert, dtype=torch.int32, device=device)
+    same(run(ids, 7, 16), sort_pairs_torch(ids, 7, 16))
+
+
+def test_nothing_known(device):
+    ids = torch.tensor([[-1, 9], [2**31 - 1, -(2**31)]], dtype=torch.int32, device=device)
+    found = run(ids, 4, 16)
+    assert int(found.tiles[0]) == 0
+    assert found.offsets.tolist() == [0] * 5
+
+
+def test_two_launches(monkeypatch, device):
+    monkeypatch.setattr(sort, "_COUNT_PAIRS", 100)
+    ids = torch.randint(-1, 9, (150, 2), generator=torch.Generator().manual_seed(5), dtype=torch.int32).to(device)
+    same(run(ids, 8, 16), sort_pairs_torch(ids, 8, 16))
+
+
+@pytest.mark.parametrize("pairs", [1, 15, 16, 17, 160])
+@pytest.mark.parametrize("experts", [1, 5, 200])
+def test_max_tiles_is_a_bound_that_is_met_by_some_routing(pairs, experts):
+    worst = 0
+    for spread in range(1, min(pairs, experts) + 1):
+        # spread experts with one row each beyond whole tiles as far as rows suffice
+        ids = torch.arange(pairs) % spread
+        worst = max(worst, int(sort_pairs_torch(ids[:, None], experts, 16).tiles[0]))
+    assert worst <= max_tiles(pairs, experts, 16)

@@ -1,0 +1,245 @@
+"""The whole layer, block FP8, against float64 over the same quantised values.
+
+Tolerance (relative, Frobenius).  Hopper's matrix units truncate e4m3 products to about 2^-13 of the largest of a sum,
+which is about 2^-10 of the sum of 128 random ones.  An intermediate value that is off by d = 2^-10 comes out of the
+quantisation one step s further with probability d / s, so that the root mean square of that error is sqrt(d s), with
+steps of e4m3 between 2^-4 and 2^-3 of the value: 2^-6.5 to 2^-7, of gate and up together sqrt(2) more.  The two
+roundings to 16 bits, 2^-9 each, disappear beside that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from moe_core.activation import MoEActivation, apply_moe_activation
+from moe_core.gemm.launch import Activation
+from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm.rule import tile_plan
+from moe_core.workspace import Workspace, workspace_nbytes
+from moe_fp8.kernels.block_moe import block_fp8_fused_moe
+from moe_fp8.kernels.workspaces import block_fp8_workspaces
+
+TOLERANCE = 2**-6
+
+
+def quantize_rows(x, group):
+    """x as e4m3 x float32 scales by rows and groups of columns, back in float64."""
+    rows, columns = x.shape
+    groups = -(-columns // group)
+    tiles = torch.nn.functional.pad(x.float(), (0, groups * group - columns)).view(rows, groups, group)
+    scale = tiles.abs().amax(-1, keepdim=True).clamp_min(1e-10) / 448.0
+    return ((tiles / scale).to(torch.float8_e4m3fn).double() * scale.double()).view(rows, -1)[:, :columns]
+
+
+def quantize_blocks(w, block, parts):
+    """w [E, parts * n, k] -> e4m3, float32 scales [E, parts * ceil(n / block_n), ceil(k / block_k)], float64 values."""
+    values, scales, exact = [], [], []
+    for part in w.chunk(parts, dim=1):
+        experts, n, k = part.shape
+        rows, columns = -(-n // block[0]), -(-k // block[1])
+        padded = torch.nn.functional.pad(part, (0, columns * block[1] - k, 0, rows * block[0] - n))
+        tiles = padded.view(experts, rows, block[0], columns, block[1])
+        scale = tiles.abs().amax((2, 4)) / 448.0
+        q = (tiles / scale[:, :, None, :, None]).to(torch.float8_e4m3fn)
+        dequantized = q.double() * scale.double()[:, :, None, :, None]
+        shape = (experts, rows * block[0], columns * block[1])
+        values.append(q.view(torch.uint8).view(shape)[:, :n, :k])
+        scales.append(scale)
+        exact.append(dequantized.view(shape)[:, :n, :k])
+    e4m3 = torch.cat(values, 1).contiguous().view(torch.float8_e4m3fn)
+    return e4m3, torch.cat(scales, 1).contiguous(), torch.cat(exact, 1)
+
+
+class Layer:
+    """Random weights and routing, and what float64 makes of them."""
+
+    def __init__(self, tokens, hidden, size, experts, top_k, *, name="silu", block=(128, 128), bias=False, mapped=False,
+                 on_input=False, dtype=torch.bfloat16, seed=0):  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator)
+
+        self.activation, self.block, self.on_input = MoEActivation(name), block, on_input
+        parts = 2 if self.activation.is_gated else 1
+        self.w13, self.s13, self.exact13 = quantize_blocks(
+            normal(experts, parts * size, hidden) * hidden**-0.5, block, parts
+        )
+        self.w2, self.s2, self.exact2 = quantize_blocks(normal(experts, hidden, size) * size**-0.5, block, 1)
+        self.x = normal(tokens, hidden).to(dtype)
+        self.b13 = normal(experts, parts * size).to(dtype) if bias else None
+        self.b2 = normal(experts, hidden).to(dtype) if bias else None
+        ids = experts
+        self.expert_map = None
+        if mapped:
+            ids = 2 * experts + 1
+            self.expert_map = torch.full((ids,), -1, dtype=torch.int32)
+            places = torch.randperm(ids, generator=generator)[:experts]
+            self.expert_map[places] = torch.arange(experts, dtype=torch.int32)
+        self.ids = torch.rand(tokens, ids, generator=generator).topk(top_k, 1).indices.int()
+        if tokens > 2:
+            self.ids[1, 0], self.ids[2, -1] = -1, ids + 5
+        self.weights = torch.rand(tokens, top_k, generator=generator)
+
+    def run(self, device, plan):
+        """The kernels over poisoned memory, twice: the second call sees what the first left."""
+        hidden, experts, size = self.x.shape[1], self.w13.shape[0], self.w2.shape[2]
+        tokens, top_k = self.ids.shape
+        specs = block_fp8_workspaces(tokens, top_k, experts, hidden, size, self.x.dtype, self.block)
+        buffer = torch.full((workspace_nbytes(specs),), 0xFF, dtype=torch.uint8, device=device)
+        workspace = Workspace(device, buffer).take(specs)
+        out = torch.full(self.x.shape, float("nan"), dtype=self.x.dtype, device=device)
+        params = self.activation.resolve_params(None)
+
+        def on(tensor):
+            return None if tensor is None else tensor.to(device)
+
+        # a row stride that is not the width
+        x = torch.nn.functional.pad(on(self.x), (0, 3))[:, :hidden]
+        results = []
+        for _ in range(2):
+            block_fp8_fused_moe(
+                x,
+                on(self.w13),
+                on(self.w2),
+                w13_scale=on(self.s13),
+                w2_scale=on(self.s2),
+                topk_weights=on(self.weights),
+                topk_ids=on(self.ids),
+                out=out,
+                workspace=workspace,
+                plan=plan if plan is None or out.is_cuda else replace(plan, pdl=False),
+                block_shape=self.block,
+                activation=Activation(self.activation.value, params.alpha or 1.0, params.beta or 0.0, params.limit),
+                w13_bias=on(self.b13),
+                w2_bias=on(self.b2),
+                expert_map=on(self.expert_map),
+                apply_router_weight_on_input=self.on_input,
+            )
+            results.append(out.cpu().clone())
+        assert torch.equal(*results)
+        return results[0]
+
+    def exact(self):
+        x = quantize_rows(self.x, self.block[1])
+        out = torch.zeros(x.shape, dtype=torch.float64)
+        for token, slots in enumerate(self.ids.tolist()):
+            for slot, expert in enumerate(slots):
+                if self.expert_map is not None and 0 <= expert < self.expert_map.numel():
+                    expert = int(self.expert_map[expert])
+                elif self.expert_map is not None:
+                    expert = -1
+                if not 0 <= expert < self.w13.shape[0]:
+                    continue
+                weight = float(self.weights[token, slot])
+                h = self.exact13[expert] @ x[token] * (weight if self.on_input else 1.0)
+                h = h if self.b13 is None else h + self.b13[expert].double()
+                h = quantize_rows(apply_moe_activation(self.activation, h[None]), self.block[1])[0]
+                y = self.exact2[expert] @ h
+                y = y if self.b2 is None else y + self.b2[expert].double()
+                out[token] += y * (1.0 if self.on_input else weight)
+        return out
+
+    def check(self, device, plan=None):
+        found, expected = self.run(device, plan).double(), self.exact()
+        assert torch.isfinite(found).all()
+        error = float((found - expected).norm() / expected.norm())
+        assert error < TOLERANCE, f"relative error {error:.2e}, allowed {TOLERANCE:.2e}"
+
+
+def plan_of(block_m, *, block_n=128, swap=False, tma=False, group_m=1, splits=(1, 1), down_m=None, warps=4, **more):
+    up = TileConfig(block_m, block_n, warps, 2, group_m, swap, tma, splits[0], **more)
+    down = TileConfig(down_m or block_m, block_n, warps, 2, group_m, swap, tma, splits[1], **more)
+    return TilePlan(up, down, pdl=True)
+
+
+PLANS = {
+    "swapped": plan_of(16, swap=True),
+    "descriptors": plan_of(16, swap=True, tma=True),
+    "plain": plan_of(16, group_m=3),
+    "rows 64": plan_of(64, group_m=2, warps=8),
+    "pieces": plan_of(64, down_m=16, tma=True),
+    "split": plan_of(16, swap=True, splits=(2, 4)),
+    "split up": plan_of(16, swap=True, splits=(4, 1)),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_plans(plan, device):
+    Layer(21, 512, 384, 5, 3, seed=1).check(device, plan)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_sizes_that_are_no_multiples(plan, device):
+    Layer(18, 336, 208, 3, 2, bias=True, mapped=True, dtype=torch.float16, seed=2).check(device, plan)
+
+
+@pytest.mark.parametrize("name", [a.value for a in MoEActivation])
+@pytest.mark.parametrize("split", [1, 2])
+def test_activations(name, split, device):
+    plan = plan_of(16, swap=True, splits=(split, 1))
+    Layer(5, 256, 160, 2, 2, name=name, bias=True, seed=3).check(device, plan)
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("name", ["silu", "relu2_no_mul"])
+def test_router_weight_on_input(name, split, device):
+    plan = plan_of(16, swap=True, splits=(split, split))
+    Layer(6, 256, 160, 3, 1, name=name, bias=True, on_input=True, seed=4).check(device, plan)
+
+
+@pytest.mark.parametrize("block", [(64, 64), (128, 64), (64, 128)])
+def test_other_blocks(block, device):
+    Layer(9, 320, 200, 3, 2, block=block, seed=5).check(device, plan_of(16, block_n=block[1], swap=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17, 64])
+def test_rule(tokens, device):
+    Layer(tokens, 256, 128, 8, 2, dtype=torch.float32, seed=6).check(device)
+
+
+def test_one_expert_takes_all(device):
+    layer = Layer(40, 256, 128, 4, 1, seed=7)
+    layer.ids[:] = 2
+    layer.check(device, plan_of(16, swap=True))
+
+
+def test_no_tokens(device):
+    layer = Layer(0, 256, 128, 4, 2)
+    assert layer.run(device, None).shape == (0, 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [300, 1500])
+@pytest.mark.parametrize("name", ["silu", "swigluoai"])
+def test_specialised(rows, name, device):
+    config = TileConfig(128, 128, 4, 4, 8, specialised=True)
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is Hopper's own")
+    for pdl in (False, True):
+        Layer(rows, 528, 400, 3, 2, name=name, bias=True, mapped=True, seed=8).check(
+            device, TilePlan(config, config, pdl)
+        )
+
+
+@pytest.mark.parametrize("capability", [0, 89, 90, 100, 120])
+@pytest.mark.parametrize("tokens", [1, 8, 100, 1000, 10000, 100000])
+@pytest.mark.parametrize("shape", [(8, 2, 4096, 14336), (256, 8, 7168, 256), (128, 8, 2048, 768), (1, 1, 128, 128)])
+def test_rule_keeps_its_promises(shape, tokens, capability):
+    experts, top_k, hidden, size = shape
+    plan = tile_plan(tokens, top_k, experts, hidden, size, capability=capability)
+    assert plan.block_m % plan.up.block_m == 0
+    assert plan.block_m % plan.down.block_m == 0
+    specs = {s.name: s for s in block_fp8_workspaces(tokens, top_k, experts, hidden, size, torch.bfloat16)}
+    pairs = tokens * top_k
+    assert plan.up.split == 1 or pairs * plan.up.split * 2 * size <= specs["parts"].shape[0]
+    assert plan.down.split == 1 or pairs * plan.down.split * hidden <= specs["parts"].shape[0]
+    for config, halves in ((plan.up, 2), (plan.down, 1)):
+        stage = (config.block_m + halves * config.block_n) * 128
+        limit = 227 * 1024 if capability in (90, 100) else 99 * 1024
+        # two-stage loops of the older matrix units keep one buffer in registers
+        buffers = config.num_stages if capability >= 90 else config.num_stages - 1
+        assert config.specialised or stage * buffers <= limit
+    assert capability >= 90 or not plan.pdl
