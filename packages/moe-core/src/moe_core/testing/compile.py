@@ -4,11 +4,10 @@
     python -m moe_core.testing.compile gfx950 --package my_package
 
 A module that holds kernels defines ``specimens(target)``, which gets a :class:`~moe_core.device.DeviceInfo` and yields
-:class:`Specimen` objects: launches as the host code makes them, on meta tensors.  (Launches that were recorded with
-:mod:`moe_core.gemm.specimen` will do as well.)  Every module of the named packages (default: core and every package
-that registers something with it) that defines this function is asked.  Each launch compiles the kernels it would start,
-for the target and not for a device; a kernel fails when it does not compile, needs more shared memory than a block of
-the target can have, or spills more bytes per thread than its specimen allows.
+:class:`Specimen` objects: launches as the host code makes them, on meta tensors.  Every module of the named packages
+(default: core and every package that registers something with it) that defines this function is asked.  Each launch
+compiles the kernels it would start, for the target and not for a device; a kernel fails when it does not compile, needs
+more shared memory than a block of the target can have, or spills more bytes per thread than its specimen allows.
 
 NVIDIA: registers and stack from the cubin, by ``cuobjdump``, which Triton brings.  AMD: from the assembly's metadata.
 """
@@ -34,7 +33,6 @@ from typing import Any
 
 from moe_core.device import DeviceInfo
 from moe_core.errors import ConfigError, MoEError
-from moe_core.gemm.specimen import Specimen as RecordedLaunch
 
 
 @dataclass(frozen=True)
@@ -158,16 +156,11 @@ def _number(pattern: str, text: str) -> int:
     return int(found.group(1))
 
 
-def compile_specimen(specimen: Specimen | RecordedLaunch, target: Target) -> tuple[list[Usage], list[str]]:
+def compile_specimen(specimen: Specimen, target: Target) -> tuple[list[Usage], list[str]]:
     """What the specimen's kernels need, and what is wrong with them (empty if nothing is)."""
-    max_spills = getattr(specimen, "max_spills", 0)
     try:
-        if isinstance(specimen, RecordedLaunch):
-            gpu = target.gpu_target()
-            compiled = [(specimen.fn.__name__, specimen.compile(gpu.backend, gpu.arch))]
-        else:
-            with compiling_for(target) as compiled:
-                specimen.launch()
+        with compiling_for(target) as compiled:
+            specimen.launch()
     except Exception as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
@@ -177,9 +170,9 @@ def compile_specimen(specimen: Specimen | RecordedLaunch, target: Target) -> tup
     for name, kernel in compiled:
         usage = Usage(specimen.name, name, *usage_of(kernel), int(kernel.metadata.shared))
         usages.append(usage)
-        if usage.spills > max_spills:
+        if usage.spills > specimen.max_spills:
             problems.append(
-                f"{specimen.name}: {name} spills {usage.spills} bytes per thread, at most {max_spills} are accepted"
+                f"{specimen.name}: {name} spills {usage.spills} bytes per thread, at most {specimen.max_spills} are accepted"
             )
         if usage.shared > target.device.shared_memory:
             problems.append(
@@ -215,23 +208,21 @@ def specimen_modules(packages: Iterable[str]) -> list[str]:
     return names
 
 
-def find_specimens(packages: Iterable[str], target: Target) -> Iterator[Specimen | RecordedLaunch]:
+def find_specimens(packages: Iterable[str], target: Target) -> Iterator[Specimen]:
     """Specimens for ``target`` of every module in ``packages`` that defines ``specimens(target)``."""
     for name in specimen_modules(packages):
         yield from importlib.import_module(name).specimens(target.device)
 
 
 #: What forked processes compile: specimens hold functions, which cannot be sent to a process, but are inherited.
-_INHERITED: list[tuple[Specimen | RecordedLaunch, Target]] = []
+_INHERITED: list[tuple[Specimen, Target]] = []
 
 
 def _compile_inherited(number: int) -> tuple[list[Usage], list[str]]:
     return compile_specimen(*_INHERITED[number])
 
 
-def compile_all(
-    specimens: list[Specimen | RecordedLaunch], target: Target, jobs: int
-) -> Iterator[tuple[list[Usage], list[str]]]:
+def compile_all(specimens: list[Specimen], target: Target, jobs: int) -> Iterator[tuple[list[Usage], list[str]]]:
     """:func:`compile_specimen` of each, in order, by ``jobs`` processes where the system can fork."""
     if jobs == 1 or "fork" not in multiprocessing.get_all_start_methods():
         for specimen in specimens:
