@@ -67,7 +67,10 @@ def divide_by(x, scale, inverse):
         return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     else:
         quotient = x * inverse
-        return tl.fma(tl.fma(-quotient, scale, x), tl.broadcast_to(inverse, x.shape), quotient)
+        remainder = tl.fma(-quotient, scale, x)
+        corrected = tl.fma(remainder, tl.broadcast_to(inverse, x.shape), quotient)
+        # an exact quotient keeps the sign of its zero, an infinite one has no remainder
+        return tl.where((remainder != 0.0) & (remainder == remainder), corrected, quotient)
 
 
 @triton.jit

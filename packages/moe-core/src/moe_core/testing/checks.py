@@ -5,6 +5,7 @@ Each takes the experts class, the case and the place, and raises AssertionError 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
@@ -125,7 +126,9 @@ def _own(weights: KernelWeights) -> KernelWeights:
 
 def check_compile(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
     """``torch.compile(fullgraph=True)`` takes a call, also with another number of tokens, and changes no bit."""
-    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own modules, which this imports
+        torch.compiler.reset()
     problems = [make_problem(replace(case, tokens=tokens), place.device) for tokens in (case.tokens, case.tokens + 2)]
     kernel = make_kernel(experts, problems[0], place)
 
@@ -260,7 +263,9 @@ def check_sync(experts: type[FusedMoEExperts], case: Case, place: Place) -> None
     kernel = make_kernel(experts, problem, place)
     call(kernel, problem)  # compiling may synchronise
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         call(kernel, problem)
     except RuntimeError as error:
