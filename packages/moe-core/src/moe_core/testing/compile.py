@@ -172,7 +172,8 @@ def compile_specimen(specimen: Specimen, target: Target) -> tuple[list[Usage], l
         usages.append(usage)
         if usage.spills > specimen.max_spills:
             problems.append(
-                f"{specimen.name}: {name} spills {usage.spills} bytes per thread, at most {specimen.max_spills} are accepted"
+                f"{specimen.name}: {name} spills {usage.spills} bytes per thread, "
+                f"at most {specimen.max_spills} are accepted"
             )
         if usage.shared > target.device.shared_memory:
             problems.append(
