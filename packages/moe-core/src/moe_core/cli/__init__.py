@@ -12,6 +12,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+_ABOUT = "Quantised mixture-of-experts layers: what runs them, why, how exactly and how fast."
+
 COMMANDS = ("quickstart", "run", "explain", "backends", "doctor", "bench")
 
 
@@ -45,23 +47,28 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="moe",
-        description="Quantised mixture-of-experts layers: what runs them, why, how exactly and how fast.",
+        description="\n".join([_ABOUT, "", "commands:", *(f"  {n:<10}  {_summary(n)}" for n in COMMANDS)]),
         epilog="MOE_TRACEBACK=1 shows the traceback of an error.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"moe-core {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"moe_core.cli.{name}")
-        summary = (module.__doc__ or "").strip()
         command = commands.add_parser(
             name,
-            help=summary.partition("\n")[0].partition(": ")[2].rstrip("."),
-            description=summary,
+            description=(module.__doc__ or "").strip(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
+
+
+def _summary(name: str) -> str:
+    """What a command's docstring says after its name."""
+    text = importlib.import_module(f"moe_core.cli.{name}").__doc__ or ""
+    return text.partition("\n")[0].partition(": ")[2].rstrip(".")
 
 
 def _paragraph(error: Exception) -> str:

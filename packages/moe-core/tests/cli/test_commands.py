@@ -1,0 +1,338 @@
+"""explain, backends, doctor, quickstart, bench, and what they share."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_core import CheckpointError, __version__
+from moe_core.checkpoint import Checkpoint, read_layer
+from moe_core.cli import COMMANDS, _machine, _output
+from moe_core.cli import quickstart as quickstart_command
+from moe_core.registry import registry
+from moe_core_checkpoints import write_quickstart
+
+SHAPE = ("--scheme", "plain", "--shape", "8,2,64,32")
+
+
+# ------------------------------------------------------------------ explain
+
+
+def test_explain_a_checkpoint(moe: Any, folder: Path) -> None:
+    result = moe("explain", folder, "--device", "h200")
+    assert result.code == 0
+    assert "layer 1 (model.layers.1.mlp.experts), plain 16-bit" in result.out
+    assert "-> gpu [GpuToyExperts]" in result.out
+    data = moe("explain", folder, "--layer", 2, "--device", "cpu", "--json").data
+    assert (data["layer"], data["chosen"], data["device"]) == (2, "plain", "cpu")
+    assert data["candidates"][0]["reasons"] == ["needs sm90 or newer, device is cpu"]
+
+
+def test_explain_a_shape(moe: Any) -> None:
+    data = moe("explain", *SHAPE, "--device", "sm90", "--activation", "relu2_no_mul", "--json").data
+    assert (data["num_experts"], data["top_k"], data["hidden_size"], data["intermediate_size"]) == (8, 2, 64, 32)
+    assert (data["activation"], data["chosen"]) == ("relu2_no_mul", "gpu")
+    assert data["weight_key"] is None
+
+
+def test_explain_where_nothing_fits(moe: Any) -> None:
+    result = moe("explain", *SHAPE, "--weight-key", "kFp8Static128BlockSym", "--activation-key", "none", "--json")
+    assert result.code == 2
+    assert result.data["chosen"] is None
+    assert all(candidate["reasons"] for candidate in result.data["candidates"])
+    assert result.err == "moe explain: no backend fits; the report says why\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ((), ("give a checkpoint folder, or --scheme and --shape E,k,K,N",)),
+        (("--scheme", "plain", "--shape", "8,2"), ("--shape 8,2: expected four integers E,k,K,N",)),
+        (("--scheme", "plain", "--shape", "8,2,x,4"), ("expected four integers",)),
+        (("--scheme", "plain", "--shape", "2,8,64,32"), ("top_k 8 is larger than num_experts 2",)),
+        (("--scheme", "none", "--shape", "8,2,64,32"), ("scheme 'none' is not installed (installed: plain)",)),
+        (("--scheme", "mxfp4", "--shape", "8,2,64,32"), ("add it with: pip install moe-mxfp4",)),
+        ((*SHAPE, "--device", "sm12345"), ("unknown device 'sm12345'", "sm90")),
+        ((*SHAPE, "--weight-key", "kNothing"), ("unknown quant key 'kNothing'", "kMxfp8Static")),
+        ((*SHAPE, "--activation", "nothing"), ("unknown activation 'nothing'",)),
+    ],
+)
+def test_explain_refuses(moe: Any, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    moe.refuses("explain", *arguments, parts=parts)
+
+
+# ------------------------------------------------------------------ backends
+
+
+def test_backends(moe: Any) -> None:
+    out = moe("backends").out
+    assert "plain gpu  [GpuToyExperts, modular]" in out
+    assert "sm90 or newer" in out
+    data = moe("backends", "--json").data
+    assert [row["experts"].partition(":")[2] for row in data["backends"]] == [
+        "GpuToyExperts",
+        "ToyExperts",
+        "BatchedToyExperts",
+    ]
+    assert data["backends"][2]["formats"] == ["batched"]
+    assert moe("backends", "--scheme", "plain", "--json").data == data
+    moe.refuses("backends", "--scheme", "fp8", parts=("scheme 'fp8' is not installed", "pip install moe-fp8"))
+
+
+def test_backends_without_schemes(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: ())
+    registry.cache_clear()
+    result = moe("backends")
+    assert result.code == 0
+    assert "no scheme is installed; add one, e.g.: pip install moe-fp8" in result.out
+    moe.refuses("quickstart", parts=("no scheme is installed", "pip install moe-fp8"))
+
+
+# ------------------------------------------------------------------ doctor
+
+
+def test_doctor(moe: Any) -> None:
+    result = moe("doctor", "--json")
+    assert result.code == 0
+    data = result.data
+    assert data["versions"]["torch"] == importlib.metadata.version("torch")
+    assert data["versions"]["moe-core"] == __version__
+    assert data["devices"][-1]["device"] == "cpu"
+    assert [scheme["scheme"] for scheme in data["schemes"]] == ["plain"]
+    assert {"moe-fp8", "moe-mxfp4"} <= {item["what"] for item in data["missing"]}
+    assert all(item["command"] for item in data["missing"])
+    out = moe("doctor").out
+    assert "backends: gpu, plain" in out
+
+
+def test_doctor_names_what_is_broken(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*, group: str) -> tuple[importlib.metadata.EntryPoint, ...]:
+        if group != "moe_core.schemes":
+            return ()
+        return (importlib.metadata.EntryPoint("lost", "moe_no_such_module:SCHEME", group),)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", broken)
+    registry.cache_clear()
+    result = moe("doctor", "--json")
+    assert result.code == 1
+    assert "lost" in result.data["faults"][0]
+    assert "moe_no_such_module" in result.data["faults"][0]
+
+
+# ------------------------------------------------------------------ quickstart
+
+
+def test_quickstart(moe: Any) -> None:
+    result = moe("quickstart")
+    assert (result.code, result.err) == (0, "")
+    for part in ("1. wrote a checkpoint", "model.safetensors.index.json", "-> plain", "float64 reference", "OK in"):
+        assert part in result.out
+
+
+def test_quickstart_keeps_what_it_is_told_to(moe: Any, tmp_path: Path) -> None:
+    kept = tmp_path / "a" / "b"
+    data = moe("quickstart", "--keep", kept, "--tokens", 3, "--json").data
+    assert (data["passed"], data["checkpoint"], data["tokens"]) == (True, str(kept), 3)
+    assert 0 < data["error"] < data["tolerance"]
+    assert sorted(p.name for p in kept.iterdir()) == data["files"]
+    assert read_layer(Checkpoint.open(kept)).scheme == "plain"
+    moe.refuses("quickstart", "--keep", kept, parts=("expected a new or an empty folder",))
+
+
+def test_quickstart_leaves_nothing(moe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert moe("quickstart").code == 0
+    moe.refuses("quickstart", "--backend", "gpu", parts=("needs sm90 or newer",))
+    assert not list(tmp_path.iterdir())
+
+
+def test_quickstart_outside_the_tolerance(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Off:
+        """A layer whose result is 1 % off."""
+
+        def __init__(self, layer: Any) -> None:
+            self.layer = layer
+
+        def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            result: torch.Tensor = self.layer(*args, **kwargs) * 1.01
+            return result
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.layer, name)
+
+    import moe_core.layer as module
+
+    original = module.load_layer
+    monkeypatch.setattr(module, "load_layer", lambda *args, **kwargs: Off(original(*args, **kwargs)))
+    result = moe("quickstart")
+    assert result.code == 1
+    assert "OUTSIDE the tolerance" in result.out
+    assert "FAILED in" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--tokens", "0"), "--tokens 0: expected 1 or more"),
+        (("--scheme", "wna16"), "pip install moe-wna16"),
+        (("--device", "tpu"), "--device tpu"),
+    ],
+)
+def test_quickstart_refuses(moe: Any, arguments: tuple[str, ...], part: str) -> None:
+    moe.refuses("quickstart", *arguments, parts=(part,))
+
+
+# ------------------------------------------------------------------ bench
+
+
+@pytest.fixture
+def known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is not measured: 1 GB/s and 1 G operations/s."""
+    limits = _machine.Limits(1e9, 1e9, "float32")
+    monkeypatch.setattr(_machine, "measure_limits", lambda *_: limits)
+
+
+def test_bench(moe: Any, tmp_path: Path, known_limits: None) -> None:
+    file = tmp_path / "b.json"
+    result = moe("bench", *SHAPE, "--tokens", "1,4", "--budget", "0.01", "--output", file)
+    assert result.code == 0
+    assert "tokens  experts" in result.out
+    data = json.loads(file.read_text())
+    assert [(r["backend"], r["tokens"]) for r in data["results"]] == [("plain", 1), ("plain", 4)]
+    first = data["results"][0]
+    assert first["active_experts"] == 2.0
+    # one token, two experts: bf16 matrices of 2 x 32 x 64 and 64 x 32, x in and out; three products of 64 x 32 each
+    moved = 2 * (2 * 32 * 64 + 64 * 32) * 2 + 2 * 64 * 2
+    assert first["floor_seconds"] == pytest.approx(max(moved, 2 * 2 * 3 * 64 * 32) / 1e9)
+    low, high = first["seconds_quartiles"]
+    assert 0 < low <= first["seconds"] <= high
+    assert first["calls"] >= 5
+
+
+def test_bench_a_checkpoint(moe: Any, folder: Path, known_limits: None) -> None:
+    data = moe("bench", folder, "--tokens", 2, "--budget", "0.01", "--backend", "plain", "--json").data
+    assert data["layer"].endswith("layer 1")
+    assert data["results"][0]["seconds"] > 0
+
+
+def test_bench_measures_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_core import FusedMoEConfig
+
+    config = FusedMoEConfig(num_experts=2, top_k=1, hidden_size=8, intermediate_size=8)
+    limits = _machine.measure_limits(torch.device("cpu"), config, None)
+    assert 1e8 < limits.bandwidth < 1e13
+    assert 1e8 < limits.rate < 1e15
+    assert limits.product == "float32"
+    assert limits.floor(limits.bandwidth, 0) == 1.0
+    assert limits.floor(0, 2 * limits.rate) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--tokens", "0"), "--tokens 0: expected positive integers"),
+        (("--tokens", "a"), "--tokens a: expected positive integers"),
+        (("--budget", "0"), "--budget 0.0: expected a positive number"),
+        (("--backend", "gpu"), "needs sm90 or newer"),
+        (("--output", "/nowhere/b.json"), "the folder /nowhere does not exist"),
+    ],
+)
+def test_bench_refuses(moe: Any, arguments: tuple[str, ...], part: str) -> None:
+    moe.refuses("bench", *SHAPE, *arguments, parts=(part,))
+
+
+def test_plot_needs_matplotlib(moe: Any, tmp_path: Path, known_limits: None) -> None:
+    picture = tmp_path / "b.png"
+    arguments = ("bench", *SHAPE, "--tokens", "1,2", "--budget", "0.01", "--plot", picture)
+    if importlib.util.find_spec("matplotlib") is None:
+        moe.refuses(*arguments, parts=("--plot needs matplotlib", "pip install matplotlib"))
+        assert not picture.exists()
+    else:
+        assert moe(*arguments).code == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# ------------------------------------------------------------------ shared
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(moe: Any, command: str) -> None:
+    result = moe(command, "--help")
+    assert result.code == 0
+    assert "--json" in result.out
+
+
+def test_help_lists_the_commands(moe: Any) -> None:
+    out = moe("--help").out
+    for command in COMMANDS:
+        assert f"\n  {command} " in out
+    assert moe("--version").out == f"moe-core {__version__}\n"
+
+
+def test_no_command(moe: Any) -> None:
+    result = moe()
+    assert result.code == 2
+    assert "required" in result.err
+
+
+def test_table() -> None:
+    lines = _output.table(["a", "bb"], [["x", "1"], ["long", "22"]]).splitlines()
+    assert lines == ["a     bb", "----  --", "x      1", "long  22"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.5, "2.5 s"), (0.25, "250 ms"), (2.5e-4, "250 µs"), (2.5e-7, "250 ns"), (0.0, "0 ns")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert _output.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(12, "12 bytes"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 30, "5.0 GiB")]
+)
+def test_bytes(count: int, text: str) -> None:
+    assert _output.bytes_text(count) == text
+
+
+def test_progress_is_shown_on_terminals_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _output.progress("thinking"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with pytest.raises(CheckpointError), _output.progress("thinking"):
+        raise CheckpointError("no")
+    assert capsys.readouterr().err == "thinking …\r\x1b[2K"
+
+
+def test_module_runs_as_a_program(tmp_path: Path) -> None:
+    """A process of its own: the exit code arrives, and stderr holds one paragraph."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_core", "run", str(tmp_path)], capture_output=True, text=True, env=environment
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"moe run: {tmp_path} is no checkpoint: it has no config.json (it holds nothing)\n"
+
+
+def test_closed_pipe(tmp_path: Path) -> None:
+    """``moe backends | head -c 1`` ends quietly."""
+    program = f'"{sys.executable}" -m moe_core backends --json 2>"{tmp_path}/err" | head -c 1 >/dev/null'
+    subprocess.run(["bash", "-c", program], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True)
+    assert (tmp_path / "err").read_text() == ""
+
+
+def test_quickstart_writer_is_what_the_scheme_registers(plain: None) -> None:
+    assert registry().scheme("plain").quickstart is write_quickstart
+    assert quickstart_command.__doc__ is not None

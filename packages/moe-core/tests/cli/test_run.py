@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_core import FusedMoEConfig, RoutingConfig, fused_moe_reference, load_layer, route
+from moe_core.checkpoint import Checkpoint, read_layer
+from moe_core.cli import run as command
+from moe_core_checkpoints import TOP_K, E, K, layer_tensors, write
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+M = 5
+
+
+def tokens(**changes: Any) -> dict[str, Tensor]:
+    """Input tensors; ``changes`` replace, None removes."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(M, E, generator=generator)
+    weights, ids = route(logits, top_k=TOP_K, config=RoutingConfig(routed_scaling_factor=2.0))
+    found = {
+        "hidden_states": torch.randn(M, K, generator=generator),
+        "router_logits": logits,
+        "topk_weights": weights,
+        "topk_ids": ids.flip(1).contiguous(),
+        "something_else": torch.zeros(3),
+    } | changes
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def expected(folder: Path, layer: int, given: dict[str, Tensor]) -> Tensor:
+    source = read_layer(Checkpoint.open(folder), layer, dtype=torch.float32)
+    weights, ids = given.get("topk_weights"), given.get("topk_ids")
+    if weights is None or ids is None:
+        weights, ids = route(given["router_logits"], top_k=TOP_K, config=RoutingConfig())
+    x = given["hidden_states"].float()
+    return fused_moe_reference(
+        x, source.weights(), source.config, topk_weights=weights.float(), topk_ids=ids.long(), dtype=torch.float64
+    ).float()
+
+
+GIVEN = {
+    "logits": {"topk_weights": None, "topk_ids": None},
+    "the pair wins over logits": {},
+    "int32": {"router_logits": None, "topk_ids": tokens()["topk_ids"].int()},
+    "int64": {"router_logits": None, "topk_ids": tokens()["topk_ids"].long()},
+    "uint8": {"router_logits": None, "topk_ids": tokens()["topk_ids"].to(torch.uint8)},
+    "bf16 states": {"hidden_states": tokens()["hidden_states"].bfloat16()},
+}
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("given", GIVEN)
+def test_input_to_output(moe: Any, folder: Path, tmp_path: Path, layer: int, given: str) -> None:
+    inputs = tokens(**GIVEN[given])
+    save_file(inputs, tmp_path / "in.safetensors")
+    out = tmp_path / "out.safetensors"
+    arguments = ("--layer", layer, "--dtype", "fp32", "--input", tmp_path / "in.safetensors", "--output", out)
+    result = moe("run", folder, *arguments)
+    assert (result.code, result.err) == (0, "")
+    written = load_file(out)
+    assert list(written) == ["output"]
+    assert written["output"].dtype is torch.float32
+    # float32 sums of K = 32 and N = 16 terms, two products one after the other
+    torch.testing.assert_close(written["output"], expected(folder, layer, inputs), rtol=1e-5, atol=1e-4)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "in.safetensors", "out.safetensors"]
+
+
+def test_bf16_is_the_default_and_the_file_float32(moe: Any, folder: Path, tmp_path: Path) -> None:
+    save_file(tokens(), tmp_path / "in.safetensors")
+    out = tmp_path / "out.safetensors"
+    result = moe("run", folder, "--input", tmp_path / "in.safetensors", "--output", out, "--json")
+    assert result.data["dtype"] == "bfloat16"
+    output = load_file(out)["output"]
+    assert torch.equal(output, output.bfloat16().float())
+
+
+def test_first_layer_with_moe_is_the_default(moe: Any, folder: Path) -> None:
+    result = moe("run", folder, "--json", "--tokens", 3)
+    data = result.data
+    assert (data["layer"], data["prefix"], data["shape"]) == (1, "model.layers.1.mlp.experts", [3, K])
+    assert (data["scheme"], data["format"], data["backend"]) == ("plain", "plain 16-bit", "plain")
+    assert data["selection"]["chosen"] == "plain"
+    assert data["output"] is None
+
+
+def test_text_says_what_happened(moe: Any, folder: Path) -> None:
+    out = moe("run", folder, "--layer", 2).out
+    for part in (
+        "layer 2 (model.layers.2.mlp.experts), plain 16-bit",
+        "-> plain [ToyExperts]",
+        "32 tokens",
+        "[32, 32]",
+    ):
+        assert part in out
+
+
+def test_no_tokens(moe: Any, folder: Path, tmp_path: Path) -> None:
+    result = moe("run", folder, "--tokens", 0, "--output", tmp_path / "o.safetensors")
+    assert result.code == 0
+    assert load_file(tmp_path / "o.safetensors")["output"].shape == (0, K)
+
+
+def test_seed_decides_the_tokens(moe: Any, folder: Path) -> None:
+    rms = [moe("run", folder, "--seed", seed, "--json").data["output_rms"] for seed in (1, 1, 2)]
+    assert rms[0] == rms[1] != rms[2]
+
+
+def test_output_replaces_a_file(moe: Any, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.safetensors"
+    out.write_text("old")
+    assert moe("run", folder, "--output", out).code == 0
+    assert load_file(out)["output"].shape == (32, K)
+
+
+def test_random_tokens_are_routed_by_the_checkpoint(moe: Any, folder: Path) -> None:
+    layer = load_layer(folder, layer=1, device="cpu")
+    x = torch.randn(32, K, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rms = float(layer(x, router_logits=layer.router_logits(x)).float().square().mean().sqrt())
+    assert moe("run", folder, "--json").data["output_rms"] == pytest.approx(rms, rel=1e-6)
+
+
+def test_without_a_router(moe: Any, tmp_path: Path) -> None:
+    tensors = {name: t for name, t in layer_tensors().items() if not name.endswith("gate.weight")}
+    assert moe("run", write(tmp_path, tensors)).code == 0
+
+
+def test_warns_of_what_is_not_finite(moe: Any, folder: Path, tmp_path: Path) -> None:
+    x = tokens()["hidden_states"]
+    x[1] = float("nan")
+    save_file(tokens(hidden_states=x), tmp_path / "in.safetensors")
+    result = moe("run", folder, "--input", tmp_path / "in.safetensors")
+    assert result.code == 0
+    assert f"warning: {K} values of the output are NaN or Inf" in result.out
+
+
+# ------------------------------------------------------------------ what is refused, with nothing written
+
+BAD_INPUTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"hidden_states": None}, ("in.safetensors has no hidden_states [M, 32]", "router_logits")),
+    ({"hidden_states": torch.zeros(M, K + 1)}, ("hidden_states has shape [5, 33], expected [M, 32]",)),
+    ({"hidden_states": torch.zeros(M, K, 1)}, ("hidden_states has shape [5, 32, 1], expected [M, 32]",)),
+    ({"hidden_states": torch.zeros(M, K, dtype=torch.int32)}, ("hidden_states has dtype torch.int32",)),
+    ({"topk_ids": None}, ("topk_ids [5, 2] is missing, topk_weights is there",)),
+    ({"topk_weights": None}, ("topk_weights [5, 2] is missing, topk_ids is there",)),
+    ({"topk_ids": None, "topk_weights": None, "router_logits": None}, ("neither router_logits [5, 4] nor topk_ids",)),
+    (
+        {"topk_ids": None, "topk_weights": None, "router_logits": torch.zeros(M, E + 1)},
+        ("router_logits has shape [5, 5], expected [5, 4]",),
+    ),
+    ({"topk_ids": torch.zeros(M, TOP_K)}, ("topk_ids has dtype torch.float32",)),
+    ({"topk_weights": torch.zeros(M, TOP_K, dtype=torch.int32)}, ("topk_weights has dtype torch.int32",)),
+    ({"topk_ids": torch.zeros(M, 3, dtype=torch.int64)}, ("topk_ids has shape [5, 3], expected [5, 2]",)),
+    ({"topk_weights": torch.zeros(M - 1, TOP_K)}, ("topk_weights has shape [4, 2], expected [5, 2]",)),
+]
+
+
+@pytest.mark.parametrize(("changes", "parts"), BAD_INPUTS)
+def test_bad_input(moe: Any, folder: Path, tmp_path: Path, changes: dict[str, Any], parts: tuple[str, ...]) -> None:
+    save_file(tokens(**changes), tmp_path / "in.safetensors")
+    refuses(moe, tmp_path, folder, "--input", tmp_path / "in.safetensors", parts=parts)
+
+
+@pytest.mark.parametrize("value", [-1, E, 2**31 + 1, -(2**63)])
+def test_ids_out_of_range(moe: Any, folder: Path, tmp_path: Path, value: int) -> None:
+    ids = tokens()["topk_ids"].long()
+    ids[2, 1] = ids[4, 0] = value
+    save_file(tokens(topk_ids=ids), tmp_path / "in.safetensors")
+    parts = (f"topk_ids[2, 1] is {value}, expected 0..3 (2 of 10 ids are out of range)",)
+    refuses(moe, tmp_path, folder, "--input", tmp_path / "in.safetensors", parts=parts)
+
+
+def test_broken_input_files(moe: Any, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "in.safetensors"
+    refuses(moe, tmp_path, folder, "--input", file, parts=("in.safetensors can't be read: No such file",))
+    save_file(tokens(), file)
+    file.write_bytes(file.read_bytes()[:-5])
+    refuses(moe, tmp_path, folder, "--input", file, parts=("in.safetensors is truncated",))
+    refuses(moe, tmp_path, folder, "--input", tmp_path, parts=("is not a regular file",))
+
+
+def refuses(moe: Any, tmp_path: Path, folder: Path, *arguments: object, parts: tuple[str, ...]) -> None:
+    before = sorted(str(p) for p in tmp_path.rglob("*"))
+    moe.refuses("run", folder, *arguments, "--output", tmp_path / "out.safetensors", parts=parts)
+    assert sorted(str(p) for p in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (
+            ("--backend", "gpu"),
+            ("backend 'gpu' does not fit, and is never replaced", "needs sm90 or newer", "no gpu ["),
+        ),
+        (("--backend", "nonsense"), ("no backend 'nonsense'", "auto, gpu, plain")),
+        (("--layer", "0"), ("layer 0 has no MoE; layers that have: 1-2",)),
+        (("--device", "sm90"), ("--device sm90: expected a device of this machine",)),
+        (("--device", "cuda:63"), ("--device cuda:63: torch",)),
+        (("--device", "meta"), ("--device meta: expected cpu, cuda or xpu",)),
+        (("--tokens", "-1"), ("--tokens -1: expected 0 or more",)),
+    ],
+)
+def test_bad_arguments(
+    moe: Any, folder: Path, tmp_path: Path, arguments: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    refuses(moe, tmp_path, folder, *arguments, parts=parts)
+
+
+def test_unknown_routing_needs_the_pair(moe: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path / "c", layer_tensors(), model_type="new", norm_topk_prob=None)
+    refuses(
+        moe, tmp_path, folder, parts=("model_type 'new' is not known", "give topk_ids and topk_weights with --input")
+    )
+    save_file(tokens(), tmp_path / "in.safetensors")
+    assert moe("run", folder, "--input", tmp_path / "in.safetensors").code == 0
+
+
+def test_output_that_cannot_be_written(moe: Any, folder: Path, tmp_path: Path) -> None:
+    moe.refuses("run", folder, "--output", tmp_path / "no" / "o", parts=("the folder", "does not exist"))
+    moe.refuses("run", folder, "--output", tmp_path, parts=("is a folder, expected a file to write",))
+
+
+def test_the_checkpoint_is_never_overwritten(moe: Any, folder: Path) -> None:
+    shard = next(folder.glob("*.safetensors"))
+    before = shard.read_bytes()
+    moe.refuses("run", folder, "--output", shard, parts=("is a file of the checkpoint itself",))
+    assert shard.read_bytes() == before
+
+
+def test_a_failing_write_leaves_nothing(
+    moe: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device", "o.safetensors")
+
+    out = tmp_path / "o.safetensors"
+    out.write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    moe.refuses("run", folder, "--output", out, parts=("No space left on device",))
+    assert out.read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "o.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (KeyboardInterrupt(), 130, "moe: interrupted"),
+        (MemoryError(), 2, "out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "CUDA out of memory; try fewer tokens"),
+        (RuntimeError("boom"), 2, "unexpected RuntimeError: boom"),
+        (RecursionError("deep"), 2, "unexpected RecursionError"),
+    ],
+)
+def test_every_failure_is_a_paragraph(
+    moe: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, text: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(command, "_apply", fail)
+    result = moe("run", folder)
+    assert result.code == code
+    assert text in result.err
+    assert result.out == ""
+
+
+def test_traceback_on_request(moe: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_TRACEBACK", "1")
+    with pytest.raises(Exception, match="layer 0 has no MoE"):
+        moe("run", folder, "--layer", "0")
+
+
+def test_the_config_has_what_the_command_needs(folder: Path, plain: None) -> None:
+    assert isinstance(read_layer(Checkpoint.open(folder)).config, FusedMoEConfig)
