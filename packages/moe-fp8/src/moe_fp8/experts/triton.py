@@ -134,7 +134,12 @@ class TritonFp8BlockExperts(FusedMoEExpertsModular):
             workspace=workspace,
             plan=plan,
             block_shape=self.block_shape,
-            activation=Activation(config.activation.value, params.alpha or 1.0, params.beta or 0.0, params.limit),
+            activation=Activation(
+                config.activation.value,
+                1.0 if params.alpha is None else params.alpha,
+                0.0 if params.beta is None else params.beta,
+                params.limit,
+            ),
             w13_bias=quant.w1_bias,
             w2_bias=quant.w2_bias,
             expert_map=expert_map,
