@@ -80,6 +80,7 @@ class ToyExperts(FusedMoEExpertsModular):
                     output[expert, row] = self.one(hidden_states[expert, row], weights, expert)
             return
         for token in range(hidden_states.shape[0]):
+            total = torch.zeros(self.config.hidden_size)
             for slot, expert in enumerate(topk_ids[token].tolist()):
                 if not 0 <= expert < self.config.num_experts:
                     continue
@@ -90,9 +91,11 @@ class ToyExperts(FusedMoEExpertsModular):
                 on_input = self.config.apply_router_weight_on_input
                 y = self.one(hidden_states[token] * (weight if on_input else 1.0), weights, local)
                 if self.claims.reduces:
-                    output[token] += (y * (1.0 if on_input else weight)).to(output.dtype)
+                    total += y * (1.0 if on_input else weight)
                 else:
                     output[token, slot] = y
+            if self.claims.reduces:
+                output[token] = total
 
 
 class UnreducedToyExperts(ToyExperts):

@@ -1,4 +1,4 @@
-"""The pytest options of the conformance kit, as another package's author uses them."""
+"""``pytest --moe-experts``: the kit without a test file."""
 
 from __future__ import annotations
 
@@ -8,29 +8,70 @@ from pathlib import Path
 
 import pytest
 
+EXPERTS = """
+from dataclasses import replace
+import torch
+from moe_core import GATED, Claims, MoEActivation, any_device, cuda
+from moe_core.torch_experts import TorchExperts
 
-def run(folder: Path, *arguments: str) -> tuple[int, str]:
-    """pytest in a project of its own, away from this workspace's settings."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_options_do_not_import_torch(tmp_path: Path) -> None:
-    (tmp_path / "test_light.py").write_text(
-        "import sys\n\n\ndef test_light():\n    assert not {'torch', 'moe_core'} & set(sys.modules)\n"
+class Mine(TorchExperts):
+    claims = Claims(
+        devices=(any_device(),), keys=((None, None),), activations=frozenset({MoEActivation.SILU}),
+        dtypes=frozenset({torch.float32}), expert_map=False, activation_limit=False, cuda_graph=False,
     )
-    code, text = run(tmp_path)
-    assert code == 0, text
-    assert "1 passed" in text
+
+class Wrong(Mine):
+    def apply(self, output, *arguments, **named):
+        super().apply(output, *arguments, **named)
+        output.mul_(1.01)
+
+class Elsewhere(Mine):
+    claims = replace(Mine.claims, devices=(cuda(min=90),))
+"""
 
 
-@pytest.mark.parametrize(
-    ("experts", "message"),
-    [("nowhere_at_all:Experts", "nowhere_at_all"), ("moe_core:Claims", "moe_core:Claims")],
-)
-def test_what_is_no_experts_class_is_refused(tmp_path: Path, experts: str, message: str) -> None:
-    code, text = run(tmp_path, "--moe-experts", experts)
-    assert code == pytest.ExitCode.USAGE_ERROR
-    assert message in text
-    assert "Traceback" not in text
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(EXPERTS)
+    (tmp_path / "test_other.py").write_text("def test_other():\n    pass\n")
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--moe-device", "cpu", *arguments]
+    environment = {"PYTHONPATH": str(folder), "PATH": "", "TRITON_INTERPRET": "0"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_sound_experts_pass_and_nothing_else_runs(folder: Path) -> None:
+    done = run(folder, "--moe-experts", "mine:Mine", "-k", "not compile and not opcheck")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed, 2 deselected" in done.stdout
+    listed = run(folder, "--moe-experts", "mine:Mine", "--collect-only")
+    assert "mine:Mine::values-16bit-16bit-silu-float32-" in listed.stdout
+    assert "test_other" not in listed.stdout
+
+
+def test_other_tests_run_where_they_are_named(folder: Path) -> None:
+    done = run(folder, "test_other.py", "--moe-experts", "mine:Mine", "-k", "refusals or other")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+
+
+def test_a_failure_says_which_case_and_how_far(folder: Path) -> None:
+    done = run(folder, "--moe-experts", "mine:Wrong", "-k", "values", "-x")
+    assert done.returncode == 1
+    assert "Wrong, case values-" in done.stdout
+    assert "the error's norm is" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_what_can_t_be_tested_is_an_error(folder: Path) -> None:
+    done = run(folder, "--moe-experts", "mine:Elsewhere")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert (
+        "mine:Elsewhere does not run on this machine's cpu device: it claims sm90 or newer" in done.stdout + done.stderr
+    )
+    done = run(folder, "--moe-experts", "mine:Missing")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "mine:Missing can't be imported" in done.stdout + done.stderr

@@ -1,8 +1,7 @@
 """Tensors for a conformance case: weights, hidden states and routing in which every mix-up shows.
 
-Every expert, scale group, token and group of columns has a magnitude of its own (over a factor of 16 or so), no weight
-or bias repeats, and values reach the activation's limit.  Everything is drawn on the CPU, so that a seed means the same
-tensors on every device.
+Every expert, scale group, token and group of columns has a magnitude of its own, no weight or bias repeats, and values
+reach the activation's limit.  Everything is drawn on the CPU, so that a seed means the same tensors on every device.
 """
 
 from __future__ import annotations
@@ -67,8 +66,9 @@ def make_inputs(
     generator = torch.Generator().manual_seed(seed)
     columns = -(-config.hidden_size // 32)
     x = torch.randn(tokens, config.hidden_size, generator=generator)
-    x = x * _magnitudes((tokens, 1), generator)
-    x = x * _magnitudes((tokens, columns), generator).repeat_interleave(32, dim=1)[:, : config.hidden_size]
+    # tokens differ less than weights: the products of gate and up square it, and one token would be all that counts
+    x = x * _magnitudes((tokens, 1), generator).sqrt()
+    x = x * _magnitudes((tokens, columns), generator).sqrt().repeat_interleave(32, dim=1)[:, : config.hidden_size]
     x = x / x.square().mean().sqrt().clamp_min(1e-6) if tokens else x
     weights = torch.rand(tokens, config.top_k, generator=generator) + 0.1
     ids = _ids(config, tokens, routing, generator)

@@ -19,9 +19,11 @@ of the dtype:
   values say which and how far, so nothing is assumed about how often that happens.
 
 An element's bound is six standard deviations of the sum of all these (2e-9 of falling outside, for sums of independent
-bounded terms), plus the output's rounding.  The floor is the expected norm plus four standard deviations of its
-square: for many tokens it lies below condition 1's multiple, for one token it allows that chance gave the
-yardstick a lucky draw.  Where nothing is added up, e.g. a token without a valid expert, the bound is exactly 0.
+bounded terms), plus the output's rounding.  The floor is the expected norm plus four standard deviations of its square
+and the largest single event: for many tokens it lies below condition 1's multiple, for one token it allows that chance
+gave the yardstick a lucky draw.  Where nothing is added up (a token without a valid expert), the bound is exactly 0.
+
+A token's expert ids are distinct, as every router makes them: errors of one expert met twice would add up.
 """
 
 from __future__ import annotations
@@ -49,11 +51,16 @@ _NORMAL_POINTS = (-1.647, -0.895, -0.492, -0.158, 0.158, 0.492, 0.895, 1.647)
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """The exact output [M, K] float64, the bound of each element, the yardstick's error and the floor of the norm."""
+    """What is expected of an output, and how far it may be from it.
+
+    - ``exact`` [M, K] float64, and the ``bound`` of each element's error
+    - norms of the error: the ``yardstick``'s, the one that the model finds ``typical``, and the ``floor`` of the limit
+    """
 
     exact: Tensor
     bound: Tensor
     yardstick: float
+    typical: float
     floor: float
 
     @property
@@ -174,7 +181,7 @@ def expected_output(
     second = _spread(hidden, hidden_variance, dynamic, None)
     result = x.new_zeros(pairs_total, config.hidden_size, dtype=torch.float64)
     variance = torch.zeros_like(result)
-    mean = square = 0.0
+    mean = square = largest = 0.0
     for expert, pairs in experts:
         part = second.rows(pairs)
         if static:
@@ -187,6 +194,7 @@ def expected_output(
         rounded = _operands(part.value, w, rounding)
         mean += float((part.mean * gain).sum() + (rounded * weight).sum())
         square += float((part.mean * part.peak * gain.square()).sum())
+        largest = max(largest, float((part.peak * gain).max()), float((part.jump_peak * gain).sum(dim=1).max()))
         if part.jumps:
             jumps = torch.stack([(jump * gain).sum(dim=1) for jump in part.jumps])
             mean += float(jumps.mean(dim=0).sum())
@@ -202,8 +210,9 @@ def expected_output(
     mean += float(last.sum() + rounding.variance(contribution).sum())
     # 9/5: the fourth moment of a uniform variable in units of its variance squared
     square += 1.8 * float(last.square().sum())
-    floor = math.sqrt(mean + NORM_SIGMAS * math.sqrt(square))
-    return Expected(exact, bound, float((yardstick - exact).norm()), floor)
+    # a single rare event, such as a scale that doubles, may be all that happens
+    floor = math.sqrt(mean + NORM_SIGMAS * math.sqrt(square) + largest)
+    return Expected(exact, bound, float((yardstick - exact).norm()), math.sqrt(mean), floor)
 
 
 def _product(x: Tensor, variance: Tensor, w: Tensor, bias: Tensor | None, rounding: Rounding) -> tuple[Tensor, Tensor]:
@@ -250,13 +259,15 @@ class _Spread:
     """Values after the quantiser, and what errors before it do to them.
 
     ``element``: the square that bounds (quantised) or describes (not quantised) each error; ``mean`` and ``peak``:
-    expected and largest square; ``jumps``: squares of what other scales would give, a sample of equally likely cases.
+    expected and largest square; ``jumps``: squares of what other scales would give, a sample of equally likely cases,
+    and ``jump_peak`` the largest possible.
     """
 
     value: Tensor
     element: Tensor
     mean: Tensor
     peak: Tensor
+    jump_peak: Tensor
     jumps: tuple[Tensor, ...] = ()
 
     def rows(self, index: Tensor) -> _Spread:
@@ -265,6 +276,7 @@ class _Spread:
             self.element[index],
             self.mean[index],
             self.peak[index],
+            self.jump_peak[index],
             tuple(jump[index] for jump in self.jumps),
         )
 
@@ -273,7 +285,7 @@ def _spread(x: Tensor, variance: Tensor, key: QuantKey | None, scale: Tensor | N
     """Quantise ``x``, whose elements have errors of ``variance``; ``scale`` where it is static."""
     # 3: the fourth moment of a normal variable, so that mean x peak is the variance of its square or more
     if key is None or not x.numel():
-        return _Spread(x, variance, variance, 3 * variance)
+        return _Spread(x, variance, variance, 3 * variance, torch.zeros_like(x))
 
     def quantized(values: Tensor, with_scale: Tensor | None, with_zero: Tensor | None = None) -> Quantized:
         return quantize_tensor(values, key, scale=with_scale, zero_point=with_zero)
@@ -287,13 +299,14 @@ def _spread(x: Tensor, variance: Tensor, key: QuantKey | None, scale: Tensor | N
     base = value(own)
     if not bool(variance.any()):
         zero = torch.zeros_like(x)
-        return _Spread(base, zero, zero, zero)
+        return _Spread(base, zero, zero, zero, zero)
     inward = x - torch.minimum(ELEMENT_SIGMAS * sigma, x.abs()) * outward.sign()
     scales = [own]
     if scale is None:
         scales += [quantized(inward, None), quantized(x + ELEMENT_SIGMAS * outward, None)]
-    bound = torch.zeros_like(x)
+    bound, jump_peak = torch.zeros_like(x), torch.zeros_like(x)
     for at in scales:
+        jump_peak = torch.maximum(jump_peak, (value(quantized(x, at.scale, at.zero_point)) - base).square())
         for moved in (x - ELEMENT_SIGMAS * sigma, x, x + ELEMENT_SIGMAS * sigma):
             bound = torch.maximum(bound, (value(quantized(moved, at.scale, at.zero_point)) - base).square())
     mean = torch.zeros_like(x)
@@ -304,7 +317,7 @@ def _spread(x: Tensor, variance: Tensor, key: QuantKey | None, scale: Tensor | N
         if scale is None:
             at = quantized(x + point * outward, None)
             jumps.append((value(quantized(x, at.scale, at.zero_point)) - base).square())
-    return _Spread(base, bound, mean, bound, tuple(jumps))
+    return _Spread(base, bound, mean, bound, jump_peak, tuple(jumps))
 
 
 def _input_scale(weights: MoEWeights, name: str, expert: int) -> Tensor | None:

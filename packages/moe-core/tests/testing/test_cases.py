@@ -1,0 +1,151 @@
+"""Cases cover the claims, and nothing but the claims."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import moe_core
+import pytest
+import torch
+from moe_core import (
+    GATED,
+    Claims,
+    ConfigError,
+    DeviceInfo,
+    FusedMoEActivationFormat,
+    GroupShape,
+    KeyPattern,
+    MoEActivation,
+    RoutingMethodType,
+    any_device,
+    cuda,
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
+    kInt4Static,
+)
+from moe_core.experts import FusedMoEExpertsModular
+from moe_core.testing.cases import BUDGETS, Case, conformance_cases, expand_keys, load_experts
+from moe_core.torch_experts import TorchExperts
+from moe_core_toys import MonolithicToyExperts, ToyExperts
+
+CPU = DeviceInfo.parse("cpu")
+
+
+def with_claims(**changed: Any) -> type[TorchExperts]:
+    base = Claims(devices=(any_device(),), keys=((None, None),), activations=frozenset({MoEActivation.SILU}))
+    return type("Made", (TorchExperts,), {"claims": replace(base, **changed)})
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_every_claimed_value_occurs(budget: str) -> None:
+    pattern = KeyPattern(
+        kInt4Static, group_shapes=(GroupShape(1, 32), GroupShape(1, -1)), scale_dtypes=(torch.bfloat16, torch.float16)
+    )
+    experts = with_claims(
+        keys=((kFp8Static128BlockSym, kFp8Dynamic128Sym), (pattern, None)),
+        activations=GATED,
+        bias=True,
+        apply_router_weight_on_input=True,
+        formats=frozenset(FusedMoEActivationFormat),
+        hidden_multiple=16,
+    )
+    cases = [c for c in conformance_cases(experts, target=CPU, budget=budget) if c.check == "values"]
+    configs = [c.config for c in cases]
+    assert {(c.weight_key, c.activation_key) for c in cases} == set(expand_keys(experts.claims))
+    assert len(expand_keys(experts.claims)) == 5
+    assert {c.activation for c in configs} == GATED
+    assert {c.params.limit for c in configs if c.activation is MoEActivation.SWIGLUOAI} == {7.0, 0.75, None}
+    assert {c.params.alpha for c in configs if c.activation is MoEActivation.SWIGLUOAI} == {1.702, 1.25}
+    assert {c.tokens for c in cases} == {0, 1, 3, 17, 64, 257}
+    assert {c.dtype for c in configs} == {torch.bfloat16, torch.float16}
+    assert {c.has_bias for c in configs} == {False, True}
+    assert {c.local_experts < c.num_experts for c in configs} == {False, True}
+    assert {c.apply_router_weight_on_input for c in configs} == {False, True}
+    assert {c.activation_format for c in configs} == set(FusedMoEActivationFormat)
+    assert {c.ids_dtype for c in cases} == {torch.int32, torch.int64}
+    assert {c.strided for c in cases} == {False, True}
+    assert {c.routing for c in cases} == {"uniform", "idle", "one", "invalid", "nothing"}
+    assert {1, 2} <= {c.top_k for c in configs}
+    assert any(c.top_k == c.num_experts for c in configs)
+    assert {c.hidden_size % 32 for c in configs} == {0, 16}
+    assert any(c.hidden_size % 128 for c in configs)
+    assert any(c.intermediate_size % 2 for c in configs)
+
+
+def test_nothing_but_the_claims_occurs() -> None:
+    experts = with_claims(expert_map=False, activation_limit=False, dtypes=frozenset({torch.float32}), max_top_k=1)
+    cases = conformance_cases(experts, target=CPU, budget="full")
+    assert cases
+    for case in cases:
+        config = case.config
+        assert not config.has_bias
+        assert not config.apply_router_weight_on_input
+        assert config.local_experts == config.num_experts
+        assert config.activation is MoEActivation.SILU
+        assert config.activation_params is None
+        assert config.dtype is torch.float32
+        assert config.top_k == 1
+        assert config.activation_format is FusedMoEActivationFormat.STANDARD
+
+
+def test_every_pair_occurs_in_the_full_budget() -> None:
+    experts = with_claims(activations=GATED, bias=True, dtypes=frozenset({torch.bfloat16, torch.float32}))
+    cases = [c for c in conformance_cases(experts, target=CPU, budget="full") if c.check == "values"]
+    held = {(c.config.activation, c.config.has_bias, c.config.dtype) for c in cases}
+    for activation in GATED:
+        assert {bias for a, bias, _ in held if a is activation} == {False, True}
+        assert {dtype for a, _, dtype in held if a is activation} == {torch.bfloat16, torch.float32}
+    assert {(c.tokens, c.config.num_experts) for c in cases} >= {(m, e) for m in (1, 257) for e in (3, 4, 5, 8, 64)}
+
+
+def test_monolithic_experts_get_every_claimed_routing() -> None:
+    methods = frozenset({RoutingMethodType.Default, RoutingMethodType.Llama4, RoutingMethodType.DeepSeekV3})
+    experts = type(
+        "Made", (MonolithicToyExperts,), {"claims": replace(MonolithicToyExperts.claims, routing_methods=methods)}
+    )
+    cases = [c for c in conformance_cases(experts, target=CPU) if c.check == "values"]
+    assert {c.config.routing.method for c in cases if c.config.routing is not None} == methods
+    assert all(c.config.routing is not None for c in cases)
+    assert all(c.config.top_k == 1 for c in cases if c.config.routing.method is RoutingMethodType.Llama4)  # type: ignore[union-attr]
+
+
+def test_ids_tell_cases_apart_and_repr_evaluates_back() -> None:
+    cases = conformance_cases(ToyExperts, target=CPU, budget="full")
+    assert len({c.id for c in cases}) == len(cases)
+    names = {**vars(moe_core), "Case": Case, "torch": torch, "inf": float("inf")}
+    for case in cases:
+        again = eval(repr(case), names)
+        assert again == case
+        assert again.seed == case.seed
+
+
+def test_a_device_that_is_not_claimed_has_no_cases() -> None:
+    experts = with_claims(devices=(cuda(min=90),))
+    assert not conformance_cases(experts, target=CPU)
+    assert conformance_cases(experts, target=DeviceInfo.parse("sm90"))
+
+
+def test_gpu_checks_come_with_a_gpu() -> None:
+    checks = {c.check for c in conformance_cases(ToyExperts, target=CPU, on_gpu=True)}
+    assert checks == {
+        "values", "convert", "reload", "compile", "opcheck", "refusals", "graph", "sync", "memory",
+    }  # fmt: skip
+    no_graph = with_claims(cuda_graph=False)
+    assert not {"graph", "sync"} & {c.check for c in conformance_cases(no_graph, target=CPU, on_gpu=True)}
+
+
+def test_experts_are_named_by_module_and_class() -> None:
+    assert load_experts("moe_core_toys:ToyExperts") is ToyExperts
+    with pytest.raises(ConfigError, match='"module:Class"'):
+        load_experts("moe_core_toys")
+    with pytest.raises(ConfigError, match="can't be imported"):
+        load_experts("moe_core_toys:Missing")
+    with pytest.raises(ConfigError, match="can't be imported"):
+        load_experts("no_such_module:Missing")
+    with pytest.raises(ConfigError, match="expected a subclass of FusedMoEExperts"):
+        load_experts("moe_core_toys:toy_weights")
+    with pytest.raises(ConfigError, match="has no claims"):
+        load_experts(FusedMoEExpertsModular)
+    with pytest.raises(ConfigError, match="small or full"):
+        conformance_cases(ToyExperts, target=CPU, budget="huge")

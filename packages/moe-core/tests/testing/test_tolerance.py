@@ -1,0 +1,151 @@
+"""The allowed error: what it follows from, and that sound results keep within it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from moe_core import (
+    FusedMoEConfig,
+    MoEActivation,
+    QuantKey,
+    fused_moe_reference,
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
+    kFp8StaticTensorSym,
+    kInt8DynamicTokenSym,
+    kInt8StaticChannelSym,
+    kMxfp4Static,
+    kMxfp8Dynamic,
+    kMxfp8Static,
+)
+from moe_core.quant_key import NAMES
+from moe_core.quantization import quantize_moe_weights
+from moe_core.testing import Expected, expected_output, make_inputs, make_weights
+from moe_core.testing.tolerance import FACTOR, Rounding
+
+KEYS: list[tuple[QuantKey | None, QuantKey | None]] = [
+    (None, None),
+    (kFp8Static128BlockSym, kFp8Dynamic128Sym),
+    (kFp8StaticTensorSym, kFp8StaticTensorSym),
+    (kMxfp8Static, kMxfp8Dynamic),
+    (kMxfp4Static, None),
+    (kInt8StaticChannelSym, kInt8DynamicTokenSym),
+]
+IDS = [f"{NAMES.get(w, '16bit')}-{NAMES.get(a, '16bit')}" for w, a in KEYS]  # type: ignore[arg-type]
+
+
+def plain_expected(config: FusedMoEConfig, keys: tuple[QuantKey | None, QuantKey | None], seed: int):  # type: ignore[no-untyped-def]
+    """As ``expected_for``, of normal data without outliers, whose sums scatter little."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.full((config.local_experts,), 0.01) if keys[1] is not None and keys[1].is_static else None
+    weights = quantize_moe_weights(
+        torch.randn(config.local_experts, config.w13_rows, config.hidden_size, generator=generator) * 0.1,
+        torch.randn(config.local_experts, config.hidden_size, config.intermediate_size, generator=generator) * 0.1,
+        gated=config.is_gated,
+        weight_key=keys[0],
+        activation_key=keys[1],
+        w13_input_scale=scales,
+        w2_input_scale=scales,
+    )
+    x = torch.randn(64, config.hidden_size, generator=generator).to(config.dtype)
+    arguments = {
+        "topk_weights": torch.rand(64, config.top_k, generator=generator) + 0.5,
+        # distinct, as routers make them: the errors of one expert met twice would add up
+        "topk_ids": torch.rand(64, config.num_experts, generator=generator).topk(config.top_k).indices,
+    }
+    return expected_output(x, weights, config, **arguments), (x, weights, config), arguments
+
+
+def expected_for(config: FusedMoEConfig, keys: tuple[QuantKey | None, QuantKey | None], tokens: int, seed: int):  # type: ignore[no-untyped-def]
+    weights, inputs = make_weights(config, *keys, seed=seed), make_inputs(config, tokens, seed=seed)
+    arguments = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids, "expert_map": inputs.expert_map}
+    return expected_output(inputs.x, weights, config, **arguments), (inputs.x, weights, config), arguments
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("keys", KEYS, ids=IDS)
+def test_the_yardsticks_own_error_is_what_the_model_says(
+    keys: tuple[QuantKey | None, QuantKey | None], dtype: torch.dtype
+) -> None:
+    """The norm that the model finds typical is the yardstick's: nothing is missing, little is added."""
+    config = FusedMoEConfig(4, 2, 160, 136, dtype=dtype)
+    typical = yardsticks = 0.0
+    for seed in range(3):
+        expected, what, arguments = plain_expected(config, keys, seed)
+        yardstick = fused_moe_reference(*what, **arguments, compute_dtype=dtype)
+        assert expected.yardstick == float((yardstick - expected.exact).norm())
+        assert torch.equal(expected.exact, fused_moe_reference(*what, **arguments))
+        expected.compare(yardstick, "the yardstick")
+        expected.compare(expected.exact.to(dtype), "the rounded reference")
+        assert expected.typical < expected.floor
+        # the yardstick is a sound implementation itself
+        assert expected.yardstick < expected.floor
+        typical, yardsticks = typical + expected.typical**2, yardsticks + expected.yardstick**2
+    if keys[1] is not kMxfp8Dynamic:  # where a few scales that double are most of the error
+        assert 0.75 < math.sqrt(typical / yardsticks) < 1.25
+
+
+def test_large_batches_are_judged_by_the_factor() -> None:
+    expected, _, _ = expected_for(FusedMoEConfig(4, 2, 256, 128), (None, None), 257, 0)
+    assert expected.floor < FACTOR * expected.yardstick
+    assert expected.limit == FACTOR * expected.yardstick
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=IDS)
+def test_more_error_than_allowed_is_told(keys: tuple[QuantKey | None, QuantKey | None]) -> None:
+    expected, _, _ = expected_for(FusedMoEConfig(4, 2, 192, 160), keys, 33, 1)
+    sound = expected.exact.bfloat16()
+    noise = torch.randn(sound.shape, generator=torch.Generator().manual_seed(2)).double()
+    with pytest.raises(AssertionError, match="x the yardstick's"):
+        expected.compare(expected.exact + noise * 1.2 * expected.limit / noise.norm(), "noise")
+    one = sound.clone()
+    one[5, 7] += 3 * float(expected.bound[5, 7])
+    with pytest.raises(AssertionError, match=r"result: .*1 of 6336 elements in 1 of 33 rows .* worst at \[5, 7\]"):
+        expected.compare(one, "result")
+    one[5, 7] = math.nan
+    with pytest.raises(AssertionError, match=r"worst at \[5, 7\]: nan"):
+        expected.compare(one, "result")
+    with pytest.raises(AssertionError, match="has shape"):
+        expected.compare(sound[1:], "result")
+
+
+def test_where_nothing_is_added_up_the_result_is_zero() -> None:
+    config = FusedMoEConfig(4, 2, 64, 32, activation=MoEActivation.SWIGLUOAI)
+    weights = make_weights(config, None, None, seed=0)
+    inputs = make_inputs(config, 5, seed=0, routing="nothing")
+    expected = expected_output(inputs.x, weights, config, topk_weights=inputs.topk_weights, topk_ids=inputs.topk_ids)
+    assert not expected.bound.any()
+    assert expected.limit == 0
+    expected.compare(torch.zeros(5, 64, dtype=torch.bfloat16), "zeros")
+    wrong = torch.zeros(5, 64, dtype=torch.bfloat16)
+    wrong[3, 1] = 1e-30
+    with pytest.raises(AssertionError, match="outside their bounds"):
+        expected.compare(wrong, "almost zeros")
+
+
+def test_no_tokens() -> None:
+    expected, _, _ = expected_for(FusedMoEConfig(4, 2, 64, 32), (None, None), 0, 0)
+    assert isinstance(expected, Expected)
+    expected.compare(torch.empty(0, 64, dtype=torch.bfloat16), "nothing")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rounding_errors_are_those_of_the_dtype(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(20000, generator=generator, dtype=torch.float64) * 2.0 ** torch.randint(
+        -20, 8, (20000,), generator=generator
+    )
+    if dtype is not torch.float32:
+        x = x.float().double()  # torch converts by way of float32, which would round twice
+    x = torch.cat((x, torch.zeros(1, dtype=torch.float64), torch.tensor([1.0, 2.0, -4.0], dtype=torch.float64)))
+    rounding = Rounding(dtype)
+    error = x.to(dtype).double() - x
+    assert (error.abs() <= rounding.largest(x)).all()
+    # uniform within what is possible
+    normal = x.abs() > torch.finfo(dtype).smallest_normal
+    ratio = float((error[normal].square() / rounding.variance(x[normal])).mean())
+    assert 0.95 < ratio < 1.05
+    assert torch.equal(rounding.square(x), error.square())
+    assert torch.equal(Rounding(dtype, truncates=True).largest(x[normal]), 2 * rounding.largest(x[normal]))
