@@ -120,8 +120,9 @@ class TritonFp8BlockExperts(FusedMoEExpertsModular):
             capability=self.device_info.capability,
         )
         if not hidden_states.is_cuda:
-            # Triton's interpreter: programs run one after another, there is no dependent launch
-            plan = replace(plan, pdl=False)
+            # Triton's interpreter knows neither dependent launches nor warp specialisation
+            up, down = (replace(product, specialised=False) for product in (plan.up, plan.down))
+            plan = replace(plan, up=up, down=down, pdl=False)
         block_fp8_fused_moe(
             hidden_states,
             weights.w13,
