@@ -27,6 +27,7 @@ SHARD = "model-00001-of-00002.safetensors"
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
 @pytest.fixture(scope="module")

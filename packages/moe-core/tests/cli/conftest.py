@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from moe_core.cli import main
 from moe_core.registry import registry
 from moe_core_checkpoints import entry_points, layer_tensors, write
@@ -55,8 +56,9 @@ class Moe:
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing else is installed."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    """Nothing else is installed, and there is no GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
     registry.cache_clear()
     yield
