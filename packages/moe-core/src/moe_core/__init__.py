@@ -22,7 +22,6 @@ from moe_core.errors import (
     ProtocolVersionError,
     RegistryError,
     SchemeNotInstalledError,
-    SelectionError,
     TensorError,
     UnsupportedDeviceError,
 )
@@ -93,7 +92,7 @@ from moe_core.quant_key import (
 )
 from moe_core.registry import Registry, Scheme, oracle, registry
 from moe_core.routing import RoutingConfig, RoutingMethodType, route
-from moe_core.selection import Candidate, Selection, SelectionReport
+from moe_core.selection import Candidate, Selection, SelectionError, SelectionReport
 from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import Workspace, WorkspaceSpec
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from moe_core.selection import SelectionReport
-
 
 class MoEError(Exception):
     """Base of every error that this project raises on purpose."""
@@ -31,14 +29,6 @@ class TensorError(MoEError, ValueError):
 
 class CheckpointError(MoEError, ValueError):
     """A checkpoint folder or file that is missing, broken, unsafe or not understood."""
-
-
-class SelectionError(MoEError, RuntimeError):
-    """No backend fits; ``report`` holds every candidate with every reason."""
-
-    def __init__(self, message: str, report: SelectionReport) -> None:
-        super().__init__(message)
-        self.report = report
 
 
 class RegistryError(MoEError, LookupError):

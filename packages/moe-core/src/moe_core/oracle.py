@@ -15,13 +15,13 @@ import torch
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
-from moe_core.errors import ConfigError, SelectionError, TensorError
+from moe_core.errors import ConfigError, TensorError
 from moe_core.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_core.kernel import FusedMoEKernel
 from moe_core.prepare_finalize import BatchedPrepareAndFinalize, PrepareAndFinalizeNoParallel
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
 from moe_core.quant_key import QuantKey
-from moe_core.selection import Candidate, Selection, SelectionReport
+from moe_core.selection import Candidate, Selection, SelectionError, SelectionReport
 from moe_core.weights import KernelWeights, MoEWeights
 
 

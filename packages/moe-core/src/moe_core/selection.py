@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_core.config import FusedMoEConfig
 from moe_core.device import DeviceInfo
+from moe_core.errors import MoEError
 from moe_core.experts import FusedMoEExperts
 from moe_core.quant_key import NAMES, QuantKey
 
@@ -88,6 +89,14 @@ class SelectionReport:
                 for c in self.candidates
             ],
         }
+
+
+class SelectionError(MoEError, RuntimeError):
+    """No backend fits; ``report`` holds every candidate with every reason."""
+
+    def __init__(self, message: str, report: SelectionReport) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 @dataclass(frozen=True)

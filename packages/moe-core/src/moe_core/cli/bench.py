@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from moe_core.cli import _arguments
 from moe_core.cli._output import check_writable, duration, emit, progress, table, write_whole
-from moe_core.errors import ConfigError, SelectionError
+from moe_core.errors import ConfigError
+from moe_core.selection import SelectionError
 
 if TYPE_CHECKING:
     import torch

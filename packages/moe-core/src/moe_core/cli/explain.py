@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_core.cli import _arguments
 from moe_core.cli._output import emit
-from moe_core.errors import SelectionError
+from moe_core.selection import SelectionError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
