@@ -38,15 +38,17 @@ class FusedMoELayer(nn.Module):
         *,
         routing: RoutingConfig | None = None,
         router_weight: Tensor | None = None,
+        router_bias: Tensor | None = None,
         correction_bias: Tensor | None = None,
         expert_map: Tensor | None = None,
     ) -> None:
-        """``router_weight`` [E, K] and ``correction_bias`` [E] let :meth:`forward` route by itself."""
+        """``router_weight`` [E, K], ``router_bias`` and ``correction_bias`` [E] let :meth:`forward` route by itself."""
         super().__init__()
         self.kernel = kernel
         self.selection = selection
         self.routing = routing or kernel.config.routing
         self.router_weight = router_weight
+        self.router_bias = router_bias
         self.correction_bias = correction_bias
         self.expert_map = expert_map
 
@@ -58,6 +60,7 @@ class FusedMoELayer(nn.Module):
         *,
         backend: str = "auto",
         router_weight: Tensor | None = None,
+        router_bias: Tensor | None = None,
         correction_bias: Tensor | None = None,
         expert_map: Tensor | None = None,
     ) -> FusedMoELayer:
@@ -75,6 +78,7 @@ class FusedMoELayer(nn.Module):
             kernel,
             selection,
             router_weight=router_weight,
+            router_bias=router_bias,
             correction_bias=correction_bias,
             expert_map=expert_map,
         )
@@ -131,12 +135,11 @@ class FusedMoELayer(nn.Module):
         return out.view(hidden_states.shape)
 
     def router_logits(self, x: Tensor) -> Tensor:
-        """float32 logits [M, E] of ``x`` [M, K] by the layer's router weight."""
+        """float32 logits [M, E] of ``x`` [M, K] by the layer's router weight and bias."""
         if self.router_weight is None:
-            raise TensorError(
-                "the layer has no router weight: give router_logits, or topk_weights and topk_ids"
-            )
-        return x.float() @ self.router_weight.float().T
+            raise TensorError("the layer has no router weight: give router_logits, or topk_weights and topk_ids")
+        logits = x.float() @ self.router_weight.float().T
+        return logits if self.router_bias is None else logits + self.router_bias.float()
 
     def reload(self, weights: MoEWeights) -> None:
         """Replace the weights in place: pointers stay, captured CUDA graphs go on working.
@@ -215,6 +218,7 @@ def load_layer(
         kernel,
         selection,
         router_weight=on_target(source.router_weight),
+        router_bias=on_target(source.router_bias),
         correction_bias=on_target(source.correction_bias),
         expert_map=expert_map,
     )

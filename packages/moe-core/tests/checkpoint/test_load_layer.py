@@ -1,0 +1,108 @@
+"""A layer from a folder: what is read arrives where it is used."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from moe_core import CheckpointError, ConfigError, SelectionError, TensorError, load_layer, route
+from moe_core.checkpoint import Checkpoint
+from moe_core.registry import registry
+from moe_core_checkpoints import E, K, N, PlainFormat, entry_points, expert_tensors, layer_tensors, write
+from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The scheme ``plain`` and no other."""
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    registry.cache_clear()
+    yield
+    registry.cache_clear()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(6, K, generator=torch.Generator().manual_seed(3))
+
+
+def test_routes_by_the_checkpoints_router(tmp_path: Path, x: Tensor) -> None:
+    tensors = layer_tensors()
+    layer = load_layer(write(tmp_path, tensors), device="cpu", dtype=torch.float32)
+    logits = x @ tensors["model.layers.0.mlp.gate.weight"].float().T
+    assert torch.allclose(layer.router_logits(x), logits)
+    weights, ids = layer.route(logits)
+    by_itself = layer(x)
+    assert torch.equal(by_itself, layer(x, router_logits=logits))
+    assert torch.equal(by_itself, layer(x, topk_weights=weights, topk_ids=ids))
+    assert torch.equal(layer(x.view(2, 3, K)), by_itself.view(2, 3, K))
+
+
+def test_router_bias(tmp_path: Path, x: Tensor) -> None:
+    bias = torch.tensor([0.0, 5.0, -5.0, 1.0])
+    tensors = {**layer_tensors(), "model.layers.0.mlp.gate.bias": bias}
+    layer = load_layer(write(tmp_path, tensors), device="cpu", dtype=torch.float32)
+    assert torch.allclose(layer.router_logits(x), x @ tensors["model.layers.0.mlp.gate.weight"].float().T + bias)
+
+
+def test_correction_bias(tmp_path: Path, x: Tensor) -> None:
+    bias = torch.tensor([0.0, 1.0, -1.0, 0.5])
+    tensors = {**layer_tensors(), "model.layers.0.mlp.gate.e_score_correction_bias": bias}
+    layer = load_layer(write(tmp_path, tensors, model_type="deepseek_v3"), device="cpu", dtype=torch.float32)
+    assert layer.routing is not None
+    logits = layer.router_logits(x)
+    weights, ids = route(logits, top_k=2, config=layer.routing, correction_bias=bias)
+    assert torch.equal(layer(x), layer(x, topk_weights=weights, topk_ids=ids))
+
+
+@pytest.mark.parametrize("parts", [[[0, 1], [2, 3]], [[3, 0], [1], [2]]])
+def test_expert_parallel_parts_add_up(tmp_path: Path, x: Tensor, parts: list[list[int]]) -> None:
+    folder = write(tmp_path, layer_tensors())
+    whole = load_layer(folder, device="cpu", dtype=torch.float32)(x)
+    layers = [load_layer(folder, device="cpu", dtype=torch.float32, experts=part) for part in parts]
+    assert [layer.config.num_local_experts for layer in layers] == [len(part) for part in parts]
+    # two float32 sums of the same two terms, in another order
+    torch.testing.assert_close(sum(layer(x) for layer in layers), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_selection_comes_before_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: object, **kwargs: object) -> None:
+        pytest.fail("weights were read")
+
+    monkeypatch.setattr(PlainFormat, "load", load)
+    with pytest.raises(SelectionError, match="needs sm90 or newer"):
+        load_layer(write(tmp_path, layer_tensors()), device="cpu", backend="gpu")
+
+
+def test_reload_from_another_checkpoint(tmp_path: Path, x: Tensor) -> None:
+    layer = load_layer(write(tmp_path / "a", layer_tensors()), device="cpu", dtype=torch.float32)
+    pointer = layer.weights.w13.data_ptr()
+    other = write(tmp_path / "b", expert_tensors(seed=7))
+    new = load_layer(other, device="cpu", dtype=torch.float32)
+    from moe_core.checkpoint import read_layer
+
+    layer.reload(read_layer(Checkpoint.open(other)).weights())
+    logits = layer.router_logits(x)
+    assert torch.equal(layer(x, router_logits=logits), new(x, router_logits=logits))
+    assert layer.weights.w13.data_ptr() == pointer
+
+
+def test_an_open_checkpoint_is_taken_too(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write(tmp_path, layer_tensors()))
+    assert load_layer(checkpoint, device="cpu").config.intermediate_size == N
+
+
+def test_what_is_refused(tmp_path: Path, x: Tensor) -> None:
+    folder = write(tmp_path, expert_tensors())
+    with pytest.raises(CheckpointError, match="layer 5 has no MoE"):
+        load_layer(folder, layer=5, device="cpu")
+    with pytest.raises(ConfigError, match="experts holds 4"):
+        load_layer(folder, experts=[E], device="cpu")
+    layer = load_layer(folder, device="cpu", dtype=torch.float32)
+    with pytest.raises(TensorError, match="the layer has no router weight"):
+        layer(x)
+    with pytest.raises(TensorError, match="topk_ids is missing"):
+        layer(x, topk_weights=torch.ones(6, 2))
