@@ -121,7 +121,10 @@ GOOD = dict(zip(("x", "logits", "topk_weights", "topk_ids"), inputs(), strict=Tr
     ("change", "message"),
     [
         ({"x": torch.zeros(5, 15)}, r"hidden_states has shape \[5, 15\], expected \[M, 16\]"),
-        ({"x": torch.zeros(5, 16, dtype=torch.float16)}, "hidden_states has dtype torch.float16, expected torch.float32"),
+        (
+            {"x": torch.zeros(5, 16, dtype=torch.float16)},
+            "hidden_states has dtype torch.float16, expected torch.float32",
+        ),
         ({"topk_ids": GOOD["topk_ids"][:4]}, r"topk_ids has shape \[4, 2\], expected \[5, 2\]"),
         (
             {"topk_ids": GOOD["topk_weights"], "topk_weights": GOOD["topk_ids"]},
@@ -198,7 +201,10 @@ def test_a_compiled_graph_does_not_keep_a_layer_alive() -> None:
 
 def make_layer(config: FusedMoEConfig = CONFIG) -> FusedMoELayer:
     return FusedMoELayer.from_weights(
-        ToyOracle(), config, toy_weights(config), router_weight=torch.randn(6, 16, generator=torch.Generator().manual_seed(3))
+        ToyOracle(),
+        config,
+        toy_weights(config),
+        router_weight=torch.randn(6, 16, generator=torch.Generator().manual_seed(3)),
     )
 
 

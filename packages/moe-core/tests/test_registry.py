@@ -105,14 +105,15 @@ def test_a_broken_entry_point_is_named(
 
 def test_a_name_taken_twice_is_refused(plugin: types.ModuleType) -> None:
     points = [
-        importlib.metadata.EntryPoint("toy", value, "moe_core.schemes") for value in ("moe_test_plugin:TOY", "other:TOY")
+        importlib.metadata.EntryPoint("toy", value, "moe_core.schemes")
+        for value in ("moe_test_plugin:TOY", "other:TOY")
     ]
     with pytest.raises(RegistryError, match="'toy' is registered twice.*other:TOY"):
         Registry(lambda group: points).scheme_names()
     with pytest.raises(ConfigError, match="already has a backend 'plain'"):
-        make(
-            schemes={"toy": "moe_test_plugin:TOY"}, backends={"toy.plain": "moe_test_plugin:OtherExperts"}
-        ).oracle("toy")
+        make(schemes={"toy": "moe_test_plugin:TOY"}, backends={"toy.plain": "moe_test_plugin:OtherExperts"}).oracle(
+            "toy"
+        )
 
 
 def test_this_installation_has_a_registry() -> None:

@@ -147,7 +147,9 @@ def reasons(claims_change: dict[str, object], config: FusedMoEConfig = CONFIG, *
         ({"routing_methods": frozenset({RoutingMethodType.Renormalize})}, {}, "the config names no routing"),
     ],
 )
-def test_each_claim_has_its_reason_and_no_other(claims: dict[str, object], config: dict[str, object], text: str) -> None:
+def test_each_claim_has_its_reason_and_no_other(
+    claims: dict[str, object], config: dict[str, object], text: str
+) -> None:
     found = reasons(claims, replace(CONFIG, num_local_experts=None, **config))  # type: ignore[arg-type]
     assert len(found) == 1
     assert text in found[0]

@@ -44,7 +44,11 @@ def test_good_weights_pass() -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("w13", torch.ones(3, 383, 256).to(torch.float8_e4m3fn), r"w13 has shape \[3, 383, 256\], expected \[3, 384, 256\]"),
+        (
+            "w13",
+            torch.ones(3, 383, 256).to(torch.float8_e4m3fn),
+            r"w13 has shape \[3, 383, 256\], expected \[3, 384, 256\]",
+        ),
         ("w2", torch.ones(3, 256, 192), "w2 has dtype torch.float32, expected torch.float8_e4m3fn"),
         ("w13_scale", torch.ones(3, 3, 2), r"w13_scale has shape \[3, 3, 2\], expected \[3, 4, 2\]"),
         ("w2_scale", torch.ones(3, 2, 2, dtype=torch.float16), "w2_scale has dtype torch.float16"),

@@ -78,9 +78,7 @@ class Claims:
 
     def __post_init__(self) -> None:
         if not self.devices or not self.keys or not self.activations or not self.dtypes or not self.formats:
-            raise ConfigError(
-                "claims must name at least one device, key pair, activation, dtype and activation format"
-            )
+            raise ConfigError("claims must name at least one device, key pair, activation, dtype and activation format")
 
     def reasons_against(
         self,

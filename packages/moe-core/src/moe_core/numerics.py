@@ -38,7 +38,7 @@ class QuantDtype:
     offset: int = 0
 
     def __repr__(self) -> str:
-        return f"QuantDtype({self.name!r})" if self.name not in _BY_NAME else _BY_NAME[self.name]
+        return _BY_NAME.get(self.name, f"QuantDtype({self.name!r})")
 
 
 FP8_E4M3 = QuantDtype("e4m3", NumberKind.FLOAT, 8, 448.0, -448.0)
@@ -83,7 +83,7 @@ def e8m0_to_float32(codes: Tensor) -> Tensor:
     if codes.dtype is torch.float8_e8m0fnu:
         codes = codes.view(torch.uint8)
     bits = codes.to(torch.int32)
-    # a float32 with exponent field c and no mantissa is 2**(c-127), except for c = 0 (2**-127 = 0x00400000) and 255 (NaN)
+    # a float32 of exponent field c without mantissa is 2**(c-127), except for c = 0 (2**-127 = 0x00400000) and 255
     raw = torch.where(bits == 0, 0x00400000, bits << 23)
     raw = torch.where(bits == 255, 0x7FC00000, raw)
     return raw.to(torch.int32).view(torch.float32)

@@ -127,9 +127,7 @@ class Oracle:
             for experts in backend.load()
         )
         chosen = next((c for c in candidates if c.fits and name in ("auto", c.backend)), None)
-        report = SelectionReport(
-            self.scheme, device, config, weight_key, activation_key, name, candidates, chosen
-        )
+        report = SelectionReport(self.scheme, device, config, weight_key, activation_key, name, candidates, chosen)
         if chosen is None:
             what = "no backend fits" if name == "auto" else f"backend {name!r} does not fit, and is never replaced"
             raise SelectionError(f"{self.scheme}: {what}\n{report}", report)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_core.errors import ConfigError
-from moe_core.numerics import FP8_E4M3, INT8, UINT4, UINT4B8, UINT8, UINT8B128
+from moe_core.numerics import FP8_E4M3, UINT4, UINT4B8, UINT8, UINT8B128
 from moe_core.quant_key import (
     PACKED_4BIT,
     GroupShape,

@@ -106,9 +106,8 @@ class Registry:
             if point is None:
                 installed = ", ".join(self.scheme_names()) or "none"
                 hint = install_hint(name)
-                raise SchemeNotInstalledError(
-                    f"scheme {name!r} is not installed (installed: {installed})" + (f"; add it with: {hint}" if hint else "")
-                )
+                remedy = f"; add it with: {hint}" if hint else ""
+                raise SchemeNotInstalledError(f"scheme {name!r} is not installed (installed: {installed}){remedy}")
             loaded = _load(point)
             if not isinstance(loaded, Scheme):
                 raise RegistryError(

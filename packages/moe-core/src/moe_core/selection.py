@@ -44,11 +44,12 @@ class SelectionReport:
 
     def __str__(self) -> str:
         config = self.config
+        how = "automatic" if self.requested == "auto" else f"asked for {self.requested}"
+        sizes = f"E={config.num_experts} (local {config.local_experts}) k={config.top_k} K={config.hidden_size}"
+        dtype = str(config.dtype).removeprefix("torch.")
         lines = [
-            f"{self.scheme} on {self.device}: {self.chosen.backend if self.chosen else 'no backend'}"
-            f" ({'asked for ' + self.requested if self.requested != 'auto' else 'automatic'})",
-            f"  layer: E={config.num_experts} (local {config.local_experts}) k={config.top_k} K={config.hidden_size} "
-            f"N={config.intermediate_size} {config.activation.value} {str(config.dtype).removeprefix('torch.')}",
+            f"{self.scheme} on {self.device}: {self.chosen.backend if self.chosen else 'no backend'} ({how})",
+            f"  layer: {sizes} N={config.intermediate_size} {config.activation.value} {dtype}",
             f"  weights: {self.weight_key or '16-bit'}",
             f"  activations: {self.activation_key or '16-bit'}",
         ]

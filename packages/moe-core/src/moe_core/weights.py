@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,9 @@ class MoEWeights:
         return sum(t.numel() * t.element_size() for _, t in self.tensors())
 
     def to(self, device: torch.device | str) -> MoEWeights:
-        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors()})
+        """The same weights on another device."""
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors()}
+        return replace(self, **moved)
 
     def validate(self, config: FusedMoEConfig, *, values: bool = False) -> None:
         """Raise TensorError for a tensor that does not fit ``config`` and the keys.

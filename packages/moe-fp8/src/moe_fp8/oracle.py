@@ -65,13 +65,17 @@ def select_fp8_moe_backend(
 
     A named backend is used or refused, never replaced.  Raises SelectionError, ConfigError.
     """
-    return registry().oracle("fp8").select(
-        config,
-        weight_key=weight_key,
-        activation_key=activation_key,
-        moe_backend=moe_backend,
-        device=device,
-        environment=environment,
+    return (
+        registry()
+        .oracle("fp8")
+        .select(
+            config,
+            weight_key=weight_key,
+            activation_key=activation_key,
+            moe_backend=moe_backend,
+            device=device,
+            environment=environment,
+        )
     )
 
 
@@ -92,20 +96,24 @@ def convert_to_fp8_moe_kernel_format(
     ``w13`` [E, 2N, K] e4m3 (gate rows first), ``w2`` [E, K, N] e4m3; scales as in
     :func:`moe_core.weights.scale_shape`; biases [E, 2N] and [E, K].  Raises TensorError.
     """
-    return registry().oracle("fp8").convert(
-        selection,
-        MoEWeights(
-            weight_key=selection.weight_key,
-            activation_key=selection.activation_key,
-            w13=w13,
-            w2=w2,
-            w13_scale=w13_scale,
-            w2_scale=w2_scale,
-            w13_input_scale=w13_input_scale,
-            w2_input_scale=w2_input_scale,
-            w13_bias=w13_bias,
-            w2_bias=w2_bias,
-        ),
+    return (
+        registry()
+        .oracle("fp8")
+        .convert(
+            selection,
+            MoEWeights(
+                weight_key=selection.weight_key,
+                activation_key=selection.activation_key,
+                w13=w13,
+                w2=w2,
+                w13_scale=w13_scale,
+                w2_scale=w2_scale,
+                w13_input_scale=w13_input_scale,
+                w2_input_scale=w2_input_scale,
+                w13_bias=w13_bias,
+                w2_bias=w2_bias,
+            ),
+        )
     )
 
 
