@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,6 +148,17 @@ def test_explain_for_a_gpu_that_is_not_here(original: Path, capsys: pytest.Captu
     assert (data["chosen"], data["weight_key"]) == ("triton", "kFp8Static128BlockSym")
     assert main(["explain", "--scheme", "fp8", "--shape", "256,8,7168,2048", "--device", "sm90", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["weight_key"] == "kFp8Static128BlockSym"
+
+
+def test_looking_imports_no_kernels(original: Path) -> None:
+    program = (
+        "import sys, moe_core.cli as cli\n"
+        "for arguments in (['backends'], ['explain', sys.argv[1], '--device', 'sm90'], ['doctor']):\n"
+        "    cli.main(arguments)\n"
+        "print('triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(original)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 def test_bench(original: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,6 +278,11 @@ def test_other_formats_are_refused_by_name(tmp_path: Path, change: dict[str, Any
     refused(tmp_path, Experts().tensors(), reason, quantization_config={**QUANTIZATION, **change})
 
 
+def test_interleaved_rows_are_refused(tmp_path: Path) -> None:
+    tensors = stack(Experts(), scale="_scale_inv")
+    refused(tmp_path, tensors, "gpt-oss interleaves gate and up rows", model_type="gpt_oss")
+
+
 def test_config_that_says_fp8_of_16_bit_experts(tmp_path: Path) -> None:
     tensors = {name: t.to(torch.bfloat16) for name, t in Experts().tensors().items() if name.endswith("weight")}
     refused(tmp_path, tensors, f"{PREFIX} has no weight_scale_inv (its tensors are BF16)")

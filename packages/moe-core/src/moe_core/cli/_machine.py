@@ -50,7 +50,9 @@ def _rate(device: torch.device, dtype: torch.dtype, eight_bit: bool) -> tuple[fl
         a = torch.randn(size, size, device=device).to(torch.float8_e4m3fn)
 
         def scaled() -> Tensor:
-            product: Tensor = torch._scaled_mm(a, a.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+            product: Tensor = torch._scaled_mm(
+                a, a.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
             return product
 
         return _per_second(scaled, size, device), "fp8"

@@ -49,6 +49,8 @@ class Fp8BlockFormat(CheckpointFormat):
             return f"activation_scheme is {scheme!r}, expected 'dynamic'"
         if quantization.get("weight_block_size") is None:
             return "weight_block_size is null (one scale per tensor), expected [rows, columns]"
+        if "gate_up" in layer.projections and layer.checkpoint.config.get("model_type") == "gpt_oss":
+            return "gpt-oss interleaves gate and up rows, expected gate rows first"
         if not any(_scale_suffix(layer, projection) for projection in layer.projections):
             dtypes = sorted({layer.stored_dtype(p, s) for p in layer.projections for s in layer.suffixes(p)})
             return f"{layer.prefix} has no {SCALE_SUFFIXES[0]} (its tensors are {', '.join(dtypes)})"
