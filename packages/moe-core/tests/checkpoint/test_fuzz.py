@@ -22,17 +22,20 @@ HEADER = 8
 
 
 def read(folder: Path) -> dict[str, Tensor] | None:
-    """Every tensor of the folder, after the layer's description was read as well; None where it is refused."""
+    """Every tensor of the folder, None where it is refused; the layer and its description are read as well."""
     try:
         checkpoint = Checkpoint.open(folder)
         tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names}
+    except CheckpointError:
+        return None
+    try:
         layer = find_layer(checkpoint)
         read_model(layer)
         for projection in layer.projections:
             for suffix in layer.suffixes(projection):
                 layer.stacked(projection, suffix, range(layer.num_experts))
     except CheckpointError:
-        return None
+        pass
     return tensors
 
 
@@ -41,13 +44,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("base"), TENSORS, shards=2)
 
 
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("single"), TENSORS)
+
+
 def mutate(content: bytes, rng: random.Random, first: int, last: int) -> bytes:
     """A few bytes between ``first`` and ``last`` changed, removed, doubled or added, or the rest cut off."""
     data = bytearray(content)
-    for _ in range(rng.choice((1, 1, 2, 8))):
+    for _ in range(rng.choice((1, 1, 1, 8))):
         last = min(last, len(data))
         at = rng.randrange(first, max(last, first + 1))
-        action = rng.randrange(5)
+        action = rng.choice((0, 0, 1, 1, 2, 3, 4))
         if action == 0 and at < len(data):
             data[at] ^= 1 << rng.randrange(8)
         elif action == 1 and at < len(data):
@@ -77,12 +85,11 @@ def check_bytes(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_mutated_header(base: Path, tmp_path: Path, seed: int) -> None:
+def test_mutated_header(single: Path, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    for file in base.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    target = tmp_path / "model-00001-of-00002.safetensors"
-    content = target.read_bytes()
+    (tmp_path / "config.json").write_bytes((single / "config.json").read_bytes())
+    target = tmp_path / "model.safetensors"
+    content = (single / "model.safetensors").read_bytes()
     length = int.from_bytes(content[:HEADER], "little")
     target.write_bytes(mutate(content, rng, 0, HEADER + length if seed % 4 else HEADER))
     tensors = read(tmp_path)
