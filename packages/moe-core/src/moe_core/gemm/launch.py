@@ -81,6 +81,7 @@ class TileFunctions:
     load_b: Any
     multiply: Any
     quantize: Any
+    prefetch_b: Any = None
 
 
 def grouped_product(
@@ -136,6 +137,7 @@ def grouped_product(
         load_a=functions.load_a,
         open_b=functions.open_b,
         load_b=functions.load_b,
+        prefetch_b=functions.prefetch_b if pdl and not up else None,
         multiply=functions.multiply,
         quantize=functions.quantize if out_scale is not None else None,
         BLOCK_M=config.block_m,
@@ -154,6 +156,8 @@ def grouped_product(
         OUT_ROWS=POSITION if up and config.split == 1 else PAIR,
         SPLIT=config.split,
         PIECES=pieces,
+        # the up product before it has waited for the sort, and whatever that depended on
+        EARLY=pdl and not up,
         pdl=pdl,
         # rows that 16-byte copies cannot reach go through registers: share them among more threads
         num_warps=config.num_warps if b.aligned else 8,

@@ -42,11 +42,12 @@ def tile_plan(
         return TilePlan(
             TileConfig(rows, block_n, 4, min(up_stages, 3) if rows == 32 else up_stages, 1, True, True, up_split),
             TileConfig(rows, block_n, 4, min(down_stages, 3) if rows == 32 else down_stages, 1, True, True, down_split),
-            True,
+            # where launches are a good part of the time; else programs that come early only take bandwidth
+            up_split > 1,
         )
     if mean <= 48 or capability != 90:
         few = TileConfig(64, block_n, 8, 4, 1 if mean <= 64 else 8, tma=True)
-        return TilePlan(few, TileConfig(64, block_n, 4, 3, 8, tma=True) if mean > 64 else few, mean <= 48)
+        return TilePlan(few, TileConfig(64, block_n, 4, 3, 8, tma=True) if mean > 64 else few, False)
     # Pointers, not descriptors: 128 x 2 x 128 accumulators leave no registers for the descriptors' bookkeeping.
     # No dependent launch: persistent programs that come early take room from the kernel before them.
     many = TileConfig(128, block_n, 8, 3, 8, specialised=True)

@@ -87,6 +87,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **
     """
     if 0 in grid:
         return
+    keywords.setdefault("enable_fp_fusion", True)  # Triton's default, which is going to change
     if pdl:
         keywords["launch_pdl"] = True
     recording = _RECORDING.get()

@@ -9,6 +9,7 @@ bias, activation, quantisation of the result and router weights.  A scheme passe
     load_a(state, k, BLOCK_K)                                   -> tile [BLOCK_M, BLOCK_K], scale
     open_b(B, expert, half, n, N, BLOCK_N)                      -> state of a weight tile, made once per half
     load_b(state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K)        -> tile [BLOCK_N, BLOCK_K], scale
+    prefetch_b(state, K)                                        asks for the tile's first weights in L2; may be None
     multiply(acc, a, a_scale, b, b_scale, SWAP)                 -> acc
     quantize(tile, AXIS)                                        -> values, scale of the result; None to store it as is
 
@@ -102,6 +103,7 @@ def grouped_tile_kernel(
     load_a: tl.constexpr,
     open_b: tl.constexpr,
     load_b: tl.constexpr,
+    prefetch_b: tl.constexpr,
     multiply: tl.constexpr,
     quantize: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -120,6 +122,7 @@ def grouped_tile_kernel(
     OUT_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile per program; programs beyond the last tile return at once.
@@ -127,11 +130,11 @@ def grouped_tile_kernel(
     N is the number of columns of the result (of one half when GATED), ACTIVATION "" leaves the product as it is,
     WEIGHT multiplies the router weight: 0 never, 1 before bias and activation, 2 at the end.
     A_ROWS and OUT_ROWS say which row of A and of the result a row of the tile is: POSITION, TOKEN or PAIR.
+    EARLY, with PDL: the schedule and the weights may be read before the kernel that this one depends on has ended.
     With SPLIT > 1 an up product stores its halves side by side, [gate N | up N], without bias and activation.
     """
-    if PDL:
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     blocks_n = tl.cdiv(N, BLOCK_N)
     pieces = tiles_of(S) * PIECES
     pid = tl.program_id(0)
@@ -151,6 +154,10 @@ def grouped_tile_kernel(
     a_state = open_a(A, _rows(position, pair, top_k, A_ROWS))
     b_state = open_b(B, expert, 0, n, N, BLOCK_N)
     up_state = open_b(B, expert, 1 if GATED else 0, n, N, BLOCK_N)
+    if PDL and EARLY:
+        if prefetch_b is not None:
+            prefetch_b(b_state, K)
+        tl.extra.cuda.gdc_wait()
     steps = tl.cdiv(K, BLOCK_K)
     for k in range(steps * part // SPLIT, steps * (part + 1) // SPLIT):
         a, a_scale = load_a(a_state, k, BLOCK_K)
@@ -162,6 +169,8 @@ def grouped_tile_kernel(
         else:
             acc = multiply(acc, a, a_scale, b, b_scale, SWAP)
 
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     columns = n + tl.arange(0, BLOCK_N)
     inside = columns < N
     target = _rows(position, pair, top_k, OUT_ROWS)

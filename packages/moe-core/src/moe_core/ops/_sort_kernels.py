@@ -13,6 +13,7 @@ import triton.language as tl
 SORT = tl.constexpr(0)  # everything: each program counts all experts by itself
 COUNT = tl.constexpr(1)  # counts only, for SCATTER in a second launch
 SCATTER = tl.constexpr(2)
+TINY = tl.constexpr(3)  # everything, for at most BLOCK_P pairs, by comparing each with each
 
 
 @triton.jit
@@ -38,6 +39,48 @@ def _count_all(
         # the last bin collects what is dropped: BLOCK_E > num_experts
         counts += tl.histogram(tl.where(expert >= 0, expert, BLOCK_E - 1), BLOCK_E)
     return counts
+
+
+@triton.jit
+def _sort_tiny(
+    ids,
+    expert_map,
+    tiles,
+    offsets,
+    sorted_pairs,
+    positions,
+    num_pairs,
+    num_ids,
+    num_experts,
+    tile_rows,
+    me,
+    HAS_MAP: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The part of expert `me`: ranks from a BLOCK_P x BLOCK_P comparison instead of histograms and scans."""
+    pair = tl.arange(0, BLOCK_P)
+    expert = local_expert(ids, expert_map, pair, pair < num_pairs, num_ids, num_experts, HAS_MAP)
+    # the same vector along the other dimension
+    other = tl.arange(0, BLOCK_P)
+    other_expert = local_expert(ids, expert_map, other, other < num_pairs, num_ids, num_experts, HAS_MAP)
+    earlier = (other[None, :] < pair[:, None]) & (other_expert[None, :] == expert[:, None])
+    rank = tl.sum(earlier.to(tl.int32), axis=1)
+    before = (expert >= 0) & (expert < me)
+    mine = expert == me
+    first = tl.sum(before.to(tl.int32), axis=0)
+    own = tl.sum(mine.to(tl.int32), axis=0)
+    first_tile = tl.sum((before & (rank % tile_rows == 0)).to(tl.int32), axis=0)
+    tl.store(offsets + me, first)
+    if me == num_experts - 1:
+        tl.store(offsets + num_experts, first + own)
+        tl.store(tiles, first_tile + tl.cdiv(own, tile_rows))
+    tl.store(sorted_pairs + first + rank, pair, mask=mine)
+    if positions is not None:
+        tl.store(positions + pair, first + rank, mask=mine)
+    starts = mine & (rank % tile_rows == 0)
+    tile = first_tile + rank // tile_rows
+    tl.store(tiles + 2 + 2 * tile, tl.zeros((BLOCK_P,), tl.int32) + me, mask=starts)
+    tl.store(tiles + 3 + 2 * tile, first + rank, mask=starts)
 
 
 @triton.jit
@@ -122,6 +165,22 @@ def sort_kernel(
                 GROUP,
                 BLOCK_G,
             )
+    elif MODE == TINY:
+        _sort_tiny(
+            ids,
+            expert_map,
+            tiles,
+            offsets,
+            sorted_pairs,
+            positions,
+            num_pairs,
+            num_ids,
+            num_experts,
+            tile_rows,
+            me,
+            HAS_MAP,
+            BLOCK_P,
+        )
     elif MODE == COUNT:
         total = tl.zeros((BLOCK_P,), dtype=tl.int32)
         for start in range(0, num_pairs, BLOCK_P):

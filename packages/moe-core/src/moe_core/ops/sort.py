@@ -25,7 +25,9 @@ from moe_core.gemm.specimen import launch
 from moe_core.workspace import WorkspaceSpec
 
 #: above this many pairs experts are counted by a launch of their own instead of by every program
-_COUNT_PAIRS = 8192
+_COUNT_PAIRS = 1024
+#: up to this many pairs each is compared with each
+_TINY_PAIRS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +86,7 @@ def sort_pairs(
     """
     import triton
 
-    from moe_core.ops._sort_kernels import COUNT, SCATTER, SORT, sort_kernel
+    from moe_core.ops._sort_kernels import COUNT, SCATTER, SORT, TINY, sort_kernel
 
     sorted_ = SortedPairs(
         workspace["sort_tiles"],
@@ -96,7 +98,7 @@ def sort_pairs(
     pairs = topk_ids.numel()
     num_ids = num_experts if expert_map is None else expert_map.numel()
     block_e = max(triton.next_power_of_2(num_experts + 1), 16)
-    modes = (SORT,) if pairs <= _COUNT_PAIRS else (COUNT, SCATTER)
+    modes = (TINY,) if pairs <= _TINY_PAIRS else (SORT,) if pairs <= _COUNT_PAIRS else (COUNT, SCATTER)
     block_g, groups = 1, 0
     if rows is not None:
         groups = rows.x.shape[0] * triton.cdiv(rows.x.shape[1], rows.group)
@@ -108,7 +110,10 @@ def sort_pairs(
             quantized = (job.x, job.values, job.scales, *job.x.shape)
             quantized += (job.x.stride(0), job.values.stride(0), job.scales.stride(0))
         programs = num_experts + (triton.cdiv(groups, block_g) if job is not None else 0)
-        block_p = 256 if pairs <= 256 else (1024 if pairs <= _COUNT_PAIRS else 4096)
+        if mode == TINY:
+            block_p = max(triton.next_power_of_2(pairs), 16)
+        else:
+            block_p = 256 if pairs <= 256 else (1024 if pairs <= 8192 else 4096)
         launch(
             sort_kernel,
             (programs,),

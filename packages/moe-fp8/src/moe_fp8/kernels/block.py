@@ -18,6 +18,8 @@ from moe_core.gemm.narrow import divide, narrow_e4m3
 E4M3_MAX = tl.constexpr(448.0)
 # the smallest amax that a scale is made from: keeps the scale of an all-zero group normal and finite
 AMAX_FLOOR = tl.constexpr(1e-10)
+# bytes of each weight row that are asked for ahead of time
+PREFETCH = tl.constexpr(1024)
 
 
 @triton.jit
@@ -85,6 +87,29 @@ def load_weights(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexp
         # rows beyond this half or this expert are other weights: they only reach columns that are never stored
         tile = b_desc.load([first, k * BLOCK_K])
     return tile, scale
+
+
+@triton.jit
+def prefetch_weights(state, K):
+    """Ask for the first columns of a tile's rows in L2 (sm_90 and newer; K and the rows are multiples of 16 bytes)."""
+    rows, inside, _, _ = state
+    pointers = rows.to(tl.int64)
+    size = tl.where(inside, tl.minimum(K, PREFETCH), 0)
+    tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred %p;
+            setp.ne.s32 %p, $2, 0;
+            @%p cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [pointers, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

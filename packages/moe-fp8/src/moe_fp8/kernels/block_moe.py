@@ -39,7 +39,7 @@ from moe_fp8.kernels.hopper_launch import hopper_fits, hopper_product, spread_ro
 SILU = Activation("silu")
 
 
-def _functions(block_n: int, config: TileConfig) -> TileFunctions:
+def _functions(block_n: int, config: TileConfig, aligned: bool = False) -> TileFunctions:
     uniform = block_n % config.block_n == 0
     return TileFunctions(
         block.open_activations,
@@ -48,6 +48,7 @@ def _functions(block_n: int, config: TileConfig) -> TileFunctions:
         block.load_weights,
         block.multiply if uniform else block.multiply_mixed,
         block.quantize,
+        block.prefetch_weights if aligned else None,
     )
 
 
@@ -241,7 +242,7 @@ def _down_product(
     if config.split > 1:
         y = workspace["parts"][: pairs * config.split * down.rows].view(-1, down.rows)
     grouped_product(
-        _functions(block_shape[0], config),
+        _functions(block_shape[0], config, down.aligned and down.columns % 16 == 0),
         config,
         a=(values, scales, values.stride(0), scales.stride(0)),
         b=down,
