@@ -111,8 +111,11 @@ def test_seed_decides_the_tokens(moe: Any, folder: Path) -> None:
 def test_output_replaces_a_file(moe: Any, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.safetensors"
     out.write_text("old")
+    (tmp_path / "reader").hardlink_to(out)
     assert moe("run", folder, "--output", out).code == 0
     assert load_file(out)["output"].shape == (32, K)
+    # whoever has the old file open goes on seeing all of it: it is replaced, never written into
+    assert (tmp_path / "reader").read_text() == "old"
 
 
 def test_random_tokens_are_routed_by_the_checkpoint(moe: Any, folder: Path) -> None:
