@@ -1,6 +1,6 @@
 """Plugin of the fused-MoE benchmark: the block-FP8 layer of `moe_fp8.kernels` as an implementation of `fp8_block`.
 
-    python bench.py --plugin benchmarks/fp8_block.py --only '/fp8_block/(vllm_triton|moe_fp8)' --out results.json
+python bench.py --plugin benchmarks/fp8_block.py --only '/fp8_block/(vllm_triton|moe_fp8)' --out results.json
 """
 
 from __future__ import annotations

@@ -101,7 +101,9 @@ def test_int8_needs_a_kind_of_activation() -> None:
 
 def test_wna16_key_says_group_and_zero_points() -> None:
     scale = torch.ones(1, dtype=torch.bfloat16)
-    assert wna16_moe_quant_config(num_bits=4, group_size=128, w1_scale=scale, w2_scale=scale).weight_key == qk.kInt4Static
+    assert (
+        wna16_moe_quant_config(num_bits=4, group_size=128, w1_scale=scale, w2_scale=scale).weight_key == qk.kInt4Static
+    )
     zp = torch.ones(1, dtype=torch.uint8)
     asym = wna16_moe_quant_config(num_bits=4, group_size=32, w1_scale=scale, w2_scale=scale, w1_zp=zp, w2_zp=zp)
     assert asym.weight_key == qk.kInt4Static32Asym

@@ -53,7 +53,6 @@ def narrow_e4m3(x):
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
     """float32 to float32, bfloat16 or float16 (round to nearest even)."""
-    if INTERPRET:
-        if dtype == tl.bfloat16:
-            x = _keep_bits(x, 16)
+    if INTERPRET and dtype == tl.bfloat16:
+        x = _keep_bits(x, 16)
     return x.to(dtype)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 class TileConfig:
     """Launch parameters of the tile kernel for one of the two products.
 
-    ``block_m`` rows and ``block_n`` columns of the result per program (of each half when gated), ``num_stages`` steps of the k loop in
-    flight, ``group_m`` row tiles that walk through the columns together, ``swap`` the transposed product,
-    ``tma`` weights through the tensor memory accelerator, ``split`` programs that share the k loop of a tile.
+    ``block_m`` rows and ``block_n`` columns of the result per program (of each half when gated), ``num_stages`` steps
+    of the k loop in flight, ``group_m`` row tiles that walk through the columns together, ``swap`` the transposed
+    product, ``tma`` weights through the tensor memory accelerator, ``split`` programs that share the k loop of a tile.
     ``specialised`` asks for the scheme's own kernel for the device, where it has one that fits; the other values then
     hold where it does not.
     """

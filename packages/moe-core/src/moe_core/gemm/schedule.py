@@ -8,8 +8,9 @@ A schedule is a pair of things: a tuple of tensors (the kernel's argument `S`) a
     pair        [BLOCK_M] int64, (token * top_k + slot) of each row
     mask        [BLOCK_M] bool, rows that exist; the others repeat the last one, so that they may be read
 
-plus `tiles(S)`, the number of tiles that exist; each has PIECES pieces of BLOCK_M rows, of which the last may be empty.  The matrix product knows nothing else about routing, so another
-activation format needs another schedule and no other kernel.
+plus `tiles(S)`, the number of tiles that exist; each has PIECES pieces of BLOCK_M rows, of which the last may be empty.
+The matrix product knows nothing else about routing, so another activation format needs another schedule and no other
+kernel.
 """
 
 from __future__ import annotations

@@ -62,7 +62,9 @@ class Specimen:
 
         kind: Any = ASTSource
         if hasattr(self.fn, "is_gluon") and self.fn.is_gluon():
-            from triton.experimental.gluon._runtime import GluonASTSource as kind
+            from triton.experimental.gluon._runtime import GluonASTSource
+
+            kind = GluonASTSource
         source = kind(self.fn, self.signature, self.constexprs, self.attrs)
         target = GPUTarget(backend, arch, 64 if backend == "hip" else 32)
         options = {k: v for k, v in self.options.items() if backend == "cuda" or k != "launch_pdl"}

@@ -14,7 +14,8 @@ bias, activation, quantisation of the result and router weights.  A scheme passe
     quantize(tile, AXIS)                                        -> values, scale of the result; None to store it as is
 
 `rows` are rows of the operand A, `k` counts blocks of BLOCK_K, `n` is the first column of the tile, `half` is 0 for
-gate (or the only half) and 1 for up.  States are tuples.  A scale is whatever `multiply` of the same scheme understands.
+gate (or the only half) and 1 for up.  States are tuples.  A scale is whatever `multiply` of the same scheme
+understands.
 
 SWAP computes the transposed tile [BLOCK_N, BLOCK_M]: matrix units take at least 64 rows but as few as 8 columns,
 so that few tokens go into the columns and the weights, which come in abundance, into the rows.

@@ -28,7 +28,10 @@ def reduce_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[m] = sum over j of weights[m, j] * y[m * TOP_K + j] (of its SPLIT parts), in float32, j ascending; dropped pairs count nothing."""
+    """out[m] = sum over j of weights[m, j] * y[m * TOP_K + j] (of its SPLIT parts), in float32, j ascending.
+
+    Dropped pairs count nothing.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

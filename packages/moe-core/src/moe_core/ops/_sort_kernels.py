@@ -143,7 +143,8 @@ def sort_kernel(
 ):
     """Programs 0 .. num_experts - 1 sort, the others quantise rows of x.
 
-    Writes tiles, offsets, sorted_pairs and, unless None, positions (the inverse of sorted_pairs) as `moe_core.gemm.schedule` reads them, or counts [E] when MODE is COUNT.
+    Writes tiles, offsets, sorted_pairs and, unless None, positions (the inverse of sorted_pairs) as
+    `moe_core.gemm.schedule` reads them, or counts [E] when MODE is COUNT.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

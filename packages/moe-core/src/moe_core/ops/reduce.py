@@ -23,7 +23,8 @@ def reduce_pairs(
 
     ``y`` [M * k, K] and ``out`` [M, K] of any float dtype with contiguous columns, ``topk_ids`` [M, k] contiguous,
     ``topk_weights`` [M, k] float32 contiguous or None for weights already applied.  Sums in float32, slots ascending:
-    the same on every run.  With ``split`` parts per pair ``y`` is [M * k * split, K].  A pair of no local expert (see `moe_core.ops.sort`) is not read and adds nothing.
+    the same on every run.  With ``split`` parts per pair ``y`` is [M * k * split, K].  A pair of no local
+    expert (see `moe_core.ops.sort`) is not read and adds nothing.
     """
     import triton
 

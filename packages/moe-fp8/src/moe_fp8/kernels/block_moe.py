@@ -35,7 +35,6 @@ from torch import Tensor
 from moe_fp8.kernels import block
 from moe_fp8.kernels.hopper_launch import hopper_fits, hopper_product, spread_rows
 
-
 SILU = Activation("silu")
 
 
