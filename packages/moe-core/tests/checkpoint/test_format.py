@@ -10,7 +10,7 @@ import pytest
 import torch
 from moe_core import CheckpointError, ConfigError, Registry, SchemeNotInstalledError
 from moe_core.checkpoint import BadValuesError, Checkpoint, LayerExperts, find_layer, load_stacked, read_layer
-from moe_core.checkpoint.format import likely_scheme
+from moe_core.checkpoint.detect import likely_scheme
 from moe_core_checkpoints import E, K, N, PlainFormat, entry_points, expert_tensors, layer_tensors, write
 
 

@@ -4,12 +4,12 @@
 and its format; ``LayerSource.weights()`` loads the canonical weights.
 """
 
+from moe_core.checkpoint.detect import detect_format
 from moe_core.checkpoint.experts import LayerExperts, find_layer, moe_layers
 from moe_core.checkpoint.format import (
     BadValuesError,
     CheckpointFormat,
     check_expert_tensor,
-    detect_format,
     load_stacked,
 )
 from moe_core.checkpoint.model import LayerModel, read_model

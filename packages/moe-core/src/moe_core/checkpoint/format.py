@@ -1,4 +1,4 @@
-"""Checkpoint formats: what an adapter implements, and how the right one is found.
+"""Checkpoint formats: what an adapter implements.
 
 An adapter knows one way of storing quantised experts and produces the scheme's canonical weights; it never meets a
 backend.  It decides from the tensors as much as from config.json, since tools write configs that don't fit
@@ -7,7 +7,6 @@ their own files.
 
 from __future__ import annotations
 
-import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -16,11 +15,9 @@ import torch
 from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.reader import Checkpoint
 from moe_core.config import FusedMoEConfig
-from moe_core.errors import CheckpointError, SchemeNotInstalledError
+from moe_core.errors import CheckpointError
 from moe_core.quant_key import QuantKey
-from moe_core.registry import KNOWN_QUANT_METHODS, KNOWN_SCHEMES, Registry, install_hint, registry
 from moe_core.weights import MoEWeights
 
 Keys = tuple[QuantKey | None, QuantKey | None]
@@ -146,97 +143,3 @@ class BadValuesError(CheckpointError):
         super().__init__(f"{tensor} holds values that are refused ({count} of {total} tensors do)")
         self.tensor = tensor
         self.count = count
-
-
-def detect_format(
-    checkpoint: Checkpoint, layer: LayerExperts, plugins: Registry | None = None
-) -> tuple[str, CheckpointFormat]:
-    """(scheme, format) of ``layer`` among the installed schemes, most specific format first.
-
-    Raises SchemeNotInstalledError where a scheme that could read it is missing, with the pip command;
-    CheckpointError, with every installed format and its reason, where it is not known.
-    """
-    plugins = plugins or registry()
-    quantization = checkpoint.quantization
-    method = quantization.get("quant_method")
-    reasons: list[str] = []
-    for scheme in _in_order(plugins, method):
-        for kind in plugins.formats(scheme):
-            adapter = kind()
-            reason = adapter.reason_against(quantization, layer)
-            if reason is None:
-                return scheme, adapter
-            reasons.append(f"{adapter.name} ({scheme}): {reason}")
-    what = f"quant_method {method!r}" if method is not None else f"no quant_method (weights are {_weight_dtype(layer)})"
-    candidate = likely_scheme(quantization)
-    if candidate is not None and candidate not in plugins.scheme_names():
-        raise SchemeNotInstalledError(
-            f"{checkpoint.path}: {what} is read by the scheme {candidate}, "
-            f"which is not installed{_how_to_add(candidate)}"
-        )
-    known = "; ".join(reasons) if reasons else "none is installed; a scheme brings them, e.g. pip install moe-fp8"
-    raise CheckpointError(f"{checkpoint.path}: {what} of {layer.prefix} is not read by any installed format: {known}")
-
-
-def _how_to_add(scheme: str) -> str:
-    package = KNOWN_SCHEMES.get(scheme)
-    if package is None:
-        return ""
-    try:
-        version = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return f"; add it with: {install_hint(scheme)}"
-    return f" ({package} {version} is, but brings no kernels yet); a newer one may: pip install --upgrade {package}"
-
-
-def _in_order(plugins: Registry, method: object) -> list[str]:
-    """Installed schemes, those that name the method first."""
-    return sorted(plugins.scheme_names(), key=lambda name: method not in plugins.scheme(name).quant_methods)
-
-
-def _weight_dtype(layer: LayerExperts) -> str:
-    suffixes = layer.suffixes("down")
-    return layer.stored_dtype("down", suffixes[0]) if suffixes else "missing"
-
-
-def likely_scheme(quantization: Mapping[str, Any]) -> str | None:
-    """The scheme whose package would read such a checkpoint, as far as its JSON files tell; for a hint only."""
-    method = quantization.get("quant_method")
-    if not isinstance(method, str):
-        return None
-    if method in KNOWN_QUANT_METHODS:
-        return KNOWN_QUANT_METHODS[method]
-    if method == "modelopt":
-        return _modelopt_scheme(str(quantization.get("quant_algo", "")).upper())
-    if method == "compressed-tensors":
-        return _compressed_tensors_scheme(quantization)
-    if method == "quark":
-        text = str(quantization.get("global_quant_config", ""))
-        return "mxfp4" if "fp4" in text else "fp8" if "fp8" in text else None
-    return None
-
-
-def _modelopt_scheme(algorithm: str) -> str | None:
-    if "AWQ" in algorithm:
-        return "wna16"
-    if "MXFP4" in algorithm:
-        return "mxfp4"
-    if "W8A8" in algorithm:
-        return "int8"
-    return "fp8" if "FP8" in algorithm else None
-
-
-def _compressed_tensors_scheme(quantization: Mapping[str, Any]) -> str | None:
-    groups = quantization.get("config_groups")
-    if not isinstance(groups, dict):
-        return None
-    for group in groups.values():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if not isinstance(weights, dict):
-            continue
-        kind, bits = weights.get("type"), weights.get("num_bits")
-        if kind == "float":
-            return {8: "fp8", 4: "mxfp4"}.get(bits) if isinstance(bits, int) else None
-        if kind == "int":
-            return "int8" if group.get("input_activations") else "wna16"
-    return None

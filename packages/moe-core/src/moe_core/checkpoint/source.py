@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_core.checkpoint.detect import detect_format
 from moe_core.checkpoint.experts import LayerExperts, find_layer
-from moe_core.checkpoint.format import CheckpointFormat, detect_format
+from moe_core.checkpoint.format import CheckpointFormat
 from moe_core.checkpoint.model import read_model
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.config import FusedMoEConfig
