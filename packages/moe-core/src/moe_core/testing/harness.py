@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +23,17 @@ from moe_core.workspace import Workspace, workspace_nbytes
 #: bytes that scratch memory and outputs hold before a call: as floats NaN, and huge but finite values
 POISONS = {"NaN": 0xFF, "huge values": 0x7B}
 _GUARD = 512  # bytes behind a workspace, and rows around an output, that must stay as they were
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """torch in one thread, for the reference's small tensors: on a busy machine, waiting for each other costs most."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -55,16 +68,17 @@ class Problem:
         inputs, config = self.inputs, self.case.config
         narrow = place.device.type != "cpu" and self.case.activation_key is not None
         dtype = torch.bfloat16 if narrow and config.dtype is torch.float32 else config.dtype
-        return expected_output(
-            inputs.x,
-            self.weights,
-            config,
-            topk_weights=inputs.topk_weights,
-            topk_ids=inputs.topk_ids,
-            expert_map=inputs.expert_map,
-            compute_dtype=dtype,
-            truncates=place.interpreted,
-        )
+        with one_thread():
+            return expected_output(
+                inputs.x,
+                self.weights,
+                config,
+                topk_weights=inputs.topk_weights,
+                topk_ids=inputs.topk_ids,
+                expert_map=inputs.expert_map,
+                compute_dtype=dtype,
+                truncates=place.interpreted,
+            )
 
     def arguments(self) -> dict[str, Tensor | None]:
         """What a call gets besides hidden states, by name."""
