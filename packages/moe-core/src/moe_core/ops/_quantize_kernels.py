@@ -69,8 +69,9 @@ def divide_by(x, scale, inverse):
         quotient = x * inverse
         remainder = tl.fma(-quotient, scale, x)
         corrected = tl.fma(remainder, tl.broadcast_to(inverse, x.shape), quotient)
-        # an exact quotient keeps the sign of its zero, an infinite one has no remainder
-        return tl.where((remainder != 0.0) & (remainder == remainder), corrected, quotient)
+        # an exact quotient keeps the sign of its zero; what overflows has no remainder to speak of
+        finite = magnitude_bits(quotient) < _INFINITY_BITS
+        return tl.where(finite & (remainder != 0.0), corrected, quotient)
 
 
 @triton.jit
