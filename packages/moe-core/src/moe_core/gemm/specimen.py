@@ -102,7 +102,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **
 def _specimen(kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Specimen:
     options = {name: keywords.pop(name) for name in _OPTIONS if name in keywords}
     values = dict(zip(kernel.arg_names, args, strict=False)) | keywords
-    constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    constants = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
     constexprs: dict[tuple[int, ...], Any] = {}
     attrs: dict[tuple[int, ...], list[list[Any]]] = {}
 
@@ -127,4 +127,4 @@ def _specimen(kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> S
     signature = {
         name: describe(values[name], (index,), name in constants) for index, name in enumerate(kernel.arg_names)
     }
-    return Specimen(kernel.__name__, kernel, signature, constexprs, attrs, options)
+    return Specimen(kernel.fn.__name__, kernel, signature, constexprs, attrs, options)

@@ -279,32 +279,37 @@ def hopper_kernel(
     fence_async_shared()
     tiles = gl.load(tiles_ptr)
     steps = gl.cdiv(K, TILE)
-    if UP:
-        blocks_n = gl.cdiv(N, TILE)
-        second = N
-        BLOCKS: gl.constexpr = 1
-    else:
-        blocks_n = gl.cdiv(N, 2 * TILE)
-        second = TILE
-        BLOCKS: gl.constexpr = 2
+    BLOCKS: gl.constexpr = 1 if UP else 2
+    blocks_n = gl.cdiv(N, BLOCKS * TILE)
+    second = N if UP else TILE  # rows from one weight block to the other
+    # arguments stand here and not in variables, which would turn constants into values
     gl.warp_specialize(
         [
-            (_consume, (
-                tiles_ptr, offsets, pairs, a_scale, b_scale, out, out_scale, bias, weights, a_tiles, b_tiles, full, empty,
-                tiles, blocks_n, steps, N, stride_a_scale, stride_b_scale_e, stride_b_scale_n, stride_out,
-                stride_out_scale, stride_bias, alpha, beta, limit, gl.constexpr(0), STAGES, GROUP_M, UP, ACTIVATION, HAS_LIMIT,
-                HAS_BIAS, WEIGHT,
-            )),
-            (_consume, (
-                tiles_ptr, offsets, pairs, a_scale, b_scale, out, out_scale, bias, weights, a_tiles, b_tiles, full, empty,
-                tiles, blocks_n, steps, N, stride_a_scale, stride_b_scale_e, stride_b_scale_n, stride_out,
-                stride_out_scale, stride_bias, alpha, beta, limit, gl.constexpr(1), STAGES, GROUP_M, UP, ACTIVATION, HAS_LIMIT,
-                HAS_BIAS, WEIGHT,
-            )),
-            (_produce, (
-                a_desc, b_desc, tiles_ptr, a_tiles, b_tiles, full, empty, tiles, blocks_n, steps, rows_per_expert,
-                second, STAGES, GROUP_M, BLOCKS,
-            )),
+            (
+                _consume,
+                (
+                    tiles_ptr, offsets, pairs, a_scale, b_scale, out, out_scale, bias, weights, a_tiles, b_tiles,
+                    full, empty, tiles, blocks_n, steps, N, stride_a_scale, stride_b_scale_e, stride_b_scale_n,
+                    stride_out, stride_out_scale, stride_bias, alpha, beta, limit, gl.constexpr(0), STAGES, GROUP_M,
+                    UP, ACTIVATION, HAS_LIMIT, HAS_BIAS, WEIGHT,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    tiles_ptr, offsets, pairs, a_scale, b_scale, out, out_scale, bias, weights, a_tiles, b_tiles,
+                    full, empty, tiles, blocks_n, steps, N, stride_a_scale, stride_b_scale_e, stride_b_scale_n,
+                    stride_out, stride_out_scale, stride_bias, alpha, beta, limit, gl.constexpr(1), STAGES, GROUP_M,
+                    UP, ACTIVATION, HAS_LIMIT, HAS_BIAS, WEIGHT,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    a_desc, b_desc, tiles_ptr, a_tiles, b_tiles, full, empty, tiles, blocks_n, steps,
+                    rows_per_expert, second, STAGES, GROUP_M, BLOCKS,
+                ),
+            ),
         ],
         [4, 1],
         [232, 40],

@@ -1,0 +1,59 @@
+"""Rounding in kernels equals torch's, on a GPU and in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from moe_core.gemm.narrow import divide, narrow, narrow_e4m3
+
+
+@triton.jit
+def _narrow_kernel(x, out, E4M3: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    value = tl.load(x + index)
+    if E4M3:
+        tl.store(out + index, narrow_e4m3(value))
+    else:
+        tl.store(out + index, narrow(value, out.dtype.element_ty))
+
+
+@triton.jit
+def _divide_kernel(x, by, out, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    tl.store(out + index, divide(tl.load(x + index), tl.load(by + index)))
+
+
+def e4m3_values():
+    """Every e4m3 number, every midpoint between neighbours, and their float32 neighbours."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (codes[1:] + codes[:-1]) / 2
+    points = torch.cat([codes, middles])
+    points = torch.cat([points, torch.nextafter(points, torch.tensor(1e9)), torch.nextafter(points, torch.tensor(0.0))])
+    points = torch.cat([points, -points])
+    return torch.nn.functional.pad(points[points.abs() <= 448], (0, 2048))[:2048]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_narrow(dtype, device):
+    random = torch.randn(2048, generator=torch.Generator().manual_seed(0))
+    for x in (e4m3_values(), random * 100, random * 1e-3):
+        x = x.clamp(-448, 448).to(device)
+        out = torch.empty(2048, dtype=dtype, device=device)
+        _narrow_kernel[(1,)](x, out, dtype is torch.float8_e4m3fn, 2048)
+        expected = x.to(dtype)
+        assert torch.equal(out.float(), expected.float())
+
+
+def test_divide_is_correctly_rounded(device):
+    generator = torch.Generator().manual_seed(1)
+    x = (torch.randn(4096, generator=generator) * 50).to(device)
+    by = (torch.rand(4096, generator=generator) + 0.01).to(device)
+    out = torch.empty_like(x)
+    _divide_kernel[(1,)](x, by, out, 4096)
+    exact = (x.double() / by.double()).float()
+    if out.is_cuda:
+        assert torch.equal(out, exact)
+    else:  # the interpreter rounds the product inside a fused multiply-add
+        assert ((out - exact).abs() <= exact.abs() * 2**-23).all()
