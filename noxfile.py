@@ -102,7 +102,9 @@ def tests_lowest(session: nox.Session) -> None:
 def run_tests(session: nox.Session) -> None:
     """Runs pytest on what needs no GPU, wherever the machine has one or not."""
     environment = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    session.run("python", "-m", "pytest", "-m", "not gpu", *session.posargs, env=environment)
+    # one process per core, so one thread each
+    environment["OMP_NUM_THREADS"] = "1"
+    session.run("python", "-m", "pytest", "-m", "not gpu", "-n", "auto", *session.posargs, env=environment)
 
 
 @nox.session(download_python="never")
