@@ -12,7 +12,8 @@ The contract of both:
   :meth:`FusedMoEExperts.extra_reasons`.  Nothing else decides whether a backend is taken.
 - :meth:`FusedMoEExperts.convert` is pure: canonical weights in, kernel weights out, the input untouched.
 - ``apply`` writes every element of ``output``, allocates nothing that :meth:`FusedMoEExperts.workspaces` could
-  have named, doesn't synchronise with the host, and doesn't depend on what output or workspace held before.
+  have named, doesn't synchronise with the host, and doesn't depend on what output or workspace held before.  Classes
+  that are driven by the host (``cuda_graph=False``) may allocate and synchronise.
 - ``config.apply_router_weight_on_input``: in the standard format the experts weight x (or, the same but for rounding,
   the first product before its bias) instead of their result; in the batched format prepare has done it.
 - An id that is negative, at least E, or mapped to -1 selects no expert: it contributes nothing, and no

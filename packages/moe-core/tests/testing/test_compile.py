@@ -39,12 +39,13 @@ def specimens(device):
 def compile_check(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     (folder / "broken_kernels.py").write_text(SPECIMENS)
     (folder / "no_kernels.py").write_text("")
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "moe_core.testing.compile", *arguments],
         capture_output=True,
         text=True,
-        env={**inherited, "PYTHONPATH": str(folder), **environment},
+        env={**inherited, "PYTHONPATH": path, **environment},
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -296,7 +296,7 @@ def _layer_cases(cases: list[Case], claims: Claims, budget: str, on_gpu: bool) -
     for check in LAYER_CHECKS + GPU_CHECKS:
         if check in GPU_CHECKS and not on_gpu:
             continue
-        if check != "memory" and check in GPU_CHECKS and not claims.cuda_graph:
+        if check in GPU_CHECKS and not claims.cuda_graph:
             continue
         every = check == "convert" or budget == "full"
         found += [replace(layer, check=check) for layer in (layers if every else layers[:1])]
