@@ -1,4 +1,4 @@
-"""Plugin of the fused-MoE benchmark: the block-FP8 layer of `moe_fp8.kernels` as an implementation of `fp8_block`.
+"""Plugin of the fused-MoE benchmark: the layer that the fp8 oracle selects, as an implementation of `fp8_block`.
 
 python bench.py --plugin benchmarks/fp8_block.py --only '/fp8_block/(vllm_triton|moe_fp8)' --out results.json
 """
@@ -9,26 +9,25 @@ from typing import Any
 
 
 def build(weights: Any) -> Any:
-    """The layer with the launch parameters of `moe_core.gemm.rule`; scratch memory is allocated once."""
+    """The layer through the public interface, with one workspace for all calls."""
+    import moe_core as mc
     import torch
-    from moe_core.workspace import Workspace
-    from moe_fp8.kernels.block_moe import block_fp8_fused_moe
-    from moe_fp8.kernels.workspaces import block_fp8_workspaces
 
     shape = weights.shape
-    workspace = Workspace("cuda")
+    config = mc.FusedMoEConfig(
+        num_experts=shape.E, top_k=shape.topk, hidden_size=shape.K, intermediate_size=shape.N, activation=shape.act
+    )
+    oracle = mc.oracle("fp8")
+    selection = oracle.select(config, weight_key=mc.kFp8Static128BlockSym, activation_key=mc.kFp8Dynamic128Sym)
+    converted = oracle.convert(selection, w13=weights.w13, w2=weights.w2, w13_scale=weights.s13, w2_scale=weights.s2)
+    kernel = oracle.make_kernel(selection, converted)
+    kernel.workspace = mc.Workspace("cuda")
+    kernel.workspace.take(kernel.workspaces(16384))
 
     def run(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        specs = block_fp8_workspaces(x.shape[0], shape.topk, shape.E, shape.K, shape.N, x.dtype)
-        out = torch.empty_like(x)
-        block_fp8_fused_moe(
-            x, weights.w13, weights.w2, w13_scale=weights.s13, w2_scale=weights.s2, topk_weights=w, topk_ids=ids,
-            out=out, workspace=workspace.take(specs),
-        )  # fmt: skip
-        return out
+        return kernel.apply(x, topk_weights=w, topk_ids=ids)
 
-    workspace.take(block_fp8_workspaces(16384, shape.topk, shape.E, shape.K, shape.N, torch.bfloat16))
-    return run
+    return run, {"backend": selection.backend}
 
 
 def register(peers: list[Any]) -> None:

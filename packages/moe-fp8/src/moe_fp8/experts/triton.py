@@ -1,8 +1,8 @@
 """Triton, block-quantised e4m3 weights with e4m3 activations (sm_89 and newer), standard format.
 
 Weights stay as the checkpoint has them.  A call is: sort the (token, expert) pairs and quantise x; first product,
-bias, activation and quantisation; second product and router weight; sum over top-k.  With very few tokens two
-matrix-vector kernels do all of it.
+bias, activation and quantisation; second product and router weight; sum over top-k.  On sm_90, with many rows per
+expert, both products are a warp-specialised kernel of their own (``kernels/hopper.py``).
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class TritonFp8BlockExperts(FusedMoEExpertsModular):
         expert_map=True,
         apply_router_weight_on_input=True,
         requires=(TRITON,),
+        verified_on=("NVIDIA H200 (sm90)",),
     )
 
     @classmethod
