@@ -211,8 +211,8 @@ def load_layer(
     expert_map = None
     if experts is not None:
         expert_map = torch.full((source.config.num_experts,), -1, dtype=torch.int32, device=target)
-        expert_map[torch.tensor(list(experts), device=target)] = torch.arange(
-            len(experts), dtype=torch.int32, device=target
+        expert_map[torch.tensor(source.experts, device=target)] = torch.arange(
+            len(source.experts), dtype=torch.int32, device=target
         )
     return FusedMoELayer(
         kernel,

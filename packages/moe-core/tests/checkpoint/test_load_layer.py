@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,20 @@ def test_expert_parallel_parts_add_up(tmp_path: Path, x: Tensor, parts: list[lis
     assert [layer.config.num_local_experts for layer in layers] == [len(part) for part in parts]
     # two float32 sums of the same two terms, in another order
     torch.testing.assert_close(sum(layer(x) for layer in layers), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [iter, torch.tensor, range, lambda ids: tuple(map(torch.tensor, ids))])
+def test_experts_of_any_kind_of_sequence(tmp_path: Path, x: Tensor, kind: Any) -> None:
+    folder = write(tmp_path, layer_tensors())
+    given = range(2, 4) if kind is range else kind([2, 3])
+    layer = load_layer(folder, device="cpu", dtype=torch.float32, experts=given)
+    assert torch.equal(layer(x), load_layer(folder, device="cpu", dtype=torch.float32, experts=[2, 3])(x))
+
+
+@pytest.mark.parametrize("experts", [[1.0, 2], [True], ["1"], [None], [-1], 3])
+def test_experts_that_are_no_ids(tmp_path: Path, experts: Any) -> None:
+    with pytest.raises(ConfigError, match="expected ids within 0..3"):
+        load_layer(write(tmp_path, layer_tensors()), device="cpu", experts=experts)
 
 
 def test_selection_comes_before_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

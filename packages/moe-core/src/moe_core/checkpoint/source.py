@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,10 +90,22 @@ def read_layer(
 def _chosen(experts: Sequence[int] | None, count: int) -> tuple[int, ...]:
     if experts is None:
         return tuple(range(count))
-    chosen = tuple(experts)
-    for expert in chosen:
-        if not 0 <= expert < count:
-            raise ConfigError(f"experts holds {expert!r}, expected ids within 0..{count - 1}")
+    try:
+        given: tuple[object, ...] = tuple(experts)
+    except TypeError:
+        raise ConfigError(f"experts is {experts!r}, expected ids within 0..{count - 1}") from None
+    chosen = tuple(_index(expert, count) for expert in given)
     if not chosen or len(set(chosen)) != len(chosen):
         raise ConfigError(f"experts must name at least one expert, each once, got {list(chosen)[:20]}")
     return chosen
+
+
+def _index(expert: object, count: int) -> int:
+    """A plain integer; whatever counts as one (numpy's, a tensor of one) is taken, a float or a bool is not."""
+    try:
+        index = -1 if isinstance(expert, bool) else operator.index(expert)  # type: ignore[arg-type]
+    except TypeError:
+        index = -1
+    if not 0 <= index < count:
+        raise ConfigError(f"experts holds {expert!r}, expected ids within 0..{count - 1}")
+    return index
