@@ -212,6 +212,12 @@ def test_custom():
             route(torch.randn(3, 8), top_k=2, config=RoutingConfig(custom=wrong))
 
 
+def test_custom_ids_out_of_range_are_no_expert():
+    ids = torch.tensor([[2**32 + 1, 7], [-1, 8], [-(2**32), 2**31], [0, -(2**63)]])
+    config = RoutingConfig(custom=lambda *_, **__: (torch.ones(4, 2), ids))
+    assert route(torch.randn(4, 8), top_k=2, config=config)[1].tolist() == [[-1, 7], [-1, -1], [-1, -1], [0, -1]]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_keep_their_name(method):
     groups = {"num_expert_group": 4, "topk_group": 2} if method is R.DeepSeekV3 else {}

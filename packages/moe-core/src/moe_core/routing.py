@@ -262,7 +262,7 @@ def route(
 
 
 def call_custom(router_logits: Tensor, *, top_k: int, config: RoutingConfig) -> tuple[Tensor, Tensor]:
-    """The custom routing's answer, checked for shape and dtype (ids out of range select no expert)."""
+    """The custom routing's answer, checked for shape and dtype; ids out of range become -1, no expert."""
     if config.custom is None:
         raise ConfigError("the routing has no custom callable")
     answer: object = config.custom(router_logits, top_k=top_k, renormalize=config.renormalize)
@@ -273,6 +273,8 @@ def call_custom(router_logits: Tensor, *, top_k: int, config: RoutingConfig) -> 
         check_shape(f"custom routing's {name}", tensor, (router_logits.shape[0], top_k))
     check_dtype("custom routing's weights", weights, LOGIT_DTYPES)
     check_dtype("custom routing's ids", ids, (torch.int32, torch.int64))
+    # before the ids become 32 bits wide: 2**32 + 1 must not turn into expert 1
+    ids = torch.where((ids >= 0) & (ids < router_logits.shape[1]), ids, -1)
     return weights.float() * config.routed_scaling_factor, ids.int()
 
 
