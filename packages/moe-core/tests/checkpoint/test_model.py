@@ -252,6 +252,9 @@ def test_size_that_is_none(tmp_path: Path, key: str, value: object) -> None:
         ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes', expected true or false"),
         ({"routed_scaling_factor": "2"}, "routed_scaling_factor is '2', expected a number"),
         ({"routed_scaling_factor": math.inf}, "routed_scaling_factor is inf, expected a number"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0, expected a number greater than 0"),
+        ({"routed_scaling_factor": -0.5}, "routed_scaling_factor is -0.5, expected a number greater than 0"),
+        ({"route_scale": 0.0}, "route_scale is 0.0, expected a number greater than 0"),
         ({"swiglu_limit": -1}, "limit must be positive"),
         ({"scoring_func": "argmax"}, "scoring_func 'argmax' is unknown"),
         ({"model_type": "deepseek_v3", "n_group": 3, "topk_group": 1}, "do not divide into num_expert_group 3"),
@@ -273,6 +276,15 @@ def test_router_of_another_shape(tmp_path: Path) -> None:
     refused(tmp_path, f"gate.weight is F32 [{E}, {K + 1}], expected [{E}, {K}]", CONFIG, gate)
     gate = {"model.layers.0.mlp.gate.weight": torch.zeros(E + 1, K)}
     refused(tmp_path, f"gate.weight is F32 [{E + 1}, {K}], expected [{E}, {K}]", CONFIG, gate)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_router_that_is_not_finite(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+    gate = torch.zeros(E, K, dtype=dtype)
+    gate[1, 2] = value
+    name = "model.layers.0.mlp.gate.weight"
+    refused(tmp_path, f"{name} holds NaN or Inf", CONFIG, {name: gate})
 
 
 def test_correction_bias_that_is_none(tmp_path: Path) -> None:

@@ -147,13 +147,23 @@ def _routing(
             score_selected_only=family.selected_only,
             num_expert_group=groups,
             topk_group=top_groups,
-            routed_scaling_factor=entries.number(keys.SCALING, None) or 1.0,
+            routed_scaling_factor=_scaling(entries),
             has_correction_bias=_has_correction_bias(entries, family, method, has_bias),
         )
         routing.check(num_experts=experts, top_k=top_k)
     except ConfigError as error:
         raise entries.error(str(error)) from error
     return routing, None
+
+
+def _scaling(entries: ConfigKeys) -> float:
+    found = entries.find(keys.SCALING)
+    factor = entries.number(keys.SCALING, None)
+    if found is None or factor is None:
+        return 1.0
+    if factor <= 0:
+        raise entries.error(f"{found[0]} is {found[1]!r}, expected a number greater than 0")
+    return factor
 
 
 def _has_correction_bias(entries: ConfigKeys, family: Family, method: str | None, has_bias: bool) -> bool:
@@ -209,7 +219,9 @@ def _router_weight(layer: LayerExperts, config: FusedMoEConfig) -> Tensor | None
             f"{name} is {info}, expected [{config.num_experts}, {config.hidden_size}] "
             f"(hidden size of {layer.checkpoint.path / 'config.json'})"
         )
-    return layer.checkpoint.tensor(name).clone()
+    weight = layer.checkpoint.tensor(name).clone()
+    _check_finite(name, weight)
+    return weight
 
 
 def _vector(layer: LayerExperts, name: str | None, size: int) -> Tensor | None:
@@ -220,6 +232,10 @@ def _vector(layer: LayerExperts, name: str | None, size: int) -> Tensor | None:
     if info.shape not in ((size,), (1, size)) or info.dtype not in _FLOATS:
         raise CheckpointError(f"{name} is {info}, expected floating point [{size}]")
     values = layer.checkpoint.tensor(name).float().reshape(size).clone()
+    _check_finite(name, values)
+    return values
+
+
+def _check_finite(name: str, values: Tensor) -> None:
     if not bool(torch.isfinite(values).all()):
         raise CheckpointError(f"{name} holds NaN or Inf")
-    return values
