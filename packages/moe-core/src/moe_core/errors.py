@@ -31,6 +31,10 @@ class CheckpointError(MoEError, ValueError):
     """A checkpoint folder or file that is missing, broken, unsafe or not understood."""
 
 
+class CheckpointWarning(UserWarning):
+    """Something that a checkpoint does not say had to be assumed."""
+
+
 class RegistryError(MoEError, LookupError):
     """A scheme, backend or format that is not installed, or is installed wrongly."""
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from moe_core import CheckpointError, ConfigError, SelectionError, TensorError, load_layer, route
 from moe_core.checkpoint import Checkpoint
+from moe_core.errors import CheckpointWarning
 from moe_core.registry import registry
 from moe_core_checkpoints import E, K, N, PlainFormat, entry_points, expert_tensors, layer_tensors, write
 from torch import Tensor
@@ -81,6 +82,13 @@ def test_experts_of_any_kind_of_sequence(tmp_path: Path, x: Tensor, kind: Any) -
 def test_experts_that_are_no_ids(tmp_path: Path, experts: Any) -> None:
     with pytest.raises(ConfigError, match="expected ids within 0..3"):
         load_layer(write(tmp_path, layer_tensors()), device="cpu", experts=experts)
+
+
+def test_assumed_routing_is_warned_of(tmp_path: Path, x: Tensor) -> None:
+    folder = write(tmp_path, layer_tensors(), model_type="new")
+    with pytest.warns(CheckpointWarning, match="model_type 'new' is not known"):
+        layer = load_layer(folder, device="cpu", dtype=torch.float32)
+    assert layer(x).shape == x.shape
 
 
 def test_selection_comes_before_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

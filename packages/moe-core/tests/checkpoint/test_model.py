@@ -128,6 +128,20 @@ def test_unknown_family_goes_by_its_keys(tmp_path: Path) -> None:
     assert found.config.routing == RoutingConfig("sigmoid", True, False, 2, 1, 2.5, has_correction_bias=True)
 
 
+def test_what_is_assumed_of_an_unknown_family_is_noted(tmp_path: Path) -> None:
+    config = {"model_type": "new_moe", **NEW, "norm_topk_prob": True}
+    note = model(tmp_path / "a", config).routing_note
+    assert note is not None
+    assert "model_type 'new_moe' is not known, and no scoring_func says" in note
+    assert "assumed to be softmax over all experts with renormalisation" in note
+    note = model(tmp_path / "b", {**config, "norm_topk_prob": False}, bias()).routing_note
+    assert note is not None
+    assert "sigmoid over all experts, chosen with a correction bias, with no renormalisation" in note
+    # nothing is assumed where config.json names it, or the family is known
+    assert model(tmp_path / "c", {**config, "scoring_func": "softmax"}).routing_note is None
+    assert model(tmp_path / "d", {**config, "model_type": "qwen3_moe"}).routing_note is None
+
+
 def test_unknown_routing_is_not_guessed(tmp_path: Path) -> None:
     found = model(tmp_path / "a", {"model_type": "new_moe", **NEW})
     assert found.config.routing is None

@@ -8,6 +8,7 @@ import torch
 from moe_core import FusedMoEConfig, RoutingConfig, fused_moe_reference, load_layer, route
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli import run as command
+from moe_core.errors import CheckpointWarning
 from moe_core_checkpoints import TOP_K, E, K, layer_tensors, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -127,7 +128,55 @@ def test_random_tokens_are_routed_by_the_checkpoint(moe: Any, folder: Path) -> N
 
 def test_without_a_router(moe: Any, tmp_path: Path) -> None:
     tensors = {name: t for name, t in layer_tensors().items() if not name.endswith("gate.weight")}
-    assert moe("run", write(tmp_path, tensors)).code == 0
+    folder = write(tmp_path, tensors)
+    result = moe("run", folder)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.count("note: router logits are random: model.layers.0.mlp has no router weight") == 1
+    data = moe("run", folder, "--json").data
+    assert (data["random_router_logits"], data["routing"]) == (True, "random router logits")
+    assert len(data["notes"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "routing"),
+    [(None, "checkpoint router logits"), ("logits", "given router logits"), ("int64", "topk pair of --input")],
+)
+def test_says_where_the_routing_is_from(moe: Any, folder: Path, tmp_path: Path, given: str, routing: str) -> None:
+    arguments = []
+    if given is not None:
+        save_file(tokens(**GIVEN[given]), tmp_path / "in.safetensors")
+        arguments = ["--input", tmp_path / "in.safetensors"]
+    data = moe("run", folder, *arguments, "--json").data
+    assert (data["routing"], data["random_router_logits"], data["notes"]) == (routing, False, [])
+    assert "note:" not in moe("run", folder, *arguments).out
+
+
+def test_router_that_is_not_finite(moe: Any, tmp_path: Path) -> None:
+    tensors = layer_tensors()
+    tensors["model.layers.0.mlp.gate.weight"][1, 3] = float("nan")
+    folder = write(tmp_path / "c", tensors)
+    refuses(moe, tmp_path, folder, parts=("model.layers.0.mlp.gate.weight holds NaN or Inf",))
+
+
+@pytest.mark.parametrize("given", ["logits", "int64"])
+def test_unknown_family_runs_with_a_note(moe: Any, tmp_path: Path, given: str) -> None:
+    folder = write(tmp_path / "c", layer_tensors(), model_type="new")
+    inputs = tokens(**GIVEN[given])
+    save_file(inputs, tmp_path / "in.safetensors")
+    files = ("--input", tmp_path / "in.safetensors", "--output", tmp_path / "o.safetensors")
+    result = moe("run", folder, "--dtype", "fp32", *files)
+    assert (result.code, result.err) == (0, "")
+    # the pair says everything, logits leave the scoring open
+    assert result.out.count("note: ") == (given == "logits")
+    if given == "logits":
+        assert "model_type 'new' is not known, and no scoring_func says how it scores experts" in result.out
+        assert "softmax over all experts with renormalisation" in result.out
+    with pytest.warns(CheckpointWarning):
+        wanted = expected(folder, 0, inputs)
+    torch.testing.assert_close(load_file(tmp_path / "o.safetensors")["output"], wanted, rtol=1e-5, atol=1e-4)
+    note = moe("explain", folder, "--device", "cpu").out
+    assert "note: " in note
+    assert "model_type 'new' is not known" in note
 
 
 def test_warns_of_what_is_not_finite(moe: Any, folder: Path, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class LayerModel:
     - ``router_weight`` [E, K], ``router_bias`` [E]: None where the checkpoint has none (or a quantised one)
     - ``correction_bias`` [E] float32: where the routing has one
     - ``routing_reason``: why ``config.routing`` is None, if it is
+    - ``routing_note``: what of ``config.routing`` is assumed, because neither config.json nor the family says it
     """
 
     config: FusedMoEConfig
@@ -55,6 +56,7 @@ class LayerModel:
     router_bias: Tensor | None
     correction_bias: Tensor | None
     routing_reason: str | None
+    routing_note: str | None
 
 
 def read_model(
@@ -83,6 +85,7 @@ def read_model(
     may_correct = family is None or family.bias
     correction = _beside(layer, CORRECTION_BIASES + (AMBIGUOUS_BIASES if may_correct else ()))
     routing, reason = _routing(entries, family, correction is not None, experts, top_k)
+    note = None if routing is None or family is not None else _assumed(entries, routing)
     if routing is not None and routing.has_correction_bias and correction is None:
         raise CheckpointError(
             f"{layer.block}.{CORRECTION_BIASES[0]} is missing in {checkpoint.path}: "
@@ -112,6 +115,7 @@ def read_model(
         router_bias=_vector(layer, _beside(layer, ROUTER_BIASES + (() if may_correct else AMBIGUOUS_BIASES)), experts),
         correction_bias=_vector(layer, correction, experts) if uses_bias else None,
         routing_reason=reason,
+        routing_note=note,
     )
 
 
@@ -154,6 +158,18 @@ def _routing(
     except ConfigError as error:
         raise entries.error(str(error)) from error
     return routing, None
+
+
+def _assumed(entries: ConfigKeys, routing: RoutingConfig) -> str | None:
+    """What is assumed of an unknown family's routing."""
+    if entries.text(keys.SCORING) is not None:
+        return None
+    bias = ", chosen with a correction bias," if routing.has_correction_bias else ""
+    return (
+        f"{entries.file}: model_type {entries.model_type!r} is not known, and no {keys.SCORING[0]} says how it scores "
+        f"experts; routing is assumed to be {routing.scoring_func} over all experts{bias} "
+        f"with {'' if routing.renormalize else 'no '}renormalisation"
+    )
 
 
 def _scaling(entries: ConfigKeys) -> float:

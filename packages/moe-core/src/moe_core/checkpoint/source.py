@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from moe_core.checkpoint.format import CheckpointFormat
 from moe_core.checkpoint.model import read_model
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.config import FusedMoEConfig
-from moe_core.errors import ConfigError
+from moe_core.errors import CheckpointWarning, ConfigError
 from moe_core.quant_key import QuantKey
 from moe_core.registry import Registry
 from moe_core.weights import MoEWeights
@@ -31,6 +32,7 @@ class LayerSource:
     - ``router_weight`` [E, K], ``router_bias`` [E] float32: None where the checkpoint has none
     - ``correction_bias`` [E] float32: where the routing has one
     - ``routing_reason``: why ``config.routing`` is None, if it is
+    - ``routing_note``: what of ``config.routing`` is assumed, because neither config.json nor the family says it
     """
 
     index: int
@@ -46,6 +48,7 @@ class LayerSource:
     router_bias: Tensor | None
     correction_bias: Tensor | None
     routing_reason: str | None
+    routing_note: str | None
 
     def weights(self, device: torch.device | str = "cpu") -> MoEWeights:
         """Canonical weights of ``experts`` on ``device``; CheckpointError names a tensor that is broken."""
@@ -63,12 +66,14 @@ def read_layer(
     """Layer ``layer`` of the model, default the first with experts: names, shapes, config, format; no weights yet.
 
     ``dtype`` of hidden states; ``experts``: global ids to load, default all.
-    Raises CheckpointError, SchemeNotInstalledError.
+    Raises CheckpointError, SchemeNotInstalledError; warns with CheckpointWarning of routing that is assumed.
     """
     tensors = find_layer(checkpoint, layer)
     chosen = _chosen(experts, tensors.num_experts)
     model = read_model(tensors, dtype=dtype, num_local_experts=len(chosen))
     scheme, adapter = detect_format(checkpoint, tensors, plugins)
+    if model.routing_note is not None:
+        warnings.warn(model.routing_note, CheckpointWarning, stacklevel=2)
     weight_key, activation_key = adapter.keys(checkpoint.quantization, tensors)
     return LayerSource(
         index=tensors.index,
@@ -84,6 +89,7 @@ def read_layer(
         router_bias=model.router_bias,
         correction_bias=model.correction_bias,
         routing_reason=model.routing_reason,
+        routing_note=model.routing_note,
     )
 
 

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 _ABOUT = "Quantised mixture-of-experts layers: what runs them, why, how exactly and how fast."
@@ -37,7 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    result: int = importlib.import_module(f"moe_core.cli.{arguments.command}").run(arguments)
+    from moe_core.errors import CheckpointWarning
+
+    with warnings.catch_warnings():
+        # commands say it themselves, where it matters
+        warnings.simplefilter("ignore", CheckpointWarning)
+        result: int = importlib.import_module(f"moe_core.cli.{arguments.command}").run(arguments)
     sys.stdout.flush()
     return result
 

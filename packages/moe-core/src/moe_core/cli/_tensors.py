@@ -19,12 +19,16 @@ _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(frozen=True, eq=False)
 class LayerInput:
-    """``hidden_states`` [M, K], and either the top-k pair [M, k] or ``router_logits`` [M, E]; on the CPU."""
+    """``hidden_states`` [M, K], and either the top-k pair [M, k] or ``router_logits`` [M, E]; on the CPU.
+
+    ``origin`` of logits: "given" in the file, by the "checkpoint" itself, or "random".
+    """
 
     hidden_states: Tensor
     router_logits: Tensor | None = None
     topk_weights: Tensor | None = None
     topk_ids: Tensor | None = None
+    origin: str = "given"
 
 
 def read_input(path: Path, config: FusedMoEConfig) -> LayerInput:

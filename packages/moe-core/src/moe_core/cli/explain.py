@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
             "layer": source.index,
             "prefix": source.prefix,
             "format": source.format.name,
+            "notes": [source.routing_note] if source.routing_note is not None else [],
         }
     else:
         config, weight_key, activation_key = _arguments.request_of(args)
@@ -59,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
         # the reasons are what was asked for
         report, code = error.report, 2
     head = f"{found['checkpoint']}: layer {found['layer']} ({found['prefix']}), {found['format']}\n" if found else ""
-    emit(args.json, {**found, **report.as_dict()}, f"{head}{report}")
+    notes = "".join(f"\nnote: {note}" for note in found.get("notes", ()))
+    emit(args.json, {**found, **report.as_dict()}, f"{head}{report}{notes}")
     if code:
         print("moe explain: no backend fits; the report says why", file=sys.stderr)
     return code

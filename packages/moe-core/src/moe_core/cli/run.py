@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         from moe_core.cli._tensors import write_output
 
         write_output(args.output, output)
-    data = _summary(args, source, layer, output, loading, running)
+    data = _summary(args, source, layer, tokens, output, loading, running)
     emit(args.json, data, _text(data, layer))
     return 0
 
@@ -85,12 +85,14 @@ def _tokens(args: argparse.Namespace, source: LayerSource) -> LayerInput:
     else:
         generator = torch.Generator().manual_seed(args.seed)
         x = torch.randn(args.tokens, source.config.hidden_size, generator=generator)
+        origin = "checkpoint"
         if source.router_weight is not None:
             logits = x.to(source.config.dtype).float() @ source.router_weight.float().T
             logits = logits if source.router_bias is None else logits + source.router_bias
         else:
+            origin = "random"
             logits = torch.randn(args.tokens, source.config.num_experts, generator=generator)
-        tokens = LayerInput(x, router_logits=logits)
+        tokens = LayerInput(x, router_logits=logits, origin=origin)
     if tokens.topk_ids is None and source.config.routing is None:
         raise CheckpointError(f"{source.routing_reason}: give topk_ids and topk_weights with --input")
     return tokens
@@ -116,6 +118,7 @@ def _summary(
     args: argparse.Namespace,
     source: LayerSource,
     layer: FusedMoELayer,
+    tokens: LayerInput,
     output: Tensor,
     loading: float,
     running: float,
@@ -131,6 +134,9 @@ def _summary(
         "format": source.format.name,
         "backend": layer.selection.backend,
         "tokens": output.shape[0],
+        "routing": "topk pair of --input" if tokens.topk_ids is not None else f"{tokens.origin} router logits",
+        "random_router_logits": tokens.origin == "random",
+        "notes": _notes(source, tokens),
         "shape": list(output.shape),
         "dtype": str(source.config.dtype).removeprefix("torch."),
         "seconds_load": loading,
@@ -141,6 +147,18 @@ def _summary(
         "output": None if args.output is None else str(args.output),
         "selection": layer.selection.report.as_dict(),
     }
+
+
+def _notes(source: LayerSource, tokens: LayerInput) -> list[str]:
+    """What a reader of the result must know, and nothing in the input says."""
+    if tokens.topk_ids is not None:
+        return []
+    notes = [] if source.routing_note is None else [source.routing_note]
+    if tokens.origin == "random":
+        notes.append(
+            f"router logits are random: {source.layer.block} has no router weight [E, hidden size] in floating point"
+        )
+    return notes
 
 
 def _text(data: dict[str, Any], layer: FusedMoELayer) -> str:
@@ -156,6 +174,7 @@ def _text(data: dict[str, Any], layer: FusedMoELayer) -> str:
         lines.append(f"output {data['shape']} {data['dtype']}, root mean square {data['output_rms']:.4g}")
     if data["output_not_finite"]:
         lines.append(f"warning: {data['output_not_finite']} values of the output are NaN or Inf")
+    lines += [f"note: {note}" for note in data["notes"]]
     if data["output"] is not None:
         lines.append(f"written to {data['output']}")
     return "\n".join(lines)
