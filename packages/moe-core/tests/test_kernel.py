@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +16,19 @@ from moe_core import (
     FusedMoEConfig,
     FusedMoEKernel,
     FusedMoELayer,
+    KernelWeights,
+    Prepared,
+    QuantKey,
     RoutingConfig,
     TensorError,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTensorSym,
+    kFp8StaticTensorSym,
     route,
 )
 from moe_core.experts import FusedMoEExperts
 from moe_core.oracle import default_prepare_finalize
-from moe_core.prepare_finalize import BatchedPrepareAndFinalize
+from moe_core.prepare_finalize import BatchedPrepareAndFinalize, PrepareAndFinalizeNoParallel
 from moe_core_toys import (
     BatchedToyExperts,
     MonolithicToyExperts,
@@ -45,7 +53,7 @@ CPU = DeviceInfo.parse("cpu")
 
 def make(experts: type[FusedMoEExperts], config: FusedMoEConfig = CONFIG) -> FusedMoEKernel:
     instance = experts(config, weight_key=None, activation_key=None, device=CPU)
-    weights = experts.convert(toy_weights(config), config)
+    weights = instance.convert(toy_weights(config))
     return FusedMoEKernel(instance, weights, None if experts.is_monolithic else default_prepare_finalize(config))
 
 
@@ -98,7 +106,7 @@ def test_expert_maps_add_up_to_the_whole(experts: type[FusedMoEExperts], config:
         expert_map = torch.full((6,), -1, dtype=torch.int32)
         expert_map[mine] = torch.arange(3, dtype=torch.int32)
         instance = experts(local, weight_key=None, activation_key=None, device=CPU)
-        kernel = FusedMoEKernel(instance, experts.convert(part, local), default_prepare_finalize(local))
+        kernel = FusedMoEKernel(instance, instance.convert(part), default_prepare_finalize(local))
         total += kernel.apply(x, topk_weights=weights, topk_ids=ids, expert_map=expert_map)
     torch.testing.assert_close(total, whole, rtol=1e-6, atol=1e-6 * 16)
 
@@ -153,7 +161,7 @@ def test_a_missing_expert_map_is_noticed() -> None:
 
 def test_parts_that_do_not_fit_together_are_refused() -> None:
     experts = ToyExperts(CONFIG, weight_key=None, activation_key=None, device=CPU)
-    weights = ToyExperts.convert(toy_weights(CONFIG), CONFIG)
+    weights = experts.convert(toy_weights(CONFIG))
     with pytest.raises(ConfigError, match="BatchedPrepareAndFinalize brings the batched format, .* takes standard"):
         FusedMoEKernel(experts, weights, BatchedPrepareAndFinalize(CONFIG))
     with pytest.raises(ConfigError, match="is modular and needs prepare_finalize"):
@@ -205,6 +213,7 @@ def make_layer(config: FusedMoEConfig = CONFIG) -> FusedMoELayer:
         config,
         toy_weights(config),
         router_weight=torch.randn(6, 16, generator=torch.Generator().manual_seed(3)),
+        copy=True,
     )
 
 
@@ -243,3 +252,148 @@ def test_moving_a_layer_is_refused_with_the_reason() -> None:
     assert layer.to("cpu") is layer
     with pytest.raises(ConfigError, match="laid out for cpu .* can't be moved to meta"):
         layer.to("meta")
+
+
+def test_columns_that_lie_apart_are_refused() -> None:
+    _, _, weights, ids = inputs()
+    with pytest.raises(TensorError, match=r"hidden_states has strides \(1, 5\), expected contiguous columns"):
+        make(ToyExperts).apply(torch.zeros(16, 5).T, topk_weights=weights, topk_ids=ids)
+
+
+class SeesStrides(ToyExperts):
+    """Notes whether what the interface promises to be contiguous is so."""
+
+    def apply(self, output: Tensor, hidden_states: Tensor, weights: KernelWeights, **named: Any) -> None:
+        for name in ("topk_weights", "topk_ids", "expert_map"):
+            assert named[name] is None or named[name].is_contiguous(), name
+        super().apply(output, hidden_states, weights, **named)
+
+
+def test_experts_get_contiguous_routing() -> None:
+    x, _, weights, ids = inputs()
+    expected = make(ToyExperts).apply(x, topk_weights=weights, topk_ids=ids)
+    identity = torch.arange(6, dtype=torch.int32).repeat_interleave(2)[::2]
+    apart = {"topk_weights": weights.T.contiguous().T, "topk_ids": ids.T.contiguous().T, "expert_map": identity}
+    assert not any(tensor.is_contiguous() for tensor in apart.values())
+    assert torch.equal(make(SeesStrides).apply(x, **apart), expected)
+
+
+def test_weights_are_brought_into_rows_before_conversion() -> None:
+    weights = toy_weights(CONFIG)
+    apart = replace(weights, w13=weights.w13.mT.contiguous().mT, w13_bias=weights.w13_bias)
+    assert apart.w13.stride(-1) != 1
+    oracle = ToyOracle()
+    selection = oracle.select(CONFIG, weight_key=None, activation_key=None, device="cpu")
+    converted = oracle.convert(selection, apart)
+    assert converted.w13.stride(-1) == 1
+    assert torch.equal(converted.w13, weights.w13)
+    assert oracle.convert(selection, weights).w13 is weights.w13
+
+
+def test_routing_on_another_device_is_named() -> None:
+    x, _, weights, ids = inputs()
+    with pytest.raises(TensorError, match="topk_ids is on meta, hidden_states on cpu"):
+        make(ToyExperts).apply(x, topk_weights=weights, topk_ids=ids.to("meta"))
+
+
+def test_a_copied_layer_compiles_to_its_own_weights() -> None:
+    layer = make_layer()
+    x, _, weights, ids = inputs()
+    copied = copy.deepcopy(layer)
+    copied.weights.w2.zero_()
+    assert copied.weights.quant_config.w2_bias is not None
+    copied.weights.quant_config.w2_bias.zero_()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def model(x: Tensor) -> Tensor:
+        return copied.kernel.apply(x, topk_weights=weights, topk_ids=ids)
+
+    assert not bool(model(x).any())
+    assert bool(layer(x, topk_weights=weights, topk_ids=ids).any())
+
+
+def test_a_layer_does_not_overwrite_weights_that_it_shares() -> None:
+    weights = toy_weights(CONFIG)
+    before = weights.w13.clone()
+    shared = FusedMoELayer.from_weights(ToyOracle(), CONFIG, weights)
+    with pytest.raises(ConfigError, match="copy=True"):
+        shared.reload(toy_weights(CONFIG, seed=9))
+    FusedMoELayer.from_weights(ToyOracle(), CONFIG, weights, copy=True).reload(toy_weights(CONFIG, seed=9))
+    assert torch.equal(weights.w13, before)
+
+
+class UnreducedOnInput(UnreducedToyExperts):
+    claims = replace(UnreducedToyExperts.claims, apply_router_weight_on_input=True)
+
+
+def test_a_router_weight_on_the_input_counts_once() -> None:
+    config = replace(CONFIG, top_k=1, apply_router_weight_on_input=True)
+    x = inputs()[0]
+    weights, ids = torch.rand(5, 1) + 0.5, torch.tensor([[0], [1], [2], [3], [4]])
+    expected = make(ToyExperts, config).apply(x, topk_weights=weights, topk_ids=ids)
+    found = make(UnreducedOnInput, config).apply(x, topk_weights=weights, topk_ids=ids)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+
+
+class Exchange(PrepareAndFinalizeNoParallel):
+    """Stands for an all-to-all that brings as many tokens as it took, in another order."""
+
+    collective = True
+
+    def __init__(self, config: FusedMoEConfig) -> None:
+        super().__init__(config)
+        self.calls: list[str] = []
+
+    def max_tokens(self, num_tokens: int) -> int:
+        return 2 * num_tokens
+
+    def prepare(self, hidden_states: Tensor, **named: Any) -> Prepared:
+        self.calls.append("prepare")
+        named["topk_weights"], named["topk_ids"] = named["topk_weights"].flip(0), named["topk_ids"].flip(0)
+        return super().prepare(hidden_states.flip(0), **named)
+
+    def finalize(self, output: Tensor, expert_output: Tensor, prepared: Prepared, **named: Any) -> None:
+        self.calls.append("finalize")
+        output.zero_()
+        output += expert_output.flip(0)
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_ranks_take_part_in_an_exchange_with_and_without_tokens(tokens: int) -> None:
+    x, _, weights, ids = inputs(tokens)
+    movement = Exchange(CONFIG)
+    instance = ToyExperts(CONFIG, weight_key=None, activation_key=None, device=CPU)
+    kernel = FusedMoEKernel(instance, instance.convert(toy_weights(CONFIG)), movement)
+    found = kernel.apply(x, topk_weights=weights, topk_ids=ids)
+    assert torch.equal(found, make(ToyExperts).apply(x, topk_weights=weights, topk_ids=ids))
+    assert movement.calls == ["prepare", "finalize"]
+
+
+def test_batched_buffers_have_the_configured_room() -> None:
+    config = replace(BATCHED, max_num_tokens=7)
+    x, _, weights, ids = inputs(5)
+    prepared = BatchedPrepareAndFinalize(config).prepare(
+        x, topk_weights=weights, topk_ids=ids, expert_map=None, quantize_as=None
+    )
+    assert tuple(prepared.hidden_states.shape) == (6, 7, 16)
+    expected = make(ToyExperts).apply(x, topk_weights=weights, topk_ids=ids)
+    found = make(BatchedToyExperts, config).apply(x, topk_weights=weights, topk_ids=ids)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+    with pytest.raises(TensorError, match="has 8 tokens, the config's max_num_tokens is 7"):
+        make(BatchedToyExperts, config).apply(*inputs(8)[:1], topk_weights=torch.rand(8, 2), topk_ids=inputs(8)[3])
+
+
+@pytest.mark.parametrize("key", [kFp8DynamicTensorSym, kFp8StaticTensorSym, kFp8Dynamic128Sym])
+def test_prepare_quantises_into_batches_by_any_key(key: QuantKey) -> None:
+    x, _, weights, ids = inputs(5)
+    prepared = BatchedPrepareAndFinalize(BATCHED).prepare(
+        x,
+        topk_weights=weights,
+        topk_ids=ids,
+        expert_map=None,
+        quantize_as=key,
+        static_scale=torch.tensor([0.01]) if key.is_static else None,
+    )
+    assert prepared.scale is not None
+    shape = (1,) if key.group_shape.is_per_tensor else (6, 5, 1)
+    assert tuple(prepared.scale.shape) == shape

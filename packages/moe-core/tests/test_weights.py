@@ -54,7 +54,10 @@ def test_good_weights_pass() -> None:
         ("w2_scale", torch.ones(3, 2, 2, dtype=torch.float16), "w2_scale has dtype torch.float16"),
         ("w2_scale", None, r"w2_scale is missing, expected \[3, 2, 2\]"),
         ("w13_zero_point", torch.zeros(3, 4, 2), "w13_zero_point is given"),
-        ("w13_bias", torch.zeros(3, 384), "biases are given, but config.has_bias=False"),
+        ("w2_input_scale", torch.ones(3), "w2_input_scale is given, but the activation key is kFp8Dynamic128Sym"),
+        ("w2_g_idx", torch.zeros(3, 192), "w2_g_idx is given, but the weight key is kFp8Static128BlockSym"),
+        ("w2_scale", torch.ones(3, 2, 2, device="meta"), "on several devices: cpu, meta"),
+        ("w13_bias", torch.zeros(3, 384), "w13_bias is given, but config.has_bias=False"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(name: str, tensor: torch.Tensor | None, message: str) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from moe_core import TensorError, Workspace, WorkspaceSpec
@@ -38,6 +40,34 @@ def test_a_callers_buffer_is_used_or_refused_never_replaced() -> None:
     assert workspace.take(SPECS)["a"].untyped_storage().data_ptr() == buffer.data_ptr()
     with pytest.raises(TensorError, match=f"has {2 * ALIGNMENT} bytes, {4096} are needed"):
         workspace.take([WorkspaceSpec("big", (1024,), torch.float32)])
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_only_a_buffer_that_a_graph_uses_outlives_growth(captured: bool) -> None:
+    workspace = Workspace("cpu")
+    workspace.take(SPECS)
+    workspace._captured = captured  # what take() notes during a capture, which needs a GPU
+    buffer = weakref.ref(workspace._buffer)
+    workspace.reserve(4096)
+    assert workspace.nbytes == 4096
+    assert (buffer() is not None) is captured
+
+
+@pytest.mark.gpu
+def test_a_replay_writes_its_own_buffer_after_growth() -> None:
+    workspace = Workspace("cuda")
+    spec = [WorkspaceSpec("a", (64,), torch.float32)]
+    workspace.take(spec)["a"].fill_(0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        workspace.take(spec)["a"].add_(1)
+    kept = workspace._buffer
+    workspace.take([WorkspaceSpec("b", (1 << 20,), torch.float32)])
+    others = [torch.zeros(64, device="cuda") for _ in range(64)]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not any(bool(other.any()) for other in others)
+    assert bool((kept[:256].view(torch.float32) == 1).all())
 
 
 def test_a_buffer_of_another_type_is_refused() -> None:

@@ -27,11 +27,11 @@ class PreloadedExperts(mc.FusedMoEExpertsModular):
         notes="finds each expert's tokens on the host: no CUDA graphs",
     )
 
-    @classmethod
-    def convert(cls, weights: mc.MoEWeights, config: mc.FusedMoEConfig) -> mc.KernelWeights:
+    def convert(self, weights: mc.MoEWeights) -> mc.KernelWeights:
         key = weights.weight_key
         if key is None or weights.w13_scale is None or weights.w2_scale is None:
             raise mc.TensorError("the weights are not quantized")
+        config = self.config
         parts = 2 if config.is_gated else 1
         w13 = dequantize_weight(weights.w13, weights.w13_scale, key, parts=parts)
         w2 = dequantize_weight(weights.w2, weights.w2_scale, key)

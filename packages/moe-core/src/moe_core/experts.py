@@ -52,7 +52,8 @@ class ExpertTokensMetadata:
 class FusedMoEExperts(ABC):
     """Base of modular and monolithic experts; see the module docstring.
 
-    An instance belongs to one layer on one device; it holds configuration, no weights.
+    An instance belongs to one layer on one kind of device; it holds configuration, no weights.  Making one touches no
+    device, so that weights can be converted for a GPU that is not here.
     """
 
     claims: ClassVar[Claims]
@@ -113,10 +114,12 @@ class FusedMoEExperts(ABC):
         )
         return (not reasons, "; ".join(reasons) or None)
 
-    @classmethod
     @abstractmethod
-    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
-        """Canonical weights in this backend's layout; tensors whose layout stays are passed through."""
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        """Canonical weights in the layout that this backend wants on ``device_info``.
+
+        Tensors whose layout stays are passed through, not copied.
+        """
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
         """Scratch tensors that ``apply`` needs for at most ``num_tokens`` tokens."""
@@ -147,6 +150,7 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         - ``hidden_states`` [M, K] (batched: [E_local, T_max, K]); quantised, with
           ``hidden_states_scale``, unless the claims say ``expects_unquantized_inputs``
         - ``topk_weights`` [M, k] float32; ``topk_ids`` [M, k] int32 or int64, global expert ids
+        - all of these contiguous, the columns of ``hidden_states`` too (its rows may lie apart)
         - ``expert_map`` [E] int32: local index of each global expert, -1 where it lives elsewhere
         - ``expert_tokens``: rows in use per local expert; always given in the batched format
         """

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,8 +70,7 @@ class FusedMoEKernel:
         self.reduce: TopKWeightAndReduce = (
             TopKWeightAndReduceNoOP() if experts.claims.reduces else TopKWeightAndReduceContiguous()
         )
-        self._handle = next(_HANDLES)
-        _KERNELS[self._handle] = self
+        self._register()
 
     @property
     def config(self) -> FusedMoEConfig:
@@ -81,8 +81,21 @@ class FusedMoEKernel:
         return self.experts.is_monolithic
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        """Scratch tensors for at most ``num_tokens`` tokens."""
-        return self.experts.workspaces(num_tokens)
+        """Scratch tensors for calls with at most ``num_tokens`` tokens."""
+        seen = num_tokens if self.prepare_finalize is None else self.prepare_finalize.max_tokens(num_tokens)
+        return self.experts.workspaces(seen)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy is another kernel: it must not be found under the number of this one
+        return {name: value for name, value in self.__dict__.items() if name != "_handle"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._register()
+
+    def _register(self) -> None:
+        self._handle = next(_HANDLES)
+        _KERNELS[self._handle] = self
 
     def workspace_nbytes(self, num_tokens: int) -> int:
         """Bytes of a workspace buffer for at most ``num_tokens`` tokens."""
@@ -99,7 +112,7 @@ class FusedMoEKernel:
     ) -> Tensor:
         """The routed experts' weighted sum.
 
-        - ``hidden_states`` [M, K] of the config's dtype, any row stride
+        - ``hidden_states`` [M, K] of the config's dtype; columns contiguous, any row stride
         - ``topk_weights`` [M, k] float32, ``topk_ids`` [M, k] int32 or int64 (global ids)
         - ``expert_map`` [E] int32; needed where this rank holds only some experts
         - ``output`` [M, K]: written and returned; allocated if not given
@@ -154,6 +167,10 @@ class FusedMoEKernel:
         for name, tensor in (("hidden_states", hidden_states), ("output", output)):
             if tensor.device != self.weights.device:
                 raise TensorError(f"{name} is on {tensor.device}, the layer's weights are on {self.weights.device}")
+        if hidden_states.stride(1) != 1 and hidden_states.shape[1] > 1:
+            raise TensorError(
+                f"hidden_states has strides {hidden_states.stride()}, expected contiguous columns (any row stride)"
+            )
         if not output.is_contiguous():
             raise TensorError(f"output has strides {output.stride()}, expected contiguous [M, {config.hidden_size}]")
 
@@ -166,6 +183,9 @@ class FusedMoEKernel:
         # both are [M, k], so only the dtypes tell a swap
         check_dtype("topk_weights", topk_weights, (torch.float32,))
         check_dtype("topk_ids", topk_ids, _ID_DTYPES)
+        for name, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids), ("expert_map", expert_map)):
+            if tensor is not None and tensor.device != hidden_states.device:
+                raise TensorError(f"{name} is on {tensor.device}, hidden_states on {hidden_states.device}")
         if expert_map is not None:
             check_shape("expert_map", expert_map, (self.config.num_experts,))
             check_dtype("expert_map", expert_map, (torch.int32,))
@@ -191,35 +211,41 @@ class FusedMoEKernel:
         experts, movement = self.experts, self.prepare_finalize
         if not isinstance(experts, FusedMoEExpertsModular) or movement is None:
             raise ConfigError(f"{type(experts).__name__} is not modular")
-        if hidden_states.shape[0] == 0:
+        if hidden_states.shape[0] == 0 and not movement.collective:
             return
+        topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
+        expert_map = None if expert_map is None else expert_map.contiguous()
+        quantize_as = None if experts.claims.expects_unquantized_inputs else experts.activation_key
+        static_scale = self.weights.quant_config.a1_scale if quantize_as is not None else None
         prepared = movement.prepare(
             hidden_states,
             topk_weights=topk_weights,
             topk_ids=topk_ids,
             expert_map=expert_map,
-            quantize_as=None if experts.claims.expects_unquantized_inputs else experts.activation_key,
-            static_scale=self.weights.quant_config.a1_scale,
+            quantize_as=quantize_as,
+            # before tokens have met their experts there can be one scale only: the largest holds every value
+            static_scale=None if static_scale is None else static_scale.amax().reshape(1),
         )
         tokens = prepared.hidden_states.shape[-2]
         if experts.activation_format is FusedMoEActivationFormat.BATCHED:
             shape: tuple[int, ...] = (*prepared.hidden_states.shape[:2], self.config.hidden_size)
         else:
             shape = output_shape(experts, tokens)
-        # experts that reduce write the caller's output directly when no other token set came in
-        direct = experts.claims.reduces and shape == tuple(output.shape)
+        # experts that reduce write the caller's output directly where their tokens are the caller's
+        direct = experts.claims.reduces and not movement.collective and shape == tuple(output.shape)
         expert_output = output if direct else torch.empty(shape, dtype=output.dtype, device=output.device)
-        experts.apply(
-            expert_output,
-            prepared.hidden_states,
-            self.weights,
-            topk_weights=prepared.topk_weights,
-            topk_ids=prepared.topk_ids,
-            expert_map=expert_map,
-            hidden_states_scale=prepared.scale,
-            expert_tokens=prepared.expert_tokens,
-            workspace=self._scratch(tokens),
-        )
+        if expert_output.numel():
+            experts.apply(
+                expert_output,
+                prepared.hidden_states,
+                self.weights,
+                topk_weights=prepared.topk_weights,
+                topk_ids=prepared.topk_ids,
+                expert_map=prepared.expert_map,
+                hidden_states_scale=prepared.scale,
+                expert_tokens=prepared.expert_tokens,
+                workspace=self._scratch(tokens),
+            )
         movement.finalize(
             output,
             expert_output,

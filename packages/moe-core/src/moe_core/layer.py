@@ -41,8 +41,12 @@ class FusedMoELayer(nn.Module):
         router_bias: Tensor | None = None,
         correction_bias: Tensor | None = None,
         expert_map: Tensor | None = None,
+        owns_weights: bool = False,
     ) -> None:
-        """``router_weight`` [E, K], ``router_bias`` and ``correction_bias`` [E] let :meth:`forward` route by itself."""
+        """``router_weight`` [E, K], ``router_bias`` and ``correction_bias`` [E] let :meth:`forward` route by itself.
+
+        ``owns_weights``: nobody else holds the kernel's tensors, so that :meth:`reload` may overwrite them.
+        """
         super().__init__()
         self.kernel = kernel
         self.selection = selection
@@ -51,6 +55,7 @@ class FusedMoELayer(nn.Module):
         self.router_bias = router_bias
         self.correction_bias = correction_bias
         self.expert_map = expert_map
+        self.owns_weights = owns_weights
 
     @staticmethod
     def from_weights(
@@ -63,8 +68,13 @@ class FusedMoELayer(nn.Module):
         router_bias: Tensor | None = None,
         correction_bias: Tensor | None = None,
         expert_map: Tensor | None = None,
+        copy: bool = False,
     ) -> FusedMoELayer:
-        """Select a backend for the device that ``weights`` are on, convert them and build the layer."""
+        """Select a backend for the device that ``weights`` are on, convert them and build the layer.
+
+        Where a backend's layout is the canonical one, the layer uses the tensors of ``weights`` themselves.  ``copy``
+        gives it its own, which :meth:`reload` needs.
+        """
         oracle = registry().oracle(scheme) if isinstance(scheme, str) else scheme
         selection = oracle.select(
             config,
@@ -73,7 +83,8 @@ class FusedMoELayer(nn.Module):
             moe_backend=backend,
             device=weights.w13.device,
         )
-        kernel = oracle.make_kernel(selection, oracle.convert(selection, weights))
+        converted = oracle.convert(selection, weights)
+        kernel = oracle.make_kernel(selection, converted.apart_from(weights) if copy else converted)
         return FusedMoELayer(
             kernel,
             selection,
@@ -81,6 +92,7 @@ class FusedMoELayer(nn.Module):
             router_bias=router_bias,
             correction_bias=correction_bias,
             expert_map=expert_map,
+            owns_weights=copy,
         )
 
     @property
@@ -144,15 +156,21 @@ class FusedMoELayer(nn.Module):
     def reload(self, weights: MoEWeights) -> None:
         """Replace the weights in place: pointers stay, captured CUDA graphs go on working.
 
-        Raises TensorError, with the old weights untouched, if the new ones don't fit.
+        Raises TensorError, with the old weights untouched, if the new ones don't fit; ConfigError if the layer
+        shares its tensors with whoever made it, since they would be overwritten.
         """
+        if not self.owns_weights:
+            raise ConfigError(
+                "the layer may share its weights with their owner, and reloading would overwrite them: build it with "
+                "load_layer, with FusedMoELayer.from_weights(..., copy=True) or with owns_weights=True"
+            )
         if (weights.weight_key, weights.activation_key) != (self.selection.weight_key, self.selection.activation_key):
             raise TensorError(
                 f"the layer was built for {self.selection.weight_key} with {self.selection.activation_key}, "
                 f"the new weights are {weights.weight_key} with {weights.activation_key}"
             )
         weights.validate(self.config)
-        self.kernel.weights.copy_(self.selection.experts.convert(weights.to(self.weights.device), self.config))
+        self.kernel.weights.copy_(self.kernel.experts.convert(weights.to(self.weights.device).row_major()))
 
     def extra_repr(self) -> str:
         config = self.config
@@ -221,4 +239,5 @@ def load_layer(
         router_bias=on_target(source.router_bias),
         correction_bias=on_target(source.correction_bias),
         expert_map=expert_map,
+        owns_weights=True,
     )

@@ -162,7 +162,17 @@ class Oracle:
                 f"the selection was made for {selection.weight_key} with {selection.activation_key}"
             )
         weights.validate(selection.config)
-        return selection.experts.convert(weights, selection.config)
+        return self.make_experts(selection).convert(weights.row_major())
+
+    @staticmethod
+    def make_experts(selection: Selection) -> FusedMoEExperts:
+        """The selected class for the selection's layer and device."""
+        return selection.experts(
+            selection.config,
+            weight_key=selection.weight_key,
+            activation_key=selection.activation_key,
+            device=selection.device,
+        )
 
     def make_kernel(
         self,
@@ -173,12 +183,7 @@ class Oracle:
     ) -> FusedMoEKernel:
         """prepare + experts + finalize around ``weights``."""
         config = selection.config
-        experts = selection.experts(
-            config,
-            weight_key=selection.weight_key,
-            activation_key=selection.activation_key,
-            device=selection.device,
-        )
+        experts = self.make_experts(selection)
         if isinstance(experts, FusedMoEExpertsModular) and prepare_finalize is None:
             prepare_finalize = default_prepare_finalize(config)
         return FusedMoEKernel(experts, weights, prepare_finalize)

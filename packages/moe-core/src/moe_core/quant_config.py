@@ -5,8 +5,9 @@ Everything is passed by keyword: a bias can't land where a scale belongs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,6 +118,15 @@ class FusedMoEQuantConfig:
         """Rows and columns of a weight block, None where scales are not by block."""
         shape = self.w1.key.group_shape if self.w1.key is not None else None
         return (shape.row, shape.col) if shape is not None and shape.row > 0 and shape.col > 0 else None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> FusedMoEQuantConfig:
+        """The same description of changed tensors."""
+
+        def desc(operand: FusedMoEQuantDesc) -> FusedMoEQuantDesc:
+            changed: dict[str, Any] = {name: change(tensor) for name, tensor in operand.tensors()}
+            return replace(operand, **changed)
+
+        return FusedMoEQuantConfig(a1=desc(self.a1), a2=desc(self.a2), w1=desc(self.w1), w2=desc(self.w2))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of everything held, e.g. ``("w1_scale", ...)``."""

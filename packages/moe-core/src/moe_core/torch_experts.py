@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_core.activation import apply_moe_activation
-from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.config import FusedMoEActivationFormat
 from moe_core.errors import TensorError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular
 from moe_core.quant_config import FusedMoEQuantDesc, make_quant_config
@@ -39,8 +39,7 @@ def local_expert_ids(topk_ids: Tensor, num_experts: int, num_local: int, expert_
 class TorchExperts(FusedMoEExpertsModular):
     """The computation; subclasses add ``claims``."""
 
-    @classmethod
-    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
+    def convert(self, weights: MoEWeights) -> KernelWeights:
         return KernelWeights(
             w13=weights.w13,
             w2=weights.w2,

@@ -73,6 +73,13 @@ class MoEWeights:
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors()}
         return replace(self, **moved)
 
+    def row_major(self) -> MoEWeights:
+        """The same weights with contiguous last dimensions, which backends rely on; copies only what is not so."""
+        moved: dict[str, Any] = {
+            name: tensor.contiguous() for name, tensor in self.tensors() if tensor.dim() and tensor.stride(-1) != 1
+        }
+        return replace(self, **moved) if moved else self
+
     def validate(self, config: FusedMoEConfig, *, values: bool = False) -> None:
         """Raise TensorError for a tensor that does not fit ``config`` and the keys.
 
@@ -101,15 +108,36 @@ class MoEWeights:
                     raise TensorError(f"{name}_zero_point is {state}, the weight key is {self.weight_key}")
                 if zero_point is not None:
                     check_shape(f"{name}_zero_point", zero_point, expected)
-            bias: Tensor | None = getattr(self, f"{name}_bias")
-            if bias is not None:
-                check_shape(f"{name}_bias", bias, (experts, rows))
-        has_bias = self.w13_bias is not None or self.w2_bias is not None
-        if has_bias != config.has_bias:
-            raise TensorError(f"biases are {'given' if has_bias else 'missing'}, but config.has_bias={config.has_bias}")
+            self._validate_extras(name, config, rows, cols)
+        devices = {str(tensor.device) for _, tensor in self.tensors()}
+        if len(devices) > 1:
+            raise TensorError(f"the weights of one layer are on several devices: {', '.join(sorted(devices))}")
         if values:
             for name, tensor in self.tensors():
                 check_values(name, tensor, scale=name.endswith("_scale"))
+
+    def _validate_extras(self, name: str, config: FusedMoEConfig, rows: int, cols: int) -> None:
+        """Bias, static activation scale and column groups of one of the two matrices."""
+        experts, key, activation = config.local_experts, self.weight_key, self.activation_key
+        wanted = {
+            "bias": (config.has_bias, f"config.has_bias={config.has_bias}", (experts, rows)),
+            "input_scale": (
+                activation is not None and activation.is_static,
+                f"the activation key is {activation or '16-bit'}",
+                (experts,),
+            ),
+            "g_idx": (key is not None and key.permuted, f"the weight key is {key or '16-bit'}", (experts, cols)),
+        }
+        for suffix, (needed, because, shape) in wanted.items():
+            tensor: Tensor | None = getattr(self, f"{name}_{suffix}")
+            if (tensor is not None) != needed:
+                raise TensorError(f"{name}_{suffix} is {'missing' if needed else 'given'}, but {because}")
+            if tensor is not None:
+                check_shape(f"{name}_{suffix}", tensor, shape)
+                if suffix == "g_idx":
+                    check_dtype(f"{name}_{suffix}", tensor, (torch.int32,))
+                elif not tensor.dtype.is_floating_point:
+                    raise TensorError(f"{name}_{suffix} has dtype {tensor.dtype}, expected a floating-point type")
 
 
 def storage_dtypes(key: QuantKey | None) -> tuple[torch.dtype, ...]:
@@ -168,6 +196,20 @@ class KernelWeights:
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for _, t in self.tensors())
+
+    def apart_from(self, weights: MoEWeights) -> KernelWeights:
+        """These weights, with copies of the tensors that lie in the memory of ``weights``."""
+        shared = {tensor.untyped_storage().data_ptr() for _, tensor in weights.tensors()}
+
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.clone() if tensor.untyped_storage().data_ptr() in shared else tensor
+
+        return KernelWeights(
+            w13=own(self.w13),
+            w2=own(self.w2),
+            quant_config=self.quant_config.map(own),
+            extra={name: own(tensor) for name, tensor in self.extra.items()},
+        )
 
     def copy_(self, other: KernelWeights) -> None:
         """Overwrite every tensor in place, so that captured CUDA graphs see the new weights.

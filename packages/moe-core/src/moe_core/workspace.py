@@ -39,7 +39,11 @@ def workspace_nbytes(specs: Iterable[WorkspaceSpec]) -> int:
 
 
 class Workspace:
-    """A flat buffer that grows to the largest request and is handed out as named tensors."""
+    """A flat buffer that grows to the largest request and is handed out as named tensors.
+
+    Growing replaces the buffer.  One that a CUDA graph was captured with is kept as long as the workspace, since
+    replays go on using its address; :meth:`reserve` before capturing saves that memory.
+    """
 
     def __init__(self, device: torch.device | str, buffer: Tensor | None = None) -> None:
         self.device = torch.device(device)
@@ -49,19 +53,30 @@ class Workspace:
                 f"a workspace buffer is contiguous uint8 [bytes], got {buffer.dtype} {list(buffer.shape)}"
             )
         self._buffer = buffer if buffer is not None else torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._captured = False
+        self._kept: list[Tensor] = []
 
     @property
     def nbytes(self) -> int:
         return self._buffer.numel()
 
+    def reserve(self, nbytes: int) -> None:
+        """Grow to at least ``nbytes`` now.  Raises TensorError if the buffer is the caller's and too small."""
+        if nbytes <= self._buffer.numel():
+            return
+        if self._fixed:
+            raise TensorError(f"the workspace has {self._buffer.numel()} bytes, {nbytes} are needed")
+        if self._captured:
+            self._kept.append(self._buffer)
+            self._captured = False
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
     def take(self, specs: Iterable[WorkspaceSpec]) -> Mapping[str, Tensor]:
         """Tensors for ``specs`` by name; uninitialised, and shared with every other ``take``."""
         specs = tuple(specs)
-        needed = workspace_nbytes(specs)
-        if needed > self._buffer.numel():
-            if self._fixed:
-                raise TensorError(f"the workspace has {self._buffer.numel()} bytes, {needed} are needed")
-            self._buffer = torch.empty(needed, dtype=torch.uint8, device=self.device)
+        self.reserve(workspace_nbytes(specs))
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured = True
         tensors: dict[str, Tensor] = {}
         offset = 0
         for spec in specs:

@@ -44,8 +44,7 @@ class ToyExperts(FusedMoEExpertsModular):
     claims = PLAIN
     protocol_version = 1
 
-    @classmethod
-    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
+    def convert(self, weights: MoEWeights) -> KernelWeights:
         quant = make_quant_config(
             weight_key=None, activation_key=None, w1_bias=weights.w13_bias, w2_bias=weights.w2_bias
         )

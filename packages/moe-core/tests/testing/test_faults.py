@@ -53,30 +53,26 @@ class SoundBlock(TorchExperts):
 
 
 class UpBeforeGate(Sound):
-    @classmethod
-    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
-        if config.is_gated:
-            weights = replace(weights, w13=weights.w13.roll(config.intermediate_size, dims=1))
-        return super().convert(weights, config)
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        if self.config.is_gated:
+            weights = replace(weights, w13=weights.w13.roll(self.config.intermediate_size, dims=1))
+        return super().convert(weights)
 
 
 class NoBias(Sound):
-    @classmethod
-    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
-        return super().convert(replace(weights, w13_bias=None, w2_bias=None), config)
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        return super().convert(replace(weights, w13_bias=None, w2_bias=None))
 
 
 class NoSecondBias(Sound):
-    @classmethod
-    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
-        return super().convert(replace(weights, w2_bias=None), config)
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        return super().convert(replace(weights, w2_bias=None))
 
 
 class BiasOfExpertZero(Sound):
-    @classmethod
-    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
+    def convert(self, weights: MoEWeights) -> KernelWeights:
         bias = weights.w2_bias
-        return super().convert(replace(weights, w2_bias=None if bias is None else bias[:1].expand_as(bias)), config)
+        return super().convert(replace(weights, w2_bias=None if bias is None else bias[:1].expand_as(bias)))
 
 
 class NoExpertMap(Sound):
@@ -212,19 +208,17 @@ class ChangesInput(Sound):
 
 
 class ConvertsInPlace(Sound):
-    @classmethod
-    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
+    def convert(self, weights: MoEWeights) -> KernelWeights:
         weights.w2.mul_(0.5)
-        return super().convert(replace(weights, w2=weights.w2 * 2), config)
+        return super().convert(replace(weights, w2=weights.w2 * 2))
 
 
 class ConvertsDifferently(Sound):
     calls = itertools.count()
 
-    @classmethod
-    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
-        converted = super().convert(weights, config)
-        number = torch.tensor([float(next(cls.calls))], device=converted.device)
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        converted = super().convert(weights)
+        number = torch.tensor([float(next(self.calls))], device=converted.device)
         return replace(converted, extra={"number": number})
 
 

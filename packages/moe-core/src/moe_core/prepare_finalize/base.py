@@ -22,12 +22,14 @@ class TopKWeightAndReduce(ABC):
         output: Tensor,
         expert_output: Tensor,
         *,
-        topk_weights: Tensor,
+        topk_weights: Tensor | None,
         topk_ids: Tensor,
         num_local_experts: int,
         expert_map: Tensor | None,
     ) -> None:
         """Write ``output`` [M, K] from ``expert_output`` (shape: see the subclass).
+
+        ``topk_weights`` None: the weights are applied already, only the sum is left.
 
         A (token, slot) whose id selects no local expert contributes nothing, whatever its row holds.
         """
@@ -41,7 +43,7 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
         output: Tensor,
         expert_output: Tensor,
         *,
-        topk_weights: Tensor,
+        topk_weights: Tensor | None,
         topk_ids: Tensor,
         num_local_experts: int,
         expert_map: Tensor | None,
@@ -58,7 +60,7 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
         output: Tensor,
         expert_output: Tensor,
         *,
-        topk_weights: Tensor,
+        topk_weights: Tensor | None,
         topk_ids: Tensor,
         num_local_experts: int,
         expert_map: Tensor | None,
@@ -81,7 +83,8 @@ class Prepared:
     """What prepare hands to the experts.
 
     Standard format: ``hidden_states [M', K]``; batched: ``[E_local, T_max, K]`` with
-    ``expert_tokens``.  ``scale`` where the hidden states were quantised.
+    ``expert_tokens``.  ``scale`` where the hidden states were quantised.  ``expert_map`` is the one that belongs to
+    ``topk_ids``: the caller's, or None where the ids are local already.
     """
 
     hidden_states: Tensor
@@ -89,15 +92,25 @@ class Prepared:
     topk_ids: Tensor
     scale: Tensor | None = None
     expert_tokens: ExpertTokensMetadata | None = None
+    expert_map: Tensor | None = None
 
 
 class FusedMoEPrepareAndFinalizeModular(ABC):
-    """Brings hidden states to the experts (prepare) and their results back (finalize)."""
+    """Brings hidden states to the experts (prepare) and their results back (finalize).
+
+    ``collective``: tokens cross ranks.  Then every rank takes part in every call, also without tokens of its own, and
+    what prepare hands on are not the caller's tokens in the caller's order.
+    """
 
     activation_format: ClassVar[FusedMoEActivationFormat]
+    collective: ClassVar[bool] = False
 
     def __init__(self, config: FusedMoEConfig) -> None:
         self.config = config
+
+    def max_tokens(self, num_tokens: int) -> int:
+        """Most tokens that the experts can see when a rank brings ``num_tokens``: sizes the workspace."""
+        return num_tokens
 
     @abstractmethod
     def prepare(

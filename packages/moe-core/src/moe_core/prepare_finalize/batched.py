@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_core.config import FusedMoEActivationFormat
+from moe_core.errors import TensorError
 from moe_core.experts import ExpertTokensMetadata
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular, Prepared, TopKWeightAndReduce
 from moe_core.quant_key import QuantKey
@@ -27,11 +28,20 @@ class BatchedPrepared(Prepared):
 class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     """Scatter to per-expert buffers, weighted gather back.
 
-    ``T_max`` is the number of tokens: enough where a token's ids are distinct, as every router
-    makes them.  A pair beyond it (a repeated id) is dropped.
+    ``T_max`` is the config's ``max_num_tokens``, by default the number of tokens: enough where a token's ids are
+    distinct, as every router makes them.  A pair beyond it (a repeated id) is dropped.
     """
 
     activation_format = FusedMoEActivationFormat.BATCHED
+
+    def max_tokens(self, num_tokens: int) -> int:
+        return self._capacity(num_tokens)
+
+    def _capacity(self, tokens: int) -> int:
+        most = self.config.max_num_tokens
+        if most is not None and tokens > most:
+            raise TensorError(f"hidden_states has {tokens} tokens, the config's max_num_tokens is {most}")
+        return tokens if most is None else most
 
     def prepare(
         self,
@@ -47,7 +57,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
         config = self.config
         tokens, top_k = topk_ids.shape
-        experts, capacity, width = config.local_experts, tokens, hidden_states.shape[1]
+        experts, capacity, width = config.local_experts, self._capacity(tokens), hidden_states.shape[1]
         if config.apply_router_weight_on_input:
             hidden_states = (hidden_states.float() * topk_weights).to(hidden_states.dtype)
         ids = local_expert_ids(topk_ids, config.num_experts, experts, expert_map).flatten()
@@ -67,10 +77,18 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             from moe_core.ops.quantize import quantize_activation
 
             q, flat_scale = quantize_activation(buffer[:-1], quantize_as, static_scale=static_scale)
-            batched, scale = q.view(experts, capacity, -1), flat_scale.view(experts, capacity, -1)
+            batched, scale = q.view(experts, capacity, -1), flat_scale
+            if scale.shape[0] == experts * capacity:  # else one scale for all
+                scale = scale.view(experts, capacity, -1)
         counts = (bounds[1:] - bounds[:-1]).clamp(max=capacity).to(torch.int32)
         return BatchedPrepared(
-            batched, topk_weights, topk_ids, scale, ExpertTokensMetadata(counts), rows=rows.view(tokens, top_k)
+            batched,
+            topk_weights,
+            topk_ids,
+            scale,
+            ExpertTokensMetadata(counts),
+            expert_map,
+            rows=rows.view(tokens, top_k),
         )
 
     def finalize(

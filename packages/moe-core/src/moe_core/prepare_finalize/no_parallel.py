@@ -29,7 +29,7 @@ class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
             from moe_core.ops.quantize import quantize_activation
 
             hidden_states, scale = quantize_activation(hidden_states, quantize_as, static_scale=static_scale)
-        return Prepared(hidden_states, topk_weights, topk_ids, scale)
+        return Prepared(hidden_states, topk_weights, topk_ids, scale, expert_map=expert_map)
 
     def finalize(
         self,
@@ -45,7 +45,7 @@ class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
         reduce.apply(
             output,
             expert_output,
-            topk_weights=topk_weights,
+            topk_weights=None if self.config.apply_router_weight_on_input else topk_weights,
             topk_ids=topk_ids,
             num_local_experts=self.config.local_experts,
             expert_map=expert_map,

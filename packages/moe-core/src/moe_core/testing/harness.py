@@ -126,11 +126,16 @@ def _logits(case: Case, seed: int) -> tuple[Tensor, Tensor | None]:
     return logits, bias
 
 
+def make_instance(experts: type[FusedMoEExperts], case: Case, place: Place) -> FusedMoEExperts:
+    """The case's experts."""
+    return experts(case.config, weight_key=case.weight_key, activation_key=case.activation_key, device=place.target)
+
+
 def make_kernel(experts: type[FusedMoEExperts], problem: Problem, place: Place) -> FusedMoEKernel:
     """The case's kernel around freshly converted weights."""
     case = problem.case
-    weights = experts.convert(problem.weights, case.config)
-    instance = experts(case.config, weight_key=case.weight_key, activation_key=case.activation_key, device=place.target)
+    instance = make_instance(experts, case, place)
+    weights = instance.convert(problem.weights)
     return FusedMoEKernel(instance, weights, None if instance.is_monolithic else default_prepare_finalize(case.config))
 
 

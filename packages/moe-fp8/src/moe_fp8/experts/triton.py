@@ -17,7 +17,6 @@ from moe_core import (
     TRITON,
     Claims,
     ExpertTokensMetadata,
-    FusedMoEConfig,
     FusedMoEExpertsModular,
     KernelWeights,
     KeyPattern,
@@ -52,8 +51,7 @@ class TritonFp8BlockExperts(FusedMoEExpertsModular):
         verified_on=("NVIDIA H200 (sm90)",),
     )
 
-    @classmethod
-    def convert(cls, weights: MoEWeights, config: FusedMoEConfig) -> KernelWeights:
+    def convert(self, weights: MoEWeights) -> KernelWeights:
         key = weights.weight_key
         if key is None or weights.w13_scale is None or weights.w2_scale is None:
             raise TensorError("block FP8 weights come with w13_scale and w2_scale")
@@ -130,8 +128,8 @@ class TritonFp8BlockExperts(FusedMoEExpertsModular):
             weights.w2,
             w13_scale=quant.w1_scale,
             w2_scale=quant.w2_scale,
-            topk_weights=topk_weights.contiguous(),
-            topk_ids=topk_ids.contiguous(),
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
             out=output,
             workspace=workspace,
             plan=plan,
