@@ -57,6 +57,7 @@ def test_explain_where_nothing_fits(moe: Any) -> None:
         ((), ("give a checkpoint folder, or --scheme and --shape E,k,K,N",)),
         (("--scheme", "plain", "--shape", "8,2"), ("--shape 8,2: expected four integers E,k,K,N",)),
         (("--scheme", "plain", "--shape", "8,2,x,4"), ("expected four integers",)),
+        (("--scheme", "plain", "--shape", f"8,2,{10**23},4"), ("expected sizes of 16777216 or less",)),
         (("--scheme", "plain", "--shape", "2,8,64,32"), ("top_k 8 is larger than num_experts 2",)),
         (("--scheme", "none", "--shape", "8,2,64,32"), ("scheme 'none' is not installed (installed: plain)",)),
         (("--scheme", "mxfp4", "--shape", "8,2,64,32"), ("add it with: pip install moe-mxfp4",)),
@@ -184,6 +185,7 @@ def test_quickstart_outside_the_tolerance(moe: Any, monkeypatch: pytest.MonkeyPa
     ("arguments", "part"),
     [
         (("--tokens", "0"), "--tokens 0: expected 1 or more"),
+        (("--tokens", str(10**23)), f"--tokens {10**23}: expected 1099511627776 or fewer"),
         (("--scheme", "wna16"), "pip install moe-wna16"),
         (("--device", "tpu"), "--device tpu"),
     ],
@@ -242,6 +244,7 @@ def test_bench_measures_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("--tokens", "0"), "--tokens 0: expected positive integers"),
         (("--tokens", "a"), "--tokens a: expected positive integers"),
+        (("--tokens", f"1,{10**23}"), f"--tokens {10**23}: expected 1099511627776 or fewer"),
         (("--budget", "0"), "--budget 0.0: expected a positive number"),
         (("--backend", "gpu"), "needs sm90 or newer"),
         (("--output", "/nowhere/b.json"), "the folder /nowhere does not exist"),

@@ -252,6 +252,11 @@ def refuses(moe: Any, tmp_path: Path, folder: Path, *arguments: object, parts: t
         (("--device", "cuda:63"), ("--device cuda:63: torch",)),
         (("--device", "meta"), ("--device meta: expected cpu, cuda or xpu",)),
         (("--tokens", "-1"), ("--tokens -1: expected 0 or more",)),
+        (("--tokens", "1000000000000"), ("out of memory: torch was refused 128000000000000 bytes; try fewer tokens",)),
+        (("--tokens", str(2**40)), ("out of memory: torch was refused",)),
+        (("--tokens", str(10**23)), (f"--tokens {10**23}: expected 1099511627776 or fewer",)),
+        (("--seed", "9" * 20), ("--seed 99999999999999999999: expected an integer from -9223372036854775808 to",)),
+        (("--seed", str(-(2**63) - 1)), ("to 18446744073709551615",)),
     ],
 )
 def test_bad_arguments(
@@ -281,6 +286,75 @@ def test_the_checkpoint_is_never_overwritten(moe: Any, folder: Path) -> None:
     assert shard.read_bytes() == before
 
 
+def test_no_file_in_the_checkpoint_is_replaced(moe: Any, folder: Path, tmp_path: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "notes.txt").write_text("notes")
+    # as download caches have it: the folder's file is a link
+    (folder / "config.json").rename(tmp_path / "blob")
+    (folder / "config.json").symlink_to(tmp_path / "blob")
+    (tmp_path / "link").symlink_to(folder / "model.safetensors.index.json")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for out in (
+        "checkpoint/config.json",
+        "checkpoint/model.safetensors.index.json",
+        "checkpoint/sub/notes.txt",
+        "blob",
+        "link",
+        "checkpoint/../checkpoint/config.json",
+    ):
+        moe.refuses("run", folder, "--output", tmp_path / out, parts=("is a file of the checkpoint itself",))
+        moe.refuses("bench", folder, "--output", tmp_path / out, parts=("is a file of the checkpoint itself",))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert (folder / "config.json").is_symlink()
+
+
+def test_the_input_is_never_replaced(moe: Any, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "in.safetensors"
+    save_file(tokens(), file)
+    (tmp_path / "link").symlink_to(file)
+    before = file.read_bytes()
+    for out in (file, tmp_path / "link"):
+        moe.refuses("run", folder, "--input", file, "--output", out, parts=("is the input itself",))
+        moe.refuses("run", folder, "--input", tmp_path / "link", "--output", out, parts=("is the input itself",))
+    assert file.read_bytes() == before
+
+
+def test_only_regular_files_are_replaced(moe: Any, folder: Path, tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "null").symlink_to("/dev/null")
+    before = sorted(tmp_path.rglob("*"))
+    for name, part in (
+        ("pipe", "is no regular file"),
+        ("/dev/null", "is no regular file"),
+        ("null", "is no regular file"),
+        ("loop", "can't be written"),
+        ("a\0b", "can't be written"),
+        ("a" * 300, "can't be written"),
+    ):
+        for command_ in ("run", "bench"):
+            moe.refuses(command_, folder, "--output", tmp_path / name, parts=(part,))
+    assert (tmp_path / "pipe").is_fifo()
+    assert Path("/dev/null").is_char_device()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_link_stays_and_its_target_is_replaced(moe: Any, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    target = tmp_path / "elsewhere" / "o.safetensors"
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    for _ in range(2):  # first the link leads nowhere yet
+        assert moe("run", folder, "--output", link).code == 0
+        assert link.is_symlink()
+        assert load_file(target)["output"].shape == (32, K)
+    assert [path.name for path in target.parent.iterdir()] == ["o.safetensors"]
+    (tmp_path / "lost").symlink_to(tmp_path / "nowhere" / "o")
+    moe.refuses("run", folder, "--output", tmp_path / "lost", parts=("nowhere does not exist",))
+
+
 def test_a_failing_write_leaves_nothing(
     moe: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +377,8 @@ def test_a_failing_write_leaves_nothing(
         (KeyboardInterrupt(), 130, "moe: interrupted"),
         (MemoryError(), 2, "out of memory"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "CUDA out of memory; try fewer tokens"),
+        (RuntimeError("Storage size calculation overflowed with sizes=[9, 9]"), 2, "out of memory: the tensors are"),
+        (RuntimeError("CUDA error: out of memory"), 2, "out of memory"),
         (RuntimeError("boom"), 2, "unexpected RuntimeError: boom"),
         (RecursionError("deep"), 2, "unexpected RecursionError"),
     ],

@@ -9,11 +9,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
 
 _ABOUT = "Quantised mixture-of-experts layers: what runs them, why, how exactly and how fast."
+
+#: what torch says, as a plain RuntimeError, where a host's memory is too small
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Storage size calculation overflowed")
 
 COMMANDS = ("quickstart", "run", "explain", "backends", "doctor", "bench")
 
@@ -87,6 +91,10 @@ def _paragraph(error: Exception) -> str:
         return str(error)
     if isinstance(error, (OutOfMemoryError, MemoryError)):
         detail = str(error).partition(".")[0] or "the host has none left"
+        return f"out of memory: {detail}; try fewer tokens or another device"
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY):
+        wanted = re.search(r"tried to allocate (\d+ bytes)", str(error))
+        detail = f"torch was refused {wanted[1]}" if wanted else "the tensors are larger than any memory"
         return f"out of memory: {detail}; try fewer tokens or another device"
     if isinstance(error, OSError):
         return f"{error.filename or 'a file'}: {error.strerror or error}"

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
+MOST_TOKENS = 2**40
+LARGEST_SIZE = 2**24
+
 
 def add_layer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layer", type=int, metavar="N", help="index of the layer (default: the first with MoE)")
@@ -36,6 +39,20 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--weight-key", metavar="NAME", help="e.g. kFp8Static128BlockSym (default: the scheme's first)")
     group.add_argument("--activation-key", metavar="NAME", help="e.g. kFp8Dynamic128Sym, or none for 16-bit")
     group.add_argument("--bias", action="store_true", help="the experts have biases")
+
+
+def check_tokens(count: int, *, least: int = 1) -> None:
+    """Raise ConfigError for a number of tokens that no machine holds."""
+    if count < least:
+        raise ConfigError(f"--tokens {count}: expected {least} or more")
+    if count > MOST_TOKENS:
+        raise ConfigError(f"--tokens {count}: expected {MOST_TOKENS} or fewer")
+
+
+def check_seed(seed: int) -> None:
+    """Raise ConfigError for what torch takes as no seed."""
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError(f"--seed {seed}: expected an integer from {-(2**63)} to {2**64 - 1}")
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -80,6 +97,8 @@ def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | Non
         experts, top_k, hidden, inter = (int(part) for part in args.shape.split(","))
     except ValueError:
         raise ConfigError(f"--shape {args.shape}: expected four integers E,k,K,N, e.g. 128,8,2048,768") from None
+    if max(experts, top_k, hidden, inter) > LARGEST_SIZE:
+        raise ConfigError(f"--shape {args.shape}: expected sizes of {LARGEST_SIZE} or less")
     config = FusedMoEConfig(
         num_experts=experts,
         top_k=top_k,

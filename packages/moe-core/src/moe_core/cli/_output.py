@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -44,25 +45,55 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Raise ConfigError, before any work is done, where a file can't be written."""
-    folder = path.parent
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder, expected a file to write")
+    """Raise ConfigError, before any work is done, where a file can't be written.
+
+    Only regular files are replaced: a pipe or a device would be gone afterwards.  A symbolic link is followed.
+    """
+    try:
+        target = Path(os.path.realpath(path))
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{str(path)!r} can't be written: {why}") from None
+    else:
+        if stat.S_ISDIR(mode):
+            raise ConfigError(f"{path} is a folder, expected a file to write")
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"{path} is no regular file (a pipe, a device …), expected a file to write")
+    folder = target.parent
     if not folder.is_dir():
         raise ConfigError(f"{path} can't be written: the folder {folder} does not exist")
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"{path} can't be written: the folder {folder} is not writable")
 
 
+def check_spares(path: Path, checkpoint: Path | None, given: Path | None = None) -> None:
+    """Raise ConfigError where writing ``path`` would replace a file of a checkpoint folder, or the ``given`` input."""
+    if not path.exists():
+        return
+    target = Path(os.path.realpath(path))
+    if given is not None and target == Path(os.path.realpath(given)):
+        raise ConfigError(f"{path} is the input itself; it is never replaced")
+    if checkpoint is None:
+        return
+    # files of download caches are links to what lies outside of the folder
+    linked = {Path(os.path.realpath(file)) for file in checkpoint.iterdir()}
+    if target in linked or target.is_relative_to(os.path.realpath(checkpoint)):
+        raise ConfigError(f"{path} is a file of the checkpoint itself; files in its folder are never replaced")
+
+
 def write_whole(path: Path, content: bytes) -> None:
-    """Write ``content``, so that ``path`` holds all of it or is untouched."""
-    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.tmp")
+    """Write ``content``, so that the file holds all of it or is untouched; a symbolic link stays one."""
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name[:200]}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
 

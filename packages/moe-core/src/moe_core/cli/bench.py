@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_core.cli import _arguments
-from moe_core.cli._output import check_writable, duration, emit, progress, table, write_whole
+from moe_core.cli._output import check_spares, check_writable, duration, emit, progress, table, write_whole
 from moe_core.errors import ConfigError
 from moe_core.selection import SelectionError
 
@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.output, args.plot):
         if path is not None:
             check_writable(path)
+            check_spares(path, args.path)
     device = _arguments.device_of(args.device)
     layer = _from_checkpoint(args, device) if args.path is not None else _from_shape(args, device)
     selections = _selections(layer, device, args.backend)
@@ -117,6 +118,7 @@ def _counts(text: str) -> list[int]:
         counts = [0]
     if min(counts) < 1:
         raise ConfigError(f"--tokens {text}: expected positive integers, e.g. 1,8,32")
+    _arguments.check_tokens(max(counts))
     return counts
 
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_core.cli import _arguments
-from moe_core.cli._output import bytes_text, check_writable, duration, emit, progress, seconds_since
-from moe_core.errors import CheckpointError, ConfigError
+from moe_core.cli._output import bytes_text, check_spares, check_writable, duration, emit, progress, seconds_since
+from moe_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from moe_core.checkpoint import Checkpoint, LayerSource
+    from moe_core.checkpoint import LayerSource
     from moe_core.cli._tensors import LayerInput
     from moe_core.layer import FusedMoELayer
 
@@ -46,13 +46,13 @@ def run(args: argparse.Namespace) -> int:
     from moe_core.layer import load_layer
 
     device, dtype = _arguments.device_of(args.device), _arguments.dtype_of(args.dtype)
-    if args.tokens < 0:
-        raise ConfigError(f"--tokens {args.tokens}: expected 0 or more")
+    _arguments.check_tokens(args.tokens, least=0)
+    _arguments.check_seed(args.seed)
     checkpoint = Checkpoint.open(args.path)
     source = read_layer(checkpoint, args.layer, dtype=dtype)
     if args.output is not None:
         check_writable(args.output)
-        _spare_checkpoint(args.output, checkpoint)
+        check_spares(args.output, args.path, args.input)
     # everything about the tokens is checked before gigabytes of weights are read
     tokens = _tokens(args, source)
     with progress(f"loading layer {source.index} of {args.path}"):
@@ -68,11 +68,6 @@ def run(args: argparse.Namespace) -> int:
     data = _summary(args, source, layer, tokens, output, loading, running)
     emit(args.json, data, _text(data, layer))
     return 0
-
-
-def _spare_checkpoint(output: Path, checkpoint: Checkpoint) -> None:
-    if output.exists() and output.resolve() in {path.resolve() for path in checkpoint.files}:
-        raise ConfigError(f"--output {output} is a file of the checkpoint itself")
 
 
 def _tokens(args: argparse.Namespace, source: LayerSource) -> LayerInput:
