@@ -131,7 +131,9 @@ def check_compile(experts: type[FusedMoEExperts], case: Case, place: Place) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own modules, which this imports
         torch.compiler.reset()
-    problems = [make_problem(replace(case, tokens=tokens), place.device) for tokens in (case.tokens, max(case.tokens - 1, 1))]
+    problems = [
+        make_problem(replace(case, tokens=tokens), place.device) for tokens in (case.tokens, max(case.tokens - 1, 1))
+    ]
     kernel = make_kernel(experts, problems[0], place)
 
     def layer(problem: Problem) -> Tensor:
