@@ -56,9 +56,21 @@ def test_a_scheme_is_loaded_once(plugin: types.ModuleType) -> None:
     assert registry.oracle("toy") is registry.oracle("toy")
 
 
-def test_a_missing_scheme_names_the_command_that_adds_it() -> None:
-    with pytest.raises(SchemeNotInstalledError, match=r"'int8' is not installed .*pip install moe-int8"):
-        make().oracle("int8")
+def test_a_missing_scheme_names_the_command_that_adds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", absent)
+        with pytest.raises(SchemeNotInstalledError, match=r"'int8' is not installed .*: pip install moe-int8$"):
+            make().oracle("int8")
+        patch.setattr(importlib.metadata, "version", lambda name: "0.1.0")
+        # the same command once more would end in the same error
+        expected = (
+            r"\(moe-int8 0\.1\.0 is, but brings no kernels yet\); a newer one may: pip install --upgrade moe-int8$"
+        )
+        with pytest.raises(SchemeNotInstalledError, match=expected):
+            make().oracle("int8")
     with pytest.raises(SchemeNotInstalledError, match=r"'fp3' is not installed \(installed: none\)$"):
         make().oracle("fp3")
 

@@ -71,6 +71,18 @@ def install_hint(scheme: str) -> str:
     return f"pip install {package}" if package else ""
 
 
+def how_to_add(scheme: str) -> str:
+    """What to say after "is not installed": the command, or that the package is there and has no kernels yet."""
+    package = KNOWN_SCHEMES.get(scheme)
+    if package is None:
+        return ""
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"; add it with: {install_hint(scheme)}"
+    return f" ({package} {version} is, but brings no kernels yet); a newer one may: pip install --upgrade {package}"
+
+
 class Registry:
     """The plug-ins of one set of entry points; :func:`registry` is that of this installation."""
 
@@ -105,9 +117,9 @@ class Registry:
             point = self._scheme_points.get(name)
             if point is None:
                 installed = ", ".join(self.scheme_names()) or "none"
-                hint = install_hint(name)
-                remedy = f"; add it with: {hint}" if hint else ""
-                raise SchemeNotInstalledError(f"scheme {name!r} is not installed (installed: {installed}){remedy}")
+                raise SchemeNotInstalledError(
+                    f"scheme {name!r} is not installed (installed: {installed}){how_to_add(name)}"
+                )
             loaded = _load(point)
             if not isinstance(loaded, Scheme):
                 raise RegistryError(

@@ -131,6 +131,12 @@ def test_model_without_moe(tmp_path: Path) -> None:
         found(tmp_path, {"model.layers.0.mlp.gate_proj.weight": torch.zeros(2, 2)})
 
 
+def test_experts_that_are_pickled(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no layer has MoE experts .*pytorch_model.bin.*never read.*convert"):
+        found(tmp_path, {"model.layers.0.mlp.gate_proj.weight": torch.zeros(2, 2)})
+
+
 def broken(folder: Path, tensors: dict[str, torch.Tensor], message: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
         found(folder, tensors)

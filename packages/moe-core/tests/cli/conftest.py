@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core.cli import main
-from moe_core.registry import registry
+from moe_core.registry import KNOWN_SCHEMES, registry
 from moe_core_checkpoints import entry_points, layer_tensors, write
 
 
@@ -60,6 +60,14 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    version = importlib.metadata.version
+
+    def without_schemes(name: str) -> str:
+        if name in KNOWN_SCHEMES.values():
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without_schemes)
     registry.cache_clear()
     yield
     registry.cache_clear()

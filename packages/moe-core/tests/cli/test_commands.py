@@ -114,6 +114,21 @@ def test_doctor(moe: Any) -> None:
     assert "backends: gpu, plain" in out
 
 
+def test_packages_that_bring_no_kernels(moe: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installing once more what is installed would end in the same error."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.0")
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    parts = ("moe-wna16 0.1.0 is, but brings no kernels yet", "a newer one may: pip install --upgrade moe-wna16")
+    moe.refuses("run", folder, parts=parts)
+    moe.refuses("explain", folder, parts=parts)
+    moe.refuses("explain", "--scheme", "wna16", "--shape", "8,2,64,32", parts=parts)
+    moe.refuses("quickstart", "--scheme", "wna16", parts=parts)
+    found = {item["what"]: item for item in moe("doctor", "--json").data["missing"]}
+    assert found["moe-wna16"]["why"] == "0.1.0 is installed, but brings no kernels yet; a newer one may"
+    assert found["moe-wna16"]["command"] == "pip install --upgrade moe-wna16"
+
+
 def test_doctor_names_what_is_broken(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*, group: str) -> tuple[importlib.metadata.EntryPoint, ...]:
         if group != "moe_core.schemes":

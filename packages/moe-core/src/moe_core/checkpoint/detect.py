@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.format import CheckpointFormat
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.errors import CheckpointError, SchemeNotInstalledError
-from moe_core.registry import KNOWN_QUANT_METHODS, KNOWN_SCHEMES, Registry, install_hint, registry
+from moe_core.registry import KNOWN_QUANT_METHODS, Registry, how_to_add, registry
 
 
 def detect_format(
@@ -37,21 +36,10 @@ def detect_format(
     if candidate is not None and candidate not in plugins.scheme_names():
         raise SchemeNotInstalledError(
             f"{checkpoint.path}: {what} is read by the scheme {candidate}, "
-            f"which is not installed{_how_to_add(candidate)}"
+            f"which is not installed{how_to_add(candidate)}"
         )
     known = "; ".join(reasons) if reasons else "none is installed; a scheme brings them, e.g. pip install moe-fp8"
     raise CheckpointError(f"{checkpoint.path}: {what} of {layer.prefix} is not read by any installed format: {known}")
-
-
-def _how_to_add(scheme: str) -> str:
-    package = KNOWN_SCHEMES.get(scheme)
-    if package is None:
-        return ""
-    try:
-        version = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return f"; add it with: {install_hint(scheme)}"
-    return f" ({package} {version} is, but brings no kernels yet); a newer one may: pip install --upgrade {package}"
 
 
 def _in_order(plugins: Registry, method: object) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_core.checkpoint.files import PICKLE_HINT, pickled_files
 from moe_core.checkpoint.names import ExpertName, parse_name
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.checkpoint.safetensors_file import TensorInfo
@@ -136,9 +137,11 @@ def find_layer(checkpoint: Checkpoint, index: int | None = None) -> LayerExperts
     layers = moe_layers(checkpoint)
     if not layers:
         kind = checkpoint.config.get("model_type")
+        pickled = pickled_files(checkpoint.path)
+        hint = f"; the experts may be in {', '.join(pickled[:3])}: {PICKLE_HINT}" if pickled else ""
         raise CheckpointError(
             f"{checkpoint.path}: no layer has MoE experts (model_type {kind!r}; no tensor is named "
-            "<block>.experts.<e>.<projection>.<suffix> or <block>.experts.<projection>)"
+            f"<block>.experts.<e>.<projection>.<suffix> or <block>.experts.<projection>){hint}"
         )
     if index is None:
         index = next(iter(layers))

@@ -14,6 +14,10 @@ SINGLE_NAME = "model.safetensors"
 
 #: Formats that run code when they are loaded.
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+PICKLE_HINT = (
+    "pickled files run code when they are loaded and are never read: "
+    "convert them with transformers' save_pretrained(..., safe_serialization=True)"
+)
 
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{1,6})-of-(?P<count>[0-9]{1,6})\.safetensors")
 
@@ -67,7 +71,7 @@ def shard_path(folder: Path, index: Path, tensor: str, entry: object) -> Path:
             "expected a plain file name"
         )
     if Path(entry).suffix in PICKLE_SUFFIXES:
-        raise CheckpointError(f"{index}: {tensor!r} is in {entry!r}; {_PICKLE_HINT}")
+        raise CheckpointError(f"{index}: {tensor!r} is in {entry!r}; {PICKLE_HINT}")
     if not entry.endswith(".safetensors"):
         raise CheckpointError(f"{index}: the entry of {tensor!r} is {entry!r}, expected a .safetensors file")
     path = folder / entry
@@ -89,16 +93,15 @@ def unindexed_files(folder: Path) -> Sequence[Path]:
     if found:
         _check_numbering(folder, found)
         return found
-    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
+    pickled = pickled_files(folder)
     if pickled:
-        raise CheckpointError(f"{folder} holds {', '.join(pickled[:3])} and no safetensors; {_PICKLE_HINT}")
+        raise CheckpointError(f"{folder} holds {', '.join(pickled[:3])} and no safetensors; {PICKLE_HINT}")
     raise CheckpointError(f"{folder} is no checkpoint: it has no *.safetensors (it holds {_listing(folder)})")
 
 
-_PICKLE_HINT = (
-    "pickled files run code when they are loaded and are never read: "
-    "convert them with transformers' save_pretrained(..., safe_serialization=True)"
-)
+def pickled_files(folder: Path) -> list[str]:
+    """Names of the folder's pickled files; they are never read."""
+    return sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
 
 
 def _check_numbering(folder: Path, found: Sequence[Path]) -> None:

@@ -111,7 +111,8 @@ def _missing(versions: dict[str, str | None], plugins: Registry) -> list[dict[st
         if versions[package] is None:
             add(package, f"reads and runs {scheme} checkpoints", f"pip install {package}")
         elif scheme not in installed:
-            add(package, f"{versions[package]} is installed, but brings no kernels yet", f"pip install -U {package}")
+            why = f"{versions[package]} is installed, but brings no kernels yet; a newer one may"
+            add(package, why, f"pip install --upgrade {package}")
     environment = Environment.current()
     wanted = {TRITON}
     for name in installed:
