@@ -5,13 +5,16 @@ Usage: ``python tools/generate_docs.py --write`` renews ``docs/backends.md``; ``
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
 import torch
 from moe_core import GATED, NON_GATED, Claims, MoEActivation, registry
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "backends.md"
+ROOT = Path(__file__).parent.parent
+DOCUMENT = ROOT / "docs" / "backends.md"
+NOXFILE = ROOT / "noxfile.py"
 
 INTRODUCTION = """\
 # Backends and their claims
@@ -19,9 +22,20 @@ INTRODUCTION = """\
 <!-- Written by tools/generate_docs.py from the claims in the code; `nox -s docs -- --write` renews it. -->
 
 What each backend says it can do. Selection, `moe backends` and the conformance kit read the same claims, and a claim
-is tested wherever the backend can run. *Verified on* names the hardware on which the conformance run passed; on every
-other device that a backend claims, its kernels were compiled for that architecture and no more.
+is tested wherever the backend can run. *Verified on* names the hardware on which the conformance run passed. Triton
+kernels are also compiled, without being run, for those of the following architectures that their backend claims:
+{targets}.
+Whatever else a claim includes, newer devices above all, was neither compiled for nor run on.
 """
+
+
+def targets() -> str:
+    """The architectures that the checks compile for, as noxfile.py lists them."""
+    for node in ast.parse(NOXFILE.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "TARGETS":
+            *first, last = ast.literal_eval(node.value)
+            return f"{', '.join(first)} and {last}"
+    raise LookupError(f"{NOXFILE} has no TARGETS")
 
 
 def activations(found: frozenset[MoEActivation]) -> str:
@@ -93,7 +107,7 @@ def section(scheme: str) -> str:
 
 def main(argument: str) -> int:
     """Writes or checks the document; returns the exit code."""
-    text = INTRODUCTION + "".join(section(scheme) for scheme in registry().scheme_names())
+    text = INTRODUCTION.format(targets=targets()) + "".join(section(scheme) for scheme in registry().scheme_names())
     if argument == "--write":
         DOCUMENT.write_text(text, encoding="utf-8")
     elif not DOCUMENT.exists() or DOCUMENT.read_text(encoding="utf-8") != text:
