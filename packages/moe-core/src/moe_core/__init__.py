@@ -17,6 +17,7 @@ from moe_core.device import DeviceInfo, DeviceRange, any_device, cpu, cuda, hip
 from moe_core.environment import TRITON, Environment, Requirement
 from moe_core.errors import (
     CheckpointError,
+    CheckpointWarning,
     ConfigError,
     MoEError,
     ProtocolVersionError,
@@ -130,6 +131,7 @@ __all__ = [
     "Candidate",
     "Checkpoint",
     "CheckpointError",
+    "CheckpointWarning",
     "Claims",
     "ConfigError",
     "DeviceInfo",
