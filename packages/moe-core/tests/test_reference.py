@@ -142,6 +142,24 @@ def test_expert_map_picks_local_experts() -> None:
     )
 
 
+def test_mapped_numbers_that_are_no_local_experts_contribute_nothing() -> None:
+    config = FusedMoEConfig(6, 2, 64, 32, num_local_experts=2)
+    weights = layer(config, None, None)
+    x, topk_weights = torch.randn(6, 64).bfloat16(), torch.rand(6, 2)
+    topk_ids = torch.tensor([[0, 1], [2, 3], [4, 5], [1, 3], [0, 2**32 + 1], [1 - 2**33, -1]])
+
+    def run(*local: int) -> Tensor:
+        expert_map = torch.tensor(local, dtype=torch.int32)
+        return fused_moe_reference(
+            x, weights, config, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map
+        )
+
+    result = run(2, 1, -7, 0, 92, 2**31 - 1)
+    assert torch.equal(result, run(-1, 1, -1, 0, -1, -1))
+    assert not result[[2, 4, 5]].any()
+    assert result[[0, 1, 3]].any(dim=1).all()
+
+
 @pytest.mark.parametrize(("weight_key", "activation_key"), KEYS[:4], ids=str)
 def test_router_weight_on_the_input(weight_key: QuantKey | None, activation_key: QuantKey | None) -> None:
     config = FusedMoEConfig(4, 1, 64, 32, apply_router_weight_on_input=True, has_bias=True)
@@ -242,5 +260,3 @@ def test_what_does_not_fit_is_named() -> None:
         run(config=replace(config, num_experts=8))
     with pytest.raises(TensorError, match="float64 or float32"):
         run(dtype=torch.bfloat16)
-    with pytest.raises(TensorError, match="maps to 9, there are 4 local experts"):
-        run(expert_map=torch.full((4,), 9, dtype=torch.int32))

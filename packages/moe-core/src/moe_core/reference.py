@@ -8,7 +8,7 @@
 ``xq`` and ``hq`` are the activations after quantisation by the activation key and back
 (:mod:`moe_core.quantization`): the quantiser works on float32 values, everything around it in float64.  A dynamic scale
 per tensor spans all rows of ``x``, and all slots of ``h``; a static scale is each expert's own.  A slot whose id is
-negative, at least E, or mapped to -1 contributes nothing.
+negative, at least E, or mapped to what is no local expert's number (-1 by convention) contributes nothing.
 
 With ``compute_dtype`` the same is computed the way a plain implementation would: weights and quantised activations
 dequantised to that dtype, products summed in float32, every intermediate rounded to it.  That result's own error is the
@@ -97,7 +97,7 @@ def route_pairs(config: FusedMoEConfig, topk_ids: Tensor, expert_map: Tensor | N
     if expert_map is not None:
         check_shape("expert_map", expert_map, (config.num_experts,))
         local = expert_map.long()[local]
-        valid = valid & (local >= 0)
+        valid = valid & (local >= 0) & (local < config.local_experts)
     elif config.local_experts < config.num_experts:
         raise TensorError(
             f"expert_map [{config.num_experts}] is missing: there are {config.local_experts} local experts of "
@@ -106,8 +106,6 @@ def route_pairs(config: FusedMoEConfig, topk_ids: Tensor, expert_map: Tensor | N
     token, slot = valid.nonzero(as_tuple=True)
     chosen = local[token, slot]
     by_expert = [(e, (chosen == e).nonzero().flatten()) for e in sorted(set(chosen.tolist()))]
-    if by_expert and by_expert[-1][0] >= config.local_experts:
-        raise TensorError(f"expert_map maps to {by_expert[-1][0]}, there are {config.local_experts} local experts")
     return RoutedPairs(token, slot, by_expert)
 
 

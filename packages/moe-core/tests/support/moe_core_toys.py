@@ -84,7 +84,7 @@ class ToyExperts(FusedMoEExpertsModular):
                 if not 0 <= expert < self.config.num_experts:
                     continue
                 local = expert if expert_map is None else int(expert_map[expert])
-                if local < 0:
+                if not 0 <= local < self.config.local_experts:
                     continue
                 weight = float(topk_weights[token, slot])
                 on_input = self.config.apply_router_weight_on_input

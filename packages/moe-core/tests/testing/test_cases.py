@@ -26,6 +26,7 @@ from moe_core import (
 )
 from moe_core.experts import FusedMoEExpertsModular
 from moe_core.testing.cases import BUDGETS, Case, conformance_cases, expand_keys, load_experts
+from moe_core.testing.data import make_inputs
 from moe_core.torch_experts import TorchExperts
 from moe_core_toys import MonolithicToyExperts, ToyExperts
 
@@ -71,6 +72,37 @@ def test_every_claimed_value_occurs(budget: str) -> None:
     assert {c.hidden_size % 32 for c in configs} == {0, 16}
     assert any(c.hidden_size % 128 for c in configs)
     assert any(c.intermediate_size % 2 for c in configs)
+
+
+def test_what_misleads_meets_experts_that_can_be_misled() -> None:
+    experts = with_claims(apply_router_weight_on_input=True, formats=frozenset(FusedMoEActivationFormat))
+    cases = [c for c in conformance_cases(experts, target=CPU) if c.check == "values"]
+    numbers: set[int] = set()
+    ids: set[int] = set()
+    for case in cases:
+        config = case.config
+        inputs = make_inputs(config, case.tokens, seed=case.seed, routing=case.routing, ids_dtype=case.ids_dtype)
+        if config.activation_format is FusedMoEActivationFormat.BATCHED:
+            continue
+        ids |= set(inputs.topk_ids.flatten().tolist())
+        if inputs.expert_map is not None:
+            numbers |= {
+                n if n < config.local_experts else n - config.local_experts + 1000 for n in inputs.expert_map.tolist()
+            }
+            strided = inputs.strided().expert_map
+            assert strided is not None
+            assert torch.equal(strided, inputs.expert_map)
+            assert not strided.is_contiguous()
+    assert {-1, -7, 1000, 1090} <= numbers
+    assert any(2**32 <= i < 2**32 + 64 for i in ids)
+    assert any(-(2**33) <= i < 64 - 2**33 for i in ids)
+    assert any(
+        c.config.apply_router_weight_on_input
+        and c.tokens == 17
+        and c.routing == "uniform"
+        and c.config.activation_format is FusedMoEActivationFormat.STANDARD
+        for c in cases
+    )
 
 
 def test_nothing_but_the_claims_occurs() -> None:

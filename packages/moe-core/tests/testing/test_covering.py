@@ -57,3 +57,11 @@ def test_any_sizes(sizes: list[int], paired: int) -> None:
         assert {row[name] for row in rows} == set(values)
     for one, other in itertools.combinations(list(factors)[:paired], 2):
         assert {(row[one], row[other]) for row in rows} == set(itertools.product(factors[one], factors[other]))
+
+
+def test_what_must_meet_meets_in_one_row() -> None:
+    factors = {"a": [0, 1, 2], "b": [0, 1], "c": ["x", "y"]}
+    wanted = {"a": 2, "b": 1, "c": "y"}
+    rows = covering_rows(factors, lambda row: True, paired=[], together=[wanted, {"a": 3, "b": 0}])
+    assert wanted in rows
+    assert rows == [row for row in rows if row["a"] in factors["a"]]

@@ -92,6 +92,32 @@ class LargeIdsWrap(Sound):
         super().apply(*arguments, topk_ids=topk_ids, **named)
 
 
+class CutsIdsToInt32(Sound):
+    """Converts before it compares: 2**32 + 1 becomes expert 1."""
+
+    def apply(self, *arguments: Any, topk_ids: Tensor, **named: Any) -> None:
+        super().apply(*arguments, topk_ids=topk_ids.int(), **named)
+
+
+class OnlyMinusOneIsElsewhere(Sound):
+    """Reads other negative local numbers as counted from the last expert."""
+
+    def apply(self, *arguments: Any, expert_map: Tensor | None = None, **named: Any) -> None:
+        if expert_map is not None:
+            wrapped = expert_map % self.config.local_experts
+            expert_map = torch.where(expert_map < -1, wrapped, expert_map).int()
+        super().apply(*arguments, expert_map=expert_map, **named)
+
+
+class TrustsLocalNumbers(Sound):
+    """Reads whatever lies behind the weights: here, those of the last expert."""
+
+    def apply(self, *arguments: Any, expert_map: Tensor | None = None, **named: Any) -> None:
+        if expert_map is not None:
+            expert_map = expert_map.clamp(max=self.config.local_experts - 1)
+        super().apply(*arguments, expert_map=expert_map, **named)
+
+
 class LeavesIdleRows(Sound):
     """Rows of tokens without an expert keep what the output held."""
 
@@ -169,6 +195,53 @@ class WeightsTheResult(Sound):
         super().__init__(replace(config, apply_router_weight_on_input=False), **named)
 
 
+class SoundUnreduced(Sound):
+    """Leaves the router weights and the sum over top-k to finalize."""
+
+    claims = replace(CLAIMS, reduces=False)
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        weights: KernelWeights,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        **named: Any,
+    ) -> None:
+        if self.activation_format is FusedMoEActivationFormat.BATCHED:
+            named.update(topk_weights=topk_weights, topk_ids=topk_ids)
+            super().apply(output, hidden_states, weights, **named)
+            return
+        router = self.router(topk_weights)
+        for slot in range(topk_ids.shape[1]):
+            part = output.new_empty(output.shape[0], output.shape[2])
+            one = slice(slot, slot + 1)
+            super().apply(part, hidden_states, weights, topk_weights=router[:, one], topk_ids=topk_ids[:, one], **named)
+            output[:, slot] = part
+
+    def router(self, topk_weights: Tensor) -> Tensor:
+        on_input = self.config.apply_router_weight_on_input
+        return topk_weights if on_input else torch.ones_like(topk_weights)
+
+
+class UnreducedWithoutWeights(SoundUnreduced):
+    """Leaves the router weight to finalize where it belongs on the input."""
+
+    def router(self, topk_weights: Tensor) -> Tensor:
+        return torch.ones_like(topk_weights)
+
+
+class UnreducedWeightsTwice(SoundUnreduced):
+    """Weights the input and the result too."""
+
+    def apply(self, output: Tensor, *arguments: Any, topk_weights: Tensor, **named: Any) -> None:
+        super().apply(output, *arguments, topk_weights=topk_weights, **named)
+        if self.config.apply_router_weight_on_input and output.dim() == 3 and len(output) == len(topk_weights):
+            output.mul_(topk_weights[..., None])
+
+
 class ReadsFlatRows(Sound):
     """Takes the rows of x to be contiguous."""
 
@@ -220,6 +293,22 @@ class ConvertsDifferently(Sound):
         converted = super().convert(weights)
         number = torch.tensor([float(next(self.calls))], device=converted.device)
         return replace(converted, extra={"number": number})
+
+
+class AsksTheDeviceAtConversion(Sound):
+    """Looks for the GPU that it converts for."""
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        if self.device_info.kind == "cuda":
+            DeviceInfo.current("cuda:99")
+        return super().convert(weights)
+
+
+class MovesAtConversion(Sound):
+    """Converts where its device is, not where the weights are."""
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        return super().convert(weights.to("cpu" if self.device_info.kind == "cpu" else "meta"))
 
 
 class ReadsWeightsAtConversion(Sound):
@@ -296,6 +385,9 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (NoExpertMap, "outside their bounds"),
     (MinusOneIsTheLastExpert, "outside their bounds"),
     (LargeIdsWrap, "outside their bounds"),
+    (CutsIdsToInt32, "outside their bounds"),
+    (OnlyMinusOneIsElsewhere, "outside their bounds"),
+    (TrustsLocalNumbers, "outside their bounds"),
     (LeavesIdleRows, "depends on what output or workspace held before"),
     (AddsToWorkspace, "depends on what output or workspace held before"),
     (WritesBehindTheWorkspace, "bytes behind the workspace"),
@@ -305,6 +397,8 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (ClaimsMoreActivations, "outside their bounds"),
     (WeightsTwice, "outside their bounds"),
     (WeightsTheResult, "outside their bounds"),
+    (UnreducedWithoutWeights, "outside their bounds"),
+    (UnreducedWeightsTwice, "outside their bounds"),
     (ReadsFlatRows, "outside their bounds"),
     (ReadsIdsAsInt32, "outside their bounds"),
     (RoundsTooOften, "the error's norm"),
@@ -312,6 +406,8 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (ChangesInput, "apply changed hidden_states"),
     (ConvertsInPlace, "convert changed its input: w2"),
     (ConvertsDifferently, "converting twice gives other weights: number"),
+    (AsksTheDeviceAtConversion, "weights can't be converted for sm90, which is not here"),
+    (MovesAtConversion, "weights on the CPU, converted for sm90, leave it: w13 (meta)"),
     (ReadsWeightsAtConversion, "after reloading"),
     (RefusesEverything, "every configuration is refused: the moon is not full"),
     (RefusesAnActivation, "every configuration is refused: no GELU today"),
@@ -336,7 +432,7 @@ def failures(experts: type[FusedMoEExperts]) -> dict[Case, str]:
     return found
 
 
-@pytest.mark.parametrize("experts", [Sound, SoundBlock])
+@pytest.mark.parametrize("experts", [Sound, SoundBlock, SoundUnreduced])
 def test_sound_experts_pass(experts: type[FusedMoEExperts]) -> None:
     assert not failures(experts)
 

@@ -32,6 +32,13 @@ from moe_core.testing.data import ROUTINGS
 BUDGETS = ("small", "full")
 #: factors of few values that mistakes like to combine
 PAIRED_IN_SMALL = ("routing", "format", "map", "bias", "ids", "strided", "on_input")
+#: what must meet in one case of experts that see ids and router weights, so that mistakes with them show in a result
+TOGETHER: tuple[dict[str, Any], ...] = (
+    {"format": FusedMoEActivationFormat.STANDARD, "routing": "invalid", "ids": torch.int64},
+    {"format": FusedMoEActivationFormat.STANDARD, "routing": "invalid", "map": True},
+    {"format": FusedMoEActivationFormat.STANDARD, "routing": "nothing", "map": True},
+    {"format": FusedMoEActivationFormat.STANDARD, "routing": "uniform", "on_input": True, "tokens": 17},
+)
 KeyPair = tuple[QuantKey | None, QuantKey | None]
 
 #: checks of one layer each besides "values", in the order in which they are reported; the last three need a GPU
@@ -162,7 +169,7 @@ def conformance_cases(
 
     fillers = {"tokens": (1, 3, 17), "routing": ROUTINGS[:4]} if budget == "small" else {}
     paired = list(factors) if budget == "full" else PAIRED_IN_SMALL
-    rows = covering_rows(factors, allowed, paired=paired, fillers=fillers)
+    rows = covering_rows(factors, allowed, paired=paired, together=TOGETHER, fillers=fillers)
     cases = [case for row in rows if (case := _case(row)) is not None]
     cases += _layer_cases(cases, claims, budget, on_gpu)
     template = cases[0] if cases else None

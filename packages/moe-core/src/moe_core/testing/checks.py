@@ -14,12 +14,14 @@ from torch import Tensor
 
 from moe_core.activation import ActivationParams
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
 from moe_core.experts import FusedMoEExperts
 from moe_core.routing import RoutingMethodType
 from moe_core.testing.cases import Case, routing_of
 from moe_core.testing.harness import (
     POISONS,
+    PRETENDED,
     Place,
     Problem,
     call,
@@ -85,6 +87,31 @@ def check_convert(experts: type[FusedMoEExperts], case: Case, place: Place) -> N
     altered = changed(given, before)
     if altered:
         raise AssertionError(f"apply changed the canonical weights: {', '.join(altered)}")
+    _convert_elsewhere(experts, case, place)
+
+
+def _convert_elsewhere(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """Weights on the CPU are converted for a claimed device that is not here, and stay on the CPU."""
+    for other in map(DeviceInfo.parse, PRETENDED):
+        if (
+            other.arch != place.target.arch
+            and experts.is_supported_config(
+                case.config, case.weight_key, case.activation_key, device=other, environment=Environment.current()
+            )[0]
+        ):
+            break
+    else:
+        return
+    there = Place(torch.device("cpu"), other)
+    try:
+        converted = make_instance(experts, case, there).convert(make_problem(case, there.device).weights)
+    except Exception as error:
+        raise AssertionError(
+            f"weights can't be converted for {other}, which is not here: {type(error).__name__}: {error}"
+        ) from error
+    moved = [f"{name} ({tensor.device})" for name, tensor in converted.tensors() if tensor.device != there.device]
+    if moved:
+        raise AssertionError(f"weights on the CPU, converted for {other}, leave it: {', '.join(moved)}")
 
 
 def check_reload(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:

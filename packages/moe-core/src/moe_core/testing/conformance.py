@@ -5,6 +5,10 @@
 
 in a test file, ``pytest --moe-experts my_package:MyExperts`` without one, or :func:`run_case` for each of
 :func:`cases_for` from anywhere.  The contract that is checked stands in :mod:`moe_core.experts`.
+
+Strided cases vary what a caller may vary: the row strides of hidden states, router weights and ids, and the stride of
+an expert map.  The kernel refuses hidden states whose columns lie apart, and hands contiguous router weights, ids and
+maps to the experts, so that the experts meet row strides of the hidden states only.
 """
 
 from __future__ import annotations
@@ -21,10 +25,7 @@ from moe_core.errors import ConfigError
 from moe_core.experts import FusedMoEExperts
 from moe_core.testing.cases import Case, conformance_cases, load_experts
 from moe_core.testing.checks import CHECKS
-from moe_core.testing.harness import Place
-
-#: devices that a GPU kernel is told it runs on when the Triton interpreter runs it on the CPU, first fit
-_PRETENDED = ("sm90", "sm100", "sm89", "sm80", "sm120", "gfx950", "gfx942")
+from moe_core.testing.harness import PRETENDED, Place
 
 
 def place_for(claims: Claims, device: str = "auto") -> Place | None:
@@ -39,7 +40,7 @@ def place_for(claims: Claims, device: str = "auto") -> Place | None:
     tensors = torch.device(device)
     targets = [DeviceInfo.current(tensors)]
     if tensors.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        targets += map(DeviceInfo.parse, _PRETENDED)
+        targets += map(DeviceInfo.parse, PRETENDED)
     for target in targets:
         if any(r.reason_against(target) is None for r in claims.devices):
             return Place(tensors, target)

@@ -20,11 +20,13 @@ def covering_rows(
     allowed: Callable[[Row], bool],
     *,
     paired: Collection[str],
+    together: Sequence[Mapping[str, Any]] = (),
     fillers: Mapping[str, Sequence[Any]] | None = None,
     seed: int = 0,
 ) -> list[Row]:
     """Rows (one value per factor) that hold every value, and every pair of values of two ``paired`` factors.
 
+    Each of ``together`` names values that must occur in one row; a value that its factor lacks makes it void.
     Combinations for which no allowed row is found are left out.  Greedy and deterministic: the first factor's values
     come in order, and each row takes what covers most of what is left.  Where nothing is left to cover, a factor named
     in ``fillers`` takes one of those values.
@@ -38,7 +40,13 @@ def covering_rows(
         for pair in itertools.combinations([c for c in choices if names[c[0]] in paired], 2)
         if pair[0][0] != pair[1][0]
     ]
-    open_targets = dict.fromkeys([*targets, *((choice,) for choice in choices)])
+    numbers = [{name: _index(values[names.index(name)], wanted[name]) for name in wanted} for wanted in together]
+    joined = [
+        tuple(sorted((names.index(name), v) for name, v in found.items() if v is not None))
+        for found in numbers
+        if None not in found.values()
+    ]
+    open_targets = dict.fromkeys([*joined, *targets, *((choice,) for choice in choices)])
     spare = [
         [v for v, x in enumerate(values[f]) if x in (fillers or {}).get(n, values[f])] for f, n in enumerate(names)
     ]
@@ -57,7 +65,14 @@ def covering_rows(
         held = list(enumerate(found))
         for combination in (*itertools.combinations(held, 2), *((choice,) for choice in held)):
             open_targets.pop(combination, None)
+        for combination in joined:
+            if set(combination) <= set(held):
+                open_targets.pop(combination, None)
     return rows
+
+
+def _index(options: Sequence[Any], value: Any) -> int | None:
+    return options.index(value) if value in options else None
 
 
 def _complete(

@@ -6,6 +6,7 @@ reach the activation's limit.  Everything is drawn on the CPU, so that a seed me
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, fields, replace
 
@@ -20,7 +21,7 @@ from moe_core.reference import Steps, route_pairs
 from moe_core.weights import MoEWeights
 
 #: how tokens are spread: over all experts; over some, the others idle; all on the same experts; with ids that select
-#: no expert; with such ids only
+#: no expert (out of range, or mapped to a number that is no local expert's); with such ids only
 ROUTINGS = ("uniform", "idle", "one", "invalid", "nothing")
 
 
@@ -38,12 +39,13 @@ class Inputs:
         return replace(self, **{name: t.to(device) for name, t in moved.items() if t is not None})
 
     def strided(self) -> Inputs:
-        """The same values in rows that lie apart, with NaN (huge ids) between them."""
+        """The same values in rows that lie apart, with NaN (huge ids, local numbers) between; columns stay dense."""
         return replace(
             self,
             x=_apart(self.x, math.nan),
             topk_weights=_apart(self.topk_weights, math.nan),
             topk_ids=_apart(self.topk_ids, 2**31 - 1),
+            expert_map=None if self.expert_map is None else _apart(self.expert_map[:, None], 0)[:, 0],
         )
 
 
@@ -71,17 +73,45 @@ def make_inputs(
     x = x * _magnitudes((tokens, columns), generator).sqrt().repeat_interleave(32, dim=1)[:, : config.hidden_size]
     x = x / x.square().mean().sqrt().clamp_min(1e-6) if tokens else x
     weights = torch.rand(tokens, config.top_k, generator=generator) + 0.1
-    ids = _ids(config, tokens, routing, generator)
+    ids = _ids(config, tokens, routing, ids_dtype, generator)
     expert_map = None
     if config.local_experts < config.num_experts:
         # local experts in an order of their own, at places of their own
         places = torch.randperm(config.num_experts, generator=generator)[: config.local_experts]
         expert_map = torch.full((config.num_experts,), -1, dtype=torch.int32)
         expert_map[places] = torch.arange(config.local_experts, dtype=torch.int32)
+    if routing in ("invalid", "nothing"):
+        _mislead(ids, expert_map, config, routing, ids_dtype)
     return Inputs(x.to(config.dtype), weights, ids.to(ids_dtype), expert_map)
 
 
-def _ids(config: FusedMoEConfig, tokens: int, routing: str, generator: torch.Generator) -> Tensor:
+def _mislead(
+    ids: Tensor, expert_map: Tensor | None, config: FusedMoEConfig, routing: str, ids_dtype: torch.dtype
+) -> None:
+    """Numbers that select no expert but, handled carelessly, one on this rank or memory behind the weights; in place.
+
+    Ids that lose their upper half become a local expert's; maps give experts that live elsewhere local numbers other
+    than -1.  Both go to tokens without any expert, where every contribution shows.
+    """
+    held, wide, elsewhere = min(1, config.num_experts - 1), [], []
+    if expert_map is not None:
+        local = config.local_experts
+        held = int((expert_map == 0).nonzero()[0])
+        elsewhere = (expert_map < 0).nonzero().flatten().tolist()
+        numbers = (local, -7, local + 90) if routing == "invalid" else (-7, local + 90, local)
+        for expert, number in zip(elsewhere, itertools.cycle(numbers), strict=False):
+            expert_map[expert] = number
+    if ids_dtype is torch.int64:
+        wide = [2**32 + held, held - 2**33]
+    misleading = [i for pair in itertools.zip_longest(wide, elsewhere) for i in pair if i is not None]
+    tokens = range(len(ids)) if routing == "nothing" else range(1, len(ids), 3)
+    for place, number in zip(itertools.product(tokens, range(config.top_k)), misleading, strict=False):
+        ids[place] = number
+
+
+def _ids(
+    config: FusedMoEConfig, tokens: int, routing: str, ids_dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
     experts, top_k = config.num_experts, config.top_k
     choice = torch.rand(tokens, experts, generator=generator)
     if routing == "idle":
@@ -90,11 +120,12 @@ def _ids(config: FusedMoEConfig, tokens: int, routing: str, generator: torch.Gen
         choice = choice[:1].expand(tokens, experts)
     ids = choice.topk(top_k, dim=1).indices.clone()
     if routing in ("invalid", "nothing"):
-        wrong = torch.tensor([-1, experts, -(2**31), 2**31 - 1, experts + 1, -2])
+        wide = [2**32 + 1, -(2**33)] * (ids_dtype is torch.int64)
+        wrong = torch.tensor([-1, experts, -(2**31), 2**31 - 1, experts + 1, -2, *wide])
         pick = wrong[torch.randint(len(wrong), ids.shape, generator=generator)]
         replaced = torch.rand(ids.shape, generator=generator) < (0.4 if routing == "invalid" else 2.0)
         if routing == "invalid":
-            replaced[1:2] = True  # a token without any expert, between tokens with some
+            replaced[1::3] = True  # tokens without any expert, between tokens with some
             replaced[2:3] = False
             pick[:1, 0], replaced[:1, 0] = -1, True
         ids = torch.where(replaced, pick, ids)

@@ -22,6 +22,8 @@ from moe_core.workspace import Workspace, workspace_nbytes
 
 #: bytes that scratch memory and outputs hold before a call: as floats NaN, and huge but finite values
 POISONS = {"NaN": 0xFF, "huge values": 0x7B}
+#: devices that experts are told they run on where none of theirs is: in the Triton interpreter, or for conversion only
+PRETENDED = ("sm90", "sm100", "sm89", "sm80", "sm120", "gfx950", "gfx942")
 _GUARD = 512  # bytes behind a workspace, and rows around an output, that must stay as they were
 
 
