@@ -252,8 +252,11 @@ def refuses(moe: Any, tmp_path: Path, folder: Path, *arguments: object, parts: t
         (("--device", "cuda:63"), ("--device cuda:63: torch",)),
         (("--device", "meta"), ("--device meta: expected cpu, cuda or xpu",)),
         (("--tokens", "-1"), ("--tokens -1: expected 0 or more",)),
-        (("--tokens", "1000000000000"), ("out of memory: torch was refused 128000000000000 bytes; try fewer tokens",)),
-        (("--tokens", str(2**40)), ("out of memory: torch was refused",)),
+        (
+            ("--tokens", "1000000000000"),
+            ("--tokens 1000000000000: out of memory: they take 128000000000000 bytes, this machine",),
+        ),
+        (("--tokens", str(2**40)), ("out of memory: they take",)),
         (("--tokens", str(10**23)), (f"--tokens {10**23}: expected 1099511627776 or fewer",)),
         (("--seed", "9" * 20), ("--seed 99999999999999999999: expected an integer from -9223372036854775808 to",)),
         (("--seed", str(-(2**63) - 1)), ("to 18446744073709551615",)),
@@ -263,6 +266,16 @@ def test_bad_arguments(
     moe: Any, folder: Path, tmp_path: Path, arguments: tuple[str, ...], parts: tuple[str, ...]
 ) -> None:
     refuses(moe, tmp_path, folder, *arguments, parts=parts)
+
+
+def test_memory_that_is_refused_is_said(
+    moe: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes.")
+
+    monkeypatch.setattr(torch, "randn", refuse)
+    refuses(moe, tmp_path, folder, parts=("out of memory: torch was refused 99 bytes; try fewer tokens",))
 
 
 def test_unknown_routing_needs_the_pair(moe: Any, tmp_path: Path) -> None:

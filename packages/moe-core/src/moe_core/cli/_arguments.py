@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from moe_core.errors import ConfigError
@@ -47,6 +48,20 @@ def check_tokens(count: int, *, least: int = 1) -> None:
         raise ConfigError(f"--tokens {count}: expected {least} or more")
     if count > MOST_TOKENS:
         raise ConfigError(f"--tokens {count}: expected {MOST_TOKENS} or fewer")
+
+
+def check_room(count: int, width: int) -> None:
+    """Raise ConfigError where ``count`` random tokens of ``width`` float32 values exceed the host's whole memory.
+
+    Asked before allocating: an operating system may promise memory that it does not have, and end the process later.
+    """
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not to be had on this system
+        return
+    needed = 4 * count * width
+    if needed > memory:
+        raise ConfigError(f"--tokens {count}: out of memory: they take {needed} bytes, this machine has {memory}")
 
 
 def check_seed(seed: int) -> None:

@@ -258,6 +258,7 @@ def _inputs(config: FusedMoEConfig, count: int, device: torch.device, seed: int)
     import torch
 
     generator = torch.Generator().manual_seed(seed)
+    _arguments.check_room(count, config.hidden_size)
     x = torch.randn(count, config.hidden_size, generator=generator).to(config.dtype)
     weights, ids = torch.rand(count, config.num_experts, generator=generator).topk(config.top_k, dim=1)
     return x.to(device), weights.to(device), ids.int().to(device)

@@ -110,6 +110,7 @@ def _compare(checkpoint: Checkpoint, source: LayerSource, device: torch.device, 
     seconds_load = seconds_since(start)
 
     generator = torch.Generator().manual_seed(0)
+    _arguments.check_room(args.tokens, source.config.hidden_size)
     x = torch.randn(args.tokens, source.config.hidden_size, generator=generator).to(source.config.dtype)
     there = x.to(device)
     topk_weights, topk_ids = layer.route(layer.router_logits(there))

@@ -79,6 +79,7 @@ def _tokens(args: argparse.Namespace, source: LayerSource) -> LayerInput:
         tokens = read_input(args.input, source.config)
     else:
         generator = torch.Generator().manual_seed(args.seed)
+        _arguments.check_room(args.tokens, source.config.hidden_size)
         x = torch.randn(args.tokens, source.config.hidden_size, generator=generator)
         origin = "checkpoint"
         if source.router_weight is not None:
