@@ -90,6 +90,10 @@ def test_monolithic_experts_route_as_configured() -> None:
     assert torch.equal(kernel.apply_monolithic(x, router_logits=logits), expected)
     with pytest.raises(ConfigError, match="call apply_monolithic"):
         kernel.apply(x, topk_weights=weights, topk_ids=ids)
+    with pytest.raises(TensorError, match=r"router_logits has shape \[4, 6\], expected \[5, 6\]"):
+        kernel.apply_monolithic(x, router_logits=logits[:4])
+    with pytest.raises(TensorError, match=r"expert_map has shape \[5\], expected \[6\]"):
+        kernel.apply_monolithic(x, router_logits=logits, expert_map=torch.zeros(5, dtype=torch.int32))
     with pytest.raises(ConfigError, match="does not route"):
         make(ToyExperts).apply_monolithic(x, router_logits=logits)
 

@@ -16,8 +16,8 @@ The contract of both:
   that are driven by the host (``cuda_graph=False``) may allocate and synchronise.
 - ``config.apply_router_weight_on_input``: in the standard format the experts weight x (or, the same but for rounding,
   the first product before its bias) instead of their result; in the batched format prepare has done it.
-- An id that is negative, at least E, or mapped to -1 selects no expert: it contributes nothing, and no
-  memory outside the weights is touched.
+- An id that is negative, at least E, or mapped outside 0..E_local-1 (-1 by convention) selects no expert: it
+  contributes nothing, and no memory outside the weights is touched.
 """
 
 from __future__ import annotations

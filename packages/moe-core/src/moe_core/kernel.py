@@ -154,7 +154,7 @@ class FusedMoEKernel:
             )
             return output
         self._check(hidden_states, output)
-        check_shape("router_logits", router_logits, (hidden_states.shape[0], self.config.num_experts))
+        self._check_logits(hidden_states, router_logits, correction_bias, expert_map)
         self._run_monolithic(output, hidden_states, router_logits, correction_bias, expert_map)
         return output
 
@@ -183,12 +183,32 @@ class FusedMoEKernel:
         # both are [M, k], so only the dtypes tell a swap
         check_dtype("topk_weights", topk_weights, (torch.float32,))
         check_dtype("topk_ids", topk_ids, _ID_DTYPES)
-        for name, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids), ("expert_map", expert_map)):
+        for name, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):
+            if tensor.device != hidden_states.device:
+                raise TensorError(f"{name} is on {tensor.device}, hidden_states on {hidden_states.device}")
+        self._check_map(hidden_states, expert_map)
+
+    def _check_logits(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        correction_bias: Tensor | None,
+        expert_map: Tensor | None,
+    ) -> None:
+        check_shape("router_logits", router_logits, (hidden_states.shape[0], self.config.num_experts))
+        if correction_bias is not None:
+            check_shape("correction_bias", correction_bias, (self.config.num_experts,))
+        for name, tensor in (("router_logits", router_logits), ("correction_bias", correction_bias)):
             if tensor is not None and tensor.device != hidden_states.device:
                 raise TensorError(f"{name} is on {tensor.device}, hidden_states on {hidden_states.device}")
+        self._check_map(hidden_states, expert_map)
+
+    def _check_map(self, hidden_states: Tensor, expert_map: Tensor | None) -> None:
         if expert_map is not None:
             check_shape("expert_map", expert_map, (self.config.num_experts,))
             check_dtype("expert_map", expert_map, (torch.int32,))
+            if expert_map.device != hidden_states.device:
+                raise TensorError(f"expert_map is on {expert_map.device}, hidden_states on {hidden_states.device}")
         elif self.config.local_experts < self.config.num_experts:
             raise TensorError(
                 f"expert_map [{self.config.num_experts}] is missing: this rank holds "
@@ -272,9 +292,9 @@ class FusedMoEKernel:
             output,
             hidden_states,
             self.weights,
-            router_logits=router_logits,
-            correction_bias=correction_bias,
-            expert_map=expert_map,
+            router_logits=router_logits.contiguous(),
+            correction_bias=None if correction_bias is None else correction_bias.contiguous(),
+            expert_map=None if expert_map is None else expert_map.contiguous(),
             workspace=self._scratch(hidden_states.shape[0]),
         )
 
@@ -318,4 +338,5 @@ def _fused_moe_monolithic_op(
 ) -> None:
     kernel = _kernel(handle)
     kernel._check(hidden_states, output)
+    kernel._check_logits(hidden_states, router_logits, correction_bias, expert_map)
     kernel._run_monolithic(output, hidden_states, router_logits, correction_bias, expert_map)
