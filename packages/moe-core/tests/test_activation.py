@@ -100,7 +100,7 @@ def test_gate_comes_first():
 def test_swigluoai_has_the_parameters_of_gpt_oss():
     assert A.SWIGLUOAI.default_params() == ActivationParams(alpha=1.702, beta=1.0, limit=7.0)
     assert A.SWIGLUOAI.resolve_params(ActivationParams(limit=5.0)) == ActivationParams(1.702, 1.0, 5.0)
-    assert A.SWIGLUOAI.resolve_params(ActivationParams(limit=math.inf)).limit is None
+    assert A.SWIGLUOAI.resolve_params(ActivationParams(limit=math.inf)).limit == math.inf  # not the default of 7
     assert A.SWIGLUOAI_UNINTERLEAVE is A.SWIGLUOAI
     x = torch.tensor([[100.0, -100.0]])
     # the gate is cut at 7, up at -7
@@ -171,3 +171,13 @@ def test_wrong_input():
         apply_moe_activation(A.SILU, torch.ones(2, 5))
     with pytest.raises(TensorError, match="int32"):
         apply_moe_activation(A.SILU, torch.ones(2, 4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("activation", list(MoEActivation))
+@pytest.mark.parametrize("limit", [None, 0.5, math.inf])
+def test_resolved_parameters_stay_as_they_are(activation: MoEActivation, limit: float | None) -> None:
+    once = activation.resolve_params(ActivationParams(limit=limit))
+    assert activation.resolve_params(once) == once
+    x = 20 * torch.randn(64, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    given = apply_moe_activation(activation, x, ActivationParams(limit=limit))
+    assert torch.equal(apply_moe_activation(activation, x, once), given)

@@ -102,7 +102,10 @@ class MoEActivation(Enum):
         return _DEFAULTS.get(self, ActivationParams())
 
     def resolve_params(self, params: ActivationParams | None) -> ActivationParams:
-        """``params`` with defaults in place of None; :class:`ConfigError` for one that the activation has not."""
+        """``params`` with defaults in place of None; :class:`ConfigError` for one that the activation has not.
+
+        Resolving what is resolved changes nothing.
+        """
         default = self.default_params()
         if params is None:
             return default
@@ -116,7 +119,8 @@ class MoEActivation(Enum):
         return ActivationParams(
             alpha=default.alpha if params.alpha is None else params.alpha,
             beta=default.beta if params.beta is None else params.beta,
-            limit=None if limit == math.inf else limit,
+            # where the default is a number, "none" stays math.inf: resolving once more must not bring the number back
+            limit=None if limit == math.inf and default.limit is None else limit,
         )
 
 
