@@ -56,7 +56,7 @@ def test_every_claimed_value_occurs(budget: str) -> None:
     assert {(c.weight_key, c.activation_key) for c in cases} == set(expand_keys(experts.claims))
     assert len(expand_keys(experts.claims)) == 5
     assert {c.activation for c in configs} == GATED
-    assert {c.params.limit for c in configs if c.activation is MoEActivation.SWIGLUOAI} == {7.0, 0.75, None}
+    assert {c.params.limit for c in configs if c.activation is MoEActivation.SWIGLUOAI} == {7.0, 0.75, float("inf")}
     assert {c.params.alpha for c in configs if c.activation is MoEActivation.SWIGLUOAI} == {1.702, 1.25}
     assert {c.tokens for c in cases} == {0, 1, 3, 17, 64, 257}
     assert {c.dtype for c in configs} == {torch.bfloat16, torch.float16}
