@@ -15,6 +15,7 @@ def reduce_kernel(
     ids,
     expert_map,
     weights,
+    rows,
     out,
     columns,
     num_ids,
@@ -30,7 +31,7 @@ def reduce_kernel(
 ):
     """out[m] = sum over j of weights[m, j] * y[m * TOP_K + j] (of its SPLIT parts), in float32, j ascending.
 
-    Dropped pairs count nothing.
+    Dropped pairs count nothing.  With rows, pair p is row rows[p] of y.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -45,7 +46,10 @@ def reduce_kernel(
         # a dropped pair has no columns
         end = tl.where(expert >= 0, columns, 0)
         weight = tl.load(weights + pair) if HAS_WEIGHTS else 1.0
+        place = pair
+        if rows is not None:
+            place = tl.load(rows + pair, mask=expert >= 0, other=0).to(tl.int64)
         for part in tl.static_range(SPLIT):
-            row = y + (pair * SPLIT + part) * stride_y
+            row = y + (place * SPLIT + part) * stride_y
             total += weight * tl.load(row + column, mask=column < end, other=0.0).to(tl.float32)
     tl.store(out + token * stride_out + column, narrow(total, out.dtype.element_ty), mask=inside)

@@ -16,6 +16,7 @@ def reduce_pairs(
     *,
     topk_weights: Tensor | None = None,
     expert_map: Tensor | None = None,
+    rows: Tensor | None = None,
     split: int = 1,
     pdl: bool = False,
 ) -> Tensor:
@@ -24,7 +25,8 @@ def reduce_pairs(
     ``y`` [M * k, K] and ``out`` [M, K] of any float dtype with contiguous columns, ``topk_ids`` [M, k] contiguous,
     ``topk_weights`` [M, k] float32 contiguous or None for weights already applied.  Sums in float32, slots ascending:
     the same on every run.  With ``split`` parts per pair ``y`` is [M * k * split, K].  A pair of no local
-    expert (see `moe_core.ops.sort`) is not read and adds nothing.
+    expert (see `moe_core.ops.sort`) is not read and adds nothing.  With ``rows`` [M * k] int32, ``y`` has any number of
+    rows and pair p is row ``rows[p]``.
     """
     import triton
 
@@ -41,6 +43,7 @@ def reduce_pairs(
         topk_ids,
         expert_map,
         topk_weights,
+        rows,
         out,
         columns,
         num_experts if expert_map is None else expert_map.numel(),
@@ -67,6 +70,7 @@ def reduce_pairs_torch(
     *,
     topk_weights: Tensor | None = None,
     expert_map: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """The torch twin of `reduce_pairs`, any device."""
     ids = topk_ids.long()
@@ -75,6 +79,8 @@ def reduce_pairs_torch(
     if expert_map is not None:
         local = expert_map.long()[torch.where(known, ids, 0)]
         known &= (local >= 0) & (local < num_experts)
+    if rows is not None:
+        y = y[torch.where(known.flatten(), rows.long(), 0)]
     values = y.view(*topk_ids.shape, -1).float()
     if topk_weights is not None:
         values = values * topk_weights[..., None]

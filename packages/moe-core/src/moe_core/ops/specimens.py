@@ -11,8 +11,10 @@ from torch import Tensor
 from moe_core.activation import ActivationParams, MoEActivation
 from moe_core.device import DeviceInfo
 from moe_core.ops.activation import fused_activation
+from moe_core.ops.align import align_pairs, align_workspaces
 from moe_core.ops.permute import batch_tokens, gather_rows
 from moe_core.ops.quantize import activate_and_quantize, quantize_activation, quantize_activation_asymmetric
+from moe_core.ops.reduce import reduce_pairs
 from moe_core.ops.routing import fused_route
 from moe_core.quant_key import (
     kFp8Dynamic64Sym,
@@ -158,5 +160,22 @@ def _permute() -> Iterator[Specimen]:
             scale=scale,
             expert_map=_meta(256, dtype=torch.int32),
             backend="triton",
+        ),
+    )
+    for tokens in (8, 8192):
+        ids = _meta(tokens, 8, dtype=torch.int32)
+        specs = align_workspaces(ids.numel(), 256, 128)
+        workspace = {spec.name: _meta(*spec.shape, dtype=spec.dtype) for spec in specs}
+        yield Specimen(f"align pairs {tokens}", partial(align_pairs, ids, 256, 128, workspace=workspace))
+    yield Specimen(
+        "reduce rows",
+        partial(
+            reduce_pairs,
+            _meta(36864, 7168),
+            _meta(512, 8, dtype=torch.int32),
+            256,
+            _meta(512, 7168),
+            topk_weights=_meta(512, 8, dtype=torch.float32),
+            rows=_meta(4096, dtype=torch.int32),
         ),
     )

@@ -1,0 +1,40 @@
+"""Device code of `moe_core.ops.align`: rows grouped by expert, each group padded to whole tiles."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def align_kernel(
+    tiles,
+    offsets,
+    pairs,
+    index,
+    row_experts,
+    positions,
+    count,
+    BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tile t of the sort becomes rows t * BLOCK_M .. (t + 1) * BLOCK_M; rows of no pair have index -1."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    used = tl.load(tiles)
+    if tl.program_id(0) == 0:
+        tl.store(count, used * BLOCK_M)
+    # one element, not none: the interpreter takes no scalar as a mask
+    tile = tl.program_id(0) + tl.zeros([1], dtype=tl.int32)
+    exists = tile < used
+    expert = tl.load(tiles + 2 + 2 * tile, mask=exists, other=-1)
+    first = tl.load(tiles + 3 + 2 * tile, mask=exists, other=0)
+    end = tl.load(offsets + expert + 1, mask=exists, other=0)
+    lane = tl.arange(0, BLOCK_M)
+    taken = exists & (first + lane < end)
+    pair = tl.load(pairs + first + lane, mask=taken, other=-1)
+    row = tile * BLOCK_M + lane
+    tl.store(index + row, pair)
+    tl.store(row_experts + row, expert + tl.zeros([BLOCK_M], dtype=tl.int32))
+    tl.store(positions + pair, row, mask=taken)
