@@ -6,9 +6,10 @@
     out   = sum_s topk_weights[s] y_s                    (apply_router_weight_on_input: x is weighted instead)
 
 ``xq`` and ``hq`` are the activations after quantisation by the activation key and back
-(:mod:`moe_core.quantization`): the quantiser works on float32 values, everything around it in float64.  A dynamic scale
-per tensor spans all rows of ``x``, and all slots of ``h``; a static scale is each expert's own.  A slot whose id is
-negative, at least E, or mapped to what is no local expert's number (-1 by convention) contributes nothing.
+(:mod:`moe_core.quantization`): the quantiser works on float32 values, everything around it in float64.  A static scale
+is each expert's own.  A dynamic scale per tensor spans what this rank computes: for ``x`` the tokens with at least one
+slot on this rank, for ``h`` all slots on this rank (in the batched format both span all rows in use).  A slot whose id
+is negative, at least E, or mapped to what is no local expert's number (-1 by convention) contributes nothing.
 
 With ``compute_dtype`` the same is computed the way a plain implementation would: weights and quantised activations
 dequantised to that dtype, products summed in float32, every intermediate rounded to it.  That result's own error is the
@@ -65,7 +66,7 @@ def fused_moe_reference(
     routed = route_pairs(config, topk_ids, expert_map)
     factor = topk_weights.to(wide)[routed.token, routed.slot, None]
 
-    inputs = steps.first_input(x, topk_weights)
+    inputs = steps.first_input(x, topk_weights, routed)
     hidden = torch.zeros(len(routed.token), config.intermediate_size, dtype=wide, device=x.device)
     for expert, pairs in routed.by_expert:
         hidden[pairs] = steps.first_product(expert, inputs[routed.token[pairs]])
@@ -87,6 +88,12 @@ class RoutedPairs:
     token: Tensor
     slot: Tensor
     by_expert: list[tuple[int, Tensor]]
+
+    def only_used(self, x: Tensor) -> Tensor:
+        """``x`` [M, K] with zeros for the tokens without a pair, which no dynamic scale may depend on."""
+        used = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
+        used[self.token] = True
+        return torch.where(used[:, None], x, 0.0)
 
 
 def route_pairs(config: FusedMoEConfig, topk_ids: Tensor, expert_map: Tensor | None) -> RoutedPairs:
@@ -129,9 +136,9 @@ class Steps:
     def round(self, x: Tensor) -> Tensor:
         return x if self.compute_dtype is None else x.to(self.compute_dtype).to(self.wide)
 
-    def first_input(self, x: Tensor, topk_weights: Tensor) -> Tensor:
-        """[M, K]: x, weighted and quantised where it is dynamic (a scale may span all tokens)."""
-        inputs = x.to(self.wide)
+    def first_input(self, x: Tensor, topk_weights: Tensor, routed: RoutedPairs) -> Tensor:
+        """[M, K]: x, weighted and quantised where it is dynamic (a scale may span all tokens with a pair)."""
+        inputs = routed.only_used(x.to(self.wide))
         if self.config.apply_router_weight_on_input:
             inputs = self.round(inputs * topk_weights.to(self.wide))
         key = self.activation_key

@@ -4,12 +4,15 @@ Per expert: dequantise its two matrices to float32, quantise the activations as 
 matrix products.  Only experts that have tokens cost anything.  A scheme subclasses
 :class:`TorchExperts` with its claims, and overrides :meth:`TorchExperts.matrix` where it reads its weights faster.
 
+Dynamic scales are those of :mod:`moe_core.reference`: tokens are quantised once, before they are spread over experts; a
+scale per tensor spans the tokens, then the pairs, that this rank computes, so all experts' first products come first.
+
 Reading the token counts on the host synchronises with a GPU; the claims say ``cuda_graph=False``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -76,23 +79,30 @@ class TorchExperts(FusedMoEExpertsModular):
             cols=cols,
         )[0]
 
-    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, expert: int) -> Tensor:
-        """``x`` [T, K] float32 as the matrix product sees it: quantised as the activation key says."""
+    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
+        """``x`` [R, K] float32 as the matrix product sees it: quantised as the activation key says.
+
+        ``scale``: an expert's own, where the key is static; then ``x`` are that expert's rows.  Otherwise they are all
+        rows that a scale may span.
+        """
         if desc.key is None:
             # 16-bit activations enter the product in the layer's dtype
             return x.to(self.config.dtype).float()
-        return fake_quantize(x, desc.key, scale=None if desc.scale is None else desc.scale[expert])
+        return fake_quantize(x, desc.key, scale=scale)
 
-    def expert(self, x: Tensor, weights: KernelWeights, expert: int) -> Tensor:
-        """One expert on its tokens: ``x`` [T, K] float32 -> [T, K] float32, unweighted."""
+    def first(self, x: Tensor, weights: KernelWeights, expert: int) -> Tensor:
+        """Activated values [R, N] of one expert's rows ``x`` [R, K], all float32."""
         config, quant = self.config, weights.quant_config
         w13 = self.matrix(weights.w13, quant.w1, expert, 2 if config.is_gated else 1, config.hidden_size)
-        h = F.linear(self.quantized(x, quant.a1, expert), w13)
+        h = F.linear(x, w13)
         if quant.w1_bias is not None:
             h += quant.w1_bias[expert].float()
-        h = apply_moe_activation(config.activation, h, config.activation_params)
-        w2 = self.matrix(weights.w2, quant.w2, expert, 1, config.intermediate_size)
-        y = F.linear(self.quantized(h, quant.a2, expert), w2)
+        return apply_moe_activation(config.activation, h, config.activation_params)
+
+    def second(self, h: Tensor, weights: KernelWeights, expert: int) -> Tensor:
+        """Unweighted results [R, K] of one expert's activated values ``h`` [R, N], all float32."""
+        quant = weights.quant_config
+        y = F.linear(h, self.matrix(weights.w2, quant.w2, expert, 1, self.config.intermediate_size))
         if quant.w2_bias is not None:
             y += quant.w2_bias[expert].float()
         return y
@@ -114,26 +124,21 @@ class TorchExperts(FusedMoEExpertsModular):
             self._apply_batched(output, hidden_states, weights, expert_tokens)
             return
         config = self.config
-        top_k = topk_ids.shape[1]
         ids = local_expert_ids(topk_ids, config.num_experts, config.local_experts, expert_map).flatten()
-        order = torch.argsort(ids, stable=True)
         counts = torch.bincount(ids + 1, minlength=config.local_experts + 1).tolist()
-        result = torch.zeros(output.shape, dtype=torch.float32, device=output.device)
-        router = topk_weights.flatten()
-        start = counts[0]
-        for expert, count in enumerate(counts[1:]):
-            if not count:
-                continue
-            pairs = order[start : start + count]
-            start += count
-            tokens = pairs // top_k
-            x = hidden_states[tokens].float()
-            if config.apply_router_weight_on_input:
-                y = self.expert(x * router[pairs, None], weights, expert)
-            else:
-                y = self.expert(x, weights, expert) * router[pairs, None]
-            result.index_add_(0, tokens, y)
-        output.copy_(result)
+        pairs = torch.argsort(ids, stable=True)[counts[0] :]
+        tokens, rows = torch.unique(pairs // topk_ids.shape[1], return_inverse=True)
+        x = hidden_states[tokens].float()
+        router = topk_weights.flatten()[pairs, None]
+        if config.apply_router_weight_on_input:
+            x = x * topk_weights[tokens]
+        result = torch.zeros_like(x)
+        for place, y in self._results(x, rows, counts[1:], weights):
+            if not config.apply_router_weight_on_input:
+                y = y * router[place]
+            result.index_add_(0, rows[place], y)
+        output.zero_()
+        output[tokens] = result.to(output.dtype)
 
     def _apply_batched(
         self,
@@ -144,7 +149,54 @@ class TorchExperts(FusedMoEExpertsModular):
     ) -> None:
         if expert_tokens is None:
             raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
+        counts = expert_tokens.expert_num_tokens
+        in_use = torch.arange(hidden_states.shape[1], device=counts.device) < counts[:, None]
+        used = in_use.flatten().nonzero().flatten()
+        x = hidden_states.flatten(0, 1)[used].float()
+        rows = torch.arange(len(used), device=used.device)
         output.zero_()
-        for expert, count in enumerate(expert_tokens.expert_num_tokens.tolist()):
+        for place, y in self._results(x, rows, counts.tolist(), weights):
+            output.view(-1, output.shape[2])[used[place]] = y.to(output.dtype)
+
+    def _results(
+        self, x: Tensor, rows: Tensor, counts: list[int], weights: KernelWeights
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Unweighted results, expert by expert: where its pairs are among all, and their [R, K] float32.
+
+        ``x`` [T, K] float32: every row in use; ``rows`` [P]: the row of ``x`` of each pair, sorted by expert, of whom
+        each has as many pairs as ``counts`` says.
+        """
+        quant = weights.quant_config
+        key = quant.a1.key
+        static = key is not None and key.is_static
+        if not static:
+            x = self.quantized(x, quant.a1)
+
+        def hidden(expert: int, place: slice) -> Tensor:
+            own = x[rows[place]]
+            if static:
+                own = self.quantized(own, quant.a1, _of_expert(quant.a1.scale, expert))
+            return self.first(own, weights, expert)
+
+        def result(expert: int, h: Tensor) -> Tensor:
+            if static:
+                h = self.quantized(h, quant.a2, _of_expert(quant.a2.scale, expert))
+            return self.second(h, weights, expert)
+
+        groups, start = [], 0
+        for expert, count in enumerate(counts):
             if count:
-                output[expert, :count] = self.expert(hidden_states[expert, :count].float(), weights, expert)
+                groups.append((expert, slice(start, start + count)))
+                start += count
+        if key is None or static or not key.group_shape.is_per_tensor:
+            for expert, place in groups:
+                h = hidden(expert, place)
+                yield place, result(expert, h if static else self.quantized(h, quant.a2))
+        elif groups:
+            together = self.quantized(torch.cat([hidden(*group) for group in groups]), quant.a2)
+            for expert, place in groups:
+                yield place, result(expert, together[place])
+
+
+def _of_expert(scale: Tensor | None, expert: int) -> Tensor | None:
+    return None if scale is None else scale[expert]

@@ -159,7 +159,7 @@ def expected_output(
     router = topk_weights.double()[routed.token, routed.slot, None]
     dynamic = None if static else key
 
-    weighted = x.double() * topk_weights.double() if on_input else x.double()
+    weighted = routed.only_used(x.double() * topk_weights.double() if on_input else x.double())
     # what is not quantised again is rounded as an operand of the product, which _operands counts
     before_quantiser = rounding.variance(weighted) * (on_input and key is not None)
     first = _spread(weighted, before_quantiser, dynamic, None)
@@ -193,7 +193,8 @@ def expected_output(
         gain = w.square().sum(dim=0) * weight
         rounded = _operands(part.value, w, rounding)
         mean += float((part.mean * gain).sum() + (rounded * weight).sum())
-        square += float((part.mean * part.peak * gain.square()).sum())
+        # 2: a sum of many rounding errors is normal, its square has twice its variance squared
+        square += float((part.mean * part.peak * gain.square()).sum() + 2 * (rounded * weight).square().sum())
         largest = max(largest, float((part.peak * gain).max()), float((part.jump_peak * gain).sum(dim=1).max()))
         if part.jumps:
             jumps = torch.stack([(jump * gain).sum(dim=1) for jump in part.jumps])
@@ -206,10 +207,13 @@ def expected_output(
     total = torch.zeros_like(exact).index_add_(0, routed.token, variance)
     used = torch.zeros_like(exact[:, :1]).index_add_(0, routed.token, torch.ones_like(router))
     bound = rounding.unit * exact.abs() + ELEMENT_SIGMAS * total.sqrt() + (used > 0) * rounding.tiny
-    last = rounding.variance(exact)
-    mean += float(last.sum() + rounding.variance(contribution).sum())
-    # 9/5: the fourth moment of a uniform variable in units of its variance squared
-    square += 1.8 * float(last.square().sum())
+    for last in (rounding.variance(contribution), rounding.variance(exact)):
+        mean += float(last.sum())
+        # 9/5: the fourth moment of a uniform variable in units of its variance squared
+        square += 1.8 * float(last.square().sum())
+    # a rounded result times a router weight near 1 is no chance product: its second rounding may err by half a unit
+    twice = rounding.square(result.to(compute_dtype).double() * factor).sum() - rounding.variance(contribution).sum()
+    mean += float(twice.clamp_min(0.0))
     # a single rare event, such as a scale that doubles, may be all that happens
     floor = math.sqrt(mean + NORM_SIGMAS * math.sqrt(square) + largest)
     return Expected(exact, bound, float((yardstick - exact).norm()), math.sqrt(mean), floor)

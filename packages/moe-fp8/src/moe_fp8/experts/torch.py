@@ -8,21 +8,40 @@ from __future__ import annotations
 
 import torch
 from moe_core import GATED, NON_GATED, Claims, FusedMoEActivationFormat, KeyPattern, any_device
-from moe_core.quant_key import GroupShape, kFp8Dynamic64Sym, kFp8Dynamic128Sym, kFp8Static128BlockSym
+from moe_core.quant_key import (
+    GroupShape,
+    kFp8Dynamic64Sym,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTensorSym,
+    kFp8DynamicTokenSym,
+    kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
+    kMxfp8Dynamic,
+    kMxfp8Static,
+)
 from moe_core.torch_experts import TorchExperts
 
-_WIDE_BLOCKS = (GroupShape(128, 128), GroupShape(64, 128))
-_NARROW_BLOCKS = (GroupShape(64, 64), GroupShape(128, 64))
+_SCALES = (torch.float32, torch.uint8)
+#: blocks by their width, which is that of the activation groups
+_WIDE = KeyPattern(kFp8Static128BlockSym, (GroupShape(128, 128), GroupShape(64, 128)), _SCALES)
+_NARROW = KeyPattern(kFp8Static128BlockSym, (GroupShape(64, 64), GroupShape(128, 64)), _SCALES)
+_ACTIVATIONS = (kFp8StaticTensorSym, kFp8DynamicTensorSym, kFp8DynamicTokenSym, None)
 
 
 class TorchFp8Experts(TorchExperts):
-    """Block-quantised e4m3 weights with dynamic activation groups as wide as a block."""
+    """e4m3 weights per tensor, per output channel, by block or MXFP8, with e4m3 or 16-bit activations."""
 
     claims = Claims(
         devices=(any_device(),),
         keys=(
-            (KeyPattern(kFp8Static128BlockSym, group_shapes=_WIDE_BLOCKS), kFp8Dynamic128Sym),
-            (KeyPattern(kFp8Static128BlockSym, group_shapes=_NARROW_BLOCKS), kFp8Dynamic64Sym),
+            (_WIDE, kFp8Dynamic128Sym),
+            (_NARROW, kFp8Dynamic64Sym),
+            (_WIDE, None),
+            (_NARROW, None),
+            *((weight, a) for weight in (kFp8StaticTensorSym, kFp8StaticChannelSym) for a in _ACTIVATIONS),
+            (kMxfp8Static, kMxfp8Dynamic),
+            (kMxfp8Static, None),
         ),
         activations=GATED | NON_GATED,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
