@@ -4,6 +4,7 @@
     schedule.py        which rows a program works on
     tile_kernel.py     tiles on the matrix units
     combine_kernel.py  finishes an up product whose k loop was split
+    spread.py          quantises rows straight into the sorted order
     epilogue.py        activations in registers
     launch.py          the host side
     specimen.py        launches recorded, so that every kernel compiles for every target without a GPU

@@ -1,4 +1,7 @@
-"""Finish an up product whose k loop was split: add the parts, bias, activation, quantisation."""
+"""Finish an up product whose k loop was split: add the parts, bias, activation, quantisation.
+
+`quantize`, Q, GROUPS and AMAX are those of `moe_core.gemm.tile_kernel`, for a tile of one row.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.epilogue import activate_gated, activate_plain
+from moe_core.gemm.narrow import narrow
+from moe_core.gemm.tile_kernel import store_amax
 from moe_core.ops._sort_kernels import local_expert
 
 
 @triton.jit
-def _sum_parts(parts, columns, inside, stride, SPLIT: tl.constexpr, GROUP: tl.constexpr):
+def _sum_parts(parts, columns, inside, stride, SPLIT: tl.constexpr):
     index = tl.arange(0, SPLIT)
     tile = tl.load(parts + index[:, None] * stride + columns[None, :], mask=inside[None, :], other=0.0)
     return tl.sum(tile, axis=0)
@@ -24,6 +29,8 @@ def combine_kernel(
     bias,
     out,
     out_scale,
+    amax,
+    Q,
     N,
     num_ids,
     num_experts,
@@ -36,7 +43,9 @@ def combine_kernel(
     limit,
     quantize: tl.constexpr,
     SPLIT: tl.constexpr,
-    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    AMAX: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
@@ -44,31 +53,48 @@ def combine_kernel(
     HAS_MAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One quantisation group of one pair; parts [pairs * SPLIT, N or 2N] float32, grid (pairs, groups)."""
+    """COLUMNS of one pair; parts [pairs * SPLIT, N or 2N] float32, grid (pairs, blocks of COLUMNS).
+
+    Columns beyond N become zeros: rows of the result have room for whole blocks.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
+    block = tl.program_id(1)
     expert = local_expert(ids, expert_map, pair, pair >= 0, num_ids, num_experts, HAS_MAP)
     if expert < 0:
         return
-    columns = group * GROUP + tl.arange(0, GROUP)
+    columns = block * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < N
     first = parts + pair * SPLIT * stride_parts
-    value = _sum_parts(first, columns, inside, stride_parts, SPLIT, GROUP)
+    value = _sum_parts(first, columns, inside, stride_parts, SPLIT)
     bias_row = bias
     if HAS_BIAS:
         bias_row += expert.to(tl.int64) * stride_bias
         value += tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32)
     if GATED:
-        up = _sum_parts(first + N, columns, inside, stride_parts, SPLIT, GROUP)
+        up = _sum_parts(first + N, columns, inside, stride_parts, SPLIT)
         if HAS_BIAS:
             up += tl.load(bias_row + N + columns, mask=inside, other=0.0).to(tl.float32)
         value = activate_gated(value, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
     else:
         value = activate_plain(value, limit, ACTIVATION, HAS_LIMIT)
     value = tl.where(inside, value, 0.0)
-    values, scale = quantize(value[None, :], 1)
-    tl.store(out + pair * stride_out + columns[None, :], values)
-    tl.store(out_scale + pair * stride_out_scale + group + tl.arange(0, 1), scale)
+    value = value[None, :]
+    row = out + pair * stride_out + columns[None, :]
+    one = tl.arange(0, 1)
+    if quantize is None:
+        values = narrow(value, out.dtype.element_ty)
+        if AMAX != "":
+            store_amax(amax, values.to(tl.float32), pair + one, one == 0, inside[None, :], 1, AMAX)
+        tl.store(row, values)
+    else:
+        values, scale = quantize(value, Q, expert, 1)
+        tl.store(row, values)
+        if out_scale is not None:
+            scales = out_scale + pair * stride_out_scale + block * GROUPS
+            if GROUPS == 1:
+                tl.store(scales + one, scale)
+            else:
+                tl.store(scales + tl.arange(0, GROUPS)[None, :], scale)

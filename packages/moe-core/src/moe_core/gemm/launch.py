@@ -11,9 +11,10 @@ from torch import Tensor
 
 from moe_core.gemm.combine_kernel import combine_kernel
 from moe_core.gemm.plan import TileConfig, max_tiles
-from moe_core.gemm.schedule import sorted_locate, sorted_tiles
+from moe_core.gemm.schedule import batched_locate, batched_tiles, sorted_locate, sorted_tiles
 from moe_core.gemm.specimen import launch
 from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN, grouped_tile_kernel
+from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
 
 
@@ -70,6 +71,10 @@ class Routing:
     def num_ids(self) -> int:
         return self.num_experts if self.expert_map is None else self.expert_map.numel()
 
+    def max_tiles(self, block_m: int) -> int:
+        """Most tiles of so many rows."""
+        return max_tiles(self.ids.numel(), self.num_experts, block_m)
+
 
 @dataclass(frozen=True, eq=False)
 class TileFunctions:
@@ -80,8 +85,29 @@ class TileFunctions:
     open_b: Any
     load_b: Any
     multiply: Any
-    quantize: Any
+    finish: Any = None
     prefetch_b: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """Where the result of a product goes, and how it is quantised; see `moe_core.gemm.tile_kernel`.
+
+    ``values`` [rows, columns]; of an up product with room for whole tiles in every row.  ``quantize`` None stores them
+    as they are, else ``arguments`` are its tuple Q, and ``scales`` [rows, groups of a row] hold ``groups`` scales per
+    tile, or are None for static ones.  ``amax`` int32, zeroed: [rows], or [1] for one of the whole tensor.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+    quantize: Any = None
+    arguments: tuple[Any, ...] | None = None
+    groups: int = 1
+    amax: Tensor | None = None
+
+    @property
+    def amax_kind(self) -> str:
+        return "" if self.amax is None else ("tensor" if self.amax.numel() == 1 else "row")
 
 
 def grouped_product(
@@ -90,56 +116,63 @@ def grouped_product(
     *,
     a: tuple[Any, ...],
     b: Operand,
-    out: Tensor,
-    out_scale: Tensor | None,
-    pairs: SortedPairs,
-    routing: Routing,
+    out: Result,
+    pairs: SortedPairs | BatchedRows,
+    routing: Routing | Batch,
     activation: Activation | None,
     block_k: int,
     pdl: bool,
-    a_by_pair: bool = False,
+    a_rows: int | None = None,
 ) -> None:
-    """One product over sorted pairs: the up product with an ``activation``, the down product without.
+    """One product over sorted pairs, or over batched rows: the up product with an ``activation``, the down without.
 
-    The up product reads A by token and writes sorted rows, quantised when ``out_scale`` is given; the down product
-    reads sorted rows and writes by pair.  An up product with ``config.split`` > 1 writes its parts by pair instead,
-    [pairs * split, 2N] float32, which `combine_parts` finishes; ``a_by_pair`` says that A of the down product is
-    in that order.  A split down product writes [pairs * split, K] float32.
+    The up product reads A by token (``a_rows`` POSITION: in sorted order) and writes sorted rows; the down product
+    reads sorted rows and writes by pair.  An up product with ``config.split`` > 1 writes its parts by pair instead, to
+    ``out.values`` [pairs * split, 2N] float32, which `combine_parts` finishes; A of the down product is then in that
+    order (``a_rows`` PAIR).  A split down product writes [pairs * split, K] float32.  Batched rows are all the same:
+    [E * T_max, columns].
     """
     up = activation is not None
-    weight = 0 if up != routing.weight_on_input else (1 if up else 2)
+    weight, bias = 0, b.bias
+    if isinstance(routing, Routing):
+        weight = 0 if up != routing.weight_on_input else (1 if up else 2)
     pieces = pairs.block_m // config.block_m
-    tiles = max_tiles(routing.ids.numel(), routing.num_experts, pairs.block_m) * pieces
+    tiles = routing.max_tiles(pairs.block_m) * pieces
     limit = activation.limit if activation is not None else None
+    batched = isinstance(pairs, BatchedRows)
+    whole = config.split == 1
     launch(
         grouped_tile_kernel,
         (tiles * triton.cdiv(b.rows, config.block_n) * config.split,),
-        out,
-        out_scale,
+        out.values,
+        out.scales if whole else None,
+        out.amax if whole else None,
         a,
         b.device,
         b.descriptor(config.block_n, block_k) if config.tma and b.descriptor is not None else None,
-        (pairs.tiles, pairs.offsets, pairs.pairs),
-        b.bias,
-        routing.weights,
+        (pairs.tiles, pairs.offsets) if isinstance(pairs, BatchedRows) else (pairs.tiles, pairs.offsets, pairs.pairs),
+        out.arguments if whole else None,
+        bias,
+        routing.weights if isinstance(routing, Routing) else None,
         b.rows,
         b.columns,
-        out.stride(0),
-        0 if out_scale is None else out_scale.stride(0),
-        0 if b.bias is None else b.bias.stride(0),
+        out.values.stride(0),
+        0 if out.scales is None else out.scales.stride(0),
+        0 if bias is None else bias.stride(0),
         routing.top_k,
         activation.alpha if activation is not None else 0.0,
         activation.beta if activation is not None else 0.0,
         limit if limit is not None else 0.0,
-        tiles_of=sorted_tiles,
-        locate=sorted_locate,
+        tiles_of=batched_tiles if batched else sorted_tiles,
+        locate=batched_locate if batched else sorted_locate,
         open_a=functions.open_a,
         load_a=functions.load_a,
         open_b=functions.open_b,
         load_b=functions.load_b,
         prefetch_b=functions.prefetch_b if pdl and not up else None,
         multiply=functions.multiply,
-        quantize=functions.quantize if out_scale is not None else None,
+        finish=functions.finish,
+        quantize=out.quantize if whole else None,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
@@ -150,10 +183,13 @@ def grouped_product(
         GATED=activation is not None and activation.gated,
         ACTIVATION=activation.kind if activation is not None else "",
         HAS_LIMIT=limit is not None,
-        HAS_BIAS=b.bias is not None,
+        HAS_BIAS=bias is not None,
         WEIGHT=weight,
-        A_ROWS=TOKEN if up else (PAIR if a_by_pair else POSITION),
-        OUT_ROWS=POSITION if up and config.split == 1 else PAIR,
+        A_ROWS=a_rows if a_rows is not None else (TOKEN if up else POSITION).value,
+        OUT_ROWS=(POSITION if up and whole else PAIR).value,
+        GROUPS=out.groups,
+        AMAX=out.amax_kind if whole else "",
+        PAD=up,
         SPLIT=config.split,
         PIECES=pieces,
         # the up product before it has waited for the sort, and whatever that depended on
@@ -166,43 +202,47 @@ def grouped_product(
 
 
 def combine_parts(
-    quantize: Any,
     *,
     parts: Tensor,
     split: int,
     bias: Tensor | None,
-    out: Tensor,
-    out_scale: Tensor,
+    out: Result,
     routing: Routing,
     activation: Activation,
     columns: int,
-    group: int,
+    block: int,
     pdl: bool,
 ) -> None:
-    """Finish a split up product: out[pair] = quantize(act(sum of parts + bias)); ``columns`` N of the result."""
-    groups = triton.cdiv(columns, group)
+    """Finish a split up product: out[pair] = act(sum of parts + bias), quantised as ``out`` says.
+
+    ``columns`` N of the result; ``block`` of them, a power of two, make a tile of ``out.groups`` scales.
+    """
     launch(
         combine_kernel,
-        (routing.ids.numel(), groups),
+        (routing.ids.numel(), triton.cdiv(columns, block)),
         parts,
         routing.ids,
         routing.expert_map,
         bias,
-        out,
-        out_scale,
+        out.values,
+        out.scales,
+        out.amax,
+        out.arguments,
         columns,
         routing.num_ids,
         routing.num_experts,
         parts.stride(0),
-        out.stride(0),
-        out_scale.stride(0),
+        out.values.stride(0),
+        0 if out.scales is None else out.scales.stride(0),
         0 if bias is None else bias.stride(0),
         activation.alpha,
         activation.beta,
         activation.limit if activation.limit is not None else 0.0,
-        quantize=quantize,
+        quantize=out.quantize,
         SPLIT=split,
-        GROUP=group,
+        COLUMNS=block,
+        GROUPS=out.groups,
+        AMAX=out.amax_kind,
         GATED=activation.gated,
         ACTIVATION=activation.kind,
         HAS_LIMIT=activation.limit is not None,

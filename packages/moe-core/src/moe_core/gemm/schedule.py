@@ -10,7 +10,7 @@ A schedule is a pair of things: a tuple of tensors (the kernel's argument `S`) a
 
 plus `tiles(S)`, the number of tiles that exist; each has PIECES pieces of BLOCK_M rows, of which the last may be empty.
 The matrix product knows nothing else about routing, so another activation format needs another schedule and no other
-kernel.
+kernel.  Both schedules read the same list of tiles; `moe_core.ops.sort` and `moe_core.ops.batch` write it.
 """
 
 from __future__ import annotations
@@ -43,3 +43,27 @@ def sorted_locate(S, piece, BLOCK_M: tl.constexpr, PIECES: tl.constexpr):
     position = tl.minimum(row, end - 1)  # the tile's first row at least exists
     pair = tl.load(pairs + position)
     return expert, position.to(tl.int64), pair.to(tl.int64), mask
+
+
+@triton.jit
+def batched_tiles(S):
+    """Number of tiles of a batched schedule (device scalar, int32)."""
+    tiles, ends = S
+    return tl.load(tiles)
+
+
+@triton.jit
+def batched_locate(S, piece, BLOCK_M: tl.constexpr, PIECES: tl.constexpr):
+    """Tiles over rows that arrive grouped, [E, T_max, ...]: row r of expert e is e * T_max + r.
+
+    S = (tiles [2 + 2 * T] int32, ends [E + 1] int32) as `moe_core.ops.batch` writes them: tiles as in a sorted
+    schedule, ends[e + 1] the row behind the last one in use.  A row is its own pair.
+    """
+    tiles, ends = S
+    tile = piece // PIECES
+    expert = tl.load(tiles + 2 + 2 * tile)
+    first = tl.load(tiles + 3 + 2 * tile) + piece % PIECES * BLOCK_M
+    end = tl.load(ends + expert + 1)
+    row = first + tl.arange(0, BLOCK_M)
+    position = tl.minimum(row, end - 1).to(tl.int64)
+    return expert, position, position, row < end

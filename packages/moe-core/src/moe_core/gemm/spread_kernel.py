@@ -20,8 +20,10 @@ def spread_kernel(
     positions,
     values,
     scales,
+    Q,
     rows,
     columns,
+    width,
     num_ids,
     num_experts,
     stride_x,
@@ -32,27 +34,38 @@ def spread_kernel(
     HAS_MAP: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    EVEN: tl.constexpr,
+    BY_EXPERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_G groups of GROUP columns per program, counted row by row; a partial last group is padded with zeros.
+    """BLOCK_G groups of GROUP columns per program, counted row by row; what is beyond the last column counts as 0.
 
-    positions [rows * TOP_K] is the place of each pair of a local expert; values and scales have one row per pair.
+    positions [rows * TOP_K] is the place of each pair of a local expert; values [P, width] and scales have one row per
+    pair.  BY_EXPERT: `quantize` depends on the expert, so that every pair is quantised by itself.  EVEN: `width` is
+    whole groups.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    groups = tl.cdiv(columns, GROUP)
+    groups = tl.cdiv(width, GROUP)
     index = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
     row = index // groups
     group = index % groups
     inside = row < rows
     offset = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tile = tl.load(x + row[:, None] * stride_x + offset, mask=inside[:, None] & (offset < columns), other=0.0)
-    quantized, scale = quantize(tile.to(tl.float32), 1)
+    if not BY_EXPERT:
+        quantized, scale = quantize(tile.to(tl.float32), Q, 0, 1)
     for slot in tl.static_range(TOP_K):
         pair = row * TOP_K + slot
         expert = local_expert(ids, expert_map, pair, inside, num_ids, num_experts, HAS_MAP)
         known = expert >= 0
+        if BY_EXPERT:
+            quantized, scale = quantize(tile.to(tl.float32), Q, tl.maximum(expert, 0)[:, None], 1)
         position = tl.load(positions + pair, mask=known, other=0).to(tl.int64)
-        tl.store(values + position[:, None] * stride_values + offset, quantized, mask=known[:, None])
-        tl.store(scales + position * stride_scales + group, scale, mask=known)
+        stored = known[:, None]
+        if not EVEN:
+            stored = stored & (offset < width)
+        tl.store(values + position[:, None] * stride_values + offset, quantized, mask=stored)
+        if scales is not None:
+            tl.store(scales + position * stride_scales + group, scale, mask=known)

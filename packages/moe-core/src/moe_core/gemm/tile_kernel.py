@@ -5,17 +5,31 @@
 The kernel owns what every scheme shares: the order of tiles, the pipelined loop over k, the gate and up halves,
 bias, activation, quantisation of the result and router weights.  A scheme passes `@triton.jit` functions:
 
-    open_a(A, rows)                                             -> state of a row tile, made once
+    open_a(A, rows, expert)                                     -> state of a row tile, made once
     load_a(state, k, BLOCK_K)                                   -> tile [BLOCK_M, BLOCK_K], scale
     open_b(B, expert, half, n, N, BLOCK_N)                      -> state of a weight tile, made once per half
     load_b(state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K)        -> tile [BLOCK_N, BLOCK_K], scale
     prefetch_b(state, K)                                        asks for the tile's first weights in L2; may be None
     multiply(acc, a, a_scale, b, b_scale, SWAP)                 -> acc
-    quantize(tile, AXIS)                                        -> values, scale of the result; None to store it as is
+    finish(acc, a_state, b_state, SWAP)                         -> acc, once after the loop, where scales do not change
+                                                                   along k; may be None
+    quantize(tile, Q, expert, AXIS)                             -> values, scale of the result; None to store it as is
 
-`rows` are rows of the operand A, `k` counts blocks of BLOCK_K, `n` is the first column of the tile, `half` is 0 for
-gate (or the only half) and 1 for up.  States are tuples.  A scale is whatever `multiply` of the same scheme
-understands.
+`rows` [BLOCK_M] int64 are rows of the operand A, `expert` is the tile's local expert, `k` counts blocks of BLOCK_K, `n`
+is the first column of the tile, `half` is 0 for gate (or the only half) and 1 for up.  States are tuples.  A scale is
+whatever `multiply` of the same scheme understands (0.0 where there is none).  `open_b` reads nothing but weights and
+their scales: it runs before the kernel that made A has ended.  `open_a` may read anything.
+
+`quantize` gets a float32 tile and the tuple Q of the scheme's own arguments (None if there are none), for example a
+pointer to a static scale per expert.  It returns the tile's values and what is to be stored as their scales, with AXIS,
+the tile's columns, reduced to one scale or to GROUPS of them, next to each other: shape [rows] for GROUPS 1, otherwise
+[rows, GROUPS] for AXIS 1 and [GROUPS, rows] for AXIS 0.  Without an `out_scale` (static scales) the second value is
+ignored.  `moe_core.ops.sort` and `moe_core.gemm.spread_kernel` quantise rows of x with functions of the same form;
+there the whole tile [groups, columns] is AXIS 1 and `expert` [groups, 1] int32 or the constant 0.
+
+A result that is stored as it is may leave its largest magnitude in `amax`, as the bits of a non-negative float32 in
+int32 (NaN is above infinity): AMAX "row" takes one per row of the result, "tensor" one for all.  The caller has zeroed
+them in an earlier launch (`sort_pairs(zero=)`).  The next product's `load_a` can then quantise while it loads.
 
 SWAP computes the transposed tile [BLOCK_N, BLOCK_M]: matrix units take at least 64 rows but as few as 8 columns,
 so that few tokens go into the columns and the weights, which come in abundance, into the rows.
@@ -70,6 +84,18 @@ def _bias(row, columns, inside, SWAP: tl.constexpr):
 
 
 @triton.jit
+def store_amax(amax, value, target, row_mask, value_mask, AXIS: tl.constexpr, AMAX: tl.constexpr):
+    """Raise `amax` to the largest magnitude of float32 `value`: per row (AXIS are the columns) or of everything."""
+    bits = tl.where(value_mask, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    rows = tl.max(bits, axis=AXIS)
+    if AMAX == "row":
+        tl.atomic_max(amax + target, rows, mask=row_mask, sem="relaxed")
+    else:
+        tl.static_assert(AMAX == "tensor", "amax is per row or tensor")
+        tl.atomic_max(amax, tl.max(rows, axis=0), sem="relaxed")
+
+
+@triton.jit
 def _rows(position, pair, top_k, WHICH: tl.constexpr):
     if WHICH == POSITION:
         return position
@@ -83,10 +109,12 @@ def _rows(position, pair, top_k, WHICH: tl.constexpr):
 def grouped_tile_kernel(
     out,
     out_scale,
+    amax,
     A,
     B,
     b_desc,
     S,
+    Q,
     bias,
     weights,
     N,
@@ -106,6 +134,7 @@ def grouped_tile_kernel(
     load_b: tl.constexpr,
     prefetch_b: tl.constexpr,
     multiply: tl.constexpr,
+    finish: tl.constexpr,
     quantize: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -121,6 +150,9 @@ def grouped_tile_kernel(
     WEIGHT: tl.constexpr,
     A_ROWS: tl.constexpr,
     OUT_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    AMAX: tl.constexpr,
+    PAD: tl.constexpr,
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
     EARLY: tl.constexpr,
@@ -131,6 +163,8 @@ def grouped_tile_kernel(
     N is the number of columns of the result (of one half when GATED), ACTIVATION "" leaves the product as it is,
     WEIGHT multiplies the router weight: 0 never, 1 before bias and activation, 2 at the end.
     A_ROWS and OUT_ROWS say which row of A and of the result a row of the tile is: POSITION, TOKEN or PAIR.
+    PAD: rows of the result have room for whole tiles; columns beyond N become zeros, so that the next product may
+    read whole tiles.
     EARLY, with PDL: the schedule and the weights may be read before the kernel that this one depends on has ended.
     With SPLIT > 1 an up product stores its halves side by side, [gate N | up N], without bias and activation.
     """
@@ -152,13 +186,13 @@ def grouped_tile_kernel(
     SHAPE_1: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     acc = tl.zeros((SHAPE_0, SHAPE_1), dtype=tl.float32)
     acc_up = tl.zeros((SHAPE_0, SHAPE_1), dtype=tl.float32)
-    a_state = open_a(A, _rows(position, pair, top_k, A_ROWS))
     b_state = open_b(B, expert, 0, n, N, BLOCK_N)
     up_state = open_b(B, expert, 1 if GATED else 0, n, N, BLOCK_N)
     if PDL and EARLY:
         if prefetch_b is not None:
             prefetch_b(b_state, K)
         tl.extra.cuda.gdc_wait()
+    a_state = open_a(A, _rows(position, pair, top_k, A_ROWS), expert)
     steps = tl.cdiv(K, BLOCK_K)
     for k in range(steps * part // SPLIT, steps * (part + 1) // SPLIT):
         a, a_scale = load_a(a_state, k, BLOCK_K)
@@ -176,6 +210,10 @@ def grouped_tile_kernel(
     inside = columns < N
     target = _rows(position, pair, top_k, OUT_ROWS)
     stored = _column(mask, SWAP) & _row(inside, SWAP)
+    if finish is not None:
+        acc = finish(acc, a_state, b_state, SWAP)
+        if GATED:
+            acc_up = finish(acc_up, a_state, up_state, SWAP)
     if WEIGHT != 0:
         weight = _column(tl.load(weights + pair), SWAP)
     if SPLIT > 1:
@@ -205,12 +243,23 @@ def grouped_tile_kernel(
         if WEIGHT == 2:
             acc = acc * weight
         offsets = _column(target * stride_out, SWAP) + _row(columns, SWAP)
-        if quantize is None:
-            tl.store(out + offsets, narrow(acc, out.dtype.element_ty), mask=stored)
-        else:
-            # columns up to the end of the last group become zeros, so that the next product may read whole groups
+        AXIS: tl.constexpr = 0 if SWAP else 1
+        if PAD:
             if not EVEN_N:
                 acc = tl.where(_row(inside, SWAP), acc, 0.0)
-            values, scale = quantize(acc, 0 if SWAP else 1)
-            tl.store(out + offsets, values, mask=_column(mask, SWAP))
-            tl.store(out_scale + target * stride_out_scale + block_n, scale, mask=mask)
+            stored = _column(mask, SWAP)
+        if quantize is None:
+            values = narrow(acc, out.dtype.element_ty)
+            if AMAX != "":
+                store_amax(amax, values.to(tl.float32), target, mask, stored, AXIS, AMAX)
+            tl.store(out + offsets, values, mask=stored)
+        else:
+            values, scale = quantize(acc, Q, expert, AXIS)
+            tl.store(out + offsets, values, mask=stored)
+            if out_scale is not None:
+                scales = target * stride_out_scale + block_n * GROUPS
+                if GROUPS == 1:
+                    tl.store(out_scale + scales, scale, mask=mask)
+                else:
+                    group = tl.arange(0, GROUPS)
+                    tl.store(out_scale + _column(scales, SWAP) + _row(group, SWAP), scale, mask=_column(mask, SWAP))

@@ -84,31 +84,39 @@ def _sort_tiny(
 
 
 @triton.jit
-def _quantize_groups(
+def quantize_groups(
     x,
     values,
     scales,
+    Q,
     rows,
     columns,
+    width,
     stride_x,
     stride_values,
     stride_scales,
-    first,
+    index,
     quantize: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
-    """Quantise BLOCK_G groups of GROUP columns, counted row by row; a partial last group is padded with zeros."""
-    groups = tl.cdiv(columns, GROUP)
-    index = first.to(tl.int64) + tl.arange(0, BLOCK_G)
+    """Quantise groups `index` of GROUP columns, counted row by row; what is beyond the last column counts as 0.
+
+    The result has `width` columns; EVEN: they are whole groups.
+    """
+    groups = tl.cdiv(width, GROUP)
     row = index // groups
     group = index % groups
     inside = row < rows
     offset = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tile = tl.load(x + row[:, None] * stride_x + offset, mask=inside[:, None] & (offset < columns), other=0.0)
-    quantized, scale = quantize(tile.to(tl.float32), 1)
-    tl.store(values + row[:, None] * stride_values + offset, quantized, mask=inside[:, None])
-    tl.store(scales + row * stride_scales + group, scale, mask=inside)
+    quantized, scale = quantize(tile.to(tl.float32), Q, 0, 1)
+    stored = inside[:, None]
+    if not EVEN:
+        stored = stored & (offset < width)
+    tl.store(values + row[:, None] * stride_values + offset, quantized, mask=stored)
+    if scales is not None:
+        tl.store(scales + row * stride_scales + group, scale, mask=inside)
 
 
 @triton.jit
@@ -124,11 +132,15 @@ def sort_kernel(
     num_ids,
     num_experts,
     tile_rows,
+    zero,
+    num_zeros,
     x,
     values,
     scales,
+    Q,
     rows,
     columns,
+    width,
     stride_x,
     stride_values,
     stride_scales,
@@ -139,9 +151,10 @@ def sort_kernel(
     quantize: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs 0 .. num_experts - 1 sort, the others quantise rows of x.
+    """Programs 0 .. num_experts - 1 sort, the others quantise rows of x; all of them write zeros to `zero`.
 
     Writes tiles, offsets, sorted_pairs and, unless None, positions (the inverse of sorted_pairs) as
     `moe_core.gemm.schedule` reads them, or counts [E] when MODE is COUNT.
@@ -150,21 +163,27 @@ def sort_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     me = tl.program_id(0)
+    if zero is not None:
+        for start in range(me * BLOCK_P, num_zeros, tl.num_programs(0) * BLOCK_P):
+            index = start + tl.arange(0, BLOCK_P)
+            tl.store(zero + index, tl.zeros((BLOCK_P,), tl.int32), mask=index < num_zeros)
     if me >= num_experts:
         if quantize is not None:
-            _quantize_groups(
+            quantize_groups(
                 x,
                 values,
                 scales,
+                Q,
                 rows,
                 columns,
+                width,
                 stride_x,
                 stride_values,
                 stride_scales,
-                (me - num_experts) * BLOCK_G,
+                ((me - num_experts) * BLOCK_G).to(tl.int64) + tl.arange(0, BLOCK_G),
                 quantize,
                 GROUP,
-                BLOCK_G,
+                EVEN,
             )
     elif MODE == TINY:
         _sort_tiny(

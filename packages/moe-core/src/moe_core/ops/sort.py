@@ -45,15 +45,45 @@ class SortedPairs:
 class QuantizeRows:
     """Rows to quantise in the launch that sorts: `x` [M, K] to `values` [M, K padded] and `scales` [M, groups].
 
-    ``quantize`` is a `@triton.jit` function as `moe_core.gemm.tile_kernel` describes it, ``group`` its group size
-    (a power of two).
+    ``quantize`` is a `@triton.jit` function as `moe_core.gemm.tile_kernel` describes it, ``arguments`` its tuple Q,
+    ``group`` its group size: a power of two; `whole_row` of K for one scale per row.  Columns from K to the width of
+    ``values`` become zeros.
     """
 
     x: Tensor
     values: Tensor
-    scales: Tensor
+    scales: Tensor | None
     quantize: Any
     group: int
+    arguments: tuple[Any, ...] | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of all rows."""
+        return self.x.shape[0] * -(-self.values.shape[1] // self.group)
+
+    @property
+    def is_even(self) -> bool:
+        return self.values.shape[1] % self.group == 0
+
+    @property
+    def kernel_arguments(self) -> tuple[Any, ...]:
+        """From `x` to `stride_scales` of the kernels."""
+        strides = (self.x.stride(0), self.values.stride(0), 0 if self.scales is None else self.scales.stride(0))
+        sizes = (*self.x.shape, self.values.shape[1])
+        return (self.x, self.values, self.scales, self.arguments, *sizes, *strides)
+
+    def block(self, programs: int) -> tuple[int, int]:
+        """(groups of one program, warps) that spread the work over about so many programs."""
+        fewest = 4 if self.group <= 128 else 1
+        most = max(4096 // self.group, 1)
+        share = 1 << max(-(-self.num_groups // programs) - 1, 0).bit_length()
+        return max(min(share, most), fewest), 4 if self.group <= 4096 else 8
+
+
+def whole_row(columns: int) -> int:
+    """The ``group`` of `QuantizeRows` that spans a row."""
+    return 1 << max(columns - 1, 0).bit_length()
 
 
 def sort_workspaces(num_pairs: int, num_experts: int, block_m: int) -> tuple[WorkspaceSpec, ...]:
@@ -77,12 +107,13 @@ def sort_pairs(
     expert_map: Tensor | None = None,
     rows: QuantizeRows | None = None,
     positions: bool = False,
+    zero: Tensor | None = None,
     pdl: bool = False,
 ) -> SortedPairs:
     """Sort ``topk_ids`` [M, k] (int32 or int64, contiguous) with the Triton kernel.
 
     ``num_experts`` local experts; ``expert_map`` [E] int32 gives the local number of a global id; ``positions``
-    asks for the inverse too.
+    asks for the inverse too; ``zero`` (int32, contiguous) is filled with zeros.
     """
     import triton
 
@@ -99,17 +130,12 @@ def sort_pairs(
     num_ids = num_experts if expert_map is None else expert_map.numel()
     block_e = max(triton.next_power_of_2(num_experts + 1), 16)
     modes = (TINY,) if pairs <= _TINY_PAIRS else (SORT,) if pairs <= _COUNT_PAIRS else (COUNT, SCATTER)
-    block_g, groups = 1, 0
-    if rows is not None:
-        groups = rows.x.shape[0] * triton.cdiv(rows.x.shape[1], rows.group)
-        block_g = max(min(32, triton.next_power_of_2(triton.cdiv(groups, 512))), 4)
+    block_g, row_warps = (1, 4) if rows is None else rows.block(512)
     for mode in modes:
         job = rows if mode != SCATTER else None
-        quantized: tuple[Any, ...] = (None,) * 3 + (0,) * 5
-        if job is not None:
-            quantized = (job.x, job.values, job.scales, *job.x.shape)
-            quantized += (job.x.stride(0), job.values.stride(0), job.scales.stride(0))
-        programs = num_experts + (triton.cdiv(groups, block_g) if job is not None else 0)
+        cleared = zero if mode != SCATTER else None
+        quantized = (None,) * 4 + (0,) * 6 if job is None else job.kernel_arguments
+        programs = num_experts + (triton.cdiv(job.num_groups, block_g) if job is not None else 0)
         if mode == TINY:
             block_p = max(triton.next_power_of_2(pairs), 16)
         else:
@@ -128,6 +154,8 @@ def sort_pairs(
             num_ids,
             num_experts,
             block_m,
+            cleared,
+            0 if cleared is None else cleared.numel(),
             *quantized,
             MODE=mode,
             HAS_MAP=expert_map is not None,
@@ -136,8 +164,9 @@ def sort_pairs(
             quantize=job.quantize if job is not None else None,
             GROUP=job.group if job is not None else 1,
             BLOCK_G=block_g,
+            EVEN=job is None or job.is_even,
             pdl=pdl,
-            num_warps=4 if block_p <= 1024 else 8,
+            num_warps=max(4 if block_p <= 1024 else 8, row_warps),
         )
     return sorted_
 

@@ -23,7 +23,7 @@ PREFETCH = tl.constexpr(1024)
 
 
 @triton.jit
-def open_activations(A, rows):
+def open_activations(A, rows, expert):
     """A = (values, scales, values' row stride, scales' row stride); the values are padded to whole groups."""
     values, scales, stride, stride_scale = A
     return values + rows * stride, scales + rows * stride_scale
@@ -132,7 +132,7 @@ def multiply_mixed(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
 
 
 @triton.jit
-def quantize(tile, AXIS: tl.constexpr):
+def quantize(tile, Q, expert, AXIS: tl.constexpr):
     """Quantise a float32 tile whose whole AXIS is one group: e4m3 values and one float32 scale, amax / 448."""
     amax = tl.maximum(tl.max(tl.abs(tile), axis=AXIS), AMAX_FLOOR)
     scale = tl.div_rn(amax, E4M3_MAX)

@@ -19,6 +19,7 @@ import torch
 from moe_core.gemm.launch import (
     Activation,
     Operand,
+    Result,
     Routing,
     TileFunctions,
     combine_parts,
@@ -28,12 +29,14 @@ from moe_core.gemm.launch import (
 )
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.rule import tile_plan
+from moe_core.gemm.spread import spread_rows
+from moe_core.gemm.tile_kernel import PAIR, POSITION
 from moe_core.ops.reduce import reduce_pairs
 from moe_core.ops.sort import QuantizeRows, SortedPairs, sort_pairs
 from torch import Tensor
 
 from moe_fp8.kernels import block
-from moe_fp8.kernels.hopper_launch import hopper_fits, hopper_product, spread_rows
+from moe_fp8.kernels.hopper_launch import hopper_fits, hopper_product
 
 SILU = Activation("silu")
 
@@ -46,8 +49,7 @@ def _functions(block_n: int, config: TileConfig, aligned: bool = False) -> TileF
         block.open_weights if uniform else block.open_weights_mixed,
         block.load_weights,
         block.multiply if uniform else block.multiply_mixed,
-        block.quantize,
-        block.prefetch_weights if aligned else None,
+        prefetch_b=block.prefetch_weights if aligned else None,
     )
 
 
@@ -144,7 +146,8 @@ def _specialised_up_product(
     """h in sorted order, by the device's own kernel."""
     pairs = routing.ids.numel()
     values, scales = workspace["sorted_values"][:pairs], workspace["sorted_scales"]
-    spread_rows(x, values, scales, quantize=block.quantize, pairs=order, routing=routing, pdl=plan.pdl)
+    rows = QuantizeRows(x, values, scales, block.quantize, values.shape[1] // scales.shape[1])
+    spread_rows(rows, pairs=order, routing=routing, pdl=plan.pdl)
     hopper_product(
         plan.up,
         values=values,
@@ -172,7 +175,7 @@ def _up_product(
     """h = act(x w13^T), quantised into h_values and h_scales; True if their rows are pairs, False if sorted."""
     config, pdl, group = plan.up, plan.pdl, block_shape[1]
     values, scales = workspace["x_values"], workspace["x_scales"]
-    h_values, h_scales = workspace["h_values"], workspace["h_scales"]
+    h = Result(workspace["h_values"], workspace["h_scales"], block.quantize)
     pairs = routing.ids.numel()
     parts = None
     if config.split > 1:
@@ -183,8 +186,7 @@ def _up_product(
         config,
         a=(values, scales, values.stride(0), scales.stride(0)),
         b=up,
-        out=h_values if parts is None else parts,
-        out_scale=h_scales if parts is None else None,
+        out=h if parts is None else Result(parts),
         pairs=order,
         routing=routing,
         activation=activation,
@@ -193,16 +195,14 @@ def _up_product(
     )
     if parts is not None:
         combine_parts(
-            block.quantize,
             parts=parts,
             split=config.split,
             bias=up.bias,
-            out=h_values,
-            out_scale=h_scales,
+            out=h,
             routing=routing,
             activation=activation,
             columns=up.rows,
-            group=group,
+            block=group,
             pdl=pdl,
         )
     return parts is not None
@@ -245,13 +245,12 @@ def _down_product(
         config,
         a=(values, scales, values.stride(0), scales.stride(0)),
         b=down,
-        out=y,
-        out_scale=None,
+        out=Result(y),
         pairs=order,
         routing=routing,
         activation=None,
         block_k=block_shape[1],
         pdl=plan.pdl,
-        a_by_pair=h_by_pair,
+        a_rows=(PAIR if h_by_pair else POSITION).value,
     )
     return y

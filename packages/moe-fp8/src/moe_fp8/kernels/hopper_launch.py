@@ -9,7 +9,6 @@ import triton
 from moe_core.gemm.launch import Activation, Operand, Routing
 from moe_core.gemm.plan import TileConfig, max_tiles
 from moe_core.gemm.specimen import launch
-from moe_core.gemm.spread_kernel import spread_kernel
 from moe_core.ops.sort import SortedPairs
 from torch import Tensor
 
@@ -32,38 +31,6 @@ def _descriptor(matrix: Tensor) -> Any:
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     return TensorDescriptor.from_tensor(matrix, [TILE, TILE], layout)
-
-
-def spread_rows(
-    x: Tensor, values: Tensor, scales: Tensor, *, quantize: Any, pairs: SortedPairs, routing: Routing, pdl: bool
-) -> None:
-    """Quantise x [M, K] by rows and groups of 128 into the sorted order: values [P, K padded], scales [P, groups]."""
-    tokens, columns = x.shape
-    block_g = 16
-    launch(
-        spread_kernel,
-        (triton.cdiv(tokens * triton.cdiv(columns, TILE), block_g),),
-        x,
-        routing.ids,
-        routing.expert_map,
-        pairs.positions,
-        values,
-        scales,
-        tokens,
-        columns,
-        routing.num_ids,
-        routing.num_experts,
-        x.stride(0),
-        values.stride(0),
-        scales.stride(0),
-        quantize=quantize,
-        TOP_K=routing.top_k,
-        HAS_MAP=routing.expert_map is not None,
-        GROUP=TILE,
-        BLOCK_G=block_g,
-        pdl=pdl,
-        num_warps=4,
-    )
 
 
 def hopper_product(

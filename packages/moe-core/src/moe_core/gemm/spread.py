@@ -1,0 +1,43 @@
+"""Start `spread_kernel`: quantise rows straight into the sorted order."""
+
+from __future__ import annotations
+
+import triton
+
+from moe_core.gemm.launch import Routing
+from moe_core.gemm.specimen import launch
+from moe_core.gemm.spread_kernel import spread_kernel
+from moe_core.ops.sort import QuantizeRows, SortedPairs
+
+
+def spread_rows(
+    rows: QuantizeRows, *, pairs: SortedPairs, routing: Routing, by_expert: bool = False, pdl: bool
+) -> None:
+    """Quantise ``rows.x`` [M, K] into the sorted order: ``rows.values`` [P, K padded], ``rows.scales`` [P, groups].
+
+    ``by_expert``: the result depends on the expert (static scales), so that each pair is quantised by itself.
+    ``pairs`` need their positions (`sort_pairs(positions=True)`).
+    """
+    # 16 groups of 128: programs enough for many rows, bytes enough for each
+    block_g = max(2048 // rows.group, 1)
+    launch(
+        spread_kernel,
+        (triton.cdiv(rows.num_groups, block_g),),
+        rows.x,
+        routing.ids,
+        routing.expert_map,
+        pairs.positions,
+        *rows.kernel_arguments[1:7],
+        routing.num_ids,
+        routing.num_experts,
+        *rows.kernel_arguments[7:],
+        quantize=rows.quantize,
+        TOP_K=routing.top_k,
+        HAS_MAP=routing.expert_map is not None,
+        GROUP=rows.group,
+        BLOCK_G=block_g,
+        EVEN=rows.is_even,
+        BY_EXPERT=by_expert,
+        pdl=pdl,
+        num_warps=4 if rows.group <= 4096 else 8,
+    )

@@ -1,0 +1,87 @@
+"""Device code of `moe_core.ops.batch`: the tiles of batched rows, and their quantisation beside it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_core.ops._sort_kernels import quantize_groups
+
+
+@triton.jit
+def batch_kernel(
+    counts,
+    tiles,
+    ends,
+    num_experts,
+    capacity,
+    tile_rows,
+    zero,
+    num_zeros,
+    x,
+    values,
+    scales,
+    Q,
+    rows,
+    columns,
+    width,
+    stride_x,
+    stride_values,
+    stride_scales,
+    BLOCK_E: tl.constexpr,
+    quantize: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Programs 0 .. num_experts - 1 write tiles and ends as `moe_core.gemm.schedule` reads them.
+
+    The others quantise rows of x [E * capacity, columns] that are in use.  All of them write zeros to `zero`.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    me = tl.program_id(0)
+    if zero is not None:
+        for start in range(me * 256, num_zeros, tl.num_programs(0) * 256):
+            index = start + tl.arange(0, 256)
+            tl.store(zero + index, tl.zeros((256,), tl.int32), mask=index < num_zeros)
+    if me < num_experts:
+        experts = tl.arange(0, BLOCK_E)
+        count = tl.load(counts + experts, mask=experts < num_experts, other=0)
+        count = tl.minimum(tl.maximum(count, 0), capacity).to(tl.int32)
+        first_tile = tl.sum(tl.where(experts < me, tl.cdiv(count, tile_rows), 0), axis=0)
+        own = tl.sum(tl.where(experts == me, count, 0), axis=0)
+        tl.store(ends + 1 + me, me * capacity + own)
+        if me == num_experts - 1:
+            tl.store(tiles, first_tile + tl.cdiv(own, tile_rows))
+        for start in range(0, tl.cdiv(own, tile_rows), 32):
+            tile = start + tl.arange(0, 32)
+            exists = tile < tl.cdiv(own, tile_rows)
+            tl.store(tiles + 2 + 2 * (first_tile + tile), tl.zeros((32,), tl.int32) + me, mask=exists)
+            tl.store(tiles + 3 + 2 * (first_tile + tile), me * capacity + tile * tile_rows, mask=exists)
+    elif quantize is not None:
+        index = ((me - num_experts) * BLOCK_G).to(tl.int64) + tl.arange(0, BLOCK_G)
+        row = index // tl.cdiv(width, GROUP)
+        expert = row // capacity
+        used = tl.load(counts + expert, mask=row < rows, other=0)
+        used = (row < rows) & (row % capacity < used)
+        if tl.sum(used.to(tl.int32), axis=0) > 0:
+            quantize_groups(
+                x,
+                values,
+                scales,
+                Q,
+                rows,
+                columns,
+                width,
+                stride_x,
+                stride_values,
+                stride_scales,
+                # a row that is not in use counts as one beyond the end
+                tl.where(used, index, rows.to(tl.int64) * tl.cdiv(width, GROUP)),
+                quantize,
+                GROUP,
+                EVEN,
+            )
