@@ -6,7 +6,12 @@ from pathlib import Path
 
 from moe_core import Scheme
 
+from moe_fp8.formats.compressed_tensors import CompressedTensorsFp8Format
 from moe_fp8.formats.fp8_block import Fp8BlockFormat
+from moe_fp8.formats.fp8_tensor import Fp8TensorFormat
+from moe_fp8.formats.modelopt import ModelOptFp8Format
+from moe_fp8.formats.mxfp8 import AutoRoundMxfp8Format, Mxfp8Format
+from moe_fp8.formats.quark import QuarkFp8Format
 from moe_fp8.oracle import Fp8Oracle
 
 
@@ -20,7 +25,15 @@ SCHEME = Scheme(
     name="fp8",
     protocol=1,
     oracle=Fp8Oracle,
-    formats=(Fp8BlockFormat,),
-    quant_methods=("fp8",),
+    formats=(
+        Fp8BlockFormat,
+        Fp8TensorFormat,
+        CompressedTensorsFp8Format,
+        ModelOptFp8Format,
+        Mxfp8Format,
+        AutoRoundMxfp8Format,
+        QuarkFp8Format,
+    ),
+    quant_methods=("fp8", "compressed-tensors", "modelopt", "mxfp8", "auto-round", "quark"),
     quickstart=_quickstart,
 )

@@ -268,8 +268,9 @@ def test_transposed_oblong_blocks_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"activation_scheme": "static"}, "activation_scheme is 'static', expected 'dynamic'"),
-        ({"weight_block_size": None}, "weight_block_size is null (one scale per tensor)"),
+        ({"activation_scheme": "fixed"}, "activation_scheme is 'fixed', expected 'dynamic' or 'static'"),
+        ({"activation_scheme": "static"}, f"{PREFIX}.0.gate_proj.input_scale is missing"),
+        ({"weight_block_size": None}, "gate_proj.weight_scale_inv has shape [2, 3], expected [] (one scale per tensor"),
         ({"fmt": "e5m2"}, "fmt is 'e5m2', expected 'e4m3'"),
         ({"quant_method": "fp9"}, "quant_method is 'fp9', expected 'fp8'"),
     ],
@@ -285,7 +286,28 @@ def test_interleaved_rows_are_refused(tmp_path: Path) -> None:
 
 def test_config_that_says_fp8_of_16_bit_experts(tmp_path: Path) -> None:
     tensors = {name: t.to(torch.bfloat16) for name, t in Experts().tensors().items() if name.endswith("weight")}
-    refused(tmp_path, tensors, f"{PREFIX} has no weight_scale_inv (its tensors are BF16)")
+    message = f"{PREFIX} is not quantised: its weights are BF16 without scales, although config.json says quant_method"
+    refused(tmp_path, tensors, message)
+
+
+def test_one_projection_in_16_bits(tmp_path: Path) -> None:
+    """transformers leaves alone what is no multiple of the block."""
+    tensors = Experts().tensors()
+    for expert in range(E):
+        del tensors[f"{PREFIX}.{expert}.down_proj.weight_scale_inv"]
+        tensors[f"{PREFIX}.{expert}.down_proj.weight"] = torch.zeros(K, N, dtype=torch.bfloat16)
+    refused(
+        tmp_path,
+        tensors,
+        f"{PREFIX}.0.down_proj.weight has dtype bfloat16, expected float8_e4m3fn as {PREFIX}.0.gate_proj.weight",
+    )
+
+
+def test_one_expert_in_16_bits(tmp_path: Path) -> None:
+    tensors = Experts().tensors()
+    name = f"{PREFIX}.1.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.bfloat16)
+    refused(tmp_path, tensors, f"{name} is BF16 [{N}, {K}], expected F8_E4M3 [{N}, {K}] as {PREFIX}.0.up_proj.weight")
 
 
 @pytest.mark.parametrize(

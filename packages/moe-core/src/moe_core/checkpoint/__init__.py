@@ -2,6 +2,9 @@
 
 ``Checkpoint.open(path)`` reads the folder, ``read_layer(checkpoint, index)`` finds the layer's tensors, its config
 and its format; ``LayerSource.weights()`` loads the canonical weights.
+
+For formats: ``matrices`` (which tensors make up a layer), ``values`` (loading with values checked), ``quant_args``,
+``compressed_tensors``, ``modelopt``, ``quark`` (what those tools' configs say).
 """
 
 from moe_core.checkpoint.detect import detect_format

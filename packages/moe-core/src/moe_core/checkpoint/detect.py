@@ -7,6 +7,8 @@ from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.format import CheckpointFormat
+from moe_core.checkpoint.matrices import unquantized_reason
+from moe_core.checkpoint.modelopt import is_modelopt
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.errors import CheckpointError, SchemeNotInstalledError
 from moe_core.registry import KNOWN_QUANT_METHODS, Registry, how_to_add, registry
@@ -23,14 +25,14 @@ def detect_format(
     plugins = plugins or registry()
     quantization = checkpoint.quantization
     method = quantization.get("quant_method")
-    reasons: list[str] = []
+    reasons: list[tuple[bool, str]] = []
     for scheme in _in_order(plugins, method):
         for kind in plugins.formats(scheme):
             adapter = kind()
             reason = adapter.reason_against(quantization, layer)
             if reason is None:
                 return scheme, adapter
-            reasons.append(f"{adapter.name} ({scheme}): {reason}")
+            reasons.append((method in adapter.quant_methods, f"{adapter.name} ({scheme}): {reason}"))
     what = f"quant_method {method!r}" if method is not None else f"no quant_method (weights are {_weight_dtype(layer)})"
     candidate = likely_scheme(quantization)
     if candidate is not None and candidate not in plugins.scheme_names():
@@ -38,7 +40,14 @@ def detect_format(
             f"{checkpoint.path}: {what} is read by the scheme {candidate}, "
             f"which is not installed{how_to_add(candidate)}"
         )
-    known = "; ".join(reasons) if reasons else "none is installed; a scheme brings them, e.g. pip install moe-fp8"
+    plain = unquantized_reason(layer)
+    if plain is not None and any(named for named, _ in reasons):
+        raise CheckpointError(
+            f"{checkpoint.path}: {layer.prefix} is not quantised: {plain}, although config.json says {what}"
+        )
+    # formats of this method have more to say than those of others
+    relevant = [text for named, text in reasons if named] or [text for _, text in reasons]
+    known = "; ".join(relevant) if relevant else "none is installed; a scheme brings them, e.g. pip install moe-fp8"
     raise CheckpointError(f"{checkpoint.path}: {what} of {layer.prefix} is not read by any installed format: {known}")
 
 
@@ -57,9 +66,12 @@ def likely_scheme(quantization: Mapping[str, Any]) -> str | None:
     method = quantization.get("quant_method")
     if not isinstance(method, str):
         return None
+    if method == "auto-round" and str(quantization.get("data_type", "")).startswith("mx_fp"):
+        bits = quantization.get("bits")
+        return {8: "fp8", 4: "mxfp4"}.get(bits) if isinstance(bits, int) else None
     if method in KNOWN_QUANT_METHODS:
         return KNOWN_QUANT_METHODS[method]
-    if method == "modelopt":
+    if is_modelopt(quantization):
         return _modelopt_scheme(str(quantization.get("quant_algo", "")).upper())
     if method == "compressed-tensors":
         return _compressed_tensors_scheme(quantization)

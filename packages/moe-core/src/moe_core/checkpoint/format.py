@@ -26,11 +26,13 @@ Keys = tuple[QuantKey | None, QuantKey | None]
 class CheckpointFormat(ABC):
     """One checkpoint format of one scheme.
 
-    ``name`` for people ("fp8 block"), ``scheme`` whose canonical weights it produces.
+    ``name`` for people ("fp8 block"), ``scheme`` whose canonical weights it produces; ``quant_methods`` that it may
+    read: where some format names the checkpoint's method, only those that do say why they don't read it.
     """
 
     name: ClassVar[str]
     scheme: ClassVar[str]
+    quant_methods: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def reason_against(self, quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
@@ -71,12 +73,17 @@ def check_expert_tensor(
     shape: Sequence[int],
     dtypes: Sequence[torch.dtype],
     why: str = "",
+    *,
+    also: Sequence[Sequence[int]] = (),
 ) -> None:
-    """CheckpointError unless the projection's tensors, of every expert, have this shape and one of these dtypes."""
+    """CheckpointError unless the projection's tensors, of every expert, have this shape and one of these dtypes.
+
+    ``also``: other shapes of the same values; the message names ``shape`` alone.
+    """
     name = layer.name(0, projection, suffix)
     found = layer.shape(projection, suffix)
     reason = f" ({why})" if why else ""
-    if found != tuple(shape):
+    if found not in {tuple(accepted) for accepted in (shape, *also)}:
         raise CheckpointError(f"{name} has shape {list(found)}, expected {list(shape)}{reason}")
     if layer.dtype(projection, suffix) not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -1,0 +1,89 @@
+"""The matrices of one layer's experts: which tensors make up w13 and w2, and what shapes config.json gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.config import FusedMoEConfig
+from moe_core.errors import CheckpointError
+
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class ExpertMatrices:
+    """Projections of one expert and their sizes.
+
+    ``first``: what lies below one another in w13 (``("gate", "up")``, ``("gate_up",)`` or ``("up",)``);
+    ``sizes``: [rows, cols] of each projection, rows are output features.
+    """
+
+    first: tuple[str, ...]
+    sizes: Mapping[str, tuple[int, int]]
+
+    @staticmethod
+    def of(layer: LayerExperts, config: FusedMoEConfig) -> ExpertMatrices:
+        """As ``config`` has them; the tensors are not looked at."""
+        inter, hidden = config.intermediate_size, config.hidden_size
+        if "gate_up" in layer.projections:
+            return ExpertMatrices(("gate_up",), {"gate_up": (2 * inter, hidden), "down": (hidden, inter)})
+        first = ("gate", "up") if layer.is_gated else ("up",)
+        return ExpertMatrices(first, {**dict.fromkeys(first, (inter, hidden)), "down": (hidden, inter)})
+
+    @property
+    def stacks(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """(canonical name, projections) of both weights."""
+        return (("w13", self.first), ("w2", ("down",)))
+
+
+def module_name(layer: LayerExperts, projection: str, expert: int = 0) -> str:
+    """Name of the linear module (``model.layers.0.mlp.experts.0.up_proj``) that owns the projection's tensors.
+
+    Stacked tensors named ``experts.up_proj`` have no module of their own; theirs counts as one.
+    """
+    for suffix in layer.suffixes(projection):
+        name = layer.name(expert, projection, suffix)
+        for separator in (".", "_"):
+            if name.endswith(separator + suffix):
+                return name.removesuffix(separator + suffix)
+    return layer.name(expert, projection, "weight")
+
+
+def stored_matrix(layer: LayerExperts, projection: str) -> tuple[int, int]:
+    """Shape of one expert's weight as stored; CheckpointError where it is no matrix."""
+    shape = layer.shape(projection, "weight")
+    if len(shape) != 2:
+        raise CheckpointError(
+            f"{layer.name(0, projection, 'weight')} has shape {list(shape)}, expected a matrix per expert"
+        )
+    return shape[0], shape[1]
+
+
+def is_transposed(layer: LayerExperts) -> bool:
+    """Whether stacked gate and up are columns: [K, 2N] and [N, K], as some models keep them.
+
+    2N and N cannot both equal K, so the shapes tell.
+    """
+    if "gate_up" not in layer.projections:
+        return False
+    (rows, cols), (down_rows, down_cols) = stored_matrix(layer, "gate_up"), stored_matrix(layer, "down")
+    return (rows, cols) == (down_cols, 2 * down_rows)
+
+
+def unquantized_reason(layer: LayerExperts) -> str | None:
+    """Why the experts count as not quantised ("its weights are BF16 without scales"), None if any tensor of them is.
+
+    config.json has no say: tools leave experts out without telling it.
+    """
+    for projection in layer.projections:
+        for suffix in layer.suffixes(projection):
+            if suffix not in ("weight", "bias") or layer.dtype(projection, suffix) not in _PLAIN:
+                return None
+        if not layer.has(projection, "weight"):
+            return None
+    dtypes = sorted({layer.stored_dtype(projection, "weight") for projection in layer.projections})
+    return f"its weights are {' and '.join(dtypes)} without scales"

@@ -1,0 +1,117 @@
+"""compressed-tensors (llm-compressor): ``float-quantized`` and ``mxfp8-quantized`` experts.
+
+Per expert and projection: ``weight`` e4m3 [N, K] and ``weight_scale``, mostly bfloat16:
+
+==================  ==============================  =============================================
+weights' strategy   ``weight_scale``                weight key's groups
+==================  ==============================  =============================================
+tensor              [1]                             per tensor, gate and up apart
+channel             [N, 1]                          1 x K
+group, float scale  [N, ceil(K/g)]                  1 x g
+group, e8m0 scale   [N, K/32] uint8                 MXFP8
+block               [ceil(N/bn), ceil(K/bk)]        ``block_structure``; edge blocks may be partial
+==================  ==============================  =============================================
+
+``input_activations``: null leaves activations in 16 bits; static per tensor (``input_scale`` [1]), dynamic per tensor,
+per token, in groups of ``group_size``, or MXFP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_core.checkpoint.compressed_tensors import QuantArgs, QuantGroup, quant_group
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.quant_key import (
+    PER_CHANNEL,
+    PER_TENSOR,
+    GroupShape,
+    QuantKey,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTensorSym,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+    kMxfp8Dynamic,
+)
+
+from moe_fp8.formats.fp8_experts import MX_GROUP, Fp8Format, Fp8Storage
+
+_FORMATS = ("float-quantized", "naive-quantized", "mxfp8-quantized", None)
+
+
+class CompressedTensorsFp8Format(Fp8Format):
+    """See the module docstring."""
+
+    name = "compressed-tensors float-quantized and mxfp8-quantized"
+    quant_methods = ("compressed-tensors",)
+
+    def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Fp8Storage | str:
+        method = quantization.get("quant_method")
+        if method != "compressed-tensors":
+            return f"quant_method is {method!r}, expected 'compressed-tensors'"
+        group = quant_group(quantization, layer)
+        weights = group.weights
+        if weights.type != "float" or weights.num_bits != 8:
+            return f"{group.where} has {weights.type}{weights.num_bits} weights, expected float8"
+        if group.format not in _FORMATS:
+            return f"format is {group.format!r}, expected 'float-quantized' or 'mxfp8-quantized'"
+        if not weights.symmetric or weights.dynamic is not False:
+            found = "asymmetric" if weights.dynamic is False else "dynamic"
+            return f"{weights.where} is {found}, expected symmetric and static"
+        return _storage(group)
+
+
+def _storage(group: QuantGroup) -> Fp8Storage | str:
+    weights = group.weights
+    mx = is_microscaling(weights, group.format)
+    shape = MX_GROUP if mx else _shape(weights)
+    if isinstance(shape, str):
+        return shape
+    activation = None if group.inputs is None else _activation(group.inputs, group.format)
+    if isinstance(activation, str):
+        return activation
+    inputs = "16-bit activations" if group.inputs is None else f"{group.inputs} activations"
+    why = f"{weights} weights with {inputs}: {group.where}"
+    return Fp8Storage(shape, activation, why, microscaling=mx)
+
+
+def is_microscaling(args: QuantArgs, layout: str | None) -> bool:
+    """Whether groups of 32 share an e8m0 exponent (MXFP8)."""
+    exponents = args.scale_dtype == "torch.uint8" or (args.scale_dtype is None and layout == "mxfp8-quantized")
+    return args.strategy == "group" and args.group_size == MX_GROUP.col and exponents
+
+
+def _shape(args: QuantArgs) -> GroupShape | str:
+    if args.strategy == "tensor":
+        return PER_TENSOR
+    if args.strategy == "channel":
+        return PER_CHANNEL
+    if args.strategy == "block" and args.block is not None:
+        return GroupShape(*args.block)
+    if args.strategy == "group" and args.group_size is not None and args.group_size > 0:
+        return GroupShape(1, args.group_size)
+    if args.strategy in ("block", "group"):
+        size = "block_structure" if args.strategy == "block" else "group_size"
+        return f"{args.where}: {size} is missing for strategy '{args.strategy}'"
+    return f"{args.where}: strategy is {args.strategy!r}, expected 'tensor', 'channel', 'block' or 'group'"
+
+
+def _activation(args: QuantArgs, layout: str | None) -> QuantKey | str:
+    """The activation key, or why there is none."""
+    if args.type != "float" or args.num_bits != 8 or not args.symmetric:
+        return f"{args.where} is {args}, expected symmetric float8"
+    if args.dynamic is False:
+        if args.strategy == "tensor":
+            return kFp8StaticTensorSym
+        return f"{args.where}: static activations have strategy {args.strategy!r}, expected 'tensor'"
+    if args.dynamic is True:
+        if args.strategy == "tensor":
+            return kFp8DynamicTensorSym
+        if args.strategy == "token":
+            return kFp8DynamicTokenSym
+        if is_microscaling(args, layout):
+            return kMxfp8Dynamic
+        if args.strategy == "group" and args.group_size is not None and args.group_size > 0:
+            return kFp8Dynamic128Sym.with_group(1, args.group_size)
+    return f"{args.where} is {args}, expected strategy 'tensor', 'token' or 'group'"

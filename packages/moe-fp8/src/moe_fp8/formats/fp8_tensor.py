@@ -1,0 +1,38 @@
+"""``quant_method: fp8`` with one scale per tensor: AutoFP8 and its followers, transformers without a block size.
+
+Per expert and projection: ``weight`` e4m3 [N, K] and its scale, a scalar ([], [1]; stacked experts [E] or [E, 1, 1]).
+``activation_scheme: static`` adds ``input_scale`` (AutoFP8) or ``activation_scale`` (transformers).
+
+What ``dynamic`` means is the writing tool's: AutoFP8 (``weight_scale``) takes one scale over all tokens, transformers
+(``weight_scale_inv``) one per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.quant_key import PER_TENSOR, kFp8DynamicTensorSym, kFp8DynamicTokenSym, kFp8StaticTensorSym
+
+from moe_fp8.formats.fp8_block import reason_against_method
+from moe_fp8.formats.fp8_experts import Fp8Format, Fp8Storage, scale_suffix
+
+
+class Fp8TensorFormat(Fp8Format):
+    """See the module docstring."""
+
+    name = "FP8 with one scale per tensor (AutoFP8, transformers)"
+    quant_methods = ("fp8",)
+
+    def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Fp8Storage | str:
+        reason = reason_against_method(quantization)
+        if reason is not None:
+            return reason
+        if quantization.get("weight_block_size") is not None:
+            return "weight_block_size is given (one scale per block), expected null"
+        why = "one scale per tensor: weight_block_size is null"
+        if quantization.get("activation_scheme") == "static":
+            return Fp8Storage(PER_TENSOR, kFp8StaticTensorSym, f"{why}; activation_scheme is 'static'")
+        by_token = any((scale_suffix(layer, p) or "").endswith("_inv") for p in layer.projections)
+        return Fp8Storage(PER_TENSOR, kFp8DynamicTokenSym if by_token else kFp8DynamicTensorSym, why)

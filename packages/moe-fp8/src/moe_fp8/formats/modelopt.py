@@ -1,0 +1,63 @@
+"""NVIDIA ModelOpt: FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO and MXFP8 (any letter case).
+
+Per expert and projection ``weight`` e4m3 [N, K] and ``weight_scale``:
+
+==========================  ====================================  ===========================================
+``quant_algo``              ``weight_scale``                      activations
+==========================  ====================================  ===========================================
+FP8                         float32 []                            static per tensor: ``input_scale`` []
+FP8_PER_CHANNEL_PER_TOKEN   float32 [N]                           dynamic per token
+FP8_PB_WO                   float32 [N/128, 1, K/128, 1]          16 bits
+MXFP8                       uint8 [N, K/32] e8m0                  MXFP8
+==========================  ====================================  ===========================================
+
+``FP8_PB_WO`` is "per block, weight only": ModelOpt's preset (``FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG``) disables the input
+quantisers, so the activation key is None.  vLLM quantises activations in groups of 128 for it all the same; who wants
+that selects with the key of DeepSeek-style activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.modelopt import is_modelopt, quant_algo, unknown_algo
+from moe_core.quant_key import (
+    PER_CHANNEL,
+    PER_TENSOR,
+    GroupShape,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+    kMxfp8Dynamic,
+)
+
+from moe_fp8.formats.fp8_experts import MX_GROUP, Fp8Format, Fp8Storage
+
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8")
+
+
+class ModelOptFp8Format(Fp8Format):
+    """See the module docstring."""
+
+    name = "ModelOpt FP8 and MXFP8"
+    quant_methods = ("modelopt",)
+
+    def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Fp8Storage | str:
+        if not is_modelopt(quantization):
+            return f"quant_method is {quantization.get('quant_method')!r}, expected 'modelopt'"
+        algorithm, entries = quant_algo(quantization, layer)
+        if algorithm not in _ALGORITHMS:
+            return unknown_algo(algorithm, ", ".join(_ALGORITHMS[:-1]) + " or " + _ALGORITHMS[-1])
+        said = f"quant_algo {algorithm}"
+        if algorithm == "FP8":
+            return Fp8Storage(PER_TENSOR, kFp8StaticTensorSym, f"one scale per tensor: {said}")
+        if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+            return Fp8Storage(PER_CHANNEL, kFp8DynamicTokenSym, f"one scale per output channel: {said}")
+        if algorithm == "MXFP8":
+            size = entries.integer("group_size", 32, least=0)
+            if size not in (0, MX_GROUP.col):
+                return f"group_size is {size} for MXFP8, expected 32"
+            return Fp8Storage(MX_GROUP, kMxfp8Dynamic, f"one e8m0 scale per 32 columns: {said}", microscaling=True)
+        size = entries.integer("group_size", 128, least=0) or 128
+        return Fp8Storage(GroupShape(size, size), None, f"one scale per block of {size}x{size}: {said}")

@@ -1,0 +1,64 @@
+"""MXFP8 by its own name: ``quant_method: mxfp8`` (MiniMax) and AutoRound's ``auto_round:llm_compressor`` export.
+
+Per expert and projection: ``weight`` e4m3 [N, K] and ``weight_scale`` or ``weight_scale_inv`` uint8 [N, K/32], e8m0
+exponents.  Activations are MXFP8, except where AutoRound's ``act_bits`` says 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.quant_args import QuantEntries, short
+from moe_core.quant_key import kMxfp8Dynamic
+
+from moe_fp8.formats.fp8_experts import MX_GROUP, Fp8Format, Fp8Storage
+
+_WHY = "one e8m0 scale per 32 columns"
+
+
+class Mxfp8Format(Fp8Format):
+    """``quant_method: mxfp8``."""
+
+    name = "MXFP8 (MiniMax)"
+    quant_methods = ("mxfp8",)
+
+    def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Fp8Storage | str:
+        method = quantization.get("quant_method")
+        if method != "mxfp8":
+            return f"quant_method is {method!r}, expected 'mxfp8'"
+        entries = QuantEntries(quantization, str(layer.checkpoint.path / "config.json"))
+        block = entries.block("weight_block_size")
+        if block not in (None, (1, 32)):
+            return f"weight_block_size is {short(quantization['weight_block_size'])}, expected [1, 32]"
+        scheme = entries.text("activation_scheme", "dynamic")
+        if scheme != "dynamic":
+            return f"activation_scheme is {scheme!r}, expected 'dynamic'"
+        return Fp8Storage(MX_GROUP, kMxfp8Dynamic, f"{_WHY}: quant_method mxfp8", microscaling=True)
+
+
+class AutoRoundMxfp8Format(Fp8Format):
+    """``quant_method: auto-round`` with ``data_type: mx_fp`` and 8 bits."""
+
+    name = "AutoRound MXFP8"
+    quant_methods = ("auto-round",)
+
+    def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Fp8Storage | str:
+        method = quantization.get("quant_method")
+        if method != "auto-round":
+            return f"quant_method is {method!r}, expected 'auto-round'"
+        entries = QuantEntries(quantization, str(layer.checkpoint.path / "config.json"))
+        data_type, bits = entries.text("data_type", "int"), entries.integer("bits")
+        if data_type is None or not data_type.startswith("mx_fp") or bits != 8:
+            return f"data_type is {data_type!r} with {bits} bits, expected 'mx_fp' with 8"
+        size = entries.integer("group_size", 32, least=-1)
+        if size != MX_GROUP.col:
+            return f"group_size is {size}, expected 32"
+        why = f"{_WHY}: data_type {data_type} with 8 bits"
+        if entries.integer("act_bits", 16) == 16:
+            return Fp8Storage(MX_GROUP, None, f"{why}, act_bits 16", microscaling=True)
+        act_type = entries.text("act_data_type", data_type)
+        if entries.integer("act_bits") != 8 or act_type is None or not act_type.startswith("mx_fp"):
+            return f"act_data_type is {act_type!r} with {entries.integer('act_bits')} bits, expected 'mx_fp' with 8"
+        return Fp8Storage(MX_GROUP, kMxfp8Dynamic, why, microscaling=True)
