@@ -43,6 +43,11 @@ def test_mxfp8_is_said_by_the_key_and_needs_its_scale_type() -> None:
     assert mxfp8_moe_quant_config(w1_scale=bytes_, w2_scale=bytes_).weight_key == qk.kMxfp8Static
     with pytest.raises(ConfigError, match="uint8 e8m0"):
         fp8_w8a8_moe_quant_config(w1_scale=S, w2_scale=S, block_shape=(1, 32))
+    for build in (fp8_w8a8_moe_quant_config, fp8_w8a16_moe_quant_config):
+        with pytest.raises(ConfigError, match="uint8 e8m0 scales are those of blocks"):
+            build(w1_scale=bytes_, w2_scale=bytes_)
+        blocks = build(w1_scale=bytes_, w2_scale=bytes_, block_shape=(128, 128))
+        assert blocks.weight_key == qk.kFp8Static128BlockE8M0Sym
 
 
 def test_biases_and_scales_land_where_they_belong() -> None:

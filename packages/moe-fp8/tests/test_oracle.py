@@ -18,7 +18,9 @@ from moe_core import (
     kFp8Dynamic128Sym,
     kFp8DynamicTokenSym,
     kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
     kInt8StaticChannelSym,
+    kMxfp8Dynamic,
     kMxfp8Static,
 )
 from moe_core.quantization import quantize_moe_weights
@@ -72,7 +74,7 @@ def test_a_named_backend_is_never_replaced() -> None:
     [
         (kMxfp8Static, kFp8Dynamic128Sym),
         (kFp8Static128BlockSym, kFp8DynamicTokenSym),
-        (kFp8Static128BlockSym, None),
+        (kFp8StaticChannelSym, kMxfp8Dynamic),
         (kFp8Static128BlockSym.with_group(64, 64), kFp8Dynamic128Sym),
         (kFp8Static128BlockSym, kFp8Dynamic64Sym),
     ],

@@ -21,6 +21,7 @@ from moe_core.weights import KernelWeights, MoEWeights
 
 if TYPE_CHECKING:
     from moe_core.checkpoint import Checkpoint
+    from moe_core.online import OnlineQuantization
 
 
 class FusedMoELayer(nn.Module):
@@ -42,10 +43,12 @@ class FusedMoELayer(nn.Module):
         correction_bias: Tensor | None = None,
         expert_map: Tensor | None = None,
         owns_weights: bool = False,
+        online: OnlineQuantization | None = None,
     ) -> None:
         """``router_weight`` [E, K], ``router_bias`` and ``correction_bias`` [E] let :meth:`forward` route by itself.
 
-        ``owns_weights``: nobody else holds the kernel's tensors, so that :meth:`reload` may overwrite them.
+        ``owns_weights``: nobody else holds the kernel's tensors, so that :meth:`reload` may overwrite them;
+        ``online``: how 16-bit weights were quantised, and will be when they are reloaded.
         """
         super().__init__()
         self.kernel = kernel
@@ -56,6 +59,7 @@ class FusedMoELayer(nn.Module):
         self.correction_bias = correction_bias
         self.expert_map = expert_map
         self.owns_weights = owns_weights
+        self.online = online
 
     @staticmethod
     def from_weights(
@@ -69,21 +73,29 @@ class FusedMoELayer(nn.Module):
         correction_bias: Tensor | None = None,
         expert_map: Tensor | None = None,
         copy: bool = False,
+        quantize: str | OnlineQuantization | None = None,
     ) -> FusedMoELayer:
         """Select a backend for the device that ``weights`` are on, convert them and build the layer.
 
         Where a backend's layout is the canonical one, the layer uses the tensors of ``weights`` themselves.  ``copy``
-        gives it its own, which :meth:`reload` needs.
+        gives it its own, which :meth:`reload` needs.  ``quantize``: what to make of 16-bit ``weights``, by the name
+        that the scheme gives it ("fp8_per_channel").
         """
         oracle = registry().oracle(scheme) if isinstance(scheme, str) else scheme
+        online = None if quantize is None else registry().online(quantize)
+        if online is not None and online.scheme != oracle.scheme:
+            raise ConfigError(f"{online.name} makes weights of the scheme {online.scheme}, not of {oracle.scheme}")
         selection = oracle.select(
             config,
-            weight_key=weights.weight_key,
-            activation_key=weights.activation_key,
+            weight_key=weights.weight_key if online is None else online.weight_key,
+            activation_key=weights.activation_key if online is None else online.activation_key,
             moe_backend=backend,
             device=weights.w13.device,
         )
-        converted = oracle.convert(selection, weights)
+        if online is not None:
+            weights.validate(config)
+        quantized = weights if online is None else online.quantize(weights)
+        converted = oracle.convert(selection, quantized)
         kernel = oracle.make_kernel(selection, converted.apart_from(weights) if copy else converted)
         return FusedMoELayer(
             kernel,
@@ -93,6 +105,7 @@ class FusedMoELayer(nn.Module):
             correction_bias=correction_bias,
             expert_map=expert_map,
             owns_weights=copy,
+            online=online,
         )
 
     @property
@@ -156,6 +169,7 @@ class FusedMoELayer(nn.Module):
     def reload(self, weights: MoEWeights) -> None:
         """Replace the weights in place: pointers stay, captured CUDA graphs go on working.
 
+        A layer that was quantised at load takes 16-bit weights as well, and quantises them the same way.
         Raises TensorError, with the old weights untouched, if the new ones don't fit; ConfigError if the layer
         shares its tensors with whoever made it, since they would be overwritten.
         """
@@ -164,6 +178,9 @@ class FusedMoELayer(nn.Module):
                 "the layer may share its weights with their owner, and reloading would overwrite them: build it with "
                 "load_layer, with FusedMoELayer.from_weights(..., copy=True) or with owns_weights=True"
             )
+        if self.online is not None and weights.weight_key is None:
+            weights.validate(self.config)
+            weights = self.online.quantize(weights.to(self.weights.device))
         if (weights.weight_key, weights.activation_key) != (self.selection.weight_key, self.selection.activation_key):
             raise TensorError(
                 f"the layer was built for {self.selection.weight_key} with {self.selection.activation_key}, "
@@ -198,11 +215,14 @@ def load_layer(
     backend: str = "auto",
     dtype: torch.dtype = torch.bfloat16,
     experts: Sequence[int] | None = None,
+    quantize: str | OnlineQuantization | None = None,
 ) -> FusedMoELayer:
     """One MoE layer of a checkpoint folder: format, scheme, selection and conversion.
 
     ``layer``: index in the model, default the first MoE layer.  ``experts``: global ids to load
     (expert parallelism), default all; with some of them the layer gets the matching expert map.
+    ``quantize``: what to make of 16-bit experts, by the name that a scheme gives it ("fp8_per_channel"); they are
+    quantised expert by expert while they are read.
 
     Raises CheckpointError, SchemeNotInstalledError, SelectionError, TensorError.
     """
@@ -210,7 +230,8 @@ def load_layer(
 
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(Path(path))
-    source = read_layer(checkpoint, layer, dtype=dtype, experts=experts)
+    online = None if quantize is None else registry().online(quantize)
+    source = read_layer(checkpoint, layer, dtype=dtype, experts=experts, quantize=online)
     # selection comes before the weights are read: an impossible request costs no gigabytes
     oracle = registry().oracle(source.scheme)
     selection = oracle.select(
@@ -240,4 +261,5 @@ def load_layer(
         correction_bias=on_target(source.correction_bias),
         expert_map=expert_map,
         owns_weights=True,
+        online=online,
     )

@@ -242,12 +242,16 @@ def _fp8_keys(
     per_out_ch: bool,
     a1_scale: Tensor | None,
 ) -> tuple[QuantKey, QuantKey]:
+    is_e8m0 = w1_scale.dtype is torch.uint8
+    if block_shape is None and is_e8m0:
+        raise ConfigError("uint8 e8m0 scales are those of blocks ((1, 32) is MXFP8): block_shape is missing")
     if block_shape is not None:
         if tuple(block_shape) == (1, 32):
-            if w1_scale.dtype is not torch.uint8:
+            if not is_e8m0:
                 raise ConfigError(f"block (1, 32) is MXFP8 and needs uint8 e8m0 scales, got {w1_scale.dtype}")
             return kMxfp8Static, kMxfp8Dynamic
-        weight = QuantKey(FP8_E4M3, ScaleDesc(torch.float32, True, GroupShape(*block_shape)))
+        stored = torch.uint8 if is_e8m0 else torch.float32
+        weight = QuantKey(FP8_E4M3, ScaleDesc(stored, True, GroupShape(*block_shape)))
         return weight, kFp8Dynamic128Sym.with_group(1, block_shape[1])
     weight = kFp8StaticChannelSym if per_out_ch else kFp8StaticTensorSym
     if a1_scale is not None:

@@ -18,12 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moe_core.errors import ProtocolVersionError, RegistryError, SchemeNotInstalledError
+from moe_core.errors import ConfigError, ProtocolVersionError, RegistryError, SchemeNotInstalledError
 from moe_core.experts import PROTOCOL_VERSION, FusedMoEExperts
 from moe_core.oracle import Backend, Oracle
 
 if TYPE_CHECKING:
     from moe_core.checkpoint.format import CheckpointFormat
+    from moe_core.online import OnlineQuantization
 
 SCHEME_GROUP = "moe_core.schemes"
 BACKEND_GROUP = "moe_core.backends"
@@ -54,7 +55,8 @@ class Scheme:
 
     ``protocol``: the version of this interface it was built for, written as a literal;
     ``oracle``: makes its oracle; ``formats``: its checkpoint formats, most specific first;
-    ``quant_methods`` that its formats may read; ``quickstart``: writes a small checkpoint into a folder.
+    ``quant_methods`` that its formats may read; ``quickstart``: writes a small checkpoint into a folder;
+    ``online``: what it makes of 16-bit experts at load.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Scheme:
     formats: tuple[type[CheckpointFormat], ...] = ()
     quant_methods: tuple[str, ...] = ()
     quickstart: Callable[[Any], None] | None = field(default=None, compare=False)
+    online: tuple[OnlineQuantization, ...] = ()
 
 
 def install_hint(scheme: str) -> str:
@@ -145,6 +148,38 @@ class Registry:
         """Checkpoint formats of a scheme: its own, then those that other packages add."""
         added = [_load(p) for p in self._entry_points(FORMAT_GROUP) if p.name.partition(".")[0] == name]
         return (*self.scheme(name).formats, *added)
+
+    def online_names(self) -> tuple[str, ...]:
+        """Names of everything that the installed schemes make of 16-bit experts; loads the schemes."""
+        return tuple(sorted(self._online))
+
+    def online(self, quantization: str | OnlineQuantization) -> OnlineQuantization:
+        """The online quantisation of that name, or the one given.
+
+        Raises ConfigError for an unknown name, RegistryError where two schemes use it.
+        """
+        if not isinstance(quantization, str):
+            return quantization
+        found = self._online.get(quantization)
+        if found is None:
+            known = ", ".join(self.online_names()) or "none; a scheme brings them, e.g. pip install moe-fp8"
+            raise ConfigError(f"quantize={quantization!r} is unknown; installed: {known}")
+        return found
+
+    @functools.cached_property
+    def _online(self) -> dict[str, OnlineQuantization]:
+        found: dict[str, OnlineQuantization] = {}
+        for scheme in self.scheme_names():
+            for online in self.scheme(scheme).online:
+                if online.scheme != scheme:
+                    raise RegistryError(f"scheme {scheme!r} registers {online.name!r} for the scheme {online.scheme!r}")
+                other = found.setdefault(online.name, online)
+                if other is not online:
+                    raise RegistryError(
+                        f"the online quantisation {online.name!r} is registered twice: by the schemes {other.scheme!r} "
+                        f"and {scheme!r}; uninstall one of them"
+                    )
+        return found
 
     @staticmethod
     def _backend(point: importlib.metadata.EntryPoint, name: str) -> Backend:

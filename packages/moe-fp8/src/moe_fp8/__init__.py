@@ -1,5 +1,7 @@
 """FP8 mixture-of-experts for moe-core: oracle, checkpoint formats, expert kernels."""
 
+from moe_fp8.methods import Fp8OnlineMoEMethod, ModelOptMxfp8MoEMethod
+from moe_fp8.online import quantize_moe_weights
 from moe_fp8.oracle import (
     Fp8MoeBackend,
     Fp8Oracle,
@@ -7,15 +9,20 @@ from moe_fp8.oracle import (
     make_fp8_moe_kernel,
     make_fp8_moe_quant_config,
     select_fp8_moe_backend,
+    select_mxfp8_moe_backend,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Fp8MoeBackend",
+    "Fp8OnlineMoEMethod",
     "Fp8Oracle",
+    "ModelOptMxfp8MoEMethod",
     "convert_to_fp8_moe_kernel_format",
     "make_fp8_moe_kernel",
     "make_fp8_moe_quant_config",
+    "quantize_moe_weights",
     "select_fp8_moe_backend",
+    "select_mxfp8_moe_backend",
 ]

@@ -19,6 +19,9 @@ from moe_core import (
     fp8_w8a16_moe_quant_config,
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
+    kMxfp8Dynamic,
+    kMxfp8Static,
+    make_quant_config,
     registry,
 )
 from moe_core.oracle import Backend
@@ -79,6 +82,31 @@ def select_fp8_moe_backend(
     )
 
 
+def select_mxfp8_moe_backend(
+    config: FusedMoEConfig,
+    *,
+    weight_key: QuantKey = kMxfp8Static,
+    activation_key: QuantKey | None = kMxfp8Dynamic,
+    moe_backend: str | Fp8MoeBackend = "auto",
+    device: DeviceInfo | str | torch.device | None = None,
+    environment: Environment | None = None,
+) -> Selection:
+    """:func:`select_fp8_moe_backend` for MXFP8 weights (e4m3, one e8m0 scale per 32 columns).
+
+    ``activation_key`` None asks for 16-bit activations.  Other weight keys are refused: ConfigError.
+    """
+    if weight_key != kMxfp8Static:
+        raise ConfigError(f"MXFP8 weights are {kMxfp8Static}, asked for {weight_key}: use select_fp8_moe_backend")
+    return select_fp8_moe_backend(
+        config,
+        weight_key=weight_key,
+        activation_key=activation_key,
+        moe_backend=moe_backend,
+        device=device,
+        environment=environment,
+    )
+
+
 def convert_to_fp8_moe_kernel_format(
     selection: Selection,
     *,
@@ -125,13 +153,45 @@ def make_fp8_moe_quant_config(
     a2_scale: Tensor | None = None,
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
+    weight_key: QuantKey | None = None,
+    activation_key: QuantKey | None = None,
     block_shape: tuple[int, int] | None = None,
     per_act_token_quant: bool = False,
     per_out_ch_quant: bool = False,
     weight_only: bool = False,
 ) -> FusedMoEQuantConfig:
-    """Scales and biases of e4m3 weights; ``weight_only``: 16-bit activations.  All by keyword."""
+    """Scales and biases of e4m3 weights, for every kind of them and every backend.  All by keyword.
+
+    - ``weight_key``, ``activation_key`` say the kinds outright, as a selection has them; activation None: 16 bits
+    - without a ``weight_key`` the older switches say them: ``block_shape`` ((1, 32) with uint8 scales is MXFP8),
+      ``per_out_ch_quant``, ``per_act_token_quant``, ``weight_only`` (16-bit activations: kernels that dequantise
+      weights, on GPUs and CPUs alike)
+
+    Raises ConfigError where the switches, the keys and the tensors contradict each other.
+    """
+    if weight_key is not None:
+        if block_shape is not None or per_act_token_quant or per_out_ch_quant:
+            raise ConfigError("weight_key says the kind: leave out block_shape, per_act_token_quant, per_out_ch_quant")
+        if weight_only and activation_key is not None:
+            raise ConfigError(f"weight_only means 16-bit activations, the activation key is {activation_key}")
+        for name, scale in (("w1_scale", w1_scale), ("w2_scale", w2_scale)):
+            if scale.dtype is not weight_key.scale.dtype:
+                raise ConfigError(f"{name} has dtype {scale.dtype}, expected {weight_key.scale.dtype} for {weight_key}")
+        return make_quant_config(
+            weight_key=weight_key,
+            activation_key=activation_key,
+            w1_scale=w1_scale,
+            w2_scale=w2_scale,
+            a1_scale=a1_scale,
+            a2_scale=a2_scale,
+            w1_bias=w1_bias,
+            w2_bias=w2_bias,
+        )
+    if activation_key is not None:
+        raise ConfigError(f"activation_key is {activation_key}, but weight_key is missing")
     if weight_only:
+        if a1_scale is not None or a2_scale is not None or per_act_token_quant:
+            raise ConfigError("weight_only means 16-bit activations: they have no scales")
         return fp8_w8a16_moe_quant_config(
             w1_scale=w1_scale,
             w2_scale=w2_scale,

@@ -12,6 +12,7 @@ from moe_fp8.formats.fp8_tensor import Fp8TensorFormat
 from moe_fp8.formats.modelopt import ModelOptFp8Format
 from moe_fp8.formats.mxfp8 import AutoRoundMxfp8Format, Mxfp8Format
 from moe_fp8.formats.quark import QuarkFp8Format
+from moe_fp8.online import ONLINE
 from moe_fp8.oracle import Fp8Oracle
 
 
@@ -36,4 +37,5 @@ SCHEME = Scheme(
     ),
     quant_methods=("fp8", "compressed-tensors", "modelopt", "mxfp8", "auto-round", "quark"),
     quickstart=_quickstart,
+    online=ONLINE,
 )

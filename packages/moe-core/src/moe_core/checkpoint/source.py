@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_core.checkpoint.detect import detect_format
 from moe_core.checkpoint.experts import LayerExperts, find_layer
 from moe_core.checkpoint.format import CheckpointFormat
 from moe_core.checkpoint.model import read_model
+from moe_core.checkpoint.online import detect
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointWarning, ConfigError
+from moe_core.online import OnlineQuantization
 from moe_core.quant_key import QuantKey
 from moe_core.registry import Registry
 from moe_core.weights import MoEWeights
@@ -61,17 +62,19 @@ def read_layer(
     *,
     dtype: torch.dtype = torch.bfloat16,
     experts: Sequence[int] | None = None,
+    quantize: str | OnlineQuantization | None = None,
     plugins: Registry | None = None,
 ) -> LayerSource:
     """Layer ``layer`` of the model, default the first with experts: names, shapes, config, format; no weights yet.
 
-    ``dtype`` of hidden states; ``experts``: global ids to load, default all.
+    ``dtype`` of hidden states; ``experts``: global ids to load, default all; ``quantize``: what to make of 16-bit
+    experts, by the name that an installed scheme gives it.
     Raises CheckpointError, SchemeNotInstalledError; warns with CheckpointWarning of routing that is assumed.
     """
     tensors = find_layer(checkpoint, layer)
     chosen = _chosen(experts, tensors.num_experts)
     model = read_model(tensors, dtype=dtype, num_local_experts=len(chosen))
-    scheme, adapter = detect_format(checkpoint, tensors, plugins)
+    scheme, adapter = detect(checkpoint, tensors, quantize, plugins)
     if model.routing_note is not None:
         warnings.warn(model.routing_note, CheckpointWarning, stacklevel=2)
     weight_key, activation_key = adapter.keys(checkpoint.quantization, tensors)

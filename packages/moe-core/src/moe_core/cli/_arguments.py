@@ -24,6 +24,10 @@ def add_layer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layer", type=int, metavar="N", help="index of the layer (default: the first with MoE)")
 
 
+def add_quantize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quantize", metavar="NAME", help="quantize 16-bit experts at load, e.g. fp8_per_channel")
+
+
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     names = [*DTYPES, *DTYPES.values()]
     parser.add_argument(
@@ -106,6 +110,11 @@ def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | Non
     from moe_core.config import FusedMoEConfig
     from moe_core.registry import registry
 
+    online = None if args.quantize is None else registry().online(args.quantize)
+    if online is not None:
+        if args.weight_key is not None or args.activation_key is not None or args.scheme not in (None, online.scheme):
+            raise ConfigError(f"--quantize {online.name} says the scheme ({online.scheme}) and the keys by itself")
+        args.scheme = online.scheme
     if args.scheme is None or args.shape is None:
         raise ConfigError("give a checkpoint folder, or --scheme and --shape E,k,K,N")
     try:
@@ -123,6 +132,8 @@ def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | Non
         dtype=dtype_of(args.dtype),
         has_bias=args.bias,
     )
+    if online is not None:
+        return config, online.weight_key, online.activation_key
     default_weight, default_activation = _first_claimed(registry().oracle(args.scheme))
     weight = default_weight if args.weight_key is None else _key(args.weight_key)
     activation = default_activation if args.activation_key is None else _key(args.activation_key)

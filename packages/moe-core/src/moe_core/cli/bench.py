@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this command."""
     parser.add_argument("path", metavar="DIR", type=Path, nargs="?", help="checkpoint folder")
     _arguments.add_layer(parser)
+    _arguments.add_quantize(parser)
     parser.add_argument("--tokens", default="1,8,32,128", metavar="M,M,…", help="token counts (default: 1,8,32,128)")
     parser.add_argument("--backend", metavar="B,B,…", help="backends by name (default: all that fit)")
     parser.add_argument("--device", metavar="D", help="cpu, cuda … (default: cuda if there is a GPU)")
@@ -125,7 +126,9 @@ def _counts(text: str) -> list[int]:
 def _from_checkpoint(args: argparse.Namespace, device: torch.device) -> _Layer:
     from moe_core.checkpoint import Checkpoint, read_layer
 
-    source = read_layer(Checkpoint.open(args.path), args.layer, dtype=_arguments.dtype_of(args.dtype))
+    source = read_layer(
+        Checkpoint.open(args.path), args.layer, dtype=_arguments.dtype_of(args.dtype), quantize=args.quantize
+    )
     return _Layer(
         source.scheme,
         f"{args.path} layer {source.index}",
@@ -140,7 +143,7 @@ def _from_shape(args: argparse.Namespace, device: torch.device) -> _Layer:
     from moe_core.registry import registry
 
     args.shape = args.shape or DEFAULT_SHAPE
-    if args.scheme is None:
+    if args.scheme is None and args.quantize is None:
         # with one scheme there is nothing to choose
         names = registry().scheme_names()
         if len(names) != 1:

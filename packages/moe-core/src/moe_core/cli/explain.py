@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this command."""
     parser.add_argument("path", metavar="DIR", type=Path, nargs="?", help="checkpoint folder")
     _arguments.add_layer(parser)
+    _arguments.add_quantize(parser)
     parser.add_argument("--device", metavar="D", help="sm90, sm100, gfx950, cpu, h200 … (default: this machine's)")
     parser.add_argument("--backend", default="auto", metavar="B", help="a backend by name (default: auto)")
     _arguments.add_dtype(parser)
@@ -33,7 +34,12 @@ def run(args: argparse.Namespace) -> int:
     if args.path is not None:
         from moe_core.checkpoint import Checkpoint, read_layer
 
-        source = read_layer(Checkpoint.open(args.path), args.layer, dtype=_arguments.dtype_of(args.dtype))
+        source = read_layer(
+            Checkpoint.open(args.path),
+            args.layer,
+            dtype=_arguments.dtype_of(args.dtype),
+            quantize=args.quantize,
+        )
         scheme, config = source.scheme, source.config
         weight_key, activation_key = source.weight_key, source.activation_key
         found = {

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this command."""
     parser.add_argument("path", metavar="DIR", type=Path, help="checkpoint folder: config.json and safetensors")
     _arguments.add_layer(parser)
+    _arguments.add_quantize(parser)
     parser.add_argument(
         "--tokens", type=int, default=32, metavar="M", help="random tokens without --input (default: 32)"
     )
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     _arguments.check_tokens(args.tokens, least=0)
     _arguments.check_seed(args.seed)
     checkpoint = Checkpoint.open(args.path)
-    source = read_layer(checkpoint, args.layer, dtype=dtype)
+    source = read_layer(checkpoint, args.layer, dtype=dtype, quantize=args.quantize)
     if args.output is not None:
         check_writable(args.output)
         check_spares(args.output, args.path, args.input)
@@ -57,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
     tokens = _tokens(args, source)
     with progress(f"loading layer {source.index} of {args.path}"):
         start = time.perf_counter()
-        layer = load_layer(checkpoint, layer=source.index, device=device, backend=args.backend, dtype=dtype)
+        layer = load_layer(
+            checkpoint, layer=source.index, device=device, backend=args.backend, dtype=dtype, quantize=args.quantize
+        )
         loading = seconds_since(start)
     with progress(f"running {tokens.hidden_states.shape[0]} tokens"):
         output, running = _apply(layer, tokens, device, dtype)

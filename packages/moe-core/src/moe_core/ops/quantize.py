@@ -131,7 +131,7 @@ def _quantize(
             )
     if out.numel() == 0:
         return Quantized(out, scale if key.is_static else scale.zero_(), zero_point)
-    unsupported = None if code != "e4m3" or x.device.type != "cuda" else _without_e4m3(x)
+    unsupported = None if code != "e4m3" or x.device.type != "cuda" else without_e4m3(x)
     if not use_triton(x, backend, unsupported=unsupported):
         return _quantize_torch(rows, key, static_scale, power_of_two, out, scale, zero_point)
     from moe_core.ops._quantize_launch import launch_groups, launch_rows, launch_tensor
@@ -184,7 +184,8 @@ def _scale_shape(rows: Rows, key: QuantKey) -> tuple[int, ...]:
     return (*rows.shape[:-1], groups)
 
 
-def _without_e4m3(x: Tensor) -> str | None:
+def without_e4m3(x: Tensor) -> str | None:
+    """Why the GPU that ``x`` is on can't make e4m3 codes; None if it can."""
     if torch.version.hip is None and torch.cuda.get_device_capability(x.device) < (8, 9):
         return "the GPU has no e4m3 conversion (sm_89 and later do)"
     return None

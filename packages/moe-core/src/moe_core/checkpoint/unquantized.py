@@ -1,0 +1,93 @@
+"""Experts in 16 (or 32) bits, as training writes them: one by one, or stacked.
+
+- ``experts.<e>.gate_proj|up_proj|down_proj.weight`` [N, K] and [K, N] (also w1, w3, w2), or up and down alone
+- ``experts.gate_up_proj`` [E, 2N, K] (gate rows, then up rows), ``experts.down_proj`` [E, K, N]
+- the same stored transposed, [E, K, 2N] and [E, N, K] (Llama 4, Qwen3-VL): 2N and N can't both be K, so shapes tell
+
+No scheme runs them as they are; they are what is quantised at load (:mod:`moe_core.online`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.format import CheckpointFormat, Keys, check_expert_tensor
+from moe_core.checkpoint.matrices import ExpertMatrices, is_transposed
+from moe_core.checkpoint.values import Values, load_checked
+from moe_core.config import FusedMoEConfig
+from moe_core.weights import MoEWeights
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SUFFIXES = frozenset({"weight", "bias"})
+
+
+class UnquantizedFormat(CheckpointFormat):
+    """See the module docstring.  The tensors alone decide: tools leave experts out without saying so in config.json."""
+
+    name = "16-bit experts"
+    scheme = ""
+
+    def reason_against(self, quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
+        for projection in sorted(layer.projections):
+            for suffix in layer.suffixes(projection):
+                if suffix not in _SUFFIXES or layer.dtype(projection, suffix) not in _DTYPES:
+                    stored = layer.stored_dtype(projection, suffix)
+                    return f"{layer.name(0, projection, suffix)} is {stored}, expected 16-bit weights and biases alone"
+            if not layer.has(projection, "weight"):
+                return f"{layer.prefix} has no weight of {projection}"
+        if "gate_up" in layer.projections and _model_type(layer) == "gpt_oss":
+            return "gpt-oss interleaves gate and up, expected gate rows first"
+        return None
+
+    def keys(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Keys:
+        return None, None
+
+    def load(
+        self,
+        layer: LayerExperts,
+        config: FusedMoEConfig,
+        *,
+        experts: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> MoEWeights:
+        matrices, transposed = ExpertMatrices.of(layer, config), is_transposed(layer)
+        sized = f"hidden size and intermediate size of {layer.checkpoint.path / 'config.json'}"
+        tensors: dict[str, Tensor] = {}
+        for name, projections in matrices.stacks:
+            # gate and up become one tensor: of one type
+            stored = layer.dtype(projections[0], "weight")
+            for projection in projections:
+                rows, cols = matrices.sizes[projection]
+                shape = (cols, rows) if transposed else (rows, cols)
+                check_expert_tensor(layer, projection, "weight", shape, _DTYPES if stored is None else (stored,), sized)
+            tensors[name] = load_checked(
+                layer,
+                projections,
+                "weight",
+                Values.FINITE,
+                experts=experts,
+                device=device,
+                arrange=_turned if transposed else None,
+            )
+            if any(layer.has(projection, "bias") for projection in projections):
+                for projection in projections:
+                    check_expert_tensor(layer, projection, "bias", matrices.sizes[projection][:1], _DTYPES)
+                tensors[f"{name}_bias"] = load_checked(
+                    layer, projections, "bias", Values.FINITE, experts=experts, device=device, arrange=Tensor.float
+                )
+        return MoEWeights(weight_key=None, activation_key=None, **tensors)  # type: ignore[arg-type]
+
+
+def _turned(stored: Tensor) -> Tensor:
+    return stored.mT
+
+
+def _model_type(layer: LayerExperts) -> object:
+    config = layer.checkpoint.config
+    inner = config.get("text_config")
+    return inner.get("model_type") if isinstance(inner, dict) else config.get("model_type")

@@ -1,0 +1,73 @@
+"""Launch parameters of the kernels in `_weight_kernels`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_core.gemm.specimen import launch
+from moe_core.numerics import is_e8m0
+from moe_core.ops._weight_kernels import block_kernel, matrix_amax_kernel, matrix_codes_kernel
+from moe_core.ops.quantize_weights import power_of_two
+
+#: values per program of the kernels that walk over whole matrices, and steps of the one that only reads
+_CHUNK = 4096
+_STEPS = 8
+
+
+def launch_blocks(w: Tensor, out: Tensor, scale: Tensor, *, parts: int, row: int, col: int, code: str) -> None:
+    """Run `block_kernel` on ``w`` [E, rows, K], one program per block of ``row`` x ``col``."""
+    experts, rows, cols = w.shape
+    part_rows = rows // parts
+    grid_rows, grid_cols = -(-part_rows // row), -(-cols // col)
+    tile_rows, tile_cols = power_of_two(row), power_of_two(col)
+    kind = "e8m0" if is_e8m0(scale.dtype) else "float32"
+    launch(
+        block_kernel,
+        (experts * parts * grid_rows * grid_cols,),
+        w,
+        out,
+        scale.view(torch.uint8) if kind == "e8m0" else scale,
+        parts,
+        part_rows,
+        cols,
+        grid_rows,
+        grid_cols,
+        w.stride(0),
+        w.stride(1),
+        out.stride(0),
+        out.stride(1),
+        ROW=row,
+        COL=col,
+        TILE_ROWS=tile_rows,
+        TILE_COLS=tile_cols,
+        CODE=code,
+        SCALE=kind,
+        # 32 values per thread
+        num_warps=max(1, min(16, tile_rows * tile_cols // 1024)),
+        enable_fp_fusion=False,
+    )
+
+
+def launch_matrices(w: Tensor, out: Tensor, scale: Tensor, *, parts: int, code: str) -> None:
+    """One scale for each of the ``parts`` matrices of ``w`` [E, rows, K], contiguous: two launches."""
+    matrices = w.shape[0] * parts
+    count = w.numel() // matrices
+    bits = torch.zeros(matrices, dtype=torch.int32, device=w.device)
+    chunks = -(-count // (_CHUNK * _STEPS))
+    launch(matrix_amax_kernel, (matrices * chunks,), w, bits, count, chunks, BLOCK=_CHUNK, STEPS=_STEPS, num_warps=8)
+    chunks = -(-count // _CHUNK)
+    launch(
+        matrix_codes_kernel,
+        (matrices * chunks,),
+        w,
+        out,
+        scale,
+        bits,
+        count,
+        chunks,
+        BLOCK=_CHUNK,
+        CODE=code,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,143 @@
+"""Moving the bytes of expert weights into other layouts, at the memory's speed on a GPU.
+
+A backend's ``convert`` is made of these.  Values are never looked at: tensors are moved in the widest words that their
+rows allow, since one-byte elements one by one reach a fraction of the memory's bandwidth.  Each function writes a new
+tensor (or ``out``) and needs next to nothing beside it, so that a converted layer exists once beside its source;
+steps that follow one another share the memory of some experts (:func:`by_experts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_core.errors import TensorError, check_dtype, check_shape
+
+#: bytes of weights that steps of a conversion hold at a time; one expert at least
+CHUNK_BYTES = 256 << 20
+
+_WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def swap_halves(w: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """``w`` [E, 2N, ...] with the halves of dimension 1 exchanged: gate and up rows become up and gate rows."""
+    if w.dim() < 2 or w.shape[1] % 2:
+        raise TensorError(f"w has shape {list(w.shape)}, expected [E, 2N, ...]")
+    out = _output(out, tuple(w.shape), w)
+    half = w.shape[1] // 2
+    source, target = _words(w.flatten(1), out.flatten(1), unit=half * _row_bytes(w))
+    middle = target.shape[1] // 2
+    target[:, :middle].copy_(source[:, middle:])
+    target[:, middle:].copy_(source[:, :middle])
+    return out
+
+
+def interleave_halves(w: Tensor, *, group: int = 1, out: Tensor | None = None) -> Tensor:
+    """``w`` [E, 2N, ...] with ``group`` rows of the first half and of the second half in turns (g0, u0, g1, u1, …)."""
+    if w.dim() < 2 or group < 1 or w.shape[1] % (2 * group):
+        raise TensorError(f"w has shape {list(w.shape)}, expected [E, 2N, ...] with N a multiple of {group}")
+    out = _output(out, tuple(w.shape), w)
+    unit = group * _row_bytes(w)
+    source, target = _words(w.flatten(1), out.flatten(1), unit=unit)
+    if target.numel():
+        words = unit // target.element_size()
+        target.view(w.shape[0], -1, 2, words).copy_(source.view(w.shape[0], 2, -1, words).transpose(1, 2))
+    return out
+
+
+def permute_rows(w: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Rows of each expert in another order: ``out[e, r] = w[e, index[r]]``, or ``w[e, index[e, r]]``.
+
+    ``w`` [E, rows, ...]; ``index`` [R] for all experts or [E, R], integers within 0..rows-1 (not checked: that would
+    wait for the device); ``out`` [E, R, ...].
+    """
+    if w.dim() < 2:
+        raise TensorError(f"w has shape {list(w.shape)}, expected [E, rows, ...]")
+    check_dtype("index", index, (torch.int32, torch.int64))
+    experts, rows = w.shape[:2]
+    check_shape("index", index, ("R",) if index.dim() == 1 else (experts, "R"))
+    out = _output(out, (experts, index.shape[-1], *w.shape[2:]), w)
+    if not out.numel():
+        return out
+    w = w.contiguous()
+    source, target = _words(w.flatten(0, 1).flatten(1), out.flatten(0, 1).flatten(1), unit=_row_bytes(w))
+    first = torch.arange(experts, device=w.device)[:, None] * rows
+    torch.index_select(source, 0, (first + index).flatten(), out=target)
+    return out
+
+
+def block_major(w: Tensor, block: int, *, out: Tensor | None = None) -> Tensor:
+    """``w`` [E, rows, K] with ``block`` columns of all rows together: [E, K / block, rows, block]."""
+    check_shape("w", w, ("E", "rows", "K"))
+    experts, rows, cols = w.shape
+    if block < 1 or cols % block:
+        raise TensorError(f"w has {cols} columns, expected a multiple of {block}")
+    out = _output(out, (experts, cols // block, rows, block), w)
+    source, target = _words(w, out, unit=block * w.element_size())
+    if target.numel():
+        target.copy_(source.unflatten(2, (cols // block, -1)).transpose(1, 2))
+    return out
+
+
+def pad_matrices(w: Tensor, rows: int, cols: int, *, parts: int = 1, out: Tensor | None = None) -> Tensor:
+    """``w`` [E, parts * R, C] with zeros below and beside each of the stacked matrices: [E, parts * rows, cols]."""
+    check_shape("w", w, ("E", "rows", "K"))
+    experts, height, width = w.shape
+    if parts < 1 or height % parts or height // parts > rows or width > cols:
+        raise TensorError(f"w has shape {list(w.shape)}, expected {parts} matrices of at most {rows}x{cols} per expert")
+    out = _output(out, (experts, parts * rows, cols), w)
+    as_bytes, source = out.view(torch.uint8), w.contiguous().view(torch.uint8)
+    grid = as_bytes.view(experts, parts, rows, as_bytes.shape[2])
+    here, across = height // parts, source.shape[2]
+    grid[:, :, here:].zero_()
+    grid[:, :, :here, across:].zero_()
+    narrow = grid[:, :, :here, :across]
+    given, target = _words(source.view(experts, parts, here, across), narrow, unit=across)
+    target.copy_(given)
+    return out
+
+
+def by_experts(step: Callable[[Tensor, Tensor], object], w: Tensor, out: Tensor) -> Tensor:
+    """Call ``step(w[some], out[some])`` for some experts after the others; returns ``out``.
+
+    What several functions of this module pass from one to the next then takes the memory of some experts, at most
+    :data:`CHUNK_BYTES` (or one expert).
+    """
+    if w.shape[:1] != out.shape[:1]:
+        raise TensorError(f"out has shape {list(out.shape)}, expected [{w.shape[0]}, ...]")
+    one = max(1, w[:1].numel() * w.element_size())
+    count = max(1, CHUNK_BYTES // one)
+    for start in range(0, w.shape[0], count):
+        step(w[start : start + count], out[start : start + count])
+    return out
+
+
+def _row_bytes(w: Tensor) -> int:
+    return w[:1, :1].numel() * w.element_size()
+
+
+def _output(out: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    if out is None:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    check_shape("out", out, shape)
+    check_dtype("out", out, (like.dtype,))
+    if out.device != like.device or not out.is_contiguous():
+        raise TensorError(f"out is on {out.device} with strides {out.stride()}, expected contiguous on {like.device}")
+    if out.untyped_storage().data_ptr() == like.untyped_storage().data_ptr() and out.numel():
+        raise TensorError("out lies in the memory of w, which would be overwritten while it is read")
+    return out
+
+
+def _words(source: Tensor, target: Tensor, *, unit: int) -> tuple[Tensor, Tensor]:
+    """Both tensors in the widest words that divide ``unit`` bytes, their strides and their addresses."""
+    both = (source, target)
+    for size, dtype in _WORDS.items():
+        extents = [unit, *(t.data_ptr() if t.device.type != "meta" else 0 for t in both)]
+        for t in both:
+            extents.append(t.shape[-1] * t.element_size())
+            extents += [stride * t.element_size() for stride in t.stride()[:-1]]
+        if all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in both) and all(extent % size == 0 for extent in extents):
+            return source.view(dtype), target.view(dtype)
+    return source, target
