@@ -37,7 +37,8 @@ class Claims:
 
     - ``devices``: it runs on any of these
     - ``keys``: (weight, activation) pairs; activation None: 16-bit activations
-    - ``activations``; ``activation_limit``: whether a clamp limit is honoured beyond an activation's own default
+    - ``activations``; ``activation_limit``: whether a clamp limit is honoured beyond an activation's own default, or
+      the activations of which it is
     - ``dtypes`` of hidden states and output
     - ``bias``, ``expert_map``, ``apply_router_weight_on_input``, ``lora``, ``batch_invariant``
     - ``formats``: activation formats
@@ -47,7 +48,11 @@ class Claims:
     - ``cuda_graph``: may be captured; ``expects_unquantized_inputs``: quantises activations itself,
       so prepare must not
     - ``reduces``: the experts apply the router weights and sum over top-k themselves
+    - ``shared_scales``: "weight" where convert merges the per-tensor scales of gate and up, "input" where one static
+      activation scale serves all experts (the largest, by convention).  Exact only where the scales are equal anyway;
+      the notes say what becomes of others
     - ``all2all``: names of the all-to-all backends that it works behind; None for all
+    - ``allocates``: a library inside takes memory from torch's allocator on every call
     - ``requires``: what must be installed
     - ``verified_on``: hardware on which its conformance run passed; everything else was at most compiled
     """
@@ -56,7 +61,7 @@ class Claims:
     keys: tuple[tuple[KeyClaim, KeyClaim], ...]
     activations: frozenset[MoEActivation]
     dtypes: frozenset[torch.dtype] = frozenset({torch.bfloat16, torch.float16})
-    activation_limit: bool = True
+    activation_limit: bool | frozenset[MoEActivation] = True
     bias: bool = False
     expert_map: bool = True
     apply_router_weight_on_input: bool = False
@@ -71,7 +76,9 @@ class Claims:
     cuda_graph: bool = True
     expects_unquantized_inputs: bool = True
     reduces: bool = True
+    shared_scales: frozenset[str] = frozenset()
     all2all: frozenset[str] | None = None
+    allocates: bool = False
     requires: tuple[Requirement, ...] = ()
     verified_on: tuple[str, ...] = ()
     notes: str = field(default="", compare=False)
@@ -79,6 +86,13 @@ class Claims:
     def __post_init__(self) -> None:
         if not self.devices or not self.keys or not self.activations or not self.dtypes or not self.formats:
             raise ConfigError("claims must name at least one device, key pair, activation, dtype and activation format")
+        if self.shared_scales - {"weight", "input"}:
+            raise ConfigError(f"shared_scales names 'weight' and 'input', got {sorted(self.shared_scales)}")
+
+    def limits(self, activation: MoEActivation) -> bool:
+        """Whether a clamp limit of one's own is honoured with ``activation``."""
+        limited = self.activation_limit
+        return limited if isinstance(limited, bool) else activation in limited
 
     def reasons_against(
         self,
@@ -111,7 +125,7 @@ class Claims:
         reasons = []
         if config.activation not in self.activations:
             reasons.append(f"does not compute the activation {config.activation.value}")
-        elif not self.activation_limit and config.params.limit != config.activation.default_params().limit:
+        elif not self.limits(config.activation) and config.params.limit != config.activation.default_params().limit:
             reasons.append(f"does not clamp the activation {config.activation.value} to {config.params.limit}")
         if config.dtype not in self.dtypes:
             reasons.append(f"does not take hidden states of {config.dtype}")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+from moe_core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -15,17 +20,26 @@ class Requirement:
     """A module that a backend needs at run time.
 
     ``module`` to import, ``distribution`` that brings it, the lowest ``version`` that
-    works, and the pip requirement that adds it.
+    works, and the pip requirement that adds it.  ``copies``: modules of other packages that hold the same library,
+    taken where ``module`` is not there.
     """
 
     module: str
     distribution: str
     version: str = ""
     install: str = ""
+    copies: tuple[str, ...] = ()
 
     @property
     def hint(self) -> str:
         return f"pip install '{self.install or self.distribution + (f'>={self.version}' if self.version else '')}'"
+
+    def load(self) -> ModuleType:
+        """The module, imported.  Raises ConfigError where none of its places holds it."""
+        for name in (self.module, *self.copies):
+            if _is_there(name):
+                return importlib.import_module(name)
+        raise ConfigError(f"{self.distribution} is not installed ({self.hint})")
 
 
 TRITON = Requirement("triton", "triton", "3.6")
@@ -60,18 +74,28 @@ class Environment:
 
 class _LiveEnvironment(Environment):
     def version(self, requirement: Requirement) -> str | None:
-        return _installed(requirement.module, requirement.distribution)
+        return _installed(requirement)
 
 
 @functools.cache
-def _installed(module: str, distribution: str) -> str | None:
-    # find_spec of a submodule imports its parents, so only the top-level name is asked for
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        return None
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def _installed(requirement: Requirement) -> str | None:
+    if _is_there(requirement.module):
+        try:
+            return importlib.metadata.version(requirement.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return ""
+    # a copy states no version of its own
+    return "" if any(map(_is_there, requirement.copies)) else None
+
+
+def _is_there(module: str) -> bool:
+    """Whether ``module`` can be found, without importing its parents."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or not rest:
+        return spec is not None
+    folders = [Path(place).joinpath(*rest) for place in spec.submodule_search_locations or ()]
+    return any((folder / "__init__.py").is_file() or folder.with_suffix(".py").is_file() for folder in folders)
 
 
 _LIVE = _LiveEnvironment()

@@ -114,6 +114,15 @@ class FusedMoEExperts(ABC):
         )
         return (not reasons, "; ".join(reasons) or None)
 
+    def requantized(self, weights: MoEWeights) -> MoEWeights:
+        """The weights, and the activation key, that this backend computes with: those given, unless it cannot.
+
+        A backend that needs coarser scales (or powers of two, also for activations) quantises anew here, says so in
+        its claims' notes, and lets :meth:`convert` only move what this returns.  The conformance kit measures a result
+        against it.
+        """
+        return weights
+
     @abstractmethod
     def convert(self, weights: MoEWeights) -> KernelWeights:
         """Canonical weights in the layout that this backend wants on ``device_info``.

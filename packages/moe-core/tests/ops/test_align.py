@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_core.ops.align import align_pairs, align_workspaces, aligned_rows
+from moe_core.ops.align import align_pairs, align_workspaces, aligned_rows, local_ids
 from moe_core.ops.reduce import reduce_pairs, reduce_pairs_torch
 from moe_core.workspace import Workspace
 
@@ -68,3 +68,11 @@ def test_reduce_reads_the_rows_named(device):
     assert torch.equal(out, reduce_pairs_torch(y, ids, 2, torch.empty_like(out), topk_weights=weights, rows=rows))
     expected = torch.stack([weights[0, 0] * y[4] + weights[0, 1] * y[8], weights[1, 0] * y[0]])
     torch.testing.assert_close(out, expected, rtol=2**-22, atol=2**-22)
+
+
+def test_local_ids(device):
+    expert_map = torch.tensor([-1, 0, 7, 1], dtype=torch.int32, device=device)
+    ids = torch.tensor([[0, 1], [2, 3], [-1, 4], [2**32 + 1, -(2**33)]], device=device)
+    out = torch.empty(4, 2, dtype=torch.int32, device=device)
+    assert local_ids(ids, 2, out, none=9, expert_map=expert_map).tolist() == [[9, 0], [9, 1], [9, 9], [9, 9]]
+    assert local_ids(ids, 3, out).tolist() == [[0, 1], [2, -1], [-1, -1], [-1, -1]]

@@ -1,9 +1,11 @@
-"""Device code of `moe_core.ops.align`: rows grouped by expert, each group padded to whole tiles."""
+"""Device code of `moe_core.ops.align`: rows grouped by expert in whole tiles; ids as local ones."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from moe_core.ops._sort_kernels import local_expert
 
 
 @triton.jit
@@ -38,3 +40,26 @@ def align_kernel(
     tl.store(index + row, pair)
     tl.store(row_experts + row, expert + tl.zeros([BLOCK_M], dtype=tl.int32))
     tl.store(positions + pair, row, mask=taken)
+
+
+@triton.jit
+def local_ids_kernel(
+    ids,
+    expert_map,
+    out,
+    num_pairs,
+    num_ids,
+    num_experts,
+    none,
+    HAS_MAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[p] = the local number of ids[p], ``none`` where it has none."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < num_pairs
+    expert = local_expert(ids, expert_map, pair, inside, num_ids, num_experts, HAS_MAP)
+    tl.store(out + pair, tl.where(expert >= 0, expert, none), mask=inside)

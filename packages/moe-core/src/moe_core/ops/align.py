@@ -88,3 +88,37 @@ def align_pairs(
         num_warps=4,
     )
     return aligned
+
+
+def local_ids(
+    topk_ids: Tensor,
+    num_experts: int,
+    out: Tensor,
+    *,
+    none: int = -1,
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    """``topk_ids`` [M, k] (int32 or int64, contiguous) as numbers of local experts, in ``out`` [M, k] int32.
+
+    An id that is negative, at least the number of global experts, or mapped by ``expert_map`` [E global] to no local
+    expert becomes ``none``: for libraries that take one contiguous range of experts, or trust their input.
+    """
+    from moe_core.ops._align_kernels import local_ids_kernel
+
+    pairs = topk_ids.numel()
+    block = 1024
+    launch(
+        local_ids_kernel,
+        (-(-pairs // block),),
+        topk_ids,
+        expert_map,
+        out,
+        pairs,
+        num_experts if expert_map is None else expert_map.numel(),
+        num_experts,
+        none,
+        HAS_MAP=expert_map is not None,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out

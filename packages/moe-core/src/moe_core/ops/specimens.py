@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_core.activation import ActivationParams, MoEActivation
 from moe_core.device import DeviceInfo
 from moe_core.ops.activation import fused_activation
-from moe_core.ops.align import align_pairs, align_workspaces
+from moe_core.ops.align import align_pairs, align_workspaces, local_ids
 from moe_core.ops.permute import batch_tokens, gather_rows
 from moe_core.ops.quantize import activate_and_quantize, quantize_activation, quantize_activation_asymmetric
 from moe_core.ops.reduce import reduce_pairs
@@ -167,6 +167,10 @@ def _permute() -> Iterator[Specimen]:
         specs = align_workspaces(ids.numel(), 256, 128)
         workspace = {spec.name: _meta(*spec.shape, dtype=spec.dtype) for spec in specs}
         yield Specimen(f"align pairs {tokens}", partial(align_pairs, ids, 256, 128, workspace=workspace))
+    for ids_dtype in (torch.int32, torch.int64):
+        ids, out = _meta(512, 8, dtype=ids_dtype), _meta(512, 8, dtype=torch.int32)
+        mapped = partial(local_ids, ids, 32, out, none=32, expert_map=_meta(256, dtype=torch.int32))
+        yield Specimen(f"local ids {ids_dtype}", mapped)
     yield Specimen(
         "reduce rows",
         partial(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,8 +41,7 @@ TOGETHER: tuple[dict[str, Any], ...] = (
 )
 KeyPair = tuple[QuantKey | None, QuantKey | None]
 
-#: checks of one layer each besides "values", in the order in which they are reported; the last three need a GPU
-LAYER_CHECKS = ("convert", "reload", "compile", "opcheck")
+#: checks that need a GPU
 GPU_CHECKS = ("graph", "sync", "memory")
 
 
@@ -51,8 +50,8 @@ class Case:
     """One conformance case; ``repr`` evaluates back.
 
     ``check`` names a function of :mod:`moe_core.testing.checks`; ``routing`` is one of
-    :data:`moe_core.testing.data.ROUTINGS`; ``strided``: arguments whose rows lie apart; ``reason``: why a claimed value
-    has no case.
+    :data:`moe_core.testing.data.ROUTINGS`; ``strided``: arguments whose rows lie apart; ``shared_scales`` as claimed;
+    ``reason``: why a claimed value has no case.
     """
 
     check: str
@@ -63,6 +62,7 @@ class Case:
     routing: str = "uniform"
     ids_dtype: torch.dtype = torch.int32
     strided: bool = False
+    shared_scales: frozenset[str] = frozenset()
     reason: str = ""
 
     @property
@@ -154,29 +154,38 @@ def conformance_cases(
     smallest = min(factors["shape"], key=lambda shape: shape[0] * shape[1])
     refusals: dict[tuple[str, Any], str] = {}
 
+    def supported(case: Case) -> tuple[bool, str | None]:
+        return experts.is_supported_config(
+            case.config, case.weight_key, case.activation_key, device=target, environment=environment
+        )
+
     def allowed(row: Row) -> bool:
         case = _case(row)
         if case is None:
             return False
-        supported, reason = experts.is_supported_config(
-            case.config, case.weight_key, case.activation_key, device=target, environment=environment
-        )
-        if not supported:
+        fits, reason = supported(case)
+        if not fits:
             for item in row.items():
                 refusals.setdefault(item, reason or "no reason given")
         # a large batch goes with the smallest layer where time is short
-        return supported and (budget == "full" or case.tokens < 64 or row["shape"] == smallest)
+        return fits and (budget == "full" or case.tokens < 64 or row["shape"] == smallest)
 
     fillers = {"tokens": (1, 3, 17), "routing": ROUTINGS[:4]} if budget == "small" else {}
     paired = list(factors) if budget == "full" else PAIRED_IN_SMALL
     rows = covering_rows(factors, allowed, paired=paired, together=TOGETHER, fillers=fillers)
     cases = [case for row in rows if (case := _case(row)) is not None]
+    cases = [replace(case, shared_scales=claims.shared_scales) for case in cases]
     cases += _layer_cases(cases, claims, budget, on_gpu)
+    if claims.batch_invariant:
+        cases += _invariance_cases(cases, supported)
     template = cases[0] if cases else None
     for name in ("keys", "activation", "dtype", "format", "method"):
         for value in factors[name]:
             if not any(row[name] == value for row in rows):
                 cases.append(_missing(template, name, value, refusals.get((name, value), "no shape fits the claims")))
+    if claims.lora:
+        untested = replace(template or _NOTHING, check="claims", reason="LoRA is claimed, and no check for it exists")
+        cases.append(untested)
     return list(dict.fromkeys(cases))
 
 
@@ -194,7 +203,7 @@ def _factors(claims: Claims, budget: str) -> dict[str, list[Any]]:
         "tokens": [1, 3, 17, 64, 257, 0],
         "routing": list(ROUTINGS) if claims.routing_methods is None else ["uniform"],
         "shape": _shapes(claims, full),
-        "experts": [(8, 2), (4, 1), (3, 3), (5, 4)] + [(64, 6)] * full,
+        "experts": _expert_counts(claims, full),
         "dtype": sorted(claims.dtypes, key=str),
         "bias": [False, True] if claims.bias else [False],
         "map": maps,
@@ -206,6 +215,19 @@ def _factors(claims: Claims, budget: str) -> dict[str, list[Any]]:
     }
 
 
+def _expert_counts(claims: Claims, full: bool) -> list[tuple[int, int]]:
+    """(experts, top-k): few, and as many as the claims allow where they state a limit."""
+    found = [(8, 2), (4, 1), (3, 3), (5, 4)] + [(64, 6)] * full
+    if claims.max_experts:
+        found = [pair for pair in found if pair[0] <= claims.max_experts]
+        found.append((claims.max_experts, 1))
+    if claims.max_top_k:
+        found = [pair for pair in found if pair[1] <= claims.max_top_k]
+        if not claims.max_experts or claims.max_top_k <= claims.max_experts:
+            found.append((max(8, claims.max_top_k), claims.max_top_k))
+    return list(dict.fromkeys(found))
+
+
 def _activations(claims: Claims) -> list[tuple[MoEActivation, ActivationParams | None]]:
     """Every claimed activation: with its defaults, with other parameters, with another limit where that is claimed."""
     found: list[tuple[MoEActivation, ActivationParams | None]] = []
@@ -214,7 +236,7 @@ def _activations(claims: Claims) -> list[tuple[MoEActivation, ActivationParams |
         own = activation.parameters - {"limit"}
         if own:
             found.append((activation, ActivationParams(**{name: {"alpha": 1.25, "beta": 0.5}[name] for name in own})))
-        if claims.activation_limit:
+        if claims.limits(activation):
             found.append((activation, ActivationParams(limit=0.75)))
             if activation.default_params().limit is not None:
                 found.append((activation, ActivationParams(limit=float("inf"))))
@@ -290,24 +312,43 @@ def _first_experts(router_logits: torch.Tensor, *, top_k: int, renormalize: bool
 
 
 def _layer_cases(cases: list[Case], claims: Claims, budget: str, on_gpu: bool) -> list[Case]:
-    """The checks made once per pair of keys (small: for few pairs), on a layer that the values were checked on."""
-    chosen: dict[KeyPair, Case] = {}
+    """The checks of a whole layer, on layers that the values were checked on: conversion for every pair of keys,
+    reloading for every weight key, on a GPU all that captured graphs rely on for every pair and activation format."""
+    pairs: dict[KeyPair, Case] = {}
+    weights: dict[QuantKey | None, Case] = {}
+    layouts: dict[FusedMoEActivationFormat, Case] = {}
+    for case in sorted(cases, key=lambda c: c.routing != "uniform" or not c.tokens or c.strided):
+        layer = replace(case, tokens=min(max(case.tokens, 3), 17), routing="uniform", strided=False)
+        layer = _with_room(layer)
+        pairs.setdefault((case.weight_key, case.activation_key), layer)
+        weights.setdefault(case.weight_key, layer)
+        layouts.setdefault(case.config.activation_format, layer)
+    per_pair = list(pairs.values())
+    one = per_pair[:1]
+    layers = {
+        "convert": per_pair,
+        "reload": per_pair if budget == "full" else list(weights.values()),
+        "compile": per_pair if budget == "full" else one,
+        "opcheck": per_pair if budget == "full" else one,
+        "refusals": one,
+    }
+    if on_gpu and claims.cuda_graph:
+        layers |= {check: [*per_pair, *layouts.values()] for check in GPU_CHECKS}
+    return [replace(layer, check=check) for check, chosen in layers.items() for layer in chosen]
+
+
+def _invariance_cases(cases: list[Case], supported: Callable[[Case], tuple[bool, str | None]]) -> list[Case]:
+    """Batch invariance of every pair of keys for which it is accepted; if there is none, a case that fails."""
+    found = []
     for case in cases:
-        if case.routing == "uniform" and case.tokens and not case.strided:
-            chosen.setdefault((case.weight_key, case.activation_key), case)
-    for case in cases:
-        chosen.setdefault((case.weight_key, case.activation_key), case)
-    layers = [replace(c, tokens=min(max(c.tokens, 3), 17), routing="uniform", strided=False) for c in chosen.values()]
-    layers = [_with_room(layer) for layer in layers]
-    found: list[Case] = []
-    for check in LAYER_CHECKS + GPU_CHECKS:
-        if check in GPU_CHECKS and not on_gpu:
-            continue
-        if check in GPU_CHECKS and not claims.cuda_graph:
-            continue
-        every = check == "convert" or budget == "full"
-        found += [replace(layer, check=check) for layer in (layers if every else layers[:1])]
-    return found + [replace(layer, check="refusals") for layer in layers[:1]]
+        if case.check == "convert":
+            config = replace(case.config, batch_invariant=True)
+            found.append(replace(case, check="invariance", config=config, tokens=17))
+    found = [_with_room(case) for case in found]
+    kept = [case for case in found if supported(case)[0]]
+    if found and not kept:
+        kept = [replace(found[0], check="claims", reason=f"batch invariance is claimed, but: {supported(found[0])[1]}")]
+    return kept
 
 
 def _with_room(case: Case) -> Case:
@@ -316,9 +357,12 @@ def _with_room(case: Case) -> Case:
     return replace(case, config=replace(case.config, max_num_tokens=case.tokens))
 
 
+_NOTHING = Case("claims", FusedMoEConfig(1, 1, 1, 1), None, None)
+
+
 def _missing(template: Case | None, name: str, value: Any, reason: str) -> Case:
     """A case that fails: a claimed value that no configuration is accepted for."""
-    base = template or Case("claims", FusedMoEConfig(1, 1, 1, 1), None, None)
+    base = template or _NOTHING
     text = f"{name} {value}" if name != "keys" else " x ".join(str(key or "16-bit") for key in value)
     base = replace(base, check="claims", reason=f"{text} is claimed, but every configuration is refused: {reason}")
     if name == "keys":

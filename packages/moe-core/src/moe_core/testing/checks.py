@@ -61,7 +61,8 @@ def check_values(experts: type[FusedMoEExperts], case: Case, place: Place) -> No
                 else "repeated calls differ"
             )
             raise AssertionError(f"{cause}: {count} of {result.numel()} elements")
-    problem.expected(place).compare(results["no workspace"], "result")
+    computed_with = make_instance(experts, case, place).requantized(problem.weights)
+    replace(problem, weights=computed_with).expected(place).compare(results["no workspace"], "result")
 
 
 def check_convert(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
@@ -153,6 +154,20 @@ def _own(weights: KernelWeights) -> KernelWeights:
     )
 
 
+def check_invariance(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """A token's result is the same bits, whatever other tokens are in the call."""
+    problem = make_problem(case, place.device)
+    kernel = make_kernel(experts, problem, place)
+    together = call(kernel, problem)
+    for first, last in ((0, 1), (0, 5), (5, case.tokens)):
+        alone = call(kernel, problem.tokens(first, last))
+        if not same_bits(alone, together[first:last]):
+            count = int((alone != together[first:last]).any(dim=1).sum())
+            raise AssertionError(
+                f"{count} of tokens {first} to {last - 1} have other results alone than among {case.tokens}"
+            )
+
+
 def check_compile(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
     """``torch.compile(fullgraph=True)`` takes a call, also with another number of tokens, and changes no bit."""
     with warnings.catch_warnings():
@@ -228,7 +243,7 @@ def unclaimed(experts: type[FusedMoEExperts], config: FusedMoEConfig) -> Iterato
         yield "LoRA", replace(config, is_lora_enabled=True)
     if not claims.batch_invariant:
         yield "batch invariance", replace(config, batch_invariant=True)
-    if not claims.activation_limit:
+    if not claims.limits(config.activation):
         yield "a clamp limit", replace(config, activation_params=ActivationParams(limit=0.75))
     for activation in type(config.activation):
         if activation not in claims.activations:
@@ -308,6 +323,8 @@ def check_sync(experts: type[FusedMoEExperts], case: Case, place: Place) -> None
 def check_memory(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
     """With a workspace and an output of the caller's, a call of the standard format allocates nothing."""
     claims = experts.claims
+    if claims.allocates:
+        return
     if case.config.activation_format is not FusedMoEActivationFormat.STANDARD or not claims.reduces:
         return  # prepare and finalize hold buffers of their own there
     if not claims.expects_unquantized_inputs and case.activation_key is not None:
@@ -336,6 +353,7 @@ CHECKS: dict[str, Check] = {
     "values": check_values,
     "convert": check_convert,
     "reload": check_reload,
+    "invariance": check_invariance,
     "compile": check_compile,
     "opcheck": check_opcheck,
     "refusals": check_refusals,

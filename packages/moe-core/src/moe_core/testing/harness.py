@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_core.config import FusedMoEActivationFormat
 from moe_core.device import DeviceInfo
 from moe_core.experts import FusedMoEExperts
 from moe_core.kernel import FusedMoEKernel
 from moe_core.oracle import default_prepare_finalize
+from moe_core.prepare_finalize import BatchedPrepareAndFinalize, FusedMoEPrepareAndFinalizeModular, Prepared
 from moe_core.routing import route
 from moe_core.testing.cases import Case
 from moe_core.testing.data import Inputs, make_inputs, make_weights
@@ -82,6 +85,14 @@ class Problem:
                 truncates=place.interpreted,
             )
 
+    def tokens(self, first: int, last: int) -> Problem:
+        """The same layer, called with some of the tokens."""
+        rows = slice(first, last)
+        given = self.inputs
+        inputs = Inputs(given.x[rows], given.topk_weights[rows], given.topk_ids[rows], given.expert_map)
+        logits = None if self.router_logits is None else self.router_logits[rows]
+        return replace(self, inputs=inputs, router_logits=logits)
+
     def arguments(self) -> dict[str, Tensor | None]:
         """What a call gets besides hidden states, by name."""
         if self.router_logits is not None:
@@ -101,7 +112,9 @@ def make_problem(case: Case, device: torch.device, *, variant: int = 0) -> Probl
     """The tensors of ``case``; another ``variant`` has other inputs and weights of the same shapes and expert map."""
     config = case.config
     seed = case.seed + 7919 * variant
-    weights = make_weights(config, case.weight_key, case.activation_key, seed=seed).to(device)
+    weights = make_weights(
+        config, case.weight_key, case.activation_key, seed=seed, shared_scales=case.shared_scales
+    ).to(device)
     inputs = make_inputs(config, case.tokens, seed=seed, routing=case.routing, ids_dtype=case.ids_dtype)
     if variant:
         same = make_inputs(config, case.tokens, seed=case.seed, routing=case.routing, ids_dtype=case.ids_dtype)
@@ -138,7 +151,33 @@ def make_kernel(experts: type[FusedMoEExperts], problem: Problem, place: Place) 
     case = problem.case
     instance = make_instance(experts, case, place)
     weights = instance.convert(problem.weights)
-    return FusedMoEKernel(instance, weights, None if instance.is_monolithic else default_prepare_finalize(case.config))
+    movement: FusedMoEPrepareAndFinalizeModular | None = None
+    if not instance.is_monolithic:
+        batched = case.config.activation_format is FusedMoEActivationFormat.BATCHED
+        movement = PoisonedBatches(case.config) if batched else default_prepare_finalize(case.config)
+    return FusedMoEKernel(instance, weights, movement)
+
+
+class PoisonedBatches(BatchedPrepareAndFinalize):
+    """Rows that no token uses hold NaN, as they may in buffers that an exchange between ranks fills."""
+
+    def prepare(self, *arguments: Any, **named: Any) -> Prepared:
+        prepared = super().prepare(*arguments, **named)
+        x, expert_tokens = prepared.hidden_states, prepared.expert_tokens
+        if expert_tokens is not None:
+            unused = torch.arange(x.shape[1], device=x.device) >= expert_tokens.expert_num_tokens[:, None]
+            for tensor in (x, prepared.scale):
+                if tensor is not None and tensor.dim() == 3:
+                    _fill(tensor, unused[..., None])
+        return prepared
+
+
+def _fill(tensor: Tensor, where: Tensor) -> None:
+    """Write NaN (integers: the largest value of seven bits, which is NaN in e4m3) ``where`` that is True."""
+    if tensor.element_size() == 1:
+        tensor.view(torch.uint8).masked_fill_(where, 0x7F)
+    else:
+        tensor.masked_fill_(where, float("nan"))
 
 
 def call(kernel: FusedMoEKernel, problem: Problem, output: Tensor | None = None) -> Tensor:
@@ -200,4 +239,5 @@ def same_bits(a: Tensor | None, b: Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same bits (NaN equals itself)."""
     if a is None or a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.numel() else True
+    # flat: a contiguous tensor may have any stride where its size is 1
+    return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b))) if a.numel() else True

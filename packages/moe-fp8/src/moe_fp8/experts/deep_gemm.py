@@ -1,0 +1,231 @@
+"""DeepGEMM, standard format: block FP8 on sm_90 and sm_100, MXFP8 on sm_100.
+
+DeepGEMM computes the two grouped products; sorting, quantisation, activation and the sum over top-k are core's.  Rows
+are grouped by expert in tiles of 128, the height that DeepGEMM works with:
+
+    align      pairs by expert in whole tiles            x quantised once per token, its rows gathered
+    product    y = x w13^T, bf16                         h = act(y), quantised
+    product    y = h w2^T, bf16                          out[token] = sum over slots of weight * y
+
+On sm_90 scales are float32 and weights stay as they are.  On sm_100 the tensor cores multiply by powers of two:
+activations are quantised so, and weights whose scales are none are quantised anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from moe_core import (
+    GATED,
+    NON_GATED,
+    TRITON,
+    Claims,
+    ExpertTokensMetadata,
+    FusedMoEExpertsModular,
+    KernelWeights,
+    MoEWeights,
+    QuantKey,
+    WorkspaceSpec,
+    cuda,
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
+    kMxfp8Dynamic,
+    kMxfp8Static,
+)
+from moe_core.errors import TensorError
+from moe_core.quant_config import make_quant_config
+from torch import Tensor
+
+from moe_fp8.libraries import DEEP_GEMM
+from moe_fp8.libraries.requantize import power_of_two_scales
+from moe_fp8.libraries.ue8m0 import packed_exponents
+
+#: rows of a tile: every tile belongs to one expert
+TILE = 128
+
+HOPPER, BLACKWELL = cuda(min=90, max=90), cuda(min=100, max=109)
+
+_CLAIMS = Claims(
+    devices=(HOPPER, BLACKWELL),
+    keys=((kFp8Static128BlockSym, kFp8Dynamic128Sym),),
+    activations=GATED | NON_GATED,
+    dtypes=frozenset({torch.bfloat16}),
+    hidden_multiple=128,
+    intermediate_multiple=128,
+    requires=(DEEP_GEMM, TRITON),
+    notes="on sm100 scales are powers of two: those of activations, and weights whose scales are none are quantised "
+    "anew; kernels are compiled when a shape is first used",
+)
+
+
+class DeepGemmExperts(FusedMoEExpertsModular):
+    """What block FP8 and MXFP8 share; ``group`` columns of an operand have one scale."""
+
+    group = 128
+
+    @staticmethod
+    def library() -> ModuleType:
+        """DeepGEMM, imported on first use."""
+        return DEEP_GEMM.load()
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether the device multiplies by powers of two only."""
+        return self.device_info.capability >= 100
+
+    @property
+    def row_key(self) -> QuantKey:
+        """How activations are quantised: float32 scales, which DeepGEMM packs itself where it wants exponents."""
+        return kFp8Dynamic128Sym.with_group(1, self.group)
+
+    def product(self, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor, row_experts: Tensor) -> None:
+        """``out`` [R, columns] = a b^T for rows grouped by expert."""
+        arguments, options = contiguous_arguments(a, b, out, row_experts, group=self.group)
+        self.library().m_grouped_fp8_gemm_nt_contiguous(*arguments, **options)
+
+    def requantized(self, weights: MoEWeights) -> MoEWeights:
+        if not self.power_of_two or weights.w13_scale is None or weights.w2_scale is None:
+            return weights
+        w13, w13_scale = power_of_two_scales(weights.w13, weights.w13_scale, (128, 128))
+        w2, w2_scale = power_of_two_scales(weights.w2, weights.w2_scale, (128, 128))
+        activation_key = self.row_key.with_scale_dtype(torch.uint8)
+        return replace(weights, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, activation_key=activation_key)
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        activation_key = weights.activation_key
+        weights = self.requantized(weights)
+        scales = {"w1_scale": weights.w13_scale, "w2_scale": weights.w2_scale}
+        for name, matrix in (("w1_scale", weights.w13), ("w2_scale", weights.w2)):
+            scale = scales[name]
+            if scale is None:
+                raise TensorError(f"{name} is missing: the weights are quantised as {weights.weight_key}")
+            scales[name] = packed_exponents(scale, matrix.shape[1]) if self.power_of_two else scale.contiguous()
+        return KernelWeights(
+            w13=weights.w13.contiguous(),
+            w2=weights.w2.contiguous(),
+            quant_config=make_quant_config(weight_key=weights.weight_key, activation_key=activation_key, **scales),
+        )
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        from moe_core.ops.align import align_workspaces, aligned_rows
+
+        config, group = self.config, self.group
+        hidden, inter = config.hidden_size, config.intermediate_size
+        pairs = num_tokens * config.top_k
+        rows, widest = aligned_rows(pairs, config.local_experts, TILE), max(hidden, inter)
+        e4m3 = torch.float8_e4m3fn
+        return (
+            *align_workspaces(pairs, config.local_experts, TILE),
+            WorkspaceSpec("x_values", (num_tokens * hidden,), e4m3),
+            WorkspaceSpec("x_scales", (num_tokens * hidden // group,), torch.float32),
+            WorkspaceSpec("a_values", (rows * widest,), e4m3),
+            WorkspaceSpec("a_scales", (rows * widest // group,), torch.float32),
+            WorkspaceSpec("y", (rows * max(config.w13_rows, hidden),), torch.bfloat16),
+        )
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        weights: KernelWeights,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        workspace: Mapping[str, Tensor],
+        expert_map: Tensor | None = None,
+        hidden_states_scale: Tensor | None = None,
+        expert_tokens: ExpertTokensMetadata | None = None,
+    ) -> None:
+        from moe_core.ops.align import align_pairs
+        from moe_core.ops.permute import gather_rows
+        from moe_core.ops.quantize import activate_and_quantize, quantize_activation
+        from moe_core.ops.reduce import reduce_pairs
+
+        config, key, pow2 = self.config, self.row_key, self.power_of_two
+        tokens, hidden, inter = hidden_states.shape[0], config.hidden_size, config.intermediate_size
+        rows = align_pairs(topk_ids, config.local_experts, TILE, workspace=workspace, expert_map=expert_map)
+        count = rows.index.shape[0]
+        x = workspace["x_values"][: tokens * hidden].view(tokens, hidden)
+        x_scale = workspace["x_scales"][: tokens * hidden // self.group].view(tokens, -1)
+        quantize_activation(hidden_states, key, out=x, scale_out=x_scale, power_of_two=pow2)
+        a = _matrix(workspace["a_values"], count, hidden)
+        a_scale = _columns(workspace["a_scales"], count, hidden // self.group)
+        gather_rows(x, rows.index, per_row=config.top_k, scale=x_scale, count=rows.count, out=a, scale_out=a_scale)
+        y = _matrix(workspace["y"], count, config.w13_rows)
+        w13_scale, w2_scale = _scales(weights)
+        self.product((a, a_scale), (weights.w13, w13_scale), y, rows.row_experts)
+        h = _matrix(workspace["a_values"], count, inter)
+        h_scale = _columns(workspace["a_scales"], count, inter // self.group)
+        activate_and_quantize(
+            config.activation,
+            y,
+            key,
+            params=config.params,
+            row_counts=rows.count,
+            out=h,
+            scale_out=h_scale,
+            power_of_two=pow2,
+        )
+        y = _matrix(workspace["y"], count, hidden)
+        self.product((h, h_scale), (weights.w2, w2_scale), y, rows.row_experts)
+        reduce_pairs(
+            y,
+            topk_ids,
+            config.local_experts,
+            output,
+            topk_weights=topk_weights,
+            expert_map=expert_map,
+            rows=rows.positions,
+        )
+
+
+class DeepGemmFp8BlockExperts(DeepGemmExperts):
+    """128×128 blocks with 1×128 groups."""
+
+    claims = _CLAIMS
+
+
+class DeepGemmMxfp8Experts(DeepGemmExperts):
+    """MXFP8 weights and activations, on GPUs whose tensor cores read e8m0."""
+
+    group = 32
+    claims = replace(_CLAIMS, devices=(BLACKWELL,), keys=((kMxfp8Static, kMxfp8Dynamic),), notes="")
+
+    def requantized(self, weights: MoEWeights) -> MoEWeights:
+        return weights  # e8m0 scales are powers of two
+
+
+def contiguous_arguments(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor, row_experts: Tensor, *, group: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of DeepGEMM's ``m_grouped_fp8_gemm_nt_contiguous``.
+
+    ``a`` (values [R, K], scales [R, K / group] with rows next to each other), ``b`` (values [E, columns, K], scales),
+    ``row_experts`` [R] int32: each row's expert, -1 in tiles that are not computed.
+    """
+    return (a, b, out, row_experts), recipe(group)
+
+
+def recipe(group: int) -> dict[str, Any]:
+    """The scale groups, where they are not the library's 128 columns."""
+    return {} if group == 128 else {"recipe_a": (1, group), "recipe_b": (1, group)}
+
+
+def _matrix(flat: Tensor, rows: int, columns: int) -> Tensor:
+    return flat[: rows * columns].view(rows, columns)
+
+
+def _columns(flat: Tensor, rows: int, columns: int) -> Tensor:
+    """[rows, columns] with the rows of a column next to each other, as the TMA reads scales."""
+    return flat[: rows * columns].view(columns, rows).t()
+
+
+def _scales(weights: KernelWeights) -> tuple[Tensor, Tensor]:
+    quant = weights.quant_config
+    if quant.w1_scale is None or quant.w2_scale is None:
+        raise TensorError("the quant config of DeepGEMM's weights holds w1_scale and w2_scale")
+    return quant.w1_scale, quant.w2_scale

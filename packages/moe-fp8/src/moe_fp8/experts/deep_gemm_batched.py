@@ -1,0 +1,124 @@
+"""DeepGEMM, batched format: block FP8 on sm_90 and sm_100.
+
+Every expert's tokens are a buffer of their own, of which the first rows are in use; DeepGEMM's masked product computes
+those.  Buffers here are padded to whole tiles: a tile of one expert must not end in the rows of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from moe_core import ExpertTokensMetadata, FusedMoEActivationFormat, KernelWeights, WorkspaceSpec
+from moe_core.errors import TensorError
+from torch import Tensor
+
+from moe_fp8.experts.deep_gemm import TILE, DeepGemmFp8BlockExperts, _scales, recipe
+
+
+class BatchedDeepGemmFp8BlockExperts(DeepGemmFp8BlockExperts):
+    """As the standard class, for ``[E_local, T_max, K]``; conversion is the same."""
+
+    claims = replace(
+        DeepGemmFp8BlockExperts.claims,
+        formats=frozenset({FusedMoEActivationFormat.BATCHED}),
+        # prepare weights the input in this format
+        apply_router_weight_on_input=True,
+        notes="rows beyond those in use are not written. " + DeepGemmFp8BlockExperts.claims.notes,
+    )
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        config = self.config
+        hidden, inter = config.hidden_size, config.intermediate_size
+        rows = config.local_experts * _padded(num_tokens)
+        widest = max(hidden, inter)
+        return (
+            WorkspaceSpec("a_values", (rows * widest,), torch.float8_e4m3fn),
+            WorkspaceSpec("a_scales", (rows * widest // self.group,), torch.float32),
+            WorkspaceSpec("y", (rows * max(config.w13_rows, hidden),), torch.bfloat16),
+        )
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        weights: KernelWeights,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        workspace: Mapping[str, Tensor],
+        expert_map: Tensor | None = None,
+        hidden_states_scale: Tensor | None = None,
+        expert_tokens: ExpertTokensMetadata | None = None,
+    ) -> None:
+        from moe_core.ops.quantize import activate_and_quantize, quantize_activation
+
+        if expert_tokens is None:
+            raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
+        config, key, pow2 = self.config, self.row_key, self.power_of_two
+        experts, tokens, hidden = hidden_states.shape
+        inter, counts = config.intermediate_size, expert_tokens.expert_num_tokens
+        height = _padded(tokens)
+        # where tokens spread evenly: it only chooses among kernels
+        expected = min(tokens, max(1, -(-tokens * config.top_k // config.num_experts)))
+        w13_scale, w2_scale = _scales(weights)
+
+        def product(a: Tensor, scale: Tensor, b: tuple[Tensor, Tensor], out: Tensor) -> None:
+            arguments, options = masked_arguments((a, scale), b, out, counts, expected, group=self.group)
+            self.library().m_grouped_fp8_gemm_nt_masked(*arguments, **options)
+
+        a = _buffers(workspace["a_values"], experts, height, hidden)
+        a_scale = _column_buffers(workspace["a_scales"], experts, height, hidden // self.group)
+        quantize_activation(
+            hidden_states,
+            key,
+            row_counts=counts,
+            out=a[:, :tokens],
+            scale_out=a_scale[:, :tokens],
+            power_of_two=pow2,
+        )
+        y = _buffers(workspace["y"], experts, height, config.w13_rows)
+        product(a, a_scale, (weights.w13, w13_scale), y)
+        h = _buffers(workspace["a_values"], experts, height, inter)
+        h_scale = _column_buffers(workspace["a_scales"], experts, height, inter // self.group)
+        activate_and_quantize(
+            config.activation,
+            y[:, :tokens],
+            key,
+            params=config.params,
+            row_counts=counts,
+            out=h[:, :tokens],
+            scale_out=h_scale[:, :tokens],
+            power_of_two=pow2,
+        )
+        if height == tokens:
+            product(h, h_scale, (weights.w2, w2_scale), output)
+            return
+        y = _buffers(workspace["y"], experts, height, hidden)
+        product(h, h_scale, (weights.w2, w2_scale), y)
+        output.copy_(y[:, :tokens])
+
+
+def masked_arguments(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor, counts: Tensor, expected: int, *, group: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of DeepGEMM's ``m_grouped_fp8_gemm_nt_masked``.
+
+    ``counts`` [E] int32: rows in use, about ``expected`` of them; the rest as in `contiguous_arguments`, per expert.
+    """
+    return (a, b, out, counts, expected), recipe(group)
+
+
+def _padded(tokens: int) -> int:
+    return -(-tokens // TILE) * TILE
+
+
+def _buffers(flat: Tensor, experts: int, rows: int, columns: int) -> Tensor:
+    return flat[: experts * rows * columns].view(experts, rows, columns)
+
+
+def _column_buffers(flat: Tensor, experts: int, rows: int, columns: int) -> Tensor:
+    """[experts, rows, columns] with the rows of a column next to each other."""
+    return flat[: experts * rows * columns].view(experts, columns, rows).transpose(1, 2)
