@@ -36,19 +36,27 @@ class Quantized(NamedTuple):
     zero_point: Tensor | None = None
 
 
-def quantize_weight(w: Tensor, key: QuantKey, *, parts: int = 1, g_idx: Tensor | None = None) -> Quantized:
+def quantize_weight(
+    w: Tensor, key: QuantKey, *, parts: int = 1, g_idx: Tensor | None = None, scale: Tensor | None = None
+) -> Quantized:
     """Quantise weights ``w`` [E, rows, K] (any float dtype) as ``key`` says; see the module docstring.
 
     ``g_idx`` [E, K]: the group of each column, for permuted keys; every group owns as many columns as the key's group
-    size says, the last one what is left.  Returns canonical tensors: values ``[E, rows, K]`` (packed: K divided by the
-    values per word, rounded up), scale and zero point of :func:`moe_core.weights.scale_shape`.
+    size says, the last one what is left.  ``scale``: used instead of a computed one, for symmetric keys.  Returns
+    canonical tensors: values ``[E, rows, K]`` (packed: K divided by the values per word, rounded up), scale and zero
+    point of :func:`moe_core.weights.scale_shape`.
     """
     check_shape("w", w, ("E", "rows", "K"))
     _check_parts(w.shape[1], parts)
     _check_g_idx(key, g_idx, w)
+    if scale is not None:
+        if not key.symmetric:
+            raise ConfigError(f"a given scale leaves the zero points open, the key is {key}")
+        check_shape("scale", scale, scale_shape(key, *w.shape, parts))
+        check_dtype("scale", scale, (key.scale.dtype,))
     order = None if g_idx is None else torch.argsort(g_idx, dim=1, stable=True)[:, None, :].expand(w.shape)
     wide = w.float() if order is None else w.float().gather(2, order)
-    codes, scale, zero_point = _quantize(wide, key, parts)
+    codes, scale, zero_point = _quantize(wide, key, parts, scale)
     if order is not None:
         codes = torch.empty_like(codes).scatter_(2, order, codes)
     return Quantized(_pack(codes, key), scale, zero_point)
@@ -87,7 +95,7 @@ def dequantize_weight(
     if not values.numel():
         return values.to(dtype)
     factor = _scale_values(scale, key).to(wide)
-    grid = _Grid.of(key, experts, rows, width, parts)
+    grid = Grid.of(key, experts, rows, width, parts)
     if zero_point is not None:
         check_shape("zero_point", zero_point, expected)
         values = values.sub_(grid.spread(zero_point.to(wide), g_idx))
@@ -173,7 +181,7 @@ def quantize_moe_weights(
 
 
 @dataclass(frozen=True)
-class _Grid:
+class Grid:
     """Which elements of ``[E, rows, K]`` share a scale: ``parts`` grids of row x col groups, the edge ones partial."""
 
     experts: int
@@ -184,12 +192,12 @@ class _Grid:
     col: int
 
     @staticmethod
-    def of(key: QuantKey, experts: int, rows: int, cols: int, parts: int) -> _Grid:
+    def of(key: QuantKey, experts: int, rows: int, cols: int, parts: int) -> Grid:
         shape = key.group_shape
         part_rows = rows // parts
         row = part_rows if shape.row == -1 else shape.row
         col = cols if shape.col == -1 else shape.col
-        return _Grid(experts, parts, part_rows, cols, max(row, 1), max(col, 1))
+        return Grid(experts, parts, part_rows, cols, max(row, 1), max(col, 1))
 
     @property
     def grid_rows(self) -> int:
@@ -267,7 +275,7 @@ def _quantize(
     if x.numel() == 0:
         empty = torch.zeros(shape, device=x.device)
         return _encode(x, key), _store_scale(empty, key), None if key.symmetric else empty.to(torch.int32)
-    grid = _Grid.of(key, experts, rows, cols, parts)
+    grid = Grid.of(key, experts, rows, cols, parts)
     groups = grid.groups(x)
     if scale is None:
         low, high = groups.amin(dim=(3, 5)), groups.amax(dim=(3, 5))

@@ -28,8 +28,8 @@ from moe_core import (
 )
 from moe_core.device import DeviceInfo
 from moe_core.experts import FusedMoEExperts
-from moe_core.testing import Case, cases_for, run_case
 from moe_core.torch_experts import TorchExperts
+from moe_core_failures import check_found, failures
 from torch import Tensor
 
 CLAIMS = Claims(
@@ -366,14 +366,14 @@ class ScalesOfTheFirstExpert(SoundBlock):
 class UnquantizedActivations(SoundBlock):
     """W8A16 where W8A8 was asked for."""
 
-    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, expert: int) -> Tensor:
+    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
         return x
 
 
 class ActivationScalePerToken(SoundBlock):
-    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, expert: int) -> Tensor:
+    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
         assert desc.key is not None
-        return super().quantized(x, replace(desc, key=desc.key.with_group(1, -1)), expert)
+        return super().quantized(x, replace(desc, key=desc.key.with_group(1, -1)), scale)
 
 
 #: the fault, and what at least one failing case must say
@@ -419,19 +419,6 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
 ]
 
 
-def failures(experts: type[FusedMoEExperts]) -> dict[Case, str]:
-    """What each failing case says; compilation takes long and is a matter of its own."""
-    found = {}
-    for case in cases_for(experts, device="cpu"):
-        if case.check in ("compile", "opcheck"):
-            continue
-        try:
-            run_case(experts, case, device="cpu")
-        except (AssertionError, IndexError) as error:
-            found[case] = str(error)
-    return found
-
-
 @pytest.mark.parametrize("experts", [Sound, SoundBlock, SoundUnreduced])
 def test_sound_experts_pass(experts: type[FusedMoEExperts]) -> None:
     assert not failures(experts)
@@ -439,8 +426,4 @@ def test_sound_experts_pass(experts: type[FusedMoEExperts]) -> None:
 
 @pytest.mark.parametrize(("experts", "message"), FAULTS, ids=[experts.__name__ for experts, _ in FAULTS])
 def test_fault_is_found(experts: type[FusedMoEExperts], message: str) -> None:
-    found = failures(experts)
-    assert found
-    for case, text in found.items():
-        assert text.startswith(f"{experts.__name__}, case {case.id}, seed {case.seed}: ")
-    assert any(message in text for text in found.values()), "\n".join(found.values())
+    check_found(experts, message)

@@ -1,13 +1,16 @@
 """Tensors for a conformance case: weights, hidden states and routing in which every mix-up shows.
 
 Every expert, scale group, token and group of columns has a magnitude of its own, no weight or bias repeats, and values
-reach the activation's limit.  Everything is drawn on the CPU, so that a seed means the same tensors on every device.
+reach the activation's limit.  Some groups of 8-bit floats hold subnormal codes only, whose scale makes up for it, and
+some e8m0 scales are the smallest and the largest that there are.  Everything is drawn on the CPU, so that a seed means
+the same tensors on every device.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -15,8 +18,9 @@ from torch import Tensor
 
 from moe_core.activation import MoEActivation
 from moe_core.config import FusedMoEConfig
+from moe_core.numerics import NumberKind, is_e8m0
 from moe_core.quant_key import QuantKey
-from moe_core.quantization import quantize_moe_weights
+from moe_core.quantization import Grid, quantize_moe_weights, quantize_weight
 from moe_core.reference import Steps, route_pairs
 from moe_core.weights import MoEWeights
 
@@ -133,9 +137,17 @@ def _ids(
 
 
 def make_weights(
-    config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None, *, seed: int
+    config: FusedMoEConfig,
+    weight_key: QuantKey | None,
+    activation_key: QuantKey | None,
+    *,
+    seed: int,
+    shared_scales: Collection[str] = (),
 ) -> MoEWeights:
-    """Random canonical weights (and biases, input scales, column groups) for a layer and its keys."""
+    """Random canonical weights (and biases, input scales, column groups) for a layer and its keys.
+
+    ``shared_scales``: which scales are equal, as :class:`moe_core.claims.Claims` names them.
+    """
     generator = torch.Generator().manual_seed(seed)
     experts, hidden, inter = config.local_experts, config.hidden_size, config.intermediate_size
     w13 = _matrices(experts, config.w13_rows, hidden, 2 if config.is_gated else 1, weight_key, generator)
@@ -163,9 +175,61 @@ def make_weights(
         **biases,
         **groups,
     )
+    if weight_key is not None and weight_key.dtype.kind is NumberKind.FLOAT and weight_key.dtype.bits == 8:
+        merged = "weight" in shared_scales and weight_key.group_shape.is_per_tensor
+        weights = _with_edges(weights, (w13, w2), config, weight_key, generator, merged)
     if activation_key is not None and activation_key.is_static:
-        weights = _calibrated(weights, config, activation_key, seed)
+        weights = _calibrated(weights, config, activation_key, seed, "input" in shared_scales)
     return weights
+
+
+#: 448 / (7 * 2**-9): the largest e4m3 value in units of the largest subnormal one
+_SUBNORMAL = 15
+
+
+def _with_edges(
+    weights: MoEWeights,
+    values: tuple[Tensor, Tensor],
+    config: FusedMoEConfig,
+    key: QuantKey,
+    generator: torch.Generator,
+    merged: bool,
+) -> MoEWeights:
+    """``weights``, quantised from ``values``, with a sixth of the groups subnormal and extreme e8m0 scales in a few.
+
+    ``merged``: gate and up share a scale per tensor.
+    """
+    changed: dict[str, Tensor] = {}
+    for name, w, parts in (("w13", values[0], 2 if config.is_gated else 1), ("w2", values[1], 1)):
+        scale: Tensor = getattr(weights, f"{name}_scale").clone()
+        chosen = torch.rand(scale.shape, generator=generator) < 1 / 6
+        if merged:
+            scale, chosen = scale.amax(dim=1, keepdim=True).expand_as(scale), chosen[:, :1].expand_as(chosen)
+        if is_e8m0(key.scale.dtype):
+            scale.view(torch.uint8).add_(_SUBNORMAL * chosen.to(torch.uint8))
+        else:
+            scale = torch.where(chosen, scale * 2.0**_SUBNORMAL, scale)
+        codes, scale, _ = quantize_weight(w, key, parts=parts, scale=scale)
+        if is_e8m0(key.scale.dtype) and scale[0].numel() >= 16:
+            codes, scale = _extreme(codes, scale, w, key, parts)
+        changed |= {name: codes, f"{name}_scale": scale}
+    return replace(weights, **changed)
+
+
+def _extreme(codes: Tensor, scale: Tensor, w: Tensor, key: QuantKey, parts: int) -> tuple[Tensor, Tensor]:
+    """In each expert a group of zeros with the largest e8m0 scale, 2**127, and one with the smallest, 2**-127.
+
+    Neither adds anything, unless the scale becomes infinite or NaN on the way.
+    """
+    bare = torch.zeros(scale.shape, dtype=torch.bool)
+    smallest = torch.zeros_like(bare)
+    bare[:, scale.shape[1] // 2, 0] = True
+    smallest[:, scale.shape[1] // 3, scale.shape[2] // 2] = True
+    exponents = scale.view(torch.uint8)
+    zero = Grid.of(key, *w.shape, parts).spread(bare)
+    raw = torch.where(zero, 0, codes.view(torch.uint8)).view(codes.dtype)
+    exponents = torch.where(bare, 254, torch.where(smallest, 0, exponents)).to(torch.uint8)
+    return raw, exponents.view(scale.dtype)
 
 
 def _first_product_size(config: FusedMoEConfig) -> float:
@@ -203,8 +267,8 @@ def _column_groups(experts: int, cols: int, key: QuantKey, generator: torch.Gene
     return (order // size).to(torch.int32)
 
 
-def _calibrated(weights: MoEWeights, config: FusedMoEConfig, key: QuantKey, seed: int) -> MoEWeights:
-    """Static input scales from random tokens: one for all experts at w13, each expert's own at w2."""
+def _calibrated(weights: MoEWeights, config: FusedMoEConfig, key: QuantKey, seed: int, shared: bool) -> MoEWeights:
+    """Static input scales from random tokens, each expert's own (``shared``: the largest for all)."""
     inputs = make_inputs(replace(config, num_local_experts=None), 64, seed=seed + 1)
     steps = Steps(replace(weights, activation_key=None), config, torch.float64, None, None)
     amax = []
@@ -218,5 +282,9 @@ def _calibrated(weights: MoEWeights, config: FusedMoEConfig, key: QuantKey, seed
     largest = key.dtype.max_value
     # a little below the largest value seen, so that a few values saturate
     w2_scale = (0.9 * torch.stack(amax) / largest).float()
-    w13_scale = (0.9 * inputs.x.float().abs().max() / largest).expand(config.local_experts).contiguous()
+    # every expert sees the same tokens here: others, in a model, so their scales differ
+    spread = _magnitudes((config.local_experts,), torch.Generator().manual_seed(seed + 2)).sqrt()
+    w13_scale = (0.9 * inputs.x.float().abs().max() / largest * spread).float()
+    if shared:
+        w13_scale, w2_scale = w13_scale.amax().expand_as(w13_scale).clone(), w2_scale.amax().expand_as(w2_scale).clone()
     return replace(weights, w13_input_scale=w13_scale, w2_input_scale=w2_scale)

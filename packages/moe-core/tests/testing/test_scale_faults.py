@@ -1,0 +1,408 @@
+"""The conformance kit finds mistakes with scales: experts of every FP8 key with one fault each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from moe_core import (
+    GATED,
+    NON_GATED,
+    Claims,
+    ExpertTokensMetadata,
+    FusedMoEActivationFormat,
+    FusedMoEQuantDesc,
+    KernelWeights,
+    MoEActivation,
+    MoEWeights,
+    any_device,
+    apply_moe_activation,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTensorSym,
+    kFp8DynamicTokenSym,
+    kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
+    kMxfp8Dynamic,
+    kMxfp8Static,
+)
+from moe_core.claims import KeyClaim
+from moe_core.experts import FusedMoEExperts
+from moe_core.torch_experts import TorchExperts
+from moe_core_failures import check_found, failures
+from torch import Tensor
+
+Keys = tuple[KeyClaim, KeyClaim]
+STATIC_TENSOR: Keys = (kFp8StaticTensorSym, kFp8StaticTensorSym)
+DYNAMIC_TENSOR: Keys = (kFp8StaticTensorSym, kFp8DynamicTensorSym)
+TOKEN: Keys = (kFp8StaticChannelSym, kFp8DynamicTokenSym)
+MX: Keys = (kMxfp8Static, kMxfp8Dynamic)
+
+
+def claims(*keys: Keys, **changed: Any) -> Claims:
+    base = Claims(
+        devices=(any_device(),),
+        keys=keys,
+        activations=frozenset({MoEActivation.SILU, MoEActivation.RELU2_NO_MUL}),
+        bias=True,
+        formats=frozenset(FusedMoEActivationFormat),
+        cuda_graph=False,
+    )
+    return replace(base, **changed)
+
+
+class Sound(TorchExperts):
+    claims = claims(
+        STATIC_TENSOR,
+        DYNAMIC_TENSOR,
+        TOKEN,
+        MX,
+        (kFp8Static128BlockSym, None),
+        (kFp8StaticChannelSym, None),
+        (kMxfp8Static, None),
+    )
+
+
+class OneScaleForGateAndUp(TorchExperts):
+    """Takes the larger scale for both, as if the weights had been quantised with it."""
+
+    claims = claims(STATIC_TENSOR)
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        scale = weights.w13_scale
+        assert scale is not None
+        largest = scale.amax(dim=1, keepdim=True).expand_as(scale).contiguous()
+        return super().convert(replace(weights, w13_scale=largest))
+
+
+class Requantises(TorchExperts):
+    """Merges the scales of gate and up by quantising once more, and does not say so."""
+
+    claims = claims((kFp8StaticTensorSym, None))
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        scale, codes = weights.w13_scale, weights.w13
+        assert scale is not None
+        halves = codes.float().view(len(codes), scale.shape[1], -1, codes.shape[2])
+        largest = scale.amax(dim=1, keepdim=True)
+        merged = (halves * (scale / largest)[..., None, None]).reshape(codes.shape).to(codes.dtype)
+        return super().convert(replace(weights, w13=merged, w13_scale=largest.expand_as(scale).contiguous()))
+
+
+class SaysThatItRequantises(Requantises):
+    claims = replace(Requantises.claims, shared_scales=frozenset({"weight"}))
+
+
+class InputScaleOfTheFirstExpert(TorchExperts):
+    claims = claims(STATIC_TENSOR)
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        scale = weights.w13_input_scale
+        assert scale is not None
+        return super().convert(replace(weights, w13_input_scale=scale[:1].expand_as(scale).contiguous()))
+
+
+class LargestSecondInputScale(TorchExperts):
+    claims = claims(STATIC_TENSOR)
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        scale = weights.w2_input_scale
+        assert scale is not None
+        return super().convert(replace(weights, w2_input_scale=scale.amax().expand_as(scale).contiguous()))
+
+
+class SaysThatInputScalesAreShared(LargestSecondInputScale):
+    claims = replace(LargestSecondInputScale.claims, shared_scales=frozenset({"input"}))
+
+
+class TensorScalePerExpert(TorchExperts):
+    """Quantises each expert's hidden values by themselves where one scale spans all."""
+
+    claims = claims(DYNAMIC_TENSOR)
+
+    def first(self, x: Tensor, weights: KernelWeights, expert: int) -> Tensor:
+        h = super().first(x, weights, expert)
+        return super().quantized(h, weights.quant_config.a2)
+
+    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
+        return super().quantized(x, desc, scale) if x.shape[1] == self.config.hidden_size else x
+
+
+class TensorScaleOfAllTokens(TorchExperts):
+    """Its scale depends on tokens without an expert on this rank."""
+
+    claims = claims(DYNAMIC_TENSOR)
+    largest: Tensor
+
+    def apply(self, output: Tensor, hidden_states: Tensor, *arguments: Any, **named: Any) -> None:
+        self.largest = hidden_states.abs().max().float()
+        super().apply(output, hidden_states, *arguments, **named)
+
+    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
+        if x.shape[1] == self.config.hidden_size and self.config.activation_format is FusedMoEActivationFormat.STANDARD:
+            scale = self.largest / 448
+        return super().quantized(x, desc, scale)
+
+
+class TensorScaleOfUnusedRows(TorchExperts):
+    """In the batched format, its scale depends on what unused rows hold."""
+
+    claims = claims(DYNAMIC_TENSOR, formats=frozenset({FusedMoEActivationFormat.BATCHED}))
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        weights: KernelWeights,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        workspace: Mapping[str, Tensor],
+        expert_map: Tensor | None = None,
+        hidden_states_scale: Tensor | None = None,
+        expert_tokens: ExpertTokensMetadata | None = None,
+    ) -> None:
+        assert expert_tokens is not None
+        everything = replace(
+            expert_tokens, expert_num_tokens=torch.full_like(expert_tokens.expert_num_tokens, hidden_states.shape[1])
+        )
+        super().apply(
+            output,
+            hidden_states,
+            weights,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            workspace=workspace,
+            expert_tokens=everything,
+        )
+
+
+class TokenScaleAsTensorScale(TorchExperts):
+    claims = claims(TOKEN)
+
+    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
+        return super().quantized(x, replace(desc, key=kFp8DynamicTensorSym), scale)
+
+
+class ChannelScalesOfTheFirstRow(TorchExperts):
+    claims = claims(TOKEN)
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        scale = weights.w2_scale
+        assert scale is not None
+        return super().convert(replace(weights, w2_scale=scale[:, :1].expand_as(scale).contiguous()))
+
+
+class MxScaleOfTheNextGroup(TorchExperts):
+    claims = claims(MX)
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        scale = weights.w13_scale
+        assert scale is not None
+        return super().convert(replace(weights, w13_scale=scale.roll(1, dims=2)))
+
+
+class MxScaleOfTheNextRow(TorchExperts):
+    claims = claims((kMxfp8Static, None))
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        scale = weights.w2_scale
+        assert scale is not None
+        return super().convert(replace(weights, w2_scale=scale.roll(1, dims=1)))
+
+
+class MxScaleRoundedDown(TorchExperts):
+    """The activation's scale is the power of two below amax / 448, where the key's rule takes the one above."""
+
+    claims = claims(MX)
+
+    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
+        from moe_core.quantization import quantize_tensor
+
+        if not x.numel():
+            return x
+        assert desc.key is not None
+        own = quantize_tensor(x, desc.key).scale
+        return super().quantized(x, desc, (own - 1).to(torch.uint8))
+
+
+class LargestExponentIsInfinite(TorchExperts):
+    """Puts the e8m0 code plus one into the exponent: 2**127 becomes infinite."""
+
+    claims = claims((kMxfp8Static, None))
+
+    def matrix(self, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int, cols: int) -> Tensor:
+        assert desc.scale is not None
+        shifted = ((desc.scale[expert].int() + 1) << 23).view(torch.float32) / 2
+        return weights[expert].float() * shifted.repeat_interleave(32, dim=1)[:, :cols]
+
+
+class FlushesSubnormalCodes(TorchExperts):
+    """Reads e4m3 codes below 2**-6 as zero."""
+
+    claims = claims((kFp8StaticTensorSym, None))
+
+    def matrix(self, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int, cols: int) -> Tensor:
+        normal = weights.view(torch.uint8) & 0x78 != 0
+        flushed = torch.where(normal, weights.view(torch.uint8), 0).view(weights.dtype)
+        return super().matrix(flushed, desc, expert, parts, cols)
+
+
+class NoLimitBeforeTheQuantiser(TorchExperts):
+    claims = claims(TOKEN, activations=frozenset({MoEActivation.SWIGLUOAI}))
+
+    def first(self, x: Tensor, weights: KernelWeights, expert: int) -> Tensor:
+        config, given = self.config, self.config.params
+        self.config = replace(config, activation_params=replace(given, limit=float("inf")))
+        h = super().first(x, weights, expert)
+        self.config = config
+        return h
+
+
+class GatesWhatHasNoGate(TorchExperts):
+    """Takes half of the rows for a gate: the matrix product's result is as wide as w13 has rows."""
+
+    claims = claims(MX, activations=NON_GATED)
+
+    def first(self, x: Tensor, weights: KernelWeights, expert: int) -> Tensor:
+        h = super().first(x, weights, expert)
+        half = h.shape[1] // 2
+        gated = apply_moe_activation(MoEActivation.SILU, h[:, : 2 * half])
+        return torch.cat([gated, gated, h[:, 2 * half :]], dim=1)
+
+
+class IgnoresTheGate(TorchExperts):
+    claims = claims(TOKEN, activations=GATED)
+
+    def first(self, x: Tensor, weights: KernelWeights, expert: int) -> Tensor:
+        config = self.config
+        up = super().matrix(weights.w13, weights.quant_config.w1, expert, 2, config.hidden_size)
+        z = x @ up[: config.intermediate_size].T
+        return apply_moe_activation(MoEActivation.SILU_NO_MUL, z)
+
+
+class BiasBeforeTheScale(TorchExperts):
+    """Adds the bias to the product of codes, so that the channel scales apply to it."""
+
+    claims = claims((kFp8StaticChannelSym, None))
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        bias, scale = weights.w2_bias, weights.w2_scale
+        assert scale is not None
+        return super().convert(replace(weights, w2_bias=None if bias is None else bias * scale[..., 0]))
+
+
+class UnquantizedActivations(TorchExperts):
+    """W8A16 where W8A8 was asked for: nearer to the weights' truth, further from what was asked for."""
+
+    claims = claims(DYNAMIC_TENSOR)
+
+    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
+        return x.to(self.config.dtype).float()
+
+
+class UnquantizedTokens(UnquantizedActivations):
+    claims = claims(TOKEN)
+
+
+class UnquantizedStatic(UnquantizedActivations):
+    claims = claims(STATIC_TENSOR)
+
+
+class UnquantizedMx(UnquantizedActivations):
+    claims = claims(MX)
+
+
+class QuantizedSecondInputOnly(TorchExperts):
+    claims = claims(TOKEN)
+
+    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
+        return super().quantized(x, desc, scale) if x.shape[1] == self.config.intermediate_size else x
+
+
+class QuantizesForWeightOnly(TorchExperts):
+    """W8A8 where W8A16 was asked for."""
+
+    claims = claims((kFp8StaticChannelSym, None), (kFp8Static128BlockSym, None))
+
+    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
+        return super().quantized(x, replace(desc, key=kFp8Dynamic128Sym), scale)
+
+
+class KeepsInputScales(TorchExperts):
+    """Reads static scales at its first call, where reloading does not reach."""
+
+    claims = claims(STATIC_TENSOR)
+    kept: Tensor | None = None
+
+    def apply(self, output: Tensor, hidden_states: Tensor, weights: KernelWeights, **named: Any) -> None:
+        quant = weights.quant_config
+        if self.kept is None and quant.a1.scale is not None:
+            self.kept = quant.a1.scale.clone()
+        old = replace(quant, a1=replace(quant.a1, scale=self.kept))
+        super().apply(output, hidden_states, replace(weights, quant_config=old), **named)
+
+
+class DependsOnTheBatch(TorchExperts):
+    """Claims batch invariance with a scale that spans the batch."""
+
+    claims = claims(DYNAMIC_TENSOR, batch_invariant=True)
+
+
+class RefusesBatchInvariance(TorchExperts):
+    claims = claims(TOKEN, batch_invariant=True)
+
+    @classmethod
+    def extra_reasons(cls, config: Any, *arguments: Any) -> list[str]:
+        return ["sums in any order"] * config.batch_invariant
+
+
+class ClaimsLora(TorchExperts):
+    claims = claims(TOKEN, lora=True)
+
+
+OUTSIDE, NORM = "outside their bounds", "the error's norm"
+#: the fault, and what at least one failing case must say
+FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
+    (OneScaleForGateAndUp, OUTSIDE),
+    (Requantises, NORM),
+    (InputScaleOfTheFirstExpert, NORM),
+    (LargestSecondInputScale, NORM),
+    (TensorScalePerExpert, NORM),
+    (TensorScaleOfAllTokens, NORM),
+    (TensorScaleOfUnusedRows, OUTSIDE),
+    (TokenScaleAsTensorScale, NORM),
+    (ChannelScalesOfTheFirstRow, OUTSIDE),
+    (MxScaleOfTheNextGroup, OUTSIDE),
+    (MxScaleOfTheNextRow, OUTSIDE),
+    (MxScaleRoundedDown, NORM),
+    (LargestExponentIsInfinite, OUTSIDE),
+    (FlushesSubnormalCodes, OUTSIDE),
+    (NoLimitBeforeTheQuantiser, OUTSIDE),
+    (GatesWhatHasNoGate, OUTSIDE),
+    (IgnoresTheGate, OUTSIDE),
+    (BiasBeforeTheScale, OUTSIDE),
+    (UnquantizedActivations, NORM),
+    (UnquantizedTokens, NORM),
+    (UnquantizedStatic, NORM),
+    (UnquantizedMx, NORM),
+    (QuantizedSecondInputOnly, NORM),
+    (QuantizesForWeightOnly, NORM),
+    (KeepsInputScales, "after reloading"),
+    (DependsOnTheBatch, "other results alone than among 17"),
+    (RefusesBatchInvariance, "batch invariance is claimed, but: "),
+    (ClaimsLora, "LoRA is claimed, and no check for it exists"),
+]
+
+
+@pytest.mark.parametrize("experts", [Sound, SaysThatItRequantises, SaysThatInputScalesAreShared])
+def test_sound_experts_pass(experts: type[FusedMoEExperts]) -> None:
+    assert not failures(experts)
+
+
+@pytest.mark.parametrize(("experts", "message"), FAULTS, ids=[experts.__name__ for experts, _ in FAULTS])
+def test_fault_is_found(experts: type[FusedMoEExperts], message: str) -> None:
+    check_found(experts, message)
