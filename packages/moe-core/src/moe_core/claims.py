@@ -48,9 +48,6 @@ class Claims:
     - ``cuda_graph``: may be captured; ``expects_unquantized_inputs``: quantises activations itself,
       so prepare must not
     - ``reduces``: the experts apply the router weights and sum over top-k themselves
-    - ``shared_scales``: "weight" where convert merges the per-tensor scales of gate and up, "input" where one static
-      activation scale serves all experts (the largest, by convention).  Exact only where the scales are equal anyway;
-      the notes say what becomes of others
     - ``all2all``: names of the all-to-all backends that it works behind; None for all
     - ``allocates``: a library inside takes memory from torch's allocator on every call
     - ``requires``: what must be installed
@@ -76,7 +73,6 @@ class Claims:
     cuda_graph: bool = True
     expects_unquantized_inputs: bool = True
     reduces: bool = True
-    shared_scales: frozenset[str] = frozenset()
     all2all: frozenset[str] | None = None
     allocates: bool = False
     requires: tuple[Requirement, ...] = ()
@@ -86,8 +82,6 @@ class Claims:
     def __post_init__(self) -> None:
         if not self.devices or not self.keys or not self.activations or not self.dtypes or not self.formats:
             raise ConfigError("claims must name at least one device, key pair, activation, dtype and activation format")
-        if self.shared_scales - {"weight", "input"}:
-            raise ConfigError(f"shared_scales names 'weight' and 'input', got {sorted(self.shared_scales)}")
 
     def limits(self, activation: MoEActivation) -> bool:
         """Whether a clamp limit of one's own is honoured with ``activation``."""

@@ -94,7 +94,7 @@ def dequantize_weight(
     values = _decode(codes, key, wide)
     if not values.numel():
         return values.to(dtype)
-    factor = _scale_values(scale, key).to(wide)
+    factor = scale_values(scale, key).to(wide)
     grid = Grid.of(key, experts, rows, width, parts)
     if zero_point is not None:
         check_shape("zero_point", zero_point, expected)
@@ -280,7 +280,7 @@ def _quantize(
     if scale is None:
         low, high = groups.amin(dim=(3, 5)), groups.amax(dim=(3, 5))
         scale, zero_point = scale_of_range(low, high, key)
-    factor = grid.per_group(_scale_values(scale, key))
+    factor = grid.per_group(scale_values(scale, key))
     scaled = groups / factor
     if zero_point is not None:
         # rounding comes before the zero point is added, as integer hardware does it
@@ -299,7 +299,7 @@ def scale_of_range(low: Tensor, high: Tensor, key: QuantKey) -> tuple[Tensor, Te
     low, high = low.float().clamp_max(0.0), high.float().clamp_min(0.0)
     width = (high - low).clamp_min(AMAX_FLOOR)
     scale = _store_scale(width / torch.full_like(width, dtype.max_value - dtype.min_value), key)
-    zero_point = (dtype.min_value - low / _scale_values(scale, key)).round()
+    zero_point = (dtype.min_value - low / scale_values(scale, key)).round()
     # stored like a code, so offset-binary types shift it as well
     zero_point = zero_point.clamp(dtype.min_value, dtype.max_value).nan_to_num(0.0)
     return scale, (zero_point + dtype.offset).to(torch.int32)
@@ -321,7 +321,7 @@ def _store_scale(scale: Tensor, key: QuantKey) -> Tensor:
     return scale.to(dtype).clamp_min(info.smallest_normal * info.eps)
 
 
-def _scale_values(scale: Tensor, key: QuantKey) -> Tensor:
+def scale_values(scale: Tensor, key: QuantKey) -> Tensor:
     """A stored scale in float32."""
     return e8m0_to_float32(scale) if is_e8m0(key.scale.dtype) else scale.float()
 

@@ -78,22 +78,55 @@ class OneScaleForGateAndUp(TorchExperts):
         return super().convert(replace(weights, w13_scale=largest))
 
 
+def merged(weights: MoEWeights) -> MoEWeights:
+    """Gate and up under the larger of their scales."""
+    scale, codes = weights.w13_scale, weights.w13
+    assert scale is not None
+    halves = codes.float().view(len(codes), scale.shape[1], -1, codes.shape[2])
+    largest = scale.amax(dim=1, keepdim=True)
+    rounded = (halves * (scale / largest)[..., None, None]).reshape(codes.shape).to(codes.dtype)
+    return replace(weights, w13=rounded, w13_scale=largest.expand_as(scale).contiguous())
+
+
 class Requantises(TorchExperts):
     """Merges the scales of gate and up by quantising once more, and does not say so."""
 
     claims = claims((kFp8StaticTensorSym, None))
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        scale, codes = weights.w13_scale, weights.w13
-        assert scale is not None
-        halves = codes.float().view(len(codes), scale.shape[1], -1, codes.shape[2])
-        largest = scale.amax(dim=1, keepdim=True)
-        merged = (halves * (scale / largest)[..., None, None]).reshape(codes.shape).to(codes.dtype)
-        return super().convert(replace(weights, w13=merged, w13_scale=largest.expand_as(scale).contiguous()))
+        return super().convert(merged(weights))
 
 
 class SaysThatItRequantises(Requantises):
-    claims = replace(Requantises.claims, shared_scales=frozenset({"weight"}))
+    def requantized(self, weights: MoEWeights) -> MoEWeights:
+        return merged(weights)
+
+
+class RequantisesFurtherOff(TorchExperts):
+    """Says that it computes with weights that no rounding explains."""
+
+    claims = claims(STATIC_TENSOR)
+
+    def requantized(self, weights: MoEWeights) -> MoEWeights:
+        return replace(weights, w2=weights.w2.roll(1, dims=1))
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        return super().convert(self.requantized(weights))
+
+
+class RequantisesToWeightOnly(TorchExperts):
+    """Says that it leaves activations as they are."""
+
+    claims = claims(TOKEN)
+
+    def requantized(self, weights: MoEWeights) -> MoEWeights:
+        return replace(weights, activation_key=None)
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        return super().convert(weights)
+
+    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
+        return x.to(self.config.dtype).float()
 
 
 class InputScaleOfTheFirstExpert(TorchExperts):
@@ -115,7 +148,10 @@ class LargestSecondInputScale(TorchExperts):
 
 
 class SaysThatInputScalesAreShared(LargestSecondInputScale):
-    claims = replace(LargestSecondInputScale.claims, shared_scales=frozenset({"input"}))
+    def requantized(self, weights: MoEWeights) -> MoEWeights:
+        scale = weights.w2_input_scale
+        assert scale is not None
+        return replace(weights, w2_input_scale=scale.amax().expand_as(scale).contiguous())
 
 
 class TensorScalePerExpert(TorchExperts):
@@ -369,6 +405,8 @@ OUTSIDE, NORM = "outside their bounds", "the error's norm"
 FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (OneScaleForGateAndUp, OUTSIDE),
     (Requantises, NORM),
+    (RequantisesFurtherOff, "requantized w2 of expert 0 is further off than one rounding explains"),
+    (RequantisesToWeightOnly, "requantized activations are None, asked for was kFp8DynamicTokenSym"),
     (InputScaleOfTheFirstExpert, NORM),
     (LargestSecondInputScale, NORM),
     (TensorScalePerExpert, NORM),

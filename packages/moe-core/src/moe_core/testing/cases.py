@@ -50,8 +50,8 @@ class Case:
     """One conformance case; ``repr`` evaluates back.
 
     ``check`` names a function of :mod:`moe_core.testing.checks`; ``routing`` is one of
-    :data:`moe_core.testing.data.ROUTINGS`; ``strided``: arguments whose rows lie apart; ``shared_scales`` as claimed;
-    ``reason``: why a claimed value has no case.
+    :data:`moe_core.testing.data.ROUTINGS`; ``strided``: arguments whose rows lie apart; ``reason``: why a claimed value
+    has no case.
     """
 
     check: str
@@ -62,7 +62,6 @@ class Case:
     routing: str = "uniform"
     ids_dtype: torch.dtype = torch.int32
     strided: bool = False
-    shared_scales: frozenset[str] = frozenset()
     reason: str = ""
 
     @property
@@ -174,7 +173,6 @@ def conformance_cases(
     paired = list(factors) if budget == "full" else PAIRED_IN_SMALL
     rows = covering_rows(factors, allowed, paired=paired, together=TOGETHER, fillers=fillers)
     cases = [case for row in rows if (case := _case(row)) is not None]
-    cases = [replace(case, shared_scales=claims.shared_scales) for case in cases]
     cases += _layer_cases(cases, claims, budget, on_gpu)
     if claims.batch_invariant:
         cases += _invariance_cases(cases, supported)

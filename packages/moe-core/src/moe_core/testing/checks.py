@@ -33,7 +33,9 @@ from moe_core.testing.harness import (
     snapshot,
     watched_call,
 )
-from moe_core.weights import KernelWeights
+from moe_core.quantization import scale_values
+from moe_core.reference import Steps
+from moe_core.weights import KernelWeights, MoEWeights, storage_dtypes
 
 Check = Callable[[type[FusedMoEExperts], Case, Place], None]
 
@@ -88,7 +90,42 @@ def check_convert(experts: type[FusedMoEExperts], case: Case, place: Place) -> N
     altered = changed(given, before)
     if altered:
         raise AssertionError(f"apply changed the canonical weights: {', '.join(altered)}")
+    _check_requantized(instance.requantized(problem.weights), problem.weights, case)
     _convert_elsewhere(experts, case, place)
+
+
+def _check_requantized(new: MoEWeights, old: MoEWeights, case: Case) -> None:
+    """What a backend says that it computes with is the given weights, rounded once more at most.
+
+    Under scales up to twice the expert's largest (the next power of two), an element moves by half a unit in its last
+    place.  Activations keep their element type and their groups; static scales move up to the largest.
+    """
+    if new is old:
+        return
+    mine, asked = new.activation_key, old.activation_key
+    if (mine is None) != (asked is None) or (
+        mine is not None
+        and asked is not None
+        and (mine.dtype, mine.group_shape, mine.is_static) != (asked.dtype, asked.group_shape, asked.is_static)
+    ):
+        raise AssertionError(f"requantized activations are {mine}, asked for was {asked}")
+    one = replace(case.config, apply_router_weight_on_input=False)
+    steps = [Steps(weights, one, torch.float64, None, None) for weights in (new, old)]
+    for name in ("w13", "w2"):
+        before = getattr(old, f"{name}_scale")
+        for expert in range(one.local_experts):
+            changed_to, given = (step.weight(name, expert) for step in steps)
+            if new.weight_key is None or old.weight_key is None or before is None:
+                allowed = torch.zeros_like(given)
+            else:
+                largest = scale_values(before[expert], old.weight_key).amax().double()
+                bits = torch.finfo(storage_dtypes(new.weight_key)[0])
+                allowed = torch.maximum(given.abs() * bits.eps / 2, largest * bits.smallest_normal * bits.eps)
+            if not bool(((changed_to - given).abs() <= allowed).all()):
+                raise AssertionError(f"requantized {name} of expert {expert} is further off than one rounding explains")
+        scales = getattr(new, f"{name}_input_scale"), getattr(old, f"{name}_input_scale")
+        if scales[1] is not None and not bool(((scales[0] >= scales[1]) & (scales[0] <= scales[1].amax())).all()):
+            raise AssertionError(f"requantized {name}_input_scale leaves the range of the scales given")
 
 
 def _convert_elsewhere(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:

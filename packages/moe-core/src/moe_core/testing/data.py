@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -137,17 +136,9 @@ def _ids(
 
 
 def make_weights(
-    config: FusedMoEConfig,
-    weight_key: QuantKey | None,
-    activation_key: QuantKey | None,
-    *,
-    seed: int,
-    shared_scales: Collection[str] = (),
+    config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None, *, seed: int
 ) -> MoEWeights:
-    """Random canonical weights (and biases, input scales, column groups) for a layer and its keys.
-
-    ``shared_scales``: which scales are equal, as :class:`moe_core.claims.Claims` names them.
-    """
+    """Random canonical weights (and biases, input scales, column groups) for a layer and its keys."""
     generator = torch.Generator().manual_seed(seed)
     experts, hidden, inter = config.local_experts, config.hidden_size, config.intermediate_size
     w13 = _matrices(experts, config.w13_rows, hidden, 2 if config.is_gated else 1, weight_key, generator)
@@ -176,10 +167,9 @@ def make_weights(
         **groups,
     )
     if weight_key is not None and weight_key.dtype.kind is NumberKind.FLOAT and weight_key.dtype.bits == 8:
-        merged = "weight" in shared_scales and weight_key.group_shape.is_per_tensor
-        weights = _with_edges(weights, (w13, w2), config, weight_key, generator, merged)
+        weights = _with_edges(weights, (w13, w2), config, weight_key, generator)
     if activation_key is not None and activation_key.is_static:
-        weights = _calibrated(weights, config, activation_key, seed, "input" in shared_scales)
+        weights = _calibrated(weights, config, activation_key, seed)
     return weights
 
 
@@ -193,18 +183,12 @@ def _with_edges(
     config: FusedMoEConfig,
     key: QuantKey,
     generator: torch.Generator,
-    merged: bool,
 ) -> MoEWeights:
-    """``weights``, quantised from ``values``, with a sixth of the groups subnormal and extreme e8m0 scales in a few.
-
-    ``merged``: gate and up share a scale per tensor.
-    """
+    """``weights``, quantised from ``values``, with a sixth of the groups subnormal and extreme e8m0 scales in a few."""
     changed: dict[str, Tensor] = {}
     for name, w, parts in (("w13", values[0], 2 if config.is_gated else 1), ("w2", values[1], 1)):
         scale: Tensor = getattr(weights, f"{name}_scale").clone()
         chosen = torch.rand(scale.shape, generator=generator) < 1 / 6
-        if merged:
-            scale, chosen = scale.amax(dim=1, keepdim=True).expand_as(scale), chosen[:, :1].expand_as(chosen)
         if is_e8m0(key.scale.dtype):
             scale.view(torch.uint8).add_(_SUBNORMAL * chosen.to(torch.uint8))
         else:
@@ -267,8 +251,8 @@ def _column_groups(experts: int, cols: int, key: QuantKey, generator: torch.Gene
     return (order // size).to(torch.int32)
 
 
-def _calibrated(weights: MoEWeights, config: FusedMoEConfig, key: QuantKey, seed: int, shared: bool) -> MoEWeights:
-    """Static input scales from random tokens, each expert's own (``shared``: the largest for all)."""
+def _calibrated(weights: MoEWeights, config: FusedMoEConfig, key: QuantKey, seed: int) -> MoEWeights:
+    """Static input scales from random tokens, each expert's own."""
     inputs = make_inputs(replace(config, num_local_experts=None), 64, seed=seed + 1)
     steps = Steps(replace(weights, activation_key=None), config, torch.float64, None, None)
     amax = []
@@ -285,6 +269,4 @@ def _calibrated(weights: MoEWeights, config: FusedMoEConfig, key: QuantKey, seed
     # every expert sees the same tokens here: others, in a model, so their scales differ
     spread = _magnitudes((config.local_experts,), torch.Generator().manual_seed(seed + 2)).sqrt()
     w13_scale = (0.9 * inputs.x.float().abs().max() / largest * spread).float()
-    if shared:
-        w13_scale, w2_scale = w13_scale.amax().expand_as(w13_scale).clone(), w2_scale.amax().expand_as(w2_scale).clone()
     return replace(weights, w13_input_scale=w13_scale, w2_input_scale=w2_scale)

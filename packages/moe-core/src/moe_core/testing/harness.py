@@ -112,9 +112,7 @@ def make_problem(case: Case, device: torch.device, *, variant: int = 0) -> Probl
     """The tensors of ``case``; another ``variant`` has other inputs and weights of the same shapes and expert map."""
     config = case.config
     seed = case.seed + 7919 * variant
-    weights = make_weights(
-        config, case.weight_key, case.activation_key, seed=seed, shared_scales=case.shared_scales
-    ).to(device)
+    weights = make_weights(config, case.weight_key, case.activation_key, seed=seed).to(device)
     inputs = make_inputs(config, case.tokens, seed=seed, routing=case.routing, ids_dtype=case.ids_dtype)
     if variant:
         same = make_inputs(config, case.tokens, seed=case.seed, routing=case.routing, ids_dtype=case.ids_dtype)
