@@ -17,6 +17,8 @@ from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
 from moe_core.experts import FusedMoEExperts
+from moe_core.quantization import scale_values
+from moe_core.reference import Steps
 from moe_core.routing import RoutingMethodType
 from moe_core.testing.cases import Case, routing_of
 from moe_core.testing.harness import (
@@ -33,8 +35,6 @@ from moe_core.testing.harness import (
     snapshot,
     watched_call,
 )
-from moe_core.quantization import scale_values
-from moe_core.reference import Steps
 from moe_core.weights import KernelWeights, MoEWeights, storage_dtypes
 
 Check = Callable[[type[FusedMoEExperts], Case, Place], None]
