@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from moe_core import CheckpointError, ConfigError, Registry, SchemeNotInstalledError
-from moe_core.checkpoint import BadValuesError, Checkpoint, LayerExperts, find_layer, load_stacked, read_layer
+from moe_core.checkpoint import (
+    BadValuesError,
+    Checkpoint,
+    LayerExperts,
+    check_expert_tensor,
+    find_layer,
+    load_stacked,
+    read_layer,
+)
 from moe_core.checkpoint.detect import likely_scheme
 from moe_core_checkpoints import E, K, N, PlainFormat, entry_points, expert_tensors, layer_tensors, write
 
@@ -101,6 +109,52 @@ def test_unknown_quant_method(tmp_path: Path, plugins: Registry) -> None:
         read_layer(with_method(tmp_path, {"quant_method": "fancy"}), plugins=plugins)
 
 
+class OtherFormat(PlainFormat):
+    name = "other"
+    quant_methods = ("other",)
+
+    def reason_against(self, quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
+        return "it is always something else"
+
+
+class OtherPlainFormat(OtherFormat):
+    name = "other plain"
+    quant_methods = ()
+
+
+def with_formats(plugins: Registry, *formats: type[PlainFormat], monkeypatch: pytest.MonkeyPatch) -> Registry:
+    monkeypatch.setattr(plugins, "formats", lambda scheme: formats)
+    return plugins
+
+
+def test_formats_of_the_method_alone_say_why(
+    tmp_path: Path, plugins: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {name: t.to(torch.int8) for name, t in layer_tensors().items() if ".experts." in name}
+    checkpoint = Checkpoint.open(write(tmp_path, tensors, quantization_config={"quant_method": "other"}))
+    with_formats(plugins, OtherPlainFormat, OtherFormat, monkeypatch=monkeypatch)
+    with pytest.raises(CheckpointError, match=r"format: other \(plain\): it is always something else$"):
+        read_layer(checkpoint, plugins=plugins)
+
+
+def test_experts_that_are_not_quantised(tmp_path: Path, plugins: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = with_method(tmp_path, {"quant_method": "other"})
+    expected = (
+        "model.layers.0.mlp.experts is not quantised: its weights are BF16 without scales, "
+        "although config.json says quant_method 'other'"
+    )
+    with_formats(plugins, OtherFormat, monkeypatch=monkeypatch)
+    with pytest.raises(CheckpointError, match=re.escape(expected)):
+        read_layer(checkpoint, plugins=plugins)
+
+
+def test_other_shapes_of_the_same_values(tmp_path: Path) -> None:
+    found = layer(tmp_path)
+    check_expert_tensor(found, "up", "weight", (N * K,), (torch.bfloat16,), also=((N, K), (1, N, K)))
+    with pytest.raises(CheckpointError, match=rf"has shape \[{N}, {K}\], expected \[{N * K}\] \(why\)"):
+        check_expert_tensor(found, "up", "weight", (N * K,), (torch.bfloat16,), "why", also=((K, N),))
+
+
 def test_no_quant_method(tmp_path: Path, plugins: Registry) -> None:
     with pytest.raises(CheckpointError, match=r"no quant_method \(weights are BF16\)"):
         read_layer(with_method(tmp_path, None), plugins=plugins)
@@ -127,6 +181,9 @@ CT_FP4 = {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits":
         ({"quant_method": "gptq"}, "wna16"),
         ({"quant_method": "awq"}, "wna16"),
         ({"quant_method": "auto-round"}, "wna16"),
+        ({"quant_method": "auto-round", "data_type": "mx_fp", "bits": 8}, "fp8"),
+        ({"quant_method": "auto-round", "data_type": "mx_fp", "bits": 4}, "mxfp4"),
+        ({"quant_method": "mxfp8"}, "fp8"),
         ({"quant_method": "compressed-tensors", **CT_INT4}, "wna16"),
         ({"quant_method": "compressed-tensors", **CT_INT8}, "int8"),
         ({"quant_method": "compressed-tensors", **CT_FP8}, "fp8"),

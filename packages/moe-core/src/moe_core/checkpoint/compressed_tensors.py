@@ -80,7 +80,7 @@ def quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantGr
     for projection in sorted(layer.projections):
         module = module_name(layer, projection)
         name = next(iter(entries)) if len(entries) == 1 else _matching(module, entries, file)
-        chosen[name] = module
+        chosen.setdefault(name, module)
     parsed = [_group(name, entries[name], file, top) for name in chosen]
     first = parsed[0]
     for other in parsed[1:]:

@@ -72,10 +72,15 @@ class Fp8Format(CheckpointFormat):
         """
 
     def reason_against(self, quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
-        found = self.storage(quantization, layer)
+        plain = unquantized_reason(layer)
+        try:
+            found = self.storage(quantization, layer)
+        except CheckpointError:
+            if plain is None:
+                raise
+            return plain
         if isinstance(found, str):
             return found
-        plain = unquantized_reason(layer)
         if plain is not None:
             return plain
         if "gate_up" in layer.projections and layer.checkpoint.config.get("model_type") == "gpt_oss":
@@ -98,7 +103,7 @@ class Fp8Format(CheckpointFormat):
         layout = Fp8Layout.of(storage, layer)
         matrices = ExpertMatrices.of(layer, config)
         for projection, size in matrices.sizes.items():
-            layout.check(projection, size, has_bias=config.has_bias)
+            layout.check(projection, size, experts, has_bias=config.has_bias)
         tensors: dict[str, Tensor] = {}
         for name, projections in matrices.stacks:
             tensors.update(layout.load(name, projections, matrices, experts, device, has_bias=config.has_bias))
@@ -145,7 +150,7 @@ class Fp8Layout:
             return kMxfp8Static
         return kFp8Static128BlockSym.with_group(self.rows, self.storage.group.col)
 
-    def check(self, projection: str, size: tuple[int, int], *, has_bias: bool) -> None:
+    def check(self, projection: str, size: tuple[int, int], experts: Sequence[int], *, has_bias: bool) -> None:
         """Names, shapes and dtypes of everything that belongs to the projection, a [rows, cols] matrix."""
         layer, storage = self.layer, self.storage
         rows, cols = size
@@ -165,7 +170,7 @@ class Fp8Layout:
             check_expert_tensor(layer, projection, static, (), _FLOATS, one, also=((1,), (1, 1)))
         if has_bias:
             check_expert_tensor(layer, projection, "bias", (rows,), _FLOATS, sized)
-        self._check_others(projection, scale)
+        self._check_others(projection, scale, experts)
 
     def load(
         self,
@@ -268,7 +273,7 @@ class Fp8Layout:
                 f"{layer.name(0, other, 'weight')}: all matrices of a layer's experts must be quantised alike"
             )
 
-    def _check_others(self, projection: str, scale: str) -> None:
+    def _check_others(self, projection: str, scale: str, experts: Sequence[int]) -> None:
         """No tensor is left out that would change the values."""
         layer = self.layer
         for suffix in layer.suffixes(projection):
@@ -280,13 +285,18 @@ class Fp8Layout:
                     used = self.storage.activation or "not quantised"
                     text = f"{name} is not used: activations are {used} ({self.storage.why})"
                     warnings.warn(text, CheckpointWarning, stacklevel=2)
-                continue
-            # older tools write the zero points of symmetric types too
-            if suffix in _ZERO_POINTS and not bool(layer.tensor(0, projection, suffix).float().any()):
-                continue
-            raise CheckpointError(
-                f"{name} is {layer.stored_dtype(projection, suffix)}: no FP8 format has such a tensor"
-            )
+            elif suffix in _ZERO_POINTS:
+                self._check_zero(projection, suffix, experts)
+            else:
+                stored = layer.stored_dtype(projection, suffix)
+                raise CheckpointError(f"{name} is {stored}: no FP8 format has such a tensor")
+
+    def _check_zero(self, projection: str, suffix: str, experts: Sequence[int]) -> None:
+        """Zero points, which older tools write for symmetric types too, are zeros."""
+        for expert in experts:
+            if bool(self.layer.tensor(expert, projection, suffix).float().any()):
+                name = self.layer.name(expert, projection, suffix)
+                raise CheckpointError(f"{name} holds values other than 0, expected symmetric weights and activations")
 
 
 def scale_suffix(layer: LayerExperts, projection: str) -> str | None:

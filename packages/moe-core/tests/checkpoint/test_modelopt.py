@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moe_core import CheckpointError
+from moe_core.checkpoint import Checkpoint, LayerExperts, find_layer
+from moe_core.checkpoint.modelopt import is_modelopt, quant_algo
+from moe_core.checkpoint.quark import quark_layer
+from moe_core_checkpoints import expert_tensors, write
+
+PREFIX = "model.layers.0.mlp.experts"
+
+
+@pytest.fixture
+def layer(tmp_path: Path) -> LayerExperts:
+    return find_layer(Checkpoint.open(write(tmp_path, expert_tensors())))
+
+
+def mixed(**layers: Any) -> dict[str, Any]:
+    return {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"), [("modelopt", True), ("modelopt_mixed", True), ("fp8", False), (None, False), (3, False)]
+)
+def test_method(method: object, expected: bool) -> None:
+    assert is_modelopt({"quant_method": method}) is expected
+
+
+def test_algorithm_in_capitals(layer: LayerExperts) -> None:
+    assert quant_algo({"quant_algo": "w4a8_mxfp4_fp8"}, layer)[0] == "W4A8_MXFP4_FP8"
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {PREFIX: {"quant_algo": "fp8", "group_size": 64}},
+        {"model.layers.0.mlp": {"quant_algo": "FP8", "group_size": 64}, "model": {"quant_algo": "NVFP4"}},
+        {"*.experts.*": {"quant_algo": "FP8", "group_size": 64}},
+        {f"{PREFIX}.0.{p}_proj": {"quant_algo": "FP8", "group_size": 64} for p in ("gate", "up", "down")},
+    ],
+)
+def test_mixed_precision(layer: LayerExperts, layers: dict[str, Any]) -> None:
+    algorithm, entries = quant_algo(mixed(**layers), layer)
+    assert (algorithm, entries.integer("group_size")) == ("FP8", 64)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({}, "quant_algo is None, expected an algorithm"),
+        ({"quant_algo": ["FP8"]}, "quant_algo is ['FP8'], expected a name"),
+        ({"quant_algo": "mixed_precision"}, "quantized_layers is None, expected an object"),
+        (mixed(lm_head={"quant_algo": "FP8"}), f"quantized_layers names neither {PREFIX}.0.down_proj nor a part"),
+        (mixed(**{PREFIX: 3}), f"{PREFIX} is 3, expected an object"),
+        (mixed(**{PREFIX: {}}), f"quantized_layers.{PREFIX}: quant_algo is None, expected an algorithm"),
+        (
+            mixed(**{PREFIX: {"quant_algo": "FP8"}, f"{PREFIX}.0.up_proj": {"quant_algo": "NVFP4"}}),
+            f"the experts of {PREFIX} are quantised by FP8 and by NVFP4",
+        ),
+    ],
+)
+def test_what_is_refused(layer: LayerExperts, quantization: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        quant_algo(quantization, layer)
+
+
+# ------------------------------------------------------------------ Quark
+
+
+def test_quark_by_name_class_and_globally(layer: LayerExperts) -> None:
+    quantization: dict[str, Any] = {
+        "layer_quant_config": {"*attn*": {"weight": {"dtype": "a"}}, "*mlp.experts*": {"weight": {"dtype": "b"}}},
+        "layer_type_quant_config": {"<class 'torch.nn.modules.linear.Linear'>": {"weight": {"dtype": "c"}}},
+        "global_quant_config": {"weight": {"dtype": "d"}},
+    }
+    for part, dtype in (("layer_quant_config", "b"), ("layer_type_quant_config", "c"), ("global_quant_config", "d")):
+        weight = quark_layer(quantization, layer).part("weight")
+        assert weight is not None
+        assert weight.text("dtype") == dtype
+        del quantization[part]
+    with pytest.raises(CheckpointError, match="global_quant_config is None, expected an object"):
+        quark_layer(quantization, layer)
+
+
+def test_quark_projections_that_differ(layer: LayerExperts) -> None:
+    quantization = {
+        "layer_quant_config": {"*down_proj": {"weight": {"dtype": "fp8_e4m3"}}},
+        "global_quant_config": {"weight": {"dtype": "fp4"}},
+    }
+    with pytest.raises(CheckpointError, match=f"the projections of {PREFIX} are quantised differently"):
+        quark_layer(quantization, layer)
