@@ -44,7 +44,11 @@ class Fp8Oracle(Oracle):
 
     scheme = "fp8"
     backends = (
-        Backend(Fp8MoeBackend.TRITON.value, ("moe_fp8.experts.triton:TritonFp8BlockExperts",), "moe-fp8"),
+        Backend(
+            Fp8MoeBackend.TRITON.value,
+            ("moe_fp8.experts.triton:TritonFp8BlockExperts", "moe_fp8.experts.triton_rows:TritonFp8Experts"),
+            "moe-fp8",
+        ),
         Backend(Fp8MoeBackend.TORCH.value, ("moe_fp8.experts.torch:TorchFp8Experts",), "moe-fp8"),
     )
 

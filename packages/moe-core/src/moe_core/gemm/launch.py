@@ -55,10 +55,13 @@ class Activation:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """``ids`` [M, k] int32 or int64, ``weights`` [M, k] float32, both contiguous; ``expert_map`` [E] int32 or None."""
+    """``ids`` [M, k] int32 or int64, ``weights`` [M, k] float32, both contiguous; ``expert_map`` [E] int32 or None.
+
+    ``weights`` None: they are applied already.
+    """
 
     ids: Tensor
-    weights: Tensor
+    weights: Tensor | None
     num_experts: int
     expert_map: Tensor | None = None
     weight_on_input: bool = False
@@ -134,7 +137,7 @@ def grouped_product(
     """
     up = activation is not None
     weight, bias = 0, b.bias
-    if isinstance(routing, Routing):
+    if isinstance(routing, Routing) and routing.weights is not None:
         weight = 0 if up != routing.weight_on_input else (1 if up else 2)
     pieces = pairs.block_m // config.block_m
     tiles = routing.max_tiles(pairs.block_m) * pieces

@@ -5,7 +5,7 @@ No Triton here: plans are plain data, so that a rule can be read, tested and swe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ class TilePlan:
     def block_m(self) -> int:
         """Rows of the tiles that pairs are sorted into; a product with a smaller tile takes it in pieces."""
         return max(self.up.block_m, self.down.block_m)
+
+    def unsplit(self) -> TilePlan:
+        """The same without shared loops, whose parts need a place for every row that there could be."""
+        return replace(self, up=replace(self.up, split=1), down=replace(self.down, split=1))
 
 
 def max_tiles(pairs: int, experts: int, block_m: int) -> int:

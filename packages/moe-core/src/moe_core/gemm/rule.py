@@ -18,6 +18,7 @@ def tile_plan(
     hidden_size: int,
     intermediate_size: int,
     *,
+    gated: bool = True,
     block_n: int = 128,
     block_k: int = 128,
     capability: int = 90,
@@ -25,7 +26,8 @@ def tile_plan(
     """The plan for ``tokens`` x ``top_k`` pairs over ``num_experts`` (all of the layer, local or not).
 
     ``block_n`` is the width of a tile of the up product, which one quantisation group of the down product's input
-    must equal; ``block_k`` the depth of one step.  ``capability`` 90 for sm_90, 0 for no NVIDIA GPU.
+    must equal; ``block_k`` the depth of one step.  ``gated``: the up product has two halves.  ``capability`` 90 for
+    sm_90, 0 for no NVIDIA GPU.
     """
     if capability < 90 or capability >= 120:
         return _small_shared_plan(tokens * top_k / num_experts, block_n, block_k, capability)
@@ -35,7 +37,8 @@ def tile_plan(
         rows = 16 if mean <= 12 else 32
         tiles = min(tokens * top_k, num_experts)
         # few programs leave multiprocessors without work: share the k loop of a tile among several
-        up_split = _split(132, tiles * -(-intermediate_size // block_n), up_steps)
+        # (a tile of one half leaves room for others beside it)
+        up_split = _split(132 if gated else 396, tiles * -(-intermediate_size // block_n), up_steps)
         down_split = _split(264, tiles * -(-hidden_size // block_n), down_steps)
         up_stages = 4 if up_split > 1 or rows == 32 else (6 if up_steps >= 32 else 3)
         down_stages = 2 if down_steps <= 2 else (3 if down_steps < 16 else 5)

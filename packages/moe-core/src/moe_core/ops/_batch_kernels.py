@@ -80,7 +80,8 @@ def batch_kernel(
                 stride_values,
                 stride_scales,
                 # a row that is not in use counts as one beyond the end
-                tl.where(used, index, rows.to(tl.int64) * tl.cdiv(width, GROUP)),
+                tl.where(used, index, index * 0 + rows * tl.cdiv(width, GROUP)),
+                tl.where(used, expert, 0).to(tl.int32)[:, None],
                 quantize,
                 GROUP,
                 EVEN,

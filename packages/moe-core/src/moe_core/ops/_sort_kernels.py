@@ -96,13 +96,15 @@ def quantize_groups(
     stride_values,
     stride_scales,
     index,
+    expert,
     quantize: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """Quantise groups `index` of GROUP columns, counted row by row; what is beyond the last column counts as 0.
 
-    The result has `width` columns; EVEN: they are whole groups.
+    The result has `width` columns; EVEN: they are whole groups.  `values` None keeps the scales alone, `scales` None
+    the values.  `expert` None gives `quantize` the number of the row.
     """
     groups = tl.cdiv(width, GROUP)
     row = index // groups
@@ -110,11 +112,12 @@ def quantize_groups(
     inside = row < rows
     offset = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tile = tl.load(x + row[:, None] * stride_x + offset, mask=inside[:, None] & (offset < columns), other=0.0)
-    quantized, scale = quantize(tile.to(tl.float32), Q, 0, 1)
-    stored = inside[:, None]
-    if not EVEN:
-        stored = stored & (offset < width)
-    tl.store(values + row[:, None] * stride_values + offset, quantized, mask=stored)
+    quantized, scale = quantize(tile.to(tl.float32), Q, row[:, None] if expert is None else expert, 1)
+    if values is not None:
+        stored = inside[:, None]
+        if not EVEN:
+            stored = stored & (offset < width)
+        tl.store(values + row[:, None] * stride_values + offset, quantized, mask=stored)
     if scales is not None:
         tl.store(scales + row * stride_scales + group, scale, mask=inside)
 
@@ -181,6 +184,7 @@ def sort_kernel(
                 stride_values,
                 stride_scales,
                 ((me - num_experts) * BLOCK_G).to(tl.int64) + tl.arange(0, BLOCK_G),
+                None,
                 quantize,
                 GROUP,
                 EVEN,

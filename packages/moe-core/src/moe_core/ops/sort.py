@@ -47,31 +47,35 @@ class QuantizeRows:
 
     ``quantize`` is a `@triton.jit` function as `moe_core.gemm.tile_kernel` describes it, ``arguments`` its tuple Q,
     ``group`` its group size: a power of two; `whole_row` of K for one scale per row.  Columns from K to the width of
-    ``values`` become zeros.
+    ``values`` become zeros.  Without ``values`` the scales alone are kept.
     """
 
     x: Tensor
-    values: Tensor
+    values: Tensor | None
     scales: Tensor | None
     quantize: Any
     group: int
     arguments: tuple[Any, ...] | None = None
 
     @property
+    def width(self) -> int:
+        """Columns of the result."""
+        return self.x.shape[1] if self.values is None else self.values.shape[1]
+
+    @property
     def num_groups(self) -> int:
         """Groups of all rows."""
-        return self.x.shape[0] * -(-self.values.shape[1] // self.group)
+        return self.x.shape[0] * -(-self.width // self.group)
 
     @property
     def is_even(self) -> bool:
-        return self.values.shape[1] % self.group == 0
+        return self.width % self.group == 0
 
     @property
     def kernel_arguments(self) -> tuple[Any, ...]:
         """From `x` to `stride_scales` of the kernels."""
-        strides = (self.x.stride(0), self.values.stride(0), 0 if self.scales is None else self.scales.stride(0))
-        sizes = (*self.x.shape, self.values.shape[1])
-        return (self.x, self.values, self.scales, self.arguments, *sizes, *strides)
+        strides = tuple(0 if tensor is None else tensor.stride(0) for tensor in (self.x, self.values, self.scales))
+        return (self.x, self.values, self.scales, self.arguments, *self.x.shape, self.width, *strides)
 
     def block(self, programs: int) -> tuple[int, int]:
         """(groups of one program, warps) that spread the work over about so many programs."""
@@ -98,6 +102,11 @@ def sort_workspaces(num_pairs: int, num_experts: int, block_m: int) -> tuple[Wor
     )
 
 
+def clears_first(num_pairs: int) -> bool:
+    """Whether `sort_pairs` takes two launches, so that what the first has cleared may be added to by the second."""
+    return num_pairs > _COUNT_PAIRS
+
+
 def sort_pairs(
     topk_ids: Tensor,
     num_experts: int,
@@ -113,7 +122,8 @@ def sort_pairs(
     """Sort ``topk_ids`` [M, k] (int32 or int64, contiguous) with the Triton kernel.
 
     ``num_experts`` local experts; ``expert_map`` [E] int32 gives the local number of a global id; ``positions``
-    asks for the inverse too; ``zero`` (int32, contiguous) is filled with zeros.
+    asks for the inverse too; ``zero`` (int32, contiguous) is filled with zeros, before ``rows`` are quantised where
+    `clears_first` says so.
     """
     import triton
 
@@ -132,7 +142,7 @@ def sort_pairs(
     modes = (TINY,) if pairs <= _TINY_PAIRS else (SORT,) if pairs <= _COUNT_PAIRS else (COUNT, SCATTER)
     block_g, row_warps = (1, 4) if rows is None else rows.block(512)
     for mode in modes:
-        job = rows if mode != SCATTER else None
+        job = rows if mode != COUNT else None
         cleared = zero if mode != SCATTER else None
         quantized = (None,) * 4 + (0,) * 6 if job is None else job.kernel_arguments
         programs = num_experts + (triton.cdiv(job.num_groups, block_g) if job is not None else 0)

@@ -14,12 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from moe_core.gemm.narrow import divide, narrow_e4m3
+from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
 
 E4M3_MAX = tl.constexpr(448.0)
 # the smallest amax that a scale is made from: keeps the scale of an all-zero group normal and finite
 AMAX_FLOOR = tl.constexpr(1e-10)
-# bytes of each weight row that are asked for ahead of time
-PREFETCH = tl.constexpr(1024)
 
 
 @triton.jit
@@ -47,13 +46,9 @@ def open_weights(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     of both is contiguous.  The up half starts at row N of the weights and at row ceil(N / block_n) of the scales.
     """
     weights, scales, stride_e, stride_n, scale_e, scale_n, block_n = B
-    base = expert.to(tl.int64)
-    columns = n + tl.arange(0, BLOCK_N)
-    rows = weights + base * stride_e + (half * N + columns).to(tl.int64) * stride_n
-    scale = scales + base * scale_e + (n // block_n + half * tl.cdiv(N, block_n)) * scale_n
-    # for the descriptor: the first row of the tile among the rows of all experts
-    first = (base * (stride_e // stride_n)).to(tl.int32) + half * N + n
-    return rows, columns < N, scale, first
+    rows, inside, first = weight_rows(weights, stride_e, stride_n, expert, half, n, N, BLOCK_N)
+    scale = scales + expert.to(tl.int64) * scale_e + (n // block_n + half * tl.cdiv(N, block_n)) * scale_n
+    return rows, inside, scale, first
 
 
 @triton.jit
@@ -74,42 +69,14 @@ def load_weights(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexp
     """
     rows, inside, scales, first = state
     scale = tl.load(scales + k)
-    if b_desc is None:
-        depth = k * BLOCK_K + tl.arange(0, BLOCK_K)
-        pointers = rows[:, None] + depth[None, :]
-        if EVEN_N and EVEN_K:
-            tile = tl.load(pointers)
-        elif EVEN_K:
-            tile = tl.load(pointers, mask=inside[:, None], other=0.0)
-        else:
-            tile = tl.load(pointers, mask=inside[:, None] & (depth < K)[None, :], other=0.0)
-    else:
-        # rows beyond this half or this expert are other weights: they only reach columns that are never stored
-        tile = b_desc.load([first, k * BLOCK_K])
-    return tile, scale
+    return weight_tile(rows, inside, first, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K), scale
 
 
 @triton.jit
 def prefetch_weights(state, K):
     """Ask for the first columns of a tile's rows in L2 (sm_90 and newer; K and the rows are multiples of 16 bytes)."""
     rows, inside, _, _ = state
-    pointers = rows.to(tl.int64)
-    size = tl.where(inside, tl.minimum(K, PREFETCH), 0)
-    tl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred %p;
-            setp.ne.s32 %p, $2, 0;
-            @%p cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [pointers, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch_rows(rows, inside, K)
 
 
 @triton.jit

@@ -1,0 +1,62 @@
+"""How a tile of weights with one element per byte (or more) is read; what `open_b`, `load_b` and `prefetch_b` share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# bytes of each weight row that are asked for ahead of time
+PREFETCH = tl.constexpr(1024)
+
+
+@triton.jit
+def weight_rows(weights, stride_e, stride_n, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """(pointers to the tile's rows, which of them exist, the first row's number for a descriptor over all experts).
+
+    weights [E, rows, K] with contiguous columns; the up half starts at row N.
+    """
+    columns = n + tl.arange(0, BLOCK_N)
+    base = expert.to(tl.int64)
+    rows = weights + base * stride_e + (half * N + columns).to(tl.int64) * stride_n
+    first = (base * (stride_e // stride_n)).to(tl.int32) + half * N + n
+    return rows, columns < N, first
+
+
+@triton.jit
+def weight_tile(rows, inside, first, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Tile [BLOCK_N, BLOCK_K], step k; b_desc: a descriptor over the weights as [E * rows, K], or None for pointers."""
+    if b_desc is None:
+        depth = k * BLOCK_K + tl.arange(0, BLOCK_K)
+        pointers = rows[:, None] + depth[None, :]
+        if EVEN_N and EVEN_K:
+            tile = tl.load(pointers)
+        elif EVEN_K:
+            tile = tl.load(pointers, mask=inside[:, None], other=0.0)
+        else:
+            tile = tl.load(pointers, mask=inside[:, None] & (depth < K)[None, :], other=0.0)
+    else:
+        # rows beyond this half or this expert are other weights: they only reach columns that are never stored
+        tile = b_desc.load([first, k * BLOCK_K])
+    return tile
+
+
+@triton.jit
+def prefetch_rows(rows, inside, size):
+    """Ask for the first `size` bytes of a tile's rows in L2 (sm_90 and newer; all multiples of 16 bytes)."""
+    pointers = rows.to(tl.int64)
+    size = tl.where(inside, tl.minimum(size, PREFETCH), 0)
+    tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred %p;
+            setp.ne.s32 %p, $2, 0;
+            @%p cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [pointers, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,96 @@
+"""Start the kernels of `moe_fp8.kernels.rows` that work on whole rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from moe_core.gemm.launch import Operand, Routing, is_aligned, weight_descriptor
+from moe_core.gemm.specimen import launch
+from moe_core.ops.batch import Batch, BatchedRows
+from moe_core.ops.sort import SortedPairs, whole_row
+from torch import Tensor
+
+from moe_fp8.kernels import rows
+
+#: which rows count: (name, arguments) of `rows.rows_in_use`
+InUse = tuple[str, tuple[Any, ...]]
+
+
+def routed_tokens(routing: Routing) -> InUse:
+    """Tokens that have a local expert."""
+    return "tokens", (routing.ids, routing.expert_map, routing.top_k, routing.num_ids, routing.num_experts)
+
+
+def ordered_rows(order: SortedPairs | BatchedRows, routing: Routing | Batch) -> InUse:
+    """Rows of the sorted order, or of a batch, that exist."""
+    if isinstance(routing, Batch):
+        return "batched", (order.offsets, routing.capacity)
+    return "sorted", (order.offsets[routing.num_experts :],)
+
+
+def find_amax(x: Tensor, amax: Tensor, in_use: InUse, *, pdl: bool) -> None:
+    """Raise ``amax`` [1] int32, zeroed, to the bits of the largest magnitude of rows of ``x`` [R, C] in use."""
+    count, columns = x.shape
+    block_c = min(whole_row(columns), 2048)
+    block_r = 2048 // block_c
+    across = triton.cdiv(columns, block_c)
+    launch(
+        rows.amax_kernel,
+        (min(triton.cdiv(count, block_r), max(1056 // across, 1)), across),
+        x,
+        amax,
+        in_use[1],
+        count,
+        columns,
+        x.stride(0),
+        WHICH=in_use[0],
+        BLOCK_R=block_r,
+        BLOCK_C=block_c,
+        pdl=pdl,
+        num_warps=4,
+    )
+
+
+def quantize_rows(
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    quantize: Any,
+    arguments: tuple[Any, ...] | None,
+    in_use: InUse,
+    *,
+    pdl: bool,
+) -> None:
+    """Rows of ``x`` [R, C] in use to e4m3 ``values`` [R, width] and ``scales`` [R]; columns from C on become zeros."""
+    count, columns = x.shape
+    width = values.shape[1]
+    block_c = whole_row(width)
+    block_r = max(4096 // block_c, 1)
+    launch(
+        rows.quantize_rows_kernel,
+        (triton.cdiv(count, block_r),),
+        x,
+        values,
+        scales,
+        arguments,
+        in_use[1],
+        count,
+        columns,
+        width,
+        x.stride(0),
+        values.stride(0),
+        quantize=quantize,
+        WHICH=in_use[0],
+        BLOCK_R=block_r,
+        BLOCK_C=block_c,
+        pdl=pdl,
+        num_warps=min(max(block_c // 1024, 4), 16),
+    )
+
+
+def row_operand(weights: Tensor, scales: Tensor, bias: Tensor | None, count: int) -> Operand:
+    """Weights [E, rows, K] with scales [E, rows, 1] or [E, parts]; ``count`` rows of one half."""
+    half, row = (count * scales.stride(1), scales.stride(1)) if scales.dim() == 3 else (scales.stride(1), 0)
+    device = (weights, scales, weights.stride(0), weights.stride(1), scales.stride(0), half, row)
+    return Operand(device, count, weights.shape[2], bias, weight_descriptor(weights), is_aligned(weights))

@@ -1,0 +1,334 @@
+"""A fused MoE layer, FP8 with scales per channel or tensor of the weights, per token or tensor of the activations.
+
+Few rows per expert:
+
+    sort      pairs by expert; beside it x is quantised, or its largest magnitude found   (one launch, two for many)
+    quantise  x, where all its rows share a dynamic scale
+    up        h = act(x w13^T), static: quantised in the epilogue; dynamic: 16 bits and its largest magnitudes
+    down      y[pair] = weight * (h w2^T); h is quantised while it is loaded
+    reduce    out[token] = sum over slots of y, in float32
+
+Many: x is quantised into the sorted order, so that both products read e4m3, and h by a launch between the products
+(static: by the epilogue).  The batched format has no sort and no reduce, its rows stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from moe_core.gemm.launch import Activation, Operand, Result, Routing, TileFunctions, combine_parts, grouped_product
+from moe_core.gemm.plan import TilePlan
+from moe_core.gemm.spread import spread_rows
+from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
+from moe_core.ops.batch import Batch, BatchedRows, batch_rows
+from moe_core.ops.reduce import reduce_pairs
+from moe_core.ops.sort import QuantizeRows, SortedPairs, clears_first, sort_pairs, whole_row
+from torch import Tensor
+
+from moe_fp8.kernels import rows as device
+from moe_fp8.kernels.rows_launch import find_amax, ordered_rows, quantize_rows, routed_tokens, row_operand
+
+#: depth of a step, and columns of one program that finishes a split product
+BLOCK = 128
+#: rows of a tile up to which values may be quantised while they are loaded
+MAX_RAW_ROWS = 32
+#: columns of h up to which programs are so short that a launch of its own quantises it faster
+MAX_SHORT = 512
+
+
+@dataclass(frozen=True, eq=False)
+class ActivationScales:
+    """How x and h are quantised: ``kind`` "token", "tensor" (both dynamic) or "static" with scales [E] float32."""
+
+    kind: str
+    x: Tensor | None = None
+    h: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Operand A of a product: the arguments of `open_values` or, ``raw``, of `open_raw`; which rows (`A_ROWS`)."""
+
+    arguments: tuple[Any, ...]
+    which: int
+    raw: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """One call."""
+
+    x: Tensor
+    up: Operand
+    down: Operand
+    scales: ActivationScales
+    routing: Routing | Batch
+    plan: TilePlan
+    activation: Activation
+    workspace: Mapping[str, Tensor]
+
+    @property
+    def few(self) -> bool:
+        return self.plan.block_m <= MAX_RAW_ROWS
+
+    @property
+    def raw_h(self) -> bool:
+        """Whether the down product quantises h while it loads it."""
+        few_launches = self.plan.up.split > 1  # where launches are a good part of the time
+        return self.scales.kind != "static" and self.few and (few_launches or self.down.columns > MAX_SHORT)
+
+    @property
+    def pairs(self) -> int:
+        return self.routing.num_rows if isinstance(self.routing, Batch) else self.routing.ids.numel()
+
+    @property
+    def amax(self) -> Tensor | None:
+        """Of h, per row or [1]."""
+        kind, amax = self.scales.kind, self.workspace["amax"]
+        if kind == "static" or (kind == "token" and not self.raw_h):
+            return None
+        return amax[: self.pairs] if kind == "token" else amax[:1]
+
+    @property
+    def x_amax(self) -> Tensor:
+        return self.workspace["amax"][1:2]
+
+    def run(self, out: Tensor) -> None:
+        """out [M, K]; batched: [E * T_max, K]."""
+        routing, pdl = self.routing, self.plan.pdl
+        order, a = self.quantized_x()
+        y = out if isinstance(routing, Batch) else self.workspace["y"]
+        split = self.plan.down.split
+        if split > 1:
+            y = self.workspace["parts"][: self.pairs * split * self.down.rows].view(-1, self.down.rows)
+        h = self.up_product(order, a)
+        self.product(self.plan.down, self.down, order, h, Result(y), None)
+        if isinstance(routing, Routing):
+            reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, split=split, pdl=pdl)
+
+    # -------------------------------------------------------------- x
+
+    def quantized_x(self) -> tuple[SortedPairs | BatchedRows, _Rows]:
+        if isinstance(self.routing, Batch):
+            return self.batched_x(self.routing)
+        return self.few_x(self.routing) if self.few else self.sorted_x(self.routing)
+
+    def zeroed(self) -> Tensor | None:
+        """What is to be cleared before the first product."""
+        kind, amax = self.scales.kind, self.workspace["amax"]
+        return amax[:2] if kind == "tensor" else self.amax
+
+    def few_x(self, routing: Routing) -> tuple[SortedPairs, _Rows]:
+        """By token: quantised beside the sort, or raw."""
+        x, kind, work = self.x, self.scales.kind, self.workspace
+        values, found = work["x_values"], work["x_scales"]
+        a = _Rows((values, found, values.stride(0), 1, 0), TOKEN.value)
+        if kind == "static":
+            return self.sort(routing, None), _Rows(
+                (x, self.scales.x, x.stride(0), 0, 1, x.shape[1]), TOKEN.value, raw=True
+            )
+        if kind == "token" or x.shape[0] == 1:
+            job = QuantizeRows(x, values, found, device.quantize_row, whole_row(values.shape[1]))
+            return self.sort(routing, job), a
+        order, arguments = self.sort_with_amax(routing)
+        in_use = routed_tokens(routing)
+        quantize_rows(x, values, found, device.quantize_by_amax, arguments, in_use, pdl=self.plan.pdl)
+        return order, a
+
+    def sorted_x(self, routing: Routing) -> tuple[SortedPairs, _Rows]:
+        """Quantised into the sorted order: an expert's own scale costs nothing then."""
+        x, kind, work = self.x, self.scales.kind, self.workspace
+        values, found = work["sorted_values"][: self.pairs], work["sorted_scales"]
+        quantize, arguments = self.row_quantizer()
+        if kind == "tensor":
+            order, arguments = self.sort_with_amax(routing, positions=True)
+        else:
+            order = self.sort(routing, None, positions=True)
+        job = QuantizeRows(x, values, found, quantize, whole_row(values.shape[1]), arguments)
+        spread_rows(job, pairs=order, routing=routing, by_expert=kind == "static", pdl=self.plan.pdl)
+        return order, _Rows((values, found, values.stride(0), 1, 0), POSITION.value)
+
+    def sort(self, routing: Routing, job: QuantizeRows | None, positions: bool = False) -> SortedPairs:
+        return sort_pairs(
+            routing.ids,
+            routing.num_experts,
+            self.plan.block_m,
+            workspace=self.workspace,
+            expert_map=routing.expert_map,
+            rows=job,
+            positions=positions,
+            zero=self.zeroed(),
+            pdl=self.plan.pdl,
+        )
+
+    def sort_with_amax(self, routing: Routing, positions: bool = False) -> tuple[SortedPairs, tuple[Any, ...]]:
+        """Sort, and the magnitudes of x as `quantize_by_amax` takes them."""
+        x, work = self.x, self.workspace
+        raised = self.x_amax if clears_first(self.pairs) else None
+        found = work["x_amax"]
+        arguments = (x.shape[0], routed_tokens(routing)[1], raised)
+        job = QuantizeRows(x, None, found, device.row_amax, whole_row(x.shape[1]), arguments)
+        order = self.sort(routing, job, positions)
+        return order, ((raised, 1) if raised is not None else (found, x.shape[0]))
+
+    def batched_x(self, batch: Batch) -> tuple[BatchedRows, _Rows]:
+        """Quantised where it is."""
+        x, kind, work, pdl = self.x, self.scales.kind, self.workspace, self.plan.pdl
+        values, found = work["x_values"], work["x_scales"]
+        quantize, arguments = self.row_quantizer()
+        job = None
+        if kind != "tensor":
+            job = QuantizeRows(x, values, found, quantize, whole_row(values.shape[1]), arguments)
+        order = batch_rows(batch, self.plan.block_m, workspace=work, rows=job, zero=self.zeroed(), pdl=pdl)
+        if kind == "tensor":
+            in_use = ordered_rows(order, batch)
+            find_amax(x, self.x_amax, in_use, pdl=pdl)
+            quantize_rows(x, values, found, quantize, arguments, in_use, pdl=pdl)
+        return order, _Rows((values, found, values.stride(0), 1, 0), POSITION.value)
+
+    def row_quantizer(self) -> tuple[Any, tuple[Any, ...] | None]:
+        """Device function and arguments for rows of x, with a scale for each row."""
+        if self.scales.kind == "static":
+            return device.quantize_static_rows, (self.scales.x,)
+        return (
+            (device.quantize_row, None) if self.scales.kind == "token" else (device.quantize_by_amax, (self.x_amax, 1))
+        )
+
+    # -------------------------------------------------------------- products
+
+    def product(
+        self,
+        config: Any,
+        b: Operand,
+        order: SortedPairs | BatchedRows,
+        a: _Rows,
+        out: Result,
+        activation: Activation | None,
+    ) -> None:
+        grouped_product(
+            TileFunctions(
+                device.open_raw if a.raw else device.open_values,
+                device.load_raw if a.raw else device.load_values,
+                device.open_weights,
+                device.load_weights,
+                device.multiply,
+                device.finish,
+                device.prefetch_weights if b.aligned and b.columns % 16 == 0 else None,
+            ),
+            config,
+            a=a.arguments,
+            b=b,
+            out=out,
+            pairs=order,
+            routing=self.routing,
+            activation=activation,
+            block_k=BLOCK,
+            pdl=self.plan.pdl,
+            a_rows=a.which,
+        )
+
+    def up_product(self, order: SortedPairs | BatchedRows, a: _Rows) -> _Rows:
+        """h, as the down product reads it."""
+        config, work, static = self.plan.up, self.workspace, self.scales.h
+        values, wide = work["h_values"], work["h"]
+        if static is not None:
+            h = Result(values, None, device.quantize_static, (static,))
+        else:
+            h = Result(wide, amax=self.amax)
+        which = POSITION.value
+        if config.split > 1 and isinstance(self.routing, Routing):
+            which = PAIR.value
+            width = self.up.rows * (2 if self.activation.gated else 1)
+            parts = work["parts"][: self.pairs * config.split * width].view(-1, width)
+            self.product(config, self.up, order, a, Result(parts), self.activation)
+            combine_parts(
+                parts=parts,
+                split=config.split,
+                bias=self.up.bias,
+                out=h,
+                routing=self.routing,
+                activation=self.activation,
+                columns=self.up.rows,
+                block=BLOCK,
+                pdl=self.plan.pdl,
+            )
+        else:
+            self.product(config, self.up, order, a, h, self.activation)
+        if static is not None:
+            return _Rows((values, static, values.stride(0), 0, 1), which)
+        if self.raw_h:
+            by_row = 1 if self.scales.kind == "token" else 0
+            return _Rows((wide, self.amax, wide.stride(0), by_row, 0, wide.shape[1]), which, raw=True)
+        quantize, arguments = device.quantize_row, None
+        if self.scales.kind == "tensor":
+            quantize, arguments = device.quantize_by_amax, (self.amax, 1)
+        found = work["h_scales"]
+        quantize_rows(
+            wide[: self.pairs],
+            values,
+            found,
+            quantize,
+            arguments,
+            ordered_rows(order, self.routing),
+            pdl=self.plan.pdl,
+        )
+        return _Rows((values, found, values.stride(0), 1, 0), which)
+
+
+def row_fp8_fused_moe(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    *,
+    w13_scale: Tensor,
+    w2_scale: Tensor,
+    activation_scales: ActivationScales,
+    out: Tensor,
+    workspace: Mapping[str, Tensor],
+    plan: TilePlan,
+    activation: Activation,
+    topk_weights: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    expert_num_tokens: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> None:
+    """Write the layer's output to ``out`` [M, K]: sum over slots of weight * (w2 act(w13 x + b13) + b2).
+
+    - ``x`` [M, K] bfloat16, float16 or float32, columns contiguous, any row stride; ``out`` [M, K] likewise
+    - ``w13`` [E, 2N, K] (gate rows, then up rows; [E, N, K] without a gate), ``w2`` [E, K, N] e4m3, columns contiguous
+    - ``w13_scale`` [E, 2N, 1] and ``w2_scale`` [E, K, 1], or [E, 2] ([E, 1] without a gate) and [E, 1], float32
+    - ``topk_ids`` [M, k] int32 or int64, ``topk_weights`` [M, k] float32, both contiguous; an id that is negative, too
+      large, or mapped by ``expert_map`` [E global] int32 to no local expert adds nothing
+    - or, batched: ``expert_num_tokens`` [E] int32; ``x`` and ``out`` [E, T_max, K], rows beyond an expert's number are
+      neither read nor written, and results are not weighted
+    - ``workspace``: the tensors of `moe_fp8.kernels.workspaces.row_fp8_workspaces`, by name, for at least M tokens
+    - ``plan``: launch parameters; tiles of the up product are 128 columns wide or a multiple
+    - ``w13_bias`` [E, 2N] or [E, N], ``w2_bias`` [E, K], any float dtype
+    - ``apply_router_weight_on_input``: weights multiply x instead of the expert's output (k = 1)
+
+    A dynamic scale per tensor spans the tokens, then the pairs, that have a local expert.
+    """
+    experts, size, hidden = w13.shape[0], w2.shape[2], w2.shape[1]
+    routing: Routing | Batch
+    if expert_num_tokens is not None:
+        routing = Batch(expert_num_tokens, x.shape[1])
+        x, out = x.flatten(0, 1), out.flatten(0, 1)
+    elif topk_ids is not None and topk_weights is not None:
+        routing = Routing(topk_ids, topk_weights, experts, expert_map, apply_router_weight_on_input)
+        if apply_router_weight_on_input and activation_scales.kind != "token":
+            # what shares a scale with others must have its weight before it is quantised
+            x = torch.mul(x, topk_weights, out=workspace["x_weighted"][: x.shape[0]])
+            routing = Routing(topk_ids, None, experts, expert_map)
+    else:
+        raise TypeError("either topk_weights and topk_ids or expert_num_tokens are needed")
+    if x.shape[0] == 0:
+        return
+    up = row_operand(w13, w13_scale, w13_bias, size)
+    down = row_operand(w2, w2_scale, w2_bias, hidden)
+    _Layer(x, up, down, activation_scales, routing, plan, activation, workspace).run(out)

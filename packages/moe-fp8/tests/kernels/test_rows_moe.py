@@ -1,0 +1,150 @@
+"""The whole layer with scales per channel, tensor and token, for launch plans that the rule may choose.
+
+Against float64 over the same quantised weights.  The tolerance is that of `test_block_moe`; for the rounding of the
+intermediate to bfloat16, 2^-9 at most, sqrt(2^-9 * 2^-3) = 2^-6 is added where the layer is not float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from moe_core.activation import MoEActivation
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm.rule import tile_plan
+from moe_core.kernel import FusedMoEKernel
+from moe_core.ops import sort
+from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
+from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
+from moe_core.quant_key import (
+    kFp8DynamicTensorSym,
+    kFp8DynamicTokenSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
+)
+from moe_core.reference import fused_moe_reference
+from moe_core.testing.data import make_inputs, make_weights
+from moe_core.workspace import Workspace, workspace_nbytes
+from moe_fp8.experts.triton_rows import TritonFp8Experts
+from moe_fp8.kernels.workspaces import row_fp8_workspaces
+
+KINDS = {"token": kFp8DynamicTokenSym, "tensor": kFp8DynamicTensorSym, "static": kFp8StaticTensorSym}
+BATCHED = FusedMoEActivationFormat.BATCHED
+
+
+def plan_of(block_m, *, swap=False, tma=False, splits=(1, 1), down_m=None, down_n=128, group_m=1):
+    up = TileConfig(block_m, 128, 4, 2, group_m, swap, tma, splits[0])
+    down = TileConfig(down_m or block_m, down_n, 4, 2, group_m, swap, tma, splits[1])
+    return TilePlan(up, down, pdl=True)
+
+
+PLANS = {
+    "few": plan_of(16, swap=True, tma=True),
+    "split": plan_of(16, swap=True, splits=(2, 2)),
+    "narrow": plan_of(32, down_n=64, down_m=16),
+    "many": plan_of(64, group_m=2),
+}
+
+
+class OnePlan(TritonFp8Experts):
+    """The experts with a plan of the test's own."""
+
+    chosen: TilePlan | None = None
+
+    def plan(self, num_tokens):
+        plan = super().plan(num_tokens) if self.chosen is None else self.chosen
+        return plan if self.device_info.kind == "cuda" else replace(plan, pdl=False)
+
+
+def error(kind, weight_key, plan, device, *, tokens=5, seed=0, routing="uniform", **layer):
+    """Relative error (Frobenius) of two calls over poisoned memory, which give the same."""
+    config = FusedMoEConfig(**({"num_experts": 3, "top_k": 2, "hidden_size": 144, "intermediate_size": 144} | layer))
+    weights = make_weights(config, weight_key, KINDS[kind], seed=seed)
+    inputs = make_inputs(config, tokens, seed=seed + 1, routing=routing)
+    routed = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids, "expert_map": inputs.expert_map}
+    expected = fused_moe_reference(inputs.x, weights, config, **routed)
+    experts = OnePlan(config, weight_key=weight_key, activation_key=KINDS[kind])
+    experts.chosen = plan
+    movement = BatchedPrepareAndFinalize if config.activation_format is BATCHED else PrepareAndFinalizeNoParallel
+    kernel = FusedMoEKernel(experts, experts.convert(weights.to(device)), movement(config))
+    size = workspace_nbytes(kernel.workspaces(tokens))
+    kernel.workspace = Workspace(device, torch.full((size,), 0xFF, dtype=torch.uint8, device=device))
+    routed = {name: None if tensor is None else tensor.to(device) for name, tensor in routed.items()}
+    # a row stride that is not the width
+    x = torch.nn.functional.pad(inputs.x.to(device), (0, 3))[:, : config.hidden_size]
+    found = [kernel.apply(x, **routed).cpu() for _ in range(2)]
+    assert torch.equal(*found)
+    assert torch.isfinite(found[0]).all()
+    return float((found[0].double() - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+TOLERANCE = 2 * 2**-6
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans(kind, plan, device):
+    assert error(kind, kFp8StaticChannelSym, plan, device) < TOLERANCE
+
+
+@pytest.mark.parametrize("plan", [PLANS["few"], PLANS["split"], PLANS["many"]], ids=["few", "split", "many"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_at_once(kind, plan, device):
+    """Sizes that are no multiples, biases, an expert map, misleading ids, float32, no gate, scales per tensor."""
+    layer = {
+        "num_experts": 5,
+        "num_local_experts": 3,
+        "hidden_size": 136,
+        "intermediate_size": 132,
+        "has_bias": True,
+        "activation": MoEActivation.RELU2_NO_MUL,
+        "dtype": torch.float32,
+    }
+    assert error(kind, kFp8StaticTensorSym, plan, device, tokens=6, routing="invalid", **layer) < 2**-6
+
+
+@pytest.mark.parametrize("plan", [PLANS["few"], PLANS["many"]], ids=["few", "many"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batched(kind, plan, device):
+    layer = {"activation_format": BATCHED, "has_bias": True}
+    assert error(kind, kFp8StaticTensorSym, plan, device, tokens=18, top_k=1, **layer) < TOLERANCE
+
+
+@pytest.mark.parametrize("plan", [PLANS["split"], PLANS["many"]], ids=["split", "many"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_router_weight_on_input(kind, plan, device):
+    layer = {"top_k": 1, "apply_router_weight_on_input": True, "has_bias": True}
+    assert error(kind, kFp8StaticChannelSym, plan, device, **layer) < TOLERANCE
+
+
+@pytest.mark.parametrize("plan", [PLANS["few"], PLANS["many"]], ids=["few", "many"])
+def test_one_scale_of_all_with_a_sort_of_two_launches(plan, device, monkeypatch):
+    monkeypatch.setattr(sort, "_COUNT_PAIRS", 4)
+    assert error("tensor", kFp8StaticTensorSym, plan, device) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tokens(kind, device):
+    config = FusedMoEConfig(num_experts=2, top_k=1, hidden_size=32, intermediate_size=32)
+    weights = make_weights(config, kFp8StaticTensorSym, KINDS[kind], seed=0).to(device)
+    experts = TritonFp8Experts(config, weight_key=kFp8StaticTensorSym, activation_key=KINDS[kind])
+    kernel = FusedMoEKernel(experts, experts.convert(weights), PrepareAndFinalizeNoParallel(config))
+    x = torch.empty(0, 32, dtype=torch.bfloat16, device=device)
+    ids = torch.empty(0, 1, dtype=torch.int32, device=device)
+    assert kernel.apply(x, topk_weights=ids.float(), topk_ids=ids).shape == (0, 32)
+
+
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+@pytest.mark.parametrize("tokens", [1, 8, 100, 1000, 10000, 100000])
+@pytest.mark.parametrize("shape", [(8, 2, 4096, 14336), (256, 8, 7168, 256), (128, 6, 2688, 1856), (1, 1, 128, 128)])
+def test_parts_fit(shape, tokens, capability):
+    experts, top_k, hidden, size = shape
+    for gated in (True, False):
+        plan = tile_plan(tokens, top_k, experts, hidden, size, gated=gated, capability=capability)
+        specs = row_fp8_workspaces(tokens, top_k, experts, hidden, size, torch.bfloat16, kind="token")
+        (parts,) = (spec.shape[0] for spec in specs if spec.name == "parts")
+        pairs, halves = tokens * top_k, 2 if gated else 1
+        assert plan.up.split == 1 or pairs * plan.up.split * halves * size <= parts
+        assert plan.down.split == 1 or pairs * plan.down.split * hidden <= parts
