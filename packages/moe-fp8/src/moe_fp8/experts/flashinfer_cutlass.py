@@ -1,0 +1,316 @@
+"""FlashInfer's `cutlass_fused_moe`: per-tensor FP8 with static activations, and block FP8 on sm_90.
+
+One call of the library does everything but the quantisation of x per tensor.  Its layout:
+
+- w13 holds up rows, then gate rows, and so do its block scales and biases
+- per tensor, rows of gate and up (each by itself) and columns of w2 are padded with zeros to what the TMA can address
+- one scale per expert and matrix: where gate and up have two, both are quantised anew under the larger one
+
+Ids become numbers of local experts before the call (-1: none, which the library skips), so that any expert map works.
+The sum over top-k is the library's deterministic one, not the one with atomics.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from moe_core import (
+    TRITON,
+    Claims,
+    ExpertTokensMetadata,
+    FusedMoEExpertsModular,
+    KernelWeights,
+    MoEActivation,
+    MoEWeights,
+    WorkspaceSpec,
+    cuda,
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
+    kFp8StaticTensorSym,
+)
+from moe_core.errors import TensorError
+from moe_core.ops.layout import pad_matrices, swap_halves
+from moe_core.quant_config import make_quant_config
+from torch import Tensor
+
+from moe_fp8.libraries import FLASHINFER
+from moe_fp8.libraries.requantize import shared_scale
+
+#: values of flashinfer.tllm_enums.ActivationType
+ACTIVATION_TYPES = {
+    MoEActivation.SILU: 3,  # Swiglu
+    MoEActivation.GELU: 4,  # Geglu
+    MoEActivation.GELU_TANH: 8,  # GegluTanh
+    MoEActivation.SWIGLUOAI: 3,  # Swiglu with alpha, beta and limit
+    MoEActivation.SWIGLUSTEP: 7,  # SwigluStep
+    MoEActivation.GELU_NO_MUL: 0,  # Gelu
+    MoEActivation.SILU_NO_MUL: 2,  # Silu
+    MoEActivation.RELU2_NO_MUL: 6,  # Relu2
+}
+
+_CLAIMS = Claims(
+    devices=(cuda(min=90, max=90), cuda(min=100, max=109), cuda(min=120, max=129)),
+    keys=((kFp8StaticTensorSym, kFp8StaticTensorSym),),
+    activations=frozenset(ACTIVATION_TYPES),
+    activation_limit=frozenset({MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUSTEP}),
+    dtypes=frozenset({torch.bfloat16}),
+    bias=True,
+    hidden_multiple=32,
+    allocates=True,
+    requires=(FLASHINFER, TRITON),
+    notes="gate and up are quantised anew under the larger of their scales, and x under the largest of the experts' "
+    "input scales; FlashInfer compiles its kernels when they are first used",
+)
+
+
+class FlashInferCutlassExperts(FusedMoEExpertsModular):
+    """What both kinds of scales share."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._workspace_bytes: dict[int, int] = {}
+
+    @staticmethod
+    def library() -> Any:
+        """``flashinfer.fused_moe``, imported on first use."""
+        FLASHINFER.load()
+        return importlib.import_module("flashinfer.fused_moe")
+
+    @property
+    def intermediate_size(self) -> int:
+        """Rows of gate (or up) as the library sees them."""
+        return self.config.intermediate_size
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the size of the library's workspace depends on, and the call too."""
+        return {"activation_type": ACTIVATION_TYPES[self.config.activation], "use_fused_finalize": False}
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """The dtype in which the library takes x."""
+        return self.config.dtype
+
+    def activation_parameters(self, experts: int, device: torch.device) -> dict[str, Tensor]:
+        """Per-expert parameters [E] float32 of the activation, by the library's names."""
+        activation, params = self.config.activation, self.config.params
+        wanted = {"swiglu_limit": params.limit}
+        if activation is MoEActivation.SWIGLUOAI:
+            wanted |= {"swiglu_alpha": params.alpha, "swiglu_beta": params.beta}
+        return {
+            name: torch.full((experts,), value, dtype=torch.float32, device=device)
+            for name, value in wanted.items()
+            if value is not None
+        }
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        config = self.config
+        if num_tokens not in self._workspace_bytes:
+            self._workspace_bytes[num_tokens] = 0
+            if num_tokens:
+                self._workspace_bytes[num_tokens] = self.library().cutlass_fused_moe_workspace_size(
+                    num_tokens,
+                    config.hidden_size,
+                    self.intermediate_size,
+                    config.local_experts,
+                    config.top_k,
+                    x_dtype=self.input_dtype,
+                    weight_dtype=torch.float8_e4m3fn,
+                    output_dtype=config.dtype,
+                    **self.options,
+                )
+        return (
+            WorkspaceSpec("ids", (num_tokens, config.top_k), torch.int32),
+            WorkspaceSpec("library", (self._workspace_bytes[num_tokens],), torch.uint8),
+        )
+
+    def library_input(self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]) -> Tensor:
+        """x as the library takes it."""
+        return hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
+
+    def quant_scales(self, weights: KernelWeights) -> list[Tensor]:
+        """The list that the library's ``quant_scales`` takes."""
+        raise NotImplementedError
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        weights: KernelWeights,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        workspace: Mapping[str, Tensor],
+        expert_map: Tensor | None = None,
+        hidden_states_scale: Tensor | None = None,
+        expert_tokens: ExpertTokensMetadata | None = None,
+    ) -> None:
+        from moe_core.ops.align import local_ids
+
+        tokens = hidden_states.shape[0]
+        ids = workspace["ids"].flatten()[: topk_ids.numel()].view(tokens, -1)
+        local_ids(topk_ids, self.config.local_experts, ids, expert_map=expert_map)
+        self.library().cutlass_fused_moe(
+            **self.arguments(
+                output,
+                self.library_input(hidden_states, weights, workspace),
+                weights,
+                topk_weights=topk_weights,
+                local_ids=ids,
+                library_workspace=workspace["library"],
+            )
+        )
+
+    def arguments(
+        self,
+        output: Tensor,
+        x: Tensor,
+        weights: KernelWeights,
+        *,
+        topk_weights: Tensor,
+        local_ids: Tensor,
+        library_workspace: Tensor,
+    ) -> dict[str, Any]:
+        """Arguments of ``flashinfer.fused_moe.cutlass_fused_moe``; looks at no value and needs no GPU."""
+        quant = weights.quant_config
+        biases = {"fc1_expert_biases": quant.w1_bias, "fc2_expert_biases": quant.w2_bias} if quant.has_bias else {}
+        return {
+            "input": x,
+            "token_selected_experts": local_ids,
+            "token_final_scales": topk_weights,
+            "fc1_expert_weights": weights.w13,
+            "fc2_expert_weights": weights.w2,
+            "output_dtype": output.dtype,
+            "quant_scales": self.quant_scales(weights),
+            "output": output,
+            "workspace_buffer": library_workspace,
+            **biases,
+            **{name: tensor for name, tensor in weights.extra.items() if name.startswith("swiglu_")},
+            **self.options,
+        }
+
+    def bias_options(self, weights: MoEWeights, rows: int) -> dict[str, Tensor]:
+        """Biases in the output's dtype; w13's as up rows, then gate rows, each padded to ``rows``."""
+        if weights.w13_bias is None or weights.w2_bias is None:
+            return {}
+        parts = 2 if self.config.is_gated else 1
+        first = weights.w13_bias.to(self.config.dtype).unsqueeze(2)
+        first = pad_matrices(first, rows, 1, parts=parts)
+        first = swap_halves(first) if parts == 2 else first
+        return {"w1_bias": first.squeeze(2), "w2_bias": weights.w2_bias.to(self.config.dtype).contiguous()}
+
+
+class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
+    """One scale per expert and matrix, static activation scales."""
+
+    claims = _CLAIMS
+
+    @property
+    def intermediate_size(self) -> int:
+        multiple = 16 if self.config.is_gated else 128
+        return -(-self.config.intermediate_size // multiple) * multiple
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn
+
+    def requantized(self, weights: MoEWeights) -> MoEWeights:
+        if weights.w13_scale is None or weights.w13_input_scale is None:
+            return weights
+        w13, w13_scale = shared_scale(weights.w13, weights.w13_scale)
+        scale = weights.w13_input_scale
+        return replace(
+            weights, w13=w13, w13_scale=w13_scale, w13_input_scale=scale.amax().expand_as(scale).contiguous()
+        )
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        weights = self.requantized(weights)
+        w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
+        a1, a2 = weights.w13_input_scale, weights.w2_input_scale
+        if w13_scale is None or w2_scale is None or a1 is None or a2 is None:
+            raise TensorError("per-tensor FP8 weights come with w13_scale, w2_scale and both input scales")
+        gated, size, hidden = self.config.is_gated, self.intermediate_size, self.config.hidden_size
+        w13, w2 = weights.w13, weights.w2
+        if size != self.config.intermediate_size:
+            w13 = pad_matrices(w13, size, hidden, parts=2 if gated else 1)
+            w2 = pad_matrices(w2, hidden, size)
+        first, second = w13_scale[:, 0].float(), w2_scale[:, 0].float()
+        a1, a2 = a1.float(), a2.float()
+        return KernelWeights(
+            w13=swap_halves(w13) if gated else w13.contiguous(),
+            w2=w2.contiguous(),
+            quant_config=make_quant_config(
+                weight_key=weights.weight_key,
+                activation_key=weights.activation_key,
+                w1_scale=first.contiguous(),
+                w2_scale=second.contiguous(),
+                a1_scale=a1,
+                a2_scale=a2,
+                **self.bias_options(weights, size),
+            ),
+            extra={
+                "x_scale": a1[0].clone(),
+                "dequant_1": (first * a1).contiguous(),
+                "quant_2": 1.0 / a2,
+                "dequant_2": (second * a2).contiguous(),
+                **self.activation_parameters(w13.shape[0], w13.device),
+            },
+        )
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        x = WorkspaceSpec("x_values", (num_tokens * self.config.hidden_size,), torch.float8_e4m3fn)
+        return (*super().workspaces(num_tokens), x)
+
+    def library_input(self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]) -> Tensor:
+        from moe_core.ops.quantize import quantize_activation
+
+        x = workspace["x_values"][: hidden_states.numel()].view(hidden_states.shape)
+        quantize_activation(hidden_states, kFp8StaticTensorSym, static_scale=weights.extra["x_scale"].view(1), out=x)
+        return x
+
+    def quant_scales(self, weights: KernelWeights) -> list[Tensor]:
+        return [weights.extra[name] for name in ("dequant_1", "quant_2", "dequant_2", "x_scale")]
+
+
+class FlashInferCutlassFp8BlockExperts(FlashInferCutlassExperts):
+    """128×128 blocks with 1×128 groups, which the library quantises itself; sm_90 only."""
+
+    claims = replace(
+        _CLAIMS,
+        devices=(cuda(min=90, max=90),),
+        keys=((kFp8Static128BlockSym, kFp8Dynamic128Sym),),
+        hidden_multiple=128,
+        intermediate_multiple=128,
+        notes="FlashInfer compiles its kernels when they are first used",
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "use_deepseek_fp8_block_scale": True}
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        if weights.w13_scale is None or weights.w2_scale is None:
+            raise TensorError("block FP8 weights come with w13_scale and w2_scale")
+        gated = self.config.is_gated
+        return KernelWeights(
+            w13=swap_halves(weights.w13) if gated else weights.w13.contiguous(),
+            w2=weights.w2.contiguous(),
+            quant_config=make_quant_config(
+                weight_key=weights.weight_key,
+                activation_key=weights.activation_key,
+                w1_scale=swap_halves(weights.w13_scale) if gated else weights.w13_scale.contiguous(),
+                w2_scale=weights.w2_scale.contiguous(),
+                **self.bias_options(weights, self.intermediate_size),
+            ),
+            extra=self.activation_parameters(weights.w13.shape[0], weights.w13.device),
+        )
+
+    def quant_scales(self, weights: KernelWeights) -> list[Tensor]:
+        quant = weights.quant_config
+        if quant.w1_scale is None or quant.w2_scale is None:
+            raise TensorError("the quant config of block FP8 weights holds w1_scale and w2_scale")
+        return [quant.w1_scale, quant.w2_scale]

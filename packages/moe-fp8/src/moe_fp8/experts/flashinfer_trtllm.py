@@ -1,0 +1,339 @@
+"""FlashInfer's TRTLLM kernels on the sm_100 family: what their monolithic and modular classes share.
+
+Three kinds of scales, each one call of the library: per tensor with static activations, block FP8, MXFP8.  Their
+layouts are those of `moe_fp8.libraries.shuffle`:
+
+    per tensor  rows in turns and shuffled for a tile of 128, sizes padded to multiples of 128
+    block       up rows, then gate rows; shuffled for a tile of 64, in blocks of 128 columns; scales not shuffled
+    MXFP8       rows in turns and shuffled for a tile of 128, and their scales; N padded to 128, K to 256
+
+Per tensor, gate and up keep their own scales: the library multiplies the gate by one of its factors before the
+activation, and the product by the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from moe_core import (
+    TRITON,
+    Claims,
+    FusedMoEConfig,
+    FusedMoEExperts,
+    KernelWeights,
+    MoEActivation,
+    MoEWeights,
+    RoutingMethodType,
+    WorkspaceSpec,
+    cuda,
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
+    kFp8StaticTensorSym,
+    kMxfp8Dynamic,
+    kMxfp8Static,
+)
+from moe_core.errors import TensorError
+from moe_core.ops.layout import pad_matrices, swap_halves
+from moe_core.quant_config import make_quant_config
+from torch import Tensor
+
+from moe_fp8.libraries import FLASHINFER
+from moe_fp8.libraries.shuffle import ordered, ordered_blocks, ordered_scales, row_order
+
+#: values of flashinfer.tllm_enums.ActivationType
+ACTIVATION_TYPES = {
+    MoEActivation.SILU: 3,  # Swiglu
+    MoEActivation.SWIGLUOAI: 3,  # Swiglu with alpha, beta and limit
+    MoEActivation.RELU2_NO_MUL: 6,  # Relu2
+}
+#: values of flashinfer.fused_moe.WeightLayout and Fp8QuantizationType
+MAJOR_K, BLOCK_MAJOR_K = 0, 2
+DEEP_SEEK_FP8, MX_FP8 = 1, 2
+
+#: methods whose weights the library multiplies by the routed scaling factor
+SCALED_METHODS = frozenset({RoutingMethodType.DeepSeekV3, RoutingMethodType.MiniMax2})
+#: e8m0 of 1.0
+ONE = 127
+
+_GATED = frozenset({MoEActivation.SILU, MoEActivation.SWIGLUOAI})
+CLAIMS = Claims(
+    devices=(cuda(min=100, max=109),),
+    keys=((kFp8Static128BlockSym, kFp8Dynamic128Sym),),
+    activations=_GATED,
+    activation_limit=_GATED,
+    dtypes=frozenset({torch.bfloat16}),
+    hidden_multiple=128,
+    intermediate_multiple=128,
+    allocates=True,
+    requires=(FLASHINFER, TRITON),
+    notes="calls are bound against FlashInfer's signatures, and shuffles compared with its helpers",
+)
+BLOCK_CLAIMS = replace(CLAIMS, max_top_k=10)
+TENSOR_CLAIMS = replace(
+    CLAIMS,
+    keys=((kFp8StaticTensorSym, kFp8StaticTensorSym),),
+    activations=frozenset({MoEActivation.SILU, MoEActivation.RELU2_NO_MUL}),
+    activation_limit=False,
+    intermediate_multiple=1,
+    max_top_k=32,
+    notes="x is quantised under the largest of the experts' input scales. " + CLAIMS.notes,
+)
+MXFP8_CLAIMS = replace(
+    CLAIMS,
+    keys=((kMxfp8Static, kMxfp8Dynamic),),
+    activations=_GATED | {MoEActivation.RELU2_NO_MUL},
+    hidden_multiple=32,
+    intermediate_multiple=32,
+    max_top_k=32,
+)
+
+
+class TrtLlmFp8Experts(FusedMoEExperts):
+    """Base of all: the library, and what a call holds whatever routes."""
+
+    #: name of the library's functions, without what tells who routes
+    function = "trtllm_fp8_block_scale"
+
+    @staticmethod
+    def library() -> Any:
+        """``flashinfer.fused_moe``, imported on first use."""
+        FLASHINFER.load()
+        return importlib.import_module("flashinfer.fused_moe")
+
+    @property
+    def hidden_size(self) -> int:
+        """Columns of w13 as the library sees them."""
+        return self.config.hidden_size
+
+    @property
+    def intermediate_size(self) -> int:
+        """Rows of gate (or up) as the library sees them."""
+        return _round_up(self.config.intermediate_size, 128)
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        hidden = self.hidden_size
+        padded = num_tokens * hidden if hidden != self.config.hidden_size else 0
+        return (
+            WorkspaceSpec("ids", (num_tokens * self.config.top_k,), torch.int32),
+            WorkspaceSpec("x_values", (num_tokens * hidden,), torch.float8_e4m3fn),
+            WorkspaceSpec("x_scales", (num_tokens * hidden // 32,), torch.float32),
+            WorkspaceSpec("y", (padded,), self.config.dtype),
+        )
+
+    def quantized_input(
+        self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """x as the library takes it: its arguments ``hidden_states`` and, but per tensor, ``hidden_states_scale``."""
+        raise NotImplementedError
+
+    def weight_arguments(self, weights: KernelWeights) -> dict[str, Any]:
+        """Weights, scales and layout, by the library's names."""
+        raise NotImplementedError
+
+    def activation_arguments(self) -> dict[str, Any]:
+        """The activation, named unless the library's default is meant: SILU, and no MXFP8."""
+        activation = self.config.activation
+        if activation is MoEActivation.SILU and self.weight_key != kMxfp8Static:
+            return {}
+        return {"activation_type": ACTIVATION_TYPES[activation]}
+
+    def activation_parameters(self, experts: int, device: torch.device) -> dict[str, Tensor]:
+        """Per-expert parameters [E] float32 of the activation, by the library's names."""
+        activation, params = self.config.activation, self.config.params
+        wanted = {"gemm1_clamp_limit": params.limit}
+        if activation is MoEActivation.SWIGLUOAI:
+            wanted |= {"gemm1_alpha": params.alpha, "gemm1_beta": params.beta}
+        return {
+            name: torch.full((experts,), value, dtype=torch.float32, device=device)
+            for name, value in wanted.items()
+            if value is not None
+        }
+
+    def layer_output(self, output: Tensor, workspace: Mapping[str, Tensor]) -> Tensor:
+        """Where the library writes: the output, or a wider matrix where K is padded."""
+        if self.hidden_size == self.config.hidden_size:
+            return output
+        return workspace["y"][: output.shape[0] * self.hidden_size].view(-1, self.hidden_size)
+
+
+class TrtLlmFp8TensorExperts(TrtLlmFp8Experts):
+    """One scale per expert and matrix (and one each of gate and up), static activation scales."""
+
+    function = "trtllm_fp8_per_tensor_scale"
+
+    def requantized(self, weights: MoEWeights) -> MoEWeights:
+        scale = weights.w13_input_scale
+        if scale is None:
+            return weights
+        return replace(weights, w13_input_scale=scale.amax().expand_as(scale).contiguous())
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        weights = self.requantized(weights)
+        w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
+        a1, a2 = weights.w13_input_scale, weights.w2_input_scale
+        if w13_scale is None or w2_scale is None or a1 is None or a2 is None:
+            raise TensorError("per-tensor FP8 weights come with w13_scale, w2_scale and both input scales")
+        gated, size, hidden = self.config.is_gated, self.intermediate_size, self.hidden_size
+        w13, w2 = weights.w13, weights.w2
+        if size != self.config.intermediate_size:
+            w13 = pad_matrices(w13, size, hidden, parts=2 if gated else 1)
+            w2 = pad_matrices(w2, hidden, size)
+        first, second = w13_scale.float() * a1.float()[:, None], w2_scale[:, 0].float() * a2.float()
+        return KernelWeights(
+            w13=ordered(w13, row_order(w13.shape[1], 128, gated=gated)),
+            w2=ordered(w2, row_order(hidden, 128)),
+            quant_config=make_quant_config(
+                weight_key=weights.weight_key,
+                activation_key=weights.activation_key,
+                w1_scale=w13_scale.clone(),
+                w2_scale=w2_scale.clone(),
+                a1_scale=a1.clone(),
+                a2_scale=a2.clone(),
+            ),
+            extra={
+                "x_scale": a1[:1].float().clone(),
+                "output1_scales_gate_scalar": first[:, 0].contiguous(),
+                "output1_scales_scalar": (first[:, 1] if gated else torch.ones_like(second)) / a2.float(),
+                "output2_scales_scalar": second,
+            },
+        )
+
+    def quantized_input(
+        self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        from moe_core.ops.quantize import quantize_activation
+
+        x = workspace["x_values"][: hidden_states.numel()].view(hidden_states.shape)
+        quantize_activation(hidden_states, kFp8StaticTensorSym, static_scale=weights.extra["x_scale"], out=x)
+        return {"hidden_states": x}
+
+    def weight_arguments(self, weights: KernelWeights) -> dict[str, Any]:
+        factors = ("output1_scales_scalar", "output1_scales_gate_scalar", "output2_scales_scalar")
+        return {
+            "gemm1_weights": weights.w13,
+            "gemm2_weights": weights.w2,
+            # it would weight x after its quantisation
+            "use_routing_scales_on_input": False,
+            **{name: weights.extra[name] for name in factors},
+        }
+
+
+class TrtLlmFp8BlockExperts(TrtLlmFp8Experts):
+    """128×128 blocks with 1×128 groups."""
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        if weights.w13_scale is None or weights.w2_scale is None:
+            raise TensorError("block FP8 weights come with w13_scale and w2_scale")
+        rows = weights.w13.shape[1]
+        return KernelWeights(
+            w13=ordered_blocks(weights.w13, row_order(rows, 64, gated=True, in_turns=False)),
+            w2=ordered_blocks(weights.w2, row_order(self.hidden_size, 64)),
+            quant_config=make_quant_config(
+                weight_key=weights.weight_key,
+                activation_key=weights.activation_key,
+                w1_scale=swap_halves(weights.w13_scale),
+                w2_scale=weights.w2_scale.clone(),
+            ),
+            extra=self.activation_parameters(weights.w13.shape[0], weights.w13.device),
+        )
+
+    def quantized_input(
+        self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        from moe_core.ops.quantize import quantize_activation
+
+        tokens, hidden = hidden_states.shape
+        x = workspace["x_values"][: tokens * hidden].view(tokens, hidden)
+        scale = workspace["x_scales"][: tokens * hidden // 128].view(hidden // 128, tokens)
+        quantize_activation(hidden_states, kFp8Dynamic128Sym, out=x, scale_out=scale.t())
+        return {"hidden_states": x, "hidden_states_scale": scale}
+
+    def weight_arguments(self, weights: KernelWeights) -> dict[str, Any]:
+        return block_scale_arguments(weights, BLOCK_MAJOR_K, DEEP_SEEK_FP8)
+
+
+class TrtLlmMxfp8Experts(TrtLlmFp8Experts):
+    """MXFP8 weights and activations."""
+
+    @property
+    def hidden_size(self) -> int:
+        return _round_up(self.config.hidden_size, 256)
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        s13, s2 = weights.w13_scale, weights.w2_scale
+        if s13 is None or s2 is None:
+            raise TensorError("MXFP8 weights come with w13_scale and w2_scale")
+        gated, size, hidden = self.config.is_gated, self.intermediate_size, self.hidden_size
+        w13, w2, parts = weights.w13, weights.w2, 2 if gated else 1
+        if (size, hidden) != (self.config.intermediate_size, self.config.hidden_size):
+            w13, w2 = pad_matrices(w13, size, hidden, parts=parts), pad_matrices(w2, hidden, size)
+            s13, s2 = _padded_scales(s13, size, hidden // 32, parts), _padded_scales(s2, hidden, size // 32, 1)
+        first, second = row_order(w13.shape[1], 128, gated=gated), row_order(hidden, 128)
+        return KernelWeights(
+            w13=ordered(w13, first),
+            w2=ordered(w2, second),
+            quant_config=make_quant_config(
+                weight_key=weights.weight_key,
+                activation_key=weights.activation_key,
+                w1_scale=ordered_scales(s13, first),
+                w2_scale=ordered_scales(s2, second),
+            ),
+            extra=self.activation_parameters(w13.shape[0], w13.device),
+        )
+
+    def quantized_input(
+        self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        from moe_core.ops.quantize import quantize_activation
+
+        (tokens, columns), hidden = hidden_states.shape, self.hidden_size
+        x = workspace["x_values"][: tokens * hidden].view(tokens, hidden)
+        groups = hidden // 32
+        scale = workspace["x_scales"].view(torch.uint8)[: tokens * groups].view(tokens, groups)
+        quantize_activation(hidden_states, kMxfp8Dynamic, out=x[:, :columns], scale_out=scale[:, : columns // 32])
+        if hidden != columns:
+            x.view(torch.uint8)[:, columns:].zero_()
+            scale[:, columns // 32 :].fill_(ONE)
+        return {"hidden_states": x, "hidden_states_scale": scale}
+
+    def weight_arguments(self, weights: KernelWeights) -> dict[str, Any]:
+        return block_scale_arguments(weights, MAJOR_K, MX_FP8)
+
+
+def block_scale_arguments(weights: KernelWeights, layout: int, kind: int) -> dict[str, Any]:
+    """Weights, scales and activation parameters of the block-scale functions."""
+    quant = weights.quant_config
+    return {
+        "gemm1_weights": weights.w13,
+        "gemm1_weights_scale": quant.w1_scale,
+        "gemm2_weights": weights.w2,
+        "gemm2_weights_scale": quant.w2_scale,
+        "use_shuffled_weight": True,
+        "weight_layout": layout,
+        "fp8_quantization_type": kind,
+        **weights.extra,
+    }
+
+
+def groups(config: FusedMoEConfig, ungrouped: int | None) -> dict[str, int | None]:
+    """Expert groups of the routing, ``ungrouped`` where it has none: MXFP8 takes None, the others 0."""
+    routing = config.routing
+    if routing is None or not routing.is_grouped:
+        return {"n_group": ungrouped, "topk_group": ungrouped}
+    return {"n_group": routing.num_expert_group, "topk_group": routing.topk_group}
+
+
+def _padded_scales(scale: Tensor, rows: int, columns: int, parts: int) -> Tensor:
+    """e8m0 scales [E, parts * R, C] with scales of 1 below and beside each of the stacked matrices."""
+    experts, height, width = scale.shape
+    out = scale.new_full((experts, parts, rows, columns), ONE)
+    out[:, :, : height // parts, :width] = scale.view(experts, parts, -1, width)
+    return out.view(experts, parts * rows, columns)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,61 @@
+"""Weights and scales in the order in which FlashInfer's TRTLLM kernels read them.
+
+All of it is one order of rows, found once per shape and applied in one pass:
+
+- gated kernels take up and gate rows in turns: up 0, gate 0, up 1, … (block FP8: all up rows, then all gate rows)
+- within blocks of b = 32 rows (16 where a tile of the epilogue has 64), row i of the result is the source's row
+  ``(i % 8) * (b / 8) + i / 8``: what one thread of the tensor core holds lies together
+- e8m0 scales follow their rows, then come in tiles of 128 rows and 4 columns, in which rows 32 apart are neighbours
+"""
+
+from __future__ import annotations
+
+import torch
+from moe_core.errors import TensorError
+from moe_core.ops.layout import block_major, by_experts, permute_rows
+from torch import Tensor
+
+
+def shuffled_rows(rows: int, tile: int) -> Tensor:
+    """[rows] int64: which row comes where, for an epilogue tile of ``tile`` (64 or 128) rows."""
+    block = 32 if tile % 128 == 0 else 16
+    if rows % block:
+        raise TensorError(f"the matrix has {rows} rows, expected a multiple of {block}")
+    return torch.arange(rows).view(-1, 8, block // 8).transpose(1, 2).flatten()
+
+
+def up_gate_rows(rows: int, *, in_turns: bool) -> Tensor:
+    """[rows] int64: from gate rows, then up rows, to up before gate, in halves or in turns."""
+    gate, up = torch.arange(rows).view(2, -1)
+    return torch.stack((up, gate), dim=1 if in_turns else 0).flatten()
+
+
+def row_order(rows: int, tile: int, *, gated: bool = False, in_turns: bool = True) -> Tensor:
+    """[rows] int64: the order of a whole matrix; ``gated``: of canonical w13."""
+    order = shuffled_rows(rows, tile)
+    return up_gate_rows(rows, in_turns=in_turns)[order] if gated else order
+
+
+def ordered(w: Tensor, order: Tensor) -> Tensor:
+    """``w`` [E, rows, K] with its rows in ``order``."""
+    return permute_rows(w, order.to(w.device))
+
+
+def ordered_blocks(w: Tensor, order: Tensor, block: int = 128) -> Tensor:
+    """[E, K / block, rows, block]: rows in ``order``, then ``block`` columns of all rows together."""
+    experts, rows, cols = w.shape
+    index = order.to(w.device)
+    out = w.new_empty(experts, cols // block, rows, block)
+    return by_experts(lambda some, to: block_major(permute_rows(some, index), block, out=to), w, out)
+
+
+def ordered_scales(scale: Tensor, order: Tensor) -> Tensor:
+    """e8m0 ``scale`` [E, rows, groups] with rows in ``order``, in tiles of 128 rows and 4 columns: [E, rows, groups].
+
+    ``rows`` is a multiple of 128 and ``groups`` of 4; the shape stays, the bytes are in the order of the tiles.
+    """
+    experts, rows, groups = scale.shape
+    if rows % 128 or groups % 4:
+        raise TensorError(f"scales have shape {list(scale.shape)}, expected multiples of 128 rows and 4 columns")
+    tiles = permute_rows(scale, order.to(scale.device)).view(experts, rows // 128, 4, 32, groups // 4, 4)
+    return tiles.permute(0, 1, 4, 3, 2, 5).contiguous().view(experts, rows, groups)
