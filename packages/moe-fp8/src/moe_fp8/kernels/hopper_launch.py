@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from moe_core.gemm.launch import Activation, Operand, Routing
-from moe_core.gemm.plan import TileConfig, max_tiles
+from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.specimen import launch
+from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
 from torch import Tensor
 
@@ -18,10 +20,27 @@ TILE = 128
 STAGES = 4
 
 
-def hopper_fits(config: TileConfig, b: Operand, block_shape: tuple[int, int], activation: Activation | None) -> bool:
+@dataclass(frozen=True, eq=False)
+class HopperResult:
+    """Where a product of the kernel goes; see `moe_fp8.kernels.hopper_finish`.
+
+    ``values`` [rows, columns]; ``scales`` [rows, columns / 128] to be written (``kind`` "groups"), or [E] given
+    ("static").  ``amax`` int32, zeroed, [rows] or [1]: receives the bits of the largest magnitudes ("values" alone).
+    """
+
+    values: Tensor
+    kind: str = "values"
+    scales: Tensor | None = None
+    amax: Tensor | None = None
+
+    @property
+    def amax_kind(self) -> str:
+        return "" if self.amax is None else ("tensor" if self.amax.numel() == 1 else "row")
+
+
+def hopper_fits(config: TileConfig, *operands: Operand) -> bool:
     """Whether a product that asks for the kernel (``config.specialised``) can be computed by it."""
-    gated = activation is None or activation.gated
-    return config.specialised and block_shape == (TILE, TILE) and b.descriptor is not None and gated
+    return config.specialised and all(operand.descriptor is not None for operand in operands)
 
 
 def _descriptor(matrix: Tensor) -> Any:
@@ -36,63 +55,73 @@ def _descriptor(matrix: Tensor) -> Any:
 def hopper_product(
     config: TileConfig,
     *,
+    multiply: Any,
     values: Tensor,
-    scales: Tensor,
+    scales: tuple[Any, ...],
     weights: Tensor,
+    weight_scales: tuple[Any, ...],
     b: Operand,
-    out: Tensor,
-    out_scale: Tensor | None,
-    pairs: SortedPairs,
-    routing: Routing,
+    out: HopperResult,
+    pairs: SortedPairs | BatchedRows,
+    routing: Routing | Batch,
     activation: Activation | None,
     pdl: bool,
 ) -> None:
-    """One product; ``values`` [P, K] e4m3 and ``scales`` [P, K / 128] in sorted order, ``weights`` [E, rows, K].
+    """One product; ``values`` [P, K] e4m3 by sorted row, ``weights`` [E, rows, K].
 
-    With an ``activation`` (gated): out [P, N] e4m3, out_scale [P, N / 128], sorted rows.  Without: out [P, N] by pair.
+    ``multiply`` (of `moe_fp8.kernels.hopper_multiply`) gets ``scales`` and ``weight_scales``.  With an ``activation``
+    out has sorted rows; without, rows by pair.
     """
     from moe_fp8.kernels.hopper import hopper_kernel
 
     up = activation is not None
+    gated = activation is not None and activation.gated
     experts, rows, columns = weights.shape
-    _, scale, _, _, stride_e, stride_n, _ = b.device
-    blocks = triton.cdiv(b.rows, TILE if up else 2 * TILE)
-    most = max_tiles(routing.ids.numel(), routing.num_experts, pairs.block_m) * blocks
-    processors = torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else 132
+    most = routing.max_tiles(pairs.block_m) * triton.cdiv(b.rows, TILE if gated else 2 * TILE)
+    result = out.values
+    processors = torch.cuda.get_device_properties(result.device).multi_processor_count if result.is_cuda else 132
     limit = activation.limit if activation is not None else None
+    weight = 0
+    if isinstance(routing, Routing) and routing.weights is not None:
+        weight = 0 if up != routing.weight_on_input else (1 if up else 2)
     launch(
         hopper_kernel,
         (min(processors, most),),
         _descriptor(values),
         _descriptor(torch.as_strided(weights, (experts * rows, columns), (weights.stride(1), 1))),
-        pairs.tiles,
-        pairs.offsets,
-        pairs.pairs,
+        (pairs.tiles, pairs.offsets, pairs.pairs if isinstance(pairs, SortedPairs) else None),
         scales,
-        scale,
-        out,
-        out_scale,
-        b.bias,
-        routing.weights,
+        weight_scales,
+        (
+            result,
+            out.scales,
+            out.amax,
+            result.stride(0),
+            0 if out.scales is None else out.scales.stride(0),
+            result.shape[1],
+        ),
+        (
+            b.bias,
+            0 if b.bias is None else b.bias.stride(0),
+            routing.weights if weight and isinstance(routing, Routing) else None,
+            activation.alpha if activation is not None else 0.0,
+            activation.beta if activation is not None else 0.0,
+            limit if limit is not None else 0.0,
+        ),
         b.rows,
         columns,
         rows,
-        scales.stride(0),
-        stride_e,
-        stride_n,
-        out.stride(0),
-        0 if out_scale is None else out_scale.stride(0),
-        0 if b.bias is None else b.bias.stride(0),
-        activation.alpha if activation is not None else 0.0,
-        activation.beta if activation is not None else 0.0,
-        limit if limit is not None else 0.0,
+        multiply=multiply,
         STAGES=STAGES,
         GROUP_M=config.group_m,
         UP=up,
+        GATED=gated,
         ACTIVATION=activation.kind if activation is not None else "",
         HAS_LIMIT=limit is not None,
         HAS_BIAS=b.bias is not None,
-        WEIGHT=not up and not routing.weight_on_input,
+        WEIGHT=weight,
+        OUT=out.kind,
+        AMAX=out.amax_kind,
         pdl=pdl,
         num_warps=4,
     )

@@ -1,0 +1,88 @@
+"""The end of a tile in `moe_fp8.kernels.hopper`: bias, activation, quantisation, and the way to memory.
+
+T = (out, scales or None, amax or None, their row strides, columns of out), of which a row of out has whole 16 bytes.
+"""
+
+from __future__ import annotations
+
+from moe_core.gemm.epilogue import activate_gated
+from moe_core.gemm.narrow import divide
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from moe_fp8.kernels.hopper_pipeline import HALF, TILE
+
+E4M3_MAX = gl.constexpr(448.0)
+AMAX_FLOOR = gl.constexpr(1e-10)
+
+
+@gluon.jit
+def activate(gate, up, alpha, beta, limit, KIND: gl.constexpr, HAS_LIMIT: gl.constexpr):
+    """`activate_gated`; nothing overlaps with it, so that silu, the most frequent, is worth half the instructions."""
+    if KIND == "silu" and not HAS_LIMIT:
+        silu = gl.inline_asm_elementwise(
+            """
+            {
+                .reg .f32 %t;
+                mul.f32 %t, $1, 0fBFB8AA3B;  // -log2(e)
+                ex2.approx.ftz.f32 %t, %t;
+                add.f32 %t, %t, 0f3F800000;
+                rcp.approx.ftz.f32 %t, %t;
+                mul.f32 $0, $1, %t;
+            }
+            """,
+            "=f,f",
+            [gate],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        return silu * up
+    else:
+        return activate_gated(gate, up, alpha, beta, limit, KIND, HAS_LIMIT)
+
+
+@gluon.jit
+def add_bias(acc, bias, column, N):
+    """acc [64, 128] + bias of its columns."""
+    return acc + gl.load(bias + column, mask=column < N, other=0.0).to(gl.float32)[None, :]
+
+
+@gluon.jit
+def store_block(value, T, target, exists, first_column, layout: gl.constexpr):
+    """Store [64, 128] in rows `target`, from column `first_column` on."""
+    out, scales, amax, stride, stride_scale, width = T
+    column = first_column + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
+    pointers = out + target.to(gl.int64)[:, None] * stride + column[None, :]
+    gl.store(pointers, gl.convert_layout(value, layout), mask=exists[:, None] & (column < width)[None, :])
+
+
+@gluon.jit
+def store_activated(
+    value, T, expert, row, target, end, block, N, layout: gl.constexpr, OUT: gl.constexpr, AMAX: gl.constexpr
+):
+    """Block `block` of 128 columns of h, [64, 128], by sorted row.
+
+    OUT "groups": e4m3 and one scale per row and block, amax / 448; "static": e4m3 by the scale that the expert was
+    given; "values": as they are.  AMAX "row" or "tensor": the bits of the largest magnitude of each row or of all.
+    """
+    out, scales, amax, stride, stride_scale, width = T
+    column = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, value.type.layout))
+    # what a row has beyond the last column is 0, so that the next product may read it
+    value = gl.where((column < N)[None, :], value, 0.0)
+    if OUT == "groups":
+        scale = gl.div_rn(gl.maximum(gl.max(gl.abs(value), axis=1), AMAX_FLOOR), E4M3_MAX)
+        gl.store(scales + row.to(gl.int64) * stride_scale + block, scale, mask=(row < end) & (block * TILE < N))
+        value = divide(value, scale[:, None])
+    elif OUT == "static":
+        scale = gl.load(scales + expert + gl.zeros([HALF], gl.int32, gl.SliceLayout(1, value.type.layout)))
+        value = divide(value, scale[:, None])
+    else:
+        value = value.to(out.dtype.element_ty).to(gl.float32)
+    if AMAX != "":
+        bits = gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        if AMAX == "row":
+            gl.atomic_max(amax + row, bits, mask=row < end, sem="relaxed")
+        else:
+            gl.atomic_max(amax, gl.max(gl.where(row < end, bits, 0), axis=0), sem="relaxed")
+    store_block(value.to(out.dtype.element_ty), T, target, target < end, block * TILE, layout)

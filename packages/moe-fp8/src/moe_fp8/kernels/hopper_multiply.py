@@ -1,0 +1,132 @@
+"""The k loop of one consumer in `moe_fp8.kernels.hopper`: 64 rows times two blocks of 128 columns, by kind of scale.
+
+Each returns the scaled float32 products [64, 128] of both blocks, and the number of steps that were taken so far.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from moe_fp8.kernels.hopper_pipeline import HALF, TILE, barrier
+
+
+@gluon.jit
+def multiply_blocks(
+    turn,
+    row,
+    expert,
+    block_n,
+    A,
+    B,
+    a_tiles,
+    b_tiles,
+    full,
+    empty,
+    steps,
+    N,
+    layout: gl.constexpr,
+    WHICH: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+):
+    """One float32 scale per row and step, and per weight block: each step's product is added, scaled.
+
+    A = (scales [P, steps], row stride), B = (scales [E, rows / 128, steps], expert stride, row stride).
+    """
+    a_scale, stride_a_scale = A
+    b_scale, stride_b_scale_e, stride_b_scale_n = B
+    scales = a_scale + row.to(gl.int64) * stride_a_scale
+    first_scale = b_scale + expert.to(gl.int64) * stride_b_scale_e
+    if GATED:
+        first_scale += block_n * stride_b_scale_n
+        second_scale = first_scale + gl.cdiv(N, TILE) * stride_b_scale_n
+    else:
+        first_scale += block_n * 2 * stride_b_scale_n
+        # the second block may lie beyond the last column
+        second_scale = first_scale + gl.where((block_n * 2 + 1) * TILE < N, stride_b_scale_n, 0)
+    acc_0 = gl.zeros([HALF, TILE], gl.float32, layout)
+    acc_1 = gl.zeros([HALF, TILE], gl.float32, layout)
+    zero = gl.zeros([HALF, TILE], gl.float32, layout)
+    row_scale = gl.load(scales)
+    scale_0 = gl.load(first_scale)
+    scale_1 = gl.load(second_scale)
+    for k in range(steps):
+        slot = turn % STAGES
+        by_0 = row_scale * scale_0
+        by_1 = row_scale * scale_1
+        # for the next step; the last one reads its own again
+        following = gl.minimum(k + 1, steps - 1)
+        row_scale = gl.load(scales + following)
+        scale_0 = gl.load(first_scale + following)
+        scale_1 = gl.load(second_scale + following)
+        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+        a = a_tiles.index(slot).slice(WHICH * HALF, HALF, 0)
+        b = b_tiles.index(slot)
+        product = warpgroup_mma(a, b.slice(0, TILE, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=[product])
+        acc_0 += product * by_0[:, None]
+        product = warpgroup_mma(a, b.slice(TILE, TILE, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=[product])
+        barrier()  # all four warps have read the slot
+        mbarrier.arrive(empty.index(slot))
+        acc_1 += product * by_1[:, None]
+        turn += 1
+    return acc_0, acc_1, turn
+
+
+@gluon.jit
+def multiply_rows(
+    turn,
+    row,
+    expert,
+    block_n,
+    A,
+    B,
+    a_tiles,
+    b_tiles,
+    full,
+    empty,
+    steps,
+    N,
+    layout: gl.constexpr,
+    WHICH: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+):
+    """Scales that do not change along k: summed in the matrix units, scaled once.
+
+    A = (scales, stride per row, stride per expert), B = (scales, stride per expert, per half of a gated product, per
+    column); a stride of 0 where the scale is the same.
+    """
+    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 32])
+    a_scale, stride_row, stride_a_expert = A
+    b_scale, stride_expert, stride_half, stride_column = B
+    column = block_n * (TILE if GATED else 2 * TILE) + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
+    # beyond the last column: any scale
+    scales = b_scale + expert.to(gl.int64) * stride_expert
+    scale_0 = gl.load(scales + gl.minimum(column, N - 1) * stride_column)
+    if GATED:
+        scale_1 = gl.load(scales + stride_half + gl.minimum(column, N - 1) * stride_column)
+    else:
+        scale_1 = gl.load(scales + gl.minimum(column + TILE, N - 1) * stride_column)
+    row_scale = gl.load(a_scale + row.to(gl.int64) * stride_row + expert * stride_a_expert)
+    acc = gl.zeros([HALF, 2 * TILE], gl.float32, wide)
+    for k in range(steps):
+        slot = turn % STAGES
+        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+        a = a_tiles.index(slot).slice(WHICH * HALF, HALF, 0)
+        acc = warpgroup_mma(a, b_tiles.index(slot).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
+        # the step before this one is done: its slot is free
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        barrier()
+        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=k > 0)
+        turn += 1
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier()
+    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
+    acc_0, acc_1 = acc.reshape([HALF, 2, TILE]).permute([0, 2, 1]).split()
+    acc_0 = gl.convert_layout(acc_0, layout, assert_trivial=True) * row_scale[:, None] * scale_0[None, :]
+    acc_1 = gl.convert_layout(acc_1, layout, assert_trivial=True) * row_scale[:, None] * scale_1[None, :]
+    return acc_0, acc_1, turn

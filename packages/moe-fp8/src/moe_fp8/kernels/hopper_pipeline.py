@@ -1,0 +1,82 @@
+"""What every mode of `moe_fp8.kernels.hopper` shares: the order of the tiles, and the warp that requests them.
+
+A slot of shared memory holds the operands of one step: 128 rows of A and two blocks of 128 rows of B, 128 deep.  `full`
+and `empty` are its barriers.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+# the names of Triton 3.6, where newer ones are missing
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+request = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+# rows of a tile, columns of one of its two blocks, depth of a step: one quantisation block each way
+TILE = gl.constexpr(128)
+# rows that one group of four warps owns
+HALF = gl.constexpr(64)
+
+
+@gluon.jit
+def tile_of(index, tiles, blocks_n, GROUP_M: gl.constexpr):
+    """(tile, column block): GROUP_M row tiles share the columns that run at the same time."""
+    group = index // (GROUP_M * blocks_n)
+    first = group * GROUP_M
+    size = gl.maximum(gl.minimum(tiles - first, GROUP_M), 1)
+    within = index % (GROUP_M * blocks_n)
+    return first + within % size, within // size
+
+
+@gluon.jit
+def find(index, S, tiles, blocks_n, GROUP_M: gl.constexpr):
+    """Expert, first and last row and column block of a tile; of the last tile for an index beyond it.
+
+    S = (tiles, offsets, pairs or None), as `moe_core.ops.sort` and `moe_core.ops.batch` write them.
+    """
+    tiles_ptr, offsets, pairs = S
+    tile, block_n = tile_of(gl.minimum(index, tiles * blocks_n - 1), tiles, blocks_n, GROUP_M)
+    exists = tiles > 0
+    expert = gl.load(tiles_ptr + 2 + 2 * tile, mask=exists, other=0)
+    first = gl.load(tiles_ptr + 3 + 2 * tile, mask=exists, other=0)
+    end = gl.load(offsets + expert + 1)
+    return expert, first, end, block_n
+
+
+@gluon.jit
+def produce(
+    a_desc,
+    b_desc,
+    S,
+    a_tiles,
+    b_tiles,
+    full,
+    empty,
+    tiles,
+    blocks_n,
+    steps,
+    rows_per_expert,
+    second,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):
+    """Request every tile that this program multiplies, as far ahead as there is room."""
+    tiles_ptr, offsets, pairs = S
+    turn = 0
+    for index in range(gl.program_id(0), tiles * blocks_n, gl.num_programs(0)):
+        tile, block_n = tile_of(index, tiles, blocks_n, GROUP_M)
+        expert = gl.load(tiles_ptr + 2 + 2 * tile)
+        first = gl.load(tiles_ptr + 3 + 2 * tile)
+        row = expert * rows_per_expert + block_n * (TILE * BLOCKS)
+        for k in range(steps):
+            slot = turn % STAGES
+            mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
+            ready = full.index(slot)
+            mbarrier.expect(ready, 3 * TILE * TILE)
+            request(a_desc, [first, k * TILE], ready, a_tiles.index(slot))
+            request(b_desc, [row, k * TILE], ready, b_tiles.index(slot).slice(0, TILE, 0))
+            request(b_desc, [row + second, k * TILE], ready, b_tiles.index(slot).slice(TILE, TILE, 0))
+            turn += 1
