@@ -323,6 +323,24 @@ def test_canonical_weights_of_a_layer() -> None:
     assert plain.w13_scale is None
 
 
+@pytest.mark.parametrize("key", [kFp8StaticTensorSym, kFp8Static128BlockSym, kMxfp8Static, kInt8StaticChannelSym])
+def test_weights_under_a_given_scale(key: QuantKey) -> None:
+    w = torch.randn(2, 136, 200, generator=torch.Generator().manual_seed(3))
+    own = quantize_weight(w, key, parts=2)
+    again = quantize_weight(w, key, parts=2, scale=own.scale)
+    assert torch.equal(again.values.view(torch.uint8), own.values.view(torch.uint8))
+    doubled = own.scale + 1 if key.scale.dtype is torch.uint8 else own.scale * 2
+    coarse = quantize_weight(w, key, parts=2, scale=doubled)
+    assert coarse.scale is doubled
+    limit = 2.0 * dequantize_weight(own.values, own.scale, key, parts=2).abs().max() / key.dtype.max_value
+    step = limit / 2 if key.dtype.kind is NumberKind.INT else w.abs() / 16 + limit * 2.0**-10
+    assert bool(((dequantize_weight(*coarse[:2], key, parts=2) - w).abs() <= step * 1.001).all())
+    with pytest.raises(TensorError, match="scale has shape"):
+        quantize_weight(w, key, parts=2, scale=own.scale[:1])
+    with pytest.raises(ConfigError, match="leaves the zero points open"):
+        quantize_weight(w, kInt4StaticAsym, scale=own.scale)
+
+
 def test_what_does_not_fit_is_named() -> None:
     w = torch.randn(2, 6, 64)
     q, s, _ = quantize_weight(w, kMxfp8Static)

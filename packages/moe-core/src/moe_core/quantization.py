@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_core._e4m3 import decode_e4m3
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
 from moe_core.numerics import AMAX_FLOOR, E2M1_VALUES, NumberKind, e8m0_to_float32, is_e8m0
 from moe_core.quant_key import Packing, QuantKey
@@ -99,7 +100,9 @@ def dequantize_weight(
     if zero_point is not None:
         check_shape("zero_point", zero_point, expected)
         values = values.sub_(grid.spread(zero_point.to(wide), g_idx))
-    return values.mul_(grid.spread(factor, g_idx)).to(dtype)
+    if g_idx is not None:
+        return values.mul_(grid.spread(factor, g_idx)).to(dtype)
+    return grid.multiply_(values, factor).to(dtype)
 
 
 def quantize_tensor(
@@ -239,6 +242,23 @@ class Grid:
         scale = scale.repeat_interleave(self.row, dim=2)[:, :, : self.part_rows]
         return scale.reshape(self.experts, self.parts * self.part_rows, -1)
 
+    def multiply_(self, values: Tensor, scale: Tensor) -> Tensor:
+        """``values`` [E, rows, K] times a scale of the canonical shape, in place; the scale is never spread out."""
+        grid = scale.reshape(self.experts, self.parts, self.grid_rows, 1, self.grid_cols, 1)
+        x = values.view(self.experts, self.parts, self.part_rows, self.cols)
+        for first, last, row in _extents(self.part_rows, self.row):
+            for left, right, col in _extents(self.cols, self.col):
+                part = x[:, :, first:last, left:right].unflatten(3, (-1, col)).unflatten(2, (-1, row))
+                rows = slice(first // self.row, -(-last // self.row))
+                part.mul_(grid[:, :, rows, :, left // self.col : -(-right // self.col)])
+        return values
+
+
+def _extents(size: int, group: int) -> list[tuple[int, int, int]]:
+    """(begin, end, group size) of what full groups cover of ``size`` elements, and of the partial group behind."""
+    full = size // group * group
+    return [(begin, end, step) for begin, end, step in ((0, full, group), (full, size, size - full)) if begin < end]
+
 
 def _check_parts(rows: int, parts: int) -> None:
     if parts < 1 or rows % parts:
@@ -353,6 +373,8 @@ def _decode(codes: Tensor, key: QuantKey, wide: torch.dtype) -> Tensor:
     """Values of unpacked codes as a new tensor, zero point not yet subtracted."""
     dtype = key.dtype
     if dtype.kind is NumberKind.FLOAT:
+        if dtype.name == "e4m3":
+            return decode_e4m3(codes).to(wide)
         if dtype.bits == 8:
             return codes.to(wide)
         return (
