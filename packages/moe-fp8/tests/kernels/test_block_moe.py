@@ -200,6 +200,39 @@ def test_rule(tokens, device):
     Layer(tokens, 256, 128, 8, 2, dtype=torch.float32, seed=6).check(device)
 
 
+@pytest.mark.parametrize("plan", [PLANS["swapped"], PLANS["rows 64"]], ids=["swapped", "rows 64"])
+def test_batched(plan, device):
+    """Buffers in which one expert has no row and one all, NaN in rows that are not in use; the rest is not written."""
+    layer = Layer(20, 160, 144, 3, 1, bias=True, seed=9)
+    counts = torch.tensor([17, 0, 20], dtype=torch.int32)
+    x = torch.full((3, 20, 160), float("nan"), dtype=layer.x.dtype)
+    expected = torch.full((3, 20, 160), 7.0, dtype=torch.float64)
+    layer.weights[:] = 1.0
+    for expert, count in enumerate(counts.tolist()):
+        layer.ids[:] = expert
+        x[expert, :count] = layer.x[:count]
+        expected[expert, :count] = layer.exact()[:count]
+    specs = block_fp8_workspaces(20, 1, 3, 160, 144, torch.bfloat16, batched=True)
+    buffer = torch.full((workspace_nbytes(specs),), 0xFF, dtype=torch.uint8, device=device)
+    out = torch.full(x.shape, 7.0, dtype=x.dtype, device=device)
+    block_fp8_fused_moe(
+        x.to(device),
+        layer.w13.to(device),
+        layer.w2.to(device),
+        w13_scale=layer.s13.to(device),
+        w2_scale=layer.s2.to(device),
+        expert_num_tokens=counts.to(device),
+        out=out,
+        workspace=Workspace(device, buffer).take(specs),
+        plan=plan if out.is_cuda else replace(plan, pdl=False),
+        w13_bias=layer.b13.to(device),
+        w2_bias=layer.b2.to(device),
+    )
+    found = out.cpu().double()
+    assert torch.equal(found == 7.0, expected == 7.0)
+    assert float((found - expected).norm() / (expected - 7.0).norm()) < TOLERANCE
+
+
 def test_one_expert_takes_all(device):
     layer = Layer(40, 256, 128, 4, 1, seed=7)
     layer.ids[:] = 2

@@ -53,9 +53,8 @@ class OnePlan(TritonFp8Experts):
 
     chosen: TilePlan | None = None
 
-    def plan(self, num_tokens):
-        plan = super().plan(num_tokens) if self.chosen is None else self.chosen
-        return plan if self.device_info.kind == "cuda" else replace(plan, pdl=False)
+    def plan(self, num_tokens, on_gpu=True):
+        return replace(self.chosen, pdl=self.chosen.pdl and on_gpu)
 
 
 def error(kind, weight_key, plan, device, *, tokens=5, seed=0, routing="uniform", **layer):

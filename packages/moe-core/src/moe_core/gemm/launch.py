@@ -74,6 +74,10 @@ class Routing:
     def num_ids(self) -> int:
         return self.num_experts if self.expert_map is None else self.expert_map.numel()
 
+    @property
+    def num_pairs(self) -> int:
+        return self.ids.numel()
+
     def max_tiles(self, block_m: int) -> int:
         """Most tiles of so many rows."""
         return max_tiles(self.ids.numel(), self.num_experts, block_m)

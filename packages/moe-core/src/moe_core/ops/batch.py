@@ -33,7 +33,8 @@ class Batch:
         return self.counts.numel()
 
     @property
-    def num_rows(self) -> int:
+    def num_pairs(self) -> int:
+        """Rows of all buffers, in use or not."""
         return self.num_experts * self.capacity
 
     @property

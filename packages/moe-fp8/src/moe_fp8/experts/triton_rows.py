@@ -91,7 +91,7 @@ class TritonFp8Experts(FusedMoEExpertsModular):
     def batched(self) -> bool:
         return self.activation_format is FusedMoEActivationFormat.BATCHED
 
-    def plan(self, num_tokens: int) -> TilePlan:
+    def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:
         """Launch parameters for so many tokens, or rows T_max of each expert's buffer."""
         config = self.config
         plan = tile_plan(
@@ -105,7 +105,7 @@ class TritonFp8Experts(FusedMoEExpertsModular):
         )
         if self.batched:
             plan = plan.unsplit()
-        if self.device_info.kind != "cuda":
+        if not on_gpu:
             # Triton's interpreter knows neither dependent launches nor warp specialisation
             up, down = (replace(product, specialised=False) for product in (plan.up, plan.down))
             plan = replace(plan, up=up, down=down, pdl=False)
@@ -158,7 +158,7 @@ class TritonFp8Experts(FusedMoEExpertsModular):
             activation_scales=ActivationScales(self.kind, quant.a1_scale, quant.a2_scale),
             out=output,
             workspace=workspace,
-            plan=self.plan(hidden_states.shape[-2]),
+            plan=self.plan(hidden_states.shape[-2], hidden_states.is_cuda),
             activation=Activation(
                 config.activation.value,
                 1.0 if params.alpha is None else params.alpha,

@@ -5,6 +5,7 @@
     down      y[pair] = weight * (h w2^T)
     reduce    out[token] = sum over slots of y, in float32
 
+The batched format has neither sort nor reduce: rows stay where they are, and are quantised beside the list of tiles.
 With few tokens the k loops may be split among programs; a further launch then finishes h.  All scratch memory is the
 caller's (`workspaces`), nothing is read before it is written, and there is no host synchronisation.
 
@@ -14,6 +15,7 @@ The intermediate is float32 until it is quantised; y has the dtype of the output
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from moe_core.gemm.launch import (
@@ -30,13 +32,14 @@ from moe_core.gemm.launch import (
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.rule import tile_plan
 from moe_core.gemm.spread import spread_rows
-from moe_core.gemm.tile_kernel import PAIR, POSITION
+from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
+from moe_core.ops.batch import Batch, BatchedRows, batch_rows
 from moe_core.ops.reduce import reduce_pairs
 from moe_core.ops.sort import QuantizeRows, SortedPairs, sort_pairs
 from torch import Tensor
 
 from moe_fp8.kernels import block
-from moe_fp8.kernels.hopper_launch import hopper_fits, hopper_product
+from moe_fp8.kernels.hopper_launch import TILE, HopperResult, hopper_fits, hopper_product
 
 SILU = Activation("silu")
 
@@ -65,10 +68,11 @@ def block_fp8_fused_moe(
     *,
     w13_scale: Tensor,
     w2_scale: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
     out: Tensor,
     workspace: Mapping[str, Tensor],
+    topk_weights: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    expert_num_tokens: Tensor | None = None,
     plan: TilePlan | None = None,
     block_shape: tuple[int, int] = (128, 128),
     activation: Activation = SILU,
@@ -85,6 +89,8 @@ def block_fp8_fused_moe(
       ceil(N / block_k)] float32: gate and up each own their partial last row of blocks
     - ``topk_ids`` [M, k] int32 or int64, ``topk_weights`` [M, k] float32, both contiguous; an id that is negative, too
       large, or mapped by ``expert_map`` [E global] int32 to no local expert adds nothing
+    - or, batched: ``expert_num_tokens`` [E] int32; ``x`` and ``out`` [E, T_max, K], rows beyond an expert's number are
+      neither read nor written, results are not weighted, and the plan must not share loops
     - ``workspace``: the tensors of `moe_fp8.kernels.workspaces.block_fp8_workspaces`, by name, for at least M tokens
     - ``plan``: launch parameters; by default those of `moe_core.gemm.rule`
     - ``w13_bias`` [E, 2N] or [E, N], ``w2_bias`` [E, K], any float dtype
@@ -92,12 +98,19 @@ def block_fp8_fused_moe(
 
     ``block_k`` and ``block_n`` are powers of two from 16 and 32 on.
     """
-    tokens, hidden = x.shape
-    experts, size = w13.shape[0], w2.shape[2]
+    experts, size, hidden = w13.shape[0], w2.shape[2], w2.shape[1]
+    tokens = x.shape[-2]
     if tokens == 0:
         return
     block_n, block_k = block_shape
-    routing = Routing(topk_ids, topk_weights, experts, expert_map, apply_router_weight_on_input)
+    routing: Routing | Batch
+    if expert_num_tokens is not None:
+        routing = Batch(expert_num_tokens, tokens)
+        x, out = x.flatten(0, 1), out.flatten(0, 1)
+    elif topk_ids is not None and topk_weights is not None:
+        routing = Routing(topk_ids, topk_weights, experts, expert_map, apply_router_weight_on_input)
+    else:
+        raise TypeError("either topk_weights and topk_ids or expert_num_tokens are needed")
     up = _operand(w13, w13_scale, w13_bias, size, block_n)
     down = _operand(w2, w2_scale, w2_bias, hidden, block_n)
     if plan is None:
@@ -108,54 +121,69 @@ def block_fp8_fused_moe(
             tokens, routing.top_k, layer_experts, hidden, size, block_n=block_k, block_k=block_k, capability=capability
         )
     pdl = plan.pdl
-    spread = (
-        hopper_fits(plan.up, up, block_shape, activation)
-        and not apply_router_weight_on_input
-        and 0 < topk_ids.numel() <= workspace["sorted_values"].shape[0]
-    )
-    rows = None if spread else QuantizeRows(x, workspace["x_values"], workspace["x_scales"], block.quantize, block_k)
-    order = sort_pairs(
-        topk_ids,
-        experts,
-        plan.block_m,
-        workspace=workspace,
-        expert_map=expert_map,
-        rows=rows,
-        positions=spread,
-        pdl=pdl,
-    )
-    if spread:
+    specialised = hopper_fits(plan.up, up) and block_shape == (TILE, TILE)
+    spread = specialised and 0 < routing.num_pairs <= workspace["sorted_values"].shape[0]
+    x_values, x_scales = workspace["x_values"], workspace["x_scales"]
+    rows = None if spread else QuantizeRows(x, x_values, x_scales, block.quantize, block_k)
+    order: SortedPairs | BatchedRows
+    if isinstance(routing, Batch):
+        order = batch_rows(routing, plan.block_m, workspace=workspace, rows=rows, pdl=pdl)
+    else:
+        order = sort_pairs(
+            routing.ids,
+            experts,
+            plan.block_m,
+            workspace=workspace,
+            expert_map=expert_map,
+            rows=rows,
+            positions=spread,
+            pdl=pdl,
+        )
+    if spread and isinstance(order, SortedPairs) and isinstance(routing, Routing):
+        x_values, x_scales = workspace["sorted_values"][: routing.num_pairs], workspace["sorted_scales"]
+        spread_rows(QuantizeRows(x, x_values, x_scales, block.quantize, block_k), pairs=order, routing=routing, pdl=pdl)
+    if specialised and (spread or isinstance(routing, Batch)):
         h_by_pair = False
-        _specialised_up_product(x, plan, up, order, routing, activation, w13, workspace)
+        _specialised_up_product(x_values, x_scales, plan, up, order, routing, activation, w13, workspace)
     else:
         h_by_pair = _up_product(plan, up, order, routing, activation, block_shape, workspace)
-    y = _down_product(plan, down, order, routing, w2, block_shape, workspace, h_by_pair)
-    reduce_pairs(y, topk_ids, experts, out, expert_map=expert_map, split=plan.down.split, pdl=pdl)
+    y = out if isinstance(routing, Batch) else workspace["y"]
+    y = _down_product(plan, down, order, routing, w2, block_shape, workspace, h_by_pair, y)
+    if isinstance(routing, Routing):
+        reduce_pairs(y, routing.ids, experts, out, expert_map=expert_map, split=plan.down.split, pdl=pdl)
+
+
+def _blocks(scales: Tensor, b: Operand) -> dict[str, Any]:
+    """How `hopper_product` scales a step: its device function, and what that gets."""
+    from moe_fp8.kernels.hopper_multiply import multiply_blocks
+
+    _, weight_scales, _, _, stride_e, stride_n, _ = b.device
+    return {
+        "multiply": multiply_blocks,
+        "scales": (scales, scales.stride(0)),
+        "weight_scales": (weight_scales, stride_e, stride_n),
+    }
 
 
 def _specialised_up_product(
-    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
     plan: TilePlan,
     up: Operand,
-    order: SortedPairs,
-    routing: Routing,
+    order: SortedPairs | BatchedRows,
+    routing: Routing | Batch,
     activation: Activation,
     w13: Tensor,
     workspace: Mapping[str, Tensor],
 ) -> None:
-    """h in sorted order, by the device's own kernel."""
-    pairs = routing.ids.numel()
-    values, scales = workspace["sorted_values"][:pairs], workspace["sorted_scales"]
-    rows = QuantizeRows(x, values, scales, block.quantize, values.shape[1] // scales.shape[1])
-    spread_rows(rows, pairs=order, routing=routing, pdl=plan.pdl)
+    """h, rows in the order of ``values``, by the device's own kernel."""
     hopper_product(
         plan.up,
+        **_blocks(scales, up),
         values=values,
-        scales=scales,
         weights=w13,
         b=up,
-        out=workspace["h_values"],
-        out_scale=workspace["h_scales"],
+        out=HopperResult(workspace["h_values"], "groups", workspace["h_scales"]),
         pairs=order,
         routing=routing,
         activation=activation,
@@ -166,8 +194,8 @@ def _specialised_up_product(
 def _up_product(
     plan: TilePlan,
     up: Operand,
-    order: SortedPairs,
-    routing: Routing,
+    order: SortedPairs | BatchedRows,
+    routing: Routing | Batch,
     activation: Activation,
     block_shape: tuple[int, int],
     workspace: Mapping[str, Tensor],
@@ -176,9 +204,9 @@ def _up_product(
     config, pdl, group = plan.up, plan.pdl, block_shape[1]
     values, scales = workspace["x_values"], workspace["x_scales"]
     h = Result(workspace["h_values"], workspace["h_scales"], block.quantize)
-    pairs = routing.ids.numel()
+    pairs = routing.num_pairs
     parts = None
-    if config.split > 1:
+    if config.split > 1 and isinstance(routing, Routing):
         width = up.rows * (2 if activation.gated else 1)
         parts = workspace["parts"][: pairs * config.split * width].view(-1, width)
     grouped_product(
@@ -192,8 +220,9 @@ def _up_product(
         activation=activation,
         block_k=group,
         pdl=pdl,
+        a_rows=TOKEN.value if isinstance(routing, Routing) else POSITION.value,
     )
-    if parts is not None:
+    if parts is not None and isinstance(routing, Routing):
         combine_parts(
             parts=parts,
             split=config.split,
@@ -211,33 +240,31 @@ def _up_product(
 def _down_product(
     plan: TilePlan,
     down: Operand,
-    order: SortedPairs,
-    routing: Routing,
+    order: SortedPairs | BatchedRows,
+    routing: Routing | Batch,
     w2: Tensor,
     block_shape: tuple[int, int],
     workspace: Mapping[str, Tensor],
     h_by_pair: bool,
+    y: Tensor,
 ) -> Tensor:
-    """y[pair] = weight * (h w2^T); [pairs * split, K]."""
-    config, pairs = plan.down, routing.ids.numel()
+    """y[pair] = weight * (h w2^T); what is returned has [pairs * split, K]."""
+    config, pairs = plan.down, routing.num_pairs
     values, scales = workspace["h_values"], workspace["h_scales"]
-    if not h_by_pair and hopper_fits(config, down, block_shape, None):
-        y = workspace["y"]
+    if not h_by_pair and hopper_fits(config, down) and block_shape == (TILE, TILE):
         hopper_product(
             config,
+            **_blocks(scales, down),
             values=values[:pairs],
-            scales=scales,
             weights=w2,
             b=down,
-            out=y,
-            out_scale=None,
+            out=HopperResult(y),
             pairs=order,
             routing=routing,
             activation=None,
             pdl=plan.pdl,
         )
         return y
-    y = workspace["y"]
     if config.split > 1:
         y = workspace["parts"][: pairs * config.split * down.rows].view(-1, down.rows)
     grouped_product(

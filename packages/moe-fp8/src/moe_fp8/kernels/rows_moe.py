@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from moe_core.gemm.launch import Activation, Operand, Result, Routing, TileFunctions, combine_parts, grouped_product
-from moe_core.gemm.plan import TilePlan
+from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.spread import spread_rows
 from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
 from moe_core.ops.batch import Batch, BatchedRows, batch_rows
@@ -29,6 +29,7 @@ from moe_core.ops.sort import QuantizeRows, SortedPairs, clears_first, sort_pair
 from torch import Tensor
 
 from moe_fp8.kernels import rows as device
+from moe_fp8.kernels.hopper_launch import HopperResult, hopper_fits, hopper_product
 from moe_fp8.kernels.rows_launch import find_amax, ordered_rows, quantize_rows, routed_tokens, row_operand
 
 #: depth of a step, and columns of one program that finishes a split product
@@ -82,7 +83,7 @@ class _Layer:
 
     @property
     def pairs(self) -> int:
-        return self.routing.num_rows if isinstance(self.routing, Batch) else self.routing.ids.numel()
+        return self.routing.num_pairs
 
     @property
     def amax(self) -> Tensor | None:
@@ -201,13 +202,16 @@ class _Layer:
 
     def product(
         self,
-        config: Any,
+        config: TileConfig,
         b: Operand,
         order: SortedPairs | BatchedRows,
         a: _Rows,
         out: Result,
         activation: Activation | None,
     ) -> None:
+        if hopper_fits(config, b) and a.which == POSITION.value and not a.raw:
+            self.hopper_product(config, b, order, a, out, activation)
+            return
         grouped_product(
             TileFunctions(
                 device.open_raw if a.raw else device.open_values,
@@ -228,6 +232,36 @@ class _Layer:
             block_k=BLOCK,
             pdl=self.plan.pdl,
             a_rows=a.which,
+        )
+
+    def hopper_product(
+        self,
+        config: TileConfig,
+        b: Operand,
+        order: SortedPairs | BatchedRows,
+        a: _Rows,
+        out: Result,
+        activation: Activation | None,
+    ) -> None:
+        """The same by the device's own kernel."""
+        from moe_fp8.kernels.hopper_multiply import multiply_rows
+
+        values, scales, _, by_row, by_expert = a.arguments
+        weights, weight_scales, _, _, *strides = b.device
+        static = None if out.arguments is None else out.arguments[0]
+        hopper_product(
+            config,
+            multiply=multiply_rows,
+            values=values[: self.pairs],
+            scales=(scales, by_row, by_expert),
+            weights=weights,
+            weight_scales=(weight_scales, *strides),
+            b=b,
+            out=HopperResult(out.values, "values" if static is None else "static", static, out.amax),
+            pairs=order,
+            routing=self.routing,
+            activation=activation,
+            pdl=self.plan.pdl,
         )
 
     def up_product(self, order: SortedPairs | BatchedRows, a: _Rows) -> _Rows:
