@@ -331,7 +331,7 @@ def test_weights_under_a_given_scale(key: QuantKey) -> None:
     assert torch.equal(again.values.view(torch.uint8), own.values.view(torch.uint8))
     doubled = own.scale + 1 if key.scale.dtype is torch.uint8 else own.scale * 2
     coarse = quantize_weight(w, key, parts=2, scale=doubled)
-    assert coarse.scale is doubled
+    assert torch.equal(coarse.scale, doubled)
     limit = 2.0 * dequantize_weight(own.values, own.scale, key, parts=2).abs().max() / key.dtype.max_value
     step = limit / 2 if key.dtype.kind is NumberKind.INT else w.abs() / 16 + limit * 2.0**-10
     assert bool(((dequantize_weight(*coarse[:2], key, parts=2) - w).abs() <= step * 1.001).all())
