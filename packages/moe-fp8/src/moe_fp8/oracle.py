@@ -35,15 +35,47 @@ if TYPE_CHECKING:
 class Fp8MoeBackend(str, Enum):
     """Backends of this package; other packages' backends are named by their entry points."""
 
+    FLASHINFER_TRTLLM = "flashinfer_trtllm"
+    FLASHINFER_CUTLASS = "flashinfer_cutlass"
+    DEEPGEMM = "deep_gemm"
     TRITON = "triton"
     TORCH = "torch"
 
 
 class Fp8Oracle(Oracle):
-    """e4m3 weights.  Order: kernels before plain torch."""
+    """e4m3 weights.  Order: libraries where they are installed, Triton, plain torch; on sm_90 Triton comes first."""
 
     scheme = "fp8"
     backends = (
+        Backend(
+            Fp8MoeBackend.FLASHINFER_TRTLLM.value,
+            (
+                "moe_fp8.experts.flashinfer_trtllm_monolithic:TrtLlmFp8BlockExpertsMonolithic",
+                "moe_fp8.experts.flashinfer_trtllm_monolithic:TrtLlmMxfp8ExpertsMonolithic",
+                "moe_fp8.experts.flashinfer_trtllm_monolithic:TrtLlmFp8TensorExpertsMonolithic",
+                "moe_fp8.experts.flashinfer_trtllm_modular:TrtLlmFp8BlockExpertsModular",
+                "moe_fp8.experts.flashinfer_trtllm_modular:TrtLlmMxfp8ExpertsModular",
+                "moe_fp8.experts.flashinfer_trtllm_modular:TrtLlmFp8TensorExpertsModular",
+            ),
+            "moe-fp8",
+        ),
+        Backend(
+            Fp8MoeBackend.FLASHINFER_CUTLASS.value,
+            (
+                "moe_fp8.experts.flashinfer_cutlass:FlashInferCutlassFp8TensorExperts",
+                "moe_fp8.experts.flashinfer_cutlass:FlashInferCutlassFp8BlockExperts",
+            ),
+            "moe-fp8",
+        ),
+        Backend(
+            Fp8MoeBackend.DEEPGEMM.value,
+            (
+                "moe_fp8.experts.deep_gemm:DeepGemmFp8BlockExperts",
+                "moe_fp8.experts.deep_gemm:DeepGemmMxfp8Experts",
+                "moe_fp8.experts.deep_gemm_batched:BatchedDeepGemmFp8BlockExperts",
+            ),
+            "moe-fp8",
+        ),
         Backend(
             Fp8MoeBackend.TRITON.value,
             ("moe_fp8.experts.triton:TritonFp8BlockExperts", "moe_fp8.experts.triton_rows:TritonFp8Experts"),
@@ -51,6 +83,18 @@ class Fp8Oracle(Oracle):
         ),
         Backend(Fp8MoeBackend.TORCH.value, ("moe_fp8.experts.torch:TorchFp8Experts",), "moe-fp8"),
     )
+
+    def order(
+        self,
+        table: tuple[Backend, ...],
+        device: DeviceInfo,
+        config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+    ) -> tuple[Backend, ...]:
+        if device.capability // 10 != 9:
+            return table
+        return tuple(sorted(table, key=lambda backend: backend.name != Fp8MoeBackend.TRITON.value))
 
     def check_request(
         self, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None

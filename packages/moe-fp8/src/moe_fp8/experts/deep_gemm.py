@@ -57,6 +57,7 @@ _CLAIMS = Claims(
     hidden_multiple=128,
     intermediate_multiple=128,
     requires=(DEEP_GEMM, TRITON),
+    verified_on=("NVIDIA H200 (sm90)",),
     notes="on sm100 scales are powers of two: those of activations, and weights whose scales are none are quantised "
     "anew; kernels are compiled when a shape is first used",
 )
@@ -193,7 +194,7 @@ class DeepGemmMxfp8Experts(DeepGemmExperts):
     """MXFP8 weights and activations, on GPUs whose tensor cores read e8m0."""
 
     group = 32
-    claims = replace(_CLAIMS, devices=(BLACKWELL,), keys=((kMxfp8Static, kMxfp8Dynamic),), notes="")
+    claims = replace(_CLAIMS, devices=(BLACKWELL,), keys=((kMxfp8Static, kMxfp8Dynamic),), verified_on=(), notes="")
 
     def requantized(self, weights: MoEWeights) -> MoEWeights:
         return weights  # e8m0 scales are powers of two
