@@ -55,6 +55,8 @@ def test_layouts(dtype: torch.dtype, columns: int, given: bool, device: torch.de
         half = columns // 2
         major = block_major(w, half, out=place(given, w, 3, 2, 8, half))
         assert torch.equal(bits(major), bits(raw.view(3, 8, 2, half, -1).transpose(1, 2)).view(3, 2, 8, -1))
+        both = block_major(w, half, index=index, out=place(given, w, 3, 2, 5, half))
+        assert torch.equal(bits(both), bits(major)[:, :, index])
     padded = pad_matrices(w, 5, columns + 2, parts=2, out=place(given, w, 3, 10, columns + 2))
     halves = padded.view(torch.uint8).view(3, 2, 5, columns + 2, -1)
     assert torch.equal(halves[:, :, :4, :columns], raw.view(3, 2, 4, columns, -1))
@@ -82,17 +84,19 @@ def test_nothing_to_move(shape: tuple[int, int, int]) -> None:
 
 
 def test_steps_share_the_memory_of_some_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    w = weights(torch.uint8, 5, 8, 64)
+    w = weights(torch.uint8, 33, 8, 64)
     index, seen = torch.arange(7, -1, -1), []
-    monkeypatch.setattr(layout, "CHUNK_BYTES", 2 * 8 * 64 + 1)
 
     def step(some: Tensor, out: Tensor) -> None:
         seen.append(some.shape[0])
         block_major(permute_rows(some, index), 16, out=out)
 
-    out = by_experts(step, w, torch.empty(5, 4, 8, 16, dtype=torch.uint8))
-    assert seen == [2, 2, 1]
-    assert torch.equal(out, w.flip(1).view(5, 8, 4, 16).transpose(1, 2))
+    out = by_experts(step, w, torch.empty(33, 4, 8, 16, dtype=torch.uint8))
+    assert seen == [2] * 16 + [1]
+    assert torch.equal(out, w.flip(1).view(33, 8, 4, 16).transpose(1, 2))
+    monkeypatch.setattr(layout, "CHUNK_BYTES", 2 * 8 * 64 - 1)
+    by_experts(step, w, out)
+    assert seen[17:] == [1] * 33
 
 
 @pytest.mark.gpu
@@ -105,7 +109,8 @@ def test_a_converted_layer_exists_once_beside_its_source() -> None:
         "interleave": lambda: interleave_halves(w),
         "permute": lambda: permute_rows(w, index),
         "blocks": lambda: block_major(w, 128),
-        "both": lambda: by_experts(
+        "rows and blocks": lambda: block_major(w, 128, index=index),
+        "step by step": lambda: by_experts(
             lambda some, out: block_major(permute_rows(some, index), 128, out=out),
             w,
             torch.empty(64, 56, 4096, 128, dtype=w.dtype, device="cuda"),
@@ -130,6 +135,7 @@ def test_what_is_refused() -> None:
         (lambda: permute_rows(w, torch.zeros(3, 6, dtype=torch.int64)), "index has shape"),
         (lambda: permute_rows(w, torch.zeros(6)), "index has dtype torch.float32"),
         (lambda: block_major(w, 3), "w has 8 columns, expected a multiple of 3"),
+        (lambda: block_major(w, 4, index=torch.zeros(2, 6, dtype=torch.int64)), "index has shape"),
         (lambda: pad_matrices(w, 5, 8), "expected 1 matrices of at most 5x8"),
         (lambda: swap_halves(w, out=torch.zeros(2, 6, 7)), "out has shape"),
         (lambda: swap_halves(w, out=torch.zeros(2, 8, 6).mT), "out is on cpu with strides"),

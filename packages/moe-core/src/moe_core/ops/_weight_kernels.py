@@ -1,7 +1,10 @@
-"""Device code of `moe_core.ops.quantize_weights` for scales that span several rows: blocks, and whole matrices.
+"""Device code of `moe_core.ops.quantize_weights`.
 
 Weights are [E, parts * part_rows, cols]: `parts` stacked matrices per expert, each with scales of its own.  Values are
 read once (twice where one scale spans the matrix) and written once.  Bits are those of `moe_core.quantization`.
+
+A GPU that reads 4 TB/s has about 20 instructions for each value, so few are spent: one for the largest magnitude (the
+maximum that propagates NaN takes magnitudes for free), four for a quotient, none to saturate.
 """
 
 from __future__ import annotations
@@ -9,25 +12,82 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_core import numerics
+from moe_core.gemm.narrow import INTERPRET
 from moe_core.ops._quantize_kernels import divide_by, divisor_of, encode, magnitude_bits, scale_of, store_scale
 
-
-@triton.jit
-def stored_magnitude(w):
-    """Magnitudes of stored values, as integers of as many bits in the order of the magnitudes."""
-    if w.dtype == tl.float32:
-        return magnitude_bits(w)
-    else:
-        return w.to(tl.int16, bitcast=True) & 0x7FFF
+_NAN = tl.constexpr(tl.PropagateNan.ALL)
+_AMAX_FLOOR = tl.constexpr(numerics.AMAX_FLOOR)
+_SIGN = tl.constexpr(-0x80000000)
 
 
 @triton.jit
-def float32_magnitude(bits, dtype: tl.constexpr):
-    """`magnitude_bits` of the float32 value that a `stored_magnitude` stands for."""
-    if dtype == tl.float32:
-        return bits
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=_NAN)
+
+
+@triton.jit
+def largest_magnitude(x, AXIS: tl.constexpr):
+    """Bits of the largest |x| along an axis, which stays; NaN is larger than all."""
+    if INTERPRET:
+        return tl.max(magnitude_bits(x), axis=AXIS, keep_dims=True)
     else:
-        return magnitude_bits(bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32))
+        return tl.reduce(tl.abs(x), AXIS, _larger, keep_dims=True).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def codes_of(x, bits, CODE: tl.constexpr, SCALE: tl.constexpr, dtype: tl.constexpr):
+    """(codes of float32 x, float32 scale) of groups whose largest magnitudes are `bits`, of which none is left out.
+
+    Quotients then are at most 448 * (1 + 2**-23), which e4m3 rounds to 448: nothing is left to saturate.
+    """
+    if CODE == "e4m3" and SCALE == "e8m0" and not INTERPRET:
+        # 2**ceil(log2(amax / 448)) by integers: 448 is 1.75 * 2**8, and beyond 1.75 * 2**n the exponent goes up
+        floor = tl.full(bits.shape, _AMAX_FLOOR, tl.float32).to(tl.int32, bitcast=True)
+        exponent = ((tl.maximum(bits, floor) + 0x1FFFFF) >> 23) - 8
+        finite = bits < 0x7F800000
+        scale = tl.where(finite, exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+        # a product with a power of two is as exact as the quotient
+        inverse = tl.where(finite, (254 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+        return (x * inverse).to(dtype), scale
+    scale = scale_of(bits, CODE, SCALE)
+    divisor, inverse = divisor_of(scale)
+    if CODE == "e4m3" and not INTERPRET:
+        # as `divide_by`; a zero gets its sign back with one instruction
+        quotient = x * inverse
+        quotient = tl.fma(tl.fma(-quotient, divisor, x), tl.broadcast_to(inverse, x.shape), quotient)
+        signed = quotient.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & _SIGN)
+        return signed.to(tl.float32, bitcast=True).to(dtype), scale
+    else:
+        return encode(divide_by(x, divisor, inverse), CODE, dtype), scale
+
+
+@triton.jit
+def run_kernel(
+    w,
+    out,
+    scales,
+    runs,
+    size,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    CODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS runs of `size` <= TILE values that follow one another per program, a scale for each: scales [runs]."""
+    first = tl.program_id(0) * ROWS
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, TILE)[None, :]
+    inside = (first + row < runs) & (column < size)
+    # 64 bits for where a program begins, 32 within
+    w += first.to(tl.int64) * size
+    out += first.to(tl.int64) * size
+    place = row * size + column
+    x = tl.load(w + place, mask=inside, other=0.0).to(tl.float32)
+    codes, scale = codes_of(x, largest_magnitude(x, 1), CODE, SCALE, out.dtype.element_ty)
+    tl.store(out + place, codes, mask=inside)
+    store_scale(scales + first + row, scale, first + row < runs, SCALE)
 
 
 @triton.jit
@@ -35,15 +95,10 @@ def block_kernel(
     w,
     out,
     scales,
-    parts,
     part_rows,
     cols,
     grid_rows,
     grid_cols,
-    w_expert,
-    w_row,
-    out_expert,
-    out_row,
     ROW: tl.constexpr,
     COL: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -52,26 +107,26 @@ def block_kernel(
     SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One block of ROW x COL values per program, in a tile of powers of two; scales [E, parts, block rows, cols]."""
+    """One block of ROW x COL values per program, in a tile of powers of two; scales [E, parts, grid rows, columns]."""
     block = tl.program_id(0)
     grid_col = block % grid_cols
     grid_row = (block // grid_cols) % grid_rows
-    matrix = block // (grid_cols * grid_rows)
-    expert = (matrix // parts).to(tl.int64)
+    matrix = (block // (grid_cols * grid_rows)).to(tl.int64)
     row = tl.arange(0, TILE_ROWS)[:, None]
     col = tl.arange(0, TILE_COLS)[None, :]
-    inside = (row < ROW) & (grid_row * ROW + row < part_rows) & (col < COL) & (grid_col * COL + col < cols)
-    first = ((matrix % parts) * part_rows + grid_row * ROW).to(tl.int64)
-    row = first + row
-    col = grid_col * COL + col
-    stored = tl.load(w + expert * w_expert + row * w_row + col, mask=inside, other=0.0)
-    largest = tl.max(tl.max(stored_magnitude(stored), axis=1, keep_dims=True), axis=0, keep_dims=True)
-    scale = scale_of(float32_magnitude(largest, stored.dtype), CODE, SCALE)
-    place = tl.zeros([1, 1], dtype=tl.int64) + block
-    store_scale(scales + place, scale, place >= 0, SCALE)
-    divisor, inverse = divisor_of(scale)
-    codes = encode(divide_by(stored.to(tl.float32), divisor, inverse), CODE, out.dtype.element_ty)
-    tl.store(out + expert * out_expert + row * out_row + col, codes, mask=inside)
+    inside = (row < tl.minimum(part_rows - grid_row * ROW, ROW)) & (col < tl.minimum(cols - grid_col * COL, COL))
+    # 64 bits for where a block begins, 32 within
+    first = (matrix * part_rows + grid_row * ROW) * cols + grid_col * COL
+    w += first
+    out += first
+    place = row * cols + col
+    x = tl.load(w + place, mask=inside, other=0.0).to(tl.float32)
+    # down the rows first: most of them are a thread's own
+    bits = largest_magnitude(largest_magnitude(x, 0).to(tl.float32, bitcast=True), 1)
+    codes, scale = codes_of(x, bits, CODE, SCALE, out.dtype.element_ty)
+    tl.store(out + place, codes, mask=inside)
+    one = tl.zeros([1, 1], dtype=tl.int32)
+    store_scale(scales + block + one, scale, one == 0, SCALE)
 
 
 @triton.jit
@@ -82,13 +137,14 @@ def matrix_amax_kernel(w, bits, count, chunks, BLOCK: tl.constexpr, STEPS: tl.co
     """
     matrix = (tl.program_id(0) // chunks).to(tl.int64)
     start = (tl.program_id(0) % chunks).to(tl.int64) * (STEPS * BLOCK)
-    first = start + tl.arange(0, BLOCK)
-    largest = stored_magnitude(tl.load(w + matrix * count + first, mask=first < count, other=0.0))
-    for step in range(1, STEPS):
-        index = first + step * BLOCK
-        stored = tl.load(w + matrix * count + index, mask=index < count, other=0.0)
-        largest = tl.maximum(largest, stored_magnitude(stored))
-    tl.atomic_max(bits + matrix, float32_magnitude(tl.max(largest, axis=0), w.dtype.element_ty))
+    w += matrix * count + start
+    left = count - start
+    place = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], dtype=tl.float32)
+    for step in range(STEPS):
+        x = tl.load(w + step * BLOCK + place, mask=step * BLOCK + place < left, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(x), propagate_nan=_NAN)
+    tl.atomic_max(bits + matrix + tl.arange(0, 1), largest_magnitude(largest, 0))
 
 
 @triton.jit
@@ -98,11 +154,13 @@ def matrix_codes_kernel(
     """Codes of contiguous matrices of `count` values, and their scales [matrices] from the largest magnitudes."""
     matrix = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
-    index = chunk.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    one = tl.zeros([1], dtype=tl.int32)
-    scale = scale_of(tl.load(bits + matrix + one), CODE, "float32")
+    start = chunk.to(tl.int64) * BLOCK
+    w += matrix * count + start
+    out += matrix * count + start
+    place = tl.arange(0, BLOCK)
+    inside = place < count - start
+    x = tl.load(w + place, mask=inside, other=0.0).to(tl.float32)
+    one = tl.arange(0, 1)
+    codes, scale = codes_of(x, tl.load(bits + matrix + one), CODE, "float32", out.dtype.element_ty)
+    tl.store(out + place, codes, mask=inside)
     tl.store(scales + matrix + one, scale, mask=one + chunk == 0)
-    divisor, inverse = divisor_of(scale)
-    values = tl.load(w + matrix * count + index, mask=index < count, other=0.0).to(tl.float32)
-    codes = encode(divide_by(values, divisor, inverse), CODE, out.dtype.element_ty)
-    tl.store(out + matrix * count + index, codes, mask=index < count)

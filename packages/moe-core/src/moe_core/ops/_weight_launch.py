@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_core.gemm.specimen import launch
 from moe_core.numerics import is_e8m0
-from moe_core.ops._weight_kernels import block_kernel, matrix_amax_kernel, matrix_codes_kernel
+from moe_core.ops._weight_kernels import block_kernel, matrix_amax_kernel, matrix_codes_kernel, run_kernel
 from moe_core.ops.quantize_weights import power_of_two
 
 #: values per program of the kernels that walk over whole matrices, and steps of the one that only reads
@@ -15,36 +15,61 @@ _CHUNK = 4096
 _STEPS = 8
 
 
+#: values per program of `run_kernel`, and of each of its threads
+_RUN_VALUES = 2048
+_RUN_THREAD_VALUES = 32
+#: values per thread of `block_kernel`: many, since the maximum of a block costs the same for each thread
+_BLOCK_THREAD_VALUES = 128
+
+
+def launch_runs(w: Tensor, out: Tensor, scale: Tensor, *, size: int, code: str) -> None:
+    """Run `run_kernel` on contiguous ``w``: one scale for ``size`` values that follow one another."""
+    runs, tile = w.numel() // size, power_of_two(size)
+    rows = max(1, min(_RUN_VALUES // tile, power_of_two(runs)))
+    kind = "e8m0" if is_e8m0(scale.dtype) else "float32"
+    launch(
+        run_kernel,
+        (-(-runs // rows),),
+        w,
+        out,
+        scale.view(torch.uint8) if kind == "e8m0" else scale,
+        runs,
+        size,
+        ROWS=rows,
+        TILE=tile,
+        CODE=code,
+        SCALE=kind,
+        num_warps=max(1, min(16, rows * tile // (32 * _RUN_THREAD_VALUES))),
+        enable_fp_fusion=False,
+    )
+
+
 def launch_blocks(w: Tensor, out: Tensor, scale: Tensor, *, parts: int, row: int, col: int, code: str) -> None:
-    """Run `block_kernel` on ``w`` [E, rows, K], one program per block of ``row`` x ``col``."""
+    """Run `block_kernel` on contiguous ``w`` [E, rows, K], one program per block of ``row`` x ``col``."""
     experts, rows, cols = w.shape
     part_rows = rows // parts
     grid_rows, grid_cols = -(-part_rows // row), -(-cols // col)
     tile_rows, tile_cols = power_of_two(row), power_of_two(col)
     kind = "e8m0" if is_e8m0(scale.dtype) else "float32"
+    # addresses of columns that are loaded one by one take as many registers as the values
+    held = _BLOCK_THREAD_VALUES if cols % 16 == 0 else _BLOCK_THREAD_VALUES // 4
     launch(
         block_kernel,
         (experts * parts * grid_rows * grid_cols,),
         w,
         out,
         scale.view(torch.uint8) if kind == "e8m0" else scale,
-        parts,
         part_rows,
         cols,
         grid_rows,
         grid_cols,
-        w.stride(0),
-        w.stride(1),
-        out.stride(0),
-        out.stride(1),
         ROW=row,
         COL=col,
         TILE_ROWS=tile_rows,
         TILE_COLS=tile_cols,
         CODE=code,
         SCALE=kind,
-        # 32 values per thread
-        num_warps=max(1, min(16, tile_rows * tile_cols // 1024)),
+        num_warps=max(1, min(16, tile_rows * tile_cols // (32 * held))),
         enable_fp_fusion=False,
     )
 

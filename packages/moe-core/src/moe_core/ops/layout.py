@@ -68,16 +68,31 @@ def permute_rows(w: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tens
     return out
 
 
-def block_major(w: Tensor, block: int, *, out: Tensor | None = None) -> Tensor:
-    """``w`` [E, rows, K] with ``block`` columns of all rows together: [E, K / block, rows, block]."""
+def block_major(w: Tensor, block: int, *, index: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """``w`` [E, rows, K] with ``block`` columns of all rows together: [E, K / block, rows, block].
+
+    ``index`` [R]: rows in this order at the same time, as :func:`permute_rows` takes them.
+    """
     check_shape("w", w, ("E", "rows", "K"))
     experts, rows, cols = w.shape
     if block < 1 or cols % block:
         raise TensorError(f"w has {cols} columns, expected a multiple of {block}")
-    out = _output(out, (experts, cols // block, rows, block), w)
-    source, target = _words(w, out, unit=block * w.element_size())
-    if target.numel():
-        target.copy_(source.unflatten(2, (cols // block, -1)).transpose(1, 2))
+    blocks, unit = cols // block, block * w.element_size()
+    if index is None:
+        out = _output(out, (experts, blocks, rows, block), w)
+        source, target = _words(w, out, unit=unit)
+        if target.numel():
+            target.copy_(source.unflatten(2, (blocks, -1)).transpose(1, 2))
+        return out
+    check_shape("index", index, ("R",))
+    check_dtype("index", index, (torch.int32, torch.int64))
+    out = _output(out, (experts, blocks, len(index), block), w)
+    if not out.numel():
+        return out
+    flat = (experts, rows * blocks, block), (experts, blocks * len(index), block)
+    source, target = _words(w.contiguous().view(flat[0]), out.view(flat[1]), unit=unit)
+    pieces = index * blocks + torch.arange(blocks, device=index.device)[:, None]
+    torch.index_select(source, 1, pieces.flatten(), out=target)
     return out
 
 
@@ -102,13 +117,13 @@ def pad_matrices(w: Tensor, rows: int, cols: int, *, parts: int = 1, out: Tensor
 def by_experts(step: Callable[[Tensor, Tensor], object], w: Tensor, out: Tensor) -> Tensor:
     """Call ``step(w[some], out[some])`` for some experts after the others; returns ``out``.
 
-    What several functions of this module pass from one to the next then takes the memory of some experts, at most
-    :data:`CHUNK_BYTES` (or one expert).
+    What several functions of this module pass from one to the next then takes the memory of some experts: at most
+    :data:`CHUNK_BYTES` and a sixteenth of ``w``, or one expert.
     """
     if w.shape[:1] != out.shape[:1]:
         raise TensorError(f"out has shape {list(out.shape)}, expected [{w.shape[0]}, ...]")
     one = max(1, w[:1].numel() * w.element_size())
-    count = max(1, CHUNK_BYTES // one)
+    count = max(1, min(CHUNK_BYTES // one, w.shape[0] // 16))
     for start in range(0, w.shape[0], count):
         step(w[start : start + count], out[start : start + count])
     return out

@@ -23,8 +23,9 @@ from moe_core.weights import scale_shape, storage_dtypes
 
 #: values that the torch code widens to float32 at once; an expert at least
 _TORCH_CHUNK = 1 << 24
-#: most values of a block that a program holds
+#: most values of a block, and of a row, that a program holds
 _MAX_TILE = 1 << 15
+_MAX_RUN = 1 << 14
 
 
 def quantize_weights(
@@ -64,25 +65,26 @@ def quantize_weights(
 
 
 def _launch(w: Tensor, key: QuantKey, parts: int, out: Tensor, scale: Tensor) -> None:
-    experts, rows, cols = w.shape
-    group = key.group_shape
-    if group.is_per_tensor or group.row > 1:
-        from moe_core.ops._weight_launch import launch_blocks, launch_matrices
+    from moe_core.ops._weight_launch import launch_blocks, launch_matrices, launch_runs
 
-        if group.is_per_tensor:
-            launch_matrices(w, out, scale, parts=parts, code=key.dtype.name)
-        else:
-            launch_blocks(w, out, scale, parts=parts, row=group.row, col=group.col, code=key.dtype.name)
-        return
-    # one row or a part of it: what activations have too
-    dynamic = replace(key, scale=replace(key.scale, static=False))
-    quantize_activation(
-        w.view(experts * rows, cols),
-        dynamic,
-        out=out.view(experts * rows, cols),
-        scale_out=scale.view(experts * rows, -1),
-        backend="triton",
-    )
+    experts, rows, cols = w.shape
+    group, code = key.group_shape, key.dtype.name
+    size = cols if group.is_per_row else group.col
+    if group.is_per_tensor:
+        launch_matrices(w, out, scale, parts=parts, code=code)
+    elif group.row > 1:
+        launch_blocks(w, out, scale, parts=parts, row=group.row, col=group.col, code=code)
+    elif cols % size == 0 and size <= _MAX_RUN:
+        launch_runs(w, out, scale, size=size, code=code)
+    else:
+        # rows with a short last group, or longer than a program holds: what activations have too
+        quantize_activation(
+            w.view(experts * rows, cols),
+            replace(key, scale=replace(key.scale, static=False)),
+            out=out.view(experts * rows, cols),
+            scale_out=scale.view(experts * rows, -1),
+            backend="triton",
+        )
 
 
 def _unsupported(key: QuantKey, w: Tensor) -> str | None:
@@ -98,6 +100,8 @@ def _unsupported(key: QuantKey, w: Tensor) -> str | None:
     in_blocks = group.row > 1 and group.col > 0
     if in_blocks and power_of_two(group.row) * power_of_two(group.col) > _MAX_TILE:
         return f"blocks have at most {_MAX_TILE} values, the key is {key}"
+    if in_blocks and power_of_two(group.row) * w.shape[2] >= 1 << 31:
+        return f"rows of a block span less than 2**31 values, w has {w.shape[2]} columns and the key is {key}"
     if not (group.is_per_tensor or group.is_per_row or in_groups or in_blocks):
         return f"scales are per tensor, per row, in groups along K or in blocks, the key is {key}"
     return without_e4m3(w) if key.dtype == FP8_E4M3 and w.device.type == "cuda" else None
