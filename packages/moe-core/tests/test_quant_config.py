@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from moe_core import (
 )
 from moe_core import quant_config as module
 from moe_core import quant_key as qk
+from moe_core.weights import scale_shape
 
 S = torch.ones(1)
 
@@ -36,6 +38,60 @@ def test_fp8_keys_follow_the_arguments() -> None:
     static = fp8_w8a8_moe_quant_config(w1_scale=S, w2_scale=S, a1_scale=S, a2_scale=S)
     assert (static.weight_key, static.activation_key) == (qk.kFp8StaticTensorSym, qk.kFp8StaticTensorSym)
     assert fp8_w8a16_moe_quant_config(w1_scale=S, w2_scale=S).activation_key is None
+
+
+FP8_KINDS = [
+    (qk.kFp8StaticTensorSym, {}),
+    (qk.kFp8StaticChannelSym, {"per_out_ch_quant": True}),
+    (qk.kFp8Static128BlockSym, {"block_shape": (128, 128)}),
+    (qk.kFp8Static128BlockSym.with_group(128, 64), {"block_shape": (128, 64)}),
+    (qk.kFp8Static128BlockE8M0Sym, {"block_shape": (128, 128)}),
+    (qk.kMxfp8Static, {"block_shape": (1, 32)}),
+]
+
+
+@pytest.mark.parametrize(("key", "arguments"), FP8_KINDS, ids=[str(key) for key, _ in FP8_KINDS])
+def test_weight_only_of_every_kind_carries_biases(key: qk.QuantKey, arguments: dict[str, Any]) -> None:
+    shapes = (scale_shape(key, 2, 384, 256, 2), scale_shape(key, 2, 256, 192))
+    tensors = {f"w{i}_scale": torch.ones(shape).to(key.scale.dtype) for i, shape in enumerate(shapes, start=1)}
+    tensors |= {"w1_bias": torch.ones(2, 384), "w2_bias": torch.ones(2, 256)}
+    quant = fp8_w8a16_moe_quant_config(**tensors, **arguments)
+    assert (quant.weight_key, quant.activation_key) == (key, None)
+    assert quant.w2.key == key
+    for name, tensor in tensors.items():
+        assert getattr(quant, name) is tensor
+    assert quant.a1_scale is None
+    assert fp8_w8a8_moe_quant_config(**tensors, **arguments).w1_bias is tensors["w1_bias"]
+
+
+def test_static_scales_of_each_expert_are_kept() -> None:
+    a1, a2 = torch.tensor([0.5, 0.25]), torch.tensor([1.0, 2.0])
+    for channel in (False, True):
+        quant = fp8_w8a8_moe_quant_config(
+            w1_scale=torch.ones(2, 2), w2_scale=torch.ones(2, 1), a1_scale=a1, a2_scale=a2, per_out_ch_quant=channel
+        )
+        assert quant.a1_scale is a1
+        assert quant.a2_scale is a2
+        assert quant.activation_key == qk.kFp8StaticTensorSym
+        assert quant.weight_key == (qk.kFp8StaticChannelSym if channel else qk.kFp8StaticTensorSym)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"a1_scale": S}, "a2_scale is missing"),
+        ({"a2_scale": S}, "a2_scale is given, but the activation key kFp8DynamicTensorSym"),
+        ({"a1_scale": S, "a2_scale": S, "per_act_token_quant": True}, "a1_scale is static, per_act_token_quant asks"),
+        ({"a1_scale": S, "a2_scale": S, "block_shape": (128, 128)}, "a1_scale is given"),
+        ({"block_shape": (128, 128), "per_out_ch_quant": True}, "per_out_ch_quant contradict"),
+        ({"block_shape": (128, 128), "per_act_token_quant": True}, "per_act_token_quant contradict"),
+        ({"w2_scale": S.to(torch.uint8)}, "w2_scale has dtype torch.uint8"),
+        ({"w1_scale": S.bfloat16(), "w2_scale": S.bfloat16()}, "w1_scale has dtype torch.bfloat16"),
+    ],
+)
+def test_fp8_arguments_that_contradict_each_other(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fp8_w8a8_moe_quant_config(**{"w1_scale": S, "w2_scale": S, **arguments})
 
 
 def test_mxfp8_is_said_by_the_key_and_needs_its_scale_type() -> None:

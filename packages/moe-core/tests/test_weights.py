@@ -74,6 +74,115 @@ def test_bad_scale_values_are_found_and_placed(bad: float) -> None:
         weights.validate(CONFIG, values=True)
 
 
+def tensor_weights(**changed: torch.Tensor) -> MoEWeights:
+    given = {
+        "w13_scale": torch.full((3, 2), 0.5),
+        "w2_scale": torch.full((3, 1), 0.5),
+        "w13_input_scale": torch.ones(3),
+        "w2_input_scale": torch.ones(3),
+    }
+    keys = {"weight_key": qk.kFp8StaticTensorSym, "activation_key": qk.kFp8StaticTensorSym}
+    return replace(block_weights(), **keys, **{**given, **changed})  # type: ignore[arg-type]
+
+
+def test_a_scale_of_a_whole_matrix_is_not_zero() -> None:
+    tensor_weights().validate(CONFIG, values=True)
+    for name, at in (("w13_scale", (1, 1)), ("w2_scale", (2, 0)), ("w13_input_scale", (0,)), ("w2_input_scale", (2,))):
+        weights = tensor_weights()
+        getattr(weights, name)[at] = 0.0
+        weights.validate(CONFIG)
+        with pytest.raises(TensorError, match=rf"{name} has 1 NaN, Inf, negative or zero value of \d, first at"):
+            weights.validate(CONFIG, values=True)
+    # a block of zeros may have a scale of zero
+    weights = block_weights()
+    assert weights.w13_scale is not None
+    weights.w13_scale[0, 0, 0] = 0.0
+    weights.validate(CONFIG, values=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("w13_scale", torch.ones(3, 1), r"w13_scale has shape \[3, 1\], expected \[3, 2\]"),
+        ("w2_scale", torch.ones(3), r"w2_scale has shape \[3\], expected \[3, 1\]"),
+        ("w13_input_scale", torch.ones(1), r"w13_input_scale has shape \[1\], expected \[3\]"),
+        ("w2_input_scale", torch.ones(3).bfloat16(), "w2_input_scale has dtype torch.bfloat16, expected torch.float32"),
+    ],
+)
+def test_scales_per_tensor_have_one_value_per_expert_and_part(name: str, tensor: torch.Tensor, message: str) -> None:
+    with pytest.raises(TensorError, match=message):
+        tensor_weights(**{name: tensor}).validate(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("key", "grid13", "grid2"),
+    [
+        (qk.kFp8StaticChannelSym, (384, 1), (256, 1)),
+        (qk.kMxfp8Static, (384, 8), (256, 6)),
+        (qk.kFp8Static128BlockSym.with_group(64, 128), (6, 2), (4, 2)),
+        (qk.kFp8Static128BlockE8M0Sym, (4, 2), (2, 2)),
+    ],
+)
+def test_scale_grids_that_do_not_fit(key: qk.QuantKey, grid13: tuple[int, int], grid2: tuple[int, int]) -> None:
+    def scale(grid: tuple[int, int]) -> torch.Tensor:
+        return torch.ones(3, *grid).to(key.scale.dtype)
+
+    good = replace(block_weights(), weight_key=key, activation_key=None, w13_scale=scale(grid13), w2_scale=scale(grid2))
+    good.validate(CONFIG, values=True)
+    for name, (rows, cols) in (("w13_scale", grid13), ("w2_scale", grid2)):
+        for wrong in ((rows - 1, cols), (rows + 1, cols), (rows, cols + 1)):
+            with pytest.raises(TensorError, match=rf"{name} has shape \[3, {wrong[0]}, {wrong[1]}\], expected"):
+                replace(good, **{name: scale(wrong)}).validate(CONFIG)
+        other = torch.uint8 if key.scale.dtype is torch.float32 else torch.float32
+        with pytest.raises(TensorError, match=f"{name} has dtype {other}"):
+            replace(good, **{name: scale((rows, cols)).to(other)}).validate(CONFIG)
+    if key.scale.dtype is torch.uint8:
+        assert good.w2_scale is not None
+        good.w2_scale[1, 0, 1] = 255
+        with pytest.raises(
+            TensorError, match=r"w2_scale has 1 NaN \(e8m0 code 255\) value of \d+, first at \[1, 0, 1\]"
+        ):
+            good.validate(CONFIG, values=True)
+
+
+def test_nan_codes_and_biases_are_found_in_a_layer() -> None:
+    weights = replace(block_weights(), w13_bias=torch.zeros(3, 384), w2_bias=torch.zeros(3, 256))
+    config = replace(CONFIG, has_bias=True)
+    weights.validate(config, values=True)
+    assert weights.w2_bias is not None
+    for wrong in (torch.zeros(3, 255), torch.zeros(256)):
+        with pytest.raises(TensorError, match=r"w2_bias has shape .*, expected \[3, 256\]"):
+            replace(weights, w2_bias=wrong).validate(config)
+    with pytest.raises(TensorError, match="w2_bias has dtype torch.float8_e4m3fn"):
+        replace(weights, w2_bias=weights.w2_bias.to(torch.float8_e4m3fn)).validate(config)
+    weights.w2_bias[0, 7] = float("inf")
+    with pytest.raises(TensorError, match=r"w2_bias has 1 NaN or Inf value of 768, first at \[0, 7\]"):
+        weights.validate(config, values=True)
+    weights = block_weights()
+    weights.w13.view(torch.uint8)[1, 300, 5] = 0x7F
+    with pytest.raises(TensorError, match=r"w13 has 1 NaN value of \d+, first at \[1, 300, 5\]"):
+        weights.validate(CONFIG, values=True)
+
+
+def test_column_groups_out_of_range_are_found() -> None:
+    key = replace(qk.kInt4Static.with_group(1, 64), packing=None, permuted=True)
+    weights = MoEWeights(
+        weight_key=key,
+        activation_key=None,
+        w13=torch.zeros(3, 384, 256, dtype=torch.uint8),
+        w2=torch.zeros(3, 256, 192, dtype=torch.uint8),
+        w13_scale=torch.ones(3, 384, 4, dtype=torch.bfloat16),
+        w2_scale=torch.ones(3, 256, 3, dtype=torch.bfloat16),
+        w13_g_idx=(torch.arange(256) // 64).int().expand(3, 256).clone(),
+        w2_g_idx=(torch.arange(192) // 64).int().expand(3, 192).clone(),
+    )
+    weights.validate(CONFIG, values=True)
+    assert weights.w2_g_idx is not None
+    weights.w2_g_idx[2, 10] = 3
+    with pytest.raises(TensorError, match=r"w2_g_idx is 3 at \[2, 10\], expected 0 to 2: w2_scale has 3 groups"):
+        weights.validate(CONFIG, values=True)
+
+
 def test_nan_codes_are_found() -> None:
     codes = torch.zeros(4, dtype=torch.uint8)
     codes[2] = 0xFF

@@ -218,11 +218,14 @@ def fp8_w8a8_moe_quant_config(
     """e4m3 weights and activations.
 
     With ``block_shape`` (rows, columns): block weights, activations dynamic in groups of
-    ``1 x columns``; uint8 scales of block (1, 32) are MXFP8.  Otherwise weights per tensor
-    or per output channel, activations static (``a1_scale``/``a2_scale`` given), dynamic per tensor or
-    dynamic per token.
+    ``1 x columns``; uint8 scales of block (1, 32) are MXFP8.  Otherwise weights per tensor (``w1_scale`` [E, 2]: gate
+    and up; ``w2_scale`` [E, 1]) or per output channel (``[E, rows, 1]``), activations static (``a1_scale`` and
+    ``a2_scale`` [E], each expert's own), dynamic per tensor or dynamic per token.  Raises ConfigError for arguments
+    that contradict each other.
     """
-    weight_key, activation_key = _fp8_keys(w1_scale, block_shape, per_act_token_quant, per_out_ch_quant, a1_scale)
+    weight_key, activation_key = _fp8_keys(
+        w1_scale, w2_scale, block_shape, per_act_token_quant, per_out_ch_quant, a1_scale
+    )
     return make_quant_config(
         weight_key=weight_key,
         activation_key=activation_key,
@@ -237,11 +240,22 @@ def fp8_w8a8_moe_quant_config(
 
 def _fp8_keys(
     w1_scale: Tensor,
+    w2_scale: Tensor,
     block_shape: tuple[int, int] | None,
     per_act_token: bool,
     per_out_ch: bool,
     a1_scale: Tensor | None,
 ) -> tuple[QuantKey, QuantKey]:
+    for name, scale in (("w1_scale", w1_scale), ("w2_scale", w2_scale)):
+        if scale.dtype not in (torch.float32, torch.uint8) or scale.dtype is not w1_scale.dtype:
+            raise ConfigError(
+                f"{name} has dtype {scale.dtype}, expected float32, or uint8 for e8m0, and the same for both"
+            )
+    if block_shape is not None and (per_out_ch or per_act_token):
+        kind = "per_out_ch_quant" if per_out_ch else "per_act_token_quant"
+        raise ConfigError(f"block_shape {tuple(block_shape)} and {kind} contradict each other")
+    if a1_scale is not None and per_act_token:
+        raise ConfigError("a1_scale is static, per_act_token_quant asks for dynamic scales per token")
     is_e8m0 = w1_scale.dtype is torch.uint8
     if block_shape is None and is_e8m0:
         raise ConfigError("uint8 e8m0 scales are those of blocks ((1, 32) is MXFP8): block_shape is missing")
@@ -268,8 +282,8 @@ def fp8_w8a16_moe_quant_config(
     block_shape: tuple[int, int] | None = None,
     per_out_ch_quant: bool = False,
 ) -> FusedMoEQuantConfig:
-    """e4m3 weights (per tensor, channel, block or MXFP8), 16-bit activations."""
-    weight_key, _ = _fp8_keys(w1_scale, block_shape, False, per_out_ch_quant, None)
+    """e4m3 weights (per tensor, channel, block or MXFP8), 16-bit activations; biases [E, 2N], [E, K]."""
+    weight_key, _ = _fp8_keys(w1_scale, w2_scale, block_shape, False, per_out_ch_quant, None)
     return make_quant_config(
         weight_key=weight_key,
         activation_key=None,

@@ -36,7 +36,7 @@ class MoEWeights:
     - ``w13`` [E, 2N, K] (gate rows, then up rows; [E, N, K] without a gate), ``w2`` [E, K, N];
       packed dtypes divide the last dimension by ``weight_key.packing.values_per_word``
     - ``w13_scale``, ``w2_scale``: see :func:`scale_shape`; zero points have the scale's shape
-    - ``w13_input_scale``, ``w2_input_scale`` [E]: static activation scales
+    - ``w13_input_scale``, ``w2_input_scale`` [E] float32: static activation scales
     - ``w13_bias`` [E, 2N], ``w2_bias`` [E, K]
     - ``w13_g_idx``, ``w2_g_idx`` [E, K] int32: the group of each column, for permuted keys
 
@@ -83,8 +83,8 @@ class MoEWeights:
     def validate(self, config: FusedMoEConfig, *, values: bool = False) -> None:
         """Raise TensorError for a tensor that does not fit ``config`` and the keys.
 
-        With ``values`` also look into scales (NaN, Inf, negative) and fp8 codes (NaN):
-        this reads every byte and synchronises.
+        With ``values`` also look into scales (NaN, Inf, negative; 0 where one scale covers a whole matrix or is divided
+        by), biases (NaN, Inf), fp8 codes (NaN), column groups (out of range): reads every byte and synchronises.
         """
         experts, hidden, inter = config.local_experts, config.hidden_size, config.intermediate_size
         parts = 2 if config.is_gated else 1
@@ -114,7 +114,27 @@ class MoEWeights:
             raise TensorError(f"the weights of one layer are on several devices: {', '.join(sorted(devices))}")
         if values:
             for name, tensor in self.tensors():
-                check_values(name, tensor, scale=name.endswith("_scale"))
+                check_values(name, tensor, scale=name.endswith("_scale"), positive=name in self._never_zero())
+            self._check_groups()
+
+    def _never_zero(self) -> set[str]:
+        """Scales of whole matrices, where 0 would lose every weight, and those that activations are divided by."""
+        names = {"w13_input_scale", "w2_input_scale"}
+        if self.weight_key is not None and self.weight_key.group_shape.is_per_tensor:
+            names |= {"w13_scale", "w2_scale"}
+        return names
+
+    def _check_groups(self) -> None:
+        for name in ("w13", "w2"):
+            g_idx, scale = getattr(self, f"{name}_g_idx"), getattr(self, f"{name}_scale")
+            if g_idx is not None and scale is not None:
+                bad = (g_idx < 0) | (g_idx >= scale.shape[-1])
+                if bool(bad.any()):
+                    at = [int(i) for i in bad.nonzero()[0]]
+                    raise TensorError(
+                        f"{name}_g_idx is {int(g_idx[tuple(at)])} at {at}, expected 0 to {scale.shape[-1] - 1}: "
+                        f"{name}_scale has {scale.shape[-1]} groups"
+                    )
 
     def _validate_extras(self, name: str, config: FusedMoEConfig, rows: int, cols: int) -> None:
         """Bias, static activation scale and column groups of one of the two matrices."""
@@ -134,10 +154,12 @@ class MoEWeights:
                 raise TensorError(f"{name}_{suffix} is {'missing' if needed else 'given'}, but {because}")
             if tensor is not None:
                 check_shape(f"{name}_{suffix}", tensor, shape)
-                if suffix == "g_idx":
-                    check_dtype(f"{name}_{suffix}", tensor, (torch.int32,))
-                elif not tensor.dtype.is_floating_point:
-                    raise TensorError(f"{name}_{suffix} has dtype {tensor.dtype}, expected a floating-point type")
+                dtypes: dict[str, tuple[torch.dtype, ...]] = {
+                    "g_idx": (torch.int32,),
+                    "input_scale": (torch.float32,),
+                    "bias": (torch.float32, torch.bfloat16, torch.float16),
+                }
+                check_dtype(f"{name}_{suffix}", tensor, dtypes[suffix])
 
 
 def storage_dtypes(key: QuantKey | None) -> tuple[torch.dtype, ...]:
@@ -151,8 +173,8 @@ def storage_dtypes(key: QuantKey | None) -> tuple[torch.dtype, ...]:
     return (torch.int8,) if key.dtype.kind is NumberKind.INT else (torch.uint8,)
 
 
-def check_values(name: str, tensor: Tensor, *, scale: bool) -> None:
-    """Raise TensorError for NaN or Inf in ``tensor`` and, in a scale, for negative values."""
+def check_values(name: str, tensor: Tensor, *, scale: bool, positive: bool = False) -> None:
+    """Raise TensorError for NaN or Inf in ``tensor`` and, in a scale, for negative values (``positive``: and zero)."""
     if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         codes = tensor.view(torch.uint8) & 0x7F
         bad = codes == 0x7F if tensor.dtype is torch.float8_e4m3fn else codes >= 0x7C
@@ -163,6 +185,8 @@ def check_values(name: str, tensor: Tensor, *, scale: bool) -> None:
         bad, what = ~torch.isfinite(tensor), "NaN or Inf"
         if scale:
             bad, what = bad | (tensor < 0), "NaN, Inf or negative"
+        if positive:
+            bad, what = bad | (tensor == 0), "NaN, Inf, negative or zero"
     else:
         return
     count = int(bad.sum())
