@@ -25,7 +25,7 @@ from moe_core import (
     MoEWeights,
     WorkspaceSpec,
     cuda,
-    fp8_w8a8_moe_quant_config,
+    make_quant_config,
 )
 from moe_core.errors import TensorError
 from moe_core.gemm.plan import TilePlan
@@ -70,12 +70,13 @@ class TritonFp8BlockExperts(FusedMoEExpertsModular):
         return KernelWeights(
             w13=weights.w13,
             w2=weights.w2,
-            quant_config=fp8_w8a8_moe_quant_config(
+            quant_config=make_quant_config(
+                weight_key=key,
+                activation_key=weights.activation_key,
                 w1_scale=_float32(weights.w13_scale),
                 w2_scale=_float32(weights.w2_scale),
                 w1_bias=weights.w13_bias,
                 w2_bias=weights.w2_bias,
-                block_shape=(key.group_shape.row, key.group_shape.col),
             ),
         )
 

@@ -53,6 +53,7 @@ class TritonFp8Experts(FusedMoEExpertsModular):
         apply_router_weight_on_input=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
+        verified_on=("NVIDIA H200 (sm90)",),
     )
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
