@@ -37,6 +37,7 @@ nox.options.sessions = [
     "types",
     f"tests-{RUNNING}",
     "tests_lowest",
+    "libraries",
     "compile",
     "docs",
     "bench",
@@ -105,6 +106,17 @@ def run_tests(session: nox.Session) -> None:
     # one process per core, so one thread each
     environment["OMP_NUM_THREADS"] = "1"
     session.run("python", "-m", "pytest", "-m", "not gpu", "-n", "auto", *session.posargs, env=environment)
+
+
+@nox.session(download_python="never")
+def libraries(session: nox.Session) -> None:
+    """Adapters of kernel libraries against the libraries: every call's signature, every layout; needs no GPU."""
+    install(session, "test", "libraries-imports")
+    if session.venv_backend != "none":
+        # alone: what else it depends on compiles and runs kernels, in gigabytes
+        session.install("--no-deps", *group("libraries"))
+    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "FLASHINFER_WORKSPACE_BASE": session.create_tmp()}
+    session.run("python", "-m", "pytest", "packages/moe-fp8/tests/libraries", *session.posargs, env=environment)
 
 
 @nox.session(download_python="never")
