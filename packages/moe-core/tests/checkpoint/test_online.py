@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import types
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +147,24 @@ def test_every_naming(
     equal(source.weights(), online.quantize(canonical()))
     chosen = read_layer(source.layer.checkpoint, quantize=online, experts=[2, 0]).weights()
     assert torch.equal(chosen.w2, source.weights().w2[[2, 0]])
+
+
+def test_one_chunk_of_16_bit_weights_exists_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    class Watched(UnquantizedFormat):
+        def load(self, *args: Any, experts: Any, **kwargs: Any) -> MoEWeights:
+            assert len(experts) == 1
+            assert [one for one in seen if one() is not None] == []
+            found = super().load(*args, experts=experts, **kwargs)
+            seen.extend(map(weakref.ref, (found.w13, found.w2)))
+            return found
+
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1)
+    source = read_layer(Checkpoint.open(folder(tmp_path, expert_tensors())), quantize=INT8)
+    adapter = module.OnlineFormat(INT8, Watched())
+    equal(adapter.load(source.layer, source.config, experts=range(E)), INT8.quantize(canonical()))
+    assert len(seen) == 2 * E
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
