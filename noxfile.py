@@ -115,7 +115,11 @@ def libraries(session: nox.Session) -> None:
     if session.venv_backend != "none":
         # alone: what else it depends on compiles and runs kernels, in gigabytes
         session.install("--no-deps", *group("libraries"))
-    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "FLASHINFER_WORKSPACE_BASE": session.create_tmp()}
+    environment = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "FLASHINFER_WORKSPACE_BASE": session.create_tmp(),
+    }
     session.run("python", "-m", "pytest", "packages/moe-fp8/tests/libraries", *session.posargs, env=environment)
 
 
