@@ -78,7 +78,12 @@ class Fp8Oracle(Oracle):
         ),
         Backend(
             Fp8MoeBackend.TRITON.value,
-            ("moe_fp8.experts.triton:TritonFp8BlockExperts", "moe_fp8.experts.triton_rows:TritonFp8Experts"),
+            (
+                "moe_fp8.experts.triton:TritonFp8BlockExperts",
+                "moe_fp8.experts.triton_rows:TritonFp8Experts",
+                "moe_fp8.experts.triton_mxfp8:TritonMxfp8Experts",
+                "moe_fp8.experts.triton_weight_only:TritonFp8WeightOnlyExperts",
+            ),
             "moe-fp8",
         ),
         Backend(Fp8MoeBackend.TORCH.value, ("moe_fp8.experts.torch:TorchFp8Experts",), "moe-fp8"),

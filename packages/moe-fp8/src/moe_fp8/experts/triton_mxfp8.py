@@ -1,0 +1,33 @@
+"""Triton, MXFP8 weights with MXFP8 activations (1 x 32, e8m0), on GPUs without scaled matrix units too.
+
+An e4m3 number times a power of two is a bfloat16 number, so bfloat16 matrix units multiply MXFP8 operands exactly:
+x and h are rounded to MXFP8 and stored as bfloat16, weights get their scales in registers.  Weights stay as the
+checkpoint has them (see `moe_fp8.experts.triton_weight_only`).
+"""
+
+from __future__ import annotations
+
+import torch
+from moe_core import GATED, NON_GATED, TRITON, Claims, FusedMoEActivationFormat, cuda
+from moe_core.quant_key import kMxfp8Dynamic, kMxfp8Static
+
+from moe_fp8.experts.triton_weight_only import TritonFp8UpcastExperts
+
+
+class TritonMxfp8Experts(TritonFp8UpcastExperts):
+    """MXFP8 weights and activations."""
+
+    mxfp8_activations = True
+
+    claims = Claims(
+        devices=(cuda(min=89),),
+        keys=((kMxfp8Static, kMxfp8Dynamic),),
+        activations=GATED | NON_GATED,
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        bias=True,
+        expert_map=True,
+        apply_router_weight_on_input=True,
+        formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
+        requires=(TRITON,),
+        notes="products in bfloat16, which holds MXFP8 values exactly",
+    )

@@ -1,0 +1,391 @@
+"""e4m3 weights that become 16-bit (or float32) numbers in registers, for a product with activations of that type.
+
+    weights       e4m3 [E, rows, K], read as int32 words of four bytes; K is a multiple of 16
+    activations   16-bit or float32 [M, K padded to whole steps], columns in the order of `arrange`
+
+An e4m3 byte shifted into the place of a 16-bit number's exponent is that number times 2^-120 (bfloat16) or 2^-8
+(float16), subnormals included; one multiplication makes it exact.  That needs no FP8 hardware, and takes fewer
+instructions than the conversion to bfloat16 that sm_89 and newer have.  The two bytes of a word whose 16-bit forms lie
+in one register are bytes 0 and 2, and 1 and 3; `arrange` orders the activations accordingly, once, where they are
+written, so that no byte of the weights moves.  The product is always transposed (SWAP): weights go from registers into
+the matrix units.
+
+Scales are applied where that is exact: per channel and per tensor to the finished sum, per block to the sum of each
+step in float32, MXFP8's powers of two to the weights.  NaN codes (0x7f, 0xff) become 480: checkpoints are
+checked for them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from moe_core.gemm.narrow import INTERPRET, narrow, narrow_e4m3
+from moe_core.ops._quantize_kernels import magnitude_bits, scale_of
+
+#: columns within which `arrange` moves
+UNIT = tl.constexpr(64)
+# columns that share a scale of MXFP8
+MX_GROUP = tl.constexpr(32)
+
+# $0, $1: bytes 0 and 2, $2, $3: bytes 1 and 3 of $4; -0.0 as addend keeps the sign of zeros
+_BFLOAT16 = tl.constexpr(
+    """
+    {
+        .reg .b32 low, high, up, sign;
+        mov.b32 sign, 0x80008000;
+        mov.b32 up, 0x7b807b80;
+        shl.b32 low, $4, 4;
+        and.b32 low, low, 0x07f007f0;
+        shl.b32 high, $4, 8;
+        lop3.b32 low, high, sign, low, 0xea;
+        shr.u32 high, $4, 4;
+        and.b32 high, high, 0x07f007f0;
+        lop3.b32 high, $4, sign, high, 0xea;
+        fma.rn.bf16x2 low, low, up, sign;
+        fma.rn.bf16x2 high, high, up, sign;
+        mov.b32 {$0, $1}, low;
+        mov.b32 {$2, $3}, high;
+    }
+    """
+)
+# as above, times the pair of numbers $5
+_BFLOAT16_SCALED = tl.constexpr(
+    """
+    {
+        .reg .b32 low, high, up, sign;
+        mov.b32 sign, 0x80008000;
+        mov.b32 up, 0x7b807b80;
+        shl.b32 low, $4, 4;
+        and.b32 low, low, 0x07f007f0;
+        shl.b32 high, $4, 8;
+        lop3.b32 low, high, sign, low, 0xea;
+        shr.u32 high, $4, 4;
+        and.b32 high, high, 0x07f007f0;
+        lop3.b32 high, $4, sign, high, 0xea;
+        fma.rn.bf16x2 low, low, up, sign;
+        fma.rn.bf16x2 high, high, up, sign;
+        fma.rn.bf16x2 low, low, $5, sign;
+        fma.rn.bf16x2 high, high, $5, sign;
+        mov.b32 {$0, $1}, low;
+        mov.b32 {$2, $3}, high;
+    }
+    """
+)
+_FLOAT16_SCALED = tl.constexpr(
+    """
+    {
+        .reg .b32 low, high, sign;
+        mov.b32 sign, 0x80008000;
+        shl.b32 low, $4, 7;
+        and.b32 low, low, 0x3f803f80;
+        shl.b32 high, $4, 8;
+        lop3.b32 low, high, sign, low, 0xea;
+        shr.u32 high, $4, 1;
+        and.b32 high, high, 0x3f803f80;
+        lop3.b32 high, $4, sign, high, 0xea;
+        fma.rn.f16x2 low, low, $5, sign;
+        fma.rn.f16x2 high, high, $5, sign;
+        mov.b32 {$0, $1}, low;
+        mov.b32 {$2, $3}, high;
+    }
+    """
+)
+# 2^8 twice: undoes the shift
+_FLOAT16_UP = tl.constexpr(0x5C005C00)
+
+
+@triton.jit
+def _wide(words, PLACE: tl.constexpr):
+    """Byte PLACE of each word as float32."""
+    sign = (words << (24 - 8 * PLACE)) & -0x80000000
+    magnitude = ((words >> (8 * PLACE)) & 0x7F) << 20
+    return (sign | magnitude).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
+def _side_by_side(first, second):
+    return tl.join(first, second).reshape(first.shape[0], 2 * first.shape[1])
+
+
+@triton.jit
+def _upcast(words, factor, dtype: tl.constexpr, SCALED: tl.constexpr):
+    """(bytes 0 and 2, bytes 1 and 3) of words [N, W], each [N, 2W], of `dtype`; SCALED times `factor` [N, W].
+
+    `factor`: float32, or for a 16-bit dtype a pair of its numbers in int32 (where the interpreter computes in float32).
+    """
+    if INTERPRET or dtype == tl.float32:
+        v0, v1, v2, v3 = _wide(words, 0), _wide(words, 2), _wide(words, 1), _wide(words, 3)
+        if SCALED:
+            v0, v1, v2, v3 = v0 * factor, v1 * factor, v2 * factor, v3 * factor
+    elif dtype == tl.bfloat16:
+        if SCALED:
+            v0, v1, v2, v3 = tl.inline_asm_elementwise(
+                _BFLOAT16_SCALED, "=h,=h,=h,=h,r,r", [words, factor],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            v0, v1, v2, v3 = tl.inline_asm_elementwise(
+                _BFLOAT16, "=h,=h,=h,=h,r", [words],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
+            )  # fmt: skip
+    else:
+        tl.static_assert(dtype == tl.float16, "activations are bfloat16, float16 or float32")
+        if not SCALED:
+            factor = tl.full(words.shape, _FLOAT16_UP, tl.int32)
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            _FLOAT16_SCALED, "=h,=h,=h,=h,r,r", [words, factor],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1,
+        )  # fmt: skip
+    return _side_by_side(v0, v1), _side_by_side(v2, v3)
+
+
+@triton.jit
+def _dot(w, x, acc):
+    if INTERPRET or x.dtype == tl.float32:
+        return tl.dot(w, tl.trans(x.to(tl.float32)), acc, input_precision="ieee")
+    else:
+        return tl.dot(w, tl.trans(x), acc)
+
+
+@triton.jit
+def arrange(tile, AXIS: tl.constexpr):
+    """Order the columns (dimension AXIS) of a tile as the weights' registers hold them.
+
+    Within each UNIT: columns 0, 2, 4, ... of the words' bytes 0 and 2 first, then 1, 3, 5, ... of bytes 1 and 3.
+    """
+    ROWS: tl.constexpr = tile.shape[1 - AXIS]
+    UNITS: tl.constexpr = tile.shape[AXIS] // UNIT
+    if AXIS == 1:
+        return tile.reshape(ROWS, UNITS, UNIT // 2, 2).permute(0, 1, 3, 2).reshape(ROWS, UNITS * UNIT)
+    else:
+        return tile.reshape(UNITS, UNIT // 2, 2, ROWS).permute(0, 2, 1, 3).reshape(UNITS * UNIT, ROWS)
+
+
+@triton.jit
+def arrange_bfloat16(tile, Q, expert, AXIS: tl.constexpr):
+    """`quantize` of the grouped matrix product for activations that stay bfloat16."""
+    return arrange(narrow(tile, tl.bfloat16), AXIS), 0.0
+
+
+@triton.jit
+def arrange_float16(tile, Q, expert, AXIS: tl.constexpr):
+    """As `arrange_bfloat16`, for float16."""
+    return arrange(narrow(tile, tl.float16), AXIS), 0.0
+
+
+@triton.jit
+def arrange_float32(tile, Q, expert, AXIS: tl.constexpr):
+    """As `arrange_bfloat16`, for float32."""
+    return arrange(tile, AXIS), 0.0
+
+
+@triton.jit
+def arrange_mxfp8(tile, Q, expert, AXIS: tl.constexpr):
+    """Round to MXFP8 and back: e4m3 values times powers of two, which bfloat16 holds exactly."""
+    ROWS: tl.constexpr = tile.shape[1 - AXIS]
+    GROUPS: tl.constexpr = tile.shape[AXIS] // MX_GROUP
+    if AXIS == 1:
+        groups = tile.reshape(ROWS, GROUPS, MX_GROUP)
+    else:
+        groups = tile.reshape(GROUPS, MX_GROUP, ROWS)
+    scale = scale_of(tl.max(magnitude_bits(groups), axis=2 if AXIS == 1 else 1, keep_dims=True), "e4m3", "e8m0")
+    # the inverse of a power of two: 254 - exponent; that of NaN is as good as any, the scale comes back below
+    inverse = (0x7F000000 - magnitude_bits(scale)).to(tl.float32, bitcast=True)
+    codes = narrow_e4m3(groups * inverse)
+    rounded = (codes.to(tl.float32) * scale).reshape(tile.shape)
+    return arrange(rounded.to(tl.bfloat16), AXIS), 0.0
+
+
+@triton.jit
+def open_activations(A, rows, expert):
+    """A = (values, row stride)."""
+    values, stride = A
+    return (values + rows * stride,)
+
+
+@triton.jit
+def load_activations(state, k, BLOCK_K: tl.constexpr):
+    """The two tiles [BLOCK_M, BLOCK_K / 2] that meet bytes 0 and 2, and bytes 1 and 3."""
+    (values,) = state
+    column = tl.arange(0, BLOCK_K // 2)
+    pointers = values[:, None] + (k * BLOCK_K + column // (UNIT // 2) * UNIT + column % (UNIT // 2))[None, :]
+    return (tl.load(pointers), tl.load(pointers + UNIT // 2)), 0.0
+
+
+@triton.jit
+def _open(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """(pointers to the rows' words, whether rows exist, first row among those of all experts).
+
+    B = (words, scales, words' expert and row stride, scales' expert and row stride, block_n).
+    """
+    words, _, stride_e, stride_n, _, _, _ = B
+    base = expert.to(tl.int64)
+    columns = n + tl.arange(0, BLOCK_N)
+    rows = words + base * stride_e + (half * N + columns).to(tl.int64) * stride_n
+    return rows, columns < N, (base * (stride_e // stride_n)).to(tl.int32) + half * N + n
+
+
+@triton.jit
+def open_tensor(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """Scales [E, 1 or 2]: one per matrix."""
+    rows, inside, first = _open(B, expert, half, n, N, BLOCK_N)
+    return rows, inside, B[1] + expert.to(tl.int64) * B[4] + half, first
+
+
+@triton.jit
+def open_channel(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """Scales [E, rows]: one per row."""
+    rows, inside, first = _open(B, expert, half, n, N, BLOCK_N)
+    columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
+    return rows, inside, B[1] + expert.to(tl.int64) * B[4] + (half * N + columns) * B[5], first
+
+
+@triton.jit
+def open_block(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """Scales [E, blocks of rows, steps] of which a tile meets one per step; the up half has its own rows of blocks."""
+    rows, inside, first = _open(B, expert, half, n, N, BLOCK_N)
+    block_n = B[6]
+    scale_row = n // block_n + half * tl.cdiv(N, block_n)
+    return rows, inside, B[1] + expert.to(tl.int64) * B[4] + scale_row * B[5], first
+
+
+@triton.jit
+def open_block_mixed(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_block` for a tile that spans several rows of blocks: scales are vectors [BLOCK_N]."""
+    rows, inside, first = _open(B, expert, half, n, N, BLOCK_N)
+    block_n = B[6]
+    scale_row = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1) // block_n + half * tl.cdiv(N, block_n)
+    return rows, inside, B[1] + expert.to(tl.int64) * B[4] + scale_row * B[5], first
+
+
+@triton.jit
+def open_mxfp8(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """Scales int32 [E, steps of 128, rows]: the four e8m0 bytes of each row and step; B[5] is the stride of a step.
+
+    The up half starts at N rounded up to a multiple of 4.
+    """
+    rows, inside, first = _open(B, expert, half, n, N, BLOCK_N)
+    columns = half * (tl.cdiv(N, 4) * 4) + n + tl.arange(0, BLOCK_N)
+    return rows, inside, B[1] + expert.to(tl.int64) * B[4] + columns, first, B[5]
+
+
+@triton.jit
+def _load_words(rows, inside, first, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words [BLOCK_N, BLOCK_K / 4]; b_desc: a tensor descriptor over the words as [E * rows, K / 4], or None."""
+    WORDS: tl.constexpr = BLOCK_K // 4
+    if b_desc is None:
+        depth = k * WORDS + tl.arange(0, WORDS)
+        pointers = rows[:, None] + depth[None, :]
+        if EVEN_N and EVEN_K:
+            return tl.load(pointers)
+        elif EVEN_K:
+            return tl.load(pointers, mask=inside[:, None], other=0)
+        else:
+            return tl.load(pointers, mask=inside[:, None] & (depth < K // 4)[None, :], other=0)
+    else:
+        # rows beyond this half or this expert are other weights: they only reach columns that are never stored
+        return b_desc.load([first, k * WORDS])
+
+
+@triton.jit
+def load_unscaled(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step, for scales that `finish` applies."""
+    rows, inside, _, first = state
+    return _load_words(rows, inside, first, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K), 0.0
+
+
+@triton.jit
+def load_block(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step and the float32 scale, a scalar or [BLOCK_N], of its block."""
+    rows, inside, scales, first = state
+    scale = tl.load(scales + k)
+    return _load_words(rows, inside, first, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K), scale
+
+
+@triton.jit
+def load_mxfp8(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step and, for each row, the four scales of its four groups."""
+    tl.static_assert(BLOCK_K == 4 * MX_GROUP, "an int32 holds the scales of one step")
+    rows, inside, scales, first, stride = state
+    if EVEN_N:
+        scale = tl.load(scales + k * stride)
+    else:
+        scale = tl.load(scales + k * stride, mask=inside, other=0)
+    return _load_words(rows, inside, first, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K), scale
+
+
+@triton.jit
+def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + b @ a.T, without scales."""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    x0, x1 = a
+    w0, w1 = _upcast(b, 0, x0.dtype, False)
+    return _dot(w1, x1, _dot(w0, x0, acc))
+
+
+@triton.jit
+def multiply_block(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + (b @ a.T) * scale, a scalar."""
+    return acc + multiply(tl.zeros_like(acc), a, a_scale, b, b_scale, SWAP) * b_scale
+
+
+@triton.jit
+def multiply_block_mixed(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + (b @ a.T) * scale, [BLOCK_N]."""
+    return acc + multiply(tl.zeros_like(acc), a, a_scale, b, b_scale, SWAP) * b_scale[:, None]
+
+
+@triton.jit
+def _exponents(b_scale, WORDS: tl.constexpr):
+    """The e8m0 byte of each word [N, WORDS] of a step, WORDS = 32.
+
+    Joined and reshaped rather than shifted by an index: what is computed from loads and constants alone takes the
+    layout of the matrix units' operand, so that the weights go there without a detour through shared memory.
+    """
+    N: tl.constexpr = b_scale.shape[0]
+    even = tl.join(b_scale & 0xFF, (b_scale >> 16) & 0xFF)
+    odd = tl.join((b_scale >> 8) & 0xFF, (b_scale >> 24) & 0xFF)
+    groups = tl.join(even, odd).reshape(N, 4)
+    return tl.broadcast_to(groups[:, :, None], (N, 4, WORDS // 4)).reshape(N, WORDS)
+
+
+@triton.jit
+def _power(exponent, MANTISSA: tl.constexpr):
+    """Bits of 2^(exponent - 127) for a type with float32's exponent: 0 is subnormal, 255 is NaN."""
+    half: tl.constexpr = 1 << (MANTISSA - 1)
+    return (exponent << MANTISSA) | tl.where(((exponent + 1) & 0xFF) <= 1, half, 0)
+
+
+@triton.jit
+def multiply_mxfp8(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + (b with its scales) @ a.T; b_scale int32 [BLOCK_N]."""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    x0, x1 = a
+    exponent = _exponents(b_scale, b.shape[1])
+    if INTERPRET or x0.dtype == tl.float32:
+        w0, w1 = _upcast(b, _power(exponent, 23).to(tl.float32, bitcast=True), x0.dtype, True)
+        return _dot(w1, x1, _dot(w0, x0, acc))
+    elif x0.dtype == tl.bfloat16:
+        w0, w1 = _upcast(b, _power(exponent, 7) * 0x10001, x0.dtype, True)
+        return _dot(w1, x1, _dot(w0, x0, acc))
+    else:
+        # float16 has too small a range: the largest scale of the row and step is applied to the sum, the others
+        # relative to it; groups of less than 2^-22 of it vanish
+        largest = tl.max(exponent, axis=1)
+        relative = tl.maximum(exponent - largest[:, None] + 23, 0)
+        factor = (relative << 10) * 0x10001
+        w0, w1 = _upcast(b, factor, x0.dtype, True)
+        product = _dot(w1, x1, _dot(w0, x0, tl.zeros_like(acc)))
+        return acc + product * _power(largest, 23).to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
+def finish_tensor(acc, a_state, b_state, SWAP: tl.constexpr):
+    """acc times the scale of the matrix."""
+    return acc * tl.load(b_state[2])
+
+
+@triton.jit
+def finish_channel(acc, a_state, b_state, SWAP: tl.constexpr):
+    """acc times the scales of its rows."""
+    return acc * tl.load(b_state[2])[:, None]
