@@ -121,6 +121,13 @@ def test_nothing_but_the_claims_occurs() -> None:
         assert config.activation_format is FusedMoEActivationFormat.STANDARD
 
 
+def test_limits_occur_with_the_activations_that_honour_them() -> None:
+    both = frozenset({MoEActivation.SILU, MoEActivation.GELU})
+    experts = with_claims(activations=both, activation_limit=frozenset({MoEActivation.SILU}))
+    limited = {c.config.activation for c in conformance_cases(experts, target=CPU) if c.config.activation_params}
+    assert limited == {MoEActivation.SILU}
+
+
 def test_every_pair_occurs_in_the_full_budget() -> None:
     experts = with_claims(activations=GATED, bias=True, dtypes=frozenset({torch.bfloat16, torch.float32}))
     cases = [c for c in conformance_cases(experts, target=CPU, budget="full") if c.check == "values"]
