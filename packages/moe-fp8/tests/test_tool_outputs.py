@@ -12,6 +12,8 @@ import torch
 from moe_core import kFp8DynamicTensorSym, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli import main
+from moe_core_checkpoints import write
+from moe_core_quantized import CONFIG, Experts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -291,3 +293,35 @@ def test_dynamic_per_tensor_is_one_scale(tmp_path: Path) -> None:
         router[:, 0] = weights[tokens, slots]
         output[tokens] += layer(x[tokens], topk_weights=router, topk_ids=only)
     assert relative(output, tensors["ref_experts_out_actq"]) < bound(case, "ref_experts_out_f32")
+
+
+def groups_of_128(x: Tensor) -> Tensor:
+    """``x`` in float64 as e4m3 with one scale per token and 128 columns, the last of which may be fewer."""
+    parts = []
+    for part in x.split(128, dim=1):
+        scale = part.abs().amax(dim=1, keepdim=True).float() / 448
+        parts.append((part / scale.double()).float().to(torch.float8_e4m3fn).double() * scale.double())
+    return torch.cat(parts, dim=1)
+
+
+def test_partial_blocks(tmp_path: Path) -> None:
+    """192 rows are one and a half blocks: gate and up each have a half-empty scale row of their own."""
+    experts = Experts((128, 128), hidden=256, inter=192)
+    inputs = args(strategy="group", group_size=128, dynamic=True)
+    quantization = group(args(strategy="block", block_structure=[128, 128]), inputs)
+    tensors = experts.tensors(lambda scale: scale.div(4096).bfloat16())
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 192}
+    write(tmp_path / "w", tensors, {**CONFIG, **sizes, "quantization_config": quantization})
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(9, 256, generator=generator) / 1024
+    router, ids = torch.rand(9, 3, generator=generator).topk(2, dim=1)
+    w13, w2 = (values / 4096 for values in experts.values())
+    reference = torch.zeros(9, 256, dtype=torch.float64)
+    for token, slot in torch.cartesian_prod(torch.arange(9), torch.arange(2)).tolist():
+        expert = ids[token, slot]
+        gate, up = (groups_of_128(x[token : token + 1].double()) @ w13[expert].T).split(192, dim=1)
+        hidden = groups_of_128(torch.nn.functional.silu(gate) * up)
+        reference[token] += (hidden @ w2[expert].T)[0] * router[token, slot]
+    output = run(tmp_path / "w", {"hidden_states": x, "topk_weights": router, "topk_ids": ids}, tmp_path)
+    # the layer's sums are float32: a code in some thousand falls on the other side of a rounding boundary
+    assert relative(output, reference) < 2e-3

@@ -11,7 +11,7 @@ from moe_core.checkpoint import Checkpoint, find_layer
 from moe_core.checkpoint.matrices import ExpertMatrices, is_transposed, module_name, unquantized_reason
 from moe_core.checkpoint.model import read_model
 from moe_core.checkpoint.quant_args import QuantEntries, short
-from moe_core.checkpoint.values import Values, bad_values, load_checked, refuse_lost_weights
+from moe_core.checkpoint.values import Values, bad_values, has_bad_values, load_checked, refuse_lost_weights
 from moe_core.quant_key import kInt8StaticChannelSym
 from moe_core_checkpoints import E, K, N, expert_tensors, layer_tensors, write
 from torch import Tensor
@@ -46,6 +46,21 @@ def codes(*values: int, dtype: torch.dtype) -> Tensor:
 def test_bad_values(tensor: Tensor, values: Values, expected: list[int], what: str) -> None:
     bad, text = bad_values(tensor, values)
     assert (bad.int().tolist(), text) == (expected, what)
+    # each element alone, and all together
+    for one, refused in zip(tensor, expected, strict=True):
+        assert bool(has_bad_values(one, values)) is bool(refused)
+    assert bool(has_bad_values(tensor, values)) is any(expected)
+
+
+@pytest.mark.parametrize("values", list(Values))
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, E8M0, torch.uint8, torch.float32, torch.bfloat16, torch.float16])
+def test_every_way_to_look_agrees(dtype: torch.dtype, values: Values) -> None:
+    """All codes of the one-byte types; samples of the others."""
+    everything = torch.arange(256, dtype=torch.uint8)
+    tensor = everything.view(dtype) if dtype.itemsize == 1 else codes(*range(256), dtype=E4M3).to(dtype)
+    for one in tensor:
+        assert bool(has_bad_values(one, values)) is bool(bad_values(one, values)[0])
+    assert not bool(has_bad_values(tensor[:0], values))
 
 
 def test_refused_by_name_and_place(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from enum import Enum
 
@@ -44,7 +45,7 @@ def load_checked(
     """
 
     def refuses(kept: Tensor) -> Tensor:
-        return bad_values(kept, values)[0].any()
+        return has_bad_values(kept, values)
 
     try:
         return load_stacked(layer, projections, suffix, experts=experts, device=device, arrange=arrange, check=refuses)
@@ -60,6 +61,30 @@ def load_checked(
         raise CheckpointError(
             f"{name} has {count} {what} value{plural} of {stored.numel()}, first at {where}"
         ) from None
+
+
+def has_bad_values(tensor: Tensor, values: Values) -> Tensor:
+    """Whether :func:`bad_values` finds any: a bool scalar on the tensor's device.
+
+    By reductions, since every weight of a layer passes here: on a CPU they are some ten times as fast as comparing
+    elements.
+    """
+    scale = values is not Values.FINITE
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.bool, device=tensor.device)
+    if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and not scale:
+        largest = (tensor.view(torch.uint8) & 0x7F).max()
+        return largest == 0x7F if tensor.dtype is torch.float8_e4m3fn else largest >= 0x7C
+    if is_e8m0(tensor.dtype) and scale:
+        return tensor.view(torch.uint8).max() == 255
+    if not tensor.dtype.is_floating_point:
+        return torch.zeros((), dtype=torch.bool, device=tensor.device)
+    # NaN passes through, and makes every comparison false
+    low, high = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
+    finite = (low > -math.inf) & (high < math.inf)
+    if values is Values.POSITIVE:
+        return ~(finite & (low > 0))
+    return ~(finite & (low >= 0)) if values is Values.SCALE else ~finite
 
 
 def bad_values(tensor: Tensor, values: Values) -> tuple[Tensor, str]:
