@@ -325,3 +325,81 @@ def test_partial_blocks(tmp_path: Path) -> None:
     output = run(tmp_path / "w", {"hidden_states": x, "topk_weights": router, "topk_ids": ids}, tmp_path)
     # the layer's sums are float32: a code in some thousand falls on the other side of a rounding boundary
     assert relative(output, reference) < 2e-3
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def broken(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensors], Tensors]:
+    def rename(tensors: Tensors) -> Tensors:
+        new = change(tensors[name].clone())
+        return {n: t for n, t in tensors.items() if n != name} | ({} if new is None else {name: new})
+
+    return rename
+
+
+def with_code(code: int) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        tensor.view(torch.uint8)[2, 3] = code
+        return tensor
+
+    return change
+
+
+MIXTRAL = "model.layers.0.block_sparse_moe.experts.1.w3"
+NEMOTRON = "backbone.layers.0.mixer.experts.7.up_proj"
+QWEN = "model.layers.0.mlp.experts.4.down_proj"
+BROKEN: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], str]] = {
+    "NaN code": ("mixtral_mo_fp8", f"{MIXTRAL}.weight", with_code(0x7F), "has 1 NaN value of 131072, first at [2, 3]"),
+    "scale of zero": ("mixtral_mo_fp8", f"{MIXTRAL}.weight_scale", torch.zeros_like, "has 1 zero, negative, NaN or"),
+    "input scale": ("mixtral_mo_fp8", f"{MIXTRAL}.input_scale", torch.neg, "has 1 zero, negative, NaN or Inf value"),
+    "no scale": ("mixtral_mo_fp8", f"{MIXTRAL}.weight_scale", lambda _: None, "is missing in"),
+    "e8m0 255": ("nemotron_ct_mxfp8", f"{NEMOTRON}.weight_scale", with_code(255), "has 1 NaN (e8m0 code 255) value of"),
+    "grid": (
+        "nemotron_ct_mxfp8",
+        f"{NEMOTRON}.weight_scale",
+        lambda t: t[:, :4],
+        "is U8 [128, 4], expected U8 [128, 8]",
+    ),
+    "type": ("qwen3_ct_fp8_dynamic", f"{QWEN}.weight", torch.Tensor.bfloat16, "is BF16 [256, 128], expected F8_E4M3"),
+    "negative": (
+        "qwen3_ct_fp8_dynamic",
+        f"{QWEN}.weight_scale",
+        torch.neg,
+        "has 256 NaN, Inf or negative values of 256",
+    ),
+    "no weight": ("qwen3_mo_mxfp8", f"{QWEN}.weight", lambda _: None, "is missing in"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_bad_input(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, and one paragraph that names the tensor, what was found and what was expected."""
+    case, tensor, change, message = BROKEN[name]
+    folder = rewritten(case, tmp_path / "w", rename=broken(tensor, change))
+    assert main(["run", str(folder), "--output", str(tmp_path / "out.safetensors")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("moe run: ")
+    assert f"{tensor} {message}" in err
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "quantization", "message"),
+    [
+        (
+            "qwen3_ct_fp8_dynamic",
+            group(args(strategy="fancy"), None),
+            "strategy is 'fancy', expected 'tensor', 'channel'",
+        ),
+        ("mixtral_mo_fp8", {"quant_method": "modelopt", "quant_algo": "FP9"}, "quant_algo is 'FP9', expected FP8"),
+        ("mixtral_mo_fp8", {"quant_method": "mxfp8"}, "w1.weight_scale has shape [], expected [512, 8]"),
+        ("qwen3_mo_mxfp8", {"quant_method": "fp8"}, "gate_proj.weight_scale has shape [128, 8], expected []"),
+    ],
+)
+def test_configs_that_say_something_else(
+    case: str, quantization: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(rewritten(case, tmp_path / "w", quantization))]) == 2
+    assert message in capsys.readouterr().err

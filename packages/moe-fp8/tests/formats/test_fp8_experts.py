@@ -108,6 +108,15 @@ def test_stacked_per_tensor(tmp_path: Path, suffix: str, shape: tuple[int, ...])
     check(source(tmp_path, tensors, TENSOR), experts, kFp8StaticTensorSym, kFp8DynamicTokenSym)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_one_scale_for_all_stacked_experts(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    experts = Experts(PER_TENSOR)
+    for scales in experts.scales:
+        scales |= {"gate": torch.full((1, 1), 0.5), "up": torch.full((1, 1), 0.5), "down": torch.full((1, 1), 2.0)}
+    tensors = experts.stacked(lambda scale: scale[0, 0, 0].clone().reshape(shape), "_weight_scale", transposed=True)
+    check(source(tmp_path, tensors, TENSOR), experts, kFp8StaticTensorSym, kFp8DynamicTensorSym)
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("flat", [False, True], ids=["[E, 2N, 1]", "[E, 2N]"])
 def test_stacked_per_channel(tmp_path: Path, transposed: bool, flat: bool) -> None:
