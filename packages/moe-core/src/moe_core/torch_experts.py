@@ -1,8 +1,9 @@
 """Experts in plain torch, for any scheme and any device.
 
 Per expert: dequantise its two matrices to float32, quantise the activations as the key says, two
-matrix products.  Only experts that have tokens cost anything.  A scheme subclasses
-:class:`TorchExperts` with its claims, and overrides :meth:`TorchExperts.matrix` where it reads its weights faster.
+matrix products.  Scales of whole rows are applied to the products, of which there are fewer.  Only experts that have
+tokens cost anything.  A scheme subclasses :class:`TorchExperts` with its claims, and overrides
+:meth:`TorchExperts.matrix` where it reads its weights faster.
 
 Dynamic scales are those of :mod:`moe_core.reference`: tokens are quantised once, before they are spread over experts; a
 scale per tensor spans the tokens, then the pairs, that this rank computes, so all experts' first products come first.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_core._e4m3 import decode_e4m3
 from moe_core.activation import apply_moe_activation
 from moe_core.config import FusedMoEActivationFormat
 from moe_core.errors import TensorError
@@ -62,6 +64,17 @@ class TorchExperts(FusedMoEExpertsModular):
             ),
         )
 
+    def product(self, x: Tensor, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int = 1) -> Tensor:
+        """``x`` [R, cols] times one expert's matrix, without the bias: [R, rows], all float32."""
+        key = desc.key
+        whole_rows = key is not None and key.symmetric and key.group_shape.col == -1 and key.group_shape.row in (1, -1)
+        if not whole_rows or desc.scale is None or weights.dtype not in (torch.float8_e4m3fn, torch.int8):
+            return F.linear(x, self.matrix(weights, desc, expert, parts, x.shape[1]))
+        codes = weights[expert]
+        y = F.linear(x, decode_e4m3(codes) if codes.dtype is torch.float8_e4m3fn else codes.float())
+        scale = desc.scale[expert].float().view(-1, 1)  # one for each of the rows, or for each of the parts
+        return y.unflatten(1, (len(scale), -1)).mul_(scale).flatten(1)
+
     def matrix(self, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int, cols: int) -> Tensor:
         """One expert's matrix [rows, cols] in float32; ``parts``: stacked matrices with scale rows of their own."""
         one = slice(expert, expert + 1)
@@ -93,8 +106,7 @@ class TorchExperts(FusedMoEExpertsModular):
     def first(self, x: Tensor, weights: KernelWeights, expert: int) -> Tensor:
         """Activated values [R, N] of one expert's rows ``x`` [R, K], all float32."""
         config, quant = self.config, weights.quant_config
-        w13 = self.matrix(weights.w13, quant.w1, expert, 2 if config.is_gated else 1, config.hidden_size)
-        h = F.linear(x, w13)
+        h = self.product(x, weights.w13, quant.w1, expert, 2 if config.is_gated else 1)
         if quant.w1_bias is not None:
             h += quant.w1_bias[expert].float()
         return apply_moe_activation(config.activation, h, config.activation_params)
@@ -102,7 +114,7 @@ class TorchExperts(FusedMoEExpertsModular):
     def second(self, h: Tensor, weights: KernelWeights, expert: int) -> Tensor:
         """Unweighted results [R, K] of one expert's activated values ``h`` [R, N], all float32."""
         quant = weights.quant_config
-        y = F.linear(h, self.matrix(weights.w2, quant.w2, expert, 1, self.config.intermediate_size))
+        y = self.product(h, weights.w2, quant.w2, expert)
         if quant.w2_bias is not None:
             y += quant.w2_bias[expert].float()
         return y

@@ -281,10 +281,14 @@ class FlushesSubnormalCodes(TorchExperts):
 
     claims = claims((kFp8StaticTensorSym, None))
 
-    def matrix(self, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int, cols: int) -> Tensor:
-        normal = weights.view(torch.uint8) & 0x78 != 0
-        flushed = torch.where(normal, weights.view(torch.uint8), 0).view(weights.dtype)
-        return super().matrix(flushed, desc, expert, parts, cols)
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        flushed = {name: self.normal(tensor) for name, tensor in (("w13", weights.w13), ("w2", weights.w2))}
+        return super().convert(replace(weights, **flushed))
+
+    @staticmethod
+    def normal(codes: Tensor) -> Tensor:
+        raw = codes.view(torch.uint8)
+        return torch.where(raw & 0x78 != 0, raw, 0).view(codes.dtype)
 
 
 class NoLimitBeforeTheQuantiser(TorchExperts):
