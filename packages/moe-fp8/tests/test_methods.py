@@ -157,6 +157,41 @@ def test_reloading_overwrites_the_kernel_in_place(online: str | None) -> None:
     close(after, second if online is None else method.online.quantize(second), CONFIG)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("online", [None, "fp8_per_channel"])
+def test_captured_graphs_see_reloaded_weights(online: str | None) -> None:
+    method: Any = ModelOptMxfp8MoEMethod(PLAIN, device="cuda") if online is None else None
+    if online is not None:
+        method = Fp8OnlineMoEMethod(PLAIN, online, device="cuda")
+    first, second = (mxfp8(PLAIN, seed) if online is None else sixteen_bit(PLAIN, seed) for seed in (0, 1))
+    layer = nn.Module()
+    method.create_weights(layer, device="cuda")
+    load(method, layer, first)
+    method.process_weights_after_loading(layer)
+    if not method.selection.experts.claims.cuda_graph:
+        pytest.fail(f"{method.selection.backend} can't be captured; what runs MXFP8 and channels on a GPU can")
+    x, arguments = states(PLAIN).cuda(), {name: tensor.cuda() for name, tensor in tokens(PLAIN).items()}
+    out = torch.empty_like(x)
+    method.apply(layer, x, output=out, **arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        method.apply(layer, x, output=out, **arguments)
+    method.create_weights(layer)
+    load(method, layer, second)
+    method.process_weights_after_loading(layer)
+    graph.replay()
+    torch.cuda.synchronize()
+    replayed = out.clone()
+    assert torch.equal(replayed, method.apply(layer, x, **arguments))
+    fresh = type(method)(PLAIN, *([] if online is None else [online]), device="cuda")
+    other = nn.Module()
+    fresh.create_weights(other, device="cuda")
+    load(fresh, other, second)
+    fresh.process_weights_after_loading(other)
+    assert torch.equal(replayed, fresh.apply(other, x, **arguments))
+
+
 def test_what_was_converted_is_freed_and_comes_back() -> None:
     method = Fp8OnlineMoEMethod(CONFIG, "fp8_per_block", device="cpu")
     layer = made(method, sixteen_bit(CONFIG, 0))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 from moe_core.errors import TensorError
-from moe_core.ops.layout import block_major, by_experts, permute_rows
+from moe_core.ops.layout import block_major, permute_rows
 from torch import Tensor
 
 
@@ -43,10 +43,7 @@ def ordered(w: Tensor, order: Tensor) -> Tensor:
 
 def ordered_blocks(w: Tensor, order: Tensor, block: int = 128) -> Tensor:
     """[E, K / block, rows, block]: rows in ``order``, then ``block`` columns of all rows together."""
-    experts, rows, cols = w.shape
-    index = order.to(w.device)
-    out = w.new_empty(experts, cols // block, rows, block)
-    return by_experts(lambda some, to: block_major(permute_rows(some, index), block, out=to), w, out)
+    return block_major(w, block, index=order.to(w.device))
 
 
 def ordered_scales(scale: Tensor, order: Tensor) -> Tensor:
