@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from moe_core.gemm.plan import max_tiles
 from moe_core.ops import sort
-from moe_core.ops.sort import sort_pairs, sort_pairs_torch, sort_workspaces
+from moe_core.ops.sort import (
+    QuantizeRows,
+    clears_first,
+    sort_pairs,
+    sort_pairs_torch,
+    sort_workspaces,
+    whole_row,
+)
 from moe_core.workspace import Workspace, workspace_nbytes
 
 
@@ -86,3 +95,27 @@ def test_max_tiles_is_a_bound_that_is_met_by_some_routing(pairs, experts):
         ids = torch.arange(pairs) % spread
         worst = max(worst, int(sort_pairs_torch(ids[:, None], experts, 16).tiles[0]))
     assert worst <= max_tiles(pairs, experts, 16)
+
+
+@triton.jit
+def _row_maximum(tile, Q, token, AXIS: tl.constexpr):
+    """No values; as scale the row's largest element, plus 1000 times the token."""
+    return tile, tl.max(tile, axis=AXIS) + 1000.0 * tl.max(token, axis=AXIS)
+
+
+@pytest.mark.parametrize("launches", [1, 2])
+def test_rows_whose_scales_alone_are_kept(launches, monkeypatch, device):
+    monkeypatch.setattr(sort, "_COUNT_PAIRS", 1024 if launches == 1 else 10)
+    assert clears_first(30) is (launches == 2)
+    generator = torch.Generator().manual_seed(8)
+    ids = torch.randint(0, 4, (15, 2), generator=generator, dtype=torch.int32).to(device)
+    x = torch.randn(15, 70, generator=generator).to(device)
+    scales = torch.full((15,), -1.0, device=device)
+    zero = torch.full((700,), 5, dtype=torch.int32, device=device)
+    specs = sort_workspaces(30, 4, 16)
+    workspace = Workspace(device, torch.empty(workspace_nbytes(specs), dtype=torch.uint8, device=device)).take(specs)
+    job = QuantizeRows(x, None, scales, _row_maximum, whole_row(70))
+    same(sort_pairs(ids, 4, 16, workspace=workspace, rows=job, zero=zero), sort_pairs_torch(ids, 4, 16))
+    assert not zero.any()
+    # the columns that fill a row up to a power of two count as 0
+    assert torch.equal(scales, x.amax(1).clamp(min=0) + 1000.0 * torch.arange(15, device=device))

@@ -124,6 +124,28 @@ def test_one_scale_of_all_with_a_sort_of_two_launches(plan, device, monkeypatch)
     assert error("tensor", kFp8StaticTensorSym, plan, device) < TOLERANCE
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_specialised(kind, batched, gated, device):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is Hopper's own")
+    config = TileConfig(128, 128, 4, 4, 8, specialised=True)
+    layer = {
+        "hidden_size": 528,
+        "intermediate_size": 400,
+        "top_k": 1 if batched else 2,
+        "has_bias": True,
+        "activation": MoEActivation.SILU if gated else MoEActivation.RELU2_NO_MUL,
+    }
+    if batched:
+        layer["activation_format"] = BATCHED
+    found = error(kind, kFp8StaticChannelSym, TilePlan(config, config), device, tokens=300, **layer)
+    # the matrix units keep about 13 bits of a running sum of up to 528 / 32 steps
+    assert found < TOLERANCE
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tokens(kind, device):
     config = FusedMoEConfig(num_experts=2, top_k=1, hidden_size=32, intermediate_size=32)

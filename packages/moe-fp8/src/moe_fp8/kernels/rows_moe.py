@@ -8,8 +8,9 @@ Few rows per expert:
     down      y[pair] = weight * (h w2^T); h is quantised while it is loaded
     reduce    out[token] = sum over slots of y, in float32
 
-Many: x is quantised into the sorted order, so that both products read e4m3, and h by a launch between the products
-(static: by the epilogue).  The batched format has no sort and no reduce, its rows stay where they are.
+Many: both products read e4m3.  On Hopper, and for static scales, x is quantised into the sorted order, and h by a
+launch between the products (static: by the epilogue).  The batched format has no sort and no reduce, its rows stay
+where they are.
 """
 
 from __future__ import annotations
@@ -115,15 +116,17 @@ class _Layer:
     def quantized_x(self) -> tuple[SortedPairs | BatchedRows, _Rows]:
         if isinstance(self.routing, Batch):
             return self.batched_x(self.routing)
-        return self.few_x(self.routing) if self.few else self.sorted_x(self.routing)
+        # the device's own kernel wants the rows of a tile side by side; a scale per expert wants every pair by itself
+        sorted_first = not self.few and (self.scales.kind == "static" or hopper_fits(self.plan.up, self.up))
+        return self.sorted_x(self.routing) if sorted_first else self.x_by_token(self.routing)
 
     def zeroed(self) -> Tensor | None:
         """What is to be cleared before the first product."""
         kind, amax = self.scales.kind, self.workspace["amax"]
         return amax[:2] if kind == "tensor" else self.amax
 
-    def few_x(self, routing: Routing) -> tuple[SortedPairs, _Rows]:
-        """By token: quantised beside the sort, or raw."""
+    def x_by_token(self, routing: Routing) -> tuple[SortedPairs, _Rows]:
+        """Quantised beside the sort or behind it, or raw."""
         x, kind, work = self.x, self.scales.kind, self.workspace
         values, found = work["x_values"], work["x_scales"]
         a = _Rows((values, found, values.stride(0), 1, 0), TOKEN.value)
