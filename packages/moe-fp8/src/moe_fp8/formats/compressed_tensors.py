@@ -35,7 +35,8 @@ from moe_core.quant_key import (
     kMxfp8Dynamic,
 )
 
-from moe_fp8.formats.fp8_experts import MX_GROUP, Fp8Format, Fp8Storage
+from moe_fp8.formats.fp8_experts import Fp8Format
+from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 
 _FORMATS = ("float-quantized", "naive-quantized", "mxfp8-quantized", None)
 

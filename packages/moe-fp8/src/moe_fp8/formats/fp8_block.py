@@ -22,7 +22,8 @@ from moe_core.checkpoint.quant_args import QuantEntries
 from moe_core.numerics import is_e8m0
 from moe_core.quant_key import GroupShape, kFp8Dynamic128Sym, kFp8StaticTensorSym, kMxfp8Dynamic
 
-from moe_fp8.formats.fp8_experts import MX_GROUP, Fp8Format, Fp8Storage, scale_suffix
+from moe_fp8.formats.fp8_experts import Fp8Format
+from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage, scale_suffix
 
 _SCALE = "weight_scale_inv"
 

@@ -16,7 +16,8 @@ from moe_core.checkpoint.experts import LayerExperts
 from moe_core.quant_key import PER_TENSOR, kFp8DynamicTensorSym, kFp8DynamicTokenSym, kFp8StaticTensorSym
 
 from moe_fp8.formats.fp8_block import reason_against_method
-from moe_fp8.formats.fp8_experts import Fp8Format, Fp8Storage, scale_suffix
+from moe_fp8.formats.fp8_experts import Fp8Format
+from moe_fp8.formats.fp8_layout import Fp8Storage, scale_suffix
 
 
 class Fp8TensorFormat(Fp8Format):

@@ -12,8 +12,8 @@ MXFP8                       uint8 [N, K/32] e8m0                  MXFP8
 ==========================  ====================================  ===========================================
 
 ``FP8_PB_WO`` is "per block, weight only": ModelOpt's preset (``FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG``) disables the input
-quantisers, so the activation key is None.  vLLM quantises activations in groups of 128 for it all the same; who wants
-that selects with the key of DeepSeek-style activations.
+quantisers, so the activation key is None.  vLLM quantises activations in groups of 128 for it all the same, which is
+not what the tool computed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from moe_core.quant_key import (
     kMxfp8Dynamic,
 )
 
-from moe_fp8.formats.fp8_experts import MX_GROUP, Fp8Format, Fp8Storage
+from moe_fp8.formats.fp8_experts import Fp8Format
+from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8")
 

@@ -13,7 +13,8 @@ from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.quant_args import QuantEntries, short
 from moe_core.quant_key import kMxfp8Dynamic
 
-from moe_fp8.formats.fp8_experts import MX_GROUP, Fp8Format, Fp8Storage
+from moe_fp8.formats.fp8_experts import Fp8Format
+from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 
 _WHY = "one e8m0 scale per 32 columns"
 

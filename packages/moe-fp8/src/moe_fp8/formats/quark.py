@@ -26,7 +26,8 @@ from moe_core.quant_key import (
     kMxfp8Dynamic,
 )
 
-from moe_fp8.formats.fp8_experts import MX_GROUP, Fp8Format, Fp8Storage
+from moe_fp8.formats.fp8_experts import Fp8Format
+from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 
 _E4M3 = ("fp8_e4m3", "fp8")
 

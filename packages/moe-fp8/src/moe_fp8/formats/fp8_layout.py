@@ -1,0 +1,292 @@
+"""How e4m3 experts and their scales lie in a checkpoint: checked, and brought into the canonical form.
+
+Scales become float32, exactly, except those of MXFP8, which stay e8m0 bytes.
+
+Gate and up keep their own per-tensor scales ([E, 2]): nothing is requantised.  Both read the same activations, so their
+static activation scales, where they differ, become their maximum, the only one of the two with which neither clips.
+
+A per-tensor scale and a static activation scale must be greater than 0.  The scale of a channel or a block may be 0
+where its weights are 0 too (a pruned channel); over other weights it is refused, since they can't be recovered.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from moe_core import CheckpointError, CheckpointWarning
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.format import check_expert_tensor
+from moe_core.checkpoint.matrices import ExpertMatrices, is_transposed, stored_matrix
+from moe_core.checkpoint.values import Values, load_checked, refuse_lost_weights
+from moe_core.numerics import e8m0_to_float32, is_e8m0
+from moe_core.quant_key import GroupShape, QuantKey, kFp8Static128BlockSym, kMxfp8Static
+from torch import Tensor
+
+#: Suffixes of the weight's scale, usual ones first (short ones are of stacked experts), and of the activations'.
+WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "scale_inv", "scales_inv", "scale")
+INPUT_SCALES = ("input_scale", "activation_scale")
+#: 32 elements along K that share an e8m0 exponent
+MX_GROUP = GroupShape(1, 32)
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_ZERO_POINTS = ("weight_zero_point", "input_zero_point", "zero_point")
+
+
+@dataclass(frozen=True)
+class Fp8Storage:
+    """How one layer's experts are quantised, as their format's config says.
+
+    - ``group``: elements of a stored weight that share a scale
+    - ``activation``: key of the activations, None for 16-bit ones
+    - ``microscaling``: the scales are e8m0 exponents and stay so (MXFP8)
+    - ``exponent_bytes``: a scale stored as plain bytes is an e8m0 exponent
+    - ``why``: where that is said, for messages ("one scale per tensor: quant_algo FP8")
+    - ``scale``: usual suffix of the weight's scale, for messages
+    """
+
+    group: GroupShape
+    activation: QuantKey | None
+    why: str
+    microscaling: bool = False
+    exponent_bytes: bool = False
+    scale: str = "weight_scale"
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Layout:
+    """How the layer's matrices and their scales lie.
+
+    ``transposed``: matrices are stored [K, rows]; ``shared``: gate and up are one matrix whose blocks straddle both;
+    ``rows``: rows that share a scale in the canonical form, less than ``storage.group.row`` where ``shared``.
+    """
+
+    storage: Fp8Storage
+    layer: LayerExperts
+    transposed: bool
+    shared: bool
+    rows: int
+
+    @staticmethod
+    def of(storage: Fp8Storage, layer: LayerExperts) -> Fp8Layout:
+        block_rows, block_cols = storage.group.row, storage.group.col
+        transposed = is_transposed(layer)
+        if transposed and block_rows > 1 and block_rows != block_cols:
+            raise CheckpointError(
+                f"{layer.prefix} is stored transposed with blocks of {block_rows}x{block_cols}: "
+                "which of the two counts output rows is not known"
+            )
+        shared = block_rows > 1 and _shares_block(layer, block_rows, transposed)
+        rows = math.gcd(_stacked_rows(layer, transposed) // 2, block_rows) if shared else block_rows
+        return Fp8Layout(storage, layer, transposed, shared, rows)
+
+    @property
+    def key(self) -> QuantKey:
+        """The canonical weights' key."""
+        if self.storage.microscaling:
+            return kMxfp8Static
+        return kFp8Static128BlockSym.with_group(self.rows, self.storage.group.col)
+
+    def check(self, projection: str, size: tuple[int, int], experts: Sequence[int], *, has_bias: bool) -> None:
+        """Names, shapes and dtypes of everything that belongs to the projection, a [rows, cols] matrix."""
+        layer, storage = self.layer, self.storage
+        rows, cols = size
+        sized = f"hidden size and intermediate size of {layer.checkpoint.path / 'config.json'}"
+        self._check_quantized(projection)
+        check_expert_tensor(layer, projection, "weight", self._stored(rows, cols), (torch.float8_e4m3fn,), sized)
+        scale = scale_suffix(layer, projection)
+        if scale is None:
+            raise CheckpointError(f"{_missing(layer, projection, storage.scale)} ({storage.why})")
+        shape, *also = self._scale_shapes(projection, rows, cols)
+        check_expert_tensor(layer, projection, scale, shape, self._scale_dtypes(), storage.why, also=also)
+        if self._is_static:
+            static = input_suffix(layer, projection)
+            if static is None:
+                raise CheckpointError(f"{_missing(layer, projection, INPUT_SCALES[0])} ({storage.why})")
+            one = "one scale of all activations"
+            check_expert_tensor(layer, projection, static, (), _FLOATS, one, also=((1,), (1, 1)))
+        if has_bias:
+            check_expert_tensor(layer, projection, "bias", (rows,), _FLOATS, sized)
+        self._check_others(projection, scale, experts)
+
+    def load(
+        self,
+        name: str,
+        projections: tuple[str, ...],
+        matrices: ExpertMatrices,
+        experts: Sequence[int],
+        device: torch.device | str,
+        *,
+        has_bias: bool,
+    ) -> dict[str, Tensor]:
+        """The canonical tensors of w13 or w2 (``name``), whose matrices lie in ``projections``."""
+        layer = self.layer
+
+        def checked(suffix: str, values: Values, arrange: Callable[[Tensor], Tensor]) -> Tensor:
+            return load_checked(layer, projections, suffix, values, experts=experts, device=device, arrange=arrange)
+
+        scale = _required(scale_suffix(layer, projections[0]))
+        values = Values.POSITIVE if self.storage.group.is_per_tensor else Values.SCALE
+        rows, cols = matrices.sizes[projections[0]]
+        tensors = {
+            name: checked("weight", Values.FINITE, lambda stored: stored.mT if self.transposed else stored),
+            f"{name}_scale": checked(scale, values, lambda stored: self._scales(stored, projections[0], rows, cols)),
+        }
+        if not self.storage.microscaling and not self.storage.group.is_per_tensor:
+            refuse_lost_weights(
+                layer,
+                projections,
+                scale,
+                tensors[name],
+                tensors[f"{name}_scale"],
+                self.key,
+                experts=experts,
+                is_zero=lambda codes: (codes.view(torch.uint8) & 0x7F) == 0,
+            )
+        if self._is_static:
+            static = _required(input_suffix(layer, projections[0]))
+            both = checked(static, Values.POSITIVE, lambda stored: stored.float().reshape(1))
+            tensors[f"{name}_input_scale"] = both.amax(dim=1)
+        if has_bias:
+            tensors[f"{name}_bias"] = checked("bias", Values.FINITE, torch.Tensor.float)
+        return tensors
+
+    # ------------------------------------------------------------------ shapes
+
+    @property
+    def _is_static(self) -> bool:
+        return self.storage.activation is not None and self.storage.activation.is_static
+
+    def _stored(self, rows: int, cols: int) -> tuple[int, int]:
+        return (cols, rows) if self.transposed else (rows, cols)
+
+    def _scale_shapes(self, projection: str, rows: int, cols: int) -> list[tuple[int, ...]]:
+        """Shapes that the projection's scale may have, the usual one first."""
+        group = self.storage.group
+        if group.is_per_tensor:
+            return [(), (1,), (1, 1)]
+        if group.is_per_row:
+            return [self._stored(rows, 1), (rows,)]
+        parts = 2 if projection == "gate_up" and not self.shared else 1
+        grid = (parts * -(-rows // parts // group.row), -(-cols // group.col))
+        return [self._stored(*grid), (grid[0], 1, grid[1], 1)]
+
+    def _scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        if self.storage.microscaling:
+            return (torch.uint8, torch.float8_e8m0fnu)
+        # plain bytes are exponents only where the config says so
+        exponents = (torch.float8_e8m0fnu, torch.uint8) if self.storage.exponent_bytes else (torch.float8_e8m0fnu,)
+        return (*_FLOATS, *exponents)
+
+    def _scales(self, stored: Tensor, projection: str, rows: int, cols: int) -> Tensor:
+        """One projection's canonical scale rows of its stored scale; per tensor one for each matrix in it."""
+        if self.storage.microscaling:
+            exact = stored.view(torch.uint8)
+        else:
+            exact = e8m0_to_float32(stored) if is_e8m0(stored.dtype) else stored.float()
+        group = self.storage.group
+        if group.is_per_tensor:
+            return exact.reshape(1).expand(2 if projection == "gate_up" else 1)
+        if group.is_per_row:
+            return exact.reshape(rows, 1)
+        grid = exact.flatten(0, 1).flatten(1) if exact.dim() == 4 else exact
+        grid = grid.mT if self.transposed and exact.dim() == 2 else grid
+        if self.rows == group.row:
+            return grid
+        return grid.repeat_interleave(group.row // self.rows, dim=0)[: -(-rows // self.rows)]
+
+    # ------------------------------------------------------------------ what the tensors themselves say
+
+    def _check_quantized(self, projection: str) -> None:
+        """All projections are quantised: tools leave those alone whose sizes are no multiple of the block."""
+        layer = self.layer
+        if not layer.has(projection, "weight") or layer.dtype(projection, "weight") not in _FLOATS:
+            return
+        other = next((p for p in sorted(layer.projections) if layer.dtype(p, "weight") is torch.float8_e4m3fn), None)
+        if other is not None:
+            dtype = str(layer.dtype(projection, "weight")).removeprefix("torch.")
+            raise CheckpointError(
+                f"{layer.name(0, projection, 'weight')} has dtype {dtype}, expected float8_e4m3fn as "
+                f"{layer.name(0, other, 'weight')}: all matrices of a layer's experts must be quantised alike"
+            )
+
+    def _check_others(self, projection: str, scale: str, experts: Sequence[int]) -> None:
+        """No tensor is left out that would change the values."""
+        layer = self.layer
+        for suffix in layer.suffixes(projection):
+            name = layer.name(0, projection, suffix)
+            if suffix in ("weight", "bias", scale):
+                continue
+            if suffix in INPUT_SCALES:
+                if not self._is_static:
+                    used = self.storage.activation or "not quantised"
+                    text = f"{name} is not used: activations are {used} ({self.storage.why})"
+                    warnings.warn(text, CheckpointWarning, stacklevel=2)
+            elif suffix in _ZERO_POINTS:
+                self._check_zero(projection, suffix, experts)
+            else:
+                stored = layer.stored_dtype(projection, suffix)
+                raise CheckpointError(f"{name} is {stored}: no FP8 format has such a tensor")
+
+    def _check_zero(self, projection: str, suffix: str, experts: Sequence[int]) -> None:
+        """Zero points, which older tools write for symmetric types too, are zeros."""
+        for expert in experts:
+            if bool(self.layer.tensor(expert, projection, suffix).float().any()):
+                name = self.layer.name(expert, projection, suffix)
+                raise CheckpointError(f"{name} holds values other than 0, expected symmetric weights and activations")
+
+
+def scale_suffix(layer: LayerExperts, projection: str) -> str | None:
+    """Suffix of the projection's weight scale; CheckpointError where it has two."""
+    return _only(layer, projection, WEIGHT_SCALES)
+
+
+def input_suffix(layer: LayerExperts, projection: str) -> str | None:
+    """Suffix of the projection's static activation scale."""
+    return _only(layer, projection, INPUT_SCALES)
+
+
+def _only(layer: LayerExperts, projection: str, suffixes: Sequence[str]) -> str | None:
+    found = [suffix for suffix in suffixes if layer.has(projection, suffix)]
+    if len(found) > 1:
+        names = " and ".join(layer.name(0, projection, suffix) for suffix in found)
+        raise CheckpointError(f"{names} are both there, expected one of them")
+    return found[0] if found else None
+
+
+def _required(suffix: str | None) -> str:
+    if suffix is None:
+        raise CheckpointError("a scale is missing")
+    return suffix
+
+
+def _missing(layer: LayerExperts, projection: str, suffix: str) -> str:
+    weight = layer.name(0, projection, "weight")
+    return f"{weight.removesuffix('.weight')}.{suffix} is missing in {layer.checkpoint.path}"
+
+
+def _stacked_rows(layer: LayerExperts, transposed: bool) -> int:
+    return stored_matrix(layer, "gate_up")[1 if transposed else 0]
+
+
+def _shares_block(layer: LayerExperts, block_rows: int, transposed: bool) -> bool:
+    """Whether a row of blocks holds gate and up rows: where they are one matrix and N is no multiple of the block."""
+    suffix = scale_suffix(layer, "gate_up") if "gate_up" in layer.projections else None
+    if suffix is None:
+        return False
+    rows = _stacked_rows(layer, transposed)
+    half = rows // 2
+    if rows % 2 or half % block_rows == 0:
+        return False
+    together, apart = -(-rows // block_rows), 2 * -(-half // block_rows)
+    shape = layer.shape("gate_up", suffix)
+    found = shape[-1 if transposed else 0] if len(shape) == 2 else 0
+    if together == apart == found:
+        raise CheckpointError(
+            f"{layer.name(0, 'gate_up', suffix)}: {found} rows of {block_rows}-row blocks over {half} gate and "
+            f"{half} up rows can mean blocks of gate and up apart or of both together; which one is not known"
+        )
+    return found == together
