@@ -234,8 +234,9 @@ TRTLLM = SimpleNamespace(
 
 
 def doubled(experts, library, **changes):
-    """``experts`` with the double in the library's place."""
-    claims = replace(experts.claims, requires=(TRITON,), **changes)
+    """``experts`` with the double in the library's place, for layers of few experts: it computes one after another."""
+    few = min(experts.claims.max_experts, 12)
+    claims = replace(experts.claims, requires=(TRITON,), max_experts=few, **changes)
     members = {"claims": claims, "library": staticmethod(lambda: library)}
     return type(f"Double{experts.__name__}", (experts,), members)
 
