@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 from moe_core import GATED, NON_GATED, Claims, MoEActivation, registry
+from moe_core.claims import expand_key, key_matches
+from moe_core.quant_key import key_name
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "backends.md"
@@ -22,7 +24,8 @@ INTRODUCTION = """\
 <!-- Written by tools/generate_docs.py from the claims in the code; `nox -s docs -- --write` renews it. -->
 
 What each backend says it can do. Selection, `moe backends` and the conformance kit read the same claims, and a claim
-is tested wherever the backend can run. *Verified on* names the hardware on which the conformance run passed. Triton
+is tested wherever the backend can run. *Verified on* names the hardware on which the conformance run passed. A key
+such as `kFp8Static128BlockSym[64x128]` is the constant of that name with another group of rows x columns. Triton
 kernels are also compiled, without being run, for those of the following architectures that their backend claims:
 {targets}.
 Whatever else a claim includes, newer devices above all, was neither compiled for nor run on.
@@ -81,27 +84,43 @@ def limits(claims: Claims) -> str:
     return ", ".join(parts)
 
 
+def keys(claims: Claims) -> str:
+    """A table of the claimed keys, and where each pair was run: one row for weights that are alike in both."""
+    alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    for weight in dict.fromkeys(w for claim, _ in claims.keys for w in expand_key(claim)):
+        by_hardware: dict[tuple[str, ...], list[str]] = {}
+        for claim, other in claims.keys:
+            if key_matches(claim, weight):
+                for activation in expand_key(other):
+                    by_hardware.setdefault(claims.verified_for(weight, activation), []).append(key_name(activation))
+        for hardware, found in by_hardware.items():
+            alike.setdefault((tuple(found), hardware), []).append(key_name(weight))
+    rows = "".join(
+        f"| {'<br>'.join(weights)} | {'<br>'.join(found)} | {', '.join(hardware) or 'nothing yet'} |\n"
+        for (found, hardware), weights in alike.items()
+    )
+    return f"\n| weights | activations | verified on |\n|---|---|---|\n{rows}"
+
+
 def section(scheme: str) -> str:
     """One scheme: its backends in default order, a table of claims for each."""
     text = f"\n## {scheme}\n\nIn the order of preference:\n"
     for backend in registry().oracle(scheme).table():
         for experts in backend.load():
             claims = experts.claims
-            keys = "<br>".join(f"{w or '16-bit'} × {a or '16-bit'}" for w, a in claims.keys).replace(" | ", " or ")
             rows = {
                 "devices": ", ".join(map(str, claims.devices)),
-                "weights × activations": keys,
                 "activation functions": activations(claims.activations),
                 "hidden states": dtypes(claims.dtypes),
                 "formats": ", ".join(sorted(f.value for f in claims.formats)),
                 "kind": "monolithic (routes by itself)" if experts.is_monolithic else "modular",
                 "also": features(claims),
                 "needs": limits(claims),
-                "verified on": ", ".join(claims.verified_on) or "nothing yet",
                 "note": claims.notes,
             }
             text += f"\n### `{backend.name}`: {experts.__name__}\n\n| | |\n|---|---|\n"
             text += "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value)
+            text += keys(claims)
     return text
 
 

@@ -52,6 +52,30 @@ def test_repr_evaluates_back_and_name_finds_the_key(key: QuantKey) -> None:
     assert qk.key_by_name(qk.NAMES[key]) == key
 
 
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        (qk.kFp8Static128BlockSym.with_group(64, 128), "kFp8Static128BlockSym[64x128]"),
+        (qk.kFp8Static128BlockE8M0Sym.with_group(64, 64), "kFp8Static128BlockE8M0Sym[64x64]"),
+        (qk.kFp8Dynamic128Sym.with_group(1, 256), "kFp8Dynamic128Sym[1x256]"),
+        (qk.kInt4Static.with_group(1, 64), "kInt4Static[1x64]"),
+    ],
+)
+def test_other_groups_are_named_after_a_constant(key: QuantKey, name: str) -> None:
+    assert qk.key_name(key) == name
+    assert qk.key_by_name(name) == key
+    assert qk.key_name(qk.kMxfp8Static) == "kMxfp8Static"
+    assert qk.key_name(None) == "16-bit"
+    unnamed = qk.kInt4Static.with_group(1, -1)
+    assert qk.key_name(unnamed) == str(unnamed)
+
+
+@pytest.mark.parametrize("group", ["[", "[64]", "[1x]", "[1x32", "[0x-1]"])
+def test_a_group_that_is_none_is_refused(group: str) -> None:
+    with pytest.raises(ConfigError, match="expected a group of rows x columns, e.g. kMxfp8Static"):
+        qk.key_by_name(f"kMxfp8Static{group}")
+
+
 def test_unknown_name_lists_the_known() -> None:
     with pytest.raises(ConfigError, match="kFp9.*kFp8Static128BlockSym"):
         qk.key_by_name("kFp9")

@@ -22,6 +22,7 @@ from moe_core import (
     RoutingConfig,
     RoutingMethodType,
     SelectionError,
+    Verified,
     cuda,
     kFp8DynamicTokenSym,
     kFp8StaticChannelSym,
@@ -170,6 +171,19 @@ def test_key_reasons_tell_what_is_offered() -> None:
     assert "takes kFp8DynamicTokenSym" in text
     (text,) = reasons(pair)
     assert "does not read weights quantised as nothing (16-bit)" in text
+
+
+def test_hardware_counts_for_the_keys_that_ran_on_it() -> None:
+    mine = ((kFp8StaticChannelSym, kFp8DynamicTokenSym), (None, None))
+    claims = replace(PLAIN, keys=mine, verified_on=("cpu", Verified("H200", mine[:1])))
+    assert claims.verified_for(*mine[0]) == ("cpu", "H200")
+    assert claims.verified_for(None, None) == ("cpu",)
+    assert str(claims.verified_on[1]).startswith("H200 for kFp8StaticChannelSym")
+    experts = type("Made", (ToyExperts,), {"claims": claims})
+    oracle = type("Made", (ToyOracle,), {"backends": (Backend("plain", (experts,)),)})()
+    report = oracle.select(CONFIG, weight_key=None, activation_key=None, device="cpu").report
+    assert "fits; run on cpu" in str(report)
+    assert report.as_dict()["candidates"][0]["verified_on"] == ["cpu"]
 
 
 def test_requirements_are_part_of_the_decision() -> None:

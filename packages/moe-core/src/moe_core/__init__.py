@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from moe_core.activation import ActivationParams, MoEActivation, apply_moe_activation
-from moe_core.claims import GATED, NON_GATED, Claims
+from moe_core.claims import GATED, NON_GATED, Claims, Verified
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig, FusedMoEParallelConfig
 from moe_core.device import DeviceInfo, DeviceRange, any_device, cpu, cuda, hip
 from moe_core.environment import TRITON, Environment, Requirement
@@ -175,6 +175,7 @@ __all__ = [
     "TensorError",
     "TopKWeightAndReduce",
     "UnsupportedDeviceError",
+    "Verified",
     "Workspace",
     "WorkspaceSpec",
     "any_device",

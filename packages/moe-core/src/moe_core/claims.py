@@ -24,11 +24,28 @@ GATED = frozenset(a for a in MoEActivation if a.is_gated)
 NON_GATED = frozenset(a for a in MoEActivation if not a.is_gated)
 
 
+def expand_key(claim: KeyClaim) -> tuple[QuantKey | None, ...]:
+    """Every key that a claim covers."""
+    return claim.expand() if isinstance(claim, KeyPattern) else (claim,)
+
+
 def key_matches(claim: KeyClaim, key: QuantKey | None) -> bool:
     """Whether a claimed key or pattern covers ``key`` (None: not quantised)."""
     if isinstance(claim, KeyPattern):
         return key is not None and claim.matches(key)
     return claim == key
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Hardware on which a conformance run passed for some of the claimed pairs of keys only."""
+
+    hardware: str
+    keys: tuple[tuple[KeyClaim, KeyClaim], ...]
+
+    def __str__(self) -> str:
+        pairs = "; ".join(f"{w or '16-bit'} x {a or '16-bit'}" for w, a in self.keys)
+        return f"{self.hardware} for {pairs}"
 
 
 @dataclass(frozen=True)
@@ -51,7 +68,8 @@ class Claims:
     - ``all2all``: names of the all-to-all backends that it works behind; None for all
     - ``allocates``: a library inside takes memory from torch's allocator on every call
     - ``requires``: what must be installed
-    - ``verified_on``: hardware on which its conformance run passed; everything else was at most compiled
+    - ``verified_on``: hardware on which its conformance run passed, for all keys or (:class:`Verified`) for some;
+      everything else was at most compiled
     """
 
     devices: tuple[DeviceRange, ...]
@@ -76,7 +94,7 @@ class Claims:
     all2all: frozenset[str] | None = None
     allocates: bool = False
     requires: tuple[Requirement, ...] = ()
-    verified_on: tuple[str, ...] = ()
+    verified_on: tuple[str | Verified, ...] = ()
     notes: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +105,15 @@ class Claims:
         """Whether a clamp limit of one's own is honoured with ``activation``."""
         limited = self.activation_limit
         return limited if isinstance(limited, bool) else activation in limited
+
+    def verified_for(self, weight_key: QuantKey | None, activation_key: QuantKey | None) -> tuple[str, ...]:
+        """Hardware on which this pair of keys was run."""
+        return tuple(
+            item if isinstance(item, str) else item.hardware
+            for item in self.verified_on
+            if isinstance(item, str)
+            or any(key_matches(w, weight_key) and key_matches(a, activation_key) for w, a in item.keys)
+        )
 
     def reasons_against(
         self,

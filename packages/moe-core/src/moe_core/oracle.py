@@ -121,7 +121,7 @@ class Oracle:
                 backend.name,
                 experts,
                 tuple(experts.unsupported_reasons(config, weight_key, activation_key, device, environment)),
-                experts.claims.verified_on,
+                experts.claims.verified_for(weight_key, activation_key),
             )
             for backend in ordered
             for experts in backend.load()

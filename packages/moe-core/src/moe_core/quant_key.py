@@ -199,11 +199,33 @@ for _name, _value in list(globals().items()):
 
 
 def key_by_name(name: str) -> QuantKey:
-    """The constant of that name, e.g. ``"kFp8Static128BlockSym"``."""
-    value = globals().get(name)
+    """The constant of that name, e.g. ``"kFp8Static128BlockSym"``; ``"kFp8Static128BlockSym[64x128]"`` regrouped."""
+    constant, bracket, group = name.partition("[")
+    value = globals().get(constant)
     if not isinstance(value, QuantKey):
         raise ConfigError(f"unknown quant key {name!r}; known: {', '.join(sorted(NAMES.values()))}")
-    return value
+    if not bracket:
+        return value
+    rows, _, cols = group.removesuffix("]").partition("x")
+    if not (group.endswith("]") and rows.isdecimal() and cols.isdecimal()):
+        raise ConfigError(f"quant key {name!r}: expected a group of rows x columns, e.g. {constant}[64x128]")
+    return value.with_group(int(rows), int(cols))
+
+
+def key_name(key: QuantKey | None) -> str:
+    """What :func:`key_by_name` reads, where a constant differs in the group's size only; else all that the key says."""
+    if key is None:
+        return "16-bit"
+    if key in NAMES:
+        return NAMES[key]
+    shape = key.group_shape
+    if shape.row > 0 and shape.col > 0:
+        for constant, name in NAMES.items():
+            like = constant.group_shape
+            alike = like.col > 0 and (like.row > 1) == (shape.row > 1)
+            if alike and constant.with_group(shape.row, shape.col) == key:
+                return f"{name}[{shape}]"
+    return str(key)
 
 
 @dataclass(frozen=True)

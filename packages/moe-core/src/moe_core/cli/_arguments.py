@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from moe_core.config import FusedMoEConfig
+    from moe_core.oracle import Oracle
     from moe_core.quant_key import QuantKey
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -41,8 +42,8 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--scheme", metavar="S", help="quantisation scheme, e.g. fp8")
     group.add_argument("--shape", metavar="E,k,K,N", help="experts, experts per token, hidden and intermediate size")
     group.add_argument("--activation", default="silu", metavar="NAME", help="default: silu")
-    group.add_argument("--weight-key", metavar="NAME", help="e.g. kFp8Static128BlockSym (default: the scheme's first)")
-    group.add_argument("--activation-key", metavar="NAME", help="e.g. kFp8Dynamic128Sym, or none for 16-bit")
+    group.add_argument("--weight-key", metavar="NAME", help="e.g. kFp8Static128BlockSym[64x128] (default: the first)")
+    group.add_argument("--activation-key", metavar="NAME", help="e.g. kFp8Dynamic128Sym; none: 16-bit")
     group.add_argument("--bias", action="store_true", help="the experts have biases")
 
 
@@ -134,9 +135,17 @@ def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | Non
     )
     if online is not None:
         return config, online.weight_key, online.activation_key
-    default_weight, default_activation = _first_claimed(registry().oracle(args.scheme))
-    weight = default_weight if args.weight_key is None else _key(args.weight_key)
-    activation = default_activation if args.activation_key is None else _key(args.activation_key)
+    claimed = _claimed(registry().oracle(args.scheme))
+    wanted = [
+        (weight, activation)
+        for weight, activation in claimed
+        if (args.weight_key is None or weight == _key(args.weight_key))
+        and (args.activation_key is None or activation == _key(args.activation_key))
+    ]
+    # 16-bit activations only where they are asked for, or nothing else goes with the weights
+    chosen = next((pair for pair in wanted if pair[1] is not None), (wanted or claimed)[0])
+    weight = chosen[0] if args.weight_key is None else _key(args.weight_key)
+    activation = chosen[1] if args.activation_key is None else _key(args.activation_key)
     return config, weight, activation
 
 
@@ -146,15 +155,11 @@ def _key(name: str) -> QuantKey | None:
     return None if name.lower() == "none" else key_by_name(name)
 
 
-def _first_claimed(oracle: object) -> tuple[QuantKey | None, QuantKey | None]:
-    """The first pair of keys that the scheme's first backend claims."""
-    from moe_core.oracle import Oracle
-    from moe_core.quant_key import KeyPattern
+def _claimed(oracle: Oracle) -> list[tuple[QuantKey | None, QuantKey | None]]:
+    """Every pair of keys that the scheme's backends claim, in their order."""
+    from moe_core.claims import expand_key
 
-    if not isinstance(oracle, Oracle) or not oracle.table():
+    claims = [pair for backend in oracle.table() for experts in backend.load() for pair in experts.claims.keys]
+    if not claims:
         raise ConfigError("the scheme has no backends: give --weight-key and --activation-key")
-    weight, activation = oracle.table()[0].load()[0].claims.keys[0]
-    return (
-        weight.expand()[0] if isinstance(weight, KeyPattern) else weight,
-        activation.expand()[0] if isinstance(activation, KeyPattern) else activation,
-    )
+    return [(w, a) for weight, activation in claims for w in expand_key(weight) for a in expand_key(activation)]

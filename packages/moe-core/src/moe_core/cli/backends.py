@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from moe_core.claims import expand_key
 from moe_core.cli._output import emit
+from moe_core.quant_key import key_name
 
 if TYPE_CHECKING:
     from moe_core.claims import Claims, KeyClaim
@@ -44,7 +46,7 @@ def describe(scheme: str, backend: str, origin: str, experts: type[FusedMoEExper
         "experts": f"{experts.__module__}:{experts.__qualname__}",
         "kind": "monolithic" if experts.is_monolithic else "modular",
         "devices": [str(device) for device in claims.devices],
-        "keys": [{"weights": _key(weight), "activations": _key(activation)} for weight, activation in claims.keys],
+        "keys": [_pair(claims, weight, activation) for weight, activation in claims.keys],
         "activations": sorted(activation.value for activation in claims.activations),
         "dtypes": sorted(str(dtype).removeprefix("torch.") for dtype in claims.dtypes),
         "formats": sorted(item.value for item in claims.formats),
@@ -60,18 +62,20 @@ def describe(scheme: str, backend: str, origin: str, experts: type[FusedMoEExper
         "max_top_k": claims.max_top_k or None,
         "max_experts": claims.max_experts or None,
         "requires": [str(requirement.distribution) for requirement in claims.requires],
-        "verified_on": list(claims.verified_on),
+        "verified_on": [str(item) for item in claims.verified_on],
         "notes": claims.notes,
     }
 
 
-def _key(claim: KeyClaim) -> list[str]:
-    from moe_core.quant_key import NAMES, KeyPattern
-
-    if claim is None:
-        return ["16-bit"]
-    expanded = claim.expand() if isinstance(claim, KeyPattern) else (claim,)
-    return [NAMES.get(key, str(key)) for key in expanded]
+def _pair(claims: Claims, weight: KeyClaim, activation: KeyClaim) -> dict[str, list[str]]:
+    """Names of the keys of a claimed pair, and where every one of them was run."""
+    weights, activations = expand_key(weight), expand_key(activation)
+    verified = [claims.verified_for(w, a) for w in weights for a in activations]
+    return {
+        "weights": [key_name(key) for key in weights],
+        "activations": [key_name(key) for key in activations],
+        "verified_on": [name for name in verified[0] if all(name in others for others in verified)],
+    }
 
 
 def _text(row: dict[str, Any]) -> str:
@@ -90,12 +94,13 @@ def _text(row: dict[str, Any]) -> str:
     ]
     for number, pair in enumerate(row["keys"]):
         head = "keys" if number == 0 else ""
-        lines.append(f"  {head:<11}  {' | '.join(pair['weights'])}  x  {' | '.join(pair['activations'])}")
+        seen = ", ".join(pair["verified_on"]) or "not run"
+        lines.append(f"  {head:<11}  {' | '.join(pair['weights'])}  x  {' | '.join(pair['activations'])}  ({seen})")
     lines += [
         f"  activations  {', '.join(row['activations'])}",
         f"  dtypes       {', '.join(row['dtypes'])}; formats: {', '.join(row['formats'])}",
         f"  takes        {', '.join(name for name, key in flags if row[key]) or '-'}",
-        f"  run on       {', '.join(row['verified_on']) or 'no hardware yet: compiled only'}",
+        *([] if row["verified_on"] else ["  run on       no hardware yet: compiled only"]),
     ]
     if row["requires"]:
         lines.append(f"  requires     {', '.join(row['requires'])}")

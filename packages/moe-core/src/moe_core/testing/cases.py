@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import importlib
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from moe_core.activation import ActivationParams, MoEActivation
-from moe_core.claims import Claims, KeyClaim
+from moe_core.claims import Claims, expand_key
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
 from moe_core.errors import ConfigError
 from moe_core.experts import FusedMoEExperts
-from moe_core.quant_key import NAMES, KeyPattern, QuantKey
+from moe_core.quant_key import NAMES, QuantKey
 from moe_core.routing import RoutingConfig, RoutingMethodType
 from moe_core.testing.covering import Row, covering_rows
 from moe_core.testing.data import ROUTINGS
@@ -128,11 +128,7 @@ def load_experts(spec: type[FusedMoEExperts] | str) -> type[FusedMoEExperts]:
 
 def expand_keys(claims: Claims) -> list[KeyPair]:
     """Every claimed (weight key, activation key), patterns expanded."""
-
-    def members(claim: KeyClaim) -> Iterable[QuantKey | None]:
-        return claim.expand() if isinstance(claim, KeyPattern) else (claim,)
-
-    return list(dict.fromkeys((w, a) for wc, ac in claims.keys for w in members(wc) for a in members(ac)))
+    return list(dict.fromkeys((w, a) for wc, ac in claims.keys for w in expand_key(wc) for a in expand_key(ac)))
 
 
 def conformance_cases(
@@ -315,7 +311,10 @@ def _layer_cases(cases: list[Case], claims: Claims, budget: str, on_gpu: bool) -
     pairs: dict[KeyPair, Case] = {}
     weights: dict[QuantKey | None, Case] = {}
     layouts: dict[FusedMoEActivationFormat, Case] = {}
-    for case in sorted(cases, key=lambda c: c.routing != "uniform" or not c.tokens or c.strided):
+    # among many experts a few tokens may meet none that is here
+    for case in sorted(
+        cases, key=lambda c: (c.routing != "uniform" or not c.tokens or c.strided, c.config.num_experts > 64)
+    ):
         layer = replace(case, tokens=min(max(case.tokens, 3), 17), routing="uniform", strided=False)
         layer = _with_room(layer)
         pairs.setdefault((case.weight_key, case.activation_key), layer)
