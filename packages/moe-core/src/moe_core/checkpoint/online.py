@@ -67,7 +67,7 @@ class OnlineFormat(CheckpointFormat):
         return MoEWeights(
             weight_key=self.online.weight_key,
             activation_key=self.online.activation_key,
-            **whole,  # type: ignore[arg-type]
+            **whole,
         )
 
 

@@ -80,7 +80,7 @@ class UnquantizedFormat(CheckpointFormat):
                 tensors[f"{name}_bias"] = load_checked(
                     layer, projections, "bias", Values.FINITE, experts=experts, device=device, arrange=Tensor.float
                 )
-        return MoEWeights(weight_key=None, activation_key=None, **tensors)  # type: ignore[arg-type]
+        return MoEWeights(weight_key=None, activation_key=None, **tensors)
 
 
 def _turned(stored: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def block_major(w: Tensor, block: int, *, index: Tensor | None = None, out: Tens
         out = _output(out, (experts, blocks, rows, block), w)
         source, target = _words(w, out, unit=unit)
         if target.numel():
-            target.copy_(source.unflatten(2, (blocks, -1)).transpose(1, 2))
+            target.copy_(source.view(experts, rows, blocks, target.shape[-1]).transpose(1, 2))
         return out
     check_shape("index", index, ("R",))
     check_dtype("index", index, (torch.int32, torch.int64))
