@@ -53,7 +53,7 @@ def quantize_weight(
     if scale is not None:
         if not key.symmetric:
             raise ConfigError(f"a given scale leaves the zero points open, the key is {key}")
-        check_shape("scale", scale, scale_shape(key, *w.shape, parts))
+        check_shape("scale", scale, scale_shape(key, w.shape[0], w.shape[1], w.shape[2], parts))
         check_dtype("scale", scale, (key.scale.dtype,))
     order = None if g_idx is None else torch.argsort(g_idx, dim=1, stable=True)[:, None, :].expand(w.shape)
     wide = w.float() if order is None else w.float().gather(2, order)
@@ -248,7 +248,8 @@ class Grid:
         x = values.view(self.experts, self.parts, self.part_rows, self.cols)
         for first, last, row in _extents(self.part_rows, self.row):
             for left, right, col in _extents(self.cols, self.col):
-                part = x[:, :, first:last, left:right].unflatten(3, (-1, col)).unflatten(2, (-1, row))
+                whole = x[:, :, first:last, left:right]
+                part = whole.view(*x.shape[:2], (last - first) // row, row, (right - left) // col, col)
                 rows = slice(first // self.row, -(-last // self.row))
                 part.mul_(grid[:, :, rows, :, left // self.col : -(-right // self.col)])
         return values

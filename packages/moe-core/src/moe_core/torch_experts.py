@@ -73,7 +73,8 @@ class TorchExperts(FusedMoEExpertsModular):
         codes = weights[expert]
         y = F.linear(x, decode_e4m3(codes) if codes.dtype is torch.float8_e4m3fn else codes.float())
         scale = desc.scale[expert].float().view(-1, 1)  # one for each of the rows, or for each of the parts
-        return y.unflatten(1, (len(scale), -1)).mul_(scale).flatten(1)
+        y.view(len(x), len(scale), y.shape[1] // len(scale)).mul_(scale)
+        return y
 
     def matrix(self, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int, cols: int) -> Tensor:
         """One expert's matrix [rows, cols] in float32; ``parts``: stacked matrices with scale rows of their own."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,7 +186,7 @@ def _with_edges(
     generator: torch.Generator,
 ) -> MoEWeights:
     """``weights``, quantised from ``values``, with a sixth of the groups subnormal and extreme e8m0 scales in a few."""
-    changed: dict[str, Tensor] = {}
+    changed: dict[str, Any] = {}
     for name, w, parts in (("w13", values[0], 2 if config.is_gated else 1), ("w2", values[1], 1)):
         scale: Tensor = getattr(weights, f"{name}_scale").clone()
         chosen = torch.rand(scale.shape, generator=generator) < 1 / 6
@@ -210,7 +211,7 @@ def _extreme(codes: Tensor, scale: Tensor, w: Tensor, key: QuantKey, parts: int)
     bare[:, scale.shape[1] // 2, 0] = True
     smallest[:, scale.shape[1] // 3, scale.shape[2] // 2] = True
     exponents = scale.view(torch.uint8)
-    zero = Grid.of(key, *w.shape, parts).spread(bare)
+    zero = Grid.of(key, w.shape[0], w.shape[1], w.shape[2], parts).spread(bare)
     raw = torch.where(zero, 0, codes.view(torch.uint8)).view(codes.dtype)
     exponents = torch.where(bare, 254, torch.where(smallest, 0, exponents)).to(torch.uint8)
     return raw, exponents.view(scale.dtype)
