@@ -9,13 +9,25 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
-from moe_core import TRITON, ActivationParams, MoEActivation, kFp8Dynamic128Sym, kMxfp8Dynamic
+from moe_core import (
+    TRITON,
+    ActivationParams,
+    FusedMoEConfig,
+    FusedMoEKernel,
+    MoEActivation,
+    kFp8Dynamic128Sym,
+    kMxfp8Dynamic,
+)
 from moe_core.activation import apply_moe_activation
+from moe_core.config import FusedMoEParallelConfig
+from moe_core.device import DeviceInfo
 from moe_core.numerics import e8m0_to_float32
 from moe_core.quantization import fake_quantize
 from moe_core.routing import RoutingConfig, RoutingMethodType, route
 from moe_core.testing import ConformanceTests
+from moe_core.testing.data import make_weights
 from moe_fp8.experts import flashinfer_cutlass, flashinfer_trtllm_modular, flashinfer_trtllm_monolithic
 
 E4M3 = torch.float8_e4m3fn
@@ -239,6 +251,45 @@ def doubled(experts, library, **changes):
     claims = replace(experts.claims, requires=(TRITON,), max_experts=few, **changes)
     members = {"claims": claims, "library": staticmethod(lambda: library)}
     return type(f"Double{experts.__name__}", (experts,), members)
+
+
+MONOLITHIC = [
+    flashinfer_trtllm_monolithic.TrtLlmFp8TensorExpertsMonolithic,
+    flashinfer_trtllm_monolithic.TrtLlmFp8BlockExpertsMonolithic,
+    flashinfer_trtllm_monolithic.TrtLlmMxfp8ExpertsMonolithic,
+]
+
+
+@pytest.mark.parametrize("experts", MONOLITHIC, ids=lambda c: c.__name__)
+def test_ranks_add_up_to_the_whole_layer_and_other_maps_are_no_silent_error(experts):
+    ((weight_key, activation_key),) = experts.claims.keys
+    routing = RoutingConfig.from_method(RoutingMethodType.Renormalize)
+    config = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128, routing=routing)
+    whole = make_weights(config, weight_key, activation_key, seed=0)
+    x = torch.randn(5, 256, dtype=torch.bfloat16)
+    logits = torch.randn(5, 8)
+
+    def run(layer, weights, expert_map):
+        device = DeviceInfo.parse("sm100")
+        instance = doubled(experts, TRTLLM)(layer, weight_key=weight_key, activation_key=activation_key, device=device)
+        kernel = FusedMoEKernel(instance, instance.convert(weights))
+        return kernel.apply_monolithic(x, router_logits=logits, expert_map=expert_map).float()
+
+    expected = run(config, whole, None)
+    parts = []
+    for rank in (0, 1):
+        layer = replace(config, num_local_experts=4, parallel=FusedMoEParallelConfig(ep_size=2, ep_rank=rank))
+        own = slice(4 * rank, 4 * rank + 4)
+        part = replace(whole, **{name: tensor[own] for name, tensor in whole.tensors()})
+        expert_map = torch.full((8,), -1, dtype=torch.int32)
+        expert_map[own] = torch.arange(4, dtype=torch.int32)
+        parts.append(run(layer, part, expert_map))
+        assert run(layer, part, expert_map.roll(1)).isnan().all()
+        expert_map[own] = torch.tensor([1, 0, 2, 3], dtype=torch.int32)
+        assert run(layer, part, expert_map).isnan().all()
+    # each sum is rounded to bfloat16 once: by at most 2^-8 of itself
+    bound = (expected.abs() + parts[0].abs() + parts[1].abs()) * 2**-8
+    assert (parts[0] + parts[1] - expected).abs().le(bound + 2**-20).all()
 
 
 class TestCutlassTensor(ConformanceTests):

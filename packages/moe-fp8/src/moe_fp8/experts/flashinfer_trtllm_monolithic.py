@@ -2,7 +2,8 @@
 
 The routing method is the config's, as are its groups, scaling factor and bias.  Methods to which the library does not
 apply the scaling factor have it applied to the output.  Under expert parallelism a rank holds one contiguous range of
-experts, as the library assumes.
+experts, as the library assumes; an expert map that says otherwise turns the output into NaN, since reading it on the
+host would wait for the device.
 """
 
 from __future__ import annotations
@@ -140,6 +141,19 @@ class TrtLlmMonolithic(TrtLlmFp8Experts, FusedMoEExpertsMonolithic):
         routing = self.config.routing
         if routing is not None and routing.method not in SCALED_METHODS and routing.routed_scaling_factor != 1.0:
             output.mul_(routing.routed_scaling_factor)
+        if expert_map is not None:
+            output.masked_fill_(self.differs(expert_map), torch.nan)
+
+    def differs(self, expert_map: Tensor) -> Tensor:
+        """Bool []: whether ``expert_map`` is another than this rank's contiguous range of experts."""
+        local = self.config.local_experts
+        number = torch.arange(self.config.num_experts, dtype=torch.int32, device=expert_map.device)
+        number -= self.config.parallel.ep_rank * local
+
+        def known(numbers: Tensor) -> Tensor:
+            return torch.where((numbers >= 0) & (numbers < local), numbers, -1)
+
+        return (known(expert_map) != known(number)).any()
 
 
 class TrtLlmFp8TensorExpertsMonolithic(TrtLlmMonolithic, TrtLlmFp8TensorExperts):
