@@ -9,7 +9,10 @@ import pytest
 import torch
 from moe_core import (
     ActivationParams,
+    DeviceInfo,
+    FusedMoEActivationFormat,
     FusedMoEConfig,
+    FusedMoEKernel,
     MoEActivation,
     MoEWeights,
     QuantKey,
@@ -28,7 +31,10 @@ from moe_core import (
     kMxfp8Dynamic,
     kMxfp8Static,
 )
+from moe_core.prepare_finalize import BatchedPrepareAndFinalize
 from moe_core.quantization import dequantize_weight, fake_quantize, quantize_moe_weights
+from moe_core.torch_experts import TorchExperts
+from moe_core_toys import PLAIN
 from torch import Tensor
 
 KEYS: list[tuple[QuantKey | None, QuantKey | None]] = [
@@ -260,3 +266,32 @@ def test_what_does_not_fit_is_named() -> None:
         run(config=replace(config, num_experts=8))
     with pytest.raises(TensorError, match="float64 or float32"):
         run(dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_dynamic_scale_per_tensor_spans_what_this_rank_computes(batched: bool) -> None:
+    config = FusedMoEConfig(num_experts=4, num_local_experts=2, top_k=2, hidden_size=32, intermediate_size=16)
+    weights = layer(config, kFp8StaticTensorSym, kFp8DynamicTensorSym)
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(4)).double()
+    router = torch.full((5, 2), 0.5)
+    ids = torch.tensor([[0, 1], [1, 3], [2, 3], [0, 2], [-1, 9]])
+    expert_map = torch.tensor([0, 1, -1, -1], dtype=torch.int32)
+
+    def run(x: Tensor) -> Tensor:
+        named = {"topk_weights": router, "topk_ids": ids, "expert_map": expert_map}
+        if not batched:
+            return fused_moe_reference(x, weights, config, **named)
+        given = replace(config, dtype=torch.float32, activation_format=FusedMoEActivationFormat.BATCHED)
+        experts = type("Made", (TorchExperts,), {"claims": PLAIN})(
+            given, weight_key=weights.weight_key, activation_key=weights.activation_key, device=DeviceInfo.parse("cpu")
+        )
+        kernel = FusedMoEKernel(experts, experts.convert(weights), BatchedPrepareAndFinalize(given))
+        return kernel.apply(x.float(), **named)
+
+    quiet = run(x)
+    elsewhere = x.clone()
+    elsewhere[[2, 4]] *= 1000.0  # tokens whose experts all live elsewhere, or nowhere
+    assert torch.equal(run(elsewhere), quiet)
+    here = x.clone()
+    here[3] *= 1000.0
+    assert not torch.equal(run(here)[:2], quiet[:2])
