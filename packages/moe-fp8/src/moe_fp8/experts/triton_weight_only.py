@@ -81,14 +81,15 @@ class TritonFp8UpcastExperts(FusedMoEExpertsModular):
         """Launch parameters for ``num_tokens`` tokens (batched: rows of each expert)."""
         from moe_fp8.kernels.upcast_rule import upcast_plan
 
-        config, key = self.config, self.weight_key
+        config, shape = self.config, None if self.weight_key is None else self.weight_key.group_shape
         plan = upcast_plan(
             num_tokens,
             config.top_k,
             config.num_experts,
             config.hidden_size,
             config.intermediate_size,
-            block_k=64 if key is not None and key.group_shape.col == 64 else 128,
+            block_k=64 if shape is not None and shape.col == 64 else 128,
+            stepwise=shape is not None and shape.row > 1,
             wide=self.compute_dtype is torch.float32,
             split=self.activation_format is FusedMoEActivationFormat.STANDARD,
             capability=self.device_info.capability,

@@ -203,7 +203,7 @@ def _up_product(
     workspace: Mapping[str, Tensor],
 ) -> bool:
     """h = act(x w13^T) into h_values; True if its rows are pairs, False if sorted."""
-    config, x = plan.up, rows.values
+    config, x = plan.up, workspace["x_values"]
     up = weights.operand(weights.w13, weights.w13_scale, weights.w13_bias, size)
     h = Result(workspace["h_values"], None, rows.quantize)
     parts = None

@@ -25,14 +25,15 @@ def upcast_plan(
     intermediate_size: int,
     *,
     block_k: int = 128,
+    stepwise: bool = False,
     wide: bool = False,
     split: bool = True,
     capability: int = 90,
 ) -> TilePlan:
     """The plan for ``tokens`` x ``top_k`` pairs over ``num_experts`` (all of the layer, local or not).
 
-    ``block_k`` depth of a step, ``wide`` activations are float32, ``split`` k loops may be split, ``capability`` 90 for
-    sm_90, 0 for no NVIDIA GPU.
+    ``block_k`` depth of a step, ``stepwise`` each step's product is scaled by itself, ``wide`` activations are float32,
+    ``split`` k loops may be split, ``capability`` 90 for sm_90, 0 for no NVIDIA GPU.
     """
     mean = tokens * top_k / num_experts
     if wide:
@@ -51,12 +52,15 @@ def upcast_plan(
         # narrow tiles keep two or three programs on a multiprocessor, so that one loads while another multiplies; rows
         # of the intermediate have to end with a whole tile of the wide kind
         up_n = 64 if rows == MIN_BLOCK_M and intermediate_size % BLOCK_N == 0 else BLOCK_N
+        up_tiles = tiles * -(-intermediate_size // up_n)
+        # one step less in flight, and a fourth program fits: where that spares a second round
+        up_stages = 4 if rows == MIN_BLOCK_M and not 132 * 3 < up_tiles <= 132 * 4 else 3
         up_split = down_split = 1
         if split and rows == MIN_BLOCK_M:
-            up_split = _split(264, tiles * -(-intermediate_size // up_n), up_steps)
+            up_split = _split(264, up_tiles, up_steps)
             down_split = _split(264, tiles * -(-hidden_size // BLOCK_N), down_steps)
         return TilePlan(
-            TileConfig(rows, up_n, 4, 4 if rows == MIN_BLOCK_M else 3, 1, True, True, up_split),
+            TileConfig(rows, up_n, 4, up_stages, 1, True, True, up_split),
             TileConfig(rows, BLOCK_N, 4, 2 if down_steps <= 2 else 3, 1, True, True, down_split),
             # where launches are a good part of the time; else programs that come early only take bandwidth
             up_split > 1,
@@ -65,7 +69,8 @@ def upcast_plan(
     if mean <= 48:
         return TilePlan(few, few)
     many = TileConfig(128, BLOCK_N, 8, 3, 8, swap=True, tma=True)
-    return TilePlan(many, many if mean > 384 else few)
+    # two accumulators of 128 x 128 leave no registers for the product of a step
+    return TilePlan(few if stepwise else many, many if mean > 384 else few)
 
 
 def _split(target: int, programs: int, steps: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 import torch
 from moe_core.activation import MoEActivation
@@ -21,8 +22,7 @@ _SHAPES = (
     ("odd", 6, 2, 1104, 1000),
 )
 _TOKENS = (1, 30, 600, 20000)
-#: the product of a step beside two accumulators of 128 x 128
-_MAX_SPILLS = 640
+_MAX_SPILLS = 0
 
 
 def specimens(target: DeviceInfo) -> Iterator[Specimen]:
@@ -31,12 +31,12 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
         return
     kinds = ["channel", "tensor", "block", "mxfp8"] + ["mxfp8 activations"] * (target.capability >= 89)
     for name, experts, top_k, hidden, size in _SHAPES:
-        plans: dict[TilePlan, int] = {}
-        for tokens in _TOKENS:
-            plan = upcast_plan(tokens, top_k, experts, hidden, size, capability=target.capability)
-            plans.setdefault(plan, tokens)
-        for plan, tokens in plans.items():
-            for kind in kinds if name == "mixtral-8x7b" else kinds[2:]:
+        seen: set[tuple[str, TilePlan]] = set()
+        for kind, tokens in product(kinds if name == "mixtral-8x7b" else kinds[2:], _TOKENS):
+            stepwise = kind == "block"
+            plan = upcast_plan(tokens, top_k, experts, hidden, size, stepwise=stepwise, capability=target.capability)
+            if (kind, plan) not in seen:
+                seen.add((kind, plan))
                 run = partial(_layer, plan, tokens, experts, top_k, hidden, size, kind=kind, bias=name == "odd")
                 yield Specimen(f"upcast fp8 {name} {tokens} {kind}", run, _MAX_SPILLS)
     plan = upcast_plan(8, 2, 6, 1104, 1008, capability=target.capability, split=False)
@@ -50,7 +50,7 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
         run = partial(_layer, plan, 8, 6, 2, 1104, 1008, kind="channel", activation=activation)
         yield Specimen(f"upcast fp8 {activation.value}", run, _MAX_SPILLS)
     for block in ((64, 64), (128, 64), (64, 128)):
-        narrow = upcast_plan(8, 2, 6, 1104, 1008, block_k=block[1], capability=target.capability)
+        narrow = upcast_plan(8, 2, 6, 1104, 1008, block_k=block[1], stepwise=True, capability=target.capability)
         run = partial(_layer, narrow, 8, 6, 2, 1104, 1008, kind="block", block=block)
         yield Specimen(f"upcast fp8 {block[0]}x{block[1]}", run, _MAX_SPILLS)
     for kind in kinds[3:]:
