@@ -27,6 +27,7 @@ from moe_core.quant_key import (
 from moe_core.reference import fused_moe_reference
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.workspace import Workspace, workspace_nbytes
+from moe_fp8.experts import triton_rows
 from moe_fp8.experts.triton_rows import TritonFp8Experts
 from moe_fp8.kernels.workspaces import row_fp8_workspaces
 
@@ -122,6 +123,13 @@ def test_router_weight_on_input(kind, plan, device):
 def test_one_scale_of_all_with_a_sort_of_two_launches(plan, device, monkeypatch):
     monkeypatch.setattr(sort, "_COUNT_PAIRS", 4)
     assert error("tensor", kFp8StaticTensorSym, plan, device) < TOLERANCE
+
+
+@pytest.mark.parametrize("plan", [PLANS["few"], PLANS["split"]], ids=["few", "split"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_quantised_while_it_is_loaded(kind, plan, device, monkeypatch):
+    monkeypatch.setattr(triton_rows, "quantizes_while_loading", lambda capability: False)
+    assert error(kind, kFp8StaticChannelSym, plan, device, routing="invalid") < TOLERANCE
 
 
 @pytest.mark.gpu

@@ -88,12 +88,12 @@ def _bias(row, columns, inside, SWAP: tl.constexpr):
 def store_amax(amax, value, target, row_mask, value_mask, AXIS: tl.constexpr, AMAX: tl.constexpr):
     """Raise `amax` to the largest magnitude of float32 `value`: per row (AXIS are the columns) or of everything."""
     bits = tl.where(value_mask, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    rows = tl.max(bits, axis=AXIS)
     if AMAX == "row":
-        tl.atomic_max(amax + target, rows, mask=row_mask, sem="relaxed")
+        tl.atomic_max(amax + target, tl.max(bits, axis=AXIS), mask=row_mask, sem="relaxed")
     else:
         tl.static_assert(AMAX == "tensor", "amax is per row or tensor")
-        tl.atomic_max(amax, tl.max(rows, axis=0), sem="relaxed")
+        # flat: Triton 3.6 cannot lay out one reduction behind another for sm_100
+        tl.atomic_max(amax, tl.max(bits), sem="relaxed")
 
 
 @triton.jit

@@ -40,6 +40,11 @@ _WEIGHTS = (kFp8StaticTensorSym, kFp8StaticChannelSym)
 _ACTIVATIONS = {kFp8DynamicTokenSym: "token", kFp8DynamicTensorSym: "tensor", kFp8StaticTensorSym: "static"}
 
 
+def quantizes_while_loading(capability: int) -> bool:
+    """Whether a conversion may stand between load and product: Triton 3.6 cannot pipeline that for sm_100."""
+    return not 100 <= capability < 120
+
+
 class TritonFp8Experts(FusedMoEExpertsModular):
     """FP8 per tensor or channel through the grouped matrix product of ``moe_core.gemm``."""
 
@@ -173,4 +178,5 @@ class TritonFp8Experts(FusedMoEExpertsModular):
             w2_bias=quant.w2_bias,
             expert_map=expert_map,
             apply_router_weight_on_input=config.apply_router_weight_on_input and not self.batched,
+            raw=quantizes_while_loading(self.device_info.capability),
         )

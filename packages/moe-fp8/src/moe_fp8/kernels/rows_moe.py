@@ -31,7 +31,7 @@ from torch import Tensor
 
 from moe_fp8.kernels import rows as device
 from moe_fp8.kernels.hopper_launch import HopperResult, hopper_fits, hopper_product
-from moe_fp8.kernels.rows_launch import find_amax, ordered_rows, quantize_rows, routed_tokens, row_operand
+from moe_fp8.kernels.rows_launch import find_amax, ordered_rows, quantize_rows, routed_pairs, routed_tokens, row_operand
 
 #: depth of a step, and columns of one program that finishes a split product
 BLOCK = 128
@@ -71,10 +71,11 @@ class _Layer:
     plan: TilePlan
     activation: Activation
     workspace: Mapping[str, Tensor]
+    raw: bool
 
     @property
     def few(self) -> bool:
-        return self.plan.block_m <= MAX_RAW_ROWS
+        return self.raw and self.plan.block_m <= MAX_RAW_ROWS
 
     @property
     def raw_h(self) -> bool:
@@ -309,7 +310,7 @@ class _Layer:
             found,
             quantize,
             arguments,
-            ordered_rows(order, self.routing),
+            ordered_rows(order, self.routing) if which == POSITION.value else routed_pairs(self.routing),
             pdl=self.plan.pdl,
         )
         return _Rows((values, found, values.stride(0), 1, 0), which)
@@ -334,6 +335,7 @@ def row_fp8_fused_moe(
     w2_bias: Tensor | None = None,
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
+    raw: bool = True,
 ) -> None:
     """Write the layer's output to ``out`` [M, K]: sum over slots of weight * (w2 act(w13 x + b13) + b2).
 
@@ -348,6 +350,7 @@ def row_fp8_fused_moe(
     - ``plan``: launch parameters; tiles of the up product are 128 columns wide or a multiple
     - ``w13_bias`` [E, 2N] or [E, N], ``w2_bias`` [E, K], any float dtype
     - ``apply_router_weight_on_input``: weights multiply x instead of the expert's output (k = 1)
+    - ``raw``: few rows may be quantised while they are loaded
 
     A dynamic scale per tensor spans the tokens, then the pairs, that have a local expert.
     """
@@ -368,4 +371,4 @@ def row_fp8_fused_moe(
         return
     up = row_operand(w13, w13_scale, w13_bias, size)
     down = row_operand(w2, w2_scale, w2_bias, hidden)
-    _Layer(x, up, down, activation_scales, routing, plan, activation, workspace).run(out)
+    _Layer(x, up, down, activation_scales, routing, plan, activation, workspace, raw).run(out)

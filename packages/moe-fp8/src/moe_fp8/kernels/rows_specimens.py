@@ -13,6 +13,8 @@ from moe_core.gemm.rule import tile_plan
 from moe_core.testing.compile import Specimen
 from torch import Tensor
 
+from moe_fp8.experts.triton_rows import quantizes_while_loading
+
 #: name, experts, top-k, hidden size, intermediate size
 _SHAPES = (
     ("deepseek-v3-tp8", 256, 8, 7168, 256),
@@ -22,12 +24,15 @@ _SHAPES = (
 _TOKENS = (1, 32, 600, 2000, 40000)
 #: weight rows that are no multiple of 16 bytes cannot be copied asynchronously: their tiles pass through registers
 _MAX_SPILLS_ODD = 256
+#: tile coordinates and column indices outside the inner loops (specialised kernel)
+_MAX_SPILLS = 128
 
 
 def specimens(target: DeviceInfo) -> Iterator[Specimen]:
     """Whole layers, for every plan that the rule chooses on the target for these shapes."""
     if target.kind != "cuda" or target.capability < 89:
         return
+    raw = quantizes_while_loading(target.capability)
     for name, experts, top_k, hidden, size in _SHAPES:
         plans: dict[TilePlan, int] = {}
         for tokens in _TOKENS:
@@ -35,18 +40,18 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
         kinds = ("token", "tensor", "static")
         for number, (plan, tokens) in enumerate(plans.items()):
             kind = kinds[number % 3]
-            run = partial(_layer, plan, tokens, experts, top_k, hidden, size)
+            run = partial(_layer, plan, tokens, experts, top_k, hidden, size, raw=raw)
             odd = name == "odd"
             yield Specimen(
                 f"row fp8 {name} {tokens} {kind}",
                 partial(run, kind=kind, channel=number % 2 == 0, bias=odd, mapped=odd, gated=name != "nemotron"),
-                _MAX_SPILLS_ODD if odd else 0,
+                _MAX_SPILLS_ODD if odd else _MAX_SPILLS,
             )
+    plan = tile_plan(8, 2, 6, 1104, 1008, capability=target.capability)
     for kind in ("token", "tensor", "static"):
-        plan = tile_plan(8, 2, 6, 1104, 1008, capability=target.capability).unsplit()
-        yield Specimen(f"row fp8 batched {kind}", partial(_layer, plan, 8, 6, 2, 1104, 1008, kind=kind, batched=True))
-        plan = tile_plan(8, 2, 6, 1104, 1008, capability=target.capability)
-        yield Specimen(f"row fp8 {kind}", partial(_layer, plan, 8, 6, 2, 1104, 1008, kind=kind, on_input=True))
+        run = partial(_layer, tokens=8, experts=6, top_k=2, hidden=1104, size=1008, kind=kind, raw=raw)
+        yield Specimen(f"row fp8 batched {kind}", partial(run, plan.unsplit(), batched=True))
+        yield Specimen(f"row fp8 {kind}", partial(run, plan, on_input=True))
 
 
 def _layer(
@@ -64,6 +69,7 @@ def _layer(
     mapped: bool = False,
     batched: bool = False,
     on_input: bool = False,
+    raw: bool = True,
 ) -> None:
     """One call on meta tensors."""
     from moe_core.gemm.launch import Activation
@@ -112,4 +118,5 @@ def _layer(
         w2_bias=meta(experts, hidden) if bias else None,
         expert_map=meta(2 * experts, dtype=torch.int32) if mapped else None,
         apply_router_weight_on_input=on_input,
+        raw=raw,
     )

@@ -22,7 +22,7 @@ _SHAPES = (
 )
 _TOKENS = (1, 8, 300, 2000, 40000)
 #: tile coordinates outside the inner loops (specialised kernel), and a 64-row tile on sm_100
-_MAX_SPILLS = 64
+_MAX_SPILLS = 96
 #: weight rows that are no multiple of 16 bytes cannot be copied asynchronously: their tiles pass through registers
 _MAX_SPILLS_ODD = 256
 
@@ -47,6 +47,10 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
     for activation in MoEActivation:
         run = partial(_layer, plan, 8, 6, 2, 1104, 1008, activation=activation)
         yield Specimen(f"block fp8 {activation.value}", run, _MAX_SPILLS)
+    for tokens in (8, 2000):
+        plan = tile_plan(tokens, 2, 6, 1104, 1008, capability=target.capability).unsplit()
+        run = partial(_layer, plan, tokens, 6, 2, 1104, 1008, batched=True)
+        yield Specimen(f"block fp8 batched {tokens}", run, _MAX_SPILLS)
     for block in ((64, 64), (128, 64), (64, 128)):
         plan = tile_plan(8, 2, 6, 1104, 1000, block_n=block[1], block_k=block[1], capability=target.capability)
         yield Specimen(
@@ -66,6 +70,7 @@ def _layer(
     block: tuple[int, int] = (128, 128),
     bias: bool = False,
     mapped: bool = False,
+    batched: bool = False,
 ) -> None:
     """One call on meta tensors."""
     from moe_core.gemm.launch import Activation
@@ -82,16 +87,18 @@ def _layer(
     parts = 2 if activation.is_gated else 1
     params = activation.resolve_params(None)
     e4m3 = torch.float8_e4m3fn
-    specs = block_fp8_workspaces(tokens, top_k, experts, hidden, size, torch.bfloat16, block)
+    specs = block_fp8_workspaces(tokens, top_k, experts, hidden, size, torch.bfloat16, block, batched)
+    shape = (experts, tokens, hidden) if batched else (tokens, hidden)
     block_fp8_fused_moe(
-        meta(tokens, hidden),
+        meta(*shape),
         meta(experts, parts * size, hidden, dtype=e4m3),
         meta(experts, hidden, size, dtype=e4m3),
         w13_scale=scale(size, hidden, parts),
         w2_scale=scale(hidden, size, 1),
-        topk_weights=meta(tokens, top_k, dtype=torch.float32),
-        topk_ids=meta(tokens, top_k, dtype=torch.int32),
-        out=meta(tokens, hidden),
+        topk_weights=None if batched else meta(tokens, top_k, dtype=torch.float32),
+        topk_ids=None if batched else meta(tokens, top_k, dtype=torch.int32),
+        expert_num_tokens=meta(experts, dtype=torch.int32) if batched else None,
+        out=meta(*shape),
         workspace={spec.name: meta(*spec.shape, dtype=spec.dtype) for spec in specs},
         plan=plan,
         block_shape=block,
