@@ -61,7 +61,8 @@ def test_the_batched_format_has_its_backend() -> None:
     from dataclasses import replace
 
     batched = replace(CONFIG, activation_format=FusedMoEActivationFormat.BATCHED)
-    assert select_fp8_moe_backend(batched, device="sm90", environment=WITH_TRITON).backend == "torch"
+    assert select_fp8_moe_backend(batched, device="sm90", environment=WITH_TRITON).backend == "triton"
+    assert select_fp8_moe_backend(batched, device="cpu").backend == "torch"
 
 
 def test_a_named_backend_is_never_replaced() -> None:

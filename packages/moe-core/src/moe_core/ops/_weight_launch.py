@@ -69,7 +69,7 @@ def launch_blocks(w: Tensor, out: Tensor, scale: Tensor, *, parts: int, row: int
         TILE_COLS=tile_cols,
         CODE=code,
         SCALE=kind,
-        num_warps=max(1, min(16, tile_rows * tile_cols // (32 * held))),
+        num_warps=max(2, min(16, tile_rows * tile_cols // (32 * held))),
         enable_fp_fusion=False,
     )
 
