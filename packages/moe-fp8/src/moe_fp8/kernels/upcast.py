@@ -95,56 +95,48 @@ _FLOAT16_UP = tl.constexpr(0x5C005C00)
 
 
 @triton.jit
-def _wide(words, PLACE: tl.constexpr):
-    """Byte PLACE of each word as float32."""
-    sign = (words << (24 - 8 * PLACE)) & -0x80000000
-    magnitude = ((words >> (8 * PLACE)) & 0x7F) << 20
-    return (sign | magnitude).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-
-
-@triton.jit
-def _side_by_side(first, second):
-    return tl.join(first, second).reshape(first.shape[0], 2 * first.shape[1])
-
-
-@triton.jit
-def _upcast(words, factor, dtype: tl.constexpr, SCALED: tl.constexpr):
-    """(bytes 0 and 2, bytes 1 and 3) of words [N, W], each [N, 2W], of `dtype`; SCALED times `factor` [N, W].
+def _product(acc, words, factor, x0, x1, SCALED: tl.constexpr):
+    """acc [N, M] + (words [N, W] as numbers of x's dtype) @ (x0, x1).T; SCALED: the numbers times `factor` [N, W].
 
     `factor`: float32, or for a 16-bit dtype a pair of its numbers in int32 (where the interpreter computes in float32).
+    One function, because the interpreter takes a millisecond for each call of another.
     """
+    SHAPE: tl.constexpr = (words.shape[0], 2 * words.shape[1])
+    dtype: tl.constexpr = x0.dtype
     if INTERPRET or dtype == tl.float32:
-        v0, v1, v2, v3 = _wide(words, 0), _wide(words, 2), _wide(words, 1), _wide(words, 3)
+        # the magnitude in the place of a float32's exponent is the number times 2^-120
+        v0 = ((words << 24) & -0x80000000) | ((words & 0x7F) << 20)
+        v1 = ((words << 8) & -0x80000000) | (((words >> 16) & 0x7F) << 20)
+        v2 = ((words << 16) & -0x80000000) | (((words >> 8) & 0x7F) << 20)
+        v3 = (words & -0x80000000) | (((words >> 24) & 0x7F) << 20)
+        low = tl.join(v0, v1).reshape(SHAPE).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        high = tl.join(v2, v3).reshape(SHAPE).to(tl.float32, bitcast=True) * 1.329227995784916e36
         if SCALED:
-            v0, v1, v2, v3 = v0 * factor, v1 * factor, v2 * factor, v3 * factor
-    elif dtype == tl.bfloat16:
-        if SCALED:
-            v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            pairs = tl.join(factor, factor).reshape(SHAPE)
+            low, high = low * pairs, high * pairs
+        acc = tl.dot(low, tl.trans(x0.to(tl.float32)), acc, input_precision="ieee")
+        return tl.dot(high, tl.trans(x1.to(tl.float32)), acc, input_precision="ieee")
+    else:
+        if dtype == tl.float16:
+            if not SCALED:
+                factor = tl.full(words.shape, _FLOAT16_UP, tl.int32)
+            w0, w1, w2, w3 = tl.inline_asm_elementwise(
+                _FLOAT16_SCALED, "=h,=h,=h,=h,r,r", [words, factor],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1,
+            )  # fmt: skip
+        elif SCALED:
+            w0, w1, w2, w3 = tl.inline_asm_elementwise(
                 _BFLOAT16_SCALED, "=h,=h,=h,=h,r,r", [words, factor],
                 dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
             )  # fmt: skip
         else:
-            v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            tl.static_assert(dtype == tl.bfloat16, "activations are bfloat16, float16 or float32")
+            w0, w1, w2, w3 = tl.inline_asm_elementwise(
                 _BFLOAT16, "=h,=h,=h,=h,r", [words],
                 dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
             )  # fmt: skip
-    else:
-        tl.static_assert(dtype == tl.float16, "activations are bfloat16, float16 or float32")
-        if not SCALED:
-            factor = tl.full(words.shape, _FLOAT16_UP, tl.int32)
-        v0, v1, v2, v3 = tl.inline_asm_elementwise(
-            _FLOAT16_SCALED, "=h,=h,=h,=h,r,r", [words, factor],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1,
-        )  # fmt: skip
-    return _side_by_side(v0, v1), _side_by_side(v2, v3)
-
-
-@triton.jit
-def _dot(w, x, acc):
-    if INTERPRET or x.dtype == tl.float32:
-        return tl.dot(w, tl.trans(x.to(tl.float32)), acc, input_precision="ieee")
-    else:
-        return tl.dot(w, tl.trans(x), acc)
+        acc = tl.dot(tl.join(w0, w1).reshape(SHAPE), tl.trans(x0), acc)
+        return tl.dot(tl.join(w2, w3).reshape(SHAPE), tl.trans(x1), acc)
 
 
 @triton.jit
@@ -319,34 +311,23 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + b @ a.T, without scales."""
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
     x0, x1 = a
-    w0, w1 = _upcast(b, 0, x0.dtype, False)
-    return _dot(w1, x1, _dot(w0, x0, acc))
+    return _product(acc, b, 0, x0, x1, False)
 
 
 @triton.jit
 def multiply_block(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + (b @ a.T) * scale, a scalar."""
-    return acc + multiply(tl.zeros_like(acc), a, a_scale, b, b_scale, SWAP) * b_scale
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    x0, x1 = a
+    return acc + _product(tl.zeros_like(acc), b, 0, x0, x1, False) * b_scale
 
 
 @triton.jit
 def multiply_block_mixed(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + (b @ a.T) * scale, [BLOCK_N]."""
-    return acc + multiply(tl.zeros_like(acc), a, a_scale, b, b_scale, SWAP) * b_scale[:, None]
-
-
-@triton.jit
-def _exponents(b_scale, WORDS: tl.constexpr):
-    """The e8m0 byte of each word [N, WORDS] of a step, WORDS = 32.
-
-    Joined and reshaped rather than shifted by an index: what is computed from loads and constants alone takes the
-    layout of the matrix units' operand, so that the weights go there without a detour through shared memory.
-    """
-    N: tl.constexpr = b_scale.shape[0]
-    even = tl.join(b_scale & 0xFF, (b_scale >> 16) & 0xFF)
-    odd = tl.join((b_scale >> 8) & 0xFF, (b_scale >> 24) & 0xFF)
-    groups = tl.join(even, odd).reshape(N, 4)
-    return tl.broadcast_to(groups[:, :, None], (N, 4, WORDS // 4)).reshape(N, WORDS)
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    x0, x1 = a
+    return acc + _product(tl.zeros_like(acc), b, 0, x0, x1, False) * b_scale[:, None]
 
 
 @triton.jit
@@ -358,24 +339,28 @@ def _power(exponent, MANTISSA: tl.constexpr):
 
 @triton.jit
 def multiply_mxfp8(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
-    """acc + (b with its scales) @ a.T; b_scale int32 [BLOCK_N]."""
+    """acc + (b with its scales) @ a.T; b_scale int32 [BLOCK_N], the e8m0 bytes of the step's four groups."""
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
     x0, x1 = a
-    exponent = _exponents(b_scale, b.shape[1])
+    N: tl.constexpr = b.shape[0]
+    W: tl.constexpr = b.shape[1]
+    # The byte of each word, joined and reshaped rather than shifted by an index: what is computed from loads and
+    # constants alone takes the layout of the matrix units' operand, so that the weights go there without a detour
+    # through shared memory.
+    even = tl.join(b_scale & 0xFF, (b_scale >> 16) & 0xFF)
+    odd = tl.join((b_scale >> 8) & 0xFF, (b_scale >> 24) & 0xFF)
+    groups = tl.join(even, odd).reshape(N, 4)
+    exponent = tl.broadcast_to(groups[:, :, None], (N, 4, W // 4)).reshape(N, W)
     if INTERPRET or x0.dtype == tl.float32:
-        w0, w1 = _upcast(b, _power(exponent, 23).to(tl.float32, bitcast=True), x0.dtype, True)
-        return _dot(w1, x1, _dot(w0, x0, acc))
+        return _product(acc, b, _power(exponent, 23).to(tl.float32, bitcast=True), x0, x1, True)
     elif x0.dtype == tl.bfloat16:
-        w0, w1 = _upcast(b, _power(exponent, 7) * 0x10001, x0.dtype, True)
-        return _dot(w1, x1, _dot(w0, x0, acc))
+        return _product(acc, b, _power(exponent, 7) * 0x10001, x0, x1, True)
     else:
         # float16 has too small a range: the largest scale of the row and step is applied to the sum, the others
         # relative to it; groups of less than 2^-22 of it vanish
         largest = tl.max(exponent, axis=1)
-        relative = tl.maximum(exponent - largest[:, None] + 23, 0)
-        factor = (relative << 10) * 0x10001
-        w0, w1 = _upcast(b, factor, x0.dtype, True)
-        product = _dot(w1, x1, _dot(w0, x0, tl.zeros_like(acc)))
+        factor = (tl.maximum(exponent - largest[:, None] + 23, 0) << 10) * 0x10001
+        product = _product(tl.zeros_like(acc), b, factor, x0, x1, True)
         return acc + product * _power(largest, 23).to(tl.float32, bitcast=True)[:, None]
 
 

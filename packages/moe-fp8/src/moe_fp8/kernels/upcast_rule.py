@@ -41,9 +41,9 @@ def upcast_plan(
         config = TileConfig(16, BLOCK_N, 8, 1, 1, swap=True)
         return TilePlan(config, config)
     if capability < 90 or capability >= 120:
-        # about 100 KB of shared memory per program
-        rows, warps = (16, 4) if mean <= 12 else (32, 4) if mean <= 24 else (64, 8)
-        config = TileConfig(rows, BLOCK_N, warps, 2, 8 if rows == 64 else 1, swap=True)
+        # about 100 KB of shared memory per program; products of these matrix units take more registers
+        rows, warps = (16, 4) if mean <= 12 else (32, 8) if mean <= 24 or stepwise else (64, 8)
+        config = TileConfig(rows, BLOCK_N, warps, 2, 1 if rows == MIN_BLOCK_M else 8, swap=True)
         return TilePlan(config, config, capability >= 90)
     up_steps, down_steps = -(-hidden_size // block_k), -(-intermediate_size // block_k)
     if mean <= 24:
