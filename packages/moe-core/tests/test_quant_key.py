@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from typing import Any
+
 import pytest
 import torch
 from moe_core import ConfigError, GroupShape, KeyPattern, QuantKey, ScaleDesc
@@ -99,3 +102,19 @@ def test_pattern_expands_to_exactly_what_it_matches() -> None:
     expanded = pattern.expand()
     assert len(set(expanded)) == 4
     assert all(pattern.matches(key) for key in expanded)
+
+
+def test_a_pattern_looks_at_every_field_of_a_key() -> None:
+    pattern = KeyPattern(qk.kFp8Static128BlockSym, group_shapes=(GroupShape(128, 128), GroupShape(64, 64)))
+    key = qk.kFp8Static128BlockSym.with_group(64, 64)
+    changes: dict[str, Any] = {
+        "dtype": qk.kInt8StaticChannelSym.dtype,
+        "scale": replace(key.scale, static=False),
+        "scale2": key.scale,
+        "symmetric": False,
+        "packing": qk.kMxfp4Static.packing,
+        "permuted": True,
+    }
+    assert changes.keys() == {field.name for field in fields(key)}
+    assert pattern.matches(key)
+    assert not any(pattern.matches(replace(key, **{name: value})) for name, value in changes.items())

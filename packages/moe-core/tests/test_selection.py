@@ -84,6 +84,24 @@ def test_report_reads_and_serialises() -> None:
     assert [c["fits"] for c in data["candidates"]] == [True, True, False]
 
 
+def test_classes_for_other_keys_share_a_line_where_another_class_of_the_backend_takes_these() -> None:
+    class OtherKeysExperts(ToyExperts):
+        claims = replace(ToyExperts.claims, keys=((kFp8StaticChannelSym, kFp8DynamicTokenSym),))
+
+    class OtherOracle(ToyOracle):
+        backends = (*ToyOracle.backends[:1], Backend("plain", (ToyExperts, OtherKeysExperts)))
+
+    lines = str(OtherOracle().select(CONFIG, weight_key=None, activation_key=None, device=CPU).report).splitlines()
+    assert lines[-2].startswith("  -> plain [ToyExperts]: fits")
+    assert lines[-1] == "     plain for other quant keys: OtherKeysExperts"
+    other = OtherOracle().select(CONFIG, weight_key=None, activation_key=None, device=CPU).report.candidates[-1]
+    assert other.reasons and not other.takes_keys
+    with pytest.raises(SelectionError, match=r"no gpu \[GpuToyExperts\]: .*does not read weights"):
+        OtherOracle().select(
+            CONFIG, weight_key=kFp8StaticChannelSym, activation_key=kFp8DynamicTokenSym, moe_backend="gpu", device=CPU
+        )
+
+
 def test_selection_does_not_look_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("selection asked torch for the current device")

@@ -133,8 +133,12 @@ class Claims:
         reasons += self._layer_reasons(config)
         return reasons
 
+    def takes_keys(self, weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
+        """Whether these weights and activations are claimed together."""
+        return any(key_matches(w, weight_key) and key_matches(a, activation_key) for w, a in self.keys)
+
     def _key_reasons(self, weight_key: QuantKey | None, activation_key: QuantKey | None) -> list[str]:
-        if any(key_matches(w, weight_key) and key_matches(a, activation_key) for w, a in self.keys):
+        if self.takes_keys(weight_key, activation_key):
             return []
         with_weight = [a for w, a in self.keys if key_matches(w, weight_key)]
         if not with_weight:

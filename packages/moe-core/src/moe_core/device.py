@@ -155,7 +155,8 @@ class DeviceRange:
         if self.archs:
             return " or ".join(self.archs)
         if self.kind == "cuda" and self.min:
-            return f"sm{self.min}" + (f" to sm{self.max}" if self.max < 10_000 else " or newer")
+            newer = "" if self.max == self.min else f" to sm{self.max}" if self.max < 10_000 else " or newer"
+            return f"sm{self.min}{newer}"
         return self.kind
 
 

@@ -101,6 +101,7 @@ def _is_there(module: str) -> bool:
 _LIVE = _LiveEnvironment()
 
 
+@functools.cache
 def parse_version(text: str) -> tuple[int, ...]:
     """Release numbers of a version, enough to compare: "3.6.0+git1" -> (3, 6, 0)."""
     return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:4])

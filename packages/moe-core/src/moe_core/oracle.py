@@ -122,6 +122,7 @@ class Oracle:
                 experts,
                 tuple(experts.unsupported_reasons(config, weight_key, activation_key, device, environment)),
                 experts.claims.verified_for(weight_key, activation_key),
+                experts.claims.takes_keys(weight_key, activation_key),
             )
             for backend in ordered
             for experts in backend.load()

@@ -247,12 +247,15 @@ class KeyPattern:
         permuted = self.permuted or (self.base.permuted,)
         if key.group_shape not in shapes or key.scale.dtype not in dtypes or key.permuted not in permuted:
             return False
-        aligned = replace(
-            key,
-            scale=replace(key.scale, group_shape=self.base.scale.group_shape, dtype=self.base.scale.dtype),
-            permuted=self.base.permuted,
+        base = self.base
+        # field by field: a selection asks this for every claim of every class
+        return (key.dtype, key.scale.static, key.scale2, key.symmetric, key.packing) == (
+            base.dtype,
+            base.scale.static,
+            base.scale2,
+            base.symmetric,
+            base.packing,
         )
-        return aligned == self.base
 
     def expand(self) -> tuple[QuantKey, ...]:
         """Every key of the set (claims are finite, so that each can be tested)."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from moe_core.config import FusedMoEConfig
@@ -16,13 +18,15 @@ from moe_core.quant_key import NAMES, QuantKey
 class Candidate:
     """One experts class that was considered, in order of preference.
 
-    ``reasons`` against it; empty: it fits.  ``backend`` is the name that ``moe_backend=`` takes.
+    ``reasons`` against it; empty: it fits.  ``backend`` is the name that ``moe_backend=`` takes.  ``takes_keys``: the
+    weights and activations are of the kinds that it was made for, whatever else stands against it.
     """
 
     backend: str
     experts: type[FusedMoEExperts]
     reasons: tuple[str, ...]
     verified_on: tuple[str, ...] = ()
+    takes_keys: bool = True
 
     @property
     def fits(self) -> bool:
@@ -53,18 +57,27 @@ class SelectionReport:
             f"  weights: {self.weight_key or '16-bit'}",
             f"  activations: {self.activation_key or '16-bit'}",
         ]
-        for candidate in self.candidates:
-            mark = "->" if candidate is self.chosen else "ok" if candidate.fits else "no"
-            head = f"  {mark} {candidate.backend} [{candidate.experts.__name__}]"
-            if candidate.fits:
-                seen = f"run on {', '.join(candidate.verified_on)}" if candidate.verified_on else "not run on hardware"
-                lines.append(f"{head}: fits; {seen}")
-            else:
-                lines.append(f"{head}: {'; '.join(candidate.reasons)}")
+        for backend, group in groupby(self.candidates, lambda candidate: candidate.backend):
+            lines += self._lines(backend, tuple(group))
         return "\n".join(lines)
 
+    def _lines(self, backend: str, candidates: tuple[Candidate, ...]) -> Iterator[str]:
+        """A line per class; classes made for other keys share one where a class beside them takes these."""
+        shown = [c for c in candidates if c.takes_keys] or list(candidates)
+        for candidate in shown:
+            mark = "->" if candidate is self.chosen else "ok" if candidate.fits else "no"
+            head = f"  {mark} {backend} [{candidate.experts.__name__}]"
+            if candidate.fits:
+                seen = f"run on {', '.join(candidate.verified_on)}" if candidate.verified_on else "not run on hardware"
+                yield f"{head}: fits; {seen}"
+            else:
+                yield f"{head}: {'; '.join(candidate.reasons)}"
+        others = [c.experts.__name__ for c in candidates if c not in shown]
+        if others:
+            yield f"     {backend} for other quant keys: {', '.join(others)}"
+
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """JSON-ready form, every reason of every candidate."""
         return {
             "scheme": self.scheme,
             "device": self.device.arch,
