@@ -95,7 +95,8 @@ def test_classes_for_other_keys_share_a_line_where_another_class_of_the_backend_
     assert lines[-2].startswith("  -> plain [ToyExperts]: fits")
     assert lines[-1] == "     plain for other quant keys: OtherKeysExperts"
     other = OtherOracle().select(CONFIG, weight_key=None, activation_key=None, device=CPU).report.candidates[-1]
-    assert other.reasons and not other.takes_keys
+    assert other.reasons
+    assert not other.takes_keys
     with pytest.raises(SelectionError, match=r"no gpu \[GpuToyExperts\]: .*does not read weights"):
         OtherOracle().select(
             CONFIG, weight_key=kFp8StaticChannelSym, activation_key=kFp8DynamicTokenSym, moe_backend="gpu", device=CPU
