@@ -26,6 +26,10 @@ _TOKENS = (1, 30, 600, 20000)
 _MAX_SPILLS = 64
 #: weight rows with masks in both directions keep them in registers too
 _MAX_SPILLS_ODD = 448
+#: float32 products have no matrix units, and Triton holds both operands of a step in registers
+_MAX_SPILLS_FLOAT32 = 8192
+#: float16 with MXFP8 weights: the product of a step beside the sums
+_MAX_SPILLS_FLOAT16 = 256
 
 
 def specimens(target: DeviceInfo) -> Iterator[Specimen]:
@@ -50,7 +54,8 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
         narrow = upcast_plan(8, 2, 6, 1104, 1008, capability=target.capability, split=False, wide=wide)
         for kind in ("channel", "mxfp8"):
             run = partial(_layer, narrow, 8, 6, 2, 1104, 1008, kind=kind, dtype=dtype)
-            yield Specimen(f"upcast fp8 {kind} {dtype}", run, _MAX_SPILLS)
+            spills = _MAX_SPILLS_FLOAT32 if wide else _MAX_SPILLS_FLOAT16
+            yield Specimen(f"upcast fp8 {kind} {dtype}", run, spills)
     for activation in MoEActivation:
         run = partial(_layer, plan, 8, 6, 2, 1104, 1008, kind="channel", activation=activation)
         yield Specimen(f"upcast fp8 {activation.value}", run, _MAX_SPILLS)
