@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -14,8 +15,32 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped where there is none; the sessions without a GPU do not select them."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--every N`` thins out parametrised tests."""
+    parser.addoption(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of each parametrised test, run the first case and every Nth after it",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Takes every Nth case where that is asked for.
+
+    Tests marked ``gpu`` are skipped where there is none; the sessions without a GPU do not select them.
+    """
+    every = config.getoption("--every")
+    if every > 1:
+        seen: Counter[str] = Counter()
+        kept, left_out = [], []
+        for item in items:
+            test = item.nodeid.partition("[")[0]
+            (left_out if seen[test] % every else kept).append(item)
+            seen[test] += 1
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs a GPU; run with: nox -s 'gpu(sm90)'")

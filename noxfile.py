@@ -88,24 +88,28 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(download_python="never")
 def tests_lowest(session: nox.Session) -> None:
-    """The CPU suite with the lowest versions that the packages allow; kernels compiled for a GPU of either vendor."""
+    """The CPU suite with the lowest versions that the packages allow; kernels compiled for a GPU of either vendor.
+
+    Of parametrised tests every fifth case: what a version changes shows in any of them.
+    """
     paths = [argument for path in PACKAGES for argument in ("--editable", str(path))]
     # the workspace's constraints pin the newest versions: uv must not find them from where it runs
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
         session.install("--upgrade", "--resolution", "lowest-direct", *paths, *group("test"))
     session.run("python", "-c", "import torch, triton; print('torch', torch.__version__, 'triton', triton.__version__)")
-    run_tests(session)
+    run_tests(session, "--every", "5")
     if not session.posargs:
         for target in ("sm90", "gfx950"):
             compile_kernels(session, target)
 
 
-def run_tests(session: nox.Session) -> None:
+def run_tests(session: nox.Session, *arguments: str) -> None:
     """Runs pytest on what needs no GPU, wherever the machine has one or not."""
     environment = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     # one process per core, so one thread each
     environment["OMP_NUM_THREADS"] = "1"
-    session.run("python", "-m", "pytest", "-m", "not gpu", "-n", "auto", *session.posargs, env=environment)
+    options = ["-m", "not gpu", "-n", "auto", "--dist", "worksteal", "--durations", "15", *arguments]
+    session.run("python", "-m", "pytest", *options, *session.posargs, env=environment)
 
 
 @nox.session(download_python="never")

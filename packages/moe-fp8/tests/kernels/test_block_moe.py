@@ -168,7 +168,7 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_plans(plan, device):
-    Layer(21, 512, 384, 5, 3, seed=1).check(device, plan)
+    Layer(11, 512, 256, 3, 2, seed=1).check(device, plan)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

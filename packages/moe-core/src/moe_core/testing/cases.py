@@ -162,8 +162,9 @@ def conformance_cases(
         if not fits:
             for item in row.items():
                 refusals.setdefault(item, reason or "no reason given")
-        # a large batch goes with the smallest layer where time is short
-        return fits and (budget == "full" or case.tokens < 64 or row["shape"] == smallest)
+        # a large batch goes with the smallest layer and one expert per token where time is short
+        light = row["shape"] == smallest and case.config.top_k == 1
+        return fits and (budget == "full" or case.tokens < 64 or light)
 
     fillers = {"tokens": (1, 3, 17), "routing": ROUTINGS[:4]} if budget == "small" else {}
     paired = list(factors) if budget == "full" else PAIRED_IN_SMALL
@@ -311,11 +312,17 @@ def _layer_cases(cases: list[Case], claims: Claims, budget: str, on_gpu: bool) -
     pairs: dict[KeyPair, Case] = {}
     weights: dict[QuantKey | None, Case] = {}
     layouts: dict[FusedMoEActivationFormat, Case] = {}
-    # among many experts a few tokens may meet none that is here
-    for case in sorted(
-        cases, key=lambda c: (c.routing != "uniform" or not c.tokens or c.strided, c.config.num_experts > 64)
-    ):
-        layer = replace(case, tokens=min(max(case.tokens, 3), 17), routing="uniform", strided=False)
+    # an interpreter takes seconds where a GPU takes none
+    most = 17 if on_gpu else 9
+
+    def preference(case: Case) -> tuple[bool, bool, int]:
+        config = case.config
+        cost = 0 if on_gpu else config.hidden_size * config.intermediate_size * config.top_k
+        # among many experts a few tokens may meet none that is here
+        return (case.routing != "uniform" or not case.tokens or case.strided, config.num_experts > 64, cost)
+
+    for case in sorted(cases, key=preference):
+        layer = replace(case, tokens=min(max(case.tokens, 3), most), routing="uniform", strided=False)
         layer = _with_room(layer)
         pairs.setdefault((case.weight_key, case.activation_key), layer)
         weights.setdefault(case.weight_key, layer)
