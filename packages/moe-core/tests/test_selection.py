@@ -116,9 +116,9 @@ def test_selection_takes_under_a_millisecond() -> None:
     oracle = ToyOracle()
 
     def once() -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         oracle.select(CONFIG, weight_key=None, activation_key=None, device=SM90)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     assert min(once() for _ in range(20)) < 1e-3
 
