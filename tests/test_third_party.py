@@ -33,7 +33,10 @@ s13, s2 = torch.rand(4, 2, 2) / 64, torch.rand(4, 2, 1) / 64
 oracle = mc.oracle("fp8")
 added = [b for b in oracle.table() if b.name == "preloaded"]
 assert len(added) == 1 and added[0].origin == "moe-example-backend 0.1.0", oracle.table()
-selection = oracle.select(config, weight_key=mc.kFp8Static128BlockSym, activation_key=None, device="cpu")
+keys = {"weight_key": mc.kFp8Static128BlockSym, "activation_key": None}
+found = oracle.select(config, **keys, device="cpu").report  # the scheme's own backends come first
+assert any(c.backend == "preloaded" and c.fits for c in found.candidates), found
+selection = oracle.select(config, **keys, device="cpu", moe_backend="preloaded")
 assert selection.backend == "preloaded", selection.report
 weights = oracle.convert(selection, w13=w13, w2=w2, w13_scale=s13, w2_scale=s2)
 y = oracle.make_kernel(selection, weights).apply(x, topk_weights=tw, topk_ids=ids)
@@ -118,7 +121,7 @@ def changed(tmp_path: Path, root: Path) -> Callable[[str, str, str, str], str]:
     return install
 
 
-def test_backend_of_another_package_is_found_chosen_and_right(run_python: Run, installed: str) -> None:
+def test_backend_of_another_package_is_found_taken_by_name_and_right(run_python: Run, installed: str) -> None:
     assert run_python(BACKEND, PYTHONPATH=installed).strip() == "ok"
 
 
