@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from moe_core.config import FusedMoEConfig
 from moe_core.gemm.combine_kernel import combine_kernel
 from moe_core.gemm.plan import TileConfig, max_tiles
 from moe_core.gemm.schedule import batched_locate, batched_tiles, sorted_locate, sorted_tiles
@@ -43,6 +44,14 @@ class Activation:
     alpha: float = 1.0
     beta: float = 0.0
     limit: float | None = None
+
+    @staticmethod
+    def of(config: FusedMoEConfig) -> Activation:
+        """The activation of a layer; parameters that it does not have stand at values that change nothing."""
+        params = config.params
+        alpha = 1.0 if params.alpha is None else params.alpha
+        beta = 0.0 if params.beta is None else params.beta
+        return Activation(config.activation.value, alpha, beta, params.limit)
 
     @property
     def gated(self) -> bool:

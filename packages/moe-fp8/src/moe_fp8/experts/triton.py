@@ -143,7 +143,7 @@ class TritonFp8BlockExperts(FusedMoEExpertsModular):
 
         from moe_fp8.kernels.block_moe import block_fp8_fused_moe
 
-        config, params, quant = self.config, self.config.params, weights.quant_config
+        config, quant = self.config, weights.quant_config
         if quant.w1_scale is None or quant.w2_scale is None:
             raise TensorError("the quant config of block FP8 weights holds w1_scale and w2_scale")
         if self.batched and expert_tokens is None:
@@ -161,12 +161,7 @@ class TritonFp8BlockExperts(FusedMoEExpertsModular):
             workspace=workspace,
             plan=self.plan(hidden_states.shape[-2], hidden_states.is_cuda),
             block_shape=self.block_shape,
-            activation=Activation(
-                config.activation.value,
-                1.0 if params.alpha is None else params.alpha,
-                0.0 if params.beta is None else params.beta,
-                params.limit,
-            ),
+            activation=Activation.of(config),
             w13_bias=quant.w1_bias,
             w2_bias=quant.w2_bias,
             expert_map=expert_map,

@@ -150,7 +150,7 @@ class TritonFp8Experts(FusedMoEExpertsModular):
 
         from moe_fp8.kernels.rows_moe import ActivationScales, row_fp8_fused_moe
 
-        config, params, quant = self.config, self.config.params, weights.quant_config
+        config, quant = self.config, weights.quant_config
         if quant.w1_scale is None or quant.w2_scale is None:
             raise TensorError("the quant config of FP8 weights holds w1_scale and w2_scale")
         if self.batched and expert_tokens is None:
@@ -165,12 +165,7 @@ class TritonFp8Experts(FusedMoEExpertsModular):
             out=output,
             workspace=workspace,
             plan=self.plan(hidden_states.shape[-2], hidden_states.is_cuda),
-            activation=Activation(
-                config.activation.value,
-                1.0 if params.alpha is None else params.alpha,
-                0.0 if params.beta is None else params.beta,
-                params.limit,
-            ),
+            activation=Activation.of(config),
             topk_weights=None if self.batched else topk_weights,
             topk_ids=None if self.batched else topk_ids,
             expert_num_tokens=expert_tokens.expert_num_tokens if self.batched and expert_tokens is not None else None,

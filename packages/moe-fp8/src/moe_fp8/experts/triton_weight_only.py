@@ -156,13 +156,8 @@ class TritonFp8UpcastExperts(FusedMoEExpertsModular):
 
         from moe_fp8.kernels.upcast_moe import upcast_batched_moe, upcast_fused_moe
 
-        config, params = self.config, self.config.params
-        activation = Activation(
-            config.activation.value,
-            1.0 if params.alpha is None else params.alpha,
-            0.0 if params.beta is None else params.beta,
-            params.limit,
-        )
+        config = self.config
+        activation = Activation.of(config)
         kernel_weights = self.kernel_weights(weights)
         plan = self.plan(hidden_states.shape[-2], on_gpu=hidden_states.is_cuda)
         if self.activation_format is FusedMoEActivationFormat.BATCHED:
