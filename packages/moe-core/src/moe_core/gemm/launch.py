@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from moe_core.config import FusedMoEConfig
@@ -94,7 +95,7 @@ class Routing:
 
 @dataclass(frozen=True, eq=False)
 class TileFunctions:
-    """A scheme's `@triton.jit` functions; see `moe_core.gemm.tile_kernel`."""
+    """A scheme's `@triton.jit` functions, and the type of the sum that ``multiply`` adds to; see the tile kernel."""
 
     open_a: Any
     load_a: Any
@@ -103,6 +104,7 @@ class TileFunctions:
     multiply: Any
     finish: Any = None
     prefetch_b: Any = None
+    accumulate: Any = tl.float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,6 +212,7 @@ def grouped_product(
         PIECES=pieces,
         # the up product before it has waited for the sort, and whatever that depended on
         EARLY=pdl and not up,
+        ACC=functions.accumulate,
         pdl=pdl,
         # rows that 16-byte copies cannot reach go through registers: share them among more threads
         num_warps=config.num_warps if b.aligned else 8,

@@ -157,6 +157,7 @@ def grouped_tile_kernel(
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
     EARLY: tl.constexpr,
+    ACC: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile per program; programs beyond the last tile return at once.
@@ -168,6 +169,7 @@ def grouped_tile_kernel(
     read whole tiles.
     EARLY, with PDL: the schedule and the weights may be read before the kernel that this one depends on has ended.
     With SPLIT > 1 an up product stores its halves side by side, [gate N | up N], without bias and activation.
+    ACC is the type of the running sum; `finish` makes float32 of any other.
     """
     if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
@@ -185,8 +187,8 @@ def grouped_tile_kernel(
 
     SHAPE_0: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     SHAPE_1: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
-    acc = tl.zeros((SHAPE_0, SHAPE_1), dtype=tl.float32)
-    acc_up = tl.zeros((SHAPE_0, SHAPE_1), dtype=tl.float32)
+    acc = tl.zeros((SHAPE_0, SHAPE_1), dtype=ACC)
+    acc_up = tl.zeros((SHAPE_0, SHAPE_1), dtype=ACC)
     b_state = open_b(B, expert, 0, n, N, BLOCK_N)
     up_state = open_b(B, expert, 1 if GATED else 0, n, N, BLOCK_N)
     if PDL and EARLY:
