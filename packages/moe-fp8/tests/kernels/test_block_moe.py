@@ -195,6 +195,22 @@ def test_other_blocks(block, device):
     Layer(9, 320, 200, 3, 2, block=block, seed=5).check(device, plan_of(16, block_n=block[1], swap=True))
 
 
+def with_zeros_of_the_largest_scale(layer):
+    """In each matrix a block of zeros with the largest power of two for a scale, under activations with scales over 2."""
+    for values, scales, exact in ((layer.w13, layer.s13, layer.exact13), (layer.w2, layer.s2, layer.exact2)):
+        rows, columns = layer.block
+        scales[:, 0, 1] = 2.0**127
+        values.view(torch.uint8)[:, :rows, columns : 2 * columns] = 0
+        exact[:, :rows, columns : 2 * columns] = 0.0
+    layer.x *= 2.0**16
+    return layer
+
+
+@pytest.mark.parametrize("plan", [PLANS["swapped"], PLANS["plain"], PLANS["split"]], ids=["swapped", "plain", "split"])
+def test_zeros_have_any_scale(plan, device):
+    with_zeros_of_the_largest_scale(Layer(9, 256, 256, 3, 2, seed=10)).check(device, plan)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 17, 64])
 def test_rule(tokens, device):
     Layer(tokens, 256, 128, 8, 2, dtype=torch.float32, seed=6).check(device)
@@ -255,6 +271,15 @@ def test_specialised(rows, name, device):
         Layer(rows, 528, 400, 3, 2, name=name, bias=True, mapped=True, seed=8).check(
             device, TilePlan(config, config, pdl)
         )
+
+
+@pytest.mark.gpu
+def test_zeros_have_any_scale_specialised(device):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is Hopper's own")
+    config = TileConfig(128, 128, 4, 4, 8, specialised=True)
+    layer = with_zeros_of_the_largest_scale(Layer(300, 256, 256, 3, 2, seed=10))
+    layer.check(device, TilePlan(config, config, pdl=True))
 
 
 @pytest.mark.parametrize("capability", [0, 89, 90, 100, 120])

@@ -11,12 +11,15 @@ This file is the model for another scheme: write these functions and nothing els
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from moe_core.gemm.epilogue import NAN
 from moe_core.gemm.narrow import divide, narrow_e4m3
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
 
 E4M3_MAX = tl.constexpr(448.0)
+FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 # the smallest amax that a scale is made from: keeps the scale of an all-zero group normal and finite
 AMAX_FLOOR = tl.constexpr(1e-10)
 
@@ -82,7 +85,8 @@ def prefetch_weights(state, K):
 @triton.jit
 def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + (a @ b.T) * scales; a_scale [BLOCK_M], b_scale a scalar."""
-    scale = a_scale * b_scale
+    # never infinity: weights of zero may have any scale, and 0 * infinity is no number
+    scale = tl.minimum(a_scale * b_scale, FLOAT32_MAX, propagate_nan=NAN)
     if SWAP:
         return acc + tl.dot(b, tl.trans(a), out_dtype=tl.float32) * scale[None, :]
     else:

@@ -5,10 +5,12 @@ Each returns the scaled float32 products [64, 128] of both blocks, and the numbe
 
 from __future__ import annotations
 
+from moe_core.gemm.epilogue import NAN
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from moe_fp8.kernels.block import FLOAT32_MAX
 from moe_fp8.kernels.hopper_pipeline import HALF, TILE, barrier
 
 
@@ -54,8 +56,9 @@ def multiply_blocks(
     scale_1 = gl.load(second_scale)
     for k in range(steps):
         slot = turn % STAGES
-        by_0 = row_scale * scale_0
-        by_1 = row_scale * scale_1
+        # never infinity: weights of zero may have any scale, and 0 * infinity is no number
+        by_0 = gl.minimum(row_scale * scale_0, FLOAT32_MAX, propagate_nan=NAN)
+        by_1 = gl.minimum(row_scale * scale_1, FLOAT32_MAX, propagate_nan=NAN)
         # for the next step; the last one reads its own again
         following = gl.minimum(k + 1, steps - 1)
         row_scale = gl.load(scales + following)
