@@ -196,7 +196,7 @@ def test_other_blocks(block, device):
 
 
 def with_zeros_of_the_largest_scale(layer):
-    """In each matrix a block of zeros with the largest power of two for a scale, under activations with scales over 2."""
+    """In each matrix a block of zeros with the largest power of two as its scale; activations with scales over 2."""
     for values, scales, exact in ((layer.w13, layer.s13, layer.exact13), (layer.w2, layer.s2, layer.exact2)):
         rows, columns = layer.block
         scales[:, 0, 1] = 2.0**127
