@@ -106,6 +106,25 @@ def test_mxfp8_is_said_by_the_key_and_needs_its_scale_type() -> None:
         assert blocks.weight_key == qk.kFp8Static128BlockE8M0Sym
 
 
+def test_int8_activations_follow_the_arguments() -> None:
+    scales = {"w1_scale": S, "w2_scale": S}
+    zero = torch.zeros(1, dtype=torch.int32)
+    assert int8_w8a8_moe_quant_config(**scales).activation_key == qk.kInt8DynamicTokenSym
+    static = {**scales, "a1_scale": S, "a2_scale": S}
+    assert int8_w8a8_moe_quant_config(**static).activation_key == qk.kInt8StaticTensorSym
+    shifted = int8_w8a8_moe_quant_config(**static, a1_zp=zero, a2_zp=zero)
+    assert shifted.activation_key == qk.kInt8StaticTensorAsym
+    assert shifted.a1_zp is zero
+    assert shifted.a2_zp is zero
+    for arguments, message in (
+        ({**static, "a1_zp": zero}, "a2_zp is missing, but the activation key kInt8StaticTensorAsym"),
+        ({**static, "a2_zp": zero}, "a2_zp is given, but the activation key kInt8StaticTensorSym"),
+        ({**scales, "a1_zp": zero, "a2_zp": zero}, "a1_zp is given, but the activation key kInt8DynamicTokenSym"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            int8_w8a8_moe_quant_config(**arguments)
+
+
 def test_biases_and_scales_land_where_they_belong() -> None:
     tensors = {name: torch.tensor([float(i)]) for i, name in enumerate(("w1_scale", "w2_scale", "w1_bias", "w2_bias"))}
     quant = fp8_w8a16_moe_quant_config(**tensors)

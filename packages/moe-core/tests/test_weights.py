@@ -183,6 +183,60 @@ def test_column_groups_out_of_range_are_found() -> None:
         weights.validate(CONFIG, values=True)
 
 
+def int8_weights(activation_key: qk.QuantKey, **changed: torch.Tensor) -> MoEWeights:
+    given = {
+        "w13": torch.full((3, 384, 256), -128, dtype=torch.int8),  # symmetric, and allowed all the same
+        "w2": torch.ones(3, 256, 192, dtype=torch.int8),
+        "w13_scale": torch.ones(3, 384, 1),
+        "w2_scale": torch.ones(3, 256, 1),
+        **changed,
+    }
+    return MoEWeights(weight_key=qk.kInt8StaticChannelSym, activation_key=activation_key, **given)
+
+
+def test_static_zero_points_come_with_their_key() -> None:
+    scales = {"w13_input_scale": torch.ones(3), "w2_input_scale": torch.ones(3)}
+    zero = {name: torch.zeros(3, dtype=torch.int32) for name in ("w13_input_zero_point", "w2_input_zero_point")}
+    int8_weights(qk.kInt8StaticTensorAsym, **scales, **zero).validate(CONFIG, values=True)
+    int8_weights(qk.kInt8DynamicTokenAsym).validate(CONFIG, values=True)
+    for key, given, message in (
+        (qk.kInt8StaticTensorAsym, scales, "w13_input_zero_point is missing, but the activation key is kInt8Static"),
+        (qk.kInt8StaticTensorSym, {**scales, **zero}, "w13_input_zero_point is given, but the activation key is kInt"),
+        (qk.kInt8DynamicTokenAsym, zero, "w13_input_zero_point is given, but"),
+        (
+            qk.kInt8StaticTensorAsym,
+            {**scales, **zero, "w2_input_zero_point": torch.zeros(1, dtype=torch.int32)},
+            r"w2_input_zero_point has shape \[1\], expected \[3\]",
+        ),
+        (
+            qk.kInt8StaticTensorAsym,
+            {**scales, **zero, "w2_input_zero_point": torch.zeros(3)},
+            "w2_input_zero_point has dtype torch.float32, expected torch.int32",
+        ),
+    ):
+        with pytest.raises(TensorError, match=message):
+            int8_weights(key, **given).validate(CONFIG)
+    far = torch.tensor([0, 128, 0], dtype=torch.int32)
+    weights = int8_weights(qk.kInt8StaticTensorAsym, **scales, **{**zero, "w2_input_zero_point": far})
+    with pytest.raises(TensorError, match=r"w2_input_zero_point is 128 at \[1\], expected -128 to 127: codes of int8"):
+        weights.validate(CONFIG, values=True)
+
+
+def test_codes_of_four_bits_in_bytes_are_in_range() -> None:
+    weights = MoEWeights(
+        weight_key=qk.kInt4W4A8StaticChannelSym,
+        activation_key=qk.kInt8DynamicTokenSym,
+        w13=torch.full((3, 384, 256), -8, dtype=torch.int8),
+        w2=torch.full((3, 256, 192), 7, dtype=torch.int8),
+        w13_scale=torch.ones(3, 384, 1),
+        w2_scale=torch.ones(3, 256, 1),
+    )
+    weights.validate(CONFIG, values=True)
+    weights.w2[1, 2, 3] = 8
+    with pytest.raises(TensorError, match=r"w2 is 8 at \[1, 2, 3\], expected -8 to 7: codes of int4"):
+        weights.validate(CONFIG, values=True)
+
+
 def test_nan_codes_are_found() -> None:
     codes = torch.zeros(4, dtype=torch.uint8)
     codes[2] = 0xFF

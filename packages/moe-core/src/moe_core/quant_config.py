@@ -26,6 +26,7 @@ from moe_core.quant_key import (
     kFp8StaticTensorSym,
     kInt8DynamicTokenSym,
     kInt8StaticChannelSym,
+    kInt8StaticTensorAsym,
     kInt8StaticTensorSym,
     kMxfp4Static,
     kMxfp8Dynamic,
@@ -110,6 +111,14 @@ class FusedMoEQuantConfig:
         return self.a2.scale
 
     @property
+    def a1_zp(self) -> Tensor | None:
+        return self.a1.zero_point
+
+    @property
+    def a2_zp(self) -> Tensor | None:
+        return self.a2.zero_point
+
+    @property
     def has_bias(self) -> bool:
         return self.w1.bias is not None or self.w2.bias is not None
 
@@ -155,6 +164,8 @@ def make_quant_config(
     w2_g_idx: Tensor | None = None,
     a1_scale: Tensor | None = None,
     a2_scale: Tensor | None = None,
+    a1_zp: Tensor | None = None,
+    a2_zp: Tensor | None = None,
 ) -> FusedMoEQuantConfig:
     """A quant config from its keys and tensors; the named builders are cases of it.
 
@@ -176,9 +187,15 @@ def make_quant_config(
             raise ConfigError(f"{name}_scale is missing, but the activation key {activation_key} is static")
         if not static_activations and scale is not None:
             raise ConfigError(f"{name}_scale is given, but the activation key {activation_key} has no static scale")
+    static_zero_points = static_activations and activation_key is not None and not activation_key.symmetric
+    for name, zero_point in (("a1", a1_zp), ("a2", a2_zp)):
+        if static_zero_points and zero_point is None:
+            raise ConfigError(f"{name}_zp is missing, but the activation key {activation_key} has static zero points")
+        if not static_zero_points and zero_point is not None:
+            raise ConfigError(f"{name}_zp is given, but the activation key {activation_key} has no static zero points")
     return FusedMoEQuantConfig(
-        a1=FusedMoEQuantDesc(key=activation_key, scale=a1_scale),
-        a2=FusedMoEQuantDesc(key=activation_key, scale=a2_scale),
+        a1=FusedMoEQuantDesc(key=activation_key, scale=a1_scale, zero_point=a1_zp),
+        a2=FusedMoEQuantDesc(key=activation_key, scale=a2_scale, zero_point=a2_zp),
         w1=FusedMoEQuantDesc(
             key=weight_key,
             scale=w1_scale,
@@ -311,18 +328,23 @@ def int8_w8a8_moe_quant_config(
     a2_scale: Tensor | None = None,
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
+    a1_zp: Tensor | None = None,
+    a2_zp: Tensor | None = None,
     per_act_token_quant: bool = True,
 ) -> FusedMoEQuantConfig:
-    """int8 weights per output channel; activations dynamic per token, or static per tensor."""
+    """int8 weights per output channel; activations dynamic per token, or static per tensor ([E], with zero points)."""
     if not per_act_token_quant and a1_scale is None:
         raise ConfigError("int8 activations are dynamic per token, or static with a1_scale and a2_scale")
+    static = kInt8StaticTensorSym if a1_zp is None else kInt8StaticTensorAsym
     return make_quant_config(
         weight_key=kInt8StaticChannelSym,
-        activation_key=kInt8StaticTensorSym if a1_scale is not None else kInt8DynamicTokenSym,
+        activation_key=static if a1_scale is not None else kInt8DynamicTokenSym,
         w1_scale=w1_scale,
         w2_scale=w2_scale,
         a1_scale=a1_scale,
         a2_scale=a2_scale,
+        a1_zp=a1_zp,
+        a2_zp=a2_zp,
         w1_bias=w1_bias,
         w2_bias=w2_bias,
     )

@@ -172,6 +172,7 @@ kMxfp4Dynamic = QuantKey(FP4_E2M1, _scale(_E8M0, False, 1, 32), packing=PACKED_4
 
 kInt8StaticChannelSym = QuantKey(INT8, _scale(_F32, True, 1, -1))
 kInt8StaticTensorSym = QuantKey(INT8, _scale(_F32, True, -1, -1))
+kInt8StaticTensorAsym = QuantKey(INT8, _scale(_F32, True, -1, -1), symmetric=False)
 kInt8DynamicTokenSym = QuantKey(INT8, _scale(_F32, False, 1, -1))
 kInt8DynamicTokenAsym = QuantKey(INT8, _scale(_F32, False, 1, -1), symmetric=False)
 kInt8DynamicTensorSym = QuantKey(INT8, _scale(_F32, False, -1, -1))

@@ -190,7 +190,9 @@ class Steps:
             scales: Tensor | None = getattr(self.weights, f"{name}_input_scale")
             if scales is None:
                 raise TensorError(f"{name}_input_scale is missing, the activation key is {key}")
-            x = self.round(fake_quantize(x, key, scale=scales[expert]))
+            zero_points: Tensor | None = getattr(self.weights, f"{name}_input_zero_point")
+            zero_point = None if zero_points is None else zero_points[expert]
+            x = self.round(fake_quantize(x, key, scale=scales[expert], zero_point=zero_point))
         result = x @ self.weight(name, expert).T
         bias: Tensor | None = getattr(self.weights, f"{name}_bias")
         return result if bias is None else result + bias[expert].to(self.wide)

@@ -13,7 +13,8 @@ Reading the token counts on the host synchronises with a GPU; the claims say ``c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -61,6 +62,8 @@ class TorchExperts(FusedMoEExpertsModular):
                 w2_g_idx=weights.w2_g_idx,
                 a1_scale=weights.w13_input_scale,
                 a2_scale=weights.w2_input_scale,
+                a1_zp=weights.w13_input_zero_point,
+                a2_zp=weights.w2_input_zero_point,
             ),
         )
 
@@ -96,13 +99,13 @@ class TorchExperts(FusedMoEExpertsModular):
     def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
         """``x`` [R, K] float32 as the matrix product sees it: quantised as the activation key says.
 
-        ``scale``: an expert's own, where the key is static; then ``x`` are that expert's rows.  Otherwise they are all
-        rows that a scale may span.
+        ``scale``: an expert's own, where the key is static; then ``x`` are that expert's rows, and ``desc`` holds its
+        zero point.  Otherwise they are all rows that a scale may span.
         """
         if desc.key is None:
             # 16-bit activations enter the product in the layer's dtype
             return x.to(self.config.dtype).float()
-        return fake_quantize(x, desc.key, scale=scale)
+        return fake_quantize(x, desc.key, scale=scale, zero_point=None if scale is None else desc.zero_point)
 
     def first(self, x: Tensor, weights: KernelWeights, expert: int) -> Tensor:
         """Activated values [R, N] of one expert's rows ``x`` [R, K], all float32."""
@@ -188,19 +191,15 @@ class TorchExperts(FusedMoEExpertsModular):
         def hidden(expert: int, place: slice) -> Tensor:
             own = x[rows[place]]
             if static:
-                own = self.quantized(own, quant.a1, _of_expert(quant.a1.scale, expert))
+                own = self._static(own, quant.a1, expert)
             return self.first(own, weights, expert)
 
         def result(expert: int, h: Tensor) -> Tensor:
             if static:
-                h = self.quantized(h, quant.a2, _of_expert(quant.a2.scale, expert))
+                h = self._static(h, quant.a2, expert)
             return self.second(h, weights, expert)
 
-        groups, start = [], 0
-        for expert, count in enumerate(counts):
-            if count:
-                groups.append((expert, slice(start, start + count)))
-                start += count
+        groups = expert_slices(counts)
         if key is None or static or not key.group_shape.is_per_tensor:
             for expert, place in groups:
                 h = hidden(expert, place)
@@ -210,6 +209,26 @@ class TorchExperts(FusedMoEExpertsModular):
             for expert, place in groups:
                 yield place, result(expert, together[place])
 
+    def _static(self, x: Tensor, desc: FusedMoEQuantDesc, expert: int) -> Tensor:
+        own = of_expert(desc, expert)
+        return self.quantized(x, own, own.scale)
 
-def _of_expert(scale: Tensor | None, expert: int) -> Tensor | None:
-    return None if scale is None else scale[expert]
+
+def expert_slices(counts: Sequence[int]) -> list[tuple[int, slice]]:
+    """(expert, where its pairs are) of every expert that has any, where pairs are sorted by expert."""
+    found, start = [], 0
+    for expert, count in enumerate(counts):
+        if count:
+            found.append((expert, slice(start, start + count)))
+            start += count
+    return found
+
+
+def of_expert(desc: FusedMoEQuantDesc, expert: int) -> FusedMoEQuantDesc:
+    """Static activations of one expert: its scale and zero point [] of those of all, [E]."""
+    scale, zero_point = desc.scale, desc.zero_point
+    return replace(
+        desc,
+        scale=None if scale is None else scale[expert],
+        zero_point=None if zero_point is None else zero_point[expert],
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import TensorError, check_dtype, check_shape
-from moe_core.numerics import NumberKind, is_e8m0
+from moe_core.numerics import NumberKind, QuantDtype, is_e8m0
 from moe_core.quant_config import FusedMoEQuantConfig
 from moe_core.quant_key import QuantKey
 
@@ -36,7 +36,8 @@ class MoEWeights:
     - ``w13`` [E, 2N, K] (gate rows, then up rows; [E, N, K] without a gate), ``w2`` [E, K, N];
       packed dtypes divide the last dimension by ``weight_key.packing.values_per_word``
     - ``w13_scale``, ``w2_scale``: see :func:`scale_shape`; zero points have the scale's shape
-    - ``w13_input_scale``, ``w2_input_scale`` [E] float32: static activation scales
+    - ``w13_input_scale``, ``w2_input_scale`` [E] float32: static activation scales; ``w13_input_zero_point``,
+      ``w2_input_zero_point`` [E] int32: their zero points, for keys that have them
     - ``w13_bias`` [E, 2N], ``w2_bias`` [E, K]
     - ``w13_g_idx``, ``w2_g_idx`` [E, K] int32: the group of each column, for permuted keys
 
@@ -53,6 +54,8 @@ class MoEWeights:
     w2_zero_point: Tensor | None = None
     w13_input_scale: Tensor | None = None
     w2_input_scale: Tensor | None = None
+    w13_input_zero_point: Tensor | None = None
+    w2_input_zero_point: Tensor | None = None
     w13_bias: Tensor | None = None
     w2_bias: Tensor | None = None
     w13_g_idx: Tensor | None = None
@@ -84,7 +87,8 @@ class MoEWeights:
         """Raise TensorError for a tensor that does not fit ``config`` and the keys.
 
         With ``values`` also look into scales (NaN, Inf, negative; 0 where one scale covers a whole matrix or is divided
-        by), biases (NaN, Inf), fp8 codes (NaN), column groups (out of range): reads every byte and synchronises.
+        by), biases (NaN, Inf), codes (NaN; 4-bit ones in bytes: out of range), zero points and column groups (out of
+        range): reads every byte and synchronises.
         """
         experts, hidden, inter = config.local_experts, config.hidden_size, config.intermediate_size
         parts = 2 if config.is_gated else 1
@@ -116,6 +120,7 @@ class MoEWeights:
             for name, tensor in self.tensors():
                 check_values(name, tensor, scale=name.endswith("_scale"), positive=name in self._never_zero())
             self._check_groups()
+            self._check_codes()
 
     def _never_zero(self) -> set[str]:
         """Scales of whole matrices, where 0 would lose every weight, and those that activations are divided by."""
@@ -123,6 +128,17 @@ class MoEWeights:
         if self.weight_key is not None and self.weight_key.group_shape.is_per_tensor:
             names |= {"w13_scale", "w2_scale"}
         return names
+
+    def _check_codes(self) -> None:
+        """Integer codes in storage wider than they are, and static zero points."""
+        activation, key = self.activation_key, self.weight_key
+        if key is not None and key.packing is None and key.dtype.kind is NumberKind.INT and key.dtype.bits < 8:
+            for name in ("w13", "w2"):
+                check_range(name, getattr(self, name), key.dtype)
+        for name in ("w13_input_zero_point", "w2_input_zero_point"):
+            zero_point: Tensor | None = getattr(self, name)
+            if zero_point is not None and activation is not None:
+                check_range(name, zero_point, activation.dtype)
 
     def _check_groups(self) -> None:
         for name in ("w13", "w2"):
@@ -146,6 +162,11 @@ class MoEWeights:
                 f"the activation key is {activation or '16-bit'}",
                 (experts,),
             ),
+            "input_zero_point": (
+                activation is not None and activation.is_static and not activation.symmetric,
+                f"the activation key is {activation or '16-bit'}",
+                (experts,),
+            ),
             "g_idx": (key is not None and key.permuted, f"the weight key is {key or '16-bit'}", (experts, cols)),
         }
         for suffix, (needed, because, shape) in wanted.items():
@@ -157,6 +178,7 @@ class MoEWeights:
                 dtypes: dict[str, tuple[torch.dtype, ...]] = {
                     "g_idx": (torch.int32,),
                     "input_scale": (torch.float32,),
+                    "input_zero_point": (torch.int32,),
                     "bias": (torch.float32, torch.bfloat16, torch.float16),
                 }
                 check_dtype(f"{name}_{suffix}", tensor, dtypes[suffix])
@@ -171,6 +193,17 @@ def storage_dtypes(key: QuantKey | None) -> tuple[torch.dtype, ...]:
     if key.dtype.kind is NumberKind.FLOAT:
         return {"e4m3": (torch.float8_e4m3fn,), "e5m2": (torch.float8_e5m2,)}[key.dtype.name]
     return (torch.int8,) if key.dtype.kind is NumberKind.INT else (torch.uint8,)
+
+
+def check_range(name: str, tensor: Tensor, dtype: QuantDtype) -> None:
+    """Raise TensorError for integers that no code of ``dtype`` is."""
+    bad = (tensor < dtype.min_value) | (tensor > dtype.max_value)
+    if bool(bad.any()):
+        at = [int(i) for i in bad.nonzero()[0]]
+        raise TensorError(
+            f"{name} is {int(tensor[tuple(at)])} at {at}, expected {int(dtype.min_value)} to {int(dtype.max_value)}: "
+            f"codes of {dtype.name}"
+        )
 
 
 def check_values(name: str, tensor: Tensor, *, scale: bool, positive: bool = False) -> None:

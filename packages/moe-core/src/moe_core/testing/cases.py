@@ -318,8 +318,9 @@ def _layer_cases(cases: list[Case], claims: Claims, budget: str, on_gpu: bool) -
     def preference(case: Case) -> tuple[bool, bool, int]:
         config = case.config
         cost = 0 if on_gpu else config.hidden_size * config.intermediate_size * config.top_k
-        # among many experts a few tokens may meet none that is here
-        return (case.routing != "uniform" or not case.tokens or case.strided, config.num_experts > 64, cost)
+        # a few tokens may meet no expert that is here: among many, or one for each token
+        missed = config.num_experts > 64 or (config.local_experts < config.num_experts and config.top_k == 1)
+        return (case.routing != "uniform" or not case.tokens or case.strided, missed, cost)
 
     for case in sorted(cases, key=preference):
         layer = replace(case, tokens=min(max(case.tokens, 3), most), routing="uniform", strided=False)

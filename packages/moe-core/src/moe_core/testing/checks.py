@@ -168,7 +168,8 @@ def check_reload(experts: type[FusedMoEExperts], case: Case, place: Place) -> No
         raise AssertionError("reloading moved a tensor: captured graphs would read the old memory")
     if not same_bits(result, expected):
         raise AssertionError("after reloading, the result is not that of a fresh kernel")
-    if same_bits(first, result):
+    # zeros where no token met an expert on this rank: other weights change nothing then
+    if same_bits(first, result) and bool(result.any()):
         raise AssertionError("after reloading, the result is still that of the old weights")
 
 

@@ -20,7 +20,7 @@ from moe_core.activation import MoEActivation
 from moe_core.config import FusedMoEConfig
 from moe_core.numerics import NumberKind, is_e8m0
 from moe_core.quant_key import QuantKey
-from moe_core.quantization import Grid, quantize_moe_weights, quantize_weight
+from moe_core.quantization import Grid, quantize_moe_weights, quantize_weight, scale_of_range
 from moe_core.reference import Steps, route_pairs
 from moe_core.weights import MoEWeights
 
@@ -256,18 +256,35 @@ def _calibrated(weights: MoEWeights, config: FusedMoEConfig, key: QuantKey, seed
     """Static input scales from random tokens, each expert's own."""
     inputs = make_inputs(replace(config, num_local_experts=None), 64, seed=seed + 1)
     steps = Steps(replace(weights, activation_key=None), config, torch.float64, None, None)
-    amax = []
+    hidden = []
     # every expert sees every token, so that each has a scale
     everywhere = replace(config, top_k=config.num_experts, apply_router_weight_on_input=False)
     ids = torch.arange(config.num_experts).expand(len(inputs.x), -1)
     identity = torch.full((config.num_experts,), -1, dtype=torch.int32)
     identity[: config.local_experts] = torch.arange(config.local_experts, dtype=torch.int32)
     for expert, _ in route_pairs(everywhere, ids, identity).by_expert:
-        amax.append(steps.first_product(expert, inputs.x.double()).abs().max())
-    largest = key.dtype.max_value
-    # a little below the largest value seen, so that a few values saturate
-    w2_scale = (0.9 * torch.stack(amax) / largest).float()
+        h = steps.first_product(expert, inputs.x.double())
+        hidden.append(torch.stack((h.min(), h.max())))
     # every expert sees the same tokens here: others, in a model, so their scales differ
     spread = _magnitudes((config.local_experts,), torch.Generator().manual_seed(seed + 2)).sqrt()
-    w13_scale = (0.9 * inputs.x.float().abs().max() / largest * spread).float()
-    return replace(weights, w13_input_scale=w13_scale, w2_input_scale=w2_scale)
+    x = inputs.x.double()
+    w13_scale, w13_zero_point = _static_scale(torch.stack((x.min(), x.max())) * spread[:, None].double(), key)
+    w2_scale, w2_zero_point = _static_scale(torch.stack(hidden), key)
+    return replace(
+        weights,
+        w13_input_scale=w13_scale,
+        w2_input_scale=w2_scale,
+        w13_input_zero_point=w13_zero_point,
+        w2_input_zero_point=w2_zero_point,
+    )
+
+
+def _static_scale(ranges: Tensor, key: QuantKey) -> tuple[Tensor, Tensor | None]:
+    """Scales [E] and zero points [E] of the smallest and largest values [E, 2]."""
+    # a little inside what was seen, so that a few values saturate
+    low, high = (0.9 * ranges).unbind(1)
+    if not key.symmetric:
+        # a range that is not symmetric, whatever the sample, so that zero points matter
+        low = 0.75 * low
+    scale, zero_point = scale_of_range(low, high, key)
+    return scale.float(), zero_point

@@ -170,7 +170,7 @@ def expected_output(
         token = routed.token[pairs]
         value, variance = first.value[token], first.element[token]
         if static:
-            again = _spread(value, variance, key, _input_scale(weights, "w13", expert))
+            again = _spread(value, variance, key, *_static(weights, "w13", expert))
             value, variance = again.value, again.element
         w = steps.weight("w13", expert)
         z, z_variance = _product(value, variance, w, _bias(weights, "w13", expert), rounding)
@@ -185,7 +185,7 @@ def expected_output(
     for expert, pairs in experts:
         part = second.rows(pairs)
         if static:
-            part = _spread(part.value, part.element, key, _input_scale(weights, "w2", expert))
+            part = _spread(part.value, part.element, key, *_static(weights, "w2", expert))
         w = steps.weight("w2", expert)
         result[pairs], variance[pairs] = _product(part.value, part.element, w, _bias(weights, "w2", expert), rounding)
         # in the norm over all output columns, an error of h_n counts |w_router W2[:, n]|^2
@@ -285,8 +285,10 @@ class _Spread:
         )
 
 
-def _spread(x: Tensor, variance: Tensor, key: QuantKey | None, scale: Tensor | None) -> _Spread:
-    """Quantise ``x``, whose elements have errors of ``variance``; ``scale`` where it is static."""
+def _spread(
+    x: Tensor, variance: Tensor, key: QuantKey | None, scale: Tensor | None, zero_point: Tensor | None = None
+) -> _Spread:
+    """Quantise ``x``, whose elements have errors of ``variance``; ``scale``, ``zero_point`` where they are static."""
     # 3: the fourth moment of a normal variable, so that mean x peak is the variance of its square or more
     if key is None or not x.numel():
         return _Spread(x, variance, variance, 3 * variance, torch.zeros_like(x))
@@ -299,7 +301,7 @@ def _spread(x: Tensor, variance: Tensor, key: QuantKey | None, scale: Tensor | N
 
     sigma = variance.sqrt()
     outward = torch.where(x < 0, -sigma, sigma)
-    own = quantized(x, scale)
+    own = quantized(x, scale, zero_point)
     base = value(own)
     if not bool(variance.any()):
         zero = torch.zeros_like(x)
@@ -324,9 +326,11 @@ def _spread(x: Tensor, variance: Tensor, key: QuantKey | None, scale: Tensor | N
     return _Spread(base, bound, mean, bound, jump_peak, tuple(jumps))
 
 
-def _input_scale(weights: MoEWeights, name: str, expert: int) -> Tensor | None:
+def _static(weights: MoEWeights, name: str, expert: int) -> tuple[Tensor | None, Tensor | None]:
+    """Scale and zero point of the expert's activations."""
     scale: Tensor | None = getattr(weights, f"{name}_input_scale")
-    return None if scale is None else scale[expert]
+    zero_point: Tensor | None = getattr(weights, f"{name}_input_zero_point")
+    return None if scale is None else scale[expert], None if zero_point is None else zero_point[expert]
 
 
 def _bias(weights: MoEWeights, name: str, expert: int) -> Tensor | None:
