@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from moe_core import FusedMoEActivationFormat, FusedMoEConfig, QuantKey
 from moe_core.device import DeviceInfo
 from moe_core.gemm.launch import Routing
@@ -18,9 +20,19 @@ from moe_core.testing.harness import Place
 from moe_core.workspace import Workspace
 from moe_fp8.experts.triton_mxfp8 import TritonMxfp8Experts
 from moe_fp8.experts.triton_weight_only import TritonFp8WeightOnlyExperts
+from moe_fp8.kernels.upcast import arrange_halves
 from moe_fp8.kernels.upcast_moe import UpcastWeights, WeightScale, _down_product
 from moe_fp8.kernels.upcast_rule import upcast_plan
-from moe_fp8.kernels.upcast_workspaces import upcast_workspaces
+from moe_fp8.kernels.upcast_workspaces import HALVES, stored_dtype, upcast_workspaces
+
+
+@triton.jit
+def _arrange_halves(x, out, AXIS: tl.constexpr):
+    row, column = tl.program_id(0) * 16 + tl.arange(0, 16), tl.arange(0, 128)
+    offsets = row[:, None] * 128 + column[None, :] if AXIS == 1 else column[:, None] + row[None, :] * 128
+    values, _ = arrange_halves(tl.load(x + offsets), None, 0, AXIS)
+    tl.store(out + offsets, values)
+
 
 COLUMNS, ROWS = 256, 128
 SMALL = TileConfig(16, 128, 4, 2, swap=True)
@@ -31,11 +43,22 @@ def arranged(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(1, (-1, 32, 2)).transpose(2, 3).flatten(1)
 
 
-def widened(codes: torch.Tensor, scale: torch.Tensor, kind: WeightScale, dtype: torch.dtype, device) -> torch.Tensor:
-    """float32 [ROWS, COLUMNS]: what the down product makes of w2 [ROWS, COLUMNS] and unit vectors."""
-    specs = upcast_workspaces(COLUMNS, 1, 1, ROWS, COLUMNS, dtype=dtype, output_dtype=torch.float32)
+def halves(x: torch.Tensor) -> torch.Tensor:
+    """int32: arranged columns as two bfloat16 halves, the higher ones of 64 columns first."""
+    high = x.bfloat16()
+    both = torch.stack([high, (x - high.float()).bfloat16()]).unflatten(2, (-1, 64))
+    return both.permute(1, 2, 0, 3).reshape(len(x), -1).contiguous().view(HALVES)
+
+
+def widened(
+    codes: torch.Tensor, scale: torch.Tensor, kind: WeightScale, dtype: torch.dtype, device, x: float = 1.0
+) -> torch.Tensor:
+    """float32 [ROWS, COLUMNS]: what the down product makes of w2 [ROWS, COLUMNS] and unit vectors times ``x``."""
+    stored = stored_dtype(dtype, mxfp8_weights=kind is WeightScale.MXFP8, mxfp8_activations=False)
+    specs = upcast_workspaces(COLUMNS, 1, 1, ROWS, COLUMNS, dtype=stored, output_dtype=torch.float32)
     workspace = Workspace(device).take(specs)
-    workspace["h_values"].copy_(arranged(torch.eye(COLUMNS)).to(dtype))
+    rows = arranged(x * torch.eye(COLUMNS))
+    workspace["h_values"].copy_(halves(rows) if stored is HALVES else rows.to(stored))
     ids = torch.zeros(COLUMNS, 1, dtype=torch.int32, device=device)
     order = sort_pairs(ids, 1, 16, workspace=workspace)
     weights = UpcastWeights(codes.to(device)[None], codes.to(device)[None], scale.to(device), scale.to(device), kind)
@@ -67,7 +90,7 @@ def scaled(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     return codes.double() * torch.exp2(exponents.double() - 127).repeat_interleave(32, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_power_of_two_is_exact(dtype: torch.dtype, device: torch.device) -> None:
     codes = every_code()
     exponents = torch.tensor([0, 1, 100, 127, 134, 135, 200, 254]).expand(ROWS, -1).clone()
@@ -75,20 +98,30 @@ def test_every_power_of_two_is_exact(dtype: torch.dtype, device: torch.device) -
     # the largest codes times 2^127 pass what float32 can hold
     fits = (codes.float().abs() < 2) | (exponents < 240).repeat_interleave(32, 1)
     codes = torch.where(fits, codes.float(), 0.0).to(torch.float8_e4m3fn)
-    found = widened(codes, as_words(exponents), WeightScale.MXFP8, dtype, device)
-    error, expected = (found - scaled(codes, exponents)).abs(), scaled(codes, exponents).abs()
+    # of as many bits as a number of the type has
+    x = 1.0 + torch.finfo(dtype).eps
+    found = widened(codes, as_words(exponents), WeightScale.MXFP8, dtype, device, x)
+    expected = (scaled(codes, exponents) * x).float().double()
+    error = (found - expected).abs()
     # below float32's normal numbers matrix units may return 0
     tiny = torch.finfo(torch.float32).tiny
-    assert float(error[expected >= tiny].max()) == 0.0
-    assert float(error[expected < tiny].max()) < tiny
+    assert float(error[expected.abs() >= tiny].max()) == 0.0
+    assert float(error[expected.abs() < tiny].max()) < tiny
 
 
-def test_scales_of_float16_layers_reach_beyond_float16(device: torch.device) -> None:
-    codes = every_code()
-    exponents = torch.full((ROWS, COLUMNS // 32), 60)
-    exponents[::2, 2] = 64
-    found = widened(codes, as_words(exponents), WeightScale.MXFP8, torch.float16, device)
-    assert torch.equal(found.double(), scaled(codes, exponents))
+@pytest.mark.parametrize("axis", [0, 1])
+def test_halves_of_float16_numbers_are_exact(axis: int, device: torch.device) -> None:
+    """Every finite float16 number and the infinities."""
+    x = torch.arange(1 << 16).to(torch.int16).view(torch.float16)
+    x = torch.where(x.isnan(), 0.0, x.float()).view(-1, 128)
+    found = torch.empty(x.shape, dtype=HALVES, device=device)
+    _arrange_halves[(len(x) // 16,)](x.to(device), found, AXIS=axis)
+    pairs = found.cpu().view(torch.bfloat16).float().view(len(x), 2, 2, 64)
+    finite = x.isfinite()
+    assert torch.equal(torch.where(finite, arranged(x), 0.0), torch.where(arranged(finite), pairs.sum(2).flatten(1), 0))
+    assert torch.equal(found.cpu()[finite.all(1)], halves(arranged(x))[finite.all(1)])
+    assert torch.equal(pairs[:, :, 0].flatten(1)[~arranged(finite)], arranged(x)[~arranged(finite)])
+    assert not pairs[:, :, 1].flatten(1)[~arranged(finite)].any()
 
 
 def test_a_scale_that_is_nan_shows(device: torch.device) -> None:

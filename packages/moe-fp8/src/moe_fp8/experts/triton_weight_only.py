@@ -73,13 +73,17 @@ class TritonFp8UpcastExperts(FusedMoEExpertsModular):
         )
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        """Of the products' operands; bfloat16 holds MXFP8's values exactly."""
-        return torch.bfloat16 if self.mxfp8_activations else self.config.dtype
+    def stored_dtype(self) -> torch.dtype:
+        """How the kernels keep x and h."""
+        from moe_fp8.kernels.upcast_workspaces import stored_dtype
+
+        mxfp8_weights = self.weight_key == kMxfp8Static
+        return stored_dtype(self.config.dtype, mxfp8_weights=mxfp8_weights, mxfp8_activations=self.mxfp8_activations)
 
     def plan(self, num_tokens: int, *, on_gpu: bool = True) -> TilePlan:
         """Launch parameters for ``num_tokens`` tokens (batched: rows of each expert)."""
         from moe_fp8.kernels.upcast_rule import upcast_plan
+        from moe_fp8.kernels.upcast_workspaces import HALVES
 
         config, shape = self.config, None if self.weight_key is None else self.weight_key.group_shape
         plan = upcast_plan(
@@ -90,7 +94,8 @@ class TritonFp8UpcastExperts(FusedMoEExpertsModular):
             config.intermediate_size,
             block_k=64 if shape is not None and shape.col == 64 else 128,
             stepwise=shape is not None and shape.row > 1,
-            wide=self.compute_dtype is torch.float32,
+            wide=self.stored_dtype is torch.float32,
+            halves=self.stored_dtype is HALVES,
             split=self.activation_format is FusedMoEActivationFormat.STANDARD,
             capability=self.device_info.capability,
         )
@@ -103,12 +108,12 @@ class TritonFp8UpcastExperts(FusedMoEExpertsModular):
         config = self.config
         sizes = (config.local_experts, config.hidden_size, config.intermediate_size)
         if self.activation_format is FusedMoEActivationFormat.BATCHED:
-            return upcast_batched_workspaces(num_tokens, *sizes, dtype=self.compute_dtype)
+            return upcast_batched_workspaces(num_tokens, *sizes, dtype=self.stored_dtype)
         return upcast_workspaces(
             num_tokens,
             config.top_k,
             *sizes,
-            dtype=self.compute_dtype,
+            dtype=self.stored_dtype,
             output_dtype=config.dtype,
             weighted=self.mxfp8_activations and config.apply_router_weight_on_input,
         )

@@ -11,7 +11,8 @@ written, so that no byte of the weights moves.  The product is always transposed
 the matrix units.
 
 Scales are applied where that is exact: per channel and per tensor to the finished sum, per block to the sum of each
-step in float32, MXFP8's powers of two to the weights.  NaN codes (0x7f, 0xff) become 480: checkpoints are
+step in float32, MXFP8's powers of two to the weights.  Those then have bfloat16's range, which float16 has not:
+float16 activations meet them as sums of two bfloat16 numbers.  NaN codes (0x7f, 0xff) become 480: checkpoints are
 checked for them.
 """
 
@@ -71,11 +72,12 @@ _BFLOAT16_SCALED = tl.constexpr(
     }
     """
 )
-_FLOAT16_SCALED = tl.constexpr(
+_FLOAT16 = tl.constexpr(
     """
     {
-        .reg .b32 low, high, sign;
+        .reg .b32 low, high, up, sign;
         mov.b32 sign, 0x80008000;
+        mov.b32 up, 0x5c005c00;
         shl.b32 low, $4, 7;
         and.b32 low, low, 0x3f803f80;
         shl.b32 high, $4, 8;
@@ -83,26 +85,25 @@ _FLOAT16_SCALED = tl.constexpr(
         shr.u32 high, $4, 1;
         and.b32 high, high, 0x3f803f80;
         lop3.b32 high, $4, sign, high, 0xea;
-        fma.rn.f16x2 low, low, $5, sign;
-        fma.rn.f16x2 high, high, $5, sign;
+        fma.rn.f16x2 low, low, up, sign;
+        fma.rn.f16x2 high, high, up, sign;
         mov.b32 {$0, $1}, low;
         mov.b32 {$2, $3}, high;
     }
     """
 )
-# 2^8 twice: undoes the shift
-_FLOAT16_UP = tl.constexpr(0x5C005C00)
 
 
 @triton.jit
 def _product(acc, words, factor, x0, x1, SCALED: tl.constexpr):
     """acc [N, M] + (words [N, W] as numbers of x's dtype) @ (x0, x1).T; SCALED: the numbers times `factor` [N, W].
 
-    `factor`: float32, or for a 16-bit dtype a pair of its numbers in int32 (where the interpreter computes in float32).
+    `factor`: float32, or for bfloat16 a pair of its numbers in int32 (the interpreter computes in float32).
     One function, because the interpreter takes a millisecond for each call of another.
     """
     SHAPE: tl.constexpr = (words.shape[0], 2 * words.shape[1])
     dtype: tl.constexpr = x0.dtype
+    tl.static_assert(not (SCALED and dtype == tl.float16), "float16 has too small a range for scaled weights")
     if INTERPRET or dtype == tl.float32:
         # the magnitude in the place of a float32's exponent is the number times 2^-120
         v0 = ((words << 24) & -0x80000000) | ((words & 0x7F) << 20)
@@ -118,10 +119,8 @@ def _product(acc, words, factor, x0, x1, SCALED: tl.constexpr):
         return tl.dot(high, tl.trans(x1.to(tl.float32)), acc, input_precision="ieee")
     else:
         if dtype == tl.float16:
-            if not SCALED:
-                factor = tl.full(words.shape, _FLOAT16_UP, tl.int32)
             w0, w1, w2, w3 = tl.inline_asm_elementwise(
-                _FLOAT16_SCALED, "=h,=h,=h,=h,r,r", [words, factor],
+                _FLOAT16, "=h,=h,=h,=h,r", [words],
                 dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1,
             )  # fmt: skip
         elif SCALED:
@@ -172,6 +171,30 @@ def arrange_float32(tile, Q, expert, AXIS: tl.constexpr):
 
 
 @triton.jit
+def arrange_halves(tile, Q, expert, AXIS: tl.constexpr):
+    """float16 numbers as sums of two bfloat16 numbers, which hold any 11 bits: int32 of two neighbours' each.
+
+    Within each UNIT: the higher halves in the order of `arrange`, then the lower halves.
+    """
+    rounded = narrow(tile, tl.float16).to(tl.float32)
+    x = arrange(rounded if AXIS == 1 else tl.trans(rounded), 1)
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    high = narrow(x, tl.bfloat16).to(tl.float32)
+    low = tl.where(tl.abs(high) == float("inf"), 0.0, x - high)
+    pairs = tl.join(_pairs(high), _pairs(low)).reshape(ROWS, COLUMNS // UNIT, UNIT // 2, 2)
+    pairs = pairs.permute(0, 1, 3, 2).reshape(ROWS, COLUMNS)
+    return pairs if AXIS == 1 else tl.trans(pairs), 0.0
+
+
+@triton.jit
+def _pairs(x):
+    """int32 [ROWS, COLUMNS / 2]: neighbouring float32 numbers that are bfloat16 numbers, the first in the low bits."""
+    first, second = x.to(tl.int32, bitcast=True).reshape(x.shape[0], x.shape[1] // 2, 2).split()
+    return ((first >> 16) & 0xFFFF) | second
+
+
+@triton.jit
 def arrange_mxfp8(tile, Q, expert, AXIS: tl.constexpr):
     """Round to MXFP8 and back: e4m3 values times powers of two, which bfloat16 holds exactly."""
     ROWS: tl.constexpr = tile.shape[1 - AXIS]
@@ -202,6 +225,16 @@ def load_activations(state, k, BLOCK_K: tl.constexpr):
     column = tl.arange(0, BLOCK_K // 2)
     pointers = values[:, None] + (k * BLOCK_K + column // (UNIT // 2) * UNIT + column % (UNIT // 2))[None, :]
     return (tl.load(pointers), tl.load(pointers + UNIT // 2)), 0.0
+
+
+@triton.jit
+def load_halves(state, k, BLOCK_K: tl.constexpr):
+    """The four tiles of what `arrange_halves` wrote, as bfloat16: higher halves of the two, then lower."""
+    (values,) = state
+    column = tl.arange(0, BLOCK_K // 2)
+    pointers = values[:, None] + (2 * k * BLOCK_K + column // (UNIT // 2) * (2 * UNIT) + column % (UNIT // 2))[None, :]
+    high0, high1 = tl.load(pointers), tl.load(pointers + UNIT // 2)
+    return (high0, high1, tl.load(pointers + UNIT), tl.load(pointers + 3 * (UNIT // 2))), 0.0
 
 
 @triton.jit
@@ -338,12 +371,10 @@ def _power(exponent, MANTISSA: tl.constexpr):
 
 
 @triton.jit
-def multiply_mxfp8(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
-    """acc + (b with its scales) @ a.T; b_scale int32 [BLOCK_N], the e8m0 bytes of the step's four groups."""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
-    x0, x1 = a
-    N: tl.constexpr = b.shape[0]
-    W: tl.constexpr = b.shape[1]
+def _factor(words, b_scale, dtype: tl.constexpr):
+    """Scales of `words` [N, W] as `_product` takes them; b_scale int32 [N]: e8m0 bytes of the step's four groups."""
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
     # The byte of each word, joined and reshaped rather than shifted by an index: what is computed from loads and
     # constants alone takes the layout of the matrix units' operand, so that the weights go there without a detour
     # through shared memory.
@@ -351,17 +382,28 @@ def multiply_mxfp8(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     odd = tl.join((b_scale >> 8) & 0xFF, (b_scale >> 24) & 0xFF)
     groups = tl.join(even, odd).reshape(N, 4)
     exponent = tl.broadcast_to(groups[:, :, None], (N, 4, W // 4)).reshape(N, W)
-    if INTERPRET or x0.dtype == tl.float32:
-        return _product(acc, b, _power(exponent, 23).to(tl.float32, bitcast=True), x0, x1, True)
-    elif x0.dtype == tl.bfloat16:
-        return _product(acc, b, _power(exponent, 7) * 0x10001, x0, x1, True)
+    if INTERPRET or dtype == tl.float32:
+        return _power(exponent, 23).to(tl.float32, bitcast=True)
     else:
-        # float16 has too small a range: the largest scale of the row and step is applied to the sum, the others
-        # relative to it; groups of less than 2^-22 of it vanish
-        largest = tl.max(exponent, axis=1)
-        factor = (tl.maximum(exponent - largest[:, None] + 23, 0) << 10) * 0x10001
-        product = _product(tl.zeros_like(acc), b, factor, x0, x1, True)
-        return acc + product * _power(largest, 23).to(tl.float32, bitcast=True)[:, None]
+        tl.static_assert(dtype == tl.bfloat16, "scaled weights are bfloat16 or float32 numbers")
+        return _power(exponent, 7) * 0x10001
+
+
+@triton.jit
+def multiply_mxfp8(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + (b with its scales) @ a.T, for activations that are bfloat16 or float32."""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    x0, x1 = a
+    return _product(acc, b, _factor(b, b_scale, x0.dtype), x0, x1, True)
+
+
+@triton.jit
+def multiply_mxfp8_halves(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """As `multiply_mxfp8`, for activations that are sums of two bfloat16 numbers."""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    high0, high1, low0, low1 = a
+    factor = _factor(b, b_scale, tl.bfloat16)
+    return _product(_product(acc, b, factor, low0, low1, True), b, factor, high0, high1, True)
 
 
 @triton.jit

@@ -37,11 +37,14 @@ from torch import Tensor
 
 from moe_fp8.kernels import upcast
 from moe_fp8.kernels.upcast_rule import BLOCK_N
+from moe_fp8.kernels.upcast_workspaces import HALVES
 
+#: by the dtype of stored activations (`stored_dtype`)
 _ARRANGE = {
     torch.bfloat16: upcast.arrange_bfloat16,
     torch.float16: upcast.arrange_float16,
     torch.float32: upcast.arrange_float32,
+    HALVES: upcast.arrange_halves,
 }
 
 
@@ -96,15 +99,16 @@ class UpcastWeights:
         device = (words, scales, *strides, self.block_shape[0])
         return Operand(device, rows, weights.shape[2], bias, None if make is None else descriptor)
 
-    def functions(self, config: TileConfig) -> TileFunctions:
-        """The device functions for a tile."""
-        a = (upcast.open_activations, upcast.load_activations)
+    def functions(self, config: TileConfig, stored: torch.dtype) -> TileFunctions:
+        """The device functions for a tile, and activations that are stored so."""
+        a = (upcast.open_activations, upcast.load_halves if stored is HALVES else upcast.load_activations)
         if self.kind is WeightScale.TENSOR:
             b = (upcast.open_tensor, upcast.load_unscaled, upcast.multiply, upcast.finish_tensor)
         elif self.kind is WeightScale.CHANNEL:
             b = (upcast.open_channel, upcast.load_unscaled, upcast.multiply, upcast.finish_channel)
         elif self.kind is WeightScale.MXFP8:
-            b = (upcast.open_mxfp8, upcast.load_mxfp8, upcast.multiply_mxfp8, None)
+            multiply = upcast.multiply_mxfp8_halves if stored is HALVES else upcast.multiply_mxfp8
+            b = (upcast.open_mxfp8, upcast.load_mxfp8, multiply, None)
         elif self.block_shape[0] % config.block_n == 0:
             b = (upcast.open_block, upcast.load_block, upcast.multiply_block, None)
         else:
@@ -133,7 +137,7 @@ def upcast_fused_moe(
       large, or mapped by ``expert_map`` [E global] int32 to no local expert adds nothing
     - ``workspace``: the tensors of `upcast_workspaces`, by name, for at least M tokens
     - ``mxfp8_activations``: x and h are rounded to MXFP8 (1 x 32, e8m0), and the products computed in bfloat16, which
-      holds such values exactly; otherwise both have the dtype of ``x``
+      holds such values exactly; otherwise both have the dtype of ``x``, float16 beside MXFP8 weights in halves
     - ``apply_router_weight_on_input`` (k = 1): weights multiply x (without ``mxfp8_activations`` the first product
       before its bias) instead of the result
     """
@@ -188,8 +192,15 @@ def upcast_batched_moe(
 
 
 def _rows(x: Tensor, workspace: Mapping[str, Tensor], mxfp8: bool) -> QuantizeRows:
-    arrange = upcast.arrange_mxfp8 if mxfp8 else _ARRANGE[x.dtype]
-    return QuantizeRows(x, workspace["x_values"], None, arrange, upcast.UNIT.value)
+    values = workspace["x_values"]
+    arrange = upcast.arrange_mxfp8 if mxfp8 else _ARRANGE[values.dtype]
+    return QuantizeRows(x, values, None, arrange, upcast.UNIT.value)
+
+
+def _operand(values: Tensor) -> tuple[Any, ...]:
+    """The tuple A of the kernel."""
+    numbers = values.view(torch.bfloat16) if values.dtype is HALVES else values
+    return numbers, numbers.stride(0)
 
 
 def _up_product(
@@ -211,9 +222,9 @@ def _up_product(
         width = size * (2 if activation.gated else 1)
         parts = workspace["parts"][: routing.ids.numel() * config.split * width].view(-1, width)
     grouped_product(
-        weights.functions(config),
+        weights.functions(config, x.dtype),
         config,
-        a=(x, x.stride(0)),
+        a=_operand(x),
         b=up,
         out=h if parts is None else Result(parts),
         pairs=order,
@@ -253,9 +264,9 @@ def _down_product(
     """y[pair] = weight * (h w2^T)."""
     h = workspace["h_values"]
     grouped_product(
-        weights.functions(config),
+        weights.functions(config, h.dtype),
         config,
-        a=(h, h.stride(0)),
+        a=_operand(h),
         b=weights.operand(weights.w2, weights.w2_scale, weights.w2_bias, hidden),
         out=Result(y),
         pairs=order,

@@ -27,13 +27,15 @@ def upcast_plan(
     block_k: int = 128,
     stepwise: bool = False,
     wide: bool = False,
+    halves: bool = False,
     split: bool = True,
     capability: int = 90,
 ) -> TilePlan:
     """The plan for ``tokens`` x ``top_k`` pairs over ``num_experts`` (all of the layer, local or not).
 
     ``block_k`` depth of a step, ``stepwise`` each step's product is scaled by itself, ``wide`` activations are float32,
-    ``split`` k loops may be split, ``capability`` 90 for sm_90, 0 for no NVIDIA GPU.
+    ``halves`` they are pairs of bfloat16 numbers, ``split`` k loops may be split, ``capability`` 90 for sm_90, 0 for no
+    NVIDIA GPU.
     """
     mean = tokens * top_k / num_experts
     if wide:
@@ -42,7 +44,7 @@ def upcast_plan(
         return TilePlan(config, config)
     if capability < 90 or capability >= 120:
         # about 100 KB of shared memory per program; products of these matrix units take more registers
-        rows, warps = (16, 4) if mean <= 12 else (32, 8) if mean <= 24 or stepwise else (64, 8)
+        rows, warps = (16, 8 if halves else 4) if mean <= 12 else (32, 8) if mean <= 24 or stepwise or halves else (64, 8)
         config = TileConfig(rows, BLOCK_N, warps, 2, 1 if rows == MIN_BLOCK_M else 8, swap=True)
         return TilePlan(config, config, capability >= 90)
     up_steps, down_steps = -(-hidden_size // block_k), -(-intermediate_size // block_k)
@@ -66,7 +68,7 @@ def upcast_plan(
             up_split > 1,
         )
     few = TileConfig(64, BLOCK_N, 8, 3, 8, swap=True, tma=True)
-    if mean <= 48:
+    if mean <= 48 or halves:
         return TilePlan(few, few)
     many = TileConfig(128, BLOCK_N, 8, 3, 8, swap=True, tma=True)
     # two accumulators of 128 x 128 leave no registers for the product of a step

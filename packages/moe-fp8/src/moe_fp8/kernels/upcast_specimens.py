@@ -30,8 +30,8 @@ _MAX_SPILLS_NARROW_BLOCKS = 160
 _MAX_SPILLS_ODD = 448
 #: float32 products have no matrix units, and Triton holds both operands of a step in registers
 _MAX_SPILLS_FLOAT32 = 8192
-#: float16 with MXFP8 weights: the product of a step beside the sums
-_MAX_SPILLS_FLOAT16 = 256
+#: float16 beside MXFP8 weights: weights of a step wait for a second pair of products (32 rows on sm_80 to sm_89, sm_120)
+_MAX_SPILLS_HALVES = 128
 
 
 def specimens(target: DeviceInfo) -> Iterator[Specimen]:
@@ -51,13 +51,21 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
                 spills = _MAX_SPILLS_ODD if odd else _MAX_SPILLS
                 yield Specimen(f"upcast fp8 {name} {tokens} {kind}", run, spills)
     plan = upcast_plan(8, 2, 6, 1104, 1008, capability=target.capability, split=False)
-    for dtype in (torch.float16, torch.float32):
-        wide = dtype is torch.float32
-        narrow = upcast_plan(8, 2, 6, 1104, 1008, capability=target.capability, split=False, wide=wide)
-        for kind in ("channel", "mxfp8"):
-            run = partial(_layer, narrow, 8, 6, 2, 1104, 1008, kind=kind, dtype=dtype)
-            spills = _MAX_SPILLS_FLOAT32 if wide else _MAX_SPILLS_FLOAT16
-            yield Specimen(f"upcast fp8 {kind} {dtype}", run, spills)
+    for dtype, kind, tokens in (
+        (torch.float16, "channel", 8),
+        (torch.float16, "mxfp8", 8),
+        (torch.float16, "mxfp8", 60),
+        (torch.float16, "mxfp8", 6000),
+        (torch.float32, "channel", 8),
+        (torch.float32, "mxfp8", 8),
+    ):
+        wide, halves = dtype is torch.float32, dtype is torch.float16 and kind == "mxfp8"
+        narrow = upcast_plan(
+            tokens, 2, 6, 1104, 1008, capability=target.capability, split=False, wide=wide, halves=halves
+        )
+        run = partial(_layer, narrow, tokens, 6, 2, 1104, 1008, kind=kind, dtype=dtype)
+        spills = _MAX_SPILLS_FLOAT32 if wide else _MAX_SPILLS_HALVES if halves else _MAX_SPILLS
+        yield Specimen(f"upcast fp8 {tokens} {kind} {dtype}", run, spills)
     # the block scheme compiles every activation; they are the same functions
     for activation in (MoEActivation.SWIGLUOAI, MoEActivation.RELU2_NO_MUL):
         run = partial(_layer, plan, 8, 6, 2, 1104, 1008, kind="channel", activation=activation)
@@ -90,7 +98,7 @@ def _layer(
     from moe_core.gemm.launch import Activation
 
     from moe_fp8.kernels.upcast_moe import UpcastWeights, WeightScale, upcast_batched_moe, upcast_fused_moe
-    from moe_fp8.kernels.upcast_workspaces import upcast_batched_workspaces, upcast_workspaces
+    from moe_fp8.kernels.upcast_workspaces import stored_dtype, upcast_batched_workspaces, upcast_workspaces
 
     def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -121,11 +129,11 @@ def _layer(
         meta(experts, parts * size) if bias else None,
         meta(experts, hidden) if bias else None,
     )
-    compute = torch.bfloat16 if mxfp8_activations else dtype
+    stored = stored_dtype(dtype, mxfp8_weights=scaling is WeightScale.MXFP8, mxfp8_activations=mxfp8_activations)
     params = activation.resolve_params(None)
     between = Activation(activation.value, params.alpha or 1.0, params.beta or 0.0, params.limit)
     if batched:
-        specs = upcast_batched_workspaces(tokens, experts, hidden, size, dtype=compute)
+        specs = upcast_batched_workspaces(tokens, experts, hidden, size, dtype=stored)
         upcast_batched_moe(
             meta(experts, tokens, hidden),
             weights,
@@ -137,7 +145,7 @@ def _layer(
             mxfp8_activations=mxfp8_activations,
         )
         return
-    specs = upcast_workspaces(tokens, top_k, experts, hidden, size, dtype=compute, output_dtype=dtype)
+    specs = upcast_workspaces(tokens, top_k, experts, hidden, size, dtype=stored, output_dtype=dtype)
     upcast_fused_moe(
         meta(tokens, hidden),
         weights,

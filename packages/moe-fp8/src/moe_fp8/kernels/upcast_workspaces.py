@@ -9,8 +9,17 @@ from moe_core.workspace import WorkspaceSpec
 
 from moe_fp8.kernels.upcast_rule import BLOCK_N, MAX_SPLIT_PROGRAMS, MIN_BLOCK_M
 
+#: the dtype of float16 activations beside MXFP8 weights: pairs of bfloat16 halves (`upcast.arrange_halves`)
+HALVES = torch.int32
 #: rows of activations are padded to whole steps, of the intermediate also to whole tiles
 _WIDTH = 128
+
+
+def stored_dtype(dtype: torch.dtype, *, mxfp8_weights: bool, mxfp8_activations: bool) -> torch.dtype:
+    """How the activations of a layer of ``dtype`` are stored: bfloat16 holds MXFP8's exactly."""
+    if mxfp8_activations:
+        return torch.bfloat16
+    return HALVES if mxfp8_weights and dtype is torch.float16 else dtype
 
 
 def _padded(columns: int) -> int:
@@ -28,7 +37,7 @@ def upcast_workspaces(
     output_dtype: torch.dtype,
     weighted: bool = False,
 ) -> tuple[WorkspaceSpec, ...]:
-    """For at most ``num_tokens`` tokens; ``num_experts`` local ones; ``dtype`` of the activations as computed with.
+    """For at most ``num_tokens`` tokens; ``num_experts`` local ones; ``dtype`` of the activations as stored.
 
     ``weighted``: x gets its router weights before it is rounded to MXFP8.
     """
