@@ -1,9 +1,31 @@
-"""INT8 mixture-of-experts scheme for moe-core: INT8 W8A8, W8A16 and W4A8-int8.
+"""INT8 mixture-of-experts for moe-core: W8A8, W8A16 and W4A8; oracle, checkpoint formats, expert kernels."""
 
-The package reserves its name, its dependency on ``moe-core`` and its version.
-It holds no kernels yet and registers nothing: ``moe backends`` does not list it.
-"""
+from moe_int8.online import quantize_moe_weights
+from moe_int8.oracle import (
+    Int8MoeBackend,
+    Int8Oracle,
+    convert_to_int8_moe_kernel_format,
+    convert_to_w4a8_int8_moe_kernel_format,
+    make_int8_moe_kernel,
+    make_int8_moe_quant_config,
+    make_w4a8_int8_moe_kernel,
+    make_w4a8_int8_moe_quant_config,
+    select_int8_moe_backend,
+    select_w4a8_int8_moe_backend,
+)
 
-from __future__ import annotations
+__version__ = "0.1.0"
 
-__all__: list[str] = []
+__all__ = [
+    "Int8MoeBackend",
+    "Int8Oracle",
+    "convert_to_int8_moe_kernel_format",
+    "convert_to_w4a8_int8_moe_kernel_format",
+    "make_int8_moe_kernel",
+    "make_int8_moe_quant_config",
+    "make_w4a8_int8_moe_kernel",
+    "make_w4a8_int8_moe_quant_config",
+    "quantize_moe_weights",
+    "select_int8_moe_backend",
+    "select_w4a8_int8_moe_backend",
+]

@@ -1,0 +1,204 @@
+"""Plain torch: any device, and the real path on a CPU.
+
+Codes are multiplied as they are stored, in exact int32 sums (:mod:`moe_int8.exact`): nothing is dequantised where
+activations are int8.  With zero points, ``(q - z) w = q w - z sum(w)``; the sums over rows of codes are taken once,
+when the weights are converted.  Scales are applied to the products, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from moe_core import (
+    GATED,
+    NON_GATED,
+    Claims,
+    DeviceInfo,
+    FusedMoEActivationFormat,
+    FusedMoEConfig,
+    FusedMoEQuantDesc,
+    KernelWeights,
+    KeyPattern,
+    MoEWeights,
+    QuantKey,
+    TensorError,
+    any_device,
+    apply_moe_activation,
+)
+from moe_core.quant_key import (
+    GroupShape,
+    kInt4W4A8StaticChannelSym,
+    kInt4W4A8StaticGroup128Sym,
+    kInt8DynamicTensorSym,
+    kInt8DynamicTokenAsym,
+    kInt8DynamicTokenSym,
+    kInt8StaticChannelSym,
+    kInt8StaticTensorAsym,
+    kInt8StaticTensorSym,
+)
+from moe_core.quantization import quantize_tensor
+from moe_core.torch_experts import TorchExperts, expert_slices, of_expert
+from torch import Tensor
+
+from moe_int8.exact import exact_product
+from moe_int8.groups import group_reasons
+
+_INT8_ACTIVATIONS = (
+    kInt8DynamicTokenSym,
+    kInt8DynamicTokenAsym,
+    kInt8StaticTensorSym,
+    kInt8StaticTensorAsym,
+    kInt8DynamicTensorSym,
+    None,
+)
+_INT4_GROUPS = KeyPattern(
+    kInt4W4A8StaticGroup128Sym,
+    (GroupShape(1, 128), GroupShape(1, 64), GroupShape(1, 32)),
+    (torch.bfloat16, torch.float32),
+)
+#: names in ``KernelWeights.extra``
+_SUMS = {"w13": "w13_code_sums", "w2": "w2_code_sums"}
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """Activations ``(values - zero_point) * scale``: int8 [R, K], float32 [R, 1], int32 [R, 1] or None."""
+
+    values: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+    @staticmethod
+    def of(x: Tensor, desc: FusedMoEQuantDesc) -> Codes:
+        """``x`` [R, K] float32, quantised; ``desc``: where it is static, of one expert."""
+        if desc.key is None:
+            raise TensorError("activations in 16 bits have no codes")
+        found = quantize_tensor(x, desc.key, scale=desc.scale, zero_point=desc.zero_point)
+
+        def rows(tensor: Tensor) -> Tensor:
+            return tensor.reshape(-1, 1).expand(len(x), 1)
+
+        return Codes(
+            found.values, rows(found.scale), None if found.zero_point is None else rows(found.zero_point).int()
+        )
+
+    def __getitem__(self, rows: Tensor | slice) -> Codes:
+        zero_point = self.zero_point
+        return Codes(self.values[rows], self.scale[rows], None if zero_point is None else zero_point[rows])
+
+
+class TorchInt8Experts(TorchExperts):
+    """int8 weights per channel with int8 or 16-bit activations, int4 weights per channel or group with int8 ones."""
+
+    claims = Claims(
+        devices=(any_device(),),
+        keys=(
+            *((kInt8StaticChannelSym, activation) for activation in _INT8_ACTIVATIONS),
+            *(
+                (weight, activation)
+                for weight in (kInt4W4A8StaticChannelSym, _INT4_GROUPS)
+                for activation in (kInt8DynamicTokenSym, kInt8DynamicTokenAsym)
+            ),
+        ),
+        activations=GATED | NON_GATED,
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        bias=True,
+        expert_map=True,
+        apply_router_weight_on_input=True,
+        formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
+        cuda_graph=False,
+        verified_on=("cpu",),
+        notes="reads token counts on the host: no CUDA graphs",
+    )
+
+    @classmethod
+    def extra_reasons(
+        cls,
+        config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        device: DeviceInfo,
+    ) -> list[str]:
+        return group_reasons(config, weight_key)
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        converted = super().convert(weights)
+        if weights.activation_key is None or weights.activation_key.symmetric:
+            return converted
+        sums = {
+            _SUMS[name]: _code_sums(getattr(weights, name), getattr(weights, f"{name}_scale")) for name in ("w13", "w2")
+        }
+        return replace(converted, extra=sums)
+
+    def _results(
+        self, x: Tensor, rows: Tensor, counts: list[int], weights: KernelWeights, *rest: Any
+    ) -> Iterator[tuple[slice, Tensor]]:
+        quant = weights.quant_config
+        key = quant.a1.key
+        if key is None:
+            yield from super()._results(x, rows, counts, weights, *rest)
+            return
+        groups = expert_slices(counts)
+        if key.is_static:
+            for expert, place in groups:
+                h = self._hidden(Codes.of(x[rows[place]], of_expert(quant.a1, expert)), weights, expert)
+                yield place, self._result(Codes.of(h, of_expert(quant.a2, expert)), weights, expert)
+            return
+        if not groups:
+            return
+        first = Codes.of(x, quant.a1)
+        # all experts' hidden values first: they are quantised in one go
+        hidden = x.new_empty(len(rows), self.config.intermediate_size)
+        for expert, place in groups:
+            hidden[place] = self._hidden(first[rows[place]], weights, expert)
+        second = Codes.of(hidden, quant.a2)
+        for expert, place in groups:
+            yield place, self._result(second[place], weights, expert)
+
+    def _hidden(self, x: Codes, weights: KernelWeights, expert: int) -> Tensor:
+        """Activated values [R, N] of one expert's rows."""
+        z = _product(x, weights, "w13", expert)
+        if weights.quant_config.w1_bias is not None:
+            z += weights.quant_config.w1_bias[expert].float()
+        return apply_moe_activation(self.config.activation, z, self.config.activation_params)
+
+    def _result(self, h: Codes, weights: KernelWeights, expert: int) -> Tensor:
+        """Unweighted results [R, K] of one expert's hidden values."""
+        y = _product(h, weights, "w2", expert)
+        if weights.quant_config.w2_bias is not None:
+            y += weights.quant_config.w2_bias[expert].float()
+        return y
+
+
+def _product(x: Codes, weights: KernelWeights, name: str, expert: int) -> Tensor:
+    """Activations times one expert's w13 or w2, float32 [R, rows]."""
+    first = name == "w13"
+    w = (weights.w13 if first else weights.w2)[expert]
+    scale = weights.quant_config.w1_scale if first else weights.quant_config.w2_scale
+    if scale is None:
+        raise TensorError(f"{name}_scale is missing")
+    scale = scale[expert].float()
+    sums = weights.extra[_SUMS[name]][expert] if x.zero_point is not None else None
+    groups = scale.shape[1]
+    size = w.shape[1] // groups
+    y = None
+    for group in range(groups):
+        columns = slice(group * size, (group + 1) * size)
+        total = exact_product(x.values[:, columns], w[:, columns])
+        if x.zero_point is not None and sums is not None:
+            total -= x.zero_point * sums[:, group]
+        y = total * scale[:, group] if y is None else y.addcmul_(total.float(), scale[:, group])
+    if y is None:
+        raise TensorError(f"{name}_scale of expert {expert} has no group")
+    return y.mul_(x.scale)
+
+
+def _code_sums(weights: Tensor, scale: Tensor | None) -> Tensor:
+    """int32 [E, rows, groups]: sums of the codes of ``weights`` [E, rows, K] that share a scale [E, rows, groups]."""
+    if scale is None:
+        raise TensorError("the weights' scale is missing")
+    experts, rows, groups = scale.shape
+    return weights.reshape(experts, rows, groups, -1).sum(dim=3, dtype=torch.int32)

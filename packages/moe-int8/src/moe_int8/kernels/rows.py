@@ -1,0 +1,192 @@
+"""int8 with scales that do not change along k: what the layer of `moe_core.gemm.rows_moe` needs of an element type.
+
+Products of codes are summed over all of k in int32, which is exact: 127 * 127 * k stays below 2^31 up to k = 133143
+(128 * 128 * k up to 131071).  Scales are applied to the finished sum.
+
+With zero points an activation is (q - z) s, and sum_k (q - z) w = sum_k q w - z sum_k w, in int32 as well: the sums of
+the weights' rows are made when they are converted.  Scale and zero point of a row travel as one int64, so that
+whatever moves a scale moves both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from moe_core.gemm.narrow import divide, round_int8
+from moe_core.gemm.rows import AMAX_FLOOR, largest, load_wide, open_weights, open_wide, scale_of, scale_of_parts
+from moe_core.gemm.rows_moe import RowFunctions
+
+INT8_MAX = tl.constexpr(127.0)
+INFINITY_BITS = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + a @ b.T, int32."""
+    if SWAP:
+        return tl.dot(b, tl.trans(a), acc, out_dtype=tl.int32)
+    else:
+        return tl.dot(a, tl.trans(b), acc, out_dtype=tl.int32)
+
+
+@triton.jit
+def open_raw(A, rows, expert):
+    """`open_wide`."""
+    return open_wide(A, rows, expert, INT8_MAX)
+
+
+@triton.jit
+def load_raw(state, k, BLOCK_K: tl.constexpr):
+    """Tile [BLOCK_M, BLOCK_K], quantised in registers."""
+    return round_int8(load_wide(state, k, BLOCK_K)), 0.0
+
+
+@triton.jit
+def quantize_row(tile, Q, expert, AXIS: tl.constexpr):
+    """A tile whose whole AXIS is a row: int8 codes and one float32 scale, amax / 127."""
+    scale = scale_of(largest(tile, AXIS), INT8_MAX)
+    return round_int8(divide(tile, tl.expand_dims(scale, AXIS))), scale
+
+
+@triton.jit
+def quantize_static(tile, Q, expert, AXIS: tl.constexpr):
+    """A tile of one expert, by its own scale: Q = (scales [E] float32,)."""
+    return round_int8(divide(tile, tl.load(Q[0] + expert))), 0.0
+
+
+@triton.jit
+def quantize_static_rows(tile, Q, expert, AXIS: tl.constexpr):
+    """As `quantize_static` for rows of several experts, `expert` [rows, 1]; their scales are kept."""
+    scale = tl.load(Q[0] + expert)
+    return round_int8(divide(tile, scale)), tl.max(scale, axis=1)
+
+
+@triton.jit
+def quantize_by_amax(tile, Q, expert, AXIS: tl.constexpr):
+    """By one scale for everything, Q as `scale_of_parts` takes it."""
+    scale = scale_of_parts(Q, INT8_MAX)
+    return round_int8(divide(tile, scale)), tl.zeros((tile.shape[1 - AXIS],), tl.float32) + scale
+
+
+# ------------------------------------------------------------------ zero points
+
+
+@triton.jit
+def with_zero(scale, zero):
+    """A float32 scale in the low half of an int64, an int32 zero point in the high one."""
+    return (zero.to(tl.int64) << 32) | (scale.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def scale_and_zero(both):
+    """The inverse of `with_zero`."""
+    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32)
+
+
+@triton.jit
+def shifted(x, scale, zero):
+    """Codes of round(x / scale) + zero, saturating; NaN becomes 0."""
+    x = divide(x, scale)
+    x = tl.maximum(tl.minimum(tl.where(x == x, x, 0.0), 512.0), -512.0)
+    # rounding comes before the zero point is added, as integer hardware does it
+    code = (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + zero
+    return tl.maximum(tl.minimum(code, 127), -128).to(tl.int8)
+
+
+@triton.jit
+def quantize_row_zero(tile, Q, expert, AXIS: tl.constexpr):
+    """A tile whose whole AXIS is a row: scale = (max - min) / 255 and a zero point; the range includes 0."""
+    low = tl.minimum(tl.min(tile, axis=AXIS), 0.0)
+    width = tl.maximum(tl.max(tile, axis=AXIS), 0.0) - low
+    width = tl.where(width < AMAX_FLOOR, AMAX_FLOOR, width)
+    scale = tl.div_rn(width, 255.0)
+    scale = tl.where(largest(tile, AXIS) > INFINITY_BITS, float("nan"), scale)
+    zero = -128.0 - divide(low, scale)
+    zero = tl.maximum(tl.minimum(tl.where(zero == zero, zero, 0.0), 127.0), -128.0)
+    zero = (zero + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    return shifted(tile, tl.expand_dims(scale, AXIS), tl.expand_dims(zero, AXIS)), with_zero(scale, zero)
+
+
+@triton.jit
+def quantize_static_zero(tile, Q, expert, AXIS: tl.constexpr):
+    """A tile of one expert, by its own scale and zero point: Q = (`with_zero` [E],)."""
+    scale, zero = scale_and_zero(tl.load(Q[0] + expert))
+    return shifted(tile, scale, zero), 0.0
+
+
+@triton.jit
+def quantize_static_rows_zero(tile, Q, expert, AXIS: tl.constexpr):
+    """As `quantize_static_zero` for rows of several experts, `expert` [rows, 1]."""
+    both = tl.load(Q[0] + expert)
+    scale, zero = scale_and_zero(both)
+    return shifted(tile, scale, zero), tl.max(both, axis=1)
+
+
+@triton.jit
+def open_values_zero(A, rows, expert):
+    """A = (values, `with_zero` of the rows, values' row stride, scales' stride per row and per expert)."""
+    values, both, stride, scale_row, scale_expert = A
+    scale, zero = scale_and_zero(tl.load(both + rows * scale_row + expert * scale_expert))
+    return values + rows * stride, scale, zero
+
+
+@triton.jit
+def open_weights_sums(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_weights`; B ends with the sums of the weights' rows [E, rows] int32 and their expert stride."""
+    weights, scales, stride_e, stride_n, scale_e, scale_half, scale_n, sums, sums_e = B
+    state = open_weights(
+        (weights, scales, stride_e, stride_n, scale_e, scale_half, scale_n), expert, half, n, N, BLOCK_N
+    )
+    columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
+    own = tl.load(sums + expert.to(tl.int64) * sums_e + half * N + columns)
+    return state[0], state[1], state[2], state[3], own
+
+
+@triton.jit
+def finish_zero(acc, a_state, b_state, SWAP: tl.constexpr):
+    """(acc - zero point * sum of the weights) * scale of the row * scale of the column."""
+    a_scale, a_zero = a_state[1], a_state[2]
+    b_scale, b_sum = b_state[2], b_state[4]
+    if SWAP:
+        return (acc - a_zero[None, :] * b_sum[:, None]).to(tl.float32) * (a_scale[None, :] * b_scale[:, None])
+    else:
+        return (acc - a_zero[:, None] * b_sum[None, :]).to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
+
+
+# ------------------------------------------------------------------ as values
+
+
+def _specialised() -> Any:
+    from moe_core.gemm.hopper_rows import multiply_integer_rows
+
+    return multiply_integer_rows
+
+
+INT8 = RowFunctions(
+    dtype=torch.int8,
+    open_raw=open_raw,
+    load_raw=load_raw,
+    multiply=multiply,
+    quantize_row=quantize_row,
+    quantize_static=quantize_static,
+    quantize_static_rows=quantize_static_rows,
+    quantize_by_amax=quantize_by_amax,
+    specialised=_specialised,
+    accumulate=tl.int32,
+)
+
+#: activations with zero points: `ActivationScales` and scratch scales are `with_zero`, operands have `row_sums`
+INT8_ZERO = RowFunctions(
+    dtype=torch.int8,
+    multiply=multiply,
+    quantize_row=quantize_row_zero,
+    quantize_static=quantize_static_zero,
+    quantize_static_rows=quantize_static_rows_zero,
+    open_values=open_values_zero,
+    open_weights=open_weights_sums,
+    finish=finish_zero,
+    accumulate=tl.int32,
+)

@@ -1,0 +1,285 @@
+"""The oracle of the INT8 schemes, and the functions that engines know it by.
+
+``int8`` functions are for int8 weights (W8A8, W8A16), ``w4a8_int8`` functions for int4 weights with int8 activations;
+both stand on one oracle.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from moe_core import (
+    ConfigError,
+    FusedMoEConfig,
+    FusedMoEKernel,
+    FusedMoEQuantConfig,
+    KernelWeights,
+    MoEWeights,
+    Oracle,
+    QuantKey,
+    Selection,
+    int8_w8a8_moe_quant_config,
+    int8_w8a16_moe_quant_config,
+    kInt4W4A8StaticGroup128Sym,
+    kInt8DynamicTokenSym,
+    kInt8StaticChannelSym,
+    make_quant_config,
+    registry,
+)
+from moe_core.numerics import INT4, INT8, QuantDtype
+from moe_core.oracle import Backend
+
+if TYPE_CHECKING:
+    import torch
+    from moe_core import DeviceInfo, Environment, FusedMoEPrepareAndFinalizeModular
+    from torch import Tensor
+
+
+class Int8MoeBackend(str, Enum):
+    """Backends of this package; other packages' backends are named by their entry points."""
+
+    TORCH = "torch"
+
+
+class Int8Oracle(Oracle):
+    """int8 weights, and int4 weights with int8 activations."""
+
+    scheme = "int8"
+    backends = (Backend(Int8MoeBackend.TORCH.value, ("moe_int8.experts.torch:TorchInt8Experts",), "moe-int8"),)
+
+    def check_request(
+        self, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
+    ) -> None:
+        if weight_key is None or weight_key.dtype not in (INT8, INT4) or not weight_key.symmetric:
+            raise ConfigError(
+                f"the int8 scheme reads symmetric int8 and int4 weights, asked for {weight_key or '16-bit weights'}"
+            )
+        if weight_key.dtype == INT4 and activation_key is None:
+            raise ConfigError(
+                "the int8 scheme multiplies int4 weights with int8 activations, asked for 16-bit ones: "
+                "those are the scheme wna16's"
+            )
+
+
+def select_int8_moe_backend(
+    config: FusedMoEConfig,
+    *,
+    weight_key: QuantKey = kInt8StaticChannelSym,
+    activation_key: QuantKey | None = kInt8DynamicTokenSym,
+    moe_backend: str | Int8MoeBackend = "auto",
+    device: DeviceInfo | str | torch.device | None = None,
+    environment: Environment | None = None,
+) -> Selection:
+    """The backend for ``config``: ``.backend``, ``.experts`` (the class) and ``.report`` (every candidate's reasons).
+
+    ``activation_key`` None asks for 16-bit activations (W8A16).  A named backend is used or refused, never replaced.
+    Raises SelectionError, ConfigError.
+    """
+    _check_dtype(weight_key, INT8, "select_w4a8_int8_moe_backend")
+    return _select(config, weight_key, activation_key, moe_backend, device, environment)
+
+
+def select_w4a8_int8_moe_backend(
+    config: FusedMoEConfig,
+    *,
+    weight_key: QuantKey = kInt4W4A8StaticGroup128Sym,
+    activation_key: QuantKey = kInt8DynamicTokenSym,
+    moe_backend: str | Int8MoeBackend = "auto",
+    device: DeviceInfo | str | torch.device | None = None,
+    environment: Environment | None = None,
+) -> Selection:
+    """:func:`select_int8_moe_backend` for int4 weights: by channel, or in groups of 128, 64 or 32 columns."""
+    _check_dtype(weight_key, INT4, "select_int8_moe_backend")
+    return _select(config, weight_key, activation_key, moe_backend, device, environment)
+
+
+def convert_to_int8_moe_kernel_format(
+    selection: Selection,
+    *,
+    w13: Tensor,
+    w2: Tensor,
+    w13_scale: Tensor,
+    w2_scale: Tensor,
+    w13_input_scale: Tensor | None = None,
+    w2_input_scale: Tensor | None = None,
+    w13_input_zero_point: Tensor | None = None,
+    w2_input_zero_point: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+) -> KernelWeights:
+    """Checkpoint tensors of one layer in the layout of the selected backend.  Pure: the inputs stay as they are.
+
+    ``w13`` [E, 2N, K] int8 (gate rows first), ``w2`` [E, K, N] int8; scales float32 [E, 2N, 1] and [E, K, 1]; static
+    activation scales [E] float32 and zero points [E] int32; biases [E, 2N] and [E, K].  Raises TensorError.
+    """
+    return (
+        registry()
+        .oracle("int8")
+        .convert(
+            selection,
+            MoEWeights(
+                weight_key=selection.weight_key,
+                activation_key=selection.activation_key,
+                w13=w13,
+                w2=w2,
+                w13_scale=w13_scale,
+                w2_scale=w2_scale,
+                w13_input_scale=w13_input_scale,
+                w2_input_scale=w2_input_scale,
+                w13_input_zero_point=w13_input_zero_point,
+                w2_input_zero_point=w2_input_zero_point,
+                w13_bias=w13_bias,
+                w2_bias=w2_bias,
+            ),
+        )
+    )
+
+
+def convert_to_w4a8_int8_moe_kernel_format(
+    selection: Selection,
+    *,
+    w13: Tensor,
+    w2: Tensor,
+    w13_scale: Tensor,
+    w2_scale: Tensor,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+) -> KernelWeights:
+    """:func:`convert_to_int8_moe_kernel_format` for int4 weights.
+
+    ``w13`` [E, 2N, K] and ``w2`` [E, K, N] int8, one code of -8 to 7 per byte; scales of channels float32 [E, 2N, 1]
+    and [E, K, 1], of groups of g columns [E, 2N, K/g] and [E, K, N/g] in the dtype that the key says.
+    """
+    return convert_to_int8_moe_kernel_format(
+        selection, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, w13_bias=w13_bias, w2_bias=w2_bias
+    )
+
+
+def make_int8_moe_quant_config(
+    *,
+    w1_scale: Tensor,
+    w2_scale: Tensor,
+    a1_scale: Tensor | None = None,
+    a2_scale: Tensor | None = None,
+    a1_zp: Tensor | None = None,
+    a2_zp: Tensor | None = None,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    weight_key: QuantKey | None = None,
+    activation_key: QuantKey | None = None,
+    per_act_token_quant: bool = True,
+    weight_only: bool = False,
+) -> FusedMoEQuantConfig:
+    """Scales, zero points and biases of int8 weights, one scale per output channel.  All by keyword.
+
+    - ``weight_key``, ``activation_key`` say the kinds outright, as a selection has them; activation None: 16 bits
+    - without a ``weight_key``: activations dynamic per token, static where ``a1_scale`` and ``a2_scale`` [E] are given
+      (with zero points ``a1_zp``, ``a2_zp`` [E]); ``weight_only``: 16-bit activations.  Nothing is 16-bit unless it
+      says so.
+
+    Raises ConfigError where the switches, the keys and the tensors contradict each other.
+    """
+    if weight_key is not None:
+        if weight_only and activation_key is not None:
+            raise ConfigError(f"weight_only means 16-bit activations, the activation key is {activation_key}")
+        for name, scale in (("w1_scale", w1_scale), ("w2_scale", w2_scale)):
+            if scale.dtype is not weight_key.scale.dtype:
+                raise ConfigError(f"{name} has dtype {scale.dtype}, expected {weight_key.scale.dtype} for {weight_key}")
+        return make_quant_config(
+            weight_key=weight_key,
+            activation_key=activation_key,
+            w1_scale=w1_scale,
+            w2_scale=w2_scale,
+            a1_scale=a1_scale,
+            a2_scale=a2_scale,
+            a1_zp=a1_zp,
+            a2_zp=a2_zp,
+            w1_bias=w1_bias,
+            w2_bias=w2_bias,
+        )
+    if activation_key is not None:
+        raise ConfigError(f"activation_key is {activation_key}, but weight_key is missing")
+    if weight_only:
+        if any(tensor is not None for tensor in (a1_scale, a2_scale, a1_zp, a2_zp)):
+            raise ConfigError("weight_only means 16-bit activations: they have no scales and no zero points")
+        return int8_w8a16_moe_quant_config(w1_scale=w1_scale, w2_scale=w2_scale, w1_bias=w1_bias, w2_bias=w2_bias)
+    return int8_w8a8_moe_quant_config(
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        a1_scale=a1_scale,
+        a2_scale=a2_scale,
+        a1_zp=a1_zp,
+        a2_zp=a2_zp,
+        w1_bias=w1_bias,
+        w2_bias=w2_bias,
+        per_act_token_quant=per_act_token_quant,
+    )
+
+
+def make_w4a8_int8_moe_quant_config(
+    *,
+    w1_scale: Tensor,
+    w2_scale: Tensor,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    weight_key: QuantKey = kInt4W4A8StaticGroup128Sym,
+    activation_key: QuantKey = kInt8DynamicTokenSym,
+) -> FusedMoEQuantConfig:
+    """Scales and biases of int4 weights with int8 activations.  The keys say the group and the scales' dtype."""
+    _check_dtype(weight_key, INT4, "make_int8_moe_quant_config")
+    return make_int8_moe_quant_config(
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        w1_bias=w1_bias,
+        w2_bias=w2_bias,
+        weight_key=weight_key,
+        activation_key=activation_key,
+    )
+
+
+def make_int8_moe_kernel(
+    selection: Selection,
+    weights: KernelWeights,
+    *,
+    prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,
+) -> FusedMoEKernel:
+    """prepare + the selected experts + finalize around converted weights."""
+    return registry().oracle("int8").make_kernel(selection, weights, prepare_finalize=prepare_finalize)
+
+
+def make_w4a8_int8_moe_kernel(
+    selection: Selection,
+    weights: KernelWeights,
+    *,
+    prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,
+) -> FusedMoEKernel:
+    """:func:`make_int8_moe_kernel` for int4 weights."""
+    return make_int8_moe_kernel(selection, weights, prepare_finalize=prepare_finalize)
+
+
+def _select(
+    config: FusedMoEConfig,
+    weight_key: QuantKey,
+    activation_key: QuantKey | None,
+    moe_backend: str | Int8MoeBackend,
+    device: DeviceInfo | str | torch.device | None,
+    environment: Environment | None,
+) -> Selection:
+    return (
+        registry()
+        .oracle("int8")
+        .select(
+            config,
+            weight_key=weight_key,
+            activation_key=activation_key,
+            moe_backend=moe_backend,
+            device=device,
+            environment=environment,
+        )
+    )
+
+
+def _check_dtype(weight_key: QuantKey, dtype: QuantDtype, other: str) -> None:
+    if weight_key.dtype != dtype:
+        raise ConfigError(f"this function is for {dtype.name} weights, asked for {weight_key}: use {other}")
