@@ -10,12 +10,12 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_core.activation import MoEActivation, apply_moe_activation
+from moe_core.gemm import hopper_launch
+from moe_core.gemm.hopper_launch import TILE, HopperResult, hopper_fits
 from moe_core.gemm.launch import Activation, Operand, Routing
 from moe_core.gemm.plan import TileConfig, max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
-from moe_fp8.kernels import hopper_launch
-from moe_fp8.kernels.hopper_launch import TILE, HopperResult, hopper_fits
 
 E4M3 = torch.float8_e4m3fn
 WIDE, NARROW = 2**-9 + 2**-10, 2**-4 / 3**0.5 + 2**-10
@@ -109,7 +109,8 @@ class Product:
         self.result = HopperResult(values, out, made if given is None else given, bits)
 
     def run(self):
-        from moe_fp8.kernels import hopper_multiply
+        from moe_core.gemm.hopper_rows import multiply_rows
+        from moe_fp8.kernels.hopper_multiply import multiply_blocks
 
         on = {name: getattr(self, name).to(self.device) for name in ("a", "w", "a_scale", "w_scale")}
         a_scale, w_scale = on["a_scale"], on["w_scale"]
@@ -123,7 +124,7 @@ class Product:
         params = None if kind is None else kind.resolve_params(None)
         hopper_launch.hopper_product(
             CONFIG,
-            multiply=hopper_multiply.multiply_blocks if self.scales == "blocks" else hopper_multiply.multiply_rows,
+            multiply=multiply_blocks if self.scales == "blocks" else multiply_rows,
             values=on["a"],
             scales=arguments[0],
             weights=on["w"],

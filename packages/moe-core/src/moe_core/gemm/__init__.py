@@ -7,6 +7,9 @@
     spread.py          quantises rows straight into the sorted order
     epilogue.py        activations in registers
     launch.py          the host side
+    workspaces.py      scratch memory
+    rows_moe.py        a whole layer of one-byte elements with scales per row or tensor; rows.py, rows_launch.py
+    hopper.py          its products on sm_90 with many rows per expert; hopper_*.py
     specimen.py        launches recorded, so that every kernel compiles for every target without a GPU
 
 A scheme writes how its operands are loaded and scaled (`moe_fp8.kernels.block` is the model) and nothing else.

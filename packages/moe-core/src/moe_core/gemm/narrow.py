@@ -51,6 +51,14 @@ def narrow_e4m3(x):
 
 
 @triton.jit
+def round_int8(x):
+    """float32 to int8: to the nearest integer, ties to even, saturating; NaN becomes 0."""
+    x = tl.maximum(tl.minimum(tl.where(x == x, x, 0.0), 127.0), -128.0)
+    # 1.5 * 2^23 leaves integers in the low bits of the mantissa, as two's complement
+    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
 def narrow(x, dtype: tl.constexpr):
     """float32 to float32, bfloat16 or float16 (round to nearest even)."""
     if INTERPRET and dtype == tl.bfloat16:

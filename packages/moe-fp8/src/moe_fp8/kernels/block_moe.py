@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from moe_core.gemm.hopper_launch import TILE, HopperResult, hopper_fits, hopper_product
 from moe_core.gemm.launch import (
     Activation,
     Operand,
@@ -39,7 +40,6 @@ from moe_core.ops.sort import QuantizeRows, SortedPairs, sort_pairs
 from torch import Tensor
 
 from moe_fp8.kernels import block
-from moe_fp8.kernels.hopper_launch import TILE, HopperResult, hopper_fits, hopper_product
 
 SILU = Activation("silu")
 

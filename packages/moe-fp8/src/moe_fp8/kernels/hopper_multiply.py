@@ -1,17 +1,17 @@
-"""The k loop of one consumer in `moe_fp8.kernels.hopper`: 64 rows times two blocks of 128 columns, by kind of scale.
+"""The k loop of one consumer in `moe_core.gemm.hopper`, with scales by block: 64 rows times two blocks of 128 columns.
 
-Each returns the scaled float32 products [64, 128] of both blocks, and the number of steps that were taken so far.
+It returns the scaled float32 products [64, 128] of both blocks, and the number of steps that were taken so far.
 """
 
 from __future__ import annotations
 
 from moe_core.gemm.epilogue import NAN
+from moe_core.gemm.hopper_pipeline import HALF, TILE, barrier
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from moe_fp8.kernels.block import FLOAT32_MAX
-from moe_fp8.kernels.hopper_pipeline import HALF, TILE, barrier
 
 
 @gluon.jit
@@ -76,60 +76,4 @@ def multiply_blocks(
         mbarrier.arrive(empty.index(slot))
         acc_1 += product * by_1[:, None]
         turn += 1
-    return acc_0, acc_1, turn
-
-
-@gluon.jit
-def multiply_rows(
-    turn,
-    row,
-    expert,
-    block_n,
-    A,
-    B,
-    a_tiles,
-    b_tiles,
-    full,
-    empty,
-    steps,
-    N,
-    layout: gl.constexpr,
-    WHICH: gl.constexpr,
-    STAGES: gl.constexpr,
-    GATED: gl.constexpr,
-):
-    """Scales that do not change along k: summed in the matrix units, scaled once.
-
-    A = (scales, stride per row, stride per expert), B = (scales, stride per expert, per half of a gated product, per
-    column); a stride of 0 where the scale is the same.
-    """
-    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 32])
-    a_scale, stride_row, stride_a_expert = A
-    b_scale, stride_expert, stride_half, stride_column = B
-    column = block_n * (TILE if GATED else 2 * TILE) + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
-    # beyond the last column: any scale
-    scales = b_scale + expert.to(gl.int64) * stride_expert
-    scale_0 = gl.load(scales + gl.minimum(column, N - 1) * stride_column)
-    if GATED:
-        scale_1 = gl.load(scales + stride_half + gl.minimum(column, N - 1) * stride_column)
-    else:
-        scale_1 = gl.load(scales + gl.minimum(column + TILE, N - 1) * stride_column)
-    row_scale = gl.load(a_scale + row.to(gl.int64) * stride_row + expert * stride_a_expert)
-    acc = gl.zeros([HALF, 2 * TILE], gl.float32, wide)
-    for k in range(steps):
-        slot = turn % STAGES
-        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
-        a = a_tiles.index(slot).slice(WHICH * HALF, HALF, 0)
-        acc = warpgroup_mma(a, b_tiles.index(slot).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
-        # the step before this one is done: its slot is free
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        barrier()
-        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=k > 0)
-        turn += 1
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    barrier()
-    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
-    acc_0, acc_1 = acc.reshape([HALF, 2, TILE]).permute([0, 2, 1]).split()
-    acc_0 = gl.convert_layout(acc_0, layout, assert_trivial=True) * row_scale[:, None] * scale_0[None, :]
-    acc_1 = gl.convert_layout(acc_1, layout, assert_trivial=True) * row_scale[:, None] * scale_1[None, :]
     return acc_0, acc_1, turn

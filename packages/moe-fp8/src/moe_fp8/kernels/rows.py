@@ -1,43 +1,22 @@
-"""FP8 with scales that do not change along k, as the grouped matrix product sees it.
-
-    weights       e4m3 [E, rows, K], one float32 scale per output row, or one per matrix (gate and up apart)
-    activations   e4m3, one float32 scale per row, per expert (static) or for all; or values still to be quantised
+"""e4m3 with scales that do not change along k: what the layer of `moe_core.gemm.rows_moe` needs of an element type.
 
 The product of a step is summed in the matrix units and added in float32, since Hopper's units keep fewer bits of a
-running sum; scales come once, after the loop (`finish`).
-
-Few rows are quantised while they are loaded (`open_raw`, `load_raw`): their tile is small beside that of the weights,
-and the scale, which needs the whole row or tensor, is known by then: static, or the magnitude that the kernel before
-has left.
+running sum.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from moe_core.gemm.narrow import INTERPRET, divide, narrow_e4m3
-from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
+from moe_core.gemm.rows import largest, load_wide, open_wide, scale_of, scale_of_parts
+from moe_core.gemm.rows_moe import RowFunctions
 from moe_core.ops._quantize_kernels import encode
-from moe_core.ops._sort_kernels import local_expert
 
 E4M3_MAX = tl.constexpr(448.0)
-# the smallest amax that a scale is made from: keeps the scale of zeros normal and finite
-AMAX_FLOOR = tl.constexpr(1e-10)
-
-
-@triton.jit
-def scale_of(amax):
-    """The scale of what has the largest magnitude `amax`, float32 or its bits in int32; NaN and infinity stay."""
-    if amax.dtype == tl.int32:
-        amax = amax.to(tl.float32, bitcast=True)
-    amax = tl.where(amax < AMAX_FLOOR, AMAX_FLOOR, amax)
-    return tl.div_rn(amax, E4M3_MAX)
-
-
-@triton.jit
-def largest(tile, AXIS: tl.constexpr):
-    """Bits of the largest magnitude along AXIS; NaN is above infinity."""
-    return tl.max(tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS)
 
 
 @triton.jit
@@ -49,70 +28,16 @@ def saturate(x):
         return x.to(tl.float8e4nv)  # the hardware's conversion saturates
 
 
-# ------------------------------------------------------------------ activations
-
-
-@triton.jit
-def open_values(A, rows, expert):
-    """A = (e4m3 values, scales, values' row stride, scales' stride per row and per expert)."""
-    values, scales, stride, scale_row, scale_expert = A
-    return values + rows * stride, tl.load(scales + rows * scale_row + expert * scale_expert)
-
-
-@triton.jit
-def load_values(state, k, BLOCK_K: tl.constexpr):
-    """Tile [BLOCK_M, BLOCK_K] of values that are padded to whole steps."""
-    values, _ = state
-    return tl.load(values[:, None] + (k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]), 0.0
-
-
 @triton.jit
 def open_raw(A, rows, expert):
-    """As `open_values`, of values in a wider type; scales may be magnitudes (bits, int32).  A ends with K."""
-    values, scales, stride, scale_row, scale_expert, columns = A
-    scale = tl.load(scales + rows * scale_row + expert * scale_expert)
-    if scale.dtype == tl.int32:
-        scale = scale_of(scale)
-    return values + rows * stride, scale, columns
+    """`open_wide`."""
+    return open_wide(A, rows, expert, E4M3_MAX)
 
 
 @triton.jit
 def load_raw(state, k, BLOCK_K: tl.constexpr):
     """Tile [BLOCK_M, BLOCK_K], quantised in registers."""
-    values, scale, columns = state
-    column = k * BLOCK_K + tl.arange(0, BLOCK_K)
-    tile = tl.load(values[:, None] + column[None, :], mask=(column < columns)[None, :], other=0.0)
-    return saturate(divide(tile.to(tl.float32), scale[:, None])), 0.0
-
-
-# ------------------------------------------------------------------ weights
-
-
-@triton.jit
-def open_weights(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """B = (weights, scales, weights' expert and row stride, scales' stride per expert, half and row)."""
-    weights, scales, stride_e, stride_n, scale_e, scale_half, scale_n = B
-    rows, inside, first = weight_rows(weights, stride_e, stride_n, expert, half, n, N, BLOCK_N)
-    columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
-    scale = tl.load(scales + expert.to(tl.int64) * scale_e + half * scale_half + columns * scale_n)
-    return rows, inside, scale, first
-
-
-@triton.jit
-def load_weights(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Tile [BLOCK_N, BLOCK_K]."""
-    rows, inside, _, first = state
-    return weight_tile(rows, inside, first, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K), 0.0
-
-
-@triton.jit
-def prefetch_weights(state, K):
-    """Ask for the first columns of a tile's rows in L2 (sm_90 and newer; K and the rows are multiples of 16 bytes)."""
-    rows, inside, _, _ = state
-    prefetch_rows(rows, inside, K)
-
-
-# ------------------------------------------------------------------ product
+    return saturate(load_wide(state, k, BLOCK_K)), 0.0
 
 
 @triton.jit
@@ -125,23 +50,9 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
 
 
 @triton.jit
-def finish(acc, a_state, b_state, SWAP: tl.constexpr):
-    """acc * scale of the row * scale of the column."""
-    a_scale = a_state[1]
-    b_scale = b_state[2]
-    if SWAP:
-        return acc * (a_scale[None, :] * b_scale[:, None])
-    else:
-        return acc * (a_scale[:, None] * b_scale[None, :])
-
-
-# ------------------------------------------------------------------ quantisers
-
-
-@triton.jit
 def quantize_row(tile, Q, expert, AXIS: tl.constexpr):
     """A tile whose whole AXIS is a row: e4m3 values and one float32 scale, amax / 448."""
-    scale = scale_of(largest(tile, AXIS))
+    scale = scale_of(largest(tile, AXIS), E4M3_MAX)
     return narrow_e4m3(divide(tile, tl.expand_dims(scale, AXIS))), scale
 
 
@@ -161,113 +72,24 @@ def quantize_static_rows(tile, Q, expert, AXIS: tl.constexpr):
 @triton.jit
 def quantize_by_amax(tile, Q, expert, AXIS: tl.constexpr):
     """By one scale for everything, Q = (largest magnitudes [count] of parts as bits in int32, count up to 1024)."""
-    amaxes, count = Q
-    index = tl.arange(0, 1024)
-    scale = scale_of(tl.max(tl.load(amaxes + index, mask=index < count, other=0), axis=0))
+    scale = scale_of_parts(Q, E4M3_MAX)
     return saturate(divide(tile, scale)), tl.zeros((tile.shape[1 - AXIS],), tl.float32) + scale
 
 
-@triton.jit
-def routed(row, inside, R):
-    """Which tokens have a local expert; R = (ids, expert_map, top_k, num_ids, num_experts)."""
-    ids, expert_map, top_k, num_ids, num_experts = R
-    found = row < 0
-    for slot in range(top_k):
-        expert = local_expert(ids, expert_map, row * top_k + slot, inside, num_ids, num_experts, expert_map is not None)
-        found = found | (expert >= 0)
-    return found
+def _specialised() -> Any:
+    from moe_core.gemm.hopper_rows import multiply_rows
+
+    return multiply_rows
 
 
-@triton.jit
-def row_amax(tile, Q, token, AXIS: tl.constexpr):
-    """The largest magnitude of each token (bits in int32) as its scale, 0 without a local expert; values stay.
-
-    Q = (number of tokens, R of `routed`, amax [1] to raise as well or None)
-    """
-    tokens, R, amax = Q
-    bits = tl.where(routed(token, token < tokens, R), tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    found = tl.max(bits, axis=AXIS)
-    if amax is not None:
-        tl.atomic_max(amax, tl.max(found, axis=0), sem="relaxed")
-    return tile, found
-
-
-# ------------------------------------------------------------------ whole rows
-
-
-@triton.jit
-def rows_in_use(row, rows, S, WHICH: tl.constexpr):
-    """Whether rows are in use.  WHICH "tokens": S as `routed` takes it; "sorted": S = (their number,).
-
-    "batched": S = (row behind the last one in use [E + 1], capacity).
-    """
-    inside = row < rows
-    if WHICH == "tokens":
-        return inside & routed(row, inside, S)
-    elif WHICH == "sorted":
-        return inside & (row < tl.load(S[0]))
-    else:
-        return inside & (row < tl.load(S[0] + 1 + row // S[1], mask=inside, other=0))
-
-
-@triton.jit
-def amax_kernel(
-    x,
-    amax,
-    S,
-    rows,
-    columns,
-    stride_x,
-    WHICH: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Raise `amax` [1] int32 to the bits of the largest magnitude of the rows of x in use."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    found = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
-    for first in range(tl.program_id(0) * BLOCK_R, rows, tl.num_programs(0) * BLOCK_R):
-        row = first + tl.arange(0, BLOCK_R).to(tl.int64)
-        used = rows_in_use(row, rows, S, WHICH)
-        mask = used[:, None] & (column < columns)[None, :]
-        value = tl.load(x + row[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        found = tl.maximum(found, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.atomic_max(amax, tl.max(tl.max(found, axis=1), axis=0), sem="relaxed")
-
-
-@triton.jit
-def quantize_rows_kernel(
-    x,
-    values,
-    scales,
-    Q,
-    S,
-    rows,
-    columns,
-    width,
-    stride_x,
-    stride_values,
-    quantize: tl.constexpr,
-    WHICH: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Quantise rows in use, BLOCK_R per program, BLOCK_C >= width; columns from `columns` to `width` become zeros."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    used = rows_in_use(row, rows, S, WHICH)
-    if tl.sum(used.to(tl.int32), axis=0) == 0:
-        return
-    column = tl.arange(0, BLOCK_C)
-    mask = used[:, None] & (column < columns)[None, :]
-    tile = tl.load(x + row[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    quantized, scale = quantize(tile, Q, 0, 1)
-    mask = used[:, None] & (column < width)[None, :]
-    tl.store(values + row[:, None] * stride_values + column[None, :], quantized, mask=mask)
-    tl.store(scales + row, scale, mask=used)
+E4M3 = RowFunctions(
+    dtype=torch.float8_e4m3fn,
+    open_raw=open_raw,
+    load_raw=load_raw,
+    multiply=multiply,
+    quantize_row=quantize_row,
+    quantize_static=quantize_static,
+    quantize_static_rows=quantize_static_rows,
+    quantize_by_amax=quantize_by_amax,
+    specialised=_specialised,
+)

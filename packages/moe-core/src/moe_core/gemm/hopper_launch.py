@@ -1,4 +1,4 @@
-"""Start the kernel of `moe_fp8.kernels.hopper`, and say when it can be used."""
+"""Start the kernel of `moe_core.gemm.hopper`, and say when it can be used."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
+
 from moe_core.gemm.launch import Activation, Operand, Routing
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.specimen import launch
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
-from torch import Tensor
 
 #: rows and columns of a tile of one operand, and of a weight block
 TILE = 128
@@ -22,7 +23,7 @@ STAGES = 4
 
 @dataclass(frozen=True, eq=False)
 class HopperResult:
-    """Where a product of the kernel goes; see `moe_fp8.kernels.hopper_finish`.
+    """Where a product of the kernel goes; see `moe_core.gemm.hopper_finish`.
 
     ``values`` [rows, columns]; ``scales`` [rows, columns / 128] to be written (``kind`` "groups"), or [E] given
     ("static").  ``amax`` int32, zeroed, [rows] or [1]: receives the bits of the largest magnitudes ("values" alone).
@@ -44,7 +45,7 @@ def hopper_fits(config: TileConfig, *operands: Operand) -> bool:
 
 
 def _descriptor(matrix: Tensor) -> Any:
-    """Tensor descriptor of a contiguous-column e4m3 matrix, in blocks of 128 x 128."""
+    """Tensor descriptor of a contiguous-column matrix of one-byte elements, in blocks of 128 x 128."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -67,12 +68,12 @@ def hopper_product(
     activation: Activation | None,
     pdl: bool,
 ) -> None:
-    """One product; ``values`` [P, K] e4m3 by sorted row, ``weights`` [E, rows, K].
+    """One product; ``values`` [P, K] by sorted row and ``weights`` [E, rows, K], of one type of one byte.
 
-    ``multiply`` (of `moe_fp8.kernels.hopper_multiply`) gets ``scales`` and ``weight_scales``.  With an ``activation``
+    ``multiply`` (see `moe_core.gemm.hopper`) gets ``scales`` and ``weight_scales``.  With an ``activation``
     out has sorted rows; without, rows by pair.
     """
-    from moe_fp8.kernels.hopper import hopper_kernel
+    from moe_core.gemm.hopper import hopper_kernel
 
     up = activation is not None
     gated = activation is not None and activation.gated

@@ -1,4 +1,4 @@
-"""FP8 on Hopper with many rows per expert: loading, multiplying and scaling at the same time.
+"""One-byte elements on Hopper with many rows per expert: loading, multiplying and scaling at the same time.
 
 The tile kernel of `moe_core.gemm` alternates between the matrix units and the scaling of their results, and waits in
 between.  Here one warp does nothing but request tiles (tensor memory accelerator, STAGES deep, running ahead into the
@@ -9,7 +9,7 @@ The operand A has the rows of a tile next to each other ([P, K] in sorted order,
 computes two blocks of 128 columns: gate and up, joined in the epilogue, or neighbours n and n + 128 of a plain product.
 
     hopper_pipeline   the order of the tiles, and the warp that requests them
-    hopper_multiply   the k loop, one function for each kind of scale
+    hopper_rows       the k loop for scales that do not change along k; a scheme may pass another
     hopper_finish     bias, activation, quantisation, stores
 
 Written in Gluon, because the order of waits is the point; there is no interpreter for it.
@@ -17,14 +17,14 @@ Written in Gluon, because the order of waits is the point; there is no interpret
 
 from __future__ import annotations
 
-from moe_core.gemm.epilogue import activate_plain
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moe_fp8.kernels.hopper_finish import activate, add_bias, store_activated, store_block
-from moe_fp8.kernels.hopper_pipeline import HALF, TILE, find, produce
+from moe_core.gemm.epilogue import activate_plain
+from moe_core.gemm.hopper_finish import activate, add_bias, store_activated, store_block
+from moe_core.gemm.hopper_pipeline import HALF, TILE, find, produce
 
 
 @gluon.jit
@@ -76,9 +76,8 @@ def _consume(
         row = gl.minimum(first + gl.arange(0, HALF, layout=rows_layout), end - 1)
         target = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, store))
         place = target
-        if not UP:
-            if pairs is not None:
-                place = gl.load(pairs + gl.minimum(target, end - 1))
+        if not UP and pairs is not None:
+            place = gl.load(pairs + gl.minimum(target, end - 1))
         if WEIGHT != 0:
             weight = gl.load(weights + gl.load(pairs + row))
         acc_0, acc_1, turn = multiply(
@@ -157,8 +156,8 @@ def hopper_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    a_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TILE, TILE], a_desc.layout)
-    b_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 2 * TILE, TILE], b_desc.layout)
+    a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE, TILE], a_desc.layout)
+    b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 2 * TILE, TILE], b_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):

@@ -1,4 +1,4 @@
-"""What every mode of `moe_fp8.kernels.hopper` shares: the order of the tiles, and the warp that requests them.
+"""What every mode of `moe_core.gemm.hopper` shares: the order of the tiles, and the warp that requests them.
 
 A slot of shared memory holds the operands of one step: 128 rows of A and two blocks of 128 rows of B, 128 deep.  `full`
 and `empty` are its barriers.
@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 request = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
-# rows of a tile, columns of one of its two blocks, depth of a step: one quantisation block each way
+# rows of a tile, columns of one of its two blocks, depth of a step
 TILE = gl.constexpr(128)
 # rows that one group of four warps owns
 HALF = gl.constexpr(64)

@@ -1,16 +1,16 @@
-"""The end of a tile in `moe_fp8.kernels.hopper`: bias, activation, quantisation, and the way to memory.
+"""The end of a tile in `moe_core.gemm.hopper`: bias, activation, quantisation, and the way to memory.
 
 T = (out, scales or None, amax or None, their row strides, columns of out), of which a row of out has whole 16 bytes.
 """
 
 from __future__ import annotations
 
-from moe_core.gemm.epilogue import activate_gated
-from moe_core.gemm.narrow import divide
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_fp8.kernels.hopper_pipeline import HALF, TILE
+from moe_core.gemm.epilogue import activate_gated
+from moe_core.gemm.hopper_pipeline import HALF, TILE
+from moe_core.gemm.narrow import divide, round_int8
 
 E4M3_MAX = gl.constexpr(448.0)
 AMAX_FLOOR = gl.constexpr(1e-10)
@@ -63,8 +63,8 @@ def store_activated(
 ):
     """Block `block` of 128 columns of h, [64, 128], by sorted row.
 
-    OUT "groups": e4m3 and one scale per row and block, amax / 448; "static": e4m3 by the scale that the expert was
-    given; "values": as they are.  AMAX "row" or "tensor": the bits of the largest magnitude of each row or of all.
+    OUT "groups": e4m3 and one scale per row and block, amax / 448; "static": e4m3 or int8 by the scale that the expert
+    was given; "values": as they are.  AMAX "row" or "tensor": the bits of the largest magnitude of each row or of all.
     """
     out, scales, amax, stride, stride_scale, width = T
     column = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, value.type.layout))
@@ -85,4 +85,8 @@ def store_activated(
             gl.atomic_max(amax + row, bits, mask=row < end, sem="relaxed")
         else:
             gl.atomic_max(amax, gl.max(gl.where(row < end, bits, 0), axis=0), sem="relaxed")
-    store_block(value.to(out.dtype.element_ty), T, target, target < end, block * TILE, layout)
+    if out.dtype.element_ty == gl.int8:
+        narrow = round_int8(value)
+    else:
+        narrow = value.to(out.dtype.element_ty)
+    store_block(narrow, T, target, target < end, block * TILE, layout)

@@ -1,17 +1,17 @@
-"""Start the kernels of `moe_fp8.kernels.rows` that work on whole rows."""
+"""Start the kernels of `moe_core.gemm.rows` that work on whole rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import triton
+from torch import Tensor
+
+from moe_core.gemm import rows
 from moe_core.gemm.launch import Operand, Routing, is_aligned, weight_descriptor
 from moe_core.gemm.specimen import launch
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs, whole_row
-from torch import Tensor
-
-from moe_fp8.kernels import rows
 
 #: which rows count: (name, arguments) of `rows.rows_in_use`
 InUse = tuple[str, tuple[Any, ...]]
@@ -69,7 +69,7 @@ def quantize_rows(
     *,
     pdl: bool,
 ) -> None:
-    """Rows of ``x`` [R, C] in use to e4m3 ``values`` [R, width] and ``scales`` [R]; columns from C on become zeros."""
+    """Rows of ``x`` [R, C] in use to ``values`` [R, width] and ``scales`` [R]; columns from C on become zeros."""
     count, columns = x.shape
     width = values.shape[1]
     block_c = whole_row(width)
@@ -96,8 +96,13 @@ def quantize_rows(
     )
 
 
-def row_operand(weights: Tensor, scales: Tensor, bias: Tensor | None, count: int) -> Operand:
-    """Weights [E, rows, K] with scales [E, rows, 1] or [E, parts]; ``count`` rows of one half."""
+def row_operand(
+    weights: Tensor, scales: Tensor, bias: Tensor | None, count: int, extra: tuple[Any, ...] = ()
+) -> Operand:
+    """Weights [E, rows, K] with scales [E, rows, 1] or [E, parts]; ``count`` rows of one half.
+
+    ``extra`` goes behind what `rows.open_weights` takes, for device functions of a scheme's own.
+    """
     half, row = (count * scales.stride(1), scales.stride(1)) if scales.dim() == 3 else (scales.stride(1), 0)
-    device = (weights, scales, weights.stride(0), weights.stride(1), scales.stride(0), half, row)
+    device = (weights, scales, weights.stride(0), weights.stride(1), scales.stride(0), half, row, *extra)
     return Operand(device, count, weights.shape[2], bias, weight_descriptor(weights), is_aligned(weights))

@@ -1,0 +1,119 @@
+"""The k loop of one consumer in `moe_core.gemm.hopper`, where scales do not change along k.
+
+It returns the scaled float32 products [64, 128] of both blocks, and the number of steps that were taken so far.
+
+    A = (scales, stride per row, stride per expert)
+    B = (scales, stride per expert, per half of a gated product, per column)
+
+with strides of 0 where the scale is the same.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from moe_core.gemm.hopper_pipeline import HALF, TILE, barrier
+
+
+@gluon.jit
+def _scales(row, expert, block_n, A, B, N, layout: gl.constexpr, GATED: gl.constexpr):
+    """Scales of the rows, and of the columns of both blocks."""
+    a_scale, stride_row, stride_a_expert = A
+    b_scale, stride_expert, stride_half, stride_column = B
+    column = block_n * (TILE if GATED else 2 * TILE) + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
+    # beyond the last column: any scale
+    scales = b_scale + expert.to(gl.int64) * stride_expert
+    scale_0 = gl.load(scales + gl.minimum(column, N - 1) * stride_column)
+    if GATED:
+        scale_1 = gl.load(scales + stride_half + gl.minimum(column, N - 1) * stride_column)
+    else:
+        scale_1 = gl.load(scales + gl.minimum(column + TILE, N - 1) * stride_column)
+    row_scale = gl.load(a_scale + row.to(gl.int64) * stride_row + expert * stride_a_expert)
+    return row_scale, scale_0, scale_1
+
+
+@gluon.jit
+def multiply_rows(
+    turn,
+    row,
+    expert,
+    block_n,
+    A,
+    B,
+    a_tiles,
+    b_tiles,
+    full,
+    empty,
+    steps,
+    N,
+    layout: gl.constexpr,
+    WHICH: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+):
+    """e4m3: summed in the matrix units, in float32, scaled once."""
+    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 32])
+    row_scale, scale_0, scale_1 = _scales(row, expert, block_n, A, B, N, layout, GATED)
+    acc = gl.zeros([HALF, 2 * TILE], gl.float32, wide)
+    for k in range(steps):
+        slot = turn % STAGES
+        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+        a = a_tiles.index(slot).slice(WHICH * HALF, HALF, 0)
+        acc = warpgroup_mma(a, b_tiles.index(slot).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
+        # the step before this one is done: its slot is free
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        barrier()
+        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=k > 0)
+        turn += 1
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier()
+    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
+    acc_0, acc_1 = acc.reshape([HALF, 2, TILE]).permute([0, 2, 1]).split()
+    acc_0 = gl.convert_layout(acc_0, layout, assert_trivial=True) * row_scale[:, None] * scale_0[None, :]
+    acc_1 = gl.convert_layout(acc_1, layout, assert_trivial=True) * row_scale[:, None] * scale_1[None, :]
+    return acc_0, acc_1, turn
+
+
+@gluon.jit
+def multiply_integer_rows(
+    turn,
+    row,
+    expert,
+    block_n,
+    A,
+    B,
+    a_tiles,
+    b_tiles,
+    full,
+    empty,
+    steps,
+    N,
+    layout: gl.constexpr,
+    WHICH: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+):
+    """int8: summed in int32, exactly, scaled once.  Triton has no integer instruction of 256 columns: two of 128."""
+    row_scale, scale_0, scale_1 = _scales(row, expert, block_n, A, B, N, layout, GATED)
+    acc_0 = gl.zeros([HALF, TILE], gl.int32, layout)
+    acc_1 = gl.zeros([HALF, TILE], gl.int32, layout)
+    for k in range(steps):
+        slot = turn % STAGES
+        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+        a = a_tiles.index(slot).slice(WHICH * HALF, HALF, 0)
+        b = b_tiles.index(slot)
+        acc_0 = warpgroup_mma(a, b.slice(0, TILE, 0).permute((1, 0)), acc_0, use_acc=k > 0, is_async=True)
+        acc_1 = warpgroup_mma(a, b.slice(TILE, TILE, 0).permute((1, 0)), acc_1, use_acc=k > 0, is_async=True)
+        # the two products of the step before are done: its slot is free
+        acc_0, acc_1 = warpgroup_mma_wait(2, deps=[acc_0, acc_1])
+        barrier()
+        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=k > 0)
+        turn += 1
+    acc_0, acc_1 = warpgroup_mma_wait(0, deps=[acc_0, acc_1])
+    barrier()
+    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
+    product_0 = acc_0.to(gl.float32) * (row_scale[:, None] * scale_0[None, :])
+    product_1 = acc_1.to(gl.float32) * (row_scale[:, None] * scale_1[None, :])
+    return product_0, product_1, turn

@@ -1,0 +1,228 @@
+"""One-byte elements with scales that do not change along k, as the grouped matrix product sees them.
+
+    weights       [E, rows, K], one float32 scale per output row, or one per matrix (gate and up apart)
+    activations   one float32 scale per row, per expert (static) or for all; or values still to be quantised
+
+Scales come once, after the loop (`finish`).  What depends on the element type is a scheme's own and short: how a value
+becomes a code, and the product of a step (`moe_fp8.kernels.rows`, `moe_int8.kernels.rows`).  MAX is the magnitude that
+the largest value of a dynamic scale's group becomes.
+
+Few rows are quantised while they are loaded (`open_wide`, `load_wide`): their tile is small beside that of the weights,
+and the scale, which needs the whole row or tensor, is known by then: static, or the magnitude that the kernel before
+has left.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_core.gemm.narrow import divide
+from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
+from moe_core.ops._sort_kernels import local_expert
+
+# the smallest amax that a scale is made from: keeps the scale of zeros normal and finite
+AMAX_FLOOR = tl.constexpr(1e-10)
+
+
+@triton.jit
+def scale_of(amax, MAX: tl.constexpr):
+    """The scale of what has the largest magnitude `amax`, float32 or its bits in int32; NaN and infinity stay."""
+    if amax.dtype == tl.int32:
+        amax = amax.to(tl.float32, bitcast=True)
+    amax = tl.where(amax < AMAX_FLOOR, AMAX_FLOOR, amax)
+    return tl.div_rn(amax, MAX)
+
+
+@triton.jit
+def largest(tile, AXIS: tl.constexpr):
+    """Bits of the largest magnitude along AXIS; NaN is above infinity."""
+    return tl.max(tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS)
+
+
+# ------------------------------------------------------------------ activations
+
+
+@triton.jit
+def open_values(A, rows, expert):
+    """A = (values, scales, values' row stride, scales' stride per row and per expert)."""
+    values, scales, stride, scale_row, scale_expert = A
+    return values + rows * stride, tl.load(scales + rows * scale_row + expert * scale_expert)
+
+
+@triton.jit
+def load_values(state, k, BLOCK_K: tl.constexpr):
+    """Tile [BLOCK_M, BLOCK_K] of values that are padded to whole steps; `state` starts with pointers to the rows."""
+    return tl.load(state[0][:, None] + (k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]), 0.0
+
+
+@triton.jit
+def open_wide(A, rows, expert, MAX: tl.constexpr):
+    """As `open_values`, of values in a wider type; scales may be magnitudes (bits, int32).  A ends with K."""
+    values, scales, stride, scale_row, scale_expert, columns = A
+    scale = tl.load(scales + rows * scale_row + expert * scale_expert)
+    if scale.dtype == tl.int32:
+        scale = scale_of(scale, MAX)
+    return values + rows * stride, scale, columns
+
+
+@triton.jit
+def load_wide(state, k, BLOCK_K: tl.constexpr):
+    """Tile [BLOCK_M, BLOCK_K], float32, divided by its scales."""
+    values, scale, columns = state
+    column = k * BLOCK_K + tl.arange(0, BLOCK_K)
+    tile = tl.load(values[:, None] + column[None, :], mask=(column < columns)[None, :], other=0.0)
+    return divide(tile.to(tl.float32), scale[:, None])
+
+
+# ------------------------------------------------------------------ weights
+
+
+@triton.jit
+def open_weights(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """B = (weights, scales, weights' expert and row stride, scales' stride per expert, half and row)."""
+    weights, scales, stride_e, stride_n, scale_e, scale_half, scale_n = B
+    rows, inside, first = weight_rows(weights, stride_e, stride_n, expert, half, n, N, BLOCK_N)
+    columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
+    scale = tl.load(scales + expert.to(tl.int64) * scale_e + half * scale_half + columns * scale_n)
+    return rows, inside, scale, first
+
+
+@triton.jit
+def load_weights(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Tile [BLOCK_N, BLOCK_K]."""
+    return weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K), 0.0
+
+
+@triton.jit
+def prefetch_weights(state, K):
+    """Ask for the first columns of a tile's rows in L2 (sm_90 and newer; K and the rows are multiples of 16 bytes)."""
+    prefetch_rows(state[0], state[1], K)
+
+
+@triton.jit
+def finish(acc, a_state, b_state, SWAP: tl.constexpr):
+    """acc * scale of the row * scale of the column, in float32."""
+    a_scale = a_state[1]
+    b_scale = b_state[2]
+    if SWAP:
+        return acc.to(tl.float32) * (a_scale[None, :] * b_scale[:, None])
+    else:
+        return acc.to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
+
+
+# ------------------------------------------------------------------ magnitudes
+
+
+@triton.jit
+def scale_of_parts(Q, MAX: tl.constexpr):
+    """One scale for everything, Q = (largest magnitudes [count] of parts as bits in int32, count up to 1024)."""
+    amaxes, count = Q
+    index = tl.arange(0, 1024)
+    return scale_of(tl.max(tl.load(amaxes + index, mask=index < count, other=0), axis=0), MAX)
+
+
+@triton.jit
+def routed(row, inside, R):
+    """Which tokens have a local expert; R = (ids, expert_map, top_k, num_ids, num_experts)."""
+    ids, expert_map, top_k, num_ids, num_experts = R
+    found = row < 0
+    for slot in range(top_k):
+        expert = local_expert(ids, expert_map, row * top_k + slot, inside, num_ids, num_experts, expert_map is not None)
+        found = found | (expert >= 0)
+    return found
+
+
+@triton.jit
+def row_amax(tile, Q, token, AXIS: tl.constexpr):
+    """The largest magnitude of each token (bits in int32) as its scale, 0 without a local expert; values stay.
+
+    Q = (number of tokens, R of `routed`, amax [1] to raise as well or None)
+    """
+    tokens, R, amax = Q
+    bits = tl.where(routed(token, token < tokens, R), tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    found = tl.max(bits, axis=AXIS)
+    if amax is not None:
+        tl.atomic_max(amax, tl.max(found, axis=0), sem="relaxed")
+    return tile, found
+
+
+# ------------------------------------------------------------------ whole rows
+
+
+@triton.jit
+def rows_in_use(row, rows, S, WHICH: tl.constexpr):
+    """Whether rows are in use.  WHICH "tokens": S as `routed` takes it; "sorted": S = (their number,).
+
+    "batched": S = (row behind the last one in use [E + 1], capacity).
+    """
+    inside = row < rows
+    if WHICH == "tokens":
+        return inside & routed(row, inside, S)
+    elif WHICH == "sorted":
+        return inside & (row < tl.load(S[0]))
+    else:
+        return inside & (row < tl.load(S[0] + 1 + row // S[1], mask=inside, other=0))
+
+
+@triton.jit
+def amax_kernel(
+    x,
+    amax,
+    S,
+    rows,
+    columns,
+    stride_x,
+    WHICH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Raise `amax` [1] int32 to the bits of the largest magnitude of the rows of x in use."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    found = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
+    for first in range(tl.program_id(0) * BLOCK_R, rows, tl.num_programs(0) * BLOCK_R):
+        row = first + tl.arange(0, BLOCK_R).to(tl.int64)
+        used = rows_in_use(row, rows, S, WHICH)
+        mask = used[:, None] & (column < columns)[None, :]
+        value = tl.load(x + row[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        found = tl.maximum(found, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(amax, tl.max(tl.max(found, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x,
+    values,
+    scales,
+    Q,
+    S,
+    rows,
+    columns,
+    width,
+    stride_x,
+    stride_values,
+    quantize: tl.constexpr,
+    WHICH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Quantise rows in use, BLOCK_R per program, BLOCK_C >= width; columns from `columns` to `width` become zeros."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    used = rows_in_use(row, rows, S, WHICH)
+    if tl.sum(used.to(tl.int32), axis=0) == 0:
+        return
+    column = tl.arange(0, BLOCK_C)
+    mask = used[:, None] & (column < columns)[None, :]
+    tile = tl.load(x + row[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    quantized, scale = quantize(tile, Q, 0, 1)
+    mask = used[:, None] & (column < width)[None, :]
+    tl.store(values + row[:, None] * stride_values + column[None, :], quantized, mask=mask)
+    tl.store(scales + row, scale, mask=used)
