@@ -117,6 +117,7 @@ def refuse_lost_weights(
     *,
     experts: Sequence[int],
     is_zero: Callable[[Tensor], Tensor],
+    weight_suffix: str = "weight",
 ) -> None:
     """CheckpointError for a scale of 0 over weights that are not 0.
 
@@ -144,6 +145,6 @@ def refuse_lost_weights(
         scale_name = layer.name(experts[slot], projection, scale_suffix)
         entry = f" of expert {experts[slot]}" if layer.stacked_names else ""
         raise CheckpointError(
-            f"{scale_name} is 0{entry} where {layer.name(experts[slot], projection, 'weight')} is not "
+            f"{scale_name} is 0{entry} where {layer.name(experts[slot], projection, weight_suffix)} is not "
             f"({int(lost.sum())} weights, first at [{row}, {col}]): expected a scale greater than 0"
         )

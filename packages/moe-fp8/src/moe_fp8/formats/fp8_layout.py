@@ -21,19 +21,25 @@ from moe_core import CheckpointError, CheckpointWarning
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.format import check_expert_tensor
 from moe_core.checkpoint.matrices import ExpertMatrices, is_transposed, stored_matrix
+from moe_core.checkpoint.suffixes import (
+    INPUT_SCALES,
+    ZERO_POINTS,
+    missing,
+    one_suffix,
+    refuse_mixed,
+    refuse_zero_points,
+)
 from moe_core.checkpoint.values import Values, load_checked, refuse_lost_weights
 from moe_core.numerics import e8m0_to_float32, is_e8m0
 from moe_core.quant_key import GroupShape, QuantKey, kFp8Static128BlockSym, kMxfp8Static
 from torch import Tensor
 
-#: Suffixes of the weight's scale, usual ones first (short ones are of stacked experts), and of the activations'.
+#: Suffixes of the weight's scale, usual ones first (short ones are of stacked experts).
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "scale_inv", "scales_inv", "scale")
-INPUT_SCALES = ("input_scale", "activation_scale")
 #: 32 elements along K that share an e8m0 exponent
 MX_GROUP = GroupShape(1, 32)
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_ZERO_POINTS = ("weight_zero_point", "input_zero_point", "zero_point")
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,10 @@ class Fp8Layout:
         return Fp8Layout(storage, layer, transposed, shared, rows)
 
     @property
+    def activation(self) -> QuantKey | None:
+        return self.storage.activation
+
+    @property
     def key(self) -> QuantKey:
         """The canonical weights' key."""
         if self.storage.microscaling:
@@ -95,17 +105,17 @@ class Fp8Layout:
         layer, storage = self.layer, self.storage
         rows, cols = size
         sized = f"hidden size and intermediate size of {layer.checkpoint.path / 'config.json'}"
-        self._check_quantized(projection)
+        refuse_mixed(layer, projection, _FLOATS, (torch.float8_e4m3fn,))
         check_expert_tensor(layer, projection, "weight", self._stored(rows, cols), (torch.float8_e4m3fn,), sized)
         scale = scale_suffix(layer, projection)
         if scale is None:
-            raise CheckpointError(f"{_missing(layer, projection, storage.scale)} ({storage.why})")
+            raise CheckpointError(f"{missing(layer, projection, storage.scale)} ({storage.why})")
         shape, *also = self._scale_shapes(projection, rows, cols)
         check_expert_tensor(layer, projection, scale, shape, self._scale_dtypes(), storage.why, also=also)
         if self._is_static:
             static = input_suffix(layer, projection)
             if static is None:
-                raise CheckpointError(f"{_missing(layer, projection, INPUT_SCALES[0])} ({storage.why})")
+                raise CheckpointError(f"{missing(layer, projection, INPUT_SCALES[0])} ({storage.why})")
             one = "one scale of all activations"
             check_expert_tensor(layer, projection, static, (), _FLOATS, one, also=((1,), (1, 1)))
         if has_bias:
@@ -200,19 +210,6 @@ class Fp8Layout:
 
     # ------------------------------------------------------------------ what the tensors themselves say
 
-    def _check_quantized(self, projection: str) -> None:
-        """All projections are quantised: tools leave those alone whose sizes are no multiple of the block."""
-        layer = self.layer
-        if not layer.has(projection, "weight") or layer.dtype(projection, "weight") not in _FLOATS:
-            return
-        other = next((p for p in sorted(layer.projections) if layer.dtype(p, "weight") is torch.float8_e4m3fn), None)
-        if other is not None:
-            dtype = str(layer.dtype(projection, "weight")).removeprefix("torch.")
-            raise CheckpointError(
-                f"{layer.name(0, projection, 'weight')} has dtype {dtype}, expected float8_e4m3fn as "
-                f"{layer.name(0, other, 'weight')}: all matrices of a layer's experts must be quantised alike"
-            )
-
     def _check_others(self, projection: str, scale: str, experts: Sequence[int]) -> None:
         """No tensor is left out that would change the values."""
         layer = self.layer
@@ -225,47 +222,27 @@ class Fp8Layout:
                     used = self.storage.activation or "not quantised"
                     text = f"{name} is not used: activations are {used} ({self.storage.why})"
                     warnings.warn(text, CheckpointWarning, stacklevel=2)
-            elif suffix in _ZERO_POINTS:
-                self._check_zero(projection, suffix, experts)
+            elif suffix in ZERO_POINTS:
+                refuse_zero_points(layer, projection, suffix, experts)
             else:
                 stored = layer.stored_dtype(projection, suffix)
                 raise CheckpointError(f"{name} is {stored}: no FP8 format has such a tensor")
 
-    def _check_zero(self, projection: str, suffix: str, experts: Sequence[int]) -> None:
-        """Zero points, which older tools write for symmetric types too, are zeros."""
-        for expert in experts:
-            if bool(self.layer.tensor(expert, projection, suffix).float().any()):
-                name = self.layer.name(expert, projection, suffix)
-                raise CheckpointError(f"{name} holds values other than 0, expected symmetric weights and activations")
-
 
 def scale_suffix(layer: LayerExperts, projection: str) -> str | None:
     """Suffix of the projection's weight scale; CheckpointError where it has two."""
-    return _only(layer, projection, WEIGHT_SCALES)
+    return one_suffix(layer, projection, WEIGHT_SCALES)
 
 
 def input_suffix(layer: LayerExperts, projection: str) -> str | None:
     """Suffix of the projection's static activation scale."""
-    return _only(layer, projection, INPUT_SCALES)
-
-
-def _only(layer: LayerExperts, projection: str, suffixes: Sequence[str]) -> str | None:
-    found = [suffix for suffix in suffixes if layer.has(projection, suffix)]
-    if len(found) > 1:
-        names = " and ".join(layer.name(0, projection, suffix) for suffix in found)
-        raise CheckpointError(f"{names} are both there, expected one of them")
-    return found[0] if found else None
+    return one_suffix(layer, projection, INPUT_SCALES)
 
 
 def _required(suffix: str | None) -> str:
     if suffix is None:
         raise CheckpointError("a scale is missing")
     return suffix
-
-
-def _missing(layer: LayerExperts, projection: str, suffix: str) -> str:
-    weight = layer.name(0, projection, "weight")
-    return f"{weight.removesuffix('.weight')}.{suffix} is missing in {layer.checkpoint.path}"
 
 
 def _stacked_rows(layer: LayerExperts, transposed: bool) -> int:

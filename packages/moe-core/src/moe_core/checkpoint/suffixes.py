@@ -1,0 +1,59 @@
+"""What belongs to a quantised weight, found by the last part of its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.errors import CheckpointError
+
+#: the static activations' scale
+INPUT_SCALES = ("input_scale", "activation_scale")
+ZERO_POINTS = ("weight_zero_point", "input_zero_point", "zero_point")
+
+
+def one_suffix(layer: LayerExperts, projection: str, suffixes: Sequence[str]) -> str | None:
+    """The one of ``suffixes`` that the projection has, None where it has none; CheckpointError where it has two."""
+    found = [suffix for suffix in suffixes if layer.has(projection, suffix)]
+    if len(found) > 1:
+        names = " and ".join(layer.name(0, projection, suffix) for suffix in found)
+        raise CheckpointError(f"{names} are both there, expected one of them")
+    return found[0] if found else None
+
+
+def missing(layer: LayerExperts, projection: str, suffix: str, *, weight: str = "weight") -> str:
+    """What to say where the projection lacks ``suffix``; ``weight``: the suffix that it does have."""
+    return (
+        f"{layer.name(0, projection, weight).removesuffix(f'.{weight}')}.{suffix} is missing in {layer.checkpoint.path}"
+    )
+
+
+def refuse_zero_points(layer: LayerExperts, projection: str, suffix: str, experts: Sequence[int]) -> None:
+    """CheckpointError for zero points other than 0, where symmetric values are expected.
+
+    Tools write zeros for symmetric types too.
+    """
+    for expert in experts:
+        if bool(layer.tensor(expert, projection, suffix).float().any()):
+            name = layer.name(expert, projection, suffix)
+            raise CheckpointError(f"{name} holds values other than 0, expected symmetric weights and activations")
+
+
+def refuse_mixed(
+    layer: LayerExperts, projection: str, plain: Sequence[torch.dtype], quantised: Sequence[torch.dtype]
+) -> None:
+    """CheckpointError for a projection in ``plain`` where another one is quantised.
+
+    Tools leave matrices alone whose sizes don't fit their groups.
+    """
+    if not layer.has(projection, "weight") or layer.dtype(projection, "weight") not in plain:
+        return
+    for other in sorted(layer.projections):
+        if layer.has(other, "weight") and layer.dtype(other, "weight") in quantised:
+            found, expected = (str(layer.dtype(p, "weight")).removeprefix("torch.") for p in (projection, other))
+            raise CheckpointError(
+                f"{layer.name(0, projection, 'weight')} has dtype {found}, expected {expected} as "
+                f"{layer.name(0, other, 'weight')}: all matrices of a layer's experts must be quantised alike"
+            )
