@@ -7,6 +7,7 @@ import torch
 from moe_core import Environment, FusedMoEConfig, FusedMoEKernel, MoEWeights, kFp8Dynamic128Sym, kFp8Static128BlockSym
 from moe_core.oracle import default_prepare_finalize
 from moe_core.testing import ConformanceTests
+from moe_core.testing.data import make_inputs, make_weights
 from moe_fp8.experts.flashinfer_cutlass import FlashInferCutlassFp8BlockExperts, FlashInferCutlassFp8TensorExperts
 from moe_fp8.libraries import FLASHINFER
 
@@ -48,3 +49,22 @@ def test_experts_with_vanishing_scales_give_no_nan(value):
     assert y[2].abs().max() > 0
     if value == 0:
         assert (y[0] == 0).all()
+
+
+def test_small_calls_after_a_large_one():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("block scales are read on sm_90 only")
+    config = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128)
+    experts = FlashInferCutlassFp8BlockExperts(
+        config, weight_key=kFp8Static128BlockSym, activation_key=kFp8Dynamic128Sym
+    )
+    weights = make_weights(config, kFp8Static128BlockSym, kFp8Dynamic128Sym, seed=0).to("cuda")
+    kernel = FusedMoEKernel(experts, experts.convert(weights), default_prepare_finalize(config))
+    inputs = make_inputs(config, 5000, seed=0).to("cuda")
+
+    def run(tokens):
+        weights, ids = inputs.topk_weights[:tokens], inputs.topk_ids[:tokens]
+        return kernel.apply(inputs.x[:tokens], topk_weights=weights, topk_ids=ids)
+
+    first, _, again = run(3), run(5000), run(3)
+    assert torch.equal(first, again)

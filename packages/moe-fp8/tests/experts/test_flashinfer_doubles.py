@@ -24,10 +24,11 @@ from moe_core.activation import apply_moe_activation
 from moe_core.config import FusedMoEParallelConfig
 from moe_core.device import DeviceInfo
 from moe_core.numerics import e8m0_to_float32
+from moe_core.oracle import default_prepare_finalize
 from moe_core.quantization import fake_quantize
 from moe_core.routing import RoutingConfig, RoutingMethodType, route
 from moe_core.testing import ConformanceTests
-from moe_core.testing.data import make_weights
+from moe_core.testing.data import make_inputs, make_weights
 from moe_fp8.experts import flashinfer_cutlass, flashinfer_trtllm_modular, flashinfer_trtllm_monolithic
 
 E4M3 = torch.float8_e4m3fn
@@ -91,7 +92,6 @@ def cutlass_fused_moe(
     assert input.is_contiguous()
     assert output_dtype is torch.bfloat16
     assert not use_fused_finalize
-    assert workspace_buffer.numel() == workspace_size(input.shape[0])
     experts, hidden, inter = fc2_expert_weights.shape
     parts = fc1_expert_weights.shape[1] // inter
     total = torch.zeros(output.shape)
@@ -126,14 +126,25 @@ def cutlass_fused_moe(
     output.copy_(total)
 
 
-def workspace_size(tokens, *_, **__):
-    return 100 + 7 * tokens
+class Cutlass:
+    """The library of one process: for block scales all layers share a runner, which remembers its largest call."""
+
+    def __init__(self) -> None:
+        self.largest = 0
+
+    def cutlass_fused_moe_workspace_size(self, tokens, *_, use_deepseek_fp8_block_scale=False, **__):
+        if use_deepseek_fp8_block_scale:
+            self.largest = tokens = max(self.largest, tokens)
+        return 100 + 7 * tokens
+
+    def cutlass_fused_moe(self, **call):
+        block = call.get("use_deepseek_fp8_block_scale", False)
+        needed = self.cutlass_fused_moe_workspace_size(len(call["input"]), use_deepseek_fp8_block_scale=block)
+        assert call["workspace_buffer"].numel() == needed
+        cutlass_fused_moe(**call)
 
 
-CUTLASS = SimpleNamespace(
-    cutlass_fused_moe=cutlass_fused_moe,
-    cutlass_fused_moe_workspace_size=lambda tokens, *_, **__: workspace_size(tokens),
-)
+CUTLASS = Cutlass()
 
 
 # ------------------------------------------------------------------- TRTLLM
@@ -303,6 +314,23 @@ class TestCutlassTensor(ConformanceTests):
 class TestCutlassBlock(ConformanceTests):
     experts = doubled(flashinfer_cutlass.FlashInferCutlassFp8BlockExperts, CUTLASS)
     device = "cpu"
+
+
+def test_small_calls_after_a_large_one():
+    experts = doubled(flashinfer_cutlass.FlashInferCutlassFp8BlockExperts, Cutlass())
+    config = FusedMoEConfig(num_experts=4, top_k=2, hidden_size=128, intermediate_size=128)
+    ((weight_key, activation_key),) = experts.claims.keys
+    weights = make_weights(config, weight_key, activation_key, seed=0)
+    instance = experts(config, weight_key=weight_key, activation_key=activation_key, device=DeviceInfo.parse("sm90"))
+    kernel = FusedMoEKernel(instance, instance.convert(weights), default_prepare_finalize(config))
+    inputs = make_inputs(config, 40, seed=0)
+
+    def run(tokens):
+        weights, ids = inputs.topk_weights[:tokens], inputs.topk_ids[:tokens]
+        return kernel.apply(inputs.x[:tokens], topk_weights=weights, topk_ids=ids)
+
+    first, _, again = run(3), run(40), run(3)
+    assert torch.equal(first, again)
 
 
 class TestTrtLlmTensorModular(ConformanceTests):

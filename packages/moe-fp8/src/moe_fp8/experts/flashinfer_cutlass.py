@@ -38,7 +38,7 @@ from moe_core.quant_config import make_quant_config
 from torch import Tensor
 
 from moe_fp8.libraries import FLASHINFER
-from moe_fp8.libraries.requantize import shared_scale
+from moe_fp8.libraries.requantize import expert_slices, rescaled, shared_ratio, shared_scale
 
 #: values of flashinfer.tllm_enums.ActivationType
 ACTIVATION_TYPES = {
@@ -69,10 +69,6 @@ _CLAIMS = Claims(
 
 class FlashInferCutlassExperts(FusedMoEExpertsModular):
     """What both kinds of scales share."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self._workspace_bytes: dict[int, int] = {}
 
     @staticmethod
     def library() -> Any:
@@ -107,25 +103,28 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
             if value is not None
         }
 
-    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+    def library_bytes(self, num_tokens: int) -> int:
+        """Bytes of the library's scratch memory for ``num_tokens`` tokens, as it says now."""
+        if not num_tokens:
+            return 0
         config = self.config
-        if num_tokens not in self._workspace_bytes:
-            self._workspace_bytes[num_tokens] = 0
-            if num_tokens:
-                self._workspace_bytes[num_tokens] = self.library().cutlass_fused_moe_workspace_size(
-                    num_tokens,
-                    config.hidden_size,
-                    self.intermediate_size,
-                    config.local_experts,
-                    config.top_k,
-                    x_dtype=self.input_dtype,
-                    weight_dtype=torch.float8_e4m3fn,
-                    output_dtype=config.dtype,
-                    **self.options,
-                )
+        size: int = self.library().cutlass_fused_moe_workspace_size(
+            num_tokens,
+            config.hidden_size,
+            self.intermediate_size,
+            config.local_experts,
+            config.top_k,
+            x_dtype=self.input_dtype,
+            weight_dtype=torch.float8_e4m3fn,
+            output_dtype=config.dtype,
+            **self.options,
+        )
+        return size
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
         return (
-            WorkspaceSpec("ids", (num_tokens, config.top_k), torch.int32),
-            WorkspaceSpec("library", (self._workspace_bytes[num_tokens],), torch.uint8),
+            WorkspaceSpec("ids", (num_tokens, self.config.top_k), torch.int32),
+            WorkspaceSpec("library", (self.library_bytes(num_tokens),), torch.uint8),
         )
 
     def library_input(self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]) -> Tensor:
@@ -209,6 +208,10 @@ class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
 
     claims = _CLAIMS
 
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._library_bytes: dict[int, int] = {}
+
     @property
     def intermediate_size(self) -> int:
         multiple = 16 if self.config.is_gated else 128
@@ -228,27 +231,27 @@ class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
         )
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        weights = self.requantized(weights)
         w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
         a1, a2 = weights.w13_input_scale, weights.w2_input_scale
         if w13_scale is None or w2_scale is None or a1 is None or a2 is None:
             raise TensorError("per-tensor FP8 weights come with w13_scale, w2_scale and both input scales")
-        gated, size, hidden = self.config.is_gated, self.intermediate_size, self.config.hidden_size
-        w13, w2 = weights.w13, weights.w2
+        w13_scale, ratio = shared_ratio(w13_scale)
+        a1 = a1.amax().expand_as(a1)
+        size = self.intermediate_size
+        w2 = weights.w2
         if size != self.config.intermediate_size:
-            w13 = pad_matrices(w13, size, hidden, parts=2 if gated else 1)
-            w2 = pad_matrices(w2, hidden, size)
+            w2 = pad_matrices(w2, self.config.hidden_size, size)
         first, second = w13_scale[:, 0].float(), w2_scale[:, 0].float()
         a1, a2 = a1.float(), a2.float()
         return KernelWeights(
-            w13=swap_halves(w13) if gated else w13.contiguous(),
+            w13=self._w13(weights.w13, ratio),
             w2=w2.contiguous(),
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
                 w1_scale=first.contiguous(),
                 w2_scale=second.contiguous(),
-                a1_scale=a1,
+                a1_scale=a1.contiguous(),
                 a2_scale=a2,
                 **self.bias_options(weights, size),
             ),
@@ -257,9 +260,31 @@ class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
                 "dequant_1": (first * a1).contiguous(),
                 "quant_2": 1.0 / a2,
                 "dequant_2": (second * a2).contiguous(),
-                **self.activation_parameters(w13.shape[0], w13.device),
+                **self.activation_parameters(weights.w13.shape[0], weights.w13.device),
             },
         )
+
+    def _w13(self, w13: Tensor, ratio: Tensor | None) -> Tensor:
+        """Gate and up times ``ratio`` [E, 2], padded, up first: some experts after the others, in one result."""
+        config, size = self.config, self.intermediate_size
+        parts, padded = 2 if config.is_gated else 1, size != config.intermediate_size
+        if ratio is None and not padded:
+            return swap_halves(w13) if parts == 2 else w13.contiguous()
+        out = torch.empty(w13.shape[0], parts * size, config.hidden_size, dtype=w13.dtype, device=w13.device)
+        for some in expert_slices(w13):
+            given = w13[some] if ratio is None else rescaled(w13[some], ratio[some])
+            if padded:
+                given = pad_matrices(given, size, config.hidden_size, parts=parts)
+            if parts == 2:
+                swap_halves(given, out=out[some])
+            else:
+                out[some].copy_(given)
+        return out
+
+    def library_bytes(self, num_tokens: int) -> int:
+        if num_tokens not in self._library_bytes:
+            self._library_bytes[num_tokens] = super().library_bytes(num_tokens)
+        return self._library_bytes[num_tokens]
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
         x = WorkspaceSpec("x_values", (num_tokens * self.config.hidden_size,), torch.float8_e4m3fn)
@@ -277,7 +302,11 @@ class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
 
 
 class FlashInferCutlassFp8BlockExperts(FlashInferCutlassExperts):
-    """128×128 blocks with 1×128 groups, which the library quantises itself; sm_90 only."""
+    """128×128 blocks with 1×128 groups, which the library quantises itself; sm_90 only.
+
+    The library lays its scratch memory out for the largest call so far of any layer in the process, and asks for that
+    much from then on: its answers are not kept.  A buffer for the largest number of tokens holds every smaller call.
+    """
 
     claims = replace(
         _CLAIMS,
