@@ -34,6 +34,7 @@ from moe_core.experts import (
     FusedMoEExpertsMonolithic,
 )
 from moe_core.kernel import FusedMoEKernel
+from moe_core.lora import LoRA, LoRAWeights
 from moe_core.numerics import INT4_DTYPE, INT8_DTYPE, QuantDtype
 from moe_core.oracle import Backend, Oracle
 from moe_core.prepare_finalize import (
@@ -152,6 +153,8 @@ __all__ = [
     "FusedMoEQuantDesc",
     "GroupShape",
     "KernelWeights",
+    "LoRA",
+    "LoRAWeights",
     "KeyPattern",
     "MoEActivation",
     "MoEError",

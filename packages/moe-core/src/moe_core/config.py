@@ -80,6 +80,7 @@ class FusedMoEConfig:
     - ``apply_router_weight_on_input``: weight x instead of the expert's output (top_k must be 1)
     - ``activation_format`` that prepare hands to the experts; ``max_num_tokens`` per rank bounds it when batched
     - ``is_lora_enabled``, ``batch_invariant``: only backends that claim so are taken
+    - ``max_loras`` adapters of rank ``max_lora_rank`` at most are there at the same time, with ``is_lora_enabled``
     """
 
     num_experts: int
@@ -98,9 +99,11 @@ class FusedMoEConfig:
     max_num_tokens: int | None = None
     is_lora_enabled: bool = False
     batch_invariant: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
+        for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "max_loras", "max_lora_rank"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")

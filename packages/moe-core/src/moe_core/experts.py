@@ -162,6 +162,9 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         - all of these contiguous, the columns of ``hidden_states`` too (its rows may lie apart)
         - ``expert_map`` [E] int32: local index of each global expert, -1 where it lives elsewhere
         - ``expert_tokens``: rows in use per local expert; always given in the batched format
+
+        Experts that claim ``lora`` take a further keyword, ``lora: LoRA | None = None``: the adapters, and the number
+        of each row's (:mod:`moe_core.lora`).
         """
 
     @property

@@ -24,6 +24,7 @@ from moe_core.experts import (
     FusedMoEExpertsMonolithic,
     output_shape,
 )
+from moe_core.lora import LoRA, LoRAWeights
 from moe_core.prepare_finalize.base import (
     FusedMoEPrepareAndFinalizeModular,
     TopKWeightAndReduce,
@@ -42,7 +43,8 @@ class FusedMoEKernel:
     - modular experts: :meth:`apply` with ``topk_weights`` and ``topk_ids``
     - monolithic experts: :meth:`apply_monolithic` with ``router_logits``
 
-    ``workspace`` may be shared between layers that run one after another.
+    ``workspace`` may be shared between layers that run one after another.  ``lora``: places for adapters, where the
+    config is enabled for them; :attr:`lora` may be set later too.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class FusedMoEKernel:
         prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,
         *,
         workspace: Workspace | None = None,
+        lora: LoRAWeights | None = None,
     ) -> None:
         if isinstance(experts, FusedMoEExpertsModular):
             if prepare_finalize is None:
@@ -63,6 +66,8 @@ class FusedMoEKernel:
                 )
         elif prepare_finalize is not None:
             raise ConfigError(f"{type(experts).__name__} is monolithic and takes no prepare_finalize")
+        if experts.config.is_lora_enabled and prepare_finalize is not None and not prepare_finalize.lora:
+            raise ConfigError(f"{type(prepare_finalize).__name__} does not carry the numbers of LoRA adapters")
         self.experts = experts
         self.weights = weights
         self.prepare_finalize = prepare_finalize
@@ -70,11 +75,23 @@ class FusedMoEKernel:
         self.reduce: TopKWeightAndReduce = (
             TopKWeightAndReduceNoOP() if experts.claims.reduces else TopKWeightAndReduceContiguous()
         )
+        self.lora = lora
         self._register()
 
     @property
     def config(self) -> FusedMoEConfig:
         return self.experts.config
+
+    @property
+    def lora(self) -> LoRAWeights | None:
+        """The adapters of the layer; what is set must fit its config and device."""
+        return self._lora
+
+    @lora.setter
+    def lora(self, weights: LoRAWeights | None) -> None:
+        if weights is not None:
+            weights.validate(self.config, self.weights.device)
+        self._lora = weights
 
     @property
     def is_monolithic(self) -> bool:
@@ -108,6 +125,7 @@ class FusedMoEKernel:
         topk_weights: Tensor,
         topk_ids: Tensor,
         expert_map: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
         output: Tensor | None = None,
     ) -> Tensor:
         """The routed experts' weighted sum.
@@ -115,6 +133,7 @@ class FusedMoEKernel:
         - ``hidden_states`` [M, K] of the config's dtype; columns contiguous, any row stride
         - ``topk_weights`` [M, k] float32, ``topk_ids`` [M, k] int32 or int64 (global ids)
         - ``expert_map`` [E] int32; needed where this rank holds only some experts
+        - ``adapter_ids`` [M] int32: each token's adapter in :attr:`lora`; negative, or too large: none
         - ``output`` [M, K]: written and returned; allocated if not given
 
         Raises TensorError for arguments of the wrong shape, dtype or device, ConfigError on monolithic experts.
@@ -127,11 +146,14 @@ class FusedMoEKernel:
         if output is None:
             output = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
         if torch.compiler.is_compiling():
-            torch.ops.moe_core.fused_moe(output, hidden_states, topk_weights, topk_ids, expert_map, self._handle)
+            torch.ops.moe_core.fused_moe(
+                output, hidden_states, topk_weights, topk_ids, expert_map, self._handle, adapter_ids
+            )
             return output
         self._check(hidden_states, output)
         self._check_routing(hidden_states, topk_weights, topk_ids, expert_map)
-        self._run(output, hidden_states, topk_weights, topk_ids, expert_map)
+        self._check_adapters(hidden_states, adapter_ids)
+        self._run(output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids)
         return output
 
     def apply_monolithic(
@@ -203,6 +225,16 @@ class FusedMoEKernel:
                 raise TensorError(f"{name} is on {tensor.device}, hidden_states on {hidden_states.device}")
         self._check_map(hidden_states, expert_map)
 
+    def _check_adapters(self, hidden_states: Tensor, adapter_ids: Tensor | None) -> None:
+        if adapter_ids is None:
+            return
+        if self._lora is None:
+            raise ConfigError("adapter_ids are given, and the layer has no adapters: set its kernel's lora")
+        check_shape("adapter_ids", adapter_ids, (hidden_states.shape[0],))
+        check_dtype("adapter_ids", adapter_ids, (torch.int32,))
+        if adapter_ids.device != hidden_states.device:
+            raise TensorError(f"adapter_ids is on {adapter_ids.device}, hidden_states on {hidden_states.device}")
+
     def _check_map(self, hidden_states: Tensor, expert_map: Tensor | None) -> None:
         if expert_map is not None:
             check_shape("expert_map", expert_map, (self.config.num_experts,))
@@ -227,6 +259,7 @@ class FusedMoEKernel:
         topk_weights: Tensor,
         topk_ids: Tensor,
         expert_map: Tensor | None,
+        adapter_ids: Tensor | None,
     ) -> None:
         experts, movement = self.experts, self.prepare_finalize
         if not isinstance(experts, FusedMoEExpertsModular) or movement is None:
@@ -235,6 +268,7 @@ class FusedMoEKernel:
             return
         topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
         expert_map = None if expert_map is None else expert_map.contiguous()
+        carried = {} if adapter_ids is None else {"adapter_ids": adapter_ids.contiguous()}
         quantize_as = None if experts.claims.expects_unquantized_inputs else experts.activation_key
         static_scale = self.weights.quant_config.a1_scale if quantize_as is not None else None
         prepared = movement.prepare(
@@ -245,7 +279,11 @@ class FusedMoEKernel:
             quantize_as=quantize_as,
             # before tokens have met their experts there can be one scale only: the largest holds every value
             static_scale=None if static_scale is None else static_scale.amax().reshape(1),
+            **carried,
         )
+        applied: dict[str, Any] = {}
+        if self._lora is not None and prepared.adapter_ids is not None:
+            applied["lora"] = LoRA(self._lora, prepared.adapter_ids)
         tokens = prepared.hidden_states.shape[-2]
         if experts.activation_format is FusedMoEActivationFormat.BATCHED:
             shape: tuple[int, ...] = (*prepared.hidden_states.shape[:2], self.config.hidden_size)
@@ -265,6 +303,7 @@ class FusedMoEKernel:
                 hidden_states_scale=prepared.scale,
                 expert_tokens=prepared.expert_tokens,
                 workspace=self._scratch(tokens),
+                **applied,
             )
         movement.finalize(
             output,
@@ -320,11 +359,13 @@ def _fused_moe_op(
     topk_ids: Tensor,
     expert_map: Tensor | None,
     handle: int,
+    adapter_ids: Tensor | None = None,
 ) -> None:
     kernel = _kernel(handle)
     kernel._check(hidden_states, output)
     kernel._check_routing(hidden_states, topk_weights, topk_ids, expert_map)
-    kernel._run(output, hidden_states, topk_weights, topk_ids, expert_map)
+    kernel._check_adapters(hidden_states, adapter_ids)
+    kernel._run(output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids)
 
 
 @torch.library.custom_op("moe_core::fused_moe_monolithic", mutates_args=("output",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import ConfigError, TensorError, check_shape
 from moe_core.kernel import FusedMoEKernel
+from moe_core.lora import LoRAWeights
 from moe_core.oracle import Oracle
 from moe_core.registry import registry
 from moe_core.routing import RoutingConfig
@@ -97,6 +99,7 @@ class FusedMoELayer(nn.Module):
         quantized = weights if online is None else online.quantize(weights)
         converted = oracle.convert(selection, quantized)
         kernel = oracle.make_kernel(selection, converted.apart_from(weights) if copy else converted)
+        _make_room(kernel)
         return FusedMoELayer(
             kernel,
             selection,
@@ -116,6 +119,11 @@ class FusedMoELayer(nn.Module):
     def weights(self) -> KernelWeights:
         return self.kernel.weights
 
+    @property
+    def lora(self) -> LoRAWeights | None:
+        """Places for LoRA adapters, where the layer's config is enabled for them."""
+        return self.kernel.lora
+
     def route(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
         """(topk_weights [M, k] float32, topk_ids [M, k] int32) of ``router_logits`` [M, E] by the layer's routing."""
         if self.routing is None:
@@ -134,11 +142,12 @@ class FusedMoELayer(nn.Module):
         router_logits: Tensor | None = None,
         topk_weights: Tensor | None = None,
         topk_ids: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
     ) -> Tensor:
         """The routed experts' weighted sum of ``hidden_states`` [..., K], of the same shape.
 
         Routing comes from ``topk_weights`` and ``topk_ids`` [M, k] if given, else from ``router_logits`` [M, E],
-        else from the layer's own router weight.
+        else from the layer's own router weight.  ``adapter_ids`` [M] int32: each token's adapter in :attr:`lora`.
         """
         x = hidden_states.reshape(-1, self.config.hidden_size)
         if (topk_weights is None) != (topk_ids is None):
@@ -148,6 +157,8 @@ class FusedMoELayer(nn.Module):
             if router_logits is None:
                 router_logits = self.router_logits(x)
             if self.kernel.is_monolithic:
+                if adapter_ids is not None:
+                    raise ConfigError(f"{self.selection.backend} routes by itself and applies no LoRA adapters")
                 out = self.kernel.apply_monolithic(
                     x,
                     router_logits=router_logits,
@@ -156,7 +167,9 @@ class FusedMoELayer(nn.Module):
                 )
                 return out.view(hidden_states.shape)
             topk_weights, topk_ids = self.route(router_logits)
-        out = self.kernel.apply(x, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=self.expert_map)
+        out = self.kernel.apply(
+            x, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=self.expert_map, adapter_ids=adapter_ids
+        )
         return out.view(hidden_states.shape)
 
     def router_logits(self, x: Tensor) -> Tensor:
@@ -207,6 +220,12 @@ class FusedMoELayer(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
+def _make_room(kernel: FusedMoEKernel) -> None:
+    """Empty places for adapters, where the config is enabled for them."""
+    if kernel.config.is_lora_enabled:
+        kernel.lora = LoRAWeights.zeros(kernel.config, kernel.weights.device)
+
+
 def load_layer(
     path: str | os.PathLike[str] | Checkpoint,
     *,
@@ -216,13 +235,16 @@ def load_layer(
     dtype: torch.dtype = torch.bfloat16,
     experts: Sequence[int] | None = None,
     quantize: str | OnlineQuantization | None = None,
+    max_loras: int = 0,
+    max_lora_rank: int = 16,
 ) -> FusedMoELayer:
     """One MoE layer of a checkpoint folder: format, scheme, selection and conversion.
 
     ``layer``: index in the model, default the first MoE layer.  ``experts``: global ids to load
     (expert parallelism), default all; with some of them the layer gets the matching expert map.
     ``quantize``: what to make of 16-bit experts, by the name that a scheme gives it ("fp8_per_channel"); they are
-    quantised expert by expert while they are read.
+    quantised expert by expert while they are read.  ``max_loras`` > 0: a backend that applies LoRA adapters, and
+    so many empty places of rank ``max_lora_rank`` in the layer's :attr:`~FusedMoELayer.lora`.
 
     Raises CheckpointError, SchemeNotInstalledError, SelectionError, TensorError.
     """
@@ -234,8 +256,11 @@ def load_layer(
     source = read_layer(checkpoint, layer, dtype=dtype, experts=experts, quantize=online)
     # selection comes before the weights are read: an impossible request costs no gigabytes
     oracle = registry().oracle(source.scheme)
+    config = source.config
+    if max_loras:
+        config = replace(config, is_lora_enabled=True, max_loras=max_loras, max_lora_rank=max_lora_rank)
     selection = oracle.select(
-        source.config,
+        config,
         weight_key=source.weight_key,
         activation_key=source.activation_key,
         moe_backend=backend,
@@ -243,6 +268,7 @@ def load_layer(
     )
     weights = source.weights(device=target)
     kernel = oracle.make_kernel(selection, oracle.convert(selection, weights))
+    _make_room(kernel)
 
     def on_target(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(target)

@@ -5,6 +5,8 @@
     y_s   = hq_s W2[e_s]^T + b2[e_s]
     out   = sum_s topk_weights[s] y_s                    (apply_router_weight_on_input: x is weighted instead)
 
+LoRA adapters (:mod:`moe_core.lora`) add to z_s and y_s.
+
 ``xq`` and ``hq`` are the activations after quantisation by the activation key and back
 (:mod:`moe_core.quantization`): the quantiser works on float32 values, everything around it in float64.  A static scale
 is each expert's own.  A dynamic scale per tensor spans what this rank computes: for ``x`` the tokens with at least one
@@ -26,6 +28,7 @@ from torch import Tensor
 from moe_core.activation import apply_moe_activation
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import TensorError, check_dtype, check_shape
+from moe_core.lora import LoRA, lora_product
 from moe_core.quant_key import QuantKey
 from moe_core.quantization import dequantize_weight, fake_quantize
 from moe_core.weights import MoEWeights
@@ -42,6 +45,7 @@ def fused_moe_reference(
     quantize_activations: bool = True,
     dtype: torch.dtype = torch.float64,
     compute_dtype: torch.dtype | None = None,
+    lora: LoRA | None = None,
 ) -> Tensor:
     """The routed experts' weighted sum [M, K] of ``x`` [M, K], in ``dtype``.
 
@@ -49,6 +53,7 @@ def fused_moe_reference(
       :meth:`moe_core.kernel.FusedMoEKernel.apply`
     - ``quantize_activations`` False: as if the activation key were None
     - ``dtype`` float64 or float32: of the computation, where ``compute_dtype`` is not given
+    - ``lora``: adapters, and the number of each token's
     - ``compute_dtype`` bfloat16, float16 or float32: the yardstick of the module docstring, returned in ``dtype``
 
     Raises TensorError for tensors that don't fit each other.  Runs on any device, expert by expert: it needs the
@@ -66,14 +71,20 @@ def fused_moe_reference(
     routed = route_pairs(config, topk_ids, expert_map)
     factor = topk_weights.to(wide)[routed.token, routed.slot, None]
 
-    inputs = steps.first_input(x, topk_weights, routed)
+    plain = steps.weighted_input(x, topk_weights, routed)
+    inputs = steps.quantized(plain)
     hidden = torch.zeros(len(routed.token), config.intermediate_size, dtype=wide, device=x.device)
     for expert, pairs in routed.by_expert:
-        hidden[pairs] = steps.first_product(expert, inputs[routed.token[pairs]])
-    hidden = steps.second_input(hidden)
+        token = routed.token[pairs]
+        added = steps.addition(lora, "w13", expert, plain[token], token)
+        hidden[pairs] = steps.first_product(expert, inputs[token], added)
+    plain, hidden = hidden, steps.quantized(hidden)
     result = torch.zeros(len(routed.token), config.hidden_size, dtype=wide, device=x.device)
     for expert, pairs in routed.by_expert:
         result[pairs] = steps.second_product(expert, hidden[pairs])
+        added = steps.addition(lora, "w2", expert, plain[pairs], routed.token[pairs])
+        if added is not None:
+            result[pairs] += added
     if not config.apply_router_weight_on_input:
         result = steps.round(result * factor)
     output = torch.zeros(x.shape[0], config.hidden_size, dtype=wide, device=x.device)
@@ -136,22 +147,38 @@ class Steps:
     def round(self, x: Tensor) -> Tensor:
         return x if self.compute_dtype is None else x.to(self.compute_dtype).to(self.wide)
 
-    def first_input(self, x: Tensor, topk_weights: Tensor, routed: RoutedPairs) -> Tensor:
-        """[M, K]: x, weighted and quantised where it is dynamic (a scale may span all tokens with a pair)."""
+    def weighted_input(self, x: Tensor, topk_weights: Tensor, routed: RoutedPairs) -> Tensor:
+        """[M, K]: x, weighted where the router weight is on the input."""
         inputs = routed.only_used(x.to(self.wide))
         if self.config.apply_router_weight_on_input:
             inputs = self.round(inputs * topk_weights.to(self.wide))
-        key = self.activation_key
-        return inputs if key is None or key.is_static else self.round(fake_quantize(inputs, key))
+        return inputs
 
-    def first_product(self, expert: int, x: Tensor) -> Tensor:
-        """Activated result [m, N] of the expert's tokens ``x`` [m, K]."""
-        z = self.round(self._linear("w13", expert, x))
+    def quantized(self, x: Tensor) -> Tensor:
+        """All rows of x or h, quantised where their scales are dynamic: one may span them all."""
+        key = self.activation_key
+        return x if key is None or key.is_static else self.round(fake_quantize(x, key))
+
+    def first_product(self, expert: int, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """Activated result [m, N] of the expert's tokens ``x`` [m, K]; ``added`` [m, 2N] by adapters."""
+        z = self._linear("w13", expert, x)
+        z = self.round(z if added is None else z + added)
         return self.round(apply_moe_activation(self.config.activation, z, self.config.activation_params))
 
-    def second_input(self, hidden: Tensor) -> Tensor:
-        key = self.activation_key
-        return hidden if key is None or key.is_static else self.round(fake_quantize(hidden, key))
+    def addition(self, lora: LoRA | None, name: str, expert: int, x: Tensor, token: Tensor) -> Tensor | None:
+        """What adapters add to the product [m, rows] of ``x`` [m, cols], rows of the tokens ``token`` [m]."""
+        if lora is None:
+            return None
+        a: Tensor = getattr(lora.weights, f"{name}_a")
+        b: Tensor = getattr(lora.weights, f"{name}_b")
+        wanted = lora.adapter_ids[token]
+        added = x.new_zeros(len(x), b.shape[2])
+        for adapter in range(lora.weights.num_adapters):
+            rows = wanted == adapter
+            if bool(rows.any()):
+                low, high = (self.round(matrix[adapter, expert].to(self.wide)) for matrix in (a, b))
+                added[rows] = lora_product(x[rows], low, high, self.round)
+        return added
 
     def second_product(self, expert: int, hidden: Tensor) -> Tensor:
         """Unweighted result [m, K] of the expert's intermediate values ``hidden`` [m, N]."""

@@ -14,7 +14,7 @@ Reading the token counts on the host synchronises with a GPU; the claims say ``c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from moe_core.activation import apply_moe_activation
 from moe_core.config import FusedMoEActivationFormat
 from moe_core.errors import TensorError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular
+from moe_core.lora import LoRA, LoRAWeights, lora_product
 from moe_core.quant_config import FusedMoEQuantDesc, make_quant_config
 from moe_core.quantization import dequantize_weight, fake_quantize
 from moe_core.weights import KernelWeights, MoEWeights
@@ -107,12 +108,14 @@ class TorchExperts(FusedMoEExpertsModular):
             return x.to(self.config.dtype).float()
         return fake_quantize(x, desc.key, scale=scale, zero_point=None if scale is None else desc.zero_point)
 
-    def first(self, x: Tensor, weights: KernelWeights, expert: int) -> Tensor:
-        """Activated values [R, N] of one expert's rows ``x`` [R, K], all float32."""
+    def first(self, x: Tensor, weights: KernelWeights, expert: int, added: Tensor | None = None) -> Tensor:
+        """Activated values [R, N] of one expert's rows ``x`` [R, K], all float32; ``added`` [R, 2N] by adapters."""
         config, quant = self.config, weights.quant_config
         h = self.product(x, weights.w13, quant.w1, expert, 2 if config.is_gated else 1)
         if quant.w1_bias is not None:
             h += quant.w1_bias[expert].float()
+        if added is not None:
+            h += added
         return apply_moe_activation(config.activation, h, config.activation_params)
 
     def second(self, h: Tensor, weights: KernelWeights, expert: int) -> Tensor:
@@ -135,9 +138,10 @@ class TorchExperts(FusedMoEExpertsModular):
         expert_map: Tensor | None = None,
         hidden_states_scale: Tensor | None = None,
         expert_tokens: ExpertTokensMetadata | None = None,
+        lora: LoRA | None = None,
     ) -> None:
         if self.activation_format is FusedMoEActivationFormat.BATCHED:
-            self._apply_batched(output, hidden_states, weights, expert_tokens)
+            self._apply_batched(output, hidden_states, weights, expert_tokens, lora)
             return
         config = self.config
         ids = local_expert_ids(topk_ids, config.num_experts, config.local_experts, expert_map).flatten()
@@ -149,7 +153,8 @@ class TorchExperts(FusedMoEExpertsModular):
         if config.apply_router_weight_on_input:
             x = x * topk_weights[tokens]
         result = torch.zeros_like(x)
-        for place, y in self._results(x, rows, counts[1:], weights):
+        adapters = None if lora is None else _Adapters(lora.weights, lora.adapter_ids[tokens][rows])
+        for place, y in self._results(x, rows, counts[1:], weights, adapters):
             if not config.apply_router_weight_on_input:
                 y = y * router[place]
             result.index_add_(0, rows[place], y)
@@ -162,6 +167,7 @@ class TorchExperts(FusedMoEExpertsModular):
         hidden_states: Tensor,
         weights: KernelWeights,
         expert_tokens: ExpertTokensMetadata | None,
+        lora: LoRA | None,
     ) -> None:
         if expert_tokens is None:
             raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
@@ -171,11 +177,12 @@ class TorchExperts(FusedMoEExpertsModular):
         x = hidden_states.flatten(0, 1)[used].float()
         rows = torch.arange(len(used), device=used.device)
         output.zero_()
-        for place, y in self._results(x, rows, counts.tolist(), weights):
+        adapters = None if lora is None else _Adapters(lora.weights, lora.adapter_ids.flatten()[used])
+        for place, y in self._results(x, rows, counts.tolist(), weights, adapters):
             output.view(-1, output.shape[2])[used[place]] = y.to(output.dtype)
 
     def _results(
-        self, x: Tensor, rows: Tensor, counts: list[int], weights: KernelWeights
+        self, x: Tensor, rows: Tensor, counts: list[int], weights: KernelWeights, adapters: _Adapters | None
     ) -> Iterator[tuple[slice, Tensor]]:
         """Unweighted results, expert by expert: where its pairs are among all, and their [R, K] float32.
 
@@ -185,6 +192,7 @@ class TorchExperts(FusedMoEExpertsModular):
         quant = weights.quant_config
         key = quant.a1.key
         static = key is not None and key.is_static
+        plain = x
         if not static:
             x = self.quantized(x, quant.a1)
 
@@ -192,26 +200,46 @@ class TorchExperts(FusedMoEExpertsModular):
             own = x[rows[place]]
             if static:
                 own = self._static(own, quant.a1, expert)
-            return self.first(own, weights, expert)
+            added = None if adapters is None else adapters.product("w13", expert, plain[rows[place]], place)
+            return self.first(own, weights, expert, added)
 
-        def result(expert: int, h: Tensor) -> Tensor:
-            if static:
-                h = self._static(h, quant.a2, expert)
-            return self.second(h, weights, expert)
+        def result(expert: int, place: slice, h: Tensor, quantized: Tensor) -> Tensor:
+            y = self.second(self._static(h, quant.a2, expert) if static else quantized, weights, expert)
+            return y if adapters is None else y + adapters.product("w2", expert, h, place)
 
         groups = expert_slices(counts)
         if key is None or static or not key.group_shape.is_per_tensor:
             for expert, place in groups:
                 h = hidden(expert, place)
-                yield place, result(expert, h if static else self.quantized(h, quant.a2))
+                yield place, result(expert, place, h, h if static else self.quantized(h, quant.a2))
         elif groups:
-            together = self.quantized(torch.cat([hidden(*group) for group in groups]), quant.a2)
+            together = torch.cat([hidden(*group) for group in groups])
+            quantized = self.quantized(together, quant.a2)
             for expert, place in groups:
-                yield place, result(expert, together[place])
+                yield place, result(expert, place, together[place], quantized[place])
 
     def _static(self, x: Tensor, desc: FusedMoEQuantDesc, expert: int) -> Tensor:
         own = of_expert(desc, expert)
         return self.quantized(x, own, own.scale)
+
+
+@dataclass(frozen=True, eq=False)
+class _Adapters:
+    """LoRA weights, and the adapter [P] of each pair, sorted by expert."""
+
+    weights: LoRAWeights
+    ids: Tensor
+
+    def product(self, name: str, expert: int, x: Tensor, place: slice) -> Tensor:
+        """What adapters add to the product [R, rows] of one expert's rows ``x`` [R, cols] float32."""
+        a: Tensor = getattr(self.weights, f"{name}_a")
+        b: Tensor = getattr(self.weights, f"{name}_b")
+        wanted = self.ids[place]
+        added = x.new_zeros(len(x), b.shape[2])
+        for adapter in set(wanted.tolist()) & set(range(self.weights.num_adapters)):
+            rows = wanted == adapter
+            added[rows] = lora_product(x[rows], a[adapter, expert].float(), b[adapter, expert].float())
+        return added
 
 
 def expert_slices(counts: Sequence[int]) -> list[tuple[int, slice]]:

@@ -159,7 +159,7 @@ class TensorScalePerExpert(TorchExperts):
 
     claims = claims(DYNAMIC_TENSOR)
 
-    def first(self, x: Tensor, weights: KernelWeights, expert: int) -> Tensor:
+    def first(self, x: Tensor, weights: KernelWeights, expert: int, added: Tensor | None = None) -> Tensor:
         h = super().first(x, weights, expert)
         return super().quantized(h, weights.quant_config.a2)
 
@@ -294,7 +294,7 @@ class FlushesSubnormalCodes(TorchExperts):
 class NoLimitBeforeTheQuantiser(TorchExperts):
     claims = claims(TOKEN, activations=frozenset({MoEActivation.SWIGLUOAI}))
 
-    def first(self, x: Tensor, weights: KernelWeights, expert: int) -> Tensor:
+    def first(self, x: Tensor, weights: KernelWeights, expert: int, added: Tensor | None = None) -> Tensor:
         config, given = self.config, self.config.params
         self.config = replace(config, activation_params=replace(given, limit=float("inf")))
         h = super().first(x, weights, expert)
@@ -307,7 +307,7 @@ class GatesWhatHasNoGate(TorchExperts):
 
     claims = claims(MX, activations=NON_GATED)
 
-    def first(self, x: Tensor, weights: KernelWeights, expert: int) -> Tensor:
+    def first(self, x: Tensor, weights: KernelWeights, expert: int, added: Tensor | None = None) -> Tensor:
         h = super().first(x, weights, expert)
         half = h.shape[1] // 2
         gated = apply_moe_activation(MoEActivation.SILU, h[:, : 2 * half])
@@ -317,7 +317,7 @@ class GatesWhatHasNoGate(TorchExperts):
 class IgnoresTheGate(TorchExperts):
     claims = claims(TOKEN, activations=GATED)
 
-    def first(self, x: Tensor, weights: KernelWeights, expert: int) -> Tensor:
+    def first(self, x: Tensor, weights: KernelWeights, expert: int, added: Tensor | None = None) -> Tensor:
         config = self.config
         up = super().matrix(weights.w13, weights.quant_config.w1, expert, 2, config.hidden_size)
         z = x @ up[: config.intermediate_size].T
@@ -400,10 +400,6 @@ class RefusesBatchInvariance(TorchExperts):
         return ["sums in any order"] * config.batch_invariant
 
 
-class ClaimsLora(TorchExperts):
-    claims = claims(TOKEN, lora=True)
-
-
 OUTSIDE, NORM = "outside their bounds", "the error's norm"
 #: the fault, and what at least one failing case must say
 FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
@@ -436,7 +432,6 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (KeepsInputScales, "after reloading"),
     (DependsOnTheBatch, "other results alone than among 17"),
     (RefusesBatchInvariance, "batch invariance is claimed, but: "),
-    (ClaimsLora, "LoRA is claimed, and no check for it exists"),
 ]
 
 

@@ -84,7 +84,8 @@ class Prepared:
 
     Standard format: ``hidden_states [M', K]``; batched: ``[E_local, T_max, K]`` with
     ``expert_tokens``.  ``scale`` where the hidden states were quantised.  ``expert_map`` is the one that belongs to
-    ``topk_ids``: the caller's, or None where the ids are local already.
+    ``topk_ids``: the caller's, or None where the ids are local already.  ``adapter_ids`` int32 of the rows of the
+    hidden states ([M'] or [E_local, T_max]), where the call has LoRA adapters.
     """
 
     hidden_states: Tensor
@@ -93,17 +94,19 @@ class Prepared:
     scale: Tensor | None = None
     expert_tokens: ExpertTokensMetadata | None = None
     expert_map: Tensor | None = None
+    adapter_ids: Tensor | None = None
 
 
 class FusedMoEPrepareAndFinalizeModular(ABC):
     """Brings hidden states to the experts (prepare) and their results back (finalize).
 
     ``collective``: tokens cross ranks.  Then every rank takes part in every call, also without tokens of its own, and
-    what prepare hands on are not the caller's tokens in the caller's order.
+    what prepare hands on are not the caller's tokens in the caller's order.  ``lora``: prepare takes ``adapter_ids``.
     """
 
     activation_format: ClassVar[FusedMoEActivationFormat]
     collective: ClassVar[bool] = False
+    lora: ClassVar[bool] = False
 
     def __init__(self, config: FusedMoEConfig) -> None:
         self.config = config
@@ -122,8 +125,12 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         expert_map: Tensor | None,
         quantize_as: QuantKey | None,
         static_scale: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
     ) -> Prepared:
-        """``hidden_states [M, K]`` in the experts' format; quantised as ``quantize_as`` unless that is None."""
+        """``hidden_states [M, K]`` in the experts' format; quantised as ``quantize_as`` unless that is None.
+
+        ``adapter_ids`` [M] int32 travel with the tokens; given only where :attr:`lora` says so.
+        """
 
     @abstractmethod
     def finalize(

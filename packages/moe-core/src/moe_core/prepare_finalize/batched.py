@@ -33,6 +33,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     """
 
     activation_format = FusedMoEActivationFormat.BATCHED
+    lora = True
 
     def max_tokens(self, num_tokens: int) -> int:
         return self._capacity(num_tokens)
@@ -52,6 +53,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         expert_map: Tensor | None,
         quantize_as: QuantKey | None,
         static_scale: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
     ) -> Prepared:
         from moe_core.torch_experts import local_expert_ids
 
@@ -69,6 +71,11 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         row = torch.where(keep, sorted_ids * capacity + place, experts * capacity)
         buffer = hidden_states.new_zeros(experts * capacity + 1, width)
         buffer[row] = hidden_states[order // top_k]
+        adapters = None
+        if adapter_ids is not None:
+            adapters = adapter_ids.new_full((experts * capacity + 1,), -1)
+            adapters[row] = adapter_ids[order // top_k]
+            adapters = adapters[:-1].view(experts, capacity)
         rows = torch.empty_like(ids)
         rows[order] = torch.where(keep, row, -1)
         batched = buffer[:-1].view(experts, capacity, width)
@@ -88,6 +95,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             scale,
             ExpertTokensMetadata(counts),
             expert_map,
+            adapter_ids=adapters,
             rows=rows.view(tokens, top_k),
         )
 

@@ -13,6 +13,7 @@ class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
     """Standard format, no communication."""
 
     activation_format = FusedMoEActivationFormat.STANDARD
+    lora = True
 
     def prepare(
         self,
@@ -23,13 +24,14 @@ class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
         expert_map: Tensor | None,
         quantize_as: QuantKey | None,
         static_scale: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
     ) -> Prepared:
         scale = None
         if quantize_as is not None:
             from moe_core.ops.quantize import quantize_activation
 
             hidden_states, scale = quantize_activation(hidden_states, quantize_as, static_scale=static_scale)
-        return Prepared(hidden_states, topk_weights, topk_ids, scale, expert_map=expert_map)
+        return Prepared(hidden_states, topk_weights, topk_ids, scale, expert_map=expert_map, adapter_ids=adapter_ids)
 
     def finalize(
         self,

@@ -31,7 +31,7 @@ from moe_core.testing.data import ROUTINGS
 
 BUDGETS = ("small", "full")
 #: factors of few values that mistakes like to combine
-PAIRED_IN_SMALL = ("routing", "format", "map", "bias", "ids", "strided", "on_input")
+PAIRED_IN_SMALL = ("routing", "format", "map", "bias", "ids", "strided", "on_input", "lora")
 #: what must meet in one case of experts that see ids and router weights, so that mistakes with them show in a result
 TOGETHER: tuple[dict[str, Any], ...] = (
     {"format": FusedMoEActivationFormat.STANDARD, "routing": "invalid", "ids": torch.int64},
@@ -39,6 +39,8 @@ TOGETHER: tuple[dict[str, Any], ...] = (
     {"format": FusedMoEActivationFormat.STANDARD, "routing": "nothing", "map": True},
     {"format": FusedMoEActivationFormat.STANDARD, "routing": "uniform", "on_input": True, "tokens": 17},
 )
+#: several adapters, of a rank that is no power of two
+_LORA: dict[str, Any] = {"is_lora_enabled": True, "max_loras": 3, "max_lora_rank": 12}
 KeyPair = tuple[QuantKey | None, QuantKey | None]
 
 #: checks that need a GPU
@@ -78,6 +80,7 @@ class Case:
             "batched": config.activation_format is FusedMoEActivationFormat.BATCHED,
             "int64": self.ids_dtype is torch.int64,
             "strided": self.strided,
+            "lora": config.is_lora_enabled,
         }
         parts += [name for name, on in flags.items() if on]
         if config.routing is not None:
@@ -167,7 +170,7 @@ def conformance_cases(
         return fits and (budget == "full" or case.tokens < 64 or light)
 
     fillers = {"tokens": (1, 3, 17), "routing": ROUTINGS[:4]} if budget == "small" else {}
-    paired = list(factors) if budget == "full" else PAIRED_IN_SMALL
+    paired = list(factors) if budget == "full" else [name for name in PAIRED_IN_SMALL if name in factors]
     rows = covering_rows(factors, allowed, paired=paired, together=TOGETHER, fillers=fillers)
     cases = [case for row in rows if (case := _case(row)) is not None]
     cases += _layer_cases(cases, claims, budget, on_gpu)
@@ -178,9 +181,6 @@ def conformance_cases(
         for value in factors[name]:
             if not any(row[name] == value for row in rows):
                 cases.append(_missing(template, name, value, refusals.get((name, value), "no shape fits the claims")))
-    if claims.lora:
-        untested = replace(template or _NOTHING, check="claims", reason="LoRA is claimed, and no check for it exists")
-        cases.append(untested)
     return list(dict.fromkeys(cases))
 
 
@@ -207,6 +207,7 @@ def _factors(claims: Claims, budget: str) -> dict[str, list[Any]]:
         "on_input": weighted,
         "format": sorted(claims.formats, key=lambda f: f.value, reverse=True),
         "method": methods,
+        **({"lora": [False, True]} if claims.lora else {}),
     }
 
 
@@ -283,6 +284,7 @@ def _case(row: Row) -> Case | None:
             apply_router_weight_on_input=row["on_input"],
             activation_format=row["format"],
             max_num_tokens=max(row["tokens"], 1) if batched else None,
+            **(_LORA if row.get("lora") else {}),
         )
         if config.routing is not None:
             config.routing.check(num_experts=experts, top_k=top_k)

@@ -156,7 +156,8 @@ def check_reload(experts: type[FusedMoEExperts], case: Case, place: Place) -> No
     """New weights copied over the old ones give what a fresh kernel gives, without a tensor moving."""
     old = make_problem(case, place.device)
     other = make_problem(case, place.device, variant=1)
-    new = replace(other, inputs=old.inputs, router_logits=old.router_logits, correction_bias=old.correction_bias)
+    kept = {name: getattr(old, name) for name in ("inputs", "router_logits", "correction_bias", "lora")}
+    new = replace(other, **kept)
     kernel = make_kernel(experts, old, place)
     kernel.weights = _own(kernel.weights)
     first = call(kernel, old)
@@ -246,7 +247,15 @@ def check_opcheck(experts: type[FusedMoEExperts], case: Case, place: Place) -> N
         arguments = (output, x, problem.router_logits, problem.correction_bias, inputs.expert_map, kernel._handle)
         torch.library.opcheck(torch.ops.moe_core.fused_moe_monolithic.default, arguments)
     else:
-        routed = (output, x, inputs.topk_weights, inputs.topk_ids, inputs.expert_map, kernel._handle)
+        routed = (
+            output,
+            x,
+            inputs.topk_weights,
+            inputs.topk_ids,
+            inputs.expert_map,
+            kernel._handle,
+            inputs.adapter_ids,
+        )
         torch.library.opcheck(torch.ops.moe_core.fused_moe.default, routed)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_core.activation import MoEActivation
 from moe_core.config import FusedMoEConfig
+from moe_core.lora import LoRAWeights, lora_shapes
 from moe_core.numerics import NumberKind, is_e8m0
 from moe_core.quant_key import QuantKey
 from moe_core.quantization import Grid, quantize_moe_weights, quantize_weight, scale_of_range
@@ -31,12 +32,14 @@ ROUTINGS = ("uniform", "idle", "one", "invalid", "nothing")
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Arguments of one call: ``x`` [M, K], ``topk_weights``, ``topk_ids`` [M, k], ``expert_map`` [E] or None."""
+    """Arguments of one call: ``x`` [M, K], ``topk_weights``, ``topk_ids`` [M, k], ``expert_map`` [E] or None; with LoRA
+    ``adapter_ids`` [M]."""
 
     x: Tensor
     topk_weights: Tensor
     topk_ids: Tensor
     expert_map: Tensor | None = None
+    adapter_ids: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Inputs:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -50,6 +53,7 @@ class Inputs:
             topk_weights=_apart(self.topk_weights, math.nan),
             topk_ids=_apart(self.topk_ids, 2**31 - 1),
             expert_map=None if self.expert_map is None else _apart(self.expert_map[:, None], 0)[:, 0],
+            adapter_ids=None if self.adapter_ids is None else _apart(self.adapter_ids[:, None], 0)[:, 0],
         )
 
 
@@ -86,7 +90,14 @@ def make_inputs(
         expert_map[places] = torch.arange(config.local_experts, dtype=torch.int32)
     if routing in ("invalid", "nothing"):
         _mislead(ids, expert_map, config, routing, ids_dtype)
-    return Inputs(x.to(config.dtype), weights, ids.to(ids_dtype), expert_map)
+    adapter_ids = None
+    if config.is_lora_enabled:
+        # numbers of no adapter among them
+        wrong = torch.tensor([-1, config.max_loras, -7, 2**31 - 1], dtype=torch.int32)
+        adapter_ids = torch.randint(config.max_loras, (tokens,), dtype=torch.int32, generator=generator)
+        without = torch.rand(tokens, generator=generator) < 1 / 4
+        adapter_ids[without] = wrong[torch.arange(tokens) % 4][without]
+    return Inputs(x.to(config.dtype), weights, ids.to(ids_dtype), expert_map, adapter_ids)
 
 
 def _mislead(
@@ -228,6 +239,20 @@ def _first_product_size(config: FusedMoEConfig) -> float:
 def _magnitudes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Factors within 2**±2, one per element of ``shape``."""
     return torch.exp2(4 * torch.rand(shape, generator=generator) - 2)
+
+
+def make_lora(config: FusedMoEConfig, *, seed: int) -> LoRAWeights:
+    """Random adapters whose additions are about as large as the products that they are added to."""
+    generator = torch.Generator().manual_seed(seed + 2)
+    shapes = lora_shapes(config)
+    sizes = {"w13_b": _first_product_size(config)}
+
+    def matrices(name: str) -> Tensor:
+        adapters, experts, rows, columns = shape = shapes[name]
+        values = torch.randn(shape, generator=generator) * sizes.get(name, 1.0) / math.sqrt(columns)
+        return (values * _magnitudes((adapters, experts, 1, 1), generator).sqrt()).to(config.dtype)
+
+    return LoRAWeights(**{name: matrices(name) for name in shapes})
 
 
 def _matrices(

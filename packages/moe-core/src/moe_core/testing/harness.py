@@ -14,11 +14,12 @@ from moe_core.config import FusedMoEActivationFormat
 from moe_core.device import DeviceInfo
 from moe_core.experts import FusedMoEExperts
 from moe_core.kernel import FusedMoEKernel
+from moe_core.lora import LoRA, LoRAWeights
 from moe_core.oracle import default_prepare_finalize
 from moe_core.prepare_finalize import BatchedPrepareAndFinalize, FusedMoEPrepareAndFinalizeModular, Prepared
 from moe_core.routing import route
 from moe_core.testing.cases import Case
-from moe_core.testing.data import Inputs, make_inputs, make_weights
+from moe_core.testing.data import Inputs, make_inputs, make_lora, make_weights
 from moe_core.testing.tolerance import Expected, expected_output
 from moe_core.weights import MoEWeights
 from moe_core.workspace import Workspace, workspace_nbytes
@@ -56,13 +57,15 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A case's tensors, on the device; ``router_logits`` [M, E] and ``correction_bias`` [E] for monolithic experts."""
+    """A case's tensors, on the device; ``router_logits`` [M, E] and ``correction_bias`` [E] for monolithic experts,
+    ``lora`` for those that apply adapters."""
 
     case: Case
     weights: MoEWeights
     inputs: Inputs
     router_logits: Tensor | None = None
     correction_bias: Tensor | None = None
+    lora: LoRAWeights | None = None
 
     def expected(self, place: Place) -> Expected:
         """The reference; the Triton interpreter truncates where hardware rounds.
@@ -83,13 +86,26 @@ class Problem:
                 expert_map=inputs.expert_map,
                 compute_dtype=dtype,
                 truncates=place.interpreted,
+                lora=self.applied,
             )
+
+    @property
+    def applied(self) -> LoRA | None:
+        """The adapters with each token's number."""
+        ids = self.inputs.adapter_ids
+        return None if self.lora is None or ids is None else LoRA(self.lora, ids)
 
     def tokens(self, first: int, last: int) -> Problem:
         """The same layer, called with some of the tokens."""
         rows = slice(first, last)
         given = self.inputs
-        inputs = Inputs(given.x[rows], given.topk_weights[rows], given.topk_ids[rows], given.expert_map)
+        inputs = replace(
+            given,
+            x=given.x[rows],
+            topk_weights=given.topk_weights[rows],
+            topk_ids=given.topk_ids[rows],
+            adapter_ids=None if given.adapter_ids is None else given.adapter_ids[rows],
+        )
         logits = None if self.router_logits is None else self.router_logits[rows]
         return replace(self, inputs=inputs, router_logits=logits)
 
@@ -105,6 +121,7 @@ class Problem:
             "topk_weights": self.inputs.topk_weights,
             "topk_ids": self.inputs.topk_ids,
             "expert_map": self.inputs.expert_map,
+            "adapter_ids": self.inputs.adapter_ids,
         }
 
 
@@ -124,7 +141,10 @@ def make_problem(case: Case, device: torch.device, *, variant: int = 0) -> Probl
         logits, bias = logits.to(device), None if bias is None else bias.to(device)
         topk_weights, topk_ids = route(logits, top_k=config.top_k, config=config.routing, correction_bias=bias)
         inputs = replace(inputs, topk_weights=topk_weights, topk_ids=topk_ids)
-    return Problem(case, weights, inputs.strided() if case.strided else inputs, logits, bias)
+    lora = None
+    if config.is_lora_enabled:
+        lora = make_lora(config, seed=seed).to(device)
+    return Problem(case, weights, inputs.strided() if case.strided else inputs, logits, bias, lora)
 
 
 def _logits(case: Case, seed: int) -> tuple[Tensor, Tensor | None]:
@@ -153,7 +173,7 @@ def make_kernel(experts: type[FusedMoEExperts], problem: Problem, place: Place) 
     if not instance.is_monolithic:
         batched = case.config.activation_format is FusedMoEActivationFormat.BATCHED
         movement = PoisonedBatches(case.config) if batched else default_prepare_finalize(case.config)
-    return FusedMoEKernel(instance, weights, movement)
+    return FusedMoEKernel(instance, weights, movement, lora=problem.lora)
 
 
 class PoisonedBatches(BatchedPrepareAndFinalize):
@@ -194,6 +214,7 @@ def call(kernel: FusedMoEKernel, problem: Problem, output: Tensor | None = None)
         topk_weights=inputs.topk_weights,
         topk_ids=inputs.topk_ids,
         expert_map=inputs.expert_map,
+        adapter_ids=inputs.adapter_ids,
         output=output,
     )
 
@@ -237,5 +258,8 @@ def same_bits(a: Tensor | None, b: Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same bits (NaN equals itself)."""
     if a is None or a.shape != b.shape or a.dtype != b.dtype:
         return False
-    # flat: a contiguous tensor may have any stride where its size is 1
-    return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b))) if a.numel() else True
+    if not a.numel():
+        return True
+    # copied: a tensor that says it is contiguous may have any stride where its size is 1
+    plain = [torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t).flatten() for t in (a, b)]
+    return torch.equal(*(t.view(torch.uint8) for t in plain))

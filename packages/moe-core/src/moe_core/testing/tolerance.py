@@ -36,6 +36,7 @@ from torch import Tensor
 
 from moe_core.activation import apply_moe_activation
 from moe_core.config import FusedMoEConfig
+from moe_core.lora import LoRA
 from moe_core.quant_key import QuantKey
 from moe_core.quantization import Quantized, dequantize_tensor, quantize_tensor
 from moe_core.reference import Steps, fused_moe_reference, route_pairs
@@ -135,6 +136,7 @@ def expected_output(
     expert_map: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
     truncates: bool = False,
+    lora: LoRA | None = None,
 ) -> Expected:
     """The reference with the allowed deviations; arguments as for :func:`moe_core.reference.fused_moe_reference`.
 
@@ -149,6 +151,7 @@ def expected_output(
         topk_ids=topk_ids,
         expert_map=expert_map,
         compute_dtype=compute_dtype,
+        lora=lora,
     )
     rounding = Rounding(compute_dtype, truncates)
     steps = Steps(weights, config, torch.float64, None, weights.activation_key)
@@ -174,6 +177,8 @@ def expected_output(
             value, variance = again.value, again.element
         w = steps.weight("w13", expert)
         z, z_variance = _product(value, variance, w, _bias(weights, "w13", expert), rounding)
+        added, added_variance = _addition(lora, "w13", expert, weighted[token], token, rounding)
+        z, z_variance = z + added, z_variance + added_variance
         z_variance += rounding.variance(z)
         hidden[pairs], spread = _activated(z, z_variance.sqrt(), config)
         hidden_variance[pairs] = spread if key is None else spread + rounding.variance(hidden[pairs])
@@ -187,11 +192,14 @@ def expected_output(
         if static:
             part = _spread(part.value, part.element, key, *_static(weights, "w2", expert))
         w = steps.weight("w2", expert)
-        result[pairs], variance[pairs] = _product(part.value, part.element, w, _bias(weights, "w2", expert), rounding)
+        token = routed.token[pairs]
+        y, y_variance = _product(part.value, part.element, w, _bias(weights, "w2", expert), rounding)
+        added, added_variance = _addition(lora, "w2", expert, hidden[pairs], token, rounding, hidden_variance[pairs])
+        result[pairs], variance[pairs] = y + added, y_variance + added_variance
         # in the norm over all output columns, an error of h_n counts |w_router W2[:, n]|^2
         weight = 1.0 if on_input else router[pairs].square()
         gain = w.square().sum(dim=0) * weight
-        rounded = _operands(part.value, w, rounding)
+        rounded = _operands(part.value, w, rounding) + added_variance
         mean += float((part.mean * gain).sum() + (rounded * weight).sum())
         # 2: a sum of many rounding errors is normal, its square has twice its variance squared
         square += float((part.mean * part.peak * gain.square()).sum() + 2 * (rounded * weight).square().sum())
@@ -224,6 +232,45 @@ def _product(x: Tensor, variance: Tensor, w: Tensor, bias: Tensor | None, roundi
     z = x @ w.T
     z_variance = variance @ w.square().T + _operands(x, w, rounding)
     return (z if bias is None else z + bias.double()), z_variance
+
+
+def _addition(
+    lora: LoRA | None,
+    name: str,
+    expert: int,
+    x: Tensor,
+    token: Tensor,
+    rounding: Rounding,
+    variance: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What adapters add to one expert's product of the rows ``x`` of the tokens ``token``, and its variance.
+
+    The values between the two products are rounded, and so is the addition; ``variance``: that of the error of ``x``.
+    """
+    if lora is None:
+        return x.new_zeros(()), x.new_zeros(())
+    a: Tensor = getattr(lora.weights, f"{name}_a")
+    b: Tensor = getattr(lora.weights, f"{name}_b")
+    added = x.new_zeros(len(x), b.shape[2])
+    spread = torch.zeros_like(added)
+    for adapter in range(lora.weights.num_adapters):
+        rows = lora.adapter_ids[token] == adapter
+        if not bool(rows.any()):
+            continue
+        low_matrix, high = a[adapter, expert].double(), b[adapter, expert].double()
+        parts = len(low_matrix) // high.shape[1]
+        before = x.new_zeros(()) if variance is None else variance[rows] @ low_matrix.square().T
+        low = x[rows] @ low_matrix.T
+        low_variance = before + _operands(x[rows], low_matrix, rounding) + rounding.variance(low)
+        for part, (at, noise, matrix) in enumerate(
+            zip(low.chunk(parts, 1), low_variance.chunk(parts, 1), high.chunk(parts, 0), strict=True)
+        ):
+            columns = slice(part * len(matrix), (part + 1) * len(matrix))
+            value = at @ matrix.T
+            added[rows, columns] = value
+            summing = 2.0**-48 * len(matrix.T) / 3 * (at.square() @ matrix.square().T)
+            spread[rows, columns] = noise @ matrix.square().T + summing + rounding.variance(value)
+    return added, spread
 
 
 def _operands(x: Tensor, w: Tensor, rounding: Rounding) -> Tensor:
