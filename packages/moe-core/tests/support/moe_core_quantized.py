@@ -1,4 +1,4 @@
-"""e4m3 experts with scales in any grouping, written as any tool names them, and their exact values."""
+"""Quantised experts with scales in any grouping, written as any tool names them, and their exact values."""
 
 from __future__ import annotations
 
@@ -38,6 +38,16 @@ def codes(rows: int, cols: int, generator: torch.Generator) -> Tensor:
     return torch.where((raw & 0x7F) == 0x7F, 0, raw).to(torch.uint8).view(torch.float8_e4m3fn)
 
 
+def int8_codes(rows: int, cols: int, generator: torch.Generator) -> Tensor:
+    """Random int8 values, -128 among them."""
+    return torch.randint(-128, 128, (rows, cols), generator=generator, dtype=torch.int8)
+
+
+def int4_codes(rows: int, cols: int, generator: torch.Generator) -> Tensor:
+    """Random int4 values, one per byte."""
+    return torch.randint(-8, 8, (rows, cols), generator=generator, dtype=torch.int8)
+
+
 def grid(rows: int, cols: int, group: Group) -> tuple[int, int]:
     row, col = (rows if group[0] == -1 else group[0]), (cols if group[1] == -1 else group[1])
     return -(-rows // row), -(-cols // col)
@@ -56,12 +66,20 @@ def plain(scale: Tensor) -> Tensor:
 class Experts:
     """Experts whose scales are powers of two, which every scale type holds exactly."""
 
-    def __init__(self, group: Group, *, gated: bool = True, hidden: int = K, inter: int = N) -> None:
+    def __init__(
+        self,
+        group: Group,
+        *,
+        gated: bool = True,
+        hidden: int = K,
+        inter: int = N,
+        make: Callable[[int, int, torch.Generator], Tensor] = codes,
+    ) -> None:
         generator = torch.Generator().manual_seed(1)
         self.group = group
         self.names = ("gate", "up", "down") if gated else ("up", "down")
         self.sizes = {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
-        self.weights = [{n: codes(*self.sizes[n], generator) for n in self.names} for _ in range(E)]
+        self.weights = [{n: make(*self.sizes[n], generator) for n in self.names} for _ in range(E)]
         self.scales = [
             {
                 n: torch.randint(-14, 15, grid(*self.sizes[n], group), generator=generator).float().exp2()
@@ -113,12 +131,13 @@ class Experts:
         def flip(tensor: Tensor) -> Tensor:
             return tensor.mT.contiguous() if transposed else tensor
 
+        dtype = self.weights[0]["down"].dtype
         weights = [{n: t.view(torch.uint8) for n, t in one.items()} for one in self.weights]
         both = ("gate",) if self.group == PER_TENSOR else ("gate", "up")
         return {
-            f"{PREFIX}.gate_up_proj": flip(every(weights, "gate", "up")).view(torch.float8_e4m3fn),
+            f"{PREFIX}.gate_up_proj": flip(every(weights, "gate", "up")).view(dtype),
             f"{PREFIX}.gate_up_proj{suffix}": store(flip(every(self.scales, *both))),
-            f"{PREFIX}.down_proj": flip(every(weights, "down")).view(torch.float8_e4m3fn),
+            f"{PREFIX}.down_proj": flip(every(weights, "down")).view(dtype),
             f"{PREFIX}.down_proj{suffix}": store(flip(every(self.scales, "down"))),
         }
 

@@ -1,0 +1,88 @@
+"""compressed-tensors (llm-compressor): ``int-quantized`` experts, and ``pack-quantized`` ones with int8 activations.
+
+Per expert and projection, with ``weight_scale`` mostly bfloat16:
+
+======  =================================  =============================  ======================================
+kind    codes                              ``weight_scale``               ``input_activations``
+======  =================================  =============================  ======================================
+W8A8    ``weight`` int8 [N, K]             [N, 1]                         int8, dynamic per token
+W8A16   ``weight`` int8 [N, K]             [N, 1]                         null
+W4A8    ``weight`` int8 [N, K], -8 to 7    [N, 1], or [N, K/g] for        int8, dynamic per token
+                                           groups of g = 32, 64 or 128
+======  =================================  =============================  ======================================
+
+Activations may have zero points (``symmetric`` false).  In the packed form the codes are ``weight_packed`` int32
+[N, ceil(K * bits / 32)], with 8 or 128 added, the lowest bits first.  Packed weights with 16-bit activations are the
+scheme wna16's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_core.checkpoint.compressed_tensors import QuantArgs, QuantGroup, quant_group
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.quant_key import QuantKey, kInt8DynamicTokenAsym, kInt8DynamicTokenSym
+
+from moe_int8.formats.int8_experts import Int8Format
+from moe_int8.formats.int8_layout import Int8Storage
+
+_FORMATS = ("int-quantized", "naive-quantized", "pack-quantized", None)
+GROUPS = (32, 64, 128)
+
+
+class CompressedTensorsInt8Format(Int8Format):
+    """See the module docstring."""
+
+    name = "compressed-tensors int-quantized"
+    quant_methods = ("compressed-tensors",)
+
+    def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Int8Storage | str:
+        method = quantization.get("quant_method")
+        if method != "compressed-tensors":
+            return f"quant_method is {method!r}, expected 'compressed-tensors'"
+        group = quant_group(quantization, layer)
+        weights = group.weights
+        if weights.type != "int" or weights.num_bits not in (4, 8):
+            return f"{group.where} has {weights.type}{weights.num_bits} weights, expected int8 or int4"
+        if group.format not in _FORMATS:
+            return f"format is {group.format!r}, expected 'int-quantized' or 'pack-quantized'"
+        if not weights.symmetric or weights.dynamic is not False:
+            found = "asymmetric" if weights.dynamic is False else "dynamic"
+            return f"{weights.where} is {found}, expected symmetric and static"
+        return _storage(group)
+
+
+def _storage(group: QuantGroup) -> Int8Storage | str:
+    weights, inputs = group.weights, group.inputs
+    if inputs is None and (weights.num_bits == 4 or group.format == "pack-quantized"):
+        return f"{group.where} has int{weights.num_bits} weights with 16-bit activations: those are the scheme wna16's"
+    activation = None if inputs is None else _activation(inputs)
+    if isinstance(activation, str):
+        return activation
+    size = _group_size(weights)
+    if isinstance(size, str):
+        return size
+    said = "16-bit activations" if inputs is None else f"{inputs} activations"
+    return Int8Storage(weights.num_bits, activation, f"{weights} weights with {said}: {group.where}", group=size)
+
+
+def _group_size(args: QuantArgs) -> int | str:
+    """Columns that share a scale, -1 for a whole channel; or why that is not read."""
+    if args.strategy == "channel" or (args.strategy == "group" and args.group_size == -1):
+        return -1
+    if args.num_bits == 8:
+        return f"{args.where}: int8 weights have strategy {args.strategy!r}, expected 'channel'"
+    if args.strategy != "group":
+        return f"{args.where}: int4 weights have strategy {args.strategy!r}, expected 'channel' or 'group'"
+    if args.group_size not in GROUPS:
+        return f"{args.where}: group_size is {args.group_size}, expected 32, 64 or 128"
+    return args.group_size
+
+
+def _activation(args: QuantArgs) -> QuantKey | str:
+    """The activation key, or why there is none."""
+    if args.type == "int" and args.num_bits == 8 and args.strategy == "token" and args.dynamic is True:
+        return kInt8DynamicTokenSym if args.symmetric else kInt8DynamicTokenAsym
+    return f"{args.where} is {args}, expected dynamic int8 by token"

@@ -1,0 +1,290 @@
+"""How int8 and int4 experts and their scales lie in a checkpoint: checked, and brought into the canonical form.
+
+Scales of channels become float32, exactly, one for each row where a tool has one for the matrix.  Scales of groups stay
+bfloat16 where they are; others become float32.  Both 4- and 8-bit codes are int8, one per byte.
+
+Gate and up read the same activations, so that static scales which differ between them are merged
+(:func:`moe_int8.formats.static_inputs.shared_input`).
+
+A scale of a whole matrix and a static activation scale must be greater than 0.  The scale of a channel or a group may
+be 0 where its weights are 0 too; over other weights it is refused, since they can't be recovered.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from moe_core import CheckpointError, CheckpointWarning
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.format import BadValuesError, check_expert_tensor, load_stacked
+from moe_core.checkpoint.matrices import ExpertMatrices
+from moe_core.checkpoint.suffixes import (
+    INPUT_SCALES,
+    ZERO_POINTS,
+    missing,
+    one_suffix,
+    refuse_mixed,
+    refuse_zero_points,
+)
+from moe_core.checkpoint.values import Values, load_checked, refuse_lost_weights
+from moe_core.quant_key import (
+    QuantKey,
+    kInt4W4A8StaticChannelSym,
+    kInt4W4A8StaticGroup128Sym,
+    kInt8StaticChannelSym,
+)
+from torch import Tensor
+
+from moe_int8.formats.packed import unpack_words
+from moe_int8.formats.static_inputs import shared_input
+
+#: suffixes of the weight's scale; short ones are of stacked experts
+WEIGHT_SCALES = ("weight_scale", "scale")
+WEIGHTS = ("weight", "weight_packed")
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int8, torch.int32, torch.int64, torch.int16)
+
+
+@dataclass(frozen=True)
+class Int8Storage:
+    """How one layer's experts are quantised, as their format's config says.
+
+    - ``bits`` of a code, 8 or 4; ``group``: columns that share a scale, -1 for all of a row
+    - ``whole``: one scale for a whole matrix, instead
+    - ``activation``: key of the activations, None for 16-bit ones
+    - ``why``: where that is said, for messages ("one scale per output channel: quant_algo W8A16")
+    """
+
+    bits: int
+    activation: QuantKey | None
+    why: str
+    group: int = -1
+    whole: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Layout:
+    """How the layer's matrices and their scales lie.  ``weight``: suffix of the codes, in bytes or packed in words."""
+
+    storage: Int8Storage
+    layer: LayerExperts
+    weight: str
+
+    @staticmethod
+    def of(storage: Int8Storage, layer: LayerExperts) -> Int8Layout:
+        found = {one_suffix(layer, projection, WEIGHTS) for projection in sorted(layer.projections)}
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{layer.prefix} has {' and '.join(sorted(str(suffix) for suffix in found))}: "
+                "all matrices of a layer's experts must be stored alike"
+            )
+        return Int8Layout(storage, layer, found.pop() or "weight")
+
+    @property
+    def activation(self) -> QuantKey | None:
+        return self.storage.activation
+
+    @property
+    def key(self) -> QuantKey:
+        """The canonical weights' key."""
+        if self.storage.bits == 8:
+            return kInt8StaticChannelSym
+        if self.storage.group == -1:
+            return kInt4W4A8StaticChannelSym
+        key = kInt4W4A8StaticGroup128Sym.with_group(1, self.storage.group)
+        return key.with_scale_dtype(self._scale_dtype)
+
+    def check(self, projection: str, size: tuple[int, int], experts: Sequence[int], *, has_bias: bool) -> None:
+        layer, storage, weight = self.layer, self.storage, self.weight
+        rows, cols = size
+        sized = f"hidden size and intermediate size of {layer.checkpoint.path / 'config.json'}"
+        refuse_mixed(layer, projection, _FLOATS, (torch.int8,))
+        if weight == "weight":
+            check_expert_tensor(layer, projection, weight, (rows, cols), (torch.int8,), sized)
+        else:
+            words = -(-cols * storage.bits // 32)
+            check_expert_tensor(
+                layer, projection, weight, (rows, words), (torch.int32,), f"{storage.bits} bits, {sized}"
+            )
+        self._check_groups(projection, cols)
+        scale = one_suffix(layer, projection, WEIGHT_SCALES)
+        if scale is None:
+            raise CheckpointError(f"{missing(layer, projection, 'weight_scale', weight=weight)} ({storage.why})")
+        shape, *also = self._scale_shapes(rows, cols)
+        check_expert_tensor(layer, projection, scale, shape, _FLOATS, storage.why, also=also)
+        static = self._static(projection)
+        for suffix, dtypes, what in ((static[0], _FLOATS, "scale"), (static[1], (*_INTEGERS, *_FLOATS), "zero point")):
+            if suffix is not None:
+                check_expert_tensor(
+                    layer, projection, suffix, (), dtypes, f"one {what} of all activations", also=((1,), (1, 1))
+                )
+        if has_bias:
+            check_expert_tensor(layer, projection, "bias", (rows,), _FLOATS, sized)
+        self._check_others(projection, size, scale, static, experts)
+
+    def load(
+        self,
+        name: str,
+        projections: tuple[str, ...],
+        matrices: ExpertMatrices,
+        experts: Sequence[int],
+        device: torch.device | str,
+        *,
+        has_bias: bool,
+    ) -> dict[str, Tensor]:
+        layer, storage = self.layer, self.storage
+
+        def checked(suffix: str, values: Values, arrange: Callable[[Tensor], Tensor]) -> Tensor:
+            return load_checked(layer, projections, suffix, values, experts=experts, device=device, arrange=arrange)
+
+        rows, cols = matrices.sizes[projections[0]]
+        scale = one_suffix(layer, projections[0], WEIGHT_SCALES) or WEIGHT_SCALES[0]
+        dtype = self.key.scale.dtype
+
+        def scales(stored: Tensor) -> Tensor:
+            exact = stored.to(dtype)
+            return exact.reshape(1, 1).expand(rows, 1) if storage.whole else exact.reshape(rows, -1)
+
+        tensors = {
+            name: self._codes(projections, cols, experts, device),
+            f"{name}_scale": checked(scale, Values.POSITIVE if storage.whole else Values.SCALE, scales),
+        }
+        refuse_lost_weights(
+            layer,
+            projections,
+            scale,
+            tensors[name],
+            tensors[f"{name}_scale"],
+            self.key,
+            experts=experts,
+            is_zero=lambda codes: codes == 0,
+            weight_suffix=self.weight,
+        )
+        static, zero = self._static(projections[0])
+        if static is not None:
+            every = checked(static, Values.POSITIVE, lambda stored: stored.float().reshape(1))
+            points = None
+            if zero is not None:
+                points = checked(zero, Values.FINITE, lambda stored: stored.to(torch.int32).reshape(1))
+            tensors[f"{name}_input_scale"], point = shared_input(every, points)
+            if point is not None:
+                tensors[f"{name}_input_zero_point"] = point
+        if has_bias:
+            tensors[f"{name}_bias"] = checked("bias", Values.FINITE, torch.Tensor.float)
+        return tensors
+
+    # ------------------------------------------------------------------ parts
+
+    def _codes(
+        self, projections: tuple[str, ...], cols: int, experts: Sequence[int], device: torch.device | str
+    ) -> Tensor:
+        """int8 codes [E, rows, cols]; of 4 bits, those that are no such code are refused."""
+        layer, bits = self.layer, self.storage.bits
+
+        def unpacked(stored: Tensor) -> Tensor:
+            return unpack_words(stored, bits, cols)
+
+        def out_of_range(kept: Tensor) -> Tensor:
+            low, high = torch.aminmax(kept)
+            return (low < -8) | (high > 7)
+
+        in_bytes = self.weight == "weight"
+        try:
+            return load_stacked(
+                layer,
+                projections,
+                self.weight,
+                experts=experts,
+                device=device,
+                arrange=None if in_bytes else unpacked,
+                check=out_of_range if in_bytes and bits == 4 else None,
+            )
+        except BadValuesError as error:
+            stored = layer.checkpoint.tensor(error.tensor.rpartition("[")[0] if layer.stacked_names else error.tensor)
+            bad = (stored < -8) | (stored > 7)
+            where = [int(i) for i in bad.nonzero()[0]]
+            raise CheckpointError(
+                f"{error.tensor} has {int(bad.sum())} of {stored.numel()} values outside -8 to 7, first "
+                f"{int(stored[tuple(where)])} at {where}: expected 4-bit codes ({self.storage.why})"
+            ) from None
+
+    def _check_groups(self, projection: str, cols: int) -> None:
+        group = self.storage.group
+        if group > 0 and cols % group:
+            name = self.layer.name(0, projection, self.weight)
+            raise CheckpointError(
+                f"{name} has {cols} columns, expected a multiple of the group of {group} ({self.storage.why})"
+            )
+
+    def _scale_shapes(self, rows: int, cols: int) -> list[tuple[int, ...]]:
+        """Shapes that a projection's scale may have, the usual one first."""
+        if self.storage.whole:
+            return [(), (1,), (1, 1)]
+        if self.storage.group == -1:
+            return [(rows, 1), (rows,)]
+        return [(rows, cols // self.storage.group)]
+
+    @property
+    def _scale_dtype(self) -> torch.dtype:
+        """bfloat16 where all scales are."""
+        stored = set()
+        for projection in self.layer.projections:
+            suffix = one_suffix(self.layer, projection, WEIGHT_SCALES)
+            stored.add(None if suffix is None else self.layer.dtype(projection, suffix))
+        return torch.bfloat16 if stored == {torch.bfloat16} else torch.float32
+
+    def _static(self, projection: str) -> tuple[str | None, str | None]:
+        """Suffixes of the activations' static scale and zero point, as far as the key has them."""
+        activation, layer, why = self.storage.activation, self.layer, self.storage.why
+        if activation is None or not activation.is_static:
+            return None, None
+        scale = one_suffix(layer, projection, INPUT_SCALES)
+        if scale is None:
+            raise CheckpointError(f"{missing(layer, projection, INPUT_SCALES[0], weight=self.weight)} ({why})")
+        if activation.symmetric:
+            return scale, None
+        if not layer.has(projection, "input_zero_point"):
+            raise CheckpointError(f"{missing(layer, projection, 'input_zero_point', weight=self.weight)} ({why})")
+        return scale, "input_zero_point"
+
+    def _check_others(
+        self,
+        projection: str,
+        size: tuple[int, int],
+        scale: str,
+        static: tuple[str | None, str | None],
+        experts: Sequence[int],
+    ) -> None:
+        """No tensor is left out that would change the values."""
+        layer = self.layer
+        for suffix in layer.suffixes(projection):
+            if suffix in (self.weight, "bias", scale, *static):
+                continue
+            name = layer.name(0, projection, suffix)
+            if suffix in INPUT_SCALES:
+                used = self.storage.activation or "not quantised"
+                text = f"{name} is not used: activations are {used} ({self.storage.why})"
+                warnings.warn(text, CheckpointWarning, stacklevel=2)
+            elif suffix in ZERO_POINTS:
+                refuse_zero_points(layer, projection, suffix, experts)
+            elif suffix == "weight_shape" and self.weight == "weight_packed":
+                self._check_stated_shape(projection, size, experts)
+            elif suffix == "pre_quant_scale":
+                raise CheckpointError(
+                    f"{name} scales the activations of each column before they are quantised (SmoothQuant), "
+                    "which no INT8 backend does: export the model with smoothing folded into its weights"
+                )
+            else:
+                stored = layer.stored_dtype(projection, suffix)
+                raise CheckpointError(f"{name} is {stored}: no INT8 format has such a tensor")
+
+    def _check_stated_shape(self, projection: str, size: tuple[int, int], experts: Sequence[int]) -> None:
+        for expert in experts:
+            stated = self.layer.tensor(expert, projection, "weight_shape").flatten().tolist()
+            if stated != list(size):
+                name = self.layer.name(expert, projection, "weight_shape")
+                raise CheckpointError(f"{name} says {stated}, expected {list(size)} as config.json has it")

@@ -1,0 +1,79 @@
+"""AMD Quark: int8 weights per channel or per tensor.
+
+Per expert and projection ``weight`` int8 [N, K] and ``weight_scale``: [N] (``per_channel``) or one value
+(``per_tensor``).  ``input_tensors``: null leaves activations in 16 bits; static per tensor has ``input_scale`` and,
+where it is not symmetric, ``input_zero_point``; dynamic is per tensor or per token (which Quark calls ``per_channel``
+or ``per_token``).  Zero points are written for symmetric types too, where they are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.quant_args import QuantEntries
+from moe_core.checkpoint.quark import quark_layer
+from moe_core.quant_key import (
+    QuantKey,
+    kInt8DynamicTensorSym,
+    kInt8DynamicTokenAsym,
+    kInt8DynamicTokenSym,
+    kInt8StaticTensorAsym,
+    kInt8StaticTensorSym,
+)
+
+from moe_int8.formats.int8_experts import Int8Format
+from moe_int8.formats.int8_layout import Int8Storage
+
+
+class QuarkInt8Format(Int8Format):
+    """See the module docstring."""
+
+    name = "Quark INT8"
+    quant_methods = ("quark",)
+
+    def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Int8Storage | str:
+        method = quantization.get("quant_method")
+        if method != "quark":
+            return f"quant_method is {method!r}, expected 'quark'"
+        chosen = quark_layer(quantization, layer)
+        weight = chosen.part("weight")
+        if weight is None:
+            return f"{chosen.where}: weight is null"
+        if weight.text("dtype") != "int8":
+            return f"{weight.where}: dtype is {weight.text('dtype')!r}, expected 'int8'"
+        if weight.boolean("is_dynamic") or not weight.boolean("symmetric", True):
+            found = "dynamic" if weight.boolean("is_dynamic") else "asymmetric"
+            return f"{weight.where} is {found}, expected symmetric and static"
+        if chosen.part("output_tensors") is not None:
+            return f"{chosen.where}: output_tensors are quantised, expected null"
+        scheme = weight.text("qscheme")
+        if scheme not in ("per_channel", "per_tensor"):
+            return f"{weight.where}: qscheme is {scheme!r}, expected 'per_channel' or 'per_tensor'"
+        if scheme == "per_channel" and weight.integer("ch_axis", 0, least=-2) not in (0, -2):
+            return f"{weight.where}: ch_axis is {weight.integer('ch_axis', least=-2)}, expected 0 (output channels)"
+        inputs = chosen.part("input_tensors")
+        activation = None if inputs is None else _activation(inputs)
+        if isinstance(activation, str):
+            return activation
+        return Int8Storage(8, activation, f"{scheme} weights: {weight.where}", whole=scheme == "per_tensor")
+
+
+def _activation(inputs: QuantEntries) -> QuantKey | str:
+    """The activation key, or why there is none."""
+    scheme, symmetric = inputs.text("qscheme"), inputs.boolean("symmetric", True)
+    if inputs.text("dtype") != "int8":
+        return f"{inputs.where}: dtype is {inputs.text('dtype')!r}, expected 'int8'"
+    if not inputs.boolean("is_dynamic"):
+        if scheme == "per_tensor":
+            return kInt8StaticTensorSym if symmetric else kInt8StaticTensorAsym
+        return f"{inputs.where}: static activations have qscheme {scheme!r}, expected 'per_tensor'"
+    if scheme in ("per_channel", "per_token"):
+        return kInt8DynamicTokenSym if symmetric else kInt8DynamicTokenAsym
+    if scheme == "per_tensor" and symmetric:
+        return kInt8DynamicTensorSym
+    kind = "" if symmetric else "asymmetric "
+    return (
+        f"{inputs.where}: {kind}qscheme is {scheme!r}, expected 'per_tensor' (symmetric), 'per_channel' or 'per_token'"
+    )

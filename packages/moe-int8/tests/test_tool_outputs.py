@@ -1,0 +1,364 @@
+"""``moe run`` gives what the tools' files say: their weights exactly, activations quantised as their config has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_core import fused_moe_reference, load_layer
+from moe_core.checkpoint import Checkpoint, read_layer
+from moe_core.cli import main
+from moe_core.quantization import dequantize_weight
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+DATA = Path(__file__).parent / "data"
+W8A8, W4A8 = "qwen3_ct_w8a8_int8", "qwen3_ct_w4a8_int"
+CASES = sorted(folder.name for folder in DATA.iterdir() if folder.is_dir())
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Tensors = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+def relative(found: Tensor, reference: Tensor) -> float:
+    return float((found.double() - reference.double()).norm() / reference.double().norm())
+
+
+def bound(case: str, name: str) -> float:
+    return float(json.loads((DATA / case / "manifest.json").read_text())["tolerances"][name])
+
+
+def run(folder: Path, inputs: Tensors, scratch: Path, dtype: str = "fp32") -> Tensor:
+    """The output of ``moe run`` on ``inputs``."""
+    save_file(inputs, scratch / "in.safetensors")
+    files = ["--input", str(scratch / "in.safetensors"), "--output", str(scratch / "out.safetensors")]
+    assert main(["run", str(folder), "--dtype", dtype, *files]) == 0
+    return load_file(scratch / "out.safetensors")["output"]
+
+
+def reference(folder: Path, tensors: Tensors, *, quantize_activations: bool = True) -> Tensor:
+    """What the folder's config says, in float64."""
+    found = read_layer(Checkpoint.open(folder), dtype=torch.float32)
+    return fused_moe_reference(
+        tensors["hidden_states"],
+        found.weights(),
+        found.config,
+        topk_weights=tensors["topk_weights"],
+        topk_ids=tensors["topk_ids"],
+        quantize_activations=quantize_activations,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_weights_are_the_tools(case: str) -> None:
+    """The tool's own output with 16-bit activations."""
+    tensors = load_file(DATA / case / "io.safetensors")
+    found = reference(DATA / case, tensors, quantize_activations=False)
+    assert relative(found, tensors["ref_experts_out"]) < bound(case, "ref_experts_out_f32")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_tools_own_reduction(case: str) -> None:
+    """With its one scale for all tokens of an expert, the same weights give the tool's output."""
+    tensors = load_file(DATA / case / "io.safetensors")
+    weights = read_layer(Checkpoint.open(DATA / case), dtype=torch.float32).weights()
+    assert weights.weight_key is not None
+    assert weights.w13_scale is not None
+    assert weights.w2_scale is not None
+    w13 = dequantize_weight(weights.w13, weights.w13_scale, weights.weight_key, parts=2).double()
+    w2 = dequantize_weight(weights.w2, weights.w2_scale, weights.weight_key).double()
+
+    def quantized(x: Tensor) -> Tensor:
+        scale = x.float().abs().amax() / 127.5
+        return ((x.float() / scale).round().clamp(-128, 127) * scale).double()
+
+    x, ids, router = tensors["hidden_states"], tensors["topk_ids"], tensors["topk_weights"].double()
+    output = torch.zeros(x.shape, dtype=torch.float64)
+    for expert in range(8):
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        if len(token):
+            gate, up = (quantized(x[token]) @ w13[expert].T).chunk(2, dim=1)
+            y = quantized(torch.nn.functional.silu(gate) * up) @ w2[expert].T
+            output.index_add_(0, token, y * router[token, slot, None])
+    assert relative(output, tensors["ref_experts_out_actq"]) < bound(case, "ref_experts_out_f32")
+
+
+@pytest.mark.parametrize("given", ["topk", "logits"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_of_the_tools_own_files(case: str, dtype: str, given: str, tmp_path: Path) -> None:
+    """One activation scale per token, as the config says."""
+    tensors = load_file(DATA / case / "io.safetensors")
+    names = ("hidden_states", "router_logits") if given == "logits" else ("hidden_states", "topk_ids", "topk_weights")
+    output = run(DATA / case, {name: tensors[name] for name in names}, tmp_path, dtype)
+    allowed = bound(case, "ref_experts_out_f32" if dtype == "fp32" else "ref_experts_out_actq_kernel")
+    assert relative(output, reference(DATA / case, tensors)) < allowed
+    # not further from the tool's than quantised activations are from others
+    distance = json.loads((DATA / case / "manifest.json").read_text())["actq_vs_weightonly_rel"]
+    assert relative(output, tensors["ref_experts_out_actq"]) < distance
+
+
+# ------------------------------------------------------------------ the same experts, written otherwise
+
+
+def rewritten(
+    case: str,
+    folder: Path,
+    quantization: dict[str, Any] | None = None,
+    rename: Callable[[Tensors], Tensors] = dict,
+) -> Path:
+    """A copy of ``case`` with another quantization_config and other tensors; the router stays."""
+    config = json.loads((DATA / case / "config.json").read_text())
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = rename(load_file(DATA / case / "model.safetensors"))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def check(case: str, folder: Path, scratch: Path, *, weight_only: bool = False) -> None:
+    """``moe run`` on ``folder`` gives the outputs of ``case``: exactly in fp32, within the bound in bf16."""
+    tensors = load_file(DATA / case / "io.safetensors")
+    inputs = {name: tensors[name] for name in ("hidden_states", "topk_ids", "topk_weights")}
+    expected = tensors["ref_experts_out"] if weight_only else reference(DATA / case, tensors)
+    in_bf16 = bound(case, "ref_experts_out_bf16_kernel" if weight_only else "ref_experts_out_actq_kernel")
+    assert relative(run(folder, inputs, scratch), expected) < bound(case, "ref_experts_out_f32")
+    assert relative(run(folder, inputs, scratch, "bf16"), expected) < in_bf16
+
+
+def fixture_group(case: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DATA / case / "config.json").read_text())["quantization_config"]
+    return found
+
+
+def test_weight_only(tmp_path: Path) -> None:
+    """input_activations null: activations stay in 16 bits, and the output is the tool's own."""
+    quantization = fixture_group(W8A8)
+    quantization["config_groups"]["group_0"]["input_activations"] = None
+    check(W8A8, rewritten(W8A8, tmp_path / "w", quantization), tmp_path, weight_only=True)
+
+
+def test_modelopt_weight_only(tmp_path: Path) -> None:
+    def flat(tensors: Tensors) -> Tensors:
+        return {n: t.float().flatten() if n.endswith("weight_scale") else t for n, t in tensors.items()}
+
+    quantization = {"quant_method": "modelopt", "quant_algo": "W8A16"}
+    check(W8A8, rewritten(W8A8, tmp_path / "w", quantization, flat), tmp_path, weight_only=True)
+
+
+def test_quark(tmp_path: Path) -> None:
+    int8 = {"dtype": "int8", "symmetric": True, "qscheme": "per_channel"}
+    parts = {"weight": {**int8, "is_dynamic": False}, "input_tensors": {**int8, "is_dynamic": True}}
+    quantization = {"quant_method": "quark", "global_quant_config": parts}
+
+    def zeros(tensors: Tensors) -> Tensors:
+        scales = {n: t for n, t in tensors.items() if n.endswith("weight_scale")}
+        return tensors | {
+            n.removesuffix("scale") + "zero_point": torch.zeros(t.shape[0]).char() for n, t in scales.items()
+        }
+
+    check(W8A8, rewritten(W8A8, tmp_path / "w", quantization, zeros), tmp_path)
+
+
+def words(tensors: Tensors) -> Tensors:
+    """Eight codes of four bits in each int32, the first in the lowest bits."""
+    found = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(".weight") or tensor.dtype is not torch.int8:
+            found[name] = tensor
+            continue
+        fields = (tensor.long() + 8).view(tensor.shape[0], -1, 8)
+        packed = (fields << (4 * torch.arange(8))).sum(dim=2)
+        found[f"{name}_packed"] = torch.where(packed >= 2**31, packed - 2**32, packed).int()
+        found[f"{name}_shape"] = torch.tensor(tensor.shape)
+    return found
+
+
+def test_packed_w4a8(tmp_path: Path) -> None:
+    quantization = fixture_group(W4A8)
+    quantization["format"] = quantization["config_groups"]["group_0"]["format"] = "pack-quantized"
+    check(W4A8, rewritten(W4A8, tmp_path / "w", quantization, words), tmp_path)
+
+
+@pytest.mark.parametrize("block", ["block_sparse_moe", "mlp"])
+def test_names_of_mixtral(block: str, tmp_path: Path) -> None:
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if block == "block_sparse_moe" else {}
+
+    def rename(tensors: Tensors) -> Tensors:
+        found = {}
+        for name, tensor in tensors.items():
+            for old, new in names.items():
+                name = name.replace(old, new)
+            found[name.replace(".mlp.", f".{block}.")] = tensor
+        return found
+
+    check(W8A8, rewritten(W8A8, tmp_path / "w", rename=rename), tmp_path)
+
+
+def test_stacked_experts(tmp_path: Path) -> None:
+    """One tensor for all experts, as transformers holds them."""
+
+    def stack(tensors: Tensors) -> Tensors:
+        prefix = "model.layers.0.mlp.experts"
+        found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+
+        def every(projection: str, suffix: str) -> Tensor:
+            return torch.stack([tensors[f"{prefix}.{e}.{projection}.{suffix}"] for e in range(8)])
+
+        for suffix, end in (("weight", ""), ("weight_scale", "_scale")):
+            found[f"{prefix}.gate_up_proj{end}"] = torch.cat([every("gate_proj", suffix), every("up_proj", suffix)], 1)
+            found[f"{prefix}.down_proj{end}"] = every("down_proj", suffix)
+        return found
+
+    check(W8A8, rewritten(W8A8, tmp_path / "w", rename=stack), tmp_path)
+
+
+def static_quantised(x: Tensor, scale: float, zero_point: int) -> Tensor:
+    """By the definition: codes of -128 to 127."""
+    codes = ((x.float() / torch.tensor(scale)).round() + zero_point).clamp(-128, 127)
+    return (codes - zero_point).double() * torch.tensor(scale).double()
+
+
+STATIC: dict[str, tuple[dict[str, Any], int]] = {
+    "ModelOpt": ({"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}, 0),
+    "Quark with zero points": (
+        {
+            "quant_method": "quark",
+            "global_quant_config": {
+                "weight": {"dtype": "int8", "symmetric": True, "qscheme": "per_channel", "is_dynamic": False},
+                "input_tensors": {"dtype": "int8", "symmetric": False, "qscheme": "per_tensor", "is_dynamic": False},
+            },
+        },
+        -23,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_static_activations(name: str, tmp_path: Path) -> None:
+    """Each expert's own scale and zero point, saturating."""
+    quantization, zero_point = STATIC[name]
+    tensors = load_file(DATA / W8A8 / "io.safetensors")
+    x = tensors["hidden_states"]
+    scale13, scale2 = float(x.abs().max()) / 140, 1e-3
+
+    def extend(given: Tensors) -> Tensors:
+        found = dict(given)
+        for weight in [n for n in given if n.endswith("_proj.weight")]:
+            base = weight.removesuffix(".weight")
+            expert = int(base.split(".experts.")[1].split(".")[0])
+            scale = scale2 if "down" in base else scale13
+            found[f"{base}.input_scale"] = torch.tensor(scale * (1 + expert / 4))
+            if zero_point:
+                found[f"{base}.input_zero_point"] = torch.tensor(zero_point + expert)
+            found[f"{base}.weight_scale"] = given[f"{base}.weight_scale"].float().flatten()
+        return found
+
+    folder = rewritten(W8A8, tmp_path / "w", quantization, extend)
+    weights = read_layer(Checkpoint.open(DATA / W8A8), dtype=torch.float32).weights()
+    assert weights.w13_scale is not None
+    assert weights.w2_scale is not None
+    w13, w2 = weights.w13.double() * weights.w13_scale, weights.w2.double() * weights.w2_scale
+    expected = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(len(x)):
+        for slot in range(3):
+            expert = int(tensors["topk_ids"][token, slot])
+            more, zero = 1 + expert / 4, zero_point + expert if zero_point else 0
+            gate, up = (w13[expert] @ static_quantised(x[token], scale13 * more, zero)).chunk(2)
+            h = static_quantised(torch.nn.functional.silu(gate) * up, scale2 * more, zero)
+            expected[token] += (w2[expert] @ h) * tensors["topk_weights"][token, slot]
+    inputs = {key: tensors[key] for key in ("hidden_states", "topk_ids", "topk_weights")}
+    # a hidden value in some thousand falls on the other side of a rounding boundary in float32
+    assert relative(run(folder, inputs, tmp_path), expected) < 2e-3
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def broken(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensors], Tensors]:
+    def rename(tensors: Tensors) -> Tensors:
+        new = change(tensors[name].clone())
+        return {n: t for n, t in tensors.items() if n != name} | ({} if new is None else {name: new})
+
+    return rename
+
+
+def with_code(tensor: Tensor) -> Tensor:
+    tensor[2, 3] = -9
+    return tensor
+
+
+QWEN = "model.layers.0.mlp.experts.4.down_proj"
+BROKEN: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], str]] = {
+    "type": (W8A8, f"{QWEN}.weight", Tensor.bfloat16, "is BF16 [256, 128], expected I8 [256, 128]"),
+    "no scale": (W8A8, f"{QWEN}.weight_scale", lambda _: None, "is missing in"),
+    "no weight": (W8A8, f"{QWEN}.weight", lambda _: None, "is missing in"),
+    "negative": (W8A8, f"{QWEN}.weight_scale", Tensor.neg, "has 256 NaN, Inf or negative values of 256"),
+    "orientation": (W8A8, f"{QWEN}.weight_scale", lambda t: t.mT, "is BF16 [1, 256], expected BF16 [256, 1]"),
+    "code": (W4A8, f"{QWEN}.weight", with_code, "has 1 of 32768 values outside -8 to 7, first -9 at [2, 3]"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_bad_input(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, and one paragraph that names the tensor, what was found and what was expected."""
+    case, tensor, change, message = BROKEN[name]
+    folder = rewritten(case, tmp_path / "w", rename=broken(tensor, change))
+    assert main(["run", str(folder), "--output", str(tmp_path / "out.safetensors")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("moe run: ")
+    assert f"{tensor} {message}" in err
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        (W8A8, {"weights": {"strategy": "tensor"}}, "int8 weights have strategy 'tensor', expected 'channel'"),
+        (
+            W8A8,
+            {"input_activations": {"dynamic": False, "strategy": "tensor"}},
+            "is static int8 by tensor, expected dynamic int8 by token",
+        ),
+        (W8A8, {"weights": {"num_bits": 4}}, "gate_proj.weight has"),
+        (W4A8, {"weights": {"num_bits": 8}}, "int8 weights have strategy 'group', expected 'channel'"),
+        (W4A8, {"weights": {"group_size": 64}}, "weight_scale has shape [128, 2], expected [128, 4]"),
+        (W4A8, {"weights": {"strategy": "channel"}}, "weight_scale has shape [128, 2], expected [128, 1]"),
+    ],
+)
+def test_configs_that_say_something_else(
+    case: str, change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantization = fixture_group(case)
+    for part, entries in change.items():
+        quantization["config_groups"]["group_0"][part].update(entries)
+    assert main(["run", str(rewritten(case, tmp_path / "w", quantization))]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_lowest_code_is_a_code(tmp_path: Path) -> None:
+    """-128 under a symmetric scale: allowed, and worth -128 scales."""
+    name = "model.layers.0.mlp.experts.0.down_proj"
+
+    def lowest(tensors: Tensors) -> Tensors:
+        tensors[f"{name}.weight"][:] = -128
+        return tensors
+
+    layer = load_layer(rewritten(W8A8, tmp_path / "w", rename=lowest), device="cpu", dtype=torch.float32)
+    tensors = load_file(DATA / W8A8 / "io.safetensors")
+    router, ids = torch.ones(37, 3), torch.tensor([0, -1, -1]).expand(37, 3)
+    expected = reference(tmp_path / "w", {**tensors, "topk_ids": ids, "topk_weights": router})
+    assert relative(layer(tensors["hidden_states"], topk_weights=router, topk_ids=ids), expected) < 1e-6
