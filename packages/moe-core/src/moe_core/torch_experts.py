@@ -153,7 +153,7 @@ class TorchExperts(FusedMoEExpertsModular):
         if config.apply_router_weight_on_input:
             x = x * topk_weights[tokens]
         result = torch.zeros_like(x)
-        adapters = None if lora is None else _Adapters(lora.weights, lora.adapter_ids[tokens][rows])
+        adapters = None if lora is None else Adapters(lora.weights, lora.adapter_ids[tokens][rows])
         for place, y in self._results(x, rows, counts[1:], weights, adapters):
             if not config.apply_router_weight_on_input:
                 y = y * router[place]
@@ -177,12 +177,12 @@ class TorchExperts(FusedMoEExpertsModular):
         x = hidden_states.flatten(0, 1)[used].float()
         rows = torch.arange(len(used), device=used.device)
         output.zero_()
-        adapters = None if lora is None else _Adapters(lora.weights, lora.adapter_ids.flatten()[used])
+        adapters = None if lora is None else Adapters(lora.weights, lora.adapter_ids.flatten()[used])
         for place, y in self._results(x, rows, counts.tolist(), weights, adapters):
             output.view(-1, output.shape[2])[used[place]] = y.to(output.dtype)
 
     def _results(
-        self, x: Tensor, rows: Tensor, counts: list[int], weights: KernelWeights, adapters: _Adapters | None
+        self, x: Tensor, rows: Tensor, counts: list[int], weights: KernelWeights, adapters: Adapters | None
     ) -> Iterator[tuple[slice, Tensor]]:
         """Unweighted results, expert by expert: where its pairs are among all, and their [R, K] float32.
 
@@ -224,7 +224,7 @@ class TorchExperts(FusedMoEExpertsModular):
 
 
 @dataclass(frozen=True, eq=False)
-class _Adapters:
+class Adapters:
     """LoRA weights, and the adapter [P] of each pair, sorted by expert."""
 
     weights: LoRAWeights

@@ -11,8 +11,9 @@ Row = dict[str, Any]
 _Choice = tuple[int, int]  # factor number, value number
 _Target = tuple[_Choice, ...]  # one choice or two, in the order of the factors
 
-#: completions of one row that are tried before a combination counts as impossible
-TRIES = 24
+#: completions of one row that are tried before a combination counts as impossible; of a single value, which may be
+#: allowed with few others, several times as many
+TRIES, SINGLE_TRIES = 24, 240
 
 
 def covering_rows(
@@ -84,7 +85,7 @@ def _complete(
     generator: random.Random,
 ) -> list[int] | None:
     """A row that holds ``target`` and covers much of what is open, or None."""
-    for attempt in range(TRIES):
+    for attempt in range(TRIES if len(target) > 1 else SINGLE_TRIES):
         picked: dict[int, int] = dict(target)
         order = [f for f in range(len(values)) if f not in picked]
         generator.shuffle(order)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from moe_core import (
@@ -40,7 +39,7 @@ from moe_core.quant_key import (
     kInt8StaticTensorSym,
 )
 from moe_core.quantization import quantize_tensor
-from moe_core.torch_experts import TorchExperts, expert_slices, of_expert
+from moe_core.torch_experts import Adapters, TorchExperts, expert_slices, of_expert
 from torch import Tensor
 
 from moe_int8.exact import exact_product
@@ -108,6 +107,7 @@ class TorchInt8Experts(TorchExperts):
         bias=True,
         expert_map=True,
         apply_router_weight_on_input=True,
+        lora=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         cuda_graph=False,
         verified_on=("cpu",),
@@ -134,43 +134,47 @@ class TorchInt8Experts(TorchExperts):
         return replace(converted, extra=sums)
 
     def _results(
-        self, x: Tensor, rows: Tensor, counts: list[int], weights: KernelWeights, *rest: Any
+        self, x: Tensor, rows: Tensor, counts: list[int], weights: KernelWeights, adapters: Adapters | None
     ) -> Iterator[tuple[slice, Tensor]]:
         quant = weights.quant_config
         key = quant.a1.key
         if key is None:
-            yield from super()._results(x, rows, counts, weights, *rest)
+            yield from super()._results(x, rows, counts, weights, adapters)
             return
+
+        def hidden(expert: int, place: slice, codes: Codes | None) -> Tensor:
+            """Activated values [R, N] of one expert's rows."""
+            own = Codes.of(x[rows[place]], of_expert(quant.a1, expert)) if codes is None else codes[rows[place]]
+            z = _product(own, weights, "w13", expert)
+            if quant.w1_bias is not None:
+                z += quant.w1_bias[expert].float()
+            if adapters is not None:
+                z += adapters.product("w13", expert, x[rows[place]], place)
+            return apply_moe_activation(self.config.activation, z, self.config.activation_params)
+
+        def result(expert: int, place: slice, h: Tensor, codes: Codes) -> Tensor:
+            """Unweighted results [R, K] of one expert's hidden values."""
+            y = _product(codes, weights, "w2", expert)
+            if quant.w2_bias is not None:
+                y += quant.w2_bias[expert].float()
+            if adapters is not None:
+                y += adapters.product("w2", expert, h, place)
+            return y
+
         groups = expert_slices(counts)
         if key.is_static:
             for expert, place in groups:
-                h = self._hidden(Codes.of(x[rows[place]], of_expert(quant.a1, expert)), weights, expert)
-                yield place, self._result(Codes.of(h, of_expert(quant.a2, expert)), weights, expert)
-            return
-        if not groups:
-            return
-        first = Codes.of(x, quant.a1)
-        # all experts' hidden values first: they are quantised in one go
-        hidden = x.new_empty(len(rows), self.config.intermediate_size)
-        for expert, place in groups:
-            hidden[place] = self._hidden(first[rows[place]], weights, expert)
-        second = Codes.of(hidden, quant.a2)
-        for expert, place in groups:
-            yield place, self._result(second[place], weights, expert)
-
-    def _hidden(self, x: Codes, weights: KernelWeights, expert: int) -> Tensor:
-        """Activated values [R, N] of one expert's rows."""
-        z = _product(x, weights, "w13", expert)
-        if weights.quant_config.w1_bias is not None:
-            z += weights.quant_config.w1_bias[expert].float()
-        return apply_moe_activation(self.config.activation, z, self.config.activation_params)
-
-    def _result(self, h: Codes, weights: KernelWeights, expert: int) -> Tensor:
-        """Unweighted results [R, K] of one expert's hidden values."""
-        y = _product(h, weights, "w2", expert)
-        if weights.quant_config.w2_bias is not None:
-            y += weights.quant_config.w2_bias[expert].float()
-        return y
+                h = hidden(expert, place, None)
+                yield place, result(expert, place, h, Codes.of(h, of_expert(quant.a2, expert)))
+        elif groups:
+            first = Codes.of(x, quant.a1)
+            # all experts' hidden values first: they are quantised in one go
+            together = x.new_empty(len(rows), self.config.intermediate_size)
+            for expert, place in groups:
+                together[place] = hidden(expert, place, first)
+            second = Codes.of(together, quant.a2)
+            for expert, place in groups:
+                yield place, result(expert, place, together[place], second[place])
 
 
 def _product(x: Codes, weights: KernelWeights, name: str, expert: int) -> Tensor:
