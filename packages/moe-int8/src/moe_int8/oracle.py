@@ -39,14 +39,25 @@ if TYPE_CHECKING:
 class Int8MoeBackend(str, Enum):
     """Backends of this package; other packages' backends are named by their entry points."""
 
+    TRITON = "triton"
     TORCH = "torch"
 
 
 class Int8Oracle(Oracle):
-    """int8 weights, and int4 weights with int8 activations."""
+    """int8 weights, and int4 weights with int8 activations.  Order: Triton, plain torch."""
 
     scheme = "int8"
-    backends = (Backend(Int8MoeBackend.TORCH.value, ("moe_int8.experts.torch:TorchInt8Experts",), "moe-int8"),)
+    backends = (
+        Backend(
+            Int8MoeBackend.TRITON.value,
+            (
+                "moe_int8.experts.triton:TritonInt8Experts",
+                "moe_int8.experts.triton_weight_only:TritonInt8WeightOnlyExperts",
+            ),
+            "moe-int8",
+        ),
+        Backend(Int8MoeBackend.TORCH.value, ("moe_int8.experts.torch:TorchInt8Experts",), "moe-int8"),
+    )
 
     def check_request(
         self, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None

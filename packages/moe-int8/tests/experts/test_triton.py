@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from moe_core.testing import ConformanceTests
 from moe_int8.experts.triton import TritonInt8Experts
+from moe_int8.experts.triton_weight_only import TritonInt8WeightOnlyExperts
 
 
 class TestTritonInt8(ConformanceTests):
     experts = TritonInt8Experts
+
+
+class TestTritonInt8WeightOnly(ConformanceTests):
+    experts = TritonInt8WeightOnlyExperts

@@ -10,7 +10,8 @@ from triton.experimental.gluon import language as gl
 
 from moe_core.gemm.epilogue import activate_gated
 from moe_core.gemm.hopper_pipeline import HALF, TILE
-from moe_core.gemm.narrow import divide, round_int8
+from moe_core.gemm.narrow import divide, divide_all, round_int8
+from moe_core.gemm.zero_points import scale_and_zero, shifted
 
 E4M3_MAX = gl.constexpr(448.0)
 AMAX_FLOOR = gl.constexpr(1e-10)
@@ -64,7 +65,8 @@ def store_activated(
     """Block `block` of 128 columns of h, [64, 128], by sorted row.
 
     OUT "groups": e4m3 and one scale per row and block, amax / 448; "static": e4m3 or int8 by the scale that the expert
-    was given; "values": as they are.  AMAX "row" or "tensor": the bits of the largest magnitude of each row or of all.
+    was given, int64 with a zero point; "values": as they are.  AMAX "row" or "tensor": the bits of the largest magnitude
+    of each row or of all.
     """
     out, scales, amax, stride, stride_scale, width = T
     column = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, value.type.layout))
@@ -76,7 +78,13 @@ def store_activated(
         value = divide(value, scale[:, None])
     elif OUT == "static":
         scale = gl.load(scales + expert + gl.zeros([HALF], gl.int32, gl.SliceLayout(1, value.type.layout)))
-        value = divide(value, scale[:, None])
+        if scale.dtype == gl.int64:
+            factor, zero = scale_and_zero(scale)
+            codes = shifted(value, factor[:, None], zero[:, None])
+        elif out.dtype.element_ty == gl.int8:
+            codes = round_int8(divide_all(value, scale[:, None]))
+        else:
+            codes = divide(value, scale[:, None]).to(out.dtype.element_ty)
     else:
         value = value.to(out.dtype.element_ty).to(gl.float32)
     if AMAX != "":
@@ -85,8 +93,6 @@ def store_activated(
             gl.atomic_max(amax + row, bits, mask=row < end, sem="relaxed")
         else:
             gl.atomic_max(amax, gl.max(gl.where(row < end, bits, 0), axis=0), sem="relaxed")
-    if out.dtype.element_ty == gl.int8:
-        narrow = round_int8(value)
-    else:
-        narrow = value.to(out.dtype.element_ty)
-    store_block(narrow, T, target, target < end, block * TILE, layout)
+    if OUT != "static":
+        codes = value.to(out.dtype.element_ty)
+    store_block(codes, T, target, target < end, block * TILE, layout)

@@ -18,9 +18,8 @@ from moe_core.gemm.hopper_pipeline import HALF, TILE, barrier
 
 
 @gluon.jit
-def _scales(row, expert, block_n, A, B, N, layout: gl.constexpr, GATED: gl.constexpr):
-    """Scales of the rows, and of the columns of both blocks."""
-    a_scale, stride_row, stride_a_expert = A
+def column_scales(expert, block_n, B, N, layout: gl.constexpr, GATED: gl.constexpr):
+    """What belongs to the columns [128] of both blocks."""
     b_scale, stride_expert, stride_half, stride_column = B
     column = block_n * (TILE if GATED else 2 * TILE) + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
     # beyond the last column: any scale
@@ -30,8 +29,54 @@ def _scales(row, expert, block_n, A, B, N, layout: gl.constexpr, GATED: gl.const
         scale_1 = gl.load(scales + stride_half + gl.minimum(column, N - 1) * stride_column)
     else:
         scale_1 = gl.load(scales + gl.minimum(column + TILE, N - 1) * stride_column)
-    row_scale = gl.load(a_scale + row.to(gl.int64) * stride_row + expert * stride_a_expert)
-    return row_scale, scale_0, scale_1
+    return scale_0, scale_1
+
+
+@gluon.jit
+def row_scales(row, expert, A):
+    """Scales of the rows."""
+    a_scale, stride_row, stride_a_expert = A
+    return gl.load(a_scale + row.to(gl.int64) * stride_row + expert * stride_a_expert)
+
+
+@gluon.jit
+def sum_integer_rows(
+    turn,
+    acc_0,
+    acc_1,
+    a_tiles,
+    b_tiles,
+    full,
+    empty,
+    steps,
+    WHICH: gl.constexpr,
+    STAGES: gl.constexpr,
+    ZERO: gl.constexpr,
+):
+    """acc + the sums over all steps in int32, exact, and the number of steps taken so far; ZERO: acc are zeros.
+
+    Triton has no integer instruction of 256 columns: two of 128.
+    """
+    for k in range(steps):
+        slot = turn % STAGES
+        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+        a = a_tiles.index(slot).slice(WHICH * HALF, HALF, 0)
+        b = b_tiles.index(slot)
+        acc_0 = warpgroup_mma(
+            a, b.slice(0, TILE, 0).permute((1, 0)), acc_0, use_acc=(k > 0) if ZERO else True, is_async=True
+        )
+        acc_1 = warpgroup_mma(
+            a, b.slice(TILE, TILE, 0).permute((1, 0)), acc_1, use_acc=(k > 0) if ZERO else True, is_async=True
+        )
+        # the two products of the step before are done: its slot is free
+        acc_0, acc_1 = warpgroup_mma_wait(2, deps=[acc_0, acc_1])
+        barrier()
+        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=k > 0)
+        turn += 1
+    acc_0, acc_1 = warpgroup_mma_wait(0, deps=[acc_0, acc_1])
+    barrier()
+    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
+    return acc_0, acc_1, turn
 
 
 @gluon.jit
@@ -55,7 +100,8 @@ def multiply_rows(
 ):
     """e4m3: summed in the matrix units, in float32, scaled once."""
     wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 32])
-    row_scale, scale_0, scale_1 = _scales(row, expert, block_n, A, B, N, layout, GATED)
+    scale_0, scale_1 = column_scales(expert, block_n, B, N, layout, GATED)
+    row_scale = row_scales(row, expert, A)
     acc = gl.zeros([HALF, 2 * TILE], gl.float32, wide)
     for k in range(steps):
         slot = turn % STAGES
@@ -95,25 +141,14 @@ def multiply_integer_rows(
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """int8: summed in int32, exactly, scaled once.  Triton has no integer instruction of 256 columns: two of 128."""
-    row_scale, scale_0, scale_1 = _scales(row, expert, block_n, A, B, N, layout, GATED)
+    """int8: summed in int32, exactly, scaled once."""
+    scale_0, scale_1 = column_scales(expert, block_n, B, N, layout, GATED)
+    row_scale = row_scales(row, expert, A)
     acc_0 = gl.zeros([HALF, TILE], gl.int32, layout)
     acc_1 = gl.zeros([HALF, TILE], gl.int32, layout)
-    for k in range(steps):
-        slot = turn % STAGES
-        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
-        a = a_tiles.index(slot).slice(WHICH * HALF, HALF, 0)
-        b = b_tiles.index(slot)
-        acc_0 = warpgroup_mma(a, b.slice(0, TILE, 0).permute((1, 0)), acc_0, use_acc=k > 0, is_async=True)
-        acc_1 = warpgroup_mma(a, b.slice(TILE, TILE, 0).permute((1, 0)), acc_1, use_acc=k > 0, is_async=True)
-        # the two products of the step before are done: its slot is free
-        acc_0, acc_1 = warpgroup_mma_wait(2, deps=[acc_0, acc_1])
-        barrier()
-        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=k > 0)
-        turn += 1
-    acc_0, acc_1 = warpgroup_mma_wait(0, deps=[acc_0, acc_1])
-    barrier()
-    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
+    acc_0, acc_1, turn = sum_integer_rows(
+        turn, acc_0, acc_1, a_tiles, b_tiles, full, empty, steps, WHICH, STAGES, gl.constexpr(True)
+    )
     product_0 = acc_0.to(gl.float32) * (row_scale[:, None] * scale_0[None, :])
     product_1 = acc_1.to(gl.float32) * (row_scale[:, None] * scale_1[None, :])
     return product_0, product_1, turn

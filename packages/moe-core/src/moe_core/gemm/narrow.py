@@ -41,6 +41,14 @@ def divide(x, by):
 
 
 @triton.jit
+def divide_all(x, by):
+    """`divide` by a positive number, also where the quotient is too large (infinity) or `by` is infinite (0)."""
+    rough = x * tl.div_rn(1.0, by)
+    quotient = tl.where(by < float("inf"), divide(x, by), rough)
+    return tl.where(tl.abs(rough) < float("inf"), quotient, rough)
+
+
+@triton.jit
 def narrow_e4m3(x):
     """float32, |x| <= 448, to e4m3 (round to nearest even)."""
     if INTERPRET:

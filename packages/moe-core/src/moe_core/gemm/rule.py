@@ -57,6 +57,11 @@ def tile_plan(
     return TilePlan(many, many, False)
 
 
+def quantizes_while_loading(capability: int) -> bool:
+    """Whether a conversion may stand between load and product: Triton 3.6 cannot pipeline that for sm_100."""
+    return not 100 <= capability < 120
+
+
 def _split(target: int, programs: int, steps: int) -> int:
     """Programs that share a tile's loop, a power of two: up to ``target`` programs in all, 4 steps each at least."""
     split = 1

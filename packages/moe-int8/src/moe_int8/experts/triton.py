@@ -28,8 +28,7 @@ from moe_core import (
 )
 from moe_core.errors import TensorError
 from moe_core.gemm.plan import TilePlan
-from moe_core.gemm.rows_specimens import quantizes_while_loading
-from moe_core.gemm.rule import tile_plan
+from moe_core.gemm.rule import quantizes_while_loading, tile_plan
 from moe_core.quant_key import (
     kInt8DynamicTensorSym,
     kInt8DynamicTokenAsym,

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.narrow import divide, round_int8
+from moe_core.gemm.narrow import divide, divide_all, round_int8
 from moe_core.gemm.rows import AMAX_FLOOR, largest, load_wide, open_weights, open_wide, scale_of, scale_of_parts
 from moe_core.gemm.rows_moe import RowFunctions
+from moe_core.gemm.zero_points import scale_and_zero, shifted, with_zero
 
 INT8_MAX = tl.constexpr(127.0)
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -54,14 +55,14 @@ def quantize_row(tile, Q, expert, AXIS: tl.constexpr):
 @triton.jit
 def quantize_static(tile, Q, expert, AXIS: tl.constexpr):
     """A tile of one expert, by its own scale: Q = (scales [E] float32,)."""
-    return round_int8(divide(tile, tl.load(Q[0] + expert))), 0.0
+    return round_int8(divide_all(tile, tl.load(Q[0] + expert))), 0.0
 
 
 @triton.jit
 def quantize_static_rows(tile, Q, expert, AXIS: tl.constexpr):
     """As `quantize_static` for rows of several experts, `expert` [rows, 1]; their scales are kept."""
     scale = tl.load(Q[0] + expert)
-    return round_int8(divide(tile, scale)), tl.max(scale, axis=1)
+    return round_int8(divide_all(tile, scale)), tl.max(scale, axis=1)
 
 
 @triton.jit
@@ -75,28 +76,6 @@ def quantize_by_amax(tile, Q, expert, AXIS: tl.constexpr):
 
 
 @triton.jit
-def with_zero(scale, zero):
-    """A float32 scale in the low half of an int64, an int32 zero point in the high one."""
-    return (zero.to(tl.int64) << 32) | (scale.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-
-
-@triton.jit
-def scale_and_zero(both):
-    """The inverse of `with_zero`."""
-    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32)
-
-
-@triton.jit
-def shifted(x, scale, zero):
-    """Codes of round(x / scale) + zero, saturating; NaN becomes 0."""
-    x = divide(x, scale)
-    x = tl.maximum(tl.minimum(tl.where(x == x, x, 0.0), 512.0), -512.0)
-    # rounding comes before the zero point is added, as integer hardware does it
-    code = (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + zero
-    return tl.maximum(tl.minimum(code, 127), -128).to(tl.int8)
-
-
-@triton.jit
 def quantize_row_zero(tile, Q, expert, AXIS: tl.constexpr):
     """A tile whose whole AXIS is a row: scale = (max - min) / 255 and a zero point; the range includes 0."""
     low = tl.minimum(tl.min(tile, axis=AXIS), 0.0)
@@ -104,7 +83,7 @@ def quantize_row_zero(tile, Q, expert, AXIS: tl.constexpr):
     width = tl.where(width < AMAX_FLOOR, AMAX_FLOOR, width)
     scale = tl.div_rn(width, 255.0)
     scale = tl.where(largest(tile, AXIS) > INFINITY_BITS, float("nan"), scale)
-    zero = -128.0 - divide(low, scale)
+    zero = -128.0 - tl.div_rn(low, scale)
     zero = tl.maximum(tl.minimum(tl.where(zero == zero, zero, 0.0), 127.0), -128.0)
     zero = (zero + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     return shifted(tile, tl.expand_dims(scale, AXIS), tl.expand_dims(zero, AXIS)), with_zero(scale, zero)
@@ -165,6 +144,12 @@ def _specialised() -> Any:
     return multiply_integer_rows
 
 
+def _specialised_zero() -> Any:
+    from moe_int8.kernels.hopper_rows import multiply_integer_rows_zero
+
+    return multiply_integer_rows_zero
+
+
 INT8 = RowFunctions(
     dtype=torch.int8,
     open_raw=open_raw,
@@ -185,6 +170,7 @@ INT8_ZERO = RowFunctions(
     quantize_row=quantize_row_zero,
     quantize_static=quantize_static_zero,
     quantize_static_rows=quantize_static_rows_zero,
+    specialised=_specialised_zero,
     open_values=open_values_zero,
     open_weights=open_weights_sums,
     finish=finish_zero,

@@ -1,0 +1,319 @@
+"""int8 rows: sums are exact, codes those of the reference quantiser, and whole layers right for plans of every kind.
+
+Layers against float64 over the same quantised weights.  A difference d before the intermediate is quantised becomes an
+error of about sqrt(d * step) behind it: d is at most 2^-8 where it is stored in bfloat16 (which the interpreter
+truncates to), a step 2^-7 of the row's largest value: 2^-7 each for x and for h, and 2^-8 for the output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from moe_core.activation import MoEActivation
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_product
+from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm.rows import load_values, load_weights, open_values, open_weights
+from moe_core.gemm.rows_launch import quantize_rows, row_operand
+from moe_core.kernel import FusedMoEKernel
+from moe_core.ops.sort import sort_pairs, sort_workspaces
+from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
+from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
+from moe_core.quant_key import (
+    kInt8DynamicTensorSym,
+    kInt8DynamicTokenAsym,
+    kInt8DynamicTokenSym,
+    kInt8StaticChannelSym,
+    kInt8StaticTensorAsym,
+    kInt8StaticTensorSym,
+)
+from moe_core.quantization import quantize_tensor
+from moe_core.reference import fused_moe_reference
+from moe_core.testing.data import make_inputs, make_weights
+from moe_core.workspace import Workspace, workspace_nbytes
+from moe_int8.experts.triton import TritonInt8Experts
+from moe_int8.kernels import rows
+from moe_int8.layout import row_sums, scale_and_zero
+
+KEYS = {
+    "token": kInt8DynamicTokenSym,
+    "tensor": kInt8DynamicTensorSym,
+    "static": kInt8StaticTensorSym,
+    "token-zero": kInt8DynamicTokenAsym,
+    "static-zero": kInt8StaticTensorAsym,
+}
+BATCHED = FusedMoEActivationFormat.BATCHED
+TOLERANCE = 2 * 2**-7 + 2**-8
+
+
+def plan_of(block_m, *, swap=False, tma=False, splits=(1, 1), group_m=1):
+    up = TileConfig(block_m, 128, 4, 2, group_m, swap, tma, splits[0])
+    down = TileConfig(block_m, 128, 4, 2, group_m, swap, tma, splits[1])
+    return TilePlan(up, down, pdl=True)
+
+
+PLANS = {
+    "few": plan_of(16, swap=True, tma=True),
+    "split": plan_of(16, swap=True, splits=(2, 2)),
+    "many": plan_of(64, group_m=2),
+}
+
+
+def codes(generator, *shape):
+    """Of every value, the extremes often: sums come as close to the limit as they can."""
+    drawn = torch.randint(-128, 128, shape, generator=generator)
+    extreme = torch.randint(0, 2, shape, generator=generator) * 255 - 128
+    return torch.where(torch.rand(shape, generator=generator) < 0.5, drawn, extreme).to(torch.int8)
+
+
+# ------------------------------------------------------------------ sums
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("split", [1, 4])
+def test_sums_are_those_of_float64(split, swap, device):
+    """The int32 sums of a product, bit for bit, also where they are beyond what float32 counts."""
+    generator = torch.Generator().manual_seed(0)
+    experts, tokens, count, depth = 2, 7, 48, 2112
+    x, w = codes(generator, tokens, 2176), codes(generator, experts, count, depth)
+    # one token and one channel of the largest sum that there can be, 128 * 128 * k
+    x[0], w[:, 0] = -128, -128
+    ids = torch.randint(0, experts, (tokens, 1), generator=generator, dtype=torch.int32)
+    exact = torch.einsum("mk,mnk->mn", x[:, :depth].double(), w[ids.flatten().long()].double())
+    assert float(exact.abs().max()) > 2**24
+    x, w, ids = x.to(device), w.to(device), ids.to(device)
+    specs = sort_workspaces(tokens, experts, 16)
+    order = sort_pairs(
+        ids,
+        experts,
+        16,
+        workspace={spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs},
+        positions=True,
+    )
+    sums = torch.full((tokens * split, count), -7, dtype=torch.int32, device=device)
+    functions = TileFunctions(
+        open_values, load_values, open_weights, load_weights, rows.multiply, accumulate=rows.INT8.accumulate
+    )
+    ones = torch.ones(max(experts * count, tokens), device=device)
+    grouped_product(
+        functions,
+        TileConfig(16, 64, 4, 2, swap=swap, split=split),
+        a=(x, ones, x.stride(0), 1, 0),
+        b=row_operand(w, ones[: experts * count].view(experts, count, 1), None, count),
+        out=Result(sums),
+        pairs=order,
+        routing=Routing(ids, None, experts),
+        activation=None,
+        block_k=128,
+        pdl=False,
+        a_rows=2,  # by pair, which is by token for one slot
+    )
+    parts = sums.view(tokens, split, count).cpu().double()
+    assert torch.equal(parts.sum(1), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "zero-points"])
+def test_sums_of_the_specialised_kernel(zero_points, device):
+    """Unit scales: the float32 result is the exact sum, rounded once."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is Hopper's own")
+    from moe_core.gemm.hopper_launch import HopperResult, hopper_product
+
+    generator = torch.Generator().manual_seed(0)
+    experts, pairs, count, depth = 3, 700, 400, 3216
+    w = codes(generator, experts, count, depth)
+    ids = torch.randint(0, experts, (pairs, 1), generator=generator, dtype=torch.int32)
+    x = codes(generator, pairs, depth)
+    zero = torch.randint(-128, 128, (pairs,), generator=generator, dtype=torch.int32)
+    shifted = x.double() - zero[:, None] if zero_points else x.double()
+    ids = ids.to(device)
+    specs = sort_workspaces(pairs, experts, 128)
+    order = sort_pairs(
+        ids,
+        experts,
+        128,
+        workspace={spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs},
+    )
+    sorted_pairs = order.pairs.long().cpu()
+    exact = torch.empty(pairs, count, dtype=torch.float64)
+    for expert in range(experts):
+        own = (ids.cpu().flatten() == expert).nonzero().flatten()
+        place = torch.isin(sorted_pairs, own).nonzero().flatten()
+        exact[sorted_pairs[place]] = shifted[place] @ w[expert].double().T
+    out = torch.full((pairs, count), float("nan"), device=device)
+    a_scale = torch.ones(pairs, device=device)
+    sums: tuple = ()
+    if zero_points:
+        a_scale = scale_and_zero(torch.ones(pairs), zero).to(device)
+        sums = (row_sums(w).to(device), count)
+    functions = rows.INT8_ZERO if zero_points else rows.INT8
+    weight_scale = torch.ones(experts, count, 1, device=device)
+    operand = row_operand(w.to(device), weight_scale, None, count)
+    hopper_product(
+        TileConfig(128, 128, 8, 3, 8, specialised=True),
+        multiply=functions.specialised(),
+        values=x.to(device),
+        scales=(a_scale, 1, 0),
+        weights=operand.device[0],
+        weight_scales=(weight_scale, count, count, 1, *sums),
+        b=operand,
+        out=HopperResult(out),
+        pairs=order,
+        routing=Routing(ids, None, experts),
+        activation=None,
+        pdl=False,
+    )
+    assert torch.equal(out.cpu(), exact.float())
+
+
+# ------------------------------------------------------------------ codes
+
+
+def hostile(rows_count=9, columns=100):
+    x = torch.randn(rows_count, columns, generator=torch.Generator().manual_seed(3)) * 3
+    x[0] = 0
+    x[1] = x[1].abs() + 1  # all positive: the range includes 0
+    x[2] = -x[2].abs()
+    x[3] = torch.arange(columns) + 0.5  # ties
+    x[4, 7], x[5, 8], x[6, 9] = float("nan"), float("inf"), -float("inf")
+    x[7] *= 1e-12
+    return x
+
+
+@pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "zero-points"])
+def test_codes_are_those_of_the_reference(zero_points, device):
+    x = hostile()
+    expected = quantize_tensor(x, KEYS["token-zero" if zero_points else "token"])
+    values = torch.empty(len(x), 128, dtype=torch.int8, device=device)
+    scales = torch.empty(len(x), dtype=torch.int64 if zero_points else torch.float32, device=device)
+    functions = rows.INT8_ZERO if zero_points else rows.INT8
+    in_use = ("sorted", (torch.tensor([len(x)], dtype=torch.int32, device=device),))
+    quantize_rows(x.to(device), values, scales, functions.quantize_row, None, in_use, pdl=False)
+    assert torch.equal(values.cpu()[:, : x.shape[1]], expected.values)
+    scales = scales.cpu()
+    if zero_points:
+        assert torch.equal((scales >> 32).int()[:, None], expected.zero_point)
+        scales = scales.int().view(torch.float32)
+    assert torch.equal(scales.nan_to_num(-1.0), expected.scale.flatten().nan_to_num(-1.0))
+
+
+@triton.jit
+def static_kernel(x, packed, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, quantize: tl.constexpr):
+    place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    values, _ = quantize(tl.load(x + place), (packed,), tl.program_id(0), 1)
+    tl.store(out + place, values)
+
+
+@pytest.mark.parametrize("zero", [None, 0, -128, 127, 31])
+def test_static_codes_saturate(zero, device):
+    x = torch.linspace(-400, 400, 16 * 128).view(16, 128)
+    x[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38])
+    scale = torch.tensor([0.7])
+    zero_point = None if zero is None else torch.tensor([zero], dtype=torch.int32)
+    key = KEYS["static" if zero is None else "static-zero"]
+    expected = quantize_tensor(x, key, scale=scale[0], zero_point=None if zero is None else zero_point[0]).values
+    packed = scale if zero is None else scale_and_zero(scale, zero_point)
+    out = torch.empty(16, 128, dtype=torch.int8, device=device)
+    functions = rows.INT8 if zero is None else rows.INT8_ZERO
+    static_kernel[(1,)](x.to(device), packed.to(device), out, 16, 128, functions.quantize_static)
+    assert torch.equal(out.cpu(), expected)
+
+
+def test_row_sums():
+    w = codes(torch.Generator().manual_seed(1), 3, 5, 300)
+    assert torch.equal(row_sums(w), w.long().sum(2).int())
+
+
+# ------------------------------------------------------------------ layers
+
+
+class OnePlan(TritonInt8Experts):
+    """The experts with a plan of the test's own."""
+
+    chosen: TilePlan | None = None
+
+    def plan(self, num_tokens, on_gpu=True):
+        chosen = self.chosen.unsplit() if self.zero_points or self.batched else self.chosen
+        return replace(chosen, pdl=chosen.pdl and on_gpu)
+
+
+def error(kind, plan, device, *, tokens=5, seed=0, routing="uniform", **layer):
+    """Relative error (Frobenius) of two calls over poisoned memory, which give the same."""
+    config = FusedMoEConfig(**({"num_experts": 3, "top_k": 2, "hidden_size": 144, "intermediate_size": 144} | layer))
+    key = KEYS[kind]
+    weights = make_weights(config, kInt8StaticChannelSym, key, seed=seed)
+    inputs = make_inputs(config, tokens, seed=seed + 1, routing=routing)
+    routed = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids, "expert_map": inputs.expert_map}
+    expected = fused_moe_reference(inputs.x, weights, config, **routed)
+    experts = OnePlan(config, weight_key=kInt8StaticChannelSym, activation_key=key)
+    experts.chosen = plan
+    movement = BatchedPrepareAndFinalize if config.activation_format is BATCHED else PrepareAndFinalizeNoParallel
+    kernel = FusedMoEKernel(experts, experts.convert(weights.to(device)), movement(config))
+    size = workspace_nbytes(kernel.workspaces(tokens))
+    kernel.workspace = Workspace(device, torch.full((size,), 0xFF, dtype=torch.uint8, device=device))
+    routed = {name: None if tensor is None else tensor.to(device) for name, tensor in routed.items()}
+    # a row stride that is not the width
+    x = torch.nn.functional.pad(inputs.x.to(device), (0, 3))[:, : config.hidden_size]
+    found = [kernel.apply(x, **routed).cpu() for _ in range(2)]
+    assert torch.equal(*found)
+    assert torch.isfinite(found[0]).all()
+    return float((found[0].double() - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("kind", KEYS)
+def test_plans(kind, plan, device):
+    assert error(kind, plan, device) < TOLERANCE
+
+
+@pytest.mark.parametrize("plan", [PLANS["few"], PLANS["many"]], ids=["few", "many"])
+@pytest.mark.parametrize("kind", KEYS)
+def test_everything_at_once(kind, plan, device):
+    """Sizes that are no multiples, biases, an expert map, misleading ids, float32, no gate."""
+    layer = {
+        "num_experts": 5,
+        "num_local_experts": 3,
+        "hidden_size": 136,
+        "intermediate_size": 132,
+        "has_bias": True,
+        "activation": MoEActivation.RELU2_NO_MUL,
+        "dtype": torch.float32,
+    }
+    assert error(kind, plan, device, tokens=6, routing="invalid", **layer) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_batched(kind, device):
+    layer = {"activation_format": BATCHED, "has_bias": True}
+    assert error(kind, PLANS["few"], device, tokens=18, top_k=1, **layer) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_router_weight_on_input(kind, device):
+    layer = {"top_k": 1, "apply_router_weight_on_input": True, "has_bias": True}
+    assert error(kind, PLANS["split"], device, **layer) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("kind", KEYS)
+def test_specialised(kind, batched, gated, device):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is Hopper's own")
+    config = TileConfig(128, 128, 4, 4, 8, specialised=True)
+    layer = {
+        "hidden_size": 528,
+        "intermediate_size": 400,
+        "top_k": 1 if batched else 2,
+        "has_bias": True,
+        "activation": MoEActivation.SILU if gated else MoEActivation.RELU2_NO_MUL,
+    }
+    if batched:
+        layer["activation_format"] = BATCHED
+    assert error(kind, TilePlan(config, config), device, tokens=300, **layer) < TOLERANCE
