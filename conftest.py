@@ -7,12 +7,14 @@ from collections import Counter
 
 import pytest
 import torch
+from moe_core.testing.interpreter import quicken
 
 HAS_GPU = torch.cuda.is_available()
 
 # read when Triton is imported, which no test module has done yet
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+quicken()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -26,6 +26,7 @@ from moe_core.experts import FusedMoEExperts
 from moe_core.testing.cases import Case, conformance_cases, load_experts
 from moe_core.testing.checks import CHECKS
 from moe_core.testing.harness import PRETENDED, Place
+from moe_core.testing.interpreter import quicken
 
 
 def place_for(claims: Claims, device: str = "auto") -> Place | None:
@@ -66,6 +67,7 @@ def run_case(experts: type[FusedMoEExperts] | str, case: Case, *, device: str = 
         with warnings.catch_warnings():
             if place.interpreted:  # NumPy warns of what is well-defined on a GPU: an overflow to inf
                 warnings.simplefilter("ignore", RuntimeWarning)
+                quicken()
             CHECKS[case.check](found, case, place)
     except AssertionError as error:
         raise AssertionError(f"{found.__name__}, case {case.id}, seed {case.seed}: {error}") from error
