@@ -53,7 +53,7 @@ _FLOAT16 = tl.constexpr(
 def widen(codes, dtype: tl.constexpr):
     """int8 as numbers of `dtype`, exact."""
     if INTERPRET or dtype == tl.float32:
-        return codes.to(dtype)
+        return codes.to(tl.float32).to(dtype)
     elif dtype == tl.float16:
         return tl.inline_asm_elementwise(_FLOAT16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
     else:
