@@ -1,5 +1,6 @@
 """Finish an up product whose k loop was split: add the parts, bias, activation, quantisation.
 
+ADDED is that of `moe_core.gemm.tile_kernel`.
 `quantize`, Q, GROUPS and AMAX are those of `moe_core.gemm.tile_kernel`, for a tile of one row.
 """
 
@@ -27,6 +28,7 @@ def combine_kernel(
     ids,
     expert_map,
     bias,
+    ADDED,
     out,
     out_scale,
     amax,
@@ -69,12 +71,19 @@ def combine_kernel(
     inside = columns < N
     first = parts + pair * SPLIT * stride_parts
     value = _sum_parts(first, columns, inside, stride_parts, SPLIT)
+    if ADDED is not None:
+        added, stride_added, numbers = ADDED
+        row_added = added + pair * stride_added
+        some = tl.load(numbers + pair) >= 0
+        value += tl.load(row_added + columns, mask=inside & some, other=0.0).to(tl.float32)
     bias_row = bias
     if HAS_BIAS:
         bias_row += expert.to(tl.int64) * stride_bias
         value += tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         up = _sum_parts(first + N, columns, inside, stride_parts, SPLIT)
+        if ADDED is not None:
+            up += tl.load(row_added + N + columns, mask=inside & some, other=0.0).to(tl.float32)
         if HAS_BIAS:
             up += tl.load(bias_row + N + columns, mask=inside, other=0.0).to(tl.float32)
         value = activate_gated(value, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)

@@ -128,6 +128,23 @@ class Result:
         return "" if self.amax is None else ("tensor" if self.amax.numel() == 1 else "row")
 
 
+@dataclass(frozen=True, eq=False)
+class Addition:
+    """Rows that are added to a product before bias and activation.
+
+    ``values`` [pairs, columns] (of an up product: those of both halves), ``ids`` [pairs] int32: negative where nothing
+    is to be added, and the row of ``values`` is anything.
+    """
+
+    values: Tensor
+    ids: Tensor
+
+    @property
+    def device(self) -> tuple[Any, ...]:
+        """The tuple `ADDED` of the kernels."""
+        return (self.values, self.values.stride(0), self.ids)
+
+
 def grouped_product(
     functions: TileFunctions,
     config: TileConfig,
@@ -141,14 +158,16 @@ def grouped_product(
     block_k: int,
     pdl: bool,
     a_rows: int | None = None,
+    out_rows: int | None = None,
+    added: Addition | None = None,
 ) -> None:
     """One product over sorted pairs, or over batched rows: the up product with an ``activation``, the down without.
 
     The up product reads A by token (``a_rows`` POSITION: in sorted order) and writes sorted rows; the down product
     reads sorted rows and writes by pair.  An up product with ``config.split`` > 1 writes its parts by pair instead, to
     ``out.values`` [pairs * split, 2N] float32, which `combine_parts` finishes; A of the down product is then in that
-    order (``a_rows`` PAIR).  A split down product writes [pairs * split, K] float32.  Batched rows are all the same:
-    [E * T_max, columns].
+    order (``a_rows`` PAIR).  ``out_rows`` PAIR: an unsplit up product writes by pair too.  A split down product writes
+    [pairs * split, K] float32.  Batched rows are all the same: [E * T_max, columns].  ``added``: see `Addition`.
     """
     up = activation is not None
     weight, bias = 0, b.bias
@@ -171,6 +190,7 @@ def grouped_product(
         (pairs.tiles, pairs.offsets) if isinstance(pairs, BatchedRows) else (pairs.tiles, pairs.offsets, pairs.pairs),
         out.arguments if whole else None,
         bias,
+        None if added is None else added.device,
         routing.weights if isinstance(routing, Routing) else None,
         b.rows,
         b.columns,
@@ -204,7 +224,7 @@ def grouped_product(
         HAS_BIAS=bias is not None,
         WEIGHT=weight,
         A_ROWS=a_rows if a_rows is not None else (TOKEN if up else POSITION).value,
-        OUT_ROWS=(POSITION if up and whole else PAIR).value,
+        OUT_ROWS=out_rows if out_rows is not None else (POSITION if up and whole else PAIR).value,
         GROUPS=out.groups,
         AMAX=out.amax_kind if whole else "",
         PAD=up,
@@ -231,6 +251,7 @@ def combine_parts(
     columns: int,
     block: int,
     pdl: bool,
+    added: Addition | None = None,
 ) -> None:
     """Finish a split up product: out[pair] = act(sum of parts + bias), quantised as ``out`` says.
 
@@ -243,6 +264,7 @@ def combine_parts(
         routing.ids,
         routing.expert_map,
         bias,
+        None if added is None else added.device,
         out.values,
         out.scales,
         out.amax,

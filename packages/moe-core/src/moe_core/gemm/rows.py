@@ -152,17 +152,32 @@ def row_amax(tile, Q, token, AXIS: tl.constexpr):
 
 @triton.jit
 def rows_in_use(row, rows, S, WHICH: tl.constexpr):
-    """Whether rows are in use.  WHICH "tokens": S as `routed` takes it; "sorted": S = (their number,).
+    """Whether rows are in use.  WHICH "tokens", "pairs": S as `routed` takes it; "sorted": S = (their number,).
 
-    "batched": S = (row behind the last one in use [E + 1], capacity).
+    "batched": S = (row behind the last one in use [E + 1], capacity); "all": S = ().
     """
     inside = row < rows
-    if WHICH == "tokens":
+    if WHICH == "tokens" or WHICH == "pairs":
         return inside & routed(row, inside, S)
     elif WHICH == "sorted":
         return inside & (row < tl.load(S[0]))
+    elif WHICH == "all":
+        return inside
     else:
         return inside & (row < tl.load(S[0] + 1 + row // S[1], mask=inside, other=0))
+
+
+@triton.jit
+def expert_of(row, used, S, WHICH: tl.constexpr):
+    """Local expert of each row in use, 0 where a row has several or none."""
+    if WHICH == "pairs":
+        ids, expert_map, top_k, num_ids, num_experts = S
+        found = local_expert(ids, expert_map, row, used, num_ids, num_experts, expert_map is not None)
+        return tl.maximum(found, 0)
+    elif WHICH == "batched":
+        return tl.where(used, row // S[1], 0).to(tl.int32)
+    else:
+        return tl.zeros_like(row).to(tl.int32)
 
 
 @triton.jit
@@ -222,7 +237,7 @@ def quantize_rows_kernel(
     column = tl.arange(0, BLOCK_C)
     mask = used[:, None] & (column < columns)[None, :]
     tile = tl.load(x + row[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    quantized, scale = quantize(tile, Q, 0, 1)
+    quantized, scale = quantize(tile, Q, expert_of(row, used, S, WHICH)[:, None], 1)
     mask = used[:, None] & (column < width)[None, :]
     tl.store(values + row[:, None] * stride_values + column[None, :], quantized, mask=mask)
     tl.store(scales + row, scale, mask=used)

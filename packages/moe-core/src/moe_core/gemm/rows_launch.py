@@ -26,7 +26,7 @@ def routed_pairs(routing: Routing | Batch) -> InUse:
     """Rows by pair that have a local expert."""
     if isinstance(routing, Batch):
         raise TypeError("the rows of a batch are no pairs")
-    return "tokens", (routing.ids, routing.expert_map, 1, routing.num_ids, routing.num_experts)
+    return "pairs", (routing.ids, routing.expert_map, 1, routing.num_ids, routing.num_experts)
 
 
 def ordered_rows(order: SortedPairs | BatchedRows, routing: Routing | Batch) -> InUse:

@@ -16,7 +16,7 @@ where they are.  The element type is a value, `RowFunctions`: `moe_fp8.kernels.r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,11 +25,22 @@ from torch import Tensor
 
 from moe_core.gemm import rows as device
 from moe_core.gemm.hopper_launch import HopperResult, hopper_fits, hopper_product
-from moe_core.gemm.launch import Activation, Operand, Result, Routing, TileFunctions, combine_parts, grouped_product
+from moe_core.gemm.launch import (
+    Activation,
+    Addition,
+    Operand,
+    Result,
+    Routing,
+    TileFunctions,
+    combine_parts,
+    grouped_product,
+)
+from moe_core.gemm.lora import Adapters
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.rows_launch import find_amax, ordered_rows, quantize_rows, routed_pairs, routed_tokens, row_operand
 from moe_core.gemm.spread import spread_rows
 from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
+from moe_core.lora import LoRA
 from moe_core.ops.batch import Batch, BatchedRows, batch_rows
 from moe_core.ops.reduce import reduce_pairs
 from moe_core.ops.sort import QuantizeRows, SortedPairs, clears_first, sort_pairs, whole_row
@@ -101,6 +112,7 @@ class _Layer:
     activation: Activation
     workspace: Mapping[str, Tensor]
     raw: bool
+    adapters: Adapters | None = None
 
     @property
     def few(self) -> bool:
@@ -137,7 +149,8 @@ class _Layer:
         if split > 1:
             y = self.workspace["parts"][: self.pairs * split * self.down.rows].view(-1, self.down.rows)
         h = self.up_product(order, a)
-        self.product(self.plan.down, self.down, order, h, Result(y), None)
+        added = None if self.adapters is None else self.adapters.addition("w2", self.workspace["h"], by_pair=True)
+        self.product(self.plan.down, self.down, order, h, Result(y), None, added)
         if isinstance(routing, Routing):
             reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, split=split, pdl=pdl)
 
@@ -151,7 +164,7 @@ class _Layer:
         return self.sorted_x(self.routing) if sorted_first else self.x_by_token(self.routing)
 
     def specialises(self, config: TileConfig, b: Operand) -> bool:
-        return self.functions.specialised is not None and hopper_fits(config, b)
+        return self.functions.specialised is not None and self.adapters is None and hopper_fits(config, b)
 
     def zeroed(self) -> Tensor | None:
         """What is to be cleared before the first product."""
@@ -245,6 +258,7 @@ class _Layer:
         a: _Rows,
         out: Result,
         activation: Activation | None,
+        added: Addition | None = None,
     ) -> None:
         if self.specialises(config, b) and a.which == POSITION.value and not a.raw:
             self.hopper_product(config, b, order, a, out, activation)
@@ -271,6 +285,8 @@ class _Layer:
             block_k=BLOCK,
             pdl=self.plan.pdl,
             a_rows=a.which,
+            out_rows=PAIR.value if self.adapters is not None and activation is not None else None,
+            added=added,
         )
 
     def hopper_product(
@@ -306,16 +322,18 @@ class _Layer:
         """h, as the down product reads it."""
         config, work, static = self.plan.up, self.workspace, self.scales.h
         values, wide = work["h_values"], work["h"]
-        if static is not None:
+        added = None if self.adapters is None else self.adapters.addition("w13", self.x, by_pair=False)
+        if static is not None and added is None:
             h = Result(values, None, self.functions.quantize_static, (static,))
         else:
             h = Result(wide, amax=self.amax)
-        which = POSITION.value
+        # adapters have an order of their own
+        which = (POSITION if added is None else PAIR).value
         if config.split > 1 and isinstance(self.routing, Routing):
             which = PAIR.value
             width = self.up.rows * (2 if self.activation.gated else 1)
             parts = work["parts"][: self.pairs * config.split * width].view(-1, width)
-            self.product(config, self.up, order, a, Result(parts), self.activation)
+            self.product(config, self.up, order, a, Result(parts), self.activation, added)
             combine_parts(
                 parts=parts,
                 split=config.split,
@@ -326,10 +344,11 @@ class _Layer:
                 columns=self.up.rows,
                 block=BLOCK,
                 pdl=self.plan.pdl,
+                added=added,
             )
         else:
-            self.product(config, self.up, order, a, h, self.activation)
-        if static is not None:
+            self.product(config, self.up, order, a, h, self.activation, added)
+        if static is not None and added is None:
             return _Rows((values, static, values.stride(0), 0, 1), which)
         if self.raw_h:
             by_row = 1 if self.scales.kind == "token" else 0
@@ -337,6 +356,8 @@ class _Layer:
         quantize, arguments = self.functions.quantize_row, None
         if self.scales.kind == "tensor":
             quantize, arguments = self.functions.quantize_by_amax, (self.amax, 1)
+        if static is not None:
+            quantize, arguments = self.functions.quantize_static_rows, (static,)
         found = work["h_scales"]
         quantize_rows(
             wide[: self.pairs],
@@ -344,7 +365,9 @@ class _Layer:
             found,
             quantize,
             arguments,
-            ordered_rows(order, self.routing) if which == POSITION.value else routed_pairs(self.routing),
+            routed_pairs(self.routing)
+            if which == PAIR.value and isinstance(self.routing, Routing)
+            else ordered_rows(order, self.routing),
             pdl=self.plan.pdl,
         )
         return _Rows((values, found, values.stride(0), 1, 0), which)
@@ -373,6 +396,7 @@ def row_fused_moe(
     raw: bool = True,
     w13_extra: tuple[Any, ...] = (),
     w2_extra: tuple[Any, ...] = (),
+    lora: LoRA | None = None,
 ) -> None:
     """Write the layer's output to ``out`` [M, K]: sum over slots of weight * (w2 act(w13 x + b13) + b2).
 
@@ -389,6 +413,7 @@ def row_fused_moe(
     - ``w13_bias`` [E, 2N] or [E, N], ``w2_bias`` [E, K], any float dtype
     - ``apply_router_weight_on_input``: weights multiply x instead of the expert's output (k = 1)
     - ``raw``: few rows may be quantised while they are loaded (if ``functions`` can)
+    - ``lora``: adapters, with the number of each token's (batched: row's); needs its workspaces too
     - ``w13_extra``, ``w2_extra``: what ``functions`` read of the weights besides; see `row_operand`
 
     A dynamic scale per tensor spans the tokens, then the pairs, that have a local expert.
@@ -400,8 +425,8 @@ def row_fused_moe(
         x, out = x.flatten(0, 1), out.flatten(0, 1)
     elif topk_ids is not None and topk_weights is not None:
         routing = Routing(topk_ids, topk_weights, experts, expert_map, apply_router_weight_on_input)
-        if apply_router_weight_on_input and activation_scales.kind != "token":
-            # what shares a scale with others must have its weight before it is quantised
+        if apply_router_weight_on_input and (activation_scales.kind != "token" or lora is not None):
+            # what shares a scale with others must have its weight before it is quantised; adapters read it too
             x = torch.mul(x, topk_weights, out=workspace["x_weighted"][: x.shape[0]])
             routing = Routing(topk_ids, None, experts, expert_map)
     else:
@@ -411,4 +436,8 @@ def row_fused_moe(
     up = row_operand(w13, w13_scale, w13_bias, size, w13_extra)
     down = row_operand(w2, w2_scale, w2_bias, hidden, w2_extra)
     raw = raw and functions.load_raw is not None
-    _Layer(functions, x, up, down, activation_scales, routing, plan, activation, workspace, raw).run(out)
+    adapters = None
+    if lora is not None:
+        plan = replace(plan, pdl=False)  # their launches lie between
+        adapters = Adapters(lora, routing, workspace)
+    _Layer(functions, x, up, down, activation_scales, routing, plan, activation, workspace, raw, adapters).run(out)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from moe_core.activation import MoEActivation
+from moe_core.config import FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.gemm.plan import TilePlan
-from moe_core.gemm.rule import tile_plan
+from moe_core.gemm.rule import quantizes_while_loading, tile_plan
+from moe_core.lora import LoRA, LoRAWeights
 from moe_core.testing.compile import Specimen
 
 if TYPE_CHECKING:
@@ -29,11 +31,6 @@ _TOKENS = (1, 32, 600, 2000, 40000)
 _MAX_SPILLS_ODD = 256
 #: tile coordinates and column indices outside the inner loops (specialised kernel)
 _MAX_SPILLS = 128
-
-
-def quantizes_while_loading(capability: int) -> bool:
-    """Whether a conversion may stand between load and product: Triton 3.6 cannot pipeline that for sm_100."""
-    return not 100 <= capability < 120
 
 
 def row_specimens(
@@ -63,6 +60,18 @@ def row_specimens(
         run = partial(row_layer, functions_of, tokens=8, experts=6, top_k=2, hidden=1104, size=1008, kind=kind, raw=raw)
         yield Specimen(f"row {name_of} batched {kind}", partial(run, plan=plan.unsplit(), batched=True))
         yield Specimen(f"row {name_of} {kind}", partial(run, plan=plan, on_input=True))
+        yield Specimen(f"row {name_of} {kind} adapters", partial(run, plan=plan, adapted=True))
+
+
+def adapters_for(
+    experts: int, top_k: int, hidden: int, size: int, activation: MoEActivation, rows: tuple[int, ...]
+) -> tuple[FusedMoEConfig, LoRA]:
+    """A layer with adapters, and those of its call on meta tensors; ``rows``: shape of their numbers."""
+    config = FusedMoEConfig(
+        experts, top_k, hidden, size, activation=activation, is_lora_enabled=True, max_loras=4, max_lora_rank=16
+    )
+    numbers = torch.empty(rows, dtype=torch.int32, device="meta")
+    return config, LoRA(LoRAWeights.zeros(config, "meta"), numbers)
 
 
 def row_layer(
@@ -84,8 +93,9 @@ def row_layer(
     raw: bool = True,
     scale_dtype: torch.dtype = torch.float32,
     extra: Callable[[int], tuple[Any, ...]] = lambda rows: (),
+    adapted: bool = False,
 ) -> None:
-    """One call on meta tensors; ``extra``: of weights with so many rows, see `row_fused_moe`."""
+    """One call on meta tensors; ``extra``: of weights with so many rows, see `row_fused_moe`; ``adapted``: by LoRA."""
     from moe_core.gemm.launch import Activation
     from moe_core.gemm.rows_moe import ActivationScales, row_fused_moe
     from moe_core.gemm.workspaces import row_workspaces
@@ -102,6 +112,8 @@ def row_layer(
     parts = 2 if gated else 1
     static = meta(experts, dtype=scale_dtype) if kind == "static" else None
     activation = MoEActivation.SILU if gated else MoEActivation.RELU2_NO_MUL
+    rows = (experts, tokens) if batched else (tokens,)
+    lora = adapters_for(experts, top_k, hidden, size, activation, rows) if adapted else None
     specs = row_workspaces(
         functions.dtype,
         tokens,
@@ -114,6 +126,7 @@ def row_layer(
         weight_on_input=on_input,
         batched=batched,
         scale=scale_dtype,
+        lora=None if lora is None else lora[0],
     )
     shape = (experts, tokens, hidden) if batched else (tokens, hidden)
     row_fused_moe(
@@ -138,4 +151,5 @@ def row_layer(
         raw=raw,
         w13_extra=extra(parts * size),
         w2_extra=extra(hidden),
+        lora=None if lora is None else lora[1],
     )

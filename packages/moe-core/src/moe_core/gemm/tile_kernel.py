@@ -85,6 +85,15 @@ def _bias(row, columns, inside, SWAP: tl.constexpr):
 
 
 @triton.jit
+def added_rows(ADDED, pair, columns, mask, SWAP: tl.constexpr):
+    """Float32 rows to add to a tile; ADDED = (values [pairs, columns], row stride, ids [pairs]: negative for none)."""
+    values, stride, ids = ADDED
+    some = tl.load(ids + pair) >= 0
+    offsets = _column(pair * stride, SWAP) + _row(columns, SWAP)
+    return tl.load(values + offsets, mask=mask & _column(some, SWAP), other=0.0).to(tl.float32)
+
+
+@triton.jit
 def store_amax(amax, value, target, row_mask, value_mask, AXIS: tl.constexpr, AMAX: tl.constexpr):
     """Raise `amax` to the largest magnitude of float32 `value`: per row (AXIS are the columns) or of everything."""
     bits = tl.where(value_mask, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
@@ -117,6 +126,7 @@ def grouped_tile_kernel(
     S,
     Q,
     bias,
+    ADDED,
     weights,
     N,
     K,
@@ -169,6 +179,7 @@ def grouped_tile_kernel(
     read whole tiles.
     EARLY, with PDL: the schedule and the weights may be read before the kernel that this one depends on has ended.
     With SPLIT > 1 an up product stores its halves side by side, [gate N | up N], without bias and activation.
+    ADDED (`added_rows`), if any, joins the product before everything else, in columns [gate N | up N].
     ACC is the type of the running sum; `finish` makes float32 of any other.
     """
     if PDL and not EARLY:
@@ -217,6 +228,13 @@ def grouped_tile_kernel(
         acc = finish(acc, a_state, b_state, SWAP)
         if GATED:
             acc_up = finish(acc_up, a_state, up_state, SWAP)
+    if ADDED is not None and (SPLIT == 1 or ACTIVATION == ""):
+        addition = added_rows(ADDED, pair, columns, stored, SWAP)
+        if SPLIT > 1:
+            addition = tl.where(part == 0, addition, 0.0)
+        acc += addition
+        if GATED:
+            acc_up += added_rows(ADDED, pair, N + columns, stored, SWAP)
     if WEIGHT != 0:
         weight = _column(tl.load(weights + pair), SWAP)
     if SPLIT > 1:

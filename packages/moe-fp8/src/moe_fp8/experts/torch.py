@@ -53,6 +53,7 @@ class TorchFp8Experts(TorchExperts):
         expert_map=True,
         apply_router_weight_on_input=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
+        lora=True,
         cuda_graph=False,
         verified_on=("cpu", Verified("NVIDIA H200 (sm90)", _ON_H200)),
         notes="reads token counts on the host: no CUDA graphs",

@@ -22,6 +22,7 @@ from moe_core import (
     FusedMoEExpertsModular,
     KernelWeights,
     KeyPattern,
+    LoRA,
     MoEWeights,
     WorkspaceSpec,
     cuda,
@@ -59,6 +60,7 @@ class TritonFp8BlockExperts(FusedMoEExpertsModular):
         expert_map=True,
         apply_router_weight_on_input=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
+        lora=True,
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),
     )
@@ -98,6 +100,7 @@ class TritonFp8BlockExperts(FusedMoEExpertsModular):
             config.dtype,
             self.block_shape,
             self.batched,
+            config if config.is_lora_enabled else None,
         )
 
     @property
@@ -138,6 +141,7 @@ class TritonFp8BlockExperts(FusedMoEExpertsModular):
         expert_map: Tensor | None = None,
         hidden_states_scale: Tensor | None = None,
         expert_tokens: ExpertTokensMetadata | None = None,
+        lora: LoRA | None = None,
     ) -> None:
         from moe_core.gemm.launch import Activation
 
@@ -166,4 +170,5 @@ class TritonFp8BlockExperts(FusedMoEExpertsModular):
             w2_bias=quant.w2_bias,
             expert_map=expert_map,
             apply_router_weight_on_input=config.apply_router_weight_on_input and not self.batched,
+            lora=lora,
         )

@@ -20,6 +20,7 @@ from moe_core import (
     FusedMoEActivationFormat,
     FusedMoEExpertsModular,
     KernelWeights,
+    LoRA,
     MoEWeights,
     WorkspaceSpec,
     cuda,
@@ -27,7 +28,7 @@ from moe_core import (
 )
 from moe_core.errors import TensorError
 from moe_core.gemm.plan import TilePlan
-from moe_core.gemm.rule import tile_plan
+from moe_core.gemm.rule import quantizes_while_loading, tile_plan
 from moe_core.quant_key import (
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
@@ -38,11 +39,6 @@ from torch import Tensor
 
 _WEIGHTS = (kFp8StaticTensorSym, kFp8StaticChannelSym)
 _ACTIVATIONS = {kFp8DynamicTokenSym: "token", kFp8DynamicTensorSym: "tensor", kFp8StaticTensorSym: "static"}
-
-
-def quantizes_while_loading(capability: int) -> bool:
-    """Whether a conversion may stand between load and product: Triton 3.6 cannot pipeline that for sm_100."""
-    return not 100 <= capability < 120
 
 
 class TritonFp8Experts(FusedMoEExpertsModular):
@@ -57,6 +53,7 @@ class TritonFp8Experts(FusedMoEExpertsModular):
         expert_map=True,
         apply_router_weight_on_input=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
+        lora=True,
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),
     )
@@ -131,6 +128,7 @@ class TritonFp8Experts(FusedMoEExpertsModular):
             kind=self.kind,
             weight_on_input=config.apply_router_weight_on_input and not self.batched,
             batched=self.batched,
+            lora=config if config.is_lora_enabled else None,
         )
 
     def apply(
@@ -145,6 +143,7 @@ class TritonFp8Experts(FusedMoEExpertsModular):
         expert_map: Tensor | None = None,
         hidden_states_scale: Tensor | None = None,
         expert_tokens: ExpertTokensMetadata | None = None,
+        lora: LoRA | None = None,
     ) -> None:
         from moe_core.gemm.launch import Activation
 
@@ -174,4 +173,5 @@ class TritonFp8Experts(FusedMoEExpertsModular):
             expert_map=expert_map,
             apply_router_weight_on_input=config.apply_router_weight_on_input and not self.batched,
             raw=quantizes_while_loading(self.device_info.capability),
+            lora=lora,
         )

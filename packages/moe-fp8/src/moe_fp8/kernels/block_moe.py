@@ -15,12 +15,14 @@ The intermediate is float32 until it is quantised; y has the dtype of the output
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from moe_core.gemm.hopper_launch import TILE, HopperResult, hopper_fits, hopper_product
 from moe_core.gemm.launch import (
     Activation,
+    Addition,
     Operand,
     Result,
     Routing,
@@ -30,10 +32,13 @@ from moe_core.gemm.launch import (
     is_aligned,
     weight_descriptor,
 )
+from moe_core.gemm.lora import Adapters
 from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm.rows_launch import quantize_rows
 from moe_core.gemm.rule import tile_plan
 from moe_core.gemm.spread import spread_rows
 from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
+from moe_core.lora import LoRA
 from moe_core.ops.batch import Batch, BatchedRows, batch_rows
 from moe_core.ops.reduce import reduce_pairs
 from moe_core.ops.sort import QuantizeRows, SortedPairs, sort_pairs
@@ -80,6 +85,7 @@ def block_fp8_fused_moe(
     w2_bias: Tensor | None = None,
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
+    lora: LoRA | None = None,
 ) -> None:
     """Write the layer's output to ``out`` [M, K]: sum over slots of weight * (w2 act(w13 x + b13) + b2).
 
@@ -95,6 +101,7 @@ def block_fp8_fused_moe(
     - ``plan``: launch parameters; by default those of `moe_core.gemm.rule`
     - ``w13_bias`` [E, 2N] or [E, N], ``w2_bias`` [E, K], any float dtype
     - ``apply_router_weight_on_input``: weights multiply x instead of the expert's output
+    - ``lora``: adapters, with the number of each token's (batched: row's); needs its workspaces too
 
     ``block_k`` and ``block_n`` are powers of two from 16 and 32 on.
     """
@@ -120,6 +127,10 @@ def block_fp8_fused_moe(
         plan = tile_plan(
             tokens, routing.top_k, layer_experts, hidden, size, block_n=block_k, block_k=block_k, capability=capability
         )
+    adapters = None
+    if lora is not None:
+        plan = _with_adapters(plan, apply_router_weight_on_input)
+        adapters = Adapters(lora, routing, workspace)
     pdl = plan.pdl
     specialised = hopper_fits(plan.up, up) and block_shape == (TILE, TILE)
     spread = specialised and 0 < routing.num_pairs <= workspace["sorted_values"].shape[0]
@@ -146,11 +157,22 @@ def block_fp8_fused_moe(
         h_by_pair = False
         _specialised_up_product(x_values, x_scales, plan, up, order, routing, activation, w13, workspace)
     else:
-        h_by_pair = _up_product(plan, up, order, routing, activation, block_shape, workspace)
+        added = None if adapters is None else adapters.addition("w13", x, by_pair=False)
+        h_by_pair = _up_product(plan, up, order, routing, activation, block_shape, workspace, added)
     y = out if isinstance(routing, Batch) else workspace["y"]
-    y = _down_product(plan, down, order, routing, w2, block_shape, workspace, h_by_pair, y)
+    added = None if adapters is None else adapters.addition("w2", workspace["h"], by_pair=True)
+    y = _down_product(plan, down, order, routing, w2, block_shape, workspace, h_by_pair, y, added)
     if isinstance(routing, Routing):
         reduce_pairs(y, routing.ids, experts, out, expert_map=expert_map, split=plan.down.split, pdl=pdl)
+
+
+def _with_adapters(plan: TilePlan, on_input: bool) -> TilePlan:
+    """The plan where adapters add to both products: their launches lie between, and the device's own kernel adds none.
+
+    A split up product has weighted its parts before the addition comes.
+    """
+    up, down = (replace(config, specialised=False) for config in (plan.up, plan.down))
+    return TilePlan(replace(up, split=1) if on_input else up, down)
 
 
 def _blocks(scales: Tensor, b: Operand) -> dict[str, Any]:
@@ -199,11 +221,14 @@ def _up_product(
     activation: Activation,
     block_shape: tuple[int, int],
     workspace: Mapping[str, Tensor],
+    added: Addition | None = None,
 ) -> bool:
     """h = act(x w13^T), quantised into h_values and h_scales; True if their rows are pairs, False if sorted."""
     config, pdl, group = plan.up, plan.pdl, block_shape[1]
     values, scales = workspace["x_values"], workspace["x_scales"]
     h = Result(workspace["h_values"], workspace["h_scales"], block.quantize)
+    if added is not None:
+        h = Result(workspace["h"])
     pairs = routing.num_pairs
     parts = None
     if config.split > 1 and isinstance(routing, Routing):
@@ -221,6 +246,9 @@ def _up_product(
         block_k=group,
         pdl=pdl,
         a_rows=TOKEN.value if isinstance(routing, Routing) else POSITION.value,
+        # adapters have an order of their own
+        out_rows=None if added is None else PAIR.value,
+        added=added,
     )
     if parts is not None and isinstance(routing, Routing):
         combine_parts(
@@ -233,8 +261,24 @@ def _up_product(
             columns=up.rows,
             block=group,
             pdl=pdl,
+            added=added,
         )
-    return parts is not None
+    if added is not None:
+        _quantize_h(workspace, pairs, group)
+    return parts is not None or added is not None
+
+
+def _quantize_h(workspace: Mapping[str, Tensor], pairs: int, group: int) -> None:
+    """What an epilogue does where h is not needed in 16 bits: every group of every pair is a row here."""
+    quantize_rows(
+        workspace["h"][:pairs].view(-1, group),
+        workspace["h_values"].view(-1, group),
+        workspace["h_scales"],
+        block.quantize,
+        None,
+        ("all", ()),
+        pdl=False,
+    )
 
 
 def _down_product(
@@ -247,6 +291,7 @@ def _down_product(
     workspace: Mapping[str, Tensor],
     h_by_pair: bool,
     y: Tensor,
+    added: Addition | None = None,
 ) -> Tensor:
     """y[pair] = weight * (h w2^T); what is returned has [pairs * split, K]."""
     config, pairs = plan.down, routing.num_pairs
@@ -279,5 +324,6 @@ def _down_product(
         block_k=block_shape[1],
         pdl=plan.pdl,
         a_rows=(PAIR if h_by_pair else POSITION).value,
+        added=added,
     )
     return y

@@ -9,6 +9,7 @@ import torch
 from moe_core.activation import MoEActivation
 from moe_core.device import DeviceInfo
 from moe_core.gemm.plan import TilePlan
+from moe_core.gemm.rows_specimens import adapters_for
 from moe_core.gemm.rule import tile_plan
 from moe_core.testing.compile import Specimen
 from torch import Tensor
@@ -51,6 +52,8 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
         plan = tile_plan(tokens, 2, 6, 1104, 1008, capability=target.capability).unsplit()
         run = partial(_layer, plan, tokens, 6, 2, 1104, 1008, batched=True)
         yield Specimen(f"block fp8 batched {tokens}", run, _MAX_SPILLS)
+        run = partial(_layer, plan, tokens, 6, 2, 1104, 1008, adapted=True)
+        yield Specimen(f"block fp8 {tokens} adapters", run, _MAX_SPILLS)
     for block in ((64, 64), (128, 64), (64, 128)):
         plan = tile_plan(8, 2, 6, 1104, 1000, block_n=block[1], block_k=block[1], capability=target.capability)
         yield Specimen(
@@ -71,6 +74,7 @@ def _layer(
     bias: bool = False,
     mapped: bool = False,
     batched: bool = False,
+    adapted: bool = False,
 ) -> None:
     """One call on meta tensors."""
     from moe_core.gemm.launch import Activation
@@ -87,7 +91,19 @@ def _layer(
     parts = 2 if activation.is_gated else 1
     params = activation.resolve_params(None)
     e4m3 = torch.float8_e4m3fn
-    specs = block_fp8_workspaces(tokens, top_k, experts, hidden, size, torch.bfloat16, block, batched)
+    rows = (experts, tokens) if batched else (tokens,)
+    lora = adapters_for(experts, top_k, hidden, size, activation, rows) if adapted else None
+    specs = block_fp8_workspaces(
+        tokens,
+        top_k,
+        experts,
+        hidden,
+        size,
+        torch.bfloat16,
+        block,
+        batched,
+        None if lora is None else lora[0],
+    )
     shape = (experts, tokens, hidden) if batched else (tokens, hidden)
     block_fp8_fused_moe(
         meta(*shape),
@@ -106,4 +122,5 @@ def _layer(
         w13_bias=meta(experts, parts * size) if bias else None,
         w2_bias=meta(experts, hidden) if bias else None,
         expert_map=meta(2 * experts, dtype=torch.int32) if mapped else None,
+        lora=None if lora is None else lora[1],
     )

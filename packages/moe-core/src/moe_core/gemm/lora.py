@@ -1,0 +1,98 @@
+"""What LoRA adapters add to the products of a fused layer, as two more grouped products each.
+
+    numbers    of adapter and expert, for every pair                  (one launch)
+    sort       pairs by them                                          (one, two for many pairs)
+    low        [pairs, parts * R] = x A^T
+    added      [pairs, columns]   = low B^T                           (one launch for each part)
+
+The tile kernel adds `Addition` in its epilogue, before bias, activation and router weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import triton
+from torch import Tensor
+
+from moe_core.gemm import lora_kernels as device
+from moe_core.gemm.launch import Addition, Operand, Result, Routing, TileFunctions, grouped_product, is_aligned
+from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.specimen import launch
+from moe_core.gemm.tile_kernel import PAIR, TOKEN
+from moe_core.gemm.workspaces import LORA
+from moe_core.lora import LoRA
+from moe_core.ops.batch import Batch
+from moe_core.ops.sort import sort_pairs
+
+_FUNCTIONS = TileFunctions(device.open_rows, device.load_rows, device.open_matrix, device.load_matrix, device.multiply)
+#: pairs per adapter and expert from which larger tiles pay
+_MANY = 32
+
+
+class Adapters:
+    """The adapters of one call, its pairs grouped by adapter and expert; see the module docstring."""
+
+    def __init__(self, lora: LoRA, routing: Routing | Batch, workspace: Mapping[str, Tensor]) -> None:
+        self.lora = lora
+        self.workspace = workspace
+        pairs, experts = routing.num_pairs, routing.num_experts
+        total = lora.weights.num_adapters * experts
+        numbers = workspace["lora_numbers"][:pairs]
+        batched = isinstance(routing, Batch)
+        ids = None if isinstance(routing, Batch) else routing.ids
+        expert_map = None if isinstance(routing, Batch) else routing.expert_map
+        launch(
+            device.adapted_pairs_kernel,
+            (triton.cdiv(pairs, 256),),
+            numbers,
+            lora.adapter_ids,
+            ids,
+            expert_map,
+            routing.counts if isinstance(routing, Batch) else None,
+            pairs,
+            routing.capacity if isinstance(routing, Batch) else routing.top_k,
+            0 if isinstance(routing, Batch) else routing.num_ids,
+            experts,
+            lora.weights.num_adapters,
+            HAS_MAP=expert_map is not None,
+            BLOCK=256,
+            num_warps=4,
+        )
+        self.routing = Routing(numbers.view(-1, 1 if batched else routing.top_k), None, total)
+        self.block_m = 64 if pairs > _MANY * total else 16
+        scratch = {name.removeprefix(LORA): t for name, t in workspace.items() if name.startswith(LORA)}
+        self.order = sort_pairs(self.routing.ids, total, self.block_m, workspace=scratch)
+
+    def addition(self, name: str, x: Tensor, by_pair: bool) -> Addition:
+        """What ``name`` ("w13", "w2") of the adapters adds to its product of ``x``: a row for each token, or pair."""
+        a: Tensor = getattr(self.lora.weights, f"{name}_a").flatten(0, 1)
+        b: Tensor = getattr(self.lora.weights, f"{name}_b").flatten(0, 1)
+        pairs, rank = self.routing.num_pairs, b.shape[2]
+        parts = a.shape[1] // rank
+        low = self.workspace["lora_low"][:pairs, : a.shape[1]]
+        added = self.workspace[f"lora_{name}"][:pairs]
+        self._product(x, a, low, by_pair)
+        each = b.shape[1] // parts
+        for part in range(parts):
+            rows = slice(part * each, (part + 1) * each)
+            self._product(low[:, part * rank : (part + 1) * rank], b[:, rows], added[:, rows], True)
+        return Addition(added, self.routing.ids)
+
+    def _product(self, x: Tensor, weights: Tensor, out: Tensor, by_pair: bool) -> None:
+        rows, columns = weights.shape[1:]
+        block_n = min(max(triton.next_power_of_2(rows), 16), 64)
+        block_k = min(max(triton.next_power_of_2(columns), 16), 64)
+        grouped_product(
+            _FUNCTIONS,
+            TileConfig(self.block_m, block_n, 4, 3),
+            a=(x, x.stride(0), columns),
+            b=Operand((weights, weights.stride(0), weights.stride(1)), rows, columns, aligned=is_aligned(weights)),
+            out=Result(out),
+            pairs=self.order,
+            routing=self.routing,
+            activation=None,
+            block_k=block_k,
+            pdl=False,
+            a_rows=(PAIR if by_pair else TOKEN).value,
+        )
