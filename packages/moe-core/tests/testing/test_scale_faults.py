@@ -114,6 +114,15 @@ class RequantisesFurtherOff(TorchExperts):
         return super().convert(self.requantized(weights))
 
 
+class MovesHiddenStates(TorchExperts):
+    """Says that it computes with other hidden states."""
+
+    claims = claims(TOKEN)
+
+    def off_boundaries(self, x: Tensor) -> Tensor:
+        return x * 1.001
+
+
 class RequantisesToWeightOnly(TorchExperts):
     """Says that it leaves activations as they are."""
 
@@ -406,6 +415,7 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (OneScaleForGateAndUp, OUTSIDE),
     (Requantises, NORM),
     (RequantisesFurtherOff, "requantized w2 of expert 0 is further off than one rounding explains"),
+    (MovesHiddenStates, "off_boundaries moves hidden states by more than 2**-20 of themselves"),
     (RequantisesToWeightOnly, "requantized activations are None, asked for was kFp8DynamicTokenSym"),
     (InputScaleOfTheFirstExpert, NORM),
     (LargestSecondInputScale, NORM),

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_core import Environment, FusedMoEConfig, FusedMoEKernel, MoEWeights, kFp8Dynamic128Sym, kFp8Static128BlockSym
+from moe_core import (
+    ActivationParams,
+    Environment,
+    FusedMoEConfig,
+    FusedMoEKernel,
+    MoEWeights,
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
+)
 from moe_core.oracle import default_prepare_finalize
-from moe_core.testing import ConformanceTests
+from moe_core.testing import Case, ConformanceTests, run_case
 from moe_core.testing.data import make_inputs, make_weights
 from moe_fp8.experts.flashinfer_cutlass import FlashInferCutlassFp8BlockExperts, FlashInferCutlassFp8TensorExperts
 from moe_fp8.libraries import FLASHINFER
@@ -68,3 +76,12 @@ def test_small_calls_after_a_large_one():
 
     first, _, again = run(3), run(5000), run(3)
     assert torch.equal(first, again)
+
+
+def test_a_layer_with_many_values_between_two_codes():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("block scales are read on sm_90 only")
+    # all groups of h hold the limit's product; against hidden states as given the error is 1.09 times what is allowed
+    config = FusedMoEConfig(64, 6, 128, 384, activation_params=ActivationParams(limit=0.75))
+    case = Case("values", config, kFp8Static128BlockSym, kFp8Dynamic128Sym, 64, "invalid", torch.int64)
+    run_case(FlashInferCutlassFp8BlockExperts, case)

@@ -68,6 +68,14 @@ def repeated(scale, rows, columns):
 # ------------------------------------------------------------------ CUTLASS
 
 
+def in_groups(x):
+    """Quantised as the library does it: multiplied by 448 / amax, and by that one's reciprocal."""
+    groups = x.unflatten(1, (-1, 128))
+    amax = groups.abs().amax(dim=2, keepdim=True)
+    scale = torch.where(amax > 0, 448.0 / amax, 1.0)
+    return ((groups * scale).to(E4M3).float() * (1.0 / scale)).flatten(1)
+
+
 def cutlass_fused_moe(
     *,
     input,
@@ -102,21 +110,22 @@ def cutlass_fused_moe(
             assert input.dtype is torch.bfloat16
             w13 = w13 * repeated(quant_scales[0][expert], *w13.shape)
             w2 = w2 * repeated(quant_scales[1][expert], *w2.shape)
-            z = fake_quantize(input[token].float(), kFp8Dynamic128Sym) @ w13.t()
+            z = in_groups(input[token].float()) @ w13.t()
         else:
             dequant_1, quant_2, dequant_2, x_scale = quant_scales
             assert x_scale.dim() == 0
             assert dequant_1.shape == quant_2.shape == dequant_2.shape == (experts,)
             assert input.dtype is E4M3
             z = input[token].float() @ w13.t() * dequant_1[expert]
+        z = z.bfloat16().float()
         if fc1_expert_biases is not None:
             assert fc1_expert_biases.dtype is fc2_expert_biases.dtype is torch.bfloat16
-            z = z.bfloat16().float() + fc1_expert_biases[expert].float()
+            z = z + fc1_expert_biases[expert].float()
         first, second = (z[:, :inter], z[:, inter:]) if parts == 2 else (z, None)
         own = (one(swiglu_alpha, expert), one(swiglu_beta, expert), one(swiglu_limit, expert))
         h = activate(activation_type, first, second, *own)
         if use_deepseek_fp8_block_scale:
-            y = fake_quantize(h, kFp8Dynamic128Sym) @ w2.t()
+            y = in_groups(h.bfloat16().float()) @ w2.t()
         else:
             y = (h * quant_2[expert]).clamp(-448, 448).to(E4M3).float() @ w2.t() * dequant_2[expert]
         y = y.bfloat16().float()
@@ -331,6 +340,19 @@ def test_small_calls_after_a_large_one():
 
     first, _, again = run(3), run(40), run(3)
     assert torch.equal(first, again)
+
+
+def test_values_between_two_codes_go_where_the_library_rounds_them():
+    config = FusedMoEConfig(num_experts=4, top_k=2, hidden_size=256, intermediate_size=128)
+    experts = flashinfer_cutlass.FlashInferCutlassFp8BlockExperts
+    ((weight_key, activation_key),) = experts.claims.keys
+    instance = experts(config, weight_key=weight_key, activation_key=activation_key, device=DeviceInfo.parse("sm90"))
+    x = torch.randn(500, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[0] = 0
+    told = instance.off_boundaries(x)
+    assert told.dtype is torch.float32
+    assert torch.allclose(fake_quantize(told, activation_key), in_groups(x.float()), rtol=1e-5, atol=0)
+    assert not torch.allclose(fake_quantize(x.float(), activation_key), in_groups(x.float()), rtol=1e-5, atol=0)
 
 
 class TestTrtLlmTensorModular(ConformanceTests):

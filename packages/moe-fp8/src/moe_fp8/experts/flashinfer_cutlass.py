@@ -35,6 +35,7 @@ from moe_core import (
 from moe_core.errors import TensorError
 from moe_core.ops.layout import pad_matrices, swap_halves
 from moe_core.quant_config import make_quant_config
+from moe_core.quantization import quantize_tensor
 from torch import Tensor
 
 from moe_fp8.libraries import FLASHINFER
@@ -320,6 +321,15 @@ class FlashInferCutlassFp8BlockExperts(FlashInferCutlassExperts):
     @property
     def options(self) -> dict[str, Any]:
         return {**super().options, "use_deepseek_fp8_block_scale": True}
+
+    def off_boundaries(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        groups = wide.unflatten(1, (-1, 128))
+        amax = groups.abs().amax(dim=2, keepdim=True)
+        # the library multiplies by 448 / amax
+        theirs = (groups * torch.where(amax > 0, 448.0 / amax, 1.0)).to(torch.float8_e4m3fn).float().flatten(1).abs()
+        ours = quantize_tensor(wide, kFp8Dynamic128Sym).values.float().abs()
+        return wide * (1 + 2.0**-21 * (theirs - ours).sign())
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         if weights.w13_scale is None or weights.w2_scale is None:

@@ -37,7 +37,7 @@ from moe_core import (
     kMxfp8Static,
 )
 from moe_core.errors import TensorError
-from moe_core.ops.layout import pad_matrices, swap_halves
+from moe_core.ops.layout import swap_halves
 from moe_core.quant_config import make_quant_config
 from torch import Tensor
 
@@ -178,14 +178,12 @@ class TrtLlmFp8TensorExperts(TrtLlmFp8Experts):
         if w13_scale is None or w2_scale is None or a1 is None or a2 is None:
             raise TensorError("per-tensor FP8 weights come with w13_scale, w2_scale and both input scales")
         gated, size, hidden = self.config.is_gated, self.intermediate_size, self.hidden_size
-        w13, w2 = weights.w13, weights.w2
-        if size != self.config.intermediate_size:
-            w13 = pad_matrices(w13, size, hidden, parts=2 if gated else 1)
-            w2 = pad_matrices(w2, hidden, size)
+        parts = 2 if gated else 1
+        order13, order2 = row_order(parts * size, 128, gated=gated), row_order(hidden, 128)
         first, second = w13_scale.float() * a1.float()[:, None], w2_scale[:, 0].float() * a2.float()
         return KernelWeights(
-            w13=ordered(w13, row_order(w13.shape[1], 128, gated=gated)),
-            w2=ordered(w2, row_order(hidden, 128)),
+            w13=ordered(weights.w13, order13, size, hidden, parts=parts),
+            w2=ordered(weights.w2, order2, hidden, size),
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
@@ -268,21 +266,20 @@ class TrtLlmMxfp8Experts(TrtLlmFp8Experts):
         if s13 is None or s2 is None:
             raise TensorError("MXFP8 weights come with w13_scale and w2_scale")
         gated, size, hidden = self.config.is_gated, self.intermediate_size, self.hidden_size
-        w13, w2, parts = weights.w13, weights.w2, 2 if gated else 1
+        parts = 2 if gated else 1
         if (size, hidden) != (self.config.intermediate_size, self.config.hidden_size):
-            w13, w2 = pad_matrices(w13, size, hidden, parts=parts), pad_matrices(w2, hidden, size)
             s13, s2 = _padded_scales(s13, size, hidden // 32, parts), _padded_scales(s2, hidden, size // 32, 1)
-        first, second = row_order(w13.shape[1], 128, gated=gated), row_order(hidden, 128)
+        first, second = row_order(parts * size, 128, gated=gated), row_order(hidden, 128)
         return KernelWeights(
-            w13=ordered(w13, first),
-            w2=ordered(w2, second),
+            w13=ordered(weights.w13, first, size, hidden, parts=parts),
+            w2=ordered(weights.w2, second, hidden, size),
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
                 w1_scale=ordered_scales(s13, first),
                 w2_scale=ordered_scales(s2, second),
             ),
-            extra=self.activation_parameters(w13.shape[0], w13.device),
+            extra=self.activation_parameters(weights.w13.shape[0], weights.w13.device),
         )
 
     def quantized_input(

@@ -57,9 +57,9 @@ def rescaled(w: Tensor, ratio: Tensor) -> Tensor:
 
 
 def expert_slices(w: Tensor) -> Iterator[slice]:
-    """Experts in turn, as many at a time as :func:`moe_core.ops.layout.by_experts` takes of ``w`` [E, rows, K]."""
+    """Some experts of ``w`` [E, rows, K] after the others, few enough to hold two copies of them beside the result."""
     one = max(1, w[:1].numel() * w.element_size())
-    step = max(1, min(CHUNK_BYTES // one, w.shape[0] // 16))
+    step = max(1, min(CHUNK_BYTES // (2 * one), w.shape[0] // 32))
     for start in range(0, w.shape[0], step):
         yield slice(start, start + step)
 

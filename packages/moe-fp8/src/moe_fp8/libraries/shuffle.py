@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 from moe_core.errors import TensorError
-from moe_core.ops.layout import block_major, permute_rows
+from moe_core.ops.layout import block_major, by_experts, pad_matrices, permute_rows
 from torch import Tensor
 
 
@@ -36,9 +36,19 @@ def row_order(rows: int, tile: int, *, gated: bool = False, in_turns: bool = Tru
     return up_gate_rows(rows, in_turns=in_turns)[order] if gated else order
 
 
-def ordered(w: Tensor, order: Tensor) -> Tensor:
-    """``w`` [E, rows, K] with its rows in ``order``."""
-    return permute_rows(w, order.to(w.device))
+def ordered(w: Tensor, order: Tensor, rows: int, cols: int, *, parts: int = 1) -> Tensor:
+    """``w`` [E, parts * R, C] with zeros below and beside each of the stacked matrices, then in ``order``.
+
+    [E, parts * rows, cols]; padded some experts after the others, so that one copy of all is made.
+    """
+    index = order.to(w.device)
+    if tuple(w.shape[1:]) == (parts * rows, cols):
+        return permute_rows(w, index)
+
+    def step(given: Tensor, target: Tensor) -> None:
+        permute_rows(pad_matrices(given, rows, cols, parts=parts), index, out=target)
+
+    return by_experts(step, w, w.new_empty(w.shape[0], parts * rows, cols))
 
 
 def ordered_blocks(w: Tensor, order: Tensor, block: int = 128) -> Tensor:
