@@ -324,12 +324,13 @@ class FlashInferCutlassFp8BlockExperts(FlashInferCutlassExperts):
 
     def off_boundaries(self, x: Tensor) -> Tensor:
         wide = x.float()
-        groups = wide.unflatten(1, (-1, 128))
+        groups = wide.view(len(x), -1, 128)
         amax = groups.abs().amax(dim=2, keepdim=True)
         # the library multiplies by 448 / amax
         theirs = (groups * torch.where(amax > 0, 448.0 / amax, 1.0)).to(torch.float8_e4m3fn).float().flatten(1).abs()
         ours = quantize_tensor(wide, kFp8Dynamic128Sym).values.float().abs()
-        return wide * (1 + 2.0**-21 * (theirs - ours).sign())
+        side: Tensor = (theirs - ours).sign()
+        return wide * (1 + 2.0**-21 * side)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         if weights.w13_scale is None or weights.w2_scale is None:
