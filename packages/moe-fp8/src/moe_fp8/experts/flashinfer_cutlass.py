@@ -324,7 +324,7 @@ class FlashInferCutlassFp8BlockExperts(FlashInferCutlassExperts):
 
     def off_boundaries(self, x: Tensor) -> Tensor:
         wide = x.float()
-        groups = wide.view(len(x), -1, 128)
+        groups = wide.reshape(-1, x.shape[1] // 128, 128)
         amax = groups.abs().amax(dim=2, keepdim=True)
         # the library multiplies by 448 / amax
         theirs = (groups * torch.where(amax > 0, 448.0 / amax, 1.0)).to(torch.float8_e4m3fn).float().flatten(1).abs()
