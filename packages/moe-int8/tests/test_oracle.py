@@ -1,0 +1,267 @@
+"""The oracle's table and the functions that engines know it by."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import moe_int8
+import pytest
+import torch
+from moe_core import (
+    ConfigError,
+    Environment,
+    FusedMoEActivationFormat,
+    FusedMoEConfig,
+    MoEWeights,
+    QuantKey,
+    SelectionError,
+    TensorError,
+    kFp8StaticChannelSym,
+    kInt4Static,
+    kInt4W4A8StaticChannelSym,
+    kInt4W4A8StaticGroup32Sym,
+    kInt4W4A8StaticGroup64Sym,
+    kInt4W4A8StaticGroup128Sym,
+    kInt8DynamicTensorSym,
+    kInt8DynamicTokenAsym,
+    kInt8DynamicTokenSym,
+    kInt8Static,
+    kInt8StaticChannelSym,
+    kInt8StaticTensorAsym,
+    kInt8StaticTensorSym,
+)
+from moe_core.reference import fused_moe_reference
+from moe_core.testing.data import make_inputs, make_weights
+from moe_int8 import Int8MoeBackend, Int8Oracle, select_int8_moe_backend, select_w4a8_int8_moe_backend
+from moe_int8.experts.torch import TorchInt8Experts
+
+CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128)
+WITH_TRITON = Environment({"triton": "3.6.0"})
+ACTIVATIONS = (
+    kInt8DynamicTokenSym,
+    kInt8DynamicTokenAsym,
+    kInt8StaticTensorSym,
+    kInt8StaticTensorAsym,
+    kInt8DynamicTensorSym,
+    None,
+)
+
+
+@pytest.mark.parametrize("device", ["sm80", "sm89", "sm90", "sm100", "sm120"])
+@pytest.mark.parametrize("activation_key", [kInt8DynamicTokenSym, None], ids=str)
+def test_a_gpu_takes_triton(device: str, activation_key: QuantKey | None) -> None:
+    selection = select_int8_moe_backend(CONFIG, activation_key=activation_key, device=device, environment=WITH_TRITON)
+    assert selection.backend == Int8MoeBackend.TRITON.value
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm75", "gfx942"])
+@pytest.mark.parametrize("activation_key", ACTIVATIONS, ids=str)
+def test_every_other_device_takes_torch(device: str, activation_key: QuantKey | None) -> None:
+    for layout in FusedMoEActivationFormat:
+        config = replace(CONFIG, activation_format=layout)
+        selection = select_int8_moe_backend(
+            config, activation_key=activation_key, device=device, environment=WITH_TRITON
+        )
+        assert selection.experts is TorchInt8Experts
+
+
+@pytest.mark.parametrize(
+    "weight_key",
+    [
+        kInt4W4A8StaticChannelSym,
+        kInt4W4A8StaticGroup128Sym,
+        kInt4W4A8StaticGroup64Sym,
+        kInt4W4A8StaticGroup32Sym,
+        kInt4W4A8StaticGroup128Sym.with_scale_dtype(torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("activation_key", [kInt8DynamicTokenSym, kInt8DynamicTokenAsym], ids=str)
+def test_w4a8(weight_key: QuantKey, activation_key: QuantKey) -> None:
+    selection = select_w4a8_int8_moe_backend(CONFIG, weight_key=weight_key, activation_key=activation_key, device="cpu")
+    assert selection.experts is TorchInt8Experts
+
+
+def test_without_triton_there_is_still_torch() -> None:
+    selection = select_int8_moe_backend(CONFIG, device="sm90", environment=Environment({}))
+    assert selection.backend == "torch"
+    assert "needs triton, which is not installed" in str(selection.report)
+
+
+def test_a_named_backend_is_never_replaced() -> None:
+    with pytest.raises(SelectionError, match=r"'triton' does not fit.*\n(.*\n)*.*needs sm80 or newer, device is cpu"):
+        select_int8_moe_backend(CONFIG, moe_backend=Int8MoeBackend.TRITON, device="cpu")
+    with pytest.raises(ConfigError, match="int8 has no backend 'marlin'; installed: auto, triton, torch"):
+        select_int8_moe_backend(CONFIG, moe_backend="marlin", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("weight_key", "activation_key", "message"),
+    [
+        (kInt8StaticChannelSym.with_group(1, 128), kInt8DynamicTokenSym, "does not read weights quantised as"),
+        (kInt8StaticChannelSym, kInt8DynamicTokenSym.with_group(1, 128), "does not take activations quantised as"),
+        (kInt4W4A8StaticGroup128Sym.with_group(1, 96), kInt8DynamicTokenSym, "does not read weights quantised as"),
+        (kInt4W4A8StaticGroup128Sym, kInt8StaticTensorSym, "does not take activations quantised as"),
+    ],
+)
+def test_no_key_is_taken_for_another(weight_key: QuantKey, activation_key: QuantKey, message: str) -> None:
+    select: Any = select_int8_moe_backend if weight_key.dtype.bits == 8 else select_w4a8_int8_moe_backend
+    with pytest.raises(SelectionError, match=f"no backend fits\n(.*\n)*.*{message}"):
+        select(CONFIG, weight_key=weight_key, activation_key=activation_key, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("weight_key", "activation_key", "message"),
+    [
+        (kFp8StaticChannelSym, None, "this function is for int8 weights, asked for kFp8StaticChannelSym"),
+        (kInt4W4A8StaticChannelSym, kInt8DynamicTokenSym, "use select_w4a8_int8_moe_backend"),
+        (kInt8Static, None, "this function is for int8 weights, asked for kInt8Static"),
+    ],
+)
+def test_other_weights_are_refused(weight_key: QuantKey, activation_key: QuantKey | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        select_int8_moe_backend(CONFIG, weight_key=weight_key, activation_key=activation_key, device="cpu")
+
+
+def test_the_oracle_refuses_what_other_schemes_read() -> None:
+    oracle = Int8Oracle()
+    for weight_key, message in (
+        (kInt4Static, "reads symmetric int8 and int4 weights, asked for kInt4Static"),
+        (None, "asked for 16-bit weights"),
+        (replace(kInt8StaticChannelSym, symmetric=False), "zero points"),
+        (kInt4W4A8StaticChannelSym, "those are the scheme wna16's"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            oracle.select(CONFIG, weight_key=weight_key, activation_key=None, device="cpu")
+    with pytest.raises(ConfigError, match="this function is for int4 weights, .*: use select_int8_moe_backend"):
+        select_w4a8_int8_moe_backend(CONFIG, weight_key=kInt8StaticChannelSym, device="cpu")
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("hidden_size", (200, 128)), ("intermediate_size", (256, 96))])
+def test_groups_that_do_not_divide_a_size(name: str, sizes: tuple[int, int]) -> None:
+    config = replace(CONFIG, hidden_size=sizes[0], intermediate_size=sizes[1])
+    size = min(size for size in sizes if size % 64)
+    with pytest.raises(
+        SelectionError, match=f"needs {name} to be a multiple of the weights' group of 64 .* got {size}"
+    ):
+        select_w4a8_int8_moe_backend(config, weight_key=kInt4W4A8StaticGroup64Sym, device="cpu")
+    assert select_w4a8_int8_moe_backend(config, weight_key=kInt4W4A8StaticChannelSym, device="cpu").backend == "torch"
+
+
+def test_every_enum_member_is_a_backend_and_the_reverse() -> None:
+    assert [b.name for b in Int8Oracle().table()] == [member.value for member in Int8MoeBackend]
+
+
+def test_tensors_go_by_keyword() -> None:
+    for name in moe_int8.__all__:
+        if not name.startswith(("convert_to_", "make_")) or name.endswith("_kernel"):
+            continue
+        kinds = {p.kind for n, p in inspect.signature(getattr(moe_int8, name)).parameters.items() if n != "selection"}
+        assert kinds == {inspect.Parameter.KEYWORD_ONLY}, name
+
+
+def tensors(weights: MoEWeights) -> dict[str, Any]:
+    return dict(weights.tensors())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation_key", ACTIVATIONS, ids=str)
+def test_the_named_functions_make_a_layer(activation_key: QuantKey | None, bias: bool) -> None:
+    config = replace(CONFIG, has_bias=bias)
+    weights = make_weights(config, kInt8StaticChannelSym, activation_key, seed=0)
+    selection = select_int8_moe_backend(config, activation_key=activation_key, device="cpu")
+    converted = moe_int8.convert_to_int8_moe_kernel_format(selection, **tensors(weights))
+    check_layer(config, weights, moe_int8.make_int8_moe_kernel(selection, converted))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_named_functions_make_a_w4a8_layer(bias: bool) -> None:
+    config = replace(CONFIG, has_bias=bias)
+    weights = make_weights(config, kInt4W4A8StaticGroup128Sym, kInt8DynamicTokenSym, seed=0)
+    selection = select_w4a8_int8_moe_backend(config, device="cpu")
+    converted = moe_int8.convert_to_w4a8_int8_moe_kernel_format(selection, **tensors(weights))
+    check_layer(config, weights, moe_int8.make_w4a8_int8_moe_kernel(selection, converted))
+
+
+def check_layer(config: FusedMoEConfig, weights: MoEWeights, kernel: Any) -> None:
+    inputs = make_inputs(config, 9, seed=1)
+    routed = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids}
+    expected = fused_moe_reference(inputs.x, weights, config, **routed)
+    # int32 sums and float32 scales: the output's rounding to bf16, and a code that a hidden value's last bit moves
+    assert float((kernel.apply(inputs.x, **routed).double() - expected).norm() / expected.norm()) < 2.0**-8
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("w13_scale", lambda t: t.mT, r"w13_scale has shape \[8, 1, 256\], expected \[8, 256, 1\]"),
+        ("w2_scale", lambda t: t.bfloat16(), "w2_scale has dtype torch.bfloat16, expected torch.float32"),
+        ("w13", lambda t: t.float(), "w13 has dtype torch.float32, expected torch.int8"),
+        ("w2", lambda t: t[:, :, :-1], r"w2 has shape \[8, 256, 127\], expected \[8, 256, 128\]"),
+        (
+            "w13_input_scale",
+            lambda _: torch.ones(8),
+            "w13_input_scale is given, but the activation key is kInt8Dynamic",
+        ),
+        (
+            "w2_input_zero_point",
+            lambda _: torch.zeros(8, dtype=torch.int32),
+            "w2_input_zero_point is given, but the activation key is kInt8DynamicTokenSym",
+        ),
+        ("w2_bias", lambda _: torch.zeros(8, 256), "w2_bias is given, but config.has_bias=False"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(name: str, change: Any, message: str) -> None:
+    weights = tensors(make_weights(CONFIG, kInt8StaticChannelSym, kInt8DynamicTokenSym, seed=0))
+    selection = select_int8_moe_backend(CONFIG, device="cpu")
+    with pytest.raises(TensorError, match=message):
+        moe_int8.convert_to_int8_moe_kernel_format(selection, **{**weights, name: change(weights.get(name))})
+
+
+def test_the_quant_config_says_what_the_layer_is() -> None:
+    scale, one, zero = torch.ones(8, 256, 1), torch.ones(8), torch.zeros(8, dtype=torch.int32)
+    make = moe_int8.make_int8_moe_quant_config
+    static = {"a1_scale": one, "a2_scale": one}
+    for arguments, activation_key in (
+        ({}, kInt8DynamicTokenSym),
+        (static, kInt8StaticTensorSym),
+        ({**static, "a1_zp": zero, "a2_zp": zero}, kInt8StaticTensorAsym),
+        ({"weight_only": True}, None),
+        ({"weight_key": kInt8StaticChannelSym}, None),
+        ({"weight_key": kInt8StaticChannelSym, "activation_key": kInt8DynamicTokenAsym}, kInt8DynamicTokenAsym),
+    ):
+        quant = make(w1_scale=scale, w2_scale=scale, w1_bias=scale, w2_bias=scale, **arguments)  # type: ignore[arg-type]
+        assert (quant.weight_key, quant.activation_key) == (kInt8StaticChannelSym, activation_key)
+        assert quant.w1_bias is scale
+        assert quant.a1_zp is arguments.get("a1_zp")
+    grouped = moe_int8.make_w4a8_int8_moe_quant_config(w1_scale=scale.bfloat16(), w2_scale=scale.bfloat16())
+    assert (grouped.weight_key, grouped.activation_key) == (kInt4W4A8StaticGroup128Sym, kInt8DynamicTokenSym)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"a1_scale": torch.ones(8)}, "a2_scale is missing"),
+        ({"weight_only": True, "a1_scale": torch.ones(8)}, "weight_only means 16-bit activations: they have no scales"),
+        (
+            {"per_act_token_quant": False},
+            "int8 activations are dynamic per token, or static with a1_scale and a2_scale",
+        ),
+        ({"activation_key": kInt8DynamicTokenSym}, "but weight_key is missing"),
+        (
+            {"weight_key": kInt8StaticChannelSym, "activation_key": kInt8DynamicTokenSym, "weight_only": True},
+            "weight_only means 16-bit activations, the activation key is kInt8DynamicTokenSym",
+        ),
+        ({"weight_key": kInt4W4A8StaticGroup128Sym}, "w1_scale has dtype torch.float32, expected torch.bfloat16"),
+        (
+            {"a1_zp": torch.zeros(8, dtype=torch.int32), "a2_zp": torch.zeros(8, dtype=torch.int32)},
+            "a1_zp is given, but the activation key kInt8DynamicTokenSym .* has no static zero points",
+        ),
+    ],
+)
+def test_arguments_that_contradict_each_other(arguments: dict[str, Any], message: str) -> None:
+    scale = torch.ones(8, 256, 1)
+    with pytest.raises(ConfigError, match=message):
+        moe_int8.make_int8_moe_quant_config(**{"w1_scale": scale, "w2_scale": scale, **arguments})
