@@ -2,7 +2,8 @@
 
 Layers against float64 over the same quantised weights.  A difference d before the intermediate is quantised becomes an
 error of about sqrt(d * step) behind it: d is at most 2^-8 where it is stored in bfloat16 (which the interpreter
-truncates to), a step 2^-7 of the row's largest value: 2^-7 each for x and for h, and 2^-8 for the output.
+truncates to), a step 2^-7 of the row's largest value: 2^-7 each for x and for h, and 2^-8 for the output.  Where all
+rows share a scale, the largest value is that of hundreds of rows, up to twice a row's own: steps are as much wider.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ KEYS = {
     "static-zero": kInt8StaticTensorAsym,
 }
 BATCHED = FusedMoEActivationFormat.BATCHED
-TOLERANCE = 2 * 2**-7 + 2**-8
+TOLERANCE = {kind: 2 * 2**-7 * (1 if kind.startswith("token") else 2) + 2**-8 for kind in KEYS}
 
 
 def plan_of(block_m, *, swap=False, tma=False, splits=(1, 1), group_m=1):
@@ -268,7 +269,7 @@ def error(kind, plan, device, *, tokens=5, seed=0, routing="uniform", **layer):
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("kind", KEYS)
 def test_plans(kind, plan, device):
-    assert error(kind, plan, device) < TOLERANCE
+    assert error(kind, plan, device) < TOLERANCE[kind]
 
 
 @pytest.mark.parametrize("plan", [PLANS["few"], PLANS["many"]], ids=["few", "many"])
@@ -284,19 +285,19 @@ def test_everything_at_once(kind, plan, device):
         "activation": MoEActivation.RELU2_NO_MUL,
         "dtype": torch.float32,
     }
-    assert error(kind, plan, device, tokens=6, routing="invalid", **layer) < TOLERANCE
+    assert error(kind, plan, device, tokens=6, routing="invalid", **layer) < TOLERANCE[kind]
 
 
 @pytest.mark.parametrize("kind", KEYS)
 def test_batched(kind, device):
     layer = {"activation_format": BATCHED, "has_bias": True}
-    assert error(kind, PLANS["few"], device, tokens=18, top_k=1, **layer) < TOLERANCE
+    assert error(kind, PLANS["few"], device, tokens=18, top_k=1, **layer) < TOLERANCE[kind]
 
 
 @pytest.mark.parametrize("kind", KEYS)
 def test_router_weight_on_input(kind, device):
     layer = {"top_k": 1, "apply_router_weight_on_input": True, "has_bias": True}
-    assert error(kind, PLANS["split"], device, **layer) < TOLERANCE
+    assert error(kind, PLANS["split"], device, **layer) < TOLERANCE[kind]
 
 
 @pytest.mark.gpu
@@ -316,4 +317,4 @@ def test_specialised(kind, batched, gated, device):
     }
     if batched:
         layer["activation_format"] = BATCHED
-    assert error(kind, TilePlan(config, config), device, tokens=300, **layer) < TOLERANCE
+    assert error(kind, TilePlan(config, config), device, tokens=300, **layer) < TOLERANCE[kind]
