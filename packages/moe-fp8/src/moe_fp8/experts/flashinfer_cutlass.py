@@ -63,8 +63,10 @@ _CLAIMS = Claims(
     hidden_multiple=32,
     allocates=True,
     requires=(FLASHINFER, TRITON),
+    verified_on=("NVIDIA H200 (sm90)",),
     notes="gate and up are quantised anew under the larger of their scales, and x under the largest of the experts' "
-    "input scales; FlashInfer compiles its kernels when they are first used",
+    "input scales; FlashInfer compiles its kernels when they are first used, and takes its first tile for every call "
+    "(up to 7 times slower) unless one has run inside flashinfer.autotuner.autotune()",
 )
 
 
@@ -315,7 +317,8 @@ class FlashInferCutlassFp8BlockExperts(FlashInferCutlassExperts):
         keys=((kFp8Static128BlockSym, kFp8Dynamic128Sym),),
         hidden_multiple=128,
         intermediate_multiple=128,
-        notes="FlashInfer compiles its kernels when they are first used",
+        notes="x between two codes is rounded as its product with 448 / amax says; FlashInfer compiles its kernels when "
+        "they are first used",
     )
 
     @property
