@@ -317,8 +317,8 @@ class FlashInferCutlassFp8BlockExperts(FlashInferCutlassExperts):
         keys=((kFp8Static128BlockSym, kFp8Dynamic128Sym),),
         hidden_multiple=128,
         intermediate_multiple=128,
-        notes="x between two codes is rounded as its product with 448 / amax says; FlashInfer compiles its kernels when "
-        "they are first used",
+        notes="x between two codes is rounded as its product with 448 / amax says; FlashInfer compiles its kernels "
+        "when they are first used",
     )
 
     @property
