@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from moe_core import MoEError
-from moe_core.checkpoint import Checkpoint, read_layer
+from moe_core.checkpoint import Checkpoint
 from moe_core_checkpoints import write
+from moe_core_fuzz import changed, read
 from moe_core_quantized import CONFIG, MX, PER_CHANNEL, PER_TENSOR, Experts, Group, exponents
 from torch import Tensor
 
@@ -58,25 +57,6 @@ FORMATS: dict[str, tuple[Group, dict[str, Any]]] = {
         },
     ),
 }
-ODD = (
-    None,
-    True,
-    False,
-    -1,
-    0,
-    1,
-    2**70,
-    1.5,
-    float("nan"),
-    "",
-    "channel",
-    "tensor",
-    "per_tensor",
-    "re:(",
-    "\0",
-    [],
-    {},
-)
 
 
 def tensors_of(group: Group) -> dict[str, Tensor]:
@@ -84,35 +64,6 @@ def tensors_of(group: Group) -> dict[str, Tensor]:
         return exponents(scale) if group == MX else scale.reshape(()) if group == PER_TENSOR else scale
 
     return Experts(group, hidden=160, inter=96).tensors(store)
-
-
-def changed(value: Any, rng: random.Random) -> Any:
-    """A copy of a JSON value with an entry changed, removed or nested, somewhere in it."""
-    if isinstance(value, dict) and value and rng.random() < 0.85:
-        found = copy.deepcopy(value)
-        key = rng.choice(list(found))
-        if rng.random() < 0.15:
-            del found[key]
-        else:
-            found[key] = changed(found[key], rng)
-        return found
-    if isinstance(value, list) and value and rng.random() < 0.6:
-        found_list = copy.deepcopy(value)
-        at = rng.randrange(len(found_list))
-        found_list[at] = changed(found_list[at], rng)
-        return found_list
-    return rng.choice((*ODD, [value], {"a": value}))
-
-
-def read(checkpoint: Checkpoint) -> bool:
-    """Whether the layer loads; its weights fit their keys."""
-    try:
-        found = read_layer(checkpoint)
-        weights = found.weights()
-    except MoEError:
-        return False
-    weights.validate(found.config, values=True)
-    return True
 
 
 SIZES = {"hidden_size": 160, "moe_intermediate_size": 96}
