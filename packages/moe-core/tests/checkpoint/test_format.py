@@ -169,6 +169,7 @@ CT_INT4 = {"config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 
 CT_INT8 = {
     "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 8}, "input_activations": {"num_bits": 8}}}
 }
+CT_W8A16 = {"config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 8}, "input_activations": None}}}
 CT_FP8 = {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8}}}}
 CT_FP4 = {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 4}}}}
 
@@ -186,6 +187,8 @@ CT_FP4 = {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits":
         ({"quant_method": "mxfp8"}, "fp8"),
         ({"quant_method": "compressed-tensors", **CT_INT4}, "wna16"),
         ({"quant_method": "compressed-tensors", **CT_INT8}, "int8"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized", **CT_W8A16}, "int8"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized", **CT_W8A16}, "wna16"),
         ({"quant_method": "compressed-tensors", **CT_FP8}, "fp8"),
         ({"quant_method": "compressed-tensors", **CT_FP4}, "mxfp4"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
@@ -194,7 +197,9 @@ CT_FP4 = {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits":
         ({"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}, "mxfp4"),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "wna16"),
         ({"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}, "int8"),
+        ({"quant_method": "modelopt", "quant_algo": "W8A16"}, "int8"),
         ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4"}}}, "mxfp4"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int8"}}}, "int8"),
     ],
 )
 def test_scheme_that_is_not_installed(

@@ -14,6 +14,10 @@ from moe_core.errors import CheckpointError, SchemeNotInstalledError
 from moe_core.registry import KNOWN_QUANT_METHODS, Registry, how_to_add, registry
 
 
+#: what a Quark config names, and the scheme that reads it
+_QUARK_SCHEMES = (("fp4", "mxfp4"), ("fp8", "fp8"), ("int8", "int8"))
+
+
 def detect_format(
     checkpoint: Checkpoint, layer: LayerExperts, plugins: Registry | None = None
 ) -> tuple[str, CheckpointFormat]:
@@ -77,7 +81,7 @@ def likely_scheme(quantization: Mapping[str, Any]) -> str | None:
         return _compressed_tensors_scheme(quantization)
     if method == "quark":
         text = str(quantization.get("global_quant_config", ""))
-        return "mxfp4" if "fp4" in text else "fp8" if "fp8" in text else None
+        return next((scheme for part, scheme in _QUARK_SCHEMES if part in text), None)
     return None
 
 
@@ -86,7 +90,7 @@ def _modelopt_scheme(algorithm: str) -> str | None:
         return "wna16"
     if "MXFP4" in algorithm:
         return "mxfp4"
-    if "W8A8" in algorithm:
+    if "W8A8" in algorithm or algorithm == "W8A16":
         return "int8"
     return "fp8" if "FP8" in algorithm else None
 
@@ -103,5 +107,6 @@ def _compressed_tensors_scheme(quantization: Mapping[str, Any]) -> str | None:
         if kind == "float":
             return {8: "fp8", 4: "mxfp4"}.get(bits) if isinstance(bits, int) else None
         if kind == "int":
-            return "int8" if group.get("input_activations") else "wna16"
+            in_bytes = bits == 8 and group.get("format", quantization.get("format")) == "int-quantized"
+            return "int8" if group.get("input_activations") or in_bytes else "wna16"
     return None
