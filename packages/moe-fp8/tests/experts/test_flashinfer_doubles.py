@@ -98,6 +98,7 @@ def cutlass_fused_moe(
 ):
     assert token_selected_experts.dtype is torch.int32
     assert input.is_contiguous()
+    assert input.data_ptr() % 16 == output.data_ptr() % 16 == 0
     assert output_dtype is torch.bfloat16
     assert not use_fused_finalize
     experts, hidden, inter = fc2_expert_weights.shape
@@ -325,14 +326,19 @@ class TestCutlassBlock(ConformanceTests):
     device = "cpu"
 
 
-def test_small_calls_after_a_large_one():
-    experts = doubled(flashinfer_cutlass.FlashInferCutlassFp8BlockExperts, Cutlass())
+def block_layer(library, tokens):
+    """A kernel of the block experts around ``library``, and inputs for it."""
+    experts = doubled(flashinfer_cutlass.FlashInferCutlassFp8BlockExperts, library)
     config = FusedMoEConfig(num_experts=4, top_k=2, hidden_size=128, intermediate_size=128)
     ((weight_key, activation_key),) = experts.claims.keys
     weights = make_weights(config, weight_key, activation_key, seed=0)
     instance = experts(config, weight_key=weight_key, activation_key=activation_key, device=DeviceInfo.parse("sm90"))
     kernel = FusedMoEKernel(instance, instance.convert(weights), default_prepare_finalize(config))
-    inputs = make_inputs(config, 40, seed=0)
+    return kernel, make_inputs(config, tokens, seed=0)
+
+
+def test_small_calls_after_a_large_one():
+    kernel, inputs = block_layer(Cutlass(), 40)
 
     def run(tokens):
         weights, ids = inputs.topk_weights[:tokens], inputs.topk_ids[:tokens]
@@ -340,6 +346,16 @@ def test_small_calls_after_a_large_one():
 
     first, _, again = run(3), run(40), run(3)
     assert torch.equal(first, again)
+
+
+def test_hidden_states_and_outputs_at_any_address():
+    kernel, inputs = block_layer(Cutlass(), 2)
+    routing = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids}
+    x, output = (torch.zeros(1 + 2 * 128, dtype=torch.bfloat16)[1:].view(2, 128) for _ in range(2))
+    assert x.data_ptr() % 16
+    x.copy_(inputs.x)
+    assert torch.equal(kernel.apply(x, **routing, output=output), kernel.apply(inputs.x, **routing))
+    assert output.any()
 
 
 def test_values_between_two_codes_go_where_the_library_rounds_them():

@@ -53,6 +53,9 @@ ACTIVATION_TYPES = {
     MoEActivation.RELU2_NO_MUL: 6,  # Relu2
 }
 
+#: bytes at whose multiples x and the output lie: the library reads and writes 16 bytes at a time
+ALIGNMENT = 16
+
 _CLAIMS = Claims(
     devices=(cuda(min=90, max=90), cuda(min=100, max=109), cuda(min=120, max=129)),
     keys=((kFp8StaticTensorSym, kFp8StaticTensorSym),),
@@ -132,7 +135,9 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
 
     def library_input(self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]) -> Tensor:
         """x as the library takes it."""
-        return hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
+        if hidden_states.is_contiguous() and hidden_states.data_ptr() % ALIGNMENT == 0:
+            return hidden_states
+        return hidden_states.clone(memory_format=torch.contiguous_format)
 
     def quant_scales(self, weights: KernelWeights) -> list[Tensor]:
         """The list that the library's ``quant_scales`` takes."""
@@ -156,9 +161,10 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
         tokens = hidden_states.shape[0]
         ids = workspace["ids"].flatten()[: topk_ids.numel()].view(tokens, -1)
         local_ids(topk_ids, self.config.local_experts, ids, expert_map=expert_map)
+        aligned = output if output.data_ptr() % ALIGNMENT == 0 else torch.empty_like(output)
         self.library().cutlass_fused_moe(
             **self.arguments(
-                output,
+                aligned,
                 self.library_input(hidden_states, weights, workspace),
                 weights,
                 topk_weights=topk_weights,
@@ -166,6 +172,8 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
                 library_workspace=workspace["library"],
             )
         )
+        if aligned is not output:
+            output.copy_(aligned)
 
     def arguments(
         self,
