@@ -13,7 +13,6 @@ from moe_core.checkpoint.reader import Checkpoint
 from moe_core.errors import CheckpointError, SchemeNotInstalledError
 from moe_core.registry import KNOWN_QUANT_METHODS, Registry, how_to_add, registry
 
-
 #: what a Quark config names, and the scheme that reads it
 _QUARK_SCHEMES = (("fp4", "mxfp4"), ("fp8", "fp8"), ("int8", "int8"))
 
