@@ -59,7 +59,8 @@ def test_experts_with_vanishing_scales_give_no_nan(value):
         assert (y[0] == 0).all()
 
 
-def test_small_calls_after_a_large_one():
+def block_layer(tokens):
+    """A kernel of the block experts, and inputs for it."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("block scales are read on sm_90 only")
     config = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128)
@@ -68,7 +69,11 @@ def test_small_calls_after_a_large_one():
     )
     weights = make_weights(config, kFp8Static128BlockSym, kFp8Dynamic128Sym, seed=0).to("cuda")
     kernel = FusedMoEKernel(experts, experts.convert(weights), default_prepare_finalize(config))
-    inputs = make_inputs(config, 5000, seed=0).to("cuda")
+    return kernel, make_inputs(config, tokens, seed=0).to("cuda")
+
+
+def test_small_calls_after_a_large_one():
+    kernel, inputs = block_layer(5000)
 
     def run(tokens):
         weights, ids = inputs.topk_weights[:tokens], inputs.topk_ids[:tokens]
@@ -76,6 +81,15 @@ def test_small_calls_after_a_large_one():
 
     first, _, again = run(3), run(5000), run(3)
     assert torch.equal(first, again)
+
+
+def test_hidden_states_and_outputs_at_any_address():
+    kernel, inputs = block_layer(2)
+    routing = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids}
+    x, output = (torch.zeros(1 + 2 * 256, dtype=torch.bfloat16, device="cuda")[1:].view(2, 256) for _ in range(2))
+    x.copy_(inputs.x)
+    assert torch.equal(kernel.apply(x, **routing, output=output), kernel.apply(inputs.x, **routing))
+    assert output.any()
 
 
 def test_a_layer_with_many_values_between_two_codes():
