@@ -28,8 +28,9 @@ GROUPS = nox.project.load_toml("pyproject.toml")
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 PYTHONS = sorted({"3.11", "3.12", "3.13", RUNNING}, key=lambda text: int(text.partition(".")[2]))
 
-# the architectures that kernels are compiled for without having them
+# the architectures that kernels are compiled for without having them; sm103 is built as sm100 is
 TARGETS = ["sm80", "sm89", "sm90", "sm100", "sm103", "sm120", "gfx942", "gfx950"]
+COVERED = [target for target in TARGETS if target != "sm103"]
 targets = nox.parametrize("target", [nox.param(target, id=target) for target in TARGETS])
 
 nox.options.sessions = [
@@ -38,8 +39,7 @@ nox.options.sessions = [
     f"tests-{RUNNING}",
     "tests_lowest",
     "libraries",
-    # sm103 is built as sm100 is; its session is there by name
-    *(f"compile({target})" for target in TARGETS if target != "sm103"),
+    "compile_cover",
     "docs",
     "bench",
     "wheels",
@@ -89,9 +89,10 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(download_python="never")
 def tests_lowest(session: nox.Session) -> None:
-    """The CPU suite with the lowest versions that the packages allow; kernels compiled for a GPU of either vendor.
+    """A part of the CPU suite with the lowest versions that the packages allow; kernels compiled for all targets.
 
-    Of parametrised tests every fifth case: what a version changes shows in any of them.
+    Of parametrised tests every fifth case: what a version changes shows in any of them.  Of what kernels are compiled
+    for: each kernel for each target, each value of its arguments for one of them.
     """
     paths = [argument for path in PACKAGES for argument in ("--editable", str(path))]
     # the workspace's constraints pin the newest versions: uv must not find them from where it runs
@@ -100,8 +101,7 @@ def tests_lowest(session: nox.Session) -> None:
     session.run("python", "-c", "import torch, triton; print('torch', torch.__version__, 'triton', triton.__version__)")
     run_tests(session, "--every", "5")
     if not session.posargs:
-        for target in ("sm90", "gfx950"):
-            compile_kernels(session, target)
+        compile_kernels(session, *COVERED, "--cover", "1")
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:
@@ -129,16 +129,26 @@ def libraries(session: nox.Session) -> None:
 
 
 @nox.session(download_python="never")
+def compile_cover(session: nox.Session) -> None:
+    """Triton kernels for all architectures: each value of their arguments for each, each pair of values for one.
+
+    ``nox -s compile`` compiles every launch for every architecture, in several times the time.
+    """
+    install(session)
+    compile_kernels(session, *COVERED, *(session.posargs or ["--cover", "2"]))
+
+
+@nox.session(default=False, download_python="never")
 @targets
 def compile(session: nox.Session, target: str) -> None:  # noqa: A001 - the session's name
-    """Every Triton kernel for one architecture, without having it; spills and shared memory checked."""
+    """Every launch of every Triton kernel for one architecture, without having it; spills and shared memory checked."""
     install(session)
     compile_kernels(session, target, *session.posargs)
 
 
-def compile_kernels(session: nox.Session, target: str, *arguments: str) -> None:
-    """Compiles every specimen for ``target``."""
-    session.run("python", "-m", "moe_core.testing.compile", target, *arguments, env={"TRITON_INTERPRET": None})
+def compile_kernels(session: nox.Session, *arguments: str) -> None:
+    """Compiles specimens; the arguments are those of the command."""
+    session.run("python", "-m", "moe_core.testing.compile", *arguments, env={"TRITON_INTERPRET": None})
 
 
 @nox.session(default=False, download_python="never")

@@ -2,12 +2,16 @@
 
     python -m moe_core.testing.compile sm90
     python -m moe_core.testing.compile gfx950 --package my_package
+    python -m moe_core.testing.compile sm80 sm90 gfx950 --cover 2
 
 A module that holds kernels defines ``specimens(target)``, which gets a :class:`~moe_core.device.DeviceInfo` and yields
 :class:`Specimen` objects: launches as the host code makes them, on meta tensors.  Every module of the named packages
 (default: core and every package that registers something with it) that defines this function is asked.  Each launch
 compiles the kernels it would start, for the target and not for a device; a kernel fails when it does not compile, needs
 more shared memory than a block of the target can have, or spills more bytes per thread than its specimen allows.
+
+``--cover`` compiles fewer of the launches, chosen for all targets together by :mod:`moe_core.testing.compile_cover`;
+the host code of every specimen still runs for every target.
 
 NVIDIA: registers and stack from the cubin, by ``cuobjdump``, which Triton brings.  AMD: from the assembly's metadata.
 """
@@ -16,9 +20,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import re
@@ -26,13 +32,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_core.device import DeviceInfo
 from moe_core.errors import ConfigError, MoEError
+from moe_core.testing.compile_cover import Launch, Value, choose, describe
 
 
 @dataclass(frozen=True)
@@ -106,32 +114,47 @@ def refuse_interpreter() -> None:
 
 
 @contextlib.contextmanager
-def compiling_for(target: Target) -> Iterator[list[tuple[str, Any]]]:
-    """Within the block, launching a Triton kernel compiles it for ``target`` and starts nothing.
-
-    Yields a list that receives (kernel name, compiled kernel) of each launch.
-    """
+def _launching(target: Target, start: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, launching a Triton kernel calls ``start(kernel, arguments, keywords)`` in place of a GPU."""
     refuse_interpreter()
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    compiled: list[tuple[str, Any]] = []
-    launch = JITFunction.run
-
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled.append((self.__name__, kernel))
-        return kernel
+        return start(self, args, kwargs)
 
     # the property would look for a GPU
-    before = driver._active
+    before, launch = driver._active, JITFunction.run
     driver.set_active(_Driver(target.gpu_target()))
     JITFunction.run = run
     try:
-        yield compiled
+        yield
     finally:
         JITFunction.run = launch
         driver.set_active(before)
+
+
+@contextlib.contextmanager
+def compiling_for(target: Target, only: Collection[int] | None = None) -> Iterator[list[tuple[str, Any]]]:
+    """Within the block, launching a Triton kernel compiles it for ``target`` and starts nothing.
+
+    Yields a list that receives (kernel name, compiled kernel) of each launch, or of those whose numbers, from 0 in
+    the order of the launches, are in ``only``; the others do nothing.
+    """
+    from triton.runtime.jit import JITFunction
+
+    launch, numbers = JITFunction.run, itertools.count()
+    compiled: list[tuple[str, Any]] = []
+
+    def start(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if only is not None and next(numbers) not in only:
+            return None
+        result = launch(kernel, *arguments, grid=(1,), warmup=True, **keywords)
+        compiled.append((kernel.__name__, result))
+        return result
+
+    with _launching(target, start):
+        yield compiled
 
 
 def usage_of(kernel: Any) -> tuple[int, int]:
@@ -156,32 +179,88 @@ def _number(pattern: str, text: str) -> int:
     return int(found.group(1))
 
 
-def compile_specimen(specimen: Specimen, target: Target) -> tuple[list[Usage], list[str]]:
-    """What the specimen's kernels need, and what is wrong with them (empty if nothing is)."""
+def launches_of(specimen: Specimen, target: Target) -> list[tuple[str, frozenset[Value]]]:
+    """The kernels that a specimen launches and what each would be compiled for, without compiling."""
+    found: list[tuple[str, frozenset[Value]]] = []
+
+    def start(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        found.append((kernel.__name__, describe(kernel, arguments, keywords)))
+
+    with _launching(target, start):
+        specimen.launch()
+    return found
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process compiles at a time: a specimen for a target, of its launches those numbered ``only`` or all."""
+
+    specimen: Specimen
+    target: Target
+    only: frozenset[int] | None = None
+
+
+def cover(tasks: list[Task], strength: int) -> list[Task]:
+    """The tasks with the launches that :func:`~moe_core.testing.compile_cover.choose` takes.
+
+    A specimen that launches nothing, or fails before anything is compiled, stays whole: compiling it tells of that.
+    """
+    launches: dict[tuple[str, str, frozenset[Value]], Launch] = {}
+    whole: set[int] = set()
+    for i, task in enumerate(tasks):
+        try:
+            found = launches_of(task.specimen, task.target)
+        except Exception:
+            found = []
+        if not found:
+            whole.add(i)
+        for number, (kernel, values) in enumerate(found):
+            arch = task.target.device.arch
+            known = launches.get((arch, kernel, values))
+            # of equal launches the one that may spill least
+            if known is None or task.specimen.max_spills < tasks[known.specimen].specimen.max_spills:
+                launches[arch, kernel, values] = Launch(arch, i, number, kernel, values)
+    chosen: dict[int, set[int]] = {i: set() for i in sorted(whole)}
+    for launch in choose(list(launches.values()), strength):
+        chosen.setdefault(launch.specimen, set()).add(launch.number)
+    return [
+        task if i in whole else dataclasses.replace(task, only=frozenset(chosen[i]))
+        for i, task in enumerate(tasks)
+        if i in chosen
+    ]
+
+
+def compile_specimen(
+    specimen: Specimen, target: Target, only: Collection[int] | None = None
+) -> tuple[list[Usage], list[str]]:
+    """What the specimen's kernels need, and what is wrong with them (empty if nothing is).
+
+    ``only``: the numbers of the launches to compile, if not all.
+    """
+    where = f"{target.device.arch}: {specimen.name}"
     try:
-        with compiling_for(target) as compiled:
+        with compiling_for(target, only) as compiled:
             specimen.launch()
     except Exception as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        return [], [f"{specimen.name}: does not compile: {type(cause).__name__}: {cause}"]
+        return [], [f"{where}: does not compile: {type(cause).__name__}: {cause}"]
     usages, problems = [], []
     for name, kernel in compiled:
         usage = Usage(specimen.name, name, *usage_of(kernel), int(kernel.metadata.shared))
         usages.append(usage)
         if usage.spills > specimen.max_spills:
             problems.append(
-                f"{specimen.name}: {name} spills {usage.spills} bytes per thread, "
-                f"at most {specimen.max_spills} are accepted"
+                f"{where}: {name} spills {usage.spills} bytes per thread, at most {specimen.max_spills} are accepted"
             )
         if usage.shared > target.device.shared_memory:
             problems.append(
-                f"{specimen.name}: {name} needs {usage.shared} bytes of shared memory, "
+                f"{where}: {name} needs {usage.shared} bytes of shared memory, "
                 f"a block of {target.device.arch} has at most {target.device.shared_memory}"
             )
     if not compiled:
-        problems.append(f"{specimen.name}: started no kernel")
+        problems.append(f"{where}: started no kernel")
     return usages, problems
 
 
@@ -216,53 +295,72 @@ def find_specimens(packages: Iterable[str], target: Target) -> Iterator[Specimen
 
 
 #: What forked processes compile: specimens hold functions, which cannot be sent to a process, but are inherited.
-_INHERITED: list[tuple[Specimen, Target]] = []
+_INHERITED: list[Task] = []
 
 
 def _compile_inherited(number: int) -> tuple[list[Usage], list[str]]:
-    return compile_specimen(*_INHERITED[number])
+    task = _INHERITED[number]
+    return compile_specimen(task.specimen, task.target, task.only)
 
 
-def compile_all(specimens: list[Specimen], target: Target, jobs: int) -> Iterator[tuple[list[Usage], list[str]]]:
+def compile_all(tasks: list[Task], jobs: int) -> Iterator[tuple[list[Usage], list[str]]]:
     """:func:`compile_specimen` of each, in order, by ``jobs`` processes where the system can fork."""
     if jobs == 1 or "fork" not in multiprocessing.get_all_start_methods():
-        for specimen in specimens:
-            yield compile_specimen(specimen, target)
+        for task in tasks:
+            yield compile_specimen(task.specimen, task.target, task.only)
         return
-    _INHERITED[:] = [(specimen, target) for specimen in specimens]
+    _INHERITED[:] = tasks
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        yield from pool.imap(_compile_inherited, range(len(specimens)))
+        yield from pool.imap(_compile_inherited, range(len(tasks)))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the number of problems, at most 1."""
+    """The command line; returns 0, or 1 where anything is wrong with a kernel and 2 with the arguments."""
     parser = argparse.ArgumentParser(prog="python -m moe_core.testing.compile", description=__doc__.partition("\n")[0])
-    parser.add_argument("target", help="sm80, sm89, sm90, sm100, sm120, gfx942, gfx950")
+    parser.add_argument("targets", nargs="+", metavar="target", help="sm80, sm89, sm90, sm100, sm120, gfx942, gfx950")
     parser.add_argument("--package", action="append", help="look for specimens here (default: core and its plug-ins)")
     parser.add_argument("--only", default="", help="specimens whose name contains this text")
+    parser.add_argument(
+        "--cover",
+        type=int,
+        choices=(1, 2),
+        help="compile fewer: 1: every kernel for every target, every value of a kernel's arguments for one of the "
+        "targets; 2: every value for every target, every pair of values for one of the targets (default: everything)",
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     options = parser.parse_args(arguments)
-    start, problems, count = time.perf_counter(), [], 0
+    start, problems = time.perf_counter(), []
     try:
         refuse_interpreter()
-        target = Target.parse(options.target)
+        targets = [Target.parse(name) for name in options.targets]
         packages = options.package or plugin_packages()
-        specimens = [s for s in find_specimens(packages, target) if options.only in s.name]
+        tasks = [Task(s, t) for t in targets for s in find_specimens(packages, t) if options.only in s.name]
     except MoEError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{'specimen':60} {'kernel':28} {'registers':>9} {'spills':>6} {'shared':>7}", flush=True)
-    for usages, found in compile_all(specimens, target, max(options.jobs, 1)):
+    found = Counter(task.target.device.arch for task in tasks)
+    problems += [
+        f"no specimens for {target.device.arch} in {', '.join(packages)}"
+        for target in targets
+        if not found[target.device.arch]
+    ]
+    if options.cover:
+        tasks = cover(tasks, options.cover)
+    print(f"{'':7} {'specimen':52} {'kernel':28} {'registers':>9} {'spills':>6} {'shared':>7}", flush=True)
+    kernels: Counter[str] = Counter()
+    for task, (usages, wrong) in zip(tasks, compile_all(tasks, max(options.jobs, 1)), strict=True):
+        arch = task.target.device.arch
         for u in usages:
-            print(f"{u.specimen:60} {u.kernel:28} {u.registers:9} {u.spills:6} {u.shared:7}", flush=True)
-        problems += found
-        count += len(usages)
-    if not specimens:
-        problems.append(f"no specimens for {options.target} in {', '.join(packages)}")
+            print(f"{arch:7} {u.specimen:52} {u.kernel:28} {u.registers:9} {u.spills:6} {u.shared:7}", flush=True)
+        problems += wrong
+        kernels[arch] += len(usages)
     for problem in problems:
         print(f"FAILED {problem}", file=sys.stderr)
-    seconds = time.perf_counter() - start
-    print(f"{options.target}: {count} kernels of {len(specimens)} specimens, {len(problems)} problems, {seconds:.0f} s")
+    compiled = Counter(task.target.device.arch for task in tasks)
+    for arch, count in found.items():
+        chosen = f" (--cover {options.cover})" if options.cover else ""
+        print(f"{arch}: {kernels[arch]} kernels of {compiled[arch]} specimens out of {count}{chosen}")
+    print(f"{len(problems)} problems, {time.perf_counter() - start:.0f} s")
     return 1 if problems else 0
 
 

@@ -1,0 +1,93 @@
+"""What is left out of a covering choice of launches occurs in another launch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_core.testing.compile_cover import Launch, choose, describe
+
+
+@st.composite
+def launches(draw: st.DrawFn) -> list[Launch]:
+    size = {"small": 2, "large": 4}
+    found = []
+    for i in range(draw(st.integers(0, 40))):
+        kernel = draw(st.sampled_from(sorted(size)))
+        values = frozenset((f"p{p}", draw(st.integers(0, 2))) for p in range(size[kernel])) | {("always", kernel)}
+        found.append(Launch(draw(st.sampled_from(["sm90", "gfx950"])), i, 0, kernel, values))
+    return found
+
+
+def combinations(found: list[Launch], size: int, *, by_target: bool) -> set[object]:
+    return {
+        (launch.target if by_target else "", launch.kernel, *some)
+        for launch in found
+        for some in itertools.combinations(sorted(launch.values, key=str), size)
+    }
+
+
+@given(launches())
+@settings(deadline=None, max_examples=60)
+def test_every_kernel_and_value_occurs(found: list[Launch]) -> None:
+    chosen = choose(found, 1)
+    assert combinations(chosen, 0, by_target=True) == combinations(found, 0, by_target=True)
+    assert combinations(chosen, 1, by_target=False) == combinations(found, 1, by_target=False)
+
+
+@given(launches())
+@settings(deadline=None, max_examples=60)
+def test_every_value_and_pair_occurs(found: list[Launch]) -> None:
+    chosen = choose(found, 2)
+    assert combinations(chosen, 1, by_target=True) == combinations(found, 1, by_target=True)
+    assert combinations(chosen, 2, by_target=False) == combinations(found, 2, by_target=False)
+
+
+def test_few_are_chosen() -> None:
+    grid = itertools.product(range(4), repeat=4)
+    found = [Launch("sm90", i, 0, "k", frozenset(enumerate(values))) for i, values in enumerate(grid)]
+    # 4 x 4 values of two parameters need 16 launches; greedy choices come near
+    assert 16 <= len(choose(found, 2)) < 32
+    assert 4 <= len(choose(found, 1)) < 8
+
+
+def test_equal_launches_for_two_targets_are_both_needed_only_where_that_is_asked() -> None:
+    found = [Launch(t, i, 0, "k", frozenset({("a", i)})) for t in ("sm80", "sm90") for i in range(8)]
+    # strength 1: the eight values anywhere; 2: for both targets
+    assert len(choose(found, 1)) == 8
+    assert len(choose(found, 2)) == 16
+
+
+class Parameter:
+    def __init__(self, name: str, *, is_constexpr: bool = False, default: object = None) -> None:
+        self.name, self.is_constexpr, self.default = name, is_constexpr, default
+
+
+class Kernel:
+    params = (Parameter("x"), Parameter("n"), Parameter("B", is_constexpr=True), Parameter("F", is_constexpr=True))
+    arg_names = ("x", "n", "B", "F")
+
+
+def tiles() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "equal"),
+    [
+        (((torch.zeros(2), 32, 64), {}), ((torch.zeros(5), 48, 64), {}), True),  # sizes that are not specialised for
+        (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2), 33, 64), {}), False),
+        (((torch.zeros(2), 1, 64), {}), ((torch.zeros(2), 33, 64), {}), False),
+        (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2).half(), 32, 64), {}), False),
+        (((torch.zeros(2), 32, 64), {}), ((None, 32, 64), {}), False),
+        (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2), 32, 128), {}), False),
+        (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2), 32, 64), {"F": tiles}), False),
+        (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2), 32, 64), {"num_warps": 8}), False),
+        ((((torch.zeros(2), 32), 1, 1), {}), (((torch.zeros(2), 64), 1, 1), {}), True),
+        ((((torch.zeros(2), 32), 1, 1), {}), (((torch.zeros(2), 65), 1, 1), {}), False),
+    ],
+)
+def test_launches_are_equal_where_they_compile_the_same(first, second, equal) -> None:
+    assert (describe(Kernel, *first) == describe(Kernel, *second)) is equal
