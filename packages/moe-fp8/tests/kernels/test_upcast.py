@@ -40,13 +40,13 @@ SMALL = TileConfig(16, 128, 4, 2, swap=True)
 
 def arranged(x: torch.Tensor) -> torch.Tensor:
     """Columns in the order of `upcast.arrange`."""
-    return x.unflatten(1, (-1, 32, 2)).transpose(2, 3).flatten(1)
+    return x.unflatten(1, (-1, 16, 2)).transpose(2, 3).flatten(1)
 
 
 def halves(x: torch.Tensor) -> torch.Tensor:
-    """int32: arranged columns as two bfloat16 halves, the higher ones of 64 columns first."""
+    """int32: arranged columns as two bfloat16 halves, the higher ones of 32 columns first."""
     high = x.bfloat16()
-    both = torch.stack([high, (x - high.float()).bfloat16()]).unflatten(2, (-1, 64))
+    both = torch.stack([high, (x - high.float()).bfloat16()]).unflatten(2, (-1, 32))
     return both.permute(1, 2, 0, 3).reshape(len(x), -1).contiguous().view(HALVES)
 
 
@@ -116,7 +116,7 @@ def test_halves_of_float16_numbers_are_exact(axis: int, device: torch.device) ->
     x = torch.where(x.isnan(), 0.0, x.float()).view(-1, 128)
     found = torch.empty(x.shape, dtype=HALVES, device=device)
     _arrange_halves[(len(x) // 16,)](x.to(device), found, AXIS=axis)
-    pairs = found.cpu().view(torch.bfloat16).float().view(len(x), 2, 2, 64)
+    pairs = found.cpu().view(torch.bfloat16).float().view(len(x), 4, 2, 32)
     finite = x.isfinite()
     assert torch.equal(torch.where(finite, arranged(x), 0.0), torch.where(arranged(finite), pairs.sum(2).flatten(1), 0))
     assert torch.equal(found.cpu()[finite.all(1)], halves(arranged(x))[finite.all(1)])

@@ -96,6 +96,7 @@ class TritonFp8UpcastExperts(FusedMoEExpertsModular):
             stepwise=shape is not None and shape.row > 1,
             wide=self.stored_dtype is torch.float32,
             halves=self.stored_dtype is HALVES,
+            gated=config.is_gated,
             split=self.activation_format is FusedMoEActivationFormat.STANDARD,
             capability=self.device_info.capability,
         )

@@ -24,7 +24,7 @@ from moe_core.gemm.narrow import INTERPRET, narrow, narrow_e4m3
 from moe_core.ops._quantize_kernels import magnitude_bits, scale_of
 
 #: columns within which `arrange` moves
-UNIT = tl.constexpr(64)
+UNIT = tl.constexpr(32)
 # columns that share a scale of MXFP8
 MX_GROUP = tl.constexpr(32)
 
@@ -95,14 +95,16 @@ _FLOAT16 = tl.constexpr(
 
 
 @triton.jit
-def _product(acc, words, factor, x0, x1, SCALED: tl.constexpr):
-    """acc [N, M] + (words [N, W] as numbers of x's dtype) @ (x0, x1).T; SCALED: the numbers times `factor` [N, W].
+def _product(acc, words, factor, x, SCALED: tl.constexpr):
+    """acc [N, M] + (words [N, W] as numbers of x's dtype) @ x.T; SCALED: the numbers times `factor` [N, W].
 
+    `x`: one tile [M, 4 W] in the order of `arrange`, or two [M, 2 W], the first halves of its units and the second.
     `factor`: float32, or for bfloat16 a pair of its numbers in int32 (the interpreter computes in float32).
     One function, because the interpreter takes a millisecond for each call of another.
     """
-    SHAPE: tl.constexpr = (words.shape[0], 2 * words.shape[1])
-    dtype: tl.constexpr = x0.dtype
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    dtype: tl.constexpr = x[0].dtype
     tl.static_assert(not (SCALED and dtype == tl.float16), "float16 has too small a range for scaled weights")
     if INTERPRET or dtype == tl.float32:
         # the magnitude in the place of a float32's exponent is the number times 2^-120
@@ -110,13 +112,10 @@ def _product(acc, words, factor, x0, x1, SCALED: tl.constexpr):
         v1 = ((words << 8) & -0x80000000) | (((words >> 16) & 0x7F) << 20)
         v2 = ((words << 16) & -0x80000000) | (((words >> 8) & 0x7F) << 20)
         v3 = (words & -0x80000000) | (((words >> 24) & 0x7F) << 20)
-        low = tl.join(v0, v1).reshape(SHAPE).to(tl.float32, bitcast=True) * 1.329227995784916e36
-        high = tl.join(v2, v3).reshape(SHAPE).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        low = tl.join(v0, v1).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        high = tl.join(v2, v3).to(tl.float32, bitcast=True) * 1.329227995784916e36
         if SCALED:
-            pairs = tl.join(factor, factor).reshape(SHAPE)
-            low, high = low * pairs, high * pairs
-        acc = tl.dot(low, tl.trans(x0.to(tl.float32)), acc, input_precision="ieee")
-        return tl.dot(high, tl.trans(x1.to(tl.float32)), acc, input_precision="ieee")
+            low, high = low * factor[:, :, None], high * factor[:, :, None]
     else:
         if dtype == tl.float16:
             w0, w1, w2, w3 = tl.inline_asm_elementwise(
@@ -134,8 +133,14 @@ def _product(acc, words, factor, x0, x1, SCALED: tl.constexpr):
                 _BFLOAT16, "=h,=h,=h,=h,r", [words],
                 dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
             )  # fmt: skip
-        acc = tl.dot(tl.join(w0, w1).reshape(SHAPE), tl.trans(x0), acc)
-        return tl.dot(tl.join(w2, w3).reshape(SHAPE), tl.trans(x1), acc)
+        low, high = tl.join(w0, w1), tl.join(w2, w3)
+    if len(x) == 2:
+        acc = tl.dot(low.reshape(N, 2 * W), tl.trans(x[0].to(low.dtype)), acc, input_precision="ieee")
+        return tl.dot(high.reshape(N, 2 * W), tl.trans(x[1].to(low.dtype)), acc, input_precision="ieee")
+    else:
+        # [word, of its pair, low or high] to [unit, low or high, word, of its pair]: no number leaves its register
+        numbers = tl.join(low, high).reshape(N, W // (UNIT // 4), UNIT // 4, 2, 2).permute(0, 1, 4, 2, 3)
+        return tl.dot(numbers.reshape(N, 4 * W), tl.trans(x[0].to(low.dtype)), acc, input_precision="ieee")
 
 
 @triton.jit
@@ -220,6 +225,13 @@ def open_activations(A, rows, expert):
 
 @triton.jit
 def load_activations(state, k, BLOCK_K: tl.constexpr):
+    """One tile [BLOCK_M, BLOCK_K]."""
+    (values,) = state
+    return (tl.load(values[:, None] + (k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]),), 0.0
+
+
+@triton.jit
+def load_activations_apart(state, k, BLOCK_K: tl.constexpr):
     """The two tiles [BLOCK_M, BLOCK_K / 2] that meet bytes 0 and 2, and bytes 1 and 3."""
     (values,) = state
     column = tl.arange(0, BLOCK_K // 2)
@@ -229,12 +241,11 @@ def load_activations(state, k, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def load_halves(state, k, BLOCK_K: tl.constexpr):
-    """The four tiles of what `arrange_halves` wrote, as bfloat16: higher halves of the two, then lower."""
+    """Two tiles [BLOCK_M, BLOCK_K] of what `arrange_halves` wrote, as bfloat16: the higher halves and the lower."""
     (values,) = state
-    column = tl.arange(0, BLOCK_K // 2)
-    pointers = values[:, None] + (2 * k * BLOCK_K + column // (UNIT // 2) * (2 * UNIT) + column % (UNIT // 2))[None, :]
-    high0, high1 = tl.load(pointers), tl.load(pointers + UNIT // 2)
-    return (high0, high1, tl.load(pointers + UNIT), tl.load(pointers + 3 * (UNIT // 2))), 0.0
+    column = tl.arange(0, BLOCK_K)
+    pointers = values[:, None] + (2 * k * BLOCK_K + column // UNIT * (2 * UNIT) + column % UNIT)[None, :]
+    return (tl.load(pointers), tl.load(pointers + UNIT)), 0.0
 
 
 @triton.jit
@@ -343,31 +354,41 @@ def load_mxfp8(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
 def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + b @ a.T, without scales."""
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
-    x0, x1 = a
-    return _product(acc, b, 0, x0, x1, False)
+    return _add(acc, b, 0, a, False)
+
+
+@triton.jit
+def _add(acc, words, factor, x, SCALED: tl.constexpr):
+    """`_product` into the running sum.
+
+    Of few rows each step's product is added by itself: ptxas makes every `wgmma` wait for the one before where it
+    cannot tell that nobody else sets a running sum meanwhile.  (As `fma`: Triton would turn a sum into a running one.)
+    """
+    if acc.shape[1] <= (64 if SCALED else 32):
+        step = _product(tl.zeros_like(acc), words, factor, x, SCALED)
+        return tl.fma(step, tl.full(acc.shape, 1.0, tl.float32), acc)
+    else:
+        return _product(acc, words, factor, x, SCALED)
 
 
 @triton.jit
 def multiply_block(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + (b @ a.T) * scale, a scalar."""
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
-    x0, x1 = a
-    return acc + _product(tl.zeros_like(acc), b, 0, x0, x1, False) * b_scale
+    return acc + _product(tl.zeros_like(acc), b, 0, a, False) * b_scale
 
 
 @triton.jit
 def multiply_block_mixed(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + (b @ a.T) * scale, [BLOCK_N]."""
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
-    x0, x1 = a
-    return acc + _product(tl.zeros_like(acc), b, 0, x0, x1, False) * b_scale[:, None]
+    return acc + _product(tl.zeros_like(acc), b, 0, a, False) * b_scale[:, None]
 
 
 @triton.jit
 def _power(exponent, MANTISSA: tl.constexpr):
-    """Bits of 2^(exponent - 127) for a type with float32's exponent: 0 is subnormal, 255 is NaN."""
-    half: tl.constexpr = 1 << (MANTISSA - 1)
-    return (exponent << MANTISSA) | tl.where(((exponent + 1) & 0xFF) <= 1, half, 0)
+    """Bits of 2^(exponent - 127) for a type with float32's exponent: 0 is subnormal, 255, e8m0's NaN, infinity."""
+    return tl.maximum(exponent << MANTISSA, 1 << (MANTISSA - 1))
 
 
 @triton.jit
@@ -393,17 +414,16 @@ def _factor(words, b_scale, dtype: tl.constexpr):
 def multiply_mxfp8(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + (b with its scales) @ a.T, for activations that are bfloat16 or float32."""
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
-    x0, x1 = a
-    return _product(acc, b, _factor(b, b_scale, x0.dtype), x0, x1, True)
+    return _add(acc, b, _factor(b, b_scale, a[0].dtype), a, True)
 
 
 @triton.jit
 def multiply_mxfp8_halves(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """As `multiply_mxfp8`, for activations that are sums of two bfloat16 numbers."""
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
-    high0, high1, low0, low1 = a
+    high, low = a
     factor = _factor(b, b_scale, tl.bfloat16)
-    return _product(_product(acc, b, factor, low0, low1, True), b, factor, high0, high1, True)
+    return _product(_product(acc, b, factor, (low,), True), b, factor, (high,), True)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ from moe_core.ops.sort import QuantizeRows, SortedPairs, sort_pairs
 from torch import Tensor
 
 from moe_fp8.kernels import upcast
-from moe_fp8.kernels.upcast_rule import BLOCK_N
+from moe_fp8.kernels.upcast_rule import BLOCK_N, is_apart
 from moe_fp8.kernels.upcast_workspaces import HALVES
 
 #: by the dtype of stored activations (`stored_dtype`)
@@ -101,7 +101,12 @@ class UpcastWeights:
 
     def functions(self, config: TileConfig, stored: torch.dtype) -> TileFunctions:
         """The device functions for a tile, and activations that are stored so."""
-        a = (upcast.open_activations, upcast.load_halves if stored is HALVES else upcast.load_activations)
+        load = upcast.load_activations
+        if stored is HALVES:
+            load = upcast.load_halves
+        elif is_apart(config):
+            load = upcast.load_activations_apart
+        a = (upcast.open_activations, load)
         if self.kind is WeightScale.TENSOR:
             b = (upcast.open_tensor, upcast.load_unscaled, upcast.multiply, upcast.finish_tensor)
         elif self.kind is WeightScale.CHANNEL:

@@ -8,6 +8,8 @@ The figures behind the thresholds are in docs/performance.md.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moe_core.gemm.plan import TileConfig, TilePlan
 
 #: columns of a tile; also what rows of the intermediate are padded to
@@ -28,14 +30,15 @@ def upcast_plan(
     stepwise: bool = False,
     wide: bool = False,
     halves: bool = False,
+    gated: bool = True,
     split: bool = True,
     capability: int = 90,
 ) -> TilePlan:
     """The plan for ``tokens`` x ``top_k`` pairs over ``num_experts`` (all of the layer, local or not).
 
     ``block_k`` depth of a step, ``stepwise`` each step's product is scaled by itself, ``wide`` activations are float32,
-    ``halves`` they are pairs of bfloat16 numbers, ``split`` k loops may be split, ``capability`` 90 for sm_90, 0 for no
-    NVIDIA GPU.
+    ``halves`` they are pairs of bfloat16 numbers, ``gated`` the up product has two halves, ``split`` k loops may be
+    split, ``capability`` 90 for sm_90, 0 for no NVIDIA GPU.
     """
     mean = tokens * top_k / num_experts
     if wide:
@@ -44,35 +47,58 @@ def upcast_plan(
         return TilePlan(config, config)
     if capability < 90 or capability >= 120:
         # about 100 KB of shared memory per program; products of these matrix units take more registers
-        rows, warps = (16, 8 if halves else 4) if mean <= 12 else (32, 8) if mean <= 24 or stepwise or halves else (64, 8)
+        rows, warps = (
+            (16, 8 if halves else 4) if mean <= 12 else (32, 8) if mean <= 24 or stepwise or halves else (64, 8)
+        )
         config = TileConfig(rows, BLOCK_N, warps, 2, 1 if rows == MIN_BLOCK_M else 8, swap=True)
         return TilePlan(config, config, capability >= 90)
-    up_steps, down_steps = -(-hidden_size // block_k), -(-intermediate_size // block_k)
-    if mean <= 24:
-        rows = 16 if mean <= 12 else 32
+    # pieces of tiles go through the tensor memory accelerator, which needs no masks
+    up_tma = hidden_size % block_k != 0 or intermediate_size % BLOCK_N != 0
+    down_tma = intermediate_size % block_k != 0 or hidden_size % BLOCK_N != 0
+    if mean <= 12:
         tiles = min(tokens * top_k, num_experts)
-        # narrow tiles keep two or three programs on a multiprocessor, so that one loads while another multiplies; rows
-        # of the intermediate have to end with a whole tile of the wide kind
-        up_n = 64 if rows == MIN_BLOCK_M and intermediate_size % BLOCK_N == 0 else BLOCK_N
-        up_tiles = tiles * -(-intermediate_size // up_n)
-        # one step less in flight, and a fourth program fits: where that spares a second round
-        up_stages = 4 if rows == MIN_BLOCK_M and not 132 * 3 < up_tiles <= 132 * 4 else 3
-        up_split = down_split = 1
-        if split and rows == MIN_BLOCK_M:
-            up_split = _split(264, up_tiles, up_steps)
-            down_split = _split(264, tiles * -(-hidden_size // BLOCK_N), down_steps)
-        return TilePlan(
-            TileConfig(rows, up_n, 4, up_stages, 1, True, True, up_split),
-            TileConfig(rows, BLOCK_N, 4, 2 if down_steps <= 2 else 3, 1, True, True, down_split),
-            # where launches are a good part of the time; else programs that come early only take bandwidth
-            up_split > 1,
-        )
+        up_steps, down_steps = -(-hidden_size // block_k), -(-intermediate_size // block_k)
+        up = _up(tiles, intermediate_size, up_steps, gated=gated, split=split, tma=up_tma)
+        down = _down(tiles, hidden_size, down_steps, split=split, tma=down_tma)
+        # where launches are a good part of the time; else programs that come early only take bandwidth
+        return TilePlan(up, down, up.split > 1 or (tokens * top_k <= 64 and down_steps > 2))
+    if mean <= 24:
+        config = TileConfig(32, BLOCK_N, 4, 3, 1, True, True)
+        return TilePlan(config, config)
     few = TileConfig(64, BLOCK_N, 8, 3, 8, swap=True, tma=True)
     if mean <= 48 or halves:
         return TilePlan(few, few)
     many = TileConfig(128, BLOCK_N, 8, 3, 8, swap=True, tma=True)
     # two accumulators of 128 x 128 leave no registers for the product of a step
-    return TilePlan(few if stepwise else many, many if mean > 384 else few)
+    return TilePlan(few if stepwise else replace(many, tma=up_tma), many if mean > 384 else few)
+
+
+def _up(tiles: int, columns: int, steps: int, *, gated: bool, split: bool, tma: bool) -> TileConfig:
+    """The up product of a few rows in each of ``tiles`` experts."""
+    wide = tiles * -(-columns // BLOCK_N)
+    if not gated:
+        # half the bytes of a step
+        return TileConfig(MIN_BLOCK_M, BLOCK_N, 8, 4, 1, True, tma, _split(396, wide, steps) if split else 1)
+    # Two programs of eight warps on each of 132 multiprocessors: all in one round, or few enough to be split.
+    # Narrow tiles must not leave rows of the intermediate without a whole tile of the wide kind.
+    if columns % BLOCK_N or wide <= 66 or 132 <= wide <= 264:
+        return TileConfig(MIN_BLOCK_M, BLOCK_N, 8, 3, 1, True, True, _split(264, wide, steps) if split else 1)
+    return TileConfig(MIN_BLOCK_M, BLOCK_N // 2, 4, 4, 1, True, tma)
+
+
+def _down(tiles: int, columns: int, steps: int, *, split: bool, tma: bool) -> TileConfig:
+    """The down product of a few rows in each of ``tiles`` experts."""
+    programs = tiles * -(-columns // BLOCK_N)
+    if programs > 528 and steps <= 8:
+        # short programs, of which the next load while others multiply
+        return TileConfig(MIN_BLOCK_M, BLOCK_N, 4, 3, 1, True, True)
+    parts = _split(264, programs, steps) if split else 1
+    return TileConfig(MIN_BLOCK_M, BLOCK_N, 8, 4 if steps > 2 else 3, 1, True, tma, parts)
+
+
+def is_apart(config: TileConfig) -> bool:
+    """Whether a step is two products, which takes fewer registers than one: two programs then fit a multiprocessor."""
+    return config.block_m == MIN_BLOCK_M and config.num_warps == 8
 
 
 def _split(target: int, programs: int, steps: int) -> int:

@@ -30,7 +30,7 @@ _MAX_SPILLS_NARROW_BLOCKS = 160
 _MAX_SPILLS_ODD = 448
 #: float32 products have no matrix units, and Triton holds both operands of a step in registers
 _MAX_SPILLS_FLOAT32 = 8192
-#: float16 beside MXFP8 weights: weights of a step wait for a second pair of products (32 rows on sm_80 to sm_89, sm_120)
+#: float16 beside MXFP8 weights: the weights of a step enter twice as many products
 _MAX_SPILLS_HALVES = 128
 
 
