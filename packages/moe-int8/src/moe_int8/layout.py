@@ -19,3 +19,53 @@ def scale_and_zero(scale: Tensor, zero: Tensor) -> Tensor:
     """Scales [E] float32 and zero points [E] int32 as one int64 each: the scale's bits in the low half."""
     low = scale.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     return (zero.long() << 32) | low
+
+
+def nibble_half(group_size: int) -> int:
+    """Columns of a step in lower nibbles, and in upper ones; ``group_size`` -1: scales by channel."""
+    return 64 if group_size == -1 else min(group_size, 64)
+
+
+def pack_nibbles(codes: Tensor, half: int) -> Tensor:
+    """Codes of -8 .. 7, int8 [E, rows, K], two in a byte: uint8 [E, rows, steps * half].
+
+    A step is ``2 * half`` columns in ``half`` bytes: column c in the lower nibble of byte c, column c + half in the
+    upper one.  The last step is filled up with zeros.
+    """
+    experts, rows, columns = codes.shape
+    steps = -(-columns // (2 * half))
+    packed = torch.empty(experts, rows, steps * half, dtype=torch.uint8, device=codes.device)
+    for out, one in zip(packed, codes, strict=True):
+        whole = torch.nn.functional.pad(one, (0, steps * 2 * half - columns)).view(rows, steps, 2, half)
+        low, high = whole[:, :, 0] & 15, whole[:, :, 1] << 4
+        out.view(rows, steps, half).copy_((low | high).view(torch.uint8))
+    return packed
+
+
+def unpack_nibbles(packed: Tensor, half: int, columns: int) -> Tensor:
+    """The inverse of :func:`pack_nibbles`: int8 [E, rows, columns]."""
+    experts, rows, size = packed.shape
+    pairs = packed.view(torch.int8).view(experts, rows, size // half, 1, half)
+    # an arithmetic shift brings the sign along
+    codes = torch.cat((pairs << 4 >> 4, pairs >> 4), dim=3)
+    return codes.reshape(experts, rows, 2 * size)[:, :, :columns]
+
+
+def group_scales(scale: Tensor, half: int, group_size: int) -> Tensor:
+    """Scales [E, rows, groups] as float32 [E, whole steps of groups, rows], over 16; those that do not exist are 0."""
+    groups = scale.shape[2]
+    per_step = max(2 * half // group_size, 1)
+    wide = torch.zeros(
+        scale.shape[0], -(-groups // per_step) * per_step, scale.shape[1], dtype=torch.float32, device=scale.device
+    )
+    wide[:, :groups].copy_(scale.transpose(1, 2))
+    return wide.mul_(1 / 16)
+
+
+def scaled_row_sums(codes: Tensor, scale: Tensor) -> Tensor:
+    """Sums of the weights' rows, float32 [E, rows], of ``codes`` [E, rows, K] with ``scale`` [E, rows, groups]."""
+    sums = torch.empty(codes.shape[:2], dtype=torch.float32, device=codes.device)
+    for out, one, own in zip(sums, codes, scale, strict=True):
+        by_group = one.view(*own.shape, -1).sum(dim=2, dtype=torch.int32)
+        out.copy_((by_group.double() * own.double()).sum(dim=1))
+    return sums

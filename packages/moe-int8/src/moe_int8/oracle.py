@@ -53,6 +53,7 @@ class Int8Oracle(Oracle):
             (
                 "moe_int8.experts.triton:TritonInt8Experts",
                 "moe_int8.experts.triton_weight_only:TritonInt8WeightOnlyExperts",
+                "moe_int8.experts.triton_w4a8:TritonW4A8Int8Experts",
             ),
             "moe-int8",
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_core.testing import ConformanceTests
 from moe_int8.experts.triton import TritonInt8Experts
+from moe_int8.experts.triton_w4a8 import TritonW4A8Int8Experts
 from moe_int8.experts.triton_weight_only import TritonInt8WeightOnlyExperts
 
 
@@ -13,3 +14,7 @@ class TestTritonInt8(ConformanceTests):
 
 class TestTritonInt8WeightOnly(ConformanceTests):
     experts = TritonInt8WeightOnlyExperts
+
+
+class TestTritonW4A8Int8(ConformanceTests):
+    experts = TritonW4A8Int8Experts

@@ -225,11 +225,6 @@ def test_static_codes_saturate(zero, device):
     assert torch.equal(out.cpu(), expected)
 
 
-def test_row_sums():
-    w = codes(torch.Generator().manual_seed(1), 3, 5, 300)
-    assert torch.equal(row_sums(w), w.long().sum(2).int())
-
-
 # ------------------------------------------------------------------ layers
 
 

@@ -65,8 +65,8 @@ def store_activated(
     """Block `block` of 128 columns of h, [64, 128], by sorted row.
 
     OUT "groups": e4m3 and one scale per row and block, amax / 448; "static": e4m3 or int8 by the scale that the expert
-    was given, int64 with a zero point; "values": as they are.  AMAX "row" or "tensor": the bits of the largest magnitude
-    of each row or of all.
+    was given, int64 with a zero point; "values": as they are.
+    AMAX "row" or "tensor": the bits of the largest magnitude of each row or of all.
     """
     out, scales, amax, stride, stride_scale, width = T
     column = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, value.type.layout))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import triton
@@ -97,12 +98,29 @@ def quantize_rows(
 
 
 def row_operand(
-    weights: Tensor, scales: Tensor, bias: Tensor | None, count: int, extra: tuple[Any, ...] = ()
+    weights: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    count: int,
+    extra: tuple[Any, ...] = (),
+    *,
+    columns: int | None = None,
+    packed: int = 1,
 ) -> Operand:
     """Weights [E, rows, K] with scales [E, rows, 1] or [E, parts]; ``count`` rows of one half.
+
+    ``packed`` of the ``columns`` lie in an element of weights [E, rows, whole steps].
 
     ``extra`` goes behind what `rows.open_weights` takes, for device functions of a scheme's own.
     """
     half, row = (count * scales.stride(1), scales.stride(1)) if scales.dim() == 3 else (scales.stride(1), 0)
     device = (weights, scales, weights.stride(0), weights.stride(1), scales.stride(0), half, row, *extra)
-    return Operand(device, count, weights.shape[2], bias, weight_descriptor(weights), is_aligned(weights))
+    columns = weights.shape[2] if columns is None else columns
+    descriptor = weight_descriptor(weights)
+    if packed > 1 and descriptor is not None:
+        descriptor = partial(_packed_descriptor, descriptor, packed)
+    return Operand(device, count, columns, bias, descriptor, is_aligned(weights))
+
+
+def _packed_descriptor(make: Any, packed: int, block_rows: int, block_columns: int) -> Any:
+    return make(block_rows, block_columns // packed)

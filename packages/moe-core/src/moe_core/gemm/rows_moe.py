@@ -45,7 +45,7 @@ from moe_core.ops.batch import Batch, BatchedRows, batch_rows
 from moe_core.ops.reduce import reduce_pairs
 from moe_core.ops.sort import QuantizeRows, SortedPairs, clears_first, sort_pairs, whole_row
 
-#: depth of a step, and columns of one program that finishes a split product
+#: columns of one program that finishes a split product
 BLOCK = 128
 #: rows of a tile up to which values may be quantised while they are loaded
 MAX_RAW_ROWS = 32
@@ -62,7 +62,9 @@ class RowFunctions:
       several), ``quantize_by_amax`` (one scale for all rows)
     - ``open_raw``, ``load_raw``: rows that are quantised while they are loaded; None where they cannot be
     - ``specialised``: gives the k loop for `moe_core.gemm.hopper`, imported on use; None: there is none
-    - ``open_values``, ``open_weights``, ``finish``: those of `moe_core.gemm.rows`, or what goes with other scales
+    - ``open_values``, ``load_values``, ``open_weights``, ``load_weights``, ``finish``, ``prefetch_weights`` (or None):
+      those of `moe_core.gemm.rows`, or what goes with other scales and weights
+    - ``packed``: weights of so many columns lie in a byte; ``block_k``: depth of a step, 128 or a divisor of it
     """
 
     dtype: torch.dtype
@@ -75,9 +77,14 @@ class RowFunctions:
     load_raw: Any = None
     specialised: Callable[[], Any] | None = None
     open_values: Any = device.open_values
+    load_values: Any = device.load_values
     open_weights: Any = device.open_weights
+    load_weights: Any = device.load_weights
+    prefetch_weights: Any = device.prefetch_weights
     finish: Any = device.finish
     accumulate: Any = tl.float32
+    packed: int = 1
+    block_k: int = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,12 +274,12 @@ class _Layer:
         grouped_product(
             TileFunctions(
                 functions.open_raw if a.raw else functions.open_values,
-                functions.load_raw if a.raw else device.load_values,
+                functions.load_raw if a.raw else functions.load_values,
                 functions.open_weights,
-                device.load_weights,
+                functions.load_weights,
                 functions.multiply,
                 functions.finish,
-                device.prefetch_weights if b.aligned and b.columns % 16 == 0 else None,
+                functions.prefetch_weights if b.aligned and b.columns % 16 == 0 else None,
                 functions.accumulate,
             ),
             config,
@@ -282,7 +289,7 @@ class _Layer:
             pairs=order,
             routing=self.routing,
             activation=activation,
-            block_k=BLOCK,
+            block_k=functions.block_k,
             pdl=self.plan.pdl,
             a_rows=a.which,
             out_rows=PAIR.value if self.adapters is not None and activation is not None else None,
@@ -418,7 +425,7 @@ def row_fused_moe(
 
     A dynamic scale per tensor spans the tokens, then the pairs, that have a local expert.
     """
-    experts, size, hidden = w13.shape[0], w2.shape[2], w2.shape[1]
+    experts, size, hidden = w13.shape[0], w13.shape[1] // (2 if activation.gated else 1), w2.shape[1]
     routing: Routing | Batch
     if expert_num_tokens is not None:
         routing = Batch(expert_num_tokens, x.shape[1])
@@ -433,8 +440,8 @@ def row_fused_moe(
         raise TypeError("either topk_weights and topk_ids or expert_num_tokens are needed")
     if x.shape[0] == 0:
         return
-    up = row_operand(w13, w13_scale, w13_bias, size, w13_extra)
-    down = row_operand(w2, w2_scale, w2_bias, hidden, w2_extra)
+    up = row_operand(w13, w13_scale, w13_bias, size, w13_extra, columns=hidden, packed=functions.packed)
+    down = row_operand(w2, w2_scale, w2_bias, hidden, w2_extra, columns=size, packed=functions.packed)
     raw = raw and functions.load_raw is not None
     adapters = None
     if lora is not None:

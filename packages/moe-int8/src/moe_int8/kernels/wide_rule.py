@@ -20,11 +20,13 @@ def wide_plan(
     intermediate_size: int,
     *,
     dtype_bytes: int = 2,
+    stepwise: bool = False,
     capability: int = 90,
 ) -> TilePlan:
     """The plan for ``tokens`` x ``top_k`` pairs over ``num_experts`` (all of the layer, local or not).
 
-    ``dtype_bytes`` of the activations; ``capability`` 90 for sm_90, 0 for no NVIDIA GPU.
+    ``dtype_bytes`` of the activations; ``stepwise``: each step's product is scaled by itself; ``capability`` 90 for
+    sm_90, 0 for no NVIDIA GPU.
     """
     mean = tokens * top_k / num_experts
     if dtype_bytes == 4:
@@ -33,7 +35,7 @@ def wide_plan(
         return TilePlan(config, config)
     if capability < 90 or capability >= 120:
         # about 100 KB of shared memory per program
-        rows, warps = (16, 4) if mean <= 12 else (32, 8) if mean <= 24 else (64, 8)
+        rows, warps = (16, 4) if mean <= 12 else (32, 8) if mean <= 24 or stepwise else (64, 8)
         config = TileConfig(rows, BLOCK_N, warps, 2, 1 if rows == 16 else 8, swap=True)
         return TilePlan(config, config, capability >= 90)
     if mean <= 24:
@@ -54,7 +56,8 @@ def wide_plan(
     if mean <= 48:
         return TilePlan(few, few)
     many = TileConfig(128, BLOCK_N, 8, 3, 8, swap=True, tma=True)
-    return TilePlan(many, many if mean > 384 else few)
+    # two accumulators of 128 x 128 leave no registers for the product of a step
+    return TilePlan(few if stepwise else many, many if mean > 384 else few)
 
 
 def _split(target: int, programs: int, steps: int) -> int:

@@ -1,0 +1,199 @@
+"""int4 weights that become int8 in registers, for products with int8 activations (W4A8).
+
+    weights       uint8 [E, rows, bytes], two codes of -8 .. 7 in a byte, in the order of `moe_int8.layout.pack_nibbles`
+    scales        by channel float32 [E, rows, 1]; by group float32 [E, groups, rows]
+    activations   int8 [M, K padded to whole steps], as `moe_int8.kernels.rows` quantises them
+
+A nibble in the upper half of a byte is 16 times its code as int8, sign included: an AND takes the upper nibbles of four
+bytes at a time, a shift and an AND the lower ones, and 1 / 16 goes into the scale.  A step of 2 P columns lies in P
+bytes, the first P columns in the lower nibbles: both halves meet a tile of the activations that is read as it lies.
+Sums of codes are exact in int32: 16 * 8 * 127 * k stays below 2^31 up to k = 132104.
+
+With scales by group each group's sum is scaled and added in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import triton
+import triton.language as tl
+from moe_core.gemm.narrow import INTERPRET, round_int8
+from moe_core.gemm.rows import load_values, load_wide
+from moe_core.gemm.rows_moe import RowFunctions
+from moe_core.gemm.weight_tile import weight_rows, weight_tile
+
+from moe_int8.kernels.rows import INT8, INT8_ZERO
+
+_UNPACK = tl.constexpr(
+    """
+    {
+        .reg .b32 up;
+        shl.b32 up, $2, 4;
+        and.b32 $0, up, 0xf0f0f0f0;
+        and.b32 $1, $2, 0xf0f0f0f0;
+    }
+    """
+)
+
+
+@triton.jit
+def unpack(words):
+    """(lower, upper) nibbles of uint8, as int8 of 16 times their codes."""
+    if INTERPRET:
+        wide = words.to(tl.int32)
+        return (wide << 4).to(tl.int8), (wide & 0xF0).to(tl.int8)
+    else:
+        return tl.inline_asm_elementwise(_UNPACK, "=r,=r,r", [words], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
+
+
+@triton.jit
+def load_halves(state, k, BLOCK_K: tl.constexpr):
+    """Tiles [BLOCK_M, BLOCK_K / 2] of the columns in lower and in upper nibbles."""
+    low, _ = load_values(state, 2 * k, BLOCK_K // 2)
+    high, _ = load_values(state, 2 * k + 1, BLOCK_K // 2)
+    return (low, high), 0.0
+
+
+@triton.jit
+def load_raw_halves(state, k, BLOCK_K: tl.constexpr):
+    """As `load_halves`, quantised in registers."""
+    low = round_int8(load_wide(state, 2 * k, BLOCK_K // 2))
+    high = round_int8(load_wide(state, 2 * k + 1, BLOCK_K // 2))
+    return (low, high), 0.0
+
+
+@triton.jit
+def product(acc, x, w, SWAP: tl.constexpr):
+    """acc + x @ w.T, int32."""
+    if SWAP:
+        return tl.dot(w, tl.trans(x), acc, out_dtype=tl.int32)
+    else:
+        return tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)
+
+
+# ------------------------------------------------------------------ scales by channel
+
+
+@triton.jit
+def load_packed(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Tile [BLOCK_N, BLOCK_K / 2] of bytes; rows are padded to whole steps."""
+    return weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K // 2, EVEN_N, True), 0.0
+
+
+@triton.jit
+def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + 16 a @ b.T, int32."""
+    low, high = unpack(b)
+    return product(product(acc, a[0], low, SWAP), a[1], high, SWAP)
+
+
+# ------------------------------------------------------------------ scales by group
+
+
+@triton.jit
+def open_groups(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """B = (bytes, scales [E, groups, rows], bytes' expert and row stride, scales' per expert, -, per group)."""
+    words, scales, stride_e, stride_n, scale_e, _, scale_g = B
+    rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
+    columns = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
+    return rows, inside, scales + expert.to(tl.int64) * scale_e + columns, first, scale_g
+
+
+@triton.jit
+def load_group(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """As `load_packed`, with the scales [BLOCK_N] of the step's one group."""
+    scale = tl.load(state[2] + k * state[4])
+    return weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K // 2, EVEN_N, True), scale
+
+
+@triton.jit
+def load_two_groups(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """As `load_packed`, with the scales [BLOCK_N] of the groups in lower and in upper nibbles."""
+    first = tl.load(state[2] + 2 * k * state[4])
+    second = tl.load(state[2] + (2 * k + 1) * state[4])
+    tile = weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K // 2, EVEN_N, True)
+    return tile, (first, second)
+
+
+@triton.jit
+def scaled(sums, scale, SWAP: tl.constexpr):
+    """int32 sums in float32, times a scale for each channel."""
+    return sums.to(tl.float32) * (scale[:, None] if SWAP else scale[None, :])
+
+
+@triton.jit
+def multiply_group(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + (16 a @ b.T) * scale."""
+    low, high = unpack(b)
+    sums = product(tl.zeros(acc.shape, tl.int32), a[0], low, SWAP)
+    return acc + scaled(product(sums, a[1], high, SWAP), b_scale, SWAP)
+
+
+@triton.jit
+def multiply_two_groups(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """As `multiply_group`, each half of the step with scales of its own."""
+    low, high = unpack(b)
+    acc += scaled(product(tl.zeros(acc.shape, tl.int32), a[0], low, SWAP), b_scale[0], SWAP)
+    return acc + scaled(product(tl.zeros(acc.shape, tl.int32), a[1], high, SWAP), b_scale[1], SWAP)
+
+
+@triton.jit
+def finish_rows(acc, a_state, b_state, SWAP: tl.constexpr):
+    """acc * scale of the row."""
+    scale = a_state[1]
+    return acc * (scale[None, :] if SWAP else scale[:, None])
+
+
+@triton.jit
+def open_groups_sums(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_groups`; B ends with the sums of the weights' rows [E, rows] float32 and their expert stride."""
+    words, scales, stride_e, stride_n, scale_e, scale_h, scale_g, sums, sums_e = B
+    state = open_groups((words, scales, stride_e, stride_n, scale_e, scale_h, scale_g), expert, half, n, N, BLOCK_N)
+    columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
+    own = tl.load(sums + expert.to(tl.int64) * sums_e + half * N + columns)
+    return state[0], state[1], state[2], state[3], state[4], own
+
+
+@triton.jit
+def finish_rows_zero(acc, a_state, b_state, SWAP: tl.constexpr):
+    """(acc - zero point * sum of the weights) * scale of the row."""
+    scale, zero = a_state[1], a_state[2].to(tl.float32)
+    own = b_state[5]
+    if SWAP:
+        return (acc - zero[None, :] * own[:, None]) * scale[None, :]
+    else:
+        return (acc - zero[:, None] * own[None, :]) * scale[:, None]
+
+
+# ------------------------------------------------------------------ as values
+
+
+def functions_of(group_size: int, *, zero_points: bool) -> RowFunctions:
+    """For groups of 32, 64 or 128 columns, or -1 for scales by channel.
+
+    With ``zero_points`` operands end with the sums of the weights' rows: int32, times 16 (by channel) or float32,
+    scaled (by group).
+    """
+    base = replace(
+        INT8_ZERO if zero_points else INT8,
+        load_values=load_halves,
+        load_raw=None if zero_points else load_raw_halves,
+        load_weights=load_packed,
+        prefetch_weights=None,
+        multiply=multiply,
+        specialised=None,
+        packed=2,
+    )
+    if group_size == -1:
+        return base
+    one = group_size == 128
+    return replace(
+        base,
+        open_weights=open_groups_sums if zero_points else open_groups,
+        load_weights=load_group if one else load_two_groups,
+        multiply=multiply_group if one else multiply_two_groups,
+        finish=finish_rows_zero if zero_points else finish_rows,
+        accumulate=tl.float32,
+        block_k=min(2 * group_size, 128),
+    )

@@ -1,0 +1,118 @@
+"""int4 weights in bytes: sums are exact, and layers right for plans and groups of every kind.
+
+The tolerance of layers is that of `test_rows`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from moe_core.config import FusedMoEConfig
+from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_product
+from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm.rows import open_values, open_weights
+from moe_core.gemm.rows_launch import row_operand
+from moe_core.kernel import FusedMoEKernel
+from moe_core.ops.sort import sort_pairs, sort_workspaces
+from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
+from moe_core.quant_key import (
+    kInt4W4A8StaticChannelSym,
+    kInt4W4A8StaticGroup128Sym,
+    kInt8DynamicTokenAsym,
+    kInt8DynamicTokenSym,
+)
+from moe_core.reference import fused_moe_reference
+from moe_core.testing.data import make_inputs, make_weights
+from moe_core.workspace import Workspace, workspace_nbytes
+from moe_int8.experts.triton_w4a8 import TritonW4A8Int8Experts
+from moe_int8.kernels import nibbles
+from moe_int8.layout import pack_nibbles
+
+TOLERANCE = 2 * 2**-7 + 2**-8
+KEYS = {-1: kInt4W4A8StaticChannelSym} | {g: kInt4W4A8StaticGroup128Sym.with_group(1, g) for g in (32, 64, 128)}
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["rows", "columns"])
+def test_sums_are_those_of_float64(swap, device):
+    """16 times the sums, bit for bit, of the largest codes and all others, where the last step is not full."""
+    generator = torch.Generator().manual_seed(0)
+    experts, tokens, count, depth = 2, 7, 40, 4160
+    x = torch.zeros(tokens, 4224, dtype=torch.int8)
+    x[:, :depth] = torch.randint(-128, 128, (tokens, depth), generator=generator)
+    w = torch.randint(-8, 8, (experts, count, depth), generator=generator).to(torch.int8)
+    x[0, :depth], w[:, 0] = -128, -8
+    ids = torch.randint(0, experts, (tokens, 1), generator=generator, dtype=torch.int32)
+    exact = torch.einsum("mk,mnk->mn", x[:, :depth].double(), w[ids.flatten().long()].double())
+    assert float(exact.abs().max()) * 16 > 2**24
+    ids = ids.to(device)
+    specs = sort_workspaces(tokens, experts, 16)
+    order = sort_pairs(
+        ids,
+        experts,
+        16,
+        workspace={spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs},
+    )
+    functions = nibbles.functions_of(-1, zero_points=False)
+    ones = torch.ones(experts, count, 1, device=device)
+    sums = torch.full((tokens, count), -7, dtype=torch.int32, device=device)
+    grouped_product(
+        TileFunctions(
+            open_values,
+            functions.load_values,
+            open_weights,
+            functions.load_weights,
+            functions.multiply,
+            accumulate=functions.accumulate,
+        ),
+        TileConfig(16, 64, 4, 2, swap=swap),
+        a=(x.to(device), ones, x.stride(0), 1, 0),
+        b=row_operand(pack_nibbles(w, 64).to(device), ones, None, count, columns=depth, packed=2),
+        out=Result(sums),
+        pairs=order,
+        routing=Routing(ids, None, experts),
+        activation=None,
+        block_k=functions.block_k,
+        pdl=False,
+        a_rows=2,  # by pair, which is by token for one slot
+    )
+    assert torch.equal(sums.cpu().double(), exact * 16)
+
+
+class OnePlan(TritonW4A8Int8Experts):
+    """The experts with a plan of the test's own."""
+
+    chosen: TilePlan | None = None
+
+    def plan(self, num_tokens, on_gpu=True):
+        chosen = self.chosen.unsplit() if self.zero_points else self.chosen
+        return replace(chosen, pdl=chosen.pdl and on_gpu)
+
+
+def plan_of(block_m, split=1):
+    config = TileConfig(block_m, 128, 4, 2, swap=True, tma=True, split=split)
+    return TilePlan(config, config, pdl=True)
+
+
+@pytest.mark.parametrize("plan", [plan_of(16), plan_of(16, 2), plan_of(64)], ids=["few", "split", "many"])
+@pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "zero-points"])
+@pytest.mark.parametrize("group", KEYS)
+def test_plans(group, zero_points, plan, device):
+    """Three groups to a row, which do not fill the last step where a step has two."""
+    size = 3 * group if group > 0 else 200
+    config = FusedMoEConfig(num_experts=3, top_k=2, hidden_size=size, intermediate_size=size, has_bias=True)
+    key, activation_key = KEYS[group], kInt8DynamicTokenAsym if zero_points else kInt8DynamicTokenSym
+    weights = make_weights(config, key, activation_key, seed=0)
+    inputs = make_inputs(config, 5, seed=1)
+    routed = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids}
+    expected = fused_moe_reference(inputs.x, weights, config, **routed)
+    experts = OnePlan(config, weight_key=key, activation_key=activation_key)
+    experts.chosen = plan
+    kernel = FusedMoEKernel(experts, experts.convert(weights.to(device)), PrepareAndFinalizeNoParallel(config))
+    size = workspace_nbytes(kernel.workspaces(5))
+    kernel.workspace = Workspace(device, torch.full((size,), 0xFF, dtype=torch.uint8, device=device))
+    routed = {name: tensor.to(device) for name, tensor in routed.items()}
+    found = [kernel.apply(inputs.x.to(device), **routed).cpu() for _ in range(2)]
+    assert torch.equal(*found)
+    assert float((found[0].double() - expected).norm() / expected.norm()) < TOLERANCE
