@@ -1,6 +1,6 @@
 """Plugin of the fused-MoE benchmark: e4m3 weights with 16-bit activations, ours beside vLLM's Marlin and humming.
 
-python bench.py --no-default-peers --plugin benchmarks/fp8_weight_only.py --only '/fp8_(channel|block|tensor)/'
+python bench.py --plugin benchmarks/fp8_weight_only.py --only 'w8a16'
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The benchmark's per-channel weights are quantised again, to 1 x 32 with e8m0 scales, the same for all: errors are larger
 than MXFP8's own by the first quantisation's.
 
-python bench.py --no-default-peers --plugin benchmarks/mxfp8.py --only '/fp8_channel/.*mxfp8'
+python bench.py --plugin benchmarks/mxfp8.py --only '/fp8_channel/.*mxfp8'
 """
 
 from __future__ import annotations

@@ -164,10 +164,11 @@ def test_plans(plan: str, weight_key: QuantKey, activation_key: QuantKey | None,
 @pytest.mark.parametrize("capability", [0, 80, 89, 90, 100, 120])
 @pytest.mark.parametrize("tokens", [1, 8, 100, 1000, 10000, 100000])
 @pytest.mark.parametrize("shape", [(8, 2, 4096, 14336), (256, 8, 7168, 256), (128, 8, 2048, 768), (1, 1, 128, 72)])
-@pytest.mark.parametrize("stepwise", [False, True])
-def test_rule_keeps_its_promises(shape, tokens: int, capability: int, stepwise: bool) -> None:
+@pytest.mark.parametrize("kind", ["gated", "stepwise", "halves", "plain"])
+def test_rule_keeps_its_promises(shape, tokens: int, capability: int, kind: str) -> None:
     experts, top_k, hidden, size = shape
-    plan = upcast_plan(tokens, top_k, experts, hidden, size, stepwise=stepwise, capability=capability)
+    asked = {"stepwise": kind == "stepwise", "halves": kind == "halves", "gated": kind != "plain"}
+    plan = upcast_plan(tokens, top_k, experts, hidden, size, **asked, capability=capability)
     specs = upcast_workspaces(tokens, top_k, experts, hidden, size, dtype=torch.bfloat16, output_dtype=torch.bfloat16)
     sizes = {spec.name: spec.shape for spec in specs}
     pairs = tokens * top_k
@@ -178,11 +179,11 @@ def test_rule_keeps_its_promises(shape, tokens: int, capability: int, stepwise: 
     for config, halves in ((plan.up, 2), (plan.down, 1)):
         assert config.swap
         assert plan.block_m % config.block_m == 0
-        stage = config.block_m * 256 + halves * config.block_n * 128
+        stage = config.block_m * (512 if kind == "halves" else 256) + halves * config.block_n * 128
         limit = 227 * 1024 if capability in (90, 100) else 99 * 1024
         buffers = config.num_stages if capability >= 90 else config.num_stages - 1
         assert stage * buffers <= limit
-    batched = upcast_plan(tokens, top_k, experts, hidden, size, split=False, capability=capability)
+    batched = upcast_plan(tokens, top_k, experts, hidden, size, **asked, split=False, capability=capability)
     assert batched.up.split == batched.down.split == 1
     assert replace(batched.up, split=1).block_m >= 16
 

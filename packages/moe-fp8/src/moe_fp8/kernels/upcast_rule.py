@@ -61,7 +61,8 @@ def upcast_plan(
         up = _up(tiles, intermediate_size, up_steps, gated=gated, split=split, tma=up_tma)
         down = _down(tiles, hidden_size, down_steps, split=split, tma=down_tma)
         # where launches are a good part of the time; else programs that come early only take bandwidth
-        return TilePlan(up, down, up.split > 1 or (tokens * top_k <= 64 and down_steps > 2))
+        pdl = tokens * top_k <= 64 and tiles * -(-hidden_size // BLOCK_N) <= 1056
+        return TilePlan(up, down, pdl)
     if mean <= 24:
         config = TileConfig(32, BLOCK_N, 4, 3, 1, True, True)
         return TilePlan(config, config)
@@ -79,9 +80,9 @@ def _up(tiles: int, columns: int, steps: int, *, gated: bool, split: bool, tma: 
     if not gated:
         # half the bytes of a step
         return TileConfig(MIN_BLOCK_M, BLOCK_N, 8, 4, 1, True, tma, _split(396, wide, steps) if split else 1)
-    # Two programs of eight warps on each of 132 multiprocessors: all in one round, or few enough to be split.
-    # Narrow tiles must not leave rows of the intermediate without a whole tile of the wide kind.
-    if columns % BLOCK_N or wide <= 66 or 132 <= wide <= 264:
+    # two programs of eight warps on each of 132 multiprocessors, where that makes one round; narrow tiles may not leave
+    # rows of the intermediate without a whole tile of 128
+    if columns % BLOCK_N or wide <= 264:
         return TileConfig(MIN_BLOCK_M, BLOCK_N, 8, 3, 1, True, True, _split(264, wide, steps) if split else 1)
     return TileConfig(MIN_BLOCK_M, BLOCK_N // 2, 4, 4, 1, True, tma)
 

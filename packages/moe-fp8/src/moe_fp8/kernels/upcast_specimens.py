@@ -68,7 +68,8 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
         yield Specimen(f"upcast fp8 {tokens} {kind} {dtype}", run, spills)
     # the block scheme compiles every activation; they are the same functions
     for activation in (MoEActivation.SWIGLUOAI, MoEActivation.RELU2_NO_MUL):
-        run = partial(_layer, plan, 8, 6, 2, 1104, 1008, kind="channel", activation=activation)
+        few = upcast_plan(8, 2, 6, 1104, 1008, gated=activation.is_gated, capability=target.capability)
+        run = partial(_layer, few, 8, 6, 2, 1104, 1008, kind="channel", activation=activation)
         yield Specimen(f"upcast fp8 {activation.value}", run, _MAX_SPILLS)
     for block in ((64, 64), (128, 64), (64, 128)):
         narrow = upcast_plan(8, 2, 6, 1104, 1008, block_k=block[1], stepwise=True, capability=target.capability)
