@@ -72,6 +72,16 @@ def test_one_scale_for_a_matrix(tmp_path: Path) -> None:
     check(found, whole, kInt8StaticChannelSym, kInt8DynamicTokenSym)
 
 
+def test_one_scale_for_a_matrix_is_not_zero(tmp_path: Path) -> None:
+    whole = Experts(PER_TENSOR, make=int8_codes)
+    tensors = whole.tensors(lambda s: s.reshape(()))
+    name = f"{PREFIX}.1.up_proj.weight_scale"
+    quantization = config({**INT8, "qscheme": "per_tensor"}, TOKEN)
+    for number, bad in enumerate((0.0, -1.0, float("nan"), float("inf"))):
+        tensors[name] = torch.tensor(bad)
+        refused(tmp_path / str(number), tensors, quantization, f"{name} has 1 zero, negative, NaN or Inf value of 1")
+
+
 def test_static_activations(tmp_path: Path) -> None:
     tensors = written(input_scale=torch.tensor([0.5]), input_zero_point=torch.zeros(1, dtype=torch.int8))
     found = source(tmp_path, tensors, config(CHANNEL, STATIC))
