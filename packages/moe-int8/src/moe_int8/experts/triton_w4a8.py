@@ -143,6 +143,8 @@ class TritonW4A8Int8Experts(FusedMoEExpertsModular):
             config.num_experts,
             config.hidden_size,
             config.intermediate_size,
+            gated=config.is_gated,
+            packed=True,
             stepwise=self.group_size != -1,
             capability=self.device_info.capability,
         )

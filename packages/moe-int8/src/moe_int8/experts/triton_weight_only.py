@@ -78,6 +78,7 @@ class TritonInt8WeightOnlyExperts(FusedMoEExpertsModular):
             config.hidden_size,
             config.intermediate_size,
             dtype_bytes=config.dtype.itemsize,
+            gated=config.is_gated,
             capability=self.device_info.capability,
         )
         if self.batched:

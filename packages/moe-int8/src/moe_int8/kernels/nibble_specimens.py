@@ -31,7 +31,9 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
     for group in (-1, 128, 64, 32):
         plans: dict[TilePlan, int] = {}
         for tokens in _TOKENS:
-            plan = wide_plan(tokens, top_k, experts, hidden, size, stepwise=group != -1, capability=target.capability)
+            plan = wide_plan(
+                tokens, top_k, experts, hidden, size, packed=True, stepwise=group != -1, capability=target.capability
+            )
             plans.setdefault(plan, tokens)
         name = f"w4a8 int8 {'channel' if group == -1 else group}"
         for number, (plan, tokens) in enumerate(plans.items()):

@@ -90,6 +90,11 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     if INTERPRET or a.dtype == tl.float32:
         # the interpreter multiplies bfloat16 as if it were integers
         return tl.dot(b.to(tl.float32), tl.trans(a.to(tl.float32)), acc, input_precision="ieee")
+    elif acc.shape[1] <= 64:
+        # each step's product by itself: ptxas makes every `wgmma` wait for the one before where it cannot tell that
+        # nobody else sets a running sum meanwhile (as `fma`: Triton would turn a sum into a running one)
+        step = tl.dot(widen(b, a.dtype), tl.trans(a))
+        return tl.fma(step, tl.full(acc.shape, 1.0, tl.float32), acc)
     else:
         return tl.dot(widen(b, a.dtype), tl.trans(a), acc)
 

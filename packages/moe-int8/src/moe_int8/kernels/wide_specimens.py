@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_int8.kernels.wide_rule import wide_plan
 
 #: name, experts, top-k, hidden size, intermediate size
-_SHAPES = (("deepseek-v3-tp8", 256, 8, 7168, 256), ("odd", 6, 2, 1104, 1000))
+_SHAPES = (("deepseek-v3-tp8", 256, 8, 7168, 256), ("qwen3-30b-a3b", 128, 8, 2048, 768), ("odd", 6, 2, 1104, 1000))
 _TOKENS = (1, 600, 1000, 2000, 40000)
 #: weight rows that are no multiple of 16 bytes cannot be copied asynchronously: their tiles pass through registers
 _MAX_SPILLS_ODD = 256
