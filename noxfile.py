@@ -184,18 +184,19 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(download_python="never")
 def wheels(session: nox.Session) -> None:
-    """Builds every wheel, then proves each scheme with core alone in an environment of its own."""
+    """Builds every wheel, then proves each scheme with core alone."""
     session.install("packaging")
     work = Path(session.create_tmp())
     shutil.rmtree(work, ignore_errors=True)
     dist = work / "dist"
     session.run("uv", "build", "--all-packages", "--out-dir", str(dist), "--quiet")
     session.run("python", "tools/check_wheels.py", str(dist))
+    environment = work / "environment"
+    python = environment / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    session.run("uv", "venv", "--quiet", "--python", str(session.virtualenv.bin) + "/python", str(environment))
     for names in (["moe-core"], *(["moe-core", scheme] for scheme in SCHEMES)):
-        environment = work / names[-1]
-        python = environment / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
-        session.run("uv", "venv", "--quiet", "--python", str(session.virtualenv.bin) + "/python", str(environment))
         wheels = [str(next(dist.glob(f"{name.replace('-', '_')}-*.whl"))) for name in names]
-        session.run("uv", "pip", "install", "--quiet", "--python", str(python), *wheels)
+        # exact: what these do not require is removed, as if the environment were new
+        session.run("uv", "pip", "install", "--exact", "--quiet", "--python", str(python), *wheels)
         session.run(str(python), "-I", "tools/check_installed.py", *names, external=True)
-        shutil.rmtree(environment)
+    shutil.rmtree(environment)
