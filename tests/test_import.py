@@ -14,17 +14,22 @@ import {module}
 print(*sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}))
 """
 
-# The processor's time: a busy machine adds to the wall's.  A full garbage collection of torch's objects (80 ms) falls
-# into this import or elsewhere, by their number.
-ADDED_MILLISECONDS = """
-import gc, time, torch
+# The processor's time, which a busy machine stretches too, but that of torch alike.  A full garbage collection of
+# torch's objects (80 ms) falls into this import or elsewhere, by their number.
+ADDED = """
+import gc, time
+times = [time.process_time()]
+import torch
+times.append(time.process_time())
 gc.disable()
-start = time.process_time()
+times.append(time.process_time())
 import moe_core
-print(1e3 * (time.process_time() - start))
+times.append(time.process_time())
+print((times[3] - times[2]) / (times[1] - times[0]))
 """
 
-BUDGET = 60.0
+#: it takes 2 to 4 percent; Triton would add more than 10
+BUDGET = 0.06
 
 
 def test_core_loads_nothing_heavy(run_python: Callable[..., str]) -> None:
@@ -42,10 +47,10 @@ def test_scheme_loads_neither_triton_nor_another_scheme(package: str, run_python
 
 
 def test_core_adds_little_to_torch(run_python: Callable[..., str]) -> None:
-    # the smallest of a few runs: a busy machine adds time, none takes it away
-    times = []
+    # the smallest of a few runs: the first may write byte code
+    shares = []
     for _ in range(5):
-        times.append(float(run_python(ADDED_MILLISECONDS)))
-        if times[-1] < BUDGET:
+        shares.append(float(run_python(ADDED)))
+        if shares[-1] < BUDGET:
             return
-    pytest.fail(f"`import moe_core` adds {min(times):.0f} ms to `import torch`, expected less than {BUDGET:.0f} ms")
+    pytest.fail(f"`import moe_core` takes {min(shares):.1%} of the time of `import torch`, allowed are {BUDGET:.0%}")
