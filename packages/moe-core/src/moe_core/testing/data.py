@@ -2,8 +2,8 @@
 
 Every expert, scale group, token and group of columns has a magnitude of its own, no weight or bias repeats, and values
 reach the activation's limit.  Some groups of 8-bit floats hold subnormal codes only, whose scale makes up for it, and
-some e8m0 scales are the smallest and the largest that there are.  Everything is drawn on the CPU, so that a seed means
-the same tensors on every device.
+some e8m0 scales are the smallest and the largest that there are; integers reach their lowest code, -128 or -8.
+Everything is drawn on the CPU, so that a seed means the same tensors on every device.
 """
 
 from __future__ import annotations
@@ -180,6 +180,10 @@ def make_weights(
     )
     if weight_key is not None and weight_key.dtype.kind is NumberKind.FLOAT and weight_key.dtype.bits == 8:
         weights = _with_edges(weights, (w13, w2), config, weight_key, generator)
+    if weight_key is not None and weight_key.dtype.kind is NumberKind.INT and weight_key.packing is None:
+        for codes in (weights.w13, weights.w2):
+            # the lowest code, which quantisers of symmetric types don't make, and other tools do
+            codes[codes == -weight_key.dtype.max_value] = int(weight_key.dtype.min_value)
     if activation_key is not None and activation_key.is_static:
         weights = _calibrated(weights, config, activation_key, seed)
     return weights
