@@ -359,16 +359,22 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
 
 @triton.jit
 def _add(acc, words, factor, x, SCALED: tl.constexpr):
-    """`_product` into the running sum.
-
-    Of few rows each step's product is added by itself: ptxas makes every `wgmma` wait for the one before where it
-    cannot tell that nobody else sets a running sum meanwhile.  (As `fma`: Triton would turn a sum into a running one.)
-    """
-    if acc.shape[1] <= (64 if SCALED else 32):
-        step = _product(tl.zeros_like(acc), words, factor, x, SCALED)
-        return tl.fma(step, tl.full(acc.shape, 1.0, tl.float32), acc)
+    """`_product` into the running sum: of few rows each step's by itself, see `_add_step`."""
+    if acc.shape[1] <= 32:
+        return _add_step(acc, words, factor, x, SCALED)
     else:
         return _product(acc, words, factor, x, SCALED)
+
+
+@triton.jit
+def _add_step(acc, words, factor, x, SCALED: tl.constexpr):
+    """acc + `_product` of this step.
+
+    ptxas makes every `wgmma` wait for the one before where it cannot tell that nobody else sets a running sum
+    meanwhile; here there is none.  (As `fma`: Triton would turn a sum into a running one.)
+    """
+    step = _product(tl.zeros_like(acc), words, factor, x, SCALED)
+    return tl.fma(step, tl.full(acc.shape, 1.0, tl.float32), acc)
 
 
 @triton.jit
@@ -415,6 +421,13 @@ def multiply_mxfp8(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + (b with its scales) @ a.T, for activations that are bfloat16 or float32."""
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
     return _add(acc, b, _factor(b, b_scale, a[0].dtype), a, True)
+
+
+@triton.jit
+def multiply_mxfp8_stepwise(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """As `multiply_mxfp8`, for tiles of `wgmma` with registers left for the product of a step."""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    return _add_step(acc, b, _factor(b, b_scale, a[0].dtype), a, True)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ from moe_core.ops.sort import QuantizeRows, SortedPairs, sort_pairs
 from torch import Tensor
 
 from moe_fp8.kernels import upcast
-from moe_fp8.kernels.upcast_rule import BLOCK_N, is_apart
+from moe_fp8.kernels.upcast_rule import BLOCK_N, is_apart, is_stepwise
 from moe_fp8.kernels.upcast_workspaces import HALVES
 
 #: by the dtype of stored activations (`stored_dtype`)
@@ -112,7 +112,9 @@ class UpcastWeights:
         elif self.kind is WeightScale.CHANNEL:
             b = (upcast.open_channel, upcast.load_unscaled, upcast.multiply, upcast.finish_channel)
         elif self.kind is WeightScale.MXFP8:
-            multiply = upcast.multiply_mxfp8_halves if stored is HALVES else upcast.multiply_mxfp8
+            multiply = upcast.multiply_mxfp8_stepwise if is_stepwise(config) else upcast.multiply_mxfp8
+            if stored is HALVES:
+                multiply = upcast.multiply_mxfp8_halves
             b = (upcast.open_mxfp8, upcast.load_mxfp8, multiply, None)
         elif self.block_shape[0] % config.block_n == 0:
             b = (upcast.open_block, upcast.load_block, upcast.multiply_block, None)

@@ -102,6 +102,11 @@ def is_apart(config: TileConfig) -> bool:
     return config.block_m == MIN_BLOCK_M and config.num_warps == 8
 
 
+def is_stepwise(config: TileConfig) -> bool:
+    """Whether MXFP8 products of a step are added by themselves: with `wgmma` (no other GPU's plans have ``tma``)."""
+    return config.tma and config.block_m <= 64
+
+
 def _split(target: int, programs: int, steps: int) -> int:
     """Programs that share a tile's loop, a power of two: up to ``target`` programs in all, 4 steps each at least."""
     split = 1
