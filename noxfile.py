@@ -130,7 +130,7 @@ def libraries(session: nox.Session) -> None:
 
 @nox.session(download_python="never")
 def compile_cover(session: nox.Session) -> None:
-    """Triton kernels for all architectures: each value of their arguments for each, each pair of values for one.
+    """Every Triton kernel for all architectures; each pair of values of its arguments for one of them.
 
     ``nox -s compile`` compiles every launch for every architecture, in several times the time.
     """

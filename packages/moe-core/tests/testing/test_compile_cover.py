@@ -30,20 +30,14 @@ def combinations(found: list[Launch], size: int, *, by_target: bool) -> set[obje
     }
 
 
-@given(launches())
+@pytest.mark.parametrize("strength", [1, 2])
+@given(found=launches())
 @settings(deadline=None, max_examples=60)
-def test_every_kernel_and_value_occurs(found: list[Launch]) -> None:
-    chosen = choose(found, 1)
+def test_every_kernel_occurs_for_every_target_and_every_combination_for_one(strength, found) -> None:
+    chosen = choose(found, strength)
     assert combinations(chosen, 0, by_target=True) == combinations(found, 0, by_target=True)
-    assert combinations(chosen, 1, by_target=False) == combinations(found, 1, by_target=False)
-
-
-@given(launches())
-@settings(deadline=None, max_examples=60)
-def test_every_value_and_pair_occurs(found: list[Launch]) -> None:
-    chosen = choose(found, 2)
-    assert combinations(chosen, 1, by_target=True) == combinations(found, 1, by_target=True)
-    assert combinations(chosen, 2, by_target=False) == combinations(found, 2, by_target=False)
+    for size in range(1, strength + 1):
+        assert combinations(chosen, size, by_target=False) == combinations(found, size, by_target=False)
 
 
 def test_few_are_chosen() -> None:
@@ -54,11 +48,12 @@ def test_few_are_chosen() -> None:
     assert 4 <= len(choose(found, 1)) < 8
 
 
-def test_equal_launches_for_two_targets_are_both_needed_only_where_that_is_asked() -> None:
-    found = [Launch(t, i, 0, "k", frozenset({("a", i)})) for t in ("sm80", "sm90") for i in range(8)]
-    # strength 1: the eight values anywhere; 2: for both targets
-    assert len(choose(found, 1)) == 8
-    assert len(choose(found, 2)) == 16
+def test_values_are_spread_over_the_targets() -> None:
+    found = [Launch(t, i, 0, "k", frozenset({("a", i % 64)})) for t in ("sm80", "sm90") for i in range(64)]
+    chosen = choose(found, 2)
+    assert len(chosen) == 64
+    assert 16 < sum(launch.target == "sm80" for launch in chosen) < 48
+    assert choose(found, 2) == chosen
 
 
 class Parameter:

@@ -324,8 +324,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--cover",
         type=int,
         choices=(1, 2),
-        help="compile fewer: 1: every kernel for every target, every value of a kernel's arguments for one of the "
-        "targets; 2: every value for every target, every pair of values for one of the targets (default: everything)",
+        help="compile fewer: every kernel for every target, and every value (1) or pair of values (2) of a kernel's "
+        "arguments for one of the targets (default: everything)",
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     options = parser.parse_args(arguments)

@@ -3,14 +3,15 @@
 Each launch is described by the values of its kernel's arguments: types, constants, the functions that it is put
 together from, what divides the integers, the compiler's options.  What keeps a kernel from compiling or fitting is
 mostly one of these values or two that meet.  So few launches are taken in which they occur, as a covering array does:
-with ``strength`` 1 every kernel for every target, and every value for one of the targets; with 2 every value for every
-target, and every pair of values of a kernel for one of the targets.
+every kernel for every target, and, for one of the targets, with ``strength`` 1 every value that an argument of a kernel
+takes, with 2 every pair of values of two arguments.  Which target that is, is left to chance of a fixed seed.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import random
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,16 +62,18 @@ def _text(value: Any, *, constant: bool) -> str:
 def choose(launches: Sequence[Launch], strength: int) -> list[Launch]:
     """Few of ``launches`` that cover all of them in the given strength, 1 or 2; see the module.
 
-    Greedy and deterministic: the launch that adds most comes next, the earlier one of equals.
+    Greedy and deterministic: the launch that adds most comes next.
     """
     needs = _needs(launches, strength)
     open_needs = set().union(*needs) if needs else set()
-    gains = [(-len(need), i) for i, need in enumerate(needs)]
+    # of equals, none is always for the target that comes first
+    order = random.Random(0).sample(range(len(launches)), len(launches))
+    gains = [(-len(need), rank, i) for rank, i, need in zip(order, range(len(needs)), needs, strict=True)]
     heapq.heapify(gains)
     chosen: list[int] = []
     while open_needs:
-        _, i = heapq.heappop(gains)
-        gain = (-len(needs[i] & open_needs), i)
+        _, rank, i = heapq.heappop(gains)
+        gain = (-len(needs[i] & open_needs), rank, i)
         # gains only shrink: one that still leads after it was counted anew is the largest
         if gains and gain > gains[0]:
             heapq.heappush(gains, gain)
@@ -90,9 +93,8 @@ def _needs(launches: Sequence[Launch], strength: int) -> list[set[Hashable]]:
     needs: list[set[Hashable]] = []
     for launch in launches:
         varying = sorted(numbers[launch.kernel, value] for value in launch.values - shared[launch.kernel])
-        here = ((launch.target, launch.kernel, *some) for some in itertools.combinations(varying, strength - 1))
-        anywhere = itertools.combinations(varying, strength)
-        needs.append({(launch.target, launch.kernel), *here, *anywhere})
+        some = (itertools.combinations(varying, size) for size in range(1, strength + 1))
+        needs.append({(launch.target, launch.kernel), *itertools.chain.from_iterable(some)})
     return needs
 
 
