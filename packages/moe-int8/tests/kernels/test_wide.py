@@ -24,6 +24,7 @@ from moe_int8.experts.triton_weight_only import TritonInt8WeightOnlyExperts
 from moe_int8.kernels.wide import widen_kernel
 from moe_int8.kernels.wide_moe import wide_workspaces
 from moe_int8.kernels.wide_rule import wide_plan
+from moe_int8.layout import order_words
 
 BATCHED = FusedMoEActivationFormat.BATCHED
 TOLERANCE = {torch.bfloat16: 3 * 2**-7, torch.float16: 3 * 2**-10, torch.float32: 2**-20}
@@ -40,9 +41,10 @@ PLANS = {"few": plan_of(16, tma=True), "split": plan_of(16, splits=(2, 2)), "man
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_code(dtype, device):
-    codes = torch.arange(-128, 128).to(torch.int8)
-    out = torch.empty(256, dtype=dtype, device=device)
-    widen_kernel[(1,)](codes.to(device), out, COLUMNS=256)
+    codes = torch.arange(-128, 128).to(torch.int8).repeat(8)[torch.randperm(2048)].view(16, 128)
+    codes[0], codes[1] = torch.arange(-128, 0), torch.arange(128)
+    out = torch.empty(16, 128, dtype=dtype, device=device)
+    widen_kernel[(1,)](order_words(codes[None])[0].to(device), out, ROWS=16, W=32)
     assert torch.equal(out.cpu(), codes.to(dtype))
 
 

@@ -360,7 +360,8 @@ class _Layer:
         if self.raw_h:
             by_row = 1 if self.scales.kind == "token" else 0
             return _Rows((wide, self.amax, wide.stride(0), by_row, 0, wide.shape[1]), which, raw=True)
-        quantize, arguments = self.functions.quantize_row, None
+        quantize: Any = self.functions.quantize_row
+        arguments: tuple[Any, ...] | None = None
         if self.scales.kind == "tensor":
             quantize, arguments = self.functions.quantize_by_amax, (self.amax, 1)
         if static is not None:

@@ -24,6 +24,7 @@ from moe_core import (
     FusedMoEExpertsModular,
     KernelWeights,
     KeyPattern,
+    LoRA,
     MoEWeights,
     QuantKey,
     WorkspaceSpec,
@@ -68,8 +69,10 @@ class TritonW4A8Int8Experts(FusedMoEExpertsModular):
         bias=True,
         expert_map=True,
         apply_router_weight_on_input=True,
+        lora=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
+        verified_on=("NVIDIA H200 (sm90)",),
     )
 
     @classmethod
@@ -170,6 +173,7 @@ class TritonW4A8Int8Experts(FusedMoEExpertsModular):
             weight_on_input=config.apply_router_weight_on_input and not self.batched,
             batched=self.batched,
             scale=torch.int64 if self.zero_points else torch.float32,
+            lora=config if config.is_lora_enabled else None,
         )
 
     def apply(
@@ -184,6 +188,7 @@ class TritonW4A8Int8Experts(FusedMoEExpertsModular):
         expert_map: Tensor | None = None,
         hidden_states_scale: Tensor | None = None,
         expert_tokens: ExpertTokensMetadata | None = None,
+        lora: LoRA | None = None,
     ) -> None:
         from moe_core.gemm.launch import Activation
         from moe_core.gemm.rows_moe import ActivationScales, row_fused_moe
@@ -213,6 +218,7 @@ class TritonW4A8Int8Experts(FusedMoEExpertsModular):
             expert_map=expert_map,
             apply_router_weight_on_input=config.apply_router_weight_on_input and not self.batched,
             raw=quantizes_while_loading(self.device_info.capability),
+            lora=lora,
             w13_extra=_sums(extra.get("w13_sums")),
             w2_extra=_sums(extra.get("w2_sums")),
         )

@@ -1,6 +1,6 @@
 """Triton, int8 weights with one scale per output channel, 16-bit activations (W8A16): standard and batched format.
 
-Weights stay as the checkpoint has them and are widened in registers (sm_80 and newer).
+Weights are widened in registers (sm_80 and newer); their bytes change places within 32 columns when they are converted.
 ``kernels/wide_moe.py`` says what a call consists of.
 """
 
@@ -30,6 +30,7 @@ from moe_core.quant_key import kInt8StaticChannelSym
 from torch import Tensor
 
 from moe_int8.kernels.wide_rule import wide_plan
+from moe_int8.layout import order_words
 
 
 class TritonInt8WeightOnlyExperts(FusedMoEExpertsModular):
@@ -45,15 +46,14 @@ class TritonInt8WeightOnlyExperts(FusedMoEExpertsModular):
         apply_router_weight_on_input=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
-        verified_on=("NVIDIA H200 (sm90)",),
     )
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         if weights.w13_scale is None or weights.w2_scale is None:
             raise TensorError("int8 weights come with w13_scale and w2_scale")
         return KernelWeights(
-            w13=weights.w13,
-            w2=weights.w2,
+            w13=order_words(weights.w13),
+            w2=order_words(weights.w2),
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=None,

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import torch
 from moe_core.gemm import rows
-from moe_core.gemm.launch import Activation, Result, Routing, TileFunctions, combine_parts, grouped_product
+from moe_core.gemm.launch import Activation, Operand, Result, Routing, TileFunctions, combine_parts, grouped_product
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.rows_launch import row_operand
 from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
@@ -75,7 +75,8 @@ def wide_fused_moe(
     """Write the layer's output to ``out`` [M, K]: sum over slots of weight * (w2 act(w13 x + b13) + b2).
 
     - ``x`` [M, K] bfloat16, float16 or float32, columns contiguous, any row stride; ``out`` [M, K] likewise
-    - ``w13`` [E, 2N, K] (gate rows, then up rows; [E, N, K] without a gate), ``w2`` [E, K, N] int8, columns contiguous
+    - ``w13`` [E, 2N, words of K] (gate rows, then up rows; [E, N, words] without a gate), ``w2`` [E, K, words of N]
+      int32, as `moe_int8.layout.order_words` makes them
     - ``w13_scale`` [E, 2N, 1], ``w2_scale`` [E, K, 1] float32
     - ``topk_ids`` [M, k] int32 or int64, ``topk_weights`` [M, k] float32, both contiguous; an id that is negative, too
       large, or mapped by ``expert_map`` [E global] int32 to no local expert adds nothing
@@ -86,7 +87,7 @@ def wide_fused_moe(
     - ``w13_bias`` [E, 2N] or [E, N], ``w2_bias`` [E, K], any float dtype
     - ``apply_router_weight_on_input``: weights multiply the first product, before its bias (k = 1)
     """
-    experts, size, hidden = w13.shape[0], w2.shape[2], w2.shape[1]
+    experts, size, hidden = w13.shape[0], w13.shape[1] // (2 if activation.gated else 1), w2.shape[1]
     routing: Routing | Batch
     order: SortedPairs | BatchedRows
     if expert_num_tokens is not None:
@@ -106,11 +107,14 @@ def wide_fused_moe(
         raise TypeError("either topk_weights and topk_ids or expert_num_tokens are needed")
 
     def functions(load: object) -> TileFunctions:
-        opened = (rows.open_weights, rows.load_weights)
+        opened = (rows.open_weights, wide.load_words)
         return TileFunctions(wide.open_activations, load, *opened, wide.multiply, wide.finish)
 
+    def operand(words: Tensor, scale: Tensor, bias: Tensor | None, count: int, columns: int) -> Operand:
+        return row_operand(words, scale, bias, count, columns=columns, packed=4)
+
     h, split = workspace["h"], plan.up.split
-    up = row_operand(w13, w13_scale, w13_bias, size)
+    up = operand(w13, w13_scale, w13_bias, size, hidden)
     target, second = h, POSITION
     if split > 1 and isinstance(routing, Routing):
         width, second = w13.shape[1], PAIR
@@ -149,7 +153,7 @@ def wide_fused_moe(
         functions(wide.load_padded),
         plan.down,
         a=(h, h.stride(0), size),
-        b=row_operand(w2, w2_scale, w2_bias, hidden),
+        b=operand(w2, w2_scale, w2_bias, hidden, size),
         out=Result(y),
         pairs=order,
         routing=routing,

@@ -44,11 +44,14 @@ def wide_plan(
         tiles = min(tokens * top_k, num_experts)
         up_steps, down_steps = -(-hidden_size // 128), -(-intermediate_size // 128)
         if packed:
-            # half the bytes of a step, and few registers: four programs on a multiprocessor
-            up_split = _split(264, tiles * -(-intermediate_size // BLOCK_N), up_steps)
+            programs = tiles * -(-intermediate_size // BLOCK_N)
+            up_split = _split(264, programs, up_steps)
             down_split = _split(264, tiles * -(-hidden_size // BLOCK_N), down_steps)
-            up = TileConfig(16, BLOCK_N, 4, 4, 1, True, True, up_split)
-            down = TileConfig(16, BLOCK_N, 4, 2 if down_steps <= 2 else 3, 1, True, True, down_split)
+            # half the bytes of a step, and few registers: four programs of four warps on each of 132 multiprocessors,
+            # or two of eight where there are no more
+            warps = 8 if programs * up_split <= 264 else 4
+            up = TileConfig(16, BLOCK_N, warps, 4, 1, True, True, up_split)
+            down = TileConfig(16, BLOCK_N, warps, 2 if down_steps <= 2 else 3, 1, True, True, down_split)
         else:
             up = _up(tiles, intermediate_size, up_steps, gated=gated)
             down = _down(tiles, hidden_size, down_steps)

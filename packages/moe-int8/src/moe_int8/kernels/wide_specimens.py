@@ -17,6 +17,8 @@ from moe_int8.kernels.wide_rule import wide_plan
 #: name, experts, top-k, hidden size, intermediate size
 _SHAPES = (("deepseek-v3-tp8", 256, 8, 7168, 256), ("qwen3-30b-a3b", 128, 8, 2048, 768), ("odd", 6, 2, 1104, 1000))
 _TOKENS = (1, 600, 1000, 2000, 40000)
+#: tile coordinates outside the loop of two halves of 128 x 128
+_MAX_SPILLS = 64
 #: weight rows that are no multiple of 16 bytes cannot be copied asynchronously: their tiles pass through registers
 _MAX_SPILLS_ODD = 256
 #: float32 products have no matrix units, and Triton holds both operands of a step in registers
@@ -37,7 +39,7 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
             yield Specimen(
                 f"wide int8 {name} {tokens} {dtype}",
                 partial(_layer, plan, tokens, experts, top_k, hidden, size, dtype=dtype, bias=odd, gated=number != 2),
-                _MAX_SPILLS_ODD if odd else 0,
+                _MAX_SPILLS_ODD if odd else _MAX_SPILLS,
             )
     plan = wide_plan(8, 2, 6, 1104, 1008, dtype_bytes=4, capability=target.capability)
     yield Specimen(
@@ -74,8 +76,8 @@ def _layer(
     shape = (experts, tokens, hidden) if batched else (tokens, hidden)
     wide_fused_moe(
         meta(*shape),
-        meta(experts, rows, hidden, dtype=torch.int8),
-        meta(experts, hidden, size, dtype=torch.int8),
+        meta(experts, rows, -(-hidden // 32) * 8, dtype=torch.int32),
+        meta(experts, hidden, -(-size // 32) * 8, dtype=torch.int32),
         w13_scale=meta(experts, rows, 1, dtype=torch.float32),
         w2_scale=meta(experts, hidden, 1, dtype=torch.float32),
         out=meta(*shape),
