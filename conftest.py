@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -15,6 +15,15 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 quicken()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declares the marker of this file."""
+    config.addinivalue_line(
+        "markers",
+        "diagonal(n): where kernels are interpreted, of the combinations of several parameters only those whose "
+        "positions add up to a multiple of n; every value of each parameter still occurs",
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,23 +38,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes every Nth case where that is asked for.
+    """Takes the diagonal of marked tests where kernels are interpreted, and every Nth case where that is asked for.
 
     Tests marked ``gpu`` are skipped where there is none; the sessions without a GPU do not select them.
     """
-    every = config.getoption("--every")
-    if every > 1:
-        seen: Counter[str] = Counter()
-        kept, left_out = [], []
-        for item in items:
-            test = item.nodeid.partition("[")[0]
-            (left_out if seen[test] % every else kept).append(item)
-            seen[test] += 1
-        items[:] = kept
-        config.hook.pytest_deselected(items=left_out)
+    every, diagonal = config.getoption("--every"), Diagonal()
+    seen: Counter[str] = Counter()
+    kept, left_out = [], []
+    for item in items:
+        if not HAS_GPU and not diagonal.holds(item):
+            left_out.append(item)
+            continue
+        test = item.nodeid.partition("[")[0]
+        (left_out if seen[test] % every else kept).append(item)
+        seen[test] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs a GPU; run with: nox -s 'gpu(sm90)'")
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+class Diagonal:
+    """Which cases the marker ``diagonal`` keeps."""
+
+    def __init__(self) -> None:
+        self.values: defaultdict[tuple[str, str], list[object]] = defaultdict(list)
+
+    def holds(self, item: pytest.Item) -> bool:
+        """Whether the positions of a case's values, each among those of its parameter, add up to a multiple of n."""
+        marker, case = item.get_closest_marker("diagonal"), getattr(item, "callspec", None)
+        if marker is None or case is None:
+            return True
+        total = 0
+        for name, value in case.params.items():
+            seen = self.values[item.nodeid.partition("[")[0], name]
+            if not any(value is other for other in seen):
+                seen.append(value)
+            total += next(i for i, other in enumerate(seen) if value is other)
+        return bool(total % marker.args[0] == 0)

@@ -176,6 +176,7 @@ def test_sizes_that_are_no_multiples(plan, device):
     Layer(18, 336, 208, 3, 2, bias=True, mapped=True, dtype=torch.float16, seed=2).check(device, plan)
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize("name", [a.value for a in MoEActivation])
 @pytest.mark.parametrize("split", [1, 2])
 def test_activations(name, split, device):

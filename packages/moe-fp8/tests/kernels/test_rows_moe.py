@@ -83,12 +83,14 @@ def error(kind, weight_key, plan, device, *, tokens=5, seed=0, routing="uniform"
 TOLERANCE = 2 * 2**-6
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans(kind, plan, device):
     assert error(kind, kFp8StaticChannelSym, plan, device) < TOLERANCE
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize("plan", [PLANS["few"], PLANS["split"], PLANS["many"]], ids=["few", "split", "many"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_at_once(kind, plan, device):
@@ -105,6 +107,7 @@ def test_everything_at_once(kind, plan, device):
     assert error(kind, kFp8StaticTensorSym, plan, device, tokens=6, routing="invalid", **layer) < 2**-6
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize("plan", [PLANS["few"], PLANS["many"]], ids=["few", "many"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_batched(kind, plan, device):
@@ -112,6 +115,7 @@ def test_batched(kind, plan, device):
     assert error(kind, kFp8StaticTensorSym, plan, device, tokens=18, top_k=1, **layer) < TOLERANCE
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize("plan", [PLANS["split"], PLANS["many"]], ids=["split", "many"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_router_weight_on_input(kind, plan, device):
@@ -125,6 +129,7 @@ def test_one_scale_of_all_with_a_sort_of_two_launches(plan, device, monkeypatch)
     assert error("tensor", kFp8StaticTensorSym, plan, device) < TOLERANCE
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize("plan", [PLANS["few"], PLANS["split"]], ids=["few", "split"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_quantised_while_it_is_loaded(kind, plan, device, monkeypatch):
