@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 #: columns whose products float32 sums exactly: 2**10 * 128 * 128 = 2**24
 _EXACT_IN_FLOAT = 1024
+#: rows of activations up to which several groups are multiplied in one call, and rows of such a call
+_FEW_ROWS, _CALL_ROWS = 8, 32
 
 
 def exact_product(x: Tensor, w: Tensor) -> Tensor:
@@ -25,6 +27,49 @@ def exact_product(x: Tensor, w: Tensor) -> Tensor:
         columns = slice(start, start + _EXACT_IN_FLOAT)
         total += F.linear(x[:, columns].float(), w[:, columns].float()).to(torch.int32)
     return total
+
+
+def scaled_product(
+    x: Tensor, w: Tensor, scale: Tensor, *, zero_point: Tensor | None = None, code_sums: Tensor | None = None
+) -> Tensor:
+    """float32 [R, rows]: sums over the columns of each of G groups, exact, times the groups' scales, and added up.
+
+    ``x`` [R, K] and ``w`` [rows, K] int8; ``scale`` [rows, G] float32.  With ``zero_point`` [R, 1] int32 of ``x``,
+    ``code_sums`` [rows, G] int32 are the sums of ``w`` over each group.
+    """
+    groups = scale.shape[1]
+    size = w.shape[1] // groups
+    together = _together(len(x), groups)
+    spread = None if together == 1 else _spread(x, groups, together)
+    result = torch.zeros(len(x), len(w), dtype=torch.float32, device=x.device)
+    for first in range(0, groups, together):
+        columns, block = slice(first * size, (first + together) * size), slice(first, first + together)
+        rows = x[:, columns] if spread is None else spread[first // together]
+        sums = exact_product(rows, w[:, columns]).view(together, len(x), len(w))
+        if zero_point is not None and code_sums is not None:
+            sums -= zero_point * code_sums[:, block].T[:, None]
+        if together == 1:
+            result.addcmul_(sums[0].float(), scale[:, first])
+        else:
+            result += (sums * scale[:, block].T[:, None]).sum(dim=0)
+    return result
+
+
+def _together(rows: int, groups: int) -> int:
+    """Groups that one call multiplies: with few rows, calls cost more than products with zeros."""
+    count = 1
+    while rows <= _FEW_ROWS and groups % (2 * count) == 0 and 2 * count * rows <= _CALL_ROWS:
+        count *= 2
+    return count
+
+
+def _spread(x: Tensor, groups: int, together: int) -> Tensor:
+    """``x`` [R, K] as [groups / together, together * R, columns]: in each copy of the rows, one group's columns."""
+    rows, size = len(x), x.shape[1] // groups
+    blocks = groups // together
+    spread = torch.zeros(blocks, together, rows, together, size, dtype=x.dtype, device=x.device)
+    spread.diagonal(dim1=1, dim2=3).copy_(x.reshape(rows, blocks, together, size).permute(1, 0, 3, 2))
+    return spread.view(blocks, together * rows, together * size)
 
 
 @functools.cache

@@ -42,7 +42,7 @@ from moe_core.quantization import quantize_tensor
 from moe_core.torch_experts import Adapters, TorchExperts, expert_slices, of_expert
 from torch import Tensor
 
-from moe_int8.exact import exact_product
+from moe_int8.exact import scaled_product
 from moe_int8.groups import group_reasons
 
 _INT8_ACTIVATIONS = (
@@ -184,19 +184,8 @@ def _product(x: Codes, weights: KernelWeights, name: str, expert: int) -> Tensor
     scale = weights.quant_config.w1_scale if first else weights.quant_config.w2_scale
     if scale is None:
         raise TensorError(f"{name}_scale is missing")
-    scale = scale[expert].float()
     sums = weights.extra[_SUMS[name]][expert] if x.zero_point is not None else None
-    groups = scale.shape[1]
-    size = w.shape[1] // groups
-    y = None
-    for group in range(groups):
-        columns = slice(group * size, (group + 1) * size)
-        total = exact_product(x.values[:, columns], w[:, columns])
-        if x.zero_point is not None and sums is not None:
-            total -= x.zero_point * sums[:, group]
-        y = total * scale[:, group] if y is None else y.addcmul_(total.float(), scale[:, group])
-    if y is None:
-        raise TensorError(f"{name}_scale of expert {expert} has no group")
+    y = scaled_product(x.values, w, scale[expert].float(), zero_point=x.zero_point, code_sums=sums)
     return y.mul_(x.scale)
 
 

@@ -12,5 +12,6 @@ def unpack_words(words: Tensor, bits: int, cols: int) -> Tensor:
     Fields of 4 or 8 bits along K, the lowest bits first, hold ``code + 2**(bits - 1)``.
     """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    fields: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
-    return (fields - 2 ** (bits - 1)).to(torch.int8).flatten(-2)[..., :cols].contiguous()
+    half = 1 << (bits - 1)
+    fields = (words.unsqueeze(-1) >> shifts) & (2 * half - 1)
+    return (fields - half).to(torch.int8).flatten(-2)[..., :cols].contiguous()
