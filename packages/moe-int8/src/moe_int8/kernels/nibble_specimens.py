@@ -18,7 +18,7 @@ from moe_int8.kernels.wide_rule import wide_plan
 #: experts, top-k, hidden size, intermediate size
 _SHAPE = (128, 8, 2048, 768)
 _TOKENS = (1, 300, 600, 2000, 40000)
-#: tile coordinates outside the loop of two halves of 128 x 128
+#: tile coordinates outside the loop (two halves of 128 x 128; zero points of groups of 32 on sm_80)
 _MAX_SPILLS = 64
 
 
@@ -40,7 +40,7 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
             run = partial(_layer, plan, tokens, group, raw=raw, gated=number != 1)
             yield Specimen(f"{name} {tokens}", run, _MAX_SPILLS)
         few = next(iter(plans))
-        yield Specimen(f"{name} zero points", partial(_layer, few.unsplit(), 1, group, zero_points=True))
+        yield Specimen(f"{name} zero points", partial(_layer, few.unsplit(), 1, group, zero_points=True), _MAX_SPILLS)
         yield Specimen(f"{name} batched", partial(_layer, few.unsplit(), 8, group, raw=raw, batched=True))
 
 
