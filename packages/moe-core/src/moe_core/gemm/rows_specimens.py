@@ -60,7 +60,7 @@ def row_specimens(
         run = partial(row_layer, functions_of, tokens=8, experts=6, top_k=2, hidden=1104, size=1008, kind=kind, raw=raw)
         yield Specimen(f"row {name_of} batched {kind}", partial(run, plan=plan.unsplit(), batched=True))
         yield Specimen(f"row {name_of} {kind}", partial(run, plan=plan, on_input=True))
-        yield Specimen(f"row {name_of} {kind} adapters", partial(run, plan=plan, adapted=True))
+        yield Specimen(f"row {name_of} {kind} adapters", partial(run, plan=plan, adapted=True), _MAX_SPILLS)
 
 
 def adapters_for(

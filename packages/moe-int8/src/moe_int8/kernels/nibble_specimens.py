@@ -41,7 +41,7 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
             yield Specimen(f"{name} {tokens}", run, _MAX_SPILLS)
         few = next(iter(plans))
         yield Specimen(f"{name} zero points", partial(_layer, few.unsplit(), 1, group, zero_points=True), _MAX_SPILLS)
-        yield Specimen(f"{name} batched", partial(_layer, few.unsplit(), 8, group, raw=raw, batched=True))
+        yield Specimen(f"{name} batched", partial(_layer, few.unsplit(), 8, group, raw=raw, batched=True), _MAX_SPILLS)
 
 
 def _layer(

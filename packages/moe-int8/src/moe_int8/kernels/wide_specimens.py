@@ -17,7 +17,7 @@ from moe_int8.kernels.wide_rule import wide_plan
 #: name, experts, top-k, hidden size, intermediate size
 _SHAPES = (("deepseek-v3-tp8", 256, 8, 7168, 256), ("qwen3-30b-a3b", 128, 8, 2048, 768), ("odd", 6, 2, 1104, 1000))
 _TOKENS = (1, 600, 1000, 2000, 40000)
-#: tile coordinates outside the loop of two halves of 128 x 128
+#: tile coordinates outside the loop (two halves of 128 x 128, rows of a batch on sm_80)
 _MAX_SPILLS = 64
 #: weight rows that are no multiple of 16 bytes cannot be copied asynchronously: their tiles pass through registers
 _MAX_SPILLS_ODD = 256
@@ -46,7 +46,7 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
         "wide int8 float32", partial(_layer, plan, 8, 6, 2, 1104, 1008, dtype=torch.float32), _MAX_SPILLS_FLOAT32
     )
     plan = wide_plan(8, 2, 6, 1104, 1008, capability=target.capability).unsplit()
-    yield Specimen("wide int8 batched", partial(_layer, plan, 8, 6, 2, 1104, 1008, batched=True))
+    yield Specimen("wide int8 batched", partial(_layer, plan, 8, 6, 2, 1104, 1008, batched=True), _MAX_SPILLS)
 
 
 def _layer(
