@@ -54,6 +54,8 @@ ACTIVATIONS = (
 def test_a_gpu_takes_triton(device: str, activation_key: QuantKey | None) -> None:
     selection = select_int8_moe_backend(CONFIG, activation_key=activation_key, device=device, environment=WITH_TRITON)
     assert selection.backend == Int8MoeBackend.TRITON.value
+    four_bits = select_w4a8_int8_moe_backend(CONFIG, device=device, environment=WITH_TRITON)
+    assert four_bits.backend == Int8MoeBackend.TRITON.value
 
 
 @pytest.mark.parametrize("device", ["cpu", "sm75", "gfx942"])
