@@ -42,7 +42,8 @@ def compile_check(folder: Path, *arguments: str) -> tuple[int, str]:
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "moe_core.testing.compile", *arguments],
+        # one process: the kernel of two specimens is compiled once
+        [sys.executable, "-m", "moe_core.testing.compile", "--jobs", "1", *arguments],
         capture_output=True,
         text=True,
         env={**inherited, "PYTHONPATH": path},
