@@ -46,6 +46,7 @@ class TritonInt8WeightOnlyExperts(FusedMoEExpertsModular):
         apply_router_weight_on_input=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
+        verified_on=("NVIDIA H200 (sm90)",),
     )
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
