@@ -327,3 +327,13 @@ def test_a_stated_shape_that_is_another(tmp_path: Path) -> None:
     del tensors[f"{PREFIX}.2.gate_proj.weight_shape"]
     both = w4(64).tensors(Tensor.bfloat16) | packed(w4(64).tensors(Tensor.bfloat16))
     refused(tmp_path / "b", both, quantization, "weight and", "weight_packed are both there", **SIZES)
+
+
+def test_matrices_that_are_stored_differently(tmp_path: Path) -> None:
+    quantization = config(int4_group(64), TOKEN, "pack-quantized")
+    in_bytes, in_words = w4(64).tensors(Tensor.bfloat16), packed(w4(64).tensors(Tensor.bfloat16))
+    mixed = {n: t for n, t in in_words.items() if "down_proj" not in n}
+    mixed |= {n: t for n, t in in_bytes.items() if "down_proj" in n}
+    refused(tmp_path / "a", mixed, quantization, "has weight and weight_packed", "must be stored alike", **SIZES)
+    without = {n: t for n, t in in_words.items() if not n.endswith("up_proj.weight_packed")}
+    refused(tmp_path / "b", without, quantization, "'weight_packed' of 'up' is missing", **SIZES)

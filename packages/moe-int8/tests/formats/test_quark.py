@@ -102,6 +102,16 @@ def test_static_zero_points_are_read(tmp_path: Path, dtype: torch.dtype) -> None
     assert weights.w2_input_zero_point.tolist() == [-7, 31, -7]
 
 
+@pytest.mark.parametrize("bad", [128.0, -129.0, 2.5, float("nan")])
+def test_zero_points_that_are_no_codes(tmp_path: Path, bad: float) -> None:
+    tensors = written(input_scale=torch.tensor(0.5), input_zero_point=torch.tensor(3.0))
+    name = f"{PREFIX}.2.up_proj.input_zero_point"
+    tensors[name] = torch.tensor(bad)
+    asymmetric = config(CHANNEL, {**STATIC, "symmetric": False})
+    message = "has 1 NaN or Inf value of 1" if bad != bad else f"is {bad:g}, expected a code of -128 to 127"
+    refused(tmp_path, tensors, asymmetric, f"{name} {message}")
+
+
 def test_gate_and_up_get_a_range_that_holds_both(tmp_path: Path) -> None:
     """Gate reads -100 to 155 in steps of 1, up -30 to 480 in steps of 2."""
     tensors = written(input_scale=torch.tensor(1.0), input_zero_point=torch.tensor(-28))

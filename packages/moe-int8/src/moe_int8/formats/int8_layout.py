@@ -76,13 +76,13 @@ class Int8Layout:
 
     @staticmethod
     def of(storage: Int8Storage, layer: LayerExperts) -> Int8Layout:
-        found = {one_suffix(layer, projection, WEIGHTS) for projection in sorted(layer.projections)}
-        if len(found) > 1:
+        found = [one_suffix(layer, projection, WEIGHTS) for projection in sorted(layer.projections)]
+        stored = sorted({suffix for suffix in found if suffix is not None})
+        if len(stored) > 1:
             raise CheckpointError(
-                f"{layer.prefix} has {' and '.join(sorted(str(suffix) for suffix in found))}: "
-                "all matrices of a layer's experts must be stored alike"
+                f"{layer.prefix} has {' and '.join(stored)}: all matrices of a layer's experts must be stored alike"
             )
-        return Int8Layout(storage, layer, found.pop() or "weight")
+        return Int8Layout(storage, layer, stored[0] if stored else WEIGHTS[0])
 
     @property
     def activation(self) -> QuantKey | None:
@@ -169,7 +169,9 @@ class Int8Layout:
             every = checked(static, Values.POSITIVE, lambda stored: stored.float().reshape(1))
             points = None
             if zero is not None:
-                points = checked(zero, Values.FINITE, lambda stored: stored.to(torch.int32).reshape(1))
+                points = checked(zero, Values.FINITE, lambda stored: stored.double().reshape(1))
+                self._check_zero_points(points, projections, zero, experts)
+                points = points.to(torch.int32)
             tensors[f"{name}_input_scale"], point = shared_input(every, points)
             if point is not None:
                 tensors[f"{name}_input_zero_point"] = point
@@ -211,6 +213,16 @@ class Int8Layout:
                 f"{error.tensor} has {int(bad.sum())} of {stored.numel()} values outside -8 to 7, first "
                 f"{int(stored[tuple(where)])} at {where}: expected 4-bit codes ({self.storage.why})"
             ) from None
+
+    def _check_zero_points(
+        self, points: Tensor, projections: tuple[str, ...], suffix: str, experts: Sequence[int]
+    ) -> None:
+        """Zero points [E, projections] are codes."""
+        bad = (points != points.round()) | (points < -128) | (points > 127)
+        if bool(bad.any()):
+            expert, projection = (int(i) for i in bad.nonzero()[0])
+            name = self.layer.name(experts[expert], projections[projection], suffix)
+            raise CheckpointError(f"{name} is {float(points[expert, projection]):g}, expected a code of -128 to 127")
 
     def _check_groups(self, projection: str, cols: int) -> None:
         group = self.storage.group
