@@ -29,5 +29,6 @@ class TritonMxfp8Experts(TritonFp8UpcastExperts):
         apply_router_weight_on_input=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
+        verified_on=("NVIDIA H200 (sm90)",),
         notes="products in bfloat16, which holds MXFP8 values exactly",
     )

@@ -213,6 +213,7 @@ class TritonFp8WeightOnlyExperts(TritonFp8UpcastExperts):
         apply_router_weight_on_input=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
+        verified_on=("NVIDIA H200 (sm90)",),
         notes="float32 layers multiply outside the matrix units",
     )
 
