@@ -61,7 +61,8 @@ def wide_plan(
         config = TileConfig(32, BLOCK_N, 4, 3, 1, True, True)
         return TilePlan(config, config)
     few = TileConfig(64, BLOCK_N, 8, 3, 8, swap=True, tma=True)
-    if mean <= 48:
+    if mean <= 48 or (packed and capability != 90):
+        # beyond sm_90 Triton multiplies int8 as sm_80 does, with both operands in registers
         return TilePlan(few, few)
     many = TileConfig(128, BLOCK_N, 8, 3, 8, swap=True, tma=True)
     # two accumulators of 128 x 128 leave no registers for the product of a step
