@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.narrow import divide, narrow, narrow_e4m3
+from moe_core.gemm.narrow import divide, divide_all, narrow, narrow_e4m3, round_int8
 
 
 @triton.jit
@@ -23,6 +23,14 @@ def _narrow_kernel(x, out, E4M3: tl.constexpr, BLOCK: tl.constexpr):
 def _divide_kernel(x, by, out, BLOCK: tl.constexpr):
     index = tl.arange(0, BLOCK)
     tl.store(out + index, divide(tl.load(x + index), tl.load(by + index)))
+
+
+@triton.jit
+def _quotient_kernel(x, by, out, codes, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    quotient = divide_all(tl.load(x + index), tl.load(by + index))
+    tl.store(out + index, quotient)
+    tl.store(codes + index, round_int8(quotient))
 
 
 def e4m3_values():
@@ -57,3 +65,17 @@ def test_divide_is_correctly_rounded(device):
         assert torch.equal(out, exact)
     else:  # the interpreter rounds the product inside a fused multiply-add
         assert ((out - exact).abs() <= exact.abs() * 2**-23).all()
+
+
+def test_quotients_beyond_numbers_and_their_codes(device):
+    """Too large, by infinity, NaN; int8 codes tie to even and saturate, NaN becomes 0."""
+    infinity, nan = float("inf"), float("nan")
+    x = torch.cat([torch.arange(-512, 512) / 2, torch.randn(1016, generator=torch.Generator().manual_seed(2)) * 60])
+    x = torch.cat([x, torch.tensor([3e38, -3e38, infinity, -infinity, 1.0, infinity, nan, 0.0])])
+    by = torch.ones(2048)
+    by[-8:] = torch.tensor([0.5, 0.5, 2.0, 2.0, infinity, infinity, 1.0, 3.0])
+    out, codes = torch.empty(2048, device=device), torch.empty(2048, dtype=torch.int8, device=device)
+    _quotient_kernel[(1,)](x.to(device), by.to(device), out, codes, 2048)
+    exact = x / by
+    assert torch.equal(out.cpu().nan_to_num(7.5, infinity, -infinity), exact.nan_to_num(7.5, infinity, -infinity))
+    assert torch.equal(codes.cpu(), exact.round().clamp(-128, 127).nan_to_num(0.0).to(torch.int8))
