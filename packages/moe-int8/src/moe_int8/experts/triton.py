@@ -17,12 +17,15 @@ from moe_core import (
     NON_GATED,
     TRITON,
     Claims,
+    DeviceInfo,
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
+    FusedMoEConfig,
     FusedMoEExpertsModular,
     KernelWeights,
     LoRA,
     MoEWeights,
+    QuantKey,
     WorkspaceSpec,
     cuda,
     make_quant_config,
@@ -41,6 +44,7 @@ from moe_core.quant_key import (
 from torch import Tensor
 
 from moe_int8.layout import row_sums, scale_and_zero
+from moe_int8.sums import sum_reasons
 
 if TYPE_CHECKING:
     from moe_core.gemm.rows_moe import RowFunctions
@@ -70,6 +74,16 @@ class TritonInt8Experts(FusedMoEExpertsModular):
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),
     )
+
+    @classmethod
+    def extra_reasons(
+        cls,
+        config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        device: DeviceInfo,
+    ) -> list[str]:
+        return sum_reasons(config, weight_key, activation_key)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         if weights.w13_scale is None or weights.w2_scale is None:

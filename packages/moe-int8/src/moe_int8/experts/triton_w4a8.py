@@ -46,6 +46,7 @@ from torch import Tensor
 from moe_int8.groups import group_reasons
 from moe_int8.kernels.wide_rule import wide_plan
 from moe_int8.layout import group_scales, nibble_half, pack_nibbles, row_sums, scaled_row_sums
+from moe_int8.sums import sum_reasons
 
 if TYPE_CHECKING:
     from moe_core.gemm.rows_moe import RowFunctions
@@ -83,7 +84,7 @@ class TritonW4A8Int8Experts(FusedMoEExpertsModular):
         activation_key: QuantKey | None,
         device: DeviceInfo,
     ) -> list[str]:
-        return group_reasons(config, weight_key)
+        return group_reasons(config, weight_key) + sum_reasons(config, weight_key, activation_key)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         w13_scale, w2_scale = weights.w13_scale, weights.w2_scale

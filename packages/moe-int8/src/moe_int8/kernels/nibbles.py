@@ -7,7 +7,7 @@
 A nibble in the upper half of a byte is 16 times its code as int8, sign included: an AND takes the upper nibbles of four
 bytes at a time, a shift and an AND the lower ones, and 1 / 16 goes into the scale.  A step of 2 P columns lies in P
 bytes, the first P columns in the lower nibbles: both halves meet a tile of the activations that is read as it lies.
-Sums of codes are exact in int32: 16 * 8 * 127 * k stays below 2^31 up to k = 132104.
+Sums of codes are exact in int32: 16 * 8 is the 128 of `moe_int8.kernels.rows`.
 
 With scales by group each group's sum is scaled and added in float32.
 """

@@ -1,8 +1,8 @@
 """int8 with scales that do not change along k: what the layer of `moe_core.gemm.rows_moe` needs of an element type.
 
-Products of codes are summed over all of k in int32, which is exact: 127 * 127 * k stays below 2^31 up to k = 133143
-(128 * 128 * k up to 131071).  Scales are applied to the finished sum; where programs share a k loop, to the exact sum
-of each part, and parts are added in float32.
+Products of codes are summed over all of k in int32, which is exact: 128 * 128 * k stays below 2^31 up to k = 131071
+(with zero points 255 * 128 * k up to 65793; `moe_int8.sums` refuses more).  Scales are applied to the finished sum;
+where programs share a k loop, to the exact sum of each part, and parts are added in float32.
 
 With zero points an activation is (q - z) s, and sum_k (q - z) w = sum_k q w - z sum_k w, in int32 as well: the sums of
 the weights' rows are made when they are converted.  Scale and zero point of a row travel as one int64, so that
