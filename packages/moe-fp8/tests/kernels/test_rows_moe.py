@@ -12,8 +12,10 @@ import pytest
 import torch
 from moe_core.activation import MoEActivation
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.gemm import experts
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.rule import tile_plan
+from moe_core.gemm.workspaces import row_workspaces
 from moe_core.kernel import FusedMoEKernel
 from moe_core.ops import sort
 from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
@@ -27,9 +29,7 @@ from moe_core.quant_key import (
 from moe_core.reference import fused_moe_reference
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.workspace import Workspace, workspace_nbytes
-from moe_fp8.experts import triton_rows
 from moe_fp8.experts.triton_rows import TritonFp8Experts
-from moe_fp8.kernels.workspaces import row_fp8_workspaces
 
 KINDS = {"token": kFp8DynamicTokenSym, "tensor": kFp8DynamicTensorSym, "static": kFp8StaticTensorSym}
 BATCHED = FusedMoEActivationFormat.BATCHED
@@ -133,7 +133,7 @@ def test_one_scale_of_all_with_a_sort_of_two_launches(plan, device, monkeypatch)
 @pytest.mark.parametrize("plan", [PLANS["few"], PLANS["split"]], ids=["few", "split"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_quantised_while_it_is_loaded(kind, plan, device, monkeypatch):
-    monkeypatch.setattr(triton_rows, "quantizes_while_loading", lambda capability: False)
+    monkeypatch.setattr(experts, "quantizes_while_loading", lambda capability: False)
     assert error(kind, kFp8StaticChannelSym, plan, device, routing="invalid") < TOLERANCE
 
 
@@ -177,7 +177,7 @@ def test_parts_fit(shape, tokens, capability):
     experts, top_k, hidden, size = shape
     for gated in (True, False):
         plan = tile_plan(tokens, top_k, experts, hidden, size, gated=gated, capability=capability)
-        specs = row_fp8_workspaces(tokens, top_k, experts, hidden, size, torch.bfloat16, kind="token")
+        specs = row_workspaces(torch.float8_e4m3fn, tokens, top_k, experts, hidden, size, torch.bfloat16, kind="token")
         (parts,) = (spec.shape[0] for spec in specs if spec.name == "parts")
         pairs, halves = tokens * top_k, 2 if gated else 1
         assert plan.up.split == 1 or pairs * plan.up.split * halves * size <= parts

@@ -47,6 +47,10 @@ class TilePlan:
         """The same without shared loops, whose parts need a place for every row that there could be."""
         return replace(self, up=replace(self.up, split=1), down=replace(self.down, split=1))
 
+    def interpreted(self) -> TilePlan:
+        """The same for Triton's interpreter, which knows neither dependent launches nor warp specialisation."""
+        return TilePlan(replace(self.up, specialised=False), replace(self.down, specialised=False))
+
 
 def max_tiles(pairs: int, experts: int, block_m: int) -> int:
     """Most tiles that ``pairs`` rows over ``experts`` experts can make: each expert may have one partial tile."""

@@ -8,8 +8,7 @@ over top-k.  On sm_90, with many rows per expert, both products are a warp-speci
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from typing import Any
 
 import torch
 from moe_core import (
@@ -17,18 +16,16 @@ from moe_core import (
     NON_GATED,
     TRITON,
     Claims,
-    ExpertTokensMetadata,
     FusedMoEActivationFormat,
-    FusedMoEExpertsModular,
     KernelWeights,
     KeyPattern,
-    LoRA,
     MoEWeights,
     WorkspaceSpec,
     cuda,
     make_quant_config,
 )
 from moe_core.errors import TensorError
+from moe_core.gemm.experts import GroupedExperts
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.rule import tile_plan
 from moe_core.numerics import e8m0_to_float32, is_e8m0
@@ -45,7 +42,7 @@ def _float32(scale: Tensor) -> Tensor:
     return e8m0_to_float32(scale) if is_e8m0(scale.dtype) else scale
 
 
-class TritonFp8BlockExperts(FusedMoEExpertsModular):
+class TritonFp8BlockExperts(GroupedExperts):
     """Block FP8 through the grouped matrix product of ``moe_core.gemm``."""
 
     claims = Claims(
@@ -103,14 +100,9 @@ class TritonFp8BlockExperts(FusedMoEExpertsModular):
             config if config.is_lora_enabled else None,
         )
 
-    @property
-    def batched(self) -> bool:
-        return self.activation_format is FusedMoEActivationFormat.BATCHED
-
-    def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:
-        """Launch parameters for so many tokens, or rows T_max of each expert's buffer."""
+    def chosen_plan(self, num_tokens: int) -> TilePlan:
         config, group = self.config, self.block_shape[1]
-        plan = tile_plan(
+        return tile_plan(
             num_tokens,
             config.top_k,
             config.num_experts,
@@ -121,54 +113,8 @@ class TritonFp8BlockExperts(FusedMoEExpertsModular):
             block_k=group,
             capability=self.device_info.capability,
         )
-        if self.batched:
-            plan = plan.unsplit()
-        if not on_gpu:
-            # Triton's interpreter knows neither dependent launches nor warp specialisation
-            up, down = (replace(product, specialised=False) for product in (plan.up, plan.down))
-            plan = replace(plan, up=up, down=down, pdl=False)
-        return plan
 
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        weights: KernelWeights,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        workspace: Mapping[str, Tensor],
-        expert_map: Tensor | None = None,
-        hidden_states_scale: Tensor | None = None,
-        expert_tokens: ExpertTokensMetadata | None = None,
-        lora: LoRA | None = None,
-    ) -> None:
-        from moe_core.gemm.launch import Activation
-
+    def fused_moe(self, x: Tensor, weights: KernelWeights, call: dict[str, Any]) -> None:
         from moe_fp8.kernels.block_moe import block_fp8_fused_moe
 
-        config, quant = self.config, weights.quant_config
-        if quant.w1_scale is None or quant.w2_scale is None:
-            raise TensorError("the quant config of block FP8 weights holds w1_scale and w2_scale")
-        if self.batched and expert_tokens is None:
-            raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
-        block_fp8_fused_moe(
-            hidden_states,
-            weights.w13,
-            weights.w2,
-            w13_scale=quant.w1_scale,
-            w2_scale=quant.w2_scale,
-            topk_weights=None if self.batched else topk_weights,
-            topk_ids=None if self.batched else topk_ids,
-            expert_num_tokens=expert_tokens.expert_num_tokens if self.batched and expert_tokens is not None else None,
-            out=output,
-            workspace=workspace,
-            plan=self.plan(hidden_states.shape[-2], hidden_states.is_cuda),
-            block_shape=self.block_shape,
-            activation=Activation.of(config),
-            w13_bias=quant.w1_bias,
-            w2_bias=quant.w2_bias,
-            expert_map=expert_map,
-            apply_router_weight_on_input=config.apply_router_weight_on_input and not self.batched,
-            lora=lora,
-        )
+        block_fp8_fused_moe(x, weights.w13, weights.w2, block_shape=self.block_shape, **call)

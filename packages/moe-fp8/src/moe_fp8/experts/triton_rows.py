@@ -2,13 +2,12 @@
 
 Weights stay as the checkpoint has them; gate and up keep scales of their own.  Activations have one scale per token,
 one for all (both found at run time) or one per expert (static).  Standard and batched format.
-``kernels/rows_moe.py`` says what a call consists of.
+``moe_core.gemm.rows_moe`` says what a call consists of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from moe_core import (
@@ -16,33 +15,32 @@ from moe_core import (
     NON_GATED,
     TRITON,
     Claims,
-    ExpertTokensMetadata,
     FusedMoEActivationFormat,
-    FusedMoEExpertsModular,
     KernelWeights,
-    LoRA,
     MoEWeights,
-    WorkspaceSpec,
     cuda,
     make_quant_config,
 )
 from moe_core.errors import TensorError
-from moe_core.gemm.plan import TilePlan
-from moe_core.gemm.rule import quantizes_while_loading, tile_plan
+from moe_core.gemm.experts import RowExperts
 from moe_core.quant_key import (
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
 )
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from moe_core.gemm.rows_moe import RowFunctions
 
 _WEIGHTS = (kFp8StaticTensorSym, kFp8StaticChannelSym)
 _ACTIVATIONS = {kFp8DynamicTokenSym: "token", kFp8DynamicTensorSym: "tensor", kFp8StaticTensorSym: "static"}
 
 
-class TritonFp8Experts(FusedMoEExpertsModular):
+class TritonFp8Experts(RowExperts):
     """FP8 per tensor or channel through the grouped matrix product of ``moe_core.gemm``."""
+
+    element = torch.float8_e4m3fn
 
     claims = Claims(
         devices=(cuda(min=89),),
@@ -91,87 +89,7 @@ class TritonFp8Experts(FusedMoEExpertsModular):
         return _ACTIVATIONS[key]
 
     @property
-    def batched(self) -> bool:
-        return self.activation_format is FusedMoEActivationFormat.BATCHED
+    def functions(self) -> RowFunctions:
+        from moe_fp8.kernels.rows import E4M3
 
-    def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:
-        """Launch parameters for so many tokens, or rows T_max of each expert's buffer."""
-        config = self.config
-        plan = tile_plan(
-            num_tokens,
-            config.top_k,
-            config.num_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            gated=config.is_gated,
-            capability=self.device_info.capability,
-        )
-        if self.batched:
-            plan = plan.unsplit()
-        if not on_gpu:
-            # Triton's interpreter knows neither dependent launches nor warp specialisation
-            up, down = (replace(product, specialised=False) for product in (plan.up, plan.down))
-            plan = replace(plan, up=up, down=down, pdl=False)
-        return plan
-
-    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        from moe_fp8.kernels.workspaces import row_fp8_workspaces
-
-        config = self.config
-        return row_fp8_workspaces(
-            num_tokens,
-            config.top_k,
-            config.local_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            config.dtype,
-            kind=self.kind,
-            weight_on_input=config.apply_router_weight_on_input and not self.batched,
-            batched=self.batched,
-            lora=config if config.is_lora_enabled else None,
-        )
-
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        weights: KernelWeights,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        workspace: Mapping[str, Tensor],
-        expert_map: Tensor | None = None,
-        hidden_states_scale: Tensor | None = None,
-        expert_tokens: ExpertTokensMetadata | None = None,
-        lora: LoRA | None = None,
-    ) -> None:
-        from moe_core.gemm.launch import Activation
-
-        from moe_fp8.kernels.rows_moe import ActivationScales, row_fp8_fused_moe
-
-        config, quant = self.config, weights.quant_config
-        if quant.w1_scale is None or quant.w2_scale is None:
-            raise TensorError("the quant config of FP8 weights holds w1_scale and w2_scale")
-        if self.batched and expert_tokens is None:
-            raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
-        row_fp8_fused_moe(
-            hidden_states,
-            weights.w13,
-            weights.w2,
-            w13_scale=quant.w1_scale,
-            w2_scale=quant.w2_scale,
-            activation_scales=ActivationScales(self.kind, quant.a1_scale, quant.a2_scale),
-            out=output,
-            workspace=workspace,
-            plan=self.plan(hidden_states.shape[-2], hidden_states.is_cuda),
-            activation=Activation.of(config),
-            topk_weights=None if self.batched else topk_weights,
-            topk_ids=None if self.batched else topk_ids,
-            expert_num_tokens=expert_tokens.expert_num_tokens if self.batched and expert_tokens is not None else None,
-            w13_bias=quant.w1_bias,
-            w2_bias=quant.w2_bias,
-            expert_map=expert_map,
-            apply_router_weight_on_input=config.apply_router_weight_on_input and not self.batched,
-            raw=quantizes_while_loading(self.device_info.capability),
-            lora=lora,
-        )
+        return E4M3

@@ -6,9 +6,7 @@ them, except that rows get a multiple of 16 columns; MXFP8's scales are put in t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from moe_core import (
@@ -16,9 +14,7 @@ from moe_core import (
     NON_GATED,
     TRITON,
     Claims,
-    ExpertTokensMetadata,
     FusedMoEActivationFormat,
-    FusedMoEExpertsModular,
     KernelWeights,
     KeyPattern,
     MoEWeights,
@@ -26,6 +22,7 @@ from moe_core import (
     cuda,
 )
 from moe_core.errors import TensorError
+from moe_core.gemm.experts import GroupedExperts
 from moe_core.numerics import e8m0_to_float32, is_e8m0
 from moe_core.quant_config import make_quant_config
 from moe_core.quant_key import (
@@ -49,7 +46,7 @@ _BLOCKS = (GroupShape(128, 128), GroupShape(64, 128), GroupShape(64, 64), GroupS
 _SCALES_PER_WORD = 4
 
 
-class TritonFp8UpcastExperts(FusedMoEExpertsModular):
+class TritonFp8UpcastExperts(GroupedExperts):
     """The computation; subclasses add ``claims`` and say what the activations are."""
 
     #: whether x and h are rounded to MXFP8
@@ -80,13 +77,12 @@ class TritonFp8UpcastExperts(FusedMoEExpertsModular):
         mxfp8_weights = self.weight_key == kMxfp8Static
         return stored_dtype(self.config.dtype, mxfp8_weights=mxfp8_weights, mxfp8_activations=self.mxfp8_activations)
 
-    def plan(self, num_tokens: int, *, on_gpu: bool = True) -> TilePlan:
-        """Launch parameters for ``num_tokens`` tokens (batched: rows of each expert)."""
+    def chosen_plan(self, num_tokens: int) -> TilePlan:
         from moe_fp8.kernels.upcast_rule import upcast_plan
         from moe_fp8.kernels.upcast_workspaces import HALVES
 
         config, shape = self.config, None if self.weight_key is None else self.weight_key.group_shape
-        plan = upcast_plan(
+        return upcast_plan(
             num_tokens,
             config.top_k,
             config.num_experts,
@@ -97,18 +93,16 @@ class TritonFp8UpcastExperts(FusedMoEExpertsModular):
             wide=self.stored_dtype is torch.float32,
             halves=self.stored_dtype is HALVES,
             gated=config.is_gated,
-            split=self.activation_format is FusedMoEActivationFormat.STANDARD,
+            split=self.shares_loops,
             capability=self.device_info.capability,
         )
-        # Triton's interpreter knows no dependent launches
-        return plan if on_gpu else replace(plan, pdl=False)
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
         from moe_fp8.kernels.upcast_workspaces import upcast_batched_workspaces, upcast_workspaces
 
         config = self.config
         sizes = (config.local_experts, config.hidden_size, config.intermediate_size)
-        if self.activation_format is FusedMoEActivationFormat.BATCHED:
+        if self.batched:
             return upcast_batched_workspaces(num_tokens, *sizes, dtype=self.stored_dtype)
         return upcast_workspaces(
             num_tokens,
@@ -145,53 +139,29 @@ class TritonFp8UpcastExperts(FusedMoEExpertsModular):
             quant.w2_bias,
         )
 
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        weights: KernelWeights,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        workspace: Mapping[str, Tensor],
-        expert_map: Tensor | None = None,
-        hidden_states_scale: Tensor | None = None,
-        expert_tokens: ExpertTokensMetadata | None = None,
-    ) -> None:
-        from moe_core.gemm.launch import Activation
-
+    def fused_moe(self, x: Tensor, weights: KernelWeights, call: dict[str, Any]) -> None:
         from moe_fp8.kernels.upcast_moe import upcast_batched_moe, upcast_fused_moe
 
-        config = self.config
-        activation = Activation.of(config)
-        kernel_weights = self.kernel_weights(weights)
-        plan = self.plan(hidden_states.shape[-2], on_gpu=hidden_states.is_cuda)
-        if self.activation_format is FusedMoEActivationFormat.BATCHED:
-            if expert_tokens is None:
-                raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
+        operands = self.kernel_weights(weights)
+        shared = {name: call[name] for name in ("out", "workspace", "plan", "activation")}
+        if self.batched:
             upcast_batched_moe(
-                hidden_states,
-                kernel_weights,
-                counts=expert_tokens.expert_num_tokens,
-                out=output,
-                workspace=workspace,
-                plan=plan,
-                activation=activation,
+                x,
+                operands,
+                counts=call["expert_num_tokens"],
                 mxfp8_activations=self.mxfp8_activations,
+                **shared,
             )
             return
         upcast_fused_moe(
-            hidden_states,
-            kernel_weights,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            out=output,
-            workspace=workspace,
-            plan=plan,
-            activation=activation,
+            x,
+            operands,
+            topk_weights=call["topk_weights"],
+            topk_ids=call["topk_ids"],
             mxfp8_activations=self.mxfp8_activations,
-            expert_map=expert_map,
-            apply_router_weight_on_input=config.apply_router_weight_on_input,
+            expert_map=call["expert_map"],
+            apply_router_weight_on_input=call["apply_router_weight_on_input"],
+            **shared,
         )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from moe_core.config import FusedMoEConfig
 from moe_core.gemm.workspaces import (
@@ -12,7 +10,6 @@ from moe_core.gemm.workspaces import (
     lora_workspaces,
     order_workspaces,
     parts_workspace,
-    row_workspaces,
 )
 from moe_core.workspace import WorkspaceSpec
 
@@ -21,13 +18,10 @@ __all__ = [
     "MIN_BLOCK_M",
     "MIN_GATHERED_PAIRS",
     "block_fp8_workspaces",
-    "row_fp8_workspaces",
 ]
 
 #: plans ask for gathered rows only above this many pairs
 MIN_GATHERED_PAIRS = 256
-#: of layers with scales per channel, tensor and token
-row_fp8_workspaces = partial(row_workspaces, torch.float8_e4m3fn)
 
 
 def block_fp8_workspaces(

@@ -7,9 +7,7 @@ Two codes lie in a byte, which halves what the checkpoint's bytes take, and are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from moe_core import (
@@ -18,22 +16,17 @@ from moe_core import (
     TRITON,
     Claims,
     DeviceInfo,
-    ExpertTokensMetadata,
     FusedMoEActivationFormat,
     FusedMoEConfig,
-    FusedMoEExpertsModular,
     KernelWeights,
     KeyPattern,
-    LoRA,
     MoEWeights,
     QuantKey,
-    WorkspaceSpec,
     cuda,
     make_quant_config,
 )
 from moe_core.errors import TensorError
 from moe_core.gemm.plan import TilePlan
-from moe_core.gemm.rule import quantizes_while_loading
 from moe_core.quant_key import (
     GroupShape,
     kInt4W4A8StaticChannelSym,
@@ -43,6 +36,7 @@ from moe_core.quant_key import (
 )
 from torch import Tensor
 
+from moe_int8.experts.rows import Int8RowExperts
 from moe_int8.groups import group_reasons
 from moe_int8.kernels.wide_rule import wide_plan
 from moe_int8.layout import group_scales, nibble_half, pack_nibbles, row_sums, scaled_row_sums
@@ -59,7 +53,7 @@ _GROUPS = KeyPattern(
 _ACTIVATIONS = (kInt8DynamicTokenSym, kInt8DynamicTokenAsym)
 
 
-class TritonW4A8Int8Experts(FusedMoEExpertsModular):
+class TritonW4A8Int8Experts(Int8RowExperts):
     """int4 weights that become int8 in registers."""
 
     claims = Claims(
@@ -125,12 +119,8 @@ class TritonW4A8Int8Experts(FusedMoEExpertsModular):
         return self.weight_key.group_size
 
     @property
-    def zero_points(self) -> bool:
-        return self.activation_key is not None and not self.activation_key.symmetric
-
-    @property
-    def batched(self) -> bool:
-        return self.activation_format is FusedMoEActivationFormat.BATCHED
+    def kind(self) -> str:
+        return "token"
 
     @property
     def functions(self) -> RowFunctions:
@@ -138,10 +128,9 @@ class TritonW4A8Int8Experts(FusedMoEExpertsModular):
 
         return functions_of(self.group_size, zero_points=self.zero_points)
 
-    def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:
-        """Launch parameters for so many tokens, or rows T_max of each expert's buffer."""
+    def chosen_plan(self, num_tokens: int) -> TilePlan:
         config = self.config
-        plan = wide_plan(
+        return wide_plan(
             num_tokens,
             config.top_k,
             config.num_experts,
@@ -152,78 +141,3 @@ class TritonW4A8Int8Experts(FusedMoEExpertsModular):
             stepwise=self.group_size != -1,
             capability=self.device_info.capability,
         )
-        if self.batched or self.zero_points:
-            # the sums of rows are those of the whole k loop
-            plan = plan.unsplit()
-        # Triton's interpreter knows no dependent launches
-        return plan if on_gpu else replace(plan, pdl=False)
-
-    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        from moe_core.gemm.workspaces import row_workspaces
-
-        config = self.config
-        return row_workspaces(
-            torch.int8,
-            num_tokens,
-            config.top_k,
-            config.local_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            config.dtype,
-            kind="token",
-            weight_on_input=config.apply_router_weight_on_input and not self.batched,
-            batched=self.batched,
-            scale=torch.int64 if self.zero_points else torch.float32,
-            lora=config if config.is_lora_enabled else None,
-        )
-
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        weights: KernelWeights,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        workspace: Mapping[str, Tensor],
-        expert_map: Tensor | None = None,
-        hidden_states_scale: Tensor | None = None,
-        expert_tokens: ExpertTokensMetadata | None = None,
-        lora: LoRA | None = None,
-    ) -> None:
-        from moe_core.gemm.launch import Activation
-        from moe_core.gemm.rows_moe import ActivationScales, row_fused_moe
-
-        config, quant, extra = self.config, weights.quant_config, weights.extra
-        if quant.w1_scale is None or quant.w2_scale is None:
-            raise TensorError("the quant config of int4 weights holds w1_scale and w2_scale")
-        if self.batched and expert_tokens is None:
-            raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
-        row_fused_moe(
-            self.functions,
-            hidden_states,
-            weights.w13,
-            weights.w2,
-            w13_scale=quant.w1_scale,
-            w2_scale=quant.w2_scale,
-            activation_scales=ActivationScales("token"),
-            out=output,
-            workspace=workspace,
-            plan=self.plan(hidden_states.shape[-2], hidden_states.is_cuda),
-            activation=Activation.of(config),
-            topk_weights=None if self.batched else topk_weights,
-            topk_ids=None if self.batched else topk_ids,
-            expert_num_tokens=expert_tokens.expert_num_tokens if self.batched and expert_tokens is not None else None,
-            w13_bias=quant.w1_bias,
-            w2_bias=quant.w2_bias,
-            expert_map=expert_map,
-            apply_router_weight_on_input=config.apply_router_weight_on_input and not self.batched,
-            raw=quantizes_while_loading(self.device_info.capability),
-            lora=lora,
-            w13_extra=_sums(extra.get("w13_sums")),
-            w2_extra=_sums(extra.get("w2_sums")),
-        )
-
-
-def _sums(sums: Tensor | None) -> tuple[Any, ...]:
-    return () if sums is None else (sums, sums.stride(0))

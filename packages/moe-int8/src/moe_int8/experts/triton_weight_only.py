@@ -6,8 +6,7 @@ Weights are widened in registers (sm_80 and newer); their bytes change places wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from typing import Any
 
 import torch
 from moe_core import (
@@ -15,9 +14,7 @@ from moe_core import (
     NON_GATED,
     TRITON,
     Claims,
-    ExpertTokensMetadata,
     FusedMoEActivationFormat,
-    FusedMoEExpertsModular,
     KernelWeights,
     MoEWeights,
     WorkspaceSpec,
@@ -25,6 +22,7 @@ from moe_core import (
     make_quant_config,
 )
 from moe_core.errors import TensorError
+from moe_core.gemm.experts import GroupedExperts
 from moe_core.gemm.plan import TilePlan
 from moe_core.quant_key import kInt8StaticChannelSym
 from torch import Tensor
@@ -33,7 +31,7 @@ from moe_int8.kernels.wide_rule import wide_plan
 from moe_int8.layout import order_words
 
 
-class TritonInt8WeightOnlyExperts(FusedMoEExpertsModular):
+class TritonInt8WeightOnlyExperts(GroupedExperts):
     """INT8 weights that become 16-bit numbers in registers."""
 
     claims = Claims(
@@ -65,14 +63,9 @@ class TritonInt8WeightOnlyExperts(FusedMoEExpertsModular):
             ),
         )
 
-    @property
-    def batched(self) -> bool:
-        return self.activation_format is FusedMoEActivationFormat.BATCHED
-
-    def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:
-        """Launch parameters for so many tokens, or rows T_max of each expert's buffer."""
+    def chosen_plan(self, num_tokens: int) -> TilePlan:
         config = self.config
-        plan = wide_plan(
+        return wide_plan(
             num_tokens,
             config.top_k,
             config.num_experts,
@@ -82,10 +75,6 @@ class TritonInt8WeightOnlyExperts(FusedMoEExpertsModular):
             gated=config.is_gated,
             capability=self.device_info.capability,
         )
-        if self.batched:
-            plan = plan.unsplit()
-        # Triton's interpreter knows no dependent launches
-        return plan if on_gpu else replace(plan, pdl=False)
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
         from moe_int8.kernels.wide_moe import wide_workspaces
@@ -101,43 +90,7 @@ class TritonInt8WeightOnlyExperts(FusedMoEExpertsModular):
             batched=self.batched,
         )
 
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        weights: KernelWeights,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        workspace: Mapping[str, Tensor],
-        expert_map: Tensor | None = None,
-        hidden_states_scale: Tensor | None = None,
-        expert_tokens: ExpertTokensMetadata | None = None,
-    ) -> None:
-        from moe_core.gemm.launch import Activation
-
+    def fused_moe(self, x: Tensor, weights: KernelWeights, call: dict[str, Any]) -> None:
         from moe_int8.kernels.wide_moe import wide_fused_moe
 
-        config, quant = self.config, weights.quant_config
-        if quant.w1_scale is None or quant.w2_scale is None:
-            raise TensorError("the quant config of int8 weights holds w1_scale and w2_scale")
-        if self.batched and expert_tokens is None:
-            raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
-        wide_fused_moe(
-            hidden_states,
-            weights.w13,
-            weights.w2,
-            w13_scale=quant.w1_scale,
-            w2_scale=quant.w2_scale,
-            out=output,
-            workspace=workspace,
-            plan=self.plan(hidden_states.shape[-2], hidden_states.is_cuda),
-            activation=Activation.of(config),
-            topk_weights=None if self.batched else topk_weights,
-            topk_ids=None if self.batched else topk_ids,
-            expert_num_tokens=expert_tokens.expert_num_tokens if self.batched and expert_tokens is not None else None,
-            w13_bias=quant.w1_bias,
-            w2_bias=quant.w2_bias,
-            expert_map=expert_map,
-            apply_router_weight_on_input=config.apply_router_weight_on_input and not self.batched,
-        )
+        wide_fused_moe(x, weights.w13, weights.w2, **call)
