@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_core.gemm.specimen import launch
 from moe_core.ops._quantize_kernels import amax_kernel, group_kernel, row_kernel
 from moe_core.ops._rows import Rows
+from moe_core.ops._sizes import power_of_two
 
 #: values per thread that make one 16-byte load of 16-bit values
 _VECTOR = 8
@@ -19,15 +20,11 @@ _MANY_PROGRAMS = 2048
 _MAX_ROW = 16384
 
 
-def _power_of_two(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
-
-
 def _tile(rows: int, columns: int, group: int) -> tuple[int, int, int]:
     """(groups per program, number of groups, warps)."""
     groups = rows * -(-columns // group)
     values = 1024 if groups * group <= 1024 * _MANY_PROGRAMS else 2048
-    block = min(max(values // group, 1), _power_of_two(groups))
+    block = min(max(values // group, 1), power_of_two(groups))
     return block, groups, max(1, min(4, block * group // (32 * _VECTOR)))
 
 
@@ -44,7 +41,7 @@ def launch_groups(
     pdl: bool = False,
 ) -> None:
     """Run `group_kernel`; ``group`` 0 where columns share no scale of their own."""
-    group = group or min(256, _power_of_two(rows.columns))
+    group = group or min(256, power_of_two(rows.columns))
     block, groups, warps = _tile(rows.rows, rows.columns, group)
     grouped = scale_kind not in ("", "fixed", "partials")
     launch(
@@ -73,7 +70,7 @@ def launch_rows(
     rows: Rows, out: Tensor, *, code: str, scale: Tensor, zero_point: Tensor | None = None, pdl: bool = False
 ) -> None:
     """Run `row_kernel`."""
-    block = min(_power_of_two(rows.columns), _MAX_ROW)
+    block = min(power_of_two(rows.columns), _MAX_ROW)
     launch(
         row_kernel,
         (rows.rows,) if rows.columns else (0,),
@@ -94,10 +91,10 @@ def launch_rows(
 
 def launch_tensor(rows: Rows, out: Tensor, *, code: str, scale: Tensor, pdl: bool = False) -> None:
     """One scale for everything, in two launches: partial maxima, then codes."""
-    group = min(256, _power_of_two(rows.columns))
+    group = min(256, power_of_two(rows.columns))
     block, groups, warps = _tile(rows.rows, rows.columns, group)
     tiles = -(-groups // block)
-    programs = min(512, _power_of_two(tiles))
+    programs = min(512, power_of_two(tiles))
     partials = torch.empty(programs, dtype=torch.int32, device=out.device)
     arguments: tuple[Any, ...] = rows.kernel_arguments(out, None)
     launch(
@@ -109,7 +106,7 @@ def launch_tensor(rows: Rows, out: Tensor, *, code: str, scale: Tensor, pdl: boo
         **rows.constants(),
         GROUP=group,
         BLOCK=block,
-        STEPS=_power_of_two(-(-tiles // programs)),  # few specialisations; what is beyond the end is masked
+        STEPS=power_of_two(-(-tiles // programs)),  # few specialisations; what is beyond the end is masked
         pdl=pdl,
         num_warps=warps,
         enable_fp_fusion=False,

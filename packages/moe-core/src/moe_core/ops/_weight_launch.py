@@ -7,8 +7,8 @@ from torch import Tensor
 
 from moe_core.gemm.specimen import launch
 from moe_core.numerics import is_e8m0
+from moe_core.ops._sizes import power_of_two
 from moe_core.ops._weight_kernels import block_kernel, matrix_amax_kernel, matrix_codes_kernel, run_kernel
-from moe_core.ops.quantize_weights import power_of_two
 
 #: values per program of the kernels that walk over whole matrices, and steps of the one that only reads
 _CHUNK = 4096

@@ -16,6 +16,7 @@ from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
 from moe_core.numerics import FP8_E4M3, INT8, is_e8m0
 from moe_core.ops._backend import use_triton
 from moe_core.ops._rows import FLOATS
+from moe_core.ops._sizes import power_of_two
 from moe_core.ops.quantize import quantize_activation, without_e4m3
 from moe_core.quant_key import QuantKey
 from moe_core.quantization import Quantized, quantize_weight
@@ -137,8 +138,3 @@ def _output(name: str, given: Tensor | None, shape: tuple[int, ...], dtype: torc
             f"{name} is on {given.device} with strides {given.stride()}, expected contiguous on {like.device}"
         )
     return given
-
-
-def power_of_two(value: int) -> int:
-    """The smallest power of two that is not below ``value``."""
-    return 1 << max(value - 1, 0).bit_length()

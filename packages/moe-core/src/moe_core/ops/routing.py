@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_core.ops._backend import use_triton
+from moe_core.ops._sizes import power_of_two
 from moe_core.routing import RoutingConfig, call_custom, check_routing_inputs, route
 
 #: what one tile of the kernel holds at most
@@ -32,8 +33,8 @@ def fused_route(
     if config.custom is not None:
         return call_custom(router_logits, top_k=top_k, config=config)
     tokens, experts = router_logits.shape
-    block_s = _power_of_two(experts // config.groups)
-    block_g = _power_of_two(config.groups)
+    block_s = power_of_two(experts // config.groups)
+    block_g = power_of_two(config.groups)
     unsupported = None
     if block_s * block_g > 2 * MAX_EXPERTS or experts > MAX_EXPERTS or top_k > MAX_TOP_K:
         unsupported = f"{experts} experts in {config.groups} groups (at most {MAX_EXPERTS}), top_k {top_k} (at most 32)"
@@ -72,13 +73,9 @@ def fused_route(
         ROWS=rows,
         BLOCK_G=block_g,
         BLOCK_S=block_s,
-        BLOCK_K=_power_of_two(top_k),
+        BLOCK_K=power_of_two(top_k),
         num_warps=1,
         num_stages=1,
         enable_fp_fusion=False,
     )
     return weights, ids
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()

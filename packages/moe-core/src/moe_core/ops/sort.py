@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_core.gemm.plan import max_tiles
 from moe_core.gemm.specimen import launch
+from moe_core.ops._sizes import power_of_two
 from moe_core.workspace import WorkspaceSpec
 
 #: above this many pairs experts are counted by a launch of their own instead of by every program
@@ -87,7 +88,7 @@ class QuantizeRows:
 
 def whole_row(columns: int) -> int:
     """The ``group`` of `QuantizeRows` that spans a row."""
-    return 1 << max(columns - 1, 0).bit_length()
+    return power_of_two(columns)
 
 
 def sort_workspaces(num_pairs: int, num_experts: int, block_m: int) -> tuple[WorkspaceSpec, ...]:
