@@ -153,7 +153,7 @@ def test_plans(plan: str, weight_key: QuantKey, activation_key: QuantKey | None,
     base = TritonFp8WeightOnlyExperts if activation_key is None else TritonMxfp8Experts
 
     class Planned(base):
-        def plan(self, num_tokens: int, *, on_gpu: bool = True) -> TilePlan:
+        def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:
             return TilePlan(*PLANS[plan], pdl=on_gpu)
 
     config = FusedMoEConfig(num_experts=2, top_k=2, hidden_size=512, intermediate_size=256, has_bias=True)
