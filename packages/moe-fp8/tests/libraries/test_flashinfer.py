@@ -21,13 +21,13 @@ from moe_core import (
     RoutingMethodType,
 )
 from moe_core.device import DeviceInfo
+from moe_core.libraries.trtllm_layout import ordered, ordered_blocks, ordered_scales, row_order, shuffled_rows
 from moe_core.quantization import fake_quantize
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.workspace import Workspace
 from moe_fp8 import Fp8Oracle
 from moe_fp8.experts import flashinfer_cutlass, flashinfer_trtllm
 from moe_fp8.libraries import FLASHINFER
-from moe_fp8.libraries.shuffle import ordered, ordered_blocks, ordered_scales, row_order, shuffled_rows
 
 if Environment.current().reason_against(FLASHINFER) is not None:
     pytest.skip("FlashInfer is not installed (the nox session `libraries` installs it)", allow_module_level=True)

@@ -1,7 +1,7 @@
 """FlashInfer's TRTLLM kernels on the sm_100 family: what their monolithic and modular classes share.
 
 Three kinds of scales, each one call of the library: per tensor with static activations, block FP8, MXFP8.  Their
-layouts are those of `moe_fp8.libraries.shuffle`:
+layouts are those of `moe_core.libraries.trtllm_layout`:
 
     per tensor  rows in turns and shuffled for a tile of 128, sizes padded to multiples of 128
     block       up rows, then gate rows; shuffled for a tile of 64, in blocks of 128 columns; scales not shuffled
@@ -22,12 +22,10 @@ import torch
 from moe_core import (
     TRITON,
     Claims,
-    FusedMoEConfig,
     FusedMoEExperts,
     KernelWeights,
     MoEActivation,
     MoEWeights,
-    RoutingMethodType,
     WorkspaceSpec,
     cuda,
     kFp8Dynamic128Sym,
@@ -37,12 +35,12 @@ from moe_core import (
     kMxfp8Static,
 )
 from moe_core.errors import TensorError
+from moe_core.libraries.trtllm_layout import ordered, ordered_blocks, ordered_scales, row_order
 from moe_core.ops.layout import swap_halves
 from moe_core.quant_config import make_quant_config
 from torch import Tensor
 
 from moe_fp8.libraries import FLASHINFER
-from moe_fp8.libraries.shuffle import ordered, ordered_blocks, ordered_scales, row_order
 
 #: values of flashinfer.tllm_enums.ActivationType
 ACTIVATION_TYPES = {
@@ -54,8 +52,6 @@ ACTIVATION_TYPES = {
 MAJOR_K, BLOCK_MAJOR_K = 0, 2
 DEEP_SEEK_FP8, MX_FP8 = 1, 2
 
-#: methods whose weights the library multiplies by the routed scaling factor
-SCALED_METHODS = frozenset({RoutingMethodType.DeepSeekV3, RoutingMethodType.MiniMax2})
 #: e8m0 of 1.0
 ONE = 127
 
@@ -314,14 +310,6 @@ def block_scale_arguments(weights: KernelWeights, layout: int, kind: int) -> dic
         "fp8_quantization_type": kind,
         **weights.extra,
     }
-
-
-def groups(config: FusedMoEConfig, ungrouped: int | None) -> dict[str, int | None]:
-    """Expert groups of the routing, ``ungrouped`` where it has none: MXFP8 takes None, the others 0."""
-    routing = config.routing
-    if routing is None or not routing.is_grouped:
-        return {"n_group": ungrouped, "topk_group": ungrouped}
-    return {"n_group": routing.num_expert_group, "topk_group": routing.topk_group}
 
 
 def _padded_scales(scale: Tensor, rows: int, columns: int, parts: int) -> Tensor:

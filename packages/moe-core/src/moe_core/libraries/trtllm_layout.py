@@ -5,15 +5,16 @@ All of it is one order of rows, found once per shape and applied in one pass:
 - gated kernels take up and gate rows in turns: up 0, gate 0, up 1, … (block FP8: all up rows, then all gate rows)
 - within blocks of b = 32 rows (16 where a tile of the epilogue has 64), row i of the result is the source's row
   ``(i % 8) * (b / 8) + i / 8``: what one thread of the tensor core holds lies together
-- e8m0 scales follow their rows, then come in tiles of 128 rows and 4 columns, in which rows 32 apart are neighbours
+- block scales follow their rows, then come in tiles of 128 rows and 4 columns, in which rows 32 apart are neighbours
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from moe_core.errors import TensorError
 from moe_core.ops.layout import block_major, by_experts, pad_matrices, permute_rows
-from torch import Tensor
 
 
 def shuffled_rows(rows: int, tile: int) -> Tensor:
@@ -57,9 +58,10 @@ def ordered_blocks(w: Tensor, order: Tensor, block: int = 128) -> Tensor:
 
 
 def ordered_scales(scale: Tensor, order: Tensor) -> Tensor:
-    """e8m0 ``scale`` [E, rows, groups] with rows in ``order``, in tiles of 128 rows and 4 columns: [E, rows, groups].
+    """``scale`` [E, rows, groups] with rows in ``order``, in tiles of 128 rows and 4 columns: [E, rows, groups].
 
-    ``rows`` is a multiple of 128 and ``groups`` of 4; the shape stays, the bytes are in the order of the tiles.
+    ``rows`` is a multiple of 128 and ``groups`` of 4; the shape and dtype (e8m0, bfloat16) stay, the elements are in
+    the order of the tiles.
     """
     experts, rows, groups = scale.shape
     if rows % 128 or groups % 4:

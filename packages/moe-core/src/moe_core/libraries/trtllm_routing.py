@@ -1,0 +1,122 @@
+"""FlashInfer's TRTLLM kernels that route by themselves: what they can route, whatever the weights are.
+
+The routing method is the config's, as are its groups, scaling factor and bias.  Methods to which the library does not
+apply the scaling factor have it applied to the output.  Under expert parallelism a rank holds one contiguous range of
+experts, as the library assumes; an expert map that says otherwise turns the output into NaN, since reading it on the
+host would wait for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_core.config import FusedMoEConfig
+from moe_core.device import DeviceInfo
+from moe_core.errors import ConfigError
+from moe_core.experts import FusedMoEExpertsMonolithic
+from moe_core.quant_key import QuantKey
+from moe_core.routing import RoutingMethodType
+
+#: what the library's routing kernels compute
+ROUTING_METHODS = frozenset(
+    {
+        RoutingMethodType.DeepSeekV3,
+        RoutingMethodType.Renormalize,
+        RoutingMethodType.RenormalizeNaive,
+        RoutingMethodType.SigmoidRenorm,
+        RoutingMethodType.Sigmoid,
+        RoutingMethodType.MiniMax2,
+    }
+)
+#: methods whose weights the library multiplies by the routed scaling factor
+SCALED_METHODS = frozenset({RoutingMethodType.DeepSeekV3, RoutingMethodType.MiniMax2})
+#: experts that one block of threads routes among
+MOST_EXPERTS = 512
+
+
+class TrtLlmRouting(FusedMoEExpertsMonolithic):
+    """Base of adapters: limits, arguments of the routing, and what is left to do after the call."""
+
+    @classmethod
+    def extra_reasons(
+        cls,
+        config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        device: DeviceInfo,
+    ) -> list[str]:
+        reasons = []
+        experts, top_k, routing = config.num_experts, config.top_k, config.routing
+        if experts % 4:
+            reasons.append(f"routes among a multiple of 4 experts, got {experts}")
+        if experts > MOST_EXPERTS:
+            reasons.append(f"routes among at most {MOST_EXPERTS} experts, got {experts}")
+        if experts <= top_k:
+            reasons.append(f"needs more experts than top_k {top_k}, got {experts}")
+        if config.local_experts * config.parallel.ep_size != experts:
+            reasons.append(
+                f"needs the contiguous experts of a rank: {config.local_experts} of {experts} experts are here, "
+                f"and ep_size is {config.parallel.ep_size}"
+            )
+        if routing is None:
+            return reasons
+        if routing.method is RoutingMethodType.DeepSeekV3:
+            kept, most = routing.topk_group or 1, 8 if experts <= 384 else 22
+            if top_k > most:
+                reasons.append(f"routes DeepSeekV3 with top_k <= {most} among {experts} experts, got {top_k}")
+            if kept > 4:
+                reasons.append(f"routes DeepSeekV3 with topk_group <= 4, got {kept}")
+            if top_k >= kept * experts // routing.groups:
+                reasons.append(f"routes DeepSeekV3 with top_k below the experts of the groups taken, got {top_k}")
+        return reasons
+
+    def routing_arguments(
+        self, router_logits: Tensor, correction_bias: Tensor | None, *, ungrouped: int | None
+    ) -> dict[str, Any]:
+        """The routing by the library's names: logits [M, E], bias [E]; ``ungrouped``: groups where there are none.
+
+        Looks at no value and needs no GPU.  Raises ConfigError where the config names no routing.
+        """
+        config, routing = self.config, self.config.routing
+        if routing is None:
+            raise ConfigError(f"{type(self).__name__} routes by itself: the config needs a routing")
+        groups = (routing.num_expert_group, routing.topk_group) if routing.is_grouped else (ungrouped, ungrouped)
+        return {
+            "routing_logits": router_logits,
+            "routing_bias": correction_bias,
+            "num_experts": config.num_experts,
+            "top_k": config.top_k,
+            "n_group": groups[0],
+            "topk_group": groups[1],
+            "local_expert_offset": config.parallel.ep_rank * config.local_experts,
+            "local_num_experts": config.local_experts,
+            "routed_scaling_factor": routing.routed_scaling_factor if routing.method in SCALED_METHODS else None,
+            "routing_method_type": int(routing.method),
+        }
+
+    @staticmethod
+    def library_logits(router_logits: Tensor) -> Tensor:
+        """Logits in a dtype that the library reads: float32 or bfloat16."""
+        return router_logits if router_logits.dtype in (torch.float32, torch.bfloat16) else router_logits.float()
+
+    def finish(self, output: Tensor, expert_map: Tensor | None) -> None:
+        """The scaling factor where the library leaves it out; NaN for an expert map that it could not follow."""
+        routing = self.config.routing
+        if routing is not None and routing.method not in SCALED_METHODS and routing.routed_scaling_factor != 1.0:
+            output.mul_(routing.routed_scaling_factor)
+        if expert_map is not None:
+            output.masked_fill_(self.differs(expert_map), torch.nan)
+
+    def differs(self, expert_map: Tensor) -> Tensor:
+        """Bool []: whether ``expert_map`` is another than this rank's contiguous range of experts."""
+        local = self.config.local_experts
+        number = torch.arange(self.config.num_experts, dtype=torch.int32, device=expert_map.device)
+        number -= self.config.parallel.ep_rank * local
+
+        def known(numbers: Tensor) -> Tensor:
+            return torch.where((numbers >= 0) & (numbers < local), numbers, -1)
+
+        return (known(expert_map) != known(number)).any()
