@@ -98,9 +98,14 @@ def test_pattern_widens_only_what_it_names() -> None:
 
 
 def test_pattern_expands_to_exactly_what_it_matches() -> None:
-    pattern = KeyPattern(qk.kInt4Static, group_shapes=(GroupShape(1, 32), GroupShape(1, -1)), permuted=(False, True))
+    pattern = KeyPattern(
+        qk.kInt4Static,
+        group_shapes=(GroupShape(1, 32), GroupShape(1, -1)),
+        permuted=(False, True),
+        pre_scaled=(False, True),
+    )
     expanded = pattern.expand()
-    assert len(set(expanded)) == 4
+    assert len(set(expanded)) == 8
     assert all(pattern.matches(key) for key in expanded)
 
 
@@ -114,6 +119,7 @@ def test_a_pattern_looks_at_every_field_of_a_key() -> None:
         "symmetric": False,
         "packing": qk.kMxfp4Static.packing,
         "permuted": True,
+        "pre_scaled": True,
     }
     assert changes.keys() == {field.name for field in fields(key)}
     assert pattern.matches(key)

@@ -40,7 +40,8 @@ class FusedMoEQuantDesc:
 
     ``key`` None: not quantised.  Shapes follow the key, e.g. for the weight of a
     block-quantised w13 ``scale [E, 2*ceil(N/bn), ceil(K/bk)]``; ``bias [E, rows]``;
-    ``global_scale [E]`` or scalar; ``zero_point`` of the scale's shape; ``g_idx [E, K]``.
+    ``global_scale [E]`` or scalar; ``zero_point`` of the scale's shape; ``g_idx [E, K]``; ``pre_scale [E, K]`` of the
+    activations that enter the product.
     """
 
     key: QuantKey | None = None
@@ -49,6 +50,7 @@ class FusedMoEQuantDesc:
     global_scale: Tensor | None = None
     bias: Tensor | None = None
     g_idx: Tensor | None = None
+    pre_scale: Tensor | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for item in fields(self):
@@ -101,6 +103,22 @@ class FusedMoEQuantConfig:
     @property
     def w2_zp(self) -> Tensor | None:
         return self.w2.zero_point
+
+    @property
+    def w1_g_idx(self) -> Tensor | None:
+        return self.w1.g_idx
+
+    @property
+    def w2_g_idx(self) -> Tensor | None:
+        return self.w2.g_idx
+
+    @property
+    def w1_pre_scale(self) -> Tensor | None:
+        return self.w1.pre_scale
+
+    @property
+    def w2_pre_scale(self) -> Tensor | None:
+        return self.w2.pre_scale
 
     @property
     def a1_scale(self) -> Tensor | None:
@@ -162,25 +180,22 @@ def make_quant_config(
     w2_bias: Tensor | None = None,
     w1_g_idx: Tensor | None = None,
     w2_g_idx: Tensor | None = None,
+    w1_pre_scale: Tensor | None = None,
+    w2_pre_scale: Tensor | None = None,
     a1_scale: Tensor | None = None,
     a2_scale: Tensor | None = None,
     a1_zp: Tensor | None = None,
     a2_zp: Tensor | None = None,
+    canonical: bool = False,
 ) -> FusedMoEQuantConfig:
     """A quant config from its keys and tensors; the named builders are cases of it.
 
-    Raises ConfigError where a key demands a tensor that is missing, or the reverse.
+    ``canonical``: what goes with the weights is as :class:`moe_core.weights.MoEWeights` has it; without, it is in a
+    backend's own layout, whose scales may have another dtype and which may hold activation order and input factors
+    elsewhere.  Raises ConfigError where a key demands a tensor that is missing, or the reverse, or another dtype.
     """
-    for name, key, scale in (("w1", weight_key, w1_scale), ("w2", weight_key, w2_scale)):
-        if (key is None) != (scale is None):
-            raise ConfigError(
-                f"{name}_scale is {'missing' if scale is None else 'given'}, but the weight key is {key or 'None'}"
-            )
-        zero_point = w1_zp if name == "w1" else w2_zp
-        if key is not None and key.symmetric and zero_point is not None:
-            raise ConfigError(f"{name}_zp is given, but the weight key {key} is symmetric")
-        if key is not None and not key.symmetric and zero_point is None:
-            raise ConfigError(f"{name}_zp is missing, but the weight key {key} has zero points")
+    _check_weight("w1", weight_key, w1_scale, w1_zp, w1_g_idx, w1_pre_scale, canonical)
+    _check_weight("w2", weight_key, w2_scale, w2_zp, w2_g_idx, w2_pre_scale, canonical)
     static_activations = activation_key is not None and activation_key.is_static
     for name, scale in (("a1", a1_scale), ("a2", a2_scale)):
         if static_activations and scale is None:
@@ -203,6 +218,7 @@ def make_quant_config(
             global_scale=w1_global_scale,
             bias=w1_bias,
             g_idx=w1_g_idx,
+            pre_scale=w1_pre_scale,
         ),
         w2=FusedMoEQuantDesc(
             key=weight_key,
@@ -211,8 +227,38 @@ def make_quant_config(
             global_scale=w2_global_scale,
             bias=w2_bias,
             g_idx=w2_g_idx,
+            pre_scale=w2_pre_scale,
         ),
     )
+
+
+def _check_weight(
+    name: str,
+    key: QuantKey | None,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    g_idx: Tensor | None,
+    pre_scale: Tensor | None,
+    canonical: bool,
+) -> None:
+    """What goes with one of the two weights is there where the key says so, and nowhere else."""
+    if (key is None) != (scale is None):
+        raise ConfigError(
+            f"{name}_scale is {'missing' if scale is None else 'given'}, but the weight key is {key or 'None'}"
+        )
+    if key is None or scale is None:
+        return
+    if canonical and scale.dtype is not key.scale.dtype:
+        raise ConfigError(f"{name}_scale has dtype {scale.dtype}, expected {key.scale.dtype} for {key}")
+    for suffix, tensor, needed, without, having, always in (
+        ("zp", zero_point, not key.symmetric, "is symmetric", "has zero points", True),
+        ("g_idx", g_idx, key.permuted, "has no activation order", "has an activation order", canonical),
+        ("pre_scale", pre_scale, key.pre_scaled, "leaves inputs as they are", "scales its inputs", canonical),
+    ):
+        if tensor is not None and not needed:
+            raise ConfigError(f"{name}_{suffix} is given, but the weight key {key} {without}")
+        if tensor is None and needed and always:
+            raise ConfigError(f"{name}_{suffix} is missing, but the weight key {key} {having}")
 
 
 def biased_moe_quant_config(*, w1_bias: Tensor | None, w2_bias: Tensor | None) -> FusedMoEQuantConfig:
@@ -390,8 +436,13 @@ def wna16_moe_quant_config(
     w2_bias: Tensor | None = None,
     w1_g_idx: Tensor | None = None,
     w2_g_idx: Tensor | None = None,
+    w1_pre_scale: Tensor | None = None,
+    w2_pre_scale: Tensor | None = None,
 ) -> FusedMoEQuantConfig:
-    """4- or 8-bit group-quantised weights (``group_size`` -1: whole channel), 16-bit activations."""
+    """4- or 8-bit group-quantised weights (``group_size`` -1: whole channel), 16-bit activations.
+
+    The tensors that are given say the rest of the key: the scales' dtype, zero points, activation order, scaled inputs.
+    """
     if num_bits not in (4, 8):
         raise ConfigError(f"num_bits must be 4 or 8, got {num_bits}")
     if group_size != -1 and group_size < 1:
@@ -404,6 +455,7 @@ def wna16_moe_quant_config(
         symmetric=symmetric,
         packing=PACKED_4BIT if num_bits == 4 else None,
         permuted=w1_g_idx is not None,
+        pre_scaled=w1_pre_scale is not None,
     )
     return make_quant_config(
         weight_key=key,
@@ -416,4 +468,7 @@ def wna16_moe_quant_config(
         w2_bias=w2_bias,
         w1_g_idx=w1_g_idx,
         w2_g_idx=w2_g_idx,
+        w1_pre_scale=w1_pre_scale,
+        w2_pre_scale=w2_pre_scale,
+        canonical=True,
     )

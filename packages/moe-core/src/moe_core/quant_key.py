@@ -14,6 +14,7 @@ channel are both ``(1, -1)``, per tensor is ``(-1, -1)``, a DeepSeek weight bloc
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,7 +106,8 @@ class QuantKey:
     ``symmetric`` is False where the values have zero points (of the scale's group
     shape); ``packing`` is None where one element fills one storage element;
     ``permuted`` is True where a per-layer permutation ``g_idx`` assigns columns to
-    groups (activation order).
+    groups (activation order); ``pre_scaled`` where a factor for each column multiplies
+    the activations before the product (input smoothing).
     """
 
     dtype: QuantDtype
@@ -114,6 +116,7 @@ class QuantKey:
     symmetric: bool = True
     packing: Packing | None = None
     permuted: bool = False
+    pre_scaled: bool = False
 
     @property
     def group_shape(self) -> GroupShape:
@@ -144,6 +147,8 @@ class QuantKey:
             parts.append("zero points")
         if self.permuted:
             parts.append("activation order")
+        if self.pre_scaled:
+            parts.append("scaled inputs")
         return f"{NAMES[self]} ({', '.join(parts)})" if self in NAMES else ", ".join(parts)
 
 
@@ -233,20 +238,23 @@ def key_name(key: QuantKey | None) -> str:
 class KeyPattern:
     """A set of quant keys, as claims state it.
 
-    Everything of ``base`` must match, except that ``group_shapes``, ``scale_dtypes``
-    and ``permuted`` widen the respective field when given.
+    Everything of ``base`` must match, except that ``group_shapes``, ``scale_dtypes``,
+    ``permuted`` and ``pre_scaled`` widen the respective field when given.
     """
 
     base: QuantKey
     group_shapes: tuple[GroupShape, ...] | None = None
     scale_dtypes: tuple[torch.dtype, ...] | None = None
     permuted: tuple[bool, ...] | None = None
+    pre_scaled: tuple[bool, ...] | None = None
 
     def matches(self, key: QuantKey) -> bool:
         shapes = self.group_shapes or (self.base.scale.group_shape,)
         dtypes = self.scale_dtypes or (self.base.scale.dtype,)
         permuted = self.permuted or (self.base.permuted,)
         if key.group_shape not in shapes or key.scale.dtype not in dtypes or key.permuted not in permuted:
+            return False
+        if key.pre_scaled not in (self.pre_scaled or (self.base.pre_scaled,)):
             return False
         base = self.base
         # field by field: a selection asks this for every claim of every class
@@ -261,11 +269,26 @@ class KeyPattern:
     def expand(self) -> tuple[QuantKey, ...]:
         """Every key of the set (claims are finite, so that each can be tested)."""
         return tuple(
-            replace(self.base, scale=replace(self.base.scale, group_shape=shape, dtype=dtype), permuted=permuted)
-            for shape in self.group_shapes or (self.base.scale.group_shape,)
-            for dtype in self.scale_dtypes or (self.base.scale.dtype,)
-            for permuted in self.permuted or (self.base.permuted,)
+            self.key(shape, dtype, permuted, pre_scaled)
+            for shape, dtype, permuted, pre_scaled in itertools.product(*self.choices)
         )
+
+    @property
+    def choices(
+        self,
+    ) -> tuple[tuple[GroupShape, ...], tuple[torch.dtype, ...], tuple[bool, ...], tuple[bool, ...]]:
+        """The values of each field that may differ: group shapes, scale dtypes, ``permuted``, ``pre_scaled``."""
+        return (
+            self.group_shapes or (self.base.scale.group_shape,),
+            self.scale_dtypes or (self.base.scale.dtype,),
+            self.permuted or (self.base.permuted,),
+            self.pre_scaled or (self.base.pre_scaled,),
+        )
+
+    def key(self, shape: GroupShape, dtype: torch.dtype, permuted: bool, pre_scaled: bool) -> QuantKey:
+        """The key of these values."""
+        scale = replace(self.base.scale, group_shape=shape, dtype=dtype)
+        return replace(self.base, scale=scale, permuted=permuted, pre_scaled=pre_scaled)
 
     def __str__(self) -> str:
         names = [NAMES.get(key, str(key)) for key in self.expand()]

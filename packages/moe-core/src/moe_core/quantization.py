@@ -26,7 +26,7 @@ from moe_core._e4m3 import decode_e4m3
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
 from moe_core.numerics import AMAX_FLOOR, E2M1_VALUES, NumberKind, e8m0_to_float32, is_e8m0
 from moe_core.quant_key import Packing, QuantKey
-from moe_core.weights import MoEWeights, scale_shape, storage_dtypes
+from moe_core.weights import MoEWeights, scale_shape, storage_dtypes, with_groups_of
 
 
 class Quantized(NamedTuple):
@@ -38,14 +38,20 @@ class Quantized(NamedTuple):
 
 
 def quantize_weight(
-    w: Tensor, key: QuantKey, *, parts: int = 1, g_idx: Tensor | None = None, scale: Tensor | None = None
+    w: Tensor,
+    key: QuantKey,
+    *,
+    parts: int = 1,
+    g_idx: Tensor | None = None,
+    groups: int | None = None,
+    scale: Tensor | None = None,
 ) -> Quantized:
     """Quantise weights ``w`` [E, rows, K] (any float dtype) as ``key`` says; see the module docstring.
 
-    ``g_idx`` [E, K]: the group of each column, for permuted keys; every group owns as many columns as the key's group
-    size says, the last one what is left.  ``scale``: used instead of a computed one, for symmetric keys.  Returns
-    canonical tensors: values ``[E, rows, K]`` (packed: K divided by the values per word, rounded up), scale and zero
-    point of :func:`moe_core.weights.scale_shape`.
+    ``g_idx`` [E, K]: the group of each column, for permuted keys, of any number of columns; ``groups`` there are, where
+    that is not what the key's group size makes of K.  ``scale``: used instead of a computed one, for symmetric keys.
+    Returns canonical tensors: values ``[E, rows, K]`` (packed: K divided by the values per word, rounded up), scale and
+    zero point of :func:`moe_core.weights.scale_shape`.
     """
     check_shape("w", w, ("E", "rows", "K"))
     _check_parts(w.shape[1], parts)
@@ -55,11 +61,10 @@ def quantize_weight(
             raise ConfigError(f"a given scale leaves the zero points open, the key is {key}")
         check_shape("scale", scale, scale_shape(key, w.shape[0], w.shape[1], w.shape[2], parts))
         check_dtype("scale", scale, (key.scale.dtype,))
-    order = None if g_idx is None else torch.argsort(g_idx, dim=1, stable=True)[:, None, :].expand(w.shape)
-    wide = w.float() if order is None else w.float().gather(2, order)
-    codes, scale, zero_point = _quantize(wide, key, parts, scale)
-    if order is not None:
-        codes = torch.empty_like(codes).scatter_(2, order, codes)
+    if g_idx is not None:
+        codes, scale, zero_point = _quantize_permuted(w.float(), key, parts, g_idx, groups, scale)
+    else:
+        codes, scale, zero_point = _quantize(w.float(), key, parts, scale)
     return Quantized(_pack(codes, key), scale, zero_point)
 
 
@@ -88,7 +93,7 @@ def dequantize_weight(
     experts, rows, width = codes.shape
     _check_parts(rows, parts)
     _check_g_idx(key, g_idx, codes)
-    expected = scale_shape(key, experts, rows, width, parts)
+    expected = with_groups_of(scale, scale_shape(key, experts, rows, width, parts), key)
     check_shape("scale", scale, expected)
     if (zero_point is None) != key.symmetric:
         raise TensorError(f"zero_point is {'missing' if zero_point is None else 'given'}, the key is {key}")
@@ -153,15 +158,22 @@ def quantize_moe_weights(
     w2_bias: Tensor | None = None,
     w13_g_idx: Tensor | None = None,
     w2_g_idx: Tensor | None = None,
+    w13_groups: int | None = None,
+    w2_groups: int | None = None,
+    w13_pre_scale: Tensor | None = None,
+    w2_pre_scale: Tensor | None = None,
 ) -> MoEWeights:
     """Canonical weights from float ``w13`` [E, 2N, K] ([E, N, K] where not ``gated``) and ``w2`` [E, K, N].
 
-    ``weight_key`` None keeps the weights as they are.  Biases, static input scales and ``g_idx`` are carried through.
+    ``weight_key`` None keeps the weights as they are.  Biases, static input scales, ``g_idx`` and factors of inputs are
+    carried through; ``w13_groups``, ``w2_groups``: see :func:`quantize_weight`.
     """
     w13_scale = w2_scale = w13_zero_point = w2_zero_point = None
     if weight_key is not None:
-        w13, w13_scale, w13_zero_point = quantize_weight(w13, weight_key, parts=2 if gated else 1, g_idx=w13_g_idx)
-        w2, w2_scale, w2_zero_point = quantize_weight(w2, weight_key, g_idx=w2_g_idx)
+        w13, w13_scale, w13_zero_point = quantize_weight(
+            w13, weight_key, parts=2 if gated else 1, g_idx=w13_g_idx, groups=w13_groups
+        )
+        w2, w2_scale, w2_zero_point = quantize_weight(w2, weight_key, g_idx=w2_g_idx, groups=w2_groups)
     return MoEWeights(
         weight_key=weight_key,
         activation_key=activation_key,
@@ -177,6 +189,8 @@ def quantize_moe_weights(
         w2_bias=w2_bias,
         w13_g_idx=w13_g_idx,
         w2_g_idx=w2_g_idx,
+        w13_pre_scale=w13_pre_scale,
+        w2_pre_scale=w2_pre_scale,
     )
 
 
@@ -231,7 +245,7 @@ class Grid:
 
     def spread(self, scale: Tensor, g_idx: Tensor | None = None) -> Tensor:
         """A scale of the canonical shape as a tensor that broadcasts against [E, rows, K]."""
-        scale = scale.reshape(self.experts, self.parts, self.grid_rows, self.grid_cols)
+        scale = scale.reshape(self.experts, self.parts, self.grid_rows, -1)
         if g_idx is not None:
             index = g_idx.long()[:, None, None, :].expand(*scale.shape[:3], self.cols)
             scale = scale.gather(3, index)
@@ -308,6 +322,29 @@ def _quantize(
         scaled = scaled.round_().add_(grid.per_group(zero_point.float() - key.dtype.offset))
         zero_point = zero_point.reshape(shape)
     return _encode(grid.ungroup(scaled), key), scale.reshape(shape), zero_point
+
+
+def _quantize_permuted(
+    w: Tensor, key: QuantKey, parts: int, g_idx: Tensor, groups: int | None, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """:func:`_quantize` where ``g_idx`` [E, K] says the group of each column."""
+    grid = Grid.of(key, *w.shape, parts)
+    shape = (w.shape[0], parts * grid.grid_rows, groups or grid.grid_cols)
+    zero_point = None
+    if scale is None:
+        rows = w.reshape(grid.experts, parts, grid.part_rows, grid.cols)
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, grid.grid_rows * grid.row - grid.part_rows))
+        rows = rows.view(grid.experts, parts * grid.grid_rows, grid.row, grid.cols)
+        index = g_idx.long()[:, None, :].expand(-1, shape[1], -1)
+        nothing = w.new_zeros(shape)
+        # a range always includes 0, so groups may begin with it
+        low = nothing.scatter_reduce(2, index, rows.amin(dim=2), "amin")
+        high = nothing.scatter_reduce(2, index, rows.amax(dim=2), "amax")
+        scale, zero_point = scale_of_range(low, high, key)
+    scaled = w / grid.spread(scale_values(scale, key), g_idx)
+    if zero_point is not None:
+        scaled = scaled.round_().add_(grid.spread(zero_point.float() - key.dtype.offset, g_idx))
+    return _encode(scaled, key), scale, zero_point
 
 
 def scale_of_range(low: Tensor, high: Tensor, key: QuantKey) -> tuple[Tensor, Tensor | None]:

@@ -5,13 +5,15 @@
     y_s   = hq_s W2[e_s]^T + b2[e_s]
     out   = sum_s topk_weights[s] y_s                    (apply_router_weight_on_input: x is weighted instead)
 
-LoRA adapters (:mod:`moe_core.lora`) add to z_s and y_s.
+LoRA adapters (:mod:`moe_core.lora`) add to z_s and y_s.  Where the weights are pre-scaled, x and h are first multiplied
+by the expert's factors of their columns, then quantised; adapters see them as they are.
 
 ``xq`` and ``hq`` are the activations after quantisation by the activation key and back
 (:mod:`moe_core.quantization`): the quantiser works on float32 values, everything around it in float64.  A static scale
 is each expert's own.  A dynamic scale per tensor spans what this rank computes: for ``x`` the tokens with at least one
-slot on this rank, for ``h`` all slots on this rank (in the batched format both span all rows in use).  A slot whose id
-is negative, at least E, or mapped to what is no local expert's number (-1 by convention) contributes nothing.
+slot on this rank (pre-scaled: those slots), for ``h`` all slots on this rank (in the batched format both span all rows
+in use).  A slot whose id is negative, at least E, or mapped to what is no local expert's number (-1 by convention)
+contributes nothing.
 
 With ``compute_dtype`` the same is computed the way a plain implementation would: weights and quantised activations
 dequantised to that dtype, products summed in float32, every intermediate rounded to it.  That result's own error is the
@@ -72,13 +74,16 @@ def fused_moe_reference(
     factor = topk_weights.to(wide)[routed.token, routed.slot, None]
 
     plain = steps.weighted_input(x, topk_weights, routed)
-    inputs = steps.quantized(plain)
+    inputs, row = steps.pre_scaled("w13", plain, routed.token, routed)
+    inputs = steps.quantized(inputs)
     hidden = torch.zeros(len(routed.token), config.intermediate_size, dtype=wide, device=x.device)
     for expert, pairs in routed.by_expert:
         token = routed.token[pairs]
         added = steps.addition(lora, "w13", expert, plain[token], token)
-        hidden[pairs] = steps.first_product(expert, inputs[token], added)
-    plain, hidden = hidden, steps.quantized(hidden)
+        hidden[pairs] = steps.first_product(expert, inputs[row[pairs]], added)
+    plain = hidden
+    hidden, _ = steps.pre_scaled("w2", hidden, torch.arange(len(hidden), device=x.device), routed)
+    hidden = steps.quantized(hidden)
     result = torch.zeros(len(routed.token), config.hidden_size, dtype=wide, device=x.device)
     for expert, pairs in routed.by_expert:
         result[pairs] = steps.second_product(expert, hidden[pairs])
@@ -153,6 +158,18 @@ class Steps:
         if self.config.apply_router_weight_on_input:
             inputs = self.round(inputs * topk_weights.to(self.wide))
         return inputs
+
+    def pre_scaled(self, name: str, x: Tensor, row: Tensor, routed: RoutedPairs) -> tuple[Tensor, Tensor]:
+        """What enters the product with ``name``, and which row of it is each pair's: ``row`` [P] of ``x``, or its own
+        where every expert multiplies its inputs by factors of its own.
+        """
+        factors: Tensor | None = getattr(self.weights, f"{name}_pre_scale")
+        if factors is None:
+            return x, row
+        spread = x[row]
+        for expert, pairs in routed.by_expert:
+            spread[pairs] = self.round(spread[pairs] * factors[expert].to(self.wide))
+        return spread, torch.arange(len(spread), device=x.device)
 
     def quantized(self, x: Tensor) -> Tensor:
         """All rows of x or h, quantised where their scales are dynamic: one may span them all."""

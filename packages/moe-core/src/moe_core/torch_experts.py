@@ -5,8 +5,9 @@ matrix products.  Scales of whole rows are applied to the products, of which the
 tokens cost anything.  A scheme subclasses :class:`TorchExperts` with its claims, and overrides
 :meth:`TorchExperts.matrix` where it reads its weights faster.
 
-Dynamic scales are those of :mod:`moe_core.reference`: tokens are quantised once, before they are spread over experts; a
-scale per tensor spans the tokens, then the pairs, that this rank computes, so all experts' first products come first.
+Dynamic scales are those of :mod:`moe_core.reference`: tokens are quantised once, before they are spread over experts,
+unless every expert scales its inputs by factors of its own; a scale per tensor spans the tokens, then the pairs, that
+this rank computes, so all experts' first products come first.
 
 Reading the token counts on the host synchronises with a GPU; the claims say ``cuda_graph=False``.
 """
@@ -61,6 +62,8 @@ class TorchExperts(FusedMoEExpertsModular):
                 w2_bias=weights.w2_bias,
                 w1_g_idx=weights.w13_g_idx,
                 w2_g_idx=weights.w2_g_idx,
+                w1_pre_scale=weights.w13_pre_scale,
+                w2_pre_scale=weights.w2_pre_scale,
                 a1_scale=weights.w13_input_scale,
                 a2_scale=weights.w2_input_scale,
                 a1_zp=weights.w13_input_zero_point,
@@ -192,33 +195,51 @@ class TorchExperts(FusedMoEExpertsModular):
         quant = weights.quant_config
         key = quant.a1.key
         static = key is not None and key.is_static
+        groups = expert_slices(counts)
+        # a scale per tensor: quantised before the rows are spread over experts
+        together = key is not None and not static and key.group_shape.is_per_tensor
+        before = together or not (static or quant.w1.pre_scale is not None)
         plain = x
-        if not static:
+        if before and groups and quant.w1.pre_scale is not None:
+            x = torch.cat([self._entering(x[rows[place]], quant.w1, expert) for expert, place in groups])
+            spread = torch.arange(len(rows), device=rows.device)
+        else:
+            spread = rows
+        if before:
             x = self.quantized(x, quant.a1)
 
         def hidden(expert: int, place: slice) -> Tensor:
-            own = x[rows[place]]
-            if static:
-                own = self._static(own, quant.a1, expert)
+            own = x[spread[place]]
+            if not before:
+                own = self._quantized_rows(self._entering(own, quant.w1, expert), quant.a1, expert)
             added = None if adapters is None else adapters.product("w13", expert, plain[rows[place]], place)
             return self.first(own, weights, expert, added)
 
         def result(expert: int, place: slice, h: Tensor, quantized: Tensor) -> Tensor:
-            y = self.second(self._static(h, quant.a2, expert) if static else quantized, weights, expert)
+            y = self.second(quantized, weights, expert)
             return y if adapters is None else y + adapters.product("w2", expert, h, place)
 
-        groups = expert_slices(counts)
-        if key is None or static or not key.group_shape.is_per_tensor:
+        if not together:
             for expert, place in groups:
                 h = hidden(expert, place)
-                yield place, result(expert, place, h, h if static else self.quantized(h, quant.a2))
+                entering = self._quantized_rows(self._entering(h, quant.w2, expert), quant.a2, expert)
+                yield place, result(expert, place, h, entering)
         elif groups:
-            together = torch.cat([hidden(*group) for group in groups])
-            quantized = self.quantized(together, quant.a2)
-            for expert, place in groups:
-                yield place, result(expert, place, together[place], quantized[place])
+            activated = [hidden(*group) for group in groups]
+            entering = torch.cat([self._entering(h, quant.w2, e) for h, (e, _) in zip(activated, groups, strict=True)])
+            quantized = self.quantized(entering, quant.a2)
+            for h, (expert, place) in zip(activated, groups, strict=True):
+                yield place, result(expert, place, h, quantized[place])
 
-    def _static(self, x: Tensor, desc: FusedMoEQuantDesc, expert: int) -> Tensor:
+    @staticmethod
+    def _entering(x: Tensor, desc: FusedMoEQuantDesc, expert: int) -> Tensor:
+        """One expert's rows ``x`` [R, cols], times the factors of its inputs where there are any."""
+        return x if desc.pre_scale is None else x * desc.pre_scale[expert]
+
+    def _quantized_rows(self, x: Tensor, desc: FusedMoEQuantDesc, expert: int) -> Tensor:
+        """One expert's rows, where no other rows' values are in their scales."""
+        if desc.key is None or not desc.key.is_static:
+            return self.quantized(x, desc)
         own = of_expert(desc, expert)
         return self.quantized(x, own, own.scale)
 

@@ -29,6 +29,16 @@ def scale_shape(key: QuantKey, experts: int, rows: int, cols: int, parts: int = 
     return (experts, parts * grid_rows, grid_cols)
 
 
+def with_groups_of(scale: Tensor, expected: tuple[int, ...], key: QuantKey) -> tuple[int, ...]:
+    """The shape ``expected`` of a scale; for permuted keys, with as many groups as ``scale`` has.
+
+    There the columns say their group, and part of a row may belong to groups of the whole row.
+    """
+    if not key.permuted or scale.dim() != len(expected) or not scale.shape[-1]:
+        return expected
+    return (*expected[:-1], scale.shape[-1])
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MoEWeights:
     """Canonical weights of the local experts of one layer.
@@ -39,7 +49,10 @@ class MoEWeights:
     - ``w13_input_scale``, ``w2_input_scale`` [E] float32: static activation scales; ``w13_input_zero_point``,
       ``w2_input_zero_point`` [E] int32: their zero points, for keys that have them
     - ``w13_bias`` [E, 2N], ``w2_bias`` [E, K]
-    - ``w13_g_idx``, ``w2_g_idx`` [E, K] int32: the group of each column, for permuted keys
+    - ``w13_g_idx`` [E, K], ``w2_g_idx`` [E, N] int32: the group of each column, for permuted keys; a group may have any
+      number of columns, and there may be more groups than the columns would fill: those of a row that ranks share
+    - ``w13_pre_scale`` [E, K], ``w2_pre_scale`` [E, N] float32: factors of the columns of x and of the activated
+      values, for pre-scaled keys
 
     ``weight_key`` None: 16-bit weights without scales.
     """
@@ -60,6 +73,8 @@ class MoEWeights:
     w2_bias: Tensor | None = None
     w13_g_idx: Tensor | None = None
     w2_g_idx: Tensor | None = None
+    w13_pre_scale: Tensor | None = None
+    w2_pre_scale: Tensor | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for item in fields(self):
@@ -105,6 +120,7 @@ class MoEWeights:
                 expected = scale_shape(self.weight_key, experts, rows, cols, stacked)
                 if scale is None:
                     raise TensorError(f"{name}_scale is missing, expected {list(expected)} for {self.weight_key}")
+                expected = with_groups_of(scale, expected, self.weight_key)
                 check_shape(f"{name}_scale", scale, expected)
                 check_dtype(f"{name}_scale", scale, (self.weight_key.scale.dtype,))
                 if (zero_point is None) != self.weight_key.symmetric:
@@ -112,13 +128,16 @@ class MoEWeights:
                     raise TensorError(f"{name}_zero_point is {state}, the weight key is {self.weight_key}")
                 if zero_point is not None:
                     check_shape(f"{name}_zero_point", zero_point, expected)
+                    check_dtype(f"{name}_zero_point", zero_point, (torch.uint8, torch.int32))
             self._validate_extras(name, config, rows, cols)
         devices = {str(tensor.device) for _, tensor in self.tensors()}
         if len(devices) > 1:
             raise TensorError(f"the weights of one layer are on several devices: {', '.join(sorted(devices))}")
         if values:
             for name, tensor in self.tensors():
-                check_values(name, tensor, scale=name.endswith("_scale"), positive=name in self._never_zero())
+                # factors of inputs are no scales of codes: any finite number
+                scale = name.endswith("_scale") and not name.endswith("_pre_scale")
+                check_values(name, tensor, scale=scale, positive=name in self._never_zero())
             self._check_groups()
             self._check_codes()
 
@@ -130,13 +149,19 @@ class MoEWeights:
         return names
 
     def _check_codes(self) -> None:
-        """Integer codes in storage wider than they are, and static zero points."""
+        """Integer codes in storage wider than they are, and zero points."""
         activation, key = self.activation_key, self.weight_key
         if key is not None and key.packing is None and key.dtype.kind is NumberKind.INT and key.dtype.bits < 8:
             for name in ("w13", "w2"):
                 check_range(name, getattr(self, name), key.dtype)
-        for name in ("w13_input_zero_point", "w2_input_zero_point"):
+        for name in ("w13_zero_point", "w2_zero_point"):
             zero_point: Tensor | None = getattr(self, name)
+            if zero_point is not None and key is not None:
+                # one more than codes have: some tools store zero points minus one
+                low, high = (int(bound) + key.dtype.offset for bound in (key.dtype.min_value, key.dtype.max_value))
+                check_integers(name, zero_point, low, high + 1, f"zero points of {key.dtype.name}")
+        for name in ("w13_input_zero_point", "w2_input_zero_point"):
+            zero_point = getattr(self, name)
             if zero_point is not None and activation is not None:
                 check_range(name, zero_point, activation.dtype)
 
@@ -144,13 +169,8 @@ class MoEWeights:
         for name in ("w13", "w2"):
             g_idx, scale = getattr(self, f"{name}_g_idx"), getattr(self, f"{name}_scale")
             if g_idx is not None and scale is not None:
-                bad = (g_idx < 0) | (g_idx >= scale.shape[-1])
-                if bool(bad.any()):
-                    at = [int(i) for i in bad.nonzero()[0]]
-                    raise TensorError(
-                        f"{name}_g_idx is {int(g_idx[tuple(at)])} at {at}, expected 0 to {scale.shape[-1] - 1}: "
-                        f"{name}_scale has {scale.shape[-1]} groups"
-                    )
+                groups = scale.shape[-1]
+                check_integers(f"{name}_g_idx", g_idx, 0, groups - 1, f"{name}_scale has {groups} groups")
 
     def _validate_extras(self, name: str, config: FusedMoEConfig, rows: int, cols: int) -> None:
         """Bias, static activation scale and column groups of one of the two matrices."""
@@ -168,6 +188,7 @@ class MoEWeights:
                 (experts,),
             ),
             "g_idx": (key is not None and key.permuted, f"the weight key is {key or '16-bit'}", (experts, cols)),
+            "pre_scale": (key is not None and key.pre_scaled, f"the weight key is {key or '16-bit'}", (experts, cols)),
         }
         for suffix, (needed, because, shape) in wanted.items():
             tensor: Tensor | None = getattr(self, f"{name}_{suffix}")
@@ -177,6 +198,7 @@ class MoEWeights:
                 check_shape(f"{name}_{suffix}", tensor, shape)
                 dtypes: dict[str, tuple[torch.dtype, ...]] = {
                     "g_idx": (torch.int32,),
+                    "pre_scale": (torch.float32,),
                     "input_scale": (torch.float32,),
                     "input_zero_point": (torch.int32,),
                     "bias": (torch.float32, torch.bfloat16, torch.float16),
@@ -197,13 +219,15 @@ def storage_dtypes(key: QuantKey | None) -> tuple[torch.dtype, ...]:
 
 def check_range(name: str, tensor: Tensor, dtype: QuantDtype) -> None:
     """Raise TensorError for integers that no code of ``dtype`` is."""
-    bad = (tensor < dtype.min_value) | (tensor > dtype.max_value)
+    check_integers(name, tensor, int(dtype.min_value), int(dtype.max_value), f"codes of {dtype.name}")
+
+
+def check_integers(name: str, tensor: Tensor, low: int, high: int, what: str) -> None:
+    """Raise TensorError for integers outside ``low`` to ``high``; ``what`` they are."""
+    bad = (tensor < low) | (tensor > high)
     if bool(bad.any()):
         at = [int(i) for i in bad.nonzero()[0]]
-        raise TensorError(
-            f"{name} is {int(tensor[tuple(at)])} at {at}, expected {int(dtype.min_value)} to {int(dtype.max_value)}: "
-            f"codes of {dtype.name}"
-        )
+        raise TensorError(f"{name} is {int(tensor[tuple(at)])} at {at}, expected {low} to {high}: {what}")
 
 
 def check_values(name: str, tensor: Tensor, *, scale: bool, positive: bool = False) -> None:

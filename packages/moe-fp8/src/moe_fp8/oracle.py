@@ -227,9 +227,6 @@ def make_fp8_moe_quant_config(
             raise ConfigError("weight_key says the kind: leave out block_shape, per_act_token_quant, per_out_ch_quant")
         if weight_only and activation_key is not None:
             raise ConfigError(f"weight_only means 16-bit activations, the activation key is {activation_key}")
-        for name, scale in (("w1_scale", w1_scale), ("w2_scale", w2_scale)):
-            if scale.dtype is not weight_key.scale.dtype:
-                raise ConfigError(f"{name} has dtype {scale.dtype}, expected {weight_key.scale.dtype} for {weight_key}")
         return make_quant_config(
             weight_key=weight_key,
             activation_key=activation_key,
@@ -239,6 +236,7 @@ def make_fp8_moe_quant_config(
             a2_scale=a2_scale,
             w1_bias=w1_bias,
             w2_bias=w2_bias,
+            canonical=True,
         )
     if activation_key is not None:
         raise ConfigError(f"activation_key is {activation_key}, but weight_key is missing")

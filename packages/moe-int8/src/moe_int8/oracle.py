@@ -195,9 +195,6 @@ def make_int8_moe_quant_config(
     if weight_key is not None:
         if weight_only and activation_key is not None:
             raise ConfigError(f"weight_only means 16-bit activations, the activation key is {activation_key}")
-        for name, scale in (("w1_scale", w1_scale), ("w2_scale", w2_scale)):
-            if scale.dtype is not weight_key.scale.dtype:
-                raise ConfigError(f"{name} has dtype {scale.dtype}, expected {weight_key.scale.dtype} for {weight_key}")
         return make_quant_config(
             weight_key=weight_key,
             activation_key=activation_key,
@@ -209,6 +206,7 @@ def make_int8_moe_quant_config(
             a2_zp=a2_zp,
             w1_bias=w1_bias,
             w2_bias=w2_bias,
+            canonical=True,
         )
     if activation_key is not None:
         raise ConfigError(f"activation_key is {activation_key}, but weight_key is missing")

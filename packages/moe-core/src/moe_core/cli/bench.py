@@ -171,8 +171,8 @@ def _random_weights(
 
     from moe_core.quantization import quantize_moe_weights
 
-    if weight_key is not None and weight_key.permuted:
-        raise ConfigError("weights with activation order can't be made up: give a checkpoint folder")
+    if weight_key is not None and (weight_key.permuted or weight_key.pre_scaled):
+        raise ConfigError("activation order and factors of inputs can't be made up: give a checkpoint folder")
     distinct = min(4, config.local_experts)
     generator = torch.Generator().manual_seed(0)
 

@@ -154,7 +154,8 @@ def _check_key(
 ) -> tuple[str, torch.dtype]:
     """(name of the code, its torch dtype) of a key that activations can be quantised by."""
     shape = key.group_shape
-    if key.dtype not in _CODES or key.packing is not None or key.scale2 is not None or key.permuted:
+    plain = key.packing is None and key.scale2 is None and not key.permuted and not key.pre_scaled
+    if key.dtype not in _CODES or not plain:
         raise ConfigError(f"activations are quantised to e4m3 or int8 with one level of scales, the key is {key}")
     if key.symmetric is asymmetric:
         name = "quantize_activation" if asymmetric else "quantize_activation_asymmetric"
