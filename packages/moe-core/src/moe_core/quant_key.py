@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_core.errors import ConfigError
-from moe_core.numerics import FP4_E2M1, FP8_E4M3, INT4, INT8, UINT4, UINT4B8, UINT8B128, QuantDtype
+from moe_core.numerics import FP4_E2M1, FP8_E4M3, INT4, INT8, UINT4, UINT4B8, UINT8, UINT8B128, QuantDtype
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,7 @@ kInt4StaticAsym = QuantKey(UINT4, kInt4StaticGroupScale, symmetric=False, packin
 kInt4Static32 = kInt4Static.with_group(1, 32)
 kInt4Static32Asym = kInt4StaticAsym.with_group(1, 32)
 kInt8Static = QuantKey(UINT8B128, kInt8StaticGroupScale)
+kInt8StaticAsym = QuantKey(UINT8, kInt8StaticGroupScale, symmetric=False)
 #: int4 weights for int8 activations
 kInt4W4A8StaticChannelSym = QuantKey(INT4, _scale(_F32, True, 1, -1))
 kInt4W4A8StaticGroup128Sym = QuantKey(INT4, _scale(_BF16, True, 1, 128))

@@ -1,9 +1,21 @@
-"""WNA16 mixture-of-experts scheme for moe-core: INT4/INT8 group-quantized weights with 16-bit activations.
+"""WNA16 mixture-of-experts for moe-core: INT4 and INT8 weights in groups, with 16-bit or e4m3 activations."""
 
-The package reserves its name, its dependency on ``moe-core`` and its version.
-It holds no kernels yet and registers nothing: ``moe backends`` does not list it.
-"""
+from moe_wna16.oracle import (
+    WNA16MoEBackend,
+    WNA16Oracle,
+    convert_to_wna16_moe_kernel_format,
+    make_wna16_moe_kernel,
+    make_wna16_moe_quant_config,
+    select_wna16_moe_backend,
+)
 
-from __future__ import annotations
+__version__ = "0.1.0"
 
-__all__: list[str] = []
+__all__ = [
+    "WNA16MoEBackend",
+    "WNA16Oracle",
+    "convert_to_wna16_moe_kernel_format",
+    "make_wna16_moe_kernel",
+    "make_wna16_moe_quant_config",
+    "select_wna16_moe_backend",
+]

@@ -1,0 +1,229 @@
+"""The oracle of the WNA16 scheme, and the functions that engines know it by."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from moe_core import (
+    ConfigError,
+    FusedMoEConfig,
+    FusedMoEKernel,
+    FusedMoEQuantConfig,
+    KernelWeights,
+    MoEWeights,
+    Oracle,
+    QuantKey,
+    Selection,
+    kFp8DynamicTokenSym,
+    kInt4Static,
+    make_quant_config,
+    registry,
+    wna16_moe_quant_config,
+)
+from moe_core.numerics import UINT4, UINT4B8, UINT8, UINT8B128
+from moe_core.oracle import Backend
+
+if TYPE_CHECKING:
+    import torch
+    from moe_core import DeviceInfo, Environment, FusedMoEPrepareAndFinalizeModular
+    from torch import Tensor
+
+#: element types of weights, and whether they go without zero points
+_SYMMETRIC = {UINT4B8: True, UINT8B128: True, UINT4: False, UINT8: False}
+
+
+class WNA16MoEBackend(str, Enum):
+    """Backends of this package; other packages' backends are named by their entry points."""
+
+    MARLIN = "marlin"
+    BATCHED_MARLIN = "batched_marlin"
+    TRITON = "triton"
+    HUMMING = "humming"
+    FLASHINFER_TRTLLM = "flashinfer_trtllm"
+    TORCH = "torch"
+
+
+class WNA16Oracle(Oracle):
+    """Unsigned 4- and 8-bit codes in groups along K, with 16-bit activations or int4 ones with e4m3 activations."""
+
+    scheme = "wna16"
+    backends = (Backend(WNA16MoEBackend.TORCH.value, ("moe_wna16.experts.torch:TorchWNA16Experts",), "moe-wna16"),)
+
+    def check_request(
+        self, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
+    ) -> None:
+        if weight_key is None or weight_key.dtype not in _SYMMETRIC or weight_key.group_shape.row != 1:
+            raise ConfigError(
+                "the wna16 scheme reads weights of unsigned 4- or 8-bit codes in groups of a row's columns, "
+                f"asked for {weight_key or '16-bit weights'}"
+            )
+        symmetric = _SYMMETRIC[weight_key.dtype]
+        if weight_key.symmetric is not symmetric:
+            raise ConfigError(
+                f"codes of {weight_key.dtype.name} {'have no' if symmetric else 'need'} zero points, "
+                f"the weight key is {weight_key}"
+            )
+        if activation_key is not None and (activation_key != kFp8DynamicTokenSym or weight_key.dtype != UINT4B8):
+            raise ConfigError(
+                "the wna16 scheme multiplies with 16-bit activations, and symmetric int4 weights with "
+                f"{kFp8DynamicTokenSym}; asked for {weight_key} with {activation_key}"
+            )
+
+
+def select_wna16_moe_backend(
+    config: FusedMoEConfig,
+    *,
+    weight_key: QuantKey = kInt4Static,
+    activation_key: QuantKey | None = None,
+    moe_backend: str | WNA16MoEBackend = "auto",
+    device: DeviceInfo | str | torch.device | None = None,
+    environment: Environment | None = None,
+) -> Selection:
+    """The backend for ``config``: ``.backend``, ``.experts`` (the class) and ``.report`` (every candidate's reasons).
+
+    ``weight_key`` says bits, zero points, group size, the scales' dtype, activation order and factors of inputs, e.g.
+    ``kInt4StaticAsym.with_group(1, 64).with_scale_dtype(torch.float16)``; ``activation_key`` ``kFp8DynamicTokenSym``
+    asks for e4m3 activations of int4 weights (W4AFP8).  A named backend is used or refused, never replaced.
+    Raises SelectionError, ConfigError.
+    """
+    return (
+        registry()
+        .oracle("wna16")
+        .select(
+            config,
+            weight_key=weight_key,
+            activation_key=activation_key,
+            moe_backend=moe_backend,
+            device=device,
+            environment=environment,
+        )
+    )
+
+
+def convert_to_wna16_moe_kernel_format(
+    selection: Selection,
+    *,
+    w13: Tensor,
+    w2: Tensor,
+    w13_scale: Tensor,
+    w2_scale: Tensor,
+    w13_zero_point: Tensor | None = None,
+    w2_zero_point: Tensor | None = None,
+    w13_g_idx: Tensor | None = None,
+    w2_g_idx: Tensor | None = None,
+    w13_pre_scale: Tensor | None = None,
+    w2_pre_scale: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+) -> KernelWeights:
+    """Canonical tensors of one layer in the layout of the selected backend.  Pure: the inputs stay as they are.
+
+    - ``w13`` [E, 2N, K] (gate rows first), ``w2`` [E, K, N]: unsigned codes, uint8; int4 two in a byte, even columns
+      in the low nibble: [E, 2N, ceil(K/2)] and [E, K, ceil(N/2)]
+    - ``w13_scale`` [E, 2N, G], ``w2_scale`` [E, K, G] of the key's dtype, a scale for each group of columns, of which
+      the last may be short; zero points of the same shapes, uint8 or int32, neither packed nor less one:
+      values are ``(code - zero point) * scale``, without zero points ``(code - 8) * scale`` or ``(code - 128) * scale``
+    - ``w13_g_idx`` [E, K], ``w2_g_idx`` [E, N] int32: the group of each column, where the key is permuted
+    - ``w13_pre_scale`` [E, K], ``w2_pre_scale`` [E, N] float32: factors of the inputs' columns, where it is pre-scaled
+    - biases [E, 2N] and [E, K]
+
+    Raises TensorError, which names the tensor, what was found and what was expected.
+    """
+    return (
+        registry()
+        .oracle("wna16")
+        .convert(
+            selection,
+            MoEWeights(
+                weight_key=selection.weight_key,
+                activation_key=selection.activation_key,
+                w13=w13,
+                w2=w2,
+                w13_scale=w13_scale,
+                w2_scale=w2_scale,
+                w13_zero_point=w13_zero_point,
+                w2_zero_point=w2_zero_point,
+                w13_g_idx=w13_g_idx,
+                w2_g_idx=w2_g_idx,
+                w13_pre_scale=w13_pre_scale,
+                w2_pre_scale=w2_pre_scale,
+                w13_bias=w13_bias,
+                w2_bias=w2_bias,
+            ),
+        )
+    )
+
+
+def make_wna16_moe_quant_config(
+    *,
+    w1_scale: Tensor,
+    w2_scale: Tensor,
+    w1_zp: Tensor | None = None,
+    w2_zp: Tensor | None = None,
+    w1_g_idx: Tensor | None = None,
+    w2_g_idx: Tensor | None = None,
+    w1_pre_scale: Tensor | None = None,
+    w2_pre_scale: Tensor | None = None,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    weight_key: QuantKey | None = None,
+    activation_key: QuantKey | None = None,
+    num_bits: int | None = None,
+    group_size: int | None = None,
+) -> FusedMoEQuantConfig:
+    """Scales, zero points, column groups, input factors and biases of canonical weights.  All by keyword.
+
+    - shapes and dtypes are those of :func:`convert_to_wna16_moe_kernel_format`
+    - ``weight_key``, ``activation_key`` say the kinds outright, as a selection has them; activation None: 16 bits
+    - without a ``weight_key``: ``num_bits`` (4 or 8) and ``group_size`` (-1: the whole row); the tensors that are given
+      say the rest
+
+    Raises ConfigError where the keys and the tensors contradict each other, TensorError for wrong shapes and dtypes.
+    """
+    if weight_key is None:
+        if num_bits is None or group_size is None:
+            raise ConfigError("weight_key is missing: give it, or num_bits and group_size")
+        if activation_key is not None:
+            raise ConfigError(f"activation_key is {activation_key}, but weight_key is missing")
+        return wna16_moe_quant_config(
+            num_bits=num_bits,
+            group_size=group_size,
+            w1_scale=w1_scale,
+            w2_scale=w2_scale,
+            w1_zp=w1_zp,
+            w2_zp=w2_zp,
+            w1_g_idx=w1_g_idx,
+            w2_g_idx=w2_g_idx,
+            w1_pre_scale=w1_pre_scale,
+            w2_pre_scale=w2_pre_scale,
+            w1_bias=w1_bias,
+            w2_bias=w2_bias,
+        )
+    if num_bits is not None or group_size is not None:
+        raise ConfigError(f"weight_key is {weight_key}: leave out num_bits and group_size")
+    return make_quant_config(
+        weight_key=weight_key,
+        activation_key=activation_key,
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        w1_zp=w1_zp,
+        w2_zp=w2_zp,
+        w1_g_idx=w1_g_idx,
+        w2_g_idx=w2_g_idx,
+        w1_pre_scale=w1_pre_scale,
+        w2_pre_scale=w2_pre_scale,
+        w1_bias=w1_bias,
+        w2_bias=w2_bias,
+        canonical=True,
+    )
+
+
+def make_wna16_moe_kernel(
+    selection: Selection,
+    weights: KernelWeights,
+    *,
+    prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,
+) -> FusedMoEKernel:
+    """prepare + the selected experts + finalize around converted weights."""
+    return registry().oracle("wna16").make_kernel(selection, weights, prepare_finalize=prepare_finalize)
