@@ -35,6 +35,7 @@ from moe_core import (
     kMxfp8Static,
 )
 from moe_core.errors import TensorError
+from moe_core.libraries.trtllm_activation import activation_parameters
 from moe_core.libraries.trtllm_layout import ordered, ordered_blocks, ordered_scales, row_order
 from moe_core.ops.layout import swap_halves
 from moe_core.quant_config import make_quant_config
@@ -137,18 +138,6 @@ class TrtLlmFp8Experts(FusedMoEExperts):
             return {}
         return {"activation_type": ACTIVATION_TYPES[activation]}
 
-    def activation_parameters(self, experts: int, device: torch.device) -> dict[str, Tensor]:
-        """Per-expert parameters [E] float32 of the activation, by the library's names."""
-        activation, params = self.config.activation, self.config.params
-        wanted = {"gemm1_clamp_limit": params.limit}
-        if activation is MoEActivation.SWIGLUOAI:
-            wanted |= {"gemm1_alpha": params.alpha, "gemm1_beta": params.beta}
-        return {
-            name: torch.full((experts,), value, dtype=torch.float32, device=device)
-            for name, value in wanted.items()
-            if value is not None
-        }
-
     def layer_output(self, output: Tensor, workspace: Mapping[str, Tensor]) -> Tensor:
         """Where the library writes: the output, or a wider matrix where K is padded."""
         if self.hidden_size == self.config.hidden_size:
@@ -232,7 +221,7 @@ class TrtLlmFp8BlockExperts(TrtLlmFp8Experts):
                 w1_scale=swap_halves(weights.w13_scale),
                 w2_scale=weights.w2_scale.clone(),
             ),
-            extra=self.activation_parameters(weights.w13.shape[0], weights.w13.device),
+            extra=activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
         )
 
     def quantized_input(
@@ -275,7 +264,7 @@ class TrtLlmMxfp8Experts(TrtLlmFp8Experts):
                 w1_scale=ordered_scales(s13, first),
                 w2_scale=ordered_scales(s2, second),
             ),
-            extra=self.activation_parameters(weights.w13.shape[0], weights.w13.device),
+            extra=activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
         )
 
     def quantized_input(

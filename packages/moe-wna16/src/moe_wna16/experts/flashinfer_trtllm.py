@@ -1,0 +1,174 @@
+"""FlashInfer's TRTLLM kernel for int4 weights in groups of 32 ("MXINT4") on the sm_100 family; it routes by itself.
+
+One call of the library does everything, in bfloat16: routing, both products, activation, weighted sum.  Its layout is
+that of `moe_core.libraries.trtllm_layout`:
+
+- nibbles are signed; up and gate rows come in turns, shuffled for a tile of 128, in blocks of 128 bytes (256 columns)
+- scales are bfloat16, and follow their rows into tiles of 128 rows and 4 columns
+- N is padded with zeros to a multiple of 256
+
+Router weights are bfloat16 inside the library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from moe_core import (
+    Claims,
+    KernelWeights,
+    MoEActivation,
+    MoEWeights,
+    WorkspaceSpec,
+    cuda,
+    kInt4Static32,
+)
+from moe_core.errors import TensorError
+from moe_core.libraries.trtllm_activation import activation_parameters
+from moe_core.libraries.trtllm_layout import ordered_scales, row_order
+from moe_core.libraries.trtllm_routing import ROUTING_METHODS, TrtLlmRouting
+from moe_core.ops.layout import block_major, by_experts, pad_matrices
+from moe_core.quant_config import make_quant_config
+from torch import Tensor
+
+from moe_wna16.libraries import FLASHINFER
+from moe_wna16.libraries.signed import signed_nibbles
+
+#: columns of a block of weights: 128 bytes
+BLOCK = 256
+#: columns that share a scale
+GROUP = 32
+#: bytes at whose multiples hidden states and output lie: the library reads and writes 16 bytes at a time
+ALIGNMENT = 16
+
+_GATED = frozenset({MoEActivation.SILU, MoEActivation.SWIGLUOAI})
+
+
+class TrtLlmMxint4ExpertsMonolithic(TrtLlmRouting):
+    """Symmetric int4 weights in groups of 32 with bfloat16 scales."""
+
+    claims = Claims(
+        devices=(cuda(min=100, max=109),),
+        keys=((kInt4Static32, None),),
+        activations=_GATED,
+        activation_limit=_GATED,
+        dtypes=frozenset({torch.bfloat16}),
+        routing_methods=ROUTING_METHODS,
+        hidden_multiple=BLOCK,
+        intermediate_multiple=GROUP,
+        max_top_k=32,
+        allocates=True,
+        requires=(FLASHINFER,),
+        notes="calls are bound against FlashInfer's signatures, and layouts compared with its helpers; "
+        "router weights are rounded to bfloat16",
+    )
+
+    @staticmethod
+    def library() -> Any:
+        """``flashinfer.fused_moe``, imported on first use."""
+        FLASHINFER.load()
+        return importlib.import_module("flashinfer.fused_moe")
+
+    @property
+    def intermediate_size(self) -> int:
+        """Rows of gate (or up) as the library sees them."""
+        return -(-self.config.intermediate_size // BLOCK) * BLOCK
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
+        if w13_scale is None or w2_scale is None:
+            raise TensorError(f"w13_scale and w2_scale are missing: the weights are {weights.weight_key}")
+        size, hidden = self.intermediate_size, self.config.hidden_size
+        if size != self.config.intermediate_size:
+            w13_scale = pad_matrices(w13_scale, size, hidden // GROUP, parts=2)
+            w2_scale = pad_matrices(w2_scale, hidden, size // GROUP)
+        first, second = row_order(2 * size, 128, gated=True), row_order(hidden, 128)
+        return KernelWeights(
+            w13=_blocks(weights.w13, first, size, hidden, parts=2),
+            w2=_blocks(weights.w2, second, hidden, size),
+            quant_config=make_quant_config(
+                weight_key=weights.weight_key,
+                activation_key=None,
+                w1_scale=ordered_scales(w13_scale, first),
+                w2_scale=ordered_scales(w2_scale, second),
+            ),
+            extra=activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
+        )
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        values = (num_tokens * self.config.hidden_size,)
+        return (WorkspaceSpec("x", values, torch.bfloat16), WorkspaceSpec("y", values, torch.bfloat16))
+
+    def arguments(
+        self,
+        output: Tensor,
+        x: Tensor,
+        weights: KernelWeights,
+        *,
+        router_logits: Tensor,
+        correction_bias: Tensor | None,
+    ) -> dict[str, Any]:
+        """Arguments of ``trtllm_mxint4_block_scale_moe``; looks at no value and needs no GPU."""
+        quant = weights.quant_config
+        return {
+            "hidden_states": x,
+            "gemm1_weights": weights.w13,
+            "gemm1_weights_scale": quant.w1_scale,
+            "gemm2_weights": weights.w2,
+            "gemm2_weights_scale": quant.w2_scale,
+            "intermediate_size": self.intermediate_size,
+            "output": output,
+            # the library has no defaults for them
+            **{name: weights.extra.get(name) for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")},
+            **self.routing_arguments(router_logits, correction_bias, ungrouped=None),
+        }
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        weights: KernelWeights,
+        *,
+        router_logits: Tensor,
+        workspace: Mapping[str, Tensor],
+        correction_bias: Tensor | None = None,
+        expert_map: Tensor | None = None,
+        hidden_states_scale: Tensor | None = None,
+    ) -> None:
+        logits = self.library_logits(router_logits)
+        x, y = hidden_states, output
+        if not _is_aligned(x):
+            x = workspace["x"][: x.numel()].view(x.shape).copy_(x)
+        if not _is_aligned(y):
+            y = workspace["y"][: y.numel()].view(y.shape)
+        self.library().trtllm_mxint4_block_scale_moe(
+            **self.arguments(y, x, weights, router_logits=logits, correction_bias=correction_bias)
+        )
+        if y is not output:
+            output.copy_(y)
+        self.finish(output, expert_map)
+
+
+def _is_aligned(rows: Tensor) -> bool:
+    """Whether the library can read or write a matrix where it lies."""
+    return rows.is_contiguous() and rows.data_ptr() % ALIGNMENT == 0
+
+
+def _blocks(w: Tensor, order: Tensor, rows: int, cols: int, *, parts: int = 1) -> Tensor:
+    """``w`` [E, parts * R, C / 2], nibbles of C columns, as the library reads it: [E, cols / 256, parts * rows, 128].
+
+    Each of the stacked matrices is padded with zeros to ``rows`` x ``cols``.
+    """
+    index, height, width = order.to(w.device), parts * rows, cols // 2
+
+    def step(given: Tensor, target: Tensor) -> None:
+        # signed first: a nibble of zeros is 0 then
+        values = signed_nibbles(given)
+        if values.shape[1:] != (height, width):
+            values = pad_matrices(values, rows, width, parts=parts)
+        block_major(values, BLOCK // 2, index=index, out=target)
+
+    return by_experts(step, w, w.new_empty(w.shape[0], cols // BLOCK, height, BLOCK // 2))

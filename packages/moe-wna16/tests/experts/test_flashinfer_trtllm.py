@@ -1,0 +1,284 @@
+"""FlashInfer's MXINT4 kernel: what it is told, and its adapter around a double; no library and no GPU needed.
+
+The double computes what FlashInfer documents, from the bytes that it would get.  That the call fits the installed
+library, and the layouts its helpers, is tested in tests/libraries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from moe_core import (
+    ActivationParams,
+    Environment,
+    FusedMoEConfig,
+    FusedMoEKernel,
+    MoEActivation,
+    RoutingConfig,
+    RoutingMethodType,
+    kInt4Static,
+    kInt4Static32,
+    kInt4Static32Asym,
+)
+from moe_core.activation import apply_moe_activation
+from moe_core.config import FusedMoEParallelConfig
+from moe_core.device import DeviceInfo
+from moe_core.routing import route
+from moe_core.testing import ConformanceTests
+from moe_core.testing.data import make_weights
+from moe_wna16.experts.flashinfer_trtllm import TrtLlmMxint4ExpertsMonolithic
+
+INSTALLED = Environment({"flashinfer-python": "0.7.2.post1"})
+BLACKWELL = DeviceInfo.parse("sm100")
+RENORMALIZE = RoutingConfig.from_method(RoutingMethodType.Renormalize)
+LAYER = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=96, routing=RENORMALIZE)
+
+
+# ------------------------------------------------------------------- double
+
+
+def unshuffled(w):
+    """The inverse of the library's shuffle of rows for a tile of 128: row r of a block of 32 goes to place map[r]."""
+    source = torch.arange(32)
+    place = source % 4 * 8 + source // 4
+    return w[(torch.arange(0, w.shape[0], 32)[:, None] + place).flatten()]
+
+
+def untiled(scale):
+    rows, groups = scale.shape
+    return scale.view(rows // 128, groups // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, groups)
+
+
+def signed_values(packed):
+    """Two's complement nibbles, the low one first, as float32."""
+    nibbles = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1).int()
+    return torch.where(nibbles >= 8, nibbles - 16, nibbles).float()
+
+
+def matrix(weights, scale, expert):
+    """One expert's matrix [rows, K] float32 from the library's layout, its rows as they were before the shuffle."""
+    rows = weights[expert].transpose(0, 1).flatten(1)
+    wide = untiled(scale[expert]).float().repeat_interleave(32, 1)
+    return unshuffled(signed_values(rows) * wide)
+
+
+def activated(up, gate, alpha, beta, limit):
+    if alpha is None:
+        assert beta is None
+        params = None if limit is None else ActivationParams(limit=limit)
+        return apply_moe_activation(MoEActivation.SILU, torch.cat((gate, up), 1), params)
+    params = ActivationParams(alpha=alpha, beta=beta, limit=limit)
+    return apply_moe_activation(MoEActivation.SWIGLUOAI, torch.cat((gate, up), 1), params)
+
+
+def trtllm_mxint4_block_scale_moe(**call):
+    method = RoutingMethodType(call["routing_method_type"])
+    factor = call["routed_scaling_factor"]
+    groups = {}
+    if method is RoutingMethodType.DeepSeekV3:
+        groups = {"num_expert_group": call["n_group"], "topk_group": call["topk_group"]}
+    else:
+        assert call["n_group"] is call["topk_group"] is None
+    if method not in (RoutingMethodType.DeepSeekV3, RoutingMethodType.MiniMax2):
+        assert factor is None  # the kernel would not look at it
+        factor = 1.0
+    config = RoutingConfig.from_method(method, routed_scaling_factor=factor, **groups)
+    x, output, size = call["hidden_states"], call["output"], call["intermediate_size"]
+    local, hidden = call["local_num_experts"], x.shape[1]
+    assert x.dtype is output.dtype is torch.bfloat16
+    assert x.is_contiguous()
+    assert output.is_contiguous()
+    assert x.data_ptr() % 16 == output.data_ptr() % 16 == 0
+    assert hidden % 256 == size % 256 == 0
+    assert call["gemm1_weights"].shape == (local, hidden // 256, 2 * size, 128)
+    assert call["gemm2_weights"].shape == (local, size // 256, hidden, 128)
+    assert call["gemm1_weights_scale"].numel() == local * 2 * size * hidden // 32
+    assert call["gemm2_weights_scale"].numel() == local * size * hidden // 32
+    for name in ("gemm1_weights", "gemm2_weights"):
+        assert call[name].dtype is torch.uint8
+        assert call[f"{name}_scale"].dtype is torch.bfloat16
+        assert call[name].is_contiguous()
+        assert call[f"{name}_scale"].is_contiguous()
+    weights, ids = route(
+        call["routing_logits"], top_k=call["top_k"], config=config, correction_bias=call["routing_bias"]
+    )
+    weights = weights.bfloat16().float()
+    total = torch.zeros(output.shape)
+    for expert in range(local):
+        token, slot = (ids == expert + call["local_expert_offset"]).nonzero(as_tuple=True)
+        if not len(token):
+            continue
+        w13 = matrix(call["gemm1_weights"], call["gemm1_weights_scale"], expert)
+        w2 = matrix(call["gemm2_weights"], call["gemm2_weights_scale"], expert)
+        own = [
+            None if tensor is None else float(tensor[expert])
+            for tensor in (call["gemm1_alpha"], call["gemm1_beta"], call["gemm1_clamp_limit"])
+        ]
+        z = x[token].float() @ w13.bfloat16().float().t()
+        h = activated(z[:, 0::2], z[:, 1::2], *own).bfloat16().float()
+        y = (h @ w2.bfloat16().float().t()).bfloat16().float()
+        total.index_add_(0, token, y * weights[token, slot, None])
+    output.copy_(total)
+
+
+LIBRARY = SimpleNamespace(trtllm_mxint4_block_scale_moe=trtllm_mxint4_block_scale_moe)
+
+
+class Double(TrtLlmMxint4ExpertsMonolithic):
+    """The adapter with the double in the library's place."""
+
+    claims = replace(TrtLlmMxint4ExpertsMonolithic.claims, requires=())
+
+    @staticmethod
+    def library():
+        return LIBRARY
+
+
+class TestDouble(ConformanceTests):
+    experts = Double
+    device = "cpu"
+
+
+def made(config, weights=None, experts=Double):
+    """The experts of ``config``, and converted weights."""
+    instance = experts(config, weight_key=kInt4Static32, activation_key=None, device=BLACKWELL)
+    return instance, instance.convert(weights or make_weights(config, kInt4Static32, None, seed=0))
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def arguments(config, tokens=3):
+    instance, weights = made(config)
+    x = torch.randn(tokens, config.hidden_size, dtype=torch.bfloat16)
+    logits = torch.randn(tokens, config.num_experts)
+    return instance.arguments(torch.empty_like(x), x, weights, router_logits=logits, correction_bias=None)
+
+
+def test_parameters_of_the_activation_reach_the_library():
+    plain = arguments(LAYER)
+    assert plain["gemm1_alpha"] is plain["gemm1_beta"] is plain["gemm1_clamp_limit"] is None
+    clamped = arguments(replace(LAYER, activation_params=ActivationParams(limit=0.75)))
+    assert clamped["gemm1_alpha"] is clamped["gemm1_beta"] is None
+    assert clamped["gemm1_clamp_limit"].tolist() == [0.75] * 8
+    oai = arguments(replace(LAYER, activation=MoEActivation.SWIGLUOAI))
+    given = [oai[name] for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")]
+    assert all(tensor.dtype is torch.float32 for tensor in given)
+    assert [tensor.unique().tolist() for tensor in given] == [[pytest.approx(1.702)], [1.0], [7.0]]
+    own = ActivationParams(alpha=1.25, beta=0.5, limit=3.0)
+    other = arguments(replace(LAYER, activation=MoEActivation.SWIGLUOAI, activation_params=own))
+    given = [other[name] for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")]
+    assert [tensor.unique().tolist() for tensor in given] == [[1.25], [0.5], [3.0]]
+
+
+def test_the_routed_scaling_factor_reaches_the_result_whoever_applies_it():
+    deep = {"num_expert_group": 2, "topk_group": 1}
+    for method, groups, told in (
+        (RoutingMethodType.DeepSeekV3, deep, 2.5),
+        (RoutingMethodType.MiniMax2, {}, 2.5),
+        (RoutingMethodType.Renormalize, {}, None),
+    ):
+        scaled = RoutingConfig.from_method(method, routed_scaling_factor=2.5, **groups)
+        assert arguments(replace(LAYER, routing=scaled))["routed_scaling_factor"] == told
+    logits, x = torch.randn(3, 8), torch.randn(3, 256, dtype=torch.bfloat16)
+    results = []
+    for factor in (1.0, 4.0):
+        routing = RoutingConfig.from_method(RoutingMethodType.Renormalize, routed_scaling_factor=factor)
+        kernel = FusedMoEKernel(*made(replace(LAYER, routing=routing)))
+        results.append(kernel.apply_monolithic(x, router_logits=logits))
+    assert torch.equal(results[0] * 4, results[1])
+
+
+def test_ungrouped_routing_has_no_groups():
+    given = arguments(LAYER)
+    assert given["n_group"] is given["topk_group"] is None
+    assert given["routing_method_type"] == int(RoutingMethodType.Renormalize)
+
+
+def test_offset_binary_codes_become_signed_ones():
+    config = replace(LAYER, intermediate_size=256)
+    weights = make_weights(config, kInt4Static32, None, seed=0)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(8)  # of one row: 256 columns in 128 bytes
+    w2 = weights.w2.clone()
+    w2[1, 37] = codes | (15 - codes) << 4
+    _, converted = made(config, replace(weights, w2=w2))
+    row = unshuffled(signed_values(converted.w2[1].transpose(0, 1).flatten(1)))[37]
+    expected = torch.stack((codes, 15 - codes), dim=1).flatten().float() - 8
+    assert torch.equal(row, expected)
+
+
+def test_padding_is_zeros_and_never_shows():
+    _, converted = made(LAYER)
+    # 96 of 256 rows of gate and up, which come in turns
+    rows = unshuffled(signed_values(converted.w13[0].transpose(0, 1).flatten(1)))
+    assert not rows[2 * 96 :].any()
+    assert rows[: 2 * 96].any(dim=1).all()
+    columns = unshuffled(signed_values(converted.w2[0].transpose(0, 1).flatten(1)))
+    assert not columns[:, 96:].any()
+
+
+def test_rows_and_addresses_that_the_library_cannot_read_are_copied():
+    kernel = FusedMoEKernel(*made(LAYER))
+    logits = torch.randn(3, 8)
+    plain = torch.randn(3, 256, dtype=torch.bfloat16)
+    expected = kernel.apply_monolithic(plain, router_logits=logits)
+    apart = torch.randn(3, 300, dtype=torch.bfloat16)[:, :256].copy_(plain)
+    shifted = torch.empty(1 + 3 * 256, dtype=torch.bfloat16)[1:].view(3, 256).copy_(plain)
+    output = torch.zeros(1 + 3 * 256, dtype=torch.bfloat16)[1:].view(3, 256)
+    assert shifted.data_ptr() % 16
+    for x in (apart, shifted):
+        assert torch.equal(kernel.apply_monolithic(x, router_logits=logits, output=output), expected)
+
+
+# ----------------------------------------------------------------- refusals
+
+
+def reasons(config=LAYER, key=kInt4Static32, device=BLACKWELL):
+    return "; ".join(
+        TrtLlmMxint4ExpertsMonolithic.unsupported_reasons(config, key, None, device, environment=INSTALLED)
+    )
+
+
+def test_only_what_the_kernel_reads_is_taken():
+    assert reasons() == ""
+    for key in (
+        kInt4Static,
+        kInt4Static32Asym,
+        kInt4Static32.with_scale_dtype(torch.float16),
+        replace(kInt4Static32, permuted=True),
+    ):
+        assert "does not read weights quantised as" in reasons(key=key)
+    assert "needs sm100 to sm109" in reasons(device=DeviceInfo.parse("sm90"))
+    assert "multiple of 32, got 80" in reasons(replace(LAYER, intermediate_size=80))
+    assert "multiple of 256, got 384" in reasons(replace(LAYER, hidden_size=384))
+    assert "does not add biases" in reasons(replace(LAYER, has_bias=True))
+    assert "hidden states of torch.float16" in reasons(replace(LAYER, dtype=torch.float16))
+    assert "routes by itself, and the config names no routing" in reasons(replace(LAYER, routing=None))
+    assert "multiple of 4 experts, got 6" in reasons(replace(LAYER, num_experts=6, num_local_experts=6))
+
+
+def test_ranks_add_up_to_the_whole_layer_and_other_maps_are_no_silent_error():
+    whole = make_weights(LAYER, kInt4Static32, None, seed=0)
+    torch.manual_seed(0)
+    x, logits = torch.randn(5, 256, dtype=torch.bfloat16), torch.randn(5, 8)
+
+    def run(layer, weights, expert_map):
+        kernel = FusedMoEKernel(*made(layer, weights))
+        return kernel.apply_monolithic(x, router_logits=logits, expert_map=expert_map).float()
+
+    expected = run(LAYER, whole, None)
+    parts = []
+    for rank in (0, 1):
+        layer = replace(LAYER, num_local_experts=4, parallel=FusedMoEParallelConfig(ep_size=2, ep_rank=rank))
+        own = slice(4 * rank, 4 * rank + 4)
+        part = replace(whole, **{name: tensor[own] for name, tensor in whole.tensors()})
+        expert_map = torch.full((8,), -1, dtype=torch.int32)
+        expert_map[own] = torch.arange(4, dtype=torch.int32)
+        parts.append(run(layer, part, expert_map))
+        assert run(layer, part, expert_map.roll(1)).isnan().all()
+    # each sum is rounded to bfloat16 once: by at most 2^-8 of itself
+    bound = (expected.abs() + parts[0].abs() + parts[1].abs()) * 2**-8
+    assert (parts[0] + parts[1] - expected).abs().le(bound + 2**-20).all()
