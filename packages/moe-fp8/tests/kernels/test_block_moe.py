@@ -17,7 +17,9 @@ from moe_core.activation import MoEActivation, apply_moe_activation
 from moe_core.gemm.launch import Activation
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.rule import tile_plan
+from moe_core.gemm.specimen import record
 from moe_core.workspace import Workspace, workspace_nbytes
+from moe_fp8.kernels import specimens
 from moe_fp8.kernels.block_moe import block_fp8_fused_moe
 from moe_fp8.kernels.workspaces import block_fp8_workspaces
 
@@ -274,13 +276,49 @@ def test_specialised(rows, name, device):
         )
 
 
+OTHER_BLOCKS = pytest.mark.parametrize("block", [(64, 64), (128, 64), (64, 128)], ids="{0[0]}x{0[1]}".format)
+
+
 @pytest.mark.gpu
-def test_zeros_have_any_scale_specialised(device):
+@OTHER_BLOCKS
+def test_specialised_for_other_blocks(block, device):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's own")
-    config = TileConfig(128, 128, 4, 4, 8, specialised=True)
-    layer = with_zeros_of_the_largest_scale(Layer(300, 256, 256, 3, 2, seed=10))
+    plan = tile_plan(300, 2, 3, 464, 336, block_n=block[1], block_k=block[1])
+    for name in ("silu", "relu2_no_mul"):
+        Layer(300, 464, 336, 3, 2, name=name, block=block, bias=True, mapped=True, seed=8).check(device, plan)
+    # rows that descriptors cannot reach
+    Layer(300, 328, 200, 3, 2, block=block, seed=8).check(device, plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (128, 64), (64, 128)], ids="{0[0]}x{0[1]}".format)
+def test_zeros_have_any_scale_specialised(block, device):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is Hopper's own")
+    config = TileConfig(128, block[1], 4, 4, 8, specialised=True)
+    layer = with_zeros_of_the_largest_scale(Layer(300, 256, 256, 3, 2, block=block, seed=10))
     layer.check(device, TilePlan(config, config, pdl=True))
+
+
+@OTHER_BLOCKS
+def test_many_rows_without_the_specialised_kernel(block, device):
+    """Rows of no whole 16 bytes: tiles of 128 rows, or of 64 where scales differ among the columns of a tile."""
+    plan = tile_plan(300, 2, 3, 72, 136, block_n=block[1], block_k=block[1])
+    assert plan.block_m == 128
+    assert plan.up.specialised
+    Layer(70, 72, 136, 3, 2, block=block, seed=5).check(device, plan)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (128, 64), (64, 128)], ids="{0[0]}x{0[1]}".format)
+@pytest.mark.parametrize(("tokens", "products"), [(8, 0), (2000, 2)])
+def test_which_kernel_multiplies(block, tokens, products):
+    plan = tile_plan(tokens, 2, 6, 1024, 512, block_n=block[1], block_k=block[1])
+    with record() as launches:
+        specimens._layer(plan, tokens, 6, 2, 1024, 512, block=block)
+    names = [launch.name for launch in launches]
+    assert names.count("hopper_kernel") == products
+    assert names.count("grouped_tile_kernel") == 2 - products
 
 
 @pytest.mark.parametrize("capability", [0, 89, 90, 100, 120])

@@ -31,8 +31,8 @@ def e4m3(generator, *shape):
 class Product:
     """One product: operands, schedule and poisoned output on ``device``, and what float64 makes of them on the CPU.
 
-    ``scales``: "blocks", "rows" (per row and column) or "tensor" (per expert and half).  The activation None makes it a
-    down product.  ``capacity``: rows of each expert's buffer in the batched format.
+    ``scales``: "blocks" (of ``block``), "rows" (per row and column) or "tensor" (per expert and half).  The activation
+    None makes it a down product.  ``capacity``: rows of each expert's buffer in the batched format.
     """
 
     def __init__(
@@ -50,10 +50,12 @@ class Product:
         weight=0,
         bias=False,
         capacity=None,
+        block=(TILE, TILE),
         seed=0,
     ):
         generator = torch.Generator().manual_seed(seed)
         self.device, self.scales, self.out, self.columns, self.weight = device, scales, out, columns, weight
+        self.block = block
         self.activation = None if name is None else MoEActivation(name)
         gated = self.activation is not None and self.activation.is_gated
         experts, self.parts = len(COUNTS), 2 if gated else 1
@@ -69,8 +71,8 @@ class Product:
 
         if scales == "blocks":
             self.a_scale, self.w_scale = (
-                scale(rows, -(-depth // TILE)),
-                scale(experts, self.parts * -(-columns // TILE), -(-depth // TILE)),
+                scale(rows, -(-depth // block[1])),
+                scale(experts, self.parts * -(-columns // block[0]), -(-depth // block[1])),
             )
         else:
             self.a_scale = scale(rows if scales == "rows" else experts)
@@ -103,14 +105,15 @@ class Product:
 
         e4m3_out = out != "values"
         values = torch.full((rows, width or columns), float("nan"), device=device).to(E4M3 if e4m3_out else dtype)
-        made = torch.full((rows, -(-columns // TILE)), float("nan"), device=device) if out == "groups" else None
+        group = {"groups": TILE, "groups_64": 64}.get(out)
+        made = None if group is None else torch.full((rows, -(-columns // group)), float("nan"), device=device)
         given = None if self.given is None else self.given.to(device)
         bits = torch.zeros(amax, dtype=torch.int32, device=device) if amax else None
         self.result = HopperResult(values, out, made if given is None else given, bits)
 
     def run(self):
         from moe_core.gemm.hopper_rows import multiply_rows
-        from moe_fp8.kernels.hopper_multiply import multiply_blocks
+        from moe_fp8.kernels.hopper_multiply import multiply_blocks, multiply_half_blocks
 
         on = {name: getattr(self, name).to(self.device) for name in ("a", "w", "a_scale", "w_scale")}
         a_scale, w_scale = on["a_scale"], on["w_scale"]
@@ -120,11 +123,12 @@ class Product:
             arguments = (a_scale, 1, 0), (w_scale, w_scale.stride(0), self.columns, 1)
         else:
             arguments = (a_scale, 0, 1), (w_scale, w_scale.stride(0), 1, 0)
+        blocks = multiply_blocks if self.block[0] == TILE else multiply_half_blocks
         kind = self.activation
         params = None if kind is None else kind.resolve_params(None)
         hopper_launch.hopper_product(
             CONFIG,
-            multiply=multiply_blocks if self.scales == "blocks" else multiply_rows,
+            multiply=blocks if self.scales == "blocks" else multiply_rows,
             values=on["a"],
             scales=arguments[0],
             weights=on["w"],
@@ -137,6 +141,7 @@ class Product:
             if kind is None or params is None
             else Activation(kind.value, params.alpha or 1.0, params.beta or 0.0, params.limit),
             pdl=False,
+            depth=self.block[1],
         )
 
     def exact(self, expert):
@@ -144,9 +149,10 @@ class Product:
         rows = slice(self.starts[expert], self.starts[expert] + COUNTS[expert])
         a, w = self.a[rows].double(), self.w[expert].double()
         if self.scales == "blocks":
-            a = a * self.a_scale[rows].double().repeat_interleave(TILE, 1)[:, : a.shape[1]]
-            halves = [h.repeat_interleave(TILE, 0)[: self.columns] for h in self.w_scale[expert].chunk(self.parts)]
-            w = w * torch.cat(halves).double().repeat_interleave(TILE, 1)[:, : w.shape[1]]
+            n, k = self.block
+            a = a * self.a_scale[rows].double().repeat_interleave(k, 1)[:, : a.shape[1]]
+            halves = [h.repeat_interleave(n, 0)[: self.columns] for h in self.w_scale[expert].chunk(self.parts)]
+            w = w * torch.cat(halves).double().repeat_interleave(k, 1)[:, : w.shape[1]]
             z = a @ w.T
         else:
             w_scale = self.w_scale[expert].double()
@@ -169,8 +175,9 @@ class Product:
         values = self.result.values.cpu()[rows if self.activation is not None else self.pairs[rows]].double()
         values, padding = values[:, : self.columns], values[:, self.columns :]
         assert bool((padding == 0).all())
-        if self.out == "groups":
-            values = values * self.result.scales.cpu()[rows].double().repeat_interleave(TILE, 1)[:, : self.columns]
+        if self.out.startswith("groups"):
+            scales = self.result.scales.cpu()[rows].double()
+            values = values * scales.repeat_interleave(TILE if self.out == "groups" else 64, 1)[:, : self.columns]
         return values if self.given is None else values * self.given[expert].double()
 
     def check(self, tolerance):
@@ -213,6 +220,19 @@ def test_up_products(name, hopper):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_down_products(scales, dtype, hopper):
     Product(hopper, scales, None, dtype=dtype, weight=2, bias=True, columns=528, depth=400).check(WIDE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [(64, 64), (128, 64), (64, 128)], ids="{0[0]}x{0[1]}".format)
+def test_smaller_blocks(block, hopper):
+    out = "groups" if block[1] == TILE else "groups_64"
+    for name in ("silu", "relu2_no_mul"):
+        Product(hopper, "blocks", name, block=block, out=out, columns=448, width=448, bias=True).check(NARROW)
+        Product(hopper, "blocks", name, block=block, out=out, width=512).check(NARROW)
+    # a second block that has one row of scales, or lies beyond the last column
+    for columns in (336, 304, 256, 64):
+        Product(hopper, "blocks", None, block=block, columns=columns, depth=464).check(WIDE)
+    Product(hopper, "blocks", None, block=block, capacity=310, depth=448).check(WIDE)
 
 
 @pytest.mark.gpu

@@ -147,7 +147,7 @@ def hopper_kernel(
 
     UP: out [P, width] = quantize(act(A w13^T + bias)), rows in sorted order.  Otherwise out[pair] = A w2^T + bias.
 
-    - a_desc [P, K], b_desc [E * rows_per_expert, K]: descriptors with blocks of 128 x 128
+    - a_desc [P, K], b_desc [E * rows_per_expert, K]: descriptors with blocks of 128 x depth of a step
     - S the schedule, see `hopper_pipeline.find`; A, B the scales, see `multiply`; T the output, see `hopper_finish`
     - E = (bias [E, rows] or None, its stride, router weights by pair or None, alpha, beta, limit)
     - N columns of the result, of one half when GATED
@@ -156,8 +156,9 @@ def hopper_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE, TILE], a_desc.layout)
-    b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 2 * TILE, TILE], b_desc.layout)
+    DEPTH: gl.constexpr = a_desc.block_shape[1]
+    a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE, DEPTH], a_desc.layout)
+    b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 2 * TILE, DEPTH], b_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -165,7 +166,7 @@ def hopper_kernel(
         mbarrier.init(empty.index(slot), count=2)
     fence_async_shared()
     tiles = gl.load(S[0])
-    steps = gl.cdiv(K, TILE)
+    steps = gl.cdiv(K, DEPTH)
     BLOCKS: gl.constexpr = 1 if GATED else 2
     blocks_n = gl.cdiv(N, BLOCKS * TILE)
     second = N if GATED else TILE  # rows from one weight block to the other

@@ -64,8 +64,8 @@ def store_activated(
 ):
     """Block `block` of 128 columns of h, [64, 128], by sorted row.
 
-    OUT "groups": e4m3 and one scale per row and block, amax / 448; "static": e4m3 or int8 by the scale that the expert
-    was given, int64 with a zero point; "values": as they are.
+    OUT "groups": e4m3 and one scale per row and block, amax / 448; "groups_64": one per 64 columns; "static": e4m3 or
+    int8 by the scale that the expert was given, int64 with a zero point; "values": as they are.
     AMAX "row" or "tensor": the bits of the largest magnitude of each row or of all.
     """
     out, scales, amax, stride, stride_scale, width = T
@@ -76,6 +76,17 @@ def store_activated(
         scale = gl.div_rn(gl.maximum(gl.max(gl.abs(value), axis=1), AMAX_FLOOR), E4M3_MAX)
         gl.store(scales + row.to(gl.int64) * stride_scale + block, scale, mask=(row < end) & (block * TILE < N))
         value = divide(value, scale[:, None])
+    elif OUT == "groups_64":
+        halves = value.reshape([HALF, 2, TILE // 2])
+        scale = gl.div_rn(gl.maximum(gl.max(gl.abs(halves), axis=2), AMAX_FLOOR), E4M3_MAX)
+        rows = gl.convert_layout(row, gl.SliceLayout(1, scale.type.layout))[:, None]
+        group = block * 2 + gl.arange(0, 2, layout=gl.SliceLayout(0, scale.type.layout))[None, :]
+        gl.store(
+            scales + rows.to(gl.int64) * stride_scale + group, scale, mask=(rows < end) & (group * (TILE // 2) < N)
+        )
+        value = gl.convert_layout(
+            divide(halves, scale[:, :, None]).reshape([HALF, TILE]), value.type.layout, assert_trivial=True
+        )
     elif OUT == "static":
         scale = gl.load(scales + expert + gl.zeros([HALF], gl.int32, gl.SliceLayout(1, value.type.layout)))
         if scale.dtype == gl.int64:

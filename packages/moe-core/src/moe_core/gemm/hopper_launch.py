@@ -17,7 +17,7 @@ from moe_core.ops.sort import SortedPairs
 
 #: rows and columns of a tile of one operand, and of a weight block
 TILE = 128
-#: steps in flight: 48 KB each, and room for the epilogue's change of layout
+#: steps in flight, of 128 columns: 48 KB each, and room for the epilogue's change of layout
 STAGES = 4
 
 
@@ -25,8 +25,9 @@ STAGES = 4
 class HopperResult:
     """Where a product of the kernel goes; see `moe_core.gemm.hopper_finish`.
 
-    ``values`` [rows, columns]; ``scales`` [rows, columns / 128] to be written (``kind`` "groups"), or [E] given
-    ("static").  ``amax`` int32, zeroed, [rows] or [1]: receives the bits of the largest magnitudes ("values" alone).
+    ``values`` [rows, columns]; ``scales`` to be written, [rows, columns / 128] (``kind`` "groups") or
+    [rows, columns / 64] ("groups_64"), or given, [E] ("static").  ``amax`` int32, zeroed, [rows] or [1]: receives the
+    bits of the largest magnitudes ("values" alone).
     """
 
     values: Tensor
@@ -44,13 +45,13 @@ def hopper_fits(config: TileConfig, *operands: Operand) -> bool:
     return config.specialised and all(operand.descriptor is not None for operand in operands)
 
 
-def _descriptor(matrix: Tensor) -> Any:
-    """Tensor descriptor of a contiguous-column matrix of one-byte elements, in blocks of 128 x 128."""
+def _descriptor(matrix: Tensor, depth: int) -> Any:
+    """Tensor descriptor of a contiguous-column matrix of one-byte elements, in blocks of 128 x ``depth``."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    return TensorDescriptor.from_tensor(matrix, [TILE, TILE], layout)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=depth, element_bitwidth=8, rank=2)
+    return TensorDescriptor.from_tensor(matrix, [TILE, depth], layout)
 
 
 def hopper_product(
@@ -67,11 +68,12 @@ def hopper_product(
     routing: Routing | Batch,
     activation: Activation | None,
     pdl: bool,
+    depth: int = TILE,
 ) -> None:
     """One product; ``values`` [P, K] by sorted row and ``weights`` [E, rows, K], of one type of one byte.
 
     ``multiply`` (see `moe_core.gemm.hopper`) gets ``scales`` and ``weight_scales``.  With an ``activation``
-    out has sorted rows; without, rows by pair.
+    out has sorted rows; without, rows by pair.  ``depth`` of a step: 128 or 64 columns, of which the larger is faster.
     """
     from moe_core.gemm.hopper import hopper_kernel
 
@@ -88,8 +90,8 @@ def hopper_product(
     launch(
         hopper_kernel,
         (min(processors, most),),
-        _descriptor(values),
-        _descriptor(torch.as_strided(weights, (experts * rows, columns), (weights.stride(1), 1))),
+        _descriptor(values, depth),
+        _descriptor(torch.as_strided(weights, (experts * rows, columns), (weights.stride(1), 1)), depth),
         (pairs.tiles, pairs.offsets, pairs.pairs if isinstance(pairs, SortedPairs) else None),
         scales,
         weight_scales,
@@ -113,7 +115,7 @@ def hopper_product(
         columns,
         rows,
         multiply=multiply,
-        STAGES=STAGES,
+        STAGES=STAGES * TILE // depth,
         GROUP_M=config.group_m,
         UP=up,
         GATED=gated,

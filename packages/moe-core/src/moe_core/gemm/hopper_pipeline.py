@@ -1,7 +1,7 @@
 """What every mode of `moe_core.gemm.hopper` shares: the order of the tiles, and the warp that requests them.
 
-A slot of shared memory holds the operands of one step: 128 rows of A and two blocks of 128 rows of B, 128 deep.  `full`
-and `empty` are its barriers.
+A slot of shared memory holds the operands of one step: 128 rows of A and two blocks of 128 rows of B, as deep as the
+blocks of their descriptors.  `full` and `empty` are its barriers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 request = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
-# rows of a tile, columns of one of its two blocks, depth of a step
+# rows of a tile, columns of one of its two blocks
 TILE = gl.constexpr(128)
 # rows that one group of four warps owns
 HALF = gl.constexpr(64)
@@ -65,6 +65,7 @@ def produce(
 ):
     """Request every tile that this program multiplies, as far ahead as there is room."""
     tiles_ptr, offsets, pairs = S
+    DEPTH: gl.constexpr = a_desc.block_shape[1]
     turn = 0
     for index in range(gl.program_id(0), tiles * blocks_n, gl.num_programs(0)):
         tile, block_n = tile_of(index, tiles, blocks_n, GROUP_M)
@@ -75,8 +76,8 @@ def produce(
             slot = turn % STAGES
             mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
             ready = full.index(slot)
-            mbarrier.expect(ready, 3 * TILE * TILE)
-            request(a_desc, [first, k * TILE], ready, a_tiles.index(slot))
-            request(b_desc, [row, k * TILE], ready, b_tiles.index(slot).slice(0, TILE, 0))
-            request(b_desc, [row + second, k * TILE], ready, b_tiles.index(slot).slice(TILE, TILE, 0))
+            mbarrier.expect(ready, 3 * TILE * DEPTH)
+            request(a_desc, [first, k * DEPTH], ready, a_tiles.index(slot))
+            request(b_desc, [row, k * DEPTH], ready, b_tiles.index(slot).slice(0, TILE, 0))
+            request(b_desc, [row + second, k * DEPTH], ready, b_tiles.index(slot).slice(TILE, TILE, 0))
             turn += 1

@@ -47,6 +47,8 @@ from torch import Tensor
 from moe_fp8.kernels import block
 
 SILU = Activation("silu")
+#: weight blocks of the specialised kernel
+HOPPER_BLOCKS = ((128, 128), (64, 128), (128, 64), (64, 64))
 
 
 def _functions(block_n: int, config: TileConfig, aligned: bool = False) -> TileFunctions:
@@ -59,6 +61,16 @@ def _functions(block_n: int, config: TileConfig, aligned: bool = False) -> TileF
         block.multiply if uniform else block.multiply_mixed,
         prefetch_b=block.prefetch_weights if aligned else None,
     )
+
+
+def _unspecialised(config: TileConfig, block_n: int) -> TileConfig:
+    """For the tile kernel, what was chosen for the specialised one.
+
+    Scales that differ among the columns of a tile leave no registers for 128 rows of gate and up.
+    """
+    if config.specialised and block_n < config.block_n:
+        return replace(config, block_m=min(config.block_m, 64))
+    return config
 
 
 def _operand(weights: Tensor, scales: Tensor, bias: Tensor | None, rows: int, block_n: int) -> Operand:
@@ -129,10 +141,10 @@ def block_fp8_fused_moe(
         )
     adapters = None
     if lora is not None:
-        plan = _with_adapters(plan, apply_router_weight_on_input)
+        plan = _with_adapters(plan, block_n, apply_router_weight_on_input)
         adapters = Adapters(lora, routing, workspace)
     pdl = plan.pdl
-    specialised = hopper_fits(plan.up, up) and block_shape == (TILE, TILE)
+    specialised = hopper_fits(plan.up, up) and block_shape in HOPPER_BLOCKS
     spread = specialised and 0 < routing.num_pairs <= workspace["sorted_values"].shape[0]
     x_values, x_scales = workspace["x_values"], workspace["x_scales"]
     rows = None if spread else QuantizeRows(x, x_values, x_scales, block.quantize, block_k)
@@ -155,7 +167,7 @@ def block_fp8_fused_moe(
         spread_rows(QuantizeRows(x, x_values, x_scales, block.quantize, block_k), pairs=order, routing=routing, pdl=pdl)
     if specialised and (spread or isinstance(routing, Batch)):
         h_by_pair = False
-        _specialised_up_product(x_values, x_scales, plan, up, order, routing, activation, w13, workspace)
+        _specialised_up_product(x_values, x_scales, plan, up, order, routing, activation, block_shape, w13, workspace)
     else:
         added = None if adapters is None else adapters.addition("w13", x, by_pair=False)
         h_by_pair = _up_product(plan, up, order, routing, activation, block_shape, workspace, added)
@@ -166,22 +178,24 @@ def block_fp8_fused_moe(
         reduce_pairs(y, routing.ids, experts, out, expert_map=expert_map, split=plan.down.split, pdl=pdl)
 
 
-def _with_adapters(plan: TilePlan, on_input: bool) -> TilePlan:
+def _with_adapters(plan: TilePlan, block_n: int, on_input: bool) -> TilePlan:
     """The plan where adapters add to both products: their launches lie between, and the device's own kernel adds none.
 
     A split up product has weighted its parts before the addition comes.
     """
-    up, down = (replace(config, specialised=False) for config in (plan.up, plan.down))
+    up, down = (replace(_unspecialised(config, block_n), specialised=False) for config in (plan.up, plan.down))
     return TilePlan(replace(up, split=1) if on_input else up, down)
 
 
-def _blocks(scales: Tensor, b: Operand) -> dict[str, Any]:
+def _blocks(scales: Tensor, b: Operand, block_shape: tuple[int, int]) -> dict[str, Any]:
     """How `hopper_product` scales a step: its device function, and what that gets."""
-    from moe_fp8.kernels.hopper_multiply import multiply_blocks
+    from moe_fp8.kernels.hopper_multiply import multiply_blocks, multiply_half_blocks
 
     _, weight_scales, _, _, stride_e, stride_n, _ = b.device
+    block_n, block_k = block_shape
     return {
-        "multiply": multiply_blocks,
+        "multiply": multiply_blocks if block_n == TILE else multiply_half_blocks,
+        "depth": block_k,
         "scales": (scales, scales.stride(0)),
         "weight_scales": (weight_scales, stride_e, stride_n),
     }
@@ -195,17 +209,20 @@ def _specialised_up_product(
     order: SortedPairs | BatchedRows,
     routing: Routing | Batch,
     activation: Activation,
+    block_shape: tuple[int, int],
     w13: Tensor,
     workspace: Mapping[str, Tensor],
 ) -> None:
     """h, rows in the order of ``values``, by the device's own kernel."""
     hopper_product(
         plan.up,
-        **_blocks(scales, up),
+        **_blocks(scales, up, block_shape),
         values=values,
         weights=w13,
         b=up,
-        out=HopperResult(workspace["h_values"], "groups", workspace["h_scales"]),
+        out=HopperResult(
+            workspace["h_values"], "groups" if block_shape[1] == TILE else "groups_64", workspace["h_scales"]
+        ),
         pairs=order,
         routing=routing,
         activation=activation,
@@ -224,7 +241,7 @@ def _up_product(
     added: Addition | None = None,
 ) -> bool:
     """h = act(x w13^T), quantised into h_values and h_scales; True if their rows are pairs, False if sorted."""
-    config, pdl, group = plan.up, plan.pdl, block_shape[1]
+    config, pdl, group = _unspecialised(plan.up, block_shape[0]), plan.pdl, block_shape[1]
     values, scales = workspace["x_values"], workspace["x_scales"]
     h = Result(workspace["h_values"], workspace["h_scales"], block.quantize)
     if added is not None:
@@ -296,10 +313,10 @@ def _down_product(
     """y[pair] = weight * (h w2^T); what is returned has [pairs * split, K]."""
     config, pairs = plan.down, routing.num_pairs
     values, scales = workspace["h_values"], workspace["h_scales"]
-    if not h_by_pair and hopper_fits(config, down) and block_shape == (TILE, TILE):
+    if not h_by_pair and hopper_fits(config, down) and block_shape in HOPPER_BLOCKS:
         hopper_product(
             config,
-            **_blocks(scales, down),
+            **_blocks(scales, down, block_shape),
             values=values[:pairs],
             weights=w2,
             b=down,
@@ -310,6 +327,7 @@ def _down_product(
             pdl=plan.pdl,
         )
         return y
+    config = _unspecialised(config, block_shape[0])
     if config.split > 1:
         y = workspace["parts"][: pairs * config.split * down.rows].view(-1, down.rows)
     grouped_product(

@@ -55,10 +55,13 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
         run = partial(_layer, plan, tokens, 6, 2, 1104, 1008, adapted=True)
         yield Specimen(f"block fp8 {tokens} adapters", run, _MAX_SPILLS)
     for block in ((64, 64), (128, 64), (64, 128)):
-        plan = tile_plan(8, 2, 6, 1104, 1000, block_n=block[1], block_k=block[1], capability=target.capability)
-        yield Specimen(
-            f"block fp8 {block[0]}x{block[1]}", partial(_layer, plan, 8, 6, 2, 1104, 1008, block=block), _MAX_SPILLS
-        )
+        for tokens in (8, 300, 2000):
+            plan = tile_plan(tokens, 2, 6, 1104, 1008, block_n=block[1], block_k=block[1], capability=target.capability)
+            run = partial(_layer, plan.unsplit(), tokens, 6, 2, 1104, 1008, block=block)
+            name = f"block fp8 {block[0]}x{block[1]} {tokens}"
+            yield Specimen(name, run, _MAX_SPILLS)
+        yield Specimen(f"{name} batched", partial(run, batched=True), _MAX_SPILLS)
+        yield Specimen(f"{name} adapters", partial(run, adapted=True), _MAX_SPILLS)
 
 
 def _layer(
