@@ -46,6 +46,7 @@ KNOWN_QUANT_METHODS = {
     "gptq": "wna16",
     "awq": "wna16",
     "auto-round": "wna16",
+    "intel/auto-round": "wna16",
 }
 
 

@@ -170,6 +170,9 @@ CT_INT8 = {
     "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 8}, "input_activations": {"num_bits": 8}}}
 }
 CT_W8A16 = {"config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 8}, "input_activations": None}}}
+CT_W4AFP8 = {
+    "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4}, "input_activations": {"type": "float"}}}
+}
 CT_FP8 = {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8}}}}
 CT_FP4 = {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 4}}}}
 
@@ -182,6 +185,7 @@ CT_FP4 = {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits":
         ({"quant_method": "gptq"}, "wna16"),
         ({"quant_method": "awq"}, "wna16"),
         ({"quant_method": "auto-round"}, "wna16"),
+        ({"quant_method": "intel/auto-round"}, "wna16"),
         ({"quant_method": "auto-round", "data_type": "mx_fp", "bits": 8}, "fp8"),
         ({"quant_method": "auto-round", "data_type": "mx_fp", "bits": 4}, "mxfp4"),
         ({"quant_method": "mxfp8"}, "fp8"),
@@ -189,6 +193,7 @@ CT_FP4 = {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits":
         ({"quant_method": "compressed-tensors", **CT_INT8}, "int8"),
         ({"quant_method": "compressed-tensors", "format": "int-quantized", **CT_W8A16}, "int8"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized", **CT_W8A16}, "wna16"),
+        ({"quant_method": "compressed-tensors", **CT_W4AFP8}, "wna16"),
         ({"quant_method": "compressed-tensors", **CT_FP8}, "fp8"),
         ({"quant_method": "compressed-tensors", **CT_FP4}, "mxfp4"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),

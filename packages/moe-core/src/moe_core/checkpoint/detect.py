@@ -107,5 +107,7 @@ def _compressed_tensors_scheme(quantization: Mapping[str, Any]) -> str | None:
             return {8: "fp8", 4: "mxfp4"}.get(bits) if isinstance(bits, int) else None
         if kind == "int":
             in_bytes = bits == 8 and group.get("format", quantization.get("format")) == "int-quantized"
-            return "int8" if group.get("input_activations") or in_bytes else "wna16"
+            inputs = group.get("input_activations")
+            of_floats = isinstance(inputs, dict) and inputs.get("type") == "float"
+            return "int8" if (inputs and not of_floats) or in_bytes else "wna16"
     return None

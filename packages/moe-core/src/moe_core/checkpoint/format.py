@@ -102,11 +102,13 @@ def load_stacked(
     dtype: torch.dtype | None = None,
     arrange: Callable[[Tensor], Tensor] | None = None,
     check: Callable[[Tensor], Tensor] | None = None,
+    on_device: bool = False,
 ) -> Tensor:
     """Tensors of ``projections``, one below the other, for each expert: ``[len(experts), rows, ...]`` on ``device``.
 
     - ``dtype``: converted to it; default: as stored
-    - ``arrange``: one expert's stored tensor on the CPU -> what is kept of it
+    - ``arrange``: one expert's stored tensor on the CPU -> what is kept of it; ``on_device``: the tensor is brought to
+      ``device`` before, where moving its bytes about is quicker
     - ``check``: what is kept, on ``device`` -> bool scalar there, True if it must be refused; all are looked at once,
       so a GPU is waited for once.  The error of a refused one is the caller's: CheckpointError with its name.
     """
@@ -117,6 +119,8 @@ def load_stacked(
         parts = []
         for projection in projections:
             part = layer.tensor(expert, projection, suffix)
+            if on_device:
+                part = part.to(device)
             parts.append(part if arrange is None else arrange(part))
         if out is None:
             rows = sum(part.shape[0] for part in parts)

@@ -1,0 +1,68 @@
+"""AutoRound's exports with integer weights (``data_type`` "int"): ``quant_method`` "auto-round".
+
+========================  =====================================================================================
+``packing_format``        tensors
+========================  =====================================================================================
+auto_round:auto_gptq      GPTQ's, zero points minus one, no ``g_idx``; 4 or 8 bits
+auto_round:auto_awq       AWQ's; 4 bits
+auto_round, auto_round:…  GPTQ's with zero points as they are (older versions: exllamav2, tritonv2)
+========================  =====================================================================================
+
+``extra_config`` has other settings for some layers.  Scales of symmetric weights may be negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.quant_args import QuantEntries
+
+from moe_wna16.formats.awq_tensors import AwqTensors
+from moe_wna16.formats.gptq_tensors import GptqTensors, ZeroPoints
+from moe_wna16.formats.overrides import with_overrides
+from moe_wna16.formats.settings import BITS, group_size, said
+from moe_wna16.formats.stored import Stored
+from moe_wna16.formats.wna16_format import WNA16Format
+from moe_wna16.formats.wna16_layout import WNA16Storage
+
+_METHODS = ("auto-round", "intel/auto-round")
+
+
+class AutoRoundFormat(WNA16Format):
+    """See the module docstring."""
+
+    name = "AutoRound"
+    quant_methods = _METHODS
+
+    def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> WNA16Storage | str:
+        method = quantization.get("quant_method")
+        if method not in _METHODS:
+            return f"quant_method is {method!r}, expected 'auto-round'"
+        where = f"{layer.checkpoint.path / 'config.json'}: quantization_config"
+        entries = with_overrides(QuantEntries(quantization, where), "extra_config", layer)
+        data_type, bits = entries.text("data_type", "int"), entries.integer("bits")
+        if data_type != "int" or bits not in BITS:
+            return f"data_type is {data_type!r} with {bits} bits, expected 'int' with 4 or 8"
+        inputs = entries.integer("act_bits", 16)
+        if inputs is not None and inputs < 16:
+            return f"act_bits is {inputs}, expected 16"
+        stored = _stored(entries, bits)
+        if isinstance(stored, str):
+            return stored
+        # AutoRound quantises symmetrically unless told otherwise
+        return WNA16Storage(stored, group_size(entries), entries.boolean("sym", True), said(entries))
+
+
+def _stored(entries: QuantEntries, bits: int) -> Stored | str:
+    name = "packing_format" if entries.entries.get("packing_format") is not None else "backend"
+    packing = (entries.text(name) or "auto_round:auto_gptq").lower().replace("-", "_")
+    if "awq" in packing:
+        return AwqTensors(4) if bits == 4 else f"{name} is {packing!r} with {bits} bits, expected 4"
+    if "gptq" in packing:
+        return GptqTensors(bits, ZeroPoints.MINUS_ONE)
+    tool, _, kernel = packing.partition(":")
+    if tool in ("auto_round", "autoround") and kernel.partition(":")[0] in ("", "exllamav2", "triton", "tritonv2"):
+        return GptqTensors(bits, ZeroPoints.AS_IT_IS)
+    return f"{name} is {packing!r}, expected 'auto_round:auto_gptq' or 'auto_round:auto_awq'"

@@ -1,0 +1,66 @@
+"""AWQ's tensors (``version: gemm``), which AutoAWQ, GPTQModel and AutoRound write.
+
+==========  ========  ================  ==========================================================================
+``qweight`` int32     [K, N / 8]        codes of eight rows in a word: field p is row 0, 2, 4, 6, 1, 3, 5, 7 of them
+``qzeros``  int32     [groups, N / 8]   zero points in the same order
+``scales``  float     [groups, N]
+==========  ========  ================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_wna16.formats.codes import fields
+from moe_wna16.formats.stored import Shape, Stored
+
+#: rows whose codes are in the lower and in the upper fields of a word's bytes
+_LOW, _HIGH = [0, 4, 1, 5], [2, 6, 3, 7]
+#: the field of each of a word's eight rows
+_FIELD = [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+@dataclass(frozen=True)
+class AwqTensors(Stored):
+    """See the module docstring; ``bits`` is 4."""
+
+    weight = "qweight"
+    scale = "scales"
+    zero = "qzeros"
+
+    def unfit(self, rows: int, cols: int) -> str | None:
+        return f"{rows} rows are no multiple of 8, the 4-bit fields of a word" if rows % 8 else None
+
+    def weight_shape(self, rows: int, cols: int) -> Shape:
+        return (cols, rows // 8)
+
+    def codes(self, stored: Tensor, cols: int) -> Tensor:
+        words = stored.shape[1]
+        raw = stored.contiguous().view(torch.uint8)
+        if cols % 2:
+            raw = torch.nn.functional.pad(raw, (0, 0, 0, 1))
+        even, odd = raw[0::2], raw[1::2]
+        # two columns of the same row meet in a byte, before bytes change places
+        low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
+        out = torch.empty(words, 8, even.shape[0], dtype=torch.uint8, device=stored.device)
+        for rows, half in ((_LOW, low), (_HIGH, high)):
+            bytes_of = half.mT.contiguous().view(words, 4, -1)
+            for byte, row in enumerate(rows):
+                out[:, row] = bytes_of[:, byte]
+        return out.view(8 * words, -1)
+
+    def scale_shapes(self, rows: int, groups: int) -> Sequence[Shape]:
+        return [(groups, rows)]
+
+    def scales(self, stored: Tensor, rows: int) -> Tensor:
+        return stored.mT
+
+    def zero_shapes(self, rows: int, groups: int, dtype: torch.dtype | None) -> Sequence[Shape]:
+        return [(groups, rows // 8)]
+
+    def zeros(self, stored: Tensor, rows: int) -> Tensor:
+        return fields(stored, 4).view(stored.shape[0], -1, 8)[..., _FIELD].flatten(1).mT

@@ -1,0 +1,105 @@
+"""compressed-tensors (llm-compressor): int4 and int8 weights by channel or in groups, with 16-bit or fp8 activations.
+
+========  ===================================  ======================  ==============================================
+kind      ``format``                           ``input_activations``   weights
+========  ===================================  ======================  ==============================================
+W4A16     pack-quantized, int-quantized        null                    int4, symmetric or with zero points
+W8A16     pack-quantized; in groups also       null                    int8, symmetric or with zero points
+          int-quantized
+W4AFP8    int-quantized, pack-quantized,       float8, dynamic per     int4, symmetric
+          int4-quantized                       token
+========  ===================================  ======================  ==============================================
+
+Tensors: :mod:`moe_wna16.formats.row_tensors`; which of them, is read off their types.  ``actorder`` "group" comes with
+``weight_g_idx``, the group of each column; "weight" and "static" leave groups in order.  int8 activations, and int8
+weights by channel that are not packed, are the scheme int8's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from moe_core.checkpoint.compressed_tensors import QuantArgs, QuantGroup, quant_group
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.quant_key import QuantKey, kFp8DynamicTokenSym
+
+from moe_wna16.formats.row_tensors import Bytes, Pairs, Words
+from moe_wna16.formats.settings import BITS
+from moe_wna16.formats.stored import Stored
+from moe_wna16.formats.wna16_format import WNA16Format
+from moe_wna16.formats.wna16_layout import WNA16Storage
+
+_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "int4-quantized", None)
+
+
+class CompressedTensorsWNA16Format(WNA16Format):
+    """See the module docstring."""
+
+    name = "compressed-tensors pack-quantized"
+    quant_methods = ("compressed-tensors",)
+
+    def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> WNA16Storage | str:
+        method = quantization.get("quant_method")
+        if method != "compressed-tensors":
+            return f"quant_method is {method!r}, expected 'compressed-tensors'"
+        group = quant_group(quantization, layer)
+        weights = group.weights
+        if weights.type != "int" or weights.num_bits not in BITS:
+            return f"{group.where} has {weights.type}{weights.num_bits} weights, expected int4 or int8"
+        if group.format not in _FORMATS:
+            return f"format is {group.format!r}, expected 'pack-quantized', 'int-quantized' or 'int4-quantized'"
+        if weights.dynamic is not False:
+            return f"{weights.where} is dynamic, expected static"
+        size = _group_size(weights)
+        if isinstance(size, str):
+            return size
+        activation = _activation(group)
+        if isinstance(activation, str):
+            return activation
+        stored = _stored(weights.num_bits, layer)
+        if isinstance(stored, Bytes) and weights.num_bits == 8 and size == -1:
+            return f"{group.where} has int8 weights by channel in bytes: those are the scheme int8's"
+        said = "16-bit activations" if group.inputs is None else f"{group.inputs} activations"
+        return WNA16Storage(
+            stored,
+            size,
+            weights.symmetric,
+            f"{weights} weights with {said}: {group.where}",
+            activation,
+            ordered=weights.actorder in ("group", "dynamic"),
+        )
+
+
+def _stored(bits: int, layer: LayerExperts) -> Stored:
+    """How the tensors are kept: tools' formats name the same layout differently."""
+    for projection in sorted(layer.projections):
+        if layer.has(projection, "weight_packed"):
+            in_pairs = bits == 4 and layer.dtype(projection, "weight_packed") in (torch.int8, torch.uint8)
+            return Pairs(4) if in_pairs else Words(bits)
+    return Bytes(bits)
+
+
+def _group_size(args: QuantArgs) -> int | str:
+    """Columns that share a scale, -1 for a whole channel; or why that is not read."""
+    if args.strategy == "channel" or (args.strategy == "group" and args.group_size == -1):
+        return -1
+    if args.strategy != "group":
+        return f"{args.where}: strategy is {args.strategy!r}, expected 'channel' or 'group'"
+    if not args.group_size:
+        return f"{args.where}: group_size is {args.group_size}, expected the columns of a group"
+    return args.group_size
+
+
+def _activation(group: QuantGroup) -> QuantKey | str | None:
+    """The activation key, None for 16 bits; or why there is none."""
+    inputs, weights = group.inputs, group.weights
+    if inputs is None:
+        return None
+    if (inputs.type, inputs.num_bits, inputs.strategy, inputs.dynamic) != ("float", 8, "token", True):
+        return f"{inputs.where} is {inputs}, expected dynamic float8 by token or null"
+    if weights.num_bits != 4 or not weights.symmetric:
+        found = f"{'' if weights.symmetric else 'asymmetric '}int{weights.num_bits}"
+        return f"{group.where} has {found} weights with {inputs} activations, expected symmetric int4"
+    return kFp8DynamicTokenSym

@@ -1,0 +1,91 @@
+"""GPTQ's tensors, which AutoGPTQ, GPTQModel and AutoRound write.
+
+==========  ========  ===================  =====================================================================
+``qweight`` int32     [K * bits / 32, N]   codes of 32 / bits columns in a word, the lowest bits first
+``qzeros``  int32     [groups, N * bits / 32]  zero points of 32 / bits rows in a word, the lowest bits first
+``scales``  float     [groups, N]
+``g_idx``   int32     [K]                  the group of each column; AutoRound writes none
+==========  ========  ===================  =====================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from moe_wna16.formats.codes import fields
+from moe_wna16.formats.stored import Shape, Stored
+
+
+class ZeroPoints(Enum):
+    """How ``qzeros`` keep zero points.
+
+    - ``AS_IT_IS``: the fields are the zero points (version 2; AutoRound's own packing)
+    - ``MINUS_ONE``: one less than that (version 1), each field by itself: 15 stands for 16
+    - ``WORDS_MINUS_ONE``: version 1 as GPTQModel makes it of version 2, and version 2 of it: by subtracting a one in
+      every field from the whole *word*.  A zero point 0 borrows from the field above, which adding to the word returns.
+    """
+
+    AS_IT_IS = "as it is"
+    MINUS_ONE = "minus one"
+    WORDS_MINUS_ONE = "words minus one"
+
+
+@dataclass(frozen=True)
+class GptqTensors(Stored):
+    """See the module docstring."""
+
+    zero_points: ZeroPoints
+
+    weight = "qweight"
+    scale = "scales"
+    zero = "qzeros"
+    g_idx = "g_idx"
+
+    @property
+    def per_word(self) -> int:
+        """Codes in a word."""
+        return 32 // self.bits
+
+    def unfit(self, rows: int, cols: int) -> str | None:
+        for size, what in ((cols, "columns"), (rows, "rows")):
+            if size % self.per_word:
+                return f"{size} {what} are no multiple of {self.per_word}, the {self.bits}-bit fields of a word"
+        return None
+
+    def weight_shape(self, rows: int, cols: int) -> Shape:
+        return (cols // self.per_word, rows)
+
+    def codes(self, stored: Tensor, cols: int) -> Tensor:
+        # a word holds consecutive columns of one row: its bytes are the canonical ones
+        return stored.mT.contiguous().view(torch.uint8)
+
+    def scale_shapes(self, rows: int, groups: int) -> Sequence[Shape]:
+        return [(groups, rows)]
+
+    def scales(self, stored: Tensor, rows: int) -> Tensor:
+        return stored.mT
+
+    def zero_shapes(self, rows: int, groups: int, dtype: torch.dtype | None) -> Sequence[Shape]:
+        return [(groups, rows // self.per_word)]
+
+    def zeros(self, stored: Tensor, rows: int) -> Tensor:
+        if self.zero_points is ZeroPoints.WORDS_MINUS_ONE:
+            ones = sum(1 << at for at in range(0, 32, self.bits))
+            stored = (stored.long() + ones).to(torch.int32)
+        found = fields(stored, self.bits)
+        if self.zero_points is ZeroPoints.MINUS_ONE:
+            # 255 + 1 is no uint8
+            found = (found.int() if self.bits == 8 else found) + 1
+        return found.mT
+
+    def other_version(self, zeros: Tensor) -> str | None:
+        shift = -1 if self.zero_points is ZeroPoints.AS_IT_IS else 1
+        if bool((zeros == (1 << (self.bits - 1)) + shift).all()):
+            named, found = ("2", "1") if shift < 0 else ("1", "2")
+            return f"are those of version {found} of the format, which config.json calls version {named}"
+        return None

@@ -1,0 +1,119 @@
+"""Tensors whose rows are output channels: compressed-tensors' and ModelOpt's.
+
+========================  ======  ========================  =====================================================
+kind                      dtype   shape                     codes
+========================  ======  ========================  =====================================================
+words (pack-quantized)    int32   [N, ceil(K * bits / 32)]  plus 2**(bits-1), the lowest bits first
+bytes (int-quantized)     int8    [N, K]                    signed, one in a byte
+pairs (int4-quantized)    int8    [N, K / 2]                signed, two columns in a byte, the even one low
+rows (ModelOpt)           uint8   [N / 2, K]                signed, two output channels in a byte, the even one low
+========================  ======  ========================  =====================================================
+
+Scales are [N, groups].  compressed-tensors' zero points are int32 [ceil(N * bits / 32), groups], packed along N (not K)
+with 2**(bits-1) added as to the codes; some versions, and the formats that don't pack, keep signed int8 [N, groups].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_wna16.formats.codes import fields, packed, rows_of_words
+from moe_wna16.formats.stored import Shape, Stored
+
+
+@dataclass(frozen=True)
+class _CompressedTensors(Stored):
+    scale = "weight_scale"
+    zero = "weight_zero_point"
+    g_idx = "weight_g_idx"
+    zero_dtypes = (torch.int32, torch.int8)
+
+    def scale_shapes(self, rows: int, groups: int) -> Sequence[Shape]:
+        return [(rows, groups), (rows,)] if groups == 1 else [(rows, groups)]
+
+    def zero_shapes(self, rows: int, groups: int, dtype: torch.dtype | None) -> Sequence[Shape]:
+        if dtype is torch.int32:
+            return [(-(-rows * self.bits // 32), groups)]
+        return self.scale_shapes(rows, groups)
+
+    def zeros(self, stored: Tensor, rows: int) -> Tensor:
+        if stored.dtype is torch.int32:
+            return fields(stored.mT, self.bits)[:, :rows].mT
+        half = 1 << (self.bits - 1)
+        return (stored.reshape(rows, -1).to(torch.int16) + half).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Words(_CompressedTensors):
+    """``pack-quantized``."""
+
+    weight = "weight_packed"
+
+    def weight_shape(self, rows: int, cols: int) -> Shape:
+        return (rows, -(-cols * self.bits // 32))
+
+    def codes(self, stored: Tensor, cols: int) -> Tensor:
+        return rows_of_words(stored, self.bits, cols)
+
+
+@dataclass(frozen=True)
+class Bytes(_CompressedTensors):
+    """``int-quantized``."""
+
+    weight = "weight"
+    weight_dtypes = (torch.int8,)
+
+    def weight_shape(self, rows: int, cols: int) -> Shape:
+        return (rows, cols)
+
+    def codes(self, stored: Tensor, cols: int) -> Tensor:
+        # adding the offset turns the sign bit around
+        raw = stored.view(torch.uint8)
+        return raw ^ 0x80 if self.bits == 8 else packed((raw & 15) ^ 8, 4)
+
+    def refused_codes(self, stored: Tensor) -> Tensor | None:
+        return (stored < -8) | (stored > 7) if self.bits == 4 else None
+
+
+@dataclass(frozen=True)
+class Pairs(_CompressedTensors):
+    """``int4-quantized``."""
+
+    weight = "weight_packed"
+    weight_dtypes = (torch.int8, torch.uint8)
+
+    def unfit(self, rows: int, cols: int) -> str | None:
+        return f"{cols} columns are odd, and two share a byte" if cols % 2 else None
+
+    def weight_shape(self, rows: int, cols: int) -> Shape:
+        return (rows, cols // 2)
+
+    def codes(self, stored: Tensor, cols: int) -> Tensor:
+        return stored.contiguous().view(torch.uint8) ^ 0x88
+
+
+@dataclass(frozen=True)
+class RowPairs(Stored):
+    """ModelOpt's W4A16_AWQ."""
+
+    weight = "weight"
+    scale = "weight_scale"
+    pre_scale = "pre_quant_scale"
+    weight_dtypes = (torch.uint8,)
+
+    def unfit(self, rows: int, cols: int) -> str | None:
+        return f"{rows} rows are odd, and two share a byte" if rows % 2 else None
+
+    def weight_shape(self, rows: int, cols: int) -> Shape:
+        return (rows // 2, cols)
+
+    def codes(self, stored: Tensor, cols: int) -> Tensor:
+        out = torch.empty(2 * stored.shape[0], -(-cols // 2), dtype=torch.uint8, device=stored.device)
+        signed = stored ^ 0x88
+        out[0::2] = packed(signed & 15, 4)
+        out[1::2] = packed(signed >> 4, 4)
+        return out

@@ -1,0 +1,369 @@
+"""How int4 and int8 experts lie in a checkpoint: checked, and brought into the canonical form.
+
+Codes become unsigned, in canonical bytes; scales keep the file's type, as long as all of the layer's agree (float32
+otherwise); zero points become what is subtracted from a code.  Scales may be negative: AutoRound gives a group's
+largest weight the code -8, whatever its sign.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from moe_core import CheckpointError, CheckpointWarning
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.format import BadValuesError, check_expert_tensor, load_stacked
+from moe_core.checkpoint.matrices import ExpertMatrices, module_name
+from moe_core.checkpoint.suffixes import INPUT_SCALES, refuse_zero_points
+from moe_core.checkpoint.values import Values, load_checked
+from moe_core.numerics import UINT8, UINT8B128
+from moe_core.quant_key import QuantKey, kInt4Static, kInt4StaticAsym
+from moe_core.quantization import dequantize_weight
+from torch import Tensor
+
+from moe_wna16.formats.columns import is_permuted, load_groups
+from moe_wna16.formats.stored import Shape, Stored
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class WNA16Storage:
+    """How one layer's experts are quantised, as their format's config says.
+
+    - ``stored``: how the tool keeps tensors; ``group``: columns that share a scale, -1 for all of a row
+    - ``symmetric``: the zero point is the middle of the codes; zero points that are there all the same must say so
+    - ``activation``: key of the activations, None for 16-bit ones
+    - ``why``: where that is said, for messages ("4 bits in groups of 128: config.json: quantization_config")
+    - ``ordered``: the config says that columns are grouped in another order, so that ``g_idx`` must be there
+    """
+
+    stored: Stored
+    group: int
+    symmetric: bool
+    why: str
+    activation: QuantKey | None = None
+    ordered: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class WNA16Layout:
+    """How the layer's matrices lie."""
+
+    storage: WNA16Storage
+    layer: LayerExperts
+
+    @staticmethod
+    def of(storage: WNA16Storage, layer: LayerExperts) -> WNA16Layout:
+        return WNA16Layout(storage, layer)
+
+    @property
+    def activation(self) -> QuantKey | None:
+        return self.storage.activation
+
+    @cached_property
+    def key(self) -> QuantKey:
+        """The canonical weights' key; reads ``g_idx``, since tools write it for columns that lie in order, too."""
+        stored, storage = self.storage.stored, self.storage
+        key = kInt4Static if storage.symmetric else kInt4StaticAsym
+        if stored.bits == 8:
+            key = replace(key, dtype=UINT8B128 if storage.symmetric else UINT8, packing=None)
+        key = key.with_group(1, storage.group).with_scale_dtype(self._scale_dtype)
+        permuted = stored.g_idx is not None and is_permuted(self.layer, stored.g_idx, storage.group)
+        pre_scaled = stored.pre_scale is not None and self._any_has(stored.pre_scale)
+        return replace(key, permuted=permuted, pre_scaled=pre_scaled)
+
+    # ------------------------------------------------------------------ names, shapes and dtypes
+
+    def check(self, projection: str, size: tuple[int, int], experts: Sequence[int], *, has_bias: bool) -> None:
+        layer, storage, stored = self.layer, self.storage, self.storage.stored
+        rows, cols = size
+        groups = self._groups(cols)
+        sized = f"hidden size and intermediate size of {layer.checkpoint.path / 'config.json'}"
+        if not layer.has(projection, stored.weight):
+            raise self._missing(projection, stored.weight)
+        if layer.dtype(projection, stored.weight) in _FLOATS:
+            self._refuse_unquantised(projection)
+        unfit = stored.unfit(rows, cols)
+        if unfit is not None:
+            raise CheckpointError(f"{layer.name(0, projection, stored.weight)}: {unfit} ({sized})")
+        self._check_tensor(
+            projection,
+            stored.weight,
+            [stored.weight_shape(rows, cols)],
+            stored.weight_dtypes,
+            f"{storage.why}; {sized}",
+        )
+        self._check_tensor(projection, stored.scale, stored.scale_shapes(rows, groups), _FLOATS, storage.why)
+        if stored.zero is not None and not storage.symmetric:
+            self._check_zero_points(projection, rows, groups)
+        if stored.g_idx is not None:
+            if layer.has(projection, stored.g_idx):
+                self._check_tensor(projection, stored.g_idx, [(cols,)], (torch.int32, torch.int64), "one per column")
+            elif storage.ordered and storage.group != -1:
+                raise self._missing(projection, stored.g_idx)
+        if stored.pre_scale is not None and layer.has(projection, stored.pre_scale):
+            self._check_tensor(projection, stored.pre_scale, [(cols,)], _FLOATS, "one per column")
+        if has_bias:
+            self._check_tensor(projection, "bias", [(rows,)], _FLOATS, sized)
+        self._check_others(projection, size, experts)
+
+    def _groups(self, cols: int) -> int:
+        return 1 if self.storage.group == -1 else -(-cols // self.storage.group)
+
+    def _check_tensor(
+        self,
+        projection: str,
+        suffix: str,
+        shapes: Sequence[Shape],
+        dtypes: Sequence[torch.dtype],
+        why: str,
+    ) -> None:
+        if not self.layer.has(projection, suffix):
+            raise self._missing(projection, suffix)
+        check_expert_tensor(self.layer, projection, suffix, shapes[0], dtypes, why, also=shapes[1:])
+
+    def _check_zero_points(self, projection: str, rows: int, groups: int) -> None:
+        stored, layer = self.storage.stored, self.layer
+        if stored.zero is None or not layer.has(projection, stored.zero):
+            raise self._missing(projection, stored.zero or "zero_point")
+        shapes = stored.zero_shapes(rows, groups, layer.dtype(projection, stored.zero))
+        self._check_tensor(projection, stored.zero, shapes, stored.zero_dtypes, self.storage.why)
+
+    def _check_others(self, projection: str, size: tuple[int, int], experts: Sequence[int]) -> None:
+        """No tensor is left out that would change the values."""
+        layer, stored = self.layer, self.storage.stored
+        used = {stored.weight, "bias", stored.scale, stored.zero, stored.g_idx, stored.pre_scale}
+        for suffix in layer.suffixes(projection):
+            if suffix in used:
+                continue
+            name = layer.name(0, projection, suffix)
+            if suffix in INPUT_SCALES:
+                activations = self.storage.activation or "not quantised"
+                text = f"{name} is not used: activations are {activations} ({self.storage.why})"
+                warnings.warn(text, CheckpointWarning, stacklevel=2)
+            elif suffix == "weight_shape":
+                self._check_stated_shape(projection, size, experts)
+            else:
+                kind = layer.stored_dtype(projection, suffix)
+                raise CheckpointError(
+                    f"{name} is {kind}: experts of this format have no such tensor ({self.storage.why})"
+                )
+
+    def _check_stated_shape(self, projection: str, size: tuple[int, int], experts: Sequence[int]) -> None:
+        for expert in experts:
+            stated = self.layer.tensor(expert, projection, "weight_shape").flatten().tolist()
+            if stated != list(size):
+                name = self.layer.name(expert, projection, "weight_shape")
+                raise CheckpointError(f"{name} says {stated}, expected {list(size)} as config.json has it")
+
+    def _missing(self, projection: str, suffix: str) -> CheckpointError:
+        self._refuse_unquantised(projection)
+        name = f"{module_name(self.layer, projection)}.{suffix}"
+        return CheckpointError(f"{name} is missing in {self.layer.checkpoint.path} ({self.storage.why})")
+
+    def _refuse_unquantised(self, projection: str) -> None:
+        """CheckpointError for a projection in 16 bits beside quantised ones."""
+        layer, suffix = self.layer, self.storage.stored.weight
+        if not layer.has(projection, "weight") or layer.dtype(projection, "weight") not in _FLOATS:
+            return
+        name = layer.name(0, projection, "weight")
+        found = str(layer.dtype(projection, "weight")).removeprefix("torch.")
+        for other in sorted(layer.projections):
+            if layer.has(other, suffix) and layer.dtype(other, suffix) not in _FLOATS:
+                raise CheckpointError(
+                    f"{name} has dtype {found}, expected {suffix} as {layer.name(0, other, suffix)}: all matrices of a "
+                    "layer's experts must be quantised alike"
+                )
+        raise CheckpointError(f"{name} has dtype {found}, expected {suffix} ({self.storage.why})")
+
+    def _any_has(self, suffix: str) -> bool:
+        return any(self.layer.has(projection, suffix) for projection in self.layer.projections)
+
+    @property
+    def _scale_dtype(self) -> torch.dtype:
+        suffix, layer = self.storage.stored.scale, self.layer
+        found = {layer.dtype(projection, suffix) for projection in layer.projections if layer.has(projection, suffix)}
+        dtype = found.pop() if len(found) == 1 else None
+        return dtype if dtype in _FLOATS else torch.float32
+
+    # ------------------------------------------------------------------ values
+
+    def load(
+        self,
+        name: str,
+        projections: tuple[str, ...],
+        matrices: ExpertMatrices,
+        experts: Sequence[int],
+        device: torch.device | str,
+        *,
+        has_bias: bool,
+    ) -> dict[str, Tensor]:
+        layer, storage, stored, key = self.layer, self.storage, self.storage.stored, self.key
+        rows, cols = matrices.sizes[projections[0]]
+
+        def checked(suffix: str, arrange: Callable[[Tensor], Tensor]) -> Tensor:
+            return load_checked(
+                layer, projections, suffix, Values.FINITE, experts=experts, device=device, arrange=arrange
+            )
+
+        tensors = {
+            name: self._codes(projections, cols, experts, device),
+            f"{name}_scale": checked(stored.scale, lambda found: stored.scales(found, rows).to(key.scale.dtype)),
+        }
+        if not storage.symmetric and stored.zero is not None:
+            tensors[f"{name}_zero_point"] = self._zeros(projections, rows, experts, device)
+        else:
+            self._check_symmetric(projections, rows, cols, experts)
+        if key.permuted and stored.g_idx is not None:
+            tensors[f"{name}_g_idx"] = load_groups(
+                layer,
+                projections,
+                stored.g_idx,
+                stored.scale,
+                cols=cols,
+                group=storage.group,
+                groups=self._groups(cols),
+                experts=experts,
+                device=device,
+            )
+        if key.pre_scaled:
+            tensors[f"{name}_pre_scale"] = self._pre_scale(projections, cols, experts, device)
+        self._refuse_lost_weights(name, tensors, projections, cols, experts)
+        if has_bias:
+            tensors[f"{name}_bias"] = checked("bias", Tensor.float)
+        return tensors
+
+    def _codes(
+        self, projections: tuple[str, ...], cols: int, experts: Sequence[int], device: torch.device | str
+    ) -> Tensor:
+        """Canonical codes; in bytes of four bits, those that are no such code are refused."""
+        layer, stored = self.layer, self.storage.stored
+
+        def arrange(found: Tensor) -> Tensor:
+            bad = stored.refused_codes(found)
+            if bad is not None and bool(bad.any()):
+                raise BadValuesError("", int(bad.sum()), found.numel())
+            return stored.codes(found, cols)
+
+        try:
+            return load_stacked(
+                layer, projections, stored.weight, experts=experts, device=device, arrange=arrange, on_device=True
+            )
+        except BadValuesError:
+            raise self._bad_codes(projections, experts) from None
+
+    def _bad_codes(self, projections: tuple[str, ...], experts: Sequence[int]) -> CheckpointError:
+        layer, stored = self.layer, self.storage.stored
+        for expert in experts:
+            for projection in projections:
+                found = layer.tensor(expert, projection, stored.weight)
+                bad = stored.refused_codes(found)
+                if bad is not None and bool(bad.any()):
+                    at = [int(i) for i in bad.nonzero()[0]]
+                    name, half = layer.name(expert, projection, stored.weight), 1 << (stored.bits - 1)
+                    return CheckpointError(
+                        f"{name} has {int(bad.sum())} of {found.numel()} values outside {-half} to {half - 1}, first "
+                        f"{int(found[tuple(at)])} at {at}: expected {stored.bits}-bit codes ({self.storage.why})"
+                    )
+        return CheckpointError(f"{layer.prefix} holds codes of more than {stored.bits} bits")
+
+    def _zeros(
+        self, projections: Sequence[str], rows: int, experts: Sequence[int], device: torch.device | str
+    ) -> Tensor:
+        stored = self.storage.stored
+        suffix = stored.zero or ""
+        return load_stacked(
+            self.layer,
+            projections,
+            suffix,
+            experts=experts,
+            device=device,
+            arrange=lambda found: stored.zeros(found, rows),
+        )
+
+    def _check_symmetric(self, projections: tuple[str, ...], rows: int, cols: int, experts: Sequence[int]) -> None:
+        """Zero points that a symmetric type has in the file all the same are the middle of the codes."""
+        layer, stored = self.layer, self.storage.stored
+        half = 1 << (stored.bits - 1)
+        for projection in projections:
+            if stored.zero is None or not layer.has(projection, stored.zero):
+                continue
+            if layer.dtype(projection, stored.zero) is not torch.int32:
+                refuse_zero_points(layer, projection, stored.zero, experts)
+                continue
+            self._check_zero_points(projection, rows, self._groups(cols))
+            zeros = self._zeros((projection,), rows, experts, "cpu")
+            bad = zeros != half
+            if not bool(bad.any()):
+                continue
+            slot, row, group = (int(i) for i in bad.nonzero()[0])
+            name = layer.name(experts[slot], projection, stored.zero)
+            mistaken = stored.other_version(zeros)
+            if mistaken is not None:
+                text = f"{name} and others {mistaken}; weights are symmetric, so that the zero point is {half}"
+                warnings.warn(text, CheckpointWarning, stacklevel=2)
+                continue
+            raise CheckpointError(
+                f"{name} says the zero point {int(zeros[slot, row, group])} for row {row} and group {group}, expected "
+                f"{half} everywhere: weights are symmetric ({self.storage.why})"
+            )
+
+    def _pre_scale(
+        self, projections: tuple[str, ...], cols: int, experts: Sequence[int], device: torch.device | str
+    ) -> Tensor:
+        """Factors of the inputs' columns, float32 [E, cols]; 1 for projections that have none."""
+        layer, suffix = self.layer, self.storage.stored.pre_scale or ""
+        own = [
+            load_checked(
+                layer, (projection,), suffix, Values.FINITE, experts=experts, device="cpu", arrange=Tensor.float
+            )
+            if layer.has(projection, suffix)
+            else torch.ones(len(experts), cols)
+            for projection in projections
+        ]
+        for projection, other in zip(projections[1:], own[1:], strict=True):
+            if not torch.equal(other, own[0]):
+                slot, column = (int(i) for i in (other != own[0]).nonzero()[0])
+                module = f"{module_name(layer, projection, experts[slot])}.{suffix}"
+                raise CheckpointError(
+                    f"{module} is {float(other[slot, column]):g} at [{column}], expected "
+                    f"{float(own[0][slot, column]):g} as {module_name(layer, projections[0], experts[slot])}.{suffix}: "
+                    "projections of the same inputs must scale them alike"
+                )
+        return own[0].to(device)
+
+    def _refuse_lost_weights(
+        self,
+        name: str,
+        tensors: dict[str, Tensor],
+        projections: tuple[str, ...],
+        cols: int,
+        experts: Sequence[int],
+    ) -> None:
+        """CheckpointError for a scale of 0 over weights that are not 0: what it stood for can't be recovered."""
+        scale, layer, stored = tensors[f"{name}_scale"], self.layer, self.storage.stored
+        empty = scale == 0
+        for slot in empty.flatten(1).any(dim=1).nonzero().flatten().tolist():
+            one = slice(slot, slot + 1)
+            zero, g_idx = tensors.get(f"{name}_zero_point"), tensors.get(f"{name}_g_idx")
+            lost = dequantize_weight(
+                tensors[name][one],
+                empty[one].to(scale.dtype),
+                self.key,
+                zero_point=None if zero is None else zero[one],
+                g_idx=None if g_idx is None else g_idx[one],
+                cols=cols,
+            )[0]
+            if not bool(lost.any()):
+                continue
+            row, column = (int(i) for i in lost.nonzero()[0])
+            part, rows = divmod(row, lost.shape[0] // len(projections))
+            names = [layer.name(experts[slot], projections[part], suffix) for suffix in (stored.scale, stored.weight)]
+            raise CheckpointError(
+                f"{names[0]} is 0 where {names[1]} is not ({int((lost != 0).sum())} weights, first row {rows}, column "
+                f"{column}): expected a scale other than 0"
+            )

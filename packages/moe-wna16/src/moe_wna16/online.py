@@ -1,0 +1,51 @@
+"""INT4 and INT8 in groups from 16-bit experts, at load: round to nearest (:mod:`moe_core.quantization`).
+
+Scales are bfloat16.  A name says the codes' bits and the columns that share a scale; ``_asym``: with zero points;
+``_fp8``: activations are e4m3 with one scale per token.  All others leave activations in 16 bits.
+
+==========================================  ==========================================================
+names                                       weights
+==========================================  ==========================================================
+int4_g32, int4_g64, int4_g128               int4, symmetric: ``scale = amax / 7``
+int4_per_channel                            the same with one scale per output channel
+int4_g32_asym, int4_g64_asym,               int4 with zero points: ``scale = (max - min) / 15``
+int4_g128_asym
+int8_g32, int8_g64, int8_g128               int8, symmetric: ``scale = amax / 127``
+int4_g128_fp8, int4_per_channel_fp8         int4, symmetric, for e4m3 activations
+==========================================  ==========================================================
+
+One scale per output channel of int8 is the scheme int8's ``int8_per_channel_w8a16``.
+"""
+
+from __future__ import annotations
+
+from moe_core import MoEWeights, QuantKey, kFp8DynamicTokenSym, kInt4Static, kInt4StaticAsym, kInt8Static, registry
+from moe_core.online import OnlineQuantization
+
+_GROUPS = {"g32": 32, "g64": 64, "g128": 128, "per_channel": -1}
+
+
+def _online(kind: str, key: QuantKey, end: str = "", activation: QuantKey | None = None) -> OnlineQuantization:
+    """``kind`` "int4_g128": the ``key`` in such groups."""
+    group = _GROUPS[kind.partition("_")[2]]
+    return OnlineQuantization(f"{kind}{end}", "wna16", key.with_group(1, group), activation)
+
+
+#: What the scheme wna16 makes of 16-bit experts.
+ONLINE = (
+    *(_online(f"int4_{group}", kInt4Static) for group in _GROUPS),
+    *(_online(f"int4_{group}", kInt4StaticAsym, "_asym") for group in ("g32", "g64", "g128")),
+    *(_online(f"int8_{group}", kInt8Static) for group in ("g32", "g64", "g128")),
+    *(_online(f"int4_{group}", kInt4Static, "_fp8", kFp8DynamicTokenSym) for group in ("g128", "per_channel")),
+)
+
+
+def quantize_moe_weights(weights: MoEWeights, quantize: str | OnlineQuantization = "int4_g128") -> MoEWeights:
+    """Canonical 16-bit ``weights`` (bfloat16, float16 or float32) in the canonical form of ``quantize``.
+
+    ``w13`` [E, 2N, K] (or [E, N, K] without a gate) and ``w2`` [E, K, N] become unsigned codes with scales [E, rows,
+    groups], and int32 zero points of that shape for ``_asym``; the last group of a row may be short.  Biases are
+    carried through.
+    Raises TensorError for weights that are quantised already, ConfigError for an unknown name.
+    """
+    return registry().online(quantize).quantize(weights)
