@@ -48,7 +48,15 @@ class WNA16Oracle(Oracle):
     """Unsigned 4- and 8-bit codes in groups along K, with 16-bit activations or int4 ones with e4m3 activations."""
 
     scheme = "wna16"
-    backends = (Backend(WNA16MoEBackend.TORCH.value, ("moe_wna16.experts.torch:TorchWNA16Experts",), "moe-wna16"),)
+    backends = (
+        Backend(
+            WNA16MoEBackend.FLASHINFER_TRTLLM.value,
+            ("moe_wna16.experts.flashinfer_trtllm:TrtLlmMxint4ExpertsMonolithic",),
+            "moe-wna16",
+        ),
+        Backend(WNA16MoEBackend.HUMMING.value, ("moe_wna16.experts.humming:HummingWNA16Experts",), "moe-wna16"),
+        Backend(WNA16MoEBackend.TORCH.value, ("moe_wna16.experts.torch:TorchWNA16Experts",), "moe-wna16"),
+    )
 
     def check_request(
         self, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None

@@ -1,0 +1,250 @@
+"""Humming: int4 and int8 weights with 16-bit activations, in kernels that the library compiles for each shape.
+
+Humming computes the two grouped products; sorting, activation and the sum over top-k are core's:
+
+    sort      pairs by expert, rows gathered            expert e: rows offsets[e] to offsets[e + 1]
+    product   y = x w13^T                               h = act(y)
+    product   y = h w2^T                                out[token] = sum over slots of weight * y
+
+The library's heuristics know some sixty kernels for one matrix, by the number of rows.  One is compiled when a call
+first wants it, in seconds: of every size that will be captured in a graph, one call has to come before the capture.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from moe_core import (
+    GATED,
+    NON_GATED,
+    TRITON,
+    Claims,
+    DeviceInfo,
+    ExpertTokensMetadata,
+    FusedMoEConfig,
+    FusedMoEExpertsModular,
+    KernelWeights,
+    KeyPattern,
+    MoEWeights,
+    QuantKey,
+    WorkspaceSpec,
+    cuda,
+    kInt4Static,
+    kInt8Static,
+)
+from moe_core.errors import TensorError
+from moe_core.quant_config import make_quant_config
+from torch import Tensor
+
+from moe_wna16.keys import GROUPS
+from moe_wna16.libraries import HUMMING
+from moe_wna16.libraries.humming_layout import ordered_scales, packed_bytes, packed_nibbles
+
+_DTYPES = (torch.bfloat16, torch.float16)
+#: int32 values by which the library's thread blocks wait for each other where they share a product; zeros between calls
+LOCKS = 2048
+#: rows of sorted pairs that belong together: any number, since the library cuts experts into tiles itself
+_TILE = 64
+
+
+class HummingWNA16Experts(FusedMoEExpertsModular):
+    """Symmetric weights in groups of 32, 64 or 128 columns, or with one scale for each row."""
+
+    claims = Claims(
+        devices=(cuda(min=80),),
+        keys=tuple((KeyPattern(base, GROUPS, _DTYPES), None) for base in (kInt4Static, kInt8Static)),
+        activations=GATED | NON_GATED,
+        dtypes=frozenset(_DTYPES),
+        hidden_multiple=128,
+        intermediate_multiple=128,
+        allocates=True,
+        requires=(HUMMING, TRITON),
+        notes="kernels are compiled when a shape and a range of batch sizes are first used",
+    )
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._chosen: dict[tuple[str, int], str] = {}
+
+    @classmethod
+    def extra_reasons(
+        cls,
+        config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        device: DeviceInfo,
+    ) -> list[str]:
+        if weight_key is not None and weight_key.scale.dtype in _DTYPES and weight_key.scale.dtype != config.dtype:
+            return [f"reads scales of the hidden states' dtype {config.dtype}, got {weight_key.scale.dtype}"]
+        return []
+
+    @staticmethod
+    def library() -> Any:
+        """What is called of the library, imported on first use."""
+        HUMMING.load()
+        return SimpleNamespace(
+            LayerConfig=importlib.import_module("humming.config").LayerConfig,
+            get_heuristics_config=importlib.import_module("humming.tune").get_heuristics_config,
+            humming_forward=importlib.import_module("humming.forward").humming_forward,
+        )
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        w13_scale, w2_scale, key = weights.w13_scale, weights.w2_scale, weights.weight_key
+        if w13_scale is None or w2_scale is None or key is None:
+            raise TensorError(f"w13_scale and w2_scale are missing: the weights are {weights.weight_key}")
+        whole_rows = key.group_size == -1
+        return KernelWeights(
+            w13=self._packed(weights.w13),
+            w2=self._packed(weights.w2),
+            quant_config=make_quant_config(
+                weight_key=key,
+                activation_key=None,
+                w1_scale=ordered_scales(w13_scale, whole_rows=whole_rows),
+                w2_scale=ordered_scales(w2_scale, whole_rows=whole_rows),
+            ),
+            extra={"locks": torch.zeros(LOCKS, dtype=torch.int32, device=weights.w13.device)},
+        )
+
+    def _packed(self, w: Tensor) -> Tensor:
+        if self._bits == 4:
+            return packed_nibbles(w)
+        return packed_bytes(w, distances=self.config.dtype is torch.bfloat16)
+
+    @property
+    def _bits(self) -> int:
+        return 0 if self.weight_key is None else self.weight_key.dtype.bits
+
+    def layer_arguments(self, rows: int, cols: int) -> dict[str, Any]:
+        """Arguments of ``humming.config.LayerConfig`` for weights [rows, cols] of each expert."""
+        dtype = str(self.config.dtype).removeprefix("torch.")
+        group = -1 if self.weight_key is None else self.weight_key.group_size
+        return {
+            "sm_version": self.device_info.capability,
+            "shape_n": rows,
+            "shape_k": cols,
+            "num_experts": self.config.local_experts,
+            "a_dtype": dtype,
+            "b_dtype": f"uint{self._bits}",
+            "bs_dtype": dtype,
+            "c_dtype": dtype,
+            "weight_scale_group_size": max(group, 0),
+        }
+
+    def arguments(
+        self, a: Tensor, weight: Tensor, scale: Tensor, out: Tensor, offsets: Tensor, locks: Tensor
+    ) -> dict[str, Any]:
+        """Arguments of ``humming.forward.humming_forward`` beside its configurations; looks at no value.
+
+        ``a`` [R, K] and ``out`` [R, N]: rows by expert, as ``offsets`` [E + 1] int32 says.
+        """
+        return {
+            "inputs": a,
+            "weight": weight,
+            "weight_scale": scale,
+            "outputs": out,
+            "expert_layout": offsets,
+            "locks": locks,
+        }
+
+    @functools.cached_property
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        config = self.config
+        return {
+            "w13": (config.w13_rows, config.hidden_size),
+            "w2": (config.hidden_size, config.intermediate_size),
+        }
+
+    @functools.cached_property
+    def _layers(self) -> dict[str, Any]:
+        """The library's configuration of each matrix."""
+        library = self.library()
+        return {name: library.LayerConfig(**self.layer_arguments(*shape)) for name, shape in self._shapes.items()}
+
+    def _settings(self, name: str, rows: int) -> str:
+        """The kernel that the library's heuristics choose for about so many rows."""
+        if (name, rows) not in self._chosen:
+            chosen = self.library().get_heuristics_config(self._layers[name], shape_m=rows, **_GEMM)
+            self._chosen[name, rows] = json.dumps(chosen)
+        return self._chosen[name, rows]
+
+    def product(self, name: str, a: Tensor, weights: KernelWeights, out: Tensor, offsets: Tensor) -> None:
+        """``out`` [R, rows of the matrix] = a w^T, for rows by expert."""
+        config, quant = self.config, weights.quant_config
+        weight, scale = (weights.w13, quant.w1_scale) if name == "w13" else (weights.w2, quant.w2_scale)
+        if scale is None:
+            raise TensorError("the quant config of Humming's weights holds w1_scale and w2_scale")
+        # how many of the rows are in use is known to the device alone: under expert parallelism about this share
+        expected = -(-a.shape[0] * config.local_experts // config.num_experts)
+        self.library().humming_forward(
+            self._layers[name],
+            **self.arguments(a, weight, scale, out, offsets, weights.extra["locks"]),
+            compute_config=_COMPUTE,
+            tuning_config=self._settings(name, expected),
+        )
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        from moe_core.ops.sort import sort_workspaces
+
+        config = self.config
+        pairs = num_tokens * config.top_k
+        hidden, inter = config.hidden_size, config.intermediate_size
+        return (
+            *sort_workspaces(pairs, config.local_experts, _TILE),
+            WorkspaceSpec("a", (pairs * max(hidden, inter),), config.dtype),
+            WorkspaceSpec("y", (pairs * max(config.w13_rows, hidden),), config.dtype),
+        )
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        weights: KernelWeights,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        workspace: Mapping[str, Tensor],
+        expert_map: Tensor | None = None,
+        hidden_states_scale: Tensor | None = None,
+        expert_tokens: ExpertTokensMetadata | None = None,
+    ) -> None:
+        from moe_core.ops.activation import fused_activation
+        from moe_core.ops.permute import gather_rows
+        from moe_core.ops.reduce import reduce_pairs
+        from moe_core.ops.sort import sort_pairs
+
+        config, experts, pairs = self.config, self.config.local_experts, topk_ids.numel()
+        order = sort_pairs(topk_ids, experts, _TILE, workspace=workspace, expert_map=expert_map, positions=True)
+        offsets = order.offsets[: experts + 1]
+        used = offsets[experts:]
+        a = _matrix(workspace["a"], pairs, config.hidden_size)
+        gather_rows(hidden_states, order.pairs[:pairs], per_row=config.top_k, count=used, out=a)
+        y = _matrix(workspace["y"], pairs, config.w13_rows)
+        self.product("w13", a, weights, y, offsets)
+        h = _matrix(workspace["a"], pairs, config.intermediate_size)
+        fused_activation(config.activation, y, params=config.params, row_counts=used, out=h)
+        y = _matrix(workspace["y"], pairs, config.hidden_size)
+        self.product("w2", h, weights, y, offsets)
+        reduce_pairs(
+            y,
+            topk_ids,
+            experts,
+            output,
+            topk_weights=topk_weights,
+            expert_map=expert_map,
+            rows=order.positions,
+        )
+
+
+#: rows by expert one after the other, without gaps
+_GEMM = {"gemm_type": "grouped_contiguous"}
+_COMPUTE = json.dumps(_GEMM)
+
+
+def _matrix(flat: Tensor, rows: int, columns: int) -> Tensor:
+    return flat[: rows * columns].view(rows, columns)
