@@ -182,6 +182,38 @@ def test_columns_in_their_own_order(symmetric: bool) -> None:
     assert ((exact - w).abs() <= 1.01 * step).all()
 
 
+def test_groups_of_any_number_of_columns() -> None:
+    key = key_of(UINT4, PACKED_4BIT, GroupShape(1, 8), torch.float32, symmetric=False, permuted=True)
+    # a part of a row of five groups: one has no column here, one has most
+    g_idx = torch.tensor([[4] * 10 + [0, 2, 0, 2, 4, 1, 0]]).int()
+    w = torch.randn(1, 6, 17, generator=torch.Generator().manual_seed(3))
+    q, s, z = quantize_weight(w, key, g_idx=g_idx, groups=5)
+    assert z is not None
+    assert s.shape == z.shape == (1, 6, 5)
+    exact = dequantize_weight(q, s, key, zero_point=z, g_idx=g_idx, cols=17, dtype=torch.float64)
+    assert torch.equal(exact, by_loops(q, s, key, 6, 17, 1, z, g_idx))
+    for group in (0, 1, 2, 4):
+        own = w[:, :, g_idx[0] == group]
+        width = own.amax(2).clamp_min(0) - own.amin(2).clamp_max(0)
+        torch.testing.assert_close(s[:, :, group], width / 15)
+    assert torch.equal(s[:, :, 3], torch.full((1, 6), AMAX_FLOOR) / 15)
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+def test_weights_under_given_zero_points(permuted: bool) -> None:
+    key = key_of(UINT4, PACKED_4BIT, GroupShape(1, 8), torch.float32, symmetric=False, permuted=permuted)
+    g_idx = torch.arange(16).remainder(2).int()[None] if permuted else None
+    w = torch.tensor([[[-9.0, -8, -7, -1, 0, 1, 6, 7] * 2]])
+    zero_point = torch.tensor([[[8, 16]]], dtype=torch.uint8)
+    found = quantize_weight(w, key, g_idx=g_idx, scale=torch.ones(1, 1, 2), zero_point=zero_point)
+    values = dequantize_weight(*found[:2], key, zero_point=found.zero_point, g_idx=g_idx)
+    groups = torch.arange(16) // 8 if g_idx is None else g_idx[0]
+    assert torch.equal(values[..., groups == 0], w[..., groups == 0].clamp(-8, 7))
+    assert torch.equal(values[..., groups == 1], w[..., groups == 1].clamp(-16, -1))
+    assert found.zero_point is not None
+    assert torch.equal(found.zero_point, zero_point)
+
+
 @pytest.mark.parametrize("key", list(NAMES), ids=lambda key: NAMES[key])
 def test_every_named_key_round_trips_within_half_a_step(key: QuantKey) -> None:
     w = torch.randn(2, 2 * 130, 200, generator=torch.Generator().manual_seed(4))
@@ -189,12 +221,14 @@ def test_every_named_key_round_trips_within_half_a_step(key: QuantKey) -> None:
     again = dequantize_weight(q, s, key, parts=2, zero_point=z, cols=200, dtype=torch.float64)
     # of a group's largest value: half a step of the last binade or of the integer grid, and a bf16 scale's rounding
     step = {"e4m3": 2.0**-4, "e2m1": 1 / 4, "int8": 1 / 254, "int4": 1 / 14, "uint4b8": 1 / 14, "uint4": 1 / 15,
-            "uint8b128": 1 / 254}[key.dtype.name] + 2.0**-8  # fmt: skip
+            "uint8b128": 1 / 254, "uint8": 1 / 255}[key.dtype.name] + 2.0**-8  # fmt: skip
     assert float((again - w).abs().max()) <= step * 2 * float(w.abs().max())
     # what is already on the grid stays where it is
     q2, s2, z2 = quantize_weight(again, key, parts=2)
     twice = dequantize_weight(q2, s2, key, parts=2, zero_point=z2, cols=200, dtype=torch.float64)
-    assert float((twice - again).norm()) <= 0.3 * float((again - w).norm())
+    # zero points beside bf16 scales of 255 steps: the second scale may be a hair apart
+    kept = 0.3 if key.symmetric or key.dtype.bits == 4 else 0.5
+    assert float((twice - again).norm()) <= kept * float((again - w).norm())
 
 
 def test_scale_is_amax_over_the_largest_value() -> None:
@@ -337,8 +371,12 @@ def test_weights_under_a_given_scale(key: QuantKey) -> None:
     assert bool(((dequantize_weight(*coarse[:2], key, parts=2) - w).abs() <= step * 1.001).all())
     with pytest.raises(TensorError, match="scale has shape"):
         quantize_weight(w, key, parts=2, scale=own.scale[:1])
-    with pytest.raises(ConfigError, match="leaves the zero points open"):
+    with pytest.raises(ConfigError, match="zero_point is missing beside the given scale"):
         quantize_weight(w, kInt4StaticAsym, scale=own.scale)
+    with pytest.raises(ConfigError, match="zero_point is given, the key is"):
+        quantize_weight(w, key, scale=own.scale, zero_point=own.scale)
+    with pytest.raises(ConfigError, match="zero_point is given without its scale"):
+        quantize_weight(w, key, zero_point=own.scale)
 
 
 def test_what_does_not_fit_is_named() -> None:

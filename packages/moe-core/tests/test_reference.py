@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from moe_core import (
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
     kInt4Static32,
+    kInt4StaticAsym,
     kInt8DynamicTokenAsym,
     kInt8StaticChannelSym,
     kMxfp4Static,
@@ -37,6 +39,7 @@ from moe_core.torch_experts import TorchExperts
 from moe_core_toys import PLAIN
 from torch import Tensor
 
+PRE_SCALED = replace(kInt4Static32, pre_scaled=True)
 KEYS: list[tuple[QuantKey | None, QuantKey | None]] = [
     (None, None),
     (kFp8Static128BlockSym, kFp8Dynamic128Sym),
@@ -48,12 +51,25 @@ KEYS: list[tuple[QuantKey | None, QuantKey | None]] = [
     (kMxfp4Static, None),
     (kInt8StaticChannelSym, kInt8DynamicTokenAsym),
     (kInt4Static32, None),
+    (replace(kInt4StaticAsym.with_group(1, 32), permuted=True), None),
+    (PRE_SCALED, None),
+    (PRE_SCALED, kFp8DynamicTokenSym),
+    (PRE_SCALED, kFp8DynamicTensorSym),
+    (PRE_SCALED, kFp8StaticTensorSym),
 ]
 
 
 def layer(config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None) -> MoEWeights:
     generator = torch.Generator().manual_seed(1)
     experts, rows = config.local_experts, config.w13_rows
+    extras: dict[str, Any] = {}
+    for name, cols in (("w13", config.hidden_size), ("w2", config.intermediate_size)):
+        if weight_key is not None and weight_key.permuted:
+            # some groups have no column here: those of another rank
+            extras[f"{name}_g_idx"] = torch.randint(0, 7, (experts, cols), generator=generator, dtype=torch.int32)
+            extras[f"{name}_groups"] = 9
+        if weight_key is not None and weight_key.pre_scaled:
+            extras[f"{name}_pre_scale"] = torch.randn(experts, cols, generator=generator)
     weights = quantize_moe_weights(
         torch.randn(experts, rows, config.hidden_size, generator=generator) * config.hidden_size**-0.5,
         torch.randn(experts, config.hidden_size, config.intermediate_size, generator=generator),
@@ -62,6 +78,7 @@ def layer(config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: Q
         activation_key=activation_key,
         w13_bias=torch.randn(experts, rows, generator=generator) if config.has_bias else None,
         w2_bias=torch.randn(experts, config.hidden_size, generator=generator) if config.has_bias else None,
+        **extras,
     )
     if activation_key is not None and activation_key.is_static:
         scales = torch.tensor([0.005, 0.006, 0.007, 0.008, 0.009])[:experts]
@@ -74,7 +91,14 @@ def matrix(weights: MoEWeights, name: str, parts: int, cols: int) -> Tensor:
     if weights.weight_key is None:
         return stored.double()
     return dequantize_weight(
-        stored, getattr(weights, f"{name}_scale"), weights.weight_key, parts=parts, cols=cols, dtype=torch.float64
+        stored,
+        getattr(weights, f"{name}_scale"),
+        weights.weight_key,
+        parts=parts,
+        zero_point=getattr(weights, f"{name}_zero_point"),
+        g_idx=getattr(weights, f"{name}_g_idx"),
+        cols=cols,
+        dtype=torch.float64,
     )
 
 
@@ -94,12 +118,16 @@ def by_loops(
                 continue
             e, router = local[chosen], float(topk_weights[token, slot])
             a = x[token : token + 1].double() * (router if config.apply_router_weight_on_input else 1.0)
+            if weights.w13_pre_scale is not None:
+                a = a * weights.w13_pre_scale[e]
             if key is not None:
                 a = fake_quantize(a, key, scale=None if weights.w13_input_scale is None else weights.w13_input_scale[e])
             z = a @ w13[e].T
             if weights.w13_bias is not None:
                 z = z + weights.w13_bias[e]
             h = torch.tensor([[g / (1 + math.exp(-g)) for g in z[0, :n].tolist()]], dtype=torch.float64) * z[:, n:]
+            if weights.w2_pre_scale is not None:
+                h = h * weights.w2_pre_scale[e]
             if key is not None:
                 h = fake_quantize(h, key, scale=None if weights.w2_input_scale is None else weights.w2_input_scale[e])
             y = h @ w2[e].T

@@ -179,8 +179,47 @@ def test_column_groups_out_of_range_are_found() -> None:
     weights.validate(CONFIG, values=True)
     assert weights.w2_g_idx is not None
     weights.w2_g_idx[2, 10] = 3
+    # always, since kernels would read memory behind the scales
     with pytest.raises(TensorError, match=r"w2_g_idx is 3 at \[2, 10\], expected 0 to 2: w2_scale has 3 groups"):
-        weights.validate(CONFIG, values=True)
+        weights.validate(CONFIG)
+    # a part of a row that ranks share, in groups of the whole row
+    replace(weights, w2_scale=torch.ones(3, 256, 6, dtype=torch.bfloat16)).validate(CONFIG, values=True)
+    with pytest.raises(TensorError, match=r"w2_g_idx has dtype torch.int64, expected torch.int32"):
+        replace(weights, w2_g_idx=weights.w2_g_idx.long()).validate(CONFIG)
+
+
+def test_zero_points_and_factors_of_inputs() -> None:
+    key = replace(qk.kInt4StaticAsym.with_group(1, 64), pre_scaled=True)
+    weights = MoEWeights(
+        weight_key=key,
+        activation_key=None,
+        w13=torch.zeros(3, 384, 128, dtype=torch.uint8),
+        w2=torch.zeros(3, 256, 96, dtype=torch.uint8),
+        w13_scale=torch.ones(3, 384, 4, dtype=torch.bfloat16),
+        w2_scale=torch.ones(3, 256, 3, dtype=torch.bfloat16),
+        # GPTQ stores zero points less one, so 16 occurs
+        w13_zero_point=torch.full((3, 384, 4), 16, dtype=torch.uint8),
+        w2_zero_point=torch.zeros(3, 256, 3, dtype=torch.int32),
+        w13_pre_scale=torch.full((3, 256), -0.5),
+        w2_pre_scale=torch.zeros(3, 192),
+    )
+    weights.validate(CONFIG, values=True)
+    assert "w2_pre_scale" in dict(weights.tensors())
+    zero_point = torch.zeros(3, 256, 3, dtype=torch.int32)
+    factors = torch.ones(3, 256)
+    zero_point[1, 2, 0], factors[2, 7] = 17, float("nan")
+    for changed, message in (
+        ({"w2_zero_point": zero_point}, r"w2_zero_point is 17 at \[1, 2, 0\], expected 0 to 16: zero points of uint4"),
+        ({"w2_zero_point": zero_point[:, :, :2]}, r"w2_zero_point has shape \[3, 256, 2\], expected \[3, 256, 3\]"),
+        ({"w2_zero_point": zero_point.float()}, "w2_zero_point has dtype torch.float32, expected torch.uint8 or"),
+        ({"w13_pre_scale": factors}, r"w13_pre_scale has 1 NaN or Inf value of 768, first at \[2, 7\]"),
+        ({"w13_pre_scale": factors.bfloat16()}, "w13_pre_scale has dtype torch.bfloat16, expected torch.float32"),
+        ({"w2_pre_scale": factors}, r"w2_pre_scale has shape \[3, 256\], expected \[3, 192\]"),
+        ({"w2_pre_scale": None}, "w2_pre_scale is missing, but the weight key is uint4"),
+        ({"weight_key": replace(key, pre_scaled=False)}, "w13_pre_scale is given, but the weight key is"),
+    ):
+        with pytest.raises(TensorError, match=message):
+            replace(weights, **changed).validate(CONFIG, values=True)
 
 
 def int8_weights(activation_key: qk.QuantKey, **changed: torch.Tensor) -> MoEWeights:
@@ -219,6 +258,22 @@ def test_static_zero_points_come_with_their_key() -> None:
     far = torch.tensor([0, 128, 0], dtype=torch.int32)
     weights = int8_weights(qk.kInt8StaticTensorAsym, **scales, **{**zero, "w2_input_zero_point": far})
     with pytest.raises(TensorError, match=r"w2_input_zero_point is 128 at \[1\], expected -128 to 127: codes of int8"):
+        weights.validate(CONFIG, values=True)
+
+
+def test_scales_of_unsigned_codes_may_be_negative() -> None:
+    weights = MoEWeights(
+        weight_key=qk.kInt8Static,
+        activation_key=None,
+        w13=torch.zeros(3, 384, 256, dtype=torch.uint8),
+        w2=torch.zeros(3, 256, 192, dtype=torch.uint8),
+        w13_scale=torch.full((3, 384, 2), -1.0, dtype=torch.bfloat16),
+        w2_scale=torch.ones(3, 256, 2, dtype=torch.bfloat16),
+    )
+    weights.validate(CONFIG, values=True)
+    assert weights.w2_scale is not None
+    weights.w2_scale[2, 1, 0] = float("nan")
+    with pytest.raises(TensorError, match=r"w2_scale has 1 NaN or Inf value of 1536, first at \[2, 1, 0\]"):
         weights.validate(CONFIG, values=True)
 
 

@@ -45,26 +45,33 @@ def quantize_weight(
     g_idx: Tensor | None = None,
     groups: int | None = None,
     scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
 ) -> Quantized:
     """Quantise weights ``w`` [E, rows, K] (any float dtype) as ``key`` says; see the module docstring.
 
     ``g_idx`` [E, K]: the group of each column, for permuted keys, of any number of columns; ``groups`` there are, where
-    that is not what the key's group size makes of K.  ``scale``: used instead of a computed one, for symmetric keys.
-    Returns canonical tensors: values ``[E, rows, K]`` (packed: K divided by the values per word, rounded up), scale and
-    zero point of :func:`moe_core.weights.scale_shape`.
+    that is not what the key's group size makes of K.  ``scale``, and for keys that have them ``zero_point``: used
+    instead of computed ones.  Returns canonical tensors: values ``[E, rows, K]`` (packed: K divided by the values per
+    word, rounded up), scale and zero point of :func:`moe_core.weights.scale_shape`.
     """
     check_shape("w", w, ("E", "rows", "K"))
     _check_parts(w.shape[1], parts)
     _check_g_idx(key, g_idx, w)
     if scale is not None:
-        if not key.symmetric:
-            raise ConfigError(f"a given scale leaves the zero points open, the key is {key}")
-        check_shape("scale", scale, scale_shape(key, w.shape[0], w.shape[1], w.shape[2], parts))
+        if key.symmetric is not (zero_point is None):
+            state = "given" if zero_point is not None else "missing beside the given scale"
+            raise ConfigError(f"zero_point is {state}, the key is {key}")
+        expected = with_groups_of(scale, scale_shape(key, w.shape[0], w.shape[1], w.shape[2], parts), key)
+        check_shape("scale", scale, expected)
         check_dtype("scale", scale, (key.scale.dtype,))
+        if zero_point is not None:
+            check_shape("zero_point", zero_point, expected)
+    elif zero_point is not None:
+        raise ConfigError("zero_point is given without its scale")
     if g_idx is not None:
-        codes, scale, zero_point = _quantize_permuted(w.float(), key, parts, g_idx, groups, scale)
+        codes, scale, zero_point = _quantize_permuted(w.float(), key, parts, g_idx, groups, scale, zero_point)
     else:
-        codes, scale, zero_point = _quantize(w.float(), key, parts, scale)
+        codes, scale, zero_point = _quantize(w.float(), key, parts, scale, zero_point)
     return Quantized(_pack(codes, key), scale, zero_point)
 
 
@@ -325,12 +332,17 @@ def _quantize(
 
 
 def _quantize_permuted(
-    w: Tensor, key: QuantKey, parts: int, g_idx: Tensor, groups: int | None, scale: Tensor | None
+    w: Tensor,
+    key: QuantKey,
+    parts: int,
+    g_idx: Tensor,
+    groups: int | None,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """:func:`_quantize` where ``g_idx`` [E, K] says the group of each column."""
     grid = Grid.of(key, *w.shape, parts)
     shape = (w.shape[0], parts * grid.grid_rows, groups or grid.grid_cols)
-    zero_point = None
     if scale is None:
         rows = w.reshape(grid.experts, parts, grid.part_rows, grid.cols)
         rows = torch.nn.functional.pad(rows, (0, 0, 0, grid.grid_rows * grid.row - grid.part_rows))

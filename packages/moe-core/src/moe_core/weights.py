@@ -99,11 +99,11 @@ class MoEWeights:
         return replace(self, **moved) if moved else self
 
     def validate(self, config: FusedMoEConfig, *, values: bool = False) -> None:
-        """Raise TensorError for a tensor that does not fit ``config`` and the keys.
+        """Raise TensorError for a tensor that does not fit ``config`` and the keys, and for a group that is not there.
 
         With ``values`` also look into scales (NaN, Inf; negative, except of unsigned codes; 0 where one scale covers a
         whole matrix or is divided by), biases (NaN, Inf), codes (NaN; 4-bit ones in bytes: out of range), zero points
-        and column groups (out of range): reads every byte and synchronises.
+        (out of range): reads every byte and synchronises.
         """
         experts, hidden, inter = config.local_experts, config.hidden_size, config.intermediate_size
         parts = 2 if config.is_gated else 1
@@ -133,16 +133,16 @@ class MoEWeights:
         devices = {str(tensor.device) for _, tensor in self.tensors()}
         if len(devices) > 1:
             raise TensorError(f"the weights of one layer are on several devices: {', '.join(sorted(devices))}")
+        self._check_groups()
         if values:
-            # quantisers that give a group's largest weight the code -8 write scales of either sign; factors of inputs are
-            # no scales of codes: any finite number
+            # quantisers that give a group's largest weight the code -8 write scales of either sign; factors of inputs
+            # are no scales of codes: any finite number
             key = self.weight_key
             signed = {"w13_scale", "w2_scale"} if key is not None and key.dtype.kind is NumberKind.UINT else set()
             signed |= {"w13_pre_scale", "w2_pre_scale"}
             for name, tensor in self.tensors():
                 scale = name.endswith("_scale") and name not in signed
                 check_values(name, tensor, scale=scale, positive=name in self._never_zero())
-            self._check_groups()
             self._check_codes()
 
     def _never_zero(self) -> set[str]:

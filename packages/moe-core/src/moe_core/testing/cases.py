@@ -1,30 +1,31 @@
 """The cases of the conformance kit, generated from an experts class's claims.
 
 A case is data: what is checked, the layer, the keys, the tokens and a seed; its id says all of it.  Every claimed value
-of every factor occurs (budget "small"; of some factors every pair of values), or every pair of values of any two
-factors (budget "full"), in as few cases as a greedy search finds.  What the claims allow but
-:meth:`~moe_core.experts.FusedMoEExperts.extra_reasons` refuses is left out; if that leaves nothing of a claimed value,
-a case of the check "claims" fails and says so.
+of every factor occurs (budget "small"; of some factors, and of a key pattern, every pair of values), or every pair of
+values of any two factors and every key (budget "full"), in as few cases as a greedy search finds.  What the claims
+allow but :meth:`~moe_core.experts.FusedMoEExperts.extra_reasons` refuses is left out; if that leaves nothing of a
+claimed value, a case of the check "claims" fails and says so.
 """
 
 from __future__ import annotations
 
 import importlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from moe_core.activation import ActivationParams, MoEActivation
-from moe_core.claims import Claims, expand_key
+from moe_core.claims import Claims, KeyClaim, expand_key
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
 from moe_core.errors import ConfigError
 from moe_core.experts import FusedMoEExperts
-from moe_core.quant_key import NAMES, QuantKey
+from moe_core.numerics import NumberKind
+from moe_core.quant_key import NAMES, KeyPattern, QuantKey
 from moe_core.routing import RoutingConfig, RoutingMethodType
 from moe_core.testing.covering import Row, covering_rows
 from moe_core.testing.data import ROUTINGS
@@ -99,7 +100,8 @@ def _key(key: QuantKey | None) -> str:
     if key in NAMES:
         return NAMES[key]
     parts = [key.dtype.name, str(key.group_shape).replace(" ", "_"), str(key.scale).split()[1]]
-    parts += ["asym"] * (not key.symmetric) + ["permuted"] * key.permuted + ["dynamic"] * (not key.is_static)
+    parts += ["asym"] * (not key.symmetric) + ["permuted"] * key.permuted + ["pre_scaled"] * key.pre_scaled
+    parts += ["dynamic"] * (not key.is_static)
     return "_".join(parts)
 
 
@@ -132,6 +134,31 @@ def load_experts(spec: type[FusedMoEExperts] | str) -> type[FusedMoEExperts]:
 def expand_keys(claims: Claims) -> list[KeyPair]:
     """Every claimed (weight key, activation key), patterns expanded."""
     return list(dict.fromkeys((w, a) for wc, ac in claims.keys for w in expand_key(wc) for a in expand_key(ac)))
+
+
+def covered_keys(claims: Claims) -> list[KeyPair]:
+    """Of every claimed pair of patterns so many keys that every pair of values that a pattern names occurs."""
+
+    def cover(claim: KeyClaim) -> list[QuantKey | None]:
+        if not isinstance(claim, KeyPattern):
+            return [claim]
+        factors = dict(zip(("shape", "dtype", "permuted", "pre_scaled"), claim.choices, strict=True))
+        return [claim.key(**row) for row in covering_rows(factors, lambda row: True, paired=factors)]
+
+    return list(dict.fromkeys((w, a) for wc, ac in claims.keys for w in cover(wc) for a in cover(ac)))
+
+
+def _groups_and_sizes(keys: Sequence[KeyPair], shapes: Sequence[tuple[int, int]]) -> list[Row]:
+    """What must meet in one case: with integers in groups, every size of the groups and every shape of the layer."""
+    alike: dict[Any, list[KeyPair]] = {}
+    for weight, activation in keys:
+        if weight is not None and weight.dtype.kind is NumberKind.UINT:
+            alike.setdefault((weight.dtype, weight.group_shape, activation), []).append((weight, activation))
+    return [
+        {"keys": pairs[number % len(pairs)], "shape": shape}
+        for pairs in alike.values()
+        for number, shape in enumerate(shapes)
+    ]
 
 
 def conformance_cases(
@@ -171,7 +198,8 @@ def conformance_cases(
 
     fillers = {"tokens": (1, 3, 17), "routing": ROUTINGS[:4]} if budget == "small" else {}
     paired = list(factors) if budget == "full" else [name for name in PAIRED_IN_SMALL if name in factors]
-    rows = covering_rows(factors, allowed, paired=paired, together=TOGETHER, fillers=fillers)
+    together = [*TOGETHER, *_groups_and_sizes(factors["keys"], factors["shape"])]
+    rows = covering_rows(factors, allowed, paired=paired, together=together, fillers=fillers)
     cases = [case for row in rows if (case := _case(row)) is not None]
     cases += _layer_cases(cases, claims, budget, on_gpu)
     if claims.batch_invariant:
@@ -193,7 +221,7 @@ def _factors(claims: Claims, budget: str) -> dict[str, list[Any]]:
     if claims.routing_methods is not None:
         methods = [*sorted(claims.routing_methods)]
     return {
-        "keys": expand_keys(claims),
+        "keys": expand_keys(claims) if full else covered_keys(claims),
         "activation": _activations(claims),
         "tokens": [1, 3, 17, 64, 257, 0],
         "routing": list(ROUTINGS) if claims.routing_methods is None else ["uniform"],

@@ -2,7 +2,9 @@
 
 Every expert, scale group, token and group of columns has a magnitude of its own, no weight or bias repeats, and values
 reach the activation's limit.  Some groups of 8-bit floats hold subnormal codes only, whose scale makes up for it, and
-some e8m0 scales are the smallest and the largest that there are; integers reach their lowest code, -128 or -8.
+some e8m0 scales are the smallest and the largest that there are; integers reach their lowest code, -128 or -8.  Zero
+points lie apart, and some are one more than the largest code, as some tools store them; groups of permuted columns have
+any number of columns, and w2's are those of a row that two ranks share.
 Everything is drawn on the CPU, so that a seed means the same tensors on every device.
 """
 
@@ -161,12 +163,19 @@ def make_weights(
     if config.has_bias:
         biases["w13_bias"] = (0.5 * torch.randn(experts, config.w13_rows, generator=generator)).to(config.dtype)
         biases["w2_bias"] = (0.5 * torch.randn(experts, hidden, generator=generator)).to(config.dtype)
-    groups: dict[str, Tensor] = {}
+    groups: dict[str, Any] = {}
     if weight_key is not None and weight_key.permuted:
         for name, w in (("w13", w13), ("w2", w2)):
-            g_idx = _column_groups(experts, w.shape[2], weight_key, generator)
-            w *= _magnitudes((experts, int(g_idx.max()) + 1), generator).gather(1, g_idx.long())[:, None, :]
-            groups[f"{name}_g_idx"] = g_idx
+            count = weight_key.group_shape.grid(1, w.shape[2])[1]
+            count = 2 * count if name == "w2" and weight_key.group_size > 0 else count
+            g_idx = _column_groups(experts, w.shape[2], count, generator)
+            w *= _magnitudes((experts, count), generator).gather(1, g_idx.long())[:, None, :]
+            groups |= {f"{name}_g_idx": g_idx, f"{name}_groups": count}
+    if weight_key is not None and weight_key.pre_scaled:
+        for name, w in (("w13", w13), ("w2", w2)):
+            factors = _magnitudes((experts, w.shape[2]), generator).sqrt()
+            w /= factors[:, None, :]
+            groups[f"{name}_pre_scale"] = factors
     if weight_key is None:
         w13, w2 = w13.to(config.dtype), w2.to(config.dtype)
     weights = quantize_moe_weights(
@@ -180,6 +189,8 @@ def make_weights(
     )
     if weight_key is not None and weight_key.dtype.kind is NumberKind.FLOAT and weight_key.dtype.bits == 8:
         weights = _with_edges(weights, (w13, w2), config, weight_key, generator)
+    if weight_key is not None and weight_key.dtype.kind is NumberKind.UINT:
+        weights = _with_all_codes(weights, (w13, w2), config, weight_key, generator)
     if weight_key is not None and weight_key.dtype.kind is NumberKind.INT and weight_key.packing is None:
         for codes in (weights.w13, weights.w2):
             # the lowest code, which quantisers of symmetric types don't make, and other tools do
@@ -213,6 +224,39 @@ def _with_edges(
         if is_e8m0(key.scale.dtype) and scale[0].numel() >= 16:
             codes, scale = _extreme(codes, scale, w, key, parts)
         changed |= {name: codes, f"{name}_scale": scale}
+    return replace(weights, **changed)
+
+
+def _with_all_codes(
+    weights: MoEWeights,
+    values: tuple[Tensor, Tensor],
+    config: FusedMoEConfig,
+    key: QuantKey,
+    generator: torch.Generator,
+) -> MoEWeights:
+    """``weights``, quantised from ``values``, with the lowest code or, where there are any, zero points far apart."""
+    changed: dict[str, Any] = {}
+    for name, w, parts in (("w13", values[0], 2 if config.is_gated else 1), ("w2", values[1], 1)):
+        scale: Tensor = getattr(weights, f"{name}_scale")
+        zero_point: Tensor | None = getattr(weights, f"{name}_zero_point")
+        chance = torch.rand(scale.shape, generator=generator)
+        if zero_point is None:
+            # symmetric quantisers don't make the lowest code: -8 where their largest is 7
+            smaller = scale.float() * (key.dtype.max_value / (key.dtype.max_value + 1))
+            smaller = torch.where(chance < 1 / 3, smaller, scale.float())
+            # nor scales of either sign, which others write
+            scale = torch.where(chance < 1 / 6, -smaller, smaller).to(scale.dtype)
+        else:
+            largest = int(key.dtype.max_value)
+            moved = (largest * torch.rand(scale.shape, generator=generator)).to(torch.int32)
+            zero_point = torch.where(chance < 1 / 2, moved, zero_point)
+            zero_point = torch.where(chance > 0.9, largest + 1, zero_point)
+            if name == "w2":
+                zero_point = zero_point.clamp(max=255).to(torch.uint8)
+            changed[f"{name}_zero_point"] = zero_point
+        g_idx: Tensor | None = getattr(weights, f"{name}_g_idx")
+        found = quantize_weight(w, key, parts=parts, g_idx=g_idx, scale=scale, zero_point=zero_point)
+        changed |= {name: found.values, f"{name}_scale": scale}
     return replace(weights, **changed)
 
 
@@ -274,11 +318,10 @@ def _matrices(
     return w / w.square().mean().sqrt()
 
 
-def _column_groups(experts: int, cols: int, key: QuantKey, generator: torch.Generator) -> Tensor:
-    """[experts, cols] int32: every column's group, in an order of each expert's own."""
-    size = key.group_size if key.group_size > 0 else cols
-    order = torch.rand(experts, cols, generator=generator).argsort(dim=1)
-    return (order // size).to(torch.int32)
+def _column_groups(experts: int, cols: int, groups: int, generator: torch.Generator) -> Tensor:
+    """[experts, cols] int32: every column's group, in an order and of sizes of each expert's own."""
+    sizes = torch.rand(experts, groups, generator=generator) + 0.2
+    return torch.multinomial(sizes, cols, replacement=True, generator=generator).to(torch.int32)
 
 
 def _calibrated(weights: MoEWeights, config: FusedMoEConfig, key: QuantKey, seed: int) -> MoEWeights:
@@ -291,13 +334,19 @@ def _calibrated(weights: MoEWeights, config: FusedMoEConfig, key: QuantKey, seed
     ids = torch.arange(config.num_experts).expand(len(inputs.x), -1)
     identity = torch.full((config.num_experts,), -1, dtype=torch.int32)
     identity[: config.local_experts] = torch.arange(config.local_experts, dtype=torch.int32)
-    for expert, _ in route_pairs(everywhere, ids, identity).by_expert:
-        h = steps.first_product(expert, inputs.x.double())
+    routed = route_pairs(everywhere, ids, identity)
+    x, row = steps.pre_scaled("w13", inputs.x.double(), routed.token, routed)
+    entering = []
+    for expert, pairs in routed.by_expert:
+        own = x[row[pairs]]
+        h = steps.first_product(expert, own)
+        if weights.w2_pre_scale is not None:
+            h = h * weights.w2_pre_scale[expert].double()
+        entering.append(torch.stack((own.min(), own.max())))
         hidden.append(torch.stack((h.min(), h.max())))
     # every expert sees the same tokens here: others, in a model, so their scales differ
     spread = _magnitudes((config.local_experts,), torch.Generator().manual_seed(seed + 2)).sqrt()
-    x = inputs.x.double()
-    w13_scale, w13_zero_point = _static_scale(torch.stack((x.min(), x.max())) * spread[:, None].double(), key)
+    w13_scale, w13_zero_point = _static_scale(torch.stack(entering) * spread[:, None].double(), key)
     w2_scale, w2_zero_point = _static_scale(torch.stack(hidden), key)
     return replace(
         weights,

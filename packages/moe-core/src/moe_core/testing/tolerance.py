@@ -39,7 +39,7 @@ from moe_core.config import FusedMoEConfig
 from moe_core.lora import LoRA
 from moe_core.quant_key import QuantKey
 from moe_core.quantization import Quantized, dequantize_tensor, quantize_tensor
-from moe_core.reference import Steps, fused_moe_reference, route_pairs
+from moe_core.reference import RoutedPairs, Steps, fused_moe_reference, route_pairs
 from moe_core.weights import MoEWeights
 
 #: how much worse than the yardstick a backend may be, in the Frobenius norm
@@ -165,13 +165,23 @@ def expected_output(
     weighted = routed.only_used(x.double() * topk_weights.double() if on_input else x.double())
     # what is not quantised again is rounded as an operand of the product, which _operands counts
     before_quantiser = rounding.variance(weighted) * (on_input and key is not None)
-    first = _spread(weighted, before_quantiser, dynamic, None)
+    entering, before_quantiser, row = _pre_scaled(
+        steps,
+        "w13",
+        weighted,
+        # x with the router weight is rounded before it is multiplied once more
+        rounding.variance(weighted) * on_input if weights.w13_pre_scale is not None else before_quantiser,
+        routed.token,
+        routed,
+        rounding,
+    )
+    first = _spread(entering, before_quantiser, dynamic, None)
     pairs_total, experts = len(routed.token), routed.by_expert
     hidden = x.new_zeros(pairs_total, config.intermediate_size, dtype=torch.float64)
     hidden_variance = torch.zeros_like(hidden)
     for expert, pairs in experts:
         token = routed.token[pairs]
-        value, variance = first.value[token], first.element[token]
+        value, variance = first.value[row[pairs]], first.element[row[pairs]]
         if static:
             again = _spread(value, variance, key, *_static(weights, "w13", expert))
             value, variance = again.value, again.element
@@ -181,9 +191,12 @@ def expected_output(
         z, z_variance = z + added, z_variance + added_variance
         z_variance += rounding.variance(z)
         hidden[pairs], spread = _activated(z, z_variance.sqrt(), config)
-        hidden_variance[pairs] = spread if key is None else spread + rounding.variance(hidden[pairs])
+        stored = key is not None or weights.w2_pre_scale is not None
+        hidden_variance[pairs] = spread + rounding.variance(hidden[pairs]) if stored else spread
 
-    second = _spread(hidden, hidden_variance, dynamic, None)
+    own = torch.arange(pairs_total, device=x.device)
+    entering, before_quantiser, _ = _pre_scaled(steps, "w2", hidden, hidden_variance, own, routed, rounding)
+    second = _spread(entering, before_quantiser, dynamic, None)
     result = x.new_zeros(pairs_total, config.hidden_size, dtype=torch.float64)
     variance = torch.zeros_like(result)
     mean = square = largest = 0.0
@@ -232,6 +245,25 @@ def _product(x: Tensor, variance: Tensor, w: Tensor, bias: Tensor | None, roundi
     z = x @ w.T
     z_variance = variance @ w.square().T + _operands(x, w, rounding)
     return (z if bias is None else z + bias.double()), z_variance
+
+
+def _pre_scaled(
+    steps: Steps, name: str, x: Tensor, variance: Tensor, row: Tensor, routed: RoutedPairs, rounding: Rounding
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:meth:`moe_core.reference.Steps.pre_scaled` of ``x`` and of the ``variance`` of its error.
+
+    A product that is quantised again is rounded first; what enters a matrix product is counted there.
+    """
+    factors: Tensor | None = getattr(steps.weights, f"{name}_pre_scale")
+    if factors is None:
+        return x, variance, row
+    spread, own = steps.pre_scaled(name, x, row, routed)
+    moved = variance[row]
+    for expert, pairs in routed.by_expert:
+        moved[pairs] *= factors[expert].double().square()
+    if steps.activation_key is not None:
+        moved += rounding.variance(spread)
+    return spread, moved, own
 
 
 def _addition(
