@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.errors import ConfigError
+from moe_core.errors import ConfigError, check_dtype, check_shape
 from moe_core.numerics import FP8_E4M3, UINT4, UINT4B8, UINT8, UINT8B128
 from moe_core.quant_key import (
     PACKED_4BIT,
@@ -192,7 +192,8 @@ def make_quant_config(
 
     ``canonical``: what goes with the weights is as :class:`moe_core.weights.MoEWeights` has it; without, it is in a
     backend's own layout, whose scales may have another dtype and which may hold activation order and input factors
-    elsewhere.  Raises ConfigError where a key demands a tensor that is missing, or the reverse, or another dtype.
+    elsewhere.  Raises ConfigError where a key demands a tensor that is missing, or the reverse, or another dtype of
+    scales; TensorError for what else does not fit.
     """
     _check_weight("w1", weight_key, w1_scale, w1_zp, w1_g_idx, w1_pre_scale, canonical)
     _check_weight("w2", weight_key, w2_scale, w2_zp, w2_g_idx, w2_pre_scale, canonical)
@@ -259,6 +260,15 @@ def _check_weight(
             raise ConfigError(f"{name}_{suffix} is given, but the weight key {key} {without}")
         if tensor is None and needed and always:
             raise ConfigError(f"{name}_{suffix} is missing, but the weight key {key} {having}")
+    if not canonical:
+        return
+    if zero_point is not None:
+        check_shape(f"{name}_zp", zero_point, tuple(scale.shape))
+        check_dtype(f"{name}_zp", zero_point, (torch.uint8, torch.int32))
+    for suffix, tensor, dtype in (("g_idx", g_idx, torch.int32), ("pre_scale", pre_scale, torch.float32)):
+        if tensor is not None:
+            check_shape(f"{name}_{suffix}", tensor, (scale.shape[0], "K"))
+            check_dtype(f"{name}_{suffix}", tensor, (dtype,))
 
 
 def biased_moe_quant_config(*, w1_bias: Tensor | None, w2_bias: Tensor | None) -> FusedMoEQuantConfig:

@@ -15,12 +15,14 @@ from moe_core import (
     Oracle,
     QuantKey,
     Selection,
+    TensorError,
     kFp8DynamicTokenSym,
     kInt4Static,
     make_quant_config,
     registry,
     wna16_moe_quant_config,
 )
+from moe_core.errors import check_shape
 from moe_core.numerics import UINT4, UINT4B8, UINT8, UINT8B128
 from moe_core.oracle import Backend
 
@@ -194,7 +196,7 @@ def make_wna16_moe_quant_config(
             raise ConfigError("weight_key is missing: give it, or num_bits and group_size")
         if activation_key is not None:
             raise ConfigError(f"activation_key is {activation_key}, but weight_key is missing")
-        return wna16_moe_quant_config(
+        quant = wna16_moe_quant_config(
             num_bits=num_bits,
             group_size=group_size,
             w1_scale=w1_scale,
@@ -208,9 +210,11 @@ def make_wna16_moe_quant_config(
             w1_bias=w1_bias,
             w2_bias=w2_bias,
         )
+        _check_groups(group_size, w1_scale, w2_scale, permuted=w1_g_idx is not None)
+        return quant
     if num_bits is not None or group_size is not None:
         raise ConfigError(f"weight_key is {weight_key}: leave out num_bits and group_size")
-    return make_quant_config(
+    quant = make_quant_config(
         weight_key=weight_key,
         activation_key=activation_key,
         w1_scale=w1_scale,
@@ -225,6 +229,8 @@ def make_wna16_moe_quant_config(
         w2_bias=w2_bias,
         canonical=True,
     )
+    _check_groups(weight_key.group_size, w1_scale, w2_scale, permuted=weight_key.permuted)
+    return quant
 
 
 def make_wna16_moe_kernel(
@@ -235,3 +241,24 @@ def make_wna16_moe_kernel(
 ) -> FusedMoEKernel:
     """prepare + the selected experts + finalize around converted weights."""
     return registry().oracle("wna16").make_kernel(selection, weights, prepare_finalize=prepare_finalize)
+
+
+def _check_groups(size: int, w1_scale: Tensor, w2_scale: Tensor, *, permuted: bool) -> None:
+    """Raise TensorError where scales have another number of groups than the rows of the other matrix are columns."""
+    check_shape("w1_scale", w1_scale, ("E", "2N", "G"))
+    check_shape("w2_scale", w2_scale, (w1_scale.shape[0], "K", "G"))
+    if permuted:
+        return
+    (_, rows, groups), (_, hidden, second) = w1_scale.shape, w2_scale.shape
+    expected = -(-hidden // size) if size > 0 else 1
+    if groups != expected:
+        raise TensorError(
+            f"w1_scale has {groups} groups, expected {expected}: of {size} columns of {hidden}, as w2_scale has rows"
+        )
+    # with a gate, and without
+    possible = sorted({-(-inter // size) if size > 0 else 1 for inter in (rows // 2, rows)})
+    if second not in possible:
+        raise TensorError(
+            f"w2_scale has {second} groups, expected {' or '.join(map(str, possible))}: of {size} columns, "
+            f"as w1_scale has {rows} rows"
+        )
