@@ -228,7 +228,9 @@ def check_range(name: str, tensor: Tensor, dtype: QuantDtype) -> None:
 
 def check_integers(name: str, tensor: Tensor, low: int, high: int, what: str) -> None:
     """Raise TensorError for integers outside ``low`` to ``high``; ``what`` they are."""
-    bad = (tensor < low) | (tensor > high)
+    # a bound that the tensor's type does not hold would wrap around
+    holds = torch.iinfo(tensor.dtype)
+    bad = (tensor < max(low, holds.min)) | (tensor > min(high, holds.max))
     if bool(bad.any()):
         at = [int(i) for i in bad.nonzero()[0]]
         raise TensorError(f"{name} is {int(tensor[tuple(at)])} at {at}, expected {low} to {high}: {what}")

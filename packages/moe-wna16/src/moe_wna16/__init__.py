@@ -1,5 +1,6 @@
 """WNA16 mixture-of-experts for moe-core: INT4 and INT8 weights in groups, with 16-bit or e4m3 activations."""
 
+from moe_wna16.online import quantize_moe_weights
 from moe_wna16.oracle import (
     WNA16MoEBackend,
     WNA16Oracle,
@@ -17,5 +18,6 @@ __all__ = [
     "convert_to_wna16_moe_kernel_format",
     "make_wna16_moe_kernel",
     "make_wna16_moe_quant_config",
+    "quantize_moe_weights",
     "select_wna16_moe_backend",
 ]

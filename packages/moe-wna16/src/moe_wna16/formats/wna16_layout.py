@@ -19,8 +19,7 @@ from moe_core.checkpoint.format import BadValuesError, check_expert_tensor, load
 from moe_core.checkpoint.matrices import ExpertMatrices, module_name
 from moe_core.checkpoint.suffixes import INPUT_SCALES, refuse_zero_points
 from moe_core.checkpoint.values import Values, load_checked
-from moe_core.numerics import UINT8, UINT8B128
-from moe_core.quant_key import QuantKey, kInt4Static, kInt4StaticAsym
+from moe_core.quant_key import QuantKey, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym
 from moe_core.quantization import dequantize_weight
 from torch import Tensor
 
@@ -68,9 +67,8 @@ class WNA16Layout:
     def key(self) -> QuantKey:
         """The canonical weights' key; reads ``g_idx``, since tools write it for columns that lie in order, too."""
         stored, storage = self.storage.stored, self.storage
-        key = kInt4Static if storage.symmetric else kInt4StaticAsym
-        if stored.bits == 8:
-            key = replace(key, dtype=UINT8B128 if storage.symmetric else UINT8, packing=None)
+        symmetric, zero_points = (kInt4Static, kInt4StaticAsym) if stored.bits == 4 else (kInt8Static, kInt8StaticAsym)
+        key = symmetric if storage.symmetric else zero_points
         key = key.with_group(1, storage.group).with_scale_dtype(self._scale_dtype)
         permuted = stored.g_idx is not None and is_permuted(self.layer, stored.g_idx, storage.group)
         pre_scaled = stored.pre_scale is not None and self._any_has(stored.pre_scale)
