@@ -41,8 +41,7 @@ class AwqTensors(Stored):
     def codes(self, stored: Tensor, cols: int) -> Tensor:
         words = stored.shape[1]
         raw = stored.contiguous().view(torch.uint8)
-        if cols % 2:
-            raw = torch.nn.functional.pad(raw, (0, 0, 0, 1))
+        # an even number of columns: they are rows of the other matrix
         even, odd = raw[0::2], raw[1::2]
         # two columns of the same row meet in a byte, before bytes change places
         low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
