@@ -20,15 +20,15 @@ from moe_core import (
     MoEActivation,
     kFp8DynamicTokenSym,
     kInt4Static,
-    kInt4Static32,
     kInt4StaticAsym,
-    kInt8Static,
+    kInt8StaticAsym,
 )
 from moe_core.device import DeviceInfo
 from moe_core.errors import TensorError
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_weights
 from moe_wna16.experts.humming import LOCKS, HummingWNA16Experts
+from moe_wna16.keys import BASES
 from moe_wna16.libraries import HUMMING
 from moe_wna16.libraries.humming_layout import ordered_scales, packed_bytes, packed_nibbles
 
@@ -126,7 +126,7 @@ def test_sizes_that_are_no_whole_blocks_are_refused():
 @pytest.mark.gpu
 @needs_humming
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("key", [kInt4Static, kInt4Static32, kInt8Static, kInt8Static.with_group(1, -1)])
+@pytest.mark.parametrize("key", [*BASES, *(base.with_group(1, -1) for base in BASES)])
 def test_layouts_are_what_the_library_writes(key, dtype):
     from humming.config import LayerConfig
     from humming.transform import transform_humming_tensors
@@ -144,10 +144,16 @@ def test_layouts_are_what_the_library_writes(key, dtype):
             "weight": getattr(weights, name).view(torch.int32),
             "weight_scale": getattr(weights, f"{name}_scale"),
         }
+        zero_point = getattr(weights, f"{name}_zero_point")
+        if zero_point is not None:
+            given["zero_point"] = zero_point.to(dtype)
         theirs = transform_humming_tensors(layer, given)
         assert torch.equal(getattr(ours, name), theirs["weight"])
         scale = ours.quant_config.w1_scale if name == "w13" else ours.quant_config.w2_scale
         assert torch.equal(scale, theirs["weight_scale"])
+        if zero_point is not None:
+            ours_zero = ours.quant_config.w1_zp if name == "w13" else ours.quant_config.w2_zp
+            assert torch.equal(ours_zero, theirs["zero_point"])
 
 
 # ------------------------------------------------------------------- double
@@ -166,7 +172,7 @@ class Double:
 
     @staticmethod
     def humming_forward(
-        layer, *, inputs, weight, weight_scale, outputs, expert_layout, locks, compute_config, tuning_config
+        layer, *, inputs, weight, weight_scale, zero_point, outputs, expert_layout, locks, compute_config, tuning_config
     ):
         assert json.loads(compute_config) == {"gemm_type": "grouped_contiguous"}
         assert 0 < json.loads(tuning_config)["rows"] <= len(inputs)
@@ -184,6 +190,12 @@ class Double:
         for tensor in (inputs, outputs, weight, weight_scale, expert_layout):
             assert tensor.is_contiguous()
             assert tensor is expert_layout or tensor.data_ptr() % 16 == 0
+        assert layer.has_zero_point == (zero_point is not None)
+        if zero_point is not None:
+            assert layer.is_fp_zero_point
+            assert zero_point.shape == (layer.num_experts, cols // group, rows)
+            assert zero_point.dtype is dtype
+            assert zero_point.is_contiguous()
         assert locks.numel() == LOCKS
         assert not locks.any()
         for expert in range(layer.num_experts):
@@ -191,7 +203,9 @@ class Double:
             if used.start == used.stop:
                 continue
             codes = stored_codes(weight[expert], bits)
-            if bits == 8 and dtype is torch.bfloat16:
+            if layer.has_zero_point:
+                values = codes - stored_scales(zero_point[expert], False).float().repeat_interleave(group, 1)
+            elif bits == 8 and dtype is torch.bfloat16:
                 values = torch.where(codes < 128, codes, 127 - codes)
             else:
                 values = codes - 2 ** (bits - 1)
@@ -231,9 +245,9 @@ def reasons(key, config=LAYER, activation_key=None, device=HOPPER):
 
 
 def test_what_is_not_read_is_refused():
-    assert reasons(kInt4Static) == reasons(kInt8Static.with_group(1, -1)) == ""
+    for key in (kInt4Static, kInt4StaticAsym.with_group(1, 64), kInt8StaticAsym.with_group(1, -1)):
+        assert reasons(key) == ""
     for key in (
-        kInt4StaticAsym,
         replace(kInt4Static, permuted=True),
         replace(kInt4Static, pre_scaled=True),
         kInt4Static.with_scale_dtype(torch.float32),

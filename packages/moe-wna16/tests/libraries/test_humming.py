@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moe_core import Environment, FusedMoEConfig, kInt4Static, kInt8Static
+from moe_core import Environment, FusedMoEConfig, kInt4Static
 from moe_core.device import DeviceInfo
 from moe_core.testing.data import make_weights
 from moe_wna16.experts.humming import HummingWNA16Experts
+from moe_wna16.keys import BASES
 from moe_wna16.libraries import HUMMING
 from moe_wna16.libraries.humming_layout import ordered_scales
 
@@ -24,7 +25,7 @@ if Environment.current().reason_against(HUMMING) is not None:
 # the library warns of a machine without a GPU
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-KEYS = [key.with_group(1, columns) for key in (kInt4Static, kInt8Static) for columns in (32, 64, 128, -1)]
+KEYS = [base.with_group(1, columns) for base in BASES for columns in (32, 64, 128, -1)]
 LAYER = FusedMoEConfig(num_experts=4, top_k=2, hidden_size=256, intermediate_size=128)
 
 
@@ -47,7 +48,7 @@ def test_the_library_understands_the_layer(key):
     assert (config.shape_n, config.shape_k, config.num_experts, config.sm_version) == (256, 512, 4, 90)
     assert config.b_dtype.num_bits == key.dtype.bits
     assert not config.b_dtype.is_signed
-    assert not config.has_zero_point
+    assert config.has_zero_point == config.is_fp_zero_point == (not key.symmetric)
     assert config.is_group_weight_scale == (key.group_size != -1)
     assert config.is_channel_weight_scale == (key.group_size == -1)
     assert not config.has_input_scale

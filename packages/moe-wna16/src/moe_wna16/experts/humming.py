@@ -35,14 +35,12 @@ from moe_core import (
     QuantKey,
     WorkspaceSpec,
     cuda,
-    kInt4Static,
-    kInt8Static,
 )
-from moe_core.errors import TensorError
+from moe_core.errors import ConfigError, TensorError
 from moe_core.quant_config import make_quant_config
 from torch import Tensor
 
-from moe_wna16.keys import GROUPS
+from moe_wna16.keys import BASES, GROUPS
 from moe_wna16.libraries import HUMMING
 from moe_wna16.libraries.humming_layout import ordered_scales, packed_bytes, packed_nibbles
 
@@ -51,14 +49,17 @@ _DTYPES = (torch.bfloat16, torch.float16)
 LOCKS = 2048
 #: rows of sorted pairs that belong together: any number, since the library cuts experts into tiles itself
 _TILE = 64
+#: rows by expert one after the other, without gaps
+_GEMM = {"gemm_type": "grouped_contiguous"}
+_COMPUTE = json.dumps(_GEMM)
 
 
 class HummingWNA16Experts(FusedMoEExpertsModular):
-    """Symmetric weights in groups of 32, 64 or 128 columns, or with one scale for each row."""
+    """int4 and int8, with or without zero points, in groups of 32, 64 or 128 columns or by row."""
 
     claims = Claims(
         devices=(cuda(min=80),),
-        keys=tuple((KeyPattern(base, GROUPS, _DTYPES), None) for base in (kInt4Static, kInt8Static)),
+        keys=tuple((KeyPattern(base, GROUPS, _DTYPES), None) for base in BASES),
         activations=GATED | NON_GATED,
         dtypes=frozenset(_DTYPES),
         hidden_multiple=128,
@@ -107,49 +108,62 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
                 activation_key=None,
                 w1_scale=ordered_scales(w13_scale, whole_rows=whole_rows),
                 w2_scale=ordered_scales(w2_scale, whole_rows=whole_rows),
+                w1_zp=self._zero_points(weights.w13_zero_point),
+                w2_zp=self._zero_points(weights.w2_zero_point),
             ),
             extra={"locks": torch.zeros(LOCKS, dtype=torch.int32, device=weights.w13.device)},
         )
 
     def _packed(self, w: Tensor) -> Tensor:
-        if self._bits == 4:
+        if w.dtype is torch.uint8 and self._key.packing is not None:
             return packed_nibbles(w)
-        return packed_bytes(w, distances=self.config.dtype is torch.bfloat16)
+        # around a zero point that is the same for all
+        return packed_bytes(w, distances=self._key.symmetric and self.config.dtype is torch.bfloat16)
+
+    def _zero_points(self, zero_point: Tensor | None) -> Tensor | None:
+        """As numbers: the hidden states' dtype holds all that an 8-bit code can be exactly, and 256."""
+        return None if zero_point is None else ordered_scales(zero_point.to(self.config.dtype), whole_rows=False)
 
     @property
-    def _bits(self) -> int:
-        return 0 if self.weight_key is None else self.weight_key.dtype.bits
+    def _key(self) -> QuantKey:
+        if self.weight_key is None:
+            raise ConfigError(f"{type(self).__name__} reads quantised weights: the weight key is missing")
+        return self.weight_key
 
     def layer_arguments(self, rows: int, cols: int) -> dict[str, Any]:
         """Arguments of ``humming.config.LayerConfig`` for weights [rows, cols] of each expert."""
         dtype = str(self.config.dtype).removeprefix("torch.")
-        group = -1 if self.weight_key is None else self.weight_key.group_size
         return {
             "sm_version": self.device_info.capability,
             "shape_n": rows,
             "shape_k": cols,
             "num_experts": self.config.local_experts,
             "a_dtype": dtype,
-            "b_dtype": f"uint{self._bits}",
+            "b_dtype": f"uint{self._key.dtype.bits}",
             "bs_dtype": dtype,
             "c_dtype": dtype,
-            "weight_scale_group_size": max(group, 0),
+            "weight_scale_group_size": max(self._key.group_size, 0),
+            "has_zero_point": not self._key.symmetric,
+            "is_fp_zero_point": not self._key.symmetric,
         }
 
-    def arguments(
-        self, a: Tensor, weight: Tensor, scale: Tensor, out: Tensor, offsets: Tensor, locks: Tensor
-    ) -> dict[str, Any]:
+    def arguments(self, name: str, a: Tensor, weights: KernelWeights, out: Tensor, offsets: Tensor) -> dict[str, Any]:
         """Arguments of ``humming.forward.humming_forward`` beside its configurations; looks at no value.
 
-        ``a`` [R, K] and ``out`` [R, N]: rows by expert, as ``offsets`` [E + 1] int32 says.
+        ``name`` of the matrix, w13 or w2; ``a`` [R, its columns] and ``out`` [R, its rows] by expert, as ``offsets``
+        [E + 1] int32 says.
         """
+        weight, desc = (
+            (weights.w13, weights.quant_config.w1) if name == "w13" else (weights.w2, weights.quant_config.w2)
+        )
         return {
             "inputs": a,
             "weight": weight,
-            "weight_scale": scale,
+            "weight_scale": desc.scale,
+            "zero_point": desc.zero_point,
             "outputs": out,
             "expert_layout": offsets,
-            "locks": locks,
+            "locks": weights.extra["locks"],
         }
 
     @functools.cached_property
@@ -175,15 +189,12 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
 
     def product(self, name: str, a: Tensor, weights: KernelWeights, out: Tensor, offsets: Tensor) -> None:
         """``out`` [R, rows of the matrix] = a w^T, for rows by expert."""
-        config, quant = self.config, weights.quant_config
-        weight, scale = (weights.w13, quant.w1_scale) if name == "w13" else (weights.w2, quant.w2_scale)
-        if scale is None:
-            raise TensorError("the quant config of Humming's weights holds w1_scale and w2_scale")
+        config = self.config
         # how many of the rows are in use is known to the device alone: under expert parallelism about this share
         expected = -(-a.shape[0] * config.local_experts // config.num_experts)
         self.library().humming_forward(
             self._layers[name],
-            **self.arguments(a, weight, scale, out, offsets, weights.extra["locks"]),
+            **self.arguments(name, a, weights, out, offsets),
             compute_config=_COMPUTE,
             tuning_config=self._settings(name, expected),
         )
@@ -239,11 +250,6 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
             expert_map=expert_map,
             rows=order.positions,
         )
-
-
-#: rows by expert one after the other, without gaps
-_GEMM = {"gemm_type": "grouped_contiguous"}
-_COMPUTE = json.dumps(_GEMM)
 
 
 def _matrix(flat: Tensor, rows: int, columns: int) -> Tensor:

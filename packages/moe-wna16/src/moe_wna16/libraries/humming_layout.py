@@ -9,9 +9,12 @@ multiplies: those of the rows 16 i + 8 j + t / 4 and the columns 8 h + 2 (t mod 
 
 so that one mask takes every second nibble or byte: two numbers, side by side, of the same l.
 
-Group scales follow the rows with 8 x 8 of them exchanged, those of whole rows with pairs in place: one thread's lie
-together.  Humming's own functions do the same on a GPU only, with a kernel that they compile first; layouts are
-compared with what those write where there is one.
+Scales and zero points follow the rows: those of groups with 8 x 8 of them exchanged, scales of whole rows with pairs in
+place, so that one thread's lie together.  Zero points are numbers of the hidden states' dtype: four bits would not hold
+the 16 that zero points of int4 codes may be.
+
+Humming's own functions do the same on a GPU only, with a kernel that they compile first; layouts are compared with what
+those write where there is one.
 """
 
 from __future__ import annotations
@@ -64,7 +67,10 @@ def packed_bytes(w: Tensor, *, distances: bool) -> Tensor:
 
 
 def ordered_scales(scale: Tensor, *, whole_rows: bool) -> Tensor:
-    """``scale`` [E, N, G] as [E, G, N]; ``whole_rows``: one for each row, which products are multiplied by."""
+    """``scale`` [E, N, G], or zero points, as [E, G, N].
+
+    ``whole_rows``: scales, one for each row, by which products are multiplied; zero points are never.
+    """
     experts, rows, groups = scale.shape
     if rows % ROWS:
         raise TensorError(f"the scales are of {rows} rows, expected a multiple of {ROWS}")
