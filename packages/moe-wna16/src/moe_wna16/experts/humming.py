@@ -66,6 +66,7 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
         intermediate_multiple=128,
         allocates=True,
         requires=(HUMMING, TRITON),
+        verified_on=("NVIDIA H200 (sm90)",),
         notes="kernels are compiled when a shape and a range of batch sizes are first used",
     )
 
