@@ -335,7 +335,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "order": (
         GPTQ,
         with_tensor(f"{PREFIX}.4.up_proj.g_idx", lambda t: t + 1),
-        f"{PREFIX}.4.up_proj.g_idx is 2 at [128], expected 0 to 1: {PREFIX}.0.up_proj.scales has 2 groups",
+        f"{PREFIX}.4.up_proj.g_idx is 2 at [128], expected 0 to 1: {PREFIX}.4.up_proj.scales has 2 groups",
     ),
     "truncated": (COMPRESSED, cut, "model.safetensors is truncated"),
 }

@@ -234,6 +234,7 @@ GATE = f"{PREFIX}.0.gate_proj"
 G_IDX: dict[str, tuple[Any, str]] = {
     "too large": (put(5, 3), f"{GATE}.g_idx is 3 at [5], expected 0 to 2: {GATE}.scales has 3 groups"),
     "negative": (put(95, -1), f"{GATE}.g_idx is -1 at [95], expected 0 to 2"),
+    "nothing but -1": (lambda t: torch.full_like(t, -1), f"{GATE}.g_idx is -1 at [0], expected 0 to 2"),
     "an empty group": (
         lambda t: t.clamp_max(1),
         f"{GATE}.g_idx puts no column into group 2, expected columns in all 3",

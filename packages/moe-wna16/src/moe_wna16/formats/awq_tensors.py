@@ -20,6 +20,8 @@ from moe_wna16.formats.stored import Shape, Stored
 
 #: rows whose codes are in the lower and in the upper fields of a word's bytes
 _LOW, _HIGH = [0, 4, 1, 5], [2, 6, 3, 7]
+#: the lower fields of a word's bytes
+_LOWER = 0x0F0F0F0F
 #: the field of each of a word's eight rows
 _FIELD = [0, 4, 1, 5, 2, 6, 3, 7]
 
@@ -40,14 +42,14 @@ class AwqTensors(Stored):
 
     def codes(self, stored: Tensor, cols: int) -> Tensor:
         words = stored.shape[1]
-        raw = stored.contiguous().view(torch.uint8)
         # an even number of columns: they are rows of the other matrix
-        even, odd = raw[0::2], raw[1::2]
+        even, odd = stored[0::2], stored[1::2]
         # two columns of the same row meet in a byte, before bytes change places
-        low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
+        low = (even & _LOWER) | ((odd & _LOWER) << 4)
+        high = ((even >> 4) & _LOWER) | (odd & ~_LOWER)
         out = torch.empty(words, 8, even.shape[0], dtype=torch.uint8, device=stored.device)
         for rows, half in ((_LOW, low), (_HIGH, high)):
-            bytes_of = half.mT.contiguous().view(words, 4, -1)
+            bytes_of = half.view(torch.uint8).mT.contiguous().view(words, 4, -1)
             for byte, row in enumerate(rows):
                 out[:, row] = bytes_of[:, byte]
         return out.view(8 * words, -1)

@@ -9,40 +9,48 @@ from moe_core import CheckpointError
 from moe_core.checkpoint.experts import LayerExperts
 from torch import Tensor
 
+from moe_wna16.formats.stored import Stored
 
-def is_permuted(layer: LayerExperts, suffix: str, group: int) -> bool:
+#: what tools keep groups of columns in
+DTYPES = (torch.int32, torch.int64)
+
+
+def is_permuted(layer: LayerExperts, stored: Stored, group: int) -> bool:
     """Whether any expert's columns are grouped otherwise than one after the other, ``group`` at a time (-1: all).
 
-    Reads the tensors ``suffix`` of the whole layer: tools write them for columns that lie in order, too.  They are not
-    checked here; what is broken counts as permuted.
+    Reads ``g_idx`` of the whole layer: tools write it for columns that lie in order, too.  It is not checked here; what
+    is broken counts as permuted.
     """
+    suffix = stored.g_idx
+    if suffix is None:
+        return False
     for projection in sorted(layer.projections):
         if not layer.has(projection, suffix):
             continue
+        if layer.dtype(projection, suffix) not in DTYPES:
+            return True
         expected = in_order(layer.shape(projection, suffix)[-1:], group)
         for expert in range(layer.num_experts):
-            found = layer.tensor(expert, projection, suffix)
-            if not torch.equal(found, expected) and not is_unset(found):
+            found = layer.tensor(expert, projection, suffix).long()
+            if not torch.equal(found, expected) and not _is_unset(found, stored):
                 return True
     return False
 
 
 def in_order(shape: Sequence[int], group: int) -> Tensor:
-    """int32 groups of columns of the ``shape`` [K] that lie in order."""
-    columns = torch.arange(shape[0] if shape else 0, dtype=torch.int32)
+    """int64 groups of columns of the ``shape`` [K] that lie in order."""
+    columns = torch.arange(shape[0] if shape else 0)
     return columns // group if group > 0 else torch.zeros_like(columns)
 
 
-def is_unset(g_idx: Tensor) -> bool:
-    """Whether it says nothing: compressed-tensors begins with -1 everywhere."""
-    return bool((g_idx == -1).all())
+def _is_unset(g_idx: Tensor, stored: Stored) -> bool:
+    return stored.unset_g_idx and bool((g_idx == -1).all())
 
 
 def load_groups(
     layer: LayerExperts,
     projections: Sequence[str],
-    suffix: str,
-    scale_suffix: str,
+    stored: Stored,
     *,
     cols: int,
     group: int,
@@ -54,17 +62,20 @@ def load_groups(
 
     Raises CheckpointError for one out of range, for groups without a column, and for projections that differ.
     """
+    suffix = stored.g_idx or "g_idx"
     out = torch.empty(len(experts), cols, dtype=torch.int32)
     for slot, expert in enumerate(experts):
         for projection in projections:
             found = in_order((cols,), group)
             if layer.has(projection, suffix):
-                stored = layer.tensor(expert, projection, suffix)
-                found = found if is_unset(stored) else stored.int()
-                _check(found, layer.name(expert, projection, suffix), groups, _scale(layer, projection, scale_suffix))
+                own = layer.tensor(expert, projection, suffix).long()
+                found = found if _is_unset(own, stored) else own
+                _check(
+                    found, layer.name(expert, projection, suffix), groups, layer.name(expert, projection, stored.scale)
+                )
             if projection == projections[0]:
                 out[slot].copy_(found)
-            elif not torch.equal(out[slot], found):
+            elif not torch.equal(out[slot].long(), found):
                 first = int((out[slot] != found).nonzero()[0])
                 raise CheckpointError(
                     f"{_name(layer, expert, projection, suffix)} is {int(found[first])} at [{first}], expected "
@@ -87,10 +98,6 @@ def _check(g_idx: Tensor, name: str, groups: int, scale: str) -> None:
         raise CheckpointError(
             f"{name} puts no column into group {empty}, expected columns in all {groups} groups of {scale}"
         )
-
-
-def _scale(layer: LayerExperts, projection: str, suffix: str) -> str:
-    return layer.name(0, projection, suffix) if layer.has(projection, suffix) else suffix
 
 
 def _name(layer: LayerExperts, expert: int, projection: str, suffix: str) -> str:

@@ -56,4 +56,5 @@ def _is_gptqmodels(quantization: Mapping[str, Any]) -> bool:
     """Whether GPTQModel says that it wrote the file."""
     meta = quantization.get("meta")
     names = meta.get("quantizer") if isinstance(meta, dict) else None
-    return any(isinstance(name, str) and name.startswith("gptqmodel") for name in (names or ()))
+    listed = names if isinstance(names, list) else [names]
+    return any(isinstance(name, str) and name.startswith("gptqmodel") for name in listed)

@@ -30,6 +30,7 @@ class _CompressedTensors(Stored):
     scale = "weight_scale"
     zero = "weight_zero_point"
     g_idx = "weight_g_idx"
+    unset_g_idx = True
     zero_dtypes = (torch.int32, torch.int8)
 
     def scale_shapes(self, rows: int, groups: int) -> Sequence[Shape]:

@@ -24,6 +24,7 @@ class Stored(ABC):
     - ``bits`` of a code: 4 or 8
     - ``weight``, ``scale``: suffixes of the tensors' names; ``zero``: zero points, ``g_idx``: the group of each column,
       ``pre_scale``: factors of the inputs' columns; None where the tool keeps no such tensor
+    - ``unset_g_idx``: a ``g_idx`` of -1 everywhere means columns that lie in order
     """
 
     bits: int
@@ -33,6 +34,7 @@ class Stored(ABC):
     zero: ClassVar[str | None] = None
     g_idx: ClassVar[str | None] = None
     pre_scale: ClassVar[str | None] = None
+    unset_g_idx: ClassVar[bool] = False
     weight_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.int32,)
     zero_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.int32,)
 

@@ -23,7 +23,7 @@ from moe_core.quant_key import QuantKey, kInt4Static, kInt4StaticAsym, kInt8Stat
 from moe_core.quantization import dequantize_weight
 from torch import Tensor
 
-from moe_wna16.formats.columns import is_permuted, load_groups
+from moe_wna16.formats.columns import DTYPES, is_permuted, load_groups
 from moe_wna16.formats.stored import Shape, Stored
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,7 +70,7 @@ class WNA16Layout:
         symmetric, zero_points = (kInt4Static, kInt4StaticAsym) if stored.bits == 4 else (kInt8Static, kInt8StaticAsym)
         key = symmetric if storage.symmetric else zero_points
         key = key.with_group(1, storage.group).with_scale_dtype(self._scale_dtype)
-        permuted = stored.g_idx is not None and is_permuted(self.layer, stored.g_idx, storage.group)
+        permuted = is_permuted(self.layer, stored, storage.group)
         pre_scaled = stored.pre_scale is not None and self._any_has(stored.pre_scale)
         return replace(key, permuted=permuted, pre_scaled=pre_scaled)
 
@@ -100,7 +100,7 @@ class WNA16Layout:
             self._check_zero_points(projection, rows, groups)
         if stored.g_idx is not None:
             if layer.has(projection, stored.g_idx):
-                self._check_tensor(projection, stored.g_idx, [(cols,)], (torch.int32, torch.int64), "one per column")
+                self._check_tensor(projection, stored.g_idx, [(cols,)], DTYPES, "one per column")
             elif storage.ordered and storage.group != -1:
                 raise self._missing(projection, stored.g_idx)
         if stored.pre_scale is not None and layer.has(projection, stored.pre_scale):
@@ -216,12 +216,11 @@ class WNA16Layout:
             tensors[f"{name}_zero_point"] = self._zeros(projections, rows, experts, device)
         else:
             self._check_symmetric(projections, rows, cols, experts)
-        if key.permuted and stored.g_idx is not None:
+        if key.permuted:
             tensors[f"{name}_g_idx"] = load_groups(
                 layer,
                 projections,
-                stored.g_idx,
-                stored.scale,
+                stored,
                 cols=cols,
                 group=storage.group,
                 groups=self._groups(cols),
