@@ -53,7 +53,16 @@ class WNA16Oracle(Oracle):
     backends = (
         Backend(
             WNA16MoEBackend.FLASHINFER_TRTLLM.value,
-            ("moe_wna16.experts.flashinfer_trtllm:TrtLlmMxint4ExpertsMonolithic",),
+            (
+                "moe_wna16.experts.flashinfer_trtllm:TrtLlmMxint4ExpertsMonolithic",
+                "moe_wna16.experts.flashinfer_trtllm:TrtLlmMxint4ExpertsModular",
+            ),
+            "moe-wna16",
+        ),
+        Backend(WNA16MoEBackend.MARLIN.value, ("moe_wna16.experts.marlin:MarlinWNA16Experts",), "moe-wna16"),
+        Backend(
+            WNA16MoEBackend.BATCHED_MARLIN.value,
+            ("moe_wna16.experts.marlin:BatchedMarlinWNA16Experts",),
             "moe-wna16",
         ),
         Backend(WNA16MoEBackend.HUMMING.value, ("moe_wna16.experts.humming:HummingWNA16Experts",), "moe-wna16"),

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moe_core import (
+    TRITON,
     ActivationParams,
     Environment,
     FusedMoEConfig,
@@ -19,6 +20,7 @@ from moe_core import (
     MoEActivation,
     RoutingConfig,
     RoutingMethodType,
+    SelectionError,
     kInt4Static,
     kInt4Static32,
     kInt4Static32Asym,
@@ -29,7 +31,13 @@ from moe_core.device import DeviceInfo
 from moe_core.routing import route
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_weights
-from moe_wna16.experts.flashinfer_trtllm import TrtLlmMxint4ExpertsMonolithic
+from moe_wna16 import WNA16MoEBackend
+from moe_wna16.experts.flashinfer_trtllm import (
+    TrtLlmMxint4ExpertsModular,
+    TrtLlmMxint4ExpertsMonolithic,
+    pack_routing,
+)
+from moe_wna16.oracle import WNA16Oracle
 
 INSTALLED = Environment({"flashinfer-python": "0.7.2.post1"})
 BLACKWELL = DeviceInfo.parse("sm100")
@@ -74,18 +82,8 @@ def activated(up, gate, alpha, beta, limit):
     return apply_moe_activation(MoEActivation.SWIGLUOAI, torch.cat((gate, up), 1), params)
 
 
-def trtllm_mxint4_block_scale_moe(**call):
-    method = RoutingMethodType(call["routing_method_type"])
-    factor = call["routed_scaling_factor"]
-    groups = {}
-    if method is RoutingMethodType.DeepSeekV3:
-        groups = {"num_expert_group": call["n_group"], "topk_group": call["topk_group"]}
-    else:
-        assert call["n_group"] is call["topk_group"] is None
-    if method not in (RoutingMethodType.DeepSeekV3, RoutingMethodType.MiniMax2):
-        assert factor is None  # the kernel would not look at it
-        factor = 1.0
-    config = RoutingConfig.from_method(method, routed_scaling_factor=factor, **groups)
+def computed(call, ids, weights):
+    """The layer's output; experts that live elsewhere count nothing."""
     x, output, size = call["hidden_states"], call["output"], call["intermediate_size"]
     local, hidden = call["local_num_experts"], x.shape[1]
     assert x.dtype is output.dtype is torch.bfloat16
@@ -93,6 +91,9 @@ def trtllm_mxint4_block_scale_moe(**call):
     assert output.is_contiguous()
     assert x.data_ptr() % 16 == output.data_ptr() % 16 == 0
     assert hidden % 256 == size % 256 == 0
+    assert call["num_experts"] % 4 == 0
+    assert call["num_experts"] > call["top_k"]
+    assert ((ids >= 0) & (ids < call["num_experts"])).all()
     assert call["gemm1_weights"].shape == (local, hidden // 256, 2 * size, 128)
     assert call["gemm2_weights"].shape == (local, size // 256, hidden, 128)
     assert call["gemm1_weights_scale"].numel() == local * 2 * size * hidden // 32
@@ -102,10 +103,6 @@ def trtllm_mxint4_block_scale_moe(**call):
         assert call[f"{name}_scale"].dtype is torch.bfloat16
         assert call[name].is_contiguous()
         assert call[f"{name}_scale"].is_contiguous()
-    weights, ids = route(
-        call["routing_logits"], top_k=call["top_k"], config=config, correction_bias=call["routing_bias"]
-    )
-    weights = weights.bfloat16().float()
     total = torch.zeros(output.shape)
     for expert in range(local):
         token, slot = (ids == expert + call["local_expert_offset"]).nonzero(as_tuple=True)
@@ -124,7 +121,32 @@ def trtllm_mxint4_block_scale_moe(**call):
     output.copy_(total)
 
 
-LIBRARY = SimpleNamespace(trtllm_mxint4_block_scale_moe=trtllm_mxint4_block_scale_moe)
+def routing(**call):
+    method = RoutingMethodType(call["routing_method_type"])
+    factor = call["routed_scaling_factor"]
+    groups = {}
+    if method is RoutingMethodType.DeepSeekV3:
+        groups = {"num_expert_group": call["n_group"], "topk_group": call["topk_group"]}
+    else:
+        assert call["n_group"] is call["topk_group"] is None
+    if method not in (RoutingMethodType.DeepSeekV3, RoutingMethodType.MiniMax2):
+        assert factor is None  # the kernel would not look at it
+        factor = 1.0
+    config = RoutingConfig.from_method(method, routed_scaling_factor=factor, **groups)
+    weights, ids = route(
+        call["routing_logits"], top_k=call["top_k"], config=config, correction_bias=call["routing_bias"]
+    )
+    computed(call, ids, weights.bfloat16().float())
+
+
+def routed(**call):
+    packed = call["topk_ids"]
+    assert packed.dtype is torch.int32
+    assert call["n_group"] is call["topk_group"] is call["routed_scaling_factor"] is None
+    computed(call, packed >> 16, packed.to(torch.int16).view(torch.bfloat16).float())
+
+
+LIBRARY = SimpleNamespace(trtllm_mxint4_block_scale_moe=routing, trtllm_mxint4_block_scale_routed_moe=routed)
 
 
 class Double(TrtLlmMxint4ExpertsMonolithic):
@@ -137,8 +159,23 @@ class Double(TrtLlmMxint4ExpertsMonolithic):
         return LIBRARY
 
 
-class TestDouble(ConformanceTests):
+class ModularDouble(TrtLlmMxint4ExpertsModular):
+    """The same for a routing that is given; few experts, since the double computes one after another."""
+
+    claims = replace(TrtLlmMxint4ExpertsModular.claims, requires=(TRITON,), max_experts=12)
+
+    @staticmethod
+    def library():
+        return LIBRARY
+
+
+class TestMonolithic(ConformanceTests):
     experts = Double
+    device = "cpu"
+
+
+class TestModular(ConformanceTests):
+    experts = ModularDouble
     device = "cpu"
 
 
@@ -155,7 +192,8 @@ def arguments(config, tokens=3):
     instance, weights = made(config)
     x = torch.randn(tokens, config.hidden_size, dtype=torch.bfloat16)
     logits = torch.randn(tokens, config.num_experts)
-    return instance.arguments(torch.empty_like(x), x, weights, router_logits=logits, correction_bias=None)
+    matrices = {"hidden_states": x, "output": torch.empty_like(x)}
+    return instance.arguments(matrices, weights, router_logits=logits, correction_bias=None)
 
 
 def test_parameters_of_the_activation_reach_the_library():
@@ -208,6 +246,28 @@ def test_offset_binary_codes_become_signed_ones():
     row = unshuffled(signed_values(converted.w2[1].transpose(0, 1).flatten(1)))[37]
     expected = torch.stack((codes, 15 - codes), dim=1).flatten().float() - 8
     assert torch.equal(row, expected)
+
+
+def test_a_routing_is_packed_as_the_library_documents():
+    ids = torch.tensor([[0, 3], [511, 12]], dtype=torch.int32)
+    weights = torch.tensor([[0.25, 1.0], [0.3, -2.0]])
+    packed = pack_routing(ids.clone(), weights)
+    assert torch.equal(packed >> 16, ids)
+    assert torch.equal(packed.to(torch.int16).view(torch.bfloat16), weights.bfloat16())
+    assert packed.dtype is torch.int32
+
+
+def test_layers_with_parameters_of_the_activation_are_left_to_the_kernel_that_routes():
+    def against(**changes):
+        config = replace(LAYER, **changes)
+        given = Environment({"flashinfer-python": "0.7.2.post1", "triton": "3.6.0"})
+        return "; ".join(
+            TrtLlmMxint4ExpertsModular.unsupported_reasons(config, kInt4Static32, None, BLACKWELL, environment=given)
+        )
+
+    assert against() == against(routing=None) == ""
+    assert against(activation=MoEActivation.SWIGLUOAI) == "does not compute the activation swigluoai"
+    assert "does not clamp" in against(activation_params=ActivationParams(limit=0.75))
 
 
 def test_padding_is_zeros_and_never_shows():
@@ -282,3 +342,23 @@ def test_ranks_add_up_to_the_whole_layer_and_other_maps_are_no_silent_error():
     # each sum is rounded to bfloat16 once: by at most 2^-8 of itself
     bound = (expected.abs() + parts[0].abs() + parts[1].abs()) * 2**-8
     assert (parts[0] + parts[1] - expected).abs().le(bound + 2**-20).all()
+
+
+def test_the_oracle_takes_the_class_that_fits_the_routing():
+    environment = Environment({"flashinfer-python": "0.7.2.post1", "triton": "3.6.0"})
+
+    def chosen(config, device="sm100"):
+        selection = WNA16Oracle().select(
+            config,
+            weight_key=kInt4Static32,
+            activation_key=None,
+            device=device,
+            environment=environment,
+            moe_backend=WNA16MoEBackend.FLASHINFER_TRTLLM,
+        )
+        return selection.experts
+
+    assert chosen(LAYER) is TrtLlmMxint4ExpertsMonolithic
+    assert chosen(replace(LAYER, routing=None)) is TrtLlmMxint4ExpertsModular
+    with pytest.raises(SelectionError, match="needs sm100 to sm109"):
+        chosen(LAYER, "sm90")

@@ -20,7 +20,11 @@ from moe_core import (
 )
 from moe_core.device import DeviceInfo
 from moe_core.testing.data import make_weights
-from moe_wna16.experts.flashinfer_trtllm import TrtLlmMxint4ExpertsMonolithic
+from moe_wna16.experts.flashinfer_trtllm import (
+    TrtLlmMxint4ExpertsModular,
+    TrtLlmMxint4ExpertsMonolithic,
+    pack_routing,
+)
 from moe_wna16.libraries import FLASHINFER
 
 if Environment.current().reason_against(FLASHINFER) is not None:
@@ -79,6 +83,32 @@ def test_the_call_fits_the_library(config):
     assert bound.keys() >= {
         name for name, parameter in signature.parameters.items() if parameter.default is inspect.Parameter.empty
     }
+
+
+def test_the_call_with_a_routing_fits_the_library():
+    import flashinfer.fused_moe
+
+    signature = inspect.signature(flashinfer.fused_moe.trtllm_mxint4_block_scale_routed_moe)
+    instance = TrtLlmMxint4ExpertsModular(
+        LAYER, weight_key=kInt4Static32, activation_key=None, device=DeviceInfo.parse("sm100")
+    )
+    weights = instance.convert(make_weights(LAYER, kInt4Static32, None, seed=0))
+    x = torch.empty(3, 256, dtype=torch.bfloat16)
+    ids = torch.zeros(3, 2, dtype=torch.int32)
+    given = instance.arguments({"hidden_states": x, "output": x}, weights, packed_routing=ids)
+    bound = signature.bind(**given).arguments
+    assert not {"kwargs", "args"} & bound.keys()
+    assert bound["topk_ids"] is ids
+    assert bound["num_experts"] == 12
+
+
+def test_a_routing_is_packed_as_the_library_packs_it():
+    from flashinfer.fused_moe.runners import _pack_prerouted_topk_ids
+
+    ids = torch.randint(0, 500, (7, 3), dtype=torch.int32)
+    weights = torch.randn(7, 3)
+    theirs = _pack_prerouted_topk_ids(SimpleNamespace(topk_ids=ids, topk_weights=weights))
+    assert torch.equal(pack_routing(ids.clone(), weights), theirs)
 
 
 def test_weights_are_what_the_library_prepares(monkeypatch):

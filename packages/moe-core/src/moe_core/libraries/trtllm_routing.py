@@ -1,4 +1,4 @@
-"""FlashInfer's TRTLLM kernels that route by themselves: what they can route, whatever the weights are.
+"""FlashInfer's TRTLLM kernels and the routing: what they can route by themselves, whatever the weights are.
 
 The routing method is the config's, as are its groups, scaling factor and bias.  Methods to which the library does not
 apply the scaling factor have it applied to the output.  Under expert parallelism a rank holds one contiguous range of
@@ -35,6 +35,18 @@ ROUTING_METHODS = frozenset(
 SCALED_METHODS = frozenset({RoutingMethodType.DeepSeekV3, RoutingMethodType.MiniMax2})
 #: experts that one block of threads routes among
 MOST_EXPERTS = 512
+#: local experts of kernels that are told the routing: of 512, some live elsewhere (:func:`declared_experts`)
+MOST_ROUTED_EXPERTS = 504
+
+
+def declared_experts(config: FusedMoEConfig) -> int:
+    """Experts that a kernel is told of whose routing is given: those here, at least one elsewhere, more than top-k.
+
+    Four at a time.  The library knows no "no expert", but experts that live elsewhere: where ids are numbers of local
+    experts, an id that selects none becomes the first of those.
+    """
+    most = max(config.local_experts, config.top_k) + 1
+    return -(-most // 4) * 4
 
 
 class TrtLlmRouting(FusedMoEExpertsMonolithic):

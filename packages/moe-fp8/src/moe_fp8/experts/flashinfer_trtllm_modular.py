@@ -1,7 +1,7 @@
 """FlashInfer's TRTLLM kernels, told which token goes where.
 
-Ids become numbers of local experts before the call, so that any expert map works.  The library knows no "no expert",
-but experts that live elsewhere: an id that selects none becomes the first of those.
+Ids become numbers of local experts before the call, so that any expert map works: see
+`moe_core.libraries.trtllm_routing.declared_experts`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_core import ExpertTokensMetadata, FusedMoEExpertsModular, KernelWeights
+from moe_core.libraries.trtllm_routing import MOST_ROUTED_EXPERTS, declared_experts
 from torch import Tensor
 
 from moe_fp8.experts.flashinfer_trtllm import (
@@ -23,18 +24,9 @@ from moe_fp8.experts.flashinfer_trtllm import (
     TrtLlmMxfp8Experts,
 )
 
-#: the library's limit is 512, of which some live elsewhere (`TrtLlmModular.declared_experts`)
-_MOST = 504
-
 
 class TrtLlmModular(TrtLlmFp8Experts, FusedMoEExpertsModular):
     """A call with ids and router weights."""
-
-    @property
-    def declared_experts(self) -> int:
-        """Experts that the library is told of: those here, at least one elsewhere, more than top-k, four at a time."""
-        most = max(self.config.local_experts + 1, self.config.top_k + 1)
-        return -(-most // 4) * 4
 
     def arguments(
         self,
@@ -50,7 +42,7 @@ class TrtLlmModular(TrtLlmFp8Experts, FusedMoEExpertsModular):
         return {
             "topk_ids": (local_ids, topk_weights),
             "routing_bias": None,
-            "num_experts": self.declared_experts,
+            "num_experts": declared_experts(config),
             "top_k": config.top_k,
             "n_group": None,
             "topk_group": None,
@@ -94,16 +86,16 @@ class TrtLlmModular(TrtLlmFp8Experts, FusedMoEExpertsModular):
 class TrtLlmFp8TensorExpertsModular(TrtLlmModular, TrtLlmFp8TensorExperts):
     """Per tensor."""
 
-    claims = replace(TENSOR_CLAIMS, max_experts=_MOST)
+    claims = replace(TENSOR_CLAIMS, max_experts=MOST_ROUTED_EXPERTS)
 
 
 class TrtLlmFp8BlockExpertsModular(TrtLlmModular, TrtLlmFp8BlockExperts):
     """Block FP8."""
 
-    claims = replace(BLOCK_CLAIMS, max_experts=_MOST)
+    claims = replace(BLOCK_CLAIMS, max_experts=MOST_ROUTED_EXPERTS)
 
 
 class TrtLlmMxfp8ExpertsModular(TrtLlmModular, TrtLlmMxfp8Experts):
     """MXFP8."""
 
-    claims = replace(MXFP8_CLAIMS, max_experts=_MOST)
+    claims = replace(MXFP8_CLAIMS, max_experts=MOST_ROUTED_EXPERTS)

@@ -1,7 +1,7 @@
-"""FlashInfer's TRTLLM kernel for int4 weights in groups of 32 ("MXINT4") on the sm_100 family; it routes by itself.
+"""FlashInfer's TRTLLM kernel for int4 weights in groups of 32 ("MXINT4") on the sm_100 family.
 
-One call of the library does everything, in bfloat16: routing, both products, activation, weighted sum.  Its layout is
-that of `moe_core.libraries.trtllm_layout`:
+One call of the library does everything, in bfloat16: both products, activation, weighted sum, and the routing unless it
+is given.  Its layout is that of `moe_core.libraries.trtllm_layout`:
 
 - nibbles are signed; up and gate rows come in turns, shuffled for a tile of 128, in blocks of 128 bytes (256 columns)
 - scales are bfloat16, and follow their rows into tiles of 128 rows and 4 columns
@@ -12,13 +12,19 @@ Router weights are bfloat16 inside the library.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from moe_core import (
+    TRITON,
     Claims,
+    ExpertTokensMetadata,
+    FusedMoEExperts,
+    FusedMoEExpertsModular,
     KernelWeights,
     MoEActivation,
     MoEWeights,
@@ -29,7 +35,12 @@ from moe_core import (
 from moe_core.errors import TensorError
 from moe_core.libraries.trtllm_activation import activation_parameters
 from moe_core.libraries.trtllm_layout import ordered_scales, row_order
-from moe_core.libraries.trtllm_routing import ROUTING_METHODS, TrtLlmRouting
+from moe_core.libraries.trtllm_routing import (
+    MOST_ROUTED_EXPERTS,
+    ROUTING_METHODS,
+    TrtLlmRouting,
+    declared_experts,
+)
 from moe_core.ops.layout import block_major, by_experts, pad_matrices
 from moe_core.quant_config import make_quant_config
 from torch import Tensor
@@ -47,24 +58,24 @@ ALIGNMENT = 16
 _GATED = frozenset({MoEActivation.SILU, MoEActivation.SWIGLUOAI})
 
 
-class TrtLlmMxint4ExpertsMonolithic(TrtLlmRouting):
-    """Symmetric int4 weights in groups of 32 with bfloat16 scales."""
+_CLAIMS = Claims(
+    devices=(cuda(min=100, max=109),),
+    keys=((kInt4Static32, None),),
+    activations=_GATED,
+    activation_limit=_GATED,
+    dtypes=frozenset({torch.bfloat16}),
+    hidden_multiple=BLOCK,
+    intermediate_multiple=GROUP,
+    max_top_k=32,
+    allocates=True,
+    requires=(FLASHINFER,),
+    notes="calls are bound against FlashInfer's signatures, and layouts compared with its helpers; "
+    "router weights are rounded to bfloat16",
+)
 
-    claims = Claims(
-        devices=(cuda(min=100, max=109),),
-        keys=((kInt4Static32, None),),
-        activations=_GATED,
-        activation_limit=_GATED,
-        dtypes=frozenset({torch.bfloat16}),
-        routing_methods=ROUTING_METHODS,
-        hidden_multiple=BLOCK,
-        intermediate_multiple=GROUP,
-        max_top_k=32,
-        allocates=True,
-        requires=(FLASHINFER,),
-        notes="calls are bound against FlashInfer's signatures, and layouts compared with its helpers; "
-        "router weights are rounded to bfloat16",
-    )
+
+class TrtLlmMxint4Experts(FusedMoEExperts):
+    """Symmetric int4 weights in groups of 32 with bfloat16 scales: what both classes share."""
 
     @staticmethod
     def library() -> Any:
@@ -102,27 +113,51 @@ class TrtLlmMxint4ExpertsMonolithic(TrtLlmRouting):
         values = (num_tokens * self.config.hidden_size,)
         return (WorkspaceSpec("x", values, torch.bfloat16), WorkspaceSpec("y", values, torch.bfloat16))
 
+    def weight_arguments(self, weights: KernelWeights) -> dict[str, Any]:
+        """Weights, scales, size and activation, by the library's names."""
+        quant = weights.quant_config
+        return {
+            "gemm1_weights": weights.w13,
+            "gemm1_weights_scale": quant.w1_scale,
+            "gemm2_weights": weights.w2,
+            "gemm2_weights_scale": quant.w2_scale,
+            "intermediate_size": self.intermediate_size,
+            # the library has no defaults for them
+            **{name: weights.extra.get(name) for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")},
+        }
+
+    @contextlib.contextmanager
+    def matrices(
+        self, hidden_states: Tensor, output: Tensor, workspace: Mapping[str, Tensor]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Hidden states and output where the library can read and write them; the output is copied back."""
+        x, y = hidden_states, output
+        if not _is_aligned(x):
+            x = workspace["x"][: x.numel()].view(x.shape).copy_(x)
+        if not _is_aligned(y):
+            y = workspace["y"][: y.numel()].view(y.shape)
+        yield {"hidden_states": x, "output": y}
+        if y is not output:
+            output.copy_(y)
+
+
+class TrtLlmMxint4ExpertsMonolithic(TrtLlmMxint4Experts, TrtLlmRouting):
+    """A call with router logits."""
+
+    claims = replace(_CLAIMS, routing_methods=ROUTING_METHODS)
+
     def arguments(
         self,
-        output: Tensor,
-        x: Tensor,
+        matrices: dict[str, Tensor],
         weights: KernelWeights,
         *,
         router_logits: Tensor,
         correction_bias: Tensor | None,
     ) -> dict[str, Any]:
         """Arguments of ``trtllm_mxint4_block_scale_moe``; looks at no value and needs no GPU."""
-        quant = weights.quant_config
         return {
-            "hidden_states": x,
-            "gemm1_weights": weights.w13,
-            "gemm1_weights_scale": quant.w1_scale,
-            "gemm2_weights": weights.w2,
-            "gemm2_weights_scale": quant.w2_scale,
-            "intermediate_size": self.intermediate_size,
-            "output": output,
-            # the library has no defaults for them
-            **{name: weights.extra.get(name) for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")},
+            **matrices,
+            **self.weight_arguments(weights),
             **self.routing_arguments(router_logits, correction_bias, ungrouped=None),
         }
 
@@ -139,17 +174,82 @@ class TrtLlmMxint4ExpertsMonolithic(TrtLlmRouting):
         hidden_states_scale: Tensor | None = None,
     ) -> None:
         logits = self.library_logits(router_logits)
-        x, y = hidden_states, output
-        if not _is_aligned(x):
-            x = workspace["x"][: x.numel()].view(x.shape).copy_(x)
-        if not _is_aligned(y):
-            y = workspace["y"][: y.numel()].view(y.shape)
-        self.library().trtllm_mxint4_block_scale_moe(
-            **self.arguments(y, x, weights, router_logits=logits, correction_bias=correction_bias)
-        )
-        if y is not output:
-            output.copy_(y)
+        with self.matrices(hidden_states, output, workspace) as matrices:
+            self.library().trtllm_mxint4_block_scale_moe(
+                **self.arguments(matrices, weights, router_logits=logits, correction_bias=correction_bias)
+            )
         self.finish(output, expert_map)
+
+
+class TrtLlmMxint4ExpertsModular(TrtLlmMxint4Experts, FusedMoEExpertsModular):
+    """A call with ids and router weights.
+
+    The library has a second way of running this call, by the distribution of the tokens, in which parameters of the
+    activation do not reach the kernel: layers that have any are left to the monolithic class.
+    """
+
+    claims = replace(
+        _CLAIMS,
+        activations=frozenset({MoEActivation.SILU}),
+        activation_limit=False,
+        max_experts=MOST_ROUTED_EXPERTS,
+        requires=(FLASHINFER, TRITON),
+    )
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        ids = WorkspaceSpec("ids", (num_tokens * self.config.top_k,), torch.int32)
+        return (*super().workspaces(num_tokens), ids)
+
+    def arguments(
+        self, matrices: dict[str, Tensor], weights: KernelWeights, *, packed_routing: Tensor
+    ) -> dict[str, Any]:
+        """Arguments of ``trtllm_mxint4_block_scale_routed_moe``; looks at no value and needs no GPU.
+
+        ``packed_routing`` [M, k] int32: the local expert above 16 bits of the router weight in bfloat16.
+        """
+        config = self.config
+        return {
+            **matrices,
+            **self.weight_arguments(weights),
+            "topk_ids": packed_routing,
+            "num_experts": declared_experts(config),
+            "top_k": config.top_k,
+            "n_group": None,
+            "topk_group": None,
+            "local_expert_offset": 0,
+            "local_num_experts": config.local_experts,
+            "routed_scaling_factor": None,
+            "routing_method_type": 1,  # not read: the routing is given
+        }
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        weights: KernelWeights,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        workspace: Mapping[str, Tensor],
+        expert_map: Tensor | None = None,
+        hidden_states_scale: Tensor | None = None,
+        expert_tokens: ExpertTokensMetadata | None = None,
+    ) -> None:
+        from moe_core.ops.align import local_ids
+
+        ids = workspace["ids"][: topk_ids.numel()].view(topk_ids.shape)
+        local = self.config.local_experts
+        packed = pack_routing(local_ids(topk_ids, local, ids, none=local, expert_map=expert_map), topk_weights)
+        with self.matrices(hidden_states, output, workspace) as matrices:
+            self.library().trtllm_mxint4_block_scale_routed_moe(
+                **self.arguments(matrices, weights, packed_routing=packed)
+            )
+
+
+def pack_routing(ids: Tensor, weights: Tensor) -> Tensor:
+    """``ids`` [M, k] int32, in place, as the library takes a routing: above the bits of ``weights`` in bfloat16."""
+    bits = weights.bfloat16().view(torch.int16).to(torch.int32)
+    return ids.bitwise_left_shift_(16).bitwise_or_(bits.bitwise_and_(0xFFFF))
 
 
 def _is_aligned(rows: Tensor) -> bool:
