@@ -30,8 +30,8 @@ from moe_core import (
     kInt8StaticAsym,
     kInt8StaticChannelSym,
 )
-from moe_core.reference import fused_moe_reference
 from moe_core.testing.data import make_inputs, make_weights
+from moe_core.testing.tolerance import expected_output
 from moe_wna16 import WNA16MoEBackend, WNA16Oracle, select_wna16_moe_backend
 from moe_wna16.experts.torch import TorchWNA16Experts
 from moe_wna16.keys import BASES, every_key, in_order
@@ -152,10 +152,8 @@ def test_the_named_functions_make_a_layer(weight_key: QuantKey, activation_key: 
     kernel = moe_wna16.make_wna16_moe_kernel(selection, converted)
     inputs = make_inputs(config, 9, seed=1)
     routed = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids}
-    expected = fused_moe_reference(inputs.x, weights, config, **routed)
-    # the output's rounding to bf16, of h before the second product, of an e4m3 code that a last bit moves
-    limit = 2.0**-8 if activation_key is None else 2.0**-6
-    assert float((kernel.apply(inputs.x, **routed).double() - expected).norm() / expected.norm()) < limit
+    found = kernel.apply(inputs.x, **routed)
+    expected_output(inputs.x, weights, config, **routed).compare(found, str(weight_key))
     quant = moe_wna16.make_wna16_moe_quant_config(
         weight_key=weight_key, activation_key=activation_key, **quant_tensors(weights)
     )
