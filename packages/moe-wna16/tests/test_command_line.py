@@ -96,7 +96,7 @@ def test_explain_for_a_gpu_that_is_not_here(original: Path, capsys: pytest.Captu
     data = json.loads(capsys.readouterr().out)
     assert data["scheme"] == "wna16"
     assert data["chosen"]
-    key = "kInt4StaticAsym[1x64]"
+    key = "kInt4StaticAsym"
     layer = ["--scheme", "wna16", "--shape", "128,8,2048,768", "--weight-key", key]
     assert main(["explain", *layer, "--device", "sm90", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["weight_key"] == key
