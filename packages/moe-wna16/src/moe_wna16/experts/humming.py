@@ -116,7 +116,7 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
         )
 
     def _packed(self, w: Tensor) -> Tensor:
-        if w.dtype is torch.uint8 and self._key.packing is not None:
+        if self._key.packing is not None:
             return packed_nibbles(w)
         # around a zero point that is the same for all
         return packed_bytes(w, distances=self._key.symmetric and self.config.dtype is torch.bfloat16)
@@ -167,8 +167,9 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
             "locks": weights.extra["locks"],
         }
 
-    @functools.cached_property
+    @property
     def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of each matrix."""
         config = self.config
         return {
             "w13": (config.w13_rows, config.hidden_size),
@@ -176,15 +177,18 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
         }
 
     @functools.cached_property
+    def _calls(self) -> Any:
+        return self.library()
+
+    @functools.cached_property
     def _layers(self) -> dict[str, Any]:
         """The library's configuration of each matrix."""
-        library = self.library()
-        return {name: library.LayerConfig(**self.layer_arguments(*shape)) for name, shape in self._shapes.items()}
+        return {name: self._calls.LayerConfig(**self.layer_arguments(*shape)) for name, shape in self._shapes.items()}
 
     def _settings(self, name: str, rows: int) -> str:
         """The kernel that the library's heuristics choose for about so many rows."""
         if (name, rows) not in self._chosen:
-            chosen = self.library().get_heuristics_config(self._layers[name], shape_m=rows, **_GEMM)
+            chosen = self._calls.get_heuristics_config(self._layers[name], shape_m=rows, **_GEMM)
             self._chosen[name, rows] = json.dumps(chosen)
         return self._chosen[name, rows]
 
@@ -193,7 +197,7 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
         config = self.config
         # how many of the rows are in use is known to the device alone: under expert parallelism about this share
         expected = -(-a.shape[0] * config.local_experts // config.num_experts)
-        self.library().humming_forward(
+        self._calls.humming_forward(
             self._layers[name],
             **self.arguments(name, a, weights, out, offsets),
             compute_config=_COMPUTE,
