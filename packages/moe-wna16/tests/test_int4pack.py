@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from moe_core import (
     QuantKey,
     kFp8DynamicTokenSym,
     kInt4Static,
-    kInt4StaticAsym,
 )
+from moe_core.quantization import dequantize_weight
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.testing.tolerance import expected_output
 from moe_wna16 import int4pack
 from moe_wna16.experts.torch import TorchWNA16Experts
+from moe_wna16.keys import BASES, SCALE_DTYPES
 
 AVAILABLE = pytest.mark.skipif(not int4pack.available(), reason="this CPU has no product of 4-bit weights in torch")
 CONFIG = FusedMoEConfig(8, 2, 256, 128)
@@ -38,28 +40,69 @@ def values(codes: torch.Tensor) -> torch.Tensor:
 def test_unpacking_undoes_packing(rows: int, columns: int) -> None:
     codes = random_codes(rows, columns)
     out = torch.empty(columns, rows)
-    int4pack.unpack(int4pack.pack(codes), out)
+    (packed,) = int4pack.pack(codes, 4)
+    int4pack.unpack(packed, out)
     assert torch.equal(out.T, values(codes))
+    upper, lower = int4pack.pack(codes, 8)
+    out = torch.empty(columns // 2, rows)
+    for plane, expected in ((upper, codes >> 4), (lower, codes & 15)):
+        int4pack.unpack(plane, out)
+        assert torch.equal(out.T, expected.float() - 8)
 
 
 @AVAILABLE
-@pytest.mark.parametrize("group", [*int4pack.GROUPS, -1])
+@pytest.mark.parametrize("dtype", SCALE_DTYPES, ids=str)
+@pytest.mark.parametrize("base", BASES, ids=lambda key: key.dtype.name)
 @pytest.mark.parametrize("tokens", [0, 1, 5, int4pack.MAX_ROWS + 1])
-def test_product(tokens: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_product(tokens: int, base: QuantKey, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int4pack, "_BLOCK", 256 * 64 * 2)  # two tiles of three, then one
-    rows, columns = 192, 256
-    codes, generator = random_codes(rows, columns), torch.Generator().manual_seed(2)
-    groups = 1 if group < 0 else columns // group
-    scale = torch.randn(rows, groups, generator=generator).bfloat16()
-    x = torch.randn(tokens, columns, generator=generator).bfloat16().float()
-    size = int4pack.group_of(group, rows, columns)
-    assert size is not None
-    found = int4pack.product(x, int4pack.pack(codes), int4pack.scales_and_zeros(scale, size, columns))
-    w = values(codes).double() * scale.double().repeat_interleave(columns // groups, dim=1)
-    expected = x.double() @ w.T
-    # float32 sums, and the rounding to bfloat16
-    limit = 2.0**-8 * expected.abs() + 2.0**-23 * columns**0.5 * (x.double().abs() @ w.abs().T)
-    assert bool(((found.double() - expected).abs() <= limit).all())
+    rows, columns, bits = 192, 256, base.dtype.bits
+    generator = torch.Generator().manual_seed(2)
+    # all of one sign, as after some activations: what a zero lacks adds up
+    x = torch.rand(tokens, columns, generator=generator).bfloat16().float()
+    codes = random_codes(rows, columns * bits // 4)
+    for group in (*int4pack.GROUPS, -1):
+        groups = 1 if group < 0 else columns // group
+        scale = torch.randn(rows, groups, generator=generator).to(dtype)
+        zero_point = None
+        if not base.symmetric:
+            zero_point = torch.randint(0, 2**bits + 1, (rows, groups), generator=generator, dtype=torch.int32)
+        size = int4pack.group_of(group, rows, columns)
+        assert size is not None
+        passes = int4pack.scales_and_zeros(scale, zero_point, bits, size, columns)
+        found = int4pack.product(x, int4pack.pack(codes, bits), passes)
+        key = base.with_group(1, group).with_scale_dtype(dtype)
+        (w,) = dequantize_weight(
+            codes[None],
+            scale[None],
+            key,
+            zero_point=None if zero_point is None else zero_point[None],
+            dtype=torch.float64,
+        )
+        expected = x.double() @ w.T
+        # float32 sums; each pass's rounding to bfloat16, of which int8's second is up to a share of the codes;
+        # what passes leave out of a scale: 2**-18 of it times codes
+        spread = x.double().abs() @ (scale.double().abs().repeat_interleave(columns // groups, dim=1)).T
+        part = 8 * spread if bits == 8 else 0 * spread
+        limit = 2.0**-8 * (expected.abs() + part) + 2.0**-18 * 2**bits * spread
+        assert bool(((found.double() - expected).abs() <= limit).all()), group
+
+
+@AVAILABLE
+def test_passes() -> None:
+    """One where bfloat16 holds everything; memory is read once for each."""
+    scale, zero_point = torch.ones(64, 2), torch.ones(64, 2, dtype=torch.int32)
+    for bits, dtype, asymmetric, expected in (
+        (4, torch.bfloat16, False, 1),
+        (4, torch.float16, False, 2),
+        (4, torch.bfloat16, True, 2),
+        (4, torch.float32, True, 2),
+        (8, torch.bfloat16, False, 2),
+        (8, torch.bfloat16, True, 2),
+        (8, torch.float16, False, 4),
+    ):
+        found = int4pack.scales_and_zeros(scale.to(dtype), zero_point if asymmetric else None, bits, 64, 128)
+        assert found.shape == (expected, 2, 64, 2)
 
 
 def test_what_the_layout_holds() -> None:
@@ -101,20 +144,21 @@ def converted(
 def test_which_layers_are_packed() -> None:
     def is_packed(weights: KernelWeights) -> bool:
         assert weights.w13.dtype is torch.uint8
-        return weights.w13.dim() == 4
+        return weights.w13.dim() == 5
 
     def layer(hidden: int, inter: int, dtype: torch.dtype = torch.bfloat16) -> FusedMoEConfig:
         return FusedMoEConfig(8, 2, hidden, inter, dtype=dtype)
 
-    for group in (32, 64, 128, -1):
-        assert is_packed(converted(CONFIG, kInt4Static.with_group(1, group)))
+    for base in BASES:
+        for group in (32, 64, 128, -1):
+            assert is_packed(converted(CONFIG, base.with_group(1, group)))
+    assert is_packed(converted(CONFIG, replace(kInt4Static.with_scale_dtype(torch.float16), pre_scaled=True)))
     for config, weight_key, activation_key, device in (
         (layer(256, 128, torch.float16), kInt4Static, None, "cpu"),
         (layer(256, 128, torch.float32), kInt4Static, None, "cpu"),
         (layer(200, 128), kInt4Static, None, "cpu"),
         (layer(256, 96), kInt4Static, None, "cpu"),
-        (CONFIG, kInt4Static.with_scale_dtype(torch.float16), None, "cpu"),
-        (CONFIG, kInt4StaticAsym, None, "cpu"),
+        (CONFIG, replace(kInt4Static, permuted=True), None, "cpu"),
         (CONFIG, kInt4Static, kFp8DynamicTokenSym, "cpu"),
         (CONFIG, kInt4Static, None, "sm90"),
     ):

@@ -1,8 +1,16 @@
 """torch's own CPU products of bfloat16 activations and 4-bit weights, which read the codes as they are.
 
-``_weight_int4pack_mm_for_cpu`` widens codes in registers, ``(code - 8) * scale``, and sums in float32; other dtypes of
-activations take a path of it that is slower than dequantising.  Its layout is private to torch and differs between
-instruction sets: :func:`available` finds out whether it is the one that :func:`unpack` reads,
+``_weight_int4pack_mm_for_cpu`` widens codes in registers, ``(code - 8) * scale + zero``, and sums in float32; scales
+and zeros are bfloat16, and so is the result.  What that does not hold is left to further passes, each of which adds
+what the ones before left out:
+
+    int4, bfloat16 scales    (c - 8) s
+    int4, otherwise          (c - 8) s + (8 - zp) s in two passes: upper halves of s and (8 - zp) s, then lower ones
+    int8, c = 16 h + l       (h - 8) 16 s + (136 - zp) s, then (l - 8) s and what the zero lacked;
+                             two passes more where s is no bfloat16
+
+Other dtypes of activations take a path of the product that is slower than dequantising.  Its layout is private to torch
+and differs between instruction sets: :func:`available` finds out whether it is the one that :func:`unpack` reads,
 
     [rows / 64, K, 32] bytes: byte j of column k holds rows j (low nibble) and j + 32 of 64
 """
@@ -18,62 +26,97 @@ from torch import Tensor
 TILE = 64
 #: sizes of groups that the product knows
 GROUPS = (128, 64, 32)
-#: rows of activations above which dequantising and multiplying in float32 is faster
+#: rows of activations, times passes, above which dequantising and multiplying in float32 is faster
 MAX_ROWS = 128
 #: float32 values of a block that is dequantised: 4 MB
 _BLOCK = 2**20
 
 
-def pack(codes: Tensor) -> Tensor:
-    """Canonical nibbles of one matrix, uint8 [rows, K/2], as uint8 [rows / 64, K, 32]; ``rows`` a multiple of 64."""
-    rows, columns = codes.shape[0], 2 * codes.shape[1]
-    wide = torch.stack((codes & 15, codes >> 4), dim=2).view(rows, columns)
-    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(wide.to(torch.int32), 2)
-    return packed.view(rows // TILE, columns, TILE // 2)
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Canonical codes of one matrix, uint8 [rows, K], of 4 bits [rows, K/2], as uint8 [planes, rows / 64, K, 32].
+
+    int4 is one plane, int8 two: upper nibbles, then lower ones.  ``rows`` is a multiple of 64.
+    """
+    low, high = codes & 15, codes >> 4
+    planes = [torch.stack((low, high), dim=2).flatten(1)] if bits == 4 else [high, low]
+    rows, columns = planes[0].shape
+    packed = [torch.ops.aten._convert_weight_to_int4pack_for_cpu(plane.to(torch.int32), 2) for plane in planes]
+    return torch.stack([plane.view(rows // TILE, columns, TILE // 2) for plane in packed])
 
 
 def unpack(packed: Tensor, out: Tensor) -> None:
-    """Codes - 8 of some tiles ``packed`` [T, K, 32], in ``out`` [K, T * 64] float32."""
+    """Nibbles - 8 of some tiles ``packed`` [T, K, 32], in ``out`` [K, T * 64] float32."""
     tiles = out.view(len(out), len(packed), 2, TILE // 2).permute(1, 0, 2, 3)
     tiles[:, :, 0].copy_((packed & 15).sub_(8).view(torch.int8))
     tiles[:, :, 1].copy_((packed >> 4).sub_(8).view(torch.int8))
 
 
-def scales_and_zeros(scale: Tensor, group: int, columns: int) -> Tensor:
-    """Scales [rows, G] bfloat16 of one matrix as [columns / group, rows, 2]; the zeros are what is added to values."""
+def scales_and_zeros(scale: Tensor, zero_point: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
+    """Scales and zeros of the passes of one matrix, bfloat16 [passes, columns / group, rows, 2].
+
+    ``scale`` [rows, G], ``zero_point`` of its shape (None: half of the codes); G groups of a multiple of ``group``.
+    """
     groups = columns // group
-    per_group = scale.T if scale.shape[1] == groups else scale.T.repeat_interleave(groups // scale.shape[1], dim=0)
-    return torch.stack((per_group, torch.zeros_like(per_group)), dim=2)
+    repeats = groups // scale.shape[1]
+    wide = scale.float().T.repeat_interleave(repeats, dim=0)
+    middle = 2 ** (bits - 1)
+    zeros = torch.zeros_like(wide)
+    if zero_point is not None:
+        zeros = (middle - zero_point.float().T.repeat_interleave(repeats, dim=0)) * wide
+    if bits == 8:
+        zeros = zeros + 8 * wide
+    left = wide
+    passes = []
+    halves = 1 if scale.dtype is torch.bfloat16 and (bits == 8 or zero_point is None) else 2
+    for _ in range(halves):
+        upper = left.bfloat16()
+        left = left - upper.float()
+        for factor in (1,) if bits == 4 else (16, 1):
+            zero = zeros.bfloat16()
+            zeros = zeros - zero.float()
+            passes.append(torch.stack((upper * factor, zero), dim=2))
+    return torch.stack(passes)
 
 
 def product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     """``x`` [R, K] float32, values of bfloat16, times one matrix transposed: float32 [R, rows].
 
-    Of few rows the sums are rounded to bfloat16.
+    Of few rows the sums of each pass are rounded to bfloat16.
     """
-    groups, rows, _ = scales.shape
-    columns = packed.shape[1]
-    if len(x) > MAX_ROWS:
+    passes, groups, rows, _ = scales.shape
+    planes, _, columns, _ = packed.shape
+    if len(x) * passes > MAX_ROWS:
         return _dequantized_product(x, packed, scales)
-    y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-        x.bfloat16(), packed.view(rows, columns // 2), columns // groups, scales
-    )
-    return y.float()
+    narrow, y = x.bfloat16(), None
+    for number in range(passes):
+        codes = packed[number % planes].view(rows, columns // 2)
+        part = torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, codes, columns // groups, scales[number])
+        y = part.float() if y is None else y.add_(part)
+    return x.new_zeros(len(x), rows) if y is None else y
 
 
 def _dequantized_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-    groups, rows, _ = scales.shape
-    columns = packed.shape[1]
-    count = min(max(_BLOCK // (columns * TILE), 1), len(packed))
+    passes, groups, rows, _ = scales.shape
+    planes, all_tiles, columns, _ = packed.shape
+    # in float32 the passes of a plane are one
+    scale = scales[..., 0].float().view(-1, planes, groups, rows).sum(dim=0)
+    zeros = scales[..., 1].float().sum(dim=0)
+    count = min(max(_BLOCK // (columns * TILE), 1), all_tiles)
     y = x.new_empty(len(x), rows)
-    buffer = x.new_empty(columns * TILE * count)
-    for first in range(0, len(packed), count):
-        tiles = packed[first : first + count]
-        block = slice(first * TILE, (first + len(tiles)) * TILE)
-        w = buffer[: columns * TILE * len(tiles)].view(columns, -1)
-        unpack(tiles, w)
-        w.view(groups, columns // groups, -1).mul_(scales[:, None, block, 0])
-        torch.mm(x, w, out=y[:, block])
+    memory = x.new_empty(planes, columns * TILE * count)
+    for first in range(0, all_tiles, count):
+        tiles = packed[:, first : first + count]
+        block = slice(first * TILE, (first + tiles.shape[1]) * TILE)
+        parts = []
+        for plane, buffer in enumerate(memory[:, : columns * TILE * tiles.shape[1]]):
+            unpack(tiles[plane], buffer.view(columns, -1))
+            parts.append(buffer.view(groups, columns // groups, -1).mul_(scale[plane, :, None, block]))
+        w = parts[0]
+        for part in parts[1:]:
+            w += part
+        if passes > 1:
+            w += zeros[:, None, block]
+        torch.mm(x, w.view(columns, -1), out=y[:, block])
     return y
 
 
@@ -95,11 +138,11 @@ def available() -> bool:
     wide = torch.stack((codes & 15, codes >> 4), dim=2).view(rows, columns).float() - 8
     scale = torch.tensor([1.0, 0.5], dtype=torch.bfloat16).expand(rows, 2)
     try:
-        packed = pack(codes)
+        packed = pack(codes, 4)
         # one column each: what comes out are the weights
-        found = product(torch.eye(columns), packed, scales_and_zeros(scale, group, columns))
+        found = product(torch.eye(columns), packed, scales_and_zeros(scale, None, 4, group, columns))
         tiles = torch.empty(columns, rows)
-        unpack(packed, tiles)
+        unpack(packed[0], tiles)
     except RuntimeError:
         return False
     expected = wide * scale.float().repeat_interleave(group, dim=1)

@@ -1,8 +1,8 @@
 """Plain torch: any device, and the real path on a CPU.
 
-Weights are dequantised a block of rows at a time (:mod:`moe_wna16.blocks`).  bfloat16 layers with symmetric int4
-weights and bfloat16 scales are multiplied by torch's own CPU product instead, which reads codes
-(:mod:`moe_wna16.int4pack`); their weights are laid out for it where this CPU has it.
+Weights are dequantised a block of rows at a time (:mod:`moe_wna16.blocks`).  bfloat16 layers are multiplied by torch's
+own CPU product of 4-bit weights instead, which reads codes (:mod:`moe_wna16.int4pack`), int8 in two parts; their
+weights are laid out for it where this CPU has it, sizes fit and columns are in their groups' order.
 """
 
 from __future__ import annotations
@@ -51,35 +51,36 @@ class TorchWNA16Experts(TorchExperts):
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         converted = super().convert(weights)
-        groups = self._packed_groups()
-        if groups is None:
+        groups, key = self._packed_groups(), weights.weight_key
+        if groups is None or key is None:
             return converted
-        quant = converted.quant_config
-        w1_scale, w2_scale = (
-            torch.stack([int4pack.scales_and_zeros(one, group, columns) for one in scale])
-            for scale, group, columns in (
-                (_given(weights.w13_scale, "w13"), groups[0], self.config.hidden_size),
-                (_given(weights.w2_scale, "w2"), groups[1], self.config.intermediate_size),
-            )
-        )
+        bits, quant = key.dtype.bits, converted.quant_config
+
+        def scales(desc: FusedMoEQuantDesc, group: int, columns: int) -> FusedMoEQuantDesc:
+            scale, zero_point = _given(desc.scale), desc.zero_point
+            stacked = [
+                int4pack.scales_and_zeros(one, None if zero_point is None else zero_point[e], bits, group, columns)
+                for e, one in enumerate(scale)
+            ]
+            return replace(desc, scale=torch.stack(stacked), zero_point=None)
+
         return replace(
             converted,
-            w13=torch.stack([int4pack.pack(codes) for codes in weights.w13]),
-            w2=torch.stack([int4pack.pack(codes) for codes in weights.w2]),
-            quant_config=replace(quant, w1=replace(quant.w1, scale=w1_scale), w2=replace(quant.w2, scale=w2_scale)),
+            w13=torch.stack([int4pack.pack(codes, bits) for codes in weights.w13]),
+            w2=torch.stack([int4pack.pack(codes, bits) for codes in weights.w2]),
+            quant_config=replace(
+                quant,
+                w1=scales(quant.w1, groups[0], self.config.hidden_size),
+                w2=scales(quant.w2, groups[1], self.config.intermediate_size),
+            ),
         )
 
     def _packed_groups(self) -> tuple[int, int] | None:
         """Columns of a group of w13 and w2 in the layout of torch's CPU product; None where that is not used."""
         key, config = self.weight_key, self.config
-        fits = (
-            self.device_info.kind == "cpu"
-            and key is not None
-            and replace(key.with_group(1, 128), pre_scaled=False) == kInt4Static
-            and self.activation_key is None
-            and config.dtype is torch.bfloat16
-        )
-        if not fits or key is None:
+        if key is None or key.permuted or self.activation_key is not None:
+            return None
+        if self.device_info.kind != "cpu" or config.dtype is not torch.bfloat16:
             return None
         first = int4pack.group_of(key.group_size, config.w13_rows, config.hidden_size)
         second = int4pack.group_of(key.group_size, config.hidden_size, config.intermediate_size)
@@ -88,8 +89,8 @@ class TorchWNA16Experts(TorchExperts):
         return first, second
 
     def product(self, x: Tensor, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int = 1) -> Tensor:
-        scale = _given(desc.scale, "weights'")
-        if scale.dim() == 4:
+        scale = _given(desc.scale)
+        if scale.dim() == 5:
             return int4pack.product(x, weights[expert], scale[expert])
         if desc.key is None:
             raise TensorError("the weights' quant key is missing")
@@ -103,7 +104,7 @@ class TorchWNA16Experts(TorchExperts):
         return one.product(x)
 
 
-def _given(scale: Tensor | None, name: str) -> Tensor:
+def _given(scale: Tensor | None) -> Tensor:
     if scale is None:
-        raise TensorError(f"the {name} scale is missing")
+        raise TensorError("the weights' scale is missing")
     return scale
