@@ -67,6 +67,10 @@ EXTRA: dict[str, dict[str, Any]] = {
         f"{PREFIX}.{e}.{p}_proj": {"bits": 8, "group_size": 64} for e in range(3) for p in ("gate", "up", "down")
     },
     "pattern": {r".*\.mlp\.experts\..*": {"bits": 8, "group_size": 64}, "model.layers.0.mlp.gate": {"bits": 16}},
+    "names before parts": {
+        **{f"{PREFIX}.{e}.{p}_proj": {"bits": 8, "group_size": 64} for e in range(3) for p in ("gate", "up", "down")},
+        "mlp.experts": {"bits": 2},
+    },
     "part": {"mlp.experts": {"bits": 8, "group_size": 64}, "lm_head": {"bits": 16}},
 }
 
