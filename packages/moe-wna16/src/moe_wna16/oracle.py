@@ -59,6 +59,7 @@ class WNA16Oracle(Oracle):
             ),
             "moe-wna16",
         ),
+        Backend(WNA16MoEBackend.TRITON.value, ("moe_wna16.experts.triton:TritonWNA16Experts",), "moe-wna16"),
         Backend(WNA16MoEBackend.HUMMING.value, ("moe_wna16.experts.humming:HummingWNA16Experts",), "moe-wna16"),
         Backend(WNA16MoEBackend.TORCH.value, ("moe_wna16.experts.torch:TorchWNA16Experts",), "moe-wna16"),
     )

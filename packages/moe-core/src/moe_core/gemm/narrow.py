@@ -49,12 +49,18 @@ def divide_all(x, by):
 
 
 @triton.jit
+def round_e4m3(x):
+    """float32, |x| <= 448, rounded to what e4m3 holds, to nearest even; needs no conversion to e4m3."""
+    # below 2^-6 e4m3 has steps of 2^-9: adding 1.5 * 2^14 leaves just those, without the sign of what becomes 0
+    small = (tl.abs(x) + 24576.0) - 24576.0
+    return tl.where(tl.abs(x) < 0.015625, _with_sign(small, x), _keep_bits(x, 20))
+
+
+@triton.jit
 def narrow_e4m3(x):
     """float32, |x| <= 448, to e4m3 (round to nearest even)."""
     if INTERPRET:
-        # below 2^-6 e4m3 has steps of 2^-9: adding 1.5 * 2^14 leaves just those, without the sign of what becomes 0
-        small = (tl.abs(x) + 24576.0) - 24576.0
-        x = tl.where(tl.abs(x) < 0.015625, _with_sign(small, x), _keep_bits(x, 20))
+        x = round_e4m3(x)
     return x.to(tl.float8e4nv)
 
 

@@ -1,0 +1,185 @@
+"""Triton, INT4 and INT8 codes in groups with 16-bit activations, and int4 ones with e4m3 activations (W4AFP8).
+
+The portable backend: it reads the checkpoint's codes as they are and makes numbers of them in registers, by plain
+Triton operations; scales and zero points are turned once, so that those of a group lie together.  Every key of the
+scheme, standard and batched format.  ``kernels/layer.py`` says what a call consists of, ``kernels/codes.py`` how exact
+its products are.  e4m3 activations multiply as bfloat16 numbers, which hold them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from moe_core import (
+    GATED,
+    NON_GATED,
+    TRITON,
+    Claims,
+    FusedMoEActivationFormat,
+    KernelWeights,
+    MoEWeights,
+    WorkspaceSpec,
+    cuda,
+    hip,
+    kFp8DynamicTokenSym,
+    kInt4Static,
+    make_quant_config,
+)
+from moe_core.errors import TensorError
+from moe_core.gemm.experts import GroupedExperts
+from moe_core.gemm.plan import TilePlan
+from torch import Tensor
+
+from moe_wna16.kernels.rule import portable_plan
+from moe_wna16.keys import BASES, every_key, in_order
+from moe_wna16.layout import arranged_groups, as_words, by_group, zero_points
+
+#: columns that a row of ``kernels.layer`` is padded to a multiple of
+_STEP = 128
+
+
+class TritonWNA16Experts(GroupedExperts):
+    """Codes that become numbers in registers, through the grouped matrix product of ``moe_core.gemm``."""
+
+    claims = Claims(
+        devices=(cuda(min=80), hip("gfx942", "gfx950")),
+        keys=(*((every_key(base), None) for base in BASES), (in_order(kInt4Static), kFp8DynamicTokenSym)),
+        activations=GATED | NON_GATED,
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        bias=True,
+        expert_map=True,
+        apply_router_weight_on_input=True,
+        formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
+        requires=(TRITON,),
+        verified_on=("NVIDIA H200 (sm90)",),
+    )
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
+        if w13_scale is None or w2_scale is None:
+            raise TensorError("codes come with w13_scale and w2_scale")
+
+        def zeros(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            return by_group(zero_points(tensor, self.bits), self.group_size // self.kernel_group_size)
+
+        def groups(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else arranged_groups(tensor, self.bits, _STEP)
+
+        def scales(tensor: Tensor) -> Tensor:
+            return by_group(tensor, self.group_size // self.kernel_group_size)
+
+        return KernelWeights(
+            w13=as_words(weights.w13),
+            w2=as_words(weights.w2),
+            quant_config=make_quant_config(
+                weight_key=weights.weight_key,
+                activation_key=weights.activation_key,
+                w1_scale=scales(w13_scale),
+                w2_scale=scales(w2_scale),
+                w1_zp=zeros(weights.w13_zero_point),
+                w2_zp=zeros(weights.w2_zero_point),
+                w1_g_idx=groups(weights.w13_g_idx),
+                w2_g_idx=groups(weights.w2_g_idx),
+                w1_pre_scale=weights.w13_pre_scale,
+                w2_pre_scale=weights.w2_pre_scale,
+                w1_bias=weights.w13_bias,
+                w2_bias=weights.w2_bias,
+            ),
+        )
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        if self.weight_key is None:
+            raise TensorError("16-bit weights are not read here")
+        return self.weight_key.dtype.bits
+
+    @property
+    def group_size(self) -> int:
+        """Columns that share a scale; -1: all of a row."""
+        return -1 if self.weight_key is None else self.weight_key.group_size
+
+    @property
+    def short_steps(self) -> bool:
+        """Whether a step of the k loop has 32 columns: of permuted ones, and where no matrix unit multiplies."""
+        return self.permuted or (self.config.dtype is torch.float32 and not self.quantized)
+
+    @property
+    def kernel_group_size(self) -> int:
+        """As :attr:`group_size`; a short step's columns share a scale."""
+        return 32 if self.short_steps and not self.permuted and self.group_size != -1 else self.group_size
+
+    @property
+    def quantized(self) -> bool:
+        """Whether x and h are quantised."""
+        return self.activation_key is not None
+
+    @property
+    def permuted(self) -> bool:
+        """Whether columns have groups of their own."""
+        return self.weight_key is not None and self.weight_key.permuted
+
+    def chosen_plan(self, num_tokens: int) -> TilePlan:
+        config = self.config
+        return portable_plan(
+            num_tokens,
+            config.top_k,
+            config.num_experts,
+            config.hidden_size,
+            config.intermediate_size,
+            dtype_bytes=2 if self.quantized else config.dtype.itemsize,
+            stepwise=self.group_size != -1,
+            permuted=self.permuted,
+            capability=self.device_info.capability,
+        )
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        from moe_wna16.kernels.layer import portable_workspaces
+
+        config = self.config
+        return portable_workspaces(
+            num_tokens,
+            config.top_k,
+            config.local_experts,
+            config.hidden_size,
+            config.intermediate_size,
+            config.dtype,
+            quantized=self.quantized,
+            pre_scaled=self.weight_key is not None and self.weight_key.pre_scaled,
+            batched=self.batched,
+        )
+
+    def fused_moe(self, x: Tensor, weights: KernelWeights, call: dict[str, Any]) -> None:
+        from moe_wna16.kernels.layer import SHORT_STEP, STEP, CodeMatrix, portable_fused_moe
+
+        quant, config = weights.quant_config, self.config
+        # the interpreter takes time for operations, not for their size
+        step = SHORT_STEP if self.short_steps and (x.is_cuda or not self.permuted) else STEP
+        w13 = CodeMatrix(
+            weights.w13,
+            self.bits,
+            config.hidden_size,
+            self.kernel_group_size,
+            call.pop("w13_scale"),
+            quant.w1_zp,
+            quant.w1_g_idx,
+            quant.w1_pre_scale,
+            call.pop("w13_bias"),
+            step,
+        )
+        w2 = CodeMatrix(
+            weights.w2,
+            self.bits,
+            config.intermediate_size,
+            self.kernel_group_size,
+            call.pop("w2_scale"),
+            quant.w2_zp,
+            quant.w2_g_idx,
+            quant.w2_pre_scale,
+            call.pop("w2_bias"),
+            step,
+        )
+        portable_fused_moe(x, w13, w2, quantized=self.quantized, **call)

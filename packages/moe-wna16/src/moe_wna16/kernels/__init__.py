@@ -1,0 +1,1 @@
+"""Device code of the portable backend; see `moe_wna16.kernels.layer`."""

@@ -1,0 +1,380 @@
+"""Unsigned codes that become numbers in registers: how a tile is loaded, multiplied and scaled.
+
+    weights       int32 words [E, rows, words], the checkpoint's bytes: 8 codes of 4 bits or 4 of 8, low bits first
+    scales        [E, groups, rows] bfloat16, float16 or float32; zero points of that shape, uint8 or int16
+    activations   bfloat16, float16 or float32 [rows, K padded], columns in the order of `arrange`
+
+A code minus its zero point is an integer of at most 8 bits and a sign, which every such type holds.  It is made in the
+low bits of a mantissa and what the bits around it are worth is subtracted: exact, without a conversion.  The numbers of
+a word are those that one thread of NVIDIA's matrix units holds; the activations are written once in the order of
+columns that makes it so (`arrange`), so that the weights stay as they are.  Products are transposed (SWAP): weights go
+from registers into the matrix units.
+
+Where a row has one scale it multiplies the finished sum, that of a group the group's sum, both in float32.
+Columns in any order have scales of their own: the product of number and scale then enters as a sum of two numbers of
+the activations' type, which keeps what rounding to one of them would lose.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from moe_core.gemm.narrow import INTERPRET, divide, narrow, round_e4m3
+from moe_core.gemm.rows import largest, load_values, scale_of
+from moe_core.gemm.weight_tile import weight_rows, weight_tile
+
+E4M3_MAX = tl.constexpr(448.0)
+
+# ------------------------------------------------------------------ codes as numbers
+
+
+@triton.jit
+def _pair(words, zero, I: tl.constexpr, P: tl.constexpr, dtype: tl.constexpr):
+    """[N, W, 2]: codes I and I + P / 2 of words [N, W] of P codes, less `zero` [N, 1]."""
+    BITS: tl.constexpr = 32 // P
+    if BITS == 8 and dtype == tl.bfloat16:
+        # 2^23 + code
+        less = 8388608.0 + zero
+        low = (((words >> (BITS * I)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - less
+        high = (((words >> (BITS * I + 16)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - less
+        return tl.join(low, high).to(dtype)
+    else:
+        # two 16-bit numbers in a word: 128 + code, or 1024 + code
+        MASKS: tl.constexpr = 0x000F000F if BITS == 4 else 0x00FF00FF
+        both = ((words >> (BITS * I)) & MASKS) | (0x64006400 if dtype == tl.float16 else 0x43004300)
+        less = ((1024.0 if dtype == tl.float16 else 128.0) + zero).to(dtype)
+        low = both.to(tl.int16).to(dtype, bitcast=True) - less
+        return tl.join(low, (both >> 16).to(tl.int16).to(dtype, bitcast=True) - less)
+
+
+@triton.jit
+def numbers(words, zero, P: tl.constexpr, dtype: tl.constexpr):
+    """Words [N, W] of P codes, less `zero` [N, 1], as [N, P W] in the order of `arrange`; exact."""
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    tl.static_assert(P == 4 or P == 8, "a word has 4 or 8 codes")
+    if INTERPRET or dtype == tl.float32:
+        # few operations, since the interpreter takes a tenth of a millisecond for each
+        shift = tl.arange(0, P) * (32 // P)
+        codes = (words[:, :, None] >> shift[None, None, :]) & (15 if P == 8 else 255)
+        pairs = codes.to(tl.float32) - zero[:, :, None]
+    elif P == 8:
+        even = tl.join(_pair(words, zero, 0, P, dtype), _pair(words, zero, 2, P, dtype))
+        odd = tl.join(_pair(words, zero, 1, P, dtype), _pair(words, zero, 3, P, dtype))
+        pairs = tl.join(even, odd)
+    else:
+        pairs = tl.join(_pair(words, zero, 0, P, dtype), _pair(words, zero, 1, P, dtype))
+    # [unit, thread, of its pair, pair] to [unit, pair, thread, of its pair]
+    return pairs.reshape(N, W // 4, 4, 2, P // 2).permute(0, 1, 4, 2, 3).reshape(N, P * W)
+
+
+@triton.jit
+def arrange(tile, P: tl.constexpr, AXIS: tl.constexpr):
+    """Order the columns (dimension AXIS) of a tile as `numbers` orders those of the weights."""
+    ROWS: tl.constexpr = tile.shape[1 - AXIS]
+    COLUMNS: tl.constexpr = tile.shape[AXIS]
+    UNITS: tl.constexpr = COLUMNS // (4 * P)
+    if AXIS == 1:
+        units = tile.reshape(ROWS, UNITS, 4, 2, P // 2).permute(0, 1, 4, 2, 3)
+        return units.reshape(ROWS, COLUMNS)
+    else:
+        units = tile.reshape(UNITS, 4, 2, P // 2, ROWS).permute(0, 3, 1, 2, 4)
+        return units.reshape(COLUMNS, ROWS)
+
+
+# ------------------------------------------------------------------ activations
+
+
+@triton.jit
+def arrange_4(tile, Q, expert, AXIS: tl.constexpr):
+    """`quantize` of the grouped matrix product for activations that stay as they are; Q = (where they go,)."""
+    return arrange(narrow(tile, Q[0].dtype.element_ty), 8, AXIS), 0.0
+
+
+@triton.jit
+def arrange_8(tile, Q, expert, AXIS: tl.constexpr):
+    """As `arrange_4`, beside codes of 8 bits."""
+    return arrange(narrow(tile, Q[0].dtype.element_ty), 4, AXIS), 0.0
+
+
+@triton.jit
+def round_4(tile, Q, expert, AXIS: tl.constexpr):
+    """Whole rows as e4m3 numbers, which bfloat16 holds, and one float32 scale each, amax / 448."""
+    scale = scale_of(largest(tile, AXIS), E4M3_MAX)
+    rounded = round_e4m3(divide(tile, tl.expand_dims(scale, AXIS)))
+    return arrange(narrow(rounded, tl.bfloat16), 8, AXIS), scale
+
+
+@triton.jit
+def open_plain(A, rows, expert):
+    """A = (values, row stride)."""
+    values, stride = A
+    return values + rows * stride, 0.0
+
+
+# ------------------------------------------------------------------ one scale for each row
+
+
+@triton.jit
+def open_rows(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """State of a tile: pointers to its rows, which of them exist, the first, words of a row, scales[, zero points].
+
+    B = (words, scales, zero points or None, column groups or None, words' expert and row stride, words of a row,
+    scales' expert and group stride, column groups' expert stride, number of groups).
+    """
+    rows, inside, first, row_words, scales, scale_g, zeros = _opened(B, expert, half, n, N, BLOCK_N)
+    if B[2] is None:
+        return rows, inside, first, row_words, tl.load(scales).to(tl.float32)
+    else:
+        return rows, inside, first, row_words, tl.load(scales).to(tl.float32), tl.load(zeros).to(tl.float32)
+
+
+@triton.jit
+def _opened(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    words, scales, zeros, _, stride_e, stride_n, row_words, scale_e, scale_g, _, _ = B
+    rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
+    offset = expert.to(tl.int64) * scale_e + half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
+    # a state holds no None
+    return rows, inside, first, row_words, scales + offset, scale_g, (scales if zeros is None else zeros) + offset
+
+
+@triton.jit
+def load_words(state, b_desc, k, W: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """int32 [BLOCK_N, W] of step k; beyond the last word 0, which meets zeros of the activations."""
+    return weight_tile(state[0], state[1], state[2], b_desc, k, state[3], W, EVEN_N, EVEN_K)
+
+
+@triton.jit
+def load_rows_4(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of 8 codes; their zero points."""
+    words = load_words(state, b_desc, k, BLOCK_K // 8, EVEN_N, EVEN_K)
+    return words, (state[5] if len(state) == 6 else tl.full((words.shape[0],), 8.0, tl.float32))
+
+
+@triton.jit
+def load_rows_8(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of 4 codes; their zero points."""
+    words = load_words(state, b_desc, k, BLOCK_K // 4, EVEN_N, EVEN_K)
+    return words, (state[5] if len(state) == 6 else tl.full((words.shape[0],), 128.0, tl.float32))
+
+
+@triton.jit
+def product(values, x):
+    """values [N, K] @ x [M, K].T, float32."""
+    if INTERPRET or x.dtype == tl.float32:
+        # the interpreter multiplies bfloat16 as if it were integers
+        return tl.dot(values.to(tl.float32), tl.trans(x.to(tl.float32)), input_precision="ieee")
+    else:
+        return tl.dot(values, tl.trans(x))
+
+
+@triton.jit
+def multiply_rows(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + (codes - zero points) @ a.T"""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    values = numbers(b, b_scale[:, None], a.shape[1] // b.shape[1], a.dtype)
+    if INTERPRET or a.dtype == tl.float32 or acc.shape[1] <= 32:
+        # each step's product by itself: ptxas makes every `wgmma` wait for the one before where it cannot tell that
+        # nobody else sets a running sum meanwhile (as `fma`: Triton would turn a sum into a running one)
+        return tl.fma(product(values, a), tl.full(acc.shape, 1.0, tl.float32), acc)
+    else:
+        return tl.dot(values, tl.trans(a), acc)
+
+
+@triton.jit
+def finish_rows(acc, a_state, b_state, SWAP: tl.constexpr):
+    """acc * scale of the weights' row."""
+    return acc * b_state[4][:, None]
+
+
+@triton.jit
+def finish_tokens(acc, a_state, b_state, SWAP: tl.constexpr):
+    """acc * scale of the token."""
+    return acc * a_state[1][None, :]
+
+
+@triton.jit
+def finish_rows_tokens(acc, a_state, b_state, SWAP: tl.constexpr):
+    """acc * scale of the weights' row * scale of the token."""
+    return acc * (b_state[4][:, None] * a_state[1][None, :])
+
+
+# ------------------------------------------------------------------ groups of a step
+
+
+@triton.jit
+def load_halves(state, k, BLOCK_K: tl.constexpr):
+    """Two tiles [BLOCK_M, BLOCK_K / 2]."""
+    low, _ = load_values(state, 2 * k, BLOCK_K // 2)
+    high, _ = load_values(state, 2 * k + 1, BLOCK_K // 2)
+    return (low, high), 0.0
+
+
+@triton.jit
+def load_quarters(state, k, BLOCK_K: tl.constexpr):
+    """Four tiles [BLOCK_M, BLOCK_K / 4]."""
+    tile_0, _ = load_values(state, 4 * k, BLOCK_K // 4)
+    tile_1, _ = load_values(state, 4 * k + 1, BLOCK_K // 4)
+    tile_2, _ = load_values(state, 4 * k + 2, BLOCK_K // 4)
+    tile_3, _ = load_values(state, 4 * k + 3, BLOCK_K // 4)
+    return (tile_0, tile_1, tile_2, tile_3), 0.0
+
+
+@triton.jit
+def open_groups(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_rows`, with pointers to the first group's scales[, zero points], between them stride and groups."""
+    rows, inside, first, row_words, scales, scale_g, zeros = _opened(B, expert, half, n, N, BLOCK_N)
+    if B[2] is None:
+        return rows, inside, first, row_words, scales, scale_g, B[10]
+    else:
+        return rows, inside, first, row_words, scales, scale_g, B[10], zeros
+
+
+@triton.jit
+def _group(state, group, MIDDLE: tl.constexpr):
+    """(scales, zero points) [BLOCK_N] of a group; the last step may have columns of no group, which meet zeros."""
+    offset = tl.minimum(group, state[6] - 1) * state[5]
+    scale = tl.load(state[4] + offset)
+    return scale, (tl.load(state[7] + offset) if len(state) == 8 else tl.full(scale.shape, MIDDLE, tl.float32))
+
+
+@triton.jit
+def _groups(state, k, GROUPS: tl.constexpr, MIDDLE: tl.constexpr):
+    """(scales, zero points) of each group of step `k`."""
+    if GROUPS == 1:
+        return (_group(state, k, MIDDLE),)
+    elif GROUPS == 2:
+        return _group(state, 2 * k, MIDDLE), _group(state, 2 * k + 1, MIDDLE)
+    else:
+        return (
+            _group(state, 4 * k, MIDDLE),
+            _group(state, 4 * k + 1, MIDDLE),
+            _group(state, 4 * k + 2, MIDDLE),
+            _group(state, 4 * k + 3, MIDDLE),
+        )
+
+
+@triton.jit
+def load_groups_4x1(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of 8 codes, in one group."""
+    # before the tile: nothing waits for them until the words have come
+    scales = _groups(state, k, 1, 8.0)
+    return load_words(state, b_desc, k, BLOCK_K // 8, EVEN_N, EVEN_K), scales
+
+
+@triton.jit
+def load_groups_4x2(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """As `load_groups_4x1`, in two groups."""
+    scales = _groups(state, k, 2, 8.0)
+    return load_words(state, b_desc, k, BLOCK_K // 8, EVEN_N, EVEN_K), scales
+
+
+@triton.jit
+def load_groups_4x4(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """As `load_groups_4x1`, in four groups."""
+    scales = _groups(state, k, 4, 8.0)
+    return load_words(state, b_desc, k, BLOCK_K // 8, EVEN_N, EVEN_K), scales
+
+
+@triton.jit
+def load_groups_8x1(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of 4 codes, in one group."""
+    scales = _groups(state, k, 1, 128.0)
+    return load_words(state, b_desc, k, BLOCK_K // 4, EVEN_N, EVEN_K), scales
+
+
+@triton.jit
+def load_groups_8x2(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """As `load_groups_8x1`, in two groups."""
+    scales = _groups(state, k, 2, 128.0)
+    return load_words(state, b_desc, k, BLOCK_K // 4, EVEN_N, EVEN_K), scales
+
+
+@triton.jit
+def load_groups_8x4(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """As `load_groups_8x1`, in four groups."""
+    scales = _groups(state, k, 4, 128.0)
+    return load_words(state, b_desc, k, BLOCK_K // 4, EVEN_N, EVEN_K), scales
+
+
+@triton.jit
+def _add_group(acc, words, group, x):
+    """acc + ((codes - zero points) @ x.T) * scales"""
+    values = numbers(words, group[1].to(tl.float32)[:, None], x.shape[1] // words.shape[1], x.dtype)
+    return acc + product(values, x) * group[0].to(tl.float32)[:, None]
+
+
+@triton.jit
+def multiply_group(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + the step's one group."""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    return _add_group(acc, b, b_scale[0], a)
+
+
+@triton.jit
+def multiply_two_groups(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + both groups of the step."""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    # a thread holds words of every group: nothing moves
+    low, high = b.reshape(b.shape[0], 2, b.shape[1] // 2).permute(0, 2, 1).split()
+    return _add_group(_add_group(acc, low, b_scale[0], a[0]), high, b_scale[1], a[1])
+
+
+@triton.jit
+def multiply_four_groups(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + the four groups of the step."""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    even, odd = b.reshape(b.shape[0], 2, 2, b.shape[1] // 4).permute(0, 3, 1, 2).split()
+    words_0, words_2 = even.split()
+    words_1, words_3 = odd.split()
+    acc = _add_group(acc, words_0, b_scale[0], a[0])
+    acc = _add_group(acc, words_1, b_scale[1], a[1])
+    acc = _add_group(acc, words_2, b_scale[2], a[2])
+    return _add_group(acc, words_3, b_scale[3], a[3])
+
+
+# ------------------------------------------------------------------ a group for each column
+
+
+@triton.jit
+def open_columns(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_groups`, with a pointer to the columns' groups behind the stride."""
+    rows, inside, first, row_words, scales, scale_g, zeros = _opened(B, expert, half, n, N, BLOCK_N)
+    groups = B[3] + expert.to(tl.int64) * B[9]
+    if B[2] is None:
+        return rows, inside, first, row_words, scales, scale_g, groups
+    else:
+        return rows, inside, first, row_words, scales, scale_g, groups, zeros
+
+
+@triton.jit
+def load_columns_4(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of 8 codes; scales and zero points [BLOCK_N, BLOCK_K] of the step's columns."""
+    words = load_words(state, b_desc, k, BLOCK_K // 8, EVEN_N, EVEN_K)
+    group = tl.load(state[6] + k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :] * state[5]
+    scale = tl.load(state[4][:, None] + group)
+    return words, (scale, tl.load(state[7][:, None] + group) if len(state) == 8 else 8.0)
+
+
+@triton.jit
+def load_columns_8(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of 4 codes; scales and zero points [BLOCK_N, BLOCK_K] of the step's columns."""
+    words = load_words(state, b_desc, k, BLOCK_K // 4, EVEN_N, EVEN_K)
+    group = tl.load(state[6] + k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :] * state[5]
+    scale = tl.load(state[4][:, None] + group)
+    return words, (scale, tl.load(state[7][:, None] + group) if len(state) == 8 else 128.0)
+
+
+@triton.jit
+def multiply_columns(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + ((codes - zero points) * scales) @ a.T"""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    scale, zero = b_scale
+    codes = numbers(b, tl.zeros((b.shape[0], 1), tl.float32), a.shape[1] // b.shape[1], tl.float32)
+    values = (codes - zero) * scale.to(tl.float32)
+    if INTERPRET or a.dtype == tl.float32:
+        return acc + product(values, a)
+    else:
+        high = values.to(a.dtype)
+        low = (values - high.to(tl.float32)).to(a.dtype)
+        return acc + product(high, a) + product(low, a)
