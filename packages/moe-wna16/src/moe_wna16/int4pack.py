@@ -45,10 +45,18 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, out: Tensor) -> None:
-    """Nibbles - 8 of some tiles ``packed`` [T, K, 32], in ``out`` [K, T * 64] float32."""
-    tiles = out.view(len(out), len(packed), 2, TILE // 2).permute(1, 0, 2, 3)
-    tiles[:, :, 0].copy_((packed & 15).sub_(8).view(torch.int8))
-    tiles[:, :, 1].copy_((packed >> 4).sub_(8).view(torch.int8))
+    """Codes less half of their number, of some tiles ``packed`` [planes, T, K, 32], in ``out`` [K, T * 64] float32."""
+    planes, count, columns, _ = packed.shape
+    tiles = out.view(columns, count, 2, TILE // 2).permute(2, 1, 0, 3)
+    first = packed[0]
+    if planes == 1:
+        halves = ((first & 15).sub_(8), (first >> 4).sub_(8))
+    else:
+        last = packed[1]
+        halves = ((first << 4).bitwise_or_(last & 15), (first & 240).bitwise_or_(last >> 4))
+        halves = (halves[0].sub_(128), halves[1].sub_(128))
+    for half, codes in zip(tiles, halves, strict=True):
+        half.copy_(codes.view(torch.int8))
 
 
 def scales_and_zeros(scale: Tensor, zero_point: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
@@ -96,27 +104,26 @@ def product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
 
 
 def _dequantized_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-    passes, groups, rows, _ = scales.shape
+    _, groups, rows, _ = scales.shape
     planes, all_tiles, columns, _ = packed.shape
-    # in float32 the passes of a plane are one
-    scale = scales[..., 0].float().view(-1, planes, groups, rows).sum(dim=0)
+    # in float32 all passes are one: the last of each round has the scales of whole codes
+    scale = scales[planes - 1 :: planes, ..., 0].float().sum(dim=0)
     zeros = scales[..., 1].float().sum(dim=0)
+    if planes == 2:
+        zeros -= 8 * scale
+    added = bool(zeros.any())
     count = min(max(_BLOCK // (columns * TILE), 1), all_tiles)
     y = x.new_empty(len(x), rows)
-    memory = x.new_empty(planes, columns * TILE * count)
+    memory = x.new_empty(columns * TILE * count)
     for first in range(0, all_tiles, count):
         tiles = packed[:, first : first + count]
         block = slice(first * TILE, (first + tiles.shape[1]) * TILE)
-        parts = []
-        for plane, buffer in enumerate(memory[:, : columns * TILE * tiles.shape[1]]):
-            unpack(tiles[plane], buffer.view(columns, -1))
-            parts.append(buffer.view(groups, columns // groups, -1).mul_(scale[plane, :, None, block]))
-        w = parts[0]
-        for part in parts[1:]:
-            w += part
-        if passes > 1:
-            w += zeros[:, None, block]
-        torch.mm(x, w.view(columns, -1), out=y[:, block])
+        w = memory[: columns * TILE * tiles.shape[1]].view(columns, -1)
+        unpack(tiles, w)
+        by_group = w.view(groups, columns // groups, -1).mul_(scale[:, None, block])
+        if added:
+            by_group += zeros[:, None, block]
+        torch.mm(x, w, out=y[:, block])
     return y
 
 
@@ -142,7 +149,7 @@ def available() -> bool:
         # one column each: what comes out are the weights
         found = product(torch.eye(columns), packed, scales_and_zeros(scale, None, 4, group, columns))
         tiles = torch.empty(columns, rows)
-        unpack(packed[0], tiles)
+        unpack(packed, tiles)
     except RuntimeError:
         return False
     expected = wide * scale.float().repeat_interleave(group, dim=1)
