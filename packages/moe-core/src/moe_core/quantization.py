@@ -341,7 +341,7 @@ def _quantize_permuted(
     zero_point: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """:func:`_quantize` where ``g_idx`` [E, K] says the group of each column."""
-    grid = Grid.of(key, *w.shape, parts)
+    grid = Grid.of(key, w.shape[0], w.shape[1], w.shape[2], parts)
     shape = (w.shape[0], parts * grid.grid_rows, groups or grid.grid_cols)
     if scale is None:
         rows = w.reshape(grid.experts, parts, grid.part_rows, grid.cols)

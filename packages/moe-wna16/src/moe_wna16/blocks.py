@@ -95,8 +95,9 @@ class GroupedCodes:
             change(out, own)
             return
         size //= self._halves
-        halves = out.unflatten(1, (self._halves, -1))
+        halves = out.view(len(out), self._halves, -1)
         whole = halves.shape[2] // size
-        change(halves[:, :, : whole * size].unflatten(2, (whole, size)), own[:, None, :whole, None])
+        in_groups = halves[:, :, : whole * size].view(len(out), self._halves, whole, size)
+        change(in_groups, own[:, None, :whole, None])
         if whole * size < halves.shape[2]:
             change(halves[:, :, whole * size :], own[:, None, whole:])

@@ -159,7 +159,7 @@ def make_weights(
     w2 = _matrices(experts, hidden, inter, 1, weight_key, generator)
     w13 *= _first_product_size(config) / math.sqrt(hidden)
     w2 *= 1 / math.sqrt(inter)
-    biases: dict[str, Tensor] = {}
+    biases: dict[str, Any] = {}
     if config.has_bias:
         biases["w13_bias"] = (0.5 * torch.randn(experts, config.w13_rows, generator=generator)).to(config.dtype)
         biases["w2_bias"] = (0.5 * torch.randn(experts, hidden, generator=generator)).to(config.dtype)
