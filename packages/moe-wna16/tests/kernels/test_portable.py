@@ -167,14 +167,14 @@ def test_batched(device):
 @pytest.mark.parametrize("shape", [(8, 2, 4096, 14336), (256, 8, 7168, 256), (128, 6, 2688, 1856), (1, 1, 128, 128)])
 def test_rule_keeps_its_promises(shape, tokens, capability):
     experts, top_k, hidden, size = shape
-    for options in ({}, {"stepwise": True}, {"permuted": True}, {"dtype_bytes": 4}):
+    for options in ({}, {"group_size": -1}, {"group_size": 32}, {"permuted": True}, {"dtype_bytes": 4}):
         plan = portable_plan(tokens, top_k, experts, hidden, size, capability=capability, **options)
         assert plan.up.swap
         assert plan.down.swap
         assert plan.block_m % plan.up.block_m == plan.block_m % plan.down.block_m == 0
         assert capability >= 90 or not (plan.pdl or plan.up.tma or plan.down.tma)
         # two accumulators of 128 x 128 leave no registers for the product of a step
-        assert plan.up.block_m <= (64 if options.get("stepwise") else 128)
+        assert plan.up.block_m <= (128 if options.get("group_size") == -1 else 64)
         specs = portable_workspaces(tokens, top_k, experts, hidden, size, torch.bfloat16)
         (parts,) = (spec.shape[0] for spec in specs if spec.name == "parts")
         pairs = tokens * top_k

@@ -131,7 +131,7 @@ class TritonWNA16Experts(GroupedExperts):
             config.hidden_size,
             config.intermediate_size,
             dtype_bytes=2 if self.quantized else config.dtype.itemsize,
-            stepwise=self.group_size != -1,
+            group_size=self.group_size,
             permuted=self.permuted,
             capability=self.device_info.capability,
         )

@@ -20,7 +20,7 @@ _SHAPE, _ODD = (128, 8, 2048, 768), (6, 2, 1101, 1003)
 _TOKENS = (1, 300, 600, 2000, 40000)
 #: tile coordinates outside the loop; sm_80 and sm_120: sums of 64 rows, gate and up, beside the numbers of a step
 _MAX_SPILLS = 96
-#: there, four products of a step beside words of 8 bits
+#: four products of a step, beside words of 8 bits or zero points
 _MAX_SPILLS_FOUR = 256
 
 
@@ -49,7 +49,7 @@ class _Kind:
             hidden,
             size,
             dtype_bytes=2 if self.quantized else self.dtype.itemsize,
-            stepwise=self.group != -1,
+            group_size=self.group,
             permuted=self.permuted,
             capability=capability,
         )
@@ -106,7 +106,7 @@ def _specimen(kind: _Kind, plan: TilePlan, tokens: int) -> Specimen:
         "odd": kind.shape == _ODD,
         str(kind.dtype).removeprefix("torch."): kind.dtype is not torch.bfloat16,
     }
-    four = kind.bits == 8 and kind.group == 32
+    four = kind.group == 32
     name = " ".join([name, *(part for part, on in parts.items() if on)])
     return Specimen(name, partial(_layer, kind, plan, tokens), _MAX_SPILLS_FOUR if four else _MAX_SPILLS)
 
