@@ -280,8 +280,8 @@ class _Layer:
             )
         if apart:
             self.enter(work["h"], self.w2, order, work["h_values"], work["h_scales"], by_token=False)
-        place: int = (PAIR if by_pair and (split or apart) else POSITION).value
-        return place
+        which: int = (PAIR if by_pair and (split or apart) else POSITION).value
+        return which
 
     def product(
         self,
