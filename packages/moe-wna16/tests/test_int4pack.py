@@ -109,6 +109,44 @@ def test_what_the_layout_holds() -> None:
     assert int4pack.group_of(32, 96, 256) is None
 
 
+@pytest.mark.parametrize("columns", [1, 31, 64, 200])
+def test_blocks_of_columns(columns: int) -> None:
+    """Every column once, in a block of its group; as many blocks whatever the groups are."""
+    generator, counts = torch.Generator().manual_seed(columns), set()
+    for g_idx in (
+        torch.zeros(columns).int(),
+        torch.full((columns,), 4).int(),
+        torch.arange(columns).int() % 5,
+        torch.randint(0, 5, (columns,), generator=generator).int() // 2 * 2,
+    ):
+        order, of_block = int4pack.column_blocks(g_idx, 5)
+        counts.add(len(of_block))
+        assert len(order) == 32 * len(of_block)
+        held = order < columns
+        assert order[held].sort().values.tolist() == list(range(columns))
+        assert torch.equal(of_block.repeat_interleave(32)[held], g_idx[order[held].long()].long())
+    assert len(counts) == 1
+
+
+@AVAILABLE
+@pytest.mark.parametrize("base", BASES, ids=lambda key: key.dtype.name)
+@pytest.mark.parametrize("sizes", [(256, 128), (320, 96), (192, 63)])
+def test_layers_of_permuted_columns(base: QuantKey, sizes: tuple[int, int]) -> None:
+    """Also of sizes that the product's groups don't divide; the last ones have rows that it does not take."""
+    config = FusedMoEConfig(4, 2, *sizes)
+    for group in (32, 128, -1):
+        key = replace(base.with_group(1, group), permuted=True)
+        weights = make_weights(config, key, None, seed=0)
+        made = TorchWNA16Experts(config, weight_key=key, activation_key=None, device=DeviceInfo.parse("cpu"))
+        found = made.convert(weights)
+        assert found.w2.dim() == (5 if config.w13_rows % 64 == 0 else 3)
+        for tokens in (5, 150):
+            inputs, output = make_inputs(config, tokens, seed=1), torch.empty(tokens, sizes[0], dtype=torch.bfloat16)
+            routed = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids}
+            made.apply(output, inputs.x, found, **routed, workspace={})
+            expected_output(inputs.x, weights, config, **routed).compare(output, f"{key}")
+
+
 def test_another_layout_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CPUs with other instructions: nothing is packed then."""
 
@@ -149,13 +187,13 @@ def test_which_layers_are_packed() -> None:
     for base in BASES:
         for group in (32, 64, 128, -1):
             assert is_packed(converted(CONFIG, base.with_group(1, group)))
+        assert is_packed(converted(CONFIG, replace(base, permuted=True)))
     assert is_packed(converted(CONFIG, replace(kInt4Static.with_scale_dtype(torch.float16), pre_scaled=True)))
     for config, weight_key, activation_key, device in (
         (layer(256, 128, torch.float16), kInt4Static, None, "cpu"),
         (layer(256, 128, torch.float32), kInt4Static, None, "cpu"),
         (layer(200, 128), kInt4Static, None, "cpu"),
         (layer(256, 96), kInt4Static, None, "cpu"),
-        (CONFIG, replace(kInt4Static, permuted=True), None, "cpu"),
         (CONFIG, kInt4Static, kFp8DynamicTokenSym, "cpu"),
         (CONFIG, kInt4Static, None, "sm90"),
     ):

@@ -32,13 +32,17 @@ MAX_ROWS = 128
 _BLOCK = 2**20
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack(codes: Tensor, bits: int, order: Tensor | None = None) -> Tensor:
     """Canonical codes of one matrix, uint8 [rows, K], of 4 bits [rows, K/2], as uint8 [planes, rows / 64, K, 32].
 
-    int4 is one plane, int8 two: upper nibbles, then lower ones.  ``rows`` is a multiple of 64.
+    int4 is one plane, int8 two: upper nibbles, then lower ones.  ``rows`` is a multiple of 64.  ``order``: the columns,
+    as :func:`column_blocks` has them.
     """
     low, high = codes & 15, codes >> 4
     planes = [torch.stack((low, high), dim=2).flatten(1)] if bits == 4 else [high, low]
+    if order is not None:
+        # where there is no column any will do: activations are 0 there
+        planes = [plane.index_select(1, order.clamp(max=plane.shape[1] - 1)) for plane in planes]
     rows, columns = planes[0].shape
     packed = [torch.ops.aten._convert_weight_to_int4pack_for_cpu(plane.to(torch.int32), 2) for plane in planes]
     return torch.stack([plane.view(rows // TILE, columns, TILE // 2) for plane in packed])
@@ -57,6 +61,28 @@ def unpack(packed: Tensor, out: Tensor) -> None:
         halves = (halves[0].sub_(128), halves[1].sub_(128))
     for half, codes in zip(tiles, halves, strict=True):
         half.copy_(codes.view(torch.int8))
+
+
+def column_blocks(g_idx: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Columns in the order of their groups, ``g_idx`` [K], each group filled up to blocks of 32 columns.
+
+    (int32 [blocks * 32]: the column at each place, K for none; int64 [blocks]: each block's group).  How many blocks
+    there are follows from K and ``groups`` alone.
+    """
+    size, own = GROUPS[-1], g_idx.long()
+    columns = len(own)
+    count = (columns + (size - 1) * groups) // size
+    held = torch.bincount(own, minlength=groups)
+    blocks = (held + size - 1) // size
+    ordered = own.argsort(stable=True)
+    group = own[ordered]
+    rank = torch.arange(columns) - (held.cumsum(0) - held)[group]
+    order = torch.full((count * size,), columns, dtype=torch.int32)
+    order[size * (blocks.cumsum(0) - blocks)[group] + rank] = ordered.int()
+    of_block = torch.zeros(count, dtype=torch.int64)
+    used = torch.arange(groups).repeat_interleave(blocks)
+    of_block[: len(used)] = used
+    return order, of_block
 
 
 def scales_and_zeros(scale: Tensor, zero_point: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
@@ -127,10 +153,12 @@ def _dequantized_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     return y
 
 
-def group_of(size: int, rows: int, columns: int) -> int | None:
+def group_of(size: int, rows: int, columns: int, *, permuted: bool = False) -> int | None:
     """Columns that share a scale in the layout, of weights in groups of ``size`` (-1: whole rows), or None."""
     if rows % TILE:
         return None
+    if permuted:
+        return GROUPS[-1]
     return next((g for g in GROUPS if columns % g == 0 and (size < 0 or size == g)), None)
 
 

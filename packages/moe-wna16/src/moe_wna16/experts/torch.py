@@ -2,7 +2,7 @@
 
 Weights are dequantised a block of rows at a time (:mod:`moe_wna16.blocks`).  bfloat16 layers are multiplied by torch's
 own CPU product of 4-bit weights instead, which reads codes (:mod:`moe_wna16.int4pack`), int8 in two parts; their
-weights are laid out for it where this CPU has it, sizes fit and columns are in their groups' order.
+weights are laid out for it where this CPU has it and sizes fit, columns in the order of their groups.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from moe_core import (
     FusedMoEQuantDesc,
     KernelWeights,
     MoEWeights,
+    QuantKey,
     TensorError,
     any_device,
     kFp8DynamicTokenSym,
@@ -54,36 +55,25 @@ class TorchWNA16Experts(TorchExperts):
         groups, key = self._packed_groups(), weights.weight_key
         if groups is None or key is None:
             return converted
-        bits, quant = key.dtype.bits, converted.quant_config
-
-        def scales(desc: FusedMoEQuantDesc, group: int, columns: int) -> FusedMoEQuantDesc:
-            scale, zero_point = _given(desc.scale), desc.zero_point
-            stacked = [
-                int4pack.scales_and_zeros(one, None if zero_point is None else zero_point[e], bits, group, columns)
-                for e, one in enumerate(scale)
-            ]
-            return replace(desc, scale=torch.stack(stacked), zero_point=None)
-
-        return replace(
-            converted,
-            w13=torch.stack([int4pack.pack(codes, bits) for codes in weights.w13]),
-            w2=torch.stack([int4pack.pack(codes, bits) for codes in weights.w2]),
-            quant_config=replace(
-                quant,
-                w1=scales(quant.w1, groups[0], self.config.hidden_size),
-                w2=scales(quant.w2, groups[1], self.config.intermediate_size),
-            ),
-        )
+        packed = [
+            _packed(codes, desc, key, group, columns)
+            for codes, desc, group, columns in (
+                (weights.w13, converted.quant_config.w1, groups[0], self.config.hidden_size),
+                (weights.w2, converted.quant_config.w2, groups[1], self.config.intermediate_size),
+            )
+        ]
+        (w13, w1), (w2, second) = packed
+        return replace(converted, w13=w13, w2=w2, quant_config=replace(converted.quant_config, w1=w1, w2=second))
 
     def _packed_groups(self) -> tuple[int, int] | None:
         """Columns of a group of w13 and w2 in the layout of torch's CPU product; None where that is not used."""
         key, config = self.weight_key, self.config
-        if key is None or key.permuted or self.activation_key is not None:
+        if key is None or self.activation_key is not None:
             return None
         if self.device_info.kind != "cpu" or config.dtype is not torch.bfloat16:
             return None
-        first = int4pack.group_of(key.group_size, config.w13_rows, config.hidden_size)
-        second = int4pack.group_of(key.group_size, config.hidden_size, config.intermediate_size)
+        sizes = (config.w13_rows, config.hidden_size), (config.hidden_size, config.intermediate_size)
+        first, second = (int4pack.group_of(key.group_size, *size, permuted=key.permuted) for size in sizes)
         if first is None or second is None or not int4pack.available():
             return None
         return first, second
@@ -91,6 +81,8 @@ class TorchWNA16Experts(TorchExperts):
     def product(self, x: Tensor, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int = 1) -> Tensor:
         scale = _given(desc.scale)
         if scale.dim() == 5:
+            if desc.g_idx is not None:  # the columns' order here, with places for none
+                x = torch.cat((x, x.new_zeros(len(x), 1)), dim=1).index_select(1, desc.g_idx[expert])
             return int4pack.product(x, weights[expert], scale[expert])
         if desc.key is None:
             raise TensorError("the weights' quant key is missing")
@@ -102,6 +94,28 @@ class TorchWNA16Experts(TorchExperts):
             None if desc.g_idx is None else desc.g_idx[expert],
         )
         return one.product(x)
+
+
+def _packed(
+    codes: Tensor, desc: FusedMoEQuantDesc, key: QuantKey, group: int, columns: int
+) -> tuple[Tensor, FusedMoEQuantDesc]:
+    """w13 or w2 in the layout of torch's CPU product, with what goes with it: there ``g_idx`` is the columns' order."""
+    scale, bits = _given(desc.scale), key.dtype.bits
+    packed, scales, orders = [], [], []
+    for expert, one in enumerate(codes):
+        own = scale[expert]
+        zero_point = None if desc.zero_point is None else desc.zero_point[expert]
+        order = None
+        if desc.g_idx is not None:
+            order, of_block = int4pack.column_blocks(desc.g_idx[expert], own.shape[1])
+            own = own.index_select(1, of_block)
+            zero_point = None if zero_point is None else zero_point.index_select(1, of_block)
+            columns = len(order)
+            orders.append(order)
+        packed.append(int4pack.pack(one, bits, order))
+        scales.append(int4pack.scales_and_zeros(own, zero_point, bits, group, columns))
+    g_idx = torch.stack(orders) if orders else None
+    return torch.stack(packed), replace(desc, scale=torch.stack(scales), zero_point=None, g_idx=g_idx)
 
 
 def _given(scale: Tensor | None) -> Tensor:
