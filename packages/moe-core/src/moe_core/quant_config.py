@@ -191,8 +191,8 @@ def make_quant_config(
     """A quant config from its keys and tensors; the named builders are cases of it.
 
     ``canonical``: what goes with the weights is as :class:`moe_core.weights.MoEWeights` has it; without, it is in a
-    backend's own layout, whose scales may have another dtype and which may hold activation order and input factors
-    elsewhere.  Raises ConfigError where a key demands a tensor that is missing, or the reverse, or another dtype of
+    backend's own layout, whose scales may have another dtype and which may hold zero points, activation order and input
+    factors elsewhere.  Raises ConfigError where a key demands a tensor that is missing, or the reverse, or another dtype of
     scales; TensorError for what else does not fit.
     """
     _check_weight("w1", weight_key, w1_scale, w1_zp, w1_g_idx, w1_pre_scale, canonical)
@@ -251,14 +251,14 @@ def _check_weight(
         return
     if canonical and scale.dtype is not key.scale.dtype:
         raise ConfigError(f"{name}_scale has dtype {scale.dtype}, expected {key.scale.dtype} for {key}")
-    for suffix, tensor, needed, without, having, always in (
-        ("zp", zero_point, not key.symmetric, "is symmetric", "has zero points", True),
-        ("g_idx", g_idx, key.permuted, "has no activation order", "has an activation order", canonical),
-        ("pre_scale", pre_scale, key.pre_scaled, "leaves inputs as they are", "scales its inputs", canonical),
+    for suffix, tensor, needed, without, having in (
+        ("zp", zero_point, not key.symmetric, "is symmetric", "has zero points"),
+        ("g_idx", g_idx, key.permuted, "has no activation order", "has an activation order"),
+        ("pre_scale", pre_scale, key.pre_scaled, "leaves inputs as they are", "scales its inputs"),
     ):
         if tensor is not None and not needed:
             raise ConfigError(f"{name}_{suffix} is given, but the weight key {key} {without}")
-        if tensor is None and needed and always:
+        if tensor is None and needed and canonical:
             raise ConfigError(f"{name}_{suffix} is missing, but the weight key {key} {having}")
     if not canonical:
         return

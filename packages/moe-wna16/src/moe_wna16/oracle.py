@@ -59,6 +59,12 @@ class WNA16Oracle(Oracle):
             ),
             "moe-wna16",
         ),
+        Backend(WNA16MoEBackend.MARLIN.value, ("moe_wna16.experts.marlin:MarlinWNA16Experts",), "moe-wna16"),
+        Backend(
+            WNA16MoEBackend.BATCHED_MARLIN.value,
+            ("moe_wna16.experts.marlin:BatchedMarlinWNA16Experts",),
+            "moe-wna16",
+        ),
         Backend(WNA16MoEBackend.TRITON.value, ("moe_wna16.experts.triton:TritonWNA16Experts",), "moe-wna16"),
         Backend(WNA16MoEBackend.HUMMING.value, ("moe_wna16.experts.humming:HummingWNA16Experts",), "moe-wna16"),
         Backend(WNA16MoEBackend.TORCH.value, ("moe_wna16.experts.torch:TorchWNA16Experts",), "moe-wna16"),

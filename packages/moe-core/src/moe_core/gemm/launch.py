@@ -26,7 +26,8 @@ class Operand:
 
     ``device`` is the tuple `B` of the kernels; ``descriptor`` makes the host-side tensor descriptor for a tile of so
     many rows, or is None where the weights must be read through pointers.  ``rows`` counts one half when gated.
-    ``aligned``: every row starts at a multiple of 16 bytes.
+    ``aligned``: every row starts at a multiple of 16 bytes.  ``interleaved``: gate and up rows lie in turns of 8, see
+    the tile kernel.
     """
 
     device: tuple[Any, ...]
@@ -35,6 +36,7 @@ class Operand:
     bias: Tensor | None = None
     descriptor: Any = None
     aligned: bool = True
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,9 +180,10 @@ def grouped_product(
     limit = activation.limit if activation is not None else None
     batched = isinstance(pairs, BatchedRows)
     whole = config.split == 1
+    rows = triton.cdiv(b.rows, 8) * 16 if b.interleaved else b.rows
     launch(
         grouped_tile_kernel,
-        (tiles * triton.cdiv(b.rows, config.block_n) * config.split,),
+        (tiles * triton.cdiv(rows, config.block_n) * config.split,),
         out.values,
         out.scales if whole else None,
         out.amax if whole else None,
@@ -215,10 +218,11 @@ def grouped_product(
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
         GROUP_M=config.group_m,
-        EVEN_N=b.rows % config.block_n == 0,
+        EVEN_N=rows % config.block_n == 0,
         EVEN_K=b.columns % block_k == 0,
         SWAP=config.swap,
         GATED=activation is not None and activation.gated,
+        INTERLEAVED=b.interleaved,
         ACTIVATION=activation.kind if activation is not None else "",
         HAS_LIMIT=limit is not None,
         HAS_BIAS=bias is not None,

@@ -35,6 +35,9 @@ them in an earlier launch (`sort_pairs(zero=)`).  The next product's `load_a` ca
 SWAP computes the transposed tile [BLOCK_N, BLOCK_M]: matrix units take at least 64 rows but as few as 8 columns,
 so that few tokens go into the columns and the weights, which come in abundance, into the rows.
 
+INTERLEAVED halves lie in turns of 8 rows, each filled up to whole turns: matrix units leave a row and the eighth after
+it in one thread, so that one tile, twice as wide as its part of the result, has gate and up of the same columns.
+
 SPLIT programs share the k loop of one tile, where tiles alone are too few to keep every multiprocessor reading.  Each
 stores its part, in float32 and by pair, [pair * SPLIT + part, columns]; whoever reads them next adds them up.
 """
@@ -91,6 +94,16 @@ def added_rows(ADDED, pair, columns, mask, SWAP: tl.constexpr):
     some = tl.load(ids + pair) >= 0
     offsets = _column(pair * stride, SWAP) + _row(columns, SWAP)
     return tl.load(values + offsets, mask=mask & _column(some, SWAP), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _apart(acc, SWAP: tl.constexpr):
+    """Gate and up of a tile of interleaved rows, in registers."""
+    tl.static_assert(SWAP, "interleaved weights are the rows of a transposed tile")
+    ROWS: tl.constexpr = acc.shape[0]
+    COLUMNS: tl.constexpr = acc.shape[1]
+    gate, up = acc.reshape(ROWS // 16, 2, 8, COLUMNS).permute(0, 2, 3, 1).split()
+    return gate.reshape(ROWS // 2, COLUMNS), up.reshape(ROWS // 2, COLUMNS)
 
 
 @triton.jit
@@ -155,6 +168,7 @@ def grouped_tile_kernel(
     EVEN_K: tl.constexpr,
     SWAP: tl.constexpr,
     GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -184,7 +198,9 @@ def grouped_tile_kernel(
     """
     if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
-    blocks_n = tl.cdiv(N, BLOCK_N)
+    # rows of the weights that a tile may have: of one half, or of both in turns
+    rows = tl.cdiv(N, 8) * 16 if INTERLEAVED else N
+    blocks_n = tl.cdiv(rows, BLOCK_N)
     pieces = tiles_of(S) * PIECES
     pid = tl.program_id(0)
     if pid >= pieces * blocks_n * SPLIT:
@@ -199,9 +215,10 @@ def grouped_tile_kernel(
     SHAPE_0: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     SHAPE_1: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     acc = tl.zeros((SHAPE_0, SHAPE_1), dtype=ACC)
+    TWICE: tl.constexpr = GATED and not INTERLEAVED
     acc_up = tl.zeros((SHAPE_0, SHAPE_1), dtype=ACC)
-    b_state = open_b(B, expert, 0, n, N, BLOCK_N)
-    up_state = open_b(B, expert, 1 if GATED else 0, n, N, BLOCK_N)
+    b_state = open_b(B, expert, 0, n, rows, BLOCK_N)
+    up_state = open_b(B, expert, 1 if TWICE else 0, n, rows, BLOCK_N)
     if PDL and EARLY:
         if prefetch_b is not None:
             prefetch_b(b_state, K)
@@ -211,7 +228,7 @@ def grouped_tile_kernel(
     for k in range(steps * part // SPLIT, steps * (part + 1) // SPLIT):
         a, a_scale = load_a(a_state, k, BLOCK_K)
         b, b_scale = load_b(b_state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K)
-        if GATED:
+        if TWICE:
             c, c_scale = load_b(up_state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K)
             acc = multiply(acc, a, a_scale, b, b_scale, SWAP)
             acc_up = multiply(acc_up, a, a_scale, c, c_scale, SWAP)
@@ -220,14 +237,17 @@ def grouped_tile_kernel(
 
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    columns = n + tl.arange(0, BLOCK_N)
+    WIDTH: tl.constexpr = BLOCK_N // 2 if INTERLEAVED else BLOCK_N
+    columns = block_n * WIDTH + tl.arange(0, WIDTH)
     inside = columns < N
     target = _rows(position, pair, top_k, OUT_ROWS)
     stored = _column(mask, SWAP) & _row(inside, SWAP)
     if finish is not None:
         acc = finish(acc, a_state, b_state, SWAP)
-        if GATED:
+        if TWICE:
             acc_up = finish(acc_up, a_state, up_state, SWAP)
+    if INTERLEAVED:
+        acc, acc_up = _apart(acc, SWAP)
     if ADDED is not None and (SPLIT == 1 or ACTIVATION == ""):
         addition = added_rows(ADDED, pair, columns, stored, SWAP)
         if SPLIT > 1:
@@ -266,7 +286,7 @@ def grouped_tile_kernel(
         offsets = _column(target * stride_out, SWAP) + _row(columns, SWAP)
         AXIS: tl.constexpr = 0 if SWAP else 1
         if PAD:
-            if not EVEN_N:
+            if not EVEN_N or INTERLEAVED:
                 acc = tl.where(_row(inside, SWAP), acc, 0.0)
             stored = _column(mask, SWAP)
         if quantize is None:

@@ -77,12 +77,14 @@ class ConformanceTests:
     """Base of a test class: set ``experts``; pytest makes one test of each case.
 
     ``device`` "auto", "cpu" or "cuda"; ``budget`` "small" or "full".  The command line's ``--moe-device`` and
-    ``--moe-budget`` come before what the class says.
+    ``--moe-budget`` come before what the class says.  ``interpreted_every``: Triton's interpreter, which takes seconds for
+    a case, runs every so many of the small budget's; a GPU runs all.
     """
 
     experts: ClassVar[type[FusedMoEExperts] | str]
     device: ClassVar[str] = "auto"
     budget: ClassVar[str] = "small"
+    interpreted_every: ClassVar[int] = 1
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """pytest's hook: one test per case."""
@@ -91,6 +93,9 @@ class ConformanceTests:
         device = metafunc.config.getoption("--moe-device", default=None) or self.device
         budget = metafunc.config.getoption("--moe-budget", default=None) or self.budget
         cases = cases_for(self.experts, device=device, budget=budget)
+        place = place_for(load_experts(self.experts).claims, device)
+        if budget == "small" and place is not None and place.interpreted:
+            cases = cases[:: self.interpreted_every]
         metafunc.parametrize("conformance_case", cases, ids=[case.id for case in cases])
         metafunc.cls.conformance_device = device
 

@@ -1,0 +1,58 @@
+"""The kernel of `columns`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_core.gemm.narrow import narrow
+
+
+@triton.jit
+def gather_kernel(
+    x,
+    out,
+    ids,
+    expert_map,
+    index,
+    factor,
+    columns,
+    limit,
+    num_experts,
+    stride_x,
+    stride_out,
+    stride_index,
+    stride_factor,
+    per_row,
+    BATCHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (pair, block of columns); see `columns.gather_columns`.  ``limit``: global ids, or rows of an expert."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.program_id(0).to(tl.int64)
+    if BATCHED:
+        expert = pair // limit
+        if pair % limit >= tl.load(ids + expert):
+            return
+    else:
+        expert = tl.load(ids + pair).to(tl.int64)
+        if (expert < 0) | (expert >= limit):
+            return
+        if expert_map is not None:
+            expert = tl.load(expert_map + expert).to(tl.int64)
+        if (expert < 0) | (expert >= num_experts):
+            return
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    source = column
+    if index is not None:
+        source = tl.load(index + expert * stride_index + column, mask=inside, other=-1)
+    some = inside & (source >= 0)
+    value = tl.load(x + pair // per_row * stride_x + source, mask=some, other=0.0)
+    if factor is not None:
+        value = value.to(tl.float32) * tl.load(factor + expert * stride_factor + source, mask=some, other=0.0)
+        value = narrow(value, out.dtype.element_ty)
+    tl.store(out + pair * stride_out + column, value, mask=inside)

@@ -1,0 +1,110 @@
+"""Columns of weights that are grouped in another order than they come in, and activations to match.
+
+With an activation order a column belongs to any group.  At load the columns of each expert are put in the order of
+their groups, and its activations are gathered in that order when they are used: exact whatever the groups are.  Where
+groups have other numbers of columns than the key says (a shard of a matrix), each is filled up to multiples of a
+smaller group, which then all have scales of their own; the products then read single columns, which is slow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_core.gemm.launch import Routing
+from moe_core.gemm.specimen import launch
+from moe_core.ops.batch import Batch
+
+#: columns of the smaller groups
+CHUNK = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped:
+    """Columns in the order of their groups.
+
+    ``index`` int32 [E, columns]: the column that stands there, -1 for none; ``group_size`` of the columns that stand
+    together; ``groups`` int64 [E, ceil(columns / group_size)]: the group of each.
+    """
+
+    index: Tensor
+    group_size: int
+    groups: Tensor
+
+
+def group_columns(g_idx: Tensor, group_size: int, count: int) -> Grouped:
+    """The order of ``g_idx`` [E, K] int32, of ``count`` groups that mostly have ``group_size`` columns.
+
+    Waits for the device.  Sizes depend on ``count`` and on whether all groups are whole, on nothing else in ``g_idx``.
+    """
+    experts, columns = g_idx.shape
+    device = g_idx.device
+    order = torch.argsort(g_idx, dim=1, stable=True)
+    sizes = torch.zeros(experts, count, dtype=torch.int64, device=device)
+    sizes.scatter_add_(1, g_idx.long(), torch.ones_like(g_idx, dtype=torch.int64))
+    if count == -(-columns // group_size):
+        whole = torch.full_like(sizes[0], group_size)
+        whole[-1] = columns - (count - 1) * group_size
+        if bool((sizes == whole).all()):
+            return Grouped(order.int(), group_size, torch.arange(count, device=device).expand(experts, count))
+    chunks = -(-sizes // CHUNK)
+    most = columns // CHUNK + count
+    ends = chunks.cumsum(dim=1)
+    # the place of a column: where its group starts, and how many of the group stand before it
+    before = sizes.cumsum(dim=1) - sizes
+    group = g_idx.long().gather(1, order)
+    within = torch.arange(columns, device=device) - before.gather(1, group)
+    place = (ends - chunks).gather(1, group) * CHUNK + within
+    index = torch.full((experts, most * CHUNK), -1, dtype=torch.int32, device=device)
+    index.scatter_(1, place, order.int())
+    number = torch.arange(most, device=device).expand(experts, most).contiguous()
+    groups = torch.searchsorted(ends, number, right=True).clamp_max(count - 1)
+    return Grouped(index, CHUNK, groups)
+
+
+def gather_columns(
+    x: Tensor,
+    out: Tensor,
+    routing: Routing | Batch,
+    *,
+    by_token: bool,
+    index: Tensor | None,
+    factor: Tensor | None,
+    pdl: bool,
+) -> None:
+    """out[pair, c] = x[row, index[expert, c]] * factor[expert, index[expert, c]].
+
+    ``x`` [rows, K], a row per token (``by_token``) or per pair (batched: row); ``out`` [pairs, C]; ``index`` int32 [E,
+    C] (-1: 0) or None for the same columns, ``factor`` float32 [E, K] or None.  Pairs without a local expert (batched:
+    rows beyond those in use) stay as they are.
+    """
+    from moe_core.gemm.marlin._column_kernels import gather_kernel
+
+    pairs = routing.num_pairs
+    columns = x.shape[1] if index is None else index.shape[1]
+    block = 1024
+    batched = isinstance(routing, Batch)
+    launch(
+        gather_kernel,
+        (pairs, -(-columns // block)),
+        x,
+        out,
+        routing.counts if isinstance(routing, Batch) else routing.ids,
+        None if isinstance(routing, Batch) else routing.expert_map,
+        index,
+        factor,
+        columns,
+        routing.capacity if isinstance(routing, Batch) else routing.num_ids,
+        0 if isinstance(routing, Batch) else routing.num_experts,
+        x.stride(0),
+        out.stride(0),
+        0 if index is None else index.stride(0),
+        0 if factor is None else factor.stride(0),
+        routing.top_k if by_token else 1,
+        BATCHED=batched,
+        BLOCK=block,
+        pdl=pdl,
+        num_warps=4,
+    )

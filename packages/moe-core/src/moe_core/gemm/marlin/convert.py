@@ -1,0 +1,126 @@
+"""Canonical integer weights in the layout of the family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_core.errors import TensorError
+from moe_core.gemm.marlin.columns import Grouped, group_columns
+from moe_core.gemm.marlin.words import interleave, order_words
+from moe_core.quant_key import QuantKey
+
+#: the last bits of a float32 scale, in whose place a zero point stands
+_ZERO_BITS = 9
+
+
+@dataclass(frozen=True, eq=False)
+class Converted:
+    """Tensors of a `MarlinMatrix`; ``group_size`` of its columns, which may be smaller than the key's."""
+
+    words: Tensor
+    scales: Tensor
+    group_size: int
+    factors: Tensor | None = None
+    index: Tensor | None = None
+
+
+def convert_integers(
+    codes: Tensor,
+    scale: Tensor,
+    key: QuantKey,
+    columns: int,
+    *,
+    zero_point: Tensor | None = None,
+    g_idx: Tensor | None = None,
+    interleaved: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Converted:
+    """One of the two matrices of canonical weights; see :class:`moe_core.weights.MoEWeights` for the tensors.
+
+    ``columns`` K of the matrix; ``interleaved``: rows are gate and up; ``dtype`` of the activations.  float16 holds
+    scales relative to the largest of a row, whose power of two becomes a factor.  Beside zero points scales keep 14
+    bits of mantissa, all that a 16-bit type has.  With ``g_idx`` this waits for the device.
+    """
+    size = key.group_size
+    if size not in (-1, 32, 64, 128):
+        raise TensorError(f"groups of {size} columns are not read here, expected 32, 64, 128 or -1 (the whole row)")
+    bits = key.dtype.bits
+    grouped = None
+    if g_idx is not None and size != -1:
+        grouped = group_columns(g_idx, size, scale.shape[2])
+        size, columns = grouped.group_size, grouped.index.shape[1]
+        words = _permuted_words(codes, grouped, bits, interleaved=interleaved)
+        scale = _by_group(scale, grouped)
+        zero_point = None if zero_point is None else _by_group(zero_point, grouped)
+    else:
+        words = order_words(codes, columns, bits, interleaved=interleaved)
+    wide, factors = scale, None
+    if dtype is torch.float16 and size != -1:
+        wide, factors = _relative(scale.float())
+        factors = interleave(factors) if interleaved else factors
+    if zero_point is not None:
+        wide = _with_zero_points(wide.float(), zero_point)
+    index = None if grouped is None else grouped.index
+    return Converted(words, _transposed(wide, interleaved=interleaved), size, factors, index)
+
+
+def _transposed(values: Tensor, *, interleaved: bool) -> Tensor:
+    """``values`` [E, rows, groups] as [E, groups, rows], float32 or int32, in one pass where halves are whole turns."""
+    experts, rows, groups = values.shape
+    dtype = torch.int32 if values.dtype is torch.int32 else torch.float32
+    if interleaved and rows % 16:
+        values, interleaved = interleave(values), False
+        rows = values.shape[1]
+    out = torch.empty(experts, groups, rows, dtype=dtype, device=values.device)
+    if interleaved:
+        turns = out.view(experts, groups, rows // 16, 2, 8)
+        turns.copy_(values.view(experts, 2, rows // 16, 8, groups).permute(0, 4, 2, 1, 3))
+    else:
+        out.copy_(values.transpose(1, 2))
+    return out
+
+
+def _by_group(values: Tensor, grouped: Grouped) -> Tensor:
+    """``values`` [E, rows, groups] for the groups as they stand."""
+    index = grouped.groups[:, None, :].expand(-1, values.shape[1], -1)
+    return values.gather(2, index)
+
+
+def _permuted_words(codes: Tensor, grouped: Grouped, bits: int, *, interleaved: bool) -> Tensor:
+    experts, rows = codes.shape[:2]
+    columns = grouped.index.shape[1]
+    words: Tensor | None = None
+    for expert in range(experts):
+        one = codes[expert]
+        if bits == 4:
+            one = torch.stack((one & 15, one >> 4), dim=2).flatten(1)
+        # what stands for no column meets zeros
+        one = one.index_select(1, grouped.index[expert].clamp_min(0))
+        if bits == 4:
+            one = torch.nn.functional.pad(one, (0, columns % 2))
+            one = one[:, 0::2] | one[:, 1::2] << 4
+        ordered = order_words(one[None], columns, bits, interleaved=interleaved)
+        if words is None:
+            words = torch.empty(experts, *ordered.shape[1:], dtype=torch.int32, device=codes.device)
+        words[expert] = ordered[0]
+    if words is None:
+        raise TensorError(f"the weights have shape {list(codes.shape)}, expected at least one expert")
+    return words
+
+
+def _relative(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """``scale`` [E, rows, groups] over powers of two [E, rows], so that the largest of a row lies in [0.5, 1)."""
+    _, exponent = torch.frexp(scale.abs().amax(dim=2))
+    power = torch.exp2(exponent.float())
+    return scale / power[:, :, None], power
+
+
+def _with_zero_points(scale: Tensor, zero_point: Tensor) -> Tensor:
+    """int32 of float32 ``scale``, rounded to fewer bits, and zero points of up to 256 in the last ones."""
+    last = 1 << _ZERO_BITS
+    # to the nearest: what is exact in 16 bits stays as it is
+    rounded = (scale.contiguous().view(torch.int32) + last // 2) & -last
+    return rounded | zero_point.int()

@@ -1,0 +1,76 @@
+"""The base of experts whose weights are widened in registers.  Importing this imports no Triton."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from moe_core.errors import TensorError
+from moe_core.gemm.experts import GroupedExperts
+from moe_core.gemm.plan import TilePlan
+from moe_core.weights import KernelWeights
+from moe_core.workspace import WorkspaceSpec
+
+if TYPE_CHECKING:
+    from moe_core.gemm.marlin.layer import Functions, MarlinMatrix
+
+
+class MarlinExperts(GroupedExperts):
+    """Subclasses add claims, `convert` and the device functions of their element type."""
+
+    @property
+    @abstractmethod
+    def functions(self) -> Functions:
+        """The element type's device functions."""
+
+    @abstractmethod
+    def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
+        """What the kernels get of ``name``, w13 or w2."""
+
+    @property
+    def gathered_columns(self) -> tuple[int, int]:
+        """The most columns of x and of h that are gathered; 0 where none are."""
+        return 0, 0
+
+    def chosen_plan(self, num_tokens: int) -> TilePlan:
+        from moe_core.gemm.marlin.rule import marlin_plan
+
+        config = self.config
+        return marlin_plan(
+            num_tokens,
+            config.top_k,
+            config.num_experts,
+            config.hidden_size,
+            config.intermediate_size,
+            gated=config.is_gated,
+            split=self.shares_loops,
+            capability=self.device_info.capability,
+        )
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        from moe_core.gemm.marlin.layer import marlin_workspaces
+
+        config = self.config
+        return marlin_workspaces(
+            num_tokens,
+            config.top_k,
+            config.local_experts,
+            config.hidden_size,
+            config.intermediate_size,
+            config.dtype,
+            batched=self.batched,
+            gathered=self.gathered_columns,
+        )
+
+    def fused_moe(self, x: Tensor, weights: KernelWeights, call: dict[str, Any]) -> None:
+        from moe_core.gemm.marlin.layer import marlin_fused_moe
+
+        scales = call.pop("w13_scale"), call.pop("w2_scale")
+        biases = call.pop("w13_bias"), call.pop("w2_bias")
+        if scales[0] is None or scales[1] is None:
+            raise TensorError("the quant config of quantised weights holds w1_scale and w2_scale")
+        w13 = self.matrix("w13", weights, scales[0], biases[0])
+        w2 = self.matrix("w2", weights, scales[1], biases[1])
+        marlin_fused_moe(self.functions, x, w13, w2, **call)

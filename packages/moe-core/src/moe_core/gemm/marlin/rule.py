@@ -1,0 +1,89 @@
+"""Launch parameters of the family: a rule from counts and sizes, for any shape.
+
+The mean number of rows per expert decides.  With few, a call streams weights: tiles of 16 or 32 rows, and several
+programs share the k loop of a tile where tiles are too few.  With many, the matrix units decide: the more rows a tile
+has, the more products a widened weight enters.  Every product is transposed (`swap`), and every tile has 128 rows of
+weights: the 16-bit numbers of more do not fit the registers of four warps, and eight warps wait for each other.
+The figures behind the thresholds are in docs/performance.md.
+"""
+
+from __future__ import annotations
+
+from moe_core.gemm.plan import TileConfig, TilePlan
+
+#: rows of weights of a tile
+BLOCK_N = 128
+#: float32 numbers that split products may leave for the launch that adds them up
+MAX_PARTS = 1 << 21
+#: programs of four warps that 132 multiprocessors hold at a time
+_RESIDENT = 528
+
+
+def marlin_plan(
+    tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    *,
+    gated: bool = True,
+    split: bool = True,
+    capability: int = 90,
+) -> TilePlan:
+    """The plan for ``tokens`` x ``top_k`` pairs over ``num_experts`` (all of the layer, local or not).
+
+    ``gated``: the up product has two halves; ``split``: programs may share k loops; ``capability`` 90 for sm_90, 0 for
+    no NVIDIA GPU.
+    """
+    pairs = tokens * top_k
+    mean = pairs / num_experts
+    if capability < 90 or capability >= 120:
+        # about 100 KB of shared memory per program
+        rows, warps = (16, 4) if mean <= 12 else (32, 8) if mean <= 24 else (64, 8)
+        config = TileConfig(rows, BLOCK_N, warps, 2, 1 if rows == 16 else 8, swap=True)
+        return TilePlan(config, config, capability >= 90)
+    down_steps = _steps(intermediate_size)
+    if mean <= 12:
+        experts = min(pairs, num_experts)
+        width = intermediate_size * (2 if gated else 1)
+        up, down = TileConfig(16, BLOCK_N, 4, 4, 1, True, True), TileConfig(16, BLOCK_N, 4, 3, 1, True, True)
+        if not split:
+            return TilePlan(up, down)
+        tiles, steps = experts * -(-width // BLOCK_N), _steps(hidden_size)
+        # parts of eight steps at least, and up to three rounds; shorter ones only where multiprocessors are left over
+        up_split = _split(tiles, steps, pairs * width, (1800, 8), (512, 4))
+        tiles = experts * -(-hidden_size // BLOCK_N)
+        down_split = _split(tiles, down_steps, pairs * hidden_size, (1056, 28), (264, 3))
+        up = TileConfig(16, BLOCK_N, 4, 4 if steps > 16 else 3, 1, True, True, up_split)
+        down = TileConfig(16, BLOCK_N, 4, 3, 1, True, True, down_split)
+        # where launches are a good part of the time; else programs that come early only take bandwidth
+        return TilePlan(up, down, pairs <= 64 and tiles <= 2 * _RESIDENT)
+    few = TileConfig(32, BLOCK_N, 4, 3, 1 if mean <= 24 else 8, True, True)
+    some = TileConfig(64, BLOCK_N, 4, 3, 8, swap=True)
+    many = TileConfig(128, BLOCK_N, 4, 3, 8, swap=True)
+    if mean <= 24:
+        # short programs: what they are made of matters more than how many products a weight enters
+        return TilePlan(few, TileConfig(16, BLOCK_N, 4, 3, 1, True, True) if down_steps <= 4 else few)
+    if mean <= 48:
+        return TilePlan(few, TileConfig(64, BLOCK_N, 4, 3, 1, True, True))
+    if mean <= 96:
+        return TilePlan(some, some)
+    return TilePlan(many, many if mean > 384 else some)
+
+
+def _steps(columns: int) -> int:
+    return -(-columns // 128)
+
+
+def _split(tiles: int, steps: int, size: int, *limits: tuple[int, int]) -> int:
+    """Programs that share a tile's loop, a power of two.
+
+    ``size`` numbers of the result; ``limits``: (most programs, fewest steps of each), of which one must hold.
+    """
+    split = 1
+    while tiles < _RESIDENT and split < 16 and size * split * 2 <= MAX_PARTS:
+        twice = split * 2
+        if not any(tiles * twice <= programs and steps // twice >= least for programs, least in limits):
+            break
+        split = twice
+    return split

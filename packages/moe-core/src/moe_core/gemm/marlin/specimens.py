@@ -1,0 +1,138 @@
+"""Launches of the family that the compile session builds for every target: integer codes, and what prepares them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moe_core.activation import MoEActivation
+from moe_core.device import DeviceInfo
+from moe_core.gemm.marlin.rule import marlin_plan
+from moe_core.gemm.marlin.words import interleaved_rows, words_of
+from moe_core.gemm.plan import TilePlan
+from moe_core.testing.compile import Specimen
+
+#: experts, top-k, hidden size, intermediate size; the second's sizes are no multiples of anything
+_SHAPE, _ODD = (256, 8, 7168, 2048), (6, 2, 1101, 1003)
+#: every plan of the rule on sm_90, and on others
+_TOKENS = (1, 64, 600, 1200, 2500, 8000, 20000)
+#: tile coordinates outside the loop; 128 rows of activations leave none for them
+_MAX_SPILLS = 128
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One layer."""
+
+    bits: int = 4
+    group: int = 128
+    zero_points: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    gated: bool = True
+    batched: bool = False
+    gathered: bool = False
+    indexed: bool = False
+    shape: tuple[int, int, int, int] = _SHAPE
+
+    def plan(self, tokens: int, capability: int) -> TilePlan:
+        experts, top_k, hidden, size = self.shape
+        split = not self.batched
+        return marlin_plan(tokens, top_k, experts, hidden, size, gated=self.gated, split=split, capability=capability)
+
+
+_EVERY_PLAN = (_Kind(), _Kind(bits=8, group=64, zero_points=True))
+_ONE_PLAN = (
+    _Kind(group=-1),
+    _Kind(group=-1, zero_points=True),
+    _Kind(group=64),
+    _Kind(group=32, zero_points=True, dtype=torch.float16),
+    _Kind(zero_points=True, gated=False),
+    _Kind(bits=8, group=-1),
+    _Kind(bits=8),
+    _Kind(bits=8, group=32, dtype=torch.float16),
+    _Kind(shape=_ODD, gathered=True),
+    _Kind(shape=_ODD, group=32, indexed=True, dtype=torch.float16),
+    _Kind(batched=True, gathered=True),
+)
+
+
+def specimens(target: DeviceInfo) -> Iterator[Specimen]:
+    """The order of words, and whole layers of all kinds of scales."""
+    if target.kind != "cuda" or target.capability < 80:
+        return
+    for bits in (4, 8):
+        for interleaved in (False, True):
+            yield Specimen(
+                f"marlin words {bits} bits{' interleaved' * interleaved}", partial(_order, bits, interleaved)
+            )
+    for kind in _EVERY_PLAN:
+        plans = {kind.plan(tokens, target.capability): tokens for tokens in _TOKENS}
+        for plan, tokens in plans.items():
+            yield Specimen(f"marlin {kind} {tokens}", partial(_layer, kind, plan, tokens), _MAX_SPILLS)
+    for number, kind in enumerate(_ONE_PLAN):
+        for tokens in (_TOKENS[number % 2], _TOKENS[-1]):
+            plan = kind.plan(tokens, target.capability)
+            yield Specimen(f"marlin {kind} {tokens}", partial(_layer, kind, plan, tokens), _MAX_SPILLS)
+
+
+def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _order(bits: int, interleaved: bool) -> None:
+    from moe_core.gemm.marlin.words import order_words
+
+    codes = _meta(8, 4096, 2048 * bits // 8, dtype=torch.uint8)
+    order_words(codes, 2048, bits, interleaved=interleaved, backend="triton")
+
+
+def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
+    """One call on meta tensors."""
+    from moe_core.gemm.launch import Activation
+    from moe_core.gemm.marlin.functions import integer_functions
+    from moe_core.gemm.marlin.layer import MarlinMatrix, marlin_fused_moe, marlin_workspaces
+
+    experts, top_k, hidden, size = kind.shape
+    activation = MoEActivation.SILU if kind.gated else MoEActivation.RELU2_NO_MUL
+
+    def matrix(rows: int, outputs: int, columns: int, *, interleaved: bool) -> MarlinMatrix:
+        wide = columns + 64 if kind.indexed else columns
+        groups = 1 if kind.group == -1 else -(-wide // kind.group)
+        rows = interleaved_rows(rows) if interleaved else rows
+        index = None
+        if kind.gathered or kind.indexed:
+            index = _meta(experts, wide, dtype=torch.int32)
+        return MarlinMatrix(
+            _meta(experts, rows, words_of(wide, kind.bits), dtype=torch.int32),
+            kind.bits,
+            outputs,
+            wide,
+            kind.group,
+            _meta(experts, groups, rows, dtype=torch.int32 if kind.zero_points else torch.float32),
+            factors=_meta(experts, rows, dtype=torch.float32) if kind.dtype is torch.float16 else None,
+            bias=_meta(experts, outputs * (2 if interleaved else 1), dtype=kind.dtype) if kind.indexed else None,
+            interleaved=interleaved,
+            index=index,
+            column_factors=_meta(experts, columns, dtype=torch.float32) if kind.batched or kind.indexed else None,
+        )
+
+    gathered = (hidden, size) if kind.gathered else (0, 0)
+    specs = marlin_workspaces(tokens, top_k, experts, hidden, size, kind.dtype, batched=kind.batched, gathered=gathered)
+    shape = (experts, tokens, hidden) if kind.batched else (tokens, hidden)
+    marlin_fused_moe(
+        integer_functions,
+        _meta(*shape, dtype=kind.dtype),
+        matrix((2 if kind.gated else 1) * size, size, hidden, interleaved=kind.gated),
+        matrix(hidden, hidden, size, interleaved=False),
+        out=_meta(*shape, dtype=kind.dtype),
+        workspace={spec.name: _meta(*spec.shape, dtype=spec.dtype) for spec in specs},
+        plan=plan,
+        activation=Activation(activation.value),
+        topk_weights=None if kind.batched else _meta(tokens, top_k, dtype=torch.float32),
+        topk_ids=None if kind.batched else _meta(tokens, top_k, dtype=torch.int32),
+        expert_num_tokens=_meta(experts, dtype=torch.int32) if kind.batched else None,
+    )

@@ -1,0 +1,403 @@
+"""Words of codes as 16-bit numbers, in the columns' order: one function for each element type.
+
+    widen(words [N, W] int32, offset, dtype) -> numbers [N, columns] of `dtype` (float32 in the interpreter), exact
+
+`offset` is what a type with zero points gets of them (`offsets`), else 0.  The two numbers of a 16-bit pair in a
+register are those that a thread of the matrix units holds side by side, so that nothing moves between registers or
+threads; `moe_core.gemm.marlin.words` says which columns they are.
+
+Integers are made in the low bits of a mantissa: a bfloat16 of exponent 7 counts ones from 128 on, a float16 of exponent
+10 from 1024 on, and one `fma` subtracts what the bits around the code are worth.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_core.gemm.narrow import INTERPRET
+
+# In the texts below $0, $1, ... are the pairs' numbers, then comes the word; with zero points a pair to be added, and
+# last, where numbers are scaled, a pair of factors.  -0.0 as addend keeps the sign of zeros.
+
+
+def _text(lines: list[str], bits: int) -> tl.constexpr:
+    """Lines of asm with names for operands, as one block."""
+    count = 32 // bits
+    text = "{ .reg .b32 w, p, q, one, zero; mov.b32 zero, 0x80008000; " + " ".join(lines) + " }"
+    for name, number in (("WORD", count), ("FIRST", count + 1), ("SECOND", count + 2)):
+        text = text.replace(name, f"${number}")
+    return tl.constexpr(text)
+
+
+def _nibbles(*, scaled: bool, symmetric: bool, float16: bool) -> tl.constexpr:
+    """Nibbles p and p + 4 of a word as pair p: 128 + nibble (float16: 1024 + nibble), minus as much."""
+    kind, ones, one = ("f16x2", "0x64006400", "0x3c003c00") if float16 else ("bf16x2", "0x43004300", "0x3f803f80")
+    lines = [f"mov.b32 one, {one};"]
+    less = "FIRST"
+    if symmetric:
+        less = "q"
+        lines.append(f"mov.b32 q, {'0xe408e408' if float16 else '0xc308c308'};")
+    for number in range(4):
+        lines.append(f"shr.u32 w, WORD, {4 * number};")
+        lines.append(f"lop3.b32 p, w, 0x000f000f, {ones}, 0xea;")
+        lines.append(f"fma.rn.{kind} p, p, one, {less};")
+        if scaled:
+            lines.append(f"fma.rn.{kind} p, p, {'FIRST' if symmetric else 'SECOND'}, zero;")
+        lines.append(f"mov.b32 {{${2 * number}, ${2 * number + 1}}}, p;")
+    return _text(lines, 4)
+
+
+def _bytes(*, scaled: bool, symmetric: bool, float16: bool) -> tl.constexpr:
+    """Bytes p and p + 2 of a word as pair p.
+
+    float16: 1024 + byte, minus as much.  bfloat16 has 7 bits of mantissa: 128 + (low 7 bits), minus 256, or 128 where
+    the highest bit is set, makes byte - 128, to which 128 - zero point is added.
+    """
+    kind, one = ("f16x2", "0x3c003c00") if float16 else ("bf16x2", "0x3f803f80")
+    lines = [f"mov.b32 one, {one};"]
+    for number in range(2):
+        lines.append(f"shr.u32 w, WORD, {8 * number};")
+        if float16:
+            lines.append("lop3.b32 p, w, 0x00ff00ff, 0x64006400, 0xea;")
+            less = "FIRST"
+            if symmetric:
+                less = "q"
+                lines.append("mov.b32 q, 0xe480e480;")
+            lines.append(f"fma.rn.{kind} p, p, one, {less};")
+        else:
+            lines.append("lop3.b32 p, w, 0x007f007f, 0x43004300, 0xea;")
+            lines.append("lop3.b32 q, w, 0x00800080, 0xc300c300, 0xae;")
+            lines.append(f"fma.rn.{kind} p, p, one, q;")
+            if not symmetric:
+                lines.append(f"fma.rn.{kind} p, p, one, FIRST;")
+        if scaled:
+            lines.append(f"fma.rn.{kind} p, p, {'FIRST' if symmetric else 'SECOND'}, zero;")
+        lines.append(f"mov.b32 {{${2 * number}, ${2 * number + 1}}}, p;")
+    return _text(lines, 8)
+
+
+_INT4_BFLOAT16 = _nibbles(scaled=False, symmetric=True, float16=False)
+_INT4_FLOAT16 = _nibbles(scaled=False, symmetric=True, float16=True)
+_INT4_BFLOAT16_SCALED = _nibbles(scaled=True, symmetric=True, float16=False)
+_INT4_FLOAT16_SCALED = _nibbles(scaled=True, symmetric=True, float16=True)
+_UINT4_BFLOAT16 = _nibbles(scaled=False, symmetric=False, float16=False)
+_UINT4_FLOAT16 = _nibbles(scaled=False, symmetric=False, float16=True)
+_UINT4_BFLOAT16_SCALED = _nibbles(scaled=True, symmetric=False, float16=False)
+_UINT4_FLOAT16_SCALED = _nibbles(scaled=True, symmetric=False, float16=True)
+_INT8_BFLOAT16 = _bytes(scaled=False, symmetric=True, float16=False)
+_INT8_FLOAT16 = _bytes(scaled=False, symmetric=True, float16=True)
+_INT8_BFLOAT16_SCALED = _bytes(scaled=True, symmetric=True, float16=False)
+_INT8_FLOAT16_SCALED = _bytes(scaled=True, symmetric=True, float16=True)
+_UINT8_BFLOAT16 = _bytes(scaled=False, symmetric=False, float16=False)
+_UINT8_FLOAT16 = _bytes(scaled=False, symmetric=False, float16=True)
+_UINT8_BFLOAT16_SCALED = _bytes(scaled=True, symmetric=False, float16=False)
+_UINT8_FLOAT16_SCALED = _bytes(scaled=True, symmetric=False, float16=True)
+
+
+@triton.jit
+def pair(x, dtype: tl.constexpr):
+    """int32: float32 `x`, rounded to `dtype`, twice."""
+    return (x.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+
+
+@triton.jit
+def zero_offset(zero, BITS: tl.constexpr, dtype: tl.constexpr):
+    """What `uint4` and `uint8` get for float32 zero points, which go up to 2^BITS."""
+    if INTERPRET:
+        return zero
+    elif dtype == tl.float16:
+        return pair(-1024.0 - zero, dtype)
+    elif BITS == 4:
+        return pair(-128.0 - zero, dtype)
+    else:
+        return pair(128.0 - zero, dtype)
+
+
+@triton.jit
+def _nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7):
+    """[N, W] numbers of the eight nibbles (p and p + 4 of each pair) as [N, 8 W] in the columns' order."""
+    N: tl.constexpr = v0.shape[0]
+    W: tl.constexpr = v0.shape[1]
+    # of a word: its pair i, half j, step s; units of 4 threads t x 4 words u
+    first = tl.join(tl.join(v0, v1), tl.join(v2, v3))
+    second = tl.join(tl.join(v4, v5), tl.join(v6, v7))
+    numbers = tl.join(first, second).reshape(N, W // 16, 4, 4, 2, 2, 2)
+    #                 unit, u, s, j, t, i
+    return numbers.permute(0, 1, 3, 6, 5, 2, 4).reshape(N, 8 * W)
+
+
+@triton.jit
+def _interpreted_nibbles(words, zero, scale, SCALED: tl.constexpr):
+    """As the asm does it, in float32; few operations, since the interpreter takes its time for each."""
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    value = ((words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15).to(tl.float32)
+    value = (value - zero) * scale if SCALED else value - zero
+    # nibble 4i + 2s + j of word 4t + u: [unit, t, u, i, s, j] to [unit, u, s, j, t, i]
+    return value.reshape(N, W // 16, 4, 4, 2, 2, 2).permute(0, 1, 3, 5, 6, 2, 4).reshape(N, 8 * W)
+
+
+@triton.jit
+def int4(words, dtype: tl.constexpr):
+    """4-bit codes minus 8."""
+    if INTERPRET:
+        return _interpreted_nibbles(words, 8.0, 1.0, False)
+    elif dtype == tl.float16:
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            _INT4_FLOAT16,
+            "=h,=h,=h,=h,=h,=h,=h,=h,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            _INT4_BFLOAT16,
+            "=h,=h,=h,=h,=h,=h,=h,=h,r",
+            [words],
+            dtype=(
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+            ),
+            is_pure=True,
+            pack=1,
+        )
+    return _nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7)
+
+
+@triton.jit
+def int4_scaled(words, scale, dtype: tl.constexpr):
+    """`int4` times `scale` [N, W] (a pair of `dtype` in int32; float32 in the interpreter), rounded."""
+    if INTERPRET:
+        return _interpreted_nibbles(words, 8.0, scale[:, :, None], True)
+    elif dtype == tl.float16:
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            _INT4_FLOAT16_SCALED,
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [words, scale],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            _INT4_BFLOAT16_SCALED,
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [words, scale],
+            dtype=(
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+            ),
+            is_pure=True,
+            pack=1,
+        )
+    return _nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7)
+
+
+@triton.jit
+def uint4(words, offset, dtype: tl.constexpr):
+    """4-bit codes minus their zero points, of which `offset` [N, W] is made."""
+    if INTERPRET:
+        return _interpreted_nibbles(words, offset[:, :, None], 1.0, False)
+    elif dtype == tl.float16:
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            _UINT4_FLOAT16,
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [words, offset],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            _UINT4_BFLOAT16,
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [words, offset],
+            dtype=(
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+            ),
+            is_pure=True,
+            pack=1,
+        )
+    return _nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7)
+
+
+@triton.jit
+def uint4_scaled(words, offset, scale, dtype: tl.constexpr):
+    """`uint4` times `scale`, as `int4_scaled`."""
+    if INTERPRET:
+        return _interpreted_nibbles(words, offset[:, :, None], scale[:, :, None], True)
+    elif dtype == tl.float16:
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            _UINT4_FLOAT16_SCALED,
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+            [words, offset, scale],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            _UINT4_BFLOAT16_SCALED,
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+            [words, offset, scale],
+            dtype=(
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+            ),
+            is_pure=True,
+            pack=1,
+        )
+    return _nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7)
+
+
+@triton.jit
+def byte_columns(v0, v1, v2, v3):
+    """[N, W] numbers of the four bytes (p and p + 2 of each pair) as [N, 4 W] in the columns' order."""
+    N: tl.constexpr = v0.shape[0]
+    W: tl.constexpr = v0.shape[1]
+    # of a word: its pair i, half j; units of 4 threads t x 4 words s
+    numbers = tl.join(tl.join(v0, v1), tl.join(v2, v3)).reshape(N, W // 16, 4, 4, 2, 2)
+    #                 unit, s, j, t, i
+    return numbers.permute(0, 1, 3, 5, 2, 4).reshape(N, 4 * W)
+
+
+@triton.jit
+def _interpreted_bytes(words, zero, scale, SCALED: tl.constexpr):
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    value = ((words[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 255).to(tl.float32)
+    value = (value - zero) * scale if SCALED else value - zero
+    # byte 2i + j of word 4t + s: [unit, t, s, i, j] to [unit, s, j, t, i]
+    return value.reshape(N, W // 16, 4, 4, 2, 2).permute(0, 1, 3, 5, 2, 4).reshape(N, 4 * W)
+
+
+@triton.jit
+def int8(words, dtype: tl.constexpr):
+    """8-bit codes minus 128."""
+    if INTERPRET:
+        return _interpreted_bytes(words, 128.0, 1.0, False)
+    elif dtype == tl.float16:
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            _INT8_FLOAT16,
+            "=h,=h,=h,=h,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            _INT8_BFLOAT16,
+            "=h,=h,=h,=h,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=1,
+        )
+    return byte_columns(v0, v1, v2, v3)
+
+
+@triton.jit
+def int8_scaled(words, scale, dtype: tl.constexpr):
+    """`int8` times `scale`, as `int4_scaled`."""
+    if INTERPRET:
+        return _interpreted_bytes(words, 128.0, scale[:, :, None], True)
+    elif dtype == tl.float16:
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            _INT8_FLOAT16_SCALED,
+            "=h,=h,=h,=h,r,r",
+            [words, scale],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            _INT8_BFLOAT16_SCALED,
+            "=h,=h,=h,=h,r,r",
+            [words, scale],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=1,
+        )
+    return byte_columns(v0, v1, v2, v3)
+
+
+@triton.jit
+def uint8(words, offset, dtype: tl.constexpr):
+    """8-bit codes minus their zero points, of which `offset` [N, W] is made."""
+    if INTERPRET:
+        return _interpreted_bytes(words, offset[:, :, None], 1.0, False)
+    elif dtype == tl.float16:
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            _UINT8_FLOAT16,
+            "=h,=h,=h,=h,r,r",
+            [words, offset],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            _UINT8_BFLOAT16,
+            "=h,=h,=h,=h,r,r",
+            [words, offset],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=1,
+        )
+    return byte_columns(v0, v1, v2, v3)
+
+
+@triton.jit
+def uint8_scaled(words, offset, scale, dtype: tl.constexpr):
+    """`uint8` times `scale`, as `int4_scaled`."""
+    if INTERPRET:
+        return _interpreted_bytes(words, offset[:, :, None], scale[:, :, None], True)
+    elif dtype == tl.float16:
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            _UINT8_FLOAT16_SCALED,
+            "=h,=h,=h,=h,r,r,r",
+            [words, offset, scale],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            _UINT8_BFLOAT16_SCALED,
+            "=h,=h,=h,=h,r,r,r",
+            [words, offset, scale],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=1,
+        )
+    return byte_columns(v0, v1, v2, v3)
