@@ -6,8 +6,11 @@ what the ones before left out:
 
     int4, bfloat16 scales    (c - 8) s
     int4, otherwise          (c - 8) s + (8 - zp) s in two passes: upper halves of s and (8 - zp) s, then lower ones
-    int8, c = 16 h + l       (h - 8) 16 s + (136 - zp) s, then (l - 8) s and what the zero lacked;
-                             two passes more where s is no bfloat16
+    int8                     16 h s + (128 - zp + t) s, then l s and what the zero lacked; two passes more where s is
+                             no bfloat16
+
+There ``c - 128 = 16 h + l + t`` with h and l from -8 to 7: small codes have h = 0, so that nothing large cancels.  That
+reaches from -136 to 119; t is 8 in groups with a code of 120 or more, and else 0.
 
 Other dtypes of activations take a path of the product that is slower than dequantising.  Its layout is private to torch
 and differs between instruction sets: :func:`available` finds out whether it is the one that :func:`unpack` reads,
@@ -32,20 +35,29 @@ MAX_ROWS = 128
 _BLOCK = 2**20
 
 
-def pack(codes: Tensor, bits: int, order: Tensor | None = None) -> Tensor:
+def pack(codes: Tensor, bits: int, group: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Canonical codes of one matrix, uint8 [rows, K], of 4 bits [rows, K/2], as uint8 [planes, rows / 64, K, 32].
 
-    int4 is one plane, int8 two: upper nibbles, then lower ones.  ``rows`` is a multiple of 64.  ``order``: the columns,
-    as :func:`column_blocks` has them.
+    int4 is one plane, int8 two: h, then l.  ``rows`` is a multiple of 64.  ``order``: the columns, as
+    :func:`column_blocks` has them.  Also returns t, float32 [K / group, rows].
     """
-    low, high = codes & 15, codes >> 4
-    planes = [torch.stack((low, high), dim=2).flatten(1)] if bits == 4 else [high, low]
+    if bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
     if order is not None:
         # where there is no column any will do: activations are 0 there
-        planes = [plane.index_select(1, order.clamp(max=plane.shape[1] - 1)) for plane in planes]
-    rows, columns = planes[0].shape
-    packed = [torch.ops.aten._convert_weight_to_int4pack_for_cpu(plane.to(torch.int32), 2) for plane in planes]
-    return torch.stack([plane.view(rows // TILE, columns, TILE // 2) for plane in packed])
+        codes = codes.index_select(1, order.clamp(max=codes.shape[1] - 1))
+    rows, columns = codes.shape
+    wide, planes = codes.to(torch.int32), []
+    added = wide.new_zeros(rows, columns // group)
+    if bits == 8:
+        added = 8 * (wide.view(rows, -1, group).amax(dim=2) >= 248).int()
+        # 16 (h + 8) + (l + 8), of a number from 0 to 255
+        wide = wide + 8 - added.repeat_interleave(group, dim=1)
+        planes.append(wide >> 4)
+    planes.append(wide & 15)
+    packed = [torch.ops.aten._convert_weight_to_int4pack_for_cpu(plane, 2) for plane in planes]
+    tiles = torch.stack([plane.view(rows // TILE, columns, TILE // 2) for plane in packed])
+    return tiles, added.T.float()
 
 
 def unpack(packed: Tensor, out: Tensor) -> None:
@@ -85,20 +97,21 @@ def column_blocks(g_idx: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     return order, of_block
 
 
-def scales_and_zeros(scale: Tensor, zero_point: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
-    """Scales and zeros of the passes of one matrix, bfloat16 [passes, columns / group, rows, 2].
+def scales_and_zeros(scale: Tensor, zero_point: Tensor | None, bits: int, added: Tensor) -> Tensor:
+    """Scales and zeros of the passes of one matrix, bfloat16 [passes, groups, rows, 2].
 
-    ``scale`` [rows, G], ``zero_point`` of its shape (None: half of the codes); G groups of a multiple of ``group``.
+    ``scale`` [rows, G], ``zero_point`` of its shape (None: half of the codes); ``added``: t [groups, rows], of G groups
+    or a multiple.
     """
-    groups = columns // group
+    groups = len(added)
     repeats = groups // scale.shape[1]
     wide = scale.float().T.repeat_interleave(repeats, dim=0)
     middle = 2 ** (bits - 1)
     zeros = torch.zeros_like(wide)
     if zero_point is not None:
         zeros = (middle - zero_point.float().T.repeat_interleave(repeats, dim=0)) * wide
-    if bits == 8:
-        zeros = zeros + 8 * wide
+    # as a sum over a group, t belongs to the part whose codes lie around it
+    zeros = zeros + added * wide
     left = wide
     passes = []
     halves = 1 if scale.dtype is torch.bfloat16 and (bits == 8 or zero_point is None) else 2
@@ -173,9 +186,9 @@ def available() -> bool:
     wide = torch.stack((codes & 15, codes >> 4), dim=2).view(rows, columns).float() - 8
     scale = torch.tensor([1.0, 0.5], dtype=torch.bfloat16).expand(rows, 2)
     try:
-        packed = pack(codes, 4)
+        packed, added = pack(codes, 4, group)
         # one column each: what comes out are the weights
-        found = product(torch.eye(columns), packed, scales_and_zeros(scale, None, 4, group, columns))
+        found = product(torch.eye(columns), packed, scales_and_zeros(scale, None, 4, added))
         tiles = torch.empty(columns, rows)
         unpack(packed, tiles)
     except RuntimeError:

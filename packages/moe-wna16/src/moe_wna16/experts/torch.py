@@ -55,15 +55,10 @@ class TorchWNA16Experts(TorchExperts):
         groups, key = self._packed_groups(), weights.weight_key
         if groups is None or key is None:
             return converted
-        packed = [
-            _packed(codes, desc, key, group, columns)
-            for codes, desc, group, columns in (
-                (weights.w13, converted.quant_config.w1, groups[0], self.config.hidden_size),
-                (weights.w2, converted.quant_config.w2, groups[1], self.config.intermediate_size),
-            )
-        ]
-        (w13, w1), (w2, second) = packed
-        return replace(converted, w13=w13, w2=w2, quant_config=replace(converted.quant_config, w1=w1, w2=second))
+        (first, second), given = groups, converted.quant_config
+        w13, w1 = _packed(weights.w13, given.w1, key, first)
+        w2, w2_desc = _packed(weights.w2, given.w2, key, second)
+        return replace(converted, w13=w13, w2=w2, quant_config=replace(given, w1=w1, w2=w2_desc))
 
     def _packed_groups(self) -> tuple[int, int] | None:
         """Columns of a group of w13 and w2 in the layout of torch's CPU product; None where that is not used."""
@@ -96,9 +91,7 @@ class TorchWNA16Experts(TorchExperts):
         return one.product(x)
 
 
-def _packed(
-    codes: Tensor, desc: FusedMoEQuantDesc, key: QuantKey, group: int, columns: int
-) -> tuple[Tensor, FusedMoEQuantDesc]:
+def _packed(codes: Tensor, desc: FusedMoEQuantDesc, key: QuantKey, group: int) -> tuple[Tensor, FusedMoEQuantDesc]:
     """w13 or w2 in the layout of torch's CPU product, with what goes with it: there ``g_idx`` is the columns' order."""
     scale, bits = _given(desc.scale), key.dtype.bits
     packed, scales, orders = [], [], []
@@ -110,10 +103,10 @@ def _packed(
             order, of_block = int4pack.column_blocks(desc.g_idx[expert], own.shape[1])
             own = own.index_select(1, of_block)
             zero_point = None if zero_point is None else zero_point.index_select(1, of_block)
-            columns = len(order)
             orders.append(order)
-        packed.append(int4pack.pack(one, bits, order))
-        scales.append(int4pack.scales_and_zeros(own, zero_point, bits, group, columns))
+        tiles, added = int4pack.pack(one, bits, group, order)
+        packed.append(tiles)
+        scales.append(int4pack.scales_and_zeros(own, zero_point, bits, added))
     g_idx = torch.stack(orders) if orders else None
     return torch.stack(packed), replace(desc, scale=torch.stack(scales), zero_point=None, g_idx=g_idx)
 
