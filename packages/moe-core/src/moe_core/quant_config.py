@@ -192,8 +192,8 @@ def make_quant_config(
 
     ``canonical``: what goes with the weights is as :class:`moe_core.weights.MoEWeights` has it; without, it is in a
     backend's own layout, whose scales may have another dtype and which may hold zero points, activation order and input
-    factors elsewhere.  Raises ConfigError where a key demands a tensor that is missing, or the reverse, or another dtype of
-    scales; TensorError for what else does not fit.
+    factors elsewhere.  Raises ConfigError where a key demands a tensor that is missing, or the reverse, or another
+    dtype of scales; TensorError for what else does not fit.
     """
     _check_weight("w1", weight_key, w1_scale, w1_zp, w1_g_idx, w1_pre_scale, canonical)
     _check_weight("w2", weight_key, w2_scale, w2_zp, w2_g_idx, w2_pre_scale, canonical)

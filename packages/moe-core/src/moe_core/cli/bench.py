@@ -179,7 +179,7 @@ def _random_weights(
     def normal(*shape: int) -> Tensor:
         return (torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])).to(config.dtype).to(device)
 
-    static: dict[str, Tensor] = {}
+    static: dict[str, Any] = {}
     if activation_key is not None and activation_key.is_static:
         # both products see values of about a standard deviation of 1, which hardly ever exceed 8
         scale = torch.full((distinct,), 8 / activation_key.dtype.max_value, device=device)

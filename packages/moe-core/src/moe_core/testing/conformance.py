@@ -77,8 +77,8 @@ class ConformanceTests:
     """Base of a test class: set ``experts``; pytest makes one test of each case.
 
     ``device`` "auto", "cpu" or "cuda"; ``budget`` "small" or "full".  The command line's ``--moe-device`` and
-    ``--moe-budget`` come before what the class says.  ``interpreted_every``: Triton's interpreter, which takes seconds for
-    a case, runs every so many of the small budget's; a GPU runs all.
+    ``--moe-budget`` come before what the class says.  ``interpreted_every``: Triton's interpreter, which takes seconds
+    for a case, runs every so many of the small budget's; a GPU runs all.
     """
 
     experts: ClassVar[type[FusedMoEExperts] | str]

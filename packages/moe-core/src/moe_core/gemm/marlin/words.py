@@ -81,7 +81,7 @@ def interleave(x: Tensor) -> Tensor:
     out = torch.zeros(experts, turns, 2, 8, *x.shape[2:], dtype=x.dtype, device=x.device)
     whole = half // 8
     halves = x.view(experts, 2, half, *x.shape[2:])
-    out[:, :whole].copy_(halves[:, :, : whole * 8].unflatten(2, (whole, 8)).transpose(1, 2))
+    out[:, :whole].copy_(halves[:, :, : whole * 8].reshape(experts, 2, whole, 8, *x.shape[2:]).transpose(1, 2))
     if half % 8:
         out[:, whole, :, : half % 8].copy_(halves[:, :, whole * 8 :])
     return out.flatten(1, 3)

@@ -1,0 +1,109 @@
+"""What the family makes of canonical weights: scales with zero points, relative scales, columns by group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_core import TensorError, kInt4Static, kInt4StaticAsym, kInt8Static
+from moe_core.gemm.marlin.columns import CHUNK, group_columns
+from moe_core.gemm.marlin.convert import convert_integers
+from moe_core.gemm.marlin.words import interleave, order_words
+
+
+def _codes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+
+
+def test_symmetric_scales_are_turned_and_widened() -> None:
+    scale = torch.randn(2, 24, 2).bfloat16()
+    found = convert_integers(_codes(2, 24, 128), scale, kInt4Static, 256)
+    assert torch.equal(found.scales, scale.float().transpose(1, 2))
+    assert (found.group_size, found.factors, found.index) == (128, None, None)
+
+
+def test_interleaved_scales_follow_their_rows() -> None:
+    for rows in (32, 20):
+        scale = torch.randn(2, rows, 2).bfloat16()
+        found = convert_integers(_codes(2, rows, 128), scale, kInt4Static, 256, interleaved=True)
+        assert torch.equal(found.scales, interleave(scale.float()).transpose(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_zero_points_stand_in_the_last_bits(dtype: torch.dtype) -> None:
+    scale = torch.randn(2, 8, 2).to(dtype)
+    zero = torch.randint(0, 17, (2, 8, 2), dtype=torch.int32)
+    zero[0, 0, 0] = 16
+    found = convert_integers(_codes(2, 8, 128), scale, kInt4StaticAsym, 256, zero_point=zero).scales
+    assert found.dtype is torch.int32
+    assert torch.equal((found & 511).transpose(1, 2), zero)
+    # 16-bit types have 10 bits of mantissa at most: exact
+    assert torch.equal((found & -512).view(torch.float32).transpose(1, 2), scale.float())
+
+
+def test_float32_scales_beside_zero_points_are_rounded_to_14_bits() -> None:
+    scale = torch.rand(1, 64, 2) + 0.5
+    zero = torch.zeros(1, 64, 2, dtype=torch.uint8)
+    found = convert_integers(_codes(1, 64, 128), scale, kInt4StaticAsym, 256, zero_point=zero).scales
+    error = ((found & -512).view(torch.float32).transpose(1, 2) - scale).abs() / scale
+    assert 0 < float(error.max()) <= 2**-15
+
+
+def test_float16_layers_hold_scales_relative_to_a_rows_largest() -> None:
+    scale = torch.tensor([[[1e-30, 3e-31], [2e20, 1e20], [0.0, 0.0]]])
+    found = convert_integers(_codes(1, 3, 128), scale, kInt4Static, 256, dtype=torch.float16)
+    assert found.factors is not None
+    relative = found.scales.transpose(1, 2)
+    assert torch.equal(relative * found.factors[:, :, None], scale)
+    assert float(relative[0, :2].amax(dim=1).min()) >= 0.5
+    assert float(relative.max()) < 1
+
+
+def _value(codes: torch.Tensor, index: torch.Tensor, expert: int) -> torch.Tensor:
+    """Canonical words of permuted columns, by hand."""
+    columns = index[expert].clamp_min(0).long()
+    return codes[expert][:, columns]
+
+
+@pytest.mark.parametrize(("columns", "count", "size"), [(96, 3, 32), (300, 3, 128), (200, 9, 64), (65, 1, 128)])
+def test_columns_by_group(columns: int, count: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    g_idx = torch.randint(0, count, (3, columns), dtype=torch.int32, generator=generator)
+    found = group_columns(g_idx, size, count)
+    for expert in range(3):
+        places = found.index[expert]
+        used = places[places >= 0]
+        assert sorted(used.tolist()) == list(range(columns))
+        for place, column in enumerate(places.tolist()):
+            if column >= 0:
+                assert int(found.groups[expert, place // found.group_size]) == int(g_idx[expert, column])
+    again = group_columns(g_idx.flip(1), size, count)
+    assert again.index.shape == found.index.shape
+    assert again.groups.shape == found.groups.shape
+
+
+def test_whole_groups_are_not_filled_up() -> None:
+    order = torch.stack([torch.randperm(300, generator=torch.Generator().manual_seed(e)) for e in range(2)])
+    g_idx = torch.zeros(2, 300, dtype=torch.int32)
+    g_idx.scatter_(1, order, (torch.arange(300) // 128).int().expand(2, 300).contiguous())
+    found = group_columns(g_idx, 128, 3)
+    assert found.group_size == 128
+    assert found.index.shape == (2, 300)
+    assert group_columns(g_idx, 128, 4).group_size == CHUNK
+
+
+def test_permuted_codes_stand_where_their_index_says() -> None:
+    generator = torch.Generator().manual_seed(3)
+    codes = _codes(2, 4, 96)
+    g_idx = torch.randint(0, 3, (2, 96), dtype=torch.int32, generator=generator)
+    scale = torch.rand(2, 4, 3)
+    key = kInt8Static.with_group(1, 32)
+    found = convert_integers(codes, scale, key, 96, g_idx=g_idx)
+    assert found.index is not None
+    for expert in range(2):
+        taken = _value(codes, found.index, expert)
+        assert torch.equal(found.words[expert], order_words(taken[None], taken.shape[1], 8)[0])
+
+
+def test_other_groups_are_refused() -> None:
+    with pytest.raises(TensorError, match="groups of 256 columns"):
+        convert_integers(_codes(1, 4, 128), torch.rand(1, 4, 1), kInt4Static.with_group(1, 256), 256)

@@ -1,0 +1,39 @@
+"""The rule of the family, for any shape: what every launch relies on."""
+
+from __future__ import annotations
+
+import pytest
+from moe_core.gemm.marlin.rule import BLOCK_N, MAX_PARTS, marlin_plan
+
+_SHAPES = ((8, 2, 4096, 14336), (256, 8, 7168, 256), (32, 8, 7168, 2048), (128, 8, 2048, 768), (3, 1, 33, 65))
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("shape", _SHAPES)
+@pytest.mark.parametrize("tokens", [1, 7, 64, 300, 512, 1500, 5000, 40000])
+def test_plans_hold_together(shape: tuple[int, int, int, int], tokens: int, capability: int) -> None:
+    experts, top_k, hidden, size = shape
+    plan = marlin_plan(tokens, top_k, experts, hidden, size, capability=capability)
+    pairs = tokens * top_k
+    for config, columns, width in ((plan.up, hidden, 2 * size), (plan.down, size, hidden)):
+        assert config.swap
+        assert config.block_n == BLOCK_N
+        assert plan.block_m % config.block_m == 0
+        # parts have room, and none is without a step
+        assert config.split == 1 or pairs * config.split * width <= MAX_PARTS
+        assert config.split <= max(-(-columns // 128), 1)
+    unsplit = marlin_plan(tokens, top_k, experts, hidden, size, split=False, capability=capability)
+    assert (unsplit.up.split, unsplit.down.split) == (1, 1)
+
+
+def test_rows_of_a_tile_grow_with_the_rows_of_an_expert() -> None:
+    rows = [marlin_plan(tokens, 8, 128, 2048, 768).up.block_m for tokens in (1, 128, 300, 700, 1400, 4096)]
+    assert rows == sorted(rows)
+    assert rows[0] == 16
+    assert rows[-1] == 128
+
+
+def test_few_tiles_share_loops() -> None:
+    assert marlin_plan(1, 8, 256, 7168, 256).up.split == 8
+    assert marlin_plan(1, 2, 8, 4096, 14336).up.split == 4
+    assert marlin_plan(32, 8, 128, 2048, 768).up.split == 1

@@ -1,0 +1,84 @@
+"""The order of codes in words, against the table in the module's docstring, bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from moe_core import ConfigError, TensorError
+from moe_core.gemm.marlin.words import interleave, interleaved_rows, order_words, words_of
+from torch import Tensor
+
+
+def _codes(bits: int, *shape: int) -> Tensor:
+    return torch.randint(0, 2**bits, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Canonical bytes, even columns in low nibbles."""
+    if bits == 8:
+        return codes
+    even, odd = codes[..., 0::2], codes[..., 1::2]
+    return even | torch.nn.functional.pad(odd, (0, even.shape[-1] - odd.shape[-1])) << 4
+
+
+def _expected(codes: Tensor, bits: int) -> Tensor:
+    """Words of int codes [rows, whole units], by the table."""
+    rows, columns = codes.shape
+    unit = {4: 128, 8: 64}[bits]
+    words = torch.zeros(rows, columns // unit * 16, dtype=torch.int64)
+    for number, t, i, j in itertools.product(range(columns // unit), range(4), range(2), range(2)):
+        if bits == 4:
+            for u, s in itertools.product(range(4), range(2)):
+                column = unit * number + 32 * u + 16 * s + 8 * j + 2 * t + i
+                words[:, 16 * number + 4 * t + u] |= codes[:, column].long() << (4 * (2 * s + j) + 16 * i)
+        else:
+            for s in range(4):
+                column = unit * number + 16 * s + 8 * j + 2 * t + i
+                words[:, 16 * number + 4 * t + s] |= codes[:, column].long() << (8 * j + 16 * i)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("columns", [256, 200, 37])
+def test_words_follow_the_table(bits: int, columns: int, backend: str, device: torch.device) -> None:
+    codes = _codes(bits, 3, 5, columns)
+    found = order_words(_packed(codes, bits).to(device), columns, bits, backend=backend).cpu()
+    whole = torch.nn.functional.pad(codes, (0, -columns % 128))
+    assert torch.equal(found, torch.stack([_expected(one, bits) for one in whole]))
+    assert found.shape[2] == words_of(columns, bits)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("rows", [32, 26, 6])
+def test_halves_in_turns_of_eight(rows: int, backend: str, device: torch.device) -> None:
+    codes = _codes(4, 2, rows, 128)
+    packed = _packed(codes, 4).to(device)
+    plain = order_words(packed, 128, 4, backend=backend).cpu()
+    found = order_words(packed, 128, 4, interleaved=True, backend=backend).cpu()
+    assert found.shape[1] == interleaved_rows(rows)
+    half, used = rows // 2, set()
+    for row in range(half):
+        for part in range(2):
+            place = row // 8 * 16 + part * 8 + row % 8
+            assert torch.equal(found[:, place], plain[:, part * half + row])
+            used.add(place)
+    rest = [row for row in range(found.shape[1]) if row not in used]
+    assert not found[:, rest].any()
+    assert torch.equal(found, interleave(plain))
+
+
+def test_misaligned_and_strided_codes() -> None:
+    codes = _codes(8, 2, 4, 129)[:, :, 1:]
+    assert torch.equal(order_words(codes, 128, 8), order_words(codes.contiguous(), 128, 8))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="4 or 8 bits, got 3"):
+        order_words(_codes(4, 1, 1, 64), 128, 3)
+    with pytest.raises(TensorError, match="64 bytes a row, expected 65 for 129 columns"):
+        order_words(_codes(8, 1, 1, 64), 129, 4)
+    with pytest.raises(TensorError, match="dtype"):
+        order_words(_codes(8, 1, 1, 64).int(), 128, 4)
