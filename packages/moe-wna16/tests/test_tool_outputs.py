@@ -65,7 +65,7 @@ def routed(tensors: Tensors) -> Tensors:
 
 
 def test_there_are_cases() -> None:
-    assert len(CASES) == 3
+    assert len(CASES) == 5
 
 
 @pytest.mark.parametrize("given", ["topk", "logits"])
