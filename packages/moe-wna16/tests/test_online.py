@@ -192,9 +192,7 @@ def test_a_layer_from_tensors(name: str) -> None:
     new = moe_wna16.quantize_moe_weights(biased(sixteen_bit(seed=1)), name)
     expected = FusedMoELayer.from_weights("wna16", config, new)(x, **arguments)
     assert torch.equal(layer(x, **arguments), expected)
-    with pytest.raises(
-        TensorError, match=f"{name} quantises 16-bit weights, these are"
-    ):
+    with pytest.raises(TensorError, match=f"{name} quantises 16-bit weights, these are"):
         moe_wna16.quantize_moe_weights(quantised, name)
 
 
