@@ -38,7 +38,8 @@ def portable_plan(
         return TilePlan(config, config)
     if capability < 90 or capability >= 120 or permuted:
         # about 100 KB of shared memory per program; scales of columns are gathered, which no pipeline hides
-        rows = 16 if mean <= 12 else 32 if mean <= 24 or stepwise else 64
+        # where no NVIDIA GPU is meant, products of a step spill beside sums of 32 rows
+        rows = 16 if mean <= 12 or (stepwise and not capability) else 32 if mean <= 24 or stepwise else 64
         config = TileConfig(rows, BLOCK_N, 8, 2, 1 if rows == 16 else 8, swap=True)
         return TilePlan(config, config, capability >= 90)
     if mean <= 12:
