@@ -139,6 +139,7 @@ class MarlinWNA16Experts(_MarlinWNA16Experts):
         expert_map=True,
         apply_router_weight_on_input=True,
         requires=(TRITON,),
+        verified_on=("NVIDIA H200 (sm90)",),
     )
 
 
@@ -153,4 +154,5 @@ class BatchedMarlinWNA16Experts(_MarlinWNA16Experts):
         bias=True,
         formats=frozenset({FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
+        verified_on=("NVIDIA H200 (sm90)",),
     )

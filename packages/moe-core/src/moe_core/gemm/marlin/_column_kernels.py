@@ -46,13 +46,14 @@ def gather_kernel(
         if (expert < 0) | (expert >= num_experts):
             return
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
+    some = column < columns
     source = column
     if index is not None:
-        source = tl.load(index + expert * stride_index + column, mask=inside, other=-1)
-    some = inside & (source >= 0)
+        source = tl.load(index + expert * stride_index + column, mask=some, other=-1)
+        some = some & (source >= 0)
     value = tl.load(x + pair // per_row * stride_x + source, mask=some, other=0.0)
     if factor is not None:
         value = value.to(tl.float32) * tl.load(factor + expert * stride_factor + source, mask=some, other=0.0)
         value = narrow(value, out.dtype.element_ty)
-    tl.store(out + pair * stride_out + column, value, mask=inside)
+    # zeros fill up the row
+    tl.store(out + pair * stride_out + column, value, mask=column < stride_out)

@@ -88,7 +88,7 @@ def gather_columns(
     batched = isinstance(routing, Batch)
     launch(
         gather_kernel,
-        (pairs, -(-columns // block)),
+        (pairs, -(-out.shape[1] // block)),
         x,
         out,
         routing.counts if isinstance(routing, Batch) else routing.ids,

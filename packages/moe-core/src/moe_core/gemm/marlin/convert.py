@@ -62,7 +62,7 @@ def convert_integers(
         wide, factors = _relative(scale.float())
         factors = interleave(factors) if interleaved else factors
     if zero_point is not None:
-        wide = _with_zero_points(wide.float(), zero_point)
+        wide = _with_zero_points(wide, zero_point)
     index = None if grouped is None else grouped.index
     return Converted(words, _transposed(wide, interleaved=interleaved), size, factors, index)
 
@@ -119,8 +119,10 @@ def _relative(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_zero_points(scale: Tensor, zero_point: Tensor) -> Tensor:
-    """int32 of float32 ``scale``, rounded to fewer bits, and zero points of up to 256 in the last ones."""
-    last = 1 << _ZERO_BITS
-    # to the nearest: what is exact in 16 bits stays as it is
-    rounded = (scale.contiguous().view(torch.int32) + last // 2) & -last
-    return rounded | zero_point.int()
+    """int32 of ``scale``'s float32 bits and of zero points of up to 256 in the last ones."""
+    bits = scale.float().contiguous().view(torch.int32)
+    if scale.dtype is torch.float32:
+        # rounded to the nearest; 16-bit types have zeros there
+        last = 1 << _ZERO_BITS
+        bits = (bits + last // 2) & -last
+    return bits.bitwise_or_(zero_point)

@@ -79,8 +79,13 @@ class MarlinMatrix:
         """Whether the product reads them column by column."""
         return self.columns != columns
 
-    def operand(self) -> Operand:
-        """What the tile kernel gets."""
+    def operand(self, activations: Tensor, columns: int) -> Operand:
+        """What the tile kernel gets beside ``activations`` [rows, columns].
+
+        Rows that 16-byte copies cannot reach go through registers, so that they count as not aligned.
+        """
+        sizes = (activations.data_ptr(), activations.stride(0) * activations.element_size())
+        aligned = columns % 8 == 0 and not self.indexes(columns) and all(size % 16 == 0 for size in sizes)
         words, scales, factors = self.words, self.scales, self.factors
         of_words, codes = weight_descriptor(words), 32 // self.bits
 
@@ -91,7 +96,7 @@ class MarlinMatrix:
         factor_stride = 0 if factors is None else factors.stride(0)
         device = (words, scales, factors, *strides, factor_stride, scales.shape[1])
         made = None if of_words is None else descriptor
-        return Operand(device, self.outputs, self.columns, self.bias, made, interleaved=self.interleaved)
+        return Operand(device, self.outputs, self.columns, self.bias, made, aligned, self.interleaved)
 
 
 #: the tile kernel's open_b, load_b, multiply and finish for a matrix and a tile
@@ -180,14 +185,15 @@ def marlin_fused_moe(
         x = _gathered(x, w13, routing, workspace, by_token=True, pdl=plan.pdl)
         place = PAIR if by_pair else POSITION
     h, split = workspace["h"], plan.up.split
-    up = w13.operand()
+    up = w13.operand(x, hidden)
     target, h_place = h, POSITION
     if by_pair and (split > 1 or w2.gathers(size)):
         h_place = PAIR
     if split > 1 and isinstance(routing, Routing):
         width = size * (2 if activation.gated else 1)
         target = workspace["parts"][: routing.num_pairs * split * width].view(-1, width)
-    opened, load, a = _activations(x, w13, hidden, operand.load_activations)
+    whole = w13.gathers(hidden)
+    opened, load, a = _activations(x, w13, hidden, operand.load_padded if whole else operand.load_activations)
     grouped_product(
         TileFunctions(opened, load, *functions(w13, plan.up)),
         plan.up,
@@ -216,7 +222,7 @@ def marlin_fused_moe(
         )
     whole = size % STEP == 0
     if w2.gathers(size):
-        h, whole = _gathered(h[:, :size], w2, routing, workspace, by_token=False, pdl=plan.pdl), False
+        h, whole = _gathered(h[:, :size], w2, routing, workspace, by_token=False, pdl=plan.pdl), True
     opened, load, a = _activations(h, w2, size, operand.load_padded if whole else operand.load_activations)
     y, split = out, plan.down.split
     if isinstance(routing, Routing):
@@ -227,7 +233,7 @@ def marlin_fused_moe(
         TileFunctions(opened, load, *functions(w2, plan.down)),
         plan.down,
         a=a,
-        b=w2.operand(),
+        b=w2.operand(h, size),
         out=Result(y),
         pairs=order,
         routing=routing,

@@ -22,6 +22,8 @@ _SHAPE, _ODD = (256, 8, 7168, 2048), (6, 2, 1101, 1003)
 _TOKENS = (1, 64, 600, 1200, 2500, 8000, 20000)
 #: tile coordinates outside the loop; 128 rows of activations leave none for them
 _MAX_SPILLS = 128
+#: single columns, and rows of no multiple of 16 bytes, pass through registers
+_MAX_SPILLS_ODD = 256
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ class _Kind:
     gathered: bool = False
     indexed: bool = False
     shape: tuple[int, int, int, int] = _SHAPE
+
+    @property
+    def max_spills(self) -> int:
+        return _MAX_SPILLS_ODD if self.shape == _ODD else _MAX_SPILLS
 
     def plan(self, tokens: int, capability: int) -> TilePlan:
         experts, top_k, hidden, size = self.shape
@@ -76,7 +82,7 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
     for number, kind in enumerate(_ONE_PLAN):
         for tokens in (_TOKENS[number % 2], _TOKENS[-1]):
             plan = kind.plan(tokens, target.capability)
-            yield Specimen(f"marlin {kind} {tokens}", partial(_layer, kind, plan, tokens), _MAX_SPILLS)
+            yield Specimen(f"marlin {kind} {tokens}", partial(_layer, kind, plan, tokens), kind.max_spills)
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
