@@ -5,12 +5,13 @@ python bench.py --plugin benchmarks/fp8_weight_only.py --only 'w8a16'
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 BLOCK = (128, 128)
 
 
-def build(weights: Any) -> Any:
+def build(weights: Any, backend: str) -> Any:
     """The layer through the public interface, with one workspace for all calls."""
     import moe_core as mc
     import torch
@@ -29,7 +30,7 @@ def build(weights: Any) -> Any:
     if weights.scheme == "fp8_tensor":
         s13, s2 = s13[:, None].repeat(1, 2 if shape.gated else 1), s2[:, None].contiguous()
     oracle = mc.oracle("fp8")
-    selection = oracle.select(config, weight_key=key, activation_key=None)
+    selection = oracle.select(config, weight_key=key, activation_key=None, moe_backend=backend)
     converted = oracle.convert(selection, w13=weights.w13, w2=weights.w2, w13_scale=s13, w2_scale=s2)
     kernel = oracle.make_kernel(selection, converted)
     kernel.workspace = mc.Workspace("cuda")
@@ -83,6 +84,7 @@ def humming(weights: Any) -> Any:
 def register(peers: list[Any]) -> None:
     peer = Peer  # noqa: F821  (the benchmark predefines Peer)
     schemes = ("fp8_channel", "fp8_block", "fp8_tensor")
-    peers.append(peer("moe_fp8_w8a16", schemes, build))
+    peers.append(peer("moe_fp8_w8a16", schemes, functools.partial(build, backend="auto")))
+    peers.append(peer("moe_fp8_w8a16_triton", schemes, functools.partial(build, backend="triton")))
     peers.append(peer("vllm_marlin_w8a16", schemes, marlin))
     peers.append(peer("humming_w8a16_channel", ("fp8_channel",), humming))

@@ -1,4 +1,4 @@
-"""Plugin of the fused-MoE benchmark: MXFP8 weights and activations, beside what vLLM has for them on sm_90.
+"""Plugin of the fused-MoE benchmark: MXFP8 weights with MXFP8 or 16-bit activations, beside what vLLM has on sm_90.
 
 The benchmark's per-channel weights are quantised again, to 1 x 32 with e8m0 scales, the same for all: errors are larger
 than MXFP8's own by the first quantisation's.
@@ -8,6 +8,7 @@ python bench.py --plugin benchmarks/mxfp8.py --only '/fp8_channel/.*mxfp8'
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 GROUP = 32
@@ -33,7 +34,7 @@ def quantise(weights: Any) -> tuple[Any, ...]:
     return w13, w2, s13, s2
 
 
-def build(weights: Any) -> Any:
+def build(weights: Any, backend: str = "auto", *, weight_only: bool = False) -> Any:
     """The layer through the public interface, with one workspace for all calls."""
     import moe_core as mc
     import torch
@@ -45,7 +46,8 @@ def build(weights: Any) -> Any:
     )
     w13, w2, s13, s2 = quantise(weights)
     oracle = mc.oracle("fp8")
-    selection = oracle.select(config, weight_key=mc.kMxfp8Static, activation_key=mc.kMxfp8Dynamic)
+    activations = None if weight_only else mc.kMxfp8Dynamic
+    selection = oracle.select(config, weight_key=mc.kMxfp8Static, activation_key=activations, moe_backend=backend)
     converted = oracle.convert(selection, w13=w13, w2=w2, w13_scale=s13, w2_scale=s2)
     kernel = oracle.make_kernel(selection, converted)
     kernel.workspace = mc.Workspace("cuda")
@@ -112,6 +114,8 @@ def humming_w8a8(weights: Any) -> Any:
 def register(peers: list[Any]) -> None:
     for name, function in (
         ("moe_fp8_mxfp8", build),
+        ("moe_fp8_w8a16_mxfp8", functools.partial(build, weight_only=True)),
+        ("moe_fp8_w8a16_triton_mxfp8", functools.partial(build, backend="triton", weight_only=True)),
         ("vllm_marlin_mxfp8", marlin),
         ("humming_w8a16_mxfp8", humming),
         ("humming_w8a8_mxfp8", humming_w8a8),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
+from typing import Any
 
 import moe_fp8
 import pytest
@@ -12,6 +14,7 @@ from moe_core import (
     Environment,
     FusedMoEActivationFormat,
     FusedMoEConfig,
+    QuantKey,
     SelectionError,
     TensorError,
     kFp8Dynamic64Sym,
@@ -51,6 +54,24 @@ def test_auto_follows_the_device(device: str, backend: Fp8MoeBackend, experts: t
     assert selection.experts is experts
 
 
+@pytest.mark.parametrize("device", ["sm80", "sm90", "sm100"])
+def test_16_bit_activations_go_where_they_were_measured_ahead(device: str) -> None:
+    def backend(weight_key: QuantKey, **changes: Any) -> str:
+        config = replace(CONFIG, **changes)
+        return select_fp8_moe_backend(
+            config, weight_key=weight_key, activation_key=None, device=device, environment=WITH_TRITON
+        ).backend
+
+    batched = FusedMoEActivationFormat.BATCHED
+    assert backend(kMxfp8Static) == "marlin"
+    assert backend(kMxfp8Static, activation_format=batched) == "batched_marlin"
+    assert backend(kMxfp8Static, dtype=torch.float32) == "triton"
+    assert backend(kMxfp8Static, intermediate_size=2048) == "triton"
+    assert backend(kFp8StaticChannelSym) == "triton"
+    assert backend(kFp8Static128BlockSym) == "triton"
+    assert backend(kFp8Static128BlockSym, activation_format=batched) == "triton"
+
+
 def test_without_triton_there_is_still_torch() -> None:
     selection = select_fp8_moe_backend(CONFIG, device="sm90", environment=Environment({}))
     assert selection.backend == "torch"
@@ -58,8 +79,6 @@ def test_without_triton_there_is_still_torch() -> None:
 
 
 def test_the_batched_format_has_its_backend() -> None:
-    from dataclasses import replace
-
     batched = replace(CONFIG, activation_format=FusedMoEActivationFormat.BATCHED)
     assert select_fp8_moe_backend(batched, device="sm90", environment=WITH_TRITON).backend == "triton"
     assert select_fp8_moe_backend(batched, device="cpu").backend == "torch"

@@ -39,11 +39,23 @@ class Fp8MoeBackend(str, Enum):
     FLASHINFER_CUTLASS = "flashinfer_cutlass"
     DEEPGEMM = "deep_gemm"
     TRITON = "triton"
+    MARLIN = "marlin"
+    BATCHED_MARLIN = "batched_marlin"
     TORCH = "torch"
 
 
+_MARLIN = (Fp8MoeBackend.MARLIN.value, Fp8MoeBackend.BATCHED_MARLIN.value)
+#: intermediate size up to which Marlin-class kernels are ahead with MXFP8 weights
+_MARLIN_SIZE = 1024
+
+
 class Fp8Oracle(Oracle):
-    """e4m3 weights.  Order: libraries where they are installed, Triton, plain torch; on sm_90 Triton comes first."""
+    """e4m3 weights.
+
+    Order: libraries where they are installed, Triton, Marlin-class kernels, plain torch.  On sm_90 Triton and
+    Marlin-class kernels come before libraries.  The latter, which take 16-bit activations only, come before Triton
+    where they were measured ahead: MXFP8 weights of experts with an intermediate size up to 1024.
+    """
 
     scheme = "fp8"
     backends = (
@@ -86,6 +98,8 @@ class Fp8Oracle(Oracle):
             ),
             "moe-fp8",
         ),
+        Backend(Fp8MoeBackend.MARLIN.value, ("moe_fp8.experts.marlin:MarlinFp8Experts",), "moe-fp8"),
+        Backend(Fp8MoeBackend.BATCHED_MARLIN.value, ("moe_fp8.experts.marlin:BatchedMarlinFp8Experts",), "moe-fp8"),
         Backend(Fp8MoeBackend.TORCH.value, ("moe_fp8.experts.torch:TorchFp8Experts",), "moe-fp8"),
     )
 
@@ -97,9 +111,14 @@ class Fp8Oracle(Oracle):
         weight_key: QuantKey | None,
         activation_key: QuantKey | None,
     ) -> tuple[Backend, ...]:
-        if device.capability // 10 != 9:
-            return table
-        return tuple(sorted(table, key=lambda backend: backend.name != Fp8MoeBackend.TRITON.value))
+        ahead = activation_key is None and weight_key == kMxfp8Static and config.intermediate_size <= _MARLIN_SIZE
+        own = (*_MARLIN, Fp8MoeBackend.TRITON.value) if ahead else (Fp8MoeBackend.TRITON.value, *_MARLIN)
+        named = {backend.name: backend for backend in table}
+        moved = [named[name] for name in own if name in named]
+        if device.capability // 10 == 9:
+            return (*moved, *(backend for backend in table if backend.name not in own))
+        places = iter(moved)
+        return tuple(next(places) if backend.name in own else backend for backend in table)
 
     def check_request(
         self, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None

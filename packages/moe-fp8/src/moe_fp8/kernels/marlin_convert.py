@@ -1,0 +1,83 @@
+"""Canonical e4m3 weights as `moe_fp8.kernels.marlin_e4m3` reads them.
+
+Groups of zeros, to which quantisers give any scale, have none here: they do not decide what a row's scales are relative
+to.  A scale that is not finite stays so.
+"""
+
+from __future__ import annotations
+
+import torch
+from moe_core.gemm.marlin.convert import Converted
+from moe_core.gemm.marlin.words import interleave, order_words
+from moe_core.numerics import e8m0_to_float32, is_e8m0
+from moe_core.quant_key import GroupShape, QuantKey, kMxfp8Static
+from torch import Tensor
+from torch.nn import functional as F
+
+#: the byte of a row's largest MXFP8 scale: a bfloat16 exponent of 120
+_LARGEST = 247
+#: e8m0's
+_NAN = 255
+
+
+def convert_e4m3(weights: Tensor, scale: Tensor, key: QuantKey, *, gated: bool = False) -> Converted:
+    """One of the two matrices of canonical weights; see :class:`moe_core.weights.MoEWeights` for the tensors.
+
+    ``weights`` e4m3 [E, rows, K]; ``gated``: rows are gate, then up, and are put in turns of 8.
+    """
+    codes, parts, shape = weights.view(torch.uint8), 2 if gated else 1, key.group_shape
+    rows, columns = codes.shape[1:]
+    words = order_words(codes, columns, 8, interleaved=gated)
+    if key == kMxfp8Static:
+        scales, factors = _relative_powers(scale.view(torch.uint8), _counting(codes, shape, parts))
+        return Converted(words, _by_row(scales, gated), 32, interleave(factors) if gated else factors)
+    wide = e8m0_to_float32(scale) if is_e8m0(scale.dtype) else scale
+    if shape.is_per_tensor:
+        return Converted(words, _by_row(wide.repeat_interleave(rows // parts, 1)[:, :, None], gated), -1)
+    if shape.is_per_row:
+        return Converted(words, _by_row(wide, gated), -1)
+    wide = torch.where(_counting(codes, shape, parts) | ~wide.isfinite(), wide, 0.0)
+    _, exponent = torch.frexp(wide.abs().amax(dim=2))
+    power = torch.exp2(exponent.float() - 1)
+    # each part has its own last row of blocks
+    factors = _repeat(power[:, :, None], shape.row, rows // parts, parts)[:, :, 0]
+    scales = _repeat(wide / power[:, :, None], shape.row // 8, -(-(rows // parts) // 8), parts)
+    if gated:
+        factors = interleave(factors)
+        experts, turns, groups = scales.shape
+        scales = scales.view(experts, 2, turns // 2, groups).transpose(1, 2).flatten(1, 2)
+    return Converted(words, scales.transpose(1, 2).contiguous(), shape.col, factors)
+
+
+def _by_row(values: Tensor, gated: bool) -> Tensor:
+    """[E, rows, C] as [E, C, rows], rows as the words have them."""
+    return (interleave(values) if gated else values).transpose(1, 2).contiguous()
+
+
+def _repeat(values: Tensor, times: int, rows: int, parts: int) -> Tensor:
+    """[E, parts * R, C]: each row ``times``, the first ``rows`` of every part."""
+    experts, blocks, groups = values.shape
+    repeated = values.view(experts, parts, blocks // parts, groups).repeat_interleave(times, 2)
+    return repeated[:, :, :rows].flatten(1, 2)
+
+
+def _counting(codes: Tensor, shape: GroupShape, parts: int) -> Tensor:
+    """bool, of the scales' shape: which groups have numbers other than zero."""
+    experts, rows, columns = codes.shape
+    grid = shape.grid(rows // parts, columns)
+    out = torch.empty(experts, parts * grid[0], grid[1], dtype=torch.bool, device=codes.device)
+    missing = (0, grid[1] * shape.col - columns, 0, grid[0] * shape.row - rows // parts)
+    # expert by expert: magnitudes take as much memory as the weights
+    for found, one in zip(out, codes, strict=True):
+        magnitudes = F.pad((one & 0x7F).view(parts, rows // parts, columns), missing)
+        groups = magnitudes.view(parts * grid[0], shape.row, grid[1], shape.col)
+        found.copy_(groups.amax(dim=(1, 3)) > 0)
+    return out
+
+
+def _relative_powers(scale: Tensor, counting: Tensor) -> tuple[Tensor, Tensor]:
+    """(int32 [E, rows, steps], float32 factors [E, rows]) of e8m0 bytes [E, rows, groups]."""
+    exponents = torch.where(counting | (scale == _NAN), scale, 0).short()
+    largest = exponents.amax(dim=2)
+    powers = (_LARGEST + exponents - largest[:, :, None]).clamp_min(0).to(torch.uint8)
+    return F.pad(powers, (0, -powers.shape[2] % 4)).view(torch.int32), e8m0_to_float32(largest)

@@ -1,0 +1,250 @@
+"""e4m3 weights as the functions of `moe_core.gemm.marlin`: words of 8-bit codes, widened in registers.
+
+An e4m3 byte shifted into the place of a 16-bit number's exponent is that number times 2^-120 (bfloat16) or 2^-8
+(float16), subnormals included; one multiplication makes it exact, and the same one applies a scale.  Scales are
+
+    per row       float32 [E, 1, rows], for the finished sum
+    per block     float32 [E, groups of 128 or 64 columns, eights of rows]: no block parts a turn of 8 rows
+    MXFP8         int32 [E, steps of 128 columns, rows], the bytes of a step's four groups: 247 + exponent
+
+The last two are relative to powers of two, one for each row, that multiply its finished sum (`MarlinMatrix.factors`):
+the largest MXFP8 scale of a row is 1 and its byte 247, so that the byte is that of a bfloat16 number 2^120 times as
+large, and float16 loses only what is 2^-23 of a row's largest group.  NaN codes (0x7f, 0xff) become 480: checkpoints
+are checked for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from moe_core.gemm.marlin.layer import MarlinMatrix
+from moe_core.gemm.marlin.operand import (
+    FEW,
+    STEP,
+    add_product,
+    add_scaled_product,
+    finish_factors,
+    finish_rows,
+    load_groups,
+    load_step,
+    open_groups,
+    open_rows,
+    per_word,
+    tile_words,
+)
+from moe_core.gemm.marlin.widen import byte_columns, pair
+from moe_core.gemm.narrow import INTERPRET
+from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.weight_tile import weight_rows
+
+# rows that share a scale per block, at least
+TURN = tl.constexpr(8)
+
+
+def _widening(*, float16: bool, scaled: bool) -> tl.constexpr:
+    """$0, $1: bytes 0 and 2, $2, $3: bytes 1 and 3 of $4, times the pair $5 where ``scaled``.
+
+    -0.0 as addend keeps the sign of zeros.
+    """
+    kind, up, left, shift, mask = (
+        ("f16x2", "0x5c005c00", 7, 1, "0x3f803f80") if float16 else ("bf16x2", "0x7b807b80", 4, 4, "0x07f007f0")
+    )
+    return tl.constexpr(f"""
+    {{
+        .reg .b32 low, high, up, sign;
+        mov.b32 sign, 0x80008000;
+        mov.b32 up, {"$5" if scaled else up};
+        shl.b32 low, $4, {left};
+        and.b32 low, low, {mask};
+        shl.b32 high, $4, 8;
+        lop3.b32 low, high, sign, low, 0xea;
+        shr.u32 high, $4, {shift};
+        and.b32 high, high, {mask};
+        lop3.b32 high, $4, sign, high, 0xea;
+        fma.rn.{kind} low, low, up, sign;
+        fma.rn.{kind} high, high, up, sign;
+        mov.b32 {{$0, $1}}, low;
+        mov.b32 {{$2, $3}}, high;
+    }}
+    """)
+
+
+_BFLOAT16 = _widening(float16=False, scaled=False)
+_BFLOAT16_SCALED = _widening(float16=False, scaled=True)
+_FLOAT16 = _widening(float16=True, scaled=False)
+_FLOAT16_SCALED = _widening(float16=True, scaled=True)
+
+
+@triton.jit
+def _interpreted(words, scale, SCALED: tl.constexpr):
+    """As the asm does it, in float32."""
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    byte = words[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]
+    value = (((byte & 0x80) << 24) | ((byte & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    if SCALED:
+        value = value * scale[:, :, None]
+    # byte 2i + j of word 4t + s: [unit, t, s, i, j] to [unit, s, j, t, i]
+    return value.reshape(N, W // 16, 4, 4, 2, 2).permute(0, 1, 3, 5, 2, 4).reshape(N, 4 * W)
+
+
+@triton.jit
+def e4m3(words, dtype: tl.constexpr):
+    """[N, 4 W] numbers of `words` [N, W]."""
+    if INTERPRET:
+        return _interpreted(words, words, False)
+    elif dtype == tl.float16:
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            _FLOAT16,
+            "=h,=h,=h,=h,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        tl.static_assert(dtype == tl.bfloat16, "activations are bfloat16 or float16")
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            _BFLOAT16,
+            "=h,=h,=h,=h,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=1,
+        )
+    return byte_columns(v0, v1, v2, v3)
+
+
+@triton.jit
+def e4m3_scaled(words, scale, dtype: tl.constexpr):
+    """`e4m3` times `scale` [N, W], rounded: pairs of `dtype` in int32 that are 2^120 (float16: 2^8) times the scale.
+
+    In the interpreter float32, the scale itself.
+    """
+    if INTERPRET:
+        return _interpreted(words, scale, True)
+    elif dtype == tl.float16:
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            _FLOAT16_SCALED,
+            "=h,=h,=h,=h,r,r",
+            [words, scale],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        tl.static_assert(dtype == tl.bfloat16, "activations are bfloat16 or float16")
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            _BFLOAT16_SCALED,
+            "=h,=h,=h,=h,r,r",
+            [words, scale],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=1,
+        )
+    return byte_columns(v0, v1, v2, v3)
+
+
+@triton.jit
+def open_turns(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_groups`, for scales of 8 rows each."""
+    words, scales, factors, stride_e, stride_n, scale_e, scale_g, factor_e, groups = B
+    rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
+    columns = half * N + n + tl.arange(0, BLOCK_N)
+    base = expert.to(tl.int64)
+    scale = scales + base * scale_e + columns // TURN
+    return rows, inside, first, scale, scale_g, groups, factors + base * factor_e + columns
+
+
+@triton.jit
+def load_rows(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step, for scales that `finish_rows` applies."""
+    return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), 0.0
+
+
+@triton.jit
+def load_group(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step, and its scales [BLOCK_N]: float32, or int32 with MXFP8's four."""
+    scales = load_step(state, k, EVEN_N)
+    return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), scales
+
+
+@triton.jit
+def load_groups_1(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """As `load_group`, scales [BLOCK_N, 1]."""
+    scales = load_groups(state, k, 1, EVEN_N)
+    return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), scales
+
+
+@triton.jit
+def load_groups_2(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step of two blocks of columns."""
+    scales = load_groups(state, k, 2, EVEN_N)
+    return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), scales
+
+
+@triton.jit
+def multiply_rows(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + b @ a.T, without scales."""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    return add_product(acc, e4m3(b, a.dtype), a, acc.shape[1] <= FEW)
+
+
+@triton.jit
+def multiply_group(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + (b @ a.T) * scale."""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    return add_scaled_product(acc, e4m3(b, a.dtype), a, b_scale)
+
+
+@triton.jit
+def multiply_groups(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + (b * scale) @ a.T, the weights rounded to the activations' type."""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    if INTERPRET:
+        scale = b_scale
+    elif a.dtype == tl.float16:
+        scale = pair(b_scale * 256.0, a.dtype)
+    else:
+        scale = pair(b_scale * 1.329227995784916e36, a.dtype)
+    numbers = e4m3_scaled(b, per_word(scale, b.shape[1], 2), a.dtype)
+    return add_product(acc, numbers, a, acc.shape[1] <= FEW)
+
+
+@triton.jit
+def _powers(words, dtype: tl.constexpr):
+    """Scales [N, 4] of MXFP8's `words` int32 [N], as `e4m3_scaled` takes them."""
+    # joined and reshaped rather than indexed, see `per_word`
+    even = tl.join(words & 0xFF, (words >> 16) & 0xFF)
+    odd = tl.join((words >> 8) & 0xFF, (words >> 24) & 0xFF)
+    exponents = tl.join(even, odd).reshape(words.shape[0], 4)
+    if INTERPRET:
+        return (exponents << 23).to(tl.float32, bitcast=True) * 7.52316384526264e-37
+    elif dtype == tl.float16:
+        # 247 becomes 8: what is 2^-23 and less of the largest becomes 0
+        return tl.maximum(exponents - 224, 0) * 0x04000400
+    else:
+        return exponents * 0x00800080
+
+
+@triton.jit
+def multiply_mxfp8(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + (b with its scales) @ a.T, exact numbers of bfloat16."""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    numbers = e4m3_scaled(b, per_word(_powers(b_scale, a.dtype), b.shape[1], 2), a.dtype)
+    return add_product(acc, numbers, a, acc.shape[1] <= FEW)
+
+
+def e4m3_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, Any, Any]:
+    """(open_b, load_b, multiply, finish) for one of the kinds of scales; group sizes -1, 128, 64 and 32 (MXFP8)."""
+    size = matrix.group_size
+    if size == -1:
+        return open_rows, load_rows, multiply_rows, finish_rows
+    if size == 32:
+        return open_groups, load_group, multiply_mxfp8, finish_factors
+    if size == STEP.value and config.block_m <= FEW.value:
+        # each step's product is scaled by itself: beyond, its sums take too many registers
+        return open_turns, load_group, multiply_group, finish_factors
+    return open_turns, {128: load_groups_1, 64: load_groups_2}[size], multiply_groups, finish_factors

@@ -1,0 +1,118 @@
+"""Launches of `moe_core.gemm.marlin` with e4m3 weights that the compile session builds for every target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from moe_core.activation import MoEActivation
+from moe_core.device import DeviceInfo
+from moe_core.gemm.marlin.rule import marlin_plan
+from moe_core.gemm.plan import TilePlan
+from moe_core.testing.compile import Specimen
+from torch import Tensor
+
+#: experts, top-k, hidden size, intermediate size; the second are no whole steps and tiles
+_SHAPE, _ODD = (128, 8, 2048, 768), (6, 2, 1104, 1000)
+_TOKENS = (1, 8, 128, 300, 600, 2000, 20000)
+#: tile coordinates outside the loop: sums of 128 x 128 in four warps
+_MAX_SPILLS = 128
+#: masks of weight rows beside them
+_MAX_SPILLS_ODD = 512
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One layer, and how it is called; ``group``: -1 per row, 128 or 64 per block, 32 MXFP8."""
+
+    group: int = -1
+    batched: bool = False
+    gated: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    shape: tuple[int, int, int, int] = _SHAPE
+
+    @property
+    def name(self) -> str:
+        name = {-1: "rows", 128: "blocks", 64: "narrow blocks", 32: "mxfp8"}[self.group]
+        parts = {
+            "batched": self.batched,
+            "no gate": not self.gated,
+            "odd": self.shape == _ODD,
+            "float16": self.dtype is torch.float16,
+        }
+        return " ".join([f"marlin fp8 {name}", *(part for part, on in parts.items() if on)])
+
+    def plan(self, tokens: int, capability: int) -> TilePlan:
+        experts, top_k, hidden, size = self.shape
+        split = not self.batched
+        plan = marlin_plan(tokens, top_k, experts, hidden, size, gated=self.gated, split=split, capability=capability)
+        return plan.unsplit() if self.batched else plan
+
+
+def specimens(target: DeviceInfo) -> Iterator[Specimen]:
+    """Whole layers: every plan that the rule chooses on the target, and one of few and of many rows for the rest."""
+    if target.kind != "cuda" or target.capability < 80:
+        return
+    for kind in (_Kind(group, shape=shape) for shape in (_SHAPE, _ODD) for group in (-1, 128, 64, 32)):
+        seen: set[TilePlan] = set()
+        for tokens in _TOKENS:
+            plan = kind.plan(tokens, target.capability)
+            if plan not in seen:
+                seen.add(plan)
+                yield _specimen(kind, plan, tokens)
+    for kind in (_Kind(group, dtype=torch.float16) for group in (-1, 128, 64, 32)):
+        for one, tokens in ((kind, 8), (kind, 2000), (replace(kind, batched=True), 8), (replace(kind, gated=False), 8)):
+            yield _specimen(one, one.plan(tokens, target.capability), tokens)
+
+
+def _specimen(kind: _Kind, plan: TilePlan, tokens: int) -> Specimen:
+    spills = _MAX_SPILLS_ODD if kind.shape == _ODD else _MAX_SPILLS
+    return Specimen(f"{kind.name} {tokens}", partial(_layer, kind, plan, tokens), spills)
+
+
+def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
+    """One call on meta tensors."""
+    from moe_core.gemm.launch import Activation
+    from moe_core.gemm.marlin.layer import MarlinMatrix, marlin_fused_moe, marlin_workspaces
+    from moe_core.gemm.marlin.words import interleaved_rows, words_of
+
+    from moe_fp8.kernels.marlin_e4m3 import e4m3_functions
+
+    experts, top_k, hidden, size = kind.shape
+
+    def meta(*shape: int, dtype: torch.dtype = kind.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def matrix(outputs: int, columns: int, *, interleaved: bool) -> MarlinMatrix:
+        rows = interleaved_rows(2 * outputs) if interleaved else outputs
+        groups = {-1: 1, 32: -(-columns // 128)}.get(kind.group, -(-columns // kind.group))
+        scaled_rows = rows if kind.group in (-1, 32) else -(-rows // 8)
+        return MarlinMatrix(
+            meta(experts, rows, words_of(columns, 8), dtype=torch.int32),
+            8,
+            outputs,
+            columns,
+            kind.group,
+            meta(experts, groups, scaled_rows, dtype=torch.int32 if kind.group == 32 else torch.float32),
+            None if kind.group == -1 else meta(experts, rows, dtype=torch.float32),
+            interleaved=interleaved,
+        )
+
+    specs = marlin_workspaces(tokens, top_k, experts, hidden, size, kind.dtype, batched=kind.batched)
+    shape = (experts, tokens, hidden) if kind.batched else (tokens, hidden)
+    activation = MoEActivation.SILU if kind.gated else MoEActivation.RELU2_NO_MUL
+    marlin_fused_moe(
+        e4m3_functions,
+        meta(*shape),
+        matrix(size, hidden, interleaved=kind.gated),
+        matrix(hidden, size, interleaved=False),
+        out=meta(*shape),
+        workspace={spec.name: meta(*spec.shape, dtype=spec.dtype) for spec in specs},
+        plan=plan,
+        activation=Activation(activation.value),
+        topk_weights=None if kind.batched else meta(tokens, top_k, dtype=torch.float32),
+        topk_ids=None if kind.batched else meta(tokens, top_k, dtype=torch.int32),
+        expert_num_tokens=meta(experts, dtype=torch.int32) if kind.batched else None,
+    )

@@ -1,0 +1,14 @@
+"""On a GPU if there is one, else through Triton's interpreter."""
+
+from __future__ import annotations
+
+from moe_core.testing import ConformanceTests
+from moe_fp8.experts.marlin import BatchedMarlinFp8Experts, MarlinFp8Experts
+
+
+class TestMarlinFp8(ConformanceTests):
+    experts = MarlinFp8Experts
+
+
+class TestBatchedMarlinFp8(ConformanceTests):
+    experts = BatchedMarlinFp8Experts

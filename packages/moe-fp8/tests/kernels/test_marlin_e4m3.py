@@ -1,0 +1,129 @@
+"""e4m3 in words: every code, scales far apart, groups that do not count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_core import QuantKey, kFp8StaticChannelSym, kMxfp8Static
+from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_product
+from moe_core.gemm.marlin import operand
+from moe_core.gemm.marlin.layer import STEP, MarlinMatrix
+from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.tile_kernel import POSITION
+from moe_core.gemm.workspaces import order_workspaces
+from moe_core.ops.sort import sort_pairs
+from moe_core.quant_key import kFp8Static128BlockSym
+from moe_core.workspace import Workspace
+from moe_fp8.kernels.marlin_convert import convert_e4m3
+from moe_fp8.kernels.marlin_e4m3 import e4m3_functions
+
+COLUMNS, ROWS = 256, 128
+FEW, MANY = TileConfig(16, 128, 4, 2, swap=True), TileConfig(64, 128, 4, 2, swap=True)
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def widened(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    key: QuantKey,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: TileConfig = FEW,
+    x: float = 1.0,
+) -> torch.Tensor:
+    """float32 [ROWS, COLUMNS]: what the product makes of weights [ROWS, COLUMNS] and unit vectors times ``x``."""
+    found = convert_e4m3(codes.to(device)[None], scale.to(device)[None], key)
+    matrix = MarlinMatrix(found.words, 8, ROWS, COLUMNS, found.group_size, found.scales, found.factors)
+    workspace = Workspace(device).take(order_workspaces(COLUMNS, COLUMNS, 1, False))
+    ids = torch.zeros(COLUMNS, 1, dtype=torch.int32, device=device)
+    rows = (x * torch.eye(COLUMNS)).to(dtype).to(device)
+    y = torch.empty(COLUMNS, ROWS, device=device)
+    grouped_product(
+        TileFunctions(operand.open_activations, operand.load_activations, *e4m3_functions(matrix, config)),
+        config,
+        a=(rows, rows.stride(0), COLUMNS),
+        b=matrix.operand(rows, COLUMNS),
+        out=Result(y),
+        pairs=sort_pairs(ids, 1, config.block_m, workspace=workspace),
+        routing=Routing(ids, torch.ones(COLUMNS, 1, device=device), 1),
+        activation=None,
+        block_k=STEP,
+        pdl=False,
+        a_rows=POSITION.value,
+    )
+    return y.cpu().T
+
+
+def every_code() -> torch.Tensor:
+    """e4m3 [ROWS, COLUMNS]: each row holds every code but NaN, each column another one in every row."""
+    codes = (torch.arange(COLUMNS)[None, :] + 37 * torch.arange(ROWS)[:, None]) % 256
+    return torch.where(codes % 128 == 127, 0, codes).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def powers(exponents: torch.Tensor) -> torch.Tensor:
+    """float64 [ROWS, COLUMNS] of e8m0 bytes [ROWS, COLUMNS / 32]."""
+    return torch.exp2(exponents.double() - 127).repeat_interleave(32, 1)
+
+
+@DTYPES
+@pytest.mark.parametrize("config", [FEW, MANY], ids=["few", "many"])
+def test_every_code_is_exact(config: TileConfig, dtype: torch.dtype, device: torch.device) -> None:
+    found = widened(every_code(), torch.ones(ROWS, 1), kFp8StaticChannelSym, dtype, device, config)
+    assert torch.equal(found, every_code().float())
+
+
+@DTYPES
+@pytest.mark.parametrize("base", [0, 1, 120, 238], ids=str)
+def test_mxfp8_near_a_rows_largest_scale_is_exact(base: int, dtype: torch.dtype, device: torch.device) -> None:
+    exponents = (base + torch.tensor([0, 3, 1, 7, 10, 2, 9, 0])).expand(ROWS, -1).clone()
+    exponents[1::2] = exponents[1::2].flip(1)
+    # of as many bits as a number of the type has
+    x = 1.0 + torch.finfo(dtype).eps
+    found = widened(every_code(), exponents.to(torch.uint8), kMxfp8Static, dtype, device, x=x)
+    expected = (every_code().double() * powers(exponents) * x).float().double()
+    normal = expected.abs() >= torch.finfo(torch.float32).tiny
+    assert torch.equal(found.double()[normal], expected[normal])
+    # below float32's normal numbers a GPU may return 0
+    assert bool(((found - expected).abs()[~normal] < torch.finfo(torch.float32).tiny).all())
+
+
+@pytest.mark.parametrize(("dtype", "lost"), [(torch.bfloat16, 2.0**-126), (torch.float16, 448 * 2.0**-23)], ids=str)
+def test_mxfp8_far_below_a_rows_largest_scale_is_lost(dtype: torch.dtype, lost: float, device: torch.device) -> None:
+    exponents = torch.tensor([0, 140, 100, 60, 118, 110, 120, 30]).expand(ROWS, -1)
+    found = widened(every_code(), exponents.to(torch.uint8), kMxfp8Static, dtype, device)
+    error = (found.double() - every_code().double() * powers(exponents)).abs()
+    # an interpreted number is a float32
+    assert float(error.max()) <= lost * 2.0**13
+
+
+@pytest.mark.parametrize("config", [FEW, MANY], ids=["few", "many"])
+@DTYPES
+def test_blocks_of_zeros_do_not_count(dtype: torch.dtype, config: TileConfig, device: torch.device) -> None:
+    """Whatever their scale is; the other block's, a power of two, is exact."""
+    codes = every_code().float()
+    codes[:, :128] = 0.0
+    scale = torch.tensor([[2.0**127, 2.0**-20]])
+    found = widened(codes.to(torch.float8_e4m3fn), scale, kFp8Static128BlockSym, dtype, device, config)
+    assert torch.equal(found, codes * 2.0**-20)
+
+
+@DTYPES
+def test_groups_of_zeros_do_not_count(dtype: torch.dtype, device: torch.device) -> None:
+    codes = every_code().float()
+    codes[:, 64:96] = 0.0
+    exponents = torch.full((ROWS, COLUMNS // 32), 100)
+    exponents[:, 2] = 254
+    found = widened(codes.to(torch.float8_e4m3fn), exponents.to(torch.uint8), kMxfp8Static, dtype, device)
+    assert torch.equal(found, codes * 2.0**-27)
+
+
+def test_scales_that_are_not_numbers_show(device: torch.device) -> None:
+    exponents = torch.full((ROWS, COLUMNS // 32), 127)
+    exponents[5, 0] = 255
+    found = widened(every_code(), exponents.to(torch.uint8), kMxfp8Static, torch.bfloat16, device)
+    assert found[5].isnan().all()
+    assert torch.equal(found[:5], every_code().float()[:5])
+    for value in (float("nan"), float("inf")):
+        scale = torch.tensor([[value, 1.0]])
+        found = widened(every_code(), scale, kFp8Static128BlockSym, torch.bfloat16, device)
+        assert not found[:, :128].isfinite().any()
