@@ -206,7 +206,8 @@ def test_unknown_names() -> None:
 
 def test_some_experts_only(folder: Path) -> None:
     """Expert parallelism: scales of the experts that are here."""
-    layer = load_layer(folder, device="cpu", quantize="int4_g128", experts=[3, 1, 12])
+    # in float16 the torch experts keep the canonical layout
+    layer = load_layer(folder, device="cpu", quantize="int4_g128", experts=[3, 1, 12], dtype=torch.float16)
     quant = layer.weights.quant_config
     assert quant.w1_scale is not None
     assert tuple(quant.w1_scale.shape) == (3, 2 * INTERMEDIATE, HIDDEN // 128)

@@ -8,9 +8,9 @@ from moe_wna16.experts.marlin import BatchedMarlinWNA16Experts, MarlinWNA16Exper
 
 class TestMarlinWNA16(ConformanceTests):
     experts = MarlinWNA16Experts
-    interpreted_every = 2
+    interpreted_every = 3
 
 
 class TestBatchedMarlinWNA16(ConformanceTests):
     experts = BatchedMarlinWNA16Experts
-    interpreted_every = 5
+    interpreted_every = 8
