@@ -99,16 +99,20 @@ class DeepGemmExperts(FusedMoEExpertsModular):
     def convert(self, weights: MoEWeights) -> KernelWeights:
         activation_key = weights.activation_key
         weights = self.requantized(weights)
-        scales = {"w1_scale": weights.w13_scale, "w2_scale": weights.w2_scale}
-        for name, matrix in (("w1_scale", weights.w13), ("w2_scale", weights.w2)):
-            scale = scales[name]
+        scales = []
+        for name, scale, matrix in (
+            ("w13_scale", weights.w13_scale, weights.w13),
+            ("w2_scale", weights.w2_scale, weights.w2),
+        ):
             if scale is None:
                 raise TensorError(f"{name} is missing: the weights are quantised as {weights.weight_key}")
-            scales[name] = packed_exponents(scale, matrix.shape[1]) if self.power_of_two else scale.contiguous()
+            scales.append(packed_exponents(scale, matrix.shape[1]) if self.power_of_two else scale.contiguous())
         return KernelWeights(
             w13=weights.w13.contiguous(),
             w2=weights.w2.contiguous(),
-            quant_config=make_quant_config(weight_key=weights.weight_key, activation_key=activation_key, **scales),
+            quant_config=make_quant_config(
+                weight_key=weights.weight_key, activation_key=activation_key, w1_scale=scales[0], w2_scale=scales[1]
+            ),
         )
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:

@@ -203,7 +203,7 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
             **self.options,
         }
 
-    def bias_options(self, weights: MoEWeights, rows: int) -> dict[str, Tensor]:
+    def bias_options(self, weights: MoEWeights, rows: int) -> dict[str, Any]:
         """Biases in the output's dtype; w13's as up rows, then gate rows, each padded to ``rows``."""
         if weights.w13_bias is None or weights.w2_bias is None:
             return {}
