@@ -145,7 +145,13 @@ def test_biases_and_scales_land_where_they_belong() -> None:
             "w1_zp is given, but the weight key .* is symmetric",
         ),
         (
-            {"weight_key": qk.kInt4StaticAsym, "activation_key": None, "w1_scale": S, "w2_scale": S},
+            {
+                "weight_key": qk.kInt4StaticAsym,
+                "activation_key": None,
+                "w1_scale": S.bfloat16(),
+                "w2_scale": S.bfloat16(),
+                "canonical": True,
+            },
             "w1_zp is missing",
         ),
         (

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_core.gemm.marlin import int4, int8, operand
+from moe_core.gemm.marlin import integers, operand
 from moe_core.gemm.marlin.layer import MarlinMatrix
 from moe_core.gemm.plan import TileConfig
+
+#: by bits: loads for rows with one scale, for a group per step, and by columns of a group
+_LOADS = {
+    4: (
+        integers.load_rows_4,
+        integers.load_group_4,
+        {128: integers.load_groups_4_1, 64: integers.load_groups_4_2, 32: integers.load_groups_4_4},
+    ),
+    8: (
+        integers.load_rows_8,
+        integers.load_group_8,
+        {128: integers.load_groups_8_1, 64: integers.load_groups_8_2, 32: integers.load_groups_8_4},
+    ),
+}
 
 
 def integer_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, Any, Any]:
     """4- and 8-bit codes with or without zero points: (open_b, load_b, multiply, finish)."""
-    codes = {4: int4, 8: int8}[matrix.bits]
+    load_rows, load_group, load_groups = _LOADS[matrix.bits]
     size, finish = matrix.group_size, None if matrix.factors is None else operand.finish_factors
     if size == -1:
-        return operand.open_rows, codes.load_rows, codes.multiply_rows, operand.finish_rows
+        return operand.open_rows, load_rows, integers.multiply_rows, operand.finish_rows
     if size == operand.STEP.value and config.block_m <= operand.FEW.value:
         # each step's product is scaled by itself: beyond, its sums take too many registers
-        return operand.open_groups, codes.load_group, codes.multiply_group, finish
-    load = {128: codes.load_groups_1, 64: codes.load_groups_2, 32: codes.load_groups_4}[size]
-    return operand.open_groups, load, codes.multiply_groups, finish
+        return operand.open_groups, load_group, integers.multiply_group, finish
+    return operand.open_groups, load_groups[size], integers.multiply_groups, finish

@@ -103,7 +103,7 @@ def pair(x, dtype: tl.constexpr):
 
 @triton.jit
 def zero_offset(zero, BITS: tl.constexpr, dtype: tl.constexpr):
-    """What `uint4` and `uint8` get for float32 zero points, which go up to 2^BITS."""
+    """What the functions with zero points get for float32 ones, which go up to 2^BITS."""
     if INTERPRET:
         return zero
     elif dtype == tl.float16:
@@ -128,157 +128,6 @@ def _nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7):
 
 
 @triton.jit
-def _interpreted_nibbles(words, zero, scale, SCALED: tl.constexpr):
-    """As the asm does it, in float32; few operations, since the interpreter takes its time for each."""
-    N: tl.constexpr = words.shape[0]
-    W: tl.constexpr = words.shape[1]
-    value = ((words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15).to(tl.float32)
-    value = (value - zero) * scale if SCALED else value - zero
-    # nibble 4i + 2s + j of word 4t + u: [unit, t, u, i, s, j] to [unit, u, s, j, t, i]
-    return value.reshape(N, W // 16, 4, 4, 2, 2, 2).permute(0, 1, 3, 5, 6, 2, 4).reshape(N, 8 * W)
-
-
-@triton.jit
-def int4(words, dtype: tl.constexpr):
-    """4-bit codes minus 8."""
-    if INTERPRET:
-        return _interpreted_nibbles(words, 8.0, 1.0, False)
-    elif dtype == tl.float16:
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            _INT4_FLOAT16,
-            "=h,=h,=h,=h,=h,=h,=h,=h,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            _INT4_BFLOAT16,
-            "=h,=h,=h,=h,=h,=h,=h,=h,r",
-            [words],
-            dtype=(
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-            ),
-            is_pure=True,
-            pack=1,
-        )
-    return _nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7)
-
-
-@triton.jit
-def int4_scaled(words, scale, dtype: tl.constexpr):
-    """`int4` times `scale` [N, W] (a pair of `dtype` in int32; float32 in the interpreter), rounded."""
-    if INTERPRET:
-        return _interpreted_nibbles(words, 8.0, scale[:, :, None], True)
-    elif dtype == tl.float16:
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            _INT4_FLOAT16_SCALED,
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-            [words, scale],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            _INT4_BFLOAT16_SCALED,
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-            [words, scale],
-            dtype=(
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-            ),
-            is_pure=True,
-            pack=1,
-        )
-    return _nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7)
-
-
-@triton.jit
-def uint4(words, offset, dtype: tl.constexpr):
-    """4-bit codes minus their zero points, of which `offset` [N, W] is made."""
-    if INTERPRET:
-        return _interpreted_nibbles(words, offset[:, :, None], 1.0, False)
-    elif dtype == tl.float16:
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            _UINT4_FLOAT16,
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-            [words, offset],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            _UINT4_BFLOAT16,
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-            [words, offset],
-            dtype=(
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-            ),
-            is_pure=True,
-            pack=1,
-        )
-    return _nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7)
-
-
-@triton.jit
-def uint4_scaled(words, offset, scale, dtype: tl.constexpr):
-    """`uint4` times `scale`, as `int4_scaled`."""
-    if INTERPRET:
-        return _interpreted_nibbles(words, offset[:, :, None], scale[:, :, None], True)
-    elif dtype == tl.float16:
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            _UINT4_FLOAT16_SCALED,
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-            [words, offset, scale],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            _UINT4_BFLOAT16_SCALED,
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-            [words, offset, scale],
-            dtype=(
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-            ),
-            is_pure=True,
-            pack=1,
-        )
-    return _nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7)
-
-
-@triton.jit
 def byte_columns(v0, v1, v2, v3):
     """[N, W] numbers of the four bytes (p and p + 2 of each pair) as [N, 4 W] in the columns' order."""
     N: tl.constexpr = v0.shape[0]
@@ -290,114 +139,213 @@ def byte_columns(v0, v1, v2, v3):
 
 
 @triton.jit
-def _interpreted_bytes(words, zero, scale, SCALED: tl.constexpr):
+def _interpreted(words, zero, scale, BITS: tl.constexpr):
+    """As the asm does it, in float32; few operations, since the interpreter takes its time for each."""
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
-    value = ((words[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 255).to(tl.float32)
-    value = (value - zero) * scale if SCALED else value - zero
-    # byte 2i + j of word 4t + s: [unit, t, s, i, j] to [unit, s, j, t, i]
-    return value.reshape(N, W // 16, 4, 4, 2, 2).permute(0, 1, 3, 5, 2, 4).reshape(N, 4 * W)
+    CODES: tl.constexpr = 32 // BITS
+    codes = (words[:, :, None] >> (BITS * tl.arange(0, CODES))[None, None, :]) & ((1 << BITS) - 1)
+    numbers = (codes.to(tl.float32) - zero) * scale
+    if BITS == 4:
+        # nibble 4i + 2s + j of word 4t + u: [unit, t, u, i, s, j] to [unit, u, s, j, t, i]
+        numbers = numbers.reshape(N, W // 16, 4, 4, 2, 2, 2).permute(0, 1, 3, 5, 6, 2, 4)
+    else:
+        # byte 2i + j of word 4t + s: [unit, t, s, i, j] to [unit, s, j, t, i]
+        numbers = numbers.reshape(N, W // 16, 4, 4, 2, 2).permute(0, 1, 3, 5, 2, 4)
+    return numbers.reshape(N, CODES * W)
+
+
+@triton.jit
+def _nibble_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
+    """Run a text of `_nibbles`."""
+    if dtype == tl.float16:
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            ASM,
+            "=h,=h,=h,=h,=h,=h,=h,=h," + INPUTS,
+            operands,
+            dtype=(
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+            ),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            ASM,
+            "=h,=h,=h,=h,=h,=h,=h,=h," + INPUTS,
+            operands,
+            dtype=(
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+            ),
+            is_pure=True,
+            pack=1,
+        )
+    return _nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7)
+
+
+@triton.jit
+def _byte_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
+    """Run a text of `_bytes`."""
+    if dtype == tl.float16:
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            ASM,
+            "=h,=h,=h,=h," + INPUTS,
+            operands,
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            ASM,
+            "=h,=h,=h,=h," + INPUTS,
+            operands,
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=1,
+        )
+    return byte_columns(v0, v1, v2, v3)
+
+
+@triton.jit
+def int4(words, dtype: tl.constexpr):
+    """4-bit codes minus 8."""
+    if INTERPRET:
+        return _interpreted(words, 8.0, 1.0, 4)
+    else:
+        asm: tl.constexpr = _INT4_FLOAT16 if dtype == tl.float16 else _INT4_BFLOAT16
+        return _nibble_numbers(asm, "r", (words,), dtype)
+
+
+@triton.jit
+def int4_scaled(words, scale, dtype: tl.constexpr):
+    """`int4` times `scale` [N, W] (a pair of `dtype` in int32; float32 in the interpreter), rounded."""
+    if INTERPRET:
+        return _interpreted(words, 8.0, scale[:, :, None], 4)
+    else:
+        asm: tl.constexpr = _INT4_FLOAT16_SCALED if dtype == tl.float16 else _INT4_BFLOAT16_SCALED
+        return _nibble_numbers(
+            asm,
+            "r,r",
+            (
+                words,
+                scale,
+            ),
+            dtype,
+        )
+
+
+@triton.jit
+def uint4(words, offset, dtype: tl.constexpr):
+    """4-bit codes minus their zero points, of which `offset` [N, W] is made (`zero_offset`)."""
+    if INTERPRET:
+        return _interpreted(words, offset[:, :, None], 1.0, 4)
+    else:
+        asm: tl.constexpr = _UINT4_FLOAT16 if dtype == tl.float16 else _UINT4_BFLOAT16
+        return _nibble_numbers(
+            asm,
+            "r,r",
+            (
+                words,
+                offset,
+            ),
+            dtype,
+        )
+
+
+@triton.jit
+def uint4_scaled(words, offset, scale, dtype: tl.constexpr):
+    """`uint4` times `scale`, as `int4_scaled`."""
+    if INTERPRET:
+        return _interpreted(words, offset[:, :, None], scale[:, :, None], 4)
+    else:
+        asm: tl.constexpr = _UINT4_FLOAT16_SCALED if dtype == tl.float16 else _UINT4_BFLOAT16_SCALED
+        return _nibble_numbers(
+            asm,
+            "r,r,r",
+            (
+                words,
+                offset,
+                scale,
+            ),
+            dtype,
+        )
 
 
 @triton.jit
 def int8(words, dtype: tl.constexpr):
     """8-bit codes minus 128."""
     if INTERPRET:
-        return _interpreted_bytes(words, 128.0, 1.0, False)
-    elif dtype == tl.float16:
-        v0, v1, v2, v3 = tl.inline_asm_elementwise(
-            _INT8_FLOAT16,
-            "=h,=h,=h,=h,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
+        return _interpreted(words, 128.0, 1.0, 8)
     else:
-        v0, v1, v2, v3 = tl.inline_asm_elementwise(
-            _INT8_BFLOAT16,
-            "=h,=h,=h,=h,r",
-            [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=1,
-        )
-    return byte_columns(v0, v1, v2, v3)
+        asm: tl.constexpr = _INT8_FLOAT16 if dtype == tl.float16 else _INT8_BFLOAT16
+        return _byte_numbers(asm, "r", (words,), dtype)
 
 
 @triton.jit
 def int8_scaled(words, scale, dtype: tl.constexpr):
     """`int8` times `scale`, as `int4_scaled`."""
     if INTERPRET:
-        return _interpreted_bytes(words, 128.0, scale[:, :, None], True)
-    elif dtype == tl.float16:
-        v0, v1, v2, v3 = tl.inline_asm_elementwise(
-            _INT8_FLOAT16_SCALED,
-            "=h,=h,=h,=h,r,r",
-            [words, scale],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
+        return _interpreted(words, 128.0, scale[:, :, None], 8)
     else:
-        v0, v1, v2, v3 = tl.inline_asm_elementwise(
-            _INT8_BFLOAT16_SCALED,
-            "=h,=h,=h,=h,r,r",
-            [words, scale],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=1,
+        asm: tl.constexpr = _INT8_FLOAT16_SCALED if dtype == tl.float16 else _INT8_BFLOAT16_SCALED
+        return _byte_numbers(
+            asm,
+            "r,r",
+            (
+                words,
+                scale,
+            ),
+            dtype,
         )
-    return byte_columns(v0, v1, v2, v3)
 
 
 @triton.jit
 def uint8(words, offset, dtype: tl.constexpr):
-    """8-bit codes minus their zero points, of which `offset` [N, W] is made."""
+    """8-bit codes minus their zero points, as `uint4`."""
     if INTERPRET:
-        return _interpreted_bytes(words, offset[:, :, None], 1.0, False)
-    elif dtype == tl.float16:
-        v0, v1, v2, v3 = tl.inline_asm_elementwise(
-            _UINT8_FLOAT16,
-            "=h,=h,=h,=h,r,r",
-            [words, offset],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
+        return _interpreted(words, offset[:, :, None], 1.0, 8)
     else:
-        v0, v1, v2, v3 = tl.inline_asm_elementwise(
-            _UINT8_BFLOAT16,
-            "=h,=h,=h,=h,r,r",
-            [words, offset],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=1,
+        asm: tl.constexpr = _UINT8_FLOAT16 if dtype == tl.float16 else _UINT8_BFLOAT16
+        return _byte_numbers(
+            asm,
+            "r,r",
+            (
+                words,
+                offset,
+            ),
+            dtype,
         )
-    return byte_columns(v0, v1, v2, v3)
 
 
 @triton.jit
 def uint8_scaled(words, offset, scale, dtype: tl.constexpr):
     """`uint8` times `scale`, as `int4_scaled`."""
     if INTERPRET:
-        return _interpreted_bytes(words, offset[:, :, None], scale[:, :, None], True)
-    elif dtype == tl.float16:
-        v0, v1, v2, v3 = tl.inline_asm_elementwise(
-            _UINT8_FLOAT16_SCALED,
-            "=h,=h,=h,=h,r,r,r",
-            [words, offset, scale],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
+        return _interpreted(words, offset[:, :, None], scale[:, :, None], 8)
     else:
-        v0, v1, v2, v3 = tl.inline_asm_elementwise(
-            _UINT8_BFLOAT16_SCALED,
-            "=h,=h,=h,=h,r,r,r",
-            [words, offset, scale],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=1,
+        asm: tl.constexpr = _UINT8_FLOAT16_SCALED if dtype == tl.float16 else _UINT8_BFLOAT16_SCALED
+        return _byte_numbers(
+            asm,
+            "r,r,r",
+            (
+                words,
+                offset,
+                scale,
+            ),
+            dtype,
         )
-    return byte_columns(v0, v1, v2, v3)
