@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moe_core.errors import TensorError
 from moe_core.gemm.experts import GroupedExperts
 from moe_core.gemm.plan import TilePlan
 from moe_core.weights import KernelWeights
@@ -69,8 +68,6 @@ class MarlinExperts(GroupedExperts):
 
         scales = call.pop("w13_scale"), call.pop("w2_scale")
         biases = call.pop("w13_bias"), call.pop("w2_bias")
-        if scales[0] is None or scales[1] is None:
-            raise TensorError("the quant config of quantised weights holds w1_scale and w2_scale")
         w13 = self.matrix("w13", weights, scales[0], biases[0])
         w2 = self.matrix("w2", weights, scales[1], biases[1])
         marlin_fused_moe(self.functions, x, w13, w2, **call)
