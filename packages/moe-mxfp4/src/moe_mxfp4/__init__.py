@@ -1,9 +1,23 @@
-"""MXFP4 mixture-of-experts scheme for moe-core: MXFP4 weights with bf16, MXFP8 or fp8 activations.
+"""MXFP4 mixture-of-experts for moe-core: e2m1 weights in groups of 32, with 16-bit, MXFP8, FP8 or MXFP4 activations."""
 
-The package reserves its name, its dependency on ``moe-core`` and its version.
-It holds no kernels yet and registers nothing: ``moe backends`` does not list it.
-"""
+from moe_mxfp4.oracle import (
+    Mxfp4MoeBackend,
+    Mxfp4Oracle,
+    convert_to_mxfp4_moe_kernel_format,
+    make_mxfp4_moe_kernel,
+    make_mxfp4_moe_quant_config,
+    mxfp4_round_up_hidden_size_and_intermediate_size,
+    select_mxfp4_moe_backend,
+)
 
-from __future__ import annotations
+__version__ = "0.1.0"
 
-__all__: list[str] = []
+__all__ = [
+    "Mxfp4MoeBackend",
+    "Mxfp4Oracle",
+    "convert_to_mxfp4_moe_kernel_format",
+    "make_mxfp4_moe_kernel",
+    "make_mxfp4_moe_quant_config",
+    "mxfp4_round_up_hidden_size_and_intermediate_size",
+    "select_mxfp4_moe_backend",
+]

@@ -1,0 +1,1 @@
+"""Backends: one file each, readable alone from claims to apply."""

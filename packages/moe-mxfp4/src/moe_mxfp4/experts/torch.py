@@ -1,0 +1,38 @@
+"""Plain torch: any device, and the real path on a CPU.
+
+Weights stay as the checkpoint has them; a block of rows at a time is dequantised to float32 for its matrix product.
+"""
+
+from __future__ import annotations
+
+import torch
+from moe_core import (
+    GATED,
+    NON_GATED,
+    Claims,
+    FusedMoEActivationFormat,
+    any_device,
+    kMxfp4Static,
+)
+from moe_core.torch_experts import TorchExperts
+
+from moe_mxfp4.keys import ACTIVATIONS
+
+
+class TorchMxfp4Experts(TorchExperts):
+    """Every key of the scheme; quantised activations are what their quantiser makes of them, multiplied in float32."""
+
+    claims = Claims(
+        devices=(any_device(),),
+        keys=((kMxfp4Static, None), *((kMxfp4Static, activation) for activation in ACTIVATIONS)),
+        activations=GATED | NON_GATED,
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        bias=True,
+        expert_map=True,
+        apply_router_weight_on_input=True,
+        lora=True,
+        formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
+        cuda_graph=False,
+        verified_on=("cpu",),
+        notes="reads token counts on the host: no CUDA graphs",
+    )

@@ -1,0 +1,21 @@
+"""What may be multiplied with MXFP4 weights."""
+
+from __future__ import annotations
+
+from moe_core import (
+    QuantKey,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+    kMxfp4Dynamic,
+    kMxfp8Dynamic,
+)
+
+#: quantised activations, in the order in which a backend's variants are tried where none was asked for
+ACTIVATIONS: tuple[QuantKey, ...] = (
+    kMxfp8Dynamic,
+    kFp8DynamicTokenSym,
+    kFp8Dynamic128Sym,
+    kFp8StaticTensorSym,
+    kMxfp4Dynamic,
+)
