@@ -7,6 +7,7 @@ import torch
 from moe_core import TensorError, kInt4Static, kInt4StaticAsym, kInt8Static
 from moe_core.gemm.marlin.columns import CHUNK, group_columns
 from moe_core.gemm.marlin.convert import convert_integers
+from moe_core.gemm.marlin.scales import order_scales
 from moe_core.gemm.marlin.words import interleave, order_words
 
 
@@ -46,6 +47,28 @@ def test_float32_scales_beside_zero_points_are_rounded_to_14_bits() -> None:
     found = convert_integers(_codes(1, 64, 128), scale, kInt4StaticAsym, 256, zero_point=zero).scales
     error = ((found & -512).view(torch.float32).transpose(1, 2) - scale).abs() / scale
     assert 0 < float(error.max()) <= 2**-15
+
+
+@pytest.mark.parametrize("zero_dtype", [None, torch.uint8, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "groups", "interleaved"), [(256, 16, True), (36, 18, True), (131, 1, False)])
+def test_the_kernel_for_scales_does_what_its_twin_does(
+    rows: int,
+    groups: int,
+    interleaved: bool,
+    dtype: torch.dtype,
+    zero_dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    scale = torch.randn(2, rows, groups, generator=generator).to(device, dtype)
+    zero = None
+    if zero_dtype is not None:
+        zero = torch.randint(0, 256, scale.shape, generator=generator).to(device, zero_dtype)
+    found = order_scales(scale, zero, interleaved=interleaved, backend="triton")
+    expected = order_scales(scale, zero, interleaved=interleaved, backend="torch")
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
 
 
 def test_float16_layers_hold_scales_relative_to_a_rows_largest() -> None:

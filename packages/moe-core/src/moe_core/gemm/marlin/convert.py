@@ -9,11 +9,9 @@ from torch import Tensor
 
 from moe_core.errors import TensorError
 from moe_core.gemm.marlin.columns import Grouped, group_columns
+from moe_core.gemm.marlin.scales import order_scales
 from moe_core.gemm.marlin.words import interleave, order_words
 from moe_core.quant_key import QuantKey
-
-#: the last bits of a float32 scale, in whose place a zero point stands
-_ZERO_BITS = 9
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,26 +59,8 @@ def convert_integers(
     if dtype is torch.float16 and size != -1:
         wide, factors = _relative(scale.float())
         factors = interleave(factors) if interleaved else factors
-    if zero_point is not None:
-        wide = _with_zero_points(wide, zero_point)
     index = None if grouped is None else grouped.index
-    return Converted(words, _transposed(wide, interleaved=interleaved), size, factors, index)
-
-
-def _transposed(values: Tensor, *, interleaved: bool) -> Tensor:
-    """``values`` [E, rows, groups] as [E, groups, rows], float32 or int32, in one pass where halves are whole turns."""
-    experts, rows, groups = values.shape
-    dtype = torch.int32 if values.dtype is torch.int32 else torch.float32
-    if interleaved and rows % 16:
-        values, interleaved = interleave(values), False
-        rows = values.shape[1]
-    out = torch.empty(experts, groups, rows, dtype=dtype, device=values.device)
-    if interleaved:
-        turns = out.view(experts, groups, rows // 16, 2, 8)
-        turns.copy_(values.view(experts, 2, rows // 16, 8, groups).permute(0, 4, 2, 1, 3))
-    else:
-        out.copy_(values.transpose(1, 2))
-    return out
+    return Converted(words, order_scales(wide, zero_point, interleaved=interleaved), size, factors, index)
 
 
 def _by_group(values: Tensor, grouped: Grouped) -> Tensor:
@@ -116,13 +96,3 @@ def _relative(scale: Tensor) -> tuple[Tensor, Tensor]:
     _, exponent = torch.frexp(scale.abs().amax(dim=2))
     power = torch.exp2(exponent.float())
     return scale / power[:, :, None], power
-
-
-def _with_zero_points(scale: Tensor, zero_point: Tensor) -> Tensor:
-    """int32 of ``scale``'s float32 bits and of zero points of up to 256 in the last ones."""
-    bits = scale.float().contiguous().view(torch.int32)
-    if scale.dtype is torch.float32:
-        # rounded to the nearest; 16-bit types have zeros there
-        last = 1 << _ZERO_BITS
-        bits = (bits + last // 2) & -last
-    return bits.bitwise_or_(zero_point)

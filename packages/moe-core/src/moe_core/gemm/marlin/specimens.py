@@ -67,7 +67,7 @@ _ONE_PLAN = (
 
 
 def specimens(target: DeviceInfo) -> Iterator[Specimen]:
-    """The order of words, and whole layers of all kinds of scales."""
+    """The order of words and of scales, and whole layers of all kinds of scales."""
     if target.kind != "cuda" or target.capability < 80:
         return
     for bits in (4, 8):
@@ -75,6 +75,8 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
             yield Specimen(
                 f"marlin words {bits} bits{' interleaved' * interleaved}", partial(_order, bits, interleaved)
             )
+    for dtype, zero_dtype in ((torch.bfloat16, None), (torch.float16, torch.uint8), (torch.float32, torch.int32)):
+        yield Specimen(f"marlin scales {dtype} {zero_dtype}", partial(_scales, dtype, zero_dtype))
     for kind in _EVERY_PLAN:
         plans = {kind.plan(tokens, target.capability): tokens for tokens in _TOKENS}
         for plan, tokens in plans.items():
@@ -94,6 +96,13 @@ def _order(bits: int, interleaved: bool) -> None:
 
     codes = _meta(8, 4096, 2048 * bits // 8, dtype=torch.uint8)
     order_words(codes, 2048, bits, interleaved=interleaved, backend="triton")
+
+
+def _scales(dtype: torch.dtype, zero_dtype: torch.dtype | None) -> None:
+    from moe_core.gemm.marlin.scales import order_scales
+
+    zero = None if zero_dtype is None else _meta(8, 4096, 16, dtype=zero_dtype)
+    order_scales(_meta(8, 4096, 16, dtype=dtype), zero, interleaved=zero is not None, backend="triton")
 
 
 def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
