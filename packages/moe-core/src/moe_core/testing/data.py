@@ -1,9 +1,9 @@
 """Tensors for a conformance case: weights, hidden states and routing in which every mix-up shows.
 
 Every expert, scale group, token and group of columns has a magnitude of its own, no weight or bias repeats, and values
-reach the activation's limit.  Some groups of 8-bit floats hold subnormal codes only, whose scale makes up for it, and
-some e8m0 scales are the smallest and the largest that there are; integers reach their lowest code, -128 or -8.  Zero
-points lie apart, and some are one more than the largest code, as some tools store them; groups of permuted columns have
+reach the activation's limit.  Some groups of 4- and 8-bit floats hold subnormal codes only, whose scale makes up for
+it, and some e8m0 scales are the smallest and the largest that there are; integers reach their lowest code, -128 or -8.
+Zero points lie apart, and some are one more than the largest code, as some tools store them; groups of permuted columns have
 any number of columns, and w2's are those of a row that two ranks share.
 Everything is drawn on the CPU, so that a seed means the same tensors on every device.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_core.activation import MoEActivation
 from moe_core.config import FusedMoEConfig
 from moe_core.lora import LoRAWeights, lora_shapes
-from moe_core.numerics import NumberKind, is_e8m0
+from moe_core.numerics import FP4_E2M1, FP8_E4M3, NumberKind, is_e8m0
 from moe_core.quant_key import QuantKey
 from moe_core.quantization import Grid, quantize_moe_weights, quantize_weight, scale_of_range
 from moe_core.reference import Steps, route_pairs
@@ -187,7 +187,7 @@ def make_weights(
         **biases,
         **groups,
     )
-    if weight_key is not None and weight_key.dtype.kind is NumberKind.FLOAT and weight_key.dtype.bits == 8:
+    if weight_key is not None and weight_key.dtype in _SUBNORMAL:
         weights = _with_edges(weights, (w13, w2), config, weight_key, generator)
     if weight_key is not None and weight_key.dtype.kind is NumberKind.UINT:
         weights = _with_all_codes(weights, (w13, w2), config, weight_key, generator)
@@ -200,8 +200,9 @@ def make_weights(
     return weights
 
 
-#: 448 / (7 * 2**-9): the largest e4m3 value in units of the largest subnormal one
-_SUBNORMAL = 15
+#: how far scales are raised, in powers of two, for subnormal codes only: e4m3's largest value, 448, is 2**15 times the
+#: largest subnormal one, 7 * 2**-9; e2m1's, 6, eight times 0.75, which rounds to the only one, 0.5, from below
+_SUBNORMAL = {FP8_E4M3: 15, FP4_E2M1: 3}
 
 
 def _with_edges(
@@ -213,13 +214,14 @@ def _with_edges(
 ) -> MoEWeights:
     """``weights``, quantised from ``values``, with a sixth of the groups subnormal and extreme e8m0 scales in a few."""
     changed: dict[str, Any] = {}
+    shift = _SUBNORMAL[key.dtype]
     for name, w, parts in (("w13", values[0], 2 if config.is_gated else 1), ("w2", values[1], 1)):
         scale: Tensor = getattr(weights, f"{name}_scale").clone()
         chosen = torch.rand(scale.shape, generator=generator) < 1 / 6
         if is_e8m0(key.scale.dtype):
-            scale.view(torch.uint8).add_(_SUBNORMAL * chosen.to(torch.uint8))
+            scale.view(torch.uint8).add_(shift * chosen.to(torch.uint8))
         else:
-            scale = torch.where(chosen, scale * 2.0**_SUBNORMAL, scale)
+            scale = torch.where(chosen, scale * 2.0**shift, scale)
         codes, scale, _ = quantize_weight(w, key, parts=parts, scale=scale)
         if is_e8m0(key.scale.dtype) and scale[0].numel() >= 16:
             codes, scale = _extreme(codes, scale, w, key, parts)
@@ -271,6 +273,8 @@ def _extreme(codes: Tensor, scale: Tensor, w: Tensor, key: QuantKey, parts: int)
     smallest[:, scale.shape[1] // 3, scale.shape[2] // 2] = True
     exponents = scale.view(torch.uint8)
     zero = Grid.of(key, w.shape[0], w.shape[1], w.shape[2], parts).spread(bare)
+    if key.packing is not None:
+        zero = zero[:, :, :: key.packing.values_per_word]
     raw = torch.where(zero, 0, codes.view(torch.uint8)).view(codes.dtype)
     exponents = torch.where(bare, 254, torch.where(smallest, 0, exponents)).to(torch.uint8)
     return raw, exponents.view(scale.dtype)
