@@ -52,6 +52,18 @@ def test_words_follow_the_table(bits: int, columns: int, backend: str, device: t
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_e2m1_is_spread_as_the_table_says(backend: str, device: torch.device) -> None:
+    codes = _codes(4, 2, 5, 256)
+    packed = _packed(codes, 4).to(device)
+    plain = order_words(packed, 256, 4, backend=backend).cpu().long()
+    found = order_words(packed, 256, 4, e2m1=True, backend=backend).cpu().long()
+    places = {0: (6, 7, 8, 15), 1: (3, 4, 5, 12), 2: (0, 1, 2, 9), 3: (13, 10, 11, 14)}
+    for p, half in itertools.product(places, range(2)):
+        nibble = sum((found >> (place + 16 * half) & 1) << bit for bit, place in enumerate(places[p]))
+        assert torch.equal(nibble, plain >> (4 * p + 16 * half) & 15)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("rows", [32, 26, 6])
 def test_halves_in_turns_of_eight(rows: int, backend: str, device: torch.device) -> None:
     codes = _codes(4, 2, rows, 128)
@@ -78,6 +90,8 @@ def test_misaligned_and_strided_codes() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="4 or 8 bits, got 3"):
         order_words(_codes(4, 1, 1, 64), 128, 3)
+    with pytest.raises(ConfigError, match="e2m1 have 4 bits, got 8"):
+        order_words(_codes(8, 1, 1, 64), 64, 8, e2m1=True)
     with pytest.raises(TensorError, match="64 bytes a row, expected 65 for 129 columns"):
         order_words(_codes(8, 1, 1, 64), 129, 4)
     with pytest.raises(TensorError, match="dtype"):

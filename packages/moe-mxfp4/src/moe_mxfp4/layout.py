@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def deinterleave(tensor: Tensor) -> Tensor:
-    """Rows gate 0, up 0, gate 1, up 1, ... (gpt-oss) as gate rows, then up rows: weights, scales or biases [E, 2N, ...].
+    """Rows gate 0, up 0, gate 1, up 1, ... (gpt-oss) as gate rows, then up rows.
 
-    A copy.  Raises TensorError for an odd number of rows.
+    ``tensor`` [E, 2N, ...]: weights, scales or biases; a copy.  Raises TensorError for an odd number of rows.
     """
     if tensor.dim() < 2 or tensor.shape[1] % 2:
         raise TensorError(f"gate and up rows in turns are an even number, got shape {list(tensor.shape)}")

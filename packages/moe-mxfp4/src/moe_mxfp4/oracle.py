@@ -45,7 +45,15 @@ class Mxfp4Oracle(Oracle):
     """e2m1 weights with one e8m0 scale for 32 columns of a row."""
 
     scheme = "mxfp4"
-    backends = (Backend(Mxfp4MoeBackend.TORCH.value, ("moe_mxfp4.experts.torch:TorchMxfp4Experts",), "moe-mxfp4"),)
+    backends = (
+        Backend(Mxfp4MoeBackend.MARLIN.value, ("moe_mxfp4.experts.marlin:MarlinMxfp4Experts",), "moe-mxfp4"),
+        Backend(
+            Mxfp4MoeBackend.BATCHED_MARLIN.value,
+            ("moe_mxfp4.experts.marlin:BatchedMarlinMxfp4Experts",),
+            "moe-mxfp4",
+        ),
+        Backend(Mxfp4MoeBackend.TORCH.value, ("moe_mxfp4.experts.torch:TorchMxfp4Experts",), "moe-mxfp4"),
+    )
 
     def order(
         self,

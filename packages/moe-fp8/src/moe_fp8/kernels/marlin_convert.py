@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from moe_core.gemm.marlin.convert import Converted
+from moe_core.gemm.marlin.powers import relative_powers
 from moe_core.gemm.marlin.words import interleave, order_words
 from moe_core.numerics import e8m0_to_float32, is_e8m0
 from moe_core.quant_key import GroupShape, QuantKey, kMxfp8Static
@@ -16,8 +17,6 @@ from torch.nn import functional as F
 
 #: the byte of a row's largest MXFP8 scale: a bfloat16 exponent of 120
 _LARGEST = 247
-#: e8m0's
-_NAN = 255
 
 
 def convert_e4m3(weights: Tensor, scale: Tensor, key: QuantKey, *, gated: bool = False) -> Converted:
@@ -29,7 +28,7 @@ def convert_e4m3(weights: Tensor, scale: Tensor, key: QuantKey, *, gated: bool =
     rows, columns = codes.shape[1:]
     words = order_words(codes, columns, 8, interleaved=gated)
     if key == kMxfp8Static:
-        scales, factors = _relative_powers(scale.view(torch.uint8), _counting(codes, shape, parts))
+        scales, factors = relative_powers(scale.view(torch.uint8), _counting(codes, shape, parts), _LARGEST)
         return Converted(words, _by_row(scales, gated), 32, interleave(factors) if gated else factors)
     wide = e8m0_to_float32(scale) if is_e8m0(scale.dtype) else scale
     if shape.is_per_tensor:
@@ -73,11 +72,3 @@ def _counting(codes: Tensor, shape: GroupShape, parts: int) -> Tensor:
         groups = magnitudes.view(parts * grid[0], shape.row, grid[1], shape.col)
         found.copy_(groups.amax(dim=(1, 3)) > 0)
     return out
-
-
-def _relative_powers(scale: Tensor, counting: Tensor) -> tuple[Tensor, Tensor]:
-    """(int32 [E, rows, steps], float32 factors [E, rows]) of e8m0 bytes [E, rows, groups]."""
-    exponents = torch.where(counting | (scale == _NAN), scale, 0).short()
-    largest = exponents.amax(dim=2)
-    powers = (_LARGEST + exponents - largest[:, :, None]).clamp_min(0).to(torch.uint8)
-    return F.pad(powers, (0, -powers.shape[2] % 4)).view(torch.int32), e8m0_to_float32(largest)

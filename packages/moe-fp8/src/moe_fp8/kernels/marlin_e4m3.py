@@ -32,6 +32,7 @@ from moe_core.gemm.marlin.operand import (
     open_groups,
     open_rows,
     per_word,
+    step_powers,
     tile_words,
 )
 from moe_core.gemm.marlin.widen import byte_columns, pair
@@ -39,6 +40,8 @@ from moe_core.gemm.narrow import INTERPRET
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.weight_tile import weight_rows
 
+# the byte of a row's largest MXFP8 scale, as `convert_e4m3` makes it
+LARGEST = tl.constexpr(247)
 # rows that share a scale per block, at least
 TURN = tl.constexpr(8)
 
@@ -214,26 +217,10 @@ def multiply_groups(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _powers(words, dtype: tl.constexpr):
-    """Scales [N, 4] of MXFP8's `words` int32 [N], as `e4m3_scaled` takes them."""
-    # joined and reshaped rather than indexed, see `per_word`
-    even = tl.join(words & 0xFF, (words >> 16) & 0xFF)
-    odd = tl.join((words >> 8) & 0xFF, (words >> 24) & 0xFF)
-    exponents = tl.join(even, odd).reshape(words.shape[0], 4)
-    if INTERPRET:
-        return (exponents << 23).to(tl.float32, bitcast=True) * 7.52316384526264e-37
-    elif dtype == tl.float16:
-        # 247 becomes 8: what is 2^-23 and less of the largest becomes 0
-        return tl.maximum(exponents - 224, 0) * 0x04000400
-    else:
-        return exponents * 0x00800080
-
-
-@triton.jit
 def multiply_mxfp8(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + (b with its scales) @ a.T, exact numbers of bfloat16."""
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
-    numbers = e4m3_scaled(b, per_word(_powers(b_scale, a.dtype), b.shape[1], 2), a.dtype)
+    numbers = e4m3_scaled(b, per_word(step_powers(b_scale, LARGEST, a.dtype), b.shape[1], 2), a.dtype)
     return add_product(acc, numbers, a, acc.shape[1] <= FEW)
 
 

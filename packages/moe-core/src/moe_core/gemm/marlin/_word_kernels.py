@@ -24,6 +24,23 @@ def _nibble_word(w0, w1, w2, w3, t):
 
 
 @triton.jit
+def _moved(words, MASK: tl.constexpr, SHIFT: tl.constexpr):
+    """Bits of a nibble in both halves of a word, at other places."""
+    return (words & (MASK * 0x10001)) << SHIFT
+
+
+@triton.jit
+def _spread(words):
+    """Words of nibbles with the bits of e2m1 where `words` says."""
+    second = words >> 4
+    third = words >> 8
+    fourth = words >> 12
+    out = _moved(words, 7, 6) | _moved(words, 8, 12) | _moved(second, 7, 3) | _moved(second, 8, 9)
+    out = out | _moved(third, 7, 0) | _moved(third, 8, 6)
+    return out | _moved(fourth, 1, 13) | _moved(fourth, 6, 9) | _moved(fourth, 8, 11)
+
+
+@triton.jit
 def _byte_word(first, second, at):
     """Word of bytes at and at + 1 of the words of both halves of 16 columns."""
     low = _byte(first, at) | (_byte(second, at) << 8)
@@ -39,6 +56,7 @@ def order_kernel(
     rows,
     half,
     BITS: tl.constexpr,
+    E2M1: tl.constexpr,
     HALVES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -71,6 +89,8 @@ def order_kernel(
         v3 = _byte_word(third, fourth, 2)
     # [unit, u or s, t % 2, t // 2] to [unit, t, u or s]
     words = tl.join(tl.join(v0, v1), tl.join(v2, v3)).permute(0, 3, 2, 1).reshape(BLOCK, 16)
+    if E2M1:
+        words = _spread(words)
     place = unit
     if HALVES:
         number = unit // width

@@ -70,11 +70,10 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
     """The order of words and of scales, and whole layers of all kinds of scales."""
     if target.kind != "cuda" or target.capability < 80:
         return
-    for bits in (4, 8):
+    for bits, e2m1 in ((4, False), (4, True), (8, False)):
         for interleaved in (False, True):
-            yield Specimen(
-                f"marlin words {bits} bits{' interleaved' * interleaved}", partial(_order, bits, interleaved)
-            )
+            name = f"marlin words {'e2m1' if e2m1 else f'{bits} bits'}{' interleaved' * interleaved}"
+            yield Specimen(name, partial(_order, bits, e2m1, interleaved))
     for dtype, zero_dtype in ((torch.bfloat16, None), (torch.float16, torch.uint8), (torch.float32, torch.int32)):
         yield Specimen(f"marlin scales {dtype} {zero_dtype}", partial(_scales, dtype, zero_dtype))
     for kind in _EVERY_PLAN:
@@ -91,11 +90,11 @@ def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _order(bits: int, interleaved: bool) -> None:
+def _order(bits: int, e2m1: bool, interleaved: bool) -> None:
     from moe_core.gemm.marlin.words import order_words
 
     codes = _meta(8, 4096, 2048 * bits // 8, dtype=torch.uint8)
-    order_words(codes, 2048, bits, interleaved=interleaved, backend="triton")
+    order_words(codes, 2048, bits, e2m1=e2m1, interleaved=interleaved, backend="triton")
 
 
 def _scales(dtype: torch.dtype, zero_dtype: torch.dtype | None) -> None:

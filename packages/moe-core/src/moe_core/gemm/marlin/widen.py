@@ -115,7 +115,7 @@ def zero_offset(zero, BITS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7):
+def nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7):
     """[N, W] numbers of the eight nibbles (p and p + 4 of each pair) as [N, 8 W] in the columns' order."""
     N: tl.constexpr = v0.shape[0]
     W: tl.constexpr = v0.shape[1]
@@ -156,8 +156,8 @@ def _interpreted(words, zero, scale, BITS: tl.constexpr):
 
 
 @triton.jit
-def _nibble_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
-    """Run a text of `_nibbles`."""
+def nibble_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
+    """[N, 8 W] numbers of asm that makes $0 to $7 of the `operands`, the first of which are words [N, W]."""
     if dtype == tl.float16:
         v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
             ASM,
@@ -194,7 +194,7 @@ def _nibble_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl
             is_pure=True,
             pack=1,
         )
-    return _nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7)
+    return nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7)
 
 
 @triton.jit
@@ -228,7 +228,7 @@ def int4(words, dtype: tl.constexpr):
         return _interpreted(words, 8.0, 1.0, 4)
     else:
         asm: tl.constexpr = _INT4_FLOAT16 if dtype == tl.float16 else _INT4_BFLOAT16
-        return _nibble_numbers(asm, "r", (words,), dtype)
+        return nibble_numbers(asm, "r", (words,), dtype)
 
 
 @triton.jit
@@ -238,7 +238,7 @@ def int4_scaled(words, scale, dtype: tl.constexpr):
         return _interpreted(words, 8.0, scale[:, :, None], 4)
     else:
         asm: tl.constexpr = _INT4_FLOAT16_SCALED if dtype == tl.float16 else _INT4_BFLOAT16_SCALED
-        return _nibble_numbers(
+        return nibble_numbers(
             asm,
             "r,r",
             (
@@ -256,7 +256,7 @@ def uint4(words, offset, dtype: tl.constexpr):
         return _interpreted(words, offset[:, :, None], 1.0, 4)
     else:
         asm: tl.constexpr = _UINT4_FLOAT16 if dtype == tl.float16 else _UINT4_BFLOAT16
-        return _nibble_numbers(
+        return nibble_numbers(
             asm,
             "r,r",
             (
@@ -274,7 +274,7 @@ def uint4_scaled(words, offset, scale, dtype: tl.constexpr):
         return _interpreted(words, offset[:, :, None], scale[:, :, None], 4)
     else:
         asm: tl.constexpr = _UINT4_FLOAT16_SCALED if dtype == tl.float16 else _UINT4_BFLOAT16_SCALED
-        return _nibble_numbers(
+        return nibble_numbers(
             asm,
             "r,r,r",
             (
