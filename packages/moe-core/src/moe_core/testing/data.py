@@ -3,8 +3,8 @@
 Every expert, scale group, token and group of columns has a magnitude of its own, no weight or bias repeats, and values
 reach the activation's limit.  Some groups of 4- and 8-bit floats hold subnormal codes only, whose scale makes up for
 it, and some e8m0 scales are the smallest and the largest that there are; integers reach their lowest code, -128 or -8.
-Zero points lie apart, and some are one more than the largest code, as some tools store them; groups of permuted columns have
-any number of columns, and w2's are those of a row that two ranks share.
+Zero points lie apart, and some are one more than the largest code, as some tools store them; groups of permuted columns
+have any number of columns, and w2's are those of a row that two ranks share.
 Everything is drawn on the CPU, so that a seed means the same tensors on every device.
 """
 
