@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from moe_core.activation import MoEActivation
 from moe_core.device import DeviceInfo
 from moe_core.gemm.marlin.rule import marlin_plan
 from moe_core.gemm.plan import TilePlan
 from moe_core.testing.compile import Specimen
-from torch import Tensor
 
 #: experts, top-k, hidden size, intermediate size; the second are no whole steps and tiles
 _SHAPE, _ODD = (128, 8, 2048, 768), (6, 2, 1104, 1000)
@@ -73,17 +71,13 @@ def _specimen(kind: _Kind, plan: TilePlan, tokens: int) -> Specimen:
 
 
 def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
-    """One call on meta tensors."""
-    from moe_core.gemm.launch import Activation
-    from moe_core.gemm.marlin.layer import MarlinMatrix, marlin_fused_moe, marlin_workspaces
+    from moe_core.gemm.marlin.layer import MarlinMatrix
+    from moe_core.gemm.marlin.meta_call import call_layer, meta
     from moe_core.gemm.marlin.words import interleaved_rows, words_of
 
     from moe_fp8.kernels.marlin_e4m3 import e4m3_functions
 
     experts, top_k, hidden, size = kind.shape
-
-    def meta(*shape: int, dtype: torch.dtype = kind.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
 
     def matrix(outputs: int, columns: int, *, interleaved: bool) -> MarlinMatrix:
         rows = interleaved_rows(2 * outputs) if interleaved else outputs
@@ -100,19 +94,5 @@ def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
             interleaved=interleaved,
         )
 
-    specs = marlin_workspaces(tokens, top_k, experts, hidden, size, kind.dtype, batched=kind.batched)
-    shape = (experts, tokens, hidden) if kind.batched else (tokens, hidden)
-    activation = MoEActivation.SILU if kind.gated else MoEActivation.RELU2_NO_MUL
-    marlin_fused_moe(
-        e4m3_functions,
-        meta(*shape),
-        matrix(size, hidden, interleaved=kind.gated),
-        matrix(hidden, size, interleaved=False),
-        out=meta(*shape),
-        workspace={spec.name: meta(*spec.shape, dtype=spec.dtype) for spec in specs},
-        plan=plan,
-        activation=Activation(activation.value),
-        topk_weights=None if kind.batched else meta(tokens, top_k, dtype=torch.float32),
-        topk_ids=None if kind.batched else meta(tokens, top_k, dtype=torch.int32),
-        expert_num_tokens=meta(experts, dtype=torch.int32) if kind.batched else None,
-    )
+    w13, w2 = matrix(size, hidden, interleaved=kind.gated), matrix(hidden, size, interleaved=False)
+    call_layer(e4m3_functions, w13, w2, plan, tokens=tokens, top_k=top_k, dtype=kind.dtype, batched=kind.batched)

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from moe_core.activation import MoEActivation
 from moe_core.device import DeviceInfo
 from moe_core.gemm.marlin.rule import marlin_plan
 from moe_core.gemm.marlin.words import interleaved_rows, words_of
@@ -86,32 +84,28 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
             yield Specimen(f"marlin {kind} {tokens}", partial(_layer, kind, plan, tokens), kind.max_spills)
 
 
-def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def _order(bits: int, e2m1: bool, interleaved: bool) -> None:
+    from moe_core.gemm.marlin.meta_call import meta
     from moe_core.gemm.marlin.words import order_words
 
-    codes = _meta(8, 4096, 2048 * bits // 8, dtype=torch.uint8)
+    codes = meta(8, 4096, 2048 * bits // 8, dtype=torch.uint8)
     order_words(codes, 2048, bits, e2m1=e2m1, interleaved=interleaved, backend="triton")
 
 
 def _scales(dtype: torch.dtype, zero_dtype: torch.dtype | None) -> None:
+    from moe_core.gemm.marlin.meta_call import meta
     from moe_core.gemm.marlin.scales import order_scales
 
-    zero = None if zero_dtype is None else _meta(8, 4096, 16, dtype=zero_dtype)
-    order_scales(_meta(8, 4096, 16, dtype=dtype), zero, interleaved=zero is not None, backend="triton")
+    zero = None if zero_dtype is None else meta(8, 4096, 16, dtype=zero_dtype)
+    order_scales(meta(8, 4096, 16, dtype=dtype), zero, interleaved=zero is not None, backend="triton")
 
 
 def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
-    """One call on meta tensors."""
-    from moe_core.gemm.launch import Activation
     from moe_core.gemm.marlin.functions import integer_functions
-    from moe_core.gemm.marlin.layer import MarlinMatrix, marlin_fused_moe, marlin_workspaces
+    from moe_core.gemm.marlin.layer import MarlinMatrix
+    from moe_core.gemm.marlin.meta_call import call_layer, meta
 
     experts, top_k, hidden, size = kind.shape
-    activation = MoEActivation.SILU if kind.gated else MoEActivation.RELU2_NO_MUL
 
     def matrix(rows: int, outputs: int, columns: int, *, interleaved: bool) -> MarlinMatrix:
         wide = columns + 64 if kind.indexed else columns
@@ -119,34 +113,29 @@ def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
         rows = interleaved_rows(rows) if interleaved else rows
         index = None
         if kind.gathered or kind.indexed:
-            index = _meta(experts, wide, dtype=torch.int32)
+            index = meta(experts, wide, dtype=torch.int32)
         return MarlinMatrix(
-            _meta(experts, rows, words_of(wide, kind.bits), dtype=torch.int32),
+            meta(experts, rows, words_of(wide, kind.bits), dtype=torch.int32),
             kind.bits,
             outputs,
             wide,
             kind.group,
-            _meta(experts, groups, rows, dtype=torch.int32 if kind.zero_points else torch.float32),
-            factors=_meta(experts, rows, dtype=torch.float32) if kind.dtype is torch.float16 else None,
-            bias=_meta(experts, outputs * (2 if interleaved else 1), dtype=kind.dtype) if kind.indexed else None,
+            meta(experts, groups, rows, dtype=torch.int32 if kind.zero_points else torch.float32),
+            factors=meta(experts, rows, dtype=torch.float32) if kind.dtype is torch.float16 else None,
+            bias=meta(experts, outputs * (2 if interleaved else 1), dtype=kind.dtype) if kind.indexed else None,
             interleaved=interleaved,
             index=index,
-            column_factors=_meta(experts, columns, dtype=torch.float32) if kind.batched or kind.indexed else None,
+            column_factors=meta(experts, columns, dtype=torch.float32) if kind.batched or kind.indexed else None,
         )
 
-    gathered = (hidden, size) if kind.gathered else (0, 0)
-    specs = marlin_workspaces(tokens, top_k, experts, hidden, size, kind.dtype, batched=kind.batched, gathered=gathered)
-    shape = (experts, tokens, hidden) if kind.batched else (tokens, hidden)
-    marlin_fused_moe(
+    call_layer(
         integer_functions,
-        _meta(*shape, dtype=kind.dtype),
         matrix((2 if kind.gated else 1) * size, size, hidden, interleaved=kind.gated),
         matrix(hidden, hidden, size, interleaved=False),
-        out=_meta(*shape, dtype=kind.dtype),
-        workspace={spec.name: _meta(*spec.shape, dtype=spec.dtype) for spec in specs},
-        plan=plan,
-        activation=Activation(activation.value),
-        topk_weights=None if kind.batched else _meta(tokens, top_k, dtype=torch.float32),
-        topk_ids=None if kind.batched else _meta(tokens, top_k, dtype=torch.int32),
-        expert_num_tokens=_meta(experts, dtype=torch.int32) if kind.batched else None,
+        plan,
+        tokens=tokens,
+        top_k=top_k,
+        dtype=kind.dtype,
+        batched=kind.batched,
+        gathered=(hidden, size) if kind.gathered else (0, 0),
     )

@@ -1,0 +1,49 @@
+"""One call of the family's layer on meta tensors, for what is compiled without a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_core.gemm.launch import Activation
+from moe_core.gemm.marlin.layer import Functions, MarlinMatrix, marlin_fused_moe, marlin_workspaces
+from moe_core.gemm.plan import TilePlan
+
+
+def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def call_layer(
+    functions: Functions,
+    w13: MarlinMatrix,
+    w2: MarlinMatrix,
+    plan: TilePlan,
+    *,
+    tokens: int,
+    top_k: int,
+    dtype: torch.dtype,
+    batched: bool = False,
+    activation: Activation | None = None,
+    gathered: tuple[int, int] = (0, 0),
+) -> None:
+    """``activation``: default silu for interleaved rows, else relu2_no_mul; ``gathered`` as in `marlin_workspaces`."""
+    experts, hidden, size = w13.words.shape[0], w2.outputs, w13.outputs
+    if activation is None:
+        activation = Activation("silu" if w13.interleaved else "relu2_no_mul")
+    specs = marlin_workspaces(tokens, top_k, experts, hidden, size, dtype, batched=batched, gathered=gathered)
+    shape = (experts, tokens, hidden) if batched else (tokens, hidden)
+    marlin_fused_moe(
+        functions,
+        meta(*shape, dtype=dtype),
+        w13,
+        w2,
+        out=meta(*shape, dtype=dtype),
+        workspace={spec.name: meta(*spec.shape, dtype=spec.dtype) for spec in specs},
+        plan=plan,
+        activation=activation,
+        topk_weights=None if batched else meta(tokens, top_k, dtype=torch.float32),
+        topk_ids=None if batched else meta(tokens, top_k, dtype=torch.int32),
+        expert_num_tokens=meta(experts, dtype=torch.int32) if batched else None,
+    )
