@@ -14,6 +14,10 @@ import triton
 import triton.language as tl
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm.portable import tiles
+from moe_core.gemm.portable.layer import portable_workspaces
+from moe_core.gemm.portable.rule import portable_plan
+from moe_core.gemm.portable.words import as_words
 from moe_core.kernel import FusedMoEKernel
 from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
@@ -23,9 +27,7 @@ from moe_core.testing.data import make_inputs, make_weights
 from moe_core.workspace import Workspace, workspace_nbytes
 from moe_wna16.experts.triton import TritonWNA16Experts
 from moe_wna16.kernels import codes
-from moe_wna16.kernels.layer import portable_workspaces
-from moe_wna16.kernels.rule import portable_plan
-from moe_wna16.layout import arranged_groups, as_words, by_group, zero_points
+from moe_wna16.layout import arranged_groups, by_group, zero_points
 
 BATCHED = FusedMoEActivationFormat.BATCHED
 TOLERANCE = 3 * 2**-7
@@ -47,9 +49,9 @@ def arrange_kernel(x, out, P: tl.constexpr, AXIS: tl.constexpr):
     place = tl.arange(0, 16)[:, None] * 128 + tl.arange(0, 128)[None, :]
     tile = tl.load(x + place)
     if AXIS == 1:
-        tl.store(out + place, codes.arrange(tile, P, 1))
+        tl.store(out + place, tiles.arrange(tile, P, 1))
     else:
-        tl.store(out + place, tl.trans(codes.arrange(tl.trans(tile), P, 0)))
+        tl.store(out + place, tl.trans(tiles.arrange(tl.trans(tile), P, 0)))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

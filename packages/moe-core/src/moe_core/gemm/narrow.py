@@ -57,6 +57,14 @@ def round_e4m3(x):
 
 
 @triton.jit
+def round_e2m1(x):
+    """float32, |x| <= 6, rounded to what e2m1 holds, to nearest even."""
+    # below 1 e2m1 has steps of 0.5: adding 1.5 * 2^22 leaves just those
+    small = (tl.abs(x) + 6291456.0) - 6291456.0
+    return tl.where(tl.abs(x) < 1.0, _with_sign(small, x), _keep_bits(x, 22))
+
+
+@triton.jit
 def narrow_e4m3(x):
     """float32, |x| <= 448, to e4m3 (round to nearest even)."""
     if INTERPRET:

@@ -23,7 +23,7 @@ _NAN = tl.constexpr(tl.PropagateNan.ALL)
 @triton.jit
 def max_code(CODE: tl.constexpr):
     """The largest value of an element type, as a constant."""
-    return 448.0 if CODE == "e4m3" else 127.0
+    return 448.0 if CODE == "e4m3" else 6.0 if CODE == "e2m1" else 127.0
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 The portable backend: it reads the checkpoint's codes as they are and makes numbers of them in registers, by plain
 Triton operations; scales and zero points are turned once, so that those of a group lie together.  Every key of the
-scheme, standard and batched format.  ``kernels/layer.py`` says what a call consists of, ``kernels/codes.py`` how exact
-its products are.  e4m3 activations multiply as bfloat16 numbers, which hold them.
+scheme, standard and batched format.  ``moe_core.gemm.portable.layer`` says what a call consists of,
+``kernels/codes.py`` how exact its products are.  e4m3 activations multiply as bfloat16 numbers, which hold them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from moe_core import (
 from moe_core.errors import TensorError
 from moe_core.gemm.experts import GroupedExperts
 from moe_core.gemm.plan import TilePlan
+from moe_core.gemm.portable.kinds import ActivationKind
+from moe_core.gemm.portable.rule import portable_plan
+from moe_core.gemm.portable.words import as_words
 from torch import Tensor
 
-from moe_wna16.kernels.rule import portable_plan
 from moe_wna16.keys import BASES, every_key, in_order
-from moe_wna16.layout import arranged_groups, as_words, by_group, zero_points
+from moe_wna16.layout import arranged_groups, by_group, zero_points
 
 #: columns that a row of ``kernels.layer`` is padded to a multiple of
 _STEP = 128
@@ -113,6 +115,11 @@ class TritonWNA16Experts(GroupedExperts):
         return 32 if self.short_steps and not self.permuted and self.group_size != -1 else self.group_size
 
     @property
+    def kind(self) -> ActivationKind:
+        """What x and h are rounded to."""
+        return ActivationKind.of(self.activation_key)
+
+    @property
     def quantized(self) -> bool:
         """Whether x and h are quantised."""
         return self.activation_key is not None
@@ -137,7 +144,7 @@ class TritonWNA16Experts(GroupedExperts):
         )
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        from moe_wna16.kernels.layer import portable_workspaces
+        from moe_core.gemm.portable.layer import portable_workspaces
 
         config = self.config
         return portable_workspaces(
@@ -147,18 +154,20 @@ class TritonWNA16Experts(GroupedExperts):
             config.hidden_size,
             config.intermediate_size,
             config.dtype,
-            quantized=self.quantized,
+            kind=self.kind,
             pre_scaled=self.weight_key is not None and self.weight_key.pre_scaled,
             batched=self.batched,
         )
 
     def fused_moe(self, x: Tensor, weights: KernelWeights, call: dict[str, Any]) -> None:
-        from moe_wna16.kernels.layer import SHORT_STEP, STEP, CodeMatrix, portable_fused_moe
+        from moe_core.gemm.portable.layer import STEP, portable_fused_moe
+
+        from moe_wna16.kernels.matrix import SHORT_STEP, code_matrix
 
         quant, config = weights.quant_config, self.config
         # the interpreter takes time for operations, not for their size
         step = SHORT_STEP if self.short_steps and (x.is_cuda or not self.permuted) else STEP
-        w13 = CodeMatrix(
+        w13 = code_matrix(
             weights.w13,
             self.bits,
             config.hidden_size,
@@ -170,7 +179,7 @@ class TritonWNA16Experts(GroupedExperts):
             call.pop("w13_bias"),
             step,
         )
-        w2 = CodeMatrix(
+        w2 = code_matrix(
             weights.w2,
             self.bits,
             config.intermediate_size,
@@ -182,4 +191,4 @@ class TritonWNA16Experts(GroupedExperts):
             call.pop("w2_bias"),
             step,
         )
-        portable_fused_moe(x, w13, w2, quantized=self.quantized, **call)
+        portable_fused_moe(x, w13, w2, kind=self.kind, **call)

@@ -5,10 +5,8 @@
     activations   bfloat16, float16 or float32 [rows, K padded], columns in the order of `arrange`
 
 A code minus its zero point is an integer of at most 8 bits and a sign, which every such type holds.  It is made in the
-low bits of a mantissa and what the bits around it are worth is subtracted: exact, without a conversion.  The numbers of
-a word are those that one thread of NVIDIA's matrix units holds; the activations are written once in the order of
-columns that makes it so (`arrange`), so that the weights stay as they are.  Products are transposed (SWAP): weights go
-from registers into the matrix units.
+low bits of a mantissa and what the bits around it are worth is subtracted: exact, without a conversion.
+`moe_core.gemm.portable.tiles` has the order of columns.
 
 Where a row has one scale it multiplies the finished sum, that of a group the group's sum, both in float32.
 Columns in any order have scales of their own: the product of number and scale then enters as a sum of two numbers of
@@ -19,11 +17,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.gemm.narrow import INTERPRET, divide, narrow, round_e4m3
-from moe_core.gemm.rows import largest, load_values, scale_of
-from moe_core.gemm.weight_tile import weight_rows, weight_tile
-
-E4M3_MAX = tl.constexpr(448.0)
+from moe_core.gemm.narrow import INTERPRET
+from moe_core.gemm.portable.tiles import add_product, in_order, load_words, product
+from moe_core.gemm.rows import load_values
+from moe_core.gemm.weight_tile import weight_rows
 
 # ------------------------------------------------------------------ codes as numbers
 
@@ -64,52 +61,7 @@ def numbers(words, zero, P: tl.constexpr, dtype: tl.constexpr):
         pairs = tl.join(even, odd)
     else:
         pairs = tl.join(_pair(words, zero, 0, P, dtype), _pair(words, zero, 1, P, dtype))
-    # [unit, thread, of its pair, pair] to [unit, pair, thread, of its pair]
-    return pairs.reshape(N, W // 4, 4, 2, P // 2).permute(0, 1, 4, 2, 3).reshape(N, P * W)
-
-
-@triton.jit
-def arrange(tile, P: tl.constexpr, AXIS: tl.constexpr):
-    """Order the columns (dimension AXIS) of a tile as `numbers` orders those of the weights."""
-    ROWS: tl.constexpr = tile.shape[1 - AXIS]
-    COLUMNS: tl.constexpr = tile.shape[AXIS]
-    UNITS: tl.constexpr = COLUMNS // (4 * P)
-    if AXIS == 1:
-        units = tile.reshape(ROWS, UNITS, 4, 2, P // 2).permute(0, 1, 4, 2, 3)
-        return units.reshape(ROWS, COLUMNS)
-    else:
-        units = tile.reshape(UNITS, 4, 2, P // 2, ROWS).permute(0, 3, 1, 2, 4)
-        return units.reshape(COLUMNS, ROWS)
-
-
-# ------------------------------------------------------------------ activations
-
-
-@triton.jit
-def arrange_4(tile, Q, expert, AXIS: tl.constexpr):
-    """`quantize` of the grouped matrix product for activations that stay as they are; Q = (where they go,)."""
-    return arrange(narrow(tile, Q[0].dtype.element_ty), 8, AXIS), 0.0
-
-
-@triton.jit
-def arrange_8(tile, Q, expert, AXIS: tl.constexpr):
-    """As `arrange_4`, beside codes of 8 bits."""
-    return arrange(narrow(tile, Q[0].dtype.element_ty), 4, AXIS), 0.0
-
-
-@triton.jit
-def round_4(tile, Q, expert, AXIS: tl.constexpr):
-    """Whole rows as e4m3 numbers, which bfloat16 holds, and one float32 scale each, amax / 448."""
-    scale = scale_of(largest(tile, AXIS), E4M3_MAX)
-    rounded = round_e4m3(divide(tile, tl.expand_dims(scale, AXIS)))
-    return arrange(narrow(rounded, tl.bfloat16), 8, AXIS), scale
-
-
-@triton.jit
-def open_plain(A, rows, expert):
-    """A = (values, row stride)."""
-    values, stride = A
-    return values + rows * stride, 0.0
+    return in_order(pairs, N, W, P)
 
 
 # ------------------------------------------------------------------ one scale for each row
@@ -139,12 +91,6 @@ def _opened(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def load_words(state, b_desc, k, W: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """int32 [BLOCK_N, W] of step k; beyond the last word 0, which meets zeros of the activations."""
-    return weight_tile(state[0], state[1], state[2], b_desc, k, state[3], W, EVEN_N, EVEN_K)
-
-
-@triton.jit
 def load_rows_4(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """Words of 8 codes; their zero points."""
     words = load_words(state, b_desc, k, BLOCK_K // 8, EVEN_N, EVEN_K)
@@ -159,26 +105,11 @@ def load_rows_8(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
 
 
 @triton.jit
-def product(values, x):
-    """values [N, K] @ x [M, K].T, float32."""
-    if INTERPRET or x.dtype == tl.float32:
-        # the interpreter multiplies bfloat16 as if it were integers
-        return tl.dot(values.to(tl.float32), tl.trans(x.to(tl.float32)), input_precision="ieee")
-    else:
-        return tl.dot(values, tl.trans(x))
-
-
-@triton.jit
 def multiply_rows(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + (codes - zero points) @ a.T"""
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
     values = numbers(b, b_scale[:, None], a.shape[1] // b.shape[1], a.dtype)
-    if INTERPRET or a.dtype == tl.float32 or acc.shape[1] <= 32:
-        # each step's product by itself: ptxas makes every `wgmma` wait for the one before where it cannot tell that
-        # nobody else sets a running sum meanwhile (as `fma`: Triton would turn a sum into a running one)
-        return tl.fma(product(values, a), tl.full(acc.shape, 1.0, tl.float32), acc)
-    else:
-        return tl.dot(values, tl.trans(a), acc)
+    return add_product(acc, values, a)
 
 
 @triton.jit

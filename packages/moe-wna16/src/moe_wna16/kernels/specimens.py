@@ -10,10 +10,10 @@ import torch
 from moe_core.activation import MoEActivation
 from moe_core.device import DeviceInfo
 from moe_core.gemm.plan import TilePlan
+from moe_core.gemm.portable.kinds import ActivationKind
+from moe_core.gemm.portable.rule import portable_plan
 from moe_core.testing.compile import Specimen
 from torch import Tensor
-
-from moe_wna16.kernels.rule import portable_plan
 
 #: experts, top-k, hidden size, intermediate size; the second's rows are no whole words
 _SHAPE, _ODD = (128, 8, 2048, 768), (6, 2, 1101, 1003)
@@ -114,22 +114,23 @@ def _specimen(kind: _Kind, plan: TilePlan, tokens: int) -> Specimen:
 def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
     """One call on meta tensors."""
     from moe_core.gemm.launch import Activation
+    from moe_core.gemm.portable.layer import PackedMatrix, portable_fused_moe, portable_workspaces
 
-    from moe_wna16.kernels.layer import CodeMatrix, portable_fused_moe, portable_workspaces
+    from moe_wna16.kernels.matrix import code_matrix
 
     experts, top_k, hidden, size = kind.shape
 
     def meta(*shape: int, dtype: torch.dtype = kind.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def matrix(rows: int, columns: int) -> CodeMatrix:
+    def matrix(rows: int, columns: int) -> PackedMatrix:
         codes = 32 // kind.bits
         words = -(-columns // codes)
         if columns % codes:
             words = -(-words // 4) * 4
         groups = 1 if kind.group == -1 else -(-columns // kind.group)
         zero = torch.uint8 if kind.bits == 4 else torch.int16
-        return CodeMatrix(
+        return code_matrix(
             meta(experts, rows, words, dtype=torch.int32),
             kind.bits,
             columns,
@@ -148,7 +149,7 @@ def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
         hidden,
         size,
         kind.dtype,
-        quantized=kind.quantized,
+        kind=ActivationKind.TOKEN if kind.quantized else ActivationKind.PLAIN,
         pre_scaled=kind.pre_scaled,
         batched=kind.batched,
     )
@@ -162,7 +163,7 @@ def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
         workspace={spec.name: meta(*spec.shape, dtype=spec.dtype) for spec in specs},
         plan=plan,
         activation=Activation(activation.value),
-        quantized=kind.quantized,
+        kind=ActivationKind.TOKEN if kind.quantized else ActivationKind.PLAIN,
         topk_weights=None if kind.batched else meta(tokens, top_k, dtype=torch.float32),
         topk_ids=None if kind.batched else meta(tokens, top_k, dtype=torch.int32),
         expert_num_tokens=meta(experts, dtype=torch.int32) if kind.batched else None,

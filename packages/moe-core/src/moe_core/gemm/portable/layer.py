@@ -1,25 +1,28 @@
 """A fused MoE layer whose codes become numbers in registers, from plain tensors to plain tensors.
 
-    sort      pairs by expert; beside it x is written in the order of `codes.arrange`, or quantised by token too
+    sort      pairs by expert; beside it x is written in the order of `tiles.arrange`, quantised where it is
     up        h = act(x w13^T), in that order too
     down      y[pair] = weight * (h w2^T)
     reduce    out[token] = sum over slots of y, in float32
 
-Where x and h have factors they are first multiplied by them, pair by pair, and then written in that order; h is
-quantised by a launch of its own.  In the batched format rows arrive grouped, and the down product writes the output.
-With few tokens the k loops may be split among programs; a further launch then finishes h.  All scratch memory is the
-caller's (`portable_workspaces`), nothing is read before it is written, and there is no host synchronisation.
+Where x and h have factors they are first multiplied by them, pair by pair, and then written in that order; h with a
+scale per row is quantised by a launch of its own, and so is x with a scale per expert, once for each of a token's.  In
+the batched format rows arrive grouped, and the down product writes the output.  With few tokens the k loops may be
+split among programs; a further launch then finishes h.  All scratch memory is the caller's (`portable_workspaces`),
+nothing is read before it is written, and there is no host synchronisation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from moe_core.gemm import rows
+from torch import Tensor
+
+from moe_core.errors import TensorError
 from moe_core.gemm.launch import (
     Activation,
     Operand,
@@ -32,94 +35,72 @@ from moe_core.gemm.launch import (
     weight_descriptor,
 )
 from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm.portable import activations
+from moe_core.gemm.portable.kinds import ActivationKind
 from moe_core.gemm.rows_launch import InUse, ordered_rows, quantize_rows, routed_pairs
+from moe_core.gemm.spread import spread_rows
 from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
 from moe_core.gemm.workspaces import order_workspaces, parts_workspace
 from moe_core.ops.batch import Batch, BatchedRows, batch_rows
 from moe_core.ops.reduce import reduce_pairs
 from moe_core.ops.sort import QuantizeRows, SortedPairs, sort_pairs, whole_row
 from moe_core.workspace import WorkspaceSpec
-from torch import Tensor
-
-from moe_wna16.kernels import codes
 
 #: depth of a step; rows of x and h are padded to whole ones
 STEP = 128
 #: columns within which activations change places, or a multiple
 UNIT = 32
-#: depth where columns have groups of their own, and of float32 products, which no matrix unit computes
-SHORT_STEP = 32
+_F32 = torch.float32
+
+_QUANTIZE = {
+    ActivationKind.TOKEN: activations.round_4,
+    ActivationKind.BLOCK: activations.round_4,
+    ActivationKind.EXPERT: activations.round_static_4,
+    ActivationKind.MXFP8: activations.round_mxfp8_4,
+    ActivationKind.MXFP4: activations.round_mxfp4_4,
+}
 
 
 @dataclass(frozen=True, eq=False)
-class CodeMatrix:
+class PackedMatrix:
     """One of the two weights of a layer's experts.
 
-    - ``words`` int32 [E, rows, words], rows of ``columns`` codes of ``bits``, low bits first
-    - ``scales`` [E, groups, rows] bfloat16, float16 or float32, ``zero_points`` of that shape, uint8 or int16: without
-      them the middle code; ``group_size`` columns share one, -1: all of a row; a ``step`` has 1, 2 or 4 of them
-    - ``column_groups`` int32 [E, columns padded to 128], in the order of `codes.arrange`: the group of each column
-    - ``pre_scale`` float32 [E, columns]: factors of the activations' columns
+    - ``words`` int32 [E, rows, words], rows of ``columns`` codes of ``bits``, 4 or 8, low bits first
+    - ``device``: the tuple `B` of the device functions, ``functions`` which those are for a kind of activations; see
+      `moe_core.gemm.tile_kernel`.  `open_a` and `load_a` are those of `tiles` and `moe_core.gemm.rows`
     - ``bias`` [E, rows], any float dtype
+    - ``pre_scale`` float32 [E, columns]: factors of the activations' columns, for kinds PLAIN and TOKEN
+    - ``input_scale`` float32 [E], for kind EXPERT
     - ``step``: columns of a step of the k loop, 128 or 32
     """
 
     words: Tensor
     bits: int
     columns: int
-    group_size: int
-    scales: Tensor
-    zero_points: Tensor | None = None
-    column_groups: Tensor | None = None
-    pre_scale: Tensor | None = None
+    device: tuple[Any, ...]
+    functions: Callable[[ActivationKind], TileFunctions]
     bias: Tensor | None = None
+    pre_scale: Tensor | None = None
+    input_scale: Tensor | None = None
     step: int = STEP
 
     def operand(self, count: int) -> Operand:
         """What the kernel gets; ``count`` rows of one half."""
-        words, scales, groups = self.words, self.scales, self.column_groups
-        device = (
-            words,
-            scales,
-            self.zero_points,
-            groups,
-            words.stride(0),
-            words.stride(1),
-            words.shape[2],
-            scales.stride(0),
-            scales.stride(1),
-            0 if groups is None else groups.stride(0),
-            scales.shape[1],
-        )
-        make = weight_descriptor(words)
+        make = weight_descriptor(self.words)
         descriptor = None if make is None else partial(_descriptor, make, 32 // self.bits)
-        return Operand(device, count, self.columns, self.bias, descriptor, is_aligned(words))
+        return Operand(self.device, count, self.columns, self.bias, descriptor, is_aligned(self.words))
 
-    def functions(self, quantized: bool) -> TileFunctions:
-        """The device functions, for activations that are ``quantized`` by token or not."""
-        open_a = rows.open_values if quantized else codes.open_plain
-        load_a, four = rows.load_values, self.bits == 4
-        finish = codes.finish_tokens if quantized else None
-        if self.column_groups is not None:
-            load = codes.load_columns_4 if four else codes.load_columns_8
-            return TileFunctions(open_a, load_a, codes.open_columns, load, codes.multiply_columns, finish)
-        if self.group_size == -1:
-            load = codes.load_rows_4 if four else codes.load_rows_8
-            finish = codes.finish_rows_tokens if quantized else codes.finish_rows
-            return TileFunctions(open_a, load_a, codes.open_rows, load, codes.multiply_rows, finish)
-        load_a, load, multiply = _GROUPS[self.bits, self.step // self.group_size]
-        return TileFunctions(open_a, load_a, codes.open_groups, load, multiply, finish)
-
-
-#: load_a, load_b and multiply by bits and groups of a step
-_GROUPS = {
-    (4, 1): (rows.load_values, codes.load_groups_4x1, codes.multiply_group),
-    (4, 2): (codes.load_halves, codes.load_groups_4x2, codes.multiply_two_groups),
-    (4, 4): (codes.load_quarters, codes.load_groups_4x4, codes.multiply_four_groups),
-    (8, 1): (rows.load_values, codes.load_groups_8x1, codes.multiply_group),
-    (8, 2): (codes.load_halves, codes.load_groups_8x2, codes.multiply_two_groups),
-    (8, 4): (codes.load_quarters, codes.load_groups_8x4, codes.multiply_four_groups),
-}
+    def quantize(self, kind: ActivationKind, values: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
+        """Device function and arguments that make ``values`` of rows."""
+        if kind is ActivationKind.PLAIN:
+            return (activations.arrange_4 if self.bits == 4 else activations.arrange_8), (values,)
+        if self.bits != 4:
+            raise TensorError(f"quantised activations go with codes of 4 bits, got {self.bits}")
+        if kind is not ActivationKind.EXPERT:
+            return _QUANTIZE[kind], (values,)
+        if self.input_scale is None:
+            raise TensorError("static activations need the input scales of both weights")
+        return _QUANTIZE[kind], (values, self.input_scale)
 
 
 def _descriptor(make: Any, packed: int, block_rows: int, block_columns: int) -> Any:
@@ -138,30 +119,38 @@ def portable_workspaces(
     intermediate_size: int,
     dtype: torch.dtype,
     *,
-    quantized: bool = False,
+    kind: ActivationKind = ActivationKind.PLAIN,
     pre_scaled: bool = False,
+    weight_on_input: bool = False,
     batched: bool = False,
 ) -> tuple[WorkspaceSpec, ...]:
     """Scratch tensors of `portable_fused_moe` for at most ``num_tokens`` tokens, or T_max of the batched format.
 
-    ``dtype`` of x and the output; ``quantized``: activations are quantised by token; ``pre_scaled``: they have factors.
+    ``dtype`` of x and the output; ``pre_scaled``: activations have factors.
     """
     tokens = num_experts * num_tokens if batched else num_tokens
     pairs = tokens if batched else num_tokens * top_k
-    entering = pairs if pre_scaled else tokens
-    apart = quantized or pre_scaled
+    entering = pairs if pre_scaled or kind is ActivationKind.EXPERT else tokens
+    apart, plain = kind is ActivationKind.TOKEN or pre_scaled, kind is ActivationKind.PLAIN
     # 16 bits of float16 do not hold what an activation may make
-    wide = torch.float32 if quantized and dtype is torch.float16 else dtype
-    stored = torch.bfloat16 if quantized else dtype
-    inner = _padded(intermediate_size)
+    wide = torch.float32 if not plain and dtype is torch.float16 else dtype
+    stored = dtype if plain else torch.bfloat16
+    inner, width = _padded(intermediate_size), _padded(hidden_size)
+
+    def scales(rows: int, columns: int) -> tuple[int, int]:
+        if kind is ActivationKind.BLOCK:
+            return rows, columns // STEP
+        return (rows, 1) if apart else (0, 1)
+
     return (
         *order_workspaces(pairs, num_tokens, num_experts, batched),
         WorkspaceSpec("multiplied", (pairs if pre_scaled else 0, max(hidden_size, intermediate_size)), wide),
-        WorkspaceSpec("x_values", (entering, _padded(hidden_size)), stored),
-        WorkspaceSpec("x_scales", (entering if apart else 0,), torch.float32),
+        WorkspaceSpec("x_weighted", (tokens if weight_on_input and kind.weighted_first else 0, hidden_size), _F32),
+        WorkspaceSpec("x_values", (entering, width), stored),
+        WorkspaceSpec("x_scales", scales(entering, width), _F32),
         WorkspaceSpec("h", (pairs if apart else 0, inner), wide),
         WorkspaceSpec("h_values", (pairs, inner), stored),
-        WorkspaceSpec("h_scales", (pairs if apart else 0,), torch.float32),
+        WorkspaceSpec("h_scales", scales(pairs, inner), _F32),
         parts_workspace(batched, STEP),
         WorkspaceSpec("y", (0 if batched else pairs, hidden_size), dtype),
     )
@@ -171,36 +160,26 @@ def portable_workspaces(
 class _Layer:
     """One call."""
 
-    w13: CodeMatrix
-    w2: CodeMatrix
+    w13: PackedMatrix
+    w2: PackedMatrix
     size: int
     routing: Routing | Batch
     plan: TilePlan
     activation: Activation
     workspace: Mapping[str, Tensor]
-    quantized: bool
+    kind: ActivationKind
 
-    def arranger(self, matrix: CodeMatrix, values: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
-        """Device function and arguments that make ``values`` of rows."""
-        if self.quantized:
-            return codes.round_4, (values,)
-        return (codes.arrange_4 if matrix.bits == 4 else codes.arrange_8), (values,)
+    @property
+    def apart(self) -> bool:
+        """Whether h is quantised by a launch of its own."""
+        return self.kind is ActivationKind.TOKEN or self.w2.pre_scale is not None
 
     def run(self, x: Tensor, out: Tensor) -> None:
         """out [M, K]; batched: [E * T_max, K]."""
         routing, work, pdl = self.routing, self.workspace, self.plan.pdl
         values, found = work["x_values"], work["x_scales"]
-        quantize, arguments = self.arranger(self.w13, values)
-        job = None
-        if self.w13.pre_scale is None:
-            group = whole_row(values.shape[1]) if self.quantized else UNIT
-            job = QuantizeRows(x, values, found if self.quantized else None, quantize, group, arguments)
-        order = self.order(job)
-        place = POSITION if isinstance(routing, Batch) else TOKEN
-        if job is None:
-            self.enter(x, self.w13, order, values, found, by_token=True)
-            place = POSITION if isinstance(routing, Batch) else PAIR
-        h_place = self.up_product(values, found, order, place.value)
+        order, place = self.entered(x, values, found)
+        h_place = self.up_product(values, found, order, place)
         y, split = out, self.plan.down.split
         if isinstance(routing, Routing):
             y = work["y"]
@@ -212,7 +191,27 @@ class _Layer:
         if isinstance(routing, Routing):
             reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, split=split, pdl=pdl)
 
-    def order(self, job: QuantizeRows | None) -> SortedPairs | BatchedRows:
+    def entered(self, x: Tensor, values: Tensor, found: Tensor) -> tuple[SortedPairs | BatchedRows, int]:
+        """The order, and which row of ``values``, made of ``x``, a row of a tile is."""
+        routing, kind, pdl = self.routing, self.kind, self.plan.pdl
+        quantize, arguments = self.w13.quantize(kind, values)
+        if self.w13.pre_scale is not None:
+            order = self.order(None)
+            self.enter(x, self.w13, order, values, found, by_token=True)
+            return order, (POSITION if isinstance(routing, Batch) else PAIR).value
+        group = {ActivationKind.TOKEN: whole_row(values.shape[1]), ActivationKind.BLOCK: STEP}.get(kind, UNIT)
+        scaled = kind in (ActivationKind.TOKEN, ActivationKind.BLOCK)
+        job = QuantizeRows(x, values, found if scaled else None, quantize, group, arguments)
+        if isinstance(routing, Batch):
+            return self.order(job), POSITION.value
+        if kind is not ActivationKind.EXPERT:
+            return self.order(job), TOKEN.value
+        order = self.order(None, positions=True)
+        if isinstance(order, SortedPairs):
+            spread_rows(job, pairs=order, routing=routing, by_expert=True, pdl=pdl)
+        return order, POSITION.value
+
+    def order(self, job: QuantizeRows | None, positions: bool = False) -> SortedPairs | BatchedRows:
         routing, plan, work = self.routing, self.plan, self.workspace
         if isinstance(routing, Batch):
             return batch_rows(routing, plan.block_m, workspace=work, rows=job, pdl=plan.pdl)
@@ -223,13 +222,14 @@ class _Layer:
             workspace=work,
             expert_map=routing.expert_map,
             rows=job,
+            positions=positions,
             pdl=plan.pdl,
         )
 
     def enter(
         self,
         x: Tensor,
-        matrix: CodeMatrix,
+        matrix: PackedMatrix,
         order: SortedPairs | BatchedRows,
         values: Tensor,
         scales: Tensor,
@@ -246,19 +246,20 @@ class _Layer:
             gather_columns(x, room, routing, by_token=by_token, index=None, factor=matrix.pre_scale, pdl=pdl)
             x = room
         in_use: InUse = ordered_rows(order, routing) if isinstance(routing, Batch) else routed_pairs(routing)
-        quantize, arguments = self.arranger(matrix, values)
+        quantize, arguments = matrix.quantize(self.kind, values)
         quantize_rows(x[:pairs], values[:pairs], scales, quantize, arguments, in_use, pdl=pdl)
 
     def up_product(self, values: Tensor, scales: Tensor, order: SortedPairs | BatchedRows, place: int) -> int:
         """h in h_values and h_scales; which row of them a row of a tile is."""
         work, routing, config = self.workspace, self.routing, self.plan.up
         by_pair = isinstance(routing, Routing)
-        apart = self.quantized or self.w2.pre_scale is not None
+        apart = self.apart
         if apart:
             h = Result(work["h"])
         else:
-            quantize, arguments = self.arranger(self.w2, work["h_values"])
-            h = Result(work["h_values"], None, quantize, arguments)
+            quantize, arguments = self.w2.quantize(self.kind, work["h_values"])
+            scaled = self.kind is ActivationKind.BLOCK
+            h = Result(work["h_values"], work["h_scales"] if scaled else None, quantize, arguments)
         split = config.split > 1 and isinstance(routing, Routing)
         target = h
         if split:
@@ -286,7 +287,7 @@ class _Layer:
     def product(
         self,
         config: TileConfig,
-        matrix: CodeMatrix,
+        matrix: PackedMatrix,
         count: int,
         values: Tensor,
         scales: Tensor,
@@ -296,11 +297,17 @@ class _Layer:
         activation: Activation | None,
         out_rows: int | None = None,
     ) -> None:
-        stride = values.stride(0)
+        a: tuple[Any, ...] = (values, values.stride(0))
+        if self.kind is ActivationKind.TOKEN:
+            a = (values, scales, values.stride(0), 1, 0)
+        elif self.kind is ActivationKind.EXPERT:
+            a = (values, matrix.input_scale, values.stride(0), 0, 1)
+        elif self.kind is ActivationKind.BLOCK:
+            a = (values, scales, values.stride(0), scales.stride(0))
         grouped_product(
-            matrix.functions(self.quantized),
+            matrix.functions(self.kind),
             config,
-            a=(values, scales, stride, 1, 0) if self.quantized else (values, stride),
+            a=a,
             b=matrix.operand(count),
             out=out,
             pairs=order,
@@ -315,14 +322,14 @@ class _Layer:
 
 def portable_fused_moe(
     x: Tensor,
-    w13: CodeMatrix,
-    w2: CodeMatrix,
+    w13: PackedMatrix,
+    w2: PackedMatrix,
     *,
     out: Tensor,
     workspace: Mapping[str, Tensor],
     plan: TilePlan,
     activation: Activation,
-    quantized: bool = False,
+    kind: ActivationKind = ActivationKind.PLAIN,
     topk_weights: Tensor | None = None,
     topk_ids: Tensor | None = None,
     expert_num_tokens: Tensor | None = None,
@@ -333,14 +340,14 @@ def portable_fused_moe(
 
     - ``x`` [M, K] bfloat16, float16 or float32, columns contiguous, any row stride; ``out`` [M, K] likewise
     - ``w13`` gate rows, then up rows (without a gate: N rows)
-    - ``quantized``: x and h are quantised to e4m3, one float32 scale per row
+    - ``kind``: what x and h are rounded to
     - ``topk_ids`` [M, k] int32 or int64, ``topk_weights`` [M, k] float32, both contiguous; an id that is negative, too
       large, or mapped by ``expert_map`` [E global] int32 to no local expert adds nothing
     - or, batched: ``expert_num_tokens`` [E] int32; ``x`` and ``out`` [E, T_max, K], rows beyond an expert's number are
       neither read nor written, and results are not weighted
     - ``workspace``: the tensors of `portable_workspaces`, by name, for at least M tokens
     - ``plan``: of transposed tiles, 128 columns wide
-    - ``apply_router_weight_on_input``: weights multiply the first product, before its bias (k = 1)
+    - ``apply_router_weight_on_input``: weights multiply x, or the first product before its bias (k = 1)
     """
     experts, rows_of_half = w13.words.shape[0], w13.words.shape[1] // (2 if activation.gated else 1)
     routing: Routing | Batch
@@ -349,7 +356,10 @@ def portable_fused_moe(
         x, out = x.flatten(0, 1), out.flatten(0, 1)
     elif topk_ids is not None and topk_weights is not None:
         routing = Routing(topk_ids, topk_weights, experts, expert_map, apply_router_weight_on_input)
+        if apply_router_weight_on_input and kind.weighted_first:
+            x = torch.mul(x, topk_weights, out=workspace["x_weighted"][: x.shape[0]])
+            routing = Routing(topk_ids, None, experts, expert_map)
     else:
         raise TypeError("either topk_weights and topk_ids or expert_num_tokens are needed")
     if x.shape[0]:
-        _Layer(w13, w2, rows_of_half, routing, plan, activation, workspace, quantized).run(x, out)
+        _Layer(w13, w2, rows_of_half, routing, plan, activation, workspace, kind).run(x, out)

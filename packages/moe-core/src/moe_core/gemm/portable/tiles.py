@@ -1,0 +1,90 @@
+"""Words and activations of a tile, and the order of columns in which they meet.
+
+    weights       int32 words [E, rows, words] of P codes each, 8 of 4 bits or 4 of 8, low bits first
+    activations   bfloat16, float16 or float32 [rows, K padded to whole steps], columns in the order of `arrange`
+
+The numbers of a word are those that one thread of NVIDIA's matrix units holds; the activations are written once in the
+order of columns that makes it so, so that the weights stay as they are.  Products are transposed (SWAP): weights go
+from registers into the matrix units.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_core.gemm.narrow import INTERPRET
+from moe_core.gemm.rows import load_values
+from moe_core.gemm.weight_tile import weight_tile
+
+
+@triton.jit
+def arrange(tile, P: tl.constexpr, AXIS: tl.constexpr):
+    """Order the columns (dimension AXIS) of a tile as `in_order` has those of the weights."""
+    ROWS: tl.constexpr = tile.shape[1 - AXIS]
+    COLUMNS: tl.constexpr = tile.shape[AXIS]
+    UNITS: tl.constexpr = COLUMNS // (4 * P)
+    if AXIS == 1:
+        units = tile.reshape(ROWS, UNITS, 4, 2, P // 2).permute(0, 1, 4, 2, 3)
+        return units.reshape(ROWS, COLUMNS)
+    else:
+        units = tile.reshape(UNITS, 4, 2, P // 2, ROWS).permute(0, 3, 1, 2, 4)
+        return units.reshape(COLUMNS, ROWS)
+
+
+@triton.jit
+def in_order(numbers, N: tl.constexpr, W: tl.constexpr, P: tl.constexpr):
+    """Numbers of words [N, W, P numbers in the order of the word's bits] as [N, P W] in the order of `arrange`."""
+    # [unit, thread, of its pair, pair] to [unit, pair, thread, of its pair]
+    return numbers.reshape(N, W // 4, 4, 2, P // 2).permute(0, 1, 4, 2, 3).reshape(N, P * W)
+
+
+@triton.jit
+def load_words(state, b_desc, k, W: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """int32 [BLOCK_N, W] of step k; beyond the last word 0, which meets zeros of the activations.
+
+    `state` starts with pointers to the tile's rows, which of them exist, the first row and the words of a row.
+    """
+    return weight_tile(state[0], state[1], state[2], b_desc, k, state[3], W, EVEN_N, EVEN_K)
+
+
+@triton.jit
+def open_plain(A, rows, expert):
+    """A = (values, row stride)."""
+    values, stride = A
+    return values + rows * stride, 0.0
+
+
+@triton.jit
+def open_blocks(A, rows, expert):
+    """A = (values, scales, values' row stride, scales' row stride), a scale for each step."""
+    values, scales, stride, scale_stride = A
+    return values + rows * stride, scales + rows * scale_stride
+
+
+@triton.jit
+def load_blocks(state, k, BLOCK_K: tl.constexpr):
+    """Tile [BLOCK_M, BLOCK_K] and the rows' scales [BLOCK_M]."""
+    tile, _ = load_values(state, k, BLOCK_K)
+    return tile, tl.load(state[1] + k)
+
+
+@triton.jit
+def product(values, x):
+    """values [N, K] @ x [M, K].T, float32."""
+    if INTERPRET or x.dtype == tl.float32:
+        # the interpreter multiplies bfloat16 as if it were integers
+        return tl.dot(values.to(tl.float32), tl.trans(x.to(tl.float32)), input_precision="ieee")
+    else:
+        return tl.dot(values, tl.trans(x))
+
+
+@triton.jit
+def add_product(acc, values, x):
+    """acc + values [N, K] @ x [M, K].T"""
+    if INTERPRET or x.dtype == tl.float32 or acc.shape[1] <= 32:
+        # each step's product by itself: ptxas makes every `wgmma` wait for the one before where it cannot tell that
+        # nobody else sets a running sum meanwhile (as `fma`: Triton would turn a sum into a running one)
+        return tl.fma(product(values, x), tl.full(acc.shape, 1.0, tl.float32), acc)
+    else:
+        return tl.dot(values, tl.trans(x), acc)

@@ -1,0 +1,79 @@
+"""The integer weights of a layer, as `moe_core.gemm.portable.layer` takes them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from moe_core.gemm import rows
+from moe_core.gemm.launch import TileFunctions
+from moe_core.gemm.portable import tiles
+from moe_core.gemm.portable.kinds import ActivationKind
+from moe_core.gemm.portable.layer import STEP, PackedMatrix
+from torch import Tensor
+
+from moe_wna16.kernels import codes
+
+#: depth where columns have groups of their own, and of float32 products, which no matrix unit computes
+SHORT_STEP = 32
+
+#: load_a, load_b and multiply by bits and groups of a step
+_GROUPS = {
+    (4, 1): (rows.load_values, codes.load_groups_4x1, codes.multiply_group),
+    (4, 2): (codes.load_halves, codes.load_groups_4x2, codes.multiply_two_groups),
+    (4, 4): (codes.load_quarters, codes.load_groups_4x4, codes.multiply_four_groups),
+    (8, 1): (rows.load_values, codes.load_groups_8x1, codes.multiply_group),
+    (8, 2): (codes.load_halves, codes.load_groups_8x2, codes.multiply_two_groups),
+    (8, 4): (codes.load_quarters, codes.load_groups_8x4, codes.multiply_four_groups),
+}
+
+
+def code_matrix(
+    words: Tensor,
+    bits: int,
+    columns: int,
+    group_size: int,
+    scales: Tensor,
+    zero_points: Tensor | None = None,
+    column_groups: Tensor | None = None,
+    pre_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    step: int = STEP,
+) -> PackedMatrix:
+    """Weights of `PackedMatrix`; activations are 16-bit (float32) or, beside codes of 4 bits, quantised by token.
+
+    - ``scales`` [E, groups, rows] bfloat16, float16 or float32, ``zero_points`` of that shape, uint8 or int16: without
+      them the middle code; ``group_size`` columns share one, -1: all of a row; a ``step`` has 1, 2 or 4 of them
+    - ``column_groups`` int32 [E, columns padded to 128], in the order of `tiles.arrange`: the group of each column
+    """
+    device = (
+        words,
+        scales,
+        zero_points,
+        column_groups,
+        words.stride(0),
+        words.stride(1),
+        words.shape[2],
+        scales.stride(0),
+        scales.stride(1),
+        0 if column_groups is None else column_groups.stride(0),
+        scales.shape[1],
+    )
+    per_column = column_groups is not None
+    functions = partial(_functions, bits=bits, group_size=group_size, per_column=per_column, step=step)
+    return PackedMatrix(words, bits, columns, device, functions, bias, pre_scale, step=step)
+
+
+def _functions(kind: ActivationKind, *, bits: int, group_size: int, per_column: bool, step: int) -> TileFunctions:
+    quantized = kind is ActivationKind.TOKEN
+    open_a = rows.open_values if quantized else tiles.open_plain
+    load_a, four = rows.load_values, bits == 4
+    finish = codes.finish_tokens if quantized else None
+    if per_column:
+        load = codes.load_columns_4 if four else codes.load_columns_8
+        return TileFunctions(open_a, load_a, codes.open_columns, load, codes.multiply_columns, finish)
+    if group_size == -1:
+        load = codes.load_rows_4 if four else codes.load_rows_8
+        finish = codes.finish_rows_tokens if quantized else codes.finish_rows
+        return TileFunctions(open_a, load_a, codes.open_rows, load, codes.multiply_rows, finish)
+    load_a, load, multiply = _GROUPS[bits, step // group_size]
+    return TileFunctions(open_a, load_a, codes.open_groups, load, multiply, finish)
