@@ -49,6 +49,20 @@ def declared_experts(config: FusedMoEConfig) -> int:
     return -(-most // 4) * 4
 
 
+def given_routing(config: FusedMoEConfig) -> dict[str, Any]:
+    """Arguments of a kernel that is told ids of local experts, and router weights, by the library's names."""
+    return {
+        "num_experts": declared_experts(config),
+        "top_k": config.top_k,
+        "n_group": None,
+        "topk_group": None,
+        "local_expert_offset": 0,
+        "local_num_experts": config.local_experts,
+        "routed_scaling_factor": None,
+        "routing_method_type": 1,  # not read: the routing is given
+    }
+
+
 class TrtLlmRouting(FusedMoEExpertsMonolithic):
     """Base of adapters: limits, arguments of the routing, and what is left to do after the call."""
 

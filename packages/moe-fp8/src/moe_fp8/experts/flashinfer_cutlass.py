@@ -1,18 +1,14 @@
 """FlashInfer's `cutlass_fused_moe`: per-tensor FP8 with static activations, and block FP8 on sm_90.
 
-One call of the library does everything but the quantisation of x per tensor.  Its layout:
+The call and its layout are those of `moe_core.libraries.flashinfer_cutlass`.  Per tensor
 
-- w13 holds up rows, then gate rows, and so do its block scales and biases
-- per tensor, rows of gate and up (each by itself) and columns of w2 are padded with zeros to what the TMA can address
+- x is quantised before the call
+- rows of gate and up (each by itself) and columns of w2 are padded with zeros to what the TMA can address
 - one scale per expert and matrix: where gate and up have two, both are quantised anew under the larger one
-
-Ids become numbers of local experts before the call (-1: none, which the library skips), so that any expert map works.
-The sum over top-k is the library's deterministic one, not the one with atomics.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,10 +17,7 @@ import torch
 from moe_core import (
     TRITON,
     Claims,
-    ExpertTokensMetadata,
-    FusedMoEExpertsModular,
     KernelWeights,
-    MoEActivation,
     MoEWeights,
     WorkspaceSpec,
     cuda,
@@ -33,6 +26,13 @@ from moe_core import (
     kFp8StaticTensorSym,
 )
 from moe_core.errors import TensorError
+from moe_core.libraries.flashinfer_cutlass import (
+    ACTIVATION_TYPES,
+    DEVICES,
+    LIMITED_ACTIVATIONS,
+    NOTES,
+    FlashInferCutlassExperts,
+)
 from moe_core.ops.layout import pad_matrices, swap_halves
 from moe_core.quant_config import make_quant_config
 from moe_core.quantization import quantize_tensor
@@ -41,26 +41,11 @@ from torch import Tensor
 from moe_fp8.libraries import FLASHINFER
 from moe_fp8.libraries.requantize import expert_slices, rescaled, shared_ratio, shared_scale
 
-#: values of flashinfer.tllm_enums.ActivationType
-ACTIVATION_TYPES = {
-    MoEActivation.SILU: 3,  # Swiglu
-    MoEActivation.GELU: 4,  # Geglu
-    MoEActivation.GELU_TANH: 8,  # GegluTanh
-    MoEActivation.SWIGLUOAI: 3,  # Swiglu with alpha, beta and limit
-    MoEActivation.SWIGLUSTEP: 7,  # SwigluStep
-    MoEActivation.GELU_NO_MUL: 0,  # Gelu
-    MoEActivation.SILU_NO_MUL: 2,  # Silu
-    MoEActivation.RELU2_NO_MUL: 6,  # Relu2
-}
-
-#: bytes at whose multiples x and the output lie: the library reads and writes 16 bytes at a time
-ALIGNMENT = 16
-
 _CLAIMS = Claims(
-    devices=(cuda(min=90, max=90), cuda(min=100, max=109), cuda(min=120, max=129)),
+    devices=DEVICES,
     keys=((kFp8StaticTensorSym, kFp8StaticTensorSym),),
     activations=frozenset(ACTIVATION_TYPES),
-    activation_limit=frozenset({MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUSTEP}),
+    activation_limit=LIMITED_ACTIVATIONS,
     dtypes=frozenset({torch.bfloat16}),
     bias=True,
     hidden_multiple=32,
@@ -68,150 +53,8 @@ _CLAIMS = Claims(
     requires=(FLASHINFER, TRITON),
     verified_on=("NVIDIA H200 (sm90)",),
     notes="gate and up are quantised anew under the larger of their scales, and x under the largest of the experts' "
-    "input scales; FlashInfer compiles its kernels when they are first used, and takes its first tile for every call "
-    "(up to 7 times slower) unless one has run inside flashinfer.autotuner.autotune()",
+    "input scales; " + NOTES,
 )
-
-
-class FlashInferCutlassExperts(FusedMoEExpertsModular):
-    """What both kinds of scales share."""
-
-    @staticmethod
-    def library() -> Any:
-        """``flashinfer.fused_moe``, imported on first use."""
-        FLASHINFER.load()
-        return importlib.import_module("flashinfer.fused_moe")
-
-    @property
-    def intermediate_size(self) -> int:
-        """Rows of gate (or up) as the library sees them."""
-        return self.config.intermediate_size
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What the size of the library's workspace depends on, and the call too."""
-        return {"activation_type": ACTIVATION_TYPES[self.config.activation], "use_fused_finalize": False}
-
-    @property
-    def input_dtype(self) -> torch.dtype:
-        """The dtype in which the library takes x."""
-        return self.config.dtype
-
-    def activation_parameters(self, experts: int, device: torch.device) -> dict[str, Tensor]:
-        """Per-expert parameters [E] float32 of the activation, by the library's names."""
-        activation, params = self.config.activation, self.config.params
-        wanted = {"swiglu_limit": params.limit}
-        if activation is MoEActivation.SWIGLUOAI:
-            wanted |= {"swiglu_alpha": params.alpha, "swiglu_beta": params.beta}
-        return {
-            name: torch.full((experts,), value, dtype=torch.float32, device=device)
-            for name, value in wanted.items()
-            if value is not None
-        }
-
-    def library_bytes(self, num_tokens: int) -> int:
-        """Bytes of the library's scratch memory for ``num_tokens`` tokens, as it says now."""
-        if not num_tokens:
-            return 0
-        config = self.config
-        size: int = self.library().cutlass_fused_moe_workspace_size(
-            num_tokens,
-            config.hidden_size,
-            self.intermediate_size,
-            config.local_experts,
-            config.top_k,
-            x_dtype=self.input_dtype,
-            weight_dtype=torch.float8_e4m3fn,
-            output_dtype=config.dtype,
-            **self.options,
-        )
-        return size
-
-    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        return (
-            WorkspaceSpec("ids", (num_tokens, self.config.top_k), torch.int32),
-            WorkspaceSpec("library", (self.library_bytes(num_tokens),), torch.uint8),
-        )
-
-    def library_input(self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]) -> Tensor:
-        """x as the library takes it."""
-        if hidden_states.is_contiguous() and hidden_states.data_ptr() % ALIGNMENT == 0:
-            return hidden_states
-        return hidden_states.clone(memory_format=torch.contiguous_format)
-
-    def quant_scales(self, weights: KernelWeights) -> list[Tensor]:
-        """The list that the library's ``quant_scales`` takes."""
-        raise NotImplementedError
-
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        weights: KernelWeights,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        workspace: Mapping[str, Tensor],
-        expert_map: Tensor | None = None,
-        hidden_states_scale: Tensor | None = None,
-        expert_tokens: ExpertTokensMetadata | None = None,
-    ) -> None:
-        from moe_core.ops.align import local_ids
-
-        tokens = hidden_states.shape[0]
-        ids = workspace["ids"].flatten()[: topk_ids.numel()].view(tokens, -1)
-        local_ids(topk_ids, self.config.local_experts, ids, expert_map=expert_map)
-        aligned = output if output.data_ptr() % ALIGNMENT == 0 else torch.empty_like(output)
-        self.library().cutlass_fused_moe(
-            **self.arguments(
-                aligned,
-                self.library_input(hidden_states, weights, workspace),
-                weights,
-                topk_weights=topk_weights,
-                local_ids=ids,
-                library_workspace=workspace["library"],
-            )
-        )
-        if aligned is not output:
-            output.copy_(aligned)
-
-    def arguments(
-        self,
-        output: Tensor,
-        x: Tensor,
-        weights: KernelWeights,
-        *,
-        topk_weights: Tensor,
-        local_ids: Tensor,
-        library_workspace: Tensor,
-    ) -> dict[str, Any]:
-        """Arguments of ``flashinfer.fused_moe.cutlass_fused_moe``; looks at no value and needs no GPU."""
-        quant = weights.quant_config
-        biases = {"fc1_expert_biases": quant.w1_bias, "fc2_expert_biases": quant.w2_bias} if quant.has_bias else {}
-        return {
-            "input": x,
-            "token_selected_experts": local_ids,
-            "token_final_scales": topk_weights,
-            "fc1_expert_weights": weights.w13,
-            "fc2_expert_weights": weights.w2,
-            "output_dtype": output.dtype,
-            "quant_scales": self.quant_scales(weights),
-            "output": output,
-            "workspace_buffer": library_workspace,
-            **biases,
-            **{name: tensor for name, tensor in weights.extra.items() if name.startswith("swiglu_")},
-            **self.options,
-        }
-
-    def bias_options(self, weights: MoEWeights, rows: int) -> dict[str, Any]:
-        """Biases in the output's dtype; w13's as up rows, then gate rows, each padded to ``rows``."""
-        if weights.w13_bias is None or weights.w2_bias is None:
-            return {}
-        parts = 2 if self.config.is_gated else 1
-        first = weights.w13_bias.to(self.config.dtype).unsqueeze(2)
-        first = pad_matrices(first, rows, 1, parts=parts)
-        first = swap_halves(first) if parts == 2 else first
-        return {"w1_bias": first.squeeze(2), "w2_bias": weights.w2_bias.to(self.config.dtype).contiguous()}
 
 
 class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
@@ -264,7 +107,7 @@ class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
                 w2_scale=second.contiguous(),
                 a1_scale=a1.contiguous(),
                 a2_scale=a2,
-                **self.bias_options(weights, size),
+                **self.bias_options(weights),
             ),
             extra={
                 "x_scale": a1[0].clone(),
@@ -301,12 +144,14 @@ class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
         x = WorkspaceSpec("x_values", (num_tokens * self.config.hidden_size,), torch.float8_e4m3fn)
         return (*super().workspaces(num_tokens), x)
 
-    def library_input(self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]) -> Tensor:
+    def library_input(
+        self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
         from moe_core.ops.quantize import quantize_activation
 
         x = workspace["x_values"][: hidden_states.numel()].view(hidden_states.shape)
         quantize_activation(hidden_states, kFp8StaticTensorSym, static_scale=weights.extra["x_scale"].view(1), out=x)
-        return x
+        return {"input": x}
 
     def quant_scales(self, weights: KernelWeights) -> list[Tensor]:
         return [weights.extra[name] for name in ("dequant_1", "quant_2", "dequant_2", "x_scale")]
@@ -355,7 +200,7 @@ class FlashInferCutlassFp8BlockExperts(FlashInferCutlassExperts):
                 activation_key=weights.activation_key,
                 w1_scale=swap_halves(weights.w13_scale) if gated else weights.w13_scale.contiguous(),
                 w2_scale=weights.w2_scale.contiguous(),
-                **self.bias_options(weights, self.intermediate_size),
+                **self.bias_options(weights),
             ),
             extra=self.activation_parameters(weights.w13.shape[0], weights.w13.device),
         )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_core import ExpertTokensMetadata, FusedMoEExpertsModular, KernelWeights
-from moe_core.libraries.trtllm_routing import MOST_ROUTED_EXPERTS, declared_experts
+from moe_core.libraries.trtllm_routing import MOST_ROUTED_EXPERTS, given_routing
 from torch import Tensor
 
 from moe_fp8.experts.flashinfer_trtllm import (
@@ -38,19 +38,11 @@ class TrtLlmModular(TrtLlmFp8Experts, FusedMoEExpertsModular):
         local_ids: Tensor,
     ) -> dict[str, Any]:
         """Arguments of the library's ``*_routed_moe``; looks at no value and needs no GPU."""
-        config = self.config
         return {
             "topk_ids": (local_ids, topk_weights),
             "routing_bias": None,
-            "num_experts": declared_experts(config),
-            "top_k": config.top_k,
-            "n_group": None,
-            "topk_group": None,
+            **given_routing(self.config),
             "intermediate_size": self.intermediate_size,
-            "local_expert_offset": 0,
-            "local_num_experts": config.local_experts,
-            "routed_scaling_factor": None,
-            "routing_method_type": 1,  # not read: the routing is given
             "output": output,
             **inputs,
             **self.weight_arguments(weights),

@@ -39,7 +39,7 @@ from moe_core.libraries.trtllm_routing import (
     MOST_ROUTED_EXPERTS,
     ROUTING_METHODS,
     TrtLlmRouting,
-    declared_experts,
+    given_routing,
 )
 from moe_core.ops.layout import block_major, by_experts, pad_matrices
 from moe_core.quant_config import make_quant_config
@@ -207,19 +207,11 @@ class TrtLlmMxint4ExpertsModular(TrtLlmMxint4Experts, FusedMoEExpertsModular):
 
         ``packed_routing`` [M, k] int32: the local expert above 16 bits of the router weight in bfloat16.
         """
-        config = self.config
         return {
             **matrices,
             **self.weight_arguments(weights),
             "topk_ids": packed_routing,
-            "num_experts": declared_experts(config),
-            "top_k": config.top_k,
-            "n_group": None,
-            "topk_group": None,
-            "local_expert_offset": 0,
-            "local_num_experts": config.local_experts,
-            "routed_scaling_factor": None,
-            "routing_method_type": 1,  # not read: the routing is given
+            **given_routing(self.config),
         }
 
     def apply(
