@@ -8,22 +8,30 @@ from moe_core.gemm.marlin.rule import BLOCK_N, MAX_PARTS, marlin_plan
 _SHAPES = ((8, 2, 4096, 14336), (256, 8, 7168, 256), (32, 8, 7168, 2048), (128, 8, 2048, 768), (3, 1, 33, 65))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize("shape", _SHAPES)
 @pytest.mark.parametrize("tokens", [1, 7, 64, 300, 512, 1500, 5000, 40000])
-def test_plans_hold_together(shape: tuple[int, int, int, int], tokens: int, capability: int) -> None:
+def test_plans_hold_together(shape: tuple[int, int, int, int], tokens: int, capability: int, bits: int) -> None:
     experts, top_k, hidden, size = shape
-    plan = marlin_plan(tokens, top_k, experts, hidden, size, capability=capability)
+    plan = marlin_plan(tokens, top_k, experts, hidden, size, bits=bits, capability=capability)
     pairs = tokens * top_k
     for config, columns, width in ((plan.up, hidden, 2 * size), (plan.down, size, hidden)):
         assert config.swap
-        assert config.block_n == BLOCK_N
+        assert config.block_n == BLOCK_N or (config.block_n == 2 * BLOCK_N and bits == 8)
         assert plan.block_m % config.block_m == 0
         # parts have room, and none is without a step
         assert config.split == 1 or pairs * config.split * width <= MAX_PARTS
         assert config.split <= max(-(-columns // 128), 1)
-    unsplit = marlin_plan(tokens, top_k, experts, hidden, size, split=False, capability=capability)
+    unsplit = marlin_plan(tokens, top_k, experts, hidden, size, bits=bits, split=False, capability=capability)
     assert (unsplit.up.split, unsplit.down.split) == (1, 1)
+
+
+@pytest.mark.parametrize("size", [65, 768, 1856, 2048])
+@pytest.mark.parametrize("tokens", [1, 600, 1200, 4000, 40000])
+def test_tiles_without_halves_end_where_the_room_for_h_does(size: int, tokens: int) -> None:
+    plan = marlin_plan(tokens, 8, 256, 2048, size, bits=8, gated=False)
+    assert -(-size // BLOCK_N) * BLOCK_N % plan.up.block_n == 0
 
 
 def test_rows_of_a_tile_grow_with_the_rows_of_an_expert() -> None:

@@ -56,11 +56,22 @@ def test_e2m1_is_spread_as_the_table_says(backend: str, device: torch.device) ->
     codes = _codes(4, 2, 5, 256)
     packed = _packed(codes, 4).to(device)
     plain = order_words(packed, 256, 4, backend=backend).cpu().long()
-    found = order_words(packed, 256, 4, e2m1=True, backend=backend).cpu().long()
+    found = order_words(packed, 256, 4, order="e2m1", backend=backend).cpu().long()
     places = {0: (6, 7, 8, 15), 1: (3, 4, 5, 12), 2: (0, 1, 2, 9), 3: (13, 10, 11, 14)}
     for p, half in itertools.product(places, range(2)):
         nibble = sum((found >> (place + 16 * half) & 1) << bit for bit, place in enumerate(places[p]))
         assert torch.equal(nibble, plain >> (4 * p + 16 * half) & 15)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_e2m1_for_8_bit_units_follows_the_table(backend: str, device: torch.device) -> None:
+    codes = _codes(4, 2, 5, 256).long()
+    packed = _packed(codes.to(torch.uint8), 4).to(device)
+    found = order_words(packed, 256, 4, order="e4m3", backend=backend).cpu().long()
+    for unit, t, u, h, j in itertools.product(range(2), range(4), range(4), range(2), range(4)):
+        word = found[:, :, 16 * unit + 4 * t + u]
+        number = (word >> (16 * h + 4 * j) & 7) | (word >> (8 * j + 7 - 4 * h) & 1) << 3
+        assert torch.equal(number, codes[:, :, 128 * unit + 32 * u + 16 * h + 4 * t + j])
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -91,7 +102,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="4 or 8 bits, got 3"):
         order_words(_codes(4, 1, 1, 64), 128, 3)
     with pytest.raises(ConfigError, match="e2m1 have 4 bits, got 8"):
-        order_words(_codes(8, 1, 1, 64), 64, 8, e2m1=True)
+        order_words(_codes(8, 1, 1, 64), 64, 8, order="e2m1")
+    with pytest.raises(ConfigError, match="integers, e2m1, e4m3, got 'e5m2'"):
+        order_words(_codes(4, 1, 1, 64), 128, 4, order="e5m2")
     with pytest.raises(TensorError, match="64 bytes a row, expected 65 for 129 columns"):
         order_words(_codes(8, 1, 1, 64), 129, 4)
     with pytest.raises(TensorError, match="dtype"):

@@ -46,7 +46,11 @@ class Mxfp4Oracle(Oracle):
 
     scheme = "mxfp4"
     backends = (
-        Backend(Mxfp4MoeBackend.MARLIN.value, ("moe_mxfp4.experts.marlin:MarlinMxfp4Experts",), "moe-mxfp4"),
+        Backend(
+            Mxfp4MoeBackend.MARLIN.value,
+            ("moe_mxfp4.experts.marlin:MarlinMxfp4Experts", "moe_mxfp4.experts.marlin_fp8:MarlinMxfp4Fp8Experts"),
+            "moe-mxfp4",
+        ),
         Backend(
             Mxfp4MoeBackend.BATCHED_MARLIN.value,
             ("moe_mxfp4.experts.marlin:BatchedMarlinMxfp4Experts",),

@@ -4,8 +4,8 @@
     activations   one float32 scale per row, per expert (static) or for all; or values still to be quantised
 
 Scales come once, after the loop (`finish`).  What depends on the element type is a scheme's own and short: how a value
-becomes a code, and the product of a step (`moe_fp8.kernels.rows`, `moe_int8.kernels.rows`).  MAX is the magnitude that
-the largest value of a dynamic scale's group becomes.
+becomes a code, and the product of a step (`moe_core.gemm.rows_e4m3`, `moe_int8.kernels.rows`).  MAX is the magnitude
+that the largest value of a dynamic scale's group becomes.
 
 Few rows are quantised while they are loaded (`open_wide`, `load_wide`): their tile is small beside that of the weights,
 and the scale, which needs the whole row or tensor, is known by then: static, or the magnitude that the kernel before

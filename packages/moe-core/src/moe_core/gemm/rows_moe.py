@@ -10,7 +10,8 @@ Few rows per expert:
 
 Many: both products read bytes.  On Hopper, and for static scales, x is quantised into the sorted order, and h by a
 launch between the products (static: by the epilogue).  The batched format has no sort and no reduce, its rows stay
-where they are.  The element type is a value, `RowFunctions`: `moe_fp8.kernels.rows.E4M3`, `moe_int8.kernels.rows.INT8`.
+where they are.  The element type is a value, `RowFunctions`: `moe_core.gemm.rows_e4m3.E4M3`,
+`moe_int8.kernels.rows.INT8`.
 """
 
 from __future__ import annotations

@@ -90,6 +90,6 @@ class TritonFp8Experts(RowExperts):
 
     @property
     def functions(self) -> RowFunctions:
-        from moe_fp8.kernels.rows import E4M3
+        from moe_core.gemm.rows_e4m3 import E4M3
 
         return E4M3

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _functions() -> RowFunctions:
-    from moe_fp8.kernels.rows import E4M3
+    from moe_core.gemm.rows_e4m3 import E4M3
 
     return E4M3
 

@@ -20,7 +20,7 @@ def convert_e2m1(codes: Tensor, scale: Tensor, columns: int, *, gated: bool = Fa
 
     ``codes`` uint8 [E, rows, ceil(columns / 2)]; ``gated``: rows are gate, then up, and are put in turns of 8.
     """
-    words = order_words(codes, columns, 4, e2m1=True, interleaved=gated)
+    words = order_words(codes, columns, 4, order="e2m1", interleaved=gated)
     scales, factors = relative_powers(scale.view(torch.uint8), counting_groups(codes, columns), _LARGEST)
     if gated:
         scales, factors = interleave(scales), interleave(factors)

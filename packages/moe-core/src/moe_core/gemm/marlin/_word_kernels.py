@@ -41,6 +41,20 @@ def _spread(words):
 
 
 @triton.jit
+def _signs(half):
+    """The signs of four nibbles, at bits 3, 11, 19 and 27."""
+    return (half & 8) | ((half & 0x80) << 4) | ((half & 0x800) << 8) | ((half & 0x8000) << 12)
+
+
+@triton.jit
+def _e4m3_word(lower, upper, t):
+    """Word of thread t: half t % 2 of words of both halves of 32 columns."""
+    low = (lower >> (16 * (t % 2))) & 0xFFFF
+    high = (upper >> (16 * (t % 2))) & 0xFFFF
+    return (low & 0x7777) | ((high & 0x7777) << 16) | (_signs(low) << 4) | _signs(high)
+
+
+@triton.jit
 def _byte_word(first, second, at):
     """Word of bytes at and at + 1 of the words of both halves of 16 columns."""
     low = _byte(first, at) | (_byte(second, at) << 8)
@@ -56,7 +70,7 @@ def order_kernel(
     rows,
     half,
     BITS: tl.constexpr,
-    E2M1: tl.constexpr,
+    ORDER: tl.constexpr,
     HALVES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -74,10 +88,16 @@ def order_kernel(
         even, odd = tile.reshape(BLOCK, 4, 2, 2).split()
         w0, w2 = even.split()
         w1, w3 = odd.split()
-        v0 = _nibble_word(w0, w1, w2, w3, 0)
-        v1 = _nibble_word(w0, w1, w2, w3, 1)
-        v2 = _nibble_word(w0, w1, w2, w3, 2)
-        v3 = _nibble_word(w0, w1, w2, w3, 3)
+        if ORDER == "e4m3":
+            v0 = _e4m3_word(w0, w2, 0)
+            v1 = _e4m3_word(w0, w2, 1)
+            v2 = _e4m3_word(w1, w3, 2)
+            v3 = _e4m3_word(w1, w3, 3)
+        else:
+            v0 = _nibble_word(w0, w1, w2, w3, 0)
+            v1 = _nibble_word(w0, w1, w2, w3, 1)
+            v2 = _nibble_word(w0, w1, w2, w3, 2)
+            v3 = _nibble_word(w0, w1, w2, w3, 3)
     else:
         # [unit, s, j, t // 2]: bytes 16s + 8j + 2t + i, of which thread t takes four
         lower, upper = tile.reshape(BLOCK, 4, 2, 2).split()
@@ -89,7 +109,7 @@ def order_kernel(
         v3 = _byte_word(third, fourth, 2)
     # [unit, u or s, t % 2, t // 2] to [unit, t, u or s]
     words = tl.join(tl.join(v0, v1), tl.join(v2, v3)).permute(0, 3, 2, 1).reshape(BLOCK, 16)
-    if E2M1:
+    if ORDER == "e2m1":
         words = _spread(words)
     place = unit
     if HALVES:

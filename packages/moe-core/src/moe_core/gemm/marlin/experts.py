@@ -36,13 +36,14 @@ class MarlinExperts(GroupedExperts):
     def chosen_plan(self, num_tokens: int) -> TilePlan:
         from moe_core.gemm.marlin.rule import marlin_plan
 
-        config = self.config
+        config, key = self.config, self.weight_key
         return marlin_plan(
             num_tokens,
             config.top_k,
             config.num_experts,
             config.hidden_size,
             config.intermediate_size,
+            bits=8 if key is not None and key.dtype.bits == 8 else 4,
             gated=config.is_gated,
             split=self.shares_loops,
             capability=self.device_info.capability,

@@ -2,8 +2,9 @@
 
 The mean number of rows per expert decides.  With few, a call streams weights: tiles of 16 or 32 rows, and several
 programs share the k loop of a tile where tiles are too few.  With many, the matrix units decide: the more rows a tile
-has, the more products a widened weight enters.  Every product is transposed (`swap`), and every tile has 128 rows of
-weights: the 16-bit numbers of more do not fit the registers of four warps, and eight warps wait for each other.
+has, the more products a widened weight enters.  Every product is transposed (`swap`).  Tiles of 4-bit words have 128
+rows of weights and four warps.  8-bit words take twice the shared memory, which leaves fewer programs on a
+multiprocessor: from 24 rows per expert on they get eight warps, and 256 rows of weights where activations have few.
 The figures behind the thresholds are in docs/performance.md.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from moe_core.gemm.plan import TileConfig, TilePlan
 
-#: rows of weights of a tile
+#: rows of weights of a tile; of some with 8-bit words twice as many
 BLOCK_N = 128
 #: float32 numbers that split products may leave for the launch that adds them up
 MAX_PARTS = 1 << 21
@@ -26,14 +27,15 @@ def marlin_plan(
     hidden_size: int,
     intermediate_size: int,
     *,
+    bits: int = 4,
     gated: bool = True,
     split: bool = True,
     capability: int = 90,
 ) -> TilePlan:
     """The plan for ``tokens`` x ``top_k`` pairs over ``num_experts`` (all of the layer, local or not).
 
-    ``gated``: the up product has two halves; ``split``: programs may share k loops; ``capability`` 90 for sm_90, 0 for
-    no NVIDIA GPU.
+    ``bits`` of a code, 4 or 8; ``gated``: the up product has two halves; ``split``: programs may share k loops;
+    ``capability`` 90 for sm_90, 0 for no NVIDIA GPU.
     """
     pairs = tokens * top_k
     mean = pairs / num_experts
@@ -53,11 +55,16 @@ def marlin_plan(
         # parts of eight steps at least, and up to three rounds; shorter ones only where multiprocessors are left over
         up_split = _split(tiles, steps, pairs * width, (1800, 8), (512, 4))
         tiles = experts * -(-hidden_size // BLOCK_N)
-        down_split = _split(tiles, down_steps, pairs * hidden_size, (1056, 28), (264, 3))
+        limits = ((1056, 28), (264, 3)) if bits == 4 else ((264, 4),)
+        down_split = _split(tiles, down_steps, pairs * hidden_size, *limits)
         up = TileConfig(16, BLOCK_N, 4, 4 if steps > 16 else 3, 1, True, True, up_split)
-        down = TileConfig(16, BLOCK_N, 4, 3, 1, True, True, down_split)
+        stages = 4 if bits == 8 and down_steps // down_split > 16 else 3
+        down = TileConfig(16, BLOCK_N, 4, stages, 1, True, True, down_split)
         # where launches are a good part of the time; else programs that come early only take bandwidth
         return TilePlan(up, down, pairs <= 64 and tiles <= 2 * _RESIDENT)
+    if bits == 8 and mean > 24:
+        # h has room for whole tiles of 128 columns, which 256 rows of a product without halves may exceed
+        return _wide_plan(mean, down_steps, gated or _steps(intermediate_size) % 2 == 0)
     few = TileConfig(32, BLOCK_N, 4, 3, 1 if mean <= 24 else 8, True, True)
     some = TileConfig(64, BLOCK_N, 4, 3, 8, swap=True)
     many = TileConfig(128, BLOCK_N, 4, 3, 8, swap=True)
@@ -69,6 +76,21 @@ def marlin_plan(
     if mean <= 96:
         return TilePlan(some, some)
     return TilePlan(many, many if mean > 384 else some)
+
+
+def _wide_plan(mean: float, down_steps: int, wide_up: bool) -> TilePlan:
+    """8-bit words and more than 24 rows per expert."""
+    wide = TileConfig(64, 2 * BLOCK_N, 8, 3, 8, True, True)
+    narrow = TileConfig(64, BLOCK_N, 4, 3, 8, True, True)
+    if mean > 384:
+        up = TileConfig(128, BLOCK_N, 8, 3, 8, True)
+    else:
+        up = wide if wide_up else narrow
+    if mean > 192:
+        return TilePlan(up, TileConfig(128, 2 * BLOCK_N, 8, 3, 8, True, True))
+    if down_steps <= 8:
+        return TilePlan(up, narrow)
+    return TilePlan(up, wide if mean <= 96 else TileConfig(64, BLOCK_N, 8, 3, 8, True, True))
 
 
 def _steps(columns: int) -> int:

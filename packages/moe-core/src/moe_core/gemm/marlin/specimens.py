@@ -17,7 +17,7 @@ from moe_core.testing.compile import Specimen
 #: experts, top-k, hidden size, intermediate size; the second's sizes are no multiples of anything
 _SHAPE, _ODD = (256, 8, 7168, 2048), (6, 2, 1101, 1003)
 #: every plan of the rule on sm_90, and on others
-_TOKENS = (1, 64, 600, 1200, 2500, 8000, 20000)
+_TOKENS = (1, 64, 600, 1200, 2500, 4000, 8000, 20000)
 #: tile coordinates outside the loop; 128 rows of activations leave none for them (most on sm100: 152)
 _MAX_SPILLS = 192
 #: single columns, and rows of no multiple of 16 bytes, pass through registers
@@ -45,7 +45,17 @@ class _Kind:
     def plan(self, tokens: int, capability: int) -> TilePlan:
         experts, top_k, hidden, size = self.shape
         split = not self.batched
-        return marlin_plan(tokens, top_k, experts, hidden, size, gated=self.gated, split=split, capability=capability)
+        return marlin_plan(
+            tokens,
+            top_k,
+            experts,
+            hidden,
+            size,
+            bits=self.bits,
+            gated=self.gated,
+            split=split,
+            capability=capability,
+        )
 
 
 _EVERY_PLAN = (_Kind(), _Kind(bits=8, group=64, zero_points=True))
@@ -68,10 +78,10 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
     """The order of words and of scales, and whole layers of all kinds of scales."""
     if target.kind != "cuda" or target.capability < 80:
         return
-    for bits, e2m1 in ((4, False), (4, True), (8, False)):
+    for bits, order in ((4, "integers"), (8, "integers"), (4, "e2m1"), (4, "e4m3")):
         for interleaved in (False, True):
-            name = f"marlin words {'e2m1' if e2m1 else f'{bits} bits'}{' interleaved' * interleaved}"
-            yield Specimen(name, partial(_order, bits, e2m1, interleaved))
+            name = f"marlin words {bits} bits {order}{' interleaved' * interleaved}"
+            yield Specimen(name, partial(_order, bits, order, interleaved))
     for dtype, zero_dtype in ((torch.bfloat16, None), (torch.float16, torch.uint8), (torch.float32, torch.int32)):
         yield Specimen(f"marlin scales {dtype} {zero_dtype}", partial(_scales, dtype, zero_dtype))
     for kind in _EVERY_PLAN:
@@ -84,12 +94,12 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
             yield Specimen(f"marlin {kind} {tokens}", partial(_layer, kind, plan, tokens), kind.max_spills)
 
 
-def _order(bits: int, e2m1: bool, interleaved: bool) -> None:
+def _order(bits: int, order: str, interleaved: bool) -> None:
     from moe_core.gemm.marlin.meta_call import meta
     from moe_core.gemm.marlin.words import order_words
 
     codes = meta(8, 4096, 2048 * bits // 8, dtype=torch.uint8)
-    order_words(codes, 2048, bits, e2m1=e2m1, interleaved=interleaved, backend="triton")
+    order_words(codes, 2048, bits, order=order, interleaved=interleaved, backend="triton")
 
 
 def _scales(dtype: torch.dtype, zero_dtype: torch.dtype | None) -> None:

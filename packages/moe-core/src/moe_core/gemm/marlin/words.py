@@ -9,11 +9,17 @@ needs, and the words of a thread follow one another:
 
 for t, u, s (8 bits) of 0 to 3 and i, j, s (4 bits) of 0 and 1.  Rows are filled up with zeros to whole units.
 
-Codes of e2m1 (a sign, two bits of exponent, one of mantissa) are spread in the 16 bits of their half of a word, so that
-one shift puts three of the four where bfloat16 has them (sign 15, exponent 8 and 7, mantissa 6):
+Numbers of e2m1 (a sign, two bits of exponent, one of mantissa) are spread in the 16 bits of their half of a word, so
+that one shift puts three of the four where bfloat16 has them (sign 15, exponent 8 and 7, mantissa 6):
 
     p = 0   sign 15, the rest 8 to 6        p = 2   sign 9, the rest 2 to 0
     p = 1   sign 12, the rest 5 to 3        p = 3   sign 14, exponent 11 and 10, mantissa 13
+
+Matrix units of 8-bit numbers have four consecutive columns in a register.  Numbers of e2m1 that become e4m3 ("e4m3"):
+
+    word 4t + u:    magnitudes at bits 16h + 4j, signs at bit 8j + 7 - 4h:      column 32u + 16h + 4t + j
+
+for h of 0 and 1 and j of 0 to 3, so that a half's magnitudes select four bytes and its signs lie where those need them.
 """
 
 from __future__ import annotations
@@ -27,6 +33,8 @@ from moe_core.ops._backend import use_triton
 #: columns of a unit, which is 16 words
 UNIT = {4: 128, 8: 64}
 WORDS = 16
+#: what words are made for: integers, or e2m1 that is to become 16-bit numbers, or e4m3
+ORDERS = ("integers", "e2m1", "e4m3")
 
 
 def words_of(columns: int, bits: int, step: int = 128) -> int:
@@ -39,20 +47,22 @@ def order_words(
     columns: int,
     bits: int,
     *,
-    e2m1: bool = False,
+    order: str = "integers",
     interleaved: bool = False,
     step: int = 128,
     backend: str = "auto",
 ) -> Tensor:
     """int32 [E, rows, words] of ``codes`` uint8 [E, rows, ceil(columns * bits / 8)], 4-bit ones with even k low.
 
-    ``e2m1``: the 4 bits are such numbers, and spread; ``interleaved``: the rows are two halves, put in turns of 8
+    ``order``: one of :data:`ORDERS`; ``interleaved``: the rows are two halves, put in turns of 8
     (:func:`interleave`).  Any device, at the memory's speed on a GPU; ``backend`` "torch" or "triton" insists.
     Raises TensorError for codes of another shape or dtype.
     """
     if bits not in UNIT:
         raise ConfigError(f"codes have 4 or 8 bits, got {bits}")
-    if e2m1 and bits != 4:
+    if order not in ORDERS:
+        raise ConfigError(f"the order of words is one of {', '.join(ORDERS)}, got {order!r}")
+    if order != "integers" and bits != 4:
         raise ConfigError(f"codes of e2m1 have 4 bits, got {bits}")
     check_dtype("codes", codes, (torch.uint8,))
     check_shape("codes", codes, ("E", "rows", "bytes"))
@@ -65,17 +75,15 @@ def order_words(
         return words
     on_gpu = use_triton(codes, backend)
     if on_gpu and size == width * 4 and codes.is_contiguous() and codes.data_ptr() % 4 == 0:
-        _launch(codes, words, bits, interleaved, e2m1)
+        _launch(codes, words, bits, interleaved, order)
         return words
     for out, one in zip(words, codes, strict=True):
         whole = torch.nn.functional.pad(one, (0, width * 4 - size)).contiguous()
         if on_gpu:
-            _launch((whole.clone() if whole.data_ptr() % 4 else whole)[None], out[None], bits, interleaved, e2m1)
+            _launch((whole.clone() if whole.data_ptr() % 4 else whole)[None], out[None], bits, interleaved, order)
             continue
         ordered = torch.empty(rows, width, dtype=torch.int32, device=codes.device)
-        (_order_4 if bits == 4 else _order_8)(whole, ordered)
-        if e2m1:
-            ordered = _spread(ordered)
+        _ON_CPU[order, bits](whole, ordered)
         out.copy_(interleave(ordered[None])[0] if interleaved else ordered)
     return words
 
@@ -117,14 +125,27 @@ def _order_4(codes: Tensor, out: Tensor) -> None:
     out.view(rows, -1, 4, 4).copy_(total.transpose(2, 3))
 
 
-def _spread(words: Tensor) -> Tensor:
-    """int32 words of nibbles with the bits of e2m1 spread."""
-    out = torch.zeros_like(words)
+def _order_e2m1(codes: Tensor, out: Tensor) -> None:
+    """As `_order_4`, with the bits of e2m1 spread."""
+    words = torch.empty_like(out)
+    _order_4(codes, words)
+    out.zero_()
     for p, moves in enumerate((((7, 6), (8, 12)), ((7, 3), (8, 9)), ((7, 0), (8, 6)), ((1, 13), (6, 9), (8, 11)))):
         nibble = words >> (4 * p) & 0x000F000F
         for mask, shift in moves:
             out |= (nibble & (mask | mask << 16)) << shift
-    return out
+
+
+def _order_e4m3(codes: Tensor, out: Tensor) -> None:
+    """``codes`` [rows, units * 64] to ``out`` [rows, units * 16]."""
+    rows = codes.shape[0]
+    # 16 bits are four columns: [unit, u, h, t]
+    quarters = codes.view(torch.int16).view(rows, -1, 4, 2, 4).int() & 0xFFFF
+    lower, upper = quarters.unbind(3)
+    total = (lower | upper << 16) & 0x77777777
+    for j in range(4):
+        total |= (lower >> (4 * j + 3) & 1) << (8 * j + 7) | (upper >> (4 * j + 3) & 1) << (8 * j + 3)
+    out.view(rows, -1, 4, 4).copy_(total.transpose(2, 3))
 
 
 def _order_8(codes: Tensor, out: Tensor) -> None:
@@ -135,7 +156,16 @@ def _order_8(codes: Tensor, out: Tensor) -> None:
     out.view(torch.uint8).view(rows, -1, 4, 4, 2, 2).copy_(view.permute(0, 1, 4, 2, 5, 3))
 
 
-def _launch(codes: Tensor, out: Tensor, bits: int, interleaved: bool, e2m1: bool) -> None:
+#: by order and bits
+_ON_CPU = {
+    ("integers", 4): _order_4,
+    ("integers", 8): _order_8,
+    ("e2m1", 4): _order_e2m1,
+    ("e4m3", 4): _order_e4m3,
+}
+
+
+def _launch(codes: Tensor, out: Tensor, bits: int, interleaved: bool, order: str) -> None:
     import triton
 
     from moe_core.gemm.marlin._word_kernels import order_kernel
@@ -153,7 +183,7 @@ def _launch(codes: Tensor, out: Tensor, bits: int, interleaved: bool, e2m1: bool
         codes.shape[1],
         codes.shape[1] // 2,
         BITS=bits,
-        E2M1=e2m1,
+        ORDER=order,
         HALVES=interleaved,
         BLOCK=block,
         num_warps=4,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
 from moe_core.gemm.narrow import INTERPRET, divide, narrow_e4m3
 from moe_core.gemm.rows import largest, load_wide, open_wide, scale_of, scale_of_parts
 from moe_core.gemm.rows_moe import RowFunctions

@@ -1,0 +1,121 @@
+"""Marlin-class kernels: e2m1 weights, repacked at load, with e4m3 activations (sm_89 and newer).
+
+Weights become e4m3 in registers, so that FP8 matrix units multiply, at twice the rate of 16-bit ones.  Activations have
+one scale per token, found at run time, or one per expert (static).  Standard and batched format.
+``moe_core.gemm.rows_moe`` says what a call consists of, ``kernels/e4m3.py`` how weights are widened.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from moe_core import (
+    GATED,
+    NON_GATED,
+    TRITON,
+    Claims,
+    FusedMoEActivationFormat,
+    KernelWeights,
+    MoEWeights,
+    cuda,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+    kMxfp4Static,
+    make_quant_config,
+)
+from moe_core.errors import TensorError
+from moe_core.gemm.experts import RowExperts
+from moe_core.gemm.plan import TilePlan
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from moe_core.gemm.rows_moe import RowFunctions
+
+_ACTIVATIONS = {kFp8DynamicTokenSym: "token", kFp8StaticTensorSym: "static"}
+
+
+class MarlinMxfp4Fp8Experts(RowExperts):
+    """MXFP4 weights, FP8 activations."""
+
+    element = torch.float8_e4m3fn
+
+    claims = Claims(
+        devices=(cuda(min=89),),
+        keys=tuple((kMxfp4Static, activation) for activation in _ACTIVATIONS),
+        activations=GATED | NON_GATED,
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        bias=True,
+        expert_map=True,
+        apply_router_weight_on_input=True,
+        lora=True,
+        formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
+        requires=(TRITON,),
+        notes="of a row's groups those whose scale is 2^-12 of the largest and less count as zeros",
+    )
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        from moe_mxfp4.kernels.e4m3_convert import convert_to_e4m3
+
+        if weights.w13_scale is None or weights.w2_scale is None:
+            raise TensorError("MXFP4 weights come with w13_scale and w2_scale")
+        inputs: dict[str, Tensor | None] = {
+            "w13_input_scale": weights.w13_input_scale,
+            "w2_input_scale": weights.w2_input_scale,
+        }
+        if self.kind == "static":
+            for name, scale in inputs.items():
+                if scale is None:
+                    raise TensorError(f"{name} is missing, the activation key is {weights.activation_key}")
+                inputs[name] = scale.float().contiguous()
+        w13 = convert_to_e4m3(weights.w13, weights.w13_scale, self.config.hidden_size)
+        w2 = convert_to_e4m3(weights.w2, weights.w2_scale, self.config.intermediate_size)
+        return KernelWeights(
+            w13=w13.words,
+            w2=w2.words,
+            quant_config=make_quant_config(
+                weight_key=weights.weight_key,
+                activation_key=weights.activation_key,
+                w1_scale=w13.scales,
+                w2_scale=w2.scales,
+                a1_scale=inputs["w13_input_scale"],
+                a2_scale=inputs["w2_input_scale"],
+                w1_bias=weights.w13_bias,
+                w2_bias=weights.w2_bias,
+            ),
+            extra={"w13_powers": w13.powers, "w2_powers": w2.powers},
+        )
+
+    @property
+    def kind(self) -> str:
+        key = self.activation_key
+        if key not in _ACTIVATIONS:
+            raise TensorError(f"activations are quantised per token or statically here, the key is {key}")
+        return _ACTIVATIONS[key]
+
+    @property
+    def functions(self) -> RowFunctions:
+        from moe_mxfp4.kernels.e4m3 import E2M1
+
+        return E2M1
+
+    def extras(self, weights: KernelWeights) -> dict[str, Any]:
+        return {
+            f"{name}_extra": (powers, powers.stride(0), powers.stride(1))
+            for name in ("w13", "w2")
+            for powers in (weights.extra[f"{name}_powers"],)
+        }
+
+    def chosen_plan(self, num_tokens: int) -> TilePlan:
+        from moe_mxfp4.kernels.e4m3_rule import e4m3_plan
+
+        config = self.config
+        return e4m3_plan(
+            num_tokens,
+            config.top_k,
+            config.num_experts,
+            config.hidden_size,
+            config.intermediate_size,
+            gated=config.is_gated,
+            capability=self.device_info.capability,
+        )

@@ -1,0 +1,115 @@
+"""e2m1 weights that become numbers in registers by plain Triton operations: how a tile is loaded and multiplied.
+
+    weights       int32 words [E, rows, words], the checkpoint's bytes: 8 codes, low bits first
+    scales        int32 [E, steps of 128 columns, rows]: the bytes of four groups, relative to the row's largest
+    factors       float32 [E, rows]: the row's largest scale, which multiplies the finished sums
+    activations   bfloat16, float16 or float32; see `moe_core.gemm.portable`
+
+An e2m1 code's three bits in the place of the lowest two of an exponent and the highest of a mantissa are that number
+times 2^-126 (bfloat16, float32) or 2^-14 (float16), subnormals included.  One multiplication by a power of two makes it
+exact and applies its scale.  A row's scales are relative to the largest, whose byte is 253: 2^126.  bfloat16 and
+float32 then hold every product; float16 holds those of scales down to 2^-23 of the row's largest exactly, and smaller
+ones with an error of at most 2^-25 times the largest scale.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from moe_core.gemm.narrow import INTERPRET
+from moe_core.gemm.portable.tiles import add_product, in_order, load_words, product
+from moe_core.gemm.weight_tile import weight_rows
+
+#: columns of which an int32 holds the scales
+STEP = tl.constexpr(128)
+
+
+@triton.jit
+def _pair(words, factor, I: tl.constexpr, dtype: tl.constexpr):
+    """[N, W, 2]: codes I and I + 4 of words [N, W], times `factor` [N, W]."""
+    # where the sign and the three other bits of code 0 go to
+    SIGN: tl.constexpr = 12 - 4 * I
+    REST: tl.constexpr = (9 if dtype == tl.float16 else 6) - 4 * I
+    MASKS: tl.constexpr = 0x0E000E00 if dtype == tl.float16 else 0x01C001C0
+    rest = words << REST if REST >= 0 else words >> -REST
+    both = ((words << SIGN) & -0x7FFF8000) | (rest & MASKS)
+    low = both.to(tl.int16).to(dtype, bitcast=True) * factor
+    return tl.join(low, (both >> 16).to(tl.int16).to(dtype, bitcast=True) * factor)
+
+
+@triton.jit
+def numbers(words, scales, dtype: tl.constexpr):
+    """Words [N, W] as [N, 8 W] in the order of `tiles.arrange`, times their groups' scales, int32 [N]: four bytes."""
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    # four words are a group
+    power = (scales[:, None] >> (tl.arange(0, W) // 4 * 8)[None, :]) & 255
+    if INTERPRET or dtype == tl.float32:
+        # few operations, since the interpreter takes a tenth of a millisecond for each
+        codes = words[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]
+        bits = ((codes & 8) << 28) | ((codes & 7) << 22)
+        pairs = bits.to(tl.float32, bitcast=True) * (power << 23).to(tl.float32, bitcast=True)[:, :, None]
+        if dtype == tl.float16:
+            pairs = pairs.to(tl.float16).to(tl.float32)
+    else:
+        if dtype == tl.float16:
+            factor = ((power << 23).to(tl.float32, bitcast=True) * 1.925929944387236e-34).to(tl.float16)
+        else:
+            factor = (power << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        even = tl.join(_pair(words, factor, 0, dtype), _pair(words, factor, 2, dtype))
+        odd = tl.join(_pair(words, factor, 1, dtype), _pair(words, factor, 3, dtype))
+        pairs = tl.join(even, odd)
+    return in_order(pairs, N, W, 8)
+
+
+@triton.jit
+def open_e2m1(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """State of a tile: pointers to its rows, which of them exist, the first, words of a row, scales, factors.
+
+    B = (words, scales, factors, words' expert and row stride, words of a row, scales' expert and step stride, factors'
+    expert stride).
+    """
+    words, scales, factors, stride_e, stride_n, row_words, scale_e, scale_k, factor_e = B
+    rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
+    column = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
+    factor = tl.load(factors + expert.to(tl.int64) * factor_e + column)
+    return rows, inside, first, row_words, scales + expert.to(tl.int64) * scale_e + column, scale_k, factor
+
+
+@triton.jit
+def load_e2m1(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step and its rows' scales, the first group's in the low bits."""
+    # before the tile: nothing waits for them until the words have come
+    if BLOCK_K == STEP:
+        scales = tl.load(state[4] + k * state[5])
+    else:
+        tl.static_assert(BLOCK_K == STEP // 4, "a step has one group or four")
+        scales = tl.load(state[4] + k // 4 * state[5]) >> k % 4 * 8
+    return load_words(state, b_desc, k, BLOCK_K // 8, EVEN_N, EVEN_K), scales
+
+
+@triton.jit
+def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + weights @ a.T"""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    return add_product(acc, numbers(b, b_scale, a.dtype), a)
+
+
+@triton.jit
+def multiply_blocks(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + (weights @ a.T) * scales of the step's activations."""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    return acc + product(numbers(b, b_scale, a.dtype), a) * a_scale[None, :]
+
+
+@triton.jit
+def finish(acc, a_state, b_state, SWAP: tl.constexpr):
+    """acc * factor of the weights' row."""
+    return acc * b_state[6][:, None]
+
+
+@triton.jit
+def finish_rows(acc, a_state, b_state, SWAP: tl.constexpr):
+    """acc * factor of the weights' row * scale of the activations' row."""
+    # one after the other: the product of both may be too large or too small where the result is not
+    return acc * a_state[1][None, :] * b_state[6][:, None]

@@ -1,0 +1,144 @@
+"""e2m1 weights that become e4m3 in registers, for products with e4m3 activations.
+
+    words     int32 [E, rows, words of K] in the order of `moe_core.gemm.marlin.words` ("e4m3"), whole steps of 128
+    scales    float32 [E, rows, 1], powers of two that multiply finished sums
+    powers    int32 [E, steps, rows], a byte for each of a step's four groups: its scale over the row's largest, times
+              2^11, as an exponent of 0 to 11
+
+The magnitudes of a group's codes, times its scale, are eight bytes of e4m3: two additions of exponents make them, a
+byte permutation looks four codes up at a time, and signs are put in.  All of e2m1 is exact within twelve powers of two;
+`moe_mxfp4.kernels.e4m3_convert` leaves out what is smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import triton
+import triton.language as tl
+from moe_core.gemm.marlin.operand import per_word
+from moe_core.gemm.narrow import INTERPRET
+from moe_core.gemm.rows import open_weights
+from moe_core.gemm.rows_e4m3 import E4M3
+from moe_core.gemm.weight_tile import prefetch_rows, weight_tile
+
+# $0, $1: the codes of the lower and of the upper half of the word $2, a byte each, as e4m3 numbers of the power $3.
+# The table is that of 2^-5: bytes 0, 0x08, 0x10, 0x14 and 0x18, 0x1c, 0x20, 0x24 are 0, 0.5, 1, 1.5 and 2, 3, 4, 6.
+_WIDEN = tl.constexpr(
+    """
+    {
+        .reg .b32 low, high, code, sign;
+        mad.lo.u32 low, $3, 0x08080800, 0x14100800;
+        mad.lo.u32 high, $3, 0x08080808, 0x24201c18;
+        and.b32 code, $2, 0x77777777;
+        prmt.b32 $0, low, high, code;
+        shr.u32 code, code, 16;
+        prmt.b32 $1, low, high, code;
+        lop3.b32 $0, $2, 0x80808080, $0, 0xea;
+        shl.b32 sign, $2, 4;
+        lop3.b32 $1, sign, 0x80808080, $1, 0xea;
+    }
+    """
+)
+
+
+@triton.jit
+def _looked_up(words, power, HALF: tl.constexpr, BYTE: tl.constexpr):
+    """As the asm does it: one byte of one half."""
+    code = (words >> (16 * HALF + 4 * BYTE)) & 7
+    sign = (words >> (8 * BYTE + (7 - 4 * HALF))) & 1
+    magnitude = tl.where(code == 1, 8, 8 + 4 * code) + 8 * power
+    return tl.where(code == 0, 0, magnitude) | (sign << 7)
+
+
+@triton.jit
+def _byte(word, NUMBER: tl.constexpr):
+    return ((word >> (8 * NUMBER)) & 0xFF).to(tl.int8)
+
+
+@triton.jit
+def _columns(low, high):
+    """e4m3 [N, 8 W] of words [N, W] of the bytes of both halves.
+
+    Taken apart and joined by operations that the compiler undoes: a register stays what it was.
+    """
+    N: tl.constexpr = low.shape[0]
+    W: tl.constexpr = low.shape[1]
+    even = tl.join(tl.join(_byte(low, 0), _byte(high, 0)), tl.join(_byte(low, 2), _byte(high, 2)))
+    odd = tl.join(tl.join(_byte(low, 1), _byte(high, 1)), tl.join(_byte(low, 3), _byte(high, 3)))
+    # of word 4t + u: half h, byte 2 j1 + j0; [unit, t, u, h, j1, j0] to [unit, u, h, t, j1, j0]
+    bytes_ = tl.join(even, odd).reshape(N, W // 16, 4, 4, 2, 2, 2).permute(0, 1, 3, 4, 2, 5, 6)
+    return bytes_.reshape(N, W * 8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def widened(words, power):
+    """e4m3 [N, 8 W] of `words` [N, W] with the `power` [N, W] of each."""
+    if INTERPRET:
+        low = tl.zeros_like(words)
+        high = tl.zeros_like(words)
+        for byte in tl.static_range(4):
+            low = low | (_looked_up(words, power, 0, byte) << (8 * byte))
+            high = high | (_looked_up(words, power, 1, byte) << (8 * byte))
+        return _columns(low, high)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _WIDEN,
+            "=&r,=&r,r,r",
+            [words, power],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        return _columns(low, high)
+
+
+@triton.jit
+def open_words(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `moe_core.gemm.rows.open_weights`; B ends with (powers, their stride per expert and per step)."""
+    words, scales, stride_e, stride_n, scale_e, scale_half, scale_n, powers, power_e, power_k = B
+    given = (words, scales, stride_e, stride_n, scale_e, scale_half, scale_n)
+    rows, inside, scale, first = open_weights(given, expert, half, n, N, BLOCK_N)
+    columns = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
+    return rows, inside, scale, first, powers + expert.to(tl.int64) * power_e + columns, power_k
+
+
+@triton.jit
+def load_words(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Tile [BLOCK_N, BLOCK_K / 8] of words, and its powers [BLOCK_N]; rows are padded to whole steps."""
+    powers = tl.load(state[4] + k * state[5])
+    return weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K // 8, EVEN_N, True), powers
+
+
+@triton.jit
+def prefetch_words(state, K):
+    """Ask for the first columns of a tile's rows in L2."""
+    prefetch_rows(state[0], state[1], tl.cdiv(K, 128) * 64)
+
+
+@triton.jit
+def _of_groups(powers):
+    """[N, 4] of the bytes of `powers` [N]."""
+    even = tl.join(powers & 0xFF, (powers >> 16) & 0xFF)
+    odd = tl.join((powers >> 8) & 0xFF, (powers >> 24) & 0xFF)
+    return tl.join(even, odd).reshape(powers.shape[0], 4)
+
+
+@triton.jit
+def multiply_words(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + a @ b.T"""
+    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    numbers = widened(b, per_word(_of_groups(b_scale), b.shape[1], 1))
+    return acc + tl.dot(numbers, tl.trans(a), out_dtype=tl.float32)
+
+
+#: e4m3 activations with e2m1 weights
+E2M1 = replace(
+    E4M3,
+    open_weights=open_words,
+    load_weights=load_words,
+    prefetch_weights=prefetch_words,
+    multiply=multiply_words,
+    specialised=None,
+    packed=8,
+)

@@ -1,0 +1,56 @@
+"""Canonical MXFP4 weights as `moe_mxfp4.kernels.e4m3` reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from moe_core.gemm.marlin.words import order_words
+from moe_core.numerics import e8m0_to_float32
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_mxfp4.kernels.marlin_convert import GROUP, counting_groups
+
+#: power of a row's largest scale: 6 times 2^(11 - 5) is the largest number of e2m1 that e4m3 holds
+LARGEST = 11
+#: 2 to the power 0 stands for
+_BIAS = 5
+_NAN = 255
+
+
+@dataclass(frozen=True, eq=False)
+class E4m3Matrix:
+    """``words`` int32 [E, rows, words], ``scales`` float32 [E, rows, 1], ``powers`` int32 [E, steps, rows]."""
+
+    words: Tensor
+    scales: Tensor
+    powers: Tensor
+
+
+def convert_to_e4m3(codes: Tensor, scale: Tensor, columns: int) -> E4m3Matrix:
+    """One of the two matrices of canonical weights; see :class:`moe_core.weights.MoEWeights` for the tensors.
+
+    Groups whose scale is 2^-12 of their row's largest and less become zeros: at most 6/4096 of the largest value that
+    the other groups can hold.  Code 255 stays NaN.
+    """
+    exponents = scale.view(torch.uint8).short()
+    counting = counting_groups(codes, columns) | (exponents == _NAN)
+    top = torch.where(counting, exponents, 0).amax(dim=2)
+    powers = exponents - top[:, :, None] + LARGEST
+    kept = counting & (powers >= 0)
+    codes = _without(codes, kept)
+    powers = torch.where(kept, powers, 0).to(torch.uint8)
+    powers = F.pad(powers, (0, -powers.shape[2] % 4)).view(torch.int32)
+    scales = e8m0_to_float32(top.to(torch.uint8)) * 2.0 ** (_BIAS - LARGEST)
+    words = order_words(codes, columns, 4, order="e4m3")
+    return E4m3Matrix(words, scales[:, :, None], powers.transpose(1, 2).contiguous())
+
+
+def _without(codes: Tensor, kept: Tensor) -> Tensor:
+    """``codes`` with zeros in the groups that are not ``kept``."""
+    out = torch.empty_like(codes)
+    for target, one, keep in zip(out, codes, kept, strict=True):
+        mask = keep.repeat_interleave(GROUP // 2, dim=1)[:, : one.shape[1]]
+        torch.mul(one, mask, out=target)
+    return out
