@@ -131,6 +131,12 @@ def test_model_without_moe(tmp_path: Path) -> None:
         found(tmp_path, {"model.layers.0.mlp.gate_proj.weight": torch.zeros(2, 2)})
 
 
+def test_names_of_openai(tmp_path: Path) -> None:
+    tensors = {"block.0.mlp.mlp1_weight.blocks": torch.zeros(4, 64, 1, 16, dtype=torch.uint8)}
+    with pytest.raises(CheckpointError, match=r"mlp1_weight.blocks is gpt-oss under OpenAI's own names: the files"):
+        find_layer(Checkpoint.open(write(tmp_path, tensors)))
+
+
 def test_experts_that_are_pickled(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="no layer has MoE experts .*pytorch_model.bin.*never read.*convert"):

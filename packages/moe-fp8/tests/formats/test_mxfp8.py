@@ -16,6 +16,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "MiniMax": {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]},
     "MiniMax with blocks": {"quant_method": "mxfp8", "weight_block_size": [1, 32], "activation_scheme": "dynamic"},
     "AutoRound": {**AUTO_ROUND, "act_bits": 8, "act_data_type": "mx_fp_rceil", "extra_config": {}},
+    "AutoRound's other layers": {**AUTO_ROUND, "act_bits": 8, "extra_config": {"lm_head": {"bits": 16}}},
+    "AutoRound's experts": {
+        **AUTO_ROUND,
+        "bits": 4,
+        "act_bits": 4,
+        "extra_config": {"experts": {"bits": 8, "act_bits": 8}},
+    },
 }
 
 
@@ -52,6 +59,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "bits": ({**AUTO_ROUND, "bits": 4}, "data_type is 'mx_fp' with 4 bits, expected 'mx_fp' with 8"),
     "int": ({**AUTO_ROUND, "data_type": "int"}, "data_type is 'int' with 8 bits, expected 'mx_fp' with 8"),
+    "experts in 4 bits": (
+        {**AUTO_ROUND, "extra_config": {"experts": {"bits": 4}}},
+        "data_type is 'mx_fp' with 4 bits, e",
+    ),
     "group": ({**AUTO_ROUND, "group_size": 16}, "group_size is 16, expected 32"),
     "activations": ({**AUTO_ROUND, "act_bits": 4}, "act_data_type is 'mx_fp' with 4 bits, expected 'mx_fp' with 8"),
 }

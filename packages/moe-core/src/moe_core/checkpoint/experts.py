@@ -139,6 +139,9 @@ def find_layer(checkpoint: Checkpoint, index: int | None = None) -> LayerExperts
         kind = checkpoint.config.get("model_type")
         pickled = pickled_files(checkpoint.path)
         hint = f"; the experts may be in {', '.join(pickled[:3])}: {PICKLE_HINT}" if pickled else ""
+        first = next((name for name in checkpoint.names if ".mlp.mlp1_weight" in name), None)
+        if first is not None:
+            hint += f"; {first} is gpt-oss under OpenAI's own names: the files that transformers reads are expected"
         raise CheckpointError(
             f"{checkpoint.path}: no layer has MoE experts (model_type {kind!r}; no tensor is named "
             f"<block>.experts.<e>.<projection>.<suffix> or <block>.experts.<projection>){hint}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.config import FusedMoEConfig
@@ -72,6 +73,20 @@ def is_transposed(layer: LayerExperts) -> bool:
         return False
     (rows, cols), (down_rows, down_cols) = stored_matrix(layer, "gate_up"), stored_matrix(layer, "down")
     return (rows, cols) == (down_cols, 2 * down_rows)
+
+
+def is_interleaved(layer: LayerExperts) -> bool:
+    """Whether gate and up lie in one tensor whose rows are theirs in turns: gate 0, up 0, gate 1, … (gpt-oss)."""
+    if "gate_up" not in layer.projections:
+        return False
+    config = layer.checkpoint.config
+    inner = config.get("text_config")
+    return "gpt_oss" in (config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None)
+
+
+def gate_rows_first(rows: Tensor) -> Tensor:
+    """``rows`` [2N, ...] of gate and up in turns as gate rows, then up rows; a copy."""
+    return torch.cat((rows[0::2], rows[1::2]))
 
 
 def unquantized_reason(layer: LayerExperts) -> str | None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.format import CheckpointFormat, Keys
-from moe_core.checkpoint.matrices import ExpertMatrices, unquantized_reason
+from moe_core.checkpoint.matrices import ExpertMatrices, is_interleaved, unquantized_reason
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointError
 from moe_core.quant_key import QuantKey
@@ -57,7 +57,12 @@ Storage = TypeVar("Storage")
 
 
 class QuantizedFormat(CheckpointFormat, Generic[Storage]):
-    """See the module docstring."""
+    """See the module docstring.
+
+    ``interleaved``: the layout puts gate and up rows that are stored in turns in order.
+    """
+
+    interleaved: ClassVar[bool] = False
 
     @abstractmethod
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Storage | str:
@@ -82,7 +87,7 @@ class QuantizedFormat(CheckpointFormat, Generic[Storage]):
             return found
         if plain is not None:
             return plain
-        if "gate_up" in layer.projections and layer.checkpoint.config.get("model_type") == "gpt_oss":
+        if not self.interleaved and is_interleaved(layer):
             return "gpt-oss interleaves gate and up rows, expected gate rows first"
         return None
 

@@ -41,6 +41,17 @@ def refuse_zero_points(layer: LayerExperts, projection: str, suffix: str, expert
             raise CheckpointError(f"{name} holds values other than 0, expected symmetric weights and activations")
 
 
+def check_stated_shape(
+    layer: LayerExperts, projection: str, size: tuple[int, int], experts: Sequence[int], suffix: str = "weight_shape"
+) -> None:
+    """CheckpointError for a ``weight_shape`` that is not ``size``, [rows, cols] of the unpacked weight."""
+    for expert in experts:
+        stated = layer.tensor(expert, projection, suffix).flatten().tolist()
+        if stated != list(size):
+            name = layer.name(expert, projection, suffix)
+            raise CheckpointError(f"{name} says {stated}, expected {list(size)} as config.json has it")
+
+
 def refuse_mixed(
     layer: LayerExperts, projection: str, plain: Sequence[torch.dtype], quantised: Sequence[torch.dtype]
 ) -> None:

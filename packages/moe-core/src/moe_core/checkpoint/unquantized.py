@@ -3,6 +3,7 @@
 - ``experts.<e>.gate_proj|up_proj|down_proj.weight`` [N, K] and [K, N] (also w1, w3, w2), or up and down alone
 - ``experts.gate_up_proj`` [E, 2N, K] (gate rows, then up rows), ``experts.down_proj`` [E, K, N]
 - the same stored transposed, [E, K, 2N] and [E, N, K] (Llama 4, Qwen3-VL): 2N and N can't both be K, so shapes tell
+- gpt-oss: transposed, gate and up in turns (biases ``gate_up_proj_bias`` [E, 2N] too)
 
 No scheme runs them as they are; they are what is quantised at load (:mod:`moe_core.online`).
 """
@@ -10,6 +11,7 @@ No scheme runs them as they are; they are what is quantised at load (:mod:`moe_c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.format import CheckpointFormat, Keys, check_expert_tensor
-from moe_core.checkpoint.matrices import ExpertMatrices, is_transposed
+from moe_core.checkpoint.matrices import ExpertMatrices, gate_rows_first, is_interleaved, is_transposed
 from moe_core.checkpoint.values import Values, load_checked
 from moe_core.config import FusedMoEConfig
 from moe_core.weights import MoEWeights
@@ -40,8 +42,6 @@ class UnquantizedFormat(CheckpointFormat):
                     return f"{layer.name(0, projection, suffix)} is {stored}, expected 16-bit weights and biases alone"
             if not layer.has(projection, "weight"):
                 return f"{layer.prefix} has no weight of {projection}"
-        if "gate_up" in layer.projections and _model_type(layer) == "gpt_oss":
-            return "gpt-oss interleaves gate and up, expected gate rows first"
         return None
 
     def keys(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Keys:
@@ -65,6 +65,7 @@ class UnquantizedFormat(CheckpointFormat):
                 rows, cols = matrices.sizes[projection]
                 shape = (cols, rows) if transposed else (rows, cols)
                 check_expert_tensor(layer, projection, "weight", shape, _DTYPES if stored is None else (stored,), sized)
+            mixed = "gate_up" in projections and is_interleaved(layer)
             tensors[name] = load_checked(
                 layer,
                 projections,
@@ -72,22 +73,28 @@ class UnquantizedFormat(CheckpointFormat):
                 Values.FINITE,
                 experts=experts,
                 device=device,
-                arrange=_turned if transposed else None,
+                arrange=partial(_weight, transposed=transposed, mixed=mixed),
             )
             if any(layer.has(projection, "bias") for projection in projections):
                 for projection in projections:
                     check_expert_tensor(layer, projection, "bias", matrices.sizes[projection][:1], _DTYPES)
                 tensors[f"{name}_bias"] = load_checked(
-                    layer, projections, "bias", Values.FINITE, experts=experts, device=device, arrange=Tensor.float
+                    layer,
+                    projections,
+                    "bias",
+                    Values.FINITE,
+                    experts=experts,
+                    device=device,
+                    arrange=partial(_bias, mixed=mixed),
                 )
         return MoEWeights(weight_key=None, activation_key=None, **tensors)
 
 
-def _turned(stored: Tensor) -> Tensor:
-    return stored.mT
+def _weight(stored: Tensor, *, transposed: bool, mixed: bool) -> Tensor:
+    rows = stored.mT if transposed else stored
+    return gate_rows_first(rows) if mixed else rows
 
 
-def _model_type(layer: LayerExperts) -> object:
-    config = layer.checkpoint.config
-    inner = config.get("text_config")
-    return inner.get("model_type") if isinstance(inner, dict) else config.get("model_type")
+def _bias(stored: Tensor, *, mixed: bool) -> Tensor:
+    rows = stored.float()
+    return gate_rows_first(rows) if mixed else rows

@@ -1,7 +1,8 @@
 """MXFP8 by its own name: ``quant_method: mxfp8`` (MiniMax) and AutoRound's ``auto_round:llm_compressor`` export.
 
 Per expert and projection: ``weight`` e4m3 [N, K] and ``weight_scale`` or ``weight_scale_inv`` uint8 [N, K/32], e8m0
-exponents.  Activations are MXFP8, except where AutoRound's ``act_bits`` says 16.
+exponents.  Activations are MXFP8, except where AutoRound's ``act_bits`` says 16; its ``extra_config`` has other
+settings for some layers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.overrides import with_overrides
 from moe_core.checkpoint.quant_args import QuantEntries, short
 from moe_core.quant_key import kMxfp8Dynamic
 
@@ -49,7 +51,8 @@ class AutoRoundMxfp8Format(Fp8Format):
         method = quantization.get("quant_method")
         if method != "auto-round":
             return f"quant_method is {method!r}, expected 'auto-round'"
-        entries = QuantEntries(quantization, str(layer.checkpoint.path / "config.json"))
+        where = str(layer.checkpoint.path / "config.json")
+        entries = with_overrides(QuantEntries(quantization, where), "extra_config", layer)
         data_type, bits = entries.text("data_type", "int"), entries.integer("bits")
         if data_type is None or not data_type.startswith("mx_fp") or bits != 8:
             return f"data_type is {data_type!r} with {bits} bits, expected 'mx_fp' with 8"

@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.overrides import with_overrides
 from moe_core.checkpoint.quant_args import QuantEntries
 
 from moe_wna16.formats.awq_tensors import AwqTensors
 from moe_wna16.formats.gptq_tensors import GptqTensors, ZeroPoints
-from moe_wna16.formats.overrides import with_overrides
 from moe_wna16.formats.settings import BITS, group_size, said
 from moe_wna16.formats.stored import Stored
 from moe_wna16.formats.wna16_format import WNA16Format

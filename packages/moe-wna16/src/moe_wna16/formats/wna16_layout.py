@@ -17,7 +17,7 @@ from moe_core import CheckpointError, CheckpointWarning
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.format import BadValuesError, check_expert_tensor, load_stacked
 from moe_core.checkpoint.matrices import ExpertMatrices, module_name
-from moe_core.checkpoint.suffixes import INPUT_SCALES, refuse_zero_points
+from moe_core.checkpoint.suffixes import INPUT_SCALES, check_stated_shape, refuse_zero_points
 from moe_core.checkpoint.values import Values, load_checked
 from moe_core.quant_key import QuantKey, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym
 from moe_core.quantization import dequantize_weight
@@ -144,19 +144,12 @@ class WNA16Layout:
                 text = f"{name} is not used: activations are {activations} ({self.storage.why})"
                 warnings.warn(text, CheckpointWarning, stacklevel=2)
             elif suffix == "weight_shape":
-                self._check_stated_shape(projection, size, experts)
+                check_stated_shape(layer, projection, size, experts)
             else:
                 kind = layer.stored_dtype(projection, suffix)
                 raise CheckpointError(
                     f"{name} is {kind}: experts of this format have no such tensor ({self.storage.why})"
                 )
-
-    def _check_stated_shape(self, projection: str, size: tuple[int, int], experts: Sequence[int]) -> None:
-        for expert in experts:
-            stated = self.layer.tensor(expert, projection, "weight_shape").flatten().tolist()
-            if stated != list(size):
-                name = self.layer.name(expert, projection, "weight_shape")
-                raise CheckpointError(f"{name} says {stated}, expected {list(size)} as config.json has it")
 
     def _missing(self, projection: str, suffix: str) -> CheckpointError:
         self._refuse_unquantised(projection)

@@ -10,13 +10,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moe_core import CheckpointError
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.matrices import module_name
 from moe_core.checkpoint.quant_args import QuantEntries, short
+from moe_core.errors import CheckpointError
 
 #: the entries that decide how tensors are read
-_DECISIVE = ("bits", "group_size", "sym", "data_type", "act_bits", "desc_act")
+_DECISIVE = ("bits", "group_size", "sym", "data_type", "act_bits", "act_data_type", "desc_act")
 _META = re.compile(r"[\^$|()\[\]?+*\\{}]")
 #: longer patterns are refused before they are compiled
 _LONGEST_PATTERN = 1000
