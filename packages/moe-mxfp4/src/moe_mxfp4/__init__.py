@@ -1,5 +1,6 @@
 """MXFP4 mixture-of-experts for moe-core: e2m1 weights in groups of 32, with 16-bit, MXFP8, FP8 or MXFP4 activations."""
 
+from moe_mxfp4.online import quantize_moe_weights
 from moe_mxfp4.oracle import (
     Mxfp4MoeBackend,
     Mxfp4Oracle,
@@ -19,5 +20,6 @@ __all__ = [
     "make_mxfp4_moe_kernel",
     "make_mxfp4_moe_quant_config",
     "mxfp4_round_up_hidden_size_and_intermediate_size",
+    "quantize_moe_weights",
     "select_mxfp4_moe_backend",
 ]

@@ -1,0 +1,90 @@
+"""compressed-tensors (llm-compressor): ``mxfp4-pack-quantized`` experts.
+
+Per expert and projection ``weight_packed`` uint8 [N, K/2], two codes in a byte, the even column low, ``weight_scale``
+uint8 [N, K/32], e8m0, and for gpt-oss ``bias`` [N].  ``input_activations``:
+
+==============================================  ==============================================
+null                                            16-bit activations (MXFP4A16)
+float4 in groups of 32, e8m0 scales             MXFP4 (MXFP4)
+float8 in groups of 32, e8m0 scales             MXFP8
+float8 in groups of 128                         e4m3, one scale per token and 128 (MXFP4xFP8)
+float8 by token                                 e4m3, one scale per token
+float8 by tensor, static                        e4m3, ``input_scale``
+==============================================  ==============================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_core.checkpoint.compressed_tensors import QuantArgs, quant_group
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.quant_key import (
+    QuantKey,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+    kMxfp4Dynamic,
+    kMxfp8Dynamic,
+)
+
+from moe_mxfp4.formats.mxfp4_experts import Mxfp4Format
+from moe_mxfp4.formats.mxfp4_layout import GROUP, Mxfp4Storage
+
+_FORMAT = "mxfp4-pack-quantized"
+#: (bits, strategy, group size, e8m0 scales, dynamic) of the activations that are read
+_ACTIVATIONS: dict[tuple[int, str, int | None, bool, bool], QuantKey] = {
+    (4, "group", GROUP, True, True): kMxfp4Dynamic,
+    (8, "group", GROUP, True, True): kMxfp8Dynamic,
+    (8, "group", 128, False, True): kFp8Dynamic128Sym,
+    (8, "token", None, False, True): kFp8DynamicTokenSym,
+    (8, "tensor", None, False, False): kFp8StaticTensorSym,
+}
+
+
+class CompressedTensorsMxfp4Format(Mxfp4Format):
+    """See the module docstring."""
+
+    name = "compressed-tensors mxfp4-pack-quantized"
+    quant_methods = ("compressed-tensors",)
+
+    def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Mxfp4Storage | str:
+        method = quantization.get("quant_method")
+        if method != "compressed-tensors":
+            return f"quant_method is {method!r}, expected 'compressed-tensors'"
+        group = quant_group(quantization, layer)
+        weights = group.weights
+        if weights.type != "float" or weights.num_bits != 4:
+            return f"{group.where} has {weights.type}{weights.num_bits} weights, expected float4"
+        if group.format not in (_FORMAT, None):
+            return f"format is {group.format!r}, expected {_FORMAT!r}"
+        if weights.strategy != "group" or weights.group_size != GROUP or not _exponents(weights):
+            scales = "" if weights.scale_dtype is None else f" with {weights.scale_dtype} scales"
+            return f"{weights.where} is {weights}{scales}, expected groups of {GROUP} with torch.uint8 scales"
+        if not weights.symmetric or weights.dynamic is not False:
+            found = "asymmetric" if weights.dynamic is False else "dynamic"
+            return f"{weights.where} is {found}, expected symmetric and static"
+        activation = None if group.inputs is None else _activation(group.inputs)
+        if isinstance(activation, str):
+            return activation
+        inputs = "16-bit activations" if group.inputs is None else f"{group.inputs} activations"
+        return Mxfp4Storage(activation, f"{weights} weights with {inputs}: {group.where}", weight="weight_packed")
+
+
+def _exponents(args: QuantArgs) -> bool:
+    """Whether scales are e8m0 exponents; 4 bits in groups of 32 have no others."""
+    return args.scale_dtype == "torch.uint8" or (args.scale_dtype is None and args.num_bits == 4)
+
+
+def _activation(args: QuantArgs) -> QuantKey | str:
+    """The activation key, or why there is none."""
+    size = args.group_size if args.strategy == "group" else None
+    kind = (args.num_bits, args.strategy, size, _exponents(args), args.dynamic is True)
+    found = _ACTIVATIONS.get(kind) if args.dynamic in (True, False) else None
+    if found is None or args.type != "float" or not args.symmetric:
+        return (
+            f"{args.where} is {args}, expected symmetric float8 in groups of 128 or of 32 with torch.uint8 scales, by "
+            "token, or static by tensor; or float4 in groups of 32"
+        )
+    return found

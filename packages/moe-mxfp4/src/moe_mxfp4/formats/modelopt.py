@@ -1,0 +1,57 @@
+"""NVIDIA ModelOpt: MXFP4, W4A8_MXFP4_FP8 and their relatives (any letter case).
+
+Per expert and projection ``weight`` uint8 [N, K/2], two codes in a byte, the even column low, and ``weight_scale``
+uint8 [N, K/32], e8m0.
+
+==========================  =========================================================
+``quant_algo``              activations
+==========================  =========================================================
+MXFP4                       MXFP4
+W4A8_MXFP4_FP8              e4m3, one static scale per tensor: ``input_scale`` []
+W4A8_MXFP4_MXFP8            MXFP8
+W4A16_MXFP4                 16 bits
+==========================  =========================================================
+
+ModelOpt writes the first two, TensorRT-LLM names the others.  "mxfp4" is what ModelOpt writes of its preset
+``MXFP4_DEFAULT_CFG``, which quantises inputs like weights, and of ``MXFP4_MLP_WEIGHT_ONLY_CFG``, which does not; its
+files don't tell them apart, and the preset of that name is taken.  ``W4A8_MXFP4_FP8_CFG`` has inputs of e4m3 without
+blocks, calibrated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.modelopt import is_modelopt, quant_algo, unknown_algo
+from moe_core.quant_key import QuantKey, kFp8StaticTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
+
+from moe_mxfp4.formats.mxfp4_experts import Mxfp4Format
+from moe_mxfp4.formats.mxfp4_layout import GROUP, Mxfp4Storage
+
+_ALGORITHMS: dict[str, QuantKey | None] = {
+    "MXFP4": kMxfp4Dynamic,
+    "W4A8_MXFP4_FP8": kFp8StaticTensorSym,
+    "W4A8_MXFP4_MXFP8": kMxfp8Dynamic,
+    "W4A16_MXFP4": None,
+}
+
+
+class ModelOptMxfp4Format(Mxfp4Format):
+    """See the module docstring."""
+
+    name = "ModelOpt MXFP4"
+    quant_methods = ("modelopt",)
+
+    def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Mxfp4Storage | str:
+        if not is_modelopt(quantization):
+            return f"quant_method is {quantization.get('quant_method')!r}, expected 'modelopt'"
+        algorithm, entries = quant_algo(quantization, layer)
+        if algorithm not in _ALGORITHMS:
+            *first, last = _ALGORITHMS
+            return unknown_algo(algorithm, f"{', '.join(first)} or {last}")
+        size = entries.integer("group_size", GROUP, least=0)
+        if size not in (0, GROUP):
+            return f"group_size is {size} for {algorithm}, expected {GROUP}"
+        return Mxfp4Storage(_ALGORITHMS[algorithm], f"MXFP4 weights: quant_algo {algorithm}")

@@ -1,0 +1,238 @@
+"""How e2m1 experts and their e8m0 scales lie in a checkpoint: checked, and brought into the canonical form.
+
+Every tool keeps two codes in a byte, the even column low, and 32 columns per scale, so that bytes are moved and none is
+changed.  What differs:
+
+===================  ===================  =====================  ==========================
+weight               scale                shape of the weight    tools
+===================  ===================  =====================  ==========================
+``blocks``           ``scales``           [rows, cols/32, 16]    gpt-oss (all experts at once)
+``weight_packed``    ``weight_scale``     [rows, cols/2]         compressed-tensors, AutoRound
+``weight``           ``weight_scale``     [rows, cols/2]         Quark, ModelOpt
+===================  ===================  =====================  ==========================
+
+gpt-oss has gate and up rows in turns, with every tool that keeps both in one tensor.
+
+Gate and up read the same activations, so their static activation scales, where they differ, become their maximum, the
+only one of the two with which neither clips.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from moe_core import CheckpointError, CheckpointWarning
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.format import check_expert_tensor, load_stacked
+from moe_core.checkpoint.matrices import ExpertMatrices, gate_rows_first, is_interleaved, module_name
+from moe_core.checkpoint.suffixes import (
+    INPUT_SCALES,
+    ZERO_POINTS,
+    check_stated_shape,
+    one_suffix,
+    refuse_zero_points,
+)
+from moe_core.checkpoint.values import Values, load_checked
+from moe_core.quant_key import QuantKey, kMxfp4Static
+from torch import Tensor
+
+#: columns that share a scale, and bytes of their codes
+GROUP, GROUP_BYTES = 32, 16
+#: suffixes of the codes and of their scales
+WEIGHTS = ("blocks", "weight_packed", "weight")
+SCALES = ("scales", "weight_scale", "weight_scale_inv", "scale")
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+
+
+@dataclass(frozen=True)
+class Mxfp4Storage:
+    """How one layer's experts are quantised, as their format's config says.
+
+    - ``activation``: key of the activations, None for 16-bit ones
+    - ``why``: where that is said, for messages ("quant_algo W4A8_MXFP4_FP8")
+    - ``weight``, ``scale``: usual suffixes, for messages
+    """
+
+    activation: QuantKey | None
+    why: str
+    weight: str = "weight"
+    scale: str = "weight_scale"
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4Layout:
+    """How the layer's matrices and their scales lie.  ``mixed``: gate and up rows are stored in turns."""
+
+    storage: Mxfp4Storage
+    layer: LayerExperts
+    mixed: bool
+
+    @staticmethod
+    def of(storage: Mxfp4Storage, layer: LayerExperts) -> Mxfp4Layout:
+        # other models keep no such tensors: a config of another name is a relative of gpt-oss
+        blocks = any(layer.has(projection, "blocks") for projection in layer.projections)
+        return Mxfp4Layout(storage, layer, is_interleaved(layer) or ("gate_up" in layer.projections and blocks))
+
+    @property
+    def key(self) -> QuantKey:
+        return kMxfp4Static
+
+    @property
+    def activation(self) -> QuantKey | None:
+        return self.storage.activation
+
+    # ------------------------------------------------------------------ names, shapes and dtypes
+
+    def check(self, projection: str, size: tuple[int, int], experts: Sequence[int], *, has_bias: bool) -> None:
+        """Names, shapes and dtypes of everything that belongs to the projection, a [rows, cols] matrix."""
+        layer = self.layer
+        rows, cols = size
+        sized = f"hidden size and intermediate size of {layer.checkpoint.path / 'config.json'}"
+        weight = self._weight(projection)
+        if layer.dtype(projection, weight) in _FLOATS:
+            raise self._unquantised(projection, weight)
+        if cols % (GROUP if weight == "blocks" else 2):
+            holds = "blocks hold 32 columns" if weight == "blocks" else "a byte holds 2 columns"
+            raise CheckpointError(f"{layer.name(0, projection, weight)}: {holds}, and the matrix has {cols} ({sized})")
+        flat = (rows, cols // 2)
+        shape = (rows, cols // GROUP, GROUP_BYTES) if weight == "blocks" else flat
+        why = f"two codes in a byte; {sized}"
+        check_expert_tensor(layer, projection, weight, shape, (torch.uint8,), why, also=(flat,))
+        scale = self._scale(projection)
+        groups = (rows, -(-cols // GROUP))
+        check_expert_tensor(layer, projection, scale, groups, _EXPONENTS, f"one e8m0 scale per 32 columns; {sized}")
+        if self._is_static:
+            static = one_suffix(layer, projection, INPUT_SCALES)
+            if static is None:
+                raise self._missing(projection, INPUT_SCALES[0])
+            one = "one scale of all activations"
+            check_expert_tensor(layer, projection, static, (), _FLOATS, one, also=((1,), (1, 1)))
+        if has_bias:
+            if not layer.has(projection, "bias"):
+                raise self._missing(projection, "bias")
+            check_expert_tensor(layer, projection, "bias", (rows,), _FLOATS, sized)
+        self._check_others(projection, size, (weight, scale, "bias"), experts)
+
+    @property
+    def _is_static(self) -> bool:
+        return self.storage.activation is not None and self.storage.activation.is_static
+
+    def _weight(self, projection: str) -> str:
+        """Suffix of the codes; CheckpointError where there are none, or two."""
+        found = one_suffix(self.layer, projection, WEIGHTS)
+        if found is None:
+            raise self._missing(projection, self._usual(WEIGHTS, self.storage.weight))
+        return found
+
+    def _scale(self, projection: str) -> str:
+        found = one_suffix(self.layer, projection, SCALES)
+        if found is None:
+            raise self._missing(projection, self._usual(SCALES, self.storage.scale))
+        return found
+
+    def _usual(self, suffixes: Sequence[str], otherwise: str) -> str:
+        """The one of ``suffixes`` that other projections have."""
+        layer = self.layer
+        return next((s for s in suffixes for p in sorted(layer.projections) if layer.has(p, s)), otherwise)
+
+    def _missing(self, projection: str, suffix: str) -> CheckpointError:
+        layer = self.layer
+        # stacked tensors have no module of their own: their suffix follows an underscore
+        separator = "_" if layer.stacked_names else "."
+        name = f"{module_name(layer, projection)}{separator}{suffix}"
+        return CheckpointError(f"{name} is missing in {layer.checkpoint.path} ({self.storage.why})")
+
+    def _unquantised(self, projection: str, weight: str) -> CheckpointError:
+        """A projection in 16 bits beside quantised ones: tools leave matrices alone whose sizes don't fit groups."""
+        layer = self.layer
+        name, found = layer.name(0, projection, weight), layer.dtype(projection, weight)
+        text = f"{name} has dtype {str(found).removeprefix('torch.')}, expected uint8"
+        for other in sorted(layer.projections):
+            suffix = one_suffix(layer, other, WEIGHTS)
+            if suffix is not None and layer.dtype(other, suffix) is torch.uint8:
+                text += f" as {layer.name(0, other, suffix)}: all matrices of a layer's experts must be quantised alike"
+                break
+        return CheckpointError(f"{text} ({self.storage.why})")
+
+    def _check_others(
+        self, projection: str, size: tuple[int, int], used: Sequence[str], experts: Sequence[int]
+    ) -> None:
+        """No tensor is left out that would change the values."""
+        layer, storage = self.layer, self.storage
+        for suffix in layer.suffixes(projection):
+            if suffix in used:
+                continue
+            name = layer.name(0, projection, suffix)
+            if suffix in INPUT_SCALES:
+                if not self._is_static:
+                    activations = storage.activation or "not quantised"
+                    text = f"{name} is not used: activations are {activations} ({storage.why})"
+                    warnings.warn(text, CheckpointWarning, stacklevel=2)
+            elif suffix in ZERO_POINTS:
+                refuse_zero_points(layer, projection, suffix, experts)
+            elif suffix == "weight_shape":
+                check_stated_shape(layer, projection, size, experts)
+            else:
+                stored = layer.stored_dtype(projection, suffix)
+                raise CheckpointError(f"{name} is {stored}: no MXFP4 format has such a tensor ({storage.why})")
+
+    # ------------------------------------------------------------------ values
+
+    def load(
+        self,
+        name: str,
+        projections: tuple[str, ...],
+        matrices: ExpertMatrices,
+        experts: Sequence[int],
+        device: torch.device | str,
+        *,
+        has_bias: bool,
+    ) -> dict[str, Tensor]:
+        """The canonical tensors of w13 or w2 (``name``), whose matrices lie in ``projections``."""
+        layer = self.layer
+        mixed = self.mixed and "gate_up" in projections
+
+        def in_order(rows: Tensor) -> Tensor:
+            return gate_rows_first(rows) if mixed else rows
+
+        def codes(stored: Tensor) -> Tensor:
+            return in_order(stored.flatten(1))
+
+        def exponents(stored: Tensor) -> Tensor:
+            return in_order(stored.view(torch.uint8))
+
+        def biases(stored: Tensor) -> Tensor:
+            return in_order(stored.float())
+
+        weight, scale = self._weight(projections[0]), self._scale(projections[0])
+        tensors = {
+            # every code is a number: there is nothing to look for
+            name: load_stacked(
+                layer, projections, weight, experts=experts, device=device, arrange=codes, on_device=True
+            ),
+            f"{name}_scale": load_checked(
+                layer, projections, scale, Values.SCALE, experts=experts, device=device, arrange=exponents
+            ),
+        }
+        if self._is_static:
+            static = one_suffix(layer, projections[0], INPUT_SCALES) or INPUT_SCALES[0]
+            both = load_checked(
+                layer,
+                projections,
+                static,
+                Values.POSITIVE,
+                experts=experts,
+                device=device,
+                arrange=lambda stored: stored.float().reshape(1),
+            )
+            tensors[f"{name}_input_scale"] = both.amax(dim=1)
+        if has_bias:
+            tensors[f"{name}_bias"] = load_checked(
+                layer, projections, "bias", Values.FINITE, experts=experts, device=device, arrange=biases
+            )
+        return tensors

@@ -1,0 +1,36 @@
+"""MXFP4 from 16-bit experts, at load.
+
+The scale of 32 columns is ``amax / 6`` rounded *up* to a power of two, so that no weight saturates; codes are rounded
+to nearest, ties to even (:mod:`moe_core.quantization`).  Other tools round ``amax`` to a power of two first and divide
+by 4, which lets weights between 6 and 7 times the scale saturate.
+
+===============  ====================================
+name             activations
+===============  ====================================
+mxfp4            16 bits
+mxfp4_mxfp8      e4m3, e8m0, one per token and 32
+mxfp4_fp8        e4m3, one scale per token
+===============  ====================================
+"""
+
+from __future__ import annotations
+
+from moe_core import MoEWeights, kFp8DynamicTokenSym, kMxfp4Static, kMxfp8Dynamic, registry
+from moe_core.online import OnlineQuantization
+
+#: What the scheme mxfp4 makes of 16-bit experts.
+ONLINE = (
+    OnlineQuantization("mxfp4", "mxfp4", kMxfp4Static, None),
+    OnlineQuantization("mxfp4_mxfp8", "mxfp4", kMxfp4Static, kMxfp8Dynamic),
+    OnlineQuantization("mxfp4_fp8", "mxfp4", kMxfp4Static, kFp8DynamicTokenSym),
+)
+
+
+def quantize_moe_weights(weights: MoEWeights, quantize: str | OnlineQuantization = "mxfp4") -> MoEWeights:
+    """Canonical 16-bit ``weights`` (bfloat16, float16 or float32) in the canonical form of ``quantize``.
+
+    ``w13`` [E, 2N, K] (or [E, N, K] without a gate) and ``w2`` [E, K, N] become e2m1 codes, two in a byte, with uint8
+    e8m0 scales [E, rows, ceil(columns/32)]; biases are carried through.
+    Raises TensorError for weights that are quantised already, ConfigError for an unknown name.
+    """
+    return registry().online(quantize).quantize(weights)

@@ -1,0 +1,77 @@
+"""A small checkpoint in the format of OpenAI's gpt-oss releases, with random weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from moe_core import kMxfp4Static
+from moe_core.quantization import quantize_weight
+from torch import Tensor
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 512, 256, 16, 4, 2
+
+CONFIG = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "experts_per_token": TOP_K,
+    "hidden_act": "silu",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "model_type": "gpt_oss",
+    "num_experts_per_tok": TOP_K,
+    "num_hidden_layers": LAYERS,
+    "num_local_experts": EXPERTS,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "swiglu_limit": 7.0,
+}
+
+
+def layer_tensors(layer: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """The MoE block of one layer: router, and for all experts blocks of codes, scales and biases."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
+
+    prefix = f"model.layers.{layer}.mlp"
+    tensors = {
+        f"{prefix}.router.weight": normal(EXPERTS, HIDDEN).bfloat16(),
+        f"{prefix}.router.bias": normal(EXPERTS).bfloat16(),
+        f"model.layers.{layer}.post_attention_layernorm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
+    }
+    for projection, rows, cols in (("gate_up_proj", 2 * INTERMEDIATE, HIDDEN), ("down_proj", HIDDEN, INTERMEDIATE)):
+        name = f"{prefix}.experts.{projection}"
+        # rows are drawn alike, so that every order of them is as good
+        codes, scale, _ = quantize_weight(normal(EXPERTS, rows, cols), kMxfp4Static)
+        tensors[f"{name}_blocks"] = codes.view(EXPERTS, rows, cols // 32, 16)
+        tensors[f"{name}_scales"] = scale
+        tensors[f"{name}_bias"] = normal(EXPERTS, rows).bfloat16()
+    return tensors
+
+
+def write_checkpoint(folder: Path, seed: int = 0) -> None:
+    """Write config.json, one shard per layer, and their index into ``folder``."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for layer in range(LAYERS):
+        tensors = layer_tensors(layer, generator)
+        shard = f"model-{layer:05d}-of-{LAYERS - 1:05d}.safetensors"
+        save_file(tensors, folder / shard, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, shard)
+        total += sum(t.numel() * t.element_size() for t in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
