@@ -23,14 +23,16 @@ def portable_plan(
     dtype_bytes: int = 2,
     group_size: int = 128,
     permuted: bool = False,
+    scaled_steps: bool = False,
     capability: int = 90,
 ) -> TilePlan:
     """The plan for ``tokens`` x ``top_k`` pairs over ``num_experts`` (all of the layer, local or not).
 
     ``dtype_bytes`` of the activations; ``group_size`` columns share a scale (-1: all), each group's sum is scaled by
-    itself; ``permuted``: each column has scales of its own; ``capability`` 90 for sm_90, 0 for no NVIDIA GPU.
+    itself; ``permuted``: each column has scales of its own; ``scaled_steps``: so have the activations of each step;
+    ``capability`` 90 for sm_90, 0 for no NVIDIA GPU.
     """
-    stepwise = group_size != -1
+    stepwise = group_size != -1 or scaled_steps
     mean = tokens * top_k / num_experts
     if dtype_bytes == 4:
         # no matrix units: a small tile keeps the operands in registers
@@ -55,8 +57,8 @@ def portable_plan(
         # where launches are a good part of the time; else programs that come early only take bandwidth
         return TilePlan(up, down, up.split > 1 or (tokens * top_k <= 64 and down_steps > 2))
     if mean <= 24:
-        # four products of a step take the registers of four warps
-        config = TileConfig(32, BLOCK_N, 8 if group_size == 32 else 4, 3, 1, True, True)
+        # four products of a step, or scales of its columns, take the registers of four warps
+        config = TileConfig(32, BLOCK_N, 8 if group_size == 32 or scaled_steps else 4, 3, 1, True, True)
         return TilePlan(config, config)
     few = TileConfig(64, BLOCK_N, 8, 3, 8, swap=True, tma=True)
     if mean <= 48 or stepwise:
