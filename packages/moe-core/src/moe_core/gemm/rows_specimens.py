@@ -18,6 +18,7 @@ from moe_core.lora import LoRA, LoRAWeights
 from moe_core.testing.compile import Specimen
 
 if TYPE_CHECKING:
+    from moe_core.gemm.launch import Activation
     from moe_core.gemm.rows_moe import RowFunctions
 
 #: name, experts, top-k, hidden size, intermediate size
@@ -93,9 +94,15 @@ def row_layer(
     raw: bool = True,
     scale_dtype: torch.dtype = torch.float32,
     extra: Callable[[int], tuple[Any, ...]] = lambda rows: (),
+    weights: Callable[[int, int], Tensor] | None = None,
+    activation: Activation | None = None,
     adapted: bool = False,
 ) -> None:
-    """One call on meta tensors; ``extra``: of weights with so many rows, see `row_fused_moe`; ``adapted``: by LoRA."""
+    """One call on meta tensors.
+
+    ``weights`` (rows, columns) where they are not bytes of the functions' dtype; ``extra``: of weights with so many
+    rows, see `row_fused_moe`; ``activation`` where it is neither silu nor relu2_no_mul; ``adapted``: by LoRA.
+    """
     from moe_core.gemm.launch import Activation
     from moe_core.gemm.rows_moe import ActivationScales, row_fused_moe
     from moe_core.gemm.workspaces import row_workspaces
@@ -111,9 +118,14 @@ def row_layer(
 
     parts = 2 if gated else 1
     static = meta(experts, dtype=scale_dtype) if kind == "static" else None
-    activation = MoEActivation.SILU if gated else MoEActivation.RELU2_NO_MUL
+    kind_of = MoEActivation.SILU if gated else MoEActivation.RELU2_NO_MUL
     rows = (experts, tokens) if batched else (tokens,)
-    lora = adapters_for(experts, top_k, hidden, size, activation, rows) if adapted else None
+    lora = adapters_for(experts, top_k, hidden, size, kind_of, rows) if adapted else None
+    if weights is None:
+
+        def weights(rows: int, columns: int) -> Tensor:
+            return meta(experts, rows, columns, dtype=functions.dtype)
+
     specs = row_workspaces(
         functions.dtype,
         tokens,
@@ -132,15 +144,15 @@ def row_layer(
     row_fused_moe(
         functions,
         meta(*shape),
-        meta(experts, parts * size, hidden, dtype=functions.dtype),
-        meta(experts, hidden, size, dtype=functions.dtype),
+        weights(parts * size, hidden),
+        weights(hidden, size),
         w13_scale=scale(parts * size, parts),
         w2_scale=scale(hidden, 1),
         activation_scales=ActivationScales(kind, static, static),
         out=meta(*shape),
         workspace={spec.name: meta(*spec.shape, dtype=spec.dtype) for spec in specs},
         plan=plan,
-        activation=Activation(activation.value),
+        activation=activation or Activation(kind_of.value),
         topk_weights=None if batched else meta(tokens, 1 if on_input else top_k, dtype=torch.float32),
         topk_ids=None if batched else meta(tokens, 1 if on_input else top_k, dtype=torch.int32),
         expert_num_tokens=meta(experts, dtype=torch.int32) if batched else None,

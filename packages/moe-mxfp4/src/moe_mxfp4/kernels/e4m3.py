@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import triton
 import triton.language as tl
-from moe_core.gemm.marlin.operand import per_word
+from moe_core.gemm.marlin.operand import FEW, per_word
 from moe_core.gemm.narrow import INTERPRET
 from moe_core.gemm.rows import open_weights
 from moe_core.gemm.rows_e4m3 import E4M3
@@ -129,7 +129,12 @@ def multiply_words(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + a @ b.T"""
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
     numbers = widened(b, per_word(_of_groups(b_scale), b.shape[1], 1))
-    return acc + tl.dot(numbers, tl.trans(a), out_dtype=tl.float32)
+    if acc.shape[1] <= FEW:
+        # summed step by step: Hopper's units keep fewer bits of a running sum
+        return acc + tl.dot(numbers, tl.trans(a), out_dtype=tl.float32)
+    else:
+        # two sums of a step have no room in the registers
+        return tl.dot(numbers, tl.trans(a), acc, out_dtype=tl.float32)
 
 
 #: e4m3 activations with e2m1 weights
