@@ -35,9 +35,11 @@ class Mxfp4MoeBackend(str, Enum):
     """Backends of this package; other packages' backends are named by their entry points."""
 
     FLASHINFER_TRTLLM = "flashinfer_trtllm"
+    FLASHINFER_CUTLASS = "flashinfer_cutlass"
     MARLIN = "marlin"
     BATCHED_MARLIN = "batched_marlin"
     TRITON = "triton"
+    TRITON_KERNELS = "triton_kernels"
     TORCH = "torch"
 
 
@@ -46,6 +48,22 @@ class Mxfp4Oracle(Oracle):
 
     scheme = "mxfp4"
     backends = (
+        Backend(
+            Mxfp4MoeBackend.FLASHINFER_TRTLLM.value,
+            (
+                "moe_mxfp4.experts.flashinfer_trtllm:TrtLlmMxfp4ExpertsMonolithic",
+                "moe_mxfp4.experts.flashinfer_trtllm:TrtLlmMxfp4ExpertsModular",
+            ),
+            "moe-mxfp4",
+        ),
+        Backend(
+            Mxfp4MoeBackend.FLASHINFER_CUTLASS.value,
+            (
+                "moe_mxfp4.experts.flashinfer_cutlass:FlashInferCutlassMxfp4Bf16Experts",
+                "moe_mxfp4.experts.flashinfer_cutlass:FlashInferCutlassMxfp4Mxfp8Experts",
+            ),
+            "moe-mxfp4",
+        ),
         Backend(
             Mxfp4MoeBackend.MARLIN.value,
             ("moe_mxfp4.experts.marlin:MarlinMxfp4Experts", "moe_mxfp4.experts.marlin_fp8:MarlinMxfp4Fp8Experts"),
@@ -56,6 +74,8 @@ class Mxfp4Oracle(Oracle):
             ("moe_mxfp4.experts.marlin:BatchedMarlinMxfp4Experts",),
             "moe-mxfp4",
         ),
+        Backend(Mxfp4MoeBackend.TRITON.value, ("moe_mxfp4.experts.triton:TritonMxfp4Experts",), "moe-mxfp4"),
+        Backend(Mxfp4MoeBackend.TRITON_KERNELS.value, ("moe_mxfp4.experts.oai_triton:OAITritonExperts",), "moe-mxfp4"),
         Backend(Mxfp4MoeBackend.TORCH.value, ("moe_mxfp4.experts.torch:TorchMxfp4Experts",), "moe-mxfp4"),
     )
 

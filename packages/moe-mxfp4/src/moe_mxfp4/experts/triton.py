@@ -101,6 +101,7 @@ class TritonMxfp4Experts(GroupedExperts):
             config.intermediate_size,
             dtype_bytes=4 if self.short_steps else 2,
             group_size=-1,
+            scaled_numbers=True,
             scaled_steps=self.kind is ActivationKind.BLOCK,
             capability=self.device_info.capability,
         )

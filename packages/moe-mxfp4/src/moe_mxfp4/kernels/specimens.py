@@ -61,6 +61,7 @@ class _Kind:
             size,
             dtype_bytes=4 if self.is_wide else 2,
             group_size=-1,
+            scaled_numbers=True,
             scaled_steps=self.activations is ActivationKind.BLOCK,
             capability=capability,
         )

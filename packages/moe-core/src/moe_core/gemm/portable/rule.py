@@ -23,14 +23,15 @@ def portable_plan(
     dtype_bytes: int = 2,
     group_size: int = 128,
     permuted: bool = False,
+    scaled_numbers: bool = False,
     scaled_steps: bool = False,
     capability: int = 90,
 ) -> TilePlan:
     """The plan for ``tokens`` x ``top_k`` pairs over ``num_experts`` (all of the layer, local or not).
 
     ``dtype_bytes`` of the activations; ``group_size`` columns share a scale (-1: all), each group's sum is scaled by
-    itself; ``permuted``: each column has scales of its own; ``scaled_steps``: so have the activations of each step;
-    ``capability`` 90 for sm_90, 0 for no NVIDIA GPU.
+    itself; ``permuted``: each column has scales of its own; ``scaled_numbers``: scales enter the products, not their
+    sums; ``scaled_steps``: the activations of each step have scales; ``capability`` 90 for sm_90, 0 for no NVIDIA GPU.
     """
     stepwise = group_size != -1 or scaled_steps
     mean = tokens * top_k / num_experts
@@ -41,7 +42,8 @@ def portable_plan(
     if capability < 90 or capability >= 120 or permuted:
         # about 100 KB of shared memory per program; scales of columns are gathered, which no pipeline hides
         # where no NVIDIA GPU is meant, products of a step spill beside sums of 32 rows
-        rows = 16 if mean <= 12 or (stepwise and not capability) else 32 if mean <= 24 or stepwise else 64
+        narrow = stepwise or scaled_numbers
+        rows = 16 if mean <= 12 or (narrow and not capability) else 32 if mean <= 24 or narrow else 64
         config = TileConfig(rows, BLOCK_N, 8, 2, 1 if rows == 16 else 8, swap=True)
         return TilePlan(config, config, capability >= 90)
     if mean <= 12:
