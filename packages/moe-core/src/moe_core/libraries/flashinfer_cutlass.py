@@ -53,6 +53,12 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
 
     #: dtype as which the library sees the weights
     weight_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    #: whether what the library asks for depends on what else has run in the process
+    sizes_change: ClassVar[bool] = False
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._library_bytes: dict[int, int] = {}
 
     @classmethod
     def library(cls) -> Any:
@@ -94,9 +100,11 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
 
     def library_bytes(self, num_tokens: int) -> int:
         """Bytes of the library's scratch memory for ``num_tokens`` tokens, as it says now."""
+        config, known = self.config, self._library_bytes.get(num_tokens)
         if not num_tokens:
             return 0
-        config = self.config
+        if known is not None:
+            return known
         size: int = self.library().cutlass_fused_moe_workspace_size(
             num_tokens,
             self.hidden_size,
@@ -108,6 +116,8 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
             output_dtype=config.dtype,
             **self.options,
         )
+        if not self.sizes_change:
+            self._library_bytes[num_tokens] = size
         return size
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:

@@ -62,10 +62,6 @@ class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
 
     claims = _CLAIMS
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self._library_bytes: dict[int, int] = {}
-
     @property
     def intermediate_size(self) -> int:
         multiple = 16 if self.config.is_gated else 128
@@ -135,11 +131,6 @@ class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
                 out[some].copy_(given)
         return out
 
-    def library_bytes(self, num_tokens: int) -> int:
-        if num_tokens not in self._library_bytes:
-            self._library_bytes[num_tokens] = super().library_bytes(num_tokens)
-        return self._library_bytes[num_tokens]
-
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
         x = WorkspaceSpec("x_values", (num_tokens * self.config.hidden_size,), torch.float8_e4m3fn)
         return (*super().workspaces(num_tokens), x)
@@ -173,6 +164,7 @@ class FlashInferCutlassFp8BlockExperts(FlashInferCutlassExperts):
         notes="x between two codes is rounded as its product with 448 / amax says; FlashInfer compiles its kernels "
         "when they are first used",
     )
+    sizes_change = True
 
     @property
     def options(self) -> dict[str, Any]:

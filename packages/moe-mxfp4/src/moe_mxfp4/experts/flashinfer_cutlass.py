@@ -1,0 +1,201 @@
+"""FlashInfer's `cutlass_fused_moe` with MXFP4 weights: bfloat16 activations on sm_90, MXFP8 on the sm_100 family.
+
+The call is that of `moe_core.libraries.flashinfer_cutlass`.  K and N are padded with zeros to multiples of 128.
+
+    sm_90   codes are packed and scales folded as `moe_mxfp4.libraries.hopper_layout` says
+    sm_100  codes keep their order, and scales lie in tiles of 128 rows and 4 columns; x is quantised before the call,
+            the activated values inside it
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from moe_core import TRITON, Claims, KernelWeights, MoEWeights, WorkspaceSpec, cuda, kMxfp4Static, kMxfp8Dynamic
+from moe_core.errors import TensorError
+from moe_core.libraries.flashinfer_cutlass import (
+    ACTIVATION_TYPES,
+    LIMITED_ACTIVATIONS,
+    NOTES,
+    FlashInferCutlassExperts,
+)
+from moe_core.libraries.trtllm_layout import ordered_scales
+from moe_core.ops.layout import by_experts, pad_matrices, swap_halves
+from moe_core.quant_config import make_quant_config
+from torch import Tensor
+
+from moe_mxfp4.libraries import FLASHINFER
+from moe_mxfp4.libraries.hopper_layout import mixed_gemm_scales, mixed_gemm_weights
+from moe_mxfp4.libraries.mxfp8_input import mxfp8_input, mxfp8_workspaces
+from moe_mxfp4.padding import PaddedExperts, round_up
+
+#: columns that share a scale
+GROUP = 32
+_NOTES = f"biases are rounded to bfloat16; {NOTES}"
+
+_CLAIMS = Claims(
+    devices=(cuda(min=90, max=90),),
+    keys=((kMxfp4Static, None),),
+    activations=frozenset(ACTIVATION_TYPES),
+    activation_limit=LIMITED_ACTIVATIONS,
+    dtypes=frozenset({torch.bfloat16}),
+    bias=True,
+    hidden_multiple=GROUP,
+    intermediate_multiple=GROUP,
+    allocates=True,
+    requires=(FLASHINFER, TRITON),
+    notes=f"layouts are compared with what FlashInfer's sources write; {_NOTES}",
+)
+
+
+class FlashInferCutlassMxfp4Experts(FlashInferCutlassExperts, PaddedExperts):
+    """What both kinds of activations share."""
+
+    #: the library's name for the kind of scales
+    flag: ClassVar[str]
+
+    @classmethod
+    def padded_sizes(cls, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
+        return round_up(hidden_size, 128), round_up(intermediate_size, 128)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.padded_sizes(self.config.hidden_size, self.config.intermediate_size)[0]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.padded_sizes(self.config.hidden_size, self.config.intermediate_size)[1]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**super().options, self.flag: True}
+
+    @staticmethod
+    @abstractmethod
+    def packed(w: Tensor) -> Tensor:
+        """Codes [E, rows, columns / 2] in the library's order: the same shape."""
+
+    @staticmethod
+    @abstractmethod
+    def folded(scale: Tensor) -> Tensor:
+        """Scales [E, rows, columns / 32] in the library's order."""
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        if weights.w13_scale is None or weights.w2_scale is None:
+            raise TensorError(f"w13_scale and w2_scale are missing: the weights are {weights.weight_key}")
+        hidden, size = self.hidden_size, self.intermediate_size
+        return KernelWeights(
+            w13=self._converted(weights.w13, size, hidden // 2, gated=self.config.is_gated),
+            w2=self._converted(weights.w2, hidden, size // 2),
+            quant_config=make_quant_config(
+                weight_key=weights.weight_key,
+                activation_key=weights.activation_key,
+                w1_scale=self.folded(_padded(weights.w13_scale, size, hidden // GROUP, gated=self.config.is_gated)),
+                w2_scale=self.folded(_padded(weights.w2_scale, hidden, size // GROUP)),
+                **self.bias_options(weights),
+            ),
+            extra=self.activation_parameters(weights.w13.shape[0], weights.w13.device),
+        )
+
+    def _converted(self, w: Tensor, rows: int, width: int, *, gated: bool = False) -> Tensor:
+        """Codes [E, R, W] as the library reads them, [E, rows, width] (twice the rows, up first, of gate and up)."""
+
+        def step(given: Tensor, target: Tensor) -> None:
+            target.copy_(self.packed(_padded(given, rows, width, gated=gated)))
+
+        return by_experts(step, w, w.new_empty(w.shape[0], (2 if gated else 1) * rows, width))
+
+
+class FlashInferCutlassMxfp4Bf16Experts(FlashInferCutlassMxfp4Experts):
+    """bfloat16 activations, on sm_90."""
+
+    claims = _CLAIMS
+    flag = "use_w4_group_scaling"
+    weight_dtype = torch.uint8
+
+    @staticmethod
+    def packed(w: Tensor) -> Tensor:
+        return mixed_gemm_weights(w)
+
+    @staticmethod
+    def folded(scale: Tensor) -> Tensor:
+        return mixed_gemm_scales(scale)
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        padded = num_tokens * self.hidden_size if self.hidden_size != self.config.hidden_size else 0
+        return (*super().workspaces(num_tokens), WorkspaceSpec("x", (padded,), torch.bfloat16))
+
+    def library_input(
+        self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        (tokens, columns), hidden = hidden_states.shape, self.hidden_size
+        if hidden == columns:
+            return super().library_input(hidden_states, weights, workspace)
+        x = workspace["x"][: tokens * hidden].view(tokens, hidden)
+        x[:, :columns].copy_(hidden_states)
+        x[:, columns:].zero_()
+        return {"input": x}
+
+    def quant_scales(self, weights: KernelWeights) -> list[Tensor]:
+        return list(_scales(weights))
+
+
+class FlashInferCutlassMxfp4Mxfp8Experts(FlashInferCutlassMxfp4Experts):
+    """MXFP8 activations, on the sm_100 family."""
+
+    claims = replace(
+        _CLAIMS,
+        devices=(cuda(min=100, max=109),),
+        keys=((kMxfp4Static, kMxfp8Dynamic),),
+        notes=f"calls are bound against FlashInfer's signatures, and layouts compared with its helpers; {_NOTES}",
+    )
+    flag = "use_mxfp8_act_scaling"
+    weight_dtype = torch.int64
+
+    @staticmethod
+    def packed(w: Tensor) -> Tensor:
+        return w
+
+    @staticmethod
+    def folded(scale: Tensor) -> Tensor:
+        return ordered_scales(scale, torch.arange(scale.shape[1]))
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        converted = super().convert(weights)
+        ones = torch.ones(weights.w13.shape[0], dtype=torch.float32, device=weights.w13.device)
+        return replace(converted, extra={**converted.extra, "global_scale": ones})
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        return (*super().workspaces(num_tokens), *mxfp8_workspaces(num_tokens, self.hidden_size))
+
+    def library_input(
+        self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        x, scale = mxfp8_input(hidden_states, self.hidden_size, workspace)
+        return {"input": x, "input_sf": scale, "swizzled_input_sf": False}
+
+    def quant_scales(self, weights: KernelWeights) -> list[Tensor]:
+        first, second = (scale.view(torch.int32) for scale in _scales(weights))
+        one = weights.extra["global_scale"]
+        return [first, one, second, one]
+
+
+def _padded(tensor: Tensor, rows: int, width: int, *, gated: bool = False) -> Tensor:
+    """Codes or scales [E, R, W] with zeros below and beside each matrix; of gate and up, up first."""
+    wide = pad_matrices(tensor, rows, width, parts=2 if gated else 1)
+    return swap_halves(wide) if gated else wide
+
+
+def _scales(weights: KernelWeights) -> tuple[Tensor, Tensor]:
+    quant = weights.quant_config
+    if quant.w1_scale is None or quant.w2_scale is None:
+        raise TensorError("the quant config of MXFP4 weights holds w1_scale and w2_scale")
+    return quant.w1_scale, quant.w2_scale

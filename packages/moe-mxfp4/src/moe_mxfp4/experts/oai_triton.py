@@ -1,0 +1,230 @@
+"""OpenAI's `triton_kernels` on sm_90: MXFP4 weights with bfloat16 activations, as gpt-oss came with.
+
+The library computes the two grouped products, the first with SwiGLU behind it; sorting and the sum over top-k are
+core's, so that routing, ids and expert maps are as everywhere:
+
+    sort      pairs by expert                             expert e: rows offsets[e] to offsets[e + 1]
+    product   h = swiglu(x[token] w13^T + b13)            rows gathered on the way
+    product   y = h w2^T + b2                             out[token] = sum over slots of weight * y
+
+Codes and scales are swizzled as `moe_mxfp4.libraries.hopper_layout` says; gate and up rows come in turns; biases are
+float32.  N is padded with zeros to a multiple of 64, and scales to whole steps of 128 columns, since the library reads
+them to the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from moe_core import (
+    TRITON,
+    Claims,
+    DeviceInfo,
+    ExpertTokensMetadata,
+    FusedMoEConfig,
+    FusedMoEExpertsModular,
+    KernelWeights,
+    MoEActivation,
+    MoEWeights,
+    QuantKey,
+    WorkspaceSpec,
+    cuda,
+    kMxfp4Static,
+)
+from moe_core.errors import TensorError
+from moe_core.ops.layout import by_experts, interleave_halves, pad_matrices
+from moe_core.quant_config import make_quant_config
+from torch import Tensor
+
+from moe_mxfp4.libraries import TRITON_KERNELS
+from moe_mxfp4.libraries.hopper_layout import swizzled_scales, swizzled_weights
+from moe_mxfp4.libraries.oai_triton import load_triton_kernels
+from moe_mxfp4.padding import PaddedExperts, round_up
+
+#: columns that share a scale; columns of one step of the library's loop
+GROUP, STEP = 32, 128
+#: rows of sorted pairs that belong together: any number, since the library cuts experts into tiles itself
+_TILE = 64
+
+
+class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
+    """Two calls of ``matmul_ogs``."""
+
+    claims = Claims(
+        devices=(cuda(min=90, max=90),),
+        keys=((kMxfp4Static, None),),
+        activations=frozenset({MoEActivation.SWIGLUOAI}),
+        dtypes=frozenset({torch.bfloat16}),
+        bias=True,
+        hidden_multiple=64,
+        intermediate_multiple=GROUP,
+        allocates=True,
+        requires=(TRITON_KERNELS, TRITON),
+        notes="releases with matmul_ogs and routing (3.5); its SwiGLU adds 1 to up: beta is 1",
+    )
+
+    @classmethod
+    def padded_sizes(cls, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
+        return hidden_size, round_up(intermediate_size, 64)
+
+    @classmethod
+    def extra_reasons(
+        cls,
+        config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        device: DeviceInfo,
+    ) -> list[str]:
+        if config.activation is MoEActivation.SWIGLUOAI and config.params.beta != 1.0:
+            return [f"computes swigluoai with beta 1, got {config.params.beta}"]
+        return []
+
+    @staticmethod
+    def library() -> Any:
+        """What is called of the library, imported on first use."""
+        return load_triton_kernels()
+
+    @functools.cached_property
+    def _calls(self) -> Any:
+        return self.library()
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of each matrix."""
+        hidden, inter = self.padded_sizes(self.config.hidden_size, self.config.intermediate_size)
+        return {"w13": (2 * inter, hidden), "w2": (hidden, inter)}
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        if weights.w13_scale is None or weights.w2_scale is None:
+            raise TensorError(f"w13_scale and w2_scale are missing: the weights are {weights.weight_key}")
+        first, second = self._shapes["w13"], self._shapes["w2"]
+        biases: dict[str, Any] = {}
+        if weights.w13_bias is not None and weights.w2_bias is not None:
+            w13_bias = pad_matrices(weights.w13_bias.float().unsqueeze(2), first[0] // 2, 1, parts=2)
+            biases["w1_bias"] = interleave_halves(w13_bias).squeeze(2)
+            biases["w2_bias"] = weights.w2_bias.float().contiguous()
+        return KernelWeights(
+            w13=_swizzled(weights.w13, *first, parts=2),
+            w2=_swizzled(weights.w2, *second),
+            quant_config=make_quant_config(
+                weight_key=weights.weight_key,
+                activation_key=None,
+                w1_scale=_swizzled_scale(weights.w13_scale, *first, parts=2),
+                w2_scale=_swizzled_scale(weights.w2_scale, *second),
+                **biases,
+            ),
+        )
+
+    def operand(self, name: str, weights: KernelWeights) -> dict[str, Any]:
+        """The arguments of ``matmul_ogs`` that hold the matrix ``name``, w13 or w2: ``w``, its scales and its bias."""
+        calls, experts, (rows, cols) = self._calls, self.config.local_experts, self._shapes[name]
+        quant = weights.quant_config
+        codes, desc = (weights.w13, quant.w1) if name == "w13" else (weights.w2, quant.w2)
+        if desc.scale is None:
+            raise TensorError(f"the scale of {name} is missing")
+        # the library's matrices have their columns first
+        values = calls.HopperMXValueLayout([experts, cols // 2, rows], mx_axis=1)
+        scales = calls.HopperMXScaleLayout([experts, cols // GROUP, rows], mx_axis=1, num_warps=_warps(rows))
+        return {
+            "w": calls.Tensor(calls.Storage(codes.mT, values), dtype=calls.FP4, shape=[experts, cols, rows]),
+            "bias": desc.bias,
+            "precision_config": calls.PrecisionConfig(weight_scale=calls.Tensor(calls.Storage(desc.scale.mT, scales))),
+        }
+
+    @property
+    def activation(self) -> Any:
+        """SwiGLU behind the first product, with the config's alpha and limit."""
+        calls, params = self._calls, self.config.params
+        limit = None if params.limit in (None, float("inf")) else params.limit
+        specs = calls.FnSpecs("swiglu", calls.swiglu_fn, ("alpha", "limit"))
+        return calls.FusedActivation(specs, (params.alpha, limit), 2)
+
+    def routing(self, pairs: Tensor, counts: Tensor) -> dict[str, Any]:
+        """The arguments of ``matmul_ogs`` that say which rows are whose: ``counts`` [E] int32 of ``pairs`` [P]."""
+        calls, experts = self._calls, self.config.local_experts
+        data = calls.compute_expt_data(counts, experts, pairs.numel())
+        return {"routing_data": calls.RoutingData(None, counts, experts, self.config.top_k, expt_data=data)}
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        from moe_core.ops.sort import sort_workspaces
+
+        config = self.config
+        pairs = num_tokens * config.top_k
+        hidden, inter = self._shapes["w2"]
+        return (
+            *sort_workspaces(pairs, config.local_experts, _TILE),
+            WorkspaceSpec("counts", (config.local_experts,), torch.int32),
+            WorkspaceSpec("h", (pairs * inter,), config.dtype),
+            WorkspaceSpec("y", (pairs * hidden,), config.dtype),
+        )
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        weights: KernelWeights,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        workspace: Mapping[str, Tensor],
+        expert_map: Tensor | None = None,
+        hidden_states_scale: Tensor | None = None,
+        expert_tokens: ExpertTokensMetadata | None = None,
+    ) -> None:
+        from moe_core.ops.reduce import reduce_pairs
+        from moe_core.ops.sort import sort_pairs
+
+        experts, total = self.config.local_experts, topk_ids.numel()
+        hidden, inter = self._shapes["w2"]
+        order = sort_pairs(topk_ids, experts, _TILE, workspace=workspace, expert_map=expert_map, positions=True)
+        pairs, offsets = order.pairs[:total], order.offsets
+        counts = torch.sub(offsets[1 : experts + 1], offsets[:experts], out=workspace["counts"])
+        routing = self.routing(pairs, counts)
+        h = workspace["h"][: total * inter].view(total, inter)
+        y = workspace["y"][: total * hidden].view(total, hidden)
+        self._calls.matmul_ogs(
+            x=hidden_states,
+            y=h.unsqueeze(0),
+            gather_indx=self._calls.GatherIndx(pairs, pairs),
+            fused_activation=self.activation,
+            **routing,
+            **self.operand("w13", weights),
+        )
+        self._calls.matmul_ogs(x=h, y=y.unsqueeze(0), **routing, **self.operand("w2", weights))
+        reduce_pairs(
+            y,
+            topk_ids,
+            experts,
+            output,
+            topk_weights=topk_weights,
+            expert_map=expert_map,
+            rows=order.positions,
+        )
+
+
+def _warps(rows: int) -> int:
+    """Warps that multiply: of 8, each takes 32 rows of a tile, of which there are 256."""
+    return 8 if rows > 128 else 4
+
+
+def _swizzled(w: Tensor, rows: int, cols: int, *, parts: int = 1) -> Tensor:
+    """Codes [E, R, C / 2] as the library reads them, padded; ``parts`` 2: gate and up rows in turns."""
+
+    def step(given: Tensor, target: Tensor) -> None:
+        target.copy_(swizzled_weights(_padded(given, rows // parts, cols // 2, parts)))
+
+    return by_experts(step, w, w.new_empty(w.shape[0], rows // 4, 2 * cols))
+
+
+def _swizzled_scale(scale: Tensor, rows: int, cols: int, *, parts: int = 1) -> Tensor:
+    warps = _warps(rows)
+    wide = _padded(scale, rows // parts, round_up(cols, STEP) // GROUP, parts)
+    return swizzled_scales(pad_matrices(wide, round_up(rows, 32 * warps), wide.shape[2]), warps)
+
+
+def _padded(tensor: Tensor, rows: int, width: int, parts: int) -> Tensor:
+    wide = pad_matrices(tensor, rows, width, parts=parts)
+    return interleave_halves(wide) if parts == 2 else wide

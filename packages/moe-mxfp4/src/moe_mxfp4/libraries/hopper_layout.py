@@ -1,0 +1,83 @@
+"""e2m1 weights and their scales in the order in which Hopper kernels of two libraries read them.
+
+Both hold eight codes in a 32-bit word, those of four bytes: low nibbles in its lower half, high nibbles in its upper.
+In a half lie, from the highest bit,
+
+    15 s0   14 s3   13 d3   12 s1   11-10 c3   9 s2   8-6 m0   5-3 m1   2-0 m2
+
+s the sign and m the other three bits of the code from byte 0, 1, 2; of byte 3, d is the lowest and c the two above it.
+Shifted left by 0, 3 and 6 bits, a mask leaves the first three as bfloat16 numbers that are 2**-126 times too small.
+
+They differ in which four bytes make a word, in where words lie, and in the scales.  Sizes are those after padding.
+"""
+
+from __future__ import annotations
+
+import torch
+from moe_core.errors import TensorError
+from torch import Tensor
+
+
+def packed_words(codes: Tensor) -> Tensor:
+    """``codes`` [..., 4] uint8, two in a byte: [..., 4] uint8, the bytes of a word from its lowest."""
+    low, high = (codes & 15).int(), (codes >> 4).int()
+    return (_half(low) | _half(high) << 16).unsqueeze(-1).contiguous().view(torch.uint8)
+
+
+def _half(nibbles: Tensor) -> Tensor:
+    first, second, third, fourth = nibbles.unbind(-1)
+    return (
+        (first & 8) << 12
+        | (first & 7) << 6
+        | (second & 8) << 9
+        | (second & 7) << 3
+        | (third & 8) << 6
+        | (third & 7)
+        | (fourth & 8) << 11
+        | (fourth & 1) << 13
+        | (fourth & 6) << 9
+    )
+
+
+def mixed_gemm_weights(w: Tensor) -> Tensor:
+    """``w`` [E, R, K / 2] for FlashInfer's CUTLASS kernels: the same shape; R of 16, K of 64."""
+    experts, rows, width = w.shape
+    _check("w", w, rows, 16, width, 32)
+    # row = 16 a + 8 h + r, byte = 32 p + 16 i + 8 j + 4 c + t; a word is (h, c), and lies in the row 16 a + 8 j + r
+    split = w.reshape(experts, rows // 16, 2, 8, width // 32, 2, 2, 2, 4)
+    words = split.permute(0, 1, 6, 3, 4, 5, 8, 7, 2).reshape(experts, rows, width // 4, 4)
+    return packed_words(words).view(experts, rows, width)
+
+
+def mixed_gemm_scales(scale: Tensor) -> Tensor:
+    """``scale`` [E, R, K / 32] for FlashInfer's CUTLASS kernels: [E, R / 64, K / 128, 16, 16]; R of 64, K of 128."""
+    experts, rows, groups = scale.shape
+    _check("scale", scale, rows, 64, groups, 4)
+    split = scale.reshape(experts, rows // 64, 4, 16, groups // 4, 4)
+    return split.permute(0, 1, 4, 3, 2, 5).reshape(experts, rows // 64, groups // 4, 16, 16)
+
+
+def swizzled_weights(w: Tensor) -> Tensor:
+    """``w`` [E, R, K / 2] for `triton_kernels`: [E, R / 4, 2 K]; R of 16, K of 64."""
+    experts, rows, width = w.shape
+    _check("w", w, rows, 16, width, 32)
+    # row = 16 a + 8 i + 2 t + s, byte = 32 b + 8 q + 4 j + u; a word is (j, i)
+    split = w.reshape(experts, rows // 16, 2, 4, 2, width // 32, 4, 2, 4)
+    words = split.permute(0, 1, 3, 5, 4, 8, 6, 7, 2).reshape(experts, rows // 4, width, 4)
+    return packed_words(words).view(experts, rows // 4, 4 * width)
+
+
+def swizzled_scales(scale: Tensor, warps: int) -> Tensor:
+    """``scale`` [E, R, K / 32] for `triton_kernels`: [E, R / 32, K]; R of 32 ``warps``, K of 64."""
+    experts, rows, groups = scale.shape
+    _check("scale", scale, rows, 32 * warps, groups, 2)
+    # row = 16 (warps (2 a + i) + w) + 8 j + t, group = 2 b + g
+    split = scale.reshape(experts, rows // (32 * warps), 2, warps, 2, 8, groups // 2, 2)
+    return split.permute(0, 1, 3, 6, 2, 5, 7, 4).reshape(experts, rows // 32, 32 * groups)
+
+
+def _check(name: str, tensor: Tensor, rows: int, row_multiple: int, width: int, multiple: int) -> None:
+    if rows % row_multiple or width % multiple:
+        raise TensorError(
+            f"{name} has shape {list(tensor.shape)}, expected multiples of {row_multiple} rows and {multiple} columns"
+        )
