@@ -20,8 +20,8 @@ _SHAPE, _ODD = (128, 4, 2880, 2880), (6, 2, 1101, 1003)
 _TOKENS = (1, 300, 600, 1300, 2000, 40000)
 #: tile coordinates outside the loop; sm_80 and sm_120: sums of 64 rows, gate and up, beside the numbers of a step
 _MAX_SPILLS = 96
-#: masks of weight rows beside them
-_MAX_SPILLS_ODD = 256
+#: masks of weight rows beside them; float32 products, which no matrix unit computes
+_MAX_SPILLS_MORE = 256
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
 
 
 def _specimen(kind: _Kind, plan: TilePlan, tokens: int) -> Specimen:
-    spills = _MAX_SPILLS_ODD if kind.shape == _ODD else _MAX_SPILLS
+    spills = _MAX_SPILLS_MORE if kind.shape == _ODD or kind.is_wide else _MAX_SPILLS
     return Specimen(f"{kind.name} {tokens}", partial(_layer, kind, plan, tokens), spills)
 
 
