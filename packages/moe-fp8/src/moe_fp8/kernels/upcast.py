@@ -21,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from moe_core.gemm.narrow import INTERPRET, narrow, narrow_e4m3
+from moe_core.gemm.settle import settled
 from moe_core.ops._quantize_kernels import magnitude_bits, scale_of
 
 #: columns within which `arrange` moves
@@ -363,7 +364,7 @@ def _add(acc, words, factor, x, SCALED: tl.constexpr):
     if acc.shape[1] <= 32:
         return _add_step(acc, words, factor, x, SCALED)
     else:
-        return _product(acc, words, factor, x, SCALED)
+        return settled(_product(acc, words, factor, x, SCALED))
 
 
 @triton.jit
@@ -436,7 +437,7 @@ def multiply_mxfp8_halves(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
     high, low = a
     factor = _factor(b, b_scale, tl.bfloat16)
-    return _product(_product(acc, b, factor, (low,), True), b, factor, (high,), True)
+    return settled(_product(_product(acc, b, factor, (low,), True), b, factor, (high,), True))
 
 
 @triton.jit

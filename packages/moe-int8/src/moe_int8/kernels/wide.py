@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from moe_core.gemm.narrow import INTERPRET
+from moe_core.gemm.settle import settled
 from moe_core.gemm.weight_tile import weight_tile
 
 #: words whose numbers change places; `moe_int8.layout.WORDS`
@@ -129,7 +130,7 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
         step = tl.dot(widen(b, a.dtype), tl.trans(a))
         return tl.fma(step, tl.full(acc.shape, 1.0, tl.float32), acc)
     else:
-        return tl.dot(widen(b, a.dtype), tl.trans(a), acc)
+        return settled(tl.dot(widen(b, a.dtype), tl.trans(a), acc))
 
 
 @triton.jit

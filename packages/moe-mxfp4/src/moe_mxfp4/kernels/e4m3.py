@@ -20,6 +20,7 @@ from moe_core.gemm.marlin.operand import FEW, per_word
 from moe_core.gemm.narrow import INTERPRET
 from moe_core.gemm.rows import open_weights
 from moe_core.gemm.rows_e4m3 import E4M3
+from moe_core.gemm.settle import settled
 from moe_core.gemm.weight_tile import prefetch_rows, weight_tile
 
 # $0, $1: the codes of the lower and of the upper half of the word $2, a byte each, as e4m3 numbers of the power $3.
@@ -131,10 +132,10 @@ def multiply_words(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     numbers = widened(b, per_word(_of_groups(b_scale), b.shape[1], 1))
     if acc.shape[1] <= FEW:
         # summed step by step: Hopper's units keep fewer bits of a running sum
-        return acc + tl.dot(numbers, tl.trans(a), out_dtype=tl.float32)
+        return settled(acc + tl.dot(numbers, tl.trans(a), out_dtype=tl.float32))
     else:
         # two sums of a step have no room in the registers
-        return tl.dot(numbers, tl.trans(a), acc, out_dtype=tl.float32)
+        return settled(tl.dot(numbers, tl.trans(a), acc, out_dtype=tl.float32))
 
 
 #: e4m3 activations with e2m1 weights

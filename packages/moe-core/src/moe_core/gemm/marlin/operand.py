@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.narrow import INTERPRET, narrow
+from moe_core.gemm.settle import settled
 from moe_core.gemm.weight_tile import weight_rows, weight_tile
 
 #: columns of a step
@@ -203,7 +204,7 @@ def add_product(acc, numbers, x, STEPWISE: tl.constexpr):
         step = tl.dot(numbers, tl.trans(x))
         return tl.fma(step, tl.full(acc.shape, 1.0, tl.float32), acc)
     else:
-        return tl.dot(numbers, tl.trans(x), acc)
+        return settled(tl.dot(numbers, tl.trans(x), acc))
 
 
 @triton.jit

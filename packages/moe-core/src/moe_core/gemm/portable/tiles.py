@@ -15,6 +15,7 @@ import triton.language as tl
 
 from moe_core.gemm.narrow import INTERPRET
 from moe_core.gemm.rows import load_values
+from moe_core.gemm.settle import settled
 from moe_core.gemm.weight_tile import weight_tile
 
 
@@ -87,4 +88,4 @@ def add_product(acc, values, x):
         # nobody else sets a running sum meanwhile (as `fma`: Triton would turn a sum into a running one)
         return tl.fma(product(values, x), tl.full(acc.shape, 1.0, tl.float32), acc)
     else:
-        return tl.dot(values, tl.trans(x), acc)
+        return settled(tl.dot(values, tl.trans(x), acc))
