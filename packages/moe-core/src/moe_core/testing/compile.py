@@ -8,7 +8,8 @@ A module that holds kernels defines ``specimens(target)``, which gets a :class:`
 :class:`Specimen` objects: launches as the host code makes them, on meta tensors.  Every module of the named packages
 (default: core and every package that registers something with it) that defines this function is asked.  Each launch
 compiles the kernels it would start, for the target and not for a device; a kernel fails when it does not compile, needs
-more shared memory than a block of the target can have, or spills more bytes per thread than its specimen allows.
+more shared memory than a block of the target can have, spills more bytes per thread than its specimen allows, or
+multiplies registers that the next step overwrites (:mod:`moe_core.testing.in_flight`).
 
 ``--cover`` compiles fewer of the launches, chosen for all targets together by :mod:`moe_core.testing.compile_cover`;
 the host code of every specimen still runs for every target.
@@ -41,6 +42,7 @@ from typing import Any
 from moe_core.device import DeviceInfo
 from moe_core.errors import ConfigError, MoEError
 from moe_core.testing.compile_cover import Launch, Value, choose, describe
+from moe_core.testing.in_flight import register_products_in_flight
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,13 @@ def compile_specimen(
             problems.append(
                 f"{where}: {name} needs {usage.shared} bytes of shared memory, "
                 f"a block of {target.device.arch} has at most {target.device.shared_memory}"
+            )
+        # Gluon's kernels, which wait themselves, have it too
+        running = register_products_in_flight(kernel.asm.get("ttgir", ""))
+        if running:
+            problems.append(
+                f"{where}: {name} has up to {running} products with registers in flight at the end of a loop's step: "
+                "moe_core.gemm.settle.settled makes them end there"
             )
     if not compiled:
         problems.append(f"{where}: started no kernel")
