@@ -44,6 +44,8 @@ TOGETHER: tuple[dict[str, Any], ...] = (
 _LORA: dict[str, Any] = {"is_lora_enabled": True, "max_loras": 3, "max_lora_rank": 12}
 KeyPair = tuple[QuantKey | None, QuantKey | None]
 
+#: tokens, hidden and intermediate size, at least, of a layer of two experts: whole tiles for many rows, and long loops
+_MANY_ROWS = (1024, 2048, 1024)
 #: checks that need a GPU
 GPU_CHECKS = ("graph", "sync", "memory")
 
@@ -201,7 +203,10 @@ def conformance_cases(
     together = [*TOGETHER, *_groups_and_sizes(factors["keys"], factors["shape"])]
     rows = covering_rows(factors, allowed, paired=paired, together=together, fillers=fillers)
     cases = [case for row in rows if (case := _case(row)) is not None]
-    cases += _layer_cases(cases, claims, budget, on_gpu)
+    layers = list(cases)
+    cases += _layer_cases(layers, claims, budget, on_gpu)
+    if on_gpu:
+        cases += [case for case in _many_rows(layers, claims) if supported(case)[0]]
     if claims.batch_invariant:
         cases += _invariance_cases(cases, supported)
     template = cases[0] if cases else None
@@ -370,6 +375,29 @@ def _layer_cases(cases: list[Case], claims: Claims, budget: str, on_gpu: bool) -
     if on_gpu and claims.cuda_graph:
         layers |= {check: [*per_pair, *layouts.values()] for check in GPU_CHECKS}
     return [replace(layer, check=check) for check, chosen in layers.items() for layer in chosen]
+
+
+def _many_rows(cases: list[Case], claims: Claims) -> list[Case]:
+    """Values with hundreds of rows per expert for every pair of keys: other tiles, and more in flight at a time."""
+    tokens, hidden, size = _MANY_ROWS
+    found: dict[KeyPair, Case] = {}
+    for case in cases:
+        if case.config.routing is None and not case.config.is_lora_enabled:
+            found.setdefault((case.weight_key, case.activation_key), case)
+    h, n = claims.hidden_multiple, claims.intermediate_multiple
+
+    def enlarged(case: Case) -> Case:
+        config = replace(
+            case.config,
+            num_experts=2,
+            num_local_experts=2,
+            top_k=1,
+            hidden_size=-(-hidden // h) * h,
+            intermediate_size=-(-size // n) * n,
+        )
+        return _with_room(replace(case, config=config, tokens=tokens, routing="uniform", strided=False))
+
+    return [enlarged(case) for case in found.values()]
 
 
 def _invariance_cases(cases: list[Case], supported: Callable[[Case], tuple[bool, str | None]]) -> list[Case]:
