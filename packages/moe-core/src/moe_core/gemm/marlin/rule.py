@@ -3,9 +3,9 @@
 The mean number of rows per expert decides.  With few, a call streams weights: tiles of 16 or 32 rows, and several
 programs share the k loop of a tile where tiles are too few.  With many, the matrix units decide: the more rows a tile
 has, the more products a widened weight enters.  Every product is transposed (`swap`).  Tiles of 4-bit words have 128
-rows of weights and four warps.  8-bit words take twice the shared memory, which leaves fewer programs on a
-multiprocessor: from 24 rows per expert on they get eight warps, and 256 rows of weights where activations have few.
-The figures behind the thresholds are in docs/performance.md.
+rows of weights and four warps: the 16-bit numbers of more do not fit their registers.  8-bit words take twice the
+shared memory: tiles of 128 rows of activations would leave one program of four warps on a multiprocessor, and get 256
+rows of weights and eight warps, or two steps in flight.  The figures behind the thresholds are in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -62,35 +62,26 @@ def marlin_plan(
         down = TileConfig(16, BLOCK_N, 4, stages, 1, True, True, down_split)
         # where launches are a good part of the time; else programs that come early only take bandwidth
         return TilePlan(up, down, pairs <= 64 and tiles <= 2 * _RESIDENT)
-    if bits == 8 and mean > 24:
-        # h has room for whole tiles of 128 columns, which 256 rows of a product without halves may exceed
-        return _wide_plan(mean, down_steps, gated or _steps(intermediate_size) % 2 == 0)
     few = TileConfig(32, BLOCK_N, 4, 3, 1 if mean <= 24 else 8, True, True)
     some = TileConfig(64, BLOCK_N, 4, 3, 8, swap=True)
     many = TileConfig(128, BLOCK_N, 4, 3, 8, swap=True)
     if mean <= 24:
         # short programs: what they are made of matters more than how many products a weight enters
         return TilePlan(few, TileConfig(16, BLOCK_N, 4, 3, 1, True, True) if down_steps <= 4 else few)
+    if bits == 8:
+        wide = TileConfig(64, 2 * BLOCK_N, 8, 3, 8, True, True)
+        down = wide if mean <= 96 and down_steps > 8 else some
+        if mean <= 384:
+            return TilePlan(few if mean <= 48 else some, down)
+        # h has room for whole tiles of 128 columns, which 256 rows of a product without halves may exceed
+        if gated or _steps(intermediate_size) % 2 == 0:
+            return TilePlan(TileConfig(128, 2 * BLOCK_N, 8, 3, 8, True, True), down)
+        return TilePlan(TileConfig(128, BLOCK_N, 4, 2, 8, True, True), down)
     if mean <= 48:
         return TilePlan(few, TileConfig(64, BLOCK_N, 4, 3, 1, True, True))
     if mean <= 96:
         return TilePlan(some, some)
     return TilePlan(many, many if mean > 384 else some)
-
-
-def _wide_plan(mean: float, down_steps: int, wide_up: bool) -> TilePlan:
-    """8-bit words and more than 24 rows per expert."""
-    wide = TileConfig(64, 2 * BLOCK_N, 8, 3, 8, True, True)
-    narrow = TileConfig(64, BLOCK_N, 4, 3, 8, True, True)
-    if mean > 384:
-        up = TileConfig(128, BLOCK_N, 8, 3, 8, True)
-    else:
-        up = wide if wide_up else narrow
-    if mean > 192:
-        return TilePlan(up, TileConfig(128, 2 * BLOCK_N, 8, 3, 8, True, True))
-    if down_steps <= 8:
-        return TilePlan(up, narrow)
-    return TilePlan(up, wide if mean <= 96 else TileConfig(64, BLOCK_N, 8, 3, 8, True, True))
 
 
 def _steps(columns: int) -> int:
