@@ -67,8 +67,11 @@ def test_core_states_its_version() -> None:
     assert moe_core.__version__ == PROJECTS["moe-core"]["version"]
 
 
-def test_packages_without_kernels_register_nothing() -> None:
-    assert not importlib.metadata.distribution("moe-mxfp4").entry_points
+@pytest.mark.parametrize("name", SCHEMES)
+def test_scheme_is_registered(name: str) -> None:
+    """Under the name that its package has, and as nothing else."""
+    points = importlib.metadata.distribution(name).entry_points
+    assert [(point.group, point.name) for point in points] == [("moe_core.schemes", name.removeprefix("moe-"))]
 
 
 def test_every_direct_dependency_is_pinned() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from moe_core import fused_moe_reference
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli import main
+from moe_core.registry import registry
 from moe_core.testing.tolerance import expected_output
 from moe_fp8.quickstart import CONFIG, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, write_checkpoint
 from safetensors.torch import load_file, save_file
@@ -240,6 +242,19 @@ def test_unknown_quant_method(folder: Path, capsys: pytest.CaptureFixture[str]) 
     refuses(capsys, folder, "quant_method 'fancy'", PREFIX, "is not read by any installed format", "FP8 in blocks")
 
 
+@pytest.fixture
+def fp8_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installation that has no other scheme."""
+    points = [point for point in importlib.metadata.entry_points(group="moe_core.schemes") if point.name == "fp8"]
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda *, group: points if group == "moe_core.schemes" else []
+    )
+    registry.cache_clear()
+    yield
+    registry.cache_clear()
+
+
+@pytest.mark.usefixtures("fp8_alone")
 def test_scheme_that_is_not_installed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reconfigure(folder, quantization_config={"quant_method": "mxfp4"})
     refuses(capsys, folder, "quant_method 'mxfp4' is read by the scheme mxfp4", "pip install", "moe-mxfp4")

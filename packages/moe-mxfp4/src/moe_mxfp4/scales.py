@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from moe_core.gemm.marlin.powers import relative_powers
 from torch import Tensor
-
-from moe_mxfp4.kernels.marlin_convert import counting_groups
 
 #: the byte of a row's largest scale: see `moe_mxfp4.kernels.e2m1`
 LARGEST = 253
+#: of one that matrix units multiply: 2**0
+LARGEST_SCALED = 127
 
 
 def step_scales(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -17,5 +16,16 @@ def step_scales(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Ten
 
     The bytes of four groups of a row, the first in the low bits, relative to the row's largest, which is its factor.
     """
+    # device code, which looking at a backend must not load
+    from moe_core.gemm.marlin.powers import relative_powers
+
+    from moe_mxfp4.kernels.marlin_convert import counting_groups
+
     powers, factors = relative_powers(scale.view(torch.uint8), counting_groups(codes, columns), LARGEST)
     return powers.transpose(1, 2).contiguous(), factors
+
+
+def group_scales(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """As :func:`step_scales`, uint8 [E, rows, groups padded to 4]: bytes that matrix units multiply."""
+    powers, factors = relative_powers(scale.view(torch.uint8), counting_groups(codes, columns), LARGEST_SCALED)
+    return powers.view(torch.uint8), factors
