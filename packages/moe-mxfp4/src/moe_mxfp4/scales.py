@@ -16,16 +16,20 @@ def step_scales(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Ten
 
     The bytes of four groups of a row, the first in the low bits, relative to the row's largest, which is its factor.
     """
-    # device code, which looking at a backend must not load
-    from moe_core.gemm.marlin.powers import relative_powers
-
-    from moe_mxfp4.kernels.marlin_convert import counting_groups
-
-    powers, factors = relative_powers(scale.view(torch.uint8), counting_groups(codes, columns), LARGEST)
+    powers, factors = _relative(codes, scale, columns, LARGEST)
     return powers.transpose(1, 2).contiguous(), factors
 
 
 def group_scales(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """As :func:`step_scales`, uint8 [E, rows, groups padded to 4]: bytes that matrix units multiply."""
-    powers, factors = relative_powers(scale.view(torch.uint8), counting_groups(codes, columns), LARGEST_SCALED)
+    powers, factors = _relative(codes, scale, columns, LARGEST_SCALED)
     return powers.view(torch.uint8), factors
+
+
+def _relative(codes: Tensor, scale: Tensor, columns: int, largest: int) -> tuple[Tensor, Tensor]:
+    # device code, which looking at a backend must not load
+    from moe_core.gemm.marlin.powers import relative_powers
+
+    from moe_mxfp4.kernels.marlin_convert import counting_groups
+
+    return relative_powers(scale.view(torch.uint8), counting_groups(codes, columns), largest)
