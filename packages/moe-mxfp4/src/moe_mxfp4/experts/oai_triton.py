@@ -1,15 +1,17 @@
 """OpenAI's `triton_kernels` on sm_90: MXFP4 weights with bfloat16 activations, as gpt-oss came with.
 
-The library computes the two grouped products, the first with SwiGLU behind it; sorting and the sum over top-k are
-core's, so that routing, ids and expert maps are as everywhere:
+The library computes the two grouped products; sorting and the sum over top-k are core's, so that routing, ids and
+expert maps are as everywhere:
 
     sort      pairs by expert                             expert e: rows offsets[e] to offsets[e + 1]
-    product   h = swiglu(x[token] w13^T + b13)            rows gathered on the way
+    product   h = act(x[token] w13^T + b13)               rows gathered on the way
     product   y = h w2^T + b2                             out[token] = sum over slots of weight * y
 
-Codes and scales are swizzled as `moe_mxfp4.libraries.hopper_layout` says; gate and up rows come in turns; biases are
-float32.  N is padded with zeros to a multiple of 64, and scales to whole steps of 128 columns, since the library reads
-them to the end.
+The library's SwiGLU, with 1 added to up, goes with the first product: gate and up rows come in turns then.  Other
+activations are core's, in a launch between the two.
+
+Codes and scales are swizzled as `moe_mxfp4.libraries.hopper_layout` says; biases are float32.  N is padded with zeros
+to a multiple of 64, and scales to whole steps of 128 columns, since the library reads them to the end.
 """
 
 from __future__ import annotations
@@ -20,16 +22,15 @@ from typing import Any
 
 import torch
 from moe_core import (
+    GATED,
+    NON_GATED,
     TRITON,
     Claims,
-    DeviceInfo,
     ExpertTokensMetadata,
-    FusedMoEConfig,
     FusedMoEExpertsModular,
     KernelWeights,
     MoEActivation,
     MoEWeights,
-    QuantKey,
     WorkspaceSpec,
     cuda,
     kMxfp4Static,
@@ -56,31 +57,19 @@ class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
     claims = Claims(
         devices=(cuda(min=90, max=90),),
         keys=((kMxfp4Static, None),),
-        activations=frozenset({MoEActivation.SWIGLUOAI}),
+        activations=GATED | NON_GATED,
         dtypes=frozenset({torch.bfloat16}),
         bias=True,
         hidden_multiple=64,
         intermediate_multiple=GROUP,
         allocates=True,
         requires=(TRITON_KERNELS, TRITON),
-        notes="releases with matmul_ogs and routing (3.5); its SwiGLU adds 1 to up: beta is 1",
+        notes="reads the releases that have matmul_ogs and routing (3.5)",
     )
 
     @classmethod
     def padded_sizes(cls, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
         return hidden_size, round_up(intermediate_size, 64)
-
-    @classmethod
-    def extra_reasons(
-        cls,
-        config: FusedMoEConfig,
-        weight_key: QuantKey | None,
-        activation_key: QuantKey | None,
-        device: DeviceInfo,
-    ) -> list[str]:
-        if config.activation is MoEActivation.SWIGLUOAI and config.params.beta != 1.0:
-            return [f"computes swigluoai with beta 1, got {config.params.beta}"]
-        return []
 
     @staticmethod
     def library() -> Any:
@@ -95,24 +84,30 @@ class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of each matrix."""
         hidden, inter = self.padded_sizes(self.config.hidden_size, self.config.intermediate_size)
-        return {"w13": (2 * inter, hidden), "w2": (hidden, inter)}
+        return {"w13": (2 * inter if self.config.is_gated else inter, hidden), "w2": (hidden, inter)}
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the activation is the library's own."""
+        return self.config.activation is MoEActivation.SWIGLUOAI and self.config.params.beta == 1.0
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         if weights.w13_scale is None or weights.w2_scale is None:
             raise TensorError(f"w13_scale and w2_scale are missing: the weights are {weights.weight_key}")
-        first, second = self._shapes["w13"], self._shapes["w2"]
+        first, second, parts = self._shapes["w13"], self._shapes["w2"], 2 if self.config.is_gated else 1
         biases: dict[str, Any] = {}
         if weights.w13_bias is not None and weights.w2_bias is not None:
-            w13_bias = pad_matrices(weights.w13_bias.float().unsqueeze(2), first[0] // 2, 1, parts=2)
-            biases["w1_bias"] = interleave_halves(w13_bias).squeeze(2)
+            biases["w1_bias"] = _padded(weights.w13_bias.float().unsqueeze(2), first[0], 1, parts, self.fuses).squeeze(
+                2
+            )
             biases["w2_bias"] = weights.w2_bias.float().contiguous()
         return KernelWeights(
-            w13=_swizzled(weights.w13, *first, parts=2),
+            w13=_swizzled(weights.w13, *first, parts=parts, turns=self.fuses),
             w2=_swizzled(weights.w2, *second),
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=None,
-                w1_scale=_swizzled_scale(weights.w13_scale, *first, parts=2),
+                w1_scale=_swizzled_scale(weights.w13_scale, *first, parts=parts, turns=self.fuses),
                 w2_scale=_swizzled_scale(weights.w2_scale, *second),
                 **biases,
             ),
@@ -134,6 +129,10 @@ class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
             "precision_config": calls.PrecisionConfig(weight_scale=calls.Tensor(calls.Storage(desc.scale.mT, scales))),
         }
 
+    def product(self, name: str, x: Tensor, out: Tensor, weights: KernelWeights, **rows: Any) -> None:
+        """``out`` [P, rows of the matrix] of ``x``, for rows by expert as ``rows`` says."""
+        self._calls.matmul_ogs(x=x, y=out.unsqueeze(0), **self.operand(name, weights), **rows)
+
     @property
     def activation(self) -> Any:
         """SwiGLU behind the first product, with the config's alpha and limit."""
@@ -153,10 +152,11 @@ class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
 
         config = self.config
         pairs = num_tokens * config.top_k
-        hidden, inter = self._shapes["w2"]
+        (rows, _), (hidden, inter) = self._shapes["w13"], self._shapes["w2"]
         return (
             *sort_workspaces(pairs, config.local_experts, _TILE),
             WorkspaceSpec("counts", (config.local_experts,), torch.int32),
+            WorkspaceSpec("z", (0 if self.fuses else pairs * rows,), config.dtype),
             WorkspaceSpec("h", (pairs * inter,), config.dtype),
             WorkspaceSpec("y", (pairs * hidden,), config.dtype),
         )
@@ -174,26 +174,25 @@ class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
         hidden_states_scale: Tensor | None = None,
         expert_tokens: ExpertTokensMetadata | None = None,
     ) -> None:
+        from moe_core.ops.activation import fused_activation
         from moe_core.ops.reduce import reduce_pairs
         from moe_core.ops.sort import sort_pairs
 
-        experts, total = self.config.local_experts, topk_ids.numel()
-        hidden, inter = self._shapes["w2"]
+        config, experts, total = self.config, self.config.local_experts, topk_ids.numel()
+        (rows, _), (hidden, inter) = self._shapes["w13"], self._shapes["w2"]
         order = sort_pairs(topk_ids, experts, _TILE, workspace=workspace, expert_map=expert_map, positions=True)
         pairs, offsets = order.pairs[:total], order.offsets
         counts = torch.sub(offsets[1 : experts + 1], offsets[:experts], out=workspace["counts"])
         routing = self.routing(pairs, counts)
-        h = workspace["h"][: total * inter].view(total, inter)
-        y = workspace["y"][: total * hidden].view(total, hidden)
-        self._calls.matmul_ogs(
-            x=hidden_states,
-            y=h.unsqueeze(0),
-            gather_indx=self._calls.GatherIndx(pairs, pairs),
-            fused_activation=self.activation,
-            **routing,
-            **self.operand("w13", weights),
-        )
-        self._calls.matmul_ogs(x=h, y=y.unsqueeze(0), **routing, **self.operand("w2", weights))
+        h, y = _matrix(workspace["h"], total, inter), _matrix(workspace["y"], total, hidden)
+        z = h if self.fuses else _matrix(workspace["z"], total, rows)
+        activation = {"fused_activation": self.activation} if self.fuses else {}
+        gather = self._calls.GatherIndx(pairs, pairs)
+        self.product("w13", hidden_states, z, weights, gather_indx=gather, **activation, **routing)
+        if not self.fuses:
+            used = offsets[experts : experts + 1]
+            fused_activation(config.activation, z, params=config.params, row_counts=used, out=h)
+        self.product("w2", h, y, weights, **routing)
         reduce_pairs(
             y,
             topk_ids,
@@ -205,26 +204,31 @@ class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
         )
 
 
+def _matrix(flat: Tensor, rows: int, columns: int) -> Tensor:
+    return flat[: rows * columns].view(rows, columns)
+
+
 def _warps(rows: int) -> int:
     """Warps that multiply: of 8, each takes 32 rows of a tile, of which there are 256."""
     return 8 if rows > 128 else 4
 
 
-def _swizzled(w: Tensor, rows: int, cols: int, *, parts: int = 1) -> Tensor:
-    """Codes [E, R, C / 2] as the library reads them, padded; ``parts`` 2: gate and up rows in turns."""
+def _swizzled(w: Tensor, rows: int, cols: int, *, parts: int = 1, turns: bool = False) -> Tensor:
+    """Codes [E, R, C / 2] as the library reads them: [E, rows / 4, 2 cols]."""
 
     def step(given: Tensor, target: Tensor) -> None:
-        target.copy_(swizzled_weights(_padded(given, rows // parts, cols // 2, parts)))
+        target.copy_(swizzled_weights(_padded(given, rows, cols // 2, parts, turns)))
 
     return by_experts(step, w, w.new_empty(w.shape[0], rows // 4, 2 * cols))
 
 
-def _swizzled_scale(scale: Tensor, rows: int, cols: int, *, parts: int = 1) -> Tensor:
+def _swizzled_scale(scale: Tensor, rows: int, cols: int, *, parts: int = 1, turns: bool = False) -> Tensor:
     warps = _warps(rows)
-    wide = _padded(scale, rows // parts, round_up(cols, STEP) // GROUP, parts)
+    wide = _padded(scale, rows, round_up(cols, STEP) // GROUP, parts, turns)
     return swizzled_scales(pad_matrices(wide, round_up(rows, 32 * warps), wide.shape[2]), warps)
 
 
-def _padded(tensor: Tensor, rows: int, width: int, parts: int) -> Tensor:
-    wide = pad_matrices(tensor, rows, width, parts=parts)
-    return interleave_halves(wide) if parts == 2 else wide
+def _padded(tensor: Tensor, rows: int, width: int, parts: int, turns: bool) -> Tensor:
+    """[E, rows, width] of ``parts`` stacked matrices, each with zeros below and beside; ``turns``: rows in turns."""
+    wide = pad_matrices(tensor, rows // parts, width, parts=parts)
+    return interleave_halves(wide) if turns else wide
