@@ -117,5 +117,6 @@ class MarlinMxfp4Fp8Experts(RowExperts):
             config.hidden_size,
             config.intermediate_size,
             gated=config.is_gated,
+            static=self.kind == "static",
             capability=self.device_info.capability,
         )

@@ -21,11 +21,13 @@ def e4m3_plan(
     intermediate_size: int,
     *,
     gated: bool = True,
+    static: bool = False,
     capability: int = 90,
 ) -> TilePlan:
     """The plan for ``tokens`` x ``top_k`` pairs over ``num_experts`` (all of the layer, local or not).
 
-    ``gated``: the up product has two halves; ``capability`` 90 for sm_90, 0 for no NVIDIA GPU.
+    ``gated``: the up product has two halves; ``static``: its epilogue quantises h; ``capability`` 90 for sm_90, 0 for
+    no NVIDIA GPU.
     """
     pairs = tokens * top_k
     mean = pairs / num_experts
@@ -35,25 +37,27 @@ def e4m3_plan(
         config = TileConfig(rows, BLOCK_N, warps, 2, 1 if rows == 16 else 8, swap=True)
         return TilePlan(config, config, capability >= 90)
     if mean <= 24:
-        rows = 16 if mean <= 12 else 32
+        rows, stages = (16, 4) if mean <= 12 else (32, 3)
         tiles = min(pairs, num_experts)
-        up_split = _split(264 if gated else 396, tiles * -(-intermediate_size // BLOCK_N), -(-hidden_size // 128))
-        down_split = _split(264, tiles * -(-hidden_size // BLOCK_N), -(-intermediate_size // 128))
+        up_split = _split(tiles * -(-intermediate_size // BLOCK_N), -(-hidden_size // 128))
+        down_split = _split(tiles * -(-hidden_size // BLOCK_N), -(-intermediate_size // 128))
         return TilePlan(
-            TileConfig(rows, BLOCK_N, 4, 4 if rows == 16 else 3, 1, True, True, up_split),
-            TileConfig(rows, BLOCK_N, 4, 4 if rows == 16 else 3, 1, True, True, down_split),
-            up_split > 1,
+            TileConfig(rows, BLOCK_N, 4, stages, 1, True, True, up_split),
+            TileConfig(rows, BLOCK_N, 4, stages, 1, True, True, down_split),
         )
+    some = TileConfig(64, BLOCK_N, 4, 3, 8, True, True)
     if mean <= 96:
-        some = TileConfig(64, BLOCK_N, 4, 3, 8, True, True)
         return TilePlan(some, some)
-    many = TileConfig(128, BLOCK_N, 8, 3, 8, True, True)
-    return TilePlan(many, many)
+    many = TileConfig(128, BLOCK_N, 4, 4, 8, True, True)
+    # sums of two halves of 64 columns each take the registers that those of one of 128 take; what an epilogue quantises
+    # is padded to whole 128
+    narrow = TileConfig(128, BLOCK_N // 2, 4, 4, 8, True, True) if gated else many
+    return TilePlan(some if static else narrow, many)
 
 
-def _split(target: int, programs: int, steps: int) -> int:
-    """Programs that share a tile's loop, a power of two: up to ``target`` programs in all, 4 steps each at least."""
+def _split(programs: int, steps: int) -> int:
+    """Programs that share a tile's loop, a power of two: up to 400 programs in all, 5 steps each at least."""
     split = 1
-    while split < 16 and programs * split * 2 <= target and steps // (split * 2) >= 4:
+    while split < 16 and programs * split * 2 <= 400 and steps // (split * 2) >= 5:
         split *= 2
     return split

@@ -42,12 +42,17 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
         plans: dict[TilePlan, int] = {}
         for tokens in _TOKENS:
             plans.setdefault(e4m3_plan(tokens, top_k, experts, hidden, size, capability=target.capability), tokens)
-        of_layer = {
-            "weights": partial(_words, experts),
-            "extra": partial(_powers, experts),
-            "raw": raw,
-        }
-        run = partial(row_layer, _functions, experts=experts, top_k=top_k, hidden=hidden, size=size, **of_layer)
+        run = partial(
+            row_layer,
+            _functions,
+            experts=experts,
+            top_k=top_k,
+            hidden=hidden,
+            size=size,
+            weights=partial(_words, experts),
+            extra=partial(_powers, experts),
+            raw=raw,
+        )
         for number, (plan, tokens) in enumerate(plans.items()):
             kind = ("token", "static")[number % 2]
             specimen = partial(run, plan=plan, tokens=tokens, kind=kind, bias=True, gated=name != "odd" or number != 1)

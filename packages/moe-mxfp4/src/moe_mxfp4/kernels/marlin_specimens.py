@@ -8,9 +8,10 @@ from functools import partial
 
 import torch
 from moe_core.device import DeviceInfo
-from moe_core.gemm.marlin.rule import marlin_plan
 from moe_core.gemm.plan import TilePlan
 from moe_core.testing.compile import Specimen
+
+from moe_mxfp4.kernels.marlin_rule import e2m1_plan
 
 #: experts, top-k, hidden size, intermediate size; the second are no whole steps and tiles
 _SHAPE, _ODD = (128, 4, 2880, 2880), (6, 2, 1104, 1000)
@@ -43,7 +44,7 @@ class _Kind:
     def plan(self, tokens: int, capability: int) -> TilePlan:
         experts, top_k, hidden, size = self.shape
         split = not self.batched
-        return marlin_plan(tokens, top_k, experts, hidden, size, gated=self.gated, split=split, capability=capability)
+        return e2m1_plan(tokens, top_k, experts, hidden, size, gated=self.gated, split=split, capability=capability)
 
 
 def specimens(target: DeviceInfo) -> Iterator[Specimen]:

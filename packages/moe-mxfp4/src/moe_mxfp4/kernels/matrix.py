@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from moe_core.gemm import rows
 from moe_core.gemm.launch import TileFunctions
@@ -11,7 +12,7 @@ from moe_core.gemm.portable.kinds import ActivationKind
 from moe_core.gemm.portable.layer import STEP, PackedMatrix
 from torch import Tensor
 
-from moe_mxfp4.kernels import e2m1
+from moe_mxfp4.kernels import e2m1, scaled
 
 #: depth of float32 products, which no matrix unit computes
 SHORT_STEP = 32
@@ -32,18 +33,44 @@ def e2m1_matrix(
     - ``words`` int32 [E, rows, words]: 8 codes each, low bits first
     - ``scales`` int32 [E, ceil(columns / 128), rows], ``factors`` float32 [E, rows]: see `moe_mxfp4.kernels.e2m1`
     """
-    device = (
-        words,
+    device = _device(words, scales, factors)
+    return PackedMatrix(words, 4, columns, device, _functions, bias, None, input_scale, step)
+
+
+def scaled_matrix(
+    codes: Tensor, columns: int, scales: Tensor, factors: Tensor, *, bias: Tensor | None = None
+) -> PackedMatrix:
+    """Weights of `PackedMatrix` for MXFP8 activations, multiplied with their scales; see `moe_mxfp4.kernels.scaled`.
+
+    - ``codes`` uint8 [E, rows, bytes], ``scales`` uint8 [E, rows, groups padded to 4], ``factors`` float32 [E, rows]
+    """
+    device = _device(codes, scales, factors)
+    return PackedMatrix(codes, 4, columns, device, _scaled_functions, bias, scaled=True)
+
+
+def _device(codes: Tensor, scales: Tensor, factors: Tensor) -> tuple[Any, ...]:
+    return (
+        codes,
         scales,
         factors,
-        words.stride(0),
-        words.stride(1),
-        words.shape[2],
+        codes.stride(0),
+        codes.stride(1),
+        codes.shape[2],
         scales.stride(0),
         scales.stride(1),
         factors.stride(0),
     )
-    return PackedMatrix(words, 4, columns, device, _functions, bias, None, input_scale, step)
+
+
+def _scaled_functions(kind: ActivationKind) -> TileFunctions:
+    return TileFunctions(
+        scaled.open_codes,
+        scaled.load_codes,
+        scaled.open_scaled,
+        scaled.load_scaled,
+        scaled.multiply_scaled,
+        e2m1.finish,
+    )
 
 
 def _functions(kind: ActivationKind) -> TileFunctions:

@@ -53,9 +53,9 @@ def marlin_plan(
             return TilePlan(up, down)
         tiles, steps = experts * -(-width // BLOCK_N), _steps(hidden_size)
         # parts of eight steps at least, and up to three rounds; shorter ones only where multiprocessors are left over
-        up_split = _split(tiles, steps, pairs * width, (1800, 8), (512, 4))
+        up_split = _split(tiles, steps, pairs * width, (1800, 8), (720, 5), (512, 4))
         tiles = experts * -(-hidden_size // BLOCK_N)
-        limits = ((1056, 28), (264, 3)) if bits == 4 else ((264, 4),)
+        limits = ((1056, 28), (400, 5), (264, 3)) if bits == 4 else ((264, 4),)
         down_split = _split(tiles, down_steps, pairs * hidden_size, *limits)
         up = TileConfig(16, BLOCK_N, 4, 4 if steps > 16 else 3, 1, True, True, up_split)
         stages = 4 if bits == 8 and down_steps // down_split > 16 else 3
