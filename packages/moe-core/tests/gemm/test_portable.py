@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from moe_core.errors import ConfigError
 from moe_core.gemm.narrow import round_e2m1
+from moe_core.gemm.portable.activations import code_mxfp8
 from moe_core.gemm.portable.kinds import ActivationKind
 from moe_core.gemm.portable.layer import PackedMatrix
 from moe_core.numerics import E2M1_VALUES
-from moe_core.quant_key import kFp8DynamicTensorSym, kMxfp4Dynamic
+from moe_core.quant_key import kFp8DynamicTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
 from moe_core.quantization import dequantize_tensor, fake_quantize, quantize_tensor
 
 ROWS, COLUMNS = 16, 128
@@ -33,6 +34,23 @@ def _quantize_kernel(x, out, scales, Q, quantize: tl.constexpr, AXIS: tl.constex
     tl.store(out + place, values.to(tl.float32))
     if scales is not None:
         tl.store(scales + row, scale)
+
+
+@triton.jit
+def _code_kernel(x, out, scales, AXIS: tl.constexpr, ROWS: tl.constexpr):
+    """`code_mxfp8` of [ROWS, 128], codes as float32."""
+    row = tl.arange(0, ROWS)
+    place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tile = tl.load(x + place)
+    group = row[:, None] * 4 + tl.arange(0, 4)[None, :]
+    if AXIS == 1:
+        values, scale = code_mxfp8(tile, None, 0, 1)
+        tl.store(scales + group, scale)
+    else:
+        values, scale = code_mxfp8(tl.trans(tile), None, 0, 0)
+        values = tl.trans(values)
+        tl.store(scales + group, tl.trans(scale))
+    tl.store(out + place, values.to(tl.float32))
 
 
 @triton.jit
@@ -106,6 +124,20 @@ def test_scale_of_an_expert(axis, device):
         assert torch.equal(found[rows].nan_to_num(7e33), expected.nan_to_num(7e33))
         assert expected.abs().nan_to_num(0).max() == 448.0
         assert not torch.equal(dequantize_tensor(quantized, key), x[rows])
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_codes_with_their_scales(axis, device):
+    x = wide_range()
+    out = torch.empty(ROWS, COLUMNS, device=device)
+    scales = torch.empty(ROWS, COLUMNS // 32, dtype=torch.uint8, device=device)
+    _code_kernel[(1,)](x.to(device), out, scales, AXIS=axis, ROWS=ROWS)
+    codes, scale, _ = quantize_tensor(x, kMxfp8Dynamic)
+    assert torch.equal(scales.cpu(), scale)
+    # under the scale NaN any code is as good as another
+    counts = (scale != 255).repeat_interleave(32, dim=1)
+    assert torch.equal(out.cpu()[counts], codes.float()[counts])
+    assert (~counts).any()
 
 
 def test_every_e2m1_number_and_tie(device):

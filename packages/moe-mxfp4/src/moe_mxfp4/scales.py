@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import torch
+from moe_core import DeviceInfo
 from torch import Tensor
 
 #: the byte of a row's largest scale: see `moe_mxfp4.kernels.e2m1`
 LARGEST = 253
 #: of one that matrix units multiply: 2**0
 LARGEST_SCALED = 127
+
+
+def has_scaled_units(device: DeviceInfo) -> bool:
+    """Whether matrix units multiply codes with the scales of their groups: sm_100 and its family, gfx950."""
+    return 100 <= device.capability < 120 or device.arch == "gfx950"
 
 
 def step_scales(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from moe_core.testing.data import make_inputs, make_weights
 from moe_core.workspace import Workspace, workspace_nbytes
 from moe_mxfp4.experts.triton import TritonMxfp4Experts
 from moe_mxfp4.kernels import e2m1
-from moe_mxfp4.scales import LARGEST, step_scales
+from moe_mxfp4.scales import LARGEST, group_scales, step_scales
 
 TOLERANCE = 3 * 2**-7
 #: the smallest byte whose scale times 0.5 the type holds
@@ -77,6 +77,10 @@ def test_scales_of_steps():
     assert found[0].tolist() == [253, 246, 126, 127, 252, 0, 0, 0]
     assert found[1, [0, 2, 3, 4]].tolist() == [253, 251, 252, 253]
     assert factors.tolist() == [[1.0, 2.0**-124, 2.0**-127]]
+    groups, same = group_scales(codes, scale, 160)
+    assert torch.equal(same, factors)
+    assert groups.shape == (1, 3, 8)
+    assert groups[0, 0].tolist() == [127, 120, 0, 1, 126, 0, 0, 0]
 
 
 def plan_of(block_m, *, tma=False, splits=(1, 1), group_m=1):

@@ -3,12 +3,13 @@
 The portable backend: it reads the checkpoint's codes as they are and makes numbers of them in registers, by plain
 Triton operations; scales are turned once, so that those of a step lie together.  Every key of the scheme, standard and
 batched format.  ``moe_core.gemm.portable.layer`` says what a call consists of, ``kernels/e2m1.py`` how exact its
-products are.  Quantised activations multiply as bfloat16 numbers, which hold e4m3 and e2m1 times a power of two.
+products are.  Quantised activations multiply as bfloat16 numbers, which hold e4m3 and e2m1 times a power of two; where
+matrix units multiply codes with their scales (sm_100 and its family, gfx950), MXFP8 ones stay codes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from moe_core import (
@@ -34,7 +35,10 @@ from moe_core.gemm.portable.words import as_words
 from torch import Tensor
 
 from moe_mxfp4.keys import ACTIVATIONS
-from moe_mxfp4.scales import step_scales
+from moe_mxfp4.scales import group_scales, has_scaled_units, step_scales
+
+if TYPE_CHECKING:
+    from moe_core.gemm.portable.layer import PackedMatrix
 
 
 class TritonMxfp4Experts(GroupedExperts):
@@ -50,15 +54,15 @@ class TritonMxfp4Experts(GroupedExperts):
         apply_router_weight_on_input=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
-        notes="quantised activations are multiplied as bfloat16 numbers",
+        notes="quantised activations are multiplied as bfloat16 numbers; on sm_100 and gfx950 MXFP8 ones are not",
     )
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         if weights.w13_scale is None or weights.w2_scale is None:
             raise TensorError("MXFP4 weights come with w13_scale and w2_scale")
-        config = self.config
-        w13_scale, w13_factors = step_scales(weights.w13, weights.w13_scale, config.hidden_size)
-        w2_scale, w2_factors = step_scales(weights.w2, weights.w2_scale, config.intermediate_size)
+        config, scales = self.config, group_scales if self.scaled else step_scales
+        w13_scale, w13_factors = scales(weights.w13, weights.w13_scale, config.hidden_size)
+        w2_scale, w2_factors = scales(weights.w2, weights.w2_scale, config.intermediate_size)
         inputs = {"w13_input_scale": weights.w13_input_scale, "w2_input_scale": weights.w2_input_scale}
         if self.kind is ActivationKind.EXPERT:
             for name, scale in inputs.items():
@@ -66,8 +70,8 @@ class TritonMxfp4Experts(GroupedExperts):
                     raise TensorError(f"{name} is missing, the activation key is {weights.activation_key}")
                 inputs[name] = scale.float().contiguous()
         return KernelWeights(
-            w13=as_words(weights.w13),
-            w2=as_words(weights.w2),
+            w13=weights.w13 if self.scaled else as_words(weights.w13),
+            w2=weights.w2 if self.scaled else as_words(weights.w2),
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
@@ -85,6 +89,11 @@ class TritonMxfp4Experts(GroupedExperts):
     def kind(self) -> ActivationKind:
         """What x and h are rounded to."""
         return ActivationKind.of(self.activation_key)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether matrix units multiply codes with their scales."""
+        return self.kind is ActivationKind.MXFP8 and has_scaled_units(self.device_info)
 
     @property
     def short_steps(self) -> bool:
@@ -119,32 +128,25 @@ class TritonMxfp4Experts(GroupedExperts):
             config.dtype,
             kind=self.kind,
             weight_on_input=self.weight_on_input,
+            scaled=self.scaled,
             batched=self.batched,
         )
 
     def fused_moe(self, x: Tensor, weights: KernelWeights, call: dict[str, Any]) -> None:
         from moe_core.gemm.portable.layer import STEP, portable_fused_moe
 
-        from moe_mxfp4.kernels.matrix import SHORT_STEP, e2m1_matrix
+        from moe_mxfp4.kernels.matrix import SHORT_STEP, e2m1_matrix, scaled_matrix
 
-        quant, config = weights.quant_config, self.config
+        quant = weights.quant_config
         step = SHORT_STEP if self.short_steps and x.is_cuda else STEP
-        w13 = e2m1_matrix(
-            weights.w13,
-            config.hidden_size,
-            call.pop("w13_scale"),
-            weights.extra["w13_factors"],
-            bias=call.pop("w13_bias"),
-            input_scale=quant.a1_scale,
-            step=step,
-        )
-        w2 = e2m1_matrix(
-            weights.w2,
-            config.intermediate_size,
-            call.pop("w2_scale"),
-            weights.extra["w2_factors"],
-            bias=call.pop("w2_bias"),
-            input_scale=quant.a2_scale,
-            step=step,
-        )
+
+        def matrix(name: str, codes: Tensor, columns: int, input_scale: Tensor | None) -> PackedMatrix:
+            given = (codes, columns, call.pop(f"{name}_scale"), weights.extra[f"{name}_factors"])
+            bias = call.pop(f"{name}_bias")
+            if self.scaled:
+                return scaled_matrix(*given, bias=bias)
+            return e2m1_matrix(*given, bias=bias, input_scale=input_scale, step=step)
+
+        w13 = matrix("w13", weights.w13, self.config.hidden_size, quant.a1_scale)
+        w2 = matrix("w2", weights.w2, self.config.intermediate_size, quant.a2_scale)
         portable_fused_moe(x, w13, w2, kind=self.kind, **call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,6 +14,8 @@ from moe_core.gemm.portable.kinds import ActivationKind
 from moe_core.gemm.portable.rule import portable_plan
 from moe_core.testing.compile import Specimen
 from torch import Tensor
+
+from moe_mxfp4.scales import has_scaled_units
 
 #: experts, top-k, hidden size, intermediate size; the second's rows are no whole words
 _SHAPE, _ODD = (128, 4, 2880, 2880), (6, 2, 1101, 1003)
@@ -32,6 +34,7 @@ class _Kind:
     batched: bool = False
     gated: bool = True
     weight_on_input: bool = False
+    scaled: bool = False
     dtype: torch.dtype = torch.bfloat16
     shape: tuple[int, int, int, int] = _SHAPE
 
@@ -42,6 +45,7 @@ class _Kind:
             "batched": self.batched,
             "no gate": not self.gated,
             "on input": self.weight_on_input,
+            "scaled": self.scaled,
             "odd": self.shape == _ODD,
             str(self.dtype).removeprefix("torch."): self.dtype is not torch.bfloat16,
         }
@@ -89,13 +93,18 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
     """Whole layers, for the plans that the rule chooses on the target."""
     if not (target.kind == "hip" or target.capability >= 80):
         return
-    for kind in _PLANNED:
+    units = has_scaled_units(target)
+    planned, others = (
+        [replace(kind, scaled=units and kind.activations is ActivationKind.MXFP8) for kind in kinds]
+        for kinds in (_PLANNED, _OTHERS)
+    )
+    for kind in planned:
         plans: dict[TilePlan, int] = {}
         for tokens in _TOKENS:
             plans.setdefault(kind.plan(tokens, target.capability), tokens)
         for plan, tokens in plans.items():
             yield _specimen(kind, plan, tokens)
-    for kind in _OTHERS:
+    for kind in others:
         for tokens in (1, 2000):
             yield _specimen(kind, kind.plan(tokens, target.capability), tokens)
 
@@ -110,7 +119,7 @@ def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
     from moe_core.gemm.launch import Activation
     from moe_core.gemm.portable.layer import STEP, PackedMatrix, portable_fused_moe, portable_workspaces
 
-    from moe_mxfp4.kernels.matrix import SHORT_STEP, e2m1_matrix
+    from moe_mxfp4.kernels.matrix import SHORT_STEP, e2m1_matrix, scaled_matrix
 
     experts, top_k, hidden, size = kind.shape
     if kind.weight_on_input:
@@ -120,6 +129,14 @@ def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def matrix(rows: int, columns: int) -> PackedMatrix:
+        if kind.scaled:
+            return scaled_matrix(
+                meta(experts, rows, -(-columns // 2), dtype=torch.uint8),
+                columns,
+                meta(experts, rows, -(-columns // 128) * 4, dtype=torch.uint8),
+                meta(experts, rows, dtype=torch.float32),
+                bias=meta(experts, rows),
+            )
         words = -(-columns // 8)
         if columns % 8:
             words = -(-words // 4) * 4
@@ -142,6 +159,7 @@ def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
         kind.dtype,
         kind=kind.activations,
         weight_on_input=kind.weight_on_input,
+        scaled=kind.scaled,
         batched=kind.batched,
     )
     shape = (experts, tokens, hidden) if kind.batched else (tokens, hidden)

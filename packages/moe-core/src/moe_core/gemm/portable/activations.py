@@ -1,7 +1,7 @@
 """How x and h become what is multiplied: `quantize` functions of the grouped matrix product, one for each kind.
 
-Q starts with the tensor that values go to, whose type they get.  Codes of e4m3 and e2m1 are not made: the numbers are
-rounded to what those hold, in float32, which needs no hardware for either.
+Q starts with the tensor that values go to, whose type they get.  But for `code_mxfp8` codes of e4m3 and e2m1 are not
+made: the numbers are rounded to what those hold, in float32, which needs no hardware for either.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.narrow import divide, divide_all, narrow, round_e2m1, round_e4m3
+from moe_core.gemm.narrow import divide, divide_all, narrow, narrow_e4m3, round_e2m1, round_e4m3
 from moe_core.gemm.portable.tiles import arrange
 from moe_core.gemm.rows import largest, scale_of
 from moe_core.ops._quantize_kernels import magnitude_bits
@@ -50,8 +50,11 @@ def round_static_4(tile, Q, expert, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _round_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr):
-    """float32: MX_GROUP columns each rounded to codes of a scale, a power of two, and multiplied by it again."""
+def _scaled_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr):
+    """(values divided by their scales, scales), float32, of MX_GROUP columns each; scales are powers of two.
+
+    Both have the columns split: [ROWS, groups, columns of one] for AXIS 1, [groups, columns of one, ROWS] for AXIS 0.
+    """
     ROWS: tl.constexpr = tile.shape[1 - AXIS]
     GROUPS: tl.constexpr = tile.shape[AXIS] // MX_GROUP
     if AXIS == 1:
@@ -60,11 +63,32 @@ def _round_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr):
         groups = tile.reshape(GROUPS, MX_GROUP, ROWS)
     bits = tl.max(magnitude_bits(groups), axis=2 if AXIS == 1 else 1, keep_dims=True)
     scale = group_scale_of(bits, CODE, "e8m0")
-    # the inverse of a power of two: 254 - exponent; that of NaN is as good as any, the scale comes back below
-    inverse = (0x7F000000 - magnitude_bits(scale)).to(tl.float32, bitcast=True)
-    scaled = groups * inverse
+    # the inverse of a power of two: 254 - exponent; that of NaN is as good as any, products have the scale's NaN
+    return groups * (0x7F000000 - magnitude_bits(scale)).to(tl.float32, bitcast=True), scale
+
+
+@triton.jit
+def _round_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr):
+    """float32: MX_GROUP columns each rounded to codes of a scale and multiplied by it again."""
+    scaled, scale = _scaled_mx(tile, CODE, AXIS)
     rounded = round_e4m3(scaled) if CODE == "e4m3" else round_e2m1(scaled)
     return (rounded * scale).reshape(tile.shape)
+
+
+@triton.jit
+def code_mxfp8(tile, Q, expert, AXIS: tl.constexpr):
+    """e4m3 codes in their own order, and the bytes of scales of MX_GROUP columns."""
+    ROWS: tl.constexpr = tile.shape[1 - AXIS]
+    GROUPS: tl.constexpr = tile.shape[AXIS] // MX_GROUP
+    scaled, scale = _scaled_mx(tile, "e4m3", AXIS)
+    exponents = (magnitude_bits(scale) >> 23).to(tl.uint8)
+    codes = narrow_e4m3(scaled).reshape(tile.shape)
+    if GROUPS == 1:
+        return codes, exponents.reshape(ROWS)
+    elif AXIS == 1:
+        return codes, exponents.reshape(ROWS, GROUPS)
+    else:
+        return codes, exponents.reshape(GROUPS, ROWS)
 
 
 @triton.jit

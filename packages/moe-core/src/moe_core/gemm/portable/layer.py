@@ -50,7 +50,6 @@ from moe_core.workspace import WorkspaceSpec
 STEP = 128
 #: columns within which activations change places, or a multiple
 UNIT = 32
-_F32 = torch.float32
 
 _QUANTIZE = {
     ActivationKind.TOKEN: activations.round_4,
@@ -65,13 +64,15 @@ _QUANTIZE = {
 class PackedMatrix:
     """One of the two weights of a layer's experts.
 
-    - ``words`` int32 [E, rows, words], rows of ``columns`` codes of ``bits``, 4 or 8, low bits first
+    - ``words`` int32 (uint8 where ``scaled``) [E, rows, words], rows of ``columns`` codes of ``bits``, 4 or 8, low bits
+      first
     - ``device``: the tuple `B` of the device functions, ``functions`` which those are for a kind of activations; see
       `moe_core.gemm.tile_kernel`.  `open_a` and `load_a` are those of `tiles` and `moe_core.gemm.rows`
     - ``bias`` [E, rows], any float dtype
     - ``pre_scale`` float32 [E, columns]: factors of the activations' columns, for kinds PLAIN and TOKEN
     - ``input_scale`` float32 [E], for kind EXPERT
     - ``step``: columns of a step of the k loop, 128 or 32
+    - ``scaled``: the device functions multiply e4m3 codes with e8m0 bytes, in their own order, for kind MXFP8
     """
 
     words: Tensor
@@ -83,15 +84,18 @@ class PackedMatrix:
     pre_scale: Tensor | None = None
     input_scale: Tensor | None = None
     step: int = STEP
+    scaled: bool = False
 
     def operand(self, count: int) -> Operand:
         """What the kernel gets; ``count`` rows of one half."""
         make = weight_descriptor(self.words)
-        descriptor = None if make is None else partial(_descriptor, make, 32 // self.bits)
+        descriptor = None if make is None else partial(_descriptor, make, 8 * self.words.element_size() // self.bits)
         return Operand(self.device, count, self.columns, self.bias, descriptor, is_aligned(self.words))
 
     def quantize(self, kind: ActivationKind, values: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
         """Device function and arguments that make ``values`` of rows."""
+        if self.scaled:
+            return activations.code_mxfp8, (values,)
         if kind is ActivationKind.PLAIN:
             return (activations.arrange_4 if self.bits == 4 else activations.arrange_8), (values,)
         if self.bits != 4:
@@ -122,11 +126,12 @@ def portable_workspaces(
     kind: ActivationKind = ActivationKind.PLAIN,
     pre_scaled: bool = False,
     weight_on_input: bool = False,
+    scaled: bool = False,
     batched: bool = False,
 ) -> tuple[WorkspaceSpec, ...]:
     """Scratch tensors of `portable_fused_moe` for at most ``num_tokens`` tokens, or T_max of the batched format.
 
-    ``dtype`` of x and the output; ``pre_scaled``: activations have factors.
+    ``dtype`` of x and the output; ``pre_scaled``: activations have factors; ``scaled``: as the matrices are.
     """
     tokens = num_experts * num_tokens if batched else num_tokens
     pairs = tokens if batched else num_tokens * top_k
@@ -134,23 +139,26 @@ def portable_workspaces(
     apart, plain = kind is ActivationKind.TOKEN or pre_scaled, kind is ActivationKind.PLAIN
     # 16 bits of float16 do not hold what an activation may make
     wide = torch.float32 if not plain and dtype is torch.float16 else dtype
-    stored = dtype if plain else torch.bfloat16
+    stored = torch.float8_e4m3fn if scaled else dtype if plain else torch.bfloat16
+    scale = torch.uint8 if scaled else torch.float32
     inner, width = _padded(intermediate_size), _padded(hidden_size)
 
     def scales(rows: int, columns: int) -> tuple[int, int]:
-        if kind is ActivationKind.BLOCK:
-            return rows, columns // STEP
+        if kind is ActivationKind.BLOCK or scaled:
+            return rows, columns // (UNIT if scaled else STEP)
         return (rows, 1) if apart else (0, 1)
 
     return (
         *order_workspaces(pairs, num_tokens, num_experts, batched),
         WorkspaceSpec("multiplied", (pairs if pre_scaled else 0, max(hidden_size, intermediate_size)), wide),
-        WorkspaceSpec("x_weighted", (tokens if weight_on_input and kind.weighted_first else 0, hidden_size), _F32),
+        WorkspaceSpec(
+            "x_weighted", (tokens if weight_on_input and kind.weighted_first else 0, hidden_size), torch.float32
+        ),
         WorkspaceSpec("x_values", (entering, width), stored),
-        WorkspaceSpec("x_scales", scales(entering, width), _F32),
+        WorkspaceSpec("x_scales", scales(entering, width), scale),
         WorkspaceSpec("h", (pairs if apart else 0, inner), wide),
         WorkspaceSpec("h_values", (pairs, inner), stored),
-        WorkspaceSpec("h_scales", scales(pairs, inner), _F32),
+        WorkspaceSpec("h_scales", scales(pairs, inner), scale),
         parts_workspace(batched, STEP),
         WorkspaceSpec("y", (0 if batched else pairs, hidden_size), dtype),
     )
@@ -200,7 +208,7 @@ class _Layer:
             self.enter(x, self.w13, order, values, found, by_token=True)
             return order, (POSITION if isinstance(routing, Batch) else PAIR).value
         group = {ActivationKind.TOKEN: whole_row(values.shape[1]), ActivationKind.BLOCK: STEP}.get(kind, UNIT)
-        scaled = kind in (ActivationKind.TOKEN, ActivationKind.BLOCK)
+        scaled = kind in (ActivationKind.TOKEN, ActivationKind.BLOCK) or self.w13.scaled
         job = QuantizeRows(x, values, found if scaled else None, quantize, group, arguments)
         if isinstance(routing, Batch):
             return self.order(job), POSITION.value
@@ -258,8 +266,9 @@ class _Layer:
             h = Result(work["h"])
         else:
             quantize, arguments = self.w2.quantize(self.kind, work["h_values"])
-            scaled = self.kind is ActivationKind.BLOCK
-            h = Result(work["h_values"], work["h_scales"] if scaled else None, quantize, arguments)
+            groups = STEP // UNIT if self.w2.scaled else 1
+            found = work["h_scales"] if self.w2.scaled or self.kind is ActivationKind.BLOCK else None
+            h = Result(work["h_values"], found, quantize, arguments, groups)
         split = config.split > 1 and isinstance(routing, Routing)
         target = h
         if split:
@@ -302,7 +311,7 @@ class _Layer:
             a = (values, scales, values.stride(0), 1, 0)
         elif self.kind is ActivationKind.EXPERT:
             a = (values, matrix.input_scale, values.stride(0), 0, 1)
-        elif self.kind is ActivationKind.BLOCK:
+        elif self.kind is ActivationKind.BLOCK or matrix.scaled:
             a = (values, scales, values.stride(0), scales.stride(0))
         grouped_product(
             matrix.functions(self.kind),

@@ -1,0 +1,72 @@
+"""e2m1 weights and e4m3 activations through `tl.dot_scaled`, which multiplies codes with the scales of their groups.
+
+    weights       uint8 [E, rows, bytes]: two codes, the even column's in the low nibble
+    scales        uint8 [E, rows, groups padded to whole steps], relative to the row's largest, which is 127: 2^0
+    factors       float32 [E, rows]: the row's largest scale, which multiplies the finished sums
+    activations   e4m3 [rows, K padded to whole steps], uint8 scales [rows, groups]
+
+For matrix units that have it (sm_100 and its family, gfx950); elsewhere Triton widens both operands to bfloat16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from moe_core.gemm.narrow import INTERPRET
+from moe_core.gemm.weight_tile import weight_rows, weight_tile
+
+#: columns that share a scale
+GROUP = tl.constexpr(32)
+
+
+@triton.jit
+def open_codes(A, rows, expert):
+    """A = (codes, scales, codes' row stride, scales' row stride)."""
+    codes, scales, stride, scale_stride = A
+    return codes + rows * stride, scales + rows * scale_stride
+
+
+@triton.jit
+def load_codes(state, k, BLOCK_K: tl.constexpr):
+    """Tile [BLOCK_M, BLOCK_K] and its scales [BLOCK_M, groups]."""
+    tile = tl.load(state[0][:, None] + (k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :])
+    groups = k * (BLOCK_K // GROUP) + tl.arange(0, BLOCK_K // GROUP)
+    return tile, tl.load(state[1][:, None] + groups[None, :])
+
+
+@triton.jit
+def open_scaled(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """State of a tile: pointers to its rows, which of them exist, the first, bytes of a row, scales, factors.
+
+    B = (weights, scales, factors, weights' expert and row stride, bytes of a row, scales' expert and row stride,
+    factors' expert stride).
+    """
+    weights, scales, factors, stride_e, stride_n, row_bytes, scale_e, scale_n, factor_e = B
+    rows, inside, first = weight_rows(weights, stride_e, stride_n, expert, half, n, N, BLOCK_N)
+    column = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
+    factor = tl.load(factors + expert.to(tl.int64) * factor_e + column)
+    return rows, inside, first, row_bytes, scales + expert.to(tl.int64) * scale_e + column * scale_n, scale_n, factor
+
+
+@triton.jit
+def load_scaled(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Bytes [BLOCK_N, BLOCK_K / 2] and their scales [BLOCK_N, groups]."""
+    groups = k * (BLOCK_K // GROUP) + tl.arange(0, BLOCK_K // GROUP)
+    scales = tl.load(state[4][:, None] + groups[None, :])
+    return weight_tile(state[0], state[1], state[2], b_desc, k, state[3], BLOCK_K // 2, EVEN_N, EVEN_K), scales
+
+
+@triton.jit
+def _own(scales):
+    """`scales` [rows, 4] uint8 of one product alone: Triton 3.6 fails where gate and up share them on sm_100."""
+    if not INTERPRET and tl.target_info.cuda_capability_geq(10):
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [scales], dtype=tl.uint8, is_pure=False, pack=4)
+    else:
+        return scales
+
+
+@triton.jit
+def multiply_scaled(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+    """acc + weights @ a.T, with scales."""
+    tl.static_assert(SWAP, "weights are the rows of the product, whose number matrix units fix")
+    return tl.dot_scaled(b, b_scale, "e2m1", tl.trans(a), _own(a_scale), "e4m3", acc)
