@@ -35,9 +35,9 @@ class Mxfp4MoeBackend(str, Enum):
     """Backends of this package; other packages' backends are named by their entry points."""
 
     FLASHINFER_TRTLLM = "flashinfer_trtllm"
-    FLASHINFER_CUTLASS = "flashinfer_cutlass"
     MARLIN = "marlin"
     BATCHED_MARLIN = "batched_marlin"
+    FLASHINFER_CUTLASS = "flashinfer_cutlass"
     TRITON = "triton"
     TRITON_KERNELS = "triton_kernels"
     TORCH = "torch"
@@ -57,14 +57,6 @@ class Mxfp4Oracle(Oracle):
             "moe-mxfp4",
         ),
         Backend(
-            Mxfp4MoeBackend.FLASHINFER_CUTLASS.value,
-            (
-                "moe_mxfp4.experts.flashinfer_cutlass:FlashInferCutlassMxfp4Bf16Experts",
-                "moe_mxfp4.experts.flashinfer_cutlass:FlashInferCutlassMxfp4Mxfp8Experts",
-            ),
-            "moe-mxfp4",
-        ),
-        Backend(
             Mxfp4MoeBackend.MARLIN.value,
             ("moe_mxfp4.experts.marlin:MarlinMxfp4Experts", "moe_mxfp4.experts.marlin_fp8:MarlinMxfp4Fp8Experts"),
             "moe-mxfp4",
@@ -72,6 +64,14 @@ class Mxfp4Oracle(Oracle):
         Backend(
             Mxfp4MoeBackend.BATCHED_MARLIN.value,
             ("moe_mxfp4.experts.marlin:BatchedMarlinMxfp4Experts",),
+            "moe-mxfp4",
+        ),
+        Backend(
+            Mxfp4MoeBackend.FLASHINFER_CUTLASS.value,
+            (
+                "moe_mxfp4.experts.flashinfer_cutlass:FlashInferCutlassMxfp4Bf16Experts",
+                "moe_mxfp4.experts.flashinfer_cutlass:FlashInferCutlassMxfp4Mxfp8Experts",
+            ),
             "moe-mxfp4",
         ),
         Backend(Mxfp4MoeBackend.TRITON.value, ("moe_mxfp4.experts.triton:TritonMxfp4Experts",), "moe-mxfp4"),
