@@ -25,7 +25,7 @@ from moe_core import (
     kInt4Static,
 )
 from moe_core.experts import FusedMoEExpertsModular
-from moe_core.testing.cases import BUDGETS, Case, conformance_cases, expand_keys, load_experts
+from moe_core.testing.cases import BUDGETS, Case, conformance_cases, covered_keys, expand_keys, load_experts
 from moe_core.testing.data import make_inputs
 from moe_core.torch_experts import TorchExperts
 from moe_core_toys import MonolithicToyExperts, ToyExperts
@@ -168,10 +168,20 @@ def test_a_device_that_is_not_claimed_has_no_cases() -> None:
 def test_gpu_checks_come_with_a_gpu() -> None:
     checks = {c.check for c in conformance_cases(ToyExperts, target=CPU, on_gpu=True)}
     assert checks == {
-        "values", "convert", "reload", "compile", "opcheck", "refusals", "graph", "sync", "memory",
+        "values", "convert", "reload", "compile", "opcheck", "refusals", "graph", "sync", "memory", "many_rows",
     }  # fmt: skip
     no_graph = with_claims(cuda_graph=False)
     assert not {"graph", "sync"} & {c.check for c in conformance_cases(no_graph, target=CPU, on_gpu=True)}
+
+
+def test_every_pair_of_keys_meets_many_rows_on_a_gpu() -> None:
+    cases = [c for c in conformance_cases(ToyExperts, target=CPU, on_gpu=True) if c.check == "many_rows"]
+    assert {(c.weight_key, c.activation_key) for c in cases} == set(covered_keys(ToyExperts.claims))
+    for case in cases:
+        assert case.tokens / case.config.num_experts >= 512
+        assert case.config.hidden_size >= 2048
+        assert case.config.intermediate_size >= 1024
+        assert case.config.max_num_tokens in (None, case.tokens)
 
 
 def test_experts_are_named_by_module_and_class() -> None:

@@ -28,6 +28,7 @@ from moe_core import (
 )
 from moe_core.device import DeviceInfo
 from moe_core.experts import FusedMoEExperts
+from moe_core.testing import Case, run_case
 from moe_core.torch_experts import TorchExperts
 from moe_core_failures import check_found, failures
 from torch import Tensor
@@ -446,3 +447,34 @@ def test_sound_experts_pass(experts: type[FusedMoEExperts]) -> None:
 @pytest.mark.parametrize(("experts", "message"), FAULTS, ids=[experts.__name__ for experts, _ in FAULTS])
 def test_fault_is_found(experts: type[FusedMoEExperts], message: str) -> None:
     check_found(experts, message)
+
+
+class WrongWithManyRows(Sound):
+    """Reads the rows of another step in part of the last tile."""
+
+    def apply(self, output: Tensor, *arguments: Any, **named: Any) -> None:
+        super().apply(output, *arguments, **named)
+        if len(output) >= 512:
+            output[-64:, :128] = output[-128:-64, :128]
+
+
+class ChangesWithManyRows(Sound):
+    """A race: the results of repeated calls differ."""
+
+    def apply(self, output: Tensor, *arguments: Any, **named: Any) -> None:
+        super().apply(output, *arguments, **named)
+        if len(output) >= 512:
+            output[-1, 0] = torch.rand(())
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"), [(Sound, None), (WrongWithManyRows, "norm is"), (ChangesWithManyRows, "differ")]
+)
+def test_faults_that_need_many_rows(experts: type[FusedMoEExperts], message: str | None) -> None:
+    config = FusedMoEConfig(num_experts=2, top_k=1, hidden_size=256, intermediate_size=64)
+    case = Case("many_rows", config, None, None, tokens=512)
+    if message is None:
+        run_case(experts, case, device="cpu")
+    else:
+        with pytest.raises(AssertionError, match=message):
+            run_case(experts, case, device="cpu")

@@ -378,7 +378,7 @@ def _layer_cases(cases: list[Case], claims: Claims, budget: str, on_gpu: bool) -
 
 
 def _many_rows(cases: list[Case], claims: Claims) -> list[Case]:
-    """Values with hundreds of rows per expert for every pair of keys: other tiles, and more in flight at a time."""
+    """Hundreds of rows per expert for every pair of keys: other tiles, and more in flight at a time."""
     tokens, hidden, size = _MANY_ROWS
     found: dict[KeyPair, Case] = {}
     for case in cases:
@@ -395,7 +395,8 @@ def _many_rows(cases: list[Case], claims: Claims) -> list[Case]:
             hidden_size=-(-hidden // h) * h,
             intermediate_size=-(-size // n) * n,
         )
-        return _with_room(replace(case, config=config, tokens=tokens, routing="uniform", strided=False))
+        larger = replace(case, check="many_rows", config=config, tokens=tokens, routing="uniform", strided=False)
+        return _with_room(larger)
 
     return [enlarged(case) for case in found.values()]
 

@@ -211,6 +211,22 @@ def check_invariance(experts: type[FusedMoEExperts], case: Case, place: Place) -
             )
 
 
+def check_many_rows(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """The result of hundreds of rows per expert is right as a whole, and the same bits each time."""
+    problem = make_problem(case, place.device)
+    kernel = make_kernel(experts, problem, place)
+    results = [call(kernel, problem) for _ in range(3)]
+    if not all(same_bits(result, results[0]) for result in results):
+        raise AssertionError("repeated calls differ")
+    instance, given = make_instance(experts, case, place), problem.inputs
+    computed_with = replace(
+        problem,
+        weights=instance.requantized(problem.weights),
+        inputs=replace(given, x=instance.off_boundaries(given.x)),
+    )
+    computed_with.expected(place).compare(results[0], "result", elements=False)
+
+
 def check_compile(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
     """``torch.compile(fullgraph=True)`` takes a call, also with another number of tokens, and changes no bit."""
     with warnings.catch_warnings():
@@ -405,6 +421,7 @@ CHECKS: dict[str, Check] = {
     "convert": check_convert,
     "reload": check_reload,
     "invariance": check_invariance,
+    "many_rows": check_many_rows,
     "compile": check_compile,
     "opcheck": check_opcheck,
     "refusals": check_refusals,
