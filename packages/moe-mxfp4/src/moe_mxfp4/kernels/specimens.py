@@ -20,10 +20,10 @@ from moe_mxfp4.scales import has_scaled_units
 #: experts, top-k, hidden size, intermediate size; the second's rows are no whole words
 _SHAPE, _ODD = (128, 4, 2880, 2880), (6, 2, 1101, 1003)
 _TOKENS = (1, 300, 600, 1300, 2000, 40000)
-#: tile coordinates outside the loop; sm_80 and sm_120: sums of 64 rows, gate and up, beside the numbers of a step
-_MAX_SPILLS = 96
+#: tile coordinates outside the loop; sm_80 to sm_89 and sm_120: sums of 32 rows, gate and up, of two products each
+_MAX_SPILLS = 192
 #: masks of weight rows beside them; float32 products, which no matrix unit computes
-_MAX_SPILLS_MORE = 256
+_MAX_SPILLS_MORE = 320
 
 
 @dataclass(frozen=True)
