@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -269,12 +270,12 @@ def test_only_what_the_library_computes_is_taken():
 @pytest.fixture
 def places(tmp_path, monkeypatch) -> Iterator[object]:
     """A folder on the path in which packages can be made; what they loaded is forgotten."""
-    kept = {
-        name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("triton_kernels", "vllm")
-    }
+    names = ("triton_kernels", "vllm")
+    kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in names}
     for name in kept:
         del sys.modules[name]
-    monkeypatch.syspath_prepend(tmp_path)
+    others = [place for place in sys.path if not any(Path(place, name).exists() for name in names)]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *others])
 
     def make(package: str, *files: str) -> None:
         folder = tmp_path.joinpath(*package.split("."))
@@ -283,9 +284,10 @@ def places(tmp_path, monkeypatch) -> Iterator[object]:
             (path / "__init__.py").touch()
         for name in files:
             (folder / name).write_text("WHERE = __file__\n")
+        importlib.invalidate_caches()
 
     yield make
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("triton_kernels", "vllm")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
         del sys.modules[name]
     sys.modules.update(kept)
 
