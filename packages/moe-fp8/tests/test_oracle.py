@@ -63,13 +63,12 @@ def test_16_bit_activations_go_where_they_were_measured_ahead(device: str) -> No
         ).backend
 
     batched = FusedMoEActivationFormat.BATCHED
-    assert backend(kMxfp8Static) == "marlin"
-    assert backend(kMxfp8Static, activation_format=batched) == "batched_marlin"
+    for key in (kMxfp8Static, kFp8StaticChannelSym, kFp8Static128BlockSym):
+        assert backend(key) == "marlin"
+        assert backend(key, intermediate_size=2048) == "triton"
+        assert backend(key, activation_format=batched) == "batched_marlin"
+        assert backend(key, activation_format=batched, intermediate_size=2048) == "triton"
     assert backend(kMxfp8Static, dtype=torch.float32) == "triton"
-    assert backend(kMxfp8Static, intermediate_size=2048) == "triton"
-    assert backend(kFp8StaticChannelSym) == "triton"
-    assert backend(kFp8Static128BlockSym) == "triton"
-    assert backend(kFp8Static128BlockSym, activation_format=batched) == "triton"
 
 
 def test_without_triton_there_is_still_torch() -> None:

@@ -45,7 +45,7 @@ class Fp8MoeBackend(str, Enum):
 
 
 _MARLIN = (Fp8MoeBackend.MARLIN.value, Fp8MoeBackend.BATCHED_MARLIN.value)
-#: intermediate size up to which Marlin-class kernels are ahead with MXFP8 weights
+#: intermediate size up to which Marlin-class kernels are ahead with 16-bit activations
 _MARLIN_SIZE = 1024
 
 
@@ -54,7 +54,7 @@ class Fp8Oracle(Oracle):
 
     Order: libraries where they are installed, Triton, Marlin-class kernels, plain torch.  On sm_90 Triton and
     Marlin-class kernels come before libraries.  The latter, which take 16-bit activations only, come before Triton
-    where they were measured ahead: MXFP8 weights of experts with an intermediate size up to 1024.
+    where they were measured ahead: experts with an intermediate size up to 1024.
     """
 
     scheme = "fp8"
@@ -111,7 +111,7 @@ class Fp8Oracle(Oracle):
         weight_key: QuantKey | None,
         activation_key: QuantKey | None,
     ) -> tuple[Backend, ...]:
-        ahead = activation_key is None and weight_key == kMxfp8Static and config.intermediate_size <= _MARLIN_SIZE
+        ahead = activation_key is None and config.intermediate_size <= _MARLIN_SIZE
         own = (*_MARLIN, Fp8MoeBackend.TRITON.value) if ahead else (Fp8MoeBackend.TRITON.value, *_MARLIN)
         named = {backend.name: backend for backend in table}
         moved = [named[name] for name in own if name in named]
