@@ -13,7 +13,7 @@ from moe_core.gemm.plan import TilePlan
 from moe_core.testing.compile import Specimen
 
 #: experts, top-k, hidden size, intermediate size; the second are no whole steps and tiles
-_SHAPE, _ODD = (128, 8, 2048, 768), (6, 2, 1104, 1000)
+_SHAPE, _ODD = (128, 8, 2048, 1536), (6, 2, 1104, 1000)
 _TOKENS = (1, 8, 128, 300, 600, 2000, 20000)
 #: tile coordinates outside the loop: sums of 128 x 128 in four warps
 _MAX_SPILLS = 128
@@ -45,7 +45,9 @@ class _Kind:
     def plan(self, tokens: int, capability: int) -> TilePlan:
         experts, top_k, hidden, size = self.shape
         split = not self.batched
-        plan = marlin_plan(tokens, top_k, experts, hidden, size, gated=self.gated, split=split, capability=capability)
+        plan = marlin_plan(
+            tokens, top_k, experts, hidden, size, bits=8, gated=self.gated, split=split, capability=capability
+        )
         return plan.unsplit() if self.batched else plan
 
 
