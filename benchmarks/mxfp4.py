@@ -1,4 +1,4 @@
-"""Plugin of the fused-MoE benchmark: what the mxfp4 oracle selects for gpt-oss layers with 16-bit activations.
+"""Plugin of the fused-MoE benchmark: what the mxfp4 oracle selects for gpt-oss layers, with 16-bit and FP8 activations.
 
 python bench.py --plugin benchmarks/mxfp4.py --only '/mxfp4/(vllm_(triton_kernels|marlin)|moe_)' --out results.json
 """
@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 
-def build(weights: Any, backend: str) -> Any:
+def build(weights: Any, backend: str, activation_key: str | None = None) -> Any:
     """The layer through the public interface, with one workspace for all calls."""
     import moe_core as mc
     import torch
@@ -28,7 +28,8 @@ def build(weights: Any, backend: str) -> Any:
         has_bias=weights.b13 is not None,
     )
     oracle = mc.oracle("mxfp4")
-    selection = oracle.select(config, weight_key=mc.kMxfp4Static, activation_key=None, moe_backend=backend)
+    key = None if activation_key is None else getattr(mc, activation_key)
+    selection = oracle.select(config, weight_key=mc.kMxfp4Static, activation_key=key, moe_backend=backend)
 
     def in_order(tensor: torch.Tensor | None) -> torch.Tensor | None:
         """Gate rows, then up rows."""
@@ -57,3 +58,6 @@ def register(peers: list[Any]) -> None:
     peer = Peer  # noqa: F821  (the benchmark predefines Peer)
     peers.append(peer("moe_mxfp4", ("mxfp4",), functools.partial(build, backend="auto")))
     peers.append(peer("moe_mxfp4_triton", ("mxfp4",), functools.partial(build, backend="triton")))
+    # of other precision than its peers, and not ranked among them
+    fp8 = functools.partial(build, backend="auto", activation_key="kFp8DynamicTokenSym")
+    peers.append(peer("moe_mxfp4_fp8", ("mxfp4",), fp8))
