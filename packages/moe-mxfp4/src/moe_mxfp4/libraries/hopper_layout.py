@@ -17,26 +17,26 @@ import torch
 from moe_core.errors import TensorError
 from torch import Tensor
 
+#: of a code from byte 0 to 3: which bits move by how many
+_MOVES = (
+    ((8, 12), (7, 6)),
+    ((8, 9), (7, 3)),
+    ((8, 6), (7, 0)),
+    ((8, 11), (1, 13), (6, 9)),
+)
+
 
 def packed_words(codes: Tensor) -> Tensor:
     """``codes`` [..., 4] uint8, two in a byte: [..., 4] uint8, the bytes of a word from its lowest."""
-    low, high = (codes & 15).int(), (codes >> 4).int()
-    return (_half(low) | _half(high) << 16).unsqueeze(-1).contiguous().view(torch.uint8)
-
-
-def _half(nibbles: Tensor) -> Tensor:
-    first, second, third, fourth = nibbles.unbind(-1)
-    return (
-        (first & 8) << 12
-        | (first & 7) << 6
-        | (second & 8) << 9
-        | (second & 7) << 3
-        | (third & 8) << 6
-        | (third & 7)
-        | (fourth & 8) << 11
-        | (fourth & 1) << 13
-        | (fourth & 6) << 9
-    )
+    given = codes.contiguous().view(torch.int32)
+    words = torch.zeros_like(given)
+    for byte, moves in enumerate(_MOVES):
+        # both codes of a byte at once, the higher one 16 bits further up
+        pair = given >> 8 * byte & 255
+        pair = pair & 15 | pair >> 4 << 16
+        for bits, shift in moves:
+            words |= (pair & (bits << 16 | bits)) << shift
+    return words.view(torch.uint8)
 
 
 def mixed_gemm_weights(w: Tensor) -> Tensor:
