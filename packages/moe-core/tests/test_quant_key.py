@@ -97,6 +97,16 @@ def test_pattern_widens_only_what_it_names() -> None:
     assert not pattern.matches(qk.kInt8Static)
 
 
+def test_roundings_of_scales() -> None:
+    assert qk.kMxfp4Dynamic.with_rounding("even") == qk.kMxfp4DynamicEven != qk.kMxfp4Dynamic
+    assert qk.kMxfp4DynamicEven.with_rounding("up") == qk.kMxfp4Dynamic
+    assert str(qk.kMxfp4DynamicDown) == "kMxfp4DynamicDown (e2m1, dynamic e8m0 rounded down 1x32)"
+    assert qk.key_by_name(qk.key_name(qk.kMxfp4DynamicEven)) == qk.kMxfp4DynamicEven
+    assert not KeyPattern(qk.kMxfp4Dynamic).matches(qk.kMxfp4DynamicEven)
+    with pytest.raises(ConfigError, match="scales are rounded 'up', 'even' or 'down', got 'nearest'"):
+        qk.kMxfp4Dynamic.with_rounding("nearest")
+
+
 def test_pattern_expands_to_exactly_what_it_matches() -> None:
     pattern = KeyPattern(
         qk.kInt4Static,

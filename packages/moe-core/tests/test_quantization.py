@@ -35,6 +35,9 @@ from moe_core.quant_key import (
     kInt8DynamicTokenAsym,
     kInt8DynamicTokenSym,
     kInt8StaticChannelSym,
+    kMxfp4Dynamic,
+    kMxfp4DynamicDown,
+    kMxfp4DynamicEven,
     kMxfp4Static,
     kMxfp8Dynamic,
     kMxfp8Static,
@@ -263,6 +266,29 @@ def test_power_of_two_scales_round_up() -> None:
     assert float(quantize_weight(x, kMxfp8Static).values.float().abs().max()) <= 448
     four = quantize_weight(torch.tensor([[[6.0] * 32], [[6.1] * 32]]), kMxfp4Static)
     assert four.scale.flatten().tolist() == [127, 128]
+
+
+def test_other_roundings_of_powers_of_two() -> None:
+    """ "down" and "even" of e2m1: the largest values saturate; "even" goes up from 1.75 times a power of two."""
+    below = float(torch.nextafter(torch.tensor(7.0), torch.zeros(())))
+    largest = torch.tensor([4.0, 6.0, 6.1, below, 7.0, 7.9, 8.0, 3.4e38, math.inf, math.nan]).view(-1, 1)
+    x = largest * torch.tensor([-1.0, *[0.5] * 31])
+    wanted = {
+        kMxfp4Dynamic: [0, 0, 1, 1, 1, 1, 1, 126, 128, 128],
+        kMxfp4DynamicEven: [0, 0, 0, 0, 1, 1, 1, 126, 128, 128],
+        kMxfp4DynamicDown: [0, 0, 0, 0, 0, 0, 1, 125, 128, 128],
+    }
+    for key, exponents in wanted.items():
+        found = quantize_tensor(x, key)
+        assert [int(code) - 127 for code in found.scale.flatten()] == exponents, key
+        values = dequantize_tensor(found, key)
+        largest_value = torch.exp2(torch.tensor(exponents[:7]).float()) * 6
+        assert bool((values[:7].abs().amax(dim=1) <= largest_value).all())
+        assert values[4, 0] == (-6.0 if key == kMxfp4DynamicDown else -8.0)
+    zeros = quantize_tensor(torch.zeros(1, 32), kMxfp4DynamicEven)
+    assert not bool(dequantize_tensor(zeros, kMxfp4DynamicEven).any())
+    with pytest.raises(ConfigError, match="scales are rounded 'up' but for e2m1 codes with e8m0 scales, the key is"):
+        quantize_tensor(x, kMxfp8Dynamic.with_rounding("down"))
 
 
 def test_ties_go_to_even() -> None:

@@ -16,6 +16,8 @@ from moe_core import (
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
     kMxfp4Dynamic,
+    kMxfp4DynamicDown,
+    kMxfp4DynamicEven,
     kMxfp8Dynamic,
     load_layer,
 )
@@ -134,7 +136,7 @@ def renamed(tensors: Tensors, **names: str) -> Tensors:
 
 
 def with_input_scales(tensors: Tensors) -> Tensors:
-    """Static scales that no input exceeds 448 times, and with which few are subnormal: the activated values are larger."""
+    """Static scales that no input exceeds 448 times, larger ones of activated values; few become subnormal."""
     modules = {name.rpartition(".")[0] for name in tensors if ".experts." in name}
     scales = {f"{module}.input_scale": torch.tensor(4.0 if "down" in module else 0.0625) for module in modules}
     return {**tensors, **scales}
@@ -223,6 +225,8 @@ ACTIVATIONS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], Quant
     "token": (compressed(args(8, "token")), same, kFp8DynamicTokenSym),
     "static": (quark(TENSOR), lambda t: with_input_scales(plain(t)), kFp8StaticTensorSym),
     "mxfp4": ({"quant_method": "modelopt", "quant_algo": "mxfp4"}, plain, kMxfp4Dynamic),
+    "mxfp4 even": (compressed(args(4, "group", **EXPONENTS)), same, kMxfp4DynamicEven),
+    "mxfp4 down": ({**ROUND, "act_bits": 4}, same, kMxfp4DynamicDown),
 }
 
 
@@ -238,10 +242,11 @@ def test_quantised_activations(name: str, tmp_path: Path) -> None:
     routing = {"topk_weights": tensors["topk_weights"], "topk_ids": tensors["topk_ids"]}
     exact = fused_moe_reference(tensors["hidden_states"], source.weights(), source.config, **routing)
     # its quantiser sees float64 sums, the layer's float32 ones: a code in a few thousand differs by one step
-    step = 2.0**-3 if key == kMxfp4Dynamic else 2.0**-4
+    in_4_bits = key in (kMxfp4Dynamic, kMxfp4DynamicEven, kMxfp4DynamicDown)
+    step = 2.0**-3 if in_4_bits else 2.0**-4
     assert relative(output, exact) < step / 16
     # a code keeps one bit after the leading one (e4m3: three): a relative error of at most 2**-2 (2**-4) per input
-    assert step / 64 < relative(output, tensors["ref_experts_out"]) < (2.0**-2 if key == kMxfp4Dynamic else 2.0**-4)
+    assert step / 64 < relative(output, tensors["ref_experts_out"]) < (2.0**-2 if in_4_bits else 2.0**-4)
 
 
 def test_gate_and_up_in_turns_are_not_taken_for_halves(tmp_path: Path) -> None:

@@ -66,15 +66,22 @@ class ScaleDesc:
 
     ``dtype`` of the stored scale (``torch.uint8`` holds e8m0 exponents, value
     2**(s-127)); ``static`` scales come with the checkpoint, dynamic ones are
-    computed from the values at run time.
+    computed from the values at run time; ``rounding`` of e8m0 scales that are
+    computed: "up", "even" or "down", see :mod:`moe_core.quantization`.
     """
 
     dtype: torch.dtype
     static: bool
     group_shape: GroupShape
+    rounding: str = "up"
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ("up", "even", "down"):
+            raise ConfigError(f"scales are rounded 'up', 'even' or 'down', got {self.rounding!r}")
 
     def __str__(self) -> str:
         dtype = "e8m0" if self.dtype is torch.uint8 else str(self.dtype).removeprefix("torch.")
+        dtype = dtype if self.rounding == "up" else f"{dtype} rounded {self.rounding}"
         return f"{'static' if self.static else 'dynamic'} {dtype} {self.group_shape}"
 
 
@@ -139,6 +146,10 @@ class QuantKey:
         """The same key with another scale dtype."""
         return replace(self, scale=replace(self.scale, dtype=dtype))
 
+    def with_rounding(self, rounding: str) -> QuantKey:
+        """The same key with e8m0 scales that are rounded "up", "even" or "down"."""
+        return replace(self, scale=replace(self.scale, rounding=rounding))
+
     def __str__(self) -> str:
         parts = [self.dtype.name, str(self.scale)]
         if self.scale2 is not None:
@@ -174,6 +185,9 @@ kMxfp8Static = QuantKey(FP8_E4M3, _scale(_E8M0, True, 1, 32))
 kMxfp8Dynamic = QuantKey(FP8_E4M3, _scale(_E8M0, False, 1, 32))
 kMxfp4Static = QuantKey(FP4_E2M1, _scale(_E8M0, True, 1, 32), packing=PACKED_4BIT)
 kMxfp4Dynamic = QuantKey(FP4_E2M1, _scale(_E8M0, False, 1, 32), packing=PACKED_4BIT)
+#: whose largest values may saturate, as tools' own do: they differ in the scales of every fifth (third) group
+kMxfp4DynamicEven = kMxfp4Dynamic.with_rounding("even")
+kMxfp4DynamicDown = kMxfp4Dynamic.with_rounding("down")
 
 kInt8StaticChannelSym = QuantKey(INT8, _scale(_F32, True, 1, -1))
 kInt8StaticTensorSym = QuantKey(INT8, _scale(_F32, True, -1, -1))
@@ -259,9 +273,10 @@ class KeyPattern:
             return False
         base = self.base
         # field by field: a selection asks this for every claim of every class
-        return (key.dtype, key.scale.static, key.scale2, key.symmetric, key.packing) == (
+        return (key.dtype, key.scale.static, key.scale.rounding, key.scale2, key.symmetric, key.packing) == (
             base.dtype,
             base.scale.static,
+            base.scale.rounding,
             base.scale2,
             base.symmetric,
             base.packing,

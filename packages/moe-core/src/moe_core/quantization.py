@@ -4,7 +4,9 @@ With ``amax`` over the elements that share a scale, all in float32:
 
     symmetric      scale = max(amax, AMAX_FLOOR) / max_value          code = round(x / scale)
     zero points    scale = (max - min) / (max_value - min_value)      code = round(x / scale) + zero_point
-    e8m0 scales    scale rounded up to a power of two
+    e8m0 scales    scale rounded up to a power of two: no value saturates
+      "down"       2**(floor(log2(amax)) - floor(log2(max_value))), the rule of OCP's specification
+      "even"       the same of amax rounded to the precision of codes: it goes up from 1.75 times a power of two (e2m1)
 
 ``round`` is to nearest, ties to even, saturating at the element type's largest finite value; the range of values
 with zero points always includes 0.  A scale narrower than float32 is rounded before it is used.
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from moe_core._e4m3 import decode_e4m3
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
-from moe_core.numerics import AMAX_FLOOR, E2M1_VALUES, NumberKind, e8m0_to_float32, is_e8m0
+from moe_core.numerics import AMAX_FLOOR, E2M1_VALUES, FP4_E2M1, NumberKind, e8m0_to_float32, is_e8m0
 from moe_core.quant_key import Packing, QuantKey
 from moe_core.weights import MoEWeights, scale_shape, storage_dtypes, with_groups_of
 
@@ -364,6 +366,8 @@ def scale_of_range(low: Tensor, high: Tensor, key: QuantKey) -> tuple[Tensor, Te
     dtype = key.dtype
     if key.symmetric:
         amax = torch.maximum(low.abs(), high.abs()).float().clamp_min(AMAX_FLOOR)
+        if key.scale.rounding != "up":
+            return _exponents(amax, key), None
         # by a tensor: torch turns division by a number into a product with its inverse on a GPU
         return _store_scale(amax / torch.full_like(amax, dtype.max_value), key), None
     low, high = low.float().clamp_max(0.0), high.float().clamp_min(0.0)
@@ -373,6 +377,19 @@ def scale_of_range(low: Tensor, high: Tensor, key: QuantKey) -> tuple[Tensor, Te
     # stored like a code, so offset-binary types shift it as well
     zero_point = zero_point.clamp(dtype.min_value, dtype.max_value).nan_to_num(0.0)
     return scale, (zero_point + dtype.offset).to(torch.int32)
+
+
+def _exponents(amax: Tensor, key: QuantKey) -> Tensor:
+    """e8m0 codes of float32 ``amax`` for a key that rounds "down" or "even"."""
+    if key.dtype != FP4_E2M1 or not is_e8m0(key.scale.dtype):
+        raise ConfigError(f"scales are rounded 'up' but for e2m1 codes with e8m0 scales, the key is {key}")
+    bits = amax.view(torch.int32)
+    if key.scale.rounding == "even":
+        # half of e2m1's step, which is half a power of two
+        bits = bits + (1 << 21)
+    # 6 is 1.5 * 2**2
+    codes = torch.where(amax.isfinite(), ((bits >> 23) - 2).clamp(0, 254), 255)
+    return codes.to(torch.uint8).view(key.scale.dtype)
 
 
 def _store_scale(scale: Tensor, key: QuantKey) -> Tensor:

@@ -8,6 +8,8 @@ from moe_core import (
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
     kMxfp4Dynamic,
+    kMxfp4DynamicDown,
+    kMxfp4DynamicEven,
     kMxfp8Dynamic,
 )
 
@@ -18,4 +20,6 @@ ACTIVATIONS: tuple[QuantKey, ...] = (
     kFp8Dynamic128Sym,
     kFp8StaticTensorSym,
     kMxfp4Dynamic,
+    kMxfp4DynamicEven,
+    kMxfp4DynamicDown,
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moe_core import QuantKey, kMxfp4Dynamic, kMxfp8Dynamic
+from moe_core import QuantKey, kMxfp4Dynamic, kMxfp4DynamicDown, kMxfp8Dynamic
 from moe_core_pairs import SIZES, Experts, check, packed
 from moe_core_quantized import PREFIX, refused, said_against, source
 from moe_mxfp4.formats.auto_round import AutoRoundMxfp4Format
@@ -24,9 +24,10 @@ MX4 = {**BASE, "act_bits": 4, "act_data_type": "mx_fp_rceil", "act_group_size": 
 CONFIGS: dict[str, tuple[dict[str, Any], QuantKey | None]] = {
     "weights": (BASE, None),
     "16 bits": ({**BASE, "act_bits": 16, "act_data_type": "float"}, None),
-    "mxfp4": (MX4, kMxfp4Dynamic),
+    "mxfp4 rounded up": (MX4, kMxfp4Dynamic),
+    "mxfp4": ({**MX4, "act_data_type": "mx_fp"}, kMxfp4DynamicDown),
     "mxfp8": ({**MX4, "act_bits": 8, "act_data_type": "mx_fp"}, kMxfp8Dynamic),
-    "type left out": ({**BASE, "act_bits": 4}, kMxfp4Dynamic),
+    "type left out": ({**BASE, "act_bits": 4}, kMxfp4DynamicDown),
     "older name": ({**MX4, "quant_method": "intel/auto-round", "data_type": "mx_fp4"}, kMxfp4Dynamic),
     "other layers": ({**MX4, "extra_config": {"lm_head": {"bits": 16}, ".*self_attn.*": {"bits": 8}}}, kMxfp4Dynamic),
     "experts alone": (
@@ -51,6 +52,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "group": ({**BASE, "group_size": 16}, "group_size is 16, expected 32"),
     "activations": ({**MX4, "act_bits": 6}, "act_data_type is 'mx_fp_rceil' with 6 bits, expected 'mx_fp' with 4, 8"),
     "int8 activations": ({**MX4, "act_bits": 8, "act_data_type": "int"}, "act_data_type is 'int' with 8 bits, expec"),
+    "another rounding": ({**MX4, "act_data_type": "mx_fp4_rceil_v2"}, "act_data_type is 'mx_fp4_rceil_v2' with 4 bits"),
     "groups of activations": ({**MX4, "act_group_size": 16}, "act_group_size is 16, expected 32"),
     "static": ({**MX4, "act_dynamic": False}, "act_dynamic is false, expected true"),
 }

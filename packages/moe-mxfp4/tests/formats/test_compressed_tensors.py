@@ -12,7 +12,7 @@ from moe_core import (
     kFp8Dynamic128Sym,
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
-    kMxfp4Dynamic,
+    kMxfp4DynamicEven,
     kMxfp8Dynamic,
 )
 from moe_core_pairs import GPT_OSS, SIZES, Experts, check, packed
@@ -46,7 +46,7 @@ def config(
 
 INPUTS: dict[str, tuple[dict[str, Any] | None, QuantKey | None]] = {
     "none": (None, None),
-    "mxfp4": (args(4, "group", **EXPONENTS), kMxfp4Dynamic),
+    "mxfp4": (args(4, "group", **EXPONENTS), kMxfp4DynamicEven),
     "mxfp8": (args(8, "group", **EXPONENTS), kMxfp8Dynamic),
     "groups of 128": (args(8, "group", group_size=128), kFp8Dynamic128Sym),
     "token": (args(8, "token"), kFp8DynamicTokenSym),

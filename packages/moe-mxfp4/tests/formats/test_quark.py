@@ -12,7 +12,8 @@ from moe_core import (
     kFp8Dynamic128Sym,
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
-    kMxfp4Dynamic,
+    kMxfp4DynamicDown,
+    kMxfp4DynamicEven,
     kMxfp8Dynamic,
 )
 from moe_core_pairs import GPT_OSS, SIZES, Experts, check, plain
@@ -43,7 +44,9 @@ def config(inputs: Any = None, weight: Any = WEIGHT, **changes: Any) -> dict[str
 
 INPUTS: dict[str, tuple[dict[str, Any] | None, QuantKey | None]] = {
     "none": (None, None),
-    "mxfp4": (spec("fp4", "per_group", **MX), kMxfp4Dynamic),
+    "mxfp4": (spec("fp4", "per_group", **MX), kMxfp4DynamicEven),
+    "mxfp4, older": (spec("fp4", "per_group", **{**MX, "scale_calculation_mode": None}), kMxfp4DynamicEven),
+    "mxfp4 by floor": (spec("fp4", "per_group", **{**MX, "scale_calculation_mode": "floor"}), kMxfp4DynamicDown),
     "mxfp8": (spec("fp8_e4m3", "per_group", **MX), kMxfp8Dynamic),
     "static": (STATIC, kFp8StaticTensorSym),
     "token": (spec("fp8_e4m3", "per_token"), kFp8DynamicTokenSym),
@@ -104,6 +107,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp6 inputs": (
         config(spec("fp6_e2m3", "per_group", **MX)),
         "input_tensors is dynamic fp6_e2m3 per_group of 32 with e8m0 scales, expected fp4 or fp8_e4m3",
+    ),
+    "another rounding": (
+        config(spec("fp4", "per_group", **{**MX, "scale_calculation_mode": "ceil"})),
+        "input_tensors: scale_calculation_mode is 'ceil', expected 'even' or 'floor'",
     ),
     "int8 inputs": (config(spec("int8", "per_tensor")), "input_tensors is dynamic int8 per_tensor with None scales, e"),
     "static groups": (config(spec("fp4", "per_group", **{**MX, "is_dynamic": False})), "is static fp4 per_group of 32"),

@@ -5,7 +5,7 @@ uint8 [N, K/32], e8m0, and for gpt-oss ``bias`` [N].  ``input_activations``:
 
 ==============================================  ==============================================
 null                                            16-bit activations (MXFP4A16)
-float4 in groups of 32, e8m0 scales             MXFP4 (MXFP4)
+float4 in groups of 32, e8m0 scales             MXFP4, scales rounded "even" (MXFP4)
 float8 in groups of 32, e8m0 scales             MXFP8
 float8 in groups of 128                         e4m3, one scale per token and 128 (MXFP4xFP8)
 float8 by token                                 e4m3, one scale per token
@@ -25,7 +25,7 @@ from moe_core.quant_key import (
     kFp8Dynamic128Sym,
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
-    kMxfp4Dynamic,
+    kMxfp4DynamicEven,
     kMxfp8Dynamic,
 )
 
@@ -35,7 +35,7 @@ from moe_mxfp4.formats.mxfp4_layout import GROUP, Mxfp4Storage
 _FORMAT = "mxfp4-pack-quantized"
 #: (bits, strategy, group size, e8m0 scales, dynamic) of the activations that are read
 _ACTIVATIONS: dict[tuple[int, str, int | None, bool, bool], QuantKey] = {
-    (4, "group", GROUP, True, True): kMxfp4Dynamic,
+    (4, "group", GROUP, True, True): kMxfp4DynamicEven,
     (8, "group", GROUP, True, True): kMxfp8Dynamic,
     (8, "group", 128, False, True): kFp8Dynamic128Sym,
     (8, "token", None, False, True): kFp8DynamicTokenSym,

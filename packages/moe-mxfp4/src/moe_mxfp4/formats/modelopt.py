@@ -6,7 +6,7 @@ uint8 [N, K/32], e8m0.
 ==========================  =========================================================
 ``quant_algo``              activations
 ==========================  =========================================================
-MXFP4                       MXFP4
+MXFP4                       MXFP4, scales rounded up
 W4A8_MXFP4_FP8              e4m3, one static scale per tensor: ``input_scale`` []
 W4A8_MXFP4_MXFP8            MXFP8
 W4A16_MXFP4                 16 bits

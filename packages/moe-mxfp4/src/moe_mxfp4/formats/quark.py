@@ -4,8 +4,8 @@ Per expert and projection ``weight`` uint8 [N, K/2], two codes in a byte, the ev
 uint8 [N, K/32].  Experts of gpt-oss keep gate and up in one ``gate_up_proj``, their rows in turns, and have ``bias``.
 
 ``input_tensors``: null leaves activations in 16 bits; ``fp4`` and ``fp8_e4m3`` in groups of 32 with e8m0 scales are
-dynamic MXFP4 and MXFP8; ``fp8_e4m3`` is static per tensor (``input_scale``), dynamic per token (which Quark calls
-``per_channel`` or ``per_token``) or in groups of 128.
+dynamic MXFP4, with scales rounded as ``scale_calculation_mode`` says, and MXFP8; ``fp8_e4m3`` is static per tensor
+(``input_scale``), dynamic per token (which Quark calls ``per_channel`` or ``per_token``) or in groups of 128.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from moe_core.quant_key import (
     kFp8Dynamic128Sym,
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
-    kMxfp4Dynamic,
+    kMxfp4DynamicDown,
+    kMxfp4DynamicEven,
     kMxfp8Dynamic,
 )
 
@@ -29,6 +30,8 @@ from moe_mxfp4.formats.mxfp4_experts import Mxfp4Format
 from moe_mxfp4.formats.mxfp4_layout import GROUP, Mxfp4Storage
 
 _E4M3 = ("fp8_e4m3", "fp8")
+#: by ``scale_calculation_mode``
+_MXFP4 = {None: kMxfp4DynamicEven, "even": kMxfp4DynamicEven, "floor": kMxfp4DynamicDown}
 
 
 class QuarkMxfp4Format(Mxfp4Format):
@@ -74,8 +77,11 @@ def _said(entries: QuantEntries) -> str:
 def _activation(inputs: QuantEntries) -> QuantKey | str:
     """The activation key, or why there is none."""
     scheme, dtype, dynamic = inputs.text("qscheme"), inputs.text("dtype"), inputs.boolean("is_dynamic")
-    if dynamic and _is_microscaling(inputs) and dtype in ("fp4", *_E4M3):
-        return kMxfp4Dynamic if dtype == "fp4" else kMxfp8Dynamic
+    if dynamic and _is_microscaling(inputs) and dtype == "fp4":
+        mode = inputs.text("scale_calculation_mode")
+        return _MXFP4.get(mode) or f"{inputs.where}: scale_calculation_mode is {mode!r}, expected 'even' or 'floor'"
+    if dynamic and _is_microscaling(inputs) and dtype in _E4M3:
+        return kMxfp8Dynamic
     if dtype in _E4M3 and not dynamic and scheme == "per_tensor":
         return kFp8StaticTensorSym
     if dtype in _E4M3 and dynamic and scheme in ("per_channel", "per_token"):

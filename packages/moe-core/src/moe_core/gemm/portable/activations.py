@@ -16,6 +16,7 @@ from moe_core.ops._quantize_kernels import magnitude_bits
 from moe_core.ops._quantize_kernels import scale_of as group_scale_of
 
 E4M3_MAX = tl.constexpr(448.0)
+E2M1_MAX = tl.constexpr(6.0)
 # columns that share a scale of MXFP8 and MXFP4
 MX_GROUP = tl.constexpr(32)
 
@@ -50,7 +51,7 @@ def round_static_4(tile, Q, expert, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _scaled_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr):
+def _scaled_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, SCALE: tl.constexpr = "e8m0"):
     """(values divided by their scales, scales), float32, of MX_GROUP columns each; scales are powers of two.
 
     Both have the columns split: [ROWS, groups, columns of one] for AXIS 1, [groups, columns of one, ROWS] for AXIS 0.
@@ -62,15 +63,19 @@ def _scaled_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr):
     else:
         groups = tile.reshape(GROUPS, MX_GROUP, ROWS)
     bits = tl.max(magnitude_bits(groups), axis=2 if AXIS == 1 else 1, keep_dims=True)
-    scale = group_scale_of(bits, CODE, "e8m0")
+    scale = group_scale_of(bits, CODE, SCALE)
     # the inverse of a power of two: 254 - exponent; that of NaN is as good as any, products have the scale's NaN
     return groups * (0x7F000000 - magnitude_bits(scale)).to(tl.float32, bitcast=True), scale
 
 
 @triton.jit
-def _round_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr):
+def _round_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, SCALE: tl.constexpr = "e8m0"):
     """float32: MX_GROUP columns each rounded to codes of a scale and multiplied by it again."""
-    scaled, scale = _scaled_mx(tile, CODE, AXIS)
+    scaled, scale = _scaled_mx(tile, CODE, AXIS, SCALE)
+    if SCALE != "e8m0":
+        # up to 8 here, where scales are not rounded up
+        scaled = tl.minimum(scaled, E2M1_MAX, propagate_nan=tl.PropagateNan.ALL)
+        scaled = tl.maximum(scaled, -E2M1_MAX, propagate_nan=tl.PropagateNan.ALL)
     rounded = round_e4m3(scaled) if CODE == "e4m3" else round_e2m1(scaled)
     return (rounded * scale).reshape(tile.shape)
 
@@ -101,3 +106,15 @@ def round_mxfp8_4(tile, Q, expert, AXIS: tl.constexpr):
 def round_mxfp4_4(tile, Q, expert, AXIS: tl.constexpr):
     """Rounded to MXFP4 and back: e2m1 numbers times powers of two."""
     return arrange(narrow(_round_mx(tile, "e2m1", AXIS), tl.bfloat16), 8, AXIS), 0.0
+
+
+@triton.jit
+def round_mxfp4_even_4(tile, Q, expert, AXIS: tl.constexpr):
+    """As `round_mxfp4_4`, scales rounded "even"."""
+    return arrange(narrow(_round_mx(tile, "e2m1", AXIS, "even"), tl.bfloat16), 8, AXIS), 0.0
+
+
+@triton.jit
+def round_mxfp4_down_4(tile, Q, expert, AXIS: tl.constexpr):
+    """As `round_mxfp4_4`, scales rounded "down"."""
+    return arrange(narrow(_round_mx(tile, "e2m1", AXIS, "down"), tl.bfloat16), 8, AXIS), 0.0

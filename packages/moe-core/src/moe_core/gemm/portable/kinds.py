@@ -11,6 +11,8 @@ from moe_core.quant_key import (
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
     kMxfp4Dynamic,
+    kMxfp4DynamicDown,
+    kMxfp4DynamicEven,
     kMxfp8Dynamic,
 )
 
@@ -28,6 +30,9 @@ class ActivationKind(Enum):
     #: times their scales already
     MXFP8 = kMxfp8Dynamic
     MXFP4 = kMxfp4Dynamic
+    #: times their scales already, the largest saturated
+    MXFP4_EVEN = kMxfp4DynamicEven
+    MXFP4_DOWN = kMxfp4DynamicDown
 
     @staticmethod
     def of(key: QuantKey | None) -> ActivationKind:
@@ -41,4 +46,10 @@ class ActivationKind(Enum):
     @property
     def weighted_first(self) -> bool:
         """Whether router weights on the input change more than scales, so that x has them before it is rounded."""
-        return self in (ActivationKind.EXPERT, ActivationKind.MXFP8, ActivationKind.MXFP4)
+        return self in (
+            ActivationKind.EXPERT,
+            ActivationKind.MXFP8,
+            ActivationKind.MXFP4,
+            ActivationKind.MXFP4_EVEN,
+            ActivationKind.MXFP4_DOWN,
+        )

@@ -57,6 +57,8 @@ _QUANTIZE = {
     ActivationKind.EXPERT: activations.round_static_4,
     ActivationKind.MXFP8: activations.round_mxfp8_4,
     ActivationKind.MXFP4: activations.round_mxfp4_4,
+    ActivationKind.MXFP4_EVEN: activations.round_mxfp4_even_4,
+    ActivationKind.MXFP4_DOWN: activations.round_mxfp4_down_4,
 }
 
 
