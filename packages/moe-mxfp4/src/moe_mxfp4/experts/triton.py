@@ -2,9 +2,10 @@
 
 The portable backend: it reads the checkpoint's codes as they are and makes numbers of them in registers, by plain
 Triton operations; scales are turned once, so that those of a step lie together.  Every key of the scheme, standard and
-batched format.  ``moe_core.gemm.portable.layer`` says what a call consists of, ``kernels/e2m1.py`` how exact its
-products are.  Quantised activations multiply as bfloat16 numbers, which hold e4m3 and e2m1 times a power of two; where
-matrix units multiply codes with their scales (sm_100 and its family, gfx950), MXFP8 ones stay codes.
+batched format.
+``moe_core.gemm.portable.layer`` says what a call consists of, ``kernels/e2m1.py`` how exact its products are.
+Quantised activations multiply as bfloat16 numbers, which hold e4m3 and e2m1 times a power of two; where matrix units
+multiply codes with their scales (sm_100 and its family, gfx950), MXFP8 ones stay codes.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class TritonMxfp4Experts(GroupedExperts):
         apply_router_weight_on_input=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
+        verified_on=("NVIDIA H200 (sm90)",),
         notes="quantised activations are multiplied as bfloat16 numbers; on sm_100 and gfx950 MXFP8 ones are not",
     )
 

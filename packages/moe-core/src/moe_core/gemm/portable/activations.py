@@ -51,7 +51,7 @@ def round_static_4(tile, Q, expert, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _scaled_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, SCALE: tl.constexpr = "e8m0"):
+def _scaled_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, SCALE: tl.constexpr):
     """(values divided by their scales, scales), float32, of MX_GROUP columns each; scales are powers of two.
 
     Both have the columns split: [ROWS, groups, columns of one] for AXIS 1, [groups, columns of one, ROWS] for AXIS 0.
@@ -69,7 +69,7 @@ def _scaled_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, SCALE: tl.constexpr
 
 
 @triton.jit
-def _round_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, SCALE: tl.constexpr = "e8m0"):
+def _round_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, SCALE: tl.constexpr):
     """float32: MX_GROUP columns each rounded to codes of a scale and multiplied by it again."""
     scaled, scale = _scaled_mx(tile, CODE, AXIS, SCALE)
     if SCALE != "e8m0":
@@ -85,7 +85,7 @@ def code_mxfp8(tile, Q, expert, AXIS: tl.constexpr):
     """e4m3 codes in their own order, and the bytes of scales of MX_GROUP columns."""
     ROWS: tl.constexpr = tile.shape[1 - AXIS]
     GROUPS: tl.constexpr = tile.shape[AXIS] // MX_GROUP
-    scaled, scale = _scaled_mx(tile, "e4m3", AXIS)
+    scaled, scale = _scaled_mx(tile, "e4m3", AXIS, "e8m0")
     exponents = (magnitude_bits(scale) >> 23).to(tl.uint8)
     codes = narrow_e4m3(scaled).reshape(tile.shape)
     if GROUPS == 1:
@@ -99,13 +99,13 @@ def code_mxfp8(tile, Q, expert, AXIS: tl.constexpr):
 @triton.jit
 def round_mxfp8_4(tile, Q, expert, AXIS: tl.constexpr):
     """Rounded to MXFP8 and back: e4m3 numbers times powers of two."""
-    return arrange(narrow(_round_mx(tile, "e4m3", AXIS), tl.bfloat16), 8, AXIS), 0.0
+    return arrange(narrow(_round_mx(tile, "e4m3", AXIS, "e8m0"), tl.bfloat16), 8, AXIS), 0.0
 
 
 @triton.jit
 def round_mxfp4_4(tile, Q, expert, AXIS: tl.constexpr):
     """Rounded to MXFP4 and back: e2m1 numbers times powers of two."""
-    return arrange(narrow(_round_mx(tile, "e2m1", AXIS), tl.bfloat16), 8, AXIS), 0.0
+    return arrange(narrow(_round_mx(tile, "e2m1", AXIS, "e8m0"), tl.bfloat16), 8, AXIS), 0.0
 
 
 @triton.jit
