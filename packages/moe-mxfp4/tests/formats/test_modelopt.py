@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core import QuantKey, kFp8StaticTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
+from moe_core import QuantKey, kFp8DynamicTokenSym, kFp8StaticTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core_checkpoints import write
 from moe_core_pairs import SIZES, Experts, check, plain
@@ -75,14 +75,22 @@ def test_what_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
-        (None, "gate_proj.input_scale is missing in"),
         (torch.tensor(0.0), "input_scale has 1 zero, negative, NaN or Inf value of 1"),
         (torch.ones(2), "gate_proj.input_scale has shape [2], expected [] (one scale of all activations)"),
     ],
 )
-def test_activation_scales(tmp_path: Path, scale: torch.Tensor | None, message: str) -> None:
-    tensors = Experts().tensors(plain, None if scale is None else {"input_scale": scale})
-    refused(tmp_path, tensors, config("W4A8_MXFP4_FP8"), message, **SIZES)
+def test_activation_scales(tmp_path: Path, scale: torch.Tensor, message: str) -> None:
+    refused(tmp_path, Experts().tensors(plain, {"input_scale": scale}), config("W4A8_MXFP4_FP8"), message, **SIZES)
+
+
+def test_no_calibration(tmp_path: Path) -> None:
+    """The preset as it is writes no scales of activations."""
+    experts = Experts()
+    found = source(tmp_path / "a", experts.tensors(plain), config("W4A8_MXFP4_FP8"), **SIZES)
+    check(found, experts, kFp8DynamicTokenSym)
+    tensors = experts.tensors(plain, {"input_scale": torch.tensor(0.5)})
+    some = {name: t for name, t in tensors.items() if not name.endswith("gate_proj.input_scale")}
+    refused(tmp_path / "b", some, config("W4A8_MXFP4_FP8"), f"{PREFIX}.0.gate_proj.input_scale is missing in", **SIZES)
 
 
 def test_scales_that_are_no_exponents(tmp_path: Path) -> None:

@@ -7,15 +7,17 @@ uint8 [N, K/32], e8m0.
 ``quant_algo``              activations
 ==========================  =========================================================
 MXFP4                       MXFP4, scales rounded up
-W4A8_MXFP4_FP8              e4m3, one static scale per tensor: ``input_scale`` []
+W4A8_MXFP4_FP8              e4m3, one static scale per tensor (``input_scale`` []),
+                            without ``input_scale`` one per token
 W4A8_MXFP4_MXFP8            MXFP8
 W4A16_MXFP4                 16 bits
 ==========================  =========================================================
 
 ModelOpt writes the first two, TensorRT-LLM names the others.  "mxfp4" is what ModelOpt writes of its preset
 ``MXFP4_DEFAULT_CFG``, which quantises inputs like weights, and of ``MXFP4_MLP_WEIGHT_ONLY_CFG``, which does not; its
-files don't tell them apart, and the preset of that name is taken.  ``W4A8_MXFP4_FP8_CFG`` has inputs of e4m3 without
-blocks, calibrated.
+files don't tell them apart, and the preset of that name is taken.  ``W4A8_MXFP4_FP8_CFG`` has no calibration, so that
+its files have no ``input_scale``: ModelOpt takes the scale of each call's inputs, TensorRT-LLM that of all tokens.  A
+scale per token is finer than both.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.modelopt import is_modelopt, quant_algo, unknown_algo
-from moe_core.quant_key import QuantKey, kFp8StaticTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
+from moe_core.checkpoint.suffixes import INPUT_SCALES, one_suffix
+from moe_core.quant_key import QuantKey, kFp8DynamicTokenSym, kFp8StaticTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
 
 from moe_mxfp4.formats.mxfp4_experts import Mxfp4Format
 from moe_mxfp4.formats.mxfp4_layout import GROUP, Mxfp4Storage
@@ -54,4 +57,7 @@ class ModelOptMxfp4Format(Mxfp4Format):
         size = entries.integer("group_size", GROUP, least=0)
         if size not in (0, GROUP):
             return f"group_size is {size} for {algorithm}, expected {GROUP}"
-        return Mxfp4Storage(_ALGORITHMS[algorithm], f"MXFP4 weights: quant_algo {algorithm}")
+        activation = _ALGORITHMS[algorithm]
+        if activation == kFp8StaticTensorSym and not any(one_suffix(layer, p, INPUT_SCALES) for p in layer.projections):
+            activation = kFp8DynamicTokenSym
+        return Mxfp4Storage(activation, f"MXFP4 weights: quant_algo {algorithm}")
