@@ -20,8 +20,8 @@ _SHAPE, _ODD = (256, 8, 7168, 2048), (6, 2, 1101, 1003)
 _TOKENS = (1, 64, 600, 1200, 2500, 4000, 8000, 20000)
 #: tile coordinates outside the loop; 128 rows of activations leave none for them (most on sm100: 152)
 _MAX_SPILLS = 192
-#: single columns, and rows of no multiple of 16 bytes, pass through registers
-_MAX_SPILLS_ODD = 512
+#: single columns, and rows of no multiple of 16 bytes, pass through registers (most on sm90, Triton 3.9: 592)
+_MAX_SPILLS_ODD = 640
 
 
 @dataclass(frozen=True)
