@@ -24,6 +24,7 @@ from moe_core.weights import KernelWeights, MoEWeights
 if TYPE_CHECKING:
     from moe_core.checkpoint import Checkpoint
     from moe_core.online import OnlineQuantization
+    from moe_core.quant_key import QuantKey
 
 
 class FusedMoELayer(nn.Module):
@@ -235,6 +236,7 @@ def load_layer(
     dtype: torch.dtype = torch.bfloat16,
     experts: Sequence[int] | None = None,
     quantize: str | OnlineQuantization | None = None,
+    activation_key: QuantKey | str | None = "checkpoint",
     max_loras: int = 0,
     max_lora_rank: int = 16,
 ) -> FusedMoELayer:
@@ -243,17 +245,18 @@ def load_layer(
     ``layer``: index in the model, default the first MoE layer.  ``experts``: global ids to load
     (expert parallelism), default all; with some of them the layer gets the matching expert map.
     ``quantize``: what to make of 16-bit experts, by the name that a scheme gives it ("fp8_per_channel"); they are
-    quantised expert by expert while they are read.  ``max_loras`` > 0: a backend that applies LoRA adapters, and
-    so many empty places of rank ``max_lora_rank`` in the layer's :attr:`~FusedMoELayer.lora`.
+    quantised expert by expert while they are read.  ``activation_key``: what activations are quantised as, a key or its
+    name, None for 16 bits; default what the checkpoint says.  ``max_loras`` > 0: a backend that applies LoRA adapters,
+    and so many empty places of rank ``max_lora_rank`` in the layer's :attr:`~FusedMoELayer.lora`.
 
-    Raises CheckpointError, SchemeNotInstalledError, SelectionError, TensorError.
+    Raises CheckpointError, SchemeNotInstalledError, SelectionError, TensorError, ConfigError.
     """
     from moe_core.checkpoint import Checkpoint, read_layer
 
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(Path(path))
     online = None if quantize is None else registry().online(quantize)
-    source = read_layer(checkpoint, layer, dtype=dtype, experts=experts, quantize=online)
+    source = read_layer(checkpoint, layer, dtype=dtype, experts=experts, quantize=online, activation_key=activation_key)
     # selection comes before the weights are read: an impossible request costs no gigabytes
     oracle = registry().oracle(source.scheme)
     config = source.config

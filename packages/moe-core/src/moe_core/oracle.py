@@ -56,10 +56,12 @@ class Oracle:
 
     Subclasses set ``scheme`` and ``backends`` (in default order) and may override
     :meth:`order`.  Backends of other packages are appended through :meth:`add_backend`.
+    ``weight_only``: where nobody says what activations are quantised as, they are in 16 bits.
     """
 
     scheme: ClassVar[str]
     backends: ClassVar[tuple[Backend, ...]]
+    weight_only: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._added: list[Backend] = []

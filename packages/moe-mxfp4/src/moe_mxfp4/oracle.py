@@ -47,6 +47,7 @@ class Mxfp4Oracle(Oracle):
     """e2m1 weights with one e8m0 scale for 32 columns of a row."""
 
     scheme = "mxfp4"
+    weight_only = True
     backends = (
         Backend(
             Mxfp4MoeBackend.FLASHINFER_TRTLLM.value,

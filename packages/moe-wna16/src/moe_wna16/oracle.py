@@ -50,6 +50,7 @@ class WNA16Oracle(Oracle):
     """Unsigned 4- and 8-bit codes in groups along K, with 16-bit activations or int4 ones with e4m3 activations."""
 
     scheme = "wna16"
+    weight_only = True
     backends = (
         Backend(
             WNA16MoEBackend.FLASHINFER_TRTLLM.value,

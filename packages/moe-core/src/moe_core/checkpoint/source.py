@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,9 +18,12 @@ from moe_core.checkpoint.reader import Checkpoint
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointWarning, ConfigError
 from moe_core.online import OnlineQuantization
-from moe_core.quant_key import QuantKey
+from moe_core.quant_key import QuantKey, key_by_name
 from moe_core.registry import Registry
 from moe_core.weights import MoEWeights
+
+#: instead of an activation key: what the checkpoint says
+AS_STORED = "checkpoint"
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +31,8 @@ class LayerSource:
     """What :func:`read_layer` found; no expert weights are read until :meth:`weights`.
 
     - ``index`` of the layer, ``prefix`` of its experts' tensors
-    - ``config``, ``weight_key``, ``activation_key``, ``scheme``: what selection needs
+    - ``config``, ``weight_key``, ``activation_key`` (as the checkpoint says, or as was asked for), ``scheme``: what
+      selection needs
     - ``experts``: global ids of the experts to load
     - ``router_weight`` [E, K], ``router_bias`` [E] float32: None where the checkpoint has none
     - ``correction_bias`` [E] float32: where the routing has one
@@ -53,7 +57,17 @@ class LayerSource:
 
     def weights(self, device: torch.device | str = "cpu") -> MoEWeights:
         """Canonical weights of ``experts`` on ``device``; CheckpointError names a tensor that is broken."""
-        return self.format.load(self.layer, self.config, experts=self.experts, device=device)
+        weights = self.format.load(self.layer, self.config, experts=self.experts, device=device)
+        if weights.activation_key == self.activation_key:
+            return weights
+        return replace(
+            weights,
+            activation_key=self.activation_key,
+            w13_input_scale=None,
+            w2_input_scale=None,
+            w13_input_zero_point=None,
+            w2_input_zero_point=None,
+        )
 
 
 def read_layer(
@@ -63,13 +77,16 @@ def read_layer(
     dtype: torch.dtype = torch.bfloat16,
     experts: Sequence[int] | None = None,
     quantize: str | OnlineQuantization | None = None,
+    activation_key: QuantKey | str | None = AS_STORED,
     plugins: Registry | None = None,
 ) -> LayerSource:
     """Layer ``layer`` of the model, default the first with experts: names, shapes, config, format; no weights yet.
 
     ``dtype`` of hidden states; ``experts``: global ids to load, default all; ``quantize``: what to make of 16-bit
-    experts, by the name that an installed scheme gives it.
-    Raises CheckpointError, SchemeNotInstalledError; warns with CheckpointWarning of routing that is assumed.
+    experts, by the name that an installed scheme gives it; ``activation_key``: what activations are quantised as, None
+    for 16 bits, instead of what the checkpoint says.
+    Raises CheckpointError, SchemeNotInstalledError, ConfigError for static activations, whose scales only a checkpoint
+    that has them brings; warns with CheckpointWarning of routing that is assumed.
     """
     tensors = find_layer(checkpoint, layer)
     chosen = _chosen(experts, tensors.num_experts)
@@ -77,13 +94,13 @@ def read_layer(
     scheme, adapter = detect(checkpoint, tensors, quantize, plugins)
     if model.routing_note is not None:
         warnings.warn(model.routing_note, CheckpointWarning, stacklevel=2)
-    weight_key, activation_key = adapter.keys(checkpoint.quantization, tensors)
+    weight_key, stored = adapter.keys(checkpoint.quantization, tensors)
     return LayerSource(
         index=tensors.index,
         prefix=tensors.prefix,
         config=model.config,
         weight_key=weight_key,
-        activation_key=activation_key,
+        activation_key=_activations(activation_key, stored),
         scheme=scheme,
         format=adapter,
         layer=tensors,
@@ -94,6 +111,19 @@ def read_layer(
         routing_reason=model.routing_reason,
         routing_note=model.routing_note,
     )
+
+
+def _activations(wanted: QuantKey | str | None, stored: QuantKey | None) -> QuantKey | None:
+    """What was asked for, or what the checkpoint says."""
+    if wanted == AS_STORED:
+        return stored
+    key = key_by_name(wanted) if isinstance(wanted, str) else wanted
+    if key is not None and key.is_static and key != stored:
+        raise ConfigError(
+            f"activations of {key} have scales from a checkpoint, this one has those of "
+            f"{stored or '16-bit activations, which need none'}"
+        )
+    return key
 
 
 def _chosen(experts: Sequence[int] | None, count: int) -> tuple[int, ...]:

@@ -29,6 +29,19 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantize", metavar="NAME", help="quantize 16-bit experts at load, e.g. fp8_per_channel")
 
 
+def add_activation_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--activation-key",
+        metavar="NAME",
+        help="of the activations, e.g. kFp8DynamicTokenSym; none: 16-bit (default: what the checkpoint says)",
+    )
+
+
+def activation_key_of(args: argparse.Namespace) -> QuantKey | str | None:
+    """What :func:`moe_core.checkpoint.read_layer` gets."""
+    return "checkpoint" if args.activation_key is None else _key(args.activation_key)
+
+
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     names = [*DTYPES, *DTYPES.values()]
     parser.add_argument(
@@ -43,7 +56,6 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--shape", metavar="E,k,K,N", help="experts, experts per token, hidden and intermediate size")
     group.add_argument("--activation", default="silu", metavar="NAME", help="default: silu")
     group.add_argument("--weight-key", metavar="NAME", help="e.g. kFp8Static128BlockSym[64x128] (default: the first)")
-    group.add_argument("--activation-key", metavar="NAME", help="e.g. kFp8Dynamic128Sym; none: 16-bit")
     group.add_argument("--bias", action="store_true", help="the experts have biases")
 
 
@@ -135,15 +147,16 @@ def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | Non
     )
     if online is not None:
         return config, online.weight_key, online.activation_key
-    claimed = _claimed(registry().oracle(args.scheme))
+    oracle = registry().oracle(args.scheme)
+    claimed = _claimed(oracle)
     wanted = [
         (weight, activation)
         for weight, activation in claimed
         if (args.weight_key is None or weight == _key(args.weight_key))
         and (args.activation_key is None or activation == _key(args.activation_key))
     ]
-    # 16-bit activations only where they are asked for, or nothing else goes with the weights
-    chosen = next((pair for pair in wanted if pair[1] is not None), (wanted or claimed)[0])
+    # what nobody asks for is what the scheme is for, unless nothing such goes with the weights
+    chosen = next((pair for pair in wanted if (pair[1] is None) == oracle.weight_only), (wanted or claimed)[0])
     weight = chosen[0] if args.weight_key is None else _key(args.weight_key)
     activation = chosen[1] if args.activation_key is None else _key(args.activation_key)
     return config, weight, activation

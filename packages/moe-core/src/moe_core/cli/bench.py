@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="DIR", type=Path, nargs="?", help="checkpoint folder")
     _arguments.add_layer(parser)
     _arguments.add_quantize(parser)
+    _arguments.add_activation_key(parser)
     parser.add_argument("--tokens", default="1,8,32,128", metavar="M,M,…", help="token counts (default: 1,8,32,128)")
     parser.add_argument("--backend", metavar="B,B,…", help="backends by name (default: all that fit)")
     parser.add_argument("--device", metavar="D", help="cpu, cuda … (default: cuda if there is a GPU)")
@@ -130,7 +131,11 @@ def _from_checkpoint(args: argparse.Namespace, device: torch.device) -> _Layer:
     from moe_core.checkpoint import Checkpoint, read_layer
 
     source = read_layer(
-        Checkpoint.open(args.path), args.layer, dtype=_arguments.dtype_of(args.dtype), quantize=args.quantize
+        Checkpoint.open(args.path),
+        args.layer,
+        dtype=_arguments.dtype_of(args.dtype),
+        quantize=args.quantize,
+        activation_key=_arguments.activation_key_of(args),
     )
     return _Layer(
         source.scheme,

@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="DIR", type=Path, nargs="?", help="checkpoint folder")
     _arguments.add_layer(parser)
     _arguments.add_quantize(parser)
+    _arguments.add_activation_key(parser)
     parser.add_argument("--device", metavar="D", help="sm90, sm100, gfx950, cpu, h200 … (default: this machine's)")
     parser.add_argument("--backend", default="auto", metavar="B", help="a backend by name (default: auto)")
     _arguments.add_dtype(parser)
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
             args.layer,
             dtype=_arguments.dtype_of(args.dtype),
             quantize=args.quantize,
+            activation_key=_arguments.activation_key_of(args),
         )
         scheme, config = source.scheme, source.config
         weight_key, activation_key = source.weight_key, source.activation_key

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="DIR", type=Path, help="checkpoint folder: config.json and safetensors")
     _arguments.add_layer(parser)
     _arguments.add_quantize(parser)
+    _arguments.add_activation_key(parser)
     parser.add_argument(
         "--tokens", type=int, default=32, metavar="M", help="random tokens without --input (default: 32)"
     )
@@ -50,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     _arguments.check_tokens(args.tokens, least=0)
     _arguments.check_seed(args.seed)
     checkpoint = Checkpoint.open(args.path)
-    source = read_layer(checkpoint, args.layer, dtype=dtype, quantize=args.quantize)
+    key = _arguments.activation_key_of(args)
+    source = read_layer(checkpoint, args.layer, dtype=dtype, quantize=args.quantize, activation_key=key)
     if args.output is not None:
         check_writable(args.output)
         check_spares(args.output, args.path, args.input)
@@ -59,7 +61,13 @@ def run(args: argparse.Namespace) -> int:
     with progress(f"loading layer {source.index} of {args.path}"):
         start = time.perf_counter()
         layer = load_layer(
-            checkpoint, layer=source.index, device=device, backend=args.backend, dtype=dtype, quantize=args.quantize
+            checkpoint,
+            layer=source.index,
+            device=device,
+            backend=args.backend,
+            dtype=dtype,
+            quantize=args.quantize,
+            activation_key=key,
         )
         loading = seconds_since(start)
     with progress(f"running {tokens.hidden_states.shape[0]} tokens"):
