@@ -110,6 +110,7 @@ class MarlinMxfp4Experts(_MarlinMxfp4Experts):
         expert_map=True,
         apply_router_weight_on_input=True,
         requires=(TRITON,),
+        verified_on=("NVIDIA H200 (sm90)",),
     )
 
 
@@ -124,4 +125,5 @@ class BatchedMarlinMxfp4Experts(_MarlinMxfp4Experts):
         bias=True,
         formats=frozenset({FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
+        verified_on=("NVIDIA H200 (sm90)",),
     )

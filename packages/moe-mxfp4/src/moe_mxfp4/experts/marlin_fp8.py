@@ -51,6 +51,7 @@ class MarlinMxfp4Fp8Experts(RowExperts):
         lora=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
+        verified_on=("NVIDIA H200 (sm90)",),
         notes="of a row's groups those whose scale is 2^-12 of the largest and less count as zeros",
     )
 
