@@ -36,7 +36,12 @@ IN_KERNELS = {
     "int8 channel": kInt8StaticChannelSym,
     "int8 tensor": kInt8StaticTensorSym,
 }
-IN_TORCH = {"mxfp4": kMxfp4Static, "int4": kInt4Static32, "int4 asymmetric": kInt4Static32Asym}
+IN_TORCH = {
+    "mxfp4": kMxfp4Static,
+    "mxfp4 even": kMxfp4Static.with_rounding("even"),
+    "int4": kInt4Static32,
+    "int4 asymmetric": kInt4Static32Asym,
+}
 KERNELS = pytest.mark.parametrize("name", IN_KERNELS)
 
 
@@ -80,6 +85,27 @@ def test_kernels_give_the_bits_of_the_torch_rules(name: str, dtype: torch.dtype,
     same(found.values.cpu(), want.values)
     same(found.scale.cpu(), want.scale)
     assert found.zero_point is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_pairs_of_mxfp4(dtype: torch.dtype, device: torch.device) -> None:
+    """Ties, zeros of either sign, extremes; what shares a group with NaN or infinity has a scale that says it."""
+    w = values((3, 2 * 7, 160), dtype, numbers_only=dtype is not torch.float16)
+    w[2, 0, :16] = (
+        torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0] * 2)
+        * torch.tensor([[1.0], [-1.0]]).repeat(1, 8).flatten()
+    )
+    w[2, 0, 16:32] = -0.0
+    largest = torch.finfo(dtype).max
+    w[2, 1, :32] = torch.tensor([largest, -largest, largest / 6, 1.0] * 8)
+    want = quantize_weight(w, kMxfp4Static, parts=2)
+    out = torch.full(want.values.shape, 77, dtype=torch.uint8, device=device)
+    found = quantize_weights(w.to(device), kMxfp4Static, parts=2, out=out, backend="triton")
+    assert found.values is out
+    assert torch.equal(found.scale.cpu(), want.scale)
+    counts = (want.scale != 255).repeat_interleave(16, dim=2)
+    assert torch.equal(found.values.cpu()[counts], want.values[counts])
+    assert bool(counts.all()) == (dtype is not torch.float16)
 
 
 @pytest.mark.parametrize("name", [*IN_KERNELS, *IN_TORCH])
@@ -141,7 +167,9 @@ def test_what_is_refused(device: torch.device) -> None:
         quantize_weights(w, kMxfp8Static, out=torch.zeros(2, 6, 7, dtype=torch.float8_e4m3fn))
     with pytest.raises(TensorError, match="scale_out is on .*, expected contiguous"):
         quantize_weights(w, kFp8StaticTensorSym, parts=2, scale_out=torch.zeros(2, 2).mT)
-    with pytest.raises(ConfigError, match="does not cover this: weights are quantised to e4m3 or int8"):
+    with pytest.raises(ConfigError, match="does not cover this: weights are quantised to MXFP4, or e4m3 or int8"):
+        quantize_weights(w.to(device), kInt4Static32, backend="triton")
+    with pytest.raises(ConfigError, match="does not cover this: groups are whole, w has 8 columns"):
         quantize_weights(w.to(device), kMxfp4Static, backend="triton")
     with pytest.raises(ConfigError, match="blocks have at most 32768 values"):
         quantize_weights(w.to(device), kFp8Static128BlockSym.with_group(512, 512), backend="triton")

@@ -1,8 +1,8 @@
 """MXFP4 from 16-bit experts, at load.
 
 The scale of 32 columns is ``amax / 6`` rounded *up* to a power of two, so that no weight saturates; codes are rounded
-to nearest, ties to even (:mod:`moe_core.quantization`).  Other tools round ``amax`` to a power of two first and divide
-by 4, which lets weights between 6 and 7 times the scale saturate.
+to nearest, ties to even (:mod:`moe_core.quantization`).  compressed-tensors, Quark and vLLM round scales "even", which
+lets weights between 6 and 7 times the scale saturate.
 
 ===============  ====================================
 name             activations
@@ -30,7 +30,8 @@ def quantize_moe_weights(weights: MoEWeights, quantize: str | OnlineQuantization
     """Canonical 16-bit ``weights`` (bfloat16, float16 or float32) in the canonical form of ``quantize``.
 
     ``w13`` [E, 2N, K] (or [E, N, K] without a gate) and ``w2`` [E, K, N] become e2m1 codes, two in a byte, with uint8
-    e8m0 scales [E, rows, ceil(columns/32)]; biases are carried through.
+    e8m0 scales [E, rows, ceil(columns/32)]; biases are carried through.  On a GPU at the memory's speed, where groups
+    are whole.
     Raises TensorError for weights that are quantised already, ConfigError for an unknown name.
     """
     return registry().online(quantize).quantize(weights)

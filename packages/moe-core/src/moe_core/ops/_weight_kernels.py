@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from moe_core import numerics
-from moe_core.gemm.narrow import INTERPRET
+from moe_core.gemm.narrow import INTERPRET, round_e2m1
 from moe_core.ops._quantize_kernels import divide_by, divisor_of, encode, magnitude_bits, scale_of, store_scale
 
 _NAN = tl.constexpr(tl.PropagateNan.ALL)
@@ -88,6 +88,30 @@ def run_kernel(
     codes, scale = codes_of(x, largest_magnitude(x, 1), CODE, SCALE, out.dtype.element_ty)
     tl.store(out + place, codes, mask=inside)
     store_scale(scales + first + row, scale, first + row < runs, SCALE)
+
+
+@triton.jit
+def pair_kernel(w, out, scales, runs, SIZE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
+    """ROWS runs of SIZE values per program: e2m1 codes, two in a byte, the even one low, and an e8m0 scale for each."""
+    first = tl.program_id(0) * ROWS
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, SIZE)[None, :]
+    byte = tl.arange(0, SIZE // 2)[None, :]
+    inside = first + row < runs
+    # 64 bits for where a program begins, 32 within
+    w += first.to(tl.int64) * SIZE
+    out += first.to(tl.int64) * (SIZE // 2)
+    x = tl.load(w + row * SIZE + column, mask=inside & (column < SIZE), other=0.0).to(tl.float32)
+    scale = scale_of(largest_magnitude(x, 1), "e2m1", "e8m0")
+    # a product with a power of two is as exact as the quotient; scales are rounded up, so that none is above 6
+    rounded = round_e2m1(tl.abs(x * (0x7F000000 - magnitude_bits(scale)).to(tl.float32, bitcast=True)))
+    bits = rounded.to(tl.int32, bitcast=True)
+    # exponent and first bit of the mantissa; 0.5 is subnormal
+    codes = tl.where(rounded < 1.0, (rounded * 2.0).to(tl.int32), (bits >> 22) - 252)
+    codes = (codes & 7) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+    low, high = codes.reshape(ROWS, SIZE // 2, 2).split()
+    tl.store(out + row * (SIZE // 2) + byte, (low | (high << 4)).to(tl.uint8), mask=inside & (byte < SIZE // 2))
+    store_scale(scales + first + row, scale, inside, "e8m0")
 
 
 @triton.jit

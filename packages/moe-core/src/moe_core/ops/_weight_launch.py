@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_core.gemm.specimen import launch
 from moe_core.numerics import is_e8m0
 from moe_core.ops._sizes import power_of_two
-from moe_core.ops._weight_kernels import block_kernel, matrix_amax_kernel, matrix_codes_kernel, run_kernel
+from moe_core.ops._weight_kernels import block_kernel, matrix_amax_kernel, matrix_codes_kernel, pair_kernel, run_kernel
 
 #: values per program of the kernels that walk over whole matrices, and steps of the one that only reads
 _CHUNK = 4096
@@ -40,6 +40,24 @@ def launch_runs(w: Tensor, out: Tensor, scale: Tensor, *, size: int, code: str) 
         CODE=code,
         SCALE=kind,
         num_warps=max(1, min(16, rows * tile // (32 * _RUN_THREAD_VALUES))),
+        enable_fp_fusion=False,
+    )
+
+
+def launch_pairs(w: Tensor, out: Tensor, scale: Tensor, *, size: int) -> None:
+    """Run `pair_kernel` on contiguous ``w``: one scale for ``size`` values that follow one another."""
+    runs = w.numel() // size
+    rows = max(1, min(_RUN_VALUES // size, power_of_two(runs)))
+    launch(
+        pair_kernel,
+        (-(-runs // rows),),
+        w,
+        out,
+        scale.view(torch.uint8),
+        runs,
+        SIZE=size,
+        ROWS=rows,
+        num_warps=max(1, rows * size // (32 * _RUN_THREAD_VALUES)),
         enable_fp_fusion=False,
     )
 

@@ -1,8 +1,9 @@
 """Quantising expert weights, at the memory's speed on a GPU.
 
 The rules are those of :mod:`moe_core.quantization`, and so are the bits: e4m3 and int8 codes with scales per tensor,
-per output channel, in blocks or in groups along K come from Triton kernels that read every value once (twice for one
-scale per tensor) and write codes and scales; every other key, and every other device, takes the torch code.
+per output channel, in blocks or in groups along K, and MXFP4 of whole groups, come from Triton kernels that read every
+value once (twice for one scale per tensor) and write codes and scales; every other key, and every other device, takes
+the torch code.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from moe_core.ops._backend import use_triton
 from moe_core.ops._rows import FLOATS
 from moe_core.ops._sizes import power_of_two
 from moe_core.ops.quantize import quantize_activation, without_e4m3
-from moe_core.quant_key import QuantKey
+from moe_core.quant_key import QuantKey, kMxfp4Static
 from moe_core.quantization import Quantized, quantize_weight
 from moe_core.weights import scale_shape, storage_dtypes
 
@@ -66,12 +67,14 @@ def quantize_weights(
 
 
 def _launch(w: Tensor, key: QuantKey, parts: int, out: Tensor, scale: Tensor) -> None:
-    from moe_core.ops._weight_launch import launch_blocks, launch_matrices, launch_runs
+    from moe_core.ops._weight_launch import launch_blocks, launch_matrices, launch_pairs, launch_runs
 
     experts, rows, cols = w.shape
     group, code = key.group_shape, key.dtype.name
     size = cols if group.is_per_row else group.col
-    if group.is_per_tensor:
+    if key == kMxfp4Static:
+        launch_pairs(w, out, scale, size=size)
+    elif group.is_per_tensor:
         launch_matrices(w, out, scale, parts=parts, code=code)
     elif group.row > 1:
         launch_blocks(w, out, scale, parts=parts, row=group.row, col=group.col, code=code)
@@ -91,8 +94,12 @@ def _launch(w: Tensor, key: QuantKey, parts: int, out: Tensor, scale: Tensor) ->
 def _unsupported(key: QuantKey, w: Tensor) -> str | None:
     """Why the kernels do not cover the request; None if they do."""
     group = key.group_shape
+    if key == kMxfp4Static:
+        return (
+            None if w.shape[2] % group.col == 0 else f"groups are whole, w has {w.shape[2]} columns; the key is {key}"
+        )
     if key.dtype not in (FP8_E4M3, INT8) or key.packing is not None or key.scale2 is not None or not key.symmetric:
-        return f"weights are quantised to e4m3 or int8, symmetric, with one level of scales; the key is {key}"
+        return f"weights are quantised to MXFP4, or e4m3 or int8, symmetric, with one level of scales; the key is {key}"
     in_groups = group.row == 1 and group.col > 0
     if key.scale.dtype is not torch.float32 and not (is_e8m0(key.scale.dtype) and group.col > 0):
         return f"scales are float32, or e8m0 for blocks and groups, the key is {key}"

@@ -16,6 +16,7 @@ from moe_core.quant_key import (
     kFp8StaticTensorSym,
     kInt8StaticChannelSym,
     kInt8StaticTensorSym,
+    kMxfp4Static,
     kMxfp8Static,
 )
 from moe_core.testing.compile import Specimen
@@ -33,8 +34,11 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
             "e4m3 64x64": kFp8Static128BlockSym.with_group(64, 64),
             "mxfp8": kMxfp8Static,
         }
+    keys["mxfp4"] = kMxfp4Static
     for name, key in keys.items():
         for rows, cols in ((4096, 7168), (7168, 2048), (2 * 139, 173)):
+            if key == kMxfp4Static and cols % 32:
+                continue
             w = torch.empty(256, rows, cols, dtype=torch.bfloat16, device="meta")
             yield Specimen(
                 f"quantize weights {name} {rows}x{cols}",
