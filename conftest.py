@@ -80,3 +80,10 @@ class Diagonal:
                 seen.append(value)
             total += next(i for i, other in enumerate(seen) if value is other)
         return bool(total % marker.args[0] == 0)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without one: commands and layers choose the CPU by themselves."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

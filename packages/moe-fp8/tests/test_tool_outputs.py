@@ -12,40 +12,19 @@ import torch
 from moe_core import kFp8DynamicTensorSym, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli import main
+from moe_core_cases import Cases, Tensors, relative, run
 from moe_core_checkpoints import write
 from moe_core_quantized import CONFIG, Experts
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-DATA = Path(__file__).parent / "data"
-CASES = sorted(folder.name for folder in DATA.iterdir() if folder.is_dir())
+pytestmark = pytest.mark.usefixtures("no_gpu")
+
+FILES = Cases(Path(__file__).parent / "data")
+DATA, CASES = FILES.path, FILES.names
 #: compressed-tensors reduces an expert's input [T, K] as a whole where its config says one scale per token
 REDUCES_ALL = ("qwen3_ct_fp8_dynamic",)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-Tensors = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-
-
-def relative(found: Tensor, reference: Tensor) -> float:
-    return float((found.double() - reference.double()).norm() / reference.double().norm())
-
-
-def bound(case: str, name: str) -> float:
-    return float(json.loads((DATA / case / "manifest.json").read_text())["tolerances"][name])
-
-
-def run(folder: Path, inputs: Tensors, scratch: Path, dtype: str = "fp32") -> Tensor:
-    """The output of ``moe run`` on ``inputs``."""
-    save_file(inputs, scratch / "in.safetensors")
-    files = ["--input", str(scratch / "in.safetensors"), "--output", str(scratch / "out.safetensors")]
-    assert main(["run", str(folder), "--dtype", dtype, *files]) == 0
-    return load_file(scratch / "out.safetensors")["output"]
 
 
 def test_there_are_cases() -> None:
@@ -60,28 +39,11 @@ def test_outputs_of_the_tools_own_files(case: str, dtype: str, given: str, tmp_p
     names = ("hidden_states", "router_logits") if given == "logits" else ("hidden_states", "topk_ids", "topk_weights")
     output = run(DATA / case, {name: tensors[name] for name in names}, tmp_path, dtype)
     exact = dtype == "fp32" and case not in REDUCES_ALL
-    allowed = bound(case, "ref_experts_out_f32" if exact else "ref_experts_out_actq_kernel")
+    allowed = FILES.bound(case, "ref_experts_out_f32" if exact else "ref_experts_out_actq_kernel")
     assert relative(output, tensors["ref_experts_out_actq"]) < allowed
 
 
 # ------------------------------------------------------------------ the same experts, written otherwise
-
-
-def rewritten(
-    case: str,
-    folder: Path,
-    quantization: dict[str, Any] | None = None,
-    rename: Callable[[Tensors], Tensors] = dict,
-) -> Path:
-    """A copy of ``case`` with another quantization_config and other tensors; the router stays."""
-    config = json.loads((DATA / case / "config.json").read_text())
-    if quantization is not None:
-        config["quantization_config"] = quantization
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = rename(load_file(DATA / case / "model.safetensors"))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
 
 
 def check(case: str, folder: Path, scratch: Path, *, weight_only: bool = False) -> None:
@@ -90,8 +52,8 @@ def check(case: str, folder: Path, scratch: Path, *, weight_only: bool = False) 
     inputs = {name: tensors[name] for name in ("hidden_states", "topk_ids", "topk_weights")}
     reference = tensors["ref_experts_out" if weight_only else "ref_experts_out_actq"]
     in_bf16 = "ref_experts_out_bf16_kernel" if weight_only else "ref_experts_out_actq_kernel"
-    assert relative(run(folder, inputs, scratch), reference) < bound(case, "ref_experts_out_f32")
-    assert relative(run(folder, inputs, scratch, "bf16"), reference) < bound(case, in_bf16)
+    assert relative(run(folder, inputs, scratch), reference) < FILES.bound(case, "ref_experts_out_f32")
+    assert relative(run(folder, inputs, scratch, "bf16"), reference) < FILES.bound(case, in_bf16)
 
 
 def args(**changes: Any) -> dict[str, Any]:
@@ -116,7 +78,7 @@ def test_weight_only(case: str, tmp_path: Path) -> None:
     """input_activations null: activations stay in 16 bits."""
     quantization = fixture_group(case)
     quantization["config_groups"]["group_0"]["input_activations"] = None
-    check(case, rewritten(case, tmp_path / "w", quantization), tmp_path, weight_only=True)
+    check(case, FILES.rewritten(case, tmp_path / "w", quantization), tmp_path, weight_only=True)
 
 
 def replaced(old: str, new: str) -> Callable[[Tensors], Tensors]:
@@ -187,7 +149,7 @@ SAME: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Tensors]]] = {
 @pytest.mark.parametrize("name", SAME)
 def test_other_tools(name: str, tmp_path: Path) -> None:
     case, quantization, rename = SAME[name]
-    check(case, rewritten(case, tmp_path / "w", quantization, rename), tmp_path)
+    check(case, FILES.rewritten(case, tmp_path / "w", quantization, rename), tmp_path)
 
 
 WEIGHT_ONLY: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Tensors]]] = {
@@ -221,7 +183,7 @@ WEIGHT_ONLY: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Tensors]]]
 @pytest.mark.parametrize("name", WEIGHT_ONLY)
 def test_other_tools_weight_only(name: str, tmp_path: Path) -> None:
     case, quantization, rename = WEIGHT_ONLY[name]
-    check(case, rewritten(case, tmp_path / "w", quantization, rename), tmp_path, weight_only=True)
+    check(case, FILES.rewritten(case, tmp_path / "w", quantization, rename), tmp_path, weight_only=True)
 
 
 MIXTRAL_NAMES = {
@@ -244,7 +206,7 @@ def test_names_of_mixtral(naming: str, tmp_path: Path) -> None:
             found[new] = tensor
         return found
 
-    folder = rewritten("mixtral_mo_fp8", tmp_path / "w", rename=rename)
+    folder = FILES.rewritten("mixtral_mo_fp8", tmp_path / "w", change=rename)
     assert f"model.layers.0.{naming}.weight" in Checkpoint.open(folder)
     assert read_layer(Checkpoint.open(folder)).router_weight is not None
     check("mixtral_mo_fp8", folder, tmp_path)
@@ -268,7 +230,7 @@ def test_stacked_experts_of_transformers(scale: str, tmp_path: Path) -> None:
             found[f"{prefix}.down_proj{end}"] = every("down_proj", suffix).view(dtype)
         return found
 
-    check(case, rewritten(case, tmp_path / "w", rename=stack), tmp_path)
+    check(case, FILES.rewritten(case, tmp_path / "w", change=stack), tmp_path)
 
 
 def test_dynamic_per_tensor_is_one_scale(tmp_path: Path) -> None:
@@ -279,7 +241,7 @@ def test_dynamic_per_tensor_is_one_scale(tmp_path: Path) -> None:
     case = "qwen3_ct_fp8_dynamic"
     quantization = fixture_group(case)
     quantization["config_groups"]["group_0"]["input_activations"]["strategy"] = "tensor"
-    folder = rewritten(case, tmp_path / "w", quantization)
+    folder = FILES.rewritten(case, tmp_path / "w", quantization)
     layer = load_layer(folder, device="cpu", dtype=torch.float32)
     assert layer.selection.activation_key == kFp8DynamicTensorSym
     tensors = load_file(DATA / case / "io.safetensors")
@@ -292,7 +254,7 @@ def test_dynamic_per_tensor_is_one_scale(tmp_path: Path) -> None:
         router = torch.zeros(len(tokens), ids.shape[1])
         router[:, 0] = weights[tokens, slots]
         output[tokens] += layer(x[tokens], topk_weights=router, topk_ids=only)
-    assert relative(output, tensors["ref_experts_out_actq"]) < bound(case, "ref_experts_out_f32")
+    assert relative(output, tensors["ref_experts_out_actq"]) < FILES.bound(case, "ref_experts_out_f32")
 
 
 def groups_of_128(x: Tensor) -> Tensor:
@@ -376,7 +338,7 @@ BROKEN: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], str]] = {
 def test_bad_input(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, and one paragraph that names the tensor, what was found and what was expected."""
     case, tensor, change, message = BROKEN[name]
-    folder = rewritten(case, tmp_path / "w", rename=broken(tensor, change))
+    folder = FILES.rewritten(case, tmp_path / "w", change=broken(tensor, change))
     assert main(["run", str(folder), "--output", str(tmp_path / "out.safetensors")]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -401,5 +363,5 @@ def test_bad_input(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_configs_that_say_something_else(
     case: str, quantization: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", str(rewritten(case, tmp_path / "w", quantization))]) == 2
+    assert main(["run", str(FILES.rewritten(case, tmp_path / "w", quantization))]) == 2
     assert message in capsys.readouterr().err

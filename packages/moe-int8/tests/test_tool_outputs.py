@@ -13,37 +13,16 @@ from moe_core import fused_moe_reference, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli import main
 from moe_core.quantization import dequantize_weight
-from safetensors.torch import load_file, save_file
+from moe_core_cases import Cases, Tensors, relative, run
+from safetensors.torch import load_file
 from torch import Tensor
 
-DATA = Path(__file__).parent / "data"
+pytestmark = pytest.mark.usefixtures("no_gpu")
+
+FILES = Cases(Path(__file__).parent / "data")
+DATA, CASES = FILES.path, FILES.names
 W8A8, W4A8 = "qwen3_ct_w8a8_int8", "qwen3_ct_w4a8_int"
-CASES = sorted(folder.name for folder in DATA.iterdir() if folder.is_dir())
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-Tensors = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-
-
-def relative(found: Tensor, reference: Tensor) -> float:
-    return float((found.double() - reference.double()).norm() / reference.double().norm())
-
-
-def bound(case: str, name: str) -> float:
-    return float(json.loads((DATA / case / "manifest.json").read_text())["tolerances"][name])
-
-
-def run(folder: Path, inputs: Tensors, scratch: Path, dtype: str = "fp32") -> Tensor:
-    """The output of ``moe run`` on ``inputs``."""
-    save_file(inputs, scratch / "in.safetensors")
-    files = ["--input", str(scratch / "in.safetensors"), "--output", str(scratch / "out.safetensors")]
-    assert main(["run", str(folder), "--dtype", dtype, *files]) == 0
-    return load_file(scratch / "out.safetensors")["output"]
 
 
 def reference(folder: Path, tensors: Tensors, *, quantize_activations: bool = True) -> Tensor:
@@ -64,7 +43,7 @@ def test_the_weights_are_the_tools(case: str) -> None:
     """The tool's own output with 16-bit activations."""
     tensors = load_file(DATA / case / "io.safetensors")
     found = reference(DATA / case, tensors, quantize_activations=False)
-    assert relative(found, tensors["ref_experts_out"]) < bound(case, "ref_experts_out_f32")
+    assert relative(found, tensors["ref_experts_out"]) < FILES.bound(case, "ref_experts_out_f32")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -90,7 +69,7 @@ def test_the_tools_own_reduction(case: str) -> None:
             gate, up = (quantized(x[token]) @ w13[expert].T).chunk(2, dim=1)
             y = quantized(torch.nn.functional.silu(gate) * up) @ w2[expert].T
             output.index_add_(0, token, y * router[token, slot, None])
-    assert relative(output, tensors["ref_experts_out_actq"]) < bound(case, "ref_experts_out_f32")
+    assert relative(output, tensors["ref_experts_out_actq"]) < FILES.bound(case, "ref_experts_out_f32")
 
 
 @pytest.mark.parametrize("given", ["topk", "logits"])
@@ -101,7 +80,7 @@ def test_outputs_of_the_tools_own_files(case: str, dtype: str, given: str, tmp_p
     tensors = load_file(DATA / case / "io.safetensors")
     names = ("hidden_states", "router_logits") if given == "logits" else ("hidden_states", "topk_ids", "topk_weights")
     output = run(DATA / case, {name: tensors[name] for name in names}, tmp_path, dtype)
-    allowed = bound(case, "ref_experts_out_f32" if dtype == "fp32" else "ref_experts_out_actq_kernel")
+    allowed = FILES.bound(case, "ref_experts_out_f32" if dtype == "fp32" else "ref_experts_out_actq_kernel")
     assert relative(output, reference(DATA / case, tensors)) < allowed
     # not further from the tool's than quantised activations are from others
     distance = json.loads((DATA / case / "manifest.json").read_text())["actq_vs_weightonly_rel"]
@@ -111,30 +90,13 @@ def test_outputs_of_the_tools_own_files(case: str, dtype: str, given: str, tmp_p
 # ------------------------------------------------------------------ the same experts, written otherwise
 
 
-def rewritten(
-    case: str,
-    folder: Path,
-    quantization: dict[str, Any] | None = None,
-    rename: Callable[[Tensors], Tensors] = dict,
-) -> Path:
-    """A copy of ``case`` with another quantization_config and other tensors; the router stays."""
-    config = json.loads((DATA / case / "config.json").read_text())
-    if quantization is not None:
-        config["quantization_config"] = quantization
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = rename(load_file(DATA / case / "model.safetensors"))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
-
-
 def check(case: str, folder: Path, scratch: Path, *, weight_only: bool = False) -> None:
     """``moe run`` on ``folder`` gives the outputs of ``case``: exactly in fp32, within the bound in bf16."""
     tensors = load_file(DATA / case / "io.safetensors")
     inputs = {name: tensors[name] for name in ("hidden_states", "topk_ids", "topk_weights")}
     expected = tensors["ref_experts_out"] if weight_only else reference(DATA / case, tensors)
-    in_bf16 = bound(case, "ref_experts_out_bf16_kernel" if weight_only else "ref_experts_out_actq_kernel")
-    assert relative(run(folder, inputs, scratch), expected) < bound(case, "ref_experts_out_f32")
+    in_bf16 = FILES.bound(case, "ref_experts_out_bf16_kernel" if weight_only else "ref_experts_out_actq_kernel")
+    assert relative(run(folder, inputs, scratch), expected) < FILES.bound(case, "ref_experts_out_f32")
     assert relative(run(folder, inputs, scratch, "bf16"), expected) < in_bf16
 
 
@@ -147,7 +109,7 @@ def test_weight_only(tmp_path: Path) -> None:
     """input_activations null: activations stay in 16 bits, and the output is the tool's own."""
     quantization = fixture_group(W8A8)
     quantization["config_groups"]["group_0"]["input_activations"] = None
-    check(W8A8, rewritten(W8A8, tmp_path / "w", quantization), tmp_path, weight_only=True)
+    check(W8A8, FILES.rewritten(W8A8, tmp_path / "w", quantization), tmp_path, weight_only=True)
 
 
 def test_modelopt_weight_only(tmp_path: Path) -> None:
@@ -155,7 +117,7 @@ def test_modelopt_weight_only(tmp_path: Path) -> None:
         return {n: t.float().flatten() if n.endswith("weight_scale") else t for n, t in tensors.items()}
 
     quantization = {"quant_method": "modelopt", "quant_algo": "W8A16"}
-    check(W8A8, rewritten(W8A8, tmp_path / "w", quantization, flat), tmp_path, weight_only=True)
+    check(W8A8, FILES.rewritten(W8A8, tmp_path / "w", quantization, flat), tmp_path, weight_only=True)
 
 
 def test_quark(tmp_path: Path) -> None:
@@ -169,7 +131,7 @@ def test_quark(tmp_path: Path) -> None:
             n.removesuffix("scale") + "zero_point": torch.zeros(t.shape[0]).char() for n, t in scales.items()
         }
 
-    check(W8A8, rewritten(W8A8, tmp_path / "w", quantization, zeros), tmp_path)
+    check(W8A8, FILES.rewritten(W8A8, tmp_path / "w", quantization, zeros), tmp_path)
 
 
 def words(tensors: Tensors) -> Tensors:
@@ -189,7 +151,7 @@ def words(tensors: Tensors) -> Tensors:
 def test_packed_w4a8(tmp_path: Path) -> None:
     quantization = fixture_group(W4A8)
     quantization["format"] = quantization["config_groups"]["group_0"]["format"] = "pack-quantized"
-    check(W4A8, rewritten(W4A8, tmp_path / "w", quantization, words), tmp_path)
+    check(W4A8, FILES.rewritten(W4A8, tmp_path / "w", quantization, words), tmp_path)
 
 
 @pytest.mark.parametrize("block", ["block_sparse_moe", "mlp"])
@@ -204,7 +166,7 @@ def test_names_of_mixtral(block: str, tmp_path: Path) -> None:
             found[name.replace(".mlp.", f".{block}.")] = tensor
         return found
 
-    check(W8A8, rewritten(W8A8, tmp_path / "w", rename=rename), tmp_path)
+    check(W8A8, FILES.rewritten(W8A8, tmp_path / "w", change=rename), tmp_path)
 
 
 def test_stacked_experts(tmp_path: Path) -> None:
@@ -222,7 +184,7 @@ def test_stacked_experts(tmp_path: Path) -> None:
             found[f"{prefix}.down_proj{end}"] = every("down_proj", suffix)
         return found
 
-    check(W8A8, rewritten(W8A8, tmp_path / "w", rename=stack), tmp_path)
+    check(W8A8, FILES.rewritten(W8A8, tmp_path / "w", change=stack), tmp_path)
 
 
 def static_quantised(x: Tensor, scale: float, zero_point: int) -> Tensor:
@@ -266,7 +228,7 @@ def test_static_activations(name: str, tmp_path: Path) -> None:
             found[f"{base}.weight_scale"] = given[f"{base}.weight_scale"].float().flatten()
         return found
 
-    folder = rewritten(W8A8, tmp_path / "w", quantization, extend)
+    folder = FILES.rewritten(W8A8, tmp_path / "w", quantization, extend)
     weights = read_layer(Checkpoint.open(DATA / W8A8), dtype=torch.float32).weights()
     assert weights.w13_scale is not None
     assert weights.w2_scale is not None
@@ -315,7 +277,7 @@ BROKEN: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], str]] = {
 def test_bad_input(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, and one paragraph that names the tensor, what was found and what was expected."""
     case, tensor, change, message = BROKEN[name]
-    folder = rewritten(case, tmp_path / "w", rename=broken(tensor, change))
+    folder = FILES.rewritten(case, tmp_path / "w", change=broken(tensor, change))
     assert main(["run", str(folder), "--output", str(tmp_path / "out.safetensors")]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -345,7 +307,7 @@ def test_configs_that_say_something_else(
     quantization = fixture_group(case)
     for part, entries in change.items():
         quantization["config_groups"]["group_0"][part].update(entries)
-    assert main(["run", str(rewritten(case, tmp_path / "w", quantization))]) == 2
+    assert main(["run", str(FILES.rewritten(case, tmp_path / "w", quantization))]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -357,7 +319,7 @@ def test_the_lowest_code_is_a_code(tmp_path: Path) -> None:
         tensors[f"{name}.weight"][:] = -128
         return tensors
 
-    layer = load_layer(rewritten(W8A8, tmp_path / "w", rename=lowest), device="cpu", dtype=torch.float32)
+    layer = load_layer(FILES.rewritten(W8A8, tmp_path / "w", change=lowest), device="cpu", dtype=torch.float32)
     tensors = load_file(DATA / W8A8 / "io.safetensors")
     router, ids = torch.ones(37, 3), torch.tensor([0, -1, -1]).expand(37, 3)
     expected = reference(tmp_path / "w", {**tensors, "topk_ids": ids, "topk_weights": router})

@@ -24,44 +24,18 @@ from moe_core import (
 )
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli import main
+from moe_core_cases import Cases, Tensors, relative, routed, run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-DATA = Path(__file__).parent / "data"
-CASES = sorted(folder.name for folder in DATA.iterdir() if folder.is_dir())
+pytestmark = pytest.mark.usefixtures("no_gpu")
+
+FILES = Cases(Path(__file__).parent / "data")
+DATA, CASES = FILES.path, FILES.names
 GPT_OSS, COMPRESSED = "gptoss_hf_mxfp4", "qwen3_ct_mxfp4a16"
 PREFIX = "model.layers.0.mlp.experts"
 E, N = 8, 128
 DTYPES = ("fp32", "bf16", "fp16")
-
-Tensors = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-
-
-def relative(found: Tensor, reference: Tensor) -> float:
-    return float((found.double() - reference.double()).norm() / reference.double().norm())
-
-
-def bound(case: str, dtype: str) -> float:
-    name = "ref_experts_out_f32" if dtype == "fp32" else "ref_experts_out_bf16_kernel"
-    return float(json.loads((DATA / case / "manifest.json").read_text())["tolerances"][name])
-
-
-def run(folder: Path, inputs: Tensors, scratch: Path, dtype: str = "fp32") -> Tensor:
-    """The output of ``moe run`` on ``inputs``."""
-    save_file(inputs, scratch / "in.safetensors")
-    files = ["--input", str(scratch / "in.safetensors"), "--output", str(scratch / "out.safetensors")]
-    assert main(["run", str(folder), "--dtype", dtype, *files]) == 0
-    return load_file(scratch / "out.safetensors")["output"]
-
-
-def routed(tensors: Tensors) -> Tensors:
-    return {name: tensors[name] for name in ("hidden_states", "topk_ids", "topk_weights")}
 
 
 def wanted(tensors: Tensors) -> Tensor:
@@ -83,7 +57,7 @@ def test_outputs_of_the_tools_own_files(case: str, dtype: str, given: str, tmp_p
     if given == "logits":
         inputs = {name: tensors[name] for name in ("hidden_states", "router_logits")}
     output = run(DATA / case, inputs, tmp_path, dtype)
-    assert relative(output, wanted(tensors)) < bound(case, dtype)
+    assert relative(output, wanted(tensors)) < FILES.bound_of_weights(case, dtype)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,7 +96,7 @@ def test_the_rounding_of_activations_is_the_tools(case: str, key: QuantKey) -> N
             topk_weights=tensors["topk_weights"],
             topk_ids=tensors["topk_ids"],
         )
-        assert relative(output, wanted(tensors)) > 100 * bound(case, "fp32")
+        assert relative(output, wanted(tensors)) > 100 * FILES.bound_of_weights(case, "fp32")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -135,7 +109,7 @@ def test_ranks_of_expert_parallelism(case: str) -> None:
         output += layer(
             tensors["hidden_states"], topk_weights=tensors["topk_weights"], topk_ids=tensors["topk_ids"].int()
         )
-    assert relative(output, wanted(tensors)) < bound(case, "fp32")
+    assert relative(output, wanted(tensors)) < FILES.bound_of_weights(case, "fp32")
 
 
 # ------------------------------------------------------------------ the same experts, written otherwise
@@ -173,17 +147,6 @@ def with_input_scales(tensors: Tensors) -> Tensors:
     modules = {name.rpartition(".")[0] for name in tensors if ".experts." in name}
     scales = {f"{module}.input_scale": torch.tensor(4.0 if "down" in module else 0.0625) for module in modules}
     return {**tensors, **scales}
-
-
-def rewritten(case: str, folder: Path, quantization: dict[str, Any], change: Callable[[Tensors], Tensors]) -> Path:
-    """A copy of ``case`` under another config and with other tensors; the router stays."""
-    config = json.loads((DATA / case / "config.json").read_text())
-    config["quantization_config"] = quantization
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = change(load_file(DATA / case / "model.safetensors"))
-    save_file({n: t.contiguous().clone() for n, t in tensors.items()}, folder / "model.safetensors")
-    return folder
 
 
 def args(bits: int, strategy: str, **changes: Any) -> dict[str, Any]:
@@ -229,25 +192,25 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Tensors]]] = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_as_other_tools_write_them(name: str, tmp_path: Path) -> None:
     case, quantization, change = WRITTEN[name]
-    folder = rewritten(case, tmp_path / "w", quantization, change)
+    folder = FILES.rewritten(case, tmp_path / "w", quantization, change)
     tensors = load_file(DATA / case / "io.safetensors")
     for dtype in ("fp32", "bf16"):
         output = run(folder, routed(tensors), tmp_path, dtype)
-        assert relative(output, tensors["ref_experts_out"]) < bound(case, dtype)
+        assert relative(output, tensors["ref_experts_out"]) < FILES.bound_of_weights(case, dtype)
 
 
 def test_names_of_multi_modal_models(tmp_path: Path) -> None:
     def rename(tensors: Tensors) -> Tensors:
         return {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
 
-    folder = rewritten(GPT_OSS, tmp_path / "w", {"quant_method": "mxfp4"}, rename)
+    folder = FILES.rewritten(GPT_OSS, tmp_path / "w", {"quant_method": "mxfp4"}, rename)
     config = json.loads((folder / "config.json").read_text())
     quantization = config.pop("quantization_config")
     nested = {"model_type": "some_vl", "text_config": config, "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(nested))
     tensors = load_file(DATA / GPT_OSS / "io.safetensors")
     output = run(folder, routed(tensors), tmp_path)
-    assert relative(output, tensors["ref_experts_out"]) < bound(GPT_OSS, "fp32")
+    assert relative(output, tensors["ref_experts_out"]) < FILES.bound_of_weights(GPT_OSS, "fp32")
 
 
 MX = {"qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "is_dynamic": True}
@@ -267,7 +230,7 @@ ACTIVATIONS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], Quant
 def test_quantised_activations(name: str, tmp_path: Path) -> None:
     """The reference's output, and the tool's up to the activations' rounding."""
     quantization, change, key = ACTIVATIONS[name]
-    folder = rewritten(COMPRESSED, tmp_path / "w", quantization, change)
+    folder = FILES.rewritten(COMPRESSED, tmp_path / "w", quantization, change)
     source = read_layer(Checkpoint.open(folder), dtype=torch.float32)
     assert source.activation_key == key
     tensors = load_file(DATA / COMPRESSED / "io.safetensors")
@@ -290,7 +253,7 @@ def test_quantised_activations(name: str, tmp_path: Path) -> None:
 def test_gate_and_up_in_turns_are_not_taken_for_halves(tmp_path: Path) -> None:
     """The same tensors under another model's name: other values."""
     tensors = load_file(DATA / GPT_OSS / "io.safetensors")
-    folder = rewritten(GPT_OSS, tmp_path / "w", quark(), lambda t: one_by_one(t, "weight", apart=False))
+    folder = FILES.rewritten(GPT_OSS, tmp_path / "w", quark(), lambda t: one_by_one(t, "weight", apart=False))
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "mixtral", "hidden_act": "swigluoai"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -301,11 +264,11 @@ def test_gate_and_up_in_turns_are_not_taken_for_halves(tmp_path: Path) -> None:
 def test_the_limit_is_config_jsons(change: dict[str, Any], same: bool, tmp_path: Path) -> None:
     """7 is what the tool computed with; half a unit clamps many of its values."""
     tensors = load_file(DATA / GPT_OSS / "io.safetensors")
-    folder = rewritten(GPT_OSS, tmp_path / "w", {"quant_method": "mxfp4"}, lambda t: t)
+    folder = FILES.rewritten(GPT_OSS, tmp_path / "w", {"quant_method": "mxfp4"}, lambda t: t)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     distance = relative(run(folder, routed(tensors), tmp_path), tensors["ref_experts_out"])
-    assert distance < bound(GPT_OSS, "fp32") if same else distance > 0.01
+    assert distance < FILES.bound_of_weights(GPT_OSS, "fp32") if same else distance > 0.01
 
 
 # ------------------------------------------------------------------ bad input

@@ -12,6 +12,7 @@ import torch
 from moe_core import fused_moe_reference, kFp8DynamicTokenSym, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli import main
+from moe_core_cases import Cases, Tensors, relative, routed, run
 from moe_core_words import (
     Matrix,
     auto_round,
@@ -27,41 +28,14 @@ from moe_core_words import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-DATA = Path(__file__).parent / "data"
-CASES = sorted(folder.name for folder in DATA.iterdir() if folder.is_dir())
+pytestmark = pytest.mark.usefixtures("no_gpu")
+
+FILES = Cases(Path(__file__).parent / "data")
+DATA, CASES = FILES.path, FILES.names
 GPTQ, AWQ, COMPRESSED = "qwen3_gptq4_sym_g128", "qwen3_awq4_g64", "qwen3_ct_w4a16_asym_g128"
 PREFIX = "model.layers.0.mlp.experts"
 E, N = 8, 128
 DTYPES = ("fp32", "bf16", "fp16")
-
-Tensors = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-
-
-def relative(found: Tensor, reference: Tensor) -> float:
-    return float((found.double() - reference.double()).norm() / reference.double().norm())
-
-
-def bound(case: str, dtype: str) -> float:
-    name = "ref_experts_out_f32" if dtype == "fp32" else "ref_experts_out_bf16_kernel"
-    return float(json.loads((DATA / case / "manifest.json").read_text())["tolerances"][name])
-
-
-def run(folder: Path, inputs: Tensors, scratch: Path, dtype: str = "fp32") -> Tensor:
-    """The output of ``moe run`` on ``inputs``."""
-    save_file(inputs, scratch / "in.safetensors")
-    files = ["--input", str(scratch / "in.safetensors"), "--output", str(scratch / "out.safetensors")]
-    assert main(["run", str(folder), "--dtype", dtype, *files]) == 0
-    return load_file(scratch / "out.safetensors")["output"]
-
-
-def routed(tensors: Tensors) -> Tensors:
-    return {name: tensors[name] for name in ("hidden_states", "topk_ids", "topk_weights")}
 
 
 def test_there_are_cases() -> None:
@@ -77,7 +51,7 @@ def test_outputs_of_the_tools_own_files(case: str, dtype: str, given: str, tmp_p
     if given == "logits":
         inputs = {name: tensors[name] for name in ("hidden_states", "router_logits")}
     output = run(DATA / case, inputs, tmp_path, dtype)
-    assert relative(output, tensors["ref_experts_out"]) < bound(case, dtype)
+    assert relative(output, tensors["ref_experts_out"]) < FILES.bound_of_weights(case, dtype)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -90,7 +64,7 @@ def test_ranks_of_expert_parallelism(case: str) -> None:
         output += layer(
             tensors["hidden_states"], topk_weights=tensors["topk_weights"], topk_ids=tensors["topk_ids"].int()
         )
-    assert relative(output, tensors["ref_experts_out"]) < bound(case, "fp32")
+    assert relative(output, tensors["ref_experts_out"]) < FILES.bound_of_weights(case, "fp32")
 
 
 # ------------------------------------------------------------------ the same experts, written otherwise
@@ -142,7 +116,7 @@ def check(case: str, folder: Path, scratch: Path) -> None:
     tensors = load_file(DATA / case / "io.safetensors")
     for dtype in ("fp32", "bf16"):
         output = run(folder, routed(tensors), scratch, dtype)
-        assert relative(output, tensors["ref_experts_out"]) < bound(case, dtype)
+        assert relative(output, tensors["ref_experts_out"]) < FILES.bound_of_weights(case, dtype)
 
 
 def compressed(symmetric: bool, group: int, layout: str, inputs: Any = None) -> dict[str, Any]:

@@ -1,0 +1,69 @@
+"""Checkpoints that tools wrote, with the outputs that the tools give, and the same experts written otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from moe_core.cli import main
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+
+def relative(found: Tensor, reference: Tensor) -> float:
+    """The error's norm over the reference's."""
+    return float((found.double() - reference.double()).norm() / reference.double().norm())
+
+
+def routed(tensors: Tensors) -> Tensors:
+    """Of a case's tensors: hidden states with their top-k pair."""
+    return {name: tensors[name] for name in ("hidden_states", "topk_ids", "topk_weights")}
+
+
+def run(folder: Path, inputs: Tensors, scratch: Path, dtype: str = "fp32") -> Tensor:
+    """The output of ``moe run`` on ``inputs``."""
+    save_file(inputs, scratch / "in.safetensors")
+    files = ["--input", str(scratch / "in.safetensors"), "--output", str(scratch / "out.safetensors")]
+    assert main(["run", str(folder), "--dtype", dtype, *files]) == 0
+    return load_file(scratch / "out.safetensors")["output"]
+
+
+class Cases:
+    """The folders beneath ``path``: config.json, model.safetensors, io.safetensors, manifest.json."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.names = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
+
+    def bound(self, case: str, name: str) -> float:
+        """A tolerance that the case's manifest states."""
+        return float(json.loads((self.path / case / "manifest.json").read_text())["tolerances"][name])
+
+    def bound_of_weights(self, case: str, dtype: str) -> float:
+        """That of an output with 16-bit activations, computed in ``dtype``."""
+        return self.bound(case, "ref_experts_out_f32" if dtype == "fp32" else "ref_experts_out_bf16_kernel")
+
+    def tensors(self, case: str) -> Tensors:
+        """Inputs and outputs."""
+        return load_file(self.path / case / "io.safetensors")
+
+    def rewritten(
+        self,
+        case: str,
+        folder: Path,
+        quantization: dict[str, Any] | None = None,
+        change: Callable[[Tensors], Tensors] = dict,
+    ) -> Path:
+        """A copy of ``case`` with another quantization_config and other tensors; the router stays."""
+        config = json.loads((self.path / case / "config.json").read_text())
+        if quantization is not None:
+            config["quantization_config"] = quantization
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        tensors = change(load_file(self.path / case / "model.safetensors"))
+        save_file({n: t.contiguous().clone() for n, t in tensors.items()}, folder / "model.safetensors")
+        return folder
