@@ -11,11 +11,15 @@ from moe_core import (
     NON_GATED,
     Claims,
     FusedMoEActivationFormat,
+    FusedMoEQuantDesc,
+    TensorError,
     any_device,
     kMxfp4Static,
 )
 from moe_core.torch_experts import TorchExperts
+from torch import Tensor
 
+from moe_mxfp4 import blocks
 from moe_mxfp4.keys import ACTIVATIONS
 
 
@@ -36,3 +40,8 @@ class TorchMxfp4Experts(TorchExperts):
         verified_on=("cpu",),
         notes="reads token counts on the host: no CUDA graphs",
     )
+
+    def product(self, x: Tensor, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int = 1) -> Tensor:
+        if desc.scale is None:
+            raise TensorError("the weights' scale is missing")
+        return blocks.product(x, weights[expert], desc.scale[expert])
