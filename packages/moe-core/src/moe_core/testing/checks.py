@@ -17,6 +17,8 @@ from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
 from moe_core.experts import FusedMoEExperts
+from moe_core.numerics import FP4_E2M1
+from moe_core.quant_key import QuantKey
 from moe_core.quantization import scale_values
 from moe_core.reference import Steps
 from moe_core.routing import RoutingMethodType
@@ -123,13 +125,21 @@ def _check_requantized(new: MoEWeights, old: MoEWeights, case: Case) -> None:
                 allowed = torch.zeros_like(given)
             else:
                 largest = scale_values(before[expert], old.weight_key).amax().double()
-                bits = torch.finfo(storage_dtypes(new.weight_key)[0])
-                allowed = torch.maximum(given.abs() * bits.eps / 2, largest * bits.smallest_normal * bits.eps)
+                eps, smallest = _places(new.weight_key)
+                allowed = torch.maximum(given.abs() * eps / 2, largest * smallest)
             if not bool(((changed_to - given).abs() <= allowed).all()):
                 raise AssertionError(f"requantized {name} of expert {expert} is further off than one rounding explains")
         scales = getattr(new, f"{name}_input_scale"), getattr(old, f"{name}_input_scale")
         if scales[1] is not None and not bool(((scales[0] >= scales[1]) & (scales[0] <= scales[1].amax())).all()):
             raise AssertionError(f"requantized {name}_input_scale leaves the range of the scales given")
+
+
+def _places(key: QuantKey) -> tuple[float, float]:
+    """The distance from 1 to the next larger number of a key's float elements, and the smallest of them above 0."""
+    if key.dtype is FP4_E2M1:
+        return 0.5, 0.5
+    bits = torch.finfo(storage_dtypes(key)[0])
+    return bits.eps, bits.smallest_normal * bits.eps
 
 
 def _convert_elsewhere(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:

@@ -7,6 +7,7 @@ one scale per token, found at run time, or one per expert (static).  Standard an
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,15 @@ class MarlinMxfp4Fp8Experts(RowExperts):
         verified_on=("NVIDIA H200 (sm90)",),
         notes="of a row's groups those whose scale is 2^-12 of the largest and less count as zeros",
     )
+
+    def requantized(self, weights: MoEWeights) -> MoEWeights:
+        from moe_mxfp4.kernels.e4m3_convert import without_small_groups
+
+        if weights.w13_scale is None or weights.w2_scale is None:
+            return weights
+        w13 = without_small_groups(weights.w13, weights.w13_scale, self.config.hidden_size)
+        w2 = without_small_groups(weights.w2, weights.w2_scale, self.config.intermediate_size)
+        return weights if w13 is weights.w13 and w2 is weights.w2 else replace(weights, w13=w13, w2=w2)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         from moe_mxfp4.kernels.e4m3_convert import convert_to_e4m3

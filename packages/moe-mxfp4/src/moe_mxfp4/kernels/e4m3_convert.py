@@ -31,20 +31,33 @@ class E4m3Matrix:
 def convert_to_e4m3(codes: Tensor, scale: Tensor, columns: int) -> E4m3Matrix:
     """One of the two matrices of canonical weights; see :class:`moe_core.weights.MoEWeights` for the tensors.
 
-    Groups whose scale is 2^-12 of their row's largest and less become zeros: at most 6/4096 of the largest value that
-    the other groups can hold.  Code 255 stays NaN.
+    Groups that :func:`without_small_groups` leaves out become zeros.  Code 255 stays NaN.
     """
-    exponents = scale.view(torch.uint8).short()
-    counting = counting_groups(codes, columns) | (exponents == _NAN)
-    top = torch.where(counting, exponents, 0).amax(dim=2)
-    powers = exponents - top[:, :, None] + LARGEST
-    kept = counting & (powers >= 0)
-    codes = _without(codes, kept)
+    powers, top = _powers(codes, scale, columns)
+    kept = powers >= 0
+    words = order_words(_without(codes, kept), columns, 4, order="e4m3")
     powers = torch.where(kept, powers, 0).to(torch.uint8)
     powers = F.pad(powers, (0, -powers.shape[2] % 4)).view(torch.int32)
     scales = e8m0_to_float32(top.to(torch.uint8)) * 2.0 ** (_BIAS - LARGEST)
-    words = order_words(codes, columns, 4, order="e4m3")
     return E4m3Matrix(words, scales[:, :, None], powers.transpose(1, 2).contiguous())
+
+
+def without_small_groups(codes: Tensor, scale: Tensor, columns: int) -> Tensor:
+    """``codes`` with zeros in groups whose scale is 2^-12 of their row's largest and less; ``codes`` if there are none.
+
+    At most 6/4096 of the largest value that the other groups can hold is lost.  Waits for the device.
+    """
+    powers, _ = _powers(codes, scale, columns)
+    small = (powers < 0) & counting_groups(codes, columns)
+    return _without(codes, ~small) if bool(small.any()) else codes
+
+
+def _powers(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Powers of groups [E, rows, groups] int16, negative for those that are left out, and each row's largest scale."""
+    exponents = scale.view(torch.uint8).short()
+    counting = counting_groups(codes, columns) | (exponents == _NAN)
+    top = torch.where(counting, exponents, 0).amax(dim=2)
+    return torch.where(counting, exponents - top[:, :, None] + LARGEST, -1), top
 
 
 def _without(codes: Tensor, kept: Tensor) -> Tensor:
