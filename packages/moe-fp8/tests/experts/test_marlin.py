@@ -8,7 +8,9 @@ from moe_fp8.experts.marlin import BatchedMarlinFp8Experts, MarlinFp8Experts
 
 class TestMarlinFp8(ConformanceTests):
     experts = MarlinFp8Experts
+    interpreted_every = 3
 
 
 class TestBatchedMarlinFp8(ConformanceTests):
     experts = BatchedMarlinFp8Experts
+    interpreted_every = 8

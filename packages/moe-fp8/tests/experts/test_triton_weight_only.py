@@ -8,3 +8,4 @@ from moe_fp8.experts.triton_weight_only import TritonFp8WeightOnlyExperts
 
 class TestTritonFp8WeightOnly(ConformanceTests):
     experts = TritonFp8WeightOnlyExperts
+    interpreted_every = 2

@@ -18,3 +18,4 @@ class TestTritonInt8WeightOnly(ConformanceTests):
 
 class TestTritonW4A8Int8(ConformanceTests):
     experts = TritonW4A8Int8Experts
+    interpreted_every = 2

@@ -19,7 +19,7 @@ from torch import Tensor
 _SHAPE, _ODD = (128, 8, 2048, 768), (6, 2, 1101, 1003)
 _TOKENS = (1, 300, 600, 2000, 40000)
 #: tile coordinates outside the loop; sm_80 and sm_120: sums of 64 rows, gate and up, beside the numbers of a step
-_MAX_SPILLS = 96
+_MAX_SPILLS = 128
 #: four products of a step, beside words of 8 bits or zero points
 _MAX_SPILLS_FOUR = 256
 
