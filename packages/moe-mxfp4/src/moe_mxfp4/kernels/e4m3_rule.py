@@ -39,8 +39,10 @@ def e4m3_plan(
     if mean <= 24:
         rows, stages = (16, 4) if mean <= 12 else (32, 3)
         tiles = min(pairs, num_experts)
-        up_split = _split(tiles * -(-intermediate_size // BLOCK_N), -(-hidden_size // 128))
-        down_split = _split(tiles * -(-hidden_size // BLOCK_N), -(-intermediate_size // 128))
+        # room for parts is that of 528 programs of 16 rows
+        target = 400 if rows == 16 else 264
+        up_split = _split(target, tiles * -(-intermediate_size // BLOCK_N), -(-hidden_size // 128))
+        down_split = _split(target, tiles * -(-hidden_size // BLOCK_N), -(-intermediate_size // 128))
         return TilePlan(
             TileConfig(rows, BLOCK_N, 4, stages, 1, True, True, up_split),
             TileConfig(rows, BLOCK_N, 4, stages, 1, True, True, down_split),
@@ -48,16 +50,21 @@ def e4m3_plan(
     some = TileConfig(64, BLOCK_N, 4, 3, 8, True, True)
     if mean <= 96:
         return TilePlan(some, some)
-    many = TileConfig(128, BLOCK_N, 4, 4, 8, True, True)
+    # sums of sm_100 lie in tensor memory, but pass through the registers of four warps in one piece
+    many = (
+        TileConfig(128, BLOCK_N, 4, 4, 8, True, True)
+        if capability < 100
+        else TileConfig(128, BLOCK_N, 8, 3, 8, True, True)
+    )
     # sums of two halves of 64 columns each take the registers that those of one of 128 take; what an epilogue quantises
     # is padded to whole 128
     narrow = TileConfig(128, BLOCK_N // 2, 4, 4, 8, True, True) if gated else many
     return TilePlan(some if static else narrow, many)
 
 
-def _split(programs: int, steps: int) -> int:
-    """Programs that share a tile's loop, a power of two: up to 400 programs in all, 5 steps each at least."""
+def _split(target: int, programs: int, steps: int) -> int:
+    """Programs that share a tile's loop, a power of two: up to ``target`` programs in all, 5 steps each at least."""
     split = 1
-    while split < 16 and programs * split * 2 <= 400 and steps // (split * 2) >= 5:
+    while split < 16 and programs * split * 2 <= target and steps // (split * 2) >= 5:
         split *= 2
     return split
