@@ -1,5 +1,6 @@
 """MXFP4 mixture-of-experts for moe-core: e2m1 weights in groups of 32, with 16-bit, MXFP8, FP8 or MXFP4 activations."""
 
+from moe_mxfp4.experts.flashinfer_trtllm import TrtLlmMxfp4ExpertsModular, TrtLlmMxfp4ExpertsMonolithic
 from moe_mxfp4.online import quantize_moe_weights
 from moe_mxfp4.oracle import (
     Mxfp4MoeBackend,
@@ -16,6 +17,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Mxfp4MoeBackend",
     "Mxfp4Oracle",
+    "TrtLlmMxfp4ExpertsModular",
+    "TrtLlmMxfp4ExpertsMonolithic",
     "convert_to_mxfp4_moe_kernel_format",
     "make_mxfp4_moe_kernel",
     "make_mxfp4_moe_quant_config",
