@@ -27,6 +27,7 @@ from moe_core.quant_key import (
     NAMES,
     PACKED_4BIT,
     kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
     kFp8Static128BlockE8M0Sym,
     kFp8Static128BlockSym,
     kFp8StaticTensorSym,
@@ -40,6 +41,8 @@ from moe_core.quant_key import (
     kMxfp4DynamicEven,
     kMxfp4Static,
     kMxfp8Dynamic,
+    kMxfp8DynamicDown,
+    kMxfp8DynamicEven,
     kMxfp8Static,
 )
 from moe_core.quantization import (
@@ -287,8 +290,26 @@ def test_other_roundings_of_powers_of_two() -> None:
         assert values[4, 0] == (-6.0 if key == kMxfp4DynamicDown else -8.0)
     zeros = quantize_tensor(torch.zeros(1, 32), kMxfp4DynamicEven)
     assert not bool(dequantize_tensor(zeros, kMxfp4DynamicEven).any())
-    with pytest.raises(ConfigError, match="scales are rounded 'up' but for e2m1 codes with e8m0 scales, the key is"):
-        quantize_tensor(x, kMxfp8Dynamic.with_rounding("down"))
+    with pytest.raises(ConfigError, match="but for e2m1 and e4m3 codes with e8m0 scales, the key is"):
+        quantize_tensor(x, kFp8DynamicTokenSym.with_rounding("down"))
+
+
+def test_other_roundings_of_powers_of_two_with_e4m3() -> None:
+    """Its largest value is 1.75 * 2**8, "even" goes up from 1.9375 times a power of two."""
+    below = float(torch.nextafter(torch.tensor(496.0), torch.zeros(())))
+    largest = torch.tensor([256.0, 448.0, 449.0, below, 496.0, 511.0, 512.0, 3.4e38, math.inf, math.nan]).view(-1, 1)
+    x = largest * torch.tensor([-1.0, *[0.5] * 31])
+    wanted = {
+        kMxfp8Dynamic: [0, 0, 1, 1, 1, 1, 1, 120, 128, 128],
+        kMxfp8DynamicEven: [0, 0, 0, 0, 1, 1, 1, 120, 128, 128],
+        kMxfp8DynamicDown: [0, 0, 0, 0, 0, 0, 1, 119, 128, 128],
+    }
+    for key, exponents in wanted.items():
+        found = quantize_tensor(x, key)
+        assert [int(code) - 127 for code in found.scale.flatten()] == exponents, key
+        values = dequantize_tensor(found, key)
+        assert values[4, 0] == (-448.0 if key == kMxfp8DynamicDown else -512.0)
+        assert values[1, 0] == -448.0
 
 
 def test_ties_go_to_even() -> None:

@@ -94,6 +94,8 @@ from moe_core.quant_key import (
     kMxfp4DynamicEven,
     kMxfp4Static,
     kMxfp8Dynamic,
+    kMxfp8DynamicDown,
+    kMxfp8DynamicEven,
     kMxfp8Static,
 )
 from moe_core.registry import Registry, Scheme, oracle, registry
@@ -228,6 +230,8 @@ __all__ = [
     "kMxfp4DynamicEven",
     "kMxfp4Static",
     "kMxfp8Dynamic",
+    "kMxfp8DynamicDown",
+    "kMxfp8DynamicEven",
     "kMxfp8Static",
     "load_layer",
     "make_quant_config",

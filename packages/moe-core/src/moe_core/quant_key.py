@@ -185,7 +185,10 @@ kMxfp8Static = QuantKey(FP8_E4M3, _scale(_E8M0, True, 1, 32))
 kMxfp8Dynamic = QuantKey(FP8_E4M3, _scale(_E8M0, False, 1, 32))
 kMxfp4Static = QuantKey(FP4_E2M1, _scale(_E8M0, True, 1, 32), packing=PACKED_4BIT)
 kMxfp4Dynamic = QuantKey(FP4_E2M1, _scale(_E8M0, False, 1, 32), packing=PACKED_4BIT)
-#: whose largest values may saturate, as tools' own do: they differ in the scales of every fifth (third) group
+#: whose largest values may saturate, as tools' own do: they differ in the scales of every fifth (third) group, with
+#: e4m3 in those of every fifteenth (ninth)
+kMxfp8DynamicEven = kMxfp8Dynamic.with_rounding("even")
+kMxfp8DynamicDown = kMxfp8Dynamic.with_rounding("down")
 kMxfp4DynamicEven = kMxfp4Dynamic.with_rounding("even")
 kMxfp4DynamicDown = kMxfp4Dynamic.with_rounding("down")
 

@@ -6,7 +6,8 @@ With ``amax`` over the elements that share a scale, all in float32:
     zero points    scale = (max - min) / (max_value - min_value)      code = round(x / scale) + zero_point
     e8m0 scales    scale rounded up to a power of two: no value saturates
       "down"       2**(floor(log2(amax)) - floor(log2(max_value))), the rule of OCP's specification
-      "even"       the same of amax rounded to the precision of codes: it goes up from 1.75 times a power of two (e2m1)
+      "even"       the same of amax rounded to the precision of codes: it goes up from 1.75 times a power of two (e2m1),
+                   or 1.9375 times (e4m3)
 
 ``round`` is to nearest, ties to even, saturating at the element type's largest finite value; the range of values
 with zero points always includes 0.  A scale narrower than float32 is rounded before it is used.
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from moe_core._e4m3 import decode_e4m3
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
-from moe_core.numerics import AMAX_FLOOR, E2M1_VALUES, FP4_E2M1, NumberKind, e8m0_to_float32, is_e8m0
+from moe_core.numerics import AMAX_FLOOR, E2M1_VALUES, FP4_E2M1, FP8_E4M3, NumberKind, e8m0_to_float32, is_e8m0
 from moe_core.quant_key import Packing, QuantKey
 from moe_core.weights import MoEWeights, scale_shape, storage_dtypes, with_groups_of
 
@@ -379,16 +380,20 @@ def scale_of_range(low: Tensor, high: Tensor, key: QuantKey) -> tuple[Tensor, Te
     return scale, (zero_point + dtype.offset).to(torch.int32)
 
 
+#: bits of an element's mantissa, and the exponent of its largest value: 6 is 1.5 * 2**2, 448 is 1.75 * 2**8
+_MANTISSA_AND_EXPONENT = {FP4_E2M1: (1, 2), FP8_E4M3: (3, 8)}
+
+
 def _exponents(amax: Tensor, key: QuantKey) -> Tensor:
     """e8m0 codes of float32 ``amax`` for a key that rounds "down" or "even"."""
-    if key.dtype != FP4_E2M1 or not is_e8m0(key.scale.dtype):
-        raise ConfigError(f"scales are rounded 'up' but for e2m1 codes with e8m0 scales, the key is {key}")
+    if key.dtype not in _MANTISSA_AND_EXPONENT or not is_e8m0(key.scale.dtype):
+        raise ConfigError(f"scales are rounded 'up' but for e2m1 and e4m3 codes with e8m0 scales, the key is {key}")
+    mantissa, exponent = _MANTISSA_AND_EXPONENT[key.dtype]
     bits = amax.view(torch.int32)
     if key.scale.rounding == "even":
-        # half of e2m1's step, which is half a power of two
-        bits = bits + (1 << 21)
-    # 6 is 1.5 * 2**2
-    codes = torch.where(amax.isfinite(), ((bits >> 23) - 2).clamp(0, 254), 255)
+        # half of the last place of a code's mantissa
+        bits = bits + (1 << 22 - mantissa)
+    codes = torch.where(amax.isfinite(), ((bits >> 23) - exponent).clamp(0, 254), 255)
     return codes.to(torch.uint8).view(key.scale.dtype)
 
 

@@ -11,6 +11,8 @@ from moe_core import (
     kMxfp4DynamicDown,
     kMxfp4DynamicEven,
     kMxfp8Dynamic,
+    kMxfp8DynamicDown,
+    kMxfp8DynamicEven,
 )
 
 #: quantised activations, in the order in which a backend's variants are tried where none was asked for
@@ -22,4 +24,6 @@ ACTIVATIONS: tuple[QuantKey, ...] = (
     kMxfp4Dynamic,
     kMxfp4DynamicEven,
     kMxfp4DynamicDown,
+    kMxfp8DynamicEven,
+    kMxfp8DynamicDown,
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moe_core import QuantKey, kMxfp4Dynamic, kMxfp4DynamicDown, kMxfp8Dynamic
+from moe_core import QuantKey, kMxfp4Dynamic, kMxfp4DynamicDown, kMxfp8Dynamic, kMxfp8DynamicDown
 from moe_core_pairs import SIZES, Experts, check, packed
 from moe_core_quantized import PREFIX, refused, said_against, source
 from moe_mxfp4.formats.auto_round import AutoRoundMxfp4Format
@@ -26,7 +26,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], QuantKey | None]] = {
     "16 bits": ({**BASE, "act_bits": 16, "act_data_type": "float"}, None),
     "mxfp4 rounded up": (MX4, kMxfp4Dynamic),
     "mxfp4": ({**MX4, "act_data_type": "mx_fp"}, kMxfp4DynamicDown),
-    "mxfp8": ({**MX4, "act_bits": 8, "act_data_type": "mx_fp"}, kMxfp8Dynamic),
+    "mxfp8": ({**MX4, "act_bits": 8, "act_data_type": "mx_fp"}, kMxfp8DynamicDown),
+    "mxfp8 rounded up": ({**MX4, "act_bits": 8}, kMxfp8Dynamic),
     "type left out": ({**BASE, "act_bits": 4}, kMxfp4DynamicDown),
     "older name": ({**MX4, "quant_method": "intel/auto-round", "data_type": "mx_fp4"}, kMxfp4Dynamic),
     "other layers": ({**MX4, "extra_config": {"lm_head": {"bits": 16}, ".*self_attn.*": {"bits": 8}}}, kMxfp4Dynamic),

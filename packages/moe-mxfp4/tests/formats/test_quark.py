@@ -14,7 +14,8 @@ from moe_core import (
     kFp8StaticTensorSym,
     kMxfp4DynamicDown,
     kMxfp4DynamicEven,
-    kMxfp8Dynamic,
+    kMxfp8DynamicDown,
+    kMxfp8DynamicEven,
 )
 from moe_core_pairs import GPT_OSS, SIZES, Experts, check, plain
 from moe_core_quantized import PREFIX, refused, said_against, source
@@ -47,7 +48,8 @@ INPUTS: dict[str, tuple[dict[str, Any] | None, QuantKey | None]] = {
     "mxfp4": (spec("fp4", "per_group", **MX), kMxfp4DynamicEven),
     "mxfp4, older": (spec("fp4", "per_group", **{**MX, "scale_calculation_mode": None}), kMxfp4DynamicEven),
     "mxfp4 by floor": (spec("fp4", "per_group", **{**MX, "scale_calculation_mode": "floor"}), kMxfp4DynamicDown),
-    "mxfp8": (spec("fp8_e4m3", "per_group", **MX), kMxfp8Dynamic),
+    "mxfp8": (spec("fp8_e4m3", "per_group", **MX), kMxfp8DynamicEven),
+    "mxfp8 by floor": (spec("fp8_e4m3", "per_group", **{**MX, "scale_calculation_mode": "floor"}), kMxfp8DynamicDown),
     "static": (STATIC, kFp8StaticTensorSym),
     "token": (spec("fp8_e4m3", "per_token"), kFp8DynamicTokenSym),
     "channel": (spec("fp8_e4m3", "per_channel"), kFp8DynamicTokenSym),

@@ -37,14 +37,16 @@ def scale_of(bits, CODE: tl.constexpr, SCALE: tl.constexpr):
     """float32 scale, amax / max_value, of groups of largest magnitude `bits`; NaN and infinity stay.
 
     SCALE "pow2" and "e8m0" round it up to a power of two, or NaN where it is not finite; "even" and "down" are other
-    roundings, of scales of e2m1.
+    roundings, of scales of e2m1 and e4m3.
     """
     amax = bits.to(tl.float32, bitcast=True)
     amax = tl.where(amax < _AMAX_FLOOR, _AMAX_FLOOR, amax)
     if SCALE == "even" or SCALE == "down":
         exact = amax.to(tl.int32, bitcast=True)
-        # half of e2m1's step; 6 is 1.5 * 2**2
-        power = ((exact + (0x200000 if SCALE == "even" else 0)) & _INFINITY_BITS) - (2 << 23)
+        # half of the last place of a code's mantissa; 6 is 1.5 * 2**2, 448 is 1.75 * 2**8
+        HALF: tl.constexpr = 0x200000 if CODE == "e2m1" else 0x80000
+        EXPONENT: tl.constexpr = 2 if CODE == "e2m1" else 8
+        power = ((exact + (HALF if SCALE == "even" else 0)) & _INFINITY_BITS) - (EXPONENT << 23)
         return tl.where(exact >= _INFINITY_BITS, 0x7FC00000, power).to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, tl.full(amax.shape, max_code(CODE), tl.float32))
     if SCALE != "float32":

@@ -1,8 +1,8 @@
 """AutoRound's MXFP4: ``quant_method`` "auto-round" with ``data_type: mx_fp`` and 4 bits.
 
 Per expert and projection ``weight_packed`` uint8 [N, K/2], two codes in a byte, the even column low, and
-``weight_scale`` uint8 [N, K/32], e8m0.  ``act_bits`` 16 leaves activations in 16 bits, 8 is MXFP8, 4 is MXFP4 with
-scales that are rounded down, for ``act_data_type`` mx_fp_rceil up.
+``weight_scale`` uint8 [N, K/32], e8m0.  ``act_bits`` 16 leaves activations in 16 bits, 8 is MXFP8, 4 is MXFP4, both
+with scales that are rounded down, for ``act_data_type`` mx_fp_rceil up.
 ``extra_config`` has other settings for some layers.
 """
 
@@ -14,16 +14,18 @@ from typing import Any
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.overrides import with_overrides
 from moe_core.checkpoint.quant_args import QuantEntries
-from moe_core.quant_key import QuantKey, kMxfp4Dynamic, kMxfp4DynamicDown, kMxfp8Dynamic
+from moe_core.quant_key import QuantKey, kMxfp4Dynamic, kMxfp4DynamicDown, kMxfp8Dynamic, kMxfp8DynamicDown
 
 from moe_mxfp4.formats.mxfp4_experts import Mxfp4Format
 from moe_mxfp4.formats.mxfp4_layout import GROUP, Mxfp4Storage
 
 _METHODS = ("auto-round", "intel/auto-round")
-#: MXFP4 by ``act_data_type``
-_MXFP4: dict[str | None, QuantKey] = {
-    **dict.fromkeys(("mx_fp", "mx_fp4", "mx_fp4e2m1"), kMxfp4DynamicDown),
-    **dict.fromkeys(("mx_fp_rceil", "mx_fp4_rceil", "mx_fp4e2m1_rceil"), kMxfp4Dynamic),
+#: by ``act_bits`` and ``act_data_type``
+_ACTIVATIONS: dict[tuple[int | None, str], QuantKey] = {
+    **{(4, name): kMxfp4DynamicDown for name in ("mx_fp", "mx_fp4", "mx_fp4e2m1")},
+    **{(4, name): kMxfp4Dynamic for name in ("mx_fp_rceil", "mx_fp4_rceil", "mx_fp4e2m1_rceil")},
+    **{(8, name): kMxfp8DynamicDown for name in ("mx_fp", "mx_fp8", "mx_fp8e4m3")},
+    **{(8, name): kMxfp8Dynamic for name in ("mx_fp_rceil", "mx_fp8_rceil", "mx_fp8e4m3_rceil")},
 }
 
 
@@ -50,8 +52,8 @@ class AutoRoundMxfp4Format(Mxfp4Format):
         if act_bits == 16:
             return Mxfp4Storage(None, f"{why}, act_bits 16", weight="weight_packed")
         act_type = entries.text("act_data_type", data_type)
-        activation = _MXFP4.get(act_type) if act_bits == 4 else kMxfp8Dynamic if act_bits == 8 else None
-        if activation is None or not _is_mx(act_type):
+        activation = _ACTIVATIONS.get((act_bits, str(act_type)))
+        if activation is None:
             return f"act_data_type is {act_type!r} with {act_bits} bits, expected 'mx_fp' with 4, 8 or 16"
         size = entries.integer("act_group_size", GROUP, least=-1)
         if size != GROUP:

@@ -4,7 +4,7 @@ Per expert and projection ``weight`` uint8 [N, K/2], two codes in a byte, the ev
 uint8 [N, K/32].  Experts of gpt-oss keep gate and up in one ``gate_up_proj``, their rows in turns, and have ``bias``.
 
 ``input_tensors``: null leaves activations in 16 bits; ``fp4`` and ``fp8_e4m3`` in groups of 32 with e8m0 scales are
-dynamic MXFP4, with scales rounded as ``scale_calculation_mode`` says, and MXFP8; ``fp8_e4m3`` is static per tensor
+dynamic MXFP4 and MXFP8, with scales rounded as ``scale_calculation_mode`` says; ``fp8_e4m3`` is static per tensor
 (``input_scale``), dynamic per token (which Quark calls ``per_channel`` or ``per_token``) or in groups of 128.
 """
 
@@ -23,15 +23,20 @@ from moe_core.quant_key import (
     kFp8StaticTensorSym,
     kMxfp4DynamicDown,
     kMxfp4DynamicEven,
-    kMxfp8Dynamic,
+    kMxfp8DynamicDown,
+    kMxfp8DynamicEven,
 )
 
 from moe_mxfp4.formats.mxfp4_experts import Mxfp4Format
 from moe_mxfp4.formats.mxfp4_layout import GROUP, Mxfp4Storage
 
 _E4M3 = ("fp8_e4m3", "fp8")
-#: by ``scale_calculation_mode``
-_MXFP4 = {None: kMxfp4DynamicEven, "even": kMxfp4DynamicEven, "floor": kMxfp4DynamicDown}
+#: by ``scale_calculation_mode``: MXFP4 and MXFP8
+_MODES = {
+    None: (kMxfp4DynamicEven, kMxfp8DynamicEven),
+    "even": (kMxfp4DynamicEven, kMxfp8DynamicEven),
+    "floor": (kMxfp4DynamicDown, kMxfp8DynamicDown),
+}
 
 
 class QuarkMxfp4Format(Mxfp4Format):
@@ -77,11 +82,11 @@ def _said(entries: QuantEntries) -> str:
 def _activation(inputs: QuantEntries) -> QuantKey | str:
     """The activation key, or why there is none."""
     scheme, dtype, dynamic = inputs.text("qscheme"), inputs.text("dtype"), inputs.boolean("is_dynamic")
-    if dynamic and _is_microscaling(inputs) and dtype == "fp4":
+    if dynamic and _is_microscaling(inputs) and dtype in ("fp4", *_E4M3):
         mode = inputs.text("scale_calculation_mode")
-        return _MXFP4.get(mode) or f"{inputs.where}: scale_calculation_mode is {mode!r}, expected 'even' or 'floor'"
-    if dynamic and _is_microscaling(inputs) and dtype in _E4M3:
-        return kMxfp8Dynamic
+        if mode not in _MODES:
+            return f"{inputs.where}: scale_calculation_mode is {mode!r}, expected 'even' or 'floor'"
+        return _MODES[mode][dtype != "fp4"]
     if dtype in _E4M3 and not dynamic and scheme == "per_tensor":
         return kFp8StaticTensorSym
     if dtype in _E4M3 and dynamic and scheme in ("per_channel", "per_token"):

@@ -81,6 +81,8 @@ _OTHERS = (
     _Kind(ActivationKind.MXFP4),
     _Kind(ActivationKind.MXFP4_EVEN),
     _Kind(ActivationKind.MXFP4_DOWN, gated=False),
+    _Kind(ActivationKind.MXFP8_EVEN, gated=False),
+    _Kind(ActivationKind.MXFP8_DOWN),
     _Kind(dtype=torch.float16, gated=False),
     _Kind(dtype=torch.float32),
     _Kind(ActivationKind.BLOCK, dtype=torch.float32, gated=False),

@@ -73,9 +73,10 @@ def _round_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, SCALE: tl.constexpr)
     """float32: MX_GROUP columns each rounded to codes of a scale and multiplied by it again."""
     scaled, scale = _scaled_mx(tile, CODE, AXIS, SCALE)
     if SCALE != "e8m0":
-        # up to 8 here, where scales are not rounded up
-        scaled = tl.minimum(scaled, E2M1_MAX, propagate_nan=tl.PropagateNan.ALL)
-        scaled = tl.maximum(scaled, -E2M1_MAX, propagate_nan=tl.PropagateNan.ALL)
+        # more than the largest code is possible where scales are not rounded up
+        MOST: tl.constexpr = E4M3_MAX if CODE == "e4m3" else E2M1_MAX
+        scaled = tl.minimum(scaled, MOST, propagate_nan=tl.PropagateNan.ALL)
+        scaled = tl.maximum(scaled, -MOST, propagate_nan=tl.PropagateNan.ALL)
     rounded = round_e4m3(scaled) if CODE == "e4m3" else round_e2m1(scaled)
     return (rounded * scale).reshape(tile.shape)
 
@@ -100,6 +101,18 @@ def code_mxfp8(tile, Q, expert, AXIS: tl.constexpr):
 def round_mxfp8_4(tile, Q, expert, AXIS: tl.constexpr):
     """Rounded to MXFP8 and back: e4m3 numbers times powers of two."""
     return arrange(narrow(_round_mx(tile, "e4m3", AXIS, "e8m0"), tl.bfloat16), 8, AXIS), 0.0
+
+
+@triton.jit
+def round_mxfp8_even_4(tile, Q, expert, AXIS: tl.constexpr):
+    """As `round_mxfp8_4`, scales rounded "even"."""
+    return arrange(narrow(_round_mx(tile, "e4m3", AXIS, "even"), tl.bfloat16), 8, AXIS), 0.0
+
+
+@triton.jit
+def round_mxfp8_down_4(tile, Q, expert, AXIS: tl.constexpr):
+    """As `round_mxfp8_4`, scales rounded "down"."""
+    return arrange(narrow(_round_mx(tile, "e4m3", AXIS, "down"), tl.bfloat16), 8, AXIS), 0.0
 
 
 @triton.jit

@@ -14,6 +14,8 @@ from moe_core.quant_key import (
     kMxfp4DynamicDown,
     kMxfp4DynamicEven,
     kMxfp8Dynamic,
+    kMxfp8DynamicDown,
+    kMxfp8DynamicEven,
 )
 
 
@@ -33,6 +35,8 @@ class ActivationKind(Enum):
     #: times their scales already, the largest saturated
     MXFP4_EVEN = kMxfp4DynamicEven
     MXFP4_DOWN = kMxfp4DynamicDown
+    MXFP8_EVEN = kMxfp8DynamicEven
+    MXFP8_DOWN = kMxfp8DynamicDown
 
     @staticmethod
     def of(key: QuantKey | None) -> ActivationKind:
@@ -52,4 +56,6 @@ class ActivationKind(Enum):
             ActivationKind.MXFP4,
             ActivationKind.MXFP4_EVEN,
             ActivationKind.MXFP4_DOWN,
+            ActivationKind.MXFP8_EVEN,
+            ActivationKind.MXFP8_DOWN,
         )

@@ -59,6 +59,8 @@ _QUANTIZE = {
     ActivationKind.MXFP4: activations.round_mxfp4_4,
     ActivationKind.MXFP4_EVEN: activations.round_mxfp4_even_4,
     ActivationKind.MXFP4_DOWN: activations.round_mxfp4_down_4,
+    ActivationKind.MXFP8_EVEN: activations.round_mxfp8_even_4,
+    ActivationKind.MXFP8_DOWN: activations.round_mxfp8_down_4,
 }
 
 
