@@ -10,6 +10,7 @@ multiply codes with their scales (sm_100 and its family, gfx950), MXFP8 ones sta
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,7 +93,7 @@ class TritonMxfp4Experts(GroupedExperts):
             extra={"w13_factors": w13_factors, "w2_factors": w2_factors},
         )
 
-    @property
+    @cached_property
     def kind(self) -> ActivationKind:
         """What x and h are rounded to."""
         return ActivationKind.of(self.activation_key)

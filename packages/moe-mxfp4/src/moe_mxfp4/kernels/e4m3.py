@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import triton
 import triton.language as tl
-from moe_core.gemm.marlin.operand import FEW, per_word
+from moe_core.gemm.marlin.operand import FEW, per_word, step_bytes
 from moe_core.gemm.narrow import INTERPRET
 from moe_core.gemm.rows import open_weights
 from moe_core.gemm.rows_e4m3 import E4M3
@@ -118,18 +118,10 @@ def prefetch_words(state, K):
 
 
 @triton.jit
-def _of_groups(powers):
-    """[N, 4] of the bytes of `powers` [N]."""
-    even = tl.join(powers & 0xFF, (powers >> 16) & 0xFF)
-    odd = tl.join((powers >> 8) & 0xFF, (powers >> 24) & 0xFF)
-    return tl.join(even, odd).reshape(powers.shape[0], 4)
-
-
-@triton.jit
 def multiply_words(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + a @ b.T"""
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
-    numbers = widened(b, per_word(_of_groups(b_scale), b.shape[1], 1))
+    numbers = widened(b, per_word(step_bytes(b_scale), b.shape[1], 1))
     if acc.shape[1] <= FEW:
         # summed step by step: Hopper's units keep fewer bits of a running sum
         return settled(acc + tl.dot(numbers, tl.trans(a), out_dtype=tl.float32))

@@ -9,10 +9,10 @@ from moe_core.gemm.marlin.words import interleave, order_words
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_mxfp4.scales import LARGEST
+
 #: columns that share a scale
 GROUP = 32
-#: the byte of a row's largest scale: a bfloat16 exponent of 126
-_LARGEST = 253
 
 
 def convert_e2m1(codes: Tensor, scale: Tensor, columns: int, *, gated: bool = False) -> Converted:
@@ -21,7 +21,7 @@ def convert_e2m1(codes: Tensor, scale: Tensor, columns: int, *, gated: bool = Fa
     ``codes`` uint8 [E, rows, ceil(columns / 2)]; ``gated``: rows are gate, then up, and are put in turns of 8.
     """
     words = order_words(codes, columns, 4, order="e2m1", interleaved=gated)
-    scales, factors = relative_powers(scale.view(torch.uint8), counting_groups(codes, columns), _LARGEST)
+    scales, factors = relative_powers(scale.view(torch.uint8), counting_groups(codes, columns), LARGEST)
     if gated:
         scales, factors = interleave(scales), interleave(factors)
     return Converted(words, scales.transpose(1, 2).contiguous(), GROUP, factors)

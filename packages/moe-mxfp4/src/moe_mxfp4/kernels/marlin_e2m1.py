@@ -23,8 +23,10 @@ from moe_core.gemm.marlin.widen import nibble_columns, nibble_numbers
 from moe_core.gemm.narrow import INTERPRET
 from moe_core.gemm.plan import TileConfig
 
+from moe_mxfp4 import scales
+
 # the byte of a row's largest scale, as `convert_e2m1` makes it
-LARGEST = tl.constexpr(253)
+LARGEST = tl.constexpr(scales.LARGEST)
 
 
 def _widening(*, float16: bool) -> tl.constexpr:

@@ -171,16 +171,22 @@ def per_word(groups, W: tl.constexpr, UNITS: tl.constexpr):
 
 
 @triton.jit
+def step_bytes(words):
+    """[N, 4] of the bytes of `words` int32 [N]."""
+    # joined and reshaped rather than indexed, see `per_word`
+    even = tl.join(words & 0xFF, (words >> 16) & 0xFF)
+    odd = tl.join((words >> 8) & 0xFF, (words >> 24) & 0xFF)
+    return tl.join(even, odd).reshape(words.shape[0], 4)
+
+
+@triton.jit
 def step_powers(words, LARGEST: tl.constexpr, dtype: tl.constexpr):
     """Scales [N, 4] of a step's groups of 32 columns, of `words` int32 [N] that hold a byte for each.
 
     A byte is LARGEST plus the exponent of a scale that is at most 1.  The result is a pair of `dtype` numbers in int32:
     for bfloat16 the byte is the exponent's field, float16 has it less 224.  In the interpreter float32, the scale.
     """
-    # joined and reshaped rather than indexed, see `per_word`
-    even = tl.join(words & 0xFF, (words >> 16) & 0xFF)
-    odd = tl.join((words >> 8) & 0xFF, (words >> 24) & 0xFF)
-    exponents = tl.join(even, odd).reshape(words.shape[0], 4)
+    exponents = step_bytes(words)
     if INTERPRET:
         return (exponents << 23).to(tl.float32, bitcast=True) * 2.0 ** (127 - LARGEST)
     elif dtype == tl.float16:
