@@ -8,6 +8,7 @@ scheme, standard and batched format.  ``moe_core.gemm.portable.layer`` says what
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class TritonWNA16Experts(GroupedExperts):
         """As :attr:`group_size`; a short step's columns share a scale."""
         return 32 if self.short_steps and not self.permuted and self.group_size != -1 else self.group_size
 
-    @property
+    @cached_property
     def kind(self) -> ActivationKind:
         """What x and h are rounded to."""
         return ActivationKind.of(self.activation_key)
