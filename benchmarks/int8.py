@@ -1,16 +1,19 @@
-"""Plugin of the fused-MoE benchmark: what the int8 oracle selects for scales per channel and per token.
+"""Plugin of the fused-MoE benchmark: what the int8 oracle selects for scales per channel, with int8 activations, one
+scale per token, and with 16-bit ones (W8A16, beside vLLM's Marlin).
 
-python bench.py --plugin benchmarks/int8.py --only '/int8_channel/(vllm_triton|moe_int8)' --out results.json
+python bench.py --plugin benchmarks/int8.py --only '/int8_channel/(vllm_triton|moe_int8)$' --out results.json
+python bench.py --plugin benchmarks/int8.py --only '/int8_channel/.*_int8_w8a16' --out results.json
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 ACTIVATIONS = {"silu": "silu", "relu2": "relu2_no_mul"}
 
 
-def build(weights: Any) -> Any:
+def build(weights: Any, *, weight_only: bool = False) -> Any:
     """The layer through the public interface, with one workspace for all calls."""
     import moe_core as mc
     import torch
@@ -24,7 +27,8 @@ def build(weights: Any) -> Any:
         activation=mc.MoEActivation(ACTIVATIONS[shape.act]),
     )
     oracle = mc.oracle("int8")
-    selection = oracle.select(config, weight_key=mc.kInt8StaticChannelSym, activation_key=mc.kInt8DynamicTokenSym)
+    activations = None if weight_only else mc.kInt8DynamicTokenSym
+    selection = oracle.select(config, weight_key=mc.kInt8StaticChannelSym, activation_key=activations)
     converted = oracle.convert(selection, w13=weights.w13, w2=weights.w2, w13_scale=weights.s13, w2_scale=weights.s2)
     kernel = oracle.make_kernel(selection, converted)
     kernel.workspace = mc.Workspace("cuda")
@@ -36,6 +40,31 @@ def build(weights: Any) -> Any:
     return run, {"backend": selection.backend}
 
 
+def marlin(weights: Any) -> Any:
+    """vLLM's Marlin with 16-bit activations."""
+    from types import SimpleNamespace
+
+    import torch
+    from vllm_peers import modular_kernel, modules
+
+    modules()
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+    from vllm.model_executor.layers.fused_moe.oracle import int_wna16
+
+    bits, codes_per_word, whole_rows = 8, 4, -1
+    layer = SimpleNamespace(intermediate_size_per_partition=weights.shape.N)
+    packed = [(w.view(torch.uint8) ^ 128).view(torch.int32) for w in (weights.w13, weights.w2)]
+    scales = [s.flatten(1)[..., None].to(torch.bfloat16) for s in (weights.s13, weights.s2)]
+    w13, w2, s13, s2, *_ = int_wna16._process_weights_marlin(
+        layer, None, bits, codes_per_word, whole_rows, *packed, *scales
+    )
+    quant = int_wna16.make_wna16_moe_quant_config(w1_scale=s13, w2_scale=s2, group_size=whole_rows, num_bits=bits)
+    return modular_kernel(weights.shape, MarlinExperts, quant, w13, w2), {}
+
+
 def register(peers: list[Any]) -> None:
     ok = lambda shape: shape.act in ACTIVATIONS  # noqa: E731
-    peers.append(Peer("moe_int8", ("int8_channel",), build, ok))  # noqa: F821  (predefined)
+    peer = Peer  # noqa: F821  (predefined)
+    peers.append(peer("moe_int8", ("int8_channel",), build, ok))
+    peers.append(peer("moe_int8_w8a16", ("int8_channel",), functools.partial(build, weight_only=True), ok))
+    peers.append(peer("vllm_marlin_int8_w8a16", ("int8_channel",), marlin, lambda shape: shape.gated))

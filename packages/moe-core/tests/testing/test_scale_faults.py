@@ -114,6 +114,20 @@ class RequantisesFurtherOff(TorchExperts):
         return super().convert(self.requantized(weights))
 
 
+class MovesBiases(TorchExperts):
+    """Says that it computes with biases that no rounding explains."""
+
+    claims = claims(STATIC_TENSOR)
+
+    def requantized(self, weights: MoEWeights) -> MoEWeights:
+        if weights.w2_bias is None:
+            return weights
+        return replace(weights, w2_bias=weights.w2_bias * 1.01)
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        return super().convert(self.requantized(weights))
+
+
 class MovesHiddenStates(TorchExperts):
     """Says that it computes with other hidden states."""
 
@@ -415,6 +429,7 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (OneScaleForGateAndUp, OUTSIDE),
     (Requantises, NORM),
     (RequantisesFurtherOff, "requantized w2 of expert 0 is further off than one rounding explains"),
+    (MovesBiases, "requantized w2_bias is further off than rounding to torch."),
     (MovesHiddenStates, "off_boundaries moves hidden states by more than 2**-20 of themselves"),
     (RequantisesToWeightOnly, "requantized activations are None, asked for was kFp8DynamicTokenSym"),
     (InputScaleOfTheFirstExpert, NORM),

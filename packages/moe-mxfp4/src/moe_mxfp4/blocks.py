@@ -12,8 +12,8 @@ import torch
 from moe_core.numerics import E2M1_VALUES, e8m0_to_float32
 from torch import Tensor
 
-#: columns that share a scale
-GROUP = 32
+from moe_mxfp4.groups import GROUP
+
 #: float32 values of a block on a CPU: 3 MB
 _BLOCK = 3 * 2**18
 

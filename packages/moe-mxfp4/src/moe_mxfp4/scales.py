@@ -6,6 +6,8 @@ import torch
 from moe_core import DeviceInfo
 from torch import Tensor
 
+from moe_mxfp4.groups import counting_groups
+
 #: the byte of a row's largest scale: see `moe_mxfp4.kernels.e2m1`
 LARGEST = 253
 #: of one that matrix units multiply: 2**0
@@ -35,7 +37,5 @@ def group_scales(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Te
 def _relative(codes: Tensor, scale: Tensor, columns: int, largest: int) -> tuple[Tensor, Tensor]:
     # device code, which looking at a backend must not load
     from moe_core.gemm.marlin.powers import relative_powers
-
-    from moe_mxfp4.kernels.marlin_convert import counting_groups
 
     return relative_powers(scale.view(torch.uint8), counting_groups(codes, columns), largest)

@@ -27,7 +27,7 @@ from moe_core.device import DeviceInfo
 from moe_core.errors import TensorError
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_weights
-from moe_wna16.experts.humming import LOCKS, HummingWNA16Experts
+from moe_wna16.experts.humming import HummingWNA16Experts
 from moe_wna16.keys import BASES
 from moe_wna16.libraries import HUMMING
 from moe_wna16.libraries.humming_layout import ordered_scales, packed_bytes, packed_nibbles
@@ -168,14 +168,16 @@ class Double:
     def get_heuristics_config(layer, *, shape_m, gemm_type):
         assert gemm_type == "grouped_contiguous"
         assert shape_m > 0
-        return {"block_shape": (64, 128, 64), "rows": shape_m}
+        return {"block_shape": (64, 128, 64), "rows": shape_m, "use_stream_k": True}
 
     @staticmethod
     def humming_forward(
-        layer, *, inputs, weight, weight_scale, zero_point, outputs, expert_layout, locks, compute_config, tuning_config
+        layer, *, inputs, weight, weight_scale, zero_point, outputs, expert_layout, compute_config, tuning_config
     ):
         assert json.loads(compute_config) == {"gemm_type": "grouped_contiguous"}
-        assert 0 < json.loads(tuning_config)["rows"] <= len(inputs)
+        tuning = json.loads(tuning_config)
+        assert 0 < tuning["rows"] <= len(inputs)
+        assert not tuning["use_stream_k"]
         bits = int(layer.b_dtype.removeprefix("uint"))
         dtype = getattr(torch, layer.a_dtype)
         rows, cols, group = layer.shape_n, layer.shape_k, layer.weight_scale_group_size or layer.shape_k
@@ -186,7 +188,7 @@ class Double:
         assert weight.shape == (layer.num_experts, cols // 16, rows * bits // 2)
         assert weight_scale.shape == (layer.num_experts, cols // group, rows)
         assert expert_layout.shape == (layer.num_experts + 1,)
-        assert expert_layout.dtype is weight.dtype is locks.dtype is torch.int32
+        assert expert_layout.dtype is weight.dtype is torch.int32
         for tensor in (inputs, outputs, weight, weight_scale, expert_layout):
             assert tensor.is_contiguous()
             assert tensor is expert_layout or tensor.data_ptr() % 16 == 0
@@ -196,8 +198,6 @@ class Double:
             assert zero_point.shape == (layer.num_experts, cols // group, rows)
             assert zero_point.dtype is dtype
             assert zero_point.is_contiguous()
-        assert locks.numel() == LOCKS
-        assert not locks.any()
         for expert in range(layer.num_experts):
             used = slice(int(expert_layout[expert]), int(expert_layout[expert + 1]))
             if used.start == used.stop:

@@ -7,6 +7,7 @@ for that is a kernel.
 from __future__ import annotations
 
 import inspect
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -89,7 +90,7 @@ def test_calls_fit_the_library():
     assert given["inputs"] is a
     assert given["outputs"] is out
     assert given["expert_layout"] is offsets
-    assert given["locks"] is weights.extra["locks"]
+    assert not json.loads(given["tuning_config"])["use_stream_k"]
 
 
 @pytest.mark.parametrize(("groups", "whole_rows"), [(5, False), (1, False), (1, True)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -141,6 +142,13 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
         if self.hidden_size != self.config.hidden_size:
             return workspace["y"][: output.shape[0] * self.hidden_size].view(-1, self.hidden_size)
         return output if output.data_ptr() % ALIGNMENT == 0 else torch.empty_like(output)
+
+    def requantized(self, weights: MoEWeights) -> MoEWeights:
+        """With biases as the library takes them, in the output's dtype."""
+        first, second, dtype = weights.w13_bias, weights.w2_bias, self.config.dtype
+        if first is None or second is None:
+            return weights
+        return replace(weights, w13_bias=first.to(dtype).to(first.dtype), w2_bias=second.to(dtype).to(second.dtype))
 
     def quant_scales(self, weights: KernelWeights) -> list[Tensor]:
         """The list that the library's ``quant_scales`` takes."""

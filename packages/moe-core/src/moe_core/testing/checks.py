@@ -65,12 +65,19 @@ def check_values(experts: type[FusedMoEExperts], case: Case, place: Place) -> No
                 else "repeated calls differ"
             )
             raise AssertionError(f"{cause}: {count} of {result.numel()} elements")
-    instance, given = make_instance(experts, case, place), problem.inputs
+    computed_with = _computed_with(make_instance(experts, case, place), problem, case)
+    computed_with.expected(place).compare(results["no workspace"], "result")
+
+
+def _computed_with(instance: FusedMoEExperts, problem: Problem, case: Case) -> Problem:
+    """The weights and the hidden states that the backend says it computes with, which may differ by a rounding."""
+    given = problem.inputs
     x = instance.off_boundaries(given.x)
     if not bool(((x.double() - given.x.double()).abs() <= 2.0**-20 * given.x.double().abs()).all()):
         raise AssertionError("off_boundaries moves hidden states by more than 2**-20 of themselves")
-    computed_with = replace(problem, weights=instance.requantized(problem.weights), inputs=replace(given, x=x))
-    computed_with.expected(place).compare(results["no workspace"], "result")
+    weights = instance.requantized(problem.weights)
+    _check_requantized(weights, problem.weights, case)
+    return replace(problem, weights=weights, inputs=replace(given, x=x))
 
 
 def check_convert(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
@@ -96,7 +103,6 @@ def check_convert(experts: type[FusedMoEExperts], case: Case, place: Place) -> N
     altered = changed(given, before)
     if altered:
         raise AssertionError(f"apply changed the canonical weights: {', '.join(altered)}")
-    _check_requantized(instance.requantized(problem.weights), problem.weights, case)
     _convert_elsewhere(experts, case, place)
 
 
@@ -104,7 +110,8 @@ def _check_requantized(new: MoEWeights, old: MoEWeights, case: Case) -> None:
     """What a backend says that it computes with is the given weights, rounded once more at most.
 
     Under scales up to twice the expert's largest (the next power of two), an element moves by half a unit in its last
-    place.  Activations keep their element type and their groups; static scales move up to the largest.
+    place.  Biases are rounded to the layer's dtype at most.  Activations keep their element type and their groups;
+    static scales move up to the largest.
     """
     if new is old:
         return
@@ -129,6 +136,12 @@ def _check_requantized(new: MoEWeights, old: MoEWeights, case: Case) -> None:
                 allowed = torch.maximum(given.abs() * eps / 2, largest * smallest)
             if not bool(((changed_to - given).abs() <= allowed).all()):
                 raise AssertionError(f"requantized {name} of expert {expert} is further off than one rounding explains")
+        biases = getattr(new, f"{name}_bias"), getattr(old, f"{name}_bias")
+        if biases[1] is not None:
+            bits = torch.finfo(one.dtype)
+            allowed = (biases[1].double().abs() * bits.eps / 2).clamp_min(bits.smallest_normal * bits.eps)
+            if not bool(((biases[0].double() - biases[1].double()).abs() <= allowed).all()):
+                raise AssertionError(f"requantized {name}_bias is further off than rounding to {one.dtype} explains")
         scales = getattr(new, f"{name}_input_scale"), getattr(old, f"{name}_input_scale")
         if scales[1] is not None and not bool(((scales[0] >= scales[1]) & (scales[0] <= scales[1].amax())).all()):
             raise AssertionError(f"requantized {name}_input_scale leaves the range of the scales given")
@@ -228,12 +241,7 @@ def check_many_rows(experts: type[FusedMoEExperts], case: Case, place: Place) ->
     results = [call(kernel, problem) for _ in range(3)]
     if not all(same_bits(result, results[0]) for result in results):
         raise AssertionError("repeated calls differ")
-    instance, given = make_instance(experts, case, place), problem.inputs
-    computed_with = replace(
-        problem,
-        weights=instance.requantized(problem.weights),
-        inputs=replace(given, x=instance.off_boundaries(given.x)),
-    )
+    computed_with = _computed_with(make_instance(experts, case, place), problem, case)
     computed_with.expected(place).compare(results[0], "result", elements=False)
 
 

@@ -72,6 +72,7 @@ class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
         return torch.float8_e4m3fn
 
     def requantized(self, weights: MoEWeights) -> MoEWeights:
+        weights = super().requantized(weights)
         if weights.w13_scale is None or weights.w13_input_scale is None:
             return weights
         w13, w13_scale = shared_scale(weights.w13, weights.w13_scale)

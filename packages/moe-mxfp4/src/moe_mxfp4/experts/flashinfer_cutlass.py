@@ -28,13 +28,12 @@ from moe_core.ops.layout import by_experts, pad_matrices, swap_halves
 from moe_core.quant_config import make_quant_config
 from torch import Tensor
 
+from moe_mxfp4.groups import GROUP, without_groups
 from moe_mxfp4.libraries import FLASHINFER
 from moe_mxfp4.libraries.hopper_layout import mixed_gemm_scales, mixed_gemm_weights
 from moe_mxfp4.libraries.mxfp8_input import mxfp8_input, mxfp8_workspaces
 from moe_mxfp4.padding import PaddedExperts, round_up
 
-#: columns that share a scale
-GROUP = 32
 _NOTES = f"biases are rounded to bfloat16; {NOTES}"
 
 _CLAIMS = Claims(
@@ -113,9 +112,17 @@ class FlashInferCutlassMxfp4Experts(FlashInferCutlassExperts, PaddedExperts):
 class FlashInferCutlassMxfp4Bf16Experts(FlashInferCutlassMxfp4Experts):
     """bfloat16 activations, on sm_90."""
 
-    claims = _CLAIMS
+    claims = replace(_CLAIMS, notes=f"the scale 2^-127 counts as 0; {_CLAIMS.notes}")
     flag = "use_w4_group_scaling"
     weight_dtype = torch.uint8
+
+    def requantized(self, weights: MoEWeights) -> MoEWeights:
+        weights = super().requantized(weights)
+        if weights.w13_scale is None or weights.w2_scale is None:
+            return weights
+        w13 = without_groups(weights.w13, weights.w13_scale.view(torch.uint8) != 0)
+        w2 = without_groups(weights.w2, weights.w2_scale.view(torch.uint8) != 0)
+        return replace(weights, w13=w13, w2=w2)
 
     @staticmethod
     def packed(w: Tensor) -> Tensor:

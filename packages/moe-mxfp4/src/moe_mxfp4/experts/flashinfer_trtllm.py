@@ -41,6 +41,7 @@ from moe_core.ops.layout import pad_matrices
 from moe_core.quant_config import make_quant_config
 from torch import Tensor
 
+from moe_mxfp4.groups import GROUP
 from moe_mxfp4.libraries import FLASHINFER
 from moe_mxfp4.libraries.mxfp8_input import mxfp8_input, mxfp8_workspaces
 from moe_mxfp4.padding import PaddedExperts, round_up
@@ -51,8 +52,6 @@ SWIGLU = 3
 LAYOUT_LINEAR = 2
 #: bytes at whose multiples hidden states and output lie: the library reads and writes 16 bytes at a time
 ALIGNMENT = 16
-#: columns that share a scale
-GROUP = 32
 
 _GATED = frozenset({MoEActivation.SILU, MoEActivation.SWIGLUOAI})
 _CLAIMS = Claims(

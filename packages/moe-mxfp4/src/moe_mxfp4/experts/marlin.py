@@ -26,6 +26,8 @@ from moe_core.gemm.marlin.experts import MarlinExperts
 from moe_core.gemm.plan import TilePlan
 from torch import Tensor
 
+from moe_mxfp4.groups import GROUP
+
 if TYPE_CHECKING:
     from moe_core.gemm.marlin.layer import MarlinMatrix
 
@@ -66,8 +68,6 @@ class _MarlinMxfp4Experts(MarlinExperts):
 
     def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
         from moe_core.gemm.marlin.layer import MarlinMatrix
-
-        from moe_mxfp4.kernels.marlin_convert import GROUP
 
         config, first = self.config, name == "w13"
         return MarlinMatrix(

@@ -40,13 +40,14 @@ from moe_core.ops.layout import by_experts, interleave_halves, pad_matrices
 from moe_core.quant_config import make_quant_config
 from torch import Tensor
 
+from moe_mxfp4.groups import GROUP
 from moe_mxfp4.libraries import TRITON_KERNELS
 from moe_mxfp4.libraries.hopper_layout import swizzled_scales, swizzled_weights
 from moe_mxfp4.libraries.oai_triton import load_triton_kernels
 from moe_mxfp4.padding import PaddedExperts, round_up
 
-#: columns that share a scale; columns of one step of the library's loop
-GROUP, STEP = 32, 128
+#: columns of one step of the library's loop
+STEP = 128
 #: rows of sorted pairs that belong together: any number, since the library cuts experts into tiles itself
 _TILE = 64
 

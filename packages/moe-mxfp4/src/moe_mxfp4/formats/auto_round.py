@@ -17,7 +17,8 @@ from moe_core.checkpoint.quant_args import QuantEntries
 from moe_core.quant_key import QuantKey, kMxfp4Dynamic, kMxfp4DynamicDown, kMxfp8Dynamic, kMxfp8DynamicDown
 
 from moe_mxfp4.formats.mxfp4_experts import Mxfp4Format
-from moe_mxfp4.formats.mxfp4_layout import GROUP, Mxfp4Storage
+from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
+from moe_mxfp4.groups import GROUP
 
 _METHODS = ("auto-round", "intel/auto-round")
 #: by ``act_bits`` and ``act_data_type``

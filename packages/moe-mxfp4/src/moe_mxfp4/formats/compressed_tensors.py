@@ -30,7 +30,8 @@ from moe_core.quant_key import (
 )
 
 from moe_mxfp4.formats.mxfp4_experts import Mxfp4Format
-from moe_mxfp4.formats.mxfp4_layout import GROUP, Mxfp4Storage
+from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
+from moe_mxfp4.groups import GROUP
 
 _FORMAT = "mxfp4-pack-quantized"
 #: (bits, strategy, group size, e8m0 scales, dynamic) of the activations that are read

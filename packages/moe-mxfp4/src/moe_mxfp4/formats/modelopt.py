@@ -31,7 +31,8 @@ from moe_core.checkpoint.suffixes import INPUT_SCALES, one_suffix
 from moe_core.quant_key import QuantKey, kFp8DynamicTokenSym, kFp8StaticTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
 
 from moe_mxfp4.formats.mxfp4_experts import Mxfp4Format
-from moe_mxfp4.formats.mxfp4_layout import GROUP, Mxfp4Storage
+from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
+from moe_mxfp4.groups import GROUP
 
 _ALGORITHMS: dict[str, QuantKey | None] = {
     "MXFP4": kMxfp4Dynamic,

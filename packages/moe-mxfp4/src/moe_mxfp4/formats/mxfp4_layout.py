@@ -39,8 +39,10 @@ from moe_core.checkpoint.values import Values, load_checked
 from moe_core.quant_key import QuantKey, kMxfp4Static
 from torch import Tensor
 
-#: columns that share a scale, and bytes of their codes
-GROUP, GROUP_BYTES = 32, 16
+from moe_mxfp4.groups import GROUP
+
+#: bytes of the codes of a group
+GROUP_BYTES = 16
 #: suffixes of the codes and of their scales
 WEIGHTS = ("blocks", "weight_packed", "weight")
 SCALES = ("scales", "weight_scale", "weight_scale_inv", "scale")

@@ -28,7 +28,8 @@ from moe_core.quant_key import (
 )
 
 from moe_mxfp4.formats.mxfp4_experts import Mxfp4Format
-from moe_mxfp4.formats.mxfp4_layout import GROUP, Mxfp4Storage
+from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
+from moe_mxfp4.groups import GROUP
 
 _E4M3 = ("fp8_e4m3", "fp8")
 #: by ``scale_calculation_mode``: MXFP4 and MXFP8

@@ -10,7 +10,7 @@ from moe_core.numerics import e8m0_to_float32
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_mxfp4.kernels.marlin_convert import GROUP, counting_groups
+from moe_mxfp4.groups import counting_groups, without_groups
 
 #: power of a row's largest scale: 6 times 2^(11 - 5) is the largest number of e2m1 that e4m3 holds
 LARGEST = 11
@@ -35,7 +35,7 @@ def convert_to_e4m3(codes: Tensor, scale: Tensor, columns: int) -> E4m3Matrix:
     """
     powers, top = _powers(codes, scale, columns)
     kept = powers >= 0
-    words = order_words(_without(codes, kept), columns, 4, order="e4m3")
+    words = order_words(without_groups(codes, kept), columns, 4, order="e4m3")
     powers = torch.where(kept, powers, 0).to(torch.uint8)
     powers = F.pad(powers, (0, -powers.shape[2] % 4)).view(torch.int32)
     scales = e8m0_to_float32(top.to(torch.uint8)) * 2.0 ** (_BIAS - LARGEST)
@@ -49,7 +49,7 @@ def without_small_groups(codes: Tensor, scale: Tensor, columns: int) -> Tensor:
     """
     powers, _ = _powers(codes, scale, columns)
     small = (powers < 0) & counting_groups(codes, columns)
-    return _without(codes, ~small) if bool(small.any()) else codes
+    return without_groups(codes, ~small) if bool(small.any()) else codes
 
 
 def _powers(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -58,12 +58,3 @@ def _powers(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]
     counting = counting_groups(codes, columns) | (exponents == _NAN)
     top = torch.where(counting, exponents, 0).amax(dim=2)
     return torch.where(counting, exponents - top[:, :, None] + LARGEST, -1), top
-
-
-def _without(codes: Tensor, kept: Tensor) -> Tensor:
-    """``codes`` with zeros in the groups that are not ``kept``."""
-    out = torch.empty_like(codes)
-    for target, one, keep in zip(out, codes, kept, strict=True):
-        mask = keep.repeat_interleave(GROUP // 2, dim=1)[:, : one.shape[1]]
-        torch.mul(one, mask, out=target)
-    return out

@@ -7,12 +7,9 @@ from moe_core.gemm.marlin.convert import Converted
 from moe_core.gemm.marlin.powers import relative_powers
 from moe_core.gemm.marlin.words import interleave, order_words
 from torch import Tensor
-from torch.nn import functional as F
 
+from moe_mxfp4.groups import GROUP, counting_groups
 from moe_mxfp4.scales import LARGEST
-
-#: columns that share a scale
-GROUP = 32
 
 
 def convert_e2m1(codes: Tensor, scale: Tensor, columns: int, *, gated: bool = False) -> Converted:
@@ -25,15 +22,3 @@ def convert_e2m1(codes: Tensor, scale: Tensor, columns: int, *, gated: bool = Fa
     if gated:
         scales, factors = interleave(scales), interleave(factors)
     return Converted(words, scales.transpose(1, 2).contiguous(), GROUP, factors)
-
-
-def counting_groups(codes: Tensor, columns: int) -> Tensor:
-    """bool [E, rows, groups]: which groups have numbers other than zero; to the others quantisers give any scale."""
-    experts, rows, width = codes.shape
-    groups = -(-columns // GROUP)
-    out = torch.empty(experts, rows, groups, dtype=torch.bool, device=codes.device)
-    # expert by expert: magnitudes take as much memory as the codes
-    for found, one in zip(out, codes, strict=True):
-        magnitudes = F.pad(one & 0x77, (0, groups * GROUP // 2 - width))
-        found.copy_(magnitudes.view(rows, groups, GROUP // 2).amax(dim=2) > 0)
-    return out

@@ -74,7 +74,7 @@ def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
     from moe_core.gemm.marlin.meta_call import call_layer, meta
     from moe_core.gemm.marlin.words import interleaved_rows, words_of
 
-    from moe_mxfp4.kernels.marlin_convert import GROUP
+    from moe_mxfp4.groups import GROUP
     from moe_mxfp4.kernels.marlin_e2m1 import e2m1_functions
 
     experts, top_k, hidden, size = kind.shape

@@ -8,9 +8,10 @@ import torch
 from moe_core import WorkspaceSpec, kMxfp8Dynamic
 from torch import Tensor
 
+from moe_mxfp4.groups import GROUP
+
 #: e8m0 of 1.0
 ONE = 127
-GROUP = 32
 
 
 def mxfp8_workspaces(num_tokens: int, hidden: int) -> tuple[WorkspaceSpec, ...]:

@@ -45,8 +45,6 @@ from moe_wna16.libraries import HUMMING
 from moe_wna16.libraries.humming_layout import ordered_scales, packed_bytes, packed_nibbles
 
 _DTYPES = (torch.bfloat16, torch.float16)
-#: int32 values by which the library's thread blocks wait for each other where they share a product; zeros between calls
-LOCKS = 2048
 #: rows of sorted pairs that belong together: any number, since the library cuts experts into tiles itself
 _TILE = 64
 #: rows by expert one after the other, without gaps
@@ -112,7 +110,6 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
                 w1_zp=self._zero_points(weights.w13_zero_point),
                 w2_zp=self._zero_points(weights.w2_zero_point),
             ),
-            extra={"locks": torch.zeros(LOCKS, dtype=torch.int32, device=weights.w13.device)},
         )
 
     def _packed(self, w: Tensor) -> Tensor:
@@ -164,7 +161,6 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
             "zero_point": desc.zero_point,
             "outputs": out,
             "expert_layout": offsets,
-            "locks": weights.extra["locks"],
         }
 
     @property
@@ -189,7 +185,8 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
         """The kernel that the library's heuristics choose for about so many rows."""
         if (name, rows) not in self._chosen:
             chosen = self._calls.get_heuristics_config(self._layers[name], shape_m=rows, **_GEMM)
-            self._chosen[name, rows] = json.dumps(chosen)
+            # shares of one product would be added up in 16 bits, in the order in which they end
+            self._chosen[name, rows] = json.dumps({**chosen, "use_stream_k": False})
         return self._chosen[name, rows]
 
     def product(self, name: str, a: Tensor, weights: KernelWeights, out: Tensor, offsets: Tensor) -> None:
