@@ -66,6 +66,8 @@ class Claims:
       so prepare must not
     - ``reduces``: the experts apply the router weights and sum over top-k themselves
     - ``all2all``: names of the all-to-all backends that it works behind; None for all
+    - ``rounds_products``: products are rounded to the dtype before their biases are added, so that more than a rounding
+      of the sum is lost where the two cancel
     - ``allocates``: a library inside takes memory from torch's allocator on every call
     - ``requires``: what must be installed
     - ``verified_on``: hardware on which its conformance run passed, for all keys or (:class:`Verified`) for some;
@@ -92,6 +94,7 @@ class Claims:
     expects_unquantized_inputs: bool = True
     reduces: bool = True
     all2all: frozenset[str] | None = None
+    rounds_products: bool = False
     allocates: bool = False
     requires: tuple[Requirement, ...] = ()
     verified_on: tuple[str | Verified, ...] = ()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from moe_core import (
+    ActivationParams,
     FusedMoEConfig,
     MoEActivation,
     QuantKey,
@@ -149,3 +151,28 @@ def test_rounding_errors_are_those_of_the_dtype(dtype: torch.dtype) -> None:
     assert 0.95 < ratio < 1.05
     assert torch.equal(rounding.square(x), error.square())
     assert torch.equal(Rounding(dtype, truncates=True).largest(x[normal]), 2 * rounding.largest(x[normal]))
+
+
+def test_products_rounded_before_their_bias_need_a_claim() -> None:
+    """Where product and bias cancel, what is left is mostly the rounding error of the product."""
+    config = FusedMoEConfig(
+        num_experts=2,
+        top_k=1,
+        hidden_size=64,
+        intermediate_size=64,
+        has_bias=True,
+        activation=MoEActivation.SWIGLUSTEP,
+        activation_params=ActivationParams(limit=0.75),
+    )
+    weights = make_weights(config, None, None, seed=0)
+    # every activated value is at the limits, 0.75 * 0.75, whatever was rounded before
+    weights = replace(weights, w13_bias=torch.full((2, 128), 8.0))
+    inputs = make_inputs(config, 1, seed=1)
+    arguments = {"topk_weights": torch.ones(1, 1), "topk_ids": torch.zeros(1, 1, dtype=torch.int64)}
+    product = 0.5625 * weights.w2[0].double().sum(dim=1)
+    bias = (-product * (1 + 2.0**-10)).float()
+    weights = replace(weights, w2_bias=bias.expand(2, 64).contiguous())
+    early = (product.bfloat16().double() + bias.double()).bfloat16()[None]
+    expected_output(inputs.x, weights, config, rounds_products=True, **arguments).compare(early, "result")
+    with pytest.raises(AssertionError, match="outside their bounds"):
+        expected_output(inputs.x, weights, config, **arguments).compare(early, "result")

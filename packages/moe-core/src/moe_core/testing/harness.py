@@ -67,8 +67,8 @@ class Problem:
     correction_bias: Tensor | None = None
     lora: LoRAWeights | None = None
 
-    def expected(self, place: Place) -> Expected:
-        """The reference; the Triton interpreter truncates where hardware rounds.
+    def expected(self, place: Place, *, rounds_products: bool = False) -> Expected:
+        """The reference; the Triton interpreter truncates where hardware rounds.  ``rounds_products``: see the claims.
 
         With float32 outputs the yardstick still multiplies in bfloat16 on a GPU: matrix units of 8-bit operands add
         up with fewer bits than float32 has (Hopper's e4m3: about 14), so float32 products are nobody's measure there.
@@ -86,6 +86,7 @@ class Problem:
                 expert_map=inputs.expert_map,
                 compute_dtype=dtype,
                 truncates=place.interpreted,
+                rounds_products=rounds_products,
                 lora=self.applied,
             )
 

@@ -140,11 +140,13 @@ def expected_output(
     expert_map: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
     truncates: bool = False,
+    rounds_products: bool = False,
     lora: LoRA | None = None,
 ) -> Expected:
     """The reference with the allowed deviations; arguments as for :func:`moe_core.reference.fused_moe_reference`.
 
-    ``compute_dtype``: of the yardstick and the model, default the config's; ``truncates``: conversions to it truncate.
+    ``compute_dtype``: of the yardstick and the model, default the config's; ``truncates``: conversions to it truncate;
+    ``rounds_products``: products are rounded before their biases are added, too (:class:`moe_core.claims.Claims`).
     """
     compute_dtype = compute_dtype or config.dtype
     yardstick = fused_moe_reference(
@@ -190,7 +192,9 @@ def expected_output(
             again = _spread(value, variance, key, *_static(weights, "w13", expert))
             value, variance = again.value, again.element
         w = steps.weight("w13", expert)
-        z, z_variance = _product(value, variance, w, _bias(weights, "w13", expert), rounding)
+        bias = _bias(weights, "w13", expert)
+        z, z_variance = _product(value, variance, w, bias, rounding)
+        z_variance += _before_bias(z, bias, rounding) * rounds_products
         added, added_variance = _addition(lora, "w13", expert, weighted[token], token, rounding)
         z, z_variance = z + added, z_variance + added_variance
         z_variance += rounding.variance(z)
@@ -210,13 +214,16 @@ def expected_output(
             part = _spread(part.value, part.element, key, *_static(weights, "w2", expert))
         w = steps.weight("w2", expert)
         token = routed.token[pairs]
-        y, y_variance = _product(part.value, part.element, w, _bias(weights, "w2", expert), rounding)
+        bias = _bias(weights, "w2", expert)
+        y, y_variance = _product(part.value, part.element, w, bias, rounding)
+        early = _before_bias(y, bias, rounding) * rounds_products
+        y_variance += early
         added, added_variance = _addition(lora, "w2", expert, hidden[pairs], token, rounding, hidden_variance[pairs])
         result[pairs], variance[pairs] = y + added, y_variance + added_variance
         # in the norm over all output columns, an error of h_n counts |w_router W2[:, n]|^2
         weight = 1.0 if on_input else router[pairs].square()
         gain = w.square().sum(dim=0) * weight
-        rounded = _operands(part.value, w, rounding) + added_variance
+        rounded = _operands(part.value, w, rounding) + added_variance + early
         mean += float((part.mean * gain).sum() + (rounded * weight).sum())
         # 2: a sum of many rounding errors is normal, its square has twice its variance squared
         square += float((part.mean * part.peak * gain.square()).sum() + 2 * (rounded * weight).square().sum())
@@ -249,6 +256,11 @@ def _product(x: Tensor, variance: Tensor, w: Tensor, bias: Tensor | None, roundi
     z = x @ w.T
     z_variance = variance @ w.square().T + _operands(x, w, rounding)
     return (z if bias is None else z + bias.double()), z_variance
+
+
+def _before_bias(z: Tensor, bias: Tensor | None, rounding: Rounding) -> Tensor:
+    """Variance of rounding a product before its bias, which ``z`` has."""
+    return torch.zeros_like(z) if bias is None else rounding.variance(z - bias.double())
 
 
 def _pre_scaled(

@@ -49,6 +49,7 @@ _CLAIMS = Claims(
     dtypes=frozenset({torch.bfloat16}),
     bias=True,
     hidden_multiple=32,
+    rounds_products=True,
     allocates=True,
     requires=(FLASHINFER, TRITON),
     verified_on=("NVIDIA H200 (sm90)",),

@@ -77,6 +77,12 @@ class _MarlinFp8Experts(MarlinExperts):
 
         return e4m3_functions
 
+    @property
+    def vectors(self) -> Any:
+        from moe_fp8.kernels.marlin_e4m3 import e4m3_vectors
+
+        return e4m3_vectors
+
     def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
         from moe_core.gemm.marlin.layer import MarlinMatrix
 

@@ -35,7 +35,8 @@ from moe_core.gemm.marlin.operand import (
     step_powers,
     tile_words,
 )
-from moe_core.gemm.marlin.widen import byte_columns, pair
+from moe_core.gemm.marlin.vector import VectorFunctions
+from moe_core.gemm.marlin.widen import byte_columns, byte_values, pair
 from moe_core.gemm.narrow import INTERPRET
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.weight_tile import weight_rows
@@ -81,42 +82,27 @@ _FLOAT16_SCALED = _widening(float16=True, scaled=True)
 
 
 @triton.jit
-def _interpreted(words, scale, SCALED: tl.constexpr):
-    """As the asm does it, in float32."""
-    N: tl.constexpr = words.shape[0]
-    W: tl.constexpr = words.shape[1]
-    byte = words[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]
-    value = (((byte & 0x80) << 24) | ((byte & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    if SCALED:
-        value = value * scale[:, :, None]
-    # byte 2i + j of word 4t + s: [unit, t, s, i, j] to [unit, s, j, t, i]
-    return value.reshape(N, W // 16, 4, 4, 2, 2).permute(0, 1, 3, 5, 2, 4).reshape(N, 4 * W)
+def _byte(words):
+    """float32 of the lowest bytes of `words`, as the asm does it."""
+    bits = ((words & 0x80) << 24) | ((words & 0x7F) << 20)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+@triton.jit
+def e4m3_values(words, dtype: tl.constexpr):
+    """The four numbers of `words` [N, W], as `moe_core.gemm.marlin.widen.byte_values`; float32 in the interpreter."""
+    if INTERPRET:
+        return _byte(words), _byte(words >> 16), _byte(words >> 8), _byte(words >> 24)
+    else:
+        tl.static_assert(dtype == tl.float16 or dtype == tl.bfloat16, "activations are bfloat16 or float16")
+        asm: tl.constexpr = _FLOAT16 if dtype == tl.float16 else _BFLOAT16
+        return byte_values(asm, "r", (words,), dtype)
 
 
 @triton.jit
 def e4m3(words, dtype: tl.constexpr):
     """[N, 4 W] numbers of `words` [N, W]."""
-    if INTERPRET:
-        return _interpreted(words, words, False)
-    elif dtype == tl.float16:
-        v0, v1, v2, v3 = tl.inline_asm_elementwise(
-            _FLOAT16,
-            "=h,=h,=h,=h,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        tl.static_assert(dtype == tl.bfloat16, "activations are bfloat16 or float16")
-        v0, v1, v2, v3 = tl.inline_asm_elementwise(
-            _BFLOAT16,
-            "=h,=h,=h,=h,r",
-            [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=1,
-        )
+    v0, v1, v2, v3 = e4m3_values(words, dtype)
     return byte_columns(v0, v1, v2, v3)
 
 
@@ -127,27 +113,14 @@ def e4m3_scaled(words, scale, dtype: tl.constexpr):
     In the interpreter float32, the scale itself.
     """
     if INTERPRET:
-        return _interpreted(words, scale, True)
-    elif dtype == tl.float16:
-        v0, v1, v2, v3 = tl.inline_asm_elementwise(
-            _FLOAT16_SCALED,
-            "=h,=h,=h,=h,r,r",
-            [words, scale],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
+        return byte_columns(
+            _byte(words) * scale, _byte(words >> 16) * scale, _byte(words >> 8) * scale, _byte(words >> 24) * scale
         )
     else:
-        tl.static_assert(dtype == tl.bfloat16, "activations are bfloat16 or float16")
-        v0, v1, v2, v3 = tl.inline_asm_elementwise(
-            _BFLOAT16_SCALED,
-            "=h,=h,=h,=h,r,r",
-            [words, scale],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=1,
-        )
-    return byte_columns(v0, v1, v2, v3)
+        tl.static_assert(dtype == tl.float16 or dtype == tl.bfloat16, "activations are bfloat16 or float16")
+        asm: tl.constexpr = _FLOAT16_SCALED if dtype == tl.float16 else _BFLOAT16_SCALED
+        v0, v1, v2, v3 = byte_values(asm, "r,r", (words, scale), dtype)
+        return byte_columns(v0, v1, v2, v3)
 
 
 @triton.jit
@@ -235,3 +208,13 @@ def e4m3_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, 
         # each step's product is scaled by itself: beyond, its sums take too many registers
         return open_turns, load_group, multiply_group, finish_factors
     return open_turns, {128: load_groups_1, 64: load_groups_2}[size], multiply_groups, finish_factors
+
+
+def e4m3_vectors(matrix: MarlinMatrix) -> VectorFunctions:
+    """One of the kinds of scales, for one token."""
+    size = matrix.group_size
+    if size == -1:
+        return VectorFunctions(e4m3_values, "row")
+    if size == 32:
+        return VectorFunctions(e4m3_values, "powers", largest=LARGEST.value)
+    return VectorFunctions(e4m3_values, "group", turn=TURN.value)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from moe_core.device import DeviceInfo
-from moe_core.gemm.marlin.rule import marlin_plan
+from moe_core.gemm.marlin.rule import marlin_plan, vector_plan
 from moe_core.gemm.plan import TilePlan
 from moe_core.testing.compile import Specimen
+
+if TYPE_CHECKING:
+    from moe_core.gemm.marlin.layer import MarlinMatrix
 
 #: experts, top-k, hidden size, intermediate size; the second are no whole steps and tiles
 _SHAPE, _ODD = (128, 8, 2048, 1536), (6, 2, 1104, 1000)
@@ -65,6 +69,8 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
     for kind in (_Kind(group, dtype=torch.float16) for group in (-1, 128, 64, 32)):
         for one, tokens in ((kind, 8), (kind, 2000), (replace(kind, batched=True), 8), (replace(kind, gated=False), 8)):
             yield _specimen(one, one.plan(tokens, target.capability), tokens)
+        for one in (kind, replace(kind, dtype=torch.bfloat16)):
+            yield Specimen(f"{one.name} vectors", partial(_vectors, one, target.capability))
 
 
 def _specimen(kind: _Kind, plan: TilePlan, tokens: int) -> Specimen:
@@ -72,14 +78,12 @@ def _specimen(kind: _Kind, plan: TilePlan, tokens: int) -> Specimen:
     return Specimen(f"{kind.name} {tokens}", partial(_layer, kind, plan, tokens), spills)
 
 
-def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
+def _matrices(kind: _Kind) -> tuple[MarlinMatrix, MarlinMatrix]:
     from moe_core.gemm.marlin.layer import MarlinMatrix
-    from moe_core.gemm.marlin.meta_call import call_layer, meta
+    from moe_core.gemm.marlin.meta_call import meta
     from moe_core.gemm.marlin.words import interleaved_rows, words_of
 
-    from moe_fp8.kernels.marlin_e4m3 import e4m3_functions
-
-    experts, top_k, hidden, size = kind.shape
+    experts, _, hidden, size = kind.shape
 
     def matrix(outputs: int, columns: int, *, interleaved: bool) -> MarlinMatrix:
         rows = interleaved_rows(2 * outputs) if interleaved else outputs
@@ -96,5 +100,25 @@ def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
             interleaved=interleaved,
         )
 
-    w13, w2 = matrix(size, hidden, interleaved=kind.gated), matrix(hidden, size, interleaved=False)
+    return matrix(size, hidden, interleaved=kind.gated), matrix(hidden, size, interleaved=False)
+
+
+def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
+    from moe_core.gemm.marlin.meta_call import call_layer
+
+    from moe_fp8.kernels.marlin_e4m3 import e4m3_functions
+
+    top_k, (w13, w2) = kind.shape[1], _matrices(kind)
     call_layer(e4m3_functions, w13, w2, plan, tokens=tokens, top_k=top_k, dtype=kind.dtype, batched=kind.batched)
+
+
+def _vectors(kind: _Kind, capability: int) -> None:
+    from moe_core.gemm.marlin.meta_call import call_vectors
+
+    from moe_fp8.kernels.marlin_e4m3 import e4m3_vectors
+
+    experts, top_k, hidden, size = kind.shape
+    plan = vector_plan(1, top_k, experts, hidden, size, bits=8, gated=kind.gated, capability=capability)
+    if plan is not None:
+        w13, w2 = _matrices(kind)
+        call_vectors(e4m3_vectors(w13), w13, w2, plan, top_k=top_k, dtype=kind.dtype)

@@ -45,6 +45,7 @@ _CLAIMS = Claims(
     bias=True,
     hidden_multiple=GROUP,
     intermediate_multiple=GROUP,
+    rounds_products=True,
     allocates=True,
     requires=(FLASHINFER, TRITON),
     notes=f"layouts are compared with what FlashInfer's sources write; {_NOTES}",

@@ -87,6 +87,12 @@ class _MarlinWNA16Experts(MarlinExperts):
         return integer_functions
 
     @property
+    def vectors(self) -> Any:
+        from moe_core.gemm.marlin.functions import integer_vectors
+
+        return integer_vectors
+
+    @property
     def gathered_columns(self) -> tuple[int, int]:
         key, config = self.weight_key, self.config
         if key is None or not (key.permuted or key.pre_scaled):

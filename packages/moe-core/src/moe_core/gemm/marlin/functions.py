@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from moe_core.gemm.marlin import integers, operand
 from moe_core.gemm.marlin.layer import MarlinMatrix
+from moe_core.gemm.marlin.vector import VectorFunctions
+from moe_core.gemm.marlin.vector_numbers import int4_placed
+from moe_core.gemm.marlin.widen import int8_values
 from moe_core.gemm.plan import TileConfig
 
 #: by bits: loads for rows with one scale, for a group per step, and by columns of a group
@@ -33,3 +38,11 @@ def integer_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, An
         # each step's product is scaled by itself: beyond, its sums take too many registers
         return operand.open_groups, load_group, integers.multiply_group, finish
     return operand.open_groups, load_groups[size], integers.multiply_groups, finish
+
+
+def integer_vectors(matrix: MarlinMatrix) -> VectorFunctions:
+    """4- and 8-bit codes with or without zero points, one token."""
+    scales = "zero" if matrix.scales.dtype == torch.int32 else "row" if matrix.group_size == -1 else "group"
+    if matrix.bits == 4:
+        return VectorFunctions(int4_placed, scales, placed=True)
+    return VectorFunctions(int8_values, scales)

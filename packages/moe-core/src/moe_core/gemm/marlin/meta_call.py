@@ -1,4 +1,4 @@
-"""One call of the family's layer on meta tensors, for what is compiled without a GPU."""
+"""Calls of the family's layers on meta tensors, for what is compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from torch import Tensor
 
 from moe_core.gemm.launch import Activation
 from moe_core.gemm.marlin.layer import Functions, MarlinMatrix, marlin_fused_moe, marlin_workspaces
+from moe_core.gemm.marlin.rule import VectorPlan
+from moe_core.gemm.marlin.vector import VectorFunctions, vector_fused_moe
 from moe_core.gemm.plan import TilePlan
 
 
@@ -46,4 +48,23 @@ def call_layer(
         topk_weights=None if batched else meta(tokens, top_k, dtype=torch.float32),
         topk_ids=None if batched else meta(tokens, top_k, dtype=torch.int32),
         expert_num_tokens=meta(experts, dtype=torch.int32) if batched else None,
+    )
+
+
+def call_vectors(
+    functions: VectorFunctions, w13: MarlinMatrix, w2: MarlinMatrix, plan: VectorPlan, *, top_k: int, dtype: torch.dtype
+) -> None:
+    """One token, with silu or relu2_no_mul as in :func:`call_layer`."""
+    hidden, size = w2.outputs, w13.outputs
+    vector_fused_moe(
+        functions,
+        meta(1, hidden, dtype=dtype),
+        w13,
+        w2,
+        out=meta(1, hidden, dtype=dtype),
+        workspace={"h": meta(top_k, size, dtype=dtype), "parts": meta(top_k * hidden, dtype=torch.float32)},
+        plan=plan,
+        activation=Activation("silu" if w13.interleaved else "relu2_no_mul"),
+        topk_weights=meta(1, top_k, dtype=torch.float32),
+        topk_ids=meta(1, top_k, dtype=torch.int32),
     )

@@ -10,6 +10,8 @@ rows of weights and eight warps, or two steps in flight.  The figures behind the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from moe_core.gemm.plan import TileConfig, TilePlan
 
 #: rows of weights of a tile; of some with 8-bit words twice as many
@@ -82,6 +84,59 @@ def marlin_plan(
     if mean <= 96:
         return TilePlan(some, some)
     return TilePlan(many, many if mean > 384 else some)
+
+
+@dataclass(frozen=True)
+class VectorConfig:
+    """Launch parameters of a matrix times a vector: ``block_n`` rows, ``block_w`` words of each at a time."""
+
+    block_n: int
+    block_w: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class VectorPlan:
+    """The layer without matrix units: up product, down product."""
+
+    up: VectorConfig
+    down: VectorConfig
+    pdl: bool = False
+
+
+def vector_plan(
+    tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    *,
+    bits: int = 4,
+    gated: bool = True,
+    capability: int = 90,
+) -> VectorPlan | None:
+    """The plan for one token, or two that hardly share an expert; None for more, which share what is read.
+
+    Arguments as for :func:`marlin_plan`.
+    """
+    pairs = tokens * top_k
+    if tokens > 2 or (tokens == 2 and 8 * pairs > num_experts):
+        return None
+    up = _vector_config(pairs * intermediate_size * (2 if gated else 1), _steps(hidden_size) * 4 * bits, bits, 16)
+    down = _vector_config(pairs * hidden_size, _steps(intermediate_size) * 4 * bits, bits, 32)
+    return VectorPlan(up, down, 90 <= capability < 120)
+
+
+def _vector_config(rows: int, words: int, bits: int, block_n: int) -> VectorConfig:
+    """For ``rows`` of so many words; ``block_n`` of 8-bit codes, which are bound by memory, not by instructions."""
+    if words <= 64:
+        return VectorConfig(32, 32, 4)
+    if rows <= 16 * _RESIDENT and words >= 256:
+        # few programs: more of a row at a time
+        return VectorConfig(16, 256, 4)
+    if bits == 4:
+        return VectorConfig(16, 256 if words >= 512 and words % 256 == 0 else 128, 2)
+    return VectorConfig(block_n, 128, 4)
 
 
 def _steps(columns: int) -> int:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from moe_core.device import DeviceInfo
-from moe_core.gemm.marlin.rule import marlin_plan
+from moe_core.gemm.marlin.rule import marlin_plan, vector_plan
 from moe_core.gemm.marlin.words import interleaved_rows, words_of
 from moe_core.gemm.plan import TilePlan
 from moe_core.testing.compile import Specimen
+
+if TYPE_CHECKING:
+    from moe_core.gemm.marlin.layer import MarlinMatrix
 
 #: experts, top-k, hidden size, intermediate size; the second's sizes are no multiples of anything
 _SHAPE, _ODD = (256, 8, 7168, 2048), (6, 2, 1101, 1003)
@@ -92,6 +96,9 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
         for tokens in (_TOKENS[number % 2], _TOKENS[-1]):
             plan = kind.plan(tokens, target.capability)
             yield Specimen(f"marlin {kind} {tokens}", partial(_layer, kind, plan, tokens), kind.max_spills)
+    for kind in (*_EVERY_PLAN, *_ONE_PLAN):
+        if not (kind.batched or kind.gathered or kind.indexed):
+            yield Specimen(f"marlin vectors {kind}", partial(_vectors, kind, target.capability))
 
 
 def _order(bits: int, order: str, interleaved: bool) -> None:
@@ -110,12 +117,11 @@ def _scales(dtype: torch.dtype, zero_dtype: torch.dtype | None) -> None:
     order_scales(meta(8, 4096, 16, dtype=dtype), zero, interleaved=zero is not None, backend="triton")
 
 
-def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
-    from moe_core.gemm.marlin.functions import integer_functions
+def _matrices(kind: _Kind) -> tuple[MarlinMatrix, MarlinMatrix]:
     from moe_core.gemm.marlin.layer import MarlinMatrix
-    from moe_core.gemm.marlin.meta_call import call_layer, meta
+    from moe_core.gemm.marlin.meta_call import meta
 
-    experts, top_k, hidden, size = kind.shape
+    experts, _, hidden, size = kind.shape
 
     def matrix(rows: int, outputs: int, columns: int, *, interleaved: bool) -> MarlinMatrix:
         wide = columns + 64 if kind.indexed else columns
@@ -138,10 +144,18 @@ def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
             column_factors=meta(experts, columns, dtype=torch.float32) if kind.batched or kind.indexed else None,
         )
 
+    up = matrix((2 if kind.gated else 1) * size, size, hidden, interleaved=kind.gated)
+    return up, matrix(hidden, hidden, size, interleaved=False)
+
+
+def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
+    from moe_core.gemm.marlin.functions import integer_functions
+    from moe_core.gemm.marlin.meta_call import call_layer
+
+    _, top_k, hidden, size = kind.shape
     call_layer(
         integer_functions,
-        matrix((2 if kind.gated else 1) * size, size, hidden, interleaved=kind.gated),
-        matrix(hidden, hidden, size, interleaved=False),
+        *_matrices(kind),
         plan,
         tokens=tokens,
         top_k=top_k,
@@ -149,3 +163,14 @@ def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
         batched=kind.batched,
         gathered=(hidden, size) if kind.gathered else (0, 0),
     )
+
+
+def _vectors(kind: _Kind, capability: int) -> None:
+    from moe_core.gemm.marlin.functions import integer_vectors
+    from moe_core.gemm.marlin.meta_call import call_vectors
+
+    experts, top_k, hidden, size = kind.shape
+    plan = vector_plan(1, top_k, experts, hidden, size, bits=kind.bits, gated=kind.gated, capability=capability)
+    if plan is not None:
+        w13, w2 = _matrices(kind)
+        call_vectors(integer_vectors(w13), w13, w2, plan, top_k=top_k, dtype=kind.dtype)

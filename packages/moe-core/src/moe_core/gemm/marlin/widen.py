@@ -156,10 +156,10 @@ def _interpreted(words, zero, scale, BITS: tl.constexpr):
 
 
 @triton.jit
-def nibble_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
-    """[N, 8 W] numbers of asm that makes $0 to $7 of the `operands`, the first of which are words [N, W]."""
+def nibble_values(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
+    """Eight times [N, W], four pairs: $0 to $7 of asm with the `operands`, the first of which are words [N, W]."""
     if dtype == tl.float16:
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             ASM,
             "=h,=h,=h,=h,=h,=h,=h,=h," + INPUTS,
             operands,
@@ -177,7 +177,7 @@ def nibble_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.
             pack=1,
         )
     else:
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             ASM,
             "=h,=h,=h,=h,=h,=h,=h,=h," + INPUTS,
             operands,
@@ -194,14 +194,20 @@ def nibble_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.
             is_pure=True,
             pack=1,
         )
+
+
+@triton.jit
+def nibble_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
+    """[N, 8 W] numbers of `nibble_values`."""
+    v0, v1, v2, v3, v4, v5, v6, v7 = nibble_values(ASM, INPUTS, operands, dtype)
     return nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7)
 
 
 @triton.jit
-def _byte_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
-    """Run a text of `_bytes`."""
+def byte_values(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
+    """Four times [N, W], two pairs: as `nibble_values`, of bytes."""
     if dtype == tl.float16:
-        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             ASM,
             "=h,=h,=h,=h," + INPUTS,
             operands,
@@ -210,7 +216,7 @@ def _byte_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.c
             pack=1,
         )
     else:
-        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             ASM,
             "=h,=h,=h,=h," + INPUTS,
             operands,
@@ -218,7 +224,28 @@ def _byte_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.c
             is_pure=True,
             pack=1,
         )
+
+
+@triton.jit
+def _byte_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
+    """[N, 4 W] numbers of `byte_values`."""
+    v0, v1, v2, v3 = byte_values(ASM, INPUTS, operands, dtype)
     return byte_columns(v0, v1, v2, v3)
+
+
+@triton.jit
+def int8_values(words, dtype: tl.constexpr):
+    """8-bit codes minus 128, as `byte_values`; float32 in the interpreter."""
+    if INTERPRET:
+        return (
+            ((words >> 0) & 255).to(tl.float32) - 128.0,
+            ((words >> 16) & 255).to(tl.float32) - 128.0,
+            ((words >> 8) & 255).to(tl.float32) - 128.0,
+            ((words >> 24) & 255).to(tl.float32) - 128.0,
+        )
+    else:
+        asm: tl.constexpr = _INT8_FLOAT16 if dtype == tl.float16 else _INT8_BFLOAT16
+        return byte_values(asm, "r", (words,), dtype)
 
 
 @triton.jit

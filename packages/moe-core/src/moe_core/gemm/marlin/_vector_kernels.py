@@ -1,0 +1,298 @@
+"""One token, without matrix units: rows of words times a vector, in float32.
+
+A program takes BLOCK_N rows of one expert's words and goes through their columns, BLOCK_W words at a time.  A thread
+has four consecutive words of several rows; the numbers of the vector that it multiplies them with are in registers,
+each for all its rows.  There is nothing to wait for but memory: no sorting, no tiles, no sums that programs share.
+
+`numbers(words, dtype)` makes of words [N, W] a tuple of their eight (4 bits) or four numbers, each [N, W], in the order
+of `moe_core.gemm.marlin.widen.nibble_values`; they are exact but for a scale.  Those that are PLACED are larger, by the
+powers of two that `_placed` takes from the vector.  SCALES says what scales there are:
+
+    "row"       float32, one per row: multiplies the finished sum
+    "group"     float32, one per GROUP columns (-1: all) and TURN rows
+    "zero"      int32, as "group", with zero points (`moe_core.gemm.marlin.operand`)
+    "powers"    int32, of 8-bit codes: four bytes for the four groups of 32 columns of a step, LARGEST is 1
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_core.gemm.epilogue import activate_gated, activate_plain
+from moe_core.gemm.marlin.operand import scale_of, zero_of
+from moe_core.gemm.narrow import narrow
+from moe_core.ops._sort_kernels import local_expert
+
+
+@triton.jit
+def _wide(pairs, dtype: tl.constexpr):
+    """float32 of the two `dtype` numbers in each int32."""
+    if dtype == tl.bfloat16:
+        return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
+    else:
+        tl.static_assert(dtype == tl.float16, "activations are bfloat16 or float16")
+        low = (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        high = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _placed(x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7):
+    """Numbers of the vector for codes that are as large as the bits at which `int4_placed` leaves them say."""
+    return (
+        x_0,
+        x_1 * 2.0**-16,
+        x_2 * 2.0**-4,
+        x_3 * 2.0**-8,
+        x_4 * 2.0**-8,
+        x_5 * 2.0**-12,
+        x_6 * 2.0**-12,
+        x_7 * 2.0**-16,
+    )
+
+
+@triton.jit
+def _dot(words, x, k, K, numbers: tl.constexpr, BITS: tl.constexpr, PLACED: tl.constexpr):
+    """[N, W] sums over each word's numbers times those of `x`, and the sums [W] of the latter.
+
+    `words` [N, W] are those from word k of a row on, `x` points to K numbers.
+    """
+    W: tl.constexpr = words.shape[1]
+    PAIRS: tl.constexpr = 16 // BITS
+    dtype: tl.constexpr = x.dtype.element_ty
+    column = k * PAIRS + tl.arange(0, W * PAIRS)
+    pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + column, mask=column < K // 2, other=0)
+    n = numbers(words, dtype)
+    if BITS == 4:
+        # unit, u, s and j, t to unit, t, u, s and j: see `moe_core.gemm.marlin.words`
+        pairs = pairs.reshape(W // 16, 4, 4, 4).permute(0, 3, 1, 2).reshape(W, 2, 2)
+        even, odd = pairs.split()
+        pair_0, pair_2 = even.split()
+        pair_1, pair_3 = odd.split()
+        x_0, x_1 = _wide(pair_0, dtype)
+        x_2, x_3 = _wide(pair_1, dtype)
+        x_4, x_5 = _wide(pair_2, dtype)
+        x_6, x_7 = _wide(pair_3, dtype)
+        x_sums = ((x_0 + x_1) + (x_2 + x_3)) + ((x_4 + x_5) + (x_6 + x_7))
+        if PLACED:
+            x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7 = _placed(x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)
+        total = n[0].to(tl.float32) * x_0[None, :]
+        total = tl.fma(n[1].to(tl.float32), tl.broadcast_to(x_1[None, :], words.shape), total)
+        total = tl.fma(n[2].to(tl.float32), tl.broadcast_to(x_2[None, :], words.shape), total)
+        total = tl.fma(n[3].to(tl.float32), tl.broadcast_to(x_3[None, :], words.shape), total)
+        total = tl.fma(n[4].to(tl.float32), tl.broadcast_to(x_4[None, :], words.shape), total)
+        total = tl.fma(n[5].to(tl.float32), tl.broadcast_to(x_5[None, :], words.shape), total)
+        total = tl.fma(n[6].to(tl.float32), tl.broadcast_to(x_6[None, :], words.shape), total)
+        total = tl.fma(n[7].to(tl.float32), tl.broadcast_to(x_7[None, :], words.shape), total)
+        return total, x_sums
+    else:
+        # unit, s, j, t to unit, t, s, j
+        pair_0, pair_1 = pairs.reshape(W // 16, 4, 2, 4).permute(0, 3, 1, 2).reshape(W, 2).split()
+        x_0, x_1 = _wide(pair_0, dtype)
+        x_2, x_3 = _wide(pair_1, dtype)
+        total = n[0].to(tl.float32) * x_0[None, :]
+        total = tl.fma(n[1].to(tl.float32), tl.broadcast_to(x_1[None, :], words.shape), total)
+        total = tl.fma(n[2].to(tl.float32), tl.broadcast_to(x_2[None, :], words.shape), total)
+        total = tl.fma(n[3].to(tl.float32), tl.broadcast_to(x_3[None, :], words.shape), total)
+        return total, (x_0 + x_1) + (x_2 + x_3)
+
+
+@triton.jit
+def _group(scale, group, stride, groups, inside):
+    """Scales [N, Q] of the groups [Q] of rows; columns beyond the last group meet zeros."""
+    place = scale[:, None] + tl.minimum(group, groups - 1)[None, :] * stride
+    return tl.load(place, mask=inside[:, None], other=0)
+
+
+@triton.jit
+def _by_word(scale, quad, stride, groups, inside, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Scales [N, Q, 4] of the words of quads, which lie in different groups of GROUP columns."""
+    N: tl.constexpr = scale.shape[0]
+    Q: tl.constexpr = quad.shape[0]
+    # groups of a unit, which four quads share
+    PARTS: tl.constexpr = (512 // BITS) // GROUP
+    first = quad // 4 * PARTS
+    if PARTS == 2:
+        halves = tl.join(_group(scale, first, stride, groups, inside), _group(scale, first + 1, stride, groups, inside))
+        return tl.broadcast_to(halves[:, :, :, None], (N, Q, 2, 2)).reshape(N, Q, 4)
+    else:
+        tl.static_assert(PARTS == 4, "a unit has 1, 2 or 4 groups")
+        even = tl.join(_group(scale, first, stride, groups, inside), _group(scale, first + 2, stride, groups, inside))
+        odd = tl.join(
+            _group(scale, first + 1, stride, groups, inside), _group(scale, first + 3, stride, groups, inside)
+        )
+        return tl.join(even, odd).reshape(N, Q, 4)
+
+
+@triton.jit
+def _scaled(
+    sums,
+    x_sums,
+    scale,
+    k,
+    stride,
+    groups,
+    inside,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """[N, W / 4] of the `sums` [N, W] of words from word k on: times their scales, four words added up."""
+    N: tl.constexpr = sums.shape[0]
+    Q: tl.constexpr = sums.shape[1] // 4
+    UNIT: tl.constexpr = 512 // BITS
+    by_quad = sums.reshape(N, Q, 4)
+    if SCALES == "row":
+        return tl.sum(by_quad, axis=2)
+    quad = k // 4 + tl.arange(0, Q)
+    if SCALES == "powers":
+        packed = _group(scale, quad // 4 * UNIT // 128, stride, groups, inside)
+        word = tl.arange(0, 4)
+        tl.static_assert(BITS == 8, "powers are those of 8-bit floats")
+        shift = 16 * (quad // 4 % 2)[:, None] + 8 * (word // 2)[None, :]
+        power = ((packed[:, :, None] >> shift[None, :, :]) & 0xFF) << 23
+        return tl.sum(by_quad * (power.to(tl.float32, bitcast=True) * 2.0 ** (127 - LARGEST)), axis=2)
+    elif GROUP == -1 or GROUP >= UNIT:
+        group = quad * 0 if GROUP == -1 else quad // 4 * UNIT // GROUP
+        found = _group(scale, group, stride, groups, inside)
+        sums = tl.sum(by_quad, axis=2)
+        if SCALES == "zero":
+            x_quads = tl.sum(x_sums.reshape(Q, 4), axis=1)
+            sums += (2.0 ** (BITS - 1) - zero_of(found)) * x_quads[None, :]
+        return sums * scale_of(found)
+    else:
+        found = _by_word(scale, quad, stride, groups, inside, BITS, GROUP)
+        if SCALES == "zero":
+            by_quad += (2.0 ** (BITS - 1) - zero_of(found)) * x_sums.reshape(Q, 4)[None, :, :]
+        return tl.sum(by_quad * scale_of(found), axis=2)
+
+
+@triton.jit
+def _row_sums(
+    B,
+    expert,
+    x,
+    rows,
+    N,
+    K,
+    numbers: tl.constexpr,
+    BITS: tl.constexpr,
+    PLACED: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    TURN: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """[BLOCK_N, BLOCK_W / 4] whose sums along the last axis are the `rows` [BLOCK_N] of one expert times x."""
+    words, scales, factors, stride_e, stride_n, scale_e, scale_g, factor_e, groups = B
+    base = expert.to(tl.int64)
+    inside = rows < N
+    width = tl.cdiv(K, 128) * (4 * BITS)
+    place = words + base * stride_e + rows.to(tl.int64) * stride_n
+    scale = scales + base * scale_e + rows // TURN
+    total = tl.zeros((rows.shape[0], BLOCK_W // 4), tl.float32)
+    for k in range(0, width, BLOCK_W):
+        column = k + tl.arange(0, BLOCK_W)
+        pointers = place[:, None] + column[None, :]
+        if EVEN:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=inside[:, None] & (column < width)[None, :], other=0)
+        sums, x_sums = _dot(tile, x, k, K, numbers, BITS, PLACED)
+        total += _scaled(sums, x_sums, scale, k, scale_g, groups, inside, BITS, SCALES, GROUP, LARGEST)
+    if SCALES == "row":
+        total *= tl.load(scale, mask=inside, other=0.0)[:, None]
+    if factors is not None:
+        total *= tl.load(factors + base * factor_e + rows, mask=inside, other=0.0)[:, None]
+    return total
+
+
+@triton.jit
+def vector_kernel(
+    out,
+    x,
+    B,
+    ids,
+    expert_map,
+    weights,
+    bias,
+    N,
+    K,
+    num_ids,
+    num_experts,
+    stride_out,
+    stride_x,
+    stride_bias,
+    pairs_per_row,
+    alpha,
+    beta,
+    limit,
+    numbers: tl.constexpr,
+    BITS: tl.constexpr,
+    PLACED: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    TURN: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    EVEN: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[pair] = act(w x[pair // pairs_per_row] + bias), N columns; programs by pair and BLOCK_N rows of w.
+
+    GATED: rows are gate and up in turns of 8.  ACTIVATION "" leaves the product as it is.  WEIGHT multiplies the router
+    weight: 0 never, 1 before bias and activation, 2 at the end.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    rows_all = tl.cdiv(N, 8) * 16 if GATED else N
+    blocks = tl.cdiv(rows_all, BLOCK_N)
+    pair = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    expert = local_expert(ids, expert_map, pair, pair >= 0, num_ids, num_experts, HAS_MAP)
+    if expert < 0:
+        return
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_row = x + pair // pairs_per_row * stride_x
+    total = _row_sums(
+        B, expert, x_row, rows, rows_all, K, numbers, BITS, PLACED, SCALES, GROUP, TURN, LARGEST, BLOCK_W, EVEN
+    )
+    value = tl.sum(total, axis=1)
+    if WEIGHT != 0:
+        weight = tl.load(weights + pair)
+    if WEIGHT == 1:
+        value *= weight
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    columns = block * WIDTH + tl.arange(0, WIDTH)
+    inside = columns < N
+    bias_row = bias
+    if HAS_BIAS:
+        bias_row += expert.to(tl.int64) * stride_bias
+    if GATED:
+        gate, up = value.reshape(BLOCK_N // 16, 2, 8).permute(0, 2, 1).split()
+        gate = gate.reshape(WIDTH)
+        up = up.reshape(WIDTH)
+        if HAS_BIAS:
+            gate += tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32)
+            up += tl.load(bias_row + N + columns, mask=inside, other=0.0).to(tl.float32)
+        value = activate_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+    else:
+        if HAS_BIAS:
+            value += tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32)
+        if ACTIVATION != "":
+            value = activate_plain(value, limit, ACTIVATION, HAS_LIMIT)
+    if WEIGHT == 2:
+        value *= weight
+    tl.store(out + pair * stride_out + columns, narrow(value, out.dtype.element_ty), mask=inside)

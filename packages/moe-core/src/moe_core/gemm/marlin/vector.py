@@ -1,0 +1,132 @@
+"""The layer for a single token, whose products are those of matrices with vectors.
+
+    up        h[pair] = act(w13 x)
+    down      y[pair] = weight * (w2 h[pair])
+    reduce    out = sum over pairs of y, in float32
+
+Pairs are not sorted: each reads its expert's weights.  These are those of `moe_core.gemm.marlin.layer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from moe_core.gemm.launch import Activation, Routing
+from moe_core.gemm.marlin._vector_kernels import vector_kernel
+from moe_core.gemm.marlin.layer import MarlinMatrix
+from moe_core.gemm.marlin.rule import VectorConfig, VectorPlan
+from moe_core.gemm.specimen import launch
+from moe_core.ops.reduce import reduce_pairs
+
+
+@dataclass(frozen=True, eq=False)
+class VectorFunctions:
+    """An element type's device function, and what its scales are; see `moe_core.gemm.marlin._vector_kernels`.
+
+    ``placed``: numbers are as large as their places in a word say; ``turn``: rows that share a scale; ``largest``: the
+    byte of the scale 1.
+    """
+
+    numbers: Any
+    scales: str
+    placed: bool = False
+    turn: int = 1
+    largest: int = 127
+
+
+def reads_vectors(x: Tensor, w13: MarlinMatrix, w2: MarlinMatrix) -> bool:
+    """Whether the kernels can read the activations: two numbers at a time, in the order of their columns."""
+    if any(m.index is not None or m.column_factors is not None or m.columns % 2 for m in (w13, w2)):
+        return False
+    return x.data_ptr() % 4 == 0 and x.stride(0) % 2 == 0
+
+
+def vector_fused_moe(
+    functions: VectorFunctions,
+    x: Tensor,
+    w13: MarlinMatrix,
+    w2: MarlinMatrix,
+    *,
+    out: Tensor,
+    workspace: Mapping[str, Tensor],
+    plan: VectorPlan,
+    activation: Activation,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> None:
+    """As `moe_core.gemm.marlin.layer.marlin_fused_moe`, for one token; ``x`` as :func:`reads_vectors` says."""
+    experts, hidden = w13.words.shape[0], w2.outputs
+    routing = Routing(topk_ids, topk_weights, experts, expert_map, apply_router_weight_on_input)
+    h, on_input = workspace["h"], apply_router_weight_on_input
+    y = workspace["parts"][: routing.num_pairs * hidden].view(-1, hidden)
+    up, down = _constants(functions, w13, plan.up), _constants(functions, w2, plan.down)
+    _product(x, w13, h, routing, activation, routing.top_k, up | {"WEIGHT": int(on_input)}, pdl=plan.pdl)
+    _product(h, w2, y, routing, None, 1, down | {"WEIGHT": 0 if on_input else 2}, pdl=plan.pdl)
+    reduce_pairs(y, topk_ids, experts, out, expert_map=expert_map, pdl=plan.pdl)
+
+
+def _product(
+    x: Tensor,
+    matrix: MarlinMatrix,
+    out: Tensor,
+    routing: Routing,
+    activation: Activation | None,
+    pairs_per_row: int,
+    constants: dict[str, Any],
+    *,
+    pdl: bool,
+) -> None:
+    bias, limit = matrix.bias, None if activation is None else activation.limit
+    launch(
+        vector_kernel,
+        (routing.num_pairs * triton.cdiv(matrix.words.shape[1], constants["BLOCK_N"]),),
+        out,
+        x,
+        matrix.operand(x, matrix.columns).device,
+        routing.ids,
+        routing.expert_map,
+        routing.weights,
+        bias,
+        matrix.outputs,
+        matrix.columns,
+        routing.num_ids,
+        routing.num_experts,
+        out.stride(0),
+        x.stride(0),
+        0 if bias is None else bias.stride(0),
+        pairs_per_row,
+        1.0 if activation is None else activation.alpha,
+        0.0 if activation is None else activation.beta,
+        0.0 if limit is None else limit,
+        **constants,
+        GATED=matrix.interleaved,
+        ACTIVATION="" if activation is None else activation.kind,
+        HAS_LIMIT=limit is not None,
+        HAS_BIAS=bias is not None,
+        HAS_MAP=routing.expert_map is not None,
+        pdl=pdl,
+    )
+
+
+def _constants(functions: VectorFunctions, matrix: MarlinMatrix, config: VectorConfig) -> dict[str, Any]:
+    rows, width = matrix.words.shape[1:]
+    return {
+        "numbers": functions.numbers,
+        "BITS": matrix.bits,
+        "PLACED": functions.placed,
+        "SCALES": functions.scales,
+        "GROUP": matrix.group_size,
+        "TURN": functions.turn,
+        "LARGEST": functions.largest,
+        "BLOCK_N": config.block_n,
+        "BLOCK_W": config.block_w,
+        "EVEN": rows % config.block_n == 0 and width % config.block_w == 0,
+        "num_warps": config.num_warps,
+    }
