@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from moe_core.gemm.marlin.rule import BLOCK_N, MAX_PARTS, marlin_plan
+from moe_core.gemm.marlin.rule import BLOCK_N, MAX_PARTS, marlin_plan, vector_plan
 
 _SHAPES = ((8, 2, 4096, 14336), (256, 8, 7168, 256), (32, 8, 7168, 2048), (128, 8, 2048, 768), (3, 1, 33, 65))
 
@@ -45,3 +45,21 @@ def test_few_tiles_share_loops() -> None:
     assert marlin_plan(1, 8, 256, 7168, 256).up.split == 8
     assert marlin_plan(1, 2, 8, 4096, 14336).up.split == 4
     assert marlin_plan(32, 8, 128, 2048, 768).up.split == 1
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_one_token_needs_no_matrix_units(shape: tuple[int, int, int, int], bits: int) -> None:
+    plan = vector_plan(1, shape[1], shape[0], *shape[2:], bits=bits)
+    assert plan is not None
+    for config in (plan.up, plan.down):
+        # turns of gate and up rows stay whole; a thread has four words
+        assert config.block_n % 16 == 0
+        assert config.block_n * config.block_w >= 4 * 32 * config.num_warps
+    assert vector_plan(1, shape[1], shape[0], *shape[2:], bits=bits, capability=80) is not None
+
+
+def test_tokens_that_share_experts_take_tiles() -> None:
+    assert vector_plan(2, 8, 128, 2048, 768) is not None
+    assert vector_plan(2, 2, 8, 4096, 14336) is None
+    assert vector_plan(3, 8, 256, 7168, 256) is None

@@ -1,0 +1,49 @@
+"""One token of e4m3 weights without matrix units: every kind of scales, and every code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_core import (
+    FusedMoEConfig,
+    Workspace,
+    kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
+    kMxfp8Static,
+)
+from moe_core.device import DeviceInfo
+from moe_core.gemm.marlin.layer import MarlinMatrix
+from moe_core.gemm.marlin.vector import reads_vectors
+from moe_core.testing.data import make_inputs, make_weights
+from moe_core.testing.tolerance import expected_output
+from moe_fp8.experts.marlin import MarlinFp8Experts
+
+KEYS = [kFp8StaticTensorSym, kFp8StaticChannelSym, kFp8Static128BlockSym, kMxfp8Static]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_every_kind_of_scales(key, dtype, device):
+    config = FusedMoEConfig(num_experts=5, top_k=3, hidden_size=224, intermediate_size=160, dtype=dtype, has_bias=True)
+    target = DeviceInfo.current(device) if device.type == "cuda" else DeviceInfo.parse("sm90")
+    experts = MarlinFp8Experts(config, weight_key=key, activation_key=None, device=target)
+    weights, inputs = make_weights(config, key, None, seed=3).to(device), make_inputs(config, 1, seed=4)
+    arguments = {"topk_weights": inputs.topk_weights.to(device), "topk_ids": inputs.topk_ids.to(device)}
+    x = inputs.x.to(device)
+    out = torch.full_like(x, float("nan"))
+    workspace = Workspace(device).take(experts.workspaces(1))
+    assert experts.vector_plan(1) is not None
+    experts.apply(out, x, experts.convert(weights), workspace=workspace, **arguments)
+    expected = expected_output(x, weights, config, truncates=device.type == "cpu", **arguments)
+    expected.compare(out, "result")
+
+
+def test_activations_are_read_two_at_a_time():
+    words, scales = torch.zeros(1, 8, 32, dtype=torch.int32), torch.ones(1, 1, 8)
+    even, odd = (MarlinMatrix(words, 8, 8, columns, -1, scales) for columns in (32, 31))
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    assert reads_vectors(x[:, :32], even, even)
+    assert not reads_vectors(x[:, 1:33], even, even)
+    assert not reads_vectors(x[:, :31], odd, even)
+    assert not reads_vectors(torch.zeros(2, 33, dtype=torch.bfloat16)[:, :32], even, even)
