@@ -210,11 +210,6 @@ def e4m3_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, 
     return open_turns, {128: load_groups_1, 64: load_groups_2}[size], multiply_groups, finish_factors
 
 
-def e4m3_vectors(matrix: MarlinMatrix) -> VectorFunctions:
-    """One of the kinds of scales, for one token."""
-    size = matrix.group_size
-    if size == -1:
-        return VectorFunctions(e4m3_values, "row")
-    if size == 32:
-        return VectorFunctions(e4m3_values, "powers", largest=LARGEST.value)
-    return VectorFunctions(e4m3_values, "group", turn=TURN.value)
+def e4m3_vectors(matrix: MarlinMatrix) -> VectorFunctions | None:
+    """For one token; None where scales change along a row, whose tiles were measured ahead."""
+    return VectorFunctions(e4m3_values, "row") if matrix.group_size == -1 else None

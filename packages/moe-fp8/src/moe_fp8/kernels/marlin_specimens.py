@@ -69,8 +69,8 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
     for kind in (_Kind(group, dtype=torch.float16) for group in (-1, 128, 64, 32)):
         for one, tokens in ((kind, 8), (kind, 2000), (replace(kind, batched=True), 8), (replace(kind, gated=False), 8)):
             yield _specimen(one, one.plan(tokens, target.capability), tokens)
-        for one in (kind, replace(kind, dtype=torch.bfloat16)):
-            yield Specimen(f"{one.name} vectors", partial(_vectors, one, target.capability))
+    for kind in (_Kind(), _Kind(shape=_ODD), _Kind(dtype=torch.float16), _Kind(gated=False)):
+        yield Specimen(f"{kind.name} vectors", partial(_vectors, kind, target.capability))
 
 
 def _specimen(kind: _Kind, plan: TilePlan, tokens: int) -> Specimen:
@@ -119,6 +119,7 @@ def _vectors(kind: _Kind, capability: int) -> None:
 
     experts, top_k, hidden, size = kind.shape
     plan = vector_plan(1, top_k, experts, hidden, size, bits=8, gated=kind.gated, capability=capability)
-    if plan is not None:
-        w13, w2 = _matrices(kind)
-        call_vectors(e4m3_vectors(w13), w13, w2, plan, top_k=top_k, dtype=kind.dtype)
+    w13, w2 = _matrices(kind)
+    functions = e4m3_vectors(w13)
+    if plan is not None and functions is not None:
+        call_vectors(functions, w13, w2, plan, top_k=top_k, dtype=kind.dtype)

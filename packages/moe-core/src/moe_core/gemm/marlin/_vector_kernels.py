@@ -9,9 +9,8 @@ of `moe_core.gemm.marlin.widen.nibble_values`; they are exact but for a scale.  
 powers of two that `_placed` takes from the vector.  SCALES says what scales there are:
 
     "row"       float32, one per row: multiplies the finished sum
-    "group"     float32, one per GROUP columns (-1: all) and TURN rows
+    "group"     float32, one per GROUP columns (-1: all)
     "zero"      int32, as "group", with zero points (`moe_core.gemm.marlin.operand`)
-    "powers"    int32, of 8-bit codes: four bytes for the four groups of 32 columns of a step, LARGEST is 1
 """
 
 from __future__ import annotations
@@ -137,7 +136,6 @@ def _scaled(
     BITS: tl.constexpr,
     SCALES: tl.constexpr,
     GROUP: tl.constexpr,
-    LARGEST: tl.constexpr,
 ):
     """[N, W / 4] of the `sums` [N, W] of words from word k on: times their scales, four words added up."""
     N: tl.constexpr = sums.shape[0]
@@ -147,14 +145,7 @@ def _scaled(
     if SCALES == "row":
         return tl.sum(by_quad, axis=2)
     quad = k // 4 + tl.arange(0, Q)
-    if SCALES == "powers":
-        packed = _group(scale, quad // 4 * UNIT // 128, stride, groups, inside)
-        word = tl.arange(0, 4)
-        tl.static_assert(BITS == 8, "powers are those of 8-bit floats")
-        shift = 16 * (quad // 4 % 2)[:, None] + 8 * (word // 2)[None, :]
-        power = ((packed[:, :, None] >> shift[None, :, :]) & 0xFF) << 23
-        return tl.sum(by_quad * (power.to(tl.float32, bitcast=True) * 2.0 ** (127 - LARGEST)), axis=2)
-    elif GROUP == -1 or GROUP >= UNIT:
+    if GROUP == -1 or GROUP >= UNIT:
         group = quad * 0 if GROUP == -1 else quad // 4 * UNIT // GROUP
         found = _group(scale, group, stride, groups, inside)
         sums = tl.sum(by_quad, axis=2)
@@ -182,8 +173,6 @@ def _row_sums(
     PLACED: tl.constexpr,
     SCALES: tl.constexpr,
     GROUP: tl.constexpr,
-    TURN: tl.constexpr,
-    LARGEST: tl.constexpr,
     BLOCK_W: tl.constexpr,
     EVEN: tl.constexpr,
 ):
@@ -193,7 +182,7 @@ def _row_sums(
     inside = rows < N
     width = tl.cdiv(K, 128) * (4 * BITS)
     place = words + base * stride_e + rows.to(tl.int64) * stride_n
-    scale = scales + base * scale_e + rows // TURN
+    scale = scales + base * scale_e + rows
     total = tl.zeros((rows.shape[0], BLOCK_W // 4), tl.float32)
     for k in range(0, width, BLOCK_W):
         column = k + tl.arange(0, BLOCK_W)
@@ -203,7 +192,7 @@ def _row_sums(
         else:
             tile = tl.load(pointers, mask=inside[:, None] & (column < width)[None, :], other=0)
         sums, x_sums = _dot(tile, x, k, K, numbers, BITS, PLACED)
-        total += _scaled(sums, x_sums, scale, k, scale_g, groups, inside, BITS, SCALES, GROUP, LARGEST)
+        total += _scaled(sums, x_sums, scale, k, scale_g, groups, inside, BITS, SCALES, GROUP)
     if SCALES == "row":
         total *= tl.load(scale, mask=inside, other=0.0)[:, None]
     if factors is not None:
@@ -236,8 +225,6 @@ def vector_kernel(
     PLACED: tl.constexpr,
     SCALES: tl.constexpr,
     GROUP: tl.constexpr,
-    TURN: tl.constexpr,
-    LARGEST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     EVEN: tl.constexpr,
@@ -266,9 +253,7 @@ def vector_kernel(
         return
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     x_row = x + pair // pairs_per_row * stride_x
-    total = _row_sums(
-        B, expert, x_row, rows, rows_all, K, numbers, BITS, PLACED, SCALES, GROUP, TURN, LARGEST, BLOCK_W, EVEN
-    )
+    total = _row_sums(B, expert, x_row, rows, rows_all, K, numbers, BITS, PLACED, SCALES, GROUP, BLOCK_W, EVEN)
     value = tl.sum(total, axis=1)
     if WEIGHT != 0:
         weight = tl.load(weights + pair)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moe_core.gemm.marlin.rule import VectorPlan
     from moe_core.gemm.marlin.vector import VectorFunctions
 
-    Vectors = Callable[[MarlinMatrix], VectorFunctions]
+    Vectors = Callable[[MarlinMatrix], VectorFunctions | None]
 
 
 class MarlinExperts(GroupedExperts):
@@ -36,7 +36,7 @@ class MarlinExperts(GroupedExperts):
 
     @property
     def vectors(self) -> Vectors | None:
-        """The same for a single token; None where matrix units are ahead there too."""
+        """The same for a single token, or None where matrix units are ahead: of some matrices or of all."""
         return None
 
     @property
@@ -106,8 +106,9 @@ class MarlinExperts(GroupedExperts):
         biases = call.pop("w13_bias"), call.pop("w2_bias")
         w13 = self.matrix("w13", weights, scales[0], biases[0])
         w2 = self.matrix("w2", weights, scales[1], biases[1])
-        plan, vectors = self.vector_plan(x.shape[-2], x.is_cuda), self.vectors
-        if plan is not None and vectors is not None and reads_vectors(x, w13, w2):
-            vector_fused_moe(vectors(w13), x, w13, w2, **{**call, "plan": plan})
+        plan = self.vector_plan(x.shape[-2], x.is_cuda)
+        vectors = None if plan is None or self.vectors is None else self.vectors(w13)
+        if vectors is not None and reads_vectors(x, w13, w2):
+            vector_fused_moe(vectors, x, w13, w2, **{**call, "plan": plan})
             return
         marlin_fused_moe(self.functions, x, w13, w2, **call)

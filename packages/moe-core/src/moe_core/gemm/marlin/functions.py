@@ -26,6 +26,8 @@ _LOADS = {
         {128: integers.load_groups_8_1, 64: integers.load_groups_8_2, 32: integers.load_groups_8_4},
     ),
 }
+#: outputs up to which bytes with scales of groups need no tiles for one token: a scale comes with every 16 bytes
+_LARGEST_BYTES = 1024
 
 
 def integer_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, Any, Any]:
@@ -40,9 +42,11 @@ def integer_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, An
     return operand.open_groups, load_groups[size], integers.multiply_groups, finish
 
 
-def integer_vectors(matrix: MarlinMatrix) -> VectorFunctions:
-    """4- and 8-bit codes with or without zero points, one token."""
+def integer_vectors(matrix: MarlinMatrix) -> VectorFunctions | None:
+    """4- and 8-bit codes with or without zero points, one token; None where tiles were measured ahead."""
     scales = "zero" if matrix.scales.dtype == torch.int32 else "row" if matrix.group_size == -1 else "group"
     if matrix.bits == 4:
         return VectorFunctions(int4_placed, scales, placed=True)
+    if scales != "row" and matrix.outputs > _LARGEST_BYTES:
+        return None
     return VectorFunctions(int8_values, scales)

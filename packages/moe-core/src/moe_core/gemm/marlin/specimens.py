@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 #: experts, top-k, hidden size, intermediate size; the second's sizes are no multiples of anything
 _SHAPE, _ODD = (256, 8, 7168, 2048), (6, 2, 1101, 1003)
+#: where bytes with scales of groups, too, need no tiles for one token
+_SMALL = (128, 8, 2048, 768)
 #: every plan of the rule on sm_90, and on others
 _TOKENS = (1, 64, 600, 1200, 2500, 4000, 8000, 20000)
 #: tile coordinates outside the loop; 128 rows of activations leave none for them (most on sm100: 152)
 _MAX_SPILLS = 192
 #: single columns, and rows of no multiple of 16 bytes, pass through registers (most on sm90, Triton 3.9: 592)
 _MAX_SPILLS_ODD = 640
+#: four scales with zero points for every quad of words (most on sm90: 32)
+_MAX_SPILLS_VECTORS = 64
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,10 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
             plan = kind.plan(tokens, target.capability)
             yield Specimen(f"marlin {kind} {tokens}", partial(_layer, kind, plan, tokens), kind.max_spills)
     for kind in (*_EVERY_PLAN, *_ONE_PLAN):
+        small = replace(kind, shape=_SMALL)
         if not (kind.batched or kind.gathered or kind.indexed):
-            yield Specimen(f"marlin vectors {kind}", partial(_vectors, kind, target.capability))
+            for one in (kind, small) if kind.bits == 4 else (small,):
+                yield Specimen(f"marlin vectors {one}", partial(_vectors, one, target.capability), _MAX_SPILLS_VECTORS)
 
 
 def _order(bits: int, order: str, interleaved: bool) -> None:
@@ -171,6 +177,7 @@ def _vectors(kind: _Kind, capability: int) -> None:
 
     experts, top_k, hidden, size = kind.shape
     plan = vector_plan(1, top_k, experts, hidden, size, bits=kind.bits, gated=kind.gated, capability=capability)
-    if plan is not None:
-        w13, w2 = _matrices(kind)
-        call_vectors(integer_vectors(w13), w13, w2, plan, top_k=top_k, dtype=kind.dtype)
+    w13, w2 = _matrices(kind)
+    functions = integer_vectors(w13)
+    if plan is not None and functions is not None:
+        call_vectors(functions, w13, w2, plan, top_k=top_k, dtype=kind.dtype)

@@ -28,15 +28,12 @@ from moe_core.ops.reduce import reduce_pairs
 class VectorFunctions:
     """An element type's device function, and what its scales are; see `moe_core.gemm.marlin._vector_kernels`.
 
-    ``placed``: numbers are as large as their places in a word say; ``turn``: rows that share a scale; ``largest``: the
-    byte of the scale 1.
+    ``placed``: numbers are as large as their places in a word say.
     """
 
     numbers: Any
     scales: str
     placed: bool = False
-    turn: int = 1
-    largest: int = 127
 
 
 def reads_vectors(x: Tensor, w13: MarlinMatrix, w2: MarlinMatrix) -> bool:
@@ -123,8 +120,6 @@ def _constants(functions: VectorFunctions, matrix: MarlinMatrix, config: VectorC
         "PLACED": functions.placed,
         "SCALES": functions.scales,
         "GROUP": matrix.group_size,
-        "TURN": functions.turn,
-        "LARGEST": functions.largest,
         "BLOCK_N": config.block_n,
         "BLOCK_W": config.block_w,
         "EVEN": rows % config.block_n == 0 and width % config.block_w == 0,
