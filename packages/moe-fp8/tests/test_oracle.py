@@ -55,7 +55,7 @@ def test_auto_follows_the_device(device: str, backend: Fp8MoeBackend, experts: t
 
 
 @pytest.mark.parametrize("device", ["sm80", "sm90", "sm100"])
-def test_16_bit_activations_go_where_they_were_measured_ahead(device: str) -> None:
+def test_16_bit_activations_go_to_marlin(device: str) -> None:
     def backend(weight_key: QuantKey, **changes: Any) -> str:
         config = replace(CONFIG, **changes)
         return select_fp8_moe_backend(
@@ -65,9 +65,8 @@ def test_16_bit_activations_go_where_they_were_measured_ahead(device: str) -> No
     batched = FusedMoEActivationFormat.BATCHED
     for key in (kMxfp8Static, kFp8StaticChannelSym, kFp8Static128BlockSym):
         assert backend(key) == "marlin"
-        assert backend(key, intermediate_size=2048) == "triton"
+        assert backend(key, intermediate_size=2048) == "marlin"
         assert backend(key, activation_format=batched) == "batched_marlin"
-        assert backend(key, activation_format=batched, intermediate_size=2048) == "triton"
     assert backend(kMxfp8Static, dtype=torch.float32) == "triton"
 
 

@@ -38,23 +38,21 @@ class Fp8MoeBackend(str, Enum):
     FLASHINFER_TRTLLM = "flashinfer_trtllm"
     FLASHINFER_CUTLASS = "flashinfer_cutlass"
     DEEPGEMM = "deep_gemm"
-    TRITON = "triton"
     MARLIN = "marlin"
     BATCHED_MARLIN = "batched_marlin"
+    TRITON = "triton"
     TORCH = "torch"
 
 
-_MARLIN = (Fp8MoeBackend.MARLIN.value, Fp8MoeBackend.BATCHED_MARLIN.value)
-#: intermediate size up to which Marlin-class kernels are ahead with 16-bit activations
-_MARLIN_SIZE = 1024
+#: what libraries come after on sm_90
+_OWN = (Fp8MoeBackend.MARLIN.value, Fp8MoeBackend.BATCHED_MARLIN.value, Fp8MoeBackend.TRITON.value)
 
 
 class Fp8Oracle(Oracle):
     """e4m3 weights.
 
-    Order: libraries where they are installed, Triton, Marlin-class kernels, plain torch.  On sm_90 Triton and
-    Marlin-class kernels come before libraries.  The latter, which take 16-bit activations only, come before Triton
-    where they were measured ahead: experts with an intermediate size up to 1024.
+    Order: libraries where they are installed, Marlin-class kernels (16-bit activations only), Triton, plain torch.  On
+    sm_90 Marlin-class kernels and Triton come before libraries.
     """
 
     scheme = "fp8"
@@ -88,6 +86,8 @@ class Fp8Oracle(Oracle):
             ),
             "moe-fp8",
         ),
+        Backend(Fp8MoeBackend.MARLIN.value, ("moe_fp8.experts.marlin:MarlinFp8Experts",), "moe-fp8"),
+        Backend(Fp8MoeBackend.BATCHED_MARLIN.value, ("moe_fp8.experts.marlin:BatchedMarlinFp8Experts",), "moe-fp8"),
         Backend(
             Fp8MoeBackend.TRITON.value,
             (
@@ -98,8 +98,6 @@ class Fp8Oracle(Oracle):
             ),
             "moe-fp8",
         ),
-        Backend(Fp8MoeBackend.MARLIN.value, ("moe_fp8.experts.marlin:MarlinFp8Experts",), "moe-fp8"),
-        Backend(Fp8MoeBackend.BATCHED_MARLIN.value, ("moe_fp8.experts.marlin:BatchedMarlinFp8Experts",), "moe-fp8"),
         Backend(Fp8MoeBackend.TORCH.value, ("moe_fp8.experts.torch:TorchFp8Experts",), "moe-fp8"),
     )
 
@@ -111,14 +109,10 @@ class Fp8Oracle(Oracle):
         weight_key: QuantKey | None,
         activation_key: QuantKey | None,
     ) -> tuple[Backend, ...]:
-        ahead = activation_key is None and config.intermediate_size <= _MARLIN_SIZE
-        own = (*_MARLIN, Fp8MoeBackend.TRITON.value) if ahead else (Fp8MoeBackend.TRITON.value, *_MARLIN)
-        named = {backend.name: backend for backend in table}
-        moved = [named[name] for name in own if name in named]
-        if device.capability // 10 == 9:
-            return (*moved, *(backend for backend in table if backend.name not in own))
-        places = iter(moved)
-        return tuple(next(places) if backend.name in own else backend for backend in table)
+        if device.capability // 10 != 9:
+            return table
+        own = [backend for backend in table if backend.name in _OWN]
+        return (*own, *(backend for backend in table if backend.name not in _OWN))
 
     def check_request(
         self, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
