@@ -63,3 +63,5 @@ def test_tokens_that_share_experts_take_tiles() -> None:
     assert vector_plan(2, 8, 128, 2048, 768) is not None
     assert vector_plan(2, 2, 8, 4096, 14336) is None
     assert vector_plan(3, 8, 256, 7168, 256) is None
+    # no room for the results of the pairs
+    assert vector_plan(1, 64, 256, MAX_PARTS // 64 + 1, 256) is None

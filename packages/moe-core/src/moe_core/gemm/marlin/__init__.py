@@ -12,6 +12,7 @@ type (`widen`) and say how its scales lie (`MarlinMatrix`); everything else is t
     convert    canonical weights in this layout
     rule       launch parameters
     layer      the fused layer; `experts`, the base of experts on it
+    vector     the layer for one token, without matrix units; `vector_numbers`, words as its float32 numbers
 
 The name is that of the first kernel of this kind (Frantar et al., 2024, arXiv:2408.11743).
 """

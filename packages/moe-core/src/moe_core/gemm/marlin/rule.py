@@ -115,12 +115,13 @@ def vector_plan(
     gated: bool = True,
     capability: int = 90,
 ) -> VectorPlan | None:
-    """The plan for one token, or two that hardly share an expert; None for more, which share what is read.
+    """The plan for one token, or two that hardly share an expert; None for more, which share what is read of weights.
 
     Arguments as for :func:`marlin_plan`.
     """
     pairs = tokens * top_k
-    if tokens > 2 or (tokens == 2 and 8 * pairs > num_experts):
+    shared = tokens > 2 or (tokens == 2 and 8 * pairs > num_experts)
+    if shared or pairs * hidden_size > MAX_PARTS:
         return None
     up = _vector_config(pairs * intermediate_size * (2 if gated else 1), _steps(hidden_size) * 4 * bits, bits, 16)
     down = _vector_config(pairs * hidden_size, _steps(intermediate_size) * 4 * bits, bits, 32)
