@@ -13,8 +13,6 @@ from moe_core import (
     kMxfp8Static,
 )
 from moe_core.device import DeviceInfo
-from moe_core.gemm.marlin.layer import MarlinMatrix
-from moe_core.gemm.marlin.vector import reads_vectors
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.testing.tolerance import expected_output
 from moe_fp8.experts.marlin import MarlinFp8Experts
@@ -44,13 +42,3 @@ def test_every_kind_of_scales(key, dtype, device, monkeypatch):
     expected = expected_output(x, weights, config, truncates=device.type == "cpu", **arguments)
     expected.compare(out, "result")
     assert bool(launched) == (key in KEYS[:2])
-
-
-def test_activations_are_read_two_at_a_time():
-    words, scales = torch.zeros(1, 8, 32, dtype=torch.int32), torch.ones(1, 1, 8)
-    even, odd = (MarlinMatrix(words, 8, 8, columns, -1, scales) for columns in (32, 31))
-    x = torch.zeros(2, 64, dtype=torch.bfloat16)
-    assert reads_vectors(x[:, :32], even, even)
-    assert not reads_vectors(x[:, 1:33], even, even)
-    assert not reads_vectors(x[:, :31], odd, even)
-    assert not reads_vectors(torch.zeros(2, 33, dtype=torch.bfloat16)[:, :32], even, even)

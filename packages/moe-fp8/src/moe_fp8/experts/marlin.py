@@ -34,6 +34,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from moe_core.gemm.marlin.layer import MarlinMatrix
+    from moe_core.gemm.marlin.vector import VectorFunctions
 
 _BLOCKS = (GroupShape(128, 128), GroupShape(64, 128), GroupShape(64, 64), GroupShape(128, 64))
 _KEYS = (
@@ -77,11 +78,10 @@ class _MarlinFp8Experts(MarlinExperts):
 
         return e4m3_functions
 
-    @property
-    def vectors(self) -> Any:
+    def vectors(self, matrix: MarlinMatrix) -> VectorFunctions | None:
         from moe_fp8.kernels.marlin_e4m3 import e4m3_vectors
 
-        return e4m3_vectors
+        return e4m3_vectors(matrix)
 
     def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
         from moe_core.gemm.marlin.layer import MarlinMatrix

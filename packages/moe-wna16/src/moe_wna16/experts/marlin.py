@@ -30,6 +30,7 @@ from moe_wna16.keys import BASES, every_key
 if TYPE_CHECKING:
     from moe_core.gemm.marlin.convert import Converted
     from moe_core.gemm.marlin.layer import MarlinMatrix
+    from moe_core.gemm.marlin.vector import VectorFunctions
 
 _KEYS = tuple((every_key(base), None) for base in BASES)
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
@@ -86,11 +87,10 @@ class _MarlinWNA16Experts(MarlinExperts):
 
         return integer_functions
 
-    @property
-    def vectors(self) -> Any:
+    def vectors(self, matrix: MarlinMatrix) -> VectorFunctions | None:
         from moe_core.gemm.marlin.functions import integer_vectors
 
-        return integer_vectors
+        return integer_vectors(matrix)
 
     @property
     def gathered_columns(self) -> tuple[int, int]:

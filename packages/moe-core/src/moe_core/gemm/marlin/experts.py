@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from moe_core.gemm.marlin.rule import VectorPlan
     from moe_core.gemm.marlin.vector import VectorFunctions
 
-    Vectors = Callable[[MarlinMatrix], VectorFunctions | None]
-
 
 class MarlinExperts(GroupedExperts):
     """Subclasses add claims, `convert` and the device functions of their element type."""
@@ -34,9 +31,8 @@ class MarlinExperts(GroupedExperts):
     def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
         """What the kernels get of ``name``, w13 or w2."""
 
-    @property
-    def vectors(self) -> Vectors | None:
-        """The same for a single token, or None where matrix units are ahead: of some matrices or of all."""
+    def vectors(self, matrix: MarlinMatrix) -> VectorFunctions | None:
+        """What one token's products take of the element type, or None where matrix units are ahead."""
         return None
 
     @property
@@ -68,7 +64,7 @@ class MarlinExperts(GroupedExperts):
         """Launch parameters where so many tokens are multiplied without matrix units."""
         from moe_core.gemm.marlin.rule import vector_plan
 
-        if self.batched or self.vectors is None:
+        if self.batched:
             return None
         config = self.config
         plan = vector_plan(
@@ -107,8 +103,8 @@ class MarlinExperts(GroupedExperts):
         w13 = self.matrix("w13", weights, scales[0], biases[0])
         w2 = self.matrix("w2", weights, scales[1], biases[1])
         plan = self.vector_plan(x.shape[-2], x.is_cuda)
-        vectors = None if plan is None or self.vectors is None else self.vectors(w13)
+        vectors = None if plan is None else self.vectors(w13)
         if vectors is not None and reads_vectors(x, w13, w2):
-            vector_fused_moe(vectors, x, w13, w2, **{**call, "plan": plan})
+            vector_fused_moe(vectors, x, w13, w2, **call | {"plan": plan})
             return
         marlin_fused_moe(self.functions, x, w13, w2, **call)

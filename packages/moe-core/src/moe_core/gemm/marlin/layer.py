@@ -79,6 +79,13 @@ class MarlinMatrix:
         """Whether the product reads them column by column."""
         return self.columns != columns
 
+    @property
+    def device(self) -> tuple[Any, ...]:
+        """The tuple B of the device functions, see `moe_core.gemm.marlin.operand`."""
+        words, scales, factors = self.words, self.scales, self.factors
+        strides = (words.stride(0), words.stride(1), scales.stride(0), scales.stride(1))
+        return words, scales, factors, *strides, 0 if factors is None else factors.stride(0), scales.shape[1]
+
     def operand(self, activations: Tensor, columns: int) -> Operand:
         """What the tile kernel gets beside ``activations`` [rows, columns].
 
@@ -86,17 +93,13 @@ class MarlinMatrix:
         """
         sizes = (activations.data_ptr(), activations.stride(0) * activations.element_size())
         aligned = columns % 8 == 0 and not self.indexes(columns) and all(size % 16 == 0 for size in sizes)
-        words, scales, factors = self.words, self.scales, self.factors
-        of_words, codes = weight_descriptor(words), 32 // self.bits
+        of_words, codes = weight_descriptor(self.words), 32 // self.bits
 
         def descriptor(block_rows: int, block_columns: int) -> Any:
             return of_words(block_rows, block_columns // codes)
 
-        strides = (words.stride(0), words.stride(1), scales.stride(0), scales.stride(1))
-        factor_stride = 0 if factors is None else factors.stride(0)
-        device = (words, scales, factors, *strides, factor_stride, scales.shape[1])
         made = None if of_words is None else descriptor
-        return Operand(device, self.outputs, self.columns, self.bias, made, aligned, self.interleaved)
+        return Operand(self.device, self.outputs, self.columns, self.bias, made, aligned, self.interleaved)
 
 
 #: the tile kernel's open_b, load_b, multiply and finish for a matrix and a tile

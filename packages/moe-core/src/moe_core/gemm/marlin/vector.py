@@ -86,7 +86,7 @@ def _product(
         (routing.num_pairs * triton.cdiv(matrix.words.shape[1], constants["BLOCK_N"]),),
         out,
         x,
-        matrix.operand(x, matrix.columns).device,
+        matrix.device,
         routing.ids,
         routing.expert_map,
         routing.weights,

@@ -1,0 +1,21 @@
+"""Which activations the kernels without matrix units can read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from moe_core.gemm.marlin.layer import MarlinMatrix
+from moe_core.gemm.marlin.vector import reads_vectors
+
+
+def test_activations_are_read_two_at_a_time() -> None:
+    words, scales = torch.zeros(1, 8, 32, dtype=torch.int32), torch.ones(1, 1, 8)
+    even, odd = (MarlinMatrix(words, 8, 8, columns, -1, scales) for columns in (32, 31))
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    assert reads_vectors(x[:, :32], even, even)
+    assert not reads_vectors(x[:, 1:33], even, even)
+    assert not reads_vectors(x[:, :31], odd, even)
+    assert not reads_vectors(torch.zeros(2, 33, dtype=torch.bfloat16)[:, :32], even, even)
+    assert not reads_vectors(x[:, :32], even, replace(even, index=torch.zeros(1, 32, dtype=torch.int32)))
+    assert not reads_vectors(x[:, :32], replace(even, column_factors=torch.ones(1, 32)), even)
