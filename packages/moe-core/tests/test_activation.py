@@ -144,7 +144,7 @@ def test_parse(name, want):
 
 
 def test_parse_names_what_is_known():
-    with pytest.raises(ConfigError, match=r"unknown activation 'mish'; known: silu, .*gelu_pytorch_tanh"):
+    with pytest.raises(ConfigError, match=r"unknown activation 'mish'\nknown: silu, .*gelu_pytorch_tanh"):
         A.parse("mish")
     with pytest.raises(ConfigError, match="got 3"):
         A.parse(3)

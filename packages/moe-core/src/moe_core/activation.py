@@ -27,7 +27,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from moe_core.errors import ConfigError, TensorError
+from moe_core.errors import ConfigError, TensorError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,9 @@ class MoEActivation(Enum):
         try:
             return MoEActivation(key)
         except ValueError:
-            known = ", ".join([a.value for a in MoEActivation] + sorted(_ALIASES))
-            raise ConfigError(f"unknown activation {name!r}; known: {known}") from None
+            known = [a.value for a in MoEActivation] + sorted(_ALIASES)
+            meant = did_you_mean(name, known)
+            raise ConfigError(f"unknown activation {name!r}{meant}", details=f"known: {', '.join(known)}") from None
 
     def default_params(self) -> ActivationParams:
         """The parameters that the activation's source defines; None where it has no such parameter."""

@@ -8,7 +8,8 @@ every :class:`MoEError` into one paragraph and exit code 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,7 +17,19 @@ if TYPE_CHECKING:
 
 
 class MoEError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """Base of every error that this project raises on purpose.
+
+    ``message`` says what is wrong and what to do, in a sentence.  ``details``: what was tried or found on the way, a line
+    each; ``str()`` has both, the command line prints the details where it is asked to (``-v``).
+    """
+
+    def __init__(self, message: str = "", *, details: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.details}" if self.details else self.message
 
 
 class ConfigError(MoEError, ValueError):
@@ -49,6 +62,13 @@ class ProtocolVersionError(RegistryError):
 
 class UnsupportedDeviceError(MoEError, RuntimeError):
     """A kernel was started on a device that it cannot run on."""
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """What to add to an error about an unknown name: "; did you mean 'triton'?", or nothing if no known one is close."""
+    lower = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(str(name)[:100].lower(), lower, n=1, cutoff=0.7)
+    return f"; did you mean {lower[close[0]]!r}?" if close else ""
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:

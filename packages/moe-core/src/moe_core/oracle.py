@@ -15,7 +15,7 @@ import torch
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
-from moe_core.errors import ConfigError, TensorError
+from moe_core.errors import ConfigError, TensorError, did_you_mean
 from moe_core.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_core.kernel import FusedMoEKernel
 from moe_core.prepare_finalize import BatchedPrepareAndFinalize, PrepareAndFinalizeNoParallel
@@ -116,8 +116,10 @@ class Oracle:
         name = getattr(moe_backend, "value", moe_backend)
         ordered = self.order(self.table(), device, config, weight_key, activation_key)
         if name != "auto" and name not in {b.name for b in ordered}:
-            known = ", ".join(b.name for b in ordered)
-            raise ConfigError(f"{self.scheme} has no backend {name!r}; installed: auto, {known}")
+            known = ["auto", *(b.name for b in ordered)]
+            raise ConfigError(
+                f"{self.scheme} has no backend {name!r}{did_you_mean(name, known)}; installed: {', '.join(known)}"
+            )
         candidates = tuple(
             Candidate(
                 backend.name,

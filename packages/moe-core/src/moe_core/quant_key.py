@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_core.errors import ConfigError
+from moe_core.errors import ConfigError, did_you_mean
 from moe_core.numerics import FP4_E2M1, FP8_E4M3, INT4, INT8, UINT4, UINT4B8, UINT8, UINT8B128, QuantDtype
 
 
@@ -227,7 +227,10 @@ def key_by_name(name: str) -> QuantKey:
     constant, bracket, group = name.partition("[")
     value = globals().get(constant)
     if not isinstance(value, QuantKey):
-        raise ConfigError(f"unknown quant key {name!r}; known: {', '.join(sorted(NAMES.values()))}")
+        known = sorted(NAMES.values())
+        raise ConfigError(
+            f"unknown quant key {name!r}{did_you_mean(constant, known)}", details=f"known: {', '.join(known)}"
+        )
     if not bracket:
         return value
     rows, _, cols = group.removesuffix("]").partition("x")

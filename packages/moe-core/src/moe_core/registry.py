@@ -18,7 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moe_core.errors import ConfigError, ProtocolVersionError, RegistryError, SchemeNotInstalledError
+from moe_core.errors import (
+    ConfigError,
+    ProtocolVersionError,
+    RegistryError,
+    SchemeNotInstalledError,
+    did_you_mean,
+)
 from moe_core.experts import PROTOCOL_VERSION, FusedMoEExperts
 from moe_core.oracle import Backend, Oracle
 
@@ -121,8 +127,9 @@ class Registry:
             point = self._scheme_points.get(name)
             if point is None:
                 installed = ", ".join(self.scheme_names()) or "none"
+                meant = did_you_mean(name, {*self.scheme_names(), *KNOWN_SCHEMES} - {name})
                 raise SchemeNotInstalledError(
-                    f"scheme {name!r} is not installed (installed: {installed}){how_to_add(name)}"
+                    f"scheme {name!r} is not installed (installed: {installed}){how_to_add(name) or meant}"
                 )
             loaded = _load(point)
             if not isinstance(loaded, Scheme):
@@ -164,7 +171,8 @@ class Registry:
         found = self._online.get(quantization)
         if found is None:
             known = ", ".join(self.online_names()) or "none; a scheme brings them, e.g. pip install moe-fp8"
-            raise ConfigError(f"quantize={quantization!r} is unknown; installed: {known}")
+            meant = did_you_mean(quantization, self.online_names())
+            raise ConfigError(f"quantize={quantization!r} is unknown{meant}; installed: {known}")
         return found
 
     @functools.cached_property

@@ -62,8 +62,8 @@ def test_explain_where_nothing_fits(moe: Any) -> None:
         (("--scheme", "none", "--shape", "8,2,64,32"), ("scheme 'none' is not installed (installed: plain)",)),
         (("--scheme", "mxfp4", "--shape", "8,2,64,32"), ("add it with: pip install moe-mxfp4",)),
         ((*SHAPE, "--device", "sm12345"), ("unknown device 'sm12345'", "sm90")),
-        ((*SHAPE, "--weight-key", "kNothing"), ("unknown quant key 'kNothing'", "kMxfp8Static")),
-        ((*SHAPE, "--activation", "nothing"), ("unknown activation 'nothing'",)),
+        ((*SHAPE, "--weight-key", "kMxfp8Statik"), ("unknown quant key 'kMxfp8Statik'; did you mean 'kMxfp8Static'?",)),
+        ((*SHAPE, "--activation", "silo"), ("unknown activation 'silo'; did you mean 'silu'?",)),
     ],
 )
 def test_explain_refuses(moe: Any, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
