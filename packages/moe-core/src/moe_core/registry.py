@@ -26,6 +26,7 @@ from moe_core.errors import (
     did_you_mean,
 )
 from moe_core.experts import PROTOCOL_VERSION, FusedMoEExperts
+from moe_core.install import how_to_install
 from moe_core.oracle import Backend, Oracle
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Scheme:
 def install_hint(scheme: str) -> str:
     """The pip command that adds a known scheme, or an empty text."""
     package = KNOWN_SCHEMES.get(scheme)
-    return f"pip install {package}" if package else ""
+    return how_to_install(package) if package else ""
 
 
 def how_to_add(scheme: str) -> str:
@@ -90,7 +91,8 @@ def how_to_add(scheme: str) -> str:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return f"; add it with: {install_hint(scheme)}"
-    return f" ({package} {version} is, but brings no kernels yet); a newer one may: pip install --upgrade {package}"
+    command = how_to_install(package, upgrade=True)
+    return f" ({package} {version} is, but brings no kernels yet); a newer one may: {command}"
 
 
 class Registry:
@@ -170,7 +172,7 @@ class Registry:
             return quantization
         found = self._online.get(quantization)
         if found is None:
-            known = ", ".join(self.online_names()) or "none; a scheme brings them, e.g. pip install moe-fp8"
+            known = ", ".join(self.online_names()) or f"none; a scheme brings them, e.g. {install_hint('fp8')}"
             meant = did_you_mean(quantization, self.online_names())
             raise ConfigError(f"quantize={quantization!r} is unknown{meant}; installed: {known}")
         return found

@@ -11,7 +11,7 @@ from moe_core.checkpoint.matrices import unquantized_reason
 from moe_core.checkpoint.modelopt import is_modelopt
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.errors import CheckpointError, SchemeNotInstalledError
-from moe_core.registry import KNOWN_QUANT_METHODS, Registry, how_to_add, registry
+from moe_core.registry import KNOWN_QUANT_METHODS, Registry, how_to_add, install_hint, registry
 
 #: what a Quark config names, and the scheme that reads it
 _QUARK_SCHEMES = (("fp4", "mxfp4"), ("fp8", "fp8"), ("int8", "int8"))
@@ -50,7 +50,7 @@ def detect_format(
         )
     # formats of this method have more to say than those of others
     relevant = [text for named, text in reasons if named] or [text for _, text in reasons]
-    known = "; ".join(relevant) if relevant else "none is installed; a scheme brings them, e.g. pip install moe-fp8"
+    known = "; ".join(relevant) if relevant else f"none is installed; a scheme brings them, e.g. {install_hint('fp8')}"
     raise CheckpointError(f"{checkpoint.path}: {what} of {layer.prefix} is not read by any installed format: {known}")
 
 

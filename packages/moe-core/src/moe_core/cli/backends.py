@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code."""
-    from moe_core.registry import registry
+    from moe_core.registry import install_hint, registry
 
     plugins = registry()
     names = plugins.scheme_names() if args.scheme is None else (args.scheme,)
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         for backend in plugins.oracle(name).table()
         for experts in backend.load()
     ]
-    text = "\n\n".join(map(_text, rows)) if rows else "no scheme is installed; add one, e.g.: pip install moe-fp8"
+    text = "\n\n".join(map(_text, rows)) if rows else f"no scheme is installed; add one, e.g.: {install_hint('fp8')}"
     emit(args.json, {"schemes": list(names), "backends": rows}, text)
     return 0
 

@@ -96,6 +96,7 @@ def _missing(versions: dict[str, str | None], plugins: Registry) -> list[dict[st
 
     from moe_core.environment import TRITON, Environment
     from moe_core.errors import MoEError
+    from moe_core.install import pip_command
     from moe_core.registry import KNOWN_SCHEMES
 
     missing = []
@@ -109,10 +110,10 @@ def _missing(versions: dict[str, str | None], plugins: Registry) -> list[dict[st
         installed = ()
     for scheme, package in KNOWN_SCHEMES.items():
         if versions[package] is None:
-            add(package, f"reads and runs {scheme} checkpoints", f"pip install {package}")
+            add(package, f"reads and runs {scheme} checkpoints", pip_command(package))
         elif scheme not in installed:
             why = f"{versions[package]} is installed, but brings no kernels yet; a newer one may"
-            add(package, why, f"pip install --upgrade {package}")
+            add(package, why, pip_command(package, upgrade=True))
     environment = Environment.current()
     wanted = {TRITON}
     for name in installed:
