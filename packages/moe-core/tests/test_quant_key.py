@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from moe_core import ConfigError, GroupShape, KeyPattern, QuantKey, ScaleDesc
+from moe_core import numerics
 from moe_core import quant_key as qk
-from moe_core.numerics import FP8_E4M3
+from moe_core.numerics import FP8_E4M3, INT4_DTYPE, INT8_DTYPE
 
 
 @pytest.mark.parametrize(
@@ -48,8 +49,6 @@ def test_equal_keys_hash_equal() -> None:
 
 @pytest.mark.parametrize("key", sorted(qk.NAMES, key=lambda key: qk.NAMES[key]), ids=lambda key: qk.NAMES[key])
 def test_repr_evaluates_back_and_name_finds_the_key(key: QuantKey) -> None:
-    from moe_core import numerics
-
     names = vars(qk) | vars(numerics) | {"torch": torch}
     assert eval(repr(key), names) == key
     assert qk.key_by_name(qk.NAMES[key]) == key
@@ -134,3 +133,18 @@ def test_a_pattern_looks_at_every_field_of_a_key() -> None:
     assert changes.keys() == {field.name for field in fields(key)}
     assert pattern.matches(key)
     assert not any(pattern.matches(replace(key, **{name: value})) for name, value in changes.items())
+
+
+def test_packing_is_what_is_usual_for_the_type_or_told() -> None:
+    # as engines write it
+    assert QuantKey(INT4_DTYPE, qk.kInt4StaticGroupScale) == qk.kInt4Static
+    assert QuantKey(qk.kMxfp4Static.dtype, qk.kMxfp4Static.scale) == qk.kMxfp4Static
+    assert QuantKey(INT8_DTYPE, qk.kInt8StaticGroupScale).packing is None
+    assert qk.kInt4W4A8StaticChannelSym.packing is None
+    bytes_each = replace(qk.kInt4Static, packing=None)
+    words = replace(qk.kInt4Static, packing=qk.Packing(torch.int32, 8, "n"))
+    assert len({bytes_each, words, qk.kInt4Static}) == 3
+    assert str(bytes_each) == "uint4b8, static bfloat16 1x128, not packed"
+    assert str(words) == "uint4b8, static bfloat16 1x128, packed as 8 per int32 along n"
+    names = vars(qk) | vars(numerics) | {"torch": torch}
+    assert eval(repr(bytes_each), names) == bytes_each

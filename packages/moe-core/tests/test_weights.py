@@ -188,6 +188,24 @@ def test_column_groups_out_of_range_are_found() -> None:
         replace(weights, w2_g_idx=weights.w2_g_idx.long()).validate(CONFIG)
 
 
+def test_one_scale_per_row_leaves_no_groups_to_permute() -> None:
+    one = [torch.zeros(3, columns, dtype=torch.int32) for columns in (256, 192)]
+    weights = MoEWeights(
+        weight_key=replace(qk.kInt4Static.with_group(1, -1), permuted=True),
+        activation_key=None,
+        w13=torch.zeros(3, 384, 128, dtype=torch.uint8),
+        w2=torch.zeros(3, 256, 96, dtype=torch.uint8),
+        w13_scale=torch.ones(3, 384, 1, dtype=torch.bfloat16),
+        w2_scale=torch.ones(3, 256, 1, dtype=torch.bfloat16),
+        w13_g_idx=one[0],
+        w2_g_idx=one[1],
+    )
+    weights.validate(CONFIG)
+    wrong = replace(weights, w2_scale=torch.ones(3, 256, 2, dtype=torch.bfloat16))
+    with pytest.raises(TensorError, match=r"w2_scale has shape \[3, 256, 2\], expected \[3, 256, 1\]"):
+        wrong.validate(CONFIG)
+
+
 def test_zero_points_and_factors_of_inputs() -> None:
     key = replace(qk.kInt4StaticAsym.with_group(1, 64), pre_scaled=True)
     weights = MoEWeights(

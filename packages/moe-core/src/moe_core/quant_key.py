@@ -101,9 +101,15 @@ class Packing:
         if self.axis not in ("k", "n"):
             raise ConfigError(f"packing axis is 'k' or 'n', got {self.axis!r}")
 
+    def __str__(self) -> str:
+        return f"{self.values_per_word} per {str(self.storage).removeprefix('torch.')} along {self.axis}"
+
 
 #: Two 4-bit elements in a byte, even k in the low nibble.
 PACKED_4BIT = Packing(torch.uint8, 2)
+#: element types whose codes are packed where a key does not say how
+_PACKED_TYPES = (FP4_E2M1, UINT4B8, UINT4)
+_NOT_SAID = Packing(torch.uint8, 0)
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,8 @@ class QuantKey:
     """How a tensor is quantised; see the module docstring.
 
     ``symmetric`` is False where the values have zero points (of the scale's group
-    shape); ``packing`` is None where one element fills one storage element;
+    shape); ``packing`` is None where one element fills one storage element, and what is
+    usual for the type where it is left out: :data:`PACKED_4BIT` for e2m1 and unsigned 4-bit;
     ``permuted`` is True where a per-layer permutation ``g_idx`` assigns columns to
     groups (activation order); ``pre_scaled`` where a factor for each column multiplies
     the activations before the product (input smoothing).
@@ -121,9 +128,17 @@ class QuantKey:
     scale: ScaleDesc
     scale2: ScaleDesc | None = None
     symmetric: bool = True
-    packing: Packing | None = None
+    packing: Packing | None = _NOT_SAID
     permuted: bool = False
     pre_scaled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.packing == _NOT_SAID:
+            object.__setattr__(self, "packing", self._usual_packing)
+
+    @property
+    def _usual_packing(self) -> Packing | None:
+        return PACKED_4BIT if self.dtype in _PACKED_TYPES else None
 
     @property
     def group_shape(self) -> GroupShape:
@@ -156,6 +171,8 @@ class QuantKey:
             parts.append(f"second scale {self.scale2}")
         if not self.symmetric:
             parts.append("zero points")
+        if self.packing != self._usual_packing:
+            parts.append("not packed" if self.packing is None else f"packed as {self.packing}")
         if self.permuted:
             parts.append("activation order")
         if self.pre_scaled:

@@ -30,11 +30,12 @@ def scale_shape(key: QuantKey, experts: int, rows: int, cols: int, parts: int = 
 
 
 def with_groups_of(scale: Tensor, expected: tuple[int, ...], key: QuantKey) -> tuple[int, ...]:
-    """The shape ``expected`` of a scale; for permuted keys, with as many groups as ``scale`` has.
+    """The shape ``expected`` of a scale; for permuted keys of groups, with as many groups as ``scale`` has.
 
-    There the columns say their group, and part of a row may belong to groups of the whole row.
+    There the columns say their group, and part of a row may belong to groups of the whole row.  A key of one scale per
+    row leaves nothing to say: its rows have one group.
     """
-    if not key.permuted or scale.dim() != len(expected) or not scale.shape[-1]:
+    if not key.permuted or key.group_size == -1 or scale.dim() != len(expected) or not scale.shape[-1]:
         return expected
     return (*expected[:-1], scale.shape[-1])
 
