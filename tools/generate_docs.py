@@ -76,6 +76,8 @@ def limits(claims: Claims) -> str:
         multiple = getattr(claims, f"{name}_multiple")
         if multiple > 1:
             parts.append(f"{name} size a multiple of {multiple}")
+    if claims.whole_groups:
+        parts.append("both sizes multiples of the weights' group")
     if claims.max_top_k:
         parts.append(f"top-k at most {claims.max_top_k}")
     if claims.max_experts:

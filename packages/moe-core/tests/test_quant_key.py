@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core import ConfigError, GroupShape, KeyPattern, QuantKey, ScaleDesc
-from moe_core import numerics
+from moe_core import ConfigError, GroupShape, KeyPattern, QuantKey, ScaleDesc, numerics
 from moe_core import quant_key as qk
 from moe_core.numerics import FP8_E4M3, INT4_DTYPE, INT8_DTYPE
 

@@ -26,6 +26,7 @@ from moe_core import (
     cuda,
     kFp8DynamicTokenSym,
     kFp8StaticChannelSym,
+    kInt4Static,
 )
 from moe_core_toys import PLAIN, BatchedToyExperts, GpuToyExperts, MonolithicToyExperts, ToyExperts, ToyOracle
 
@@ -180,6 +181,18 @@ def test_each_claim_has_its_reason_and_no_other(
     assert text in found[0]
     # the same request under claims that cover it: the reason comes from the claim
     assert not reasons({}, CONFIG)
+
+
+def test_sizes_are_whole_groups_where_that_is_claimed() -> None:
+    claims = replace(PLAIN, keys=((kInt4Static, None),), whole_groups=True, hidden_multiple=96)
+    assert claims.multiples(kInt4Static) == (384, 128)
+    assert claims.multiples(kInt4Static.with_group(1, -1)) == (96, 1)
+    assert replace(claims, whole_groups=False).multiples(kInt4Static) == (96, 1)
+    change = {"keys": claims.keys, "whole_groups": True, "hidden_multiple": 96}
+    assert reasons(change, weight_key=kInt4Static) == [
+        "needs hidden_size to be a multiple of 384, for whole groups of 128, got 64",
+        "needs intermediate_size to be a multiple of 128, for whole groups of 128, got 48",
+    ]
 
 
 def test_key_reasons_tell_what_is_offered() -> None:

@@ -14,6 +14,7 @@ from moe_core import (
     Environment,
     FusedMoEActivationFormat,
     FusedMoEConfig,
+    FusedMoEExperts,
     MoEWeights,
     QuantKey,
     SelectionError,
@@ -32,10 +33,12 @@ from moe_core import (
     kInt8StaticTensorAsym,
     kInt8StaticTensorSym,
 )
+from moe_core.cli.backends import describe
 from moe_core.reference import fused_moe_reference
 from moe_core.testing.data import make_inputs, make_weights
 from moe_int8 import Int8MoeBackend, Int8Oracle, select_int8_moe_backend, select_w4a8_int8_moe_backend
 from moe_int8.experts.torch import TorchInt8Experts
+from moe_int8.experts.triton_w4a8 import TritonW4A8Int8Experts
 
 CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128)
 WITH_TRITON = Environment({"triton": "3.6.0"})
@@ -146,10 +149,20 @@ def test_groups_that_do_not_divide_a_size(name: str, sizes: tuple[int, int]) -> 
     config = replace(CONFIG, hidden_size=sizes[0], intermediate_size=sizes[1])
     size = min(size for size in sizes if size % 64)
     with pytest.raises(
-        SelectionError, match=f"needs {name} to be a multiple of the weights' group of 64 .* got {size}"
+        SelectionError, match=f"needs {name} to be a multiple of 64, for whole groups of 64, got {size}"
     ):
         select_w4a8_int8_moe_backend(config, weight_key=kInt4W4A8StaticGroup64Sym, device="cpu")
     assert select_w4a8_int8_moe_backend(config, weight_key=kInt4W4A8StaticChannelSym, device="cpu").backend == "torch"
+
+
+@pytest.mark.parametrize("experts", [TorchInt8Experts, TritonW4A8Int8Experts])
+def test_what_groups_demand_of_sizes_is_shown(experts: type[FusedMoEExperts]) -> None:
+    pairs = describe("int8", "", "", experts)["keys"]
+    shown = {
+        name: tuple(sizes) for pair in pairs for name, sizes in zip(pair["weights"], pair["multiples"], strict=True)
+    }
+    assert shown["kInt4W4A8StaticGroup64Sym"] == (64, 64)
+    assert shown["kInt4W4A8StaticChannelSym"] == (1, 1)
 
 
 def test_every_enum_member_is_a_backend_and_the_reverse() -> None:

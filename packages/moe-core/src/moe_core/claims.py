@@ -6,6 +6,7 @@ prints, and the cases of the conformance kit.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -60,7 +61,8 @@ class Claims:
     - ``bias``, ``expert_map``, ``apply_router_weight_on_input``, ``lora``, ``batch_invariant``
     - ``formats``: activation formats
     - ``routing_methods``: for monolithic experts, those they compute; None for modular ones
-    - ``hidden_multiple``, ``intermediate_multiple``: sizes must divide by these
+    - ``hidden_multiple``, ``intermediate_multiple``: sizes must divide by these; with ``whole_groups`` also by the
+      number of columns that share a scale of the weights
     - ``max_top_k``, ``max_experts``: 0 for no limit
     - ``cuda_graph``: may be captured; ``expects_unquantized_inputs``: quantises activations itself,
       so prepare must not
@@ -88,6 +90,7 @@ class Claims:
     routing_methods: frozenset[RoutingMethodType] | None = None
     hidden_multiple: int = 1
     intermediate_multiple: int = 1
+    whole_groups: bool = False
     max_top_k: int = 0
     max_experts: int = 0
     cuda_graph: bool = True
@@ -133,8 +136,16 @@ class Claims:
             reasons.append(f"needs {' or '.join(map(str, self.devices))}, device is {device}")
         reasons += [r for r in map(environment.reason_against, self.requires) if r is not None]
         reasons += self._key_reasons(weight_key, activation_key)
-        reasons += self._layer_reasons(config)
+        reasons += self._layer_reasons(config, weight_key)
         return reasons
+
+    def multiples(self, weight_key: QuantKey | None) -> tuple[int, int]:
+        """What hidden and intermediate size must divide by, with weights of ``weight_key``."""
+        group = self._group(weight_key)
+        return math.lcm(self.hidden_multiple, group), math.lcm(self.intermediate_multiple, group)
+
+    def _group(self, weight_key: QuantKey | None) -> int:
+        return 1 if weight_key is None or not self.whole_groups else max(weight_key.group_size, 1)
 
     def takes_keys(self, weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
         """Whether these weights and activations are claimed together."""
@@ -149,8 +160,10 @@ class Claims:
         offered = "; ".join("16-bit" if a is None else str(a) for a in with_weight)
         return [f"does not take activations quantised as {activation_key or 'nothing (16-bit)'}, takes {offered}"]
 
-    def _layer_reasons(self, config: FusedMoEConfig) -> list[str]:
+    def _layer_reasons(self, config: FusedMoEConfig, weight_key: QuantKey | None) -> list[str]:
         reasons = []
+        group = self._group(weight_key)
+        hidden_multiple, intermediate_multiple = self.multiples(weight_key)
         if config.activation not in self.activations:
             reasons.append(f"does not compute the activation {config.activation.value}")
         elif not self.limits(config.activation) and config.params.limit != config.activation.default_params().limit:
@@ -170,11 +183,12 @@ class Claims:
         if config.batch_invariant and not self.batch_invariant:
             reasons.append("is not batch invariant")
         for name, size, multiple in (
-            ("hidden_size", config.hidden_size, self.hidden_multiple),
-            ("intermediate_size", config.intermediate_size, self.intermediate_multiple),
+            ("hidden_size", config.hidden_size, hidden_multiple),
+            ("intermediate_size", config.intermediate_size, intermediate_multiple),
         ):
             if size % multiple:
-                reasons.append(f"needs {name} to be a multiple of {multiple}, got {size}")
+                why = f", for whole groups of {group}" if group > 1 else ""
+                reasons.append(f"needs {name} to be a multiple of {multiple}{why}, got {size}")
         if self.max_top_k and config.top_k > self.max_top_k:
             reasons.append(f"needs top_k <= {self.max_top_k}, got {config.top_k}")
         if self.max_experts and config.local_experts > self.max_experts:

@@ -67,13 +67,15 @@ def describe(scheme: str, backend: str, origin: str, experts: type[FusedMoEExper
     }
 
 
-def _pair(claims: Claims, weight: KeyClaim, activation: KeyClaim) -> dict[str, list[str]]:
-    """Names of the keys of a claimed pair, and where every one of them was run."""
+def _pair(claims: Claims, weight: KeyClaim, activation: KeyClaim) -> dict[str, list[Any]]:
+    """Names of the keys of a claimed pair, what sizes must divide by, and where every one of them was run."""
     weights, activations = expand_key(weight), expand_key(activation)
     verified = [claims.verified_for(w, a) for w in weights for a in activations]
     return {
         "weights": [key_name(key) for key in weights],
         "activations": [key_name(key) for key in activations],
+        # [hidden size, intermediate size] of each of the weights
+        "multiples": [list(claims.multiples(key)) for key in weights],
         "verified_on": [name for name in verified[0] if all(name in others for others in verified)],
     }
 

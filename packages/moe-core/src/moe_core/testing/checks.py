@@ -313,13 +313,15 @@ def check_refusals(experts: type[FusedMoEExperts], case: Case, place: Place) -> 
     accepted, reason = answer(case.config)
     if not accepted or reason is not None:
         raise AssertionError(f"a supported layer must be answered (True, None), got {(accepted, reason)}")
-    for what, config in unclaimed(experts, case.config):
+    for what, config in unclaimed(experts, case.config, case.weight_key):
         accepted, reason = answer(config)
         if accepted or not reason:
             raise AssertionError(f"{what} is not claimed and must be refused with a reason, got {(accepted, reason)}")
 
 
-def unclaimed(experts: type[FusedMoEExperts], config: FusedMoEConfig) -> Iterator[tuple[str, FusedMoEConfig]]:
+def unclaimed(
+    experts: type[FusedMoEExperts], config: FusedMoEConfig, weight_key: QuantKey | None
+) -> Iterator[tuple[str, FusedMoEConfig]]:
     """Layers like ``config`` with one thing that the claims leave out, each with its name."""
     claims = experts.claims
     if not claims.bias:
@@ -343,9 +345,10 @@ def unclaimed(experts: type[FusedMoEExperts], config: FusedMoEConfig) -> Iterato
     for layout in FusedMoEActivationFormat:
         if layout not in claims.formats:
             yield f"the {layout.value} format", replace(config, activation_format=layout, max_num_tokens=64)
-    if claims.hidden_multiple > 1:
+    hidden_multiple, intermediate_multiple = claims.multiples(weight_key)
+    if hidden_multiple > 1:
         yield "the hidden size", replace(config, hidden_size=config.hidden_size + 1)
-    if claims.intermediate_multiple > 1:
+    if intermediate_multiple > 1:
         yield "the intermediate size", replace(config, intermediate_size=config.intermediate_size + 1)
     if claims.max_top_k:
         many = max(config.num_experts, claims.max_top_k + 1)

@@ -15,14 +15,11 @@ from moe_core import (
     GATED,
     NON_GATED,
     Claims,
-    DeviceInfo,
     FusedMoEActivationFormat,
-    FusedMoEConfig,
     FusedMoEQuantDesc,
     KernelWeights,
     KeyPattern,
     MoEWeights,
-    QuantKey,
     TensorError,
     any_device,
     apply_moe_activation,
@@ -43,7 +40,6 @@ from moe_core.torch_experts import Adapters, TorchExperts, expert_slices, of_exp
 from torch import Tensor
 
 from moe_int8.exact import scaled_product
-from moe_int8.groups import group_reasons
 
 _INT8_ACTIVATIONS = (
     kInt8DynamicTokenSym,
@@ -109,20 +105,11 @@ class TorchInt8Experts(TorchExperts):
         apply_router_weight_on_input=True,
         lora=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
+        whole_groups=True,
         cuda_graph=False,
         verified_on=("cpu", "NVIDIA H200 (sm90)"),
         notes="reads token counts on the host: no CUDA graphs",
     )
-
-    @classmethod
-    def extra_reasons(
-        cls,
-        config: FusedMoEConfig,
-        weight_key: QuantKey | None,
-        activation_key: QuantKey | None,
-        device: DeviceInfo,
-    ) -> list[str]:
-        return group_reasons(config, weight_key)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         converted = super().convert(weights)

@@ -37,7 +37,6 @@ from moe_core.quant_key import (
 from torch import Tensor
 
 from moe_int8.experts.rows import Int8RowExperts
-from moe_int8.groups import group_reasons
 from moe_int8.kernels.wide_rule import wide_plan
 from moe_int8.layout import group_scales, nibble_half, pack_nibbles, row_sums, scaled_row_sums
 from moe_int8.sums import sum_reasons
@@ -65,6 +64,7 @@ class TritonW4A8Int8Experts(Int8RowExperts):
         expert_map=True,
         apply_router_weight_on_input=True,
         lora=True,
+        whole_groups=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),
@@ -78,7 +78,7 @@ class TritonW4A8Int8Experts(Int8RowExperts):
         activation_key: QuantKey | None,
         device: DeviceInfo,
     ) -> list[str]:
-        return group_reasons(config, weight_key) + sum_reasons(config, weight_key, activation_key)
+        return sum_reasons(config, weight_key, activation_key)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
