@@ -4,29 +4,57 @@ Everything a caller, a checkpoint or an installation can get wrong raises a
 subclass of :class:`MoEError` whose message names the thing, what was found,
 what was expected and, where there is one, the remedy.  The command line turns
 every :class:`MoEError` into one paragraph and exit code 2.
+
+Names come from files that nobody has looked at: what a terminal or a log would
+take as a command is escaped here, in every message (:func:`printable`).
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     import torch
 
 
+#: longest sentence of an error; a name in a broken file may have megabytes
+MAX_MESSAGE = 10_000
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """``text`` with what is no printable character (control, format and bidi characters, line ends, lone surrogates)
+    as an escape like ``\\x1b``, except those in ``keep``.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else _escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def _shown(text: str, keep: str) -> str:
+    cut = text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}… ({len(text)} characters)"
+    return printable(cut, keep=keep)
+
+
 class MoEError(Exception):
     """Base of every error that this project raises on purpose.
 
-    ``message`` says what is wrong and what to do, in a sentence.  ``details``: what was tried or found on the way, a line
-    each; ``str()`` has both, the command line prints the details where it is asked to (``-v``).
+    ``message`` says what is wrong and what to do, in a sentence.  ``details``: what was tried or found on the way, a
+    line each; ``str()`` has both, the command line prints the details where it is asked to (``-v``).
     """
 
+    #: characters that are no printable ones and stay; reports have lines
+    _KEPT: ClassVar[str] = "\n\t"
+
     def __init__(self, message: str = "", *, details: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.details = details
+        self.message = _shown(message, self._KEPT)
+        self.details = printable(details, keep="\n\t")
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.details}" if self.details else self.message
@@ -43,9 +71,15 @@ class TensorError(MoEError, ValueError):
 class CheckpointError(MoEError, ValueError):
     """A checkpoint folder or file that is missing, broken, unsafe or not understood."""
 
+    # one line: what looks like another one comes from a name
+    _KEPT = ""
+
 
 class CheckpointWarning(UserWarning):
     """Something that a checkpoint does not say had to be assumed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_shown(message, ""))
 
 
 class RegistryError(MoEError, LookupError):
@@ -65,7 +99,7 @@ class UnsupportedDeviceError(MoEError, RuntimeError):
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """What to add to an error about an unknown name: "; did you mean 'triton'?", or nothing if no known one is close."""
+    """What to add to an error about an unknown name: "; did you mean 'triton'?", nothing if no known one is close."""
     lower = {other.lower(): other for other in known}
     close = difflib.get_close_matches(str(name)[:100].lower(), lower, n=1, cutoff=0.7)
     return f"; did you mean {lower[close[0]]!r}?" if close else ""

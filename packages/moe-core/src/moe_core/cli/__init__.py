@@ -35,9 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
+        from moe_core.errors import printable
+
         if os.environ.get("MOE_TRACEBACK"):
             raise
-        print(f"moe {arguments.command}: {_paragraph(error)}", file=sys.stderr)
+        print(printable(f"moe {arguments.command}: {_paragraph(error)}", keep="\n"), file=sys.stderr)
         return 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import stat
 import sys
@@ -12,12 +13,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_core.errors import ConfigError
+from moe_core.errors import ConfigError, printable
 
 
 def emit(as_json: bool, data: Any, text: str) -> None:
-    """Print ``data`` as JSON, or ``text``."""
-    print(json.dumps(data, indent=2) if as_json else text)
+    """Print ``data`` as JSON, or ``text``; names in them come from files that nobody has looked at."""
+    print(json.dumps(_finite(data), indent=2, allow_nan=False) if as_json else printable(text, keep="\n"))
+
+
+def _finite(data: Any) -> Any:
+    """``data`` with None for NaN and infinities, which JSON has not."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 @contextlib.contextmanager
