@@ -28,8 +28,10 @@ def problems_of(wheel: Path, project: dict[str, object]) -> list[str]:
         for needed in (f"{distribution}/__init__.py", f"{distribution}/py.typed", f"{info}/licenses/LICENSE")
         if needed not in names
     ]
-    # core's pytest options stand apart from the package, so that loading them does not import torch
-    ours = {distribution, info, "moe_core_pytest"} if distribution == "moe_core" else {distribution, info}
+    # core's pytest options and the grammar of its command stand apart, so that loading them does not import torch
+    ours = (
+        {distribution, info, "moe_core_pytest", "moe_core_cli"} if distribution == "moe_core" else {distribution, info}
+    )
     problems += [f"carries {name}, outside {distribution}/" for name in names if name.partition("/")[0] not in ours]
     problems += [f"carries the test {name}" for name in names if {"tests", "test"} & set(Path(name).parts[:-1])]
     problems += [f"carries the test {name}" for name in names if Path(name).name.startswith(("test_", "conftest"))]

@@ -1,10 +1,12 @@
-"""Arguments that several commands take, and what they mean."""
+"""What the arguments mean that several commands take."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from typing import TYPE_CHECKING
+
+from moe_core_cli.grammar import DTYPES
 
 from moe_core.errors import ConfigError
 
@@ -15,48 +17,13 @@ if TYPE_CHECKING:
     from moe_core.oracle import Oracle
     from moe_core.quant_key import QuantKey
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
 MOST_TOKENS = 2**40
 LARGEST_SIZE = 2**24
-
-
-def add_layer(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layer", type=int, metavar="N", help="index of the layer (default: the first with MoE)")
-
-
-def add_quantize(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quantize", metavar="NAME", help="quantize 16-bit experts at load, e.g. fp8_per_channel")
-
-
-def add_activation_key(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--activation-key",
-        metavar="NAME",
-        help="of the activations, e.g. kFp8DynamicTokenSym; none: 16-bit (default: what the checkpoint says)",
-    )
 
 
 def activation_key_of(args: argparse.Namespace) -> QuantKey | str | None:
     """What :func:`moe_core.checkpoint.read_layer` gets."""
     return "checkpoint" if args.activation_key is None else _key(args.activation_key)
-
-
-def add_dtype(parser: argparse.ArgumentParser) -> None:
-    names = [*DTYPES, *DTYPES.values()]
-    parser.add_argument(
-        "--dtype", default="bf16", choices=names, metavar="|".join(DTYPES), help="of hidden states (default: bf16)"
-    )
-
-
-def add_shape(parser: argparse.ArgumentParser) -> None:
-    """A layer without a checkpoint."""
-    group = parser.add_argument_group("a layer without a checkpoint")
-    group.add_argument("--scheme", metavar="S", help="quantisation scheme, e.g. fp8")
-    group.add_argument("--shape", metavar="E,k,K,N", help="experts, experts per token, hidden and intermediate size")
-    group.add_argument("--activation", default="silu", metavar="NAME", help="default: silu")
-    group.add_argument("--weight-key", metavar="NAME", help="e.g. kFp8Static128BlockSym[64x128] (default: the first)")
-    group.add_argument("--bias", action="store_true", help="the experts have biases")
 
 
 def check_tokens(count: int, *, least: int = 1) -> None:

@@ -13,12 +13,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_core_cli.console import say
+
 from moe_core.errors import ConfigError, printable
 
 
 def emit(as_json: bool, data: Any, text: str) -> None:
     """Print ``data`` as JSON, or ``text``; names in them come from files that nobody has looked at."""
-    print(json.dumps(_finite(data), indent=2, allow_nan=False) if as_json else printable(text, keep="\n"))
+    say(json.dumps(_finite(data), indent=2, allow_nan=False) if as_json else printable(text, keep="\n"))
 
 
 def _finite(data: Any) -> Any:

@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from moe_core.experts import FusedMoEExperts
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this command."""
-    parser.add_argument("--scheme", metavar="S", help="only this scheme's (default: all that are installed)")
-
-
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code."""
     from moe_core.registry import install_hint, registry

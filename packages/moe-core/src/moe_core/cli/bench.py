@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_core.cli import _arguments
@@ -34,22 +33,6 @@ if TYPE_CHECKING:
 DEFAULT_SHAPE = "128,8,2048,768"  # Qwen3-30B-A3B
 #: sets of tokens and routing that calls take turns with
 INPUTS = 4
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this command."""
-    parser.add_argument("path", metavar="DIR", type=Path, nargs="?", help="checkpoint folder")
-    _arguments.add_layer(parser)
-    _arguments.add_quantize(parser)
-    _arguments.add_activation_key(parser)
-    parser.add_argument("--tokens", default="1,8,32,128", metavar="M,M,…", help="token counts (default: 1,8,32,128)")
-    parser.add_argument("--backend", metavar="B,B,…", help="backends by name (default: all that fit)")
-    parser.add_argument("--device", metavar="D", help="cpu, cuda … (default: cuda if there is a GPU)")
-    parser.add_argument("--budget", type=float, default=1.0, metavar="S", help="seconds per measurement (default: 1)")
-    parser.add_argument("--output", type=Path, metavar="F.json", help="write the results there as well")
-    parser.add_argument("--plot", type=Path, metavar="F.png", help="draw the results (needs matplotlib)")
-    _arguments.add_dtype(parser)
-    _arguments.add_shape(parser)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 PACKAGES = ("moe-core", "torch", "triton", "safetensors", "numpy", "flashinfer-python", "matplotlib")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this command: none of its own."""
-
-
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code: 1 where something installed does not work."""
     from moe_core.registry import KNOWN_SCHEMES, registry

@@ -7,24 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from moe_core.cli import _arguments
 from moe_core.cli._output import emit
 from moe_core.selection import SelectionError
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this command."""
-    parser.add_argument("path", metavar="DIR", type=Path, nargs="?", help="checkpoint folder")
-    _arguments.add_layer(parser)
-    _arguments.add_quantize(parser)
-    _arguments.add_activation_key(parser)
-    parser.add_argument("--device", metavar="D", help="sm90, sm100, gfx950, cpu, h200 … (default: this machine's)")
-    parser.add_argument("--backend", default="auto", metavar="B", help="a backend by name (default: auto)")
-    _arguments.add_dtype(parser)
-    _arguments.add_shape(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,15 +29,6 @@ if TYPE_CHECKING:
     from moe_core.testing.tolerance import Expected
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this command."""
-    parser.add_argument("--scheme", metavar="S", help="default: the first that is installed")
-    parser.add_argument("--device", metavar="D", help="cpu, cuda … (default: cuda if there is a GPU)")
-    parser.add_argument("--backend", default="auto", metavar="B", help="a backend by name (default: auto)")
-    parser.add_argument("--tokens", type=int, default=64, metavar="M", help="default: 64")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="write the checkpoint there and keep it")
-
-
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code."""
     import torch

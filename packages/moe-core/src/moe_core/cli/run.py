@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_core.cli import _arguments
@@ -23,23 +22,6 @@ if TYPE_CHECKING:
     from moe_core.checkpoint import LayerSource
     from moe_core.cli._tensors import LayerInput
     from moe_core.layer import FusedMoELayer
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this command."""
-    parser.add_argument("path", metavar="DIR", type=Path, help="checkpoint folder: config.json and safetensors")
-    _arguments.add_layer(parser)
-    _arguments.add_quantize(parser)
-    _arguments.add_activation_key(parser)
-    parser.add_argument(
-        "--tokens", type=int, default=32, metavar="M", help="random tokens without --input (default: 32)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the random tokens (default: 0)")
-    parser.add_argument("--backend", default="auto", metavar="B", help="a backend by name (default: auto)")
-    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 … (default: cuda if there is a GPU)")
-    parser.add_argument("--input", type=Path, metavar="F", help="safetensors file to read tokens from")
-    parser.add_argument("--output", type=Path, metavar="F", help="safetensors file to write")
-    _arguments.add_dtype(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,0 +1,78 @@
+"""stdout and stderr as they are: closed, full, in ASCII, read by somebody who has left."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import os
+import sys
+from typing import TextIO
+
+#: characters of our own, where a terminal has no such letters
+_PLAIN = {"µ": "u", "×": "x", "…": "...", "–": "-", "−": "-", "—": "-", "±": "+-", "→": "->", "≤": "<=", "≥": ">="}
+
+#: longer lines are somebody's mistake: a tensor's name, an argument of a million digits
+LONGEST_LINE = 1000
+
+
+def prepare() -> None:
+    """Make stdout and stderr print what they can't encode as something that they can."""
+    codecs.register_error("moe_plain", _encode_plain)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="moe_plain")
+
+
+def _encode_plain(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    plain = "".join(_PLAIN.get(letter) or letter.encode("ascii", "backslashreplace").decode() for letter in text)
+    return plain, error.end
+
+
+def _shortened(line: str) -> str:
+    if len(line) <= LONGEST_LINE:
+        return line
+    half = LONGEST_LINE // 2
+    return f"{line[:half]} … ({len(line) - 2 * half} more characters) … {line[-half:]}"
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print to stdout, all of it at once.  BrokenPipeError: the reader has left; OSError: it can't be written."""
+    out = stream or sys.stdout
+    if out is None:
+        raise OSError(errno.EBADF, "closed", "stdout")
+    try:
+        print(text, file=out, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        abandon_stdout()
+        raise OSError(error.errno, error.strerror, "stdout") from None
+
+
+def complain(text: str) -> None:
+    """Print an error to stderr, if there is one; long lines are cut."""
+    if sys.stderr is None:
+        return
+    try:
+        print("\n".join(map(_shortened, text.split("\n"))), file=sys.stderr, flush=True)
+    except OSError:
+        # nobody is left to tell
+        _to_nowhere(sys.stderr)
+
+
+def abandon_stdout() -> None:
+    """Let what is left in stdout's buffer go nowhere: it must not raise when the process ends."""
+    _to_nowhere(sys.stdout)
+
+
+def _to_nowhere(stream: TextIO) -> None:
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):  # no file of the system's
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
