@@ -373,6 +373,27 @@ def test_ranks_take_part_in_an_exchange_with_and_without_tokens(tokens: int) -> 
     assert movement.calls == ["prepare", "finalize"]
 
 
+@pytest.mark.parametrize("room", [None, 5])
+def test_an_expert_chosen_twice_counts_twice_in_batches_too(room: int | None) -> None:
+    x, _, weights, _ = inputs()
+    # every token on one expert: with a row for each pair there would be twice as many as fit
+    ids = torch.tensor([[3, 3]] * 4 + [[1, 3]])
+    expected = make(ToyExperts).apply(x, topk_weights=weights, topk_ids=ids)
+    kernel = make(BatchedToyExperts, replace(BATCHED, max_num_tokens=room))
+    found = kernel.apply(x, topk_weights=weights, topk_ids=ids)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * 16)
+    # two global experts that the map gives the same place
+    both = torch.tensor([-1, 1, 0, 1, -1, -1], dtype=torch.int32)
+    local = replace(CONFIG, num_local_experts=2)
+    standard, batched = (
+        make(experts, replace(config, num_local_experts=2)).apply(
+            x, topk_weights=weights, topk_ids=ids, expert_map=both
+        )
+        for experts, config in ((ToyExperts, local), (BatchedToyExperts, kernel.config))
+    )
+    torch.testing.assert_close(batched, standard, rtol=1e-6, atol=1e-6 * 16)
+
+
 def test_batched_buffers_have_the_configured_room() -> None:
     config = replace(BATCHED, max_num_tokens=7)
     x, _, weights, ids = inputs(5)

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
-if TYPE_CHECKING:
-    import torch
-
+import torch
 
 #: longest sentence of an error; a name in a broken file may have megabytes
 MAX_MESSAGE = 10_000
@@ -105,13 +103,25 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {lower[close[0]]!r}?" if close else ""
 
 
+def check_tensor(name: str, value: Any) -> None:
+    """Raise :class:`TensorError` unless ``value`` is a dense ``torch.Tensor``."""
+    if not isinstance(value, torch.Tensor):
+        kind = "None" if value is None else f"a {type(value).__module__}.{type(value).__qualname__}"
+        raise TensorError(f"{name} is {kind.replace('builtins.', '')}, expected a torch.Tensor")
+    if value.layout is not torch.strided:
+        raise TensorError(f"{name} has the layout {value.layout}, expected a dense tensor: {name}.to_dense()")
+
+
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
-    """Raise :class:`TensorError` unless ``tensor`` has the expected shape.
+    """Raise :class:`TensorError` unless ``tensor`` is a dense tensor of the expected shape.
 
     An integer in ``expected`` must match; a string stands for any size and
     is only printed, e.g. ``("E", 2048)``.
     """
+    check_tensor(name, tensor)
     found = tuple(tensor.shape)
+    if found == expected:
+        return
     fits = len(found) == len(expected) and all(
         isinstance(want, str) or have == want for have, want in zip(found, expected, strict=False)
     )

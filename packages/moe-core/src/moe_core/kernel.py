@@ -16,8 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_core._autocast import autocast_off
+from moe_core.call_arguments import (
+    check_adapters,
+    check_hidden_states,
+    check_logits,
+    check_output,
+    check_routing,
+    refuse_gradients,
+)
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
-from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
+from moe_core.errors import ConfigError
 from moe_core.experts import (
     FusedMoEExperts,
     FusedMoEExpertsModular,
@@ -33,8 +42,6 @@ from moe_core.prepare_finalize.base import (
 )
 from moe_core.weights import KernelWeights
 from moe_core.workspace import Workspace, WorkspaceSpec, workspace_nbytes
-
-_ID_DTYPES = (torch.int32, torch.int64)
 
 
 class FusedMoEKernel:
@@ -131,28 +138,34 @@ class FusedMoEKernel:
         """The routed experts' weighted sum.
 
         - ``hidden_states`` [M, K] of the config's dtype; columns contiguous, any row stride
-        - ``topk_weights`` [M, k] float32, ``topk_ids`` [M, k] int32 or int64 (global ids)
+        - ``topk_weights`` [M, k] float32 (16 bits become float32), ``topk_ids`` [M, k] int32 or int64 (global ids)
         - ``expert_map`` [E] int32; needed where this rank holds only some experts
         - ``adapter_ids`` [M] int32: each token's adapter in :attr:`lora`; negative, or too large: none
-        - ``output`` [M, K]: written and returned; allocated if not given
+        - ``output`` [M, K]: written and returned; allocated if not given; in memory of its own
 
-        Raises TensorError for arguments of the wrong shape, dtype or device, ConfigError on monolithic experts.
+        For inference only: there are no gradients, and ``torch.autocast`` has no effect.
+
+        Raises TensorError for arguments of the wrong shape, dtype or device, and for those that require grad outside
+        ``torch.no_grad()``; ConfigError on monolithic experts.
         Ids out of range select no expert (checking values would synchronise with the device).
         """
         if not isinstance(self.experts, FusedMoEExpertsModular):
             raise ConfigError(
                 f"{type(self.experts).__name__} routes by itself: call apply_monolithic(x, router_logits=...)"
             )
-        if output is None:
-            output = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+        if torch.is_grad_enabled():
+            refuse_gradients(hidden_states=hidden_states, topk_weights=topk_weights, output=output)
+            if self._lora is not None:
+                refuse_gradients(**{f"lora.{name}": tensor for name, tensor in self._lora.tensors()})
         if torch.compiler.is_compiling():
+            output = _like(hidden_states) if output is None else output
             torch.ops.moe_core.fused_moe(
                 output, hidden_states, topk_weights, topk_ids, expert_map, self._handle, adapter_ids
             )
             return output
-        self._check(hidden_states, output)
-        self._check_routing(hidden_states, topk_weights, topk_ids, expert_map)
-        self._check_adapters(hidden_states, adapter_ids)
+        output = self._checked(hidden_states, output)
+        check_routing(hidden_states, topk_weights, topk_ids, expert_map, self.config)
+        check_adapters(hidden_states, adapter_ids, self._lora)
         self._run(output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids)
         return output
 
@@ -165,87 +178,37 @@ class FusedMoEKernel:
         expert_map: Tensor | None = None,
         output: Tensor | None = None,
     ) -> Tensor:
-        """As :meth:`apply`, for experts that route: ``router_logits`` [M, E], ``correction_bias`` [E] float32."""
+        """As :meth:`apply`, for experts that route: ``router_logits`` [M, E], ``correction_bias`` [E].
+
+        Both are float32, bfloat16 or float16.
+        """
         if not isinstance(self.experts, FusedMoEExpertsMonolithic):
             raise ConfigError(f"{type(self.experts).__name__} does not route: call apply(x, topk_weights=, topk_ids=)")
-        if output is None:
-            output = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+        if torch.is_grad_enabled():
+            refuse_gradients(
+                hidden_states=hidden_states,
+                router_logits=router_logits,
+                correction_bias=correction_bias,
+                output=output,
+            )
         if torch.compiler.is_compiling():
+            output = _like(hidden_states) if output is None else output
             torch.ops.moe_core.fused_moe_monolithic(
                 output, hidden_states, router_logits, correction_bias, expert_map, self._handle
             )
             return output
-        self._check(hidden_states, output)
-        self._check_logits(hidden_states, router_logits, correction_bias, expert_map)
+        output = self._checked(hidden_states, output)
+        check_logits(hidden_states, router_logits, correction_bias, expert_map, self.config)
         self._run_monolithic(output, hidden_states, router_logits, correction_bias, expert_map)
         return output
 
-    def _check(self, hidden_states: Tensor, output: Tensor) -> None:
-        config = self.config
-        check_shape("hidden_states", hidden_states, ("M", config.hidden_size))
-        check_dtype("hidden_states", hidden_states, (config.dtype,))
-        check_shape("output", output, (hidden_states.shape[0], config.hidden_size))
-        check_dtype("output", output, (config.dtype,))
-        for name, tensor in (("hidden_states", hidden_states), ("output", output)):
-            if tensor.device != self.weights.device:
-                raise TensorError(f"{name} is on {tensor.device}, the layer's weights are on {self.weights.device}")
-        if hidden_states.stride(1) != 1 and hidden_states.shape[1] > 1:
-            raise TensorError(
-                f"hidden_states has strides {hidden_states.stride()}, expected contiguous columns (any row stride)"
-            )
-        if not output.is_contiguous():
-            raise TensorError(f"output has strides {output.stride()}, expected contiguous [M, {config.hidden_size}]")
-
-    def _check_routing(
-        self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None
-    ) -> None:
-        shape = (hidden_states.shape[0], self.config.top_k)
-        check_shape("topk_weights", topk_weights, shape)
-        check_shape("topk_ids", topk_ids, shape)
-        # both are [M, k], so only the dtypes tell a swap
-        check_dtype("topk_weights", topk_weights, (torch.float32,))
-        check_dtype("topk_ids", topk_ids, _ID_DTYPES)
-        for name, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):
-            if tensor.device != hidden_states.device:
-                raise TensorError(f"{name} is on {tensor.device}, hidden_states on {hidden_states.device}")
-        self._check_map(hidden_states, expert_map)
-
-    def _check_logits(
-        self,
-        hidden_states: Tensor,
-        router_logits: Tensor,
-        correction_bias: Tensor | None,
-        expert_map: Tensor | None,
-    ) -> None:
-        check_shape("router_logits", router_logits, (hidden_states.shape[0], self.config.num_experts))
-        if correction_bias is not None:
-            check_shape("correction_bias", correction_bias, (self.config.num_experts,))
-        for name, tensor in (("router_logits", router_logits), ("correction_bias", correction_bias)):
-            if tensor is not None and tensor.device != hidden_states.device:
-                raise TensorError(f"{name} is on {tensor.device}, hidden_states on {hidden_states.device}")
-        self._check_map(hidden_states, expert_map)
-
-    def _check_adapters(self, hidden_states: Tensor, adapter_ids: Tensor | None) -> None:
-        if adapter_ids is None:
-            return
-        if self._lora is None:
-            raise ConfigError("adapter_ids are given, and the layer has no adapters: set its kernel's lora")
-        check_shape("adapter_ids", adapter_ids, (hidden_states.shape[0],))
-        check_dtype("adapter_ids", adapter_ids, (torch.int32,))
-        if adapter_ids.device != hidden_states.device:
-            raise TensorError(f"adapter_ids is on {adapter_ids.device}, hidden_states on {hidden_states.device}")
-
-    def _check_map(self, hidden_states: Tensor, expert_map: Tensor | None) -> None:
-        if expert_map is not None:
-            check_shape("expert_map", expert_map, (self.config.num_experts,))
-            check_dtype("expert_map", expert_map, (torch.int32,))
-            if expert_map.device != hidden_states.device:
-                raise TensorError(f"expert_map is on {expert_map.device}, hidden_states on {hidden_states.device}")
-        elif self.config.local_experts < self.config.num_experts:
-            raise TensorError(
-                f"expert_map [{self.config.num_experts}] is missing: this rank holds "
-                f"{self.config.local_experts} of {self.config.num_experts} experts"
-            )
+    def _checked(self, hidden_states: Tensor, output: Tensor | None) -> Tensor:
+        """Where the result goes, beside hidden states that fit the layer."""
+        check_hidden_states(hidden_states, self.config, self.weights.device)
+        if output is None:
+            return _like(hidden_states)
+        check_output(output, hidden_states, self.config)
+        return output
 
     def _scratch(self, num_tokens: int) -> Mapping[str, Tensor]:
         specs = self.experts.workspaces(num_tokens)
@@ -266,7 +229,22 @@ class FusedMoEKernel:
             raise ConfigError(f"{type(experts).__name__} is not modular")
         if hidden_states.shape[0] == 0 and not movement.collective:
             return
-        topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
+        with autocast_off(output.device.type):
+            self._run_parts(experts, movement, output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids)
+
+    def _run_parts(
+        self,
+        experts: FusedMoEExpertsModular,
+        movement: FusedMoEPrepareAndFinalizeModular,
+        output: Tensor,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        adapter_ids: Tensor | None,
+    ) -> None:
+        """Prepare, experts, finalize, with checked arguments."""
+        topk_weights, topk_ids = topk_weights.to(torch.float32).contiguous(), topk_ids.contiguous()
         expert_map = None if expert_map is None else expert_map.contiguous()
         carried = {} if adapter_ids is None else {"adapter_ids": adapter_ids.contiguous()}
         quantize_as = None if experts.claims.expects_unquantized_inputs else experts.activation_key
@@ -327,21 +305,26 @@ class FusedMoEKernel:
             raise ConfigError(f"{type(self.experts).__name__} is not monolithic")
         if hidden_states.shape[0] == 0:
             return
-        self.experts.apply(
-            output,
-            hidden_states,
-            self.weights,
-            router_logits=router_logits.contiguous(),
-            correction_bias=None if correction_bias is None else correction_bias.contiguous(),
-            expert_map=None if expert_map is None else expert_map.contiguous(),
-            workspace=self._scratch(hidden_states.shape[0]),
-        )
+        with autocast_off(output.device.type):
+            self.experts.apply(
+                output,
+                hidden_states,
+                self.weights,
+                router_logits=router_logits.contiguous(),
+                correction_bias=None if correction_bias is None else correction_bias.contiguous(),
+                expert_map=None if expert_map is None else expert_map.contiguous(),
+                workspace=self._scratch(hidden_states.shape[0]),
+            )
 
 
 # An operator takes tensors and numbers only, so a kernel is named by a number.  Weak values: a number must
 # not keep a layer's weights alive.
 _HANDLES = itertools.count(1)
 _KERNELS: weakref.WeakValueDictionary[int, FusedMoEKernel] = weakref.WeakValueDictionary()
+
+
+def _like(hidden_states: Tensor) -> Tensor:
+    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 
 
 def _kernel(handle: int) -> FusedMoEKernel:
@@ -362,9 +345,9 @@ def _fused_moe_op(
     adapter_ids: Tensor | None = None,
 ) -> None:
     kernel = _kernel(handle)
-    kernel._check(hidden_states, output)
-    kernel._check_routing(hidden_states, topk_weights, topk_ids, expert_map)
-    kernel._check_adapters(hidden_states, adapter_ids)
+    kernel._checked(hidden_states, output)
+    check_routing(hidden_states, topk_weights, topk_ids, expert_map, kernel.config)
+    check_adapters(hidden_states, adapter_ids, kernel.lora)
     kernel._run(output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids)
 
 
@@ -378,6 +361,6 @@ def _fused_moe_monolithic_op(
     handle: int,
 ) -> None:
     kernel = _kernel(handle)
-    kernel._check(hidden_states, output)
-    kernel._check_logits(hidden_states, router_logits, correction_bias, expert_map)
+    kernel._checked(hidden_states, output)
+    check_logits(hidden_states, router_logits, correction_bias, expert_map, kernel.config)
     kernel._run_monolithic(output, hidden_states, router_logits, correction_bias, expert_map)

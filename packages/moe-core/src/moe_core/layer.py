@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from moe_core._autocast import autocast_off, without_autocast
+from moe_core.call_arguments import check_width, refuse_gradients
 from moe_core.config import FusedMoEConfig
-from moe_core.errors import ConfigError, TensorError, check_shape
+from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
 from moe_core.kernel import FusedMoEKernel
 from moe_core.lora import LoRAWeights
 from moe_core.oracle import Oracle
 from moe_core.registry import registry
-from moe_core.routing import RoutingConfig
+from moe_core.routing import LOGIT_DTYPES, RoutingConfig
 from moe_core.selection import Selection
 from moe_core.weights import KernelWeights, MoEWeights
 
@@ -50,6 +52,7 @@ class FusedMoELayer(nn.Module):
     ) -> None:
         """``router_weight`` [E, K], ``router_bias`` and ``correction_bias`` [E] let :meth:`forward` route by itself.
 
+        All of them, and the ``expert_map`` [E] int32, are where the kernel's weights are.
         ``owns_weights``: nobody else holds the kernel's tensors, so that :meth:`reload` may overwrite them;
         ``online``: how 16-bit weights were quantised, and will be when they are reloaded.
         """
@@ -63,8 +66,27 @@ class FusedMoELayer(nn.Module):
         self.expert_map = expert_map
         self.owns_weights = owns_weights
         self.online = online
+        self._check_tensors()
+
+    def _check_tensors(self) -> None:
+        """Raise TensorError for routing tensors and a map that do not fit the layer."""
+        experts, hidden = self.config.num_experts, self.config.hidden_size
+        for name, shape, dtypes in (
+            ("router_weight", (experts, hidden), LOGIT_DTYPES),
+            ("router_bias", (experts,), LOGIT_DTYPES),
+            ("correction_bias", (experts,), LOGIT_DTYPES),
+            ("expert_map", (experts,), (torch.int32,)),
+        ):
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is None:
+                continue
+            check_shape(name, tensor, shape)
+            check_dtype(name, tensor, dtypes)
+            if tensor.device != self.weights.device:
+                raise TensorError(f"{name} is on {tensor.device}, the layer's weights are on {self.weights.device}")
 
     @staticmethod
+    @without_autocast
     def from_weights(
         scheme: str | Oracle,
         config: FusedMoEConfig,
@@ -149,14 +171,23 @@ class FusedMoELayer(nn.Module):
 
         Routing comes from ``topk_weights`` and ``topk_ids`` [M, k] if given, else from ``router_logits`` [M, E],
         else from the layer's own router weight.  ``adapter_ids`` [M] int32: each token's adapter in :attr:`lora`.
+
+        For inference only: there are no gradients, and ``torch.autocast`` has no effect.  Raises TensorError for
+        arguments of the wrong shape, dtype or device, and for those that require grad outside ``torch.no_grad()``.
         """
-        x = hidden_states.reshape(-1, self.config.hidden_size)
+        if not torch.compiler.is_compiling():  # there the operator says so, where a graph must be whole too
+            check_width(hidden_states, self.config, "...")
+        if torch.is_grad_enabled():
+            refuse_gradients(hidden_states=hidden_states, router_logits=router_logits, topk_weights=topk_weights)
+        x = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
         if (topk_weights is None) != (topk_ids is None):
             missing = "topk_ids" if topk_ids is None else "topk_weights"
             raise TensorError(f"{missing} is missing: topk_weights and topk_ids go together")
         if topk_weights is None or topk_ids is None:
             if router_logits is None:
                 router_logits = self.router_logits(x)
+            else:
+                check_shape("router_logits", router_logits, (x.shape[0], self.config.num_experts))
             if self.kernel.is_monolithic:
                 if adapter_ids is not None:
                     raise ConfigError(f"{self.selection.backend} routes by itself and applies no LoRA adapters")
@@ -177,9 +208,19 @@ class FusedMoELayer(nn.Module):
         """float32 logits [M, E] of ``x`` [M, K] by the layer's router weight and bias."""
         if self.router_weight is None:
             raise TensorError("the layer has no router weight: give router_logits, or topk_weights and topk_ids")
-        logits = x.float() @ self.router_weight.float().T
-        return logits if self.router_bias is None else logits + self.router_bias.float()
+        check_width(x, self.config)
+        if torch.is_grad_enabled():
+            refuse_gradients(hidden_states=x, router_weight=self.router_weight, router_bias=self.router_bias)
+        if x.device != self.router_weight.device:
+            raise TensorError(
+                f"hidden_states is on {x.device}, the layer's router_weight on {self.router_weight.device}"
+            )
+        with autocast_off(x.device.type):
+            logits = x.float() @ self.router_weight.float().T
+            return logits if self.router_bias is None else logits + self.router_bias.float()
 
+    @without_autocast
+    @torch.no_grad()
     def reload(self, weights: MoEWeights) -> None:
         """Replace the weights in place: pointers stay, captured CUDA graphs go on working.
 
@@ -201,7 +242,8 @@ class FusedMoELayer(nn.Module):
                 f"the new weights are {weights.weight_key} with {weights.activation_key}"
             )
         weights.validate(self.config)
-        self.kernel.weights.copy_(self.kernel.experts.convert(weights.to(self.weights.device).row_major()))
+        ready = weights.to(self.weights.device).detached().row_major()
+        self.kernel.weights.copy_(self.kernel.experts.convert(ready))
 
     def extra_repr(self) -> str:
         config = self.config
@@ -227,6 +269,7 @@ def _make_room(kernel: FusedMoEKernel) -> None:
         kernel.lora = LoRAWeights.zeros(kernel.config, kernel.weights.device)
 
 
+@without_autocast
 def load_layer(
     path: str | os.PathLike[str] | Checkpoint,
     *,

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
+from moe_core._autocast import without_autocast
 from moe_core.errors import ConfigError, TensorError, check_shape
 from moe_core.ops.quantize_weights import quantize_weights
 from moe_core.quant_key import QuantKey
@@ -43,6 +45,8 @@ class OnlineQuantization:
                 f"{self.activation_key}"
             )
 
+    @without_autocast
+    @torch.no_grad()
     def quantize(self, weights: MoEWeights) -> MoEWeights:
         """Canonical 16-bit ``weights``, quantised; biases are carried through, the input stays as it is.
 
@@ -61,7 +65,7 @@ class OnlineQuantization:
         w13 = self._quantize(weights.w13, 1 if rows == inter else 2)
         w2 = self._quantize(weights.w2, 1)
         return replace(
-            weights,
+            weights.detached(),
             weight_key=self.weight_key,
             activation_key=self.activation_key,
             w13=w13.values,

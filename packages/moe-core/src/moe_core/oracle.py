@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 
+from moe_core._autocast import without_autocast
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
@@ -138,6 +139,8 @@ class Oracle:
             raise SelectionError(f"{self.scheme}: {what}\n{report}", report)
         return Selection(chosen.backend, chosen.experts, report)
 
+    @without_autocast
+    @torch.no_grad()
     def convert(
         self, selection: Selection, weights: MoEWeights | None = None, **tensors: torch.Tensor | None
     ) -> KernelWeights:
@@ -167,7 +170,7 @@ class Oracle:
                 f"the selection was made for {selection.weight_key} with {selection.activation_key}"
             )
         weights.validate(selection.config)
-        return self.make_experts(selection).convert(weights.row_major())
+        return self.make_experts(selection).convert(weights.detached().row_major())
 
     @staticmethod
     def make_experts(selection: Selection) -> FusedMoEExperts:

@@ -92,6 +92,11 @@ class MoEWeights:
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors()}
         return replace(self, **moved)
 
+    def detached(self) -> MoEWeights:
+        """The same weights, in the same memory, without gradients."""
+        moved: dict[str, Any] = {name: tensor.detach() for name, tensor in self.tensors() if tensor.requires_grad}
+        return replace(self, **moved) if moved else self
+
     def row_major(self) -> MoEWeights:
         """The same weights with contiguous last dimensions, which backends rely on; copies only what is not so."""
         moved: dict[str, Any] = {

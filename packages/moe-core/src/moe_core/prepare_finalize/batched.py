@@ -20,7 +20,10 @@ from moe_core.quant_key import QuantKey
 
 @dataclass(frozen=True, eq=False)
 class BatchedPrepared(Prepared):
-    """``rows`` [M, k] int64: row of each (token, slot) in the flattened ``[E_local * T_max]`` buffer, -1 for none."""
+    """``rows`` [M, k] int64: row of each (token, slot) in the flattened ``[E_local * T_max]`` buffer, -1 for none.
+
+    Slots of a token that name the same expert have the same row.
+    """
 
     rows: Tensor | None = None
 
@@ -28,8 +31,8 @@ class BatchedPrepared(Prepared):
 class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     """Scatter to per-expert buffers, weighted gather back.
 
-    ``T_max`` is the config's ``max_num_tokens``, by default the number of tokens: enough where a token's ids are
-    distinct, as every router makes them.  A pair beyond it (a repeated id) is dropped.
+    ``T_max`` is the config's ``max_num_tokens``, by default the number of tokens: always enough, since slots of a token
+    that name the same expert share one row.
     """
 
     activation_format = FusedMoEActivationFormat.BATCHED
@@ -62,12 +65,17 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         experts, capacity, width = config.local_experts, self._capacity(tokens), hidden_states.shape[1]
         if config.apply_router_weight_on_input:
             hidden_states = (hidden_states.float() * topk_weights).to(hidden_states.dtype)
-        ids = local_expert_ids(topk_ids, config.num_experts, experts, expert_map).flatten()
+        local = local_expert_ids(topk_ids, config.num_experts, experts, expert_map)
+        same = local[:, :, None] == local[:, None, :]
+        first = same.to(torch.uint8).argmax(
+            dim=2
+        )  # of each slot: the token's first one with its expert, which has the row
+        ids = torch.where(first == torch.arange(top_k, device=local.device), local, -1).flatten()
         sorted_ids, order = torch.sort(ids, stable=True)
         bounds = torch.searchsorted(sorted_ids, torch.arange(experts + 1, device=ids.device))
         place = torch.arange(ids.numel(), device=ids.device) - bounds[sorted_ids.clamp(min=0)]
-        keep = (sorted_ids >= 0) & (place < capacity)
-        # what is dropped goes to a row of its own behind the buffer, so that nothing depends on its number
+        keep = sorted_ids >= 0
+        # slots without a row of their own go to one behind the buffer, so that nothing depends on their number
         row = torch.where(keep, sorted_ids * capacity + place, experts * capacity)
         buffer = hidden_states.new_zeros(experts * capacity + 1, width)
         buffer[row] = hidden_states[order // top_k]
@@ -87,7 +95,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             batched, scale = q.view(experts, capacity, -1), flat_scale
             if scale.shape[0] == experts * capacity:  # else one scale for all
                 scale = scale.view(experts, capacity, -1)
-        counts = (bounds[1:] - bounds[:-1]).clamp(max=capacity).to(torch.int32)
+        counts = (bounds[1:] - bounds[:-1]).to(torch.int32)
         return BatchedPrepared(
             batched,
             topk_weights,
@@ -96,7 +104,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             ExpertTokensMetadata(counts),
             expert_map,
             adapter_ids=adapters,
-            rows=rows.view(tokens, top_k),
+            rows=rows.view(tokens, top_k).gather(1, first),
         )
 
     def finalize(

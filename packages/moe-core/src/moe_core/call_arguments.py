@@ -1,0 +1,137 @@
+"""What a call of a fused MoE kernel may be given: tensors of the layer's shapes, dtypes and device, without gradients.
+
+Every call asks, so a good argument costs a few attribute reads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_core.config import FusedMoEConfig
+from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_tensor
+from moe_core.lora import LoRAWeights
+from moe_core.routing import LOGIT_DTYPES
+
+ID_DTYPES = (torch.int32, torch.int64)
+#: router weights; those in 16 bits become float32, which is exact
+ROUTER_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def refuse_gradients(**tensors: Tensor | None) -> None:
+    """TensorError for a tensor that requires grad, to be called in grad mode: nothing here computes gradients."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise TensorError(
+                f"{name} requires grad, and the experts are for inference only: they compute no gradients; "
+                f"call them under torch.no_grad(), or pass {name}.detach()"
+            )
+
+
+def check_width(hidden_states: Tensor, config: FusedMoEConfig, leading: str = "M") -> None:
+    """TensorError unless ``hidden_states`` is [M, K] (``leading`` "...": of any rank from 1)."""
+    check_tensor("hidden_states", hidden_states)
+    shape = hidden_states.shape
+    if not (shape and shape[-1] == config.hidden_size and (leading == "..." or len(shape) == 2)):
+        raise TensorError(
+            f"hidden_states has shape {list(shape)}, expected [{leading}, {config.hidden_size}]: "
+            f"K = {config.hidden_size} is the layer's hidden size"
+        )
+
+
+def check_hidden_states(hidden_states: Tensor, config: FusedMoEConfig, device: torch.device) -> None:
+    """``hidden_states`` [M, K] in the layer's dtype, where its weights are; columns contiguous, any row stride."""
+    check_width(hidden_states, config)
+    check_dtype("hidden_states", hidden_states, (config.dtype,))
+    if hidden_states.device != device:
+        raise TensorError(f"hidden_states is on {hidden_states.device}, the layer's weights are on {device}")
+    # without tokens strides mean nothing: numpy's are (0, 0)
+    if hidden_states.stride(1) != 1 and hidden_states.shape[1] > 1 and hidden_states.shape[0]:
+        raise TensorError(
+            f"hidden_states has strides {hidden_states.stride()}, expected contiguous columns (any row stride)"
+        )
+
+
+def check_output(output: Tensor, hidden_states: Tensor, config: FusedMoEConfig) -> None:
+    """``output`` [M, K], contiguous, beside checked hidden states, in memory of its own."""
+    check_shape("output", output, (hidden_states.shape[0], config.hidden_size))
+    check_dtype("output", output, (config.dtype,))
+    if output.device != hidden_states.device:
+        raise TensorError(f"output is on {output.device}, hidden_states on {hidden_states.device}")
+    if not output.is_contiguous():
+        raise TensorError(f"output has strides {output.stride()}, expected contiguous [M, {config.hidden_size}]")
+    if output.numel() and _overlap(output, hidden_states):
+        raise TensorError("output shares memory with hidden_states, which are read after its first rows are written")
+
+
+def _overlap(output: Tensor, x: Tensor) -> bool:
+    """Whether the bytes from a tensor's first to its last element are also between those of the other."""
+    bounds = []
+    for tensor in (output, x):
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        first = tensor.data_ptr()
+        bounds.append((first, first + (last + 1) * tensor.element_size()))
+    (a, a_end), (b, b_end) = bounds
+    return a < b_end and b < a_end
+
+
+def check_routing(
+    hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, config: FusedMoEConfig
+) -> None:
+    """``topk_weights`` and ``topk_ids`` [M, k], and the expert map, beside checked hidden states."""
+    shape = (hidden_states.shape[0], config.top_k)
+    check_shape("topk_weights", topk_weights, shape)
+    check_shape("topk_ids", topk_ids, shape)
+    # both are [M, k], so only the dtypes tell a swap
+    check_dtype("topk_weights", topk_weights, ROUTER_WEIGHT_DTYPES)
+    check_dtype("topk_ids", topk_ids, ID_DTYPES)
+    _check_beside(hidden_states, "topk_weights", topk_weights)
+    _check_beside(hidden_states, "topk_ids", topk_ids)
+    check_map(hidden_states, expert_map, config)
+
+
+def check_logits(
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    correction_bias: Tensor | None,
+    expert_map: Tensor | None,
+    config: FusedMoEConfig,
+) -> None:
+    """``router_logits`` [M, E], ``correction_bias`` [E], and the expert map, beside checked hidden states."""
+    check_shape("router_logits", router_logits, (hidden_states.shape[0], config.num_experts))
+    check_dtype("router_logits", router_logits, LOGIT_DTYPES)
+    _check_beside(hidden_states, "router_logits", router_logits)
+    if correction_bias is not None:
+        check_shape("correction_bias", correction_bias, (config.num_experts,))
+        check_dtype("correction_bias", correction_bias, LOGIT_DTYPES)
+        _check_beside(hidden_states, "correction_bias", correction_bias)
+    check_map(hidden_states, expert_map, config)
+
+
+def check_map(hidden_states: Tensor, expert_map: Tensor | None, config: FusedMoEConfig) -> None:
+    """``expert_map`` [E] int32, there where this rank holds only some experts."""
+    if expert_map is not None:
+        check_shape("expert_map", expert_map, (config.num_experts,))
+        check_dtype("expert_map", expert_map, (torch.int32,))
+        _check_beside(hidden_states, "expert_map", expert_map)
+    elif config.local_experts < config.num_experts:
+        raise TensorError(
+            f"expert_map [{config.num_experts}] is missing: this rank holds "
+            f"{config.local_experts} of {config.num_experts} experts"
+        )
+
+
+def check_adapters(hidden_states: Tensor, adapter_ids: Tensor | None, lora: LoRAWeights | None) -> None:
+    """``adapter_ids`` [M] int32, only where the layer has adapters."""
+    if adapter_ids is None:
+        return
+    if lora is None:
+        raise ConfigError("adapter_ids are given, and the layer has no adapters: set its kernel's lora")
+    check_shape("adapter_ids", adapter_ids, (hidden_states.shape[0],))
+    check_dtype("adapter_ids", adapter_ids, (torch.int32,))
+    _check_beside(hidden_states, "adapter_ids", adapter_ids)
+
+
+def _check_beside(hidden_states: Tensor, name: str, tensor: Tensor) -> None:
+    if tensor.device != hidden_states.device:
+        raise TensorError(f"{name} is on {tensor.device}, hidden_states on {hidden_states.device}")
