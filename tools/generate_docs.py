@@ -25,8 +25,10 @@ INTRODUCTION = """\
 
 What each backend says it can do. Selection, `moe backends` and the conformance kit read the same claims, and a claim
 is tested wherever the backend can run. *Verified on* names the hardware on which the conformance run passed. A key
-such as `kFp8Static128BlockSym[64x128]` is the constant of that name with another group of rows x columns. Triton
-kernels are also compiled, without being run, for those of the following architectures that their backend claims:
+such as `kFp8Static128BlockSym[64x128]` is the constant of that name with another group of rows x columns; others differ
+from theirs in the scales' dtype, in activation order (`permuted`) or in factors of the inputs (`pre_scaled`). These are
+the names that `--weight-key` and `key_by_name` read. Triton kernels are also compiled, without being run, for those of
+the following architectures that their backend claims:
 {targets}.
 Whatever else a claim includes, newer devices above all, was neither compiled for nor run on.
 """

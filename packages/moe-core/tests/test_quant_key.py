@@ -60,6 +60,14 @@ def test_repr_evaluates_back_and_name_finds_the_key(key: QuantKey) -> None:
         (qk.kFp8Static128BlockE8M0Sym.with_group(64, 64), "kFp8Static128BlockE8M0Sym[64x64]"),
         (qk.kFp8Dynamic128Sym.with_group(1, 256), "kFp8Dynamic128Sym[1x256]"),
         (qk.kInt4Static.with_group(1, 64), "kInt4Static[1x64]"),
+        (qk.kInt4Static.with_group(1, -1), "kInt4Static[per_row]"),
+        (qk.kInt4StaticAsym.with_scale_dtype(torch.float16), "kInt4StaticAsym[float16]"),
+        (replace(qk.kInt8Static, permuted=True, pre_scaled=True), "kInt8Static[permuted,pre_scaled]"),
+        (
+            replace(qk.kInt4Static.with_group(1, 64).with_scale_dtype(torch.float32), permuted=True),
+            "kInt4Static[1x64,float32,permuted]",
+        ),
+        (qk.kInt4W4A8StaticGroup64Sym.with_scale_dtype(torch.float32), "kInt4W4A8StaticGroup64Sym[float32]"),
     ],
 )
 def test_other_groups_are_named_after_a_constant(key: QuantKey, name: str) -> None:
@@ -67,18 +75,36 @@ def test_other_groups_are_named_after_a_constant(key: QuantKey, name: str) -> No
     assert qk.key_by_name(name) == key
     assert qk.key_name(qk.kMxfp8Static) == "kMxfp8Static"
     assert qk.key_name(None) == "16-bit"
-    unnamed = qk.kInt4Static.with_group(1, -1)
+    assert str(key).startswith(f"{name} (")
+    unnamed = replace(qk.kInt4Static, packing=None)
     assert qk.key_name(unnamed) == str(unnamed)
 
 
-@pytest.mark.parametrize("group", ["[", "[64]", "[1x]", "[1x32", "[0x-1]"])
-def test_a_group_that_is_none_is_refused(group: str) -> None:
-    with pytest.raises(ConfigError, match="expected a group of rows x columns, e.g. kMxfp8Static"):
-        qk.key_by_name(f"kMxfp8Static{group}")
+def test_words_in_brackets_come_in_any_order() -> None:
+    key = qk.key_by_name("kInt4Static[pre_scaled, FLOAT16, 1x64]")
+    assert qk.key_name(key) == "kInt4Static[1x64,float16,pre_scaled]"
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("[", "the closing bracket is missing, e.g. kMxfp8Static[64x128]"),
+        ("[1x32", "the closing bracket is missing"),
+        ("[]", "expected a group of rows x columns or per_row, .* got ''"),
+        ("[64]", "got '64'"),
+        ("[1x]", "got '1x'"),
+        ("[0x-1]", "got '0x-1'"),
+        ("[0x1]", "a group extent is positive"),
+        ("[permutd]", "did you mean 'permuted'"),
+    ],
+)
+def test_words_that_say_nothing_are_refused(words: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=part.replace("[", r"\[")):
+        qk.key_by_name(f"kMxfp8Static{words}")
 
 
 def test_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match="kFp9.*kFp8Static128BlockSym"):
+    with pytest.raises(ConfigError, match=r"kFp9.*\n.*kFp8Static128BlockSym"):
         qk.key_by_name("kFp9")
 
 

@@ -14,6 +14,7 @@ channel are both ``(1, -1)``, per tensor is ``(-1, -1)``, a DeepSeek weight bloc
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 
@@ -177,7 +178,8 @@ class QuantKey:
             parts.append("activation order")
         if self.pre_scaled:
             parts.append("scaled inputs")
-        return f"{NAMES[self]} ({', '.join(parts)})" if self in NAMES else ", ".join(parts)
+        name = _name_of(self)
+        return ", ".join(parts) if name is None else f"{name} ({', '.join(parts)})"
 
 
 def _scale(dtype: torch.dtype, static: bool, row: int, col: int) -> ScaleDesc:
@@ -239,37 +241,82 @@ for _name, _value in list(globals().items()):
         NAMES.setdefault(_value, _name)
 
 
+#: what a scale's dtype is called in a key's name
+_SCALE_DTYPES = {"float32": _F32, "bfloat16": _BF16, "float16": torch.float16, "e8m0": _E8M0}
+_GROUPS = {"per_row": PER_CHANNEL, "per_tensor": PER_TENSOR}
+
+
 def key_by_name(name: str) -> QuantKey:
-    """The constant of that name, e.g. ``"kFp8Static128BlockSym"``; ``"kFp8Static128BlockSym[64x128]"`` regrouped."""
-    constant, bracket, group = name.partition("[")
+    """The constant of that name, e.g. ``"kFp8Static128BlockSym"``, or one that differs from it in what brackets say.
+
+    ``"kInt4Static[1x64,float16,permuted,pre_scaled]"``: the group of rows x columns (or ``per_row``, ``per_tensor``),
+    the scale's dtype (float32, bfloat16, float16, e8m0), activation order, scaled inputs; any of them, in any order.
+    """
+    constant, bracket, rest = name.partition("[")
     value = globals().get(constant)
     if not isinstance(value, QuantKey):
         known = sorted(NAMES.values())
         raise ConfigError(
             f"unknown quant key {name!r}{did_you_mean(constant, known)}", details=f"known: {', '.join(known)}"
         )
-    if not bracket:
-        return value
-    rows, _, cols = group.removesuffix("]").partition("x")
-    if not (group.endswith("]") and rows.isdecimal() and cols.isdecimal()):
-        raise ConfigError(f"quant key {name!r}: expected a group of rows x columns, e.g. {constant}[64x128]")
-    return value.with_group(int(rows), int(cols))
+    if bracket and not rest.endswith("]"):
+        raise ConfigError(f"quant key {name!r}: the closing bracket is missing, e.g. {constant}[64x128]")
+    for part in rest.removesuffix("]").split(",") if bracket else ():
+        changed = _changed(value, part.strip().lower())
+        if changed is None:
+            words = [*_GROUPS, *_SCALE_DTYPES, "permuted", "pre_scaled"]
+            raise ConfigError(
+                f"quant key {name!r}: expected a group of rows x columns or {', '.join(words)} in brackets, "
+                f"got {part.strip()!r}{did_you_mean(part.strip(), words)}"
+            )
+        value = changed
+    return value
+
+
+def _changed(key: QuantKey, part: str) -> QuantKey | None:
+    """The key with what one word in brackets says; None for a word that says nothing."""
+    rows, cross, cols = part.partition("x")
+    if part in _GROUPS:
+        return replace(key, scale=replace(key.scale, group_shape=_GROUPS[part]))
+    if cross and rows.isdecimal() and cols.isdecimal():
+        return key.with_group(int(rows), int(cols))
+    if part in _SCALE_DTYPES:
+        return key.with_scale_dtype(_SCALE_DTYPES[part])
+    if part == "permuted":
+        return replace(key, permuted=True)
+    return replace(key, pre_scaled=True) if part == "pre_scaled" else None
 
 
 def key_name(key: QuantKey | None) -> str:
-    """What :func:`key_by_name` reads, where a constant differs in the group's size only; else all that the key says."""
-    if key is None:
-        return "16-bit"
+    """What :func:`key_by_name` reads; all that the key says where it differs from every constant in something else."""
+    return "16-bit" if key is None else (_name_of(key) or str(key))
+
+
+@functools.cache
+def _name_of(key: QuantKey) -> str | None:
+    """The name that differs least from a constant's."""
     if key in NAMES:
         return NAMES[key]
-    shape = key.group_shape
-    if shape.row > 0 and shape.col > 0:
-        for constant, name in NAMES.items():
-            like = constant.group_shape
-            alike = like.col > 0 and (like.row > 1) == (shape.row > 1)
-            if alike and constant.with_group(shape.row, shape.col) == key:
-                return f"{name}[{shape}]"
-    return str(key)
+    found = [like for constant in NAMES if (like := _named_like(constant, key)) is not None]
+    return min(found, key=lambda like: like[:2])[2] if found else None
+
+
+def _named_like(constant: QuantKey, key: QuantKey) -> tuple[int, bool, str] | None:
+    """``key`` as a changed ``constant``: (how many words, whether its groups are of another kind, the name)."""
+    shape, like = key.group_shape, constant.group_shape
+    scale = replace(constant.scale, group_shape=shape, dtype=key.scale.dtype)
+    if replace(constant, scale=scale, permuted=key.permuted, pre_scaled=key.pre_scaled) != key:
+        return None
+    words = []
+    if shape != like:
+        words.append(next((word for word, group in _GROUPS.items() if group == shape), str(shape)))
+    if key.scale.dtype != constant.scale.dtype:
+        words += [word for word, dtype in _SCALE_DTYPES.items() if dtype == key.scale.dtype]
+    for word in ("permuted", "pre_scaled"):
+        if getattr(key, word) != getattr(constant, word):
+            words.append(word)
+    alike = (like.col > 0) == (shape.col > 0) and (like.row > 1) == (shape.row > 1)
+    return len(words), not alike, f"{NAMES[constant]}[{','.join(words)}]"
 
 
 @dataclass(frozen=True)
@@ -330,5 +377,5 @@ class KeyPattern:
         return replace(self.base, scale=scale, permuted=permuted, pre_scaled=pre_scaled)
 
     def __str__(self) -> str:
-        names = [NAMES.get(key, str(key)) for key in self.expand()]
+        names = [key_name(key) for key in self.expand()]
         return " | ".join(names)
