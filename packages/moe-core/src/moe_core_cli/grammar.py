@@ -18,7 +18,10 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _RUN = """\
 The output is the routed experts' weighted sum [M, K], without shared experts.  --input is a safetensors file with
 hidden_states [M, K] and either router_logits [M, E] or topk_ids [M, k] (integers) and topk_weights [M, k]; where both
-are given, the top-k pair wins.  --output receives output [M, K] as float32, computed in --dtype."""
+are given, the top-k pair wins.  --output receives output [M, K] as float32, computed in --dtype.
+
+--check compares the output with the float64 reference of the same weights and prints the error beside the tolerance,
+which follows from what a sound implementation rounds.  Exit code 1 where the error is larger."""
 
 _EXPLAIN = """\
 The layer is one of a checkpoint folder, or described by --scheme and --shape.  Exit code 2 where no backend fits."""
@@ -100,6 +103,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
     _device(parser, "cpu, cuda, cuda:1 … (default: cuda if there is a GPU)")
     parser.add_argument("--input", type=Path, metavar="F", help="safetensors file to read tokens from")
     parser.add_argument("--output", type=Path, metavar="F", help="safetensors file to write")
+    parser.add_argument("--check", action="store_true", help="compare the output with the float64 reference")
     _dtype(parser)
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_core.checkpoint import LayerSource
+    from moe_core.cli._check import Check
     from moe_core.cli._tensors import LayerInput
     from moe_core.layer import FusedMoELayer
 
@@ -58,9 +59,13 @@ def run(args: argparse.Namespace) -> int:
         from moe_core.cli._tensors import write_output
 
         write_output(args.output, output)
-    data = _summary(args, source, layer, tokens, output, loading, running)
-    emit(args.json, data, _text(data, layer))
-    return 0
+    check = None
+    if args.check:
+        with progress("computing the float64 reference"):
+            check = _check(args, source, layer, tokens, output)
+    data = _summary(args, source, layer, tokens, output, loading, running, check)
+    emit(args.json, data, _text(data, layer, check))
+    return 0 if check is None or check.passed else 1
 
 
 def _tokens(args: argparse.Namespace, source: LayerSource) -> LayerInput:
@@ -103,6 +108,43 @@ def _apply(layer: FusedMoELayer, tokens: LayerInput, device: torch.device, dtype
         return result, seconds_since(start)
 
 
+def _check(
+    args: argparse.Namespace, source: LayerSource, layer: FusedMoELayer, tokens: LayerInput, output: Tensor
+) -> Check:
+    """The output beside the reference, made of the weights of those experts that have tokens."""
+    import torch
+
+    from moe_core.checkpoint import read_layer
+    from moe_core.cli._check import check_output, needs_all_experts
+
+    weights, ids = tokens.topk_weights, tokens.topk_ids
+    if weights is None or ids is None:
+        logits = torch.as_tensor(tokens.router_logits, device=layer.weights.device)
+        weights, ids = (tensor.cpu() for tensor in layer.route(logits))
+    chosen = torch.arange(source.config.num_experts) if needs_all_experts(layer) else torch.unique(ids).long()
+    chosen = chosen if len(chosen) else torch.zeros(1, dtype=torch.long)
+    part = read_layer(
+        source.layer.checkpoint,
+        source.index,
+        dtype=source.config.dtype,
+        experts=chosen.tolist(),
+        quantize=args.quantize,
+        activation_key=_arguments.activation_key_of(args),
+    )
+    expert_map = torch.full((source.config.num_experts,), -1, dtype=torch.int32)
+    expert_map[chosen] = torch.arange(len(chosen), dtype=torch.int32)
+    return check_output(
+        layer,
+        part.weights(),
+        part.config,
+        tokens.hidden_states.to(source.config.dtype),
+        output,
+        topk_weights=weights,
+        topk_ids=ids,
+        expert_map=expert_map,
+    )
+
+
 def _summary(
     args: argparse.Namespace,
     source: LayerSource,
@@ -111,6 +153,7 @@ def _summary(
     output: Tensor,
     loading: float,
     running: float,
+    check: Check | None,
 ) -> dict[str, Any]:
     import torch
 
@@ -134,6 +177,7 @@ def _summary(
         "output_rms": float(output.square().mean().sqrt()) if output.numel() and bool(finite.all()) else None,
         "output_not_finite": int((~finite).sum()),
         "output": None if args.output is None else str(args.output),
+        "check": None if check is None else check.as_dict(),
         "selection": layer.selection.report.as_dict(),
     }
 
@@ -150,7 +194,7 @@ def _notes(source: LayerSource, tokens: LayerInput) -> list[str]:
     return notes
 
 
-def _text(data: dict[str, Any], layer: FusedMoELayer) -> str:
+def _text(data: dict[str, Any], layer: FusedMoELayer, check: Check | None) -> str:
     lines = [
         f"{data['checkpoint']}: layer {data['layer']} ({data['prefix']}), {data['format']}",
         str(layer.selection.report),
@@ -163,6 +207,9 @@ def _text(data: dict[str, Any], layer: FusedMoELayer) -> str:
         lines.append(f"output {data['shape']} {data['dtype']}, root mean square {data['output_rms']:.4g}")
     if data["output_not_finite"]:
         lines.append(f"warning: {data['output_not_finite']} values of the output are NaN or Inf")
+    if check is not None:
+        lines.append(f"compared with the float64 reference: {check}")
+        lines += [] if check.fault is None else [f"FAILED: {check.fault}"]
     lines += [f"note: {note}" for note in data["notes"]]
     if data["output"] is not None:
         lines.append(f"written to {data['output']}")

@@ -1,0 +1,88 @@
+"""A layer's output beside the float64 reference: the error, what is allowed, and whether it is within."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_core.experts import FusedMoEExperts
+
+if TYPE_CHECKING:
+    from moe_core.config import FusedMoEConfig
+    from moe_core.layer import FusedMoELayer
+    from moe_core.weights import MoEWeights
+
+#: with more values, a few lie outside of bounds that 2e-9 of them leave; the norm of the error decides alone then
+MOST_BOUNDED = 1_000_000
+
+
+@dataclass(frozen=True)
+class Check:
+    """Norms relative to the reference's: of the error, and the largest that is allowed; ``fault``: what is wrong."""
+
+    error: float
+    tolerance: float
+    fault: str | None
+
+    @property
+    def passed(self) -> bool:
+        return self.fault is None
+
+    def __str__(self) -> str:
+        verdict = "within" if self.passed else "OUTSIDE"
+        return f"relative error {self.error:.2e}, {verdict} the tolerance {self.tolerance:.2e}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {"error": self.error, "tolerance": self.tolerance, "passed": self.passed, "fault": self.fault}
+
+
+def needs_all_experts(layer: FusedMoELayer) -> bool:
+    """Whether the layer's backend computes with other weights than those given, which may depend on all experts'."""
+    return type(layer.kernel.experts).requantized is not FusedMoEExperts.requantized
+
+
+def check_output(
+    layer: FusedMoELayer,
+    weights: MoEWeights,
+    config: FusedMoEConfig,
+    x: Tensor,
+    output: Tensor,
+    *,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None = None,
+) -> Check:
+    """Compare ``output`` [M, K] of ``layer`` for hidden states ``x`` [M, K] with the reference; all on the CPU.
+
+    ``weights``: the checkpoint's, canonical; with ``expert_map`` [E], of the experts that it names, as ``config`` is.
+    """
+    from moe_core.testing.tolerance import expected_output
+
+    experts = layer.kernel.experts
+    # matrix units of 8-bit operands add up with fewer bits than float32 has
+    narrow = layer.weights.device.type != "cpu" and layer.selection.activation_key is not None
+    expected = expected_output(
+        experts.off_boundaries(x),
+        experts.requantized(weights),
+        config,
+        topk_weights=topk_weights.float(),
+        topk_ids=topk_ids.long(),
+        expert_map=expert_map,
+        compute_dtype=torch.bfloat16 if narrow and config.dtype is torch.float32 else config.dtype,
+        rounds_products=experts.claims.rounds_products,
+    )
+    fault = None
+    try:
+        expected.compare(output, layer.selection.backend, elements=output.numel() <= MOST_BOUNDED)
+    except AssertionError as error:
+        fault = str(error)
+    scale = float(expected.exact.norm())
+    error_norm = float((output.double() - expected.exact).norm())
+    if not scale:
+        return Check(0.0 if not error_norm else math.inf, 0.0, fault)
+    return Check(error_norm / scale, expected.limit / scale, fault)
