@@ -298,7 +298,11 @@ def test_bad_input(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (W8A8, {"weights": {"num_bits": 4}}, "gate_proj.weight has"),
         (W4A8, {"weights": {"num_bits": 8}}, "int8 weights have strategy 'group', expected 'channel'"),
         (W4A8, {"weights": {"group_size": 64}}, "weight_scale has shape [128, 2], expected [128, 4]"),
-        (W4A8, {"weights": {"strategy": "channel"}}, "weight_scale has shape [128, 2], expected [128, 1]"),
+        (
+            W4A8,
+            {"weights": {"strategy": "channel", "group_size": None}},
+            "weight_scale has shape [128, 2], expected [128, 1]",
+        ),
     ],
 )
 def test_configs_that_say_something_else(

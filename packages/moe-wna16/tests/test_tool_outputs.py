@@ -278,10 +278,14 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "3 bits": (GPTQ, with_config(GPTQ, bits=3), "GPTQ (wna16): bits is 3, expected 4 or 8"),
     "marlin": (
         GPTQ,
-        with_config(GPTQ, checkpoint_format="marlin"),
+        with_config(GPTQ, checkpoint_format="marlin", format=None),
         "checkpoint_format is 'marlin', expected 'gptq' or",
     ),
-    "gemv": (AWQ, with_config(AWQ, version="gemv"), "AWQ (wna16): version is 'gemv', expected 'gemm'"),
+    "gemv": (
+        AWQ,
+        with_config(AWQ, version="gemv", format=None, checkpoint_format=None),
+        "AWQ (wna16): version is 'gemv', expected 'gemm'",
+    ),
     "group size": (
         GPTQ,
         with_config(GPTQ, group_size=64),

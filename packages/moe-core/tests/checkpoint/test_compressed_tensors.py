@@ -92,12 +92,12 @@ def test_one_group_needs_no_target(layer: LayerExperts) -> None:
         ({"config_groups": [1]}, "config_groups is [1], expected an object with groups"),
         (groups({"targets": ["Linear"], "weights": None}), "no group of config_groups says how weights are quantised"),
         (groups(group("a"), group("b")), f"no target of config_groups names {PREFIX}.0.down_proj"),
-        (groups(group("re:("), group("b")), "group_0: the target 're:(' is no pattern:"),
+        (groups(group("re:("), group("b")), "group_0: the target '(' is no pattern:"),
         (groups(group("re:" + "a" * 2000), group("b")), "is no pattern: it is too long"),
         (groups(group("Linear", num_bits=[8])), "group_0.weights: num_bits is [8], expected an integer"),
         (groups(group("Linear", strategy=3)), "weights: strategy is 3, expected a name"),
         (groups(group("Linear", symmetric="no")), "weights: symmetric is 'no', expected true or false"),
-        (groups(group("Linear", dynamic=2)), "weights: dynamic is 2, expected true, false or a name"),
+        (groups(group("Linear", dynamic=2)), "weights: dynamic is 2, expected true, false or 'local'"),
         (groups(group("Linear", block_structure="128")), "block_structure is '128', expected [rows, columns]"),
         (groups({"weights": [8]}), "config_groups.group_0: weights is [8], expected an object"),
     ],
@@ -110,3 +110,98 @@ def test_what_is_refused(layer: LayerExperts, quantization: dict[str, Any], mess
 def test_targets_that_are_no_text(layer: LayerExperts) -> None:
     assert quant_group(groups(group(3, None), group("Linear")), layer).name == "group_1"
     assert quant_group(groups({**group(), "targets": 5}, group("Linear")), layer).name == "group_1"
+
+
+TOKEN = {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_activations": {**TOKEN, "symmetric": False}}, "symmetric of input_activations is True and False"),
+        (
+            {"input_activations": {**TOKEN, "scale_dtype": "torch.uint8"}},
+            "scale_dtype of input_activations is None and",
+        ),
+        ({"input_activations": None}, "input_activations are dynamic int8 by token and not quantised"),
+        ({"weights": {"num_bits": 8, "actorder": "group"}}, "actorder of weights is None and 'group'"),
+        ({"weights": {"num_bits": 8, "symmetric": False}}, "symmetric of weights is True and False"),
+        ({"format": "pack-quantized"}, "format is 'int-quantized' and 'pack-quantized'"),
+    ],
+)
+@pytest.mark.parametrize("target", ["re:.*up_proj", "re:.*experts.2.*"])
+def test_groups_that_differ_in_anything(
+    layer: LayerExperts, target: str, changes: dict[str, Any], message: str
+) -> None:
+    """Of other projections, and of other experts."""
+    one = {**group("Linear"), "input_activations": TOKEN, "format": "int-quantized"}
+    alike = quant_group(groups(one, {**one, "targets": [target]}), layer)
+    assert alike.format == "int-quantized"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        quant_group(groups(one, {**one, "targets": [target], **changes}), layer)
+
+
+def test_defaults_of_what_is_left_out(layer: LayerExperts) -> None:
+    found = quant_group(groups({"targets": ["Linear"], "weights": {"group_size": None}}), layer).weights
+    assert (found.type, found.num_bits, found.strategy, found.symmetric, found.dynamic) == (
+        *("int", 8, "tensor", True),
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(
+            ({name: None}, f"weights: {name} is None, expected a value, or no such entry for the tool's default")
+            for name in ("type", "num_bits", "symmetric", "dynamic")
+        ),
+        ({"type": ""}, "weights: type is '', expected 'int' or 'float'"),
+        ({"type": "bfloat"}, "weights: type is 'bfloat', expected 'int' or 'float'"),
+        ({"strategy": "channel", "group_size": 32}, "group_size is 32, expected none with strategy 'channel'"),
+        (
+            {"strategy": "channel", "block_structure": [1, 32]},
+            "block_structure is [1, 32], expected none with strategy",
+        ),
+        ({"strategy": "block"}, "block_structure is missing for strategy 'block'"),
+        ({"actorder": "first"}, "weights: actorder is 'first', expected 'group' or"),
+    ],
+)
+@pytest.mark.parametrize("part", ["weights", "input_activations"])
+def test_arguments_that_the_tool_refuses(layer: LayerExperts, part: str, changes: dict[str, Any], message: str) -> None:
+    one = {**group("Linear"), "input_activations": TOKEN}
+    broken = {**one, part: {**TOKEN, **changes}}
+    quant_group(groups(one), layer)
+    with pytest.raises(CheckpointError, match=re.escape(message.replace("weights:", f"{part}:"))):
+        quant_group(groups(broken), layer)
+
+
+def test_actorder_true_means_group(layer: LayerExperts) -> None:
+    assert quant_group(groups(group("Linear", actorder=True)), layer).weights.actorder == "group"
+    assert quant_group(groups(group("Linear", actorder=False)), layer).weights.actorder is None
+
+
+def test_outputs_that_are_quantised(layer: LayerExperts) -> None:
+    with pytest.raises(CheckpointError, match="output_activations is .*, expected null"):
+        quant_group(groups({**group("Linear"), "output_activations": TOKEN}), layer)
+
+
+def test_formats_that_contradict_each_other(layer: LayerExperts) -> None:
+    one = {**group("Linear"), "format": "int-quantized"}
+    for top in ("int-quantized", "mixed-precision", None):
+        assert quant_group(groups(one, format=top), layer).format == "int-quantized"
+    with pytest.raises(CheckpointError, match=r"group_0.format is 'int-quantized', but format of the whole is 'pack-q"):
+        quant_group(groups(one, format="pack-quantized"), layer)
+
+
+@pytest.mark.parametrize("location", ["input", "output", "weight_input", "q_attn"])
+@pytest.mark.parametrize("target", ["Linear", "re:.*down_proj$", "re:.*self_attn.*"])
+def test_transforms_at_run_time(layer: LayerExperts, location: str, target: str) -> None:
+    """Rotations of the experts' inputs, which nothing here computes; those of weights are in the weights."""
+    transform = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"location": location, "targets": [target]}]}}}
+    quantization = groups(group("Linear"), transform_config=transform)
+    if location in ("input", "output") and "attn" not in target:
+        with pytest.raises(CheckpointError, match=rf"transform_config.config_groups.R4 transforms the {location} of"):
+            quant_group(quantization, layer)
+    else:
+        assert quant_group(quantization, layer).name == "group_0"

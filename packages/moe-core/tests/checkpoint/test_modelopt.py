@@ -40,7 +40,11 @@ def test_algorithm_in_capitals(layer: LayerExperts) -> None:
         {PREFIX: {"quant_algo": "fp8", "group_size": 64}},
         {"model.layers.0.mlp": {"quant_algo": "FP8", "group_size": 64}, "model": {"quant_algo": "NVFP4"}},
         {"*.experts.*": {"quant_algo": "FP8", "group_size": 64}},
-        {f"{PREFIX}.0.{p}_proj": {"quant_algo": "FP8", "group_size": 64} for p in ("gate", "up", "down")},
+        {
+            f"{PREFIX}.{expert}.{p}_proj": {"quant_algo": "FP8", "group_size": 64}
+            for expert in range(4)
+            for p in ("gate", "up", "down")
+        },
     ],
 )
 def test_mixed_precision(layer: LayerExperts, layers: dict[str, Any]) -> None:
@@ -91,5 +95,12 @@ def test_quark_projections_that_differ(layer: LayerExperts) -> None:
         "layer_quant_config": {"*down_proj": {"weight": {"dtype": "fp8_e4m3"}}},
         "global_quant_config": {"weight": {"dtype": "fp4"}},
     }
-    with pytest.raises(CheckpointError, match=f"the projections of {PREFIX} are quantised differently"):
+    with pytest.raises(CheckpointError, match=f"the experts of {PREFIX} are quantised differently"):
         quark_layer(quantization, layer)
+
+
+def test_quantized_layers_that_contradict_the_algorithm(layer: LayerExperts) -> None:
+    layers = {"lm_head": {"quant_algo": "NVFP4"}, f"{PREFIX}.1.up_proj": {"quant_algo": "fp8"}}
+    assert quant_algo({"quant_algo": "FP8", "quantized_layers": layers}, layer)[0] == "FP8"
+    with pytest.raises(CheckpointError, match=r"quant_algo is MXFP8, but .*1.up_proj.quant_algo is 'fp8' for"):
+        quant_algo({"quant_algo": "MXFP8", "quantized_layers": layers}, layer)

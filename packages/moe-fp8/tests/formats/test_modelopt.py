@@ -95,7 +95,11 @@ def test_config_groups_are_not_believed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "layers",
     [
-        {f"{PREFIX}.0.{name}": {"quant_algo": "FP8_PB_WO"} for name in ("gate_proj", "up_proj", "down_proj")},
+        {
+            f"{PREFIX}.{expert}.{name}": {"quant_algo": "FP8_PB_WO"}
+            for expert in range(3)
+            for name in ("gate_proj", "up_proj", "down_proj")
+        },
         {PREFIX: {"quant_algo": "fp8_pb_wo"}, "model.layers.0": {"quant_algo": "NVFP4"}},
         {"model.layers.*.mlp.experts*": {"quant_algo": "FP8_PB_WO"}},
     ],

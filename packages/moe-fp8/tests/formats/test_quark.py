@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "inputs": (config(spec("per_tensor"), spec("fancy", is_dynamic=True)), "qscheme is 'fancy', expected 'per_tensor'"),
     "projections": (
         config(spec("per_tensor"), layer_quant_config={"*down_proj": {"weight": spec("per_channel")}}),
-        f"the projections of {PREFIX} are quantised differently",
+        f"the experts of {PREFIX} are quantised differently",
     ),
     "outputs": (
         {

@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     **{f"{bits} bits": ({"bits": bits}, f"bits is {bits}, expected 4") for bits in (2, 3, 5, 6, 7, 8)},
     "gemv": ({"version": "gemv"}, "version is 'gemv', expected 'gemm'"),
     "gemv_fast": ({"version": "GEMV_FAST"}, "version is 'gemv_fast', expected 'gemm'"),
-    "marlin": ({"format": "marlin"}, "format is 'marlin', expected 'gemm'"),
+    "marlin": ({"version": None, "format": "marlin"}, "format is 'marlin', expected 'gemm'"),
     "no group": ({"group_size": None}, "group_size is None, expected the columns of a group, or -1 for all"),
     "another tool": ({"quant_method": "gptq"}, "quant_method is 'gptq', expected 'awq'"),
 }

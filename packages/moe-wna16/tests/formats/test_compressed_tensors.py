@@ -259,13 +259,17 @@ BITS = {
     f"{bits} bits": (config({**G32, "num_bits": bits}), f"group_0 has int{bits} weights, expected int4 or int8")
     for bits in (2, 3, 5, 6, 7)
 }
+BLOCK = {**G32, "strategy": "block", "group_size": None, "block_structure": [8, 8]}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     **BITS,
     "floats": (config({**G32, "type": "float"}), "group_0 has float4 weights, expected int4 or int8"),
     "format": (config(G32, None, "marlin-24"), "format is 'marlin-24', expected 'pack-quantized'"),
     "dynamic": (config({**G32, "dynamic": True}), "weights is dynamic, expected static"),
-    "tensor": (config({**G32, "strategy": "tensor"}), "strategy is 'tensor', expected 'channel' or 'group'"),
-    "block": (config({**G32, "strategy": "block"}), "strategy is 'block', expected 'channel' or 'group'"),
+    "tensor": (
+        config({**G32, "strategy": "tensor", "group_size": None}),
+        "strategy is 'tensor', expected 'channel' or 'group'",
+    ),
+    "block": (config(BLOCK), "strategy is 'block', expected 'channel' or 'group'"),
     "no group": (config({**G32, "group_size": None}), "group_size is None, expected the columns of a group"),
     "int8 activations": (config(G32, INT8), "is dynamic int8 by token, expected dynamic float8 by token or null"),
     "static fp8": (

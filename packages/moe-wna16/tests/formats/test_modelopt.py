@@ -101,7 +101,7 @@ def test_gate_and_up_whose_factors_differ(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "W4A8": ({"quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', expected W4A16_AWQ"),
     "zero points": ({"has_zero_point": True}, "has_zero_point is true, expected false"),
-    "another tool": ({"quant_method": "awq"}, "quant_method is 'awq', expected 'modelopt'"),
+    "another tool": ({"quant_method": "acme"}, "quant_method is 'acme', expected 'modelopt'"),
     "no algorithm": ({"quant_algo": None}, "quant_algo is None, expected an algorithm"),
 }
 

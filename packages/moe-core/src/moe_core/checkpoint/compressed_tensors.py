@@ -7,18 +7,21 @@ a layer is quantised is read off its tensors.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.matrices import module_name
+from moe_core.checkpoint.matrices import expert_modules
+from moe_core.checkpoint.patterns import NamePattern, NamePatterns
 from moe_core.checkpoint.quant_args import QuantEntries, short
 from moe_core.errors import CheckpointError
 
-#: longer patterns are refused before they are compiled
-_LONGEST_PATTERN = 1000
+_TYPES = ("int", "float")
+#: strategies that a group size belongs to
+_GROUPED = ("group", "tensor_group")
+#: orders of columns: with a group for each ("group", also "dynamic"), or undone before the file was written
+_ORDERS = ("group", "dynamic", "weight", "static")
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class QuantArgs:
     dynamic: bool | str
     actorder: str | None
     scale_dtype: str | None
-    where: str
+    where: str = field(compare=False)
 
     def __str__(self) -> str:
         size = self.block or self.group_size
@@ -66,7 +69,7 @@ def quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantGr
 
     Exact names win over patterns, patterns over classes.  One group alone needs no matching target: some tools write
     module paths of another naming of the same model.  Raises CheckpointError where there is no group, a malformed one,
-    or projections of different groups.
+    for experts or projections of different groups, and for transforms of the experts' inputs or outputs.
     """
     file = str(layer.checkpoint.path / "config.json")
     groups = quantization.get("config_groups")
@@ -75,49 +78,97 @@ def quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantGr
     entries = {name: group for name, group in groups.items() if isinstance(group, dict) and group.get("weights")}
     if not entries:
         raise CheckpointError(f"{file}: no group of config_groups says how weights are quantised")
-    top = quantization.get("format")
+    modules = [module for _, _, module in expert_modules(layer)]
+    _refuse_transforms(QuantEntries(quantization, file), modules)
+    owner = _owners({name: _targets(group) for name, group in entries.items()}, f"{file}: config_groups")
     chosen: dict[str, str] = {}
-    for projection in sorted(layer.projections):
-        module = module_name(layer, projection)
-        name = next(iter(entries)) if len(entries) == 1 else _matching(module, entries, file)
+    for module in modules:
+        name = next(iter(entries)) if len(entries) == 1 else owner(module)
+        if name is None:
+            raise CheckpointError(f"{file}: no target of config_groups names {module}")
         chosen.setdefault(name, module)
-    parsed = [_group(name, entries[name], file, top) for name in chosen]
+    parsed = [_group(name, entries[name], file, quantization) for name in chosen]
     first = parsed[0]
     for other in parsed[1:]:
-        if (str(other.weights), str(other.inputs)) != (str(first.weights), str(first.inputs)):
+        if (other.weights, other.inputs, other.format) != (first.weights, first.inputs, first.format):
             raise CheckpointError(
                 f"{file}: {chosen[first.name]} has {first.weights} weights ({first.where}), {chosen[other.name]} has "
-                f"{other.weights} ({other.where}): all matrices of a layer's experts must be quantised alike"
+                f"{other.weights} ({other.where}): {_difference(first, other)}; all matrices of a layer's experts must "
+                "be quantised alike"
             )
     return first
 
 
-def _group(name: str, group: Mapping[str, Any], file: str, top: object) -> QuantGroup:
+def _difference(one: QuantGroup, other: QuantGroup) -> str:
+    """What two groups say differently."""
+    for name, mine, theirs in (
+        ("weights", one.weights, other.weights),
+        ("input_activations", one.inputs, other.inputs),
+    ):
+        if mine is None or theirs is None or mine == theirs:
+            if mine != theirs:
+                return f"{name} are {mine or 'not quantised'} and {theirs or 'not quantised'}"
+            continue
+        key = next(part.name for part in fields(mine) if getattr(mine, part.name) != getattr(theirs, part.name))
+        return f"{key} of {name} is {getattr(mine, key)!r} and {getattr(theirs, key)!r}"
+    return f"format is {one.format!r} and {other.format!r}"
+
+
+def _group(name: str, group: Mapping[str, Any], file: str, quantization: Mapping[str, Any]) -> QuantGroup:
     entries = QuantEntries(group, f"{file}: config_groups.{name}")
     weights, inputs = entries.part("weights"), entries.part("input_activations")
     if weights is None:
         raise entries.error("weights", "an object")
-    named = entries.text("format") or (top if isinstance(top, str) else None)
-    return QuantGroup(name, _args(weights), None if inputs is None else _args(inputs), named)
+    if entries.part("output_activations") is not None:
+        raise entries.error("output_activations", "null: outputs of experts are not quantised here")
+    own, top = entries.text("format"), QuantEntries(quantization, file).text("format")
+    if own is not None and top not in (None, own, "mixed-precision"):
+        raise CheckpointError(
+            f"{entries.where}.format is {own!r}, but format of the whole is {top!r}: these contradict each other, "
+            "expected the same or 'mixed-precision'"
+        )
+    return QuantGroup(name, _args(weights), None if inputs is None else _args(inputs), own or top)
 
 
 def _args(entries: QuantEntries) -> QuantArgs:
-    group_size = entries.integer("group_size", least=-1)
-    dynamic = entries.entries.get("dynamic")
-    if not isinstance(dynamic, (bool, str, type(None))):
-        raise entries.error("dynamic", "true, false or a name")
+    # what the tool itself refuses: these have defaults where they are left out, and may not be null
+    for name in ("type", "num_bits", "symmetric", "dynamic"):
+        entries.required(name)
+    kind, group_size = entries.text("type", "int"), entries.integer("group_size", least=-1)
+    if kind is None or kind.lower() not in _TYPES:
+        raise entries.error("type", " or ".join(map(repr, _TYPES)))
+    strategy, block = entries.text("strategy") or _implied_strategy(group_size), entries.block("block_structure")
+    if strategy == "block" and block is None:
+        raise CheckpointError(f"{entries.where}: block_structure is missing for strategy 'block'")
+    for size, fits in (("block_structure", strategy == "block"), ("group_size", strategy in _GROUPED)):
+        if not fits and entries.entries.get(size) not in (None, -1, 0):
+            raise entries.error(size, f"none with strategy {strategy!r}")
+    dynamic = entries.entries.get("dynamic", False)
+    if not isinstance(dynamic, bool) and dynamic != "local":
+        raise entries.error("dynamic", "true, false or 'local'")
     return QuantArgs(
-        type=entries.text("type", "int") or "int",
+        type=kind.lower(),
         num_bits=entries.integer("num_bits", 8) or 8,
-        strategy=entries.text("strategy") or _implied_strategy(group_size),
+        strategy=strategy.lower(),
         group_size=group_size,
-        block=entries.block("block_structure"),
+        block=block,
         symmetric=entries.boolean("symmetric", True),
-        dynamic=False if dynamic is None else dynamic,
-        actorder=None if isinstance(entries.entries.get("actorder"), bool) else entries.text("actorder"),
+        dynamic=dynamic,
+        actorder=_actorder(entries),
         scale_dtype=entries.text("scale_dtype"),
         where=entries.where,
     )
+
+
+def _actorder(entries: QuantEntries) -> str | None:
+    """ "group" (which true is short for), "weight" …; None where columns keep their order."""
+    found = entries.entries.get("actorder")
+    if isinstance(found, bool):
+        return "group" if found else None
+    name = entries.text("actorder")
+    if name is not None and name.lower() not in _ORDERS:
+        raise entries.error("actorder", " or ".join(map(repr, _ORDERS)))
+    return None if name is None else name.lower()
 
 
 def _implied_strategy(group_size: int | None) -> str:
@@ -127,33 +178,53 @@ def _implied_strategy(group_size: int | None) -> str:
     return "channel" if group_size == -1 else "group"
 
 
-def _matching(module: str, groups: Mapping[str, Mapping[str, Any]], file: str) -> str:
-    """Name of the group whose target fits ``module`` best."""
-    best: tuple[int, str] | None = None
-    for name, group in groups.items():
-        targets = group.get("targets")
-        for target in targets if isinstance(targets, list) else []:
-            rank = _rank(module, target, f"{file}: config_groups.{name}")
-            if rank is not None and (best is None or rank < best[0]):
-                best = (rank, name)
-    if best is None:
-        raise CheckpointError(f"{file}: no target of config_groups names {module}")
-    return best[1]
+def _targets(group: Mapping[str, Any]) -> Sequence[str]:
+    """What a group says it is for."""
+    found = group.get("targets")
+    return [target for target in found if isinstance(target, str)] if isinstance(found, list) else []
 
 
-def _rank(module: str, target: object, where: str) -> int | None:
-    """0 for the module's name, 1 for a pattern, 2 for its class; None where ``target`` is another module."""
-    if not isinstance(target, str):
-        return None
-    if target == module:
-        return 0
-    if target.startswith("re:"):
-        pattern = target.removeprefix("re:")
-        try:
-            if len(pattern) > _LONGEST_PATTERN:
-                raise re.error("it is too long")
-            return 1 if re.match(pattern, module) else None
-        except (re.error, RecursionError, OverflowError) as error:
-            raise CheckpointError(f"{where}: the target {short(target)} is no pattern: {error}") from None
-    # experts are linear modules, or one module that holds them all
-    return 2 if target == "Linear" or target.endswith(("Experts", "MoE")) else None
+def _owners(targets: Mapping[str, Sequence[str]], where: str) -> Callable[[str], str | None]:
+    """A function: module's name -> the group of ``targets`` that names it best, None where none does.
+
+    Its own name is better than a pattern, a pattern better than its class; of equally good ones the first counts.
+    """
+    kept = NamePatterns()
+    names: dict[str, str] = {}
+    patterns: list[tuple[str, NamePattern]] = []
+    classes: list[str] = []
+    for group, listed in targets.items():
+        for target in listed:
+            names.setdefault(target, group)
+            if target.startswith("re:"):
+                patterns.append((group, kept.regular(target.removeprefix("re:"), f"{where}.{group}: the target")))
+            elif target == "Linear" or target.endswith(("Experts", "MoE")):
+                # experts are linear modules, or one module that holds them all
+                classes.append(group)
+
+    def choose(module: str) -> str | None:
+        if module in names:
+            return names[module]
+        matching = (group for group, pattern in patterns if pattern.match(module))
+        return next(matching, classes[0] if classes else None)
+
+    return choose
+
+
+def _refuse_transforms(entries: QuantEntries, modules: Sequence[str]) -> None:
+    """CheckpointError where the experts' inputs or outputs are multiplied by a matrix at run time (rotations)."""
+    transforms = entries.part("transform_config")
+    groups = None if transforms is None else transforms.part("config_groups")
+    for name in () if groups is None else groups.entries:
+        group = groups.part(name) if groups is not None else None
+        applied = None if group is None else group.entries.get("apply")
+        for place in applied if isinstance(applied, list) else []:
+            if not isinstance(place, dict) or place.get("location") not in ("input", "output"):
+                continue
+            owner = _owners({name: _targets(place)}, f"{entries.where}: transform_config")
+            found = next((module for module in modules if owner(module) is not None), None)
+            if found is not None:
+                raise CheckpointError(
+                    f"{entries.where}: transform_config.config_groups.{name} transforms the {place['location']} of "
+                    f"{found} at run time, which is not computed here: expected no transform of experts"
+                )

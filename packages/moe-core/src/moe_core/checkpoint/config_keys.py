@@ -23,7 +23,7 @@ GROUPS = ("n_group", "num_expert_group")
 TOP_GROUPS = ("topk_group",)
 
 #: parts of a multi-modal config that may describe the language model
-_NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
 _LARGEST = 1 << 24
 
@@ -44,7 +44,7 @@ class ConfigKeys:
         """The part of ``config`` that names experts; the whole where none does."""
         holder: Mapping[str, Any] = config
         while not any(key in holder for key in NUM_EXPERTS):
-            inner = next((holder[key] for key in _NESTED if isinstance(holder.get(key), dict)), None)
+            inner = next((holder[key] for key in NESTED if isinstance(holder.get(key), dict)), None)
             if inner is None:
                 return ConfigKeys(config, file, layer)
             holder = inner

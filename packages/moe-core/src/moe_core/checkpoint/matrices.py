@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,13 @@ def module_name(layer: LayerExperts, projection: str, expert: int = 0) -> str:
             if name.endswith(separator + suffix):
                 return name.removesuffix(separator + suffix)
     return layer.name(expert, projection, "weight")
+
+
+def expert_modules(layer: LayerExperts) -> Iterator[tuple[int, str, str]]:
+    """(expert, projection, module's name) of every linear module; of the first expert alone where they are stacked."""
+    for projection in sorted(layer.projections):
+        for expert in range(1 if layer.stacked_names else layer.num_experts):
+            yield expert, projection, module_name(layer, projection, expert)
 
 
 def stored_matrix(layer: LayerExperts, projection: str) -> tuple[int, int]:

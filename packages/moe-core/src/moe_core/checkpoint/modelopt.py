@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.matrices import module_name
+from moe_core.checkpoint.matrices import expert_modules
+from moe_core.checkpoint.patterns import NamePatterns
 from moe_core.checkpoint.quant_args import QuantEntries, short
 from moe_core.errors import CheckpointError
 
@@ -29,15 +29,16 @@ def quant_algo(quantization: Mapping[str, Any], layer: LayerExperts) -> tuple[st
     named = entries.text("quant_algo")
     if named is None:
         raise entries.error("quant_algo", "an algorithm")
-    if named.upper() != "MIXED_PRECISION":
-        return named.upper(), entries
     layers = entries.part("quantized_layers")
+    if named.upper() != "MIXED_PRECISION":
+        _refuse_other(named.upper(), entries, layers, layer)
+        return named.upper(), entries
     if layers is None:
         raise entries.error("quantized_layers", "an object, since quant_algo is MIXED_PRECISION")
     found: dict[str, QuantEntries] = {}
-    for projection in sorted(layer.projections):
-        module = module_name(layer, projection)
-        key = _owner(module, layers.entries)
+    owner = _owners(layers)
+    for _, _, module in expert_modules(layer):
+        key = owner(module)
         part = None if key is None else layers.part(key)
         if key is None or part is None:
             raise CheckpointError(f"{layers.where} names neither {module} nor a part of the model that holds it")
@@ -53,14 +54,36 @@ def quant_algo(quantization: Mapping[str, Any], layer: LayerExperts) -> tuple[st
     return next(iter(found.items()))
 
 
-def _owner(module: str, layers: Mapping[str, Any]) -> str | None:
-    """The entry of ``module`` or of the closest part of the model around it; patterns last."""
-    name = module
-    while name:
-        if name in layers:
-            return name
-        name = name.rpartition(".")[0]
-    return next((key for key in layers if "*" in key and fnmatchcase(module, key)), None)
+def _refuse_other(named: str, entries: QuantEntries, layers: QuantEntries | None, layer: LayerExperts) -> None:
+    """CheckpointError where ``quantized_layers`` has another algorithm for the experts than ``quant_algo``."""
+    if layers is None:
+        return
+    owner = _owners(layers)
+    for _, _, module in expert_modules(layer):
+        key = owner(module)
+        part = None if key is None else layers.part(key)
+        algorithm = None if part is None else part.text("quant_algo")
+        if part is not None and algorithm is not None and algorithm.upper() != named:
+            raise CheckpointError(
+                f"{entries.where}: quant_algo is {named}, but {part.where}.quant_algo is {algorithm!r} for {module}: "
+                "these contradict each other, expected the same or MIXED_PRECISION"
+            )
+
+
+def _owners(layers: QuantEntries) -> Callable[[str], str | None]:
+    """A function: module's name -> the entry of it or of the closest part of the model around it; patterns last."""
+    kept = NamePatterns()
+    patterns = [(key, kept.wildcard(key, f"{layers.where}: the key")) for key in layers.entries if "*" in key]
+
+    def choose(module: str) -> str | None:
+        name = module
+        while name:
+            if name in layers.entries:
+                return name
+            name = name.rpartition(".")[0]
+        return next((key for key, pattern in patterns if pattern.match(module)), None)
+
+    return choose
 
 
 def unknown_algo(algorithm: str, expected: str) -> str:

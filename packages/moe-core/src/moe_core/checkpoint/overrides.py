@@ -7,19 +7,19 @@ Both are objects whose keys choose modules and whose values replace entries of t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.matrices import module_name
+from moe_core.checkpoint.matrices import expert_modules
+from moe_core.checkpoint.patterns import NamePatterns
 from moe_core.checkpoint.quant_args import QuantEntries, short
+from moe_core.checkpoint.statements import FACTS
 from moe_core.errors import CheckpointError
 
 #: the entries that decide how tensors are read
-_DECISIVE = ("bits", "group_size", "sym", "data_type", "act_bits", "act_data_type", "desc_act")
+_DECISIVE = frozenset(name for fact in FACTS for name in fact.names)
 _META = re.compile(r"[\^$|()\[\]?+*\\{}]")
-#: longer patterns are refused before they are compiled
-_LONGEST_PATTERN = 1000
 
 #: a module's name -> the key that chooses it, None where none does
 Chooser = Callable[[str], str | None]
@@ -35,22 +35,20 @@ def with_overrides(entries: QuantEntries, part: str, layer: LayerExperts) -> Qua
         return entries
     choose = (_dynamic if part == "dynamic" else _extra_config)(overrides)
     first: tuple[str, Mapping[str, Any]] | None = None
-    for projection in sorted(layer.projections):
-        for expert in range(1 if layer.stacked_names else layer.num_experts):
-            module = module_name(layer, projection, expert)
-            key = choose(module)
-            chosen = None if key is None else overrides.part(key)
-            merged = {**entries.entries, **(chosen.entries if chosen is not None else {})}
-            if first is None:
-                first = module, merged
-            for name in _DECISIVE:
-                if merged.get(name) != first[1].get(name):
-                    raise CheckpointError(
-                        f"{overrides.where}: {name} is {short(first[1].get(name))} for {first[0]} and "
-                        f"{short(merged.get(name))} for {module}; all matrices of a layer's experts must be quantised "
-                        "alike"
-                    )
-    return entries if first is None else QuantEntries(first[1], entries.where)
+    for _, _, module in expert_modules(layer):
+        key = choose(module)
+        part_of_module = None if key is None else overrides.part(key)
+        chosen = {} if part_of_module is None else part_of_module.entries
+        if first is None:
+            first = module, chosen
+        for name in sorted(_DECISIVE & (chosen.keys() | first[1].keys())):
+            values = [own.get(name, entries.entries.get(name)) for own in (first[1], chosen)]
+            if values[0] != values[1]:
+                raise CheckpointError(
+                    f"{overrides.where}: {name} is {short(values[0])} for {first[0]} and {short(values[1])} for "
+                    f"{module}; all matrices of a layer's experts must be quantised alike"
+                )
+    return entries if first is None else QuantEntries({**entries.entries, **first[1]}, entries.where)
 
 
 def _dynamic(overrides: QuantEntries) -> Chooser:
@@ -58,8 +56,9 @@ def _dynamic(overrides: QuantEntries) -> Chooser:
 
     Experts whose tensors are quantised are so whatever "-:" says, as lists of ignored modules are not looked at.
     """
+    kept = NamePatterns()
     patterns = [
-        (key, _compiled(re.sub(r"^[+-]:", "", key), overrides.where))
+        (key, kept.regular(key.removeprefix("+:"), f"{overrides.where}: the key"))
         for key in overrides.entries
         if not key.startswith("-:")
     ]
@@ -67,24 +66,28 @@ def _dynamic(overrides: QuantEntries) -> Chooser:
 
 
 def _extra_config(overrides: QuantEntries) -> Chooser:
-    """A module's own name, else the last part of a name or pattern that is found in it."""
-    patterns = [(key, _compiled(key, overrides.where)) for key in overrides.entries if _META.search(key)]
-    parts = [key for key in overrides.entries if not _META.search(key)]
+    """A module's own name, else the last part of a name, or pattern, that is found in it."""
+    kept = NamePatterns()
+    patterns = [
+        (key, kept.regular(key, f"{overrides.where}: the key")) for key in overrides.entries if _META.search(key)
+    ]
+    places = {key: place for place, key in enumerate(overrides.entries)}
 
     def choose(module: str) -> str | None:
-        if module in overrides.entries:
+        if module in places:
             return module
+        parts = [part for part in _runs(module) if part in places]
+        if parts:
+            return max(parts, key=places.__getitem__)
         found = [key for key, pattern in patterns if pattern.search(module)]
-        found += [key for key in parts if f".{key}." in f".{module}."]
         return found[-1] if found else None
 
     return choose
 
 
-def _compiled(pattern: str, where: str) -> re.Pattern[str]:
-    try:
-        if len(pattern) > _LONGEST_PATTERN:
-            raise re.error("it is too long")
-        return re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{where}: the key {short(pattern)} is no pattern: {error}") from None
+def _runs(name: str) -> Iterator[str]:
+    """Every run of whole parts of a dotted name: configs may hold an entry for each module of the model."""
+    parts = name.split(".")
+    for first in range(len(parts)):
+        for last in range(first, len(parts)):
+            yield ".".join(parts[first : last + 1])

@@ -28,6 +28,10 @@ class QuantEntries:
             raise self.error(name, "an object")
         return QuantEntries(value, f"{self.where}.{name}")
 
+    def name_of(self, *names: str) -> str:
+        """The first of ``names``, which mean the same, that has a value; the first where none has."""
+        return next((name for name in names if self.entries.get(name) is not None), names[0])
+
     def text(self, name: str, default: str | None = None) -> str | None:
         value = self.entries.get(name)
         if value is None:
@@ -43,6 +47,11 @@ class QuantEntries:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
             raise self.error(name, f"an integer of at least {least}")
         return value
+
+    def required(self, name: str) -> None:
+        """CheckpointError for an entry that is there and null, where leaving it out alone means the default."""
+        if name in self.entries and self.entries[name] is None:
+            raise self.error(name, "a value, or no such entry for the tool's default")
 
     def boolean(self, name: str, default: bool = False) -> bool:
         value = self.entries.get(name)

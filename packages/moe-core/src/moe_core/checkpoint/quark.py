@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.matrices import module_name
+from moe_core.checkpoint.matrices import expert_modules
+from moe_core.checkpoint.patterns import NamePatterns
 from moe_core.checkpoint.quant_args import QuantEntries
 from moe_core.errors import CheckpointError
 
@@ -20,34 +20,42 @@ def quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantEn
     tensors tell whether a layer is quantised.
     """
     entries = QuantEntries(quantization, f"{layer.checkpoint.path / 'config.json'}: quantization_config")
-    found: dict[str, QuantEntries] = {}
-    for projection in sorted(layer.projections):
-        part = _of_module(entries, module_name(layer, projection))
-        found.setdefault(repr(part.entries), part)
-    if len(found) > 1:
-        places = " and ".join(part.where for part in found.values())
-        raise CheckpointError(
-            f"the projections of {layer.prefix} are quantised differently ({places}); "
-            "all matrices of a layer's experts must be quantised alike"
-        )
-    return next(iter(found.values()))
+    found: dict[int, QuantEntries] = {}
+    choose = _chooser(entries)
+    for _, _, module in expert_modules(layer):
+        part = choose(module)
+        found.setdefault(id(part.entries), part)
+    first, *others = found.values()
+    for other in others:
+        if other.entries != first.entries:
+            raise CheckpointError(
+                f"the experts of {layer.prefix} are quantised differently ({first.where} and {other.where}); "
+                "all matrices of a layer's experts must be quantised alike"
+            )
+    return first
 
 
-def _of_module(entries: QuantEntries, module: str) -> QuantEntries:
+def _chooser(entries: QuantEntries) -> Callable[[str], QuantEntries]:
+    """A function: module's name -> the entries that hold for it."""
     by_name, by_type = entries.part("layer_quant_config"), entries.part("layer_type_quant_config")
+    kept = NamePatterns()
+    patterns = []
     if by_name is not None:
-        for key in by_name.entries:
-            if key == module or fnmatchcase(module, key) or module.startswith(f"{key}."):
+        patterns = [(key, kept.wildcard(key, f"{by_name.where}: the key")) for key in by_name.entries]
+    by_class = None
+    for key in by_type.entries if by_type is not None else ():
+        if by_type is not None and key.rpartition(".")[2].removesuffix("'>") == "Linear":
+            by_class = by_class or by_type.part(key)
+
+    def choose(module: str) -> QuantEntries:
+        for key, pattern in patterns:
+            if by_name is not None and (key == module or module.startswith(f"{key}.") or pattern.match(module)):
                 part = by_name.part(key)
                 if part is not None:
                     return part
-    if by_type is not None:
-        for key in by_type.entries:
-            if key.rpartition(".")[2].removesuffix("'>") == "Linear":
-                part = by_type.part(key)
-                if part is not None:
-                    return part
-    part = entries.part("global_quant_config")
-    if part is None:
-        raise entries.error("global_quant_config", "an object")
-    return part
+        part = by_class or entries.part("global_quant_config")
+        if part is None:
+            raise entries.error("global_quant_config", "an object")
+        return part
+
+    return choose

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_core.checkpoint.files import check_folder, index_file, shard_path, unindexed_files
 from moe_core.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
+from moe_core.checkpoint.statements import read_quantization
 from moe_core.checkpoint.strict_json import load_object
 from moe_core.errors import CheckpointError
 
@@ -51,7 +52,7 @@ class Checkpoint:
     def _open(cls, folder: Path) -> Checkpoint:
         check_folder(folder)
         config = load_object(folder / "config.json")
-        quantization = _quantization(folder, config)
+        quantization = read_quantization(folder, config)
         index = index_file(folder)
         if index is not None:
             return cls(folder, config, quantization, _indexed(folder, index))
@@ -124,34 +125,3 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
             shards[path.name] = path
         files[name] = shards[entry]
     return files
-
-
-def _quantization(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What config.json says, completed by the files that ModelOpt and GPTQ tools write beside it."""
-    found: dict[str, Any] = {}
-    for holder in (config, config.get("text_config")):
-        if not isinstance(holder, dict):
-            continue
-        for key in ("quantization_config", "compression_config"):
-            value = holder.get(key)
-            if value is None:
-                continue
-            if not isinstance(value, dict):
-                raise CheckpointError(
-                    f"{folder / 'config.json'}: {key} is a {type(value).__name__}, expected an object"
-                )
-            found = {**value, **found}
-    beside = folder / "hf_quant_config.json"
-    if beside.exists():
-        content = load_object(beside)
-        inner = content.get("quantization", {})
-        if not isinstance(inner, dict):
-            raise CheckpointError(f"{beside}: quantization is a {type(inner).__name__}, expected an object")
-        found = {"quant_method": "modelopt", **inner, **found}
-    beside = folder / "quantize_config.json"
-    if beside.exists():
-        found = {"quant_method": "gptq", **load_object(beside), **found}
-    method = found.get("quant_method")
-    if method is not None and not isinstance(method, str):
-        raise CheckpointError(f"{folder / 'config.json'}: quant_method is {method!r}, expected a name")
-    return found

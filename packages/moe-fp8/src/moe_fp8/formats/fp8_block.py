@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.quant_args import QuantEntries
+from moe_core.checkpoint.quant_args import QuantEntries, short
 from moe_core.numerics import is_e8m0
 from moe_core.quant_key import GroupShape, kFp8Dynamic128Sym, kFp8StaticTensorSym, kMxfp8Dynamic
 
@@ -26,6 +26,12 @@ from moe_fp8.formats.fp8_experts import Fp8Format
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage, scale_suffix
 
 _SCALE = "weight_scale_inv"
+#: what entries may be, the default first
+_ACCEPTED: Mapping[str, tuple[object, ...]] = {
+    "fmt": ("e4m3",),
+    "expert_dtype": ("fp8", None),
+    "activation_scheme": ("dynamic", "static"),
+}
 
 
 class Fp8BlockFormat(Fp8Format):
@@ -56,11 +62,10 @@ def reason_against_method(quantization: Mapping[str, Any]) -> str | None:
     method = quantization.get("quant_method")
     if method != "fp8":
         return f"quant_method is {method!r}, expected 'fp8'"
-    if quantization.get("fmt", "e4m3") != "e4m3":
-        return f"fmt is {quantization['fmt']!r}, expected 'e4m3'"
-    scheme = quantization.get("activation_scheme", "dynamic")
-    if scheme not in ("dynamic", "static"):
-        return f"activation_scheme is {scheme!r}, expected 'dynamic' or 'static'"
+    for name, accepted in _ACCEPTED.items():
+        found = quantization.get(name, accepted[0])
+        if found not in accepted:
+            return f"{name} is {short(found)}, expected {' or '.join(map(repr, accepted))}"
     return None
 
 

@@ -22,7 +22,7 @@ from moe_core.checkpoint.quant_args import QuantEntries
 
 from moe_wna16.formats.awq_tensors import AwqTensors
 from moe_wna16.formats.gptq_tensors import GptqTensors, ZeroPoints
-from moe_wna16.formats.settings import BITS, group_size, said
+from moe_wna16.formats.settings import BITS, group_size, quantised_inputs, said
 from moe_wna16.formats.stored import Stored
 from moe_wna16.formats.wna16_format import WNA16Format
 from moe_wna16.formats.wna16_layout import WNA16Storage
@@ -45,9 +45,9 @@ class AutoRoundFormat(WNA16Format):
         data_type, bits = entries.text("data_type", "int"), entries.integer("bits")
         if data_type != "int" or bits not in BITS:
             return f"data_type is {data_type!r} with {bits} bits, expected 'int' with 4 or 8"
-        inputs = entries.integer("act_bits", 16)
-        if inputs is not None and inputs < 16:
-            return f"act_bits is {inputs}, expected 16"
+        inputs = quantised_inputs(entries)
+        if inputs is not None:
+            return inputs
         stored = _stored(entries, bits)
         if isinstance(stored, str):
             return stored
@@ -56,8 +56,8 @@ class AutoRoundFormat(WNA16Format):
 
 
 def _stored(entries: QuantEntries, bits: int) -> Stored | str:
-    name = "packing_format" if entries.entries.get("packing_format") is not None else "backend"
-    packing = (entries.text(name) or "auto_round:auto_gptq").lower().replace("-", "_")
+    name = entries.name_of("packing_format", "backend")
+    packing = (entries.text(name, "auto_round:auto_gptq") or "").lower().replace("-", "_")
     if "awq" in packing:
         return AwqTensors(4) if bits == 4 else f"{name} is {packing!r} with {bits} bits, expected 4"
     if "gptq" in packing:

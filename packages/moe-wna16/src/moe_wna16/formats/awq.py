@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.overrides import with_overrides
 from moe_core.checkpoint.quant_args import QuantEntries
 
 from moe_wna16.formats.awq_tensors import AwqTensors
-from moe_wna16.formats.settings import group_size, said
+from moe_wna16.formats.settings import code_bits, group_size, overridden, quantised_inputs, said
 from moe_wna16.formats.wna16_format import WNA16Format
 from moe_wna16.formats.wna16_layout import WNA16Storage
 
@@ -29,12 +28,15 @@ class AwqFormat(WNA16Format):
         if method != "awq":
             return f"quant_method is {method!r}, expected 'awq'"
         where = f"{layer.checkpoint.path / 'config.json'}: quantization_config"
-        entries = with_overrides(QuantEntries(quantization, where), "dynamic", layer)
+        entries = overridden(QuantEntries(quantization, where), layer)
         for name in ("version", "checkpoint_format", "format"):
-            found = (entries.text(name) or "gemm").lower()
+            found = (entries.text(name, "gemm") or "").lower()
             if found != "gemm":
                 return f"{name} is {found!r}, expected 'gemm'"
-        bits = entries.integer("bits" if "bits" in quantization else "w_bit")
+        bits = code_bits(entries)
         if bits != 4:
             return f"bits is {bits}, expected 4"
+        inputs = quantised_inputs(entries)
+        if inputs is not None:
+            return inputs
         return WNA16Storage(AwqTensors(4), group_size(entries), not entries.boolean("zero_point", True), said(entries))

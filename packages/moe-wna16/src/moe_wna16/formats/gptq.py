@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.overrides import with_overrides
 from moe_core.checkpoint.quant_args import QuantEntries
+from moe_core.checkpoint.statements import quantizers
 
 from moe_wna16.formats.gptq_tensors import GptqTensors, ZeroPoints
-from moe_wna16.formats.settings import BITS, group_size, said, symmetry
+from moe_wna16.formats.settings import BITS, code_bits, group_size, overridden, quantised_inputs, said, symmetry
 from moe_wna16.formats.wna16_format import WNA16Format
 from moe_wna16.formats.wna16_layout import WNA16Storage
 
@@ -31,16 +31,19 @@ class GptqFormat(WNA16Format):
         if method != "gptq":
             return f"quant_method is {method!r}, expected 'gptq'"
         where = f"{layer.checkpoint.path / 'config.json'}: quantization_config"
-        entries = with_overrides(QuantEntries(quantization, where), "dynamic", layer)
-        named = entries.text("checkpoint_format") or entries.text("format") or "gptq"
+        entries = overridden(QuantEntries(quantization, where), layer)
+        named = (entries.text(entries.name_of("checkpoint_format", "format")) or "gptq").lower()
         if named not in ("gptq", "gptq_v2") or entries.boolean("is_marlin_format"):
             found = named if named not in ("gptq", "gptq_v2") else "marlin"
             return f"checkpoint_format is {found!r}, expected 'gptq' or 'gptq_v2'"
         if entries.text("pack_dtype", "int32") != "int32":
             return f"pack_dtype is {entries.text('pack_dtype')!r}, expected 'int32'"
-        bits = entries.integer("bits")
+        bits = code_bits(entries)
         if bits not in BITS:
             return f"bits is {bits}, expected 4 or 8"
+        inputs = quantised_inputs(entries)
+        if inputs is not None:
+            return inputs
         version_1 = ZeroPoints.WORDS_MINUS_ONE if _is_gptqmodels(quantization) else ZeroPoints.MINUS_ONE
         stored = GptqTensors(bits, ZeroPoints.AS_IT_IS if named == "gptq_v2" else version_1)
         return WNA16Storage(
@@ -54,7 +57,4 @@ class GptqFormat(WNA16Format):
 
 def _is_gptqmodels(quantization: Mapping[str, Any]) -> bool:
     """Whether GPTQModel says that it wrote the file."""
-    meta = quantization.get("meta")
-    names = meta.get("quantizer") if isinstance(meta, dict) else None
-    listed = names if isinstance(names, list) else [names]
-    return any(isinstance(name, str) and name.startswith("gptqmodel") for name in listed)
+    return "gptqmodel" in (quantizers(quantization.get("meta")) or ())

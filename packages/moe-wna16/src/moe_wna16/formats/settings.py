@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.overrides import with_overrides
 from moe_core.checkpoint.quant_args import QuantEntries
 
 from moe_wna16.formats.stored import Stored
@@ -13,11 +14,26 @@ BITS = (4, 8)
 
 def group_size(entries: QuantEntries) -> int:
     """Columns that share a scale, -1 for all of a row.  Raises CheckpointError for anything else."""
-    name = "group_size" if "group_size" in entries.entries else "q_group_size"
-    size = entries.integer(name, least=-1)
+    size = entries.integer(entries.name_of("group_size", "q_group_size"), least=-1)
     if size is None or size == 0:
         raise entries.error("group_size", "the columns of a group, or -1 for all")
     return size
+
+
+def code_bits(entries: QuantEntries) -> int | None:
+    """Bits of a code."""
+    return entries.integer(entries.name_of("bits", "w_bit", "wbits"))
+
+
+def overridden(entries: QuantEntries, layer: LayerExperts) -> QuantEntries:
+    """The entries as they hold for the layer's experts; AutoRound keeps ``extra_config`` in GPTQ's and AWQ's forms."""
+    return with_overrides(with_overrides(entries, "dynamic", layer), "extra_config", layer)
+
+
+def quantised_inputs(entries: QuantEntries) -> str | None:
+    """Why the activations are not in 16 bits (or 32), in one clause; None if they are."""
+    bits = entries.integer("act_bits", 16)
+    return None if bits in (16, 32) else f"act_bits is {bits}, expected 16"
 
 
 def symmetry(entries: QuantEntries, layer: LayerExperts, stored: Stored) -> bool:
@@ -30,5 +46,4 @@ def symmetry(entries: QuantEntries, layer: LayerExperts, stored: Stored) -> bool
 def said(entries: QuantEntries) -> str:
     """The bits and groups, and where they are said."""
     size = group_size(entries)
-    bits = entries.entries.get("bits", entries.entries.get("w_bit"))
-    return f"{bits} bits {'by channel' if size == -1 else f'in groups of {size}'}: {entries.where}"
+    return f"{code_bits(entries)} bits {'by channel' if size == -1 else f'in groups of {size}'}: {entries.where}"
