@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from moe_core import CheckpointError
-from moe_core.checkpoint import Checkpoint
-from moe_core_checkpoints import CONFIG, layer_tensors, raw_file, write, write_index
+from moe_core.checkpoint import Checkpoint, find_layer, load_stacked
+from moe_core.checkpoint.open_file import OpenFile
+from moe_core.checkpoint.reader import MOST_OPEN
+from moe_core_checkpoints import CONFIG, E, K, N, layer_tensors, raw_file, write, write_index
 from safetensors.torch import save_file
 
 
@@ -27,6 +31,20 @@ def refused(path: Path, *parts: str) -> str:
     for part in parts:
         assert part in str(caught.value)
     return str(caught.value)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """(file, offset, bytes) of everything that is read."""
+    found: list[tuple[str, int, int]] = []
+    original = OpenFile.read_into
+
+    def read_into(self: OpenFile, buffer: memoryview, offset: int) -> None:
+        found.append((self.path.name, offset, len(buffer)))
+        original(self, buffer, offset)
+
+    monkeypatch.setattr(OpenFile, "read_into", read_into)
+    return found
 
 
 @pytest.mark.parametrize("shards", [0, 1, 3])
@@ -79,12 +97,86 @@ def test_reads_scalars_and_empty_tensors(tmp_path: Path) -> None:
             checkpoint.part(name, index)
 
 
-def test_headers_are_read_without_data(tmp_path: Path) -> None:
+def test_headers_are_read_without_data(tmp_path: Path, reads: list[tuple[str, int, int]]) -> None:
     checkpoint = Checkpoint.open(write(tmp_path, layer_tensors(), shards=2))
-    assert not checkpoint._opened
-    checkpoint.info("model.layers.0.mlp.gate.weight")
-    assert len(checkpoint._opened) == 1
-    assert next(iter(checkpoint._opened.values()))._handle is None
+    assert {name for name, _, _ in reads} == {"config.json", "model.safetensors.index.json"}
+    reads.clear()
+    name = "model.layers.0.mlp.gate.weight"
+    file = checkpoint.info(name).file
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    assert reads == [(file.name, 0, 8), (file.name, 8, length)]
+
+
+def test_a_part_is_read_alone(tmp_path: Path, reads: list[tuple[str, int, int]]) -> None:
+    checkpoint = Checkpoint.open(write(tmp_path, {"a": torch.arange(4 * 6.0).reshape(4, 2, 3)}))
+    reads.clear()
+    assert torch.equal(checkpoint.part("a", 2), torch.arange(12.0, 18.0).reshape(2, 3))
+    assert [count for _, _, count in reads] == [2 * 3 * 4]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_are_read_one_by_one(tmp_path: Path, reads: list[tuple[str, int, int]], stacked: bool) -> None:
+    """Straight to their places, without a second copy of the layer, and nothing twice."""
+    tensors = layer_tensors()
+    if stacked:
+        block = "model.layers.0.mlp.experts"
+        tensors = {
+            f"{block}.{name}": torch.stack([tensors[f"{block}.{e}.{name}.weight"] for e in range(E)])
+            for name in ("gate_proj", "up_proj", "down_proj")
+        }
+    layer = find_layer(Checkpoint.open(write(tmp_path, tensors)))
+    reads.clear()
+    first = load_stacked(layer, ("gate", "up"), "weight", experts=[2, 0], device="cpu")
+    assert torch.equal(first[0, N:], layer.tensor(2, "up", "weight"))
+    assert torch.equal(first[1, :N], layer.tensor(0, "gate", "weight"))
+    assert torch.equal(layer.stacked("up", "weight", [2, 0]), first[:, N:])
+    assert {count for name, _, count in reads if name == "model.safetensors"} == {N * K * 2}
+    assert len(reads) == 4 + 2 + 2
+
+
+def test_tensors_are_copies(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write(tmp_path, {"a": torch.ones(2, 3)}))
+    for tensor in (checkpoint.tensor("a"), checkpoint.part("a", 1)):
+        tensor.zero_()
+    assert torch.equal(checkpoint.tensor("a"), torch.ones(2, 3))
+
+
+def test_reading_into_what_does_not_fit(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write(tmp_path, {"a": torch.ones(2, 3)}))
+    for out, index in ((torch.empty(3, 2), None), (torch.empty(2, 3).half(), None), (torch.empty(2, 3), 1)):
+        with pytest.raises(CheckpointError, match=r"a in .* is F32 \[2, 3\], which is not read into"):
+            checkpoint.read_into("a", out, index)
+    with pytest.raises(CheckpointError, match="has no entry 2"):
+        checkpoint.read_into("a", torch.empty(3), 2)
+
+
+def test_few_of_many_files_are_open_at_a_time(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    count = 3 * MOST_OPEN
+    folder = write(tmp_path, {str(i): torch.full((3,), float(i)) for i in range(count)}, shards=count)
+    before = descriptors()
+    checkpoint = Checkpoint.open(folder)
+
+    def right(name: str, checkpoint: Checkpoint = checkpoint) -> bool:
+        return bool((checkpoint.tensor(name) == float(name)).all())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(right, [*checkpoint.names] * 5))
+    assert descriptors() - before <= MOST_OPEN
+    (folder / "model.safetensors.index.json").unlink()
+    without = Checkpoint.open(folder)
+    assert descriptors() - before <= MOST_OPEN
+    assert right("7", without)
+    del checkpoint, without, right
+    assert descriptors() == before
+
+
+def test_an_opened_folder_is_pickled_without_its_files(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write(tmp_path, {"a": torch.ones(3)}))
+    checkpoint.tensor("a")
+    assert torch.equal(pickle.loads(pickle.dumps(checkpoint)).tensor("a"), torch.ones(3))
 
 
 def test_index_wins_over_a_single_file_beside_it(tmp_path: Path) -> None:

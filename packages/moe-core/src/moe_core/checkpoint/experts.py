@@ -80,11 +80,16 @@ class LayerExperts:
         return self._info(projection, suffix).stored_dtype
 
     def tensor(self, expert: int, projection: str, suffix: str) -> Tensor:
-        """One expert's tensor, on the CPU, exactly as stored; read-only."""
+        """One expert's tensor, on the CPU, exactly as stored; a copy."""
         name = self.name(expert, projection, suffix)
         if self._per_expert(self._info(projection, suffix)):
             return self.checkpoint.part(name, expert)
         return self.checkpoint.tensor(name)
+
+    def read_into(self, expert: int, projection: str, suffix: str, out: Tensor) -> None:
+        """Read :meth:`tensor` into ``out``: contiguous, on the CPU, of its dtype and shape."""
+        entry = expert if self._per_expert(self._info(projection, suffix)) else None
+        self.checkpoint.read_into(self.name(expert, projection, suffix), out, entry)
 
     def stacked(self, projection: str, suffix: str, experts: Sequence[int]) -> Tensor:
         """``[len(experts), ...]`` on the CPU."""
@@ -94,7 +99,7 @@ class LayerExperts:
             raise CheckpointError(f"{name} has the type {self.stored_dtype(projection, suffix)}, which torch has not")
         out = torch.empty((len(experts), *self.shape(projection, suffix)), dtype=dtype)
         for row, expert in enumerate(experts):
-            out[row].copy_(self.tensor(expert, projection, suffix))
+            self.read_into(expert, projection, suffix, out[row])
         return out
 
     def _per_expert(self, info: TensorInfo) -> bool:

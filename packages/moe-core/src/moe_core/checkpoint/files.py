@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,22 +19,6 @@ PICKLE_HINT = (
 )
 
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{1,6})-of-(?P<count>[0-9]{1,6})\.safetensors")
-
-
-def regular_file_size(path: Path) -> int:
-    """Bytes of a regular file (symbolic links are followed: download caches consist of them).
-
-    Pipes and devices are refused: reading one may never end.
-    """
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from None
-    except ValueError as error:  # a name with a NUL in it
-        raise CheckpointError(f"{str(path)!r} is no file name: {error}") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is not a regular file")
-    return status.st_size
 
 
 def check_folder(path: Path) -> None:

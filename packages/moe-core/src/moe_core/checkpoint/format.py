@@ -114,32 +114,45 @@ def load_stacked(
     """
     out: Tensor | None = None
     bad: list[Tensor] = []
-    where: list[str] = []
+    where: list[tuple[int, str]] = []
+    # as stored, on the CPU: from the file straight to its place
+    in_place = arrange is None and torch.device(device).type == "cpu"
+    in_place = in_place and all(
+        layer.dtype(p, suffix) == (dtype or layer.dtype(projections[0], suffix)) for p in projections
+    )
+
+    def arranged(expert: int, projection: str) -> Tensor:
+        part = layer.tensor(expert, projection, suffix)
+        if on_device:
+            part = part.to(device)
+        return part if arrange is None else arrange(part)
+
     for slot, expert in enumerate(experts):
-        parts = []
-        for projection in projections:
-            part = layer.tensor(expert, projection, suffix)
-            if on_device:
-                part = part.to(device)
-            parts.append(part if arrange is None else arrange(part))
+        parts = [] if in_place else [arranged(expert, projection) for projection in projections]
         if out is None:
-            rows = sum(part.shape[0] for part in parts)
-            shape = (len(experts), rows, *parts[0].shape[1:])
-            out = torch.empty(shape, dtype=dtype or parts[0].dtype, device=device)
+            shapes = [layer.shape(p, suffix) for p in projections] if in_place else [part.shape for part in parts]
+            kept = dtype or (layer.dtype(projections[0], suffix) if in_place else parts[0].dtype)
+            shape = (len(experts), sum(shape[0] for shape in shapes), *shapes[0][1:])
+            out = torch.empty(shape, dtype=kept, device=device)
         start = 0
-        for projection, part in zip(projections, parts, strict=True):
-            place = out[slot, start : start + part.shape[0]]
-            place.copy_(part)
-            start += part.shape[0]
+        for number, projection in enumerate(projections):
+            place = out[slot, start : start + shapes[number][0]]
+            if in_place:
+                layer.read_into(expert, projection, suffix, place)
+            else:
+                place.copy_(parts[number])
+            start += shapes[number][0]
             if check is not None:
                 bad.append(check(place))
-                where.append(layer.name(expert, projection, suffix) + _entry(layer, expert))
+                where.append((expert, projection))
     if out is None:
         raise CheckpointError(f"{layer.prefix}: no expert was asked for")
     if bad:
         refused = torch.stack(bad).nonzero()
         if refused.numel():
-            raise BadValuesError(where[int(refused[0])], len(refused), len(bad))
+            expert, projection = where[int(refused[0])]
+            name = layer.name(expert, projection, suffix) + _entry(layer, expert)
+            raise BadValuesError(name, len(refused), len(bad), expert=expert, projection=projection)
     return out
 
 
@@ -148,9 +161,11 @@ def _entry(layer: LayerExperts, expert: int) -> str:
 
 
 class BadValuesError(CheckpointError):
-    """Values that a check refused; ``tensor`` is the first one's name."""
+    """Values that a check refused; ``tensor``, ``expert`` and ``projection``: the first one's name and whose it is."""
 
-    def __init__(self, tensor: str, count: int, total: int) -> None:
+    def __init__(self, tensor: str, count: int, total: int, *, expert: int = 0, projection: str = "") -> None:
         super().__init__(f"{tensor} holds values that are refused ({count} of {total} tensors do)")
         self.tensor = tensor
         self.count = count
+        self.expert = expert
+        self.projection = projection

@@ -1,12 +1,14 @@
 """A checkpoint folder: config.json and safetensors files, read as what they are, untrusted.
 
-Only safetensors are read, never pickles.  Headers are checked before anything is allocated; tensors are read
-one by one.  Everything that is wrong raises :class:`moe_core.errors.CheckpointError` with the file and the tensor.
+Only safetensors are read, never pickles.  Headers are checked before anything is allocated; tensors are read one by
+one, into memory of their own: a file that changes is an error, never another result.  Everything that is wrong raises
+:class:`moe_core.errors.CheckpointError` with the file and the tensor.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,17 +16,23 @@ from typing import Any
 from torch import Tensor
 
 from moe_core.checkpoint.files import check_folder, index_file, shard_path, unindexed_files
+from moe_core.checkpoint.open_file import FileState
 from moe_core.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
 from moe_core.checkpoint.statements import read_quantization
 from moe_core.checkpoint.strict_json import load_object
 from moe_core.errors import CheckpointError
+
+#: files that are kept open; a model has hundreds, a layer's tensors lie in a few
+MOST_OPEN = 16
+
+_LOCK = threading.Lock()
 
 
 class Checkpoint:
     """An opened folder.
 
     ``path``; ``config``: config.json; ``quantization``: what the folder's JSON files say of its quantisation
-    (empty where they say nothing).  No data are read until :meth:`tensor`.
+    (empty where they say nothing).  No data are read until :meth:`tensor`.  Threads may read at the same time.
     """
 
     def __init__(
@@ -34,7 +42,10 @@ class Checkpoint:
         self.config = config
         self.quantization = quantization
         self._files = files
+        # one look at all files: none of them may change from here on
+        self._states = {file: FileState.of(file) for file in sorted(set(files.values()))}
         self._opened: dict[Path, SafetensorsFile] = {}
+        self._recent: dict[Path, None] = {}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -65,6 +76,7 @@ class Checkpoint:
                         f"{name} is in two files of {folder}: {files[name].name} and {file.path.name}"
                     )
                 files[name] = file.path
+            file.release()
         checkpoint = cls(folder, config, quantization, files)
         checkpoint._opened = {file.path: file for file in opened}
         return checkpoint
@@ -87,23 +99,47 @@ class Checkpoint:
         return self._file(name).infos[name]
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, on the CPU, exactly as stored.  It may be a view of the file: don't write to it."""
+        """A tensor, on the CPU, exactly as stored; a copy."""
         return self._file(name).tensor(name)
 
     def part(self, name: str, index: int) -> Tensor:
         """Entry ``index`` of a tensor's first dimension, without reading the others."""
+        self._check_entry(name, index)
+        return self._file(name).part(name, index)
+
+    def read_into(self, name: str, out: Tensor, index: int | None = None) -> None:
+        """Fill ``out``, contiguous, on the CPU and as stored, with :meth:`tensor`, or with :meth:`part` ``index``."""
+        info = self.info(name)
+        shape = info.shape
+        if index is not None:
+            self._check_entry(name, index)
+            shape = shape[1:]
+        if (out.dtype, tuple(out.shape)) != (info.dtype, shape):
+            raise CheckpointError(
+                f"{name} in {info.file} is {info}, which is not read into {out.dtype} {list(out.shape)}"
+            )
+        self._file(name).read_into(name, out, index)
+
+    def _check_entry(self, name: str, index: int) -> None:
         info = self.info(name)
         if not info.shape or not 0 <= index < info.shape[0]:
             raise CheckpointError(f"{name} in {info.file} is {info}, it has no entry {index}")
-        return self._file(name).part(name, index)
 
     def _file(self, name: str) -> SafetensorsFile:
         path = self._files.get(name)
         if path is None:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
-        if path not in self._opened:
-            self._opened[path] = SafetensorsFile(path)
-        file = self._opened[path]
+        with _LOCK:
+            file = self._opened.get(path)
+            if file is None:
+                file = self._opened[path] = SafetensorsFile(path, self._states[path])
+            if path not in self._recent:
+                file.hold()
+                self._recent[path] = None
+                if len(self._recent) > MOST_OPEN:
+                    first = next(iter(self._recent))
+                    del self._recent[first]
+                    self._opened[first].release()
         if name not in file.infos:
             raise CheckpointError(f"the index of {self.path} says that {path.name} holds {name!r}, but it does not")
         return file

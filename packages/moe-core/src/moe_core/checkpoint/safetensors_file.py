@@ -1,6 +1,7 @@
 """One safetensors file: its header, checked before anything is allocated, and its tensors.
 
-The header is read here to say precisely what is wrong with it; the data are read through the safetensors library.
+Read here and not through the library: to say precisely what is wrong with a header, and because the library maps the
+data (:mod:`moe_core.checkpoint.open_file`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.checkpoint.files import regular_file_size
+from moe_core.checkpoint.open_file import FileState, OpenFile
 from moe_core.checkpoint.strict_json import parse_object
 from moe_core.errors import CheckpointError
 
@@ -54,72 +55,76 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """An opened file; tensors are read one by one."""
+    """An opened file; its tensors are read one by one, into memory of their own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, state: FileState | None = None) -> None:
+        """``state``: what the file had when the folder was looked at; CheckpointError where it has changed."""
         self.path = path
-        self.infos = _read_header(path)
-        self._handle: Any = None
+        self._file: OpenFile | None = OpenFile(path, state)
+        self._state = self._file.state
+        self.infos, self._data = _read_header(self._file)
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
-        return self._read(name, None)
+        out = self._empty(name, self.infos[name].shape)
+        self.read_into(name, out)
+        return out
 
     def part(self, name: str, index: int) -> Tensor:
         """Entry ``index`` of the first dimension, without reading the others."""
-        return self._read(name, index)
+        out = self._empty(name, self.infos[name].shape[1:])
+        self.read_into(name, out, index)
+        return out
 
-    def _read(self, name: str, index: int | None) -> Tensor:
-        info = self.infos[name]
-        if info.dtype is None:
-            raise CheckpointError(f"{name} in {self.path} has the type {info.stored_dtype}, which torch has not")
-        shape = info.shape if index is None else info.shape[1:]
-        try:
-            tensor: Tensor = self._opened().get_tensor(name) if index is None else self._slice(name, index)
-        except Exception as error:
-            raise CheckpointError(f"{name} can't be read from {self.path}: {error}") from error
-        if tensor.dtype is not info.dtype or tuple(tensor.shape) != shape:
+    def read_into(self, name: str, out: Tensor, index: int | None = None) -> None:
+        """Fill ``out``, contiguous, on the CPU and as stored, with the tensor, or with its entry ``index``."""
+        if not out.numel():
+            return
+        offset = self._data[name] + (0 if index is None else index * out.nbytes)
+        # another thread may release the file meanwhile: this read goes on
+        file = self._file or OpenFile(self.path, self._state)
+        file.read_into(out.view(-1).view(torch.uint8).numpy().data, offset)
+
+    def hold(self) -> None:
+        """Keep the file open for what is read from now on."""
+        if self._file is None:
+            self._file = OpenFile(self.path, self._state)
+
+    def release(self) -> None:
+        """Keep it open no longer; each read opens it."""
+        self._file = None
+
+    def _empty(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        dtype = self.infos[name].dtype
+        if dtype is None:
             raise CheckpointError(
-                f"{name} in {self.path} reads as {tensor.dtype} {list(tensor.shape)}, its header says {info}"
+                f"{name} in {self.path} has the type {self.infos[name].stored_dtype}, which torch has not"
             )
-        return tensor
-
-    def _slice(self, name: str, index: int) -> Tensor:
-        part: Tensor = self._opened().get_slice(name)[index : index + 1]
-        return part[0]
-
-    def _opened(self) -> Any:
-        if self._handle is None:
-            from safetensors import safe_open
-
-            self._handle = safe_open(self.path, framework="pt", device="cpu")
-        return self._handle
+        try:
+            return torch.empty(shape, dtype=dtype)
+        except RuntimeError as error:  # more than the host has
+            raise CheckpointError(f"{name} can't be read from {self.path}: {error}") from None
 
 
-def _read_header(path: Path) -> dict[str, TensorInfo]:
-    size = regular_file_size(path)
+def _read_header(file: OpenFile) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+    """What the header says of each tensor, and where in the file its data begin."""
+    path, size = file.path, file.state.size
     if size < 8:
         raise CheckpointError(
             f"{path} is truncated: it has {size} bytes, a safetensors file begins with 8 of header size"
         )
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > MAX_HEADER_BYTES:
-                raise CheckpointError(
-                    f"{path} is no safetensors file: its header claims {length} bytes, "
-                    f"at most {MAX_HEADER_BYTES} are read"
-                )
-            if length > size - 8:
-                raise CheckpointError(f"{path} is truncated: its header claims {length} bytes, {size - 8} are there")
-            text = file.read(length)
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
-    header = parse_object(text, f"the header of {path}")
+    length = int.from_bytes(file.read(0, 8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path} is no safetensors file: its header claims {length} bytes, at most {MAX_HEADER_BYTES} are read"
+        )
+    if length > size - 8:
+        raise CheckpointError(f"{path} is truncated: its header claims {length} bytes, {size - 8} are there")
+    header = parse_object(file.read(8, length), f"the header of {path}")
     header.pop("__metadata__", None)
     infos = {name: _info(name, entry, path) for name, entry in header.items()}
     _check_extents(header, infos, path, size - 8 - length)
-    return infos
+    return infos, {name: 8 + length + header[name]["data_offsets"][0] for name in infos}
 
 
 def _info(name: str, entry: object, path: Path) -> TensorInfo:

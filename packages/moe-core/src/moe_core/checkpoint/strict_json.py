@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moe_core.checkpoint.files import regular_file_size
+from moe_core.checkpoint.open_file import OpenFile
 from moe_core.errors import CheckpointError
 
 #: larger than any real index (DeepSeek-V3's names 91,000 tensors in 9 MB)
@@ -41,11 +41,7 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
 
 def load_object(path: Path) -> dict[str, Any]:
     """The object in the JSON file ``path``."""
-    size = regular_file_size(path)
-    if size > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path} has {size} bytes, expected a JSON file of at most {MAX_JSON_BYTES}")
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
-    return parse_object(text, str(path))
+    file = OpenFile(path)
+    if file.state.size > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path} has {file.state.size} bytes, expected a JSON file of at most {MAX_JSON_BYTES}")
+    return parse_object(file.read(0, file.state.size), str(path))

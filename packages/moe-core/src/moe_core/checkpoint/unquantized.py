@@ -73,7 +73,7 @@ class UnquantizedFormat(CheckpointFormat):
                 Values.FINITE,
                 experts=experts,
                 device=device,
-                arrange=partial(_weight, transposed=transposed, mixed=mixed),
+                arrange=partial(_weight, transposed=transposed, mixed=mixed) if transposed or mixed else None,
             )
             if any(layer.has(projection, "bias") for projection in projections):
                 for projection in projections:

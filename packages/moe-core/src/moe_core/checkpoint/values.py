@@ -50,17 +50,20 @@ def load_checked(
     try:
         return load_stacked(layer, projections, suffix, experts=experts, device=device, arrange=arrange, check=refuses)
     except BadValuesError as error:
-        name = error.tensor.rpartition("[")[0] if layer.stacked_names else error.tensor
-        stored = layer.checkpoint.tensor(name)
+        # that one alone is read again: stacked tensors may be as large as the layer
+        name = layer.name(error.expert, error.projection, suffix)
+        stored = layer.tensor(error.expert, error.projection, suffix)
         bad, what = bad_values(stored, values)
         count = int(bad.sum())
         if not count:
             raise
         where = [int(i) for i in bad.nonzero()[0]]
+        total = str(stored.numel())
+        if stored.dim() < len(layer.checkpoint.info(name).shape):
+            where.insert(0, error.expert)
+            total += f" of expert {error.expert}"
         plural = "s" if count > 1 else ""
-        raise CheckpointError(
-            f"{name} has {count} {what} value{plural} of {stored.numel()}, first at {where}"
-        ) from None
+        raise CheckpointError(f"{name} has {count} {what} value{plural} of {total}, first at {where}") from None
 
 
 def has_bad_values(tensor: Tensor, values: Values) -> Tensor:

@@ -206,7 +206,7 @@ class Int8Layout:
                 check=out_of_range if in_bytes and bits == 4 else None,
             )
         except BadValuesError as error:
-            stored = layer.checkpoint.tensor(error.tensor.rpartition("[")[0] if layer.stacked_names else error.tensor)
+            stored = layer.tensor(error.expert, error.projection, self.weight)
             bad = (stored < -8) | (stored > 7)
             where = [int(i) for i in bad.nonzero()[0]]
             raise CheckpointError(

@@ -1,0 +1,125 @@
+"""A regular file that is read by position, and never mapped.
+
+Reading a mapping of a file that somebody truncates ends the process (SIGBUS); a read comes back short, which is an
+error with the file's name.  A file is read as it was when it was first looked at (:class:`FileState`), or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_core.errors import CheckpointError
+
+# where os.preadv does not exist, threads take turns in moving the position
+_POSITION = threading.Lock()
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What a file has that changes with its content.
+
+    Not its inode: file systems in user space number files anew between two looks.
+    """
+
+    size: int
+    mtime_ns: int
+
+    @staticmethod
+    def of(path: Path) -> FileState:
+        """The state of a regular file (symbolic links are followed: download caches consist of them).
+
+        Raises CheckpointError for what can't be looked at, and for pipes and devices: reading one may never end.
+        """
+        with _named(path):
+            return _regular(path, path.stat())
+
+
+class OpenFile:
+    """A file, open for reading until nobody holds it.  Threads may read at the same time.
+
+    ``expected``: the state that it had before.  Raises CheckpointError where it has another one by now, here and when
+    it is read.
+    """
+
+    def __init__(self, path: Path, expected: FileState | None = None) -> None:
+        self.path = path
+        self.state = FileState.of(path) if expected is None else expected
+        with _named(path):
+            # a pipe that has taken the file's place must not make this wait for a writer
+            flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+            self._descriptor = os.open(path, flags)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._check_unchanged()
+
+    def __reduce__(self) -> tuple[type[OpenFile], tuple[Path, FileState]]:
+        # a descriptor is of no use in another process
+        return OpenFile, (self.path, self.state)
+
+    def read(self, offset: int, count: int) -> bytes:
+        """``count`` bytes from ``offset``."""
+        buffer = bytearray(count)
+        self.read_into(memoryview(buffer), offset)
+        return bytes(buffer)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill ``buffer``, which counts bytes, from ``offset``."""
+        done = 0
+        with _named(self.path):
+            while done < len(buffer):
+                count = _read_at(self._descriptor, buffer[done:], offset + done)
+                if not count:
+                    break
+                done += count
+        self._check_unchanged()
+        if done < len(buffer):
+            raise CheckpointError(
+                f"{self.path} is truncated: {len(buffer)} bytes were expected at {offset}, {done} are there"
+            )
+
+    def _check_unchanged(self) -> None:
+        with _named(self.path):
+            found = _regular(self.path, os.fstat(self._descriptor))
+        if found == self.state:
+            return
+        what = "it was written to or replaced"
+        if found.size != self.state.size:
+            what = f"it had {self.state.size} bytes and has {found.size}"
+        raise CheckpointError(f"{self.path} has changed since it was opened: {what}; open the checkpoint again")
+
+
+def _read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Read what comes at once; 0 at the end of the file."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [buffer], offset)
+    with _POSITION:
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        chunk = os.read(descriptor, min(len(buffer), 1 << 24))
+    buffer[: len(chunk)] = chunk
+    return len(chunk)
+
+
+def _regular(path: Path, status: os.stat_result) -> FileState:
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+        raise CheckpointError(f"{path} is {kind}, expected a file")
+    return FileState(status.st_size, status.st_mtime_ns)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of the system as CheckpointError with the file's name."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from None
+    except ValueError as error:  # a name with a NUL in it
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{str(path)!r} is no file name: {error}") from None

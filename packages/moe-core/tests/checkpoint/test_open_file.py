@@ -1,0 +1,153 @@
+"""Files that change while they are open."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from moe_core import CheckpointError
+from moe_core.checkpoint import Checkpoint
+from moe_core.checkpoint.open_file import FileState, OpenFile
+from moe_core_checkpoints import write
+from safetensors.torch import save_file
+
+SIZE = 1000
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def grow(file: Path) -> None:
+    with file.open("ab") as out:
+        out.write(b"more")
+
+
+def rewrite(file: Path) -> None:
+    content = file.read_bytes()
+    time.sleep(0.02)  # times of files have the clock's ticks
+    with file.open("r+b") as out:
+        out.write(content)
+
+
+def touch(file: Path) -> None:
+    os.utime(file, ns=(0, 0))
+
+
+CHANGES = {"truncated": truncate, "emptied": empty, "grown": grow, "rewritten": rewrite, "touched": touch}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("before", ["open", "header"])
+def test_a_changed_file_is_refused(tmp_path: Path, change: Callable[[Path], None], before: str) -> None:
+    checkpoint = Checkpoint.open(write(tmp_path, {"a": torch.ones(SIZE), "b": torch.ones(SIZE)}, shards=2))
+    file = tmp_path / "model-00001-of-00002.safetensors"
+    if before == "header":
+        checkpoint.tensor("a")
+    change(file)
+    for read in (lambda: checkpoint.tensor("a"), lambda: checkpoint.part("a", 7)):
+        with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors has changed since it was opened"):
+            read()
+    assert torch.equal(checkpoint.tensor("b"), torch.ones(SIZE))
+
+
+def test_a_replaced_file_is_refused_or_read_as_it_was(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write(tmp_path / "c", {"a": torch.ones(SIZE), "b": torch.ones(SIZE)}, shards=2))
+    checkpoint.tensor("b")
+    for name in ("a", "b"):
+        other = tmp_path / "other"
+        save_file({name: torch.zeros(SIZE)}, other)
+        os.utime(other, ns=(0, 0))
+        os.replace(other, checkpoint._files[name])
+    assert torch.equal(checkpoint.tensor("b"), torch.ones(SIZE))
+    with pytest.raises(CheckpointError, match="has changed since it was opened: it was written to or replaced"):
+        checkpoint.tensor("a")
+
+
+def test_a_file_that_is_gone(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write(tmp_path, {"a": torch.ones(SIZE)}, shards=1))
+    file = tmp_path / "model-00001-of-00001.safetensors"
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"safetensors can't be read: No such file"):
+        checkpoint.tensor("a")
+
+
+@pytest.mark.parametrize("by_position", [True, False])
+def test_reads_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_position: bool) -> None:
+    if not by_position:
+        monkeypatch.delattr(os, "preadv")
+    (tmp_path / "f").write_bytes(bytes(range(256)))
+    file = OpenFile(tmp_path / "f")
+    assert file.state == FileState.of(tmp_path / "f")
+    assert file.read(250, 6) == bytes(range(250, 256))
+    assert file.read(3, 2) == b"\x03\x04"
+    assert file.read(256, 0) == b""
+    with pytest.raises(CheckpointError, match="is truncated: 8 bytes were expected at 250, 6 are there"):
+        file.read(250, 8)
+
+
+def test_reads_what_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of the system returns 2 GB at most."""
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: read(fd, [buffers[0][:3]], at))
+    (tmp_path / "f").write_bytes(bytes(range(20)))
+    assert OpenFile(tmp_path / "f").read(1, 17) == bytes(range(1, 18))
+
+
+def test_a_pipe_that_takes_the_place_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.touch()
+    state = FileState.of(file)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match="f is not a regular file"):
+        OpenFile(file, state)
+
+
+RACE = """
+import os, sys, threading, time
+from pathlib import Path
+from moe_core import CheckpointError
+from moe_core.checkpoint import Checkpoint
+
+folder = Path(sys.argv[1])
+file = folder / "model.safetensors"
+size = file.stat().st_size
+end = time.monotonic() + 0.6
+
+def disturb():
+    while time.monotonic() < end:
+        os.truncate(file, size // 3)
+        os.truncate(file, size)
+
+thread = threading.Thread(target=disturb)
+thread.start()
+refused = 0
+while thread.is_alive():
+    try:
+        checkpoint = Checkpoint.open(folder)
+        for index in range(8):
+            checkpoint.part("a", index).sum()
+        checkpoint.tensor("a").sum()
+    except CheckpointError as error:
+        assert "model.safetensors" in str(error), error
+        refused += 1
+print(refused)
+"""
+
+
+def test_truncating_while_reading_does_not_end_the_process(tmp_path: Path) -> None:
+    write(tmp_path, {"a": torch.ones(8, 1 << 18)})
+    done = subprocess.run([sys.executable, "-c", RACE, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert int(done.stdout) > 0
