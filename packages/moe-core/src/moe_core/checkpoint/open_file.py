@@ -107,8 +107,8 @@ def _read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 def _regular(path: Path, status: os.stat_result) -> FileState:
     if not stat.S_ISREG(status.st_mode):
-        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-        raise CheckpointError(f"{path} is {kind}, expected a file")
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a device …"
+        raise CheckpointError(f"{path} is not a regular file, it is {kind}")
     return FileState(status.st_size, status.st_mtime_ns)
 
 
