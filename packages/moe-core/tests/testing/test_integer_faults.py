@@ -265,9 +265,29 @@ def test_sound_experts_pass() -> None:
     assert not failures(Sound)
 
 
+#: what the kit calls the fault; nothing where it is none of the usual mistakes
+MISTAKES: dict[type[FusedMoEExperts], str] = {
+    IgnoresColumnGroups: "the columns' groups of w13 and w2 are ignored",
+    ColumnGroupsOfTheFirstExpert: "the columns' groups of w13 are those of expert 0",
+    SortedColumnsFillGroups: "the sorted columns of w13 and w2 are taken to fill their groups",
+    IgnoresZeroPoints: "the zero points of w13 are the middle of the codes",
+    ZeroPointsLessOne: "the zero points of w2 are one too small",
+    ZeroPointsInNibbles: "the zero points of w13 are cut to a code's bits",
+    ZeroPointsInBytes: "the zero points of w13 are cut to a code's bits",
+    ZeroPointsOfTheNextGroup: "the zero points of w2 are those of another group",
+    IgnoresInputFactors: "the factors of the inputs of w13 are left out",
+    IgnoresSecondInputFactors: "the factors of the inputs of w2 are left out",
+    InputFactorsOfTheFirstExpert: "the factors of the inputs of w13 are those of expert 0",
+    SwapsNibbles: "the nibbles of w2 are swapped",
+    ReadsCodesAsSigned: "the codes of w13 are read as two's complement",
+    ScalesWithoutSign: "the scales of w13 lose their sign",
+    LayoutOfTheOtherMatrix: "the memory of the scales of w13 is read as that of a transposed matrix",
+}
+
+
 @pytest.mark.parametrize(("experts", "message"), FAULTS, ids=[experts.__name__ for experts, _ in FAULTS])
 def test_fault_is_found(experts: type[FusedMoEExperts], message: str) -> None:
-    check_found(experts, message)
+    check_found(experts, message, MISTAKES.get(experts))
 
 
 def test_every_pair_of_values_of_a_pattern_and_every_shape_with_every_group() -> None:

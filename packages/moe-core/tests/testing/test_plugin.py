@@ -22,9 +22,8 @@ class Mine(TorchExperts):
     )
 
 class Wrong(Mine):
-    def apply(self, output, *arguments, **named):
-        super().apply(output, *arguments, **named)
-        output.mul_(1.01)
+    def apply(self, *arguments, topk_weights, **named):
+        super().apply(*arguments, topk_weights=topk_weights.square(), **named)
 
 class Elsewhere(Mine):
     claims = replace(Mine.claims, devices=(cuda(min=90),))
@@ -65,6 +64,7 @@ def test_a_failure_says_which_case_and_how_far(folder: Path) -> None:
     assert done.returncode == 1
     assert "Wrong, case values-" in done.stdout
     assert "the error's norm is" in done.stdout
+    assert "; the output equals what results when the router weight is applied twice" in done.stdout
     assert "Traceback" not in done.stdout
 
 

@@ -17,12 +17,10 @@ from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
 from moe_core.experts import FusedMoEExperts
-from moe_core.numerics import FP4_E2M1
 from moe_core.quant_key import QuantKey
-from moe_core.quantization import scale_values
-from moe_core.reference import Steps
 from moe_core.routing import RoutingMethodType
 from moe_core.testing.cases import Case, routing_of
+from moe_core.testing.diagnosis import compare
 from moe_core.testing.harness import (
     POISONS,
     PRETENDED,
@@ -37,7 +35,7 @@ from moe_core.testing.harness import (
     snapshot,
     watched_call,
 )
-from moe_core.weights import KernelWeights, MoEWeights, storage_dtypes
+from moe_core.weights import KernelWeights
 
 Check = Callable[[type[FusedMoEExperts], Case, Place], None]
 
@@ -65,21 +63,7 @@ def check_values(experts: type[FusedMoEExperts], case: Case, place: Place) -> No
                 else "repeated calls differ"
             )
             raise AssertionError(f"{cause}: {count} of {result.numel()} elements")
-    computed_with = _computed_with(make_instance(experts, case, place), problem, case)
-    computed_with.expected(place, rounds_products=experts.claims.rounds_products).compare(
-        results["no workspace"], "result"
-    )
-
-
-def _computed_with(instance: FusedMoEExperts, problem: Problem, case: Case) -> Problem:
-    """The weights and the hidden states that the backend says it computes with, which may differ by a rounding."""
-    given = problem.inputs
-    x = instance.off_boundaries(given.x)
-    if not bool(((x.double() - given.x.double()).abs() <= 2.0**-20 * given.x.double().abs()).all()):
-        raise AssertionError("off_boundaries moves hidden states by more than 2**-20 of themselves")
-    weights = instance.requantized(problem.weights)
-    _check_requantized(weights, problem.weights, case)
-    return replace(problem, weights=weights, inputs=replace(given, x=x))
+    compare(experts, problem, results["no workspace"], place)
 
 
 def check_convert(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
@@ -106,55 +90,6 @@ def check_convert(experts: type[FusedMoEExperts], case: Case, place: Place) -> N
     if altered:
         raise AssertionError(f"apply changed the canonical weights: {', '.join(altered)}")
     _convert_elsewhere(experts, case, place)
-
-
-def _check_requantized(new: MoEWeights, old: MoEWeights, case: Case) -> None:
-    """What a backend says that it computes with is the given weights, rounded once more at most.
-
-    Under scales up to twice the expert's largest (the next power of two), an element moves by half a unit in its last
-    place.  Biases are rounded to the layer's dtype at most.  Activations keep their element type and their groups;
-    static scales move up to the largest.
-    """
-    if new is old:
-        return
-    mine, asked = new.activation_key, old.activation_key
-    if (mine is None) != (asked is None) or (
-        mine is not None
-        and asked is not None
-        and (mine.dtype, mine.group_shape, mine.is_static) != (asked.dtype, asked.group_shape, asked.is_static)
-    ):
-        raise AssertionError(f"requantized activations are {mine}, asked for was {asked}")
-    one = replace(case.config, apply_router_weight_on_input=False)
-    steps = [Steps(weights, one, torch.float64, None, None) for weights in (new, old)]
-    for name in ("w13", "w2"):
-        before = getattr(old, f"{name}_scale")
-        for expert in range(one.local_experts):
-            changed_to, given = (step.weight(name, expert) for step in steps)
-            if new.weight_key is None or old.weight_key is None or before is None:
-                allowed = torch.zeros_like(given)
-            else:
-                largest = scale_values(before[expert], old.weight_key).amax().double()
-                eps, smallest = _places(new.weight_key)
-                allowed = torch.maximum(given.abs() * eps / 2, largest * smallest)
-            if not bool(((changed_to - given).abs() <= allowed).all()):
-                raise AssertionError(f"requantized {name} of expert {expert} is further off than one rounding explains")
-        biases = getattr(new, f"{name}_bias"), getattr(old, f"{name}_bias")
-        if biases[1] is not None:
-            bits = torch.finfo(one.dtype)
-            allowed = (biases[1].double().abs() * bits.eps / 2).clamp_min(bits.smallest_normal * bits.eps)
-            if not bool(((biases[0].double() - biases[1].double()).abs() <= allowed).all()):
-                raise AssertionError(f"requantized {name}_bias is further off than rounding to {one.dtype} explains")
-        scales = getattr(new, f"{name}_input_scale"), getattr(old, f"{name}_input_scale")
-        if scales[1] is not None and not bool(((scales[0] >= scales[1]) & (scales[0] <= scales[1].amax())).all()):
-            raise AssertionError(f"requantized {name}_input_scale leaves the range of the scales given")
-
-
-def _places(key: QuantKey) -> tuple[float, float]:
-    """The distance from 1 to the next larger number of a key's float elements, and the smallest of them above 0."""
-    if key.dtype is FP4_E2M1:
-        return 0.5, 0.5
-    bits = torch.finfo(storage_dtypes(key)[0])
-    return bits.eps, bits.smallest_normal * bits.eps
 
 
 def _convert_elsewhere(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
@@ -243,10 +178,7 @@ def check_many_rows(experts: type[FusedMoEExperts], case: Case, place: Place) ->
     results = [call(kernel, problem) for _ in range(3)]
     if not all(same_bits(result, results[0]) for result in results):
         raise AssertionError("repeated calls differ")
-    computed_with = _computed_with(make_instance(experts, case, place), problem, case)
-    computed_with.expected(place, rounds_products=experts.claims.rounds_products).compare(
-        results[0], "result", elements=False
-    )
+    compare(experts, problem, results[0], place, elements=False)
 
 
 def check_compile(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:

@@ -280,6 +280,24 @@ def _extreme(codes: Tensor, scale: Tensor, w: Tensor, key: QuantKey, parts: int)
     return raw, exponents.view(scale.dtype)
 
 
+def has_extreme_scales(weights: MoEWeights) -> bool:
+    """Whether :func:`without_extreme_scales` changes anything."""
+    return weights.weight_key is not None and is_e8m0(weights.weight_key.scale.dtype)
+
+
+def without_extreme_scales(weights: MoEWeights) -> MoEWeights:
+    """The same values, where groups of zeros have e8m0 scales like the others and not 2**-127 or 2**127."""
+    changed: dict[str, Any] = {}
+    for name in ("w13_scale", "w2_scale"):
+        scale: Tensor | None = getattr(weights, name)
+        if scale is not None and has_extreme_scales(weights):
+            exponents = scale.view(torch.uint8)
+            usual = exponents.median()
+            kept = torch.where((exponents == 254) | (exponents == 0), usual, exponents)
+            changed[name] = kept.view(scale.dtype)
+    return replace(weights, **changed)
+
+
 def _first_product_size(config: FusedMoEConfig) -> float:
     """Root mean square of the first product: large enough that a fair share reaches a limit."""
     limit = config.params.limit

@@ -1,0 +1,162 @@
+"""Names the mistake that explains a wrong output, where it is one of the usual ones.
+
+Every mistake of :mod:`moe_core.testing.mistakes` is computed for a few tokens, and those that come near the output are
+compared with the whole of it, within the bounds of :mod:`moe_core.testing.tolerance`.  So a mistake is named only where
+a backend that makes it, and nothing else, could have given this output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from moe_core.errors import MoEError
+from moe_core.experts import FusedMoEExperts
+from moe_core.reference import fused_moe_reference
+from moe_core.testing.data import has_extreme_scales, without_extreme_scales
+from moe_core.testing.harness import Place, Problem, call, make_kernel, one_thread
+from moe_core.testing.matrix_mistakes import MATRIX_MISTAKES, with_float_scales
+from moe_core.testing.mistakes import CALL_MISTAKES, Mistake
+from moe_core.testing.requantized import computed_with
+from moe_core.testing.tolerance import Expected
+
+MISTAKES: tuple[Mistake, ...] = (*CALL_MISTAKES, *MATRIX_MISTAKES)
+#: tokens on which every mistake is computed
+_TOKENS = 4
+#: the largest part of the error that a mistake may leave unexplained
+_REST = 0.5
+#: how many times as far as the nearest another one may be, to be named too
+_ALIKE = 1.25
+#: mistakes whose whole output is compared, and that are named where several give the same
+_COMPARED, _NAMED = 12, 4
+
+
+def compare(
+    experts: type[FusedMoEExperts], problem: Problem, result: Tensor, place: Place, *, elements: bool = True
+) -> None:
+    """Raise AssertionError, with the figures and the mistake that explains them, unless ``result`` [M, K] is right.
+
+    ``elements`` as for :meth:`Expected.compare`.
+    """
+    computed = computed_with(experts, problem, place)
+    expected = computed.expected(place, rounds_products=experts.claims.rounds_products)
+    try:
+        expected.compare(result, "result", elements=elements)
+    except AssertionError as error:
+        try:
+            found = _causes(experts, problem, result, place, elements=elements)
+        except Exception as failed:
+            # the failure itself must be told, whatever a backend makes of a second call
+            cause = f"looking for the cause failed: {type(failed).__name__}: {failed}"
+            raise AssertionError(f"{error}; {cause}") from failed
+        if not found:
+            raise
+        raise AssertionError(f"{error}; the output equals what results when {', or when '.join(found)}") from None
+
+
+def _causes(
+    experts: type[FusedMoEExperts], problem: Problem, result: Tensor, place: Place, *, elements: bool
+) -> list[str]:
+    """:func:`explanations` of a wrong result, which infinity and NaN would hide."""
+    rounds_products = experts.claims.rounds_products
+    milder = not bool(result.isfinite().all()) and has_extreme_scales(problem.weights)
+    if milder:
+        problem = replace(problem, weights=without_extreme_scales(problem.weights))
+        result = call(make_kernel(experts, problem, place), problem)
+    computed = computed_with(experts, problem, place)
+    expected = computed.expected(place, rounds_products=rounds_products)
+    if milder and _within(expected, result, elements=elements):
+        return ["the e8m0 scales 2**-127 or 2**127 of groups of zeros are misread"]
+    return explanations(computed, result, expected, place, rounds_products=rounds_products, elements=elements)
+
+
+def _within(expected: Expected, result: Tensor, *, elements: bool) -> bool:
+    """Whether a result is right."""
+    try:
+        expected.compare(result, "", elements=elements)
+    except AssertionError:
+        return False
+    return True
+
+
+def explanations(
+    problem: Problem,
+    result: Tensor,
+    expected: Expected,
+    place: Place,
+    *,
+    rounds_products: bool = False,
+    elements: bool = True,
+) -> list[str]:
+    """Texts of the mistakes that give ``result`` [M, K], as many as give the same; empty where none does.
+
+    ``expected``: what a right backend gives, which ``result`` is not.
+    """
+    if result.shape != expected.exact.shape or not result.numel():
+        return []
+    problem = with_float_scales(problem)
+    window = _telling(problem, result, expected)
+    few, wrong = problem.tokens(window.start, window.stop), result[window].double()
+    limit = _REST * float((wrong - expected.exact[window]).norm())
+    near: list[tuple[float, int, Problem]] = []
+    with one_thread():
+        for number, mistake in enumerate(MISTAKES):
+            # of several ways to make it, the nearest
+            ways = [(_distance(changed, wrong), way) for way, changed in enumerate(_changed(mistake, few))]
+            distance, way = min(ways, default=(math.inf, 0))
+            if distance < limit:
+                near.append((distance, number, list(_changed(mistake, problem))[way]))
+    limit = _REST * float((result.double() - expected.exact).norm())
+    fitting: list[tuple[float, int]] = []
+    for _, number, changed in sorted(near, key=lambda each: each[:2])[:_COMPARED]:
+        try:
+            other = changed.expected(place, rounds_products=rounds_products)
+        except MoEError:
+            continue
+        distance = float((result.double() - other.exact).norm())
+        if distance < limit and _within(other, result, elements=elements):
+            fitting.append((distance, number))
+    alike = _ALIKE * min(fitting, default=(0.0, 0))[0]
+    named = sorted(number for distance, number in fitting if distance <= alike)
+    return [MISTAKES[number].text for number in named[:_NAMED]]
+
+
+def _telling(problem: Problem, result: Tensor, expected: Expected) -> slice:
+    """A few tokens around the one that is furthest off, or all where they share a scale."""
+    key = problem.weights.activation_key
+    tokens = len(result)
+    if tokens <= _TOKENS or (key is not None and not key.is_static and key.group_shape.is_per_tensor):
+        return slice(0, tokens)
+    error = (result.double() - expected.exact).norm(dim=1) / expected.bound.norm(dim=1).clamp_min(1e-300)
+    first = min(max(int(error.nan_to_num(math.inf).argmax()) - 1, 0), tokens - _TOKENS)
+    return slice(first, first + _TOKENS)
+
+
+def _changed(mistake: Mistake, problem: Problem) -> Iterator[Problem]:
+    """The problems with the mistake; none where it can't be made."""
+    try:
+        yield from mistake.change(problem)
+    except MoEError:
+        return
+
+
+def _distance(problem: Problem, result: Tensor) -> float:
+    """Norm of the difference between the reference of the changed problem and a result in float64."""
+    inputs = problem.inputs
+    try:
+        exact = fused_moe_reference(
+            inputs.x,
+            problem.weights,
+            problem.case.config,
+            topk_weights=inputs.topk_weights,
+            topk_ids=inputs.topk_ids,
+            expert_map=inputs.expert_map,
+            lora=problem.applied,
+        )
+    except MoEError:
+        return math.inf
+    distance = float((exact.double() - result).norm())
+    return math.inf if math.isnan(distance) else distance

@@ -1,0 +1,80 @@
+"""What a backend says that it computes with, where that is not exactly what it is given.
+
+See :meth:`moe_core.experts.FusedMoEExperts.requantized` and ``off_boundaries``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from moe_core.experts import FusedMoEExperts
+from moe_core.numerics import FP4_E2M1
+from moe_core.quant_key import QuantKey
+from moe_core.quantization import scale_values
+from moe_core.reference import Steps
+from moe_core.testing.cases import Case
+from moe_core.testing.harness import Place, Problem, make_instance
+from moe_core.weights import MoEWeights, storage_dtypes
+
+
+def computed_with(experts: type[FusedMoEExperts], problem: Problem, place: Place) -> Problem:
+    """The weights and the hidden states that the backend says it computes with, which may differ by a rounding."""
+    case, given = problem.case, problem.inputs
+    instance = make_instance(experts, case, place)
+    x = instance.off_boundaries(given.x)
+    if not bool(((x.double() - given.x.double()).abs() <= 2.0**-20 * given.x.double().abs()).all()):
+        raise AssertionError("off_boundaries moves hidden states by more than 2**-20 of themselves")
+    weights = instance.requantized(problem.weights)
+    check_requantized(weights, problem.weights, case)
+    return replace(problem, weights=weights, inputs=replace(given, x=x))
+
+
+def check_requantized(new: MoEWeights, old: MoEWeights, case: Case) -> None:
+    """What a backend says that it computes with is the given weights, rounded once more at most.
+
+    Under scales up to twice the expert's largest (the next power of two), an element moves by half a unit in its last
+    place.  Biases are rounded to the layer's dtype at most.  Activations keep their element type and their groups;
+    static scales move up to the largest.
+    """
+    if new is old:
+        return
+    mine, asked = new.activation_key, old.activation_key
+    if (mine is None) != (asked is None) or (
+        mine is not None
+        and asked is not None
+        and (mine.dtype, mine.group_shape, mine.is_static) != (asked.dtype, asked.group_shape, asked.is_static)
+    ):
+        raise AssertionError(f"requantized activations are {mine}, asked for was {asked}")
+    one = replace(case.config, apply_router_weight_on_input=False)
+    steps = [Steps(weights, one, torch.float64, None, None) for weights in (new, old)]
+    for name in ("w13", "w2"):
+        before = getattr(old, f"{name}_scale")
+        for expert in range(one.local_experts):
+            changed_to, given = (step.weight(name, expert) for step in steps)
+            if new.weight_key is None or old.weight_key is None or before is None:
+                allowed = torch.zeros_like(given)
+            else:
+                largest = scale_values(before[expert], old.weight_key).amax().double()
+                eps, smallest = _places(new.weight_key)
+                allowed = torch.maximum(given.abs() * eps / 2, largest * smallest)
+            if not bool(((changed_to - given).abs() <= allowed).all()):
+                raise AssertionError(f"requantized {name} of expert {expert} is further off than one rounding explains")
+        biases = getattr(new, f"{name}_bias"), getattr(old, f"{name}_bias")
+        if biases[1] is not None:
+            bits = torch.finfo(one.dtype)
+            allowed = (biases[1].double().abs() * bits.eps / 2).clamp_min(bits.smallest_normal * bits.eps)
+            if not bool(((biases[0].double() - biases[1].double()).abs() <= allowed).all()):
+                raise AssertionError(f"requantized {name}_bias is further off than rounding to {one.dtype} explains")
+        scales = getattr(new, f"{name}_input_scale"), getattr(old, f"{name}_input_scale")
+        if scales[1] is not None and not bool(((scales[0] >= scales[1]) & (scales[0] <= scales[1].amax())).all()):
+            raise AssertionError(f"requantized {name}_input_scale leaves the range of the scales given")
+
+
+def _places(key: QuantKey) -> tuple[float, float]:
+    """The distance from 1 to the next larger number of a key's float elements, and the smallest of them above 0."""
+    if key.dtype is FP4_E2M1:
+        return 0.5, 0.5
+    bits = torch.finfo(storage_dtypes(key)[0])
+    return bits.eps, bits.smallest_normal * bits.eps
