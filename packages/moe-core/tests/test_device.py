@@ -1,8 +1,25 @@
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
-from moe_core import ConfigError, DeviceInfo, any_device, cpu, cuda, hip
+from moe_core import (
+    ConfigError,
+    DeviceInfo,
+    FusedMoEConfig,
+    LoRAWeights,
+    MoEWeights,
+    Workspace,
+    any_device,
+    cpu,
+    cuda,
+    hip,
+    load_layer,
+)
+
+W = torch.zeros(1)
 
 
 @pytest.mark.parametrize("text", ["sm90", "sm_90", "SM90", "sm_90a", "h200", "H100"])
@@ -11,8 +28,75 @@ def test_parse_accepts_the_usual_spellings(text: str) -> None:
 
 
 def test_parse_names_what_is_known() -> None:
-    with pytest.raises(ConfigError, match="'sm91'.*sm90.*h200"):
-        DeviceInfo.parse("sm91")
+    with pytest.raises(ConfigError, match=r"'rtx4091'; did you mean 'rtx4090'\?: expected .*sm90.*\ncards: .*h200"):
+        DeviceInfo.parse("rtx4091")
+    for name in ("sm9", "smXX", "gfx", "gfx12345", "", "90", "cuda"):
+        with pytest.raises(ConfigError, match="unknown device"):
+            DeviceInfo.parse(name)
+    with pytest.raises(ConfigError, match="a device is a name .*, got 90"):
+        DeviceInfo.parse(90)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("t4", "sm75"),
+        ("a100", "sm80"),
+        ("a10", "sm86"),
+        ("a40", "sm86"),
+        ("l4", "sm89"),
+        ("L40S", "sm89"),
+        ("RTX 4090", "sm89"),
+        ("NVIDIA GeForce RTX 4090", "sm89"),
+        ("h20", "sm90"),
+        ("h800", "sm90"),
+        ("gb200", "sm100"),
+        ("b300", "sm103"),
+        ("rtx5090", "sm120"),
+        ("mi250x", "gfx90a"),
+        ("AMD Instinct MI300X", "gfx942"),
+        ("mi355x", "gfx950"),
+    ],
+)
+def test_cards_have_their_architecture(name: str, arch: str) -> None:
+    card = DeviceInfo.parse(name)
+    assert (card.arch, card.kind) == (arch, "hip" if arch.startswith("gfx") else "cuda")
+    assert str(card) == f"{card.name} ({arch})"
+    assert min(card.multiprocessors, card.shared_memory, card.l2_cache, card.memory) > 0
+
+
+@pytest.mark.parametrize("number", [70, 75, 80, 86, 87, 89, 90, 91, 100, 101, 103, 110, 120, 121, 130])
+def test_any_number_is_a_device(number: int) -> None:
+    for text in (f"sm{number}", f"sm_{number}", f"SM{number}a", f"sm_{number}f"):
+        device = DeviceInfo.parse(text)
+        assert (device.kind, device.arch, device.capability) == ("cuda", f"sm{number}", number)
+    assert DeviceInfo.parse("sm91").shared_memory == DeviceInfo.parse("sm90").shared_memory
+    assert DeviceInfo.parse("sm130").shared_memory == 0
+
+
+@pytest.mark.parametrize("arch", ["gfx906", "gfx90a", "gfx942", "gfx1100", "gfx1250"])
+def test_any_gfx_is_a_device(arch: str) -> None:
+    assert (DeviceInfo.parse(arch).kind, DeviceInfo.parse(arch).arch) == ("hip", arch)
+
+
+@pytest.mark.parametrize("device", ["nonsense", "sm90", "", "cuda:x", [], 5])
+def test_what_torch_takes_as_no_device_is_refused(device: Any) -> None:
+    for made in (
+        lambda: DeviceInfo.current(device),
+        lambda: Workspace(device),
+        lambda: LoRAWeights.zeros(FusedMoEConfig(2, 1, 8, 8, is_lora_enabled=True), device),
+        lambda: MoEWeights(weight_key=None, activation_key=None, w13=W, w2=W).to(device),
+        lambda: load_layer("nowhere", device=device),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"device {device!r} is not known")):
+            made()
+
+
+def test_a_gpu_beyond_those_that_are_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="cuda:2 was asked for, but torch sees 2 GPUs here"):
+        DeviceInfo.current("cuda:2")
 
 
 def test_ranges() -> None:

@@ -106,7 +106,7 @@ from moe_core.workspace import Workspace, WorkspaceSpec
 
 if TYPE_CHECKING:
     from moe_core.checkpoint import Checkpoint
-    from moe_core.layer import FusedMoELayer, load_layer
+    from moe_core.layer import FusedMoELayer, experts_left_out, load_layer
     from moe_core.reference import fused_moe_reference
 
 __version__ = "0.1.0"
@@ -114,6 +114,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Checkpoint": "moe_core.checkpoint",
     "FusedMoELayer": "moe_core.layer",
+    "experts_left_out": "moe_core.layer",
     "load_layer": "moe_core.layer",
     "fused_moe_reference": "moe_core.reference",
 }
@@ -123,6 +124,10 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 __all__ = [
@@ -192,6 +197,7 @@ __all__ = [
     "biased_moe_quant_config",
     "cpu",
     "cuda",
+    "experts_left_out",
     "fp8_w8a8_moe_quant_config",
     "fp8_w8a16_moe_quant_config",
     "fused_moe_reference",

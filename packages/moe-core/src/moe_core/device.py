@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from moe_core.errors import ConfigError
+from moe_core.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,31 @@ class DeviceInfo:
 
     @staticmethod
     def parse(text: str) -> DeviceInfo:
-        """A device by architecture name: ``sm90``, ``sm_90``, ``h200``, ``gfx950``, ``cpu`` …
+        """A device by architecture, or by the name of a card: ``sm90``, ``sm_90a``, ``gfx942``, ``h200``, ``rtx4090`` …
 
-        Raises ConfigError for a name that is not known.
+        Any ``smXX`` or ``gfxXXX`` is a device; what is not known of it is 0.  Raises ConfigError for another name.
         """
-        name = text.strip().lower().replace("sm_", "sm").removesuffix("a")
-        name = _ALIASES.get(name, name)
+        if not isinstance(text, str):
+            raise ConfigError(f"a device is a name (sm90, gfx942, h200, cpu), got {text!r}")
+        name = re.sub(r"[\s_-]|nvidia|geforce|tesla|amd|instinct|radeon", "", text.lower())
+        if name in CARDS:
+            return CARDS[name]
+        if re.fullmatch(r"sm\d{2,3}[af]?", name):
+            return _of_sm(int(name.rstrip("af")[2:]))
         if name in _KNOWN:
             return _KNOWN[name]
-        raise ConfigError(f"unknown device {text!r}; known: {', '.join(_KNOWN)}, and {', '.join(_ALIASES)}")
+        if re.fullmatch(r"gfx[0-9a-f]{3,4}", name):
+            return DeviceInfo("hip", name, name, shared_memory=64 << 10)
+        raise ConfigError(
+            f"unknown device {text!r}{did_you_mean(name, (*_KNOWN, *CARDS))}: expected an architecture (sm90, gfx942), "
+            "a card (h200, rtx4090, mi300x), cpu or xpu",
+            details=f"cards: {', '.join(CARDS)}",
+        )
 
     @staticmethod
     def current(device: torch.device | str | None = None) -> DeviceInfo:
-        """The device that torch would use, or the given one."""
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(device)
+        """The device that torch would use, or the given one.  Raises ConfigError for one that is not here."""
+        device = as_torch_device(device)
         if device.type == "cpu":
             return _KNOWN["cpu"]
         if device.type == "xpu":
@@ -67,6 +76,9 @@ class DeviceInfo:
             raise ConfigError(f"device {device} is not known; expected cpu, cuda or xpu")
         if not torch.cuda.is_available():
             raise ConfigError(f"device {device} was asked for, but torch {torch.__version__} sees no GPU here")
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device {device} was asked for, but torch sees {count} GPUs here, from cuda:0")
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip:
             arch = properties.gcnArchName.split(":")[0]
@@ -90,38 +102,122 @@ class DeviceInfo:
         )
 
 
+def as_torch_device(device: torch.device | str | None = None) -> torch.device:
+    """A device of this machine by what users pass; None: the GPU where there is one, else the CPU.
+
+    Raises ConfigError for what torch does not take as one.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if isinstance(device, torch.device):
+        return device
+    try:
+        if not isinstance(device, str):
+            raise TypeError
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigError(
+            f"device {device!r} is not known: expected one where tensors can be (cpu, cuda, cuda:1, xpu)"
+        ) from None
+
+
 def _sm(number: int, multiprocessors: int, shared_kib: int, l2_mib: int, memory_gib: int) -> DeviceInfo:
     return DeviceInfo(
         "cuda", f"sm{number}", f"sm{number}", multiprocessors, shared_kib << 10, l2_mib << 20, memory_gib << 30
     )
 
 
+def _of_sm(number: int) -> DeviceInfo:
+    """The architecture of that number; one that is not known is like the next older one of its generation."""
+    if f"sm{number}" in _KNOWN:
+        return _KNOWN[f"sm{number}"]
+    older = [n for n in range(number // 10 * 10, number) if f"sm{n}" in _KNOWN]
+    arch = f"sm{number}"
+    return replace(_KNOWN[f"sm{older[-1]}"], arch=arch, name=arch) if older else DeviceInfo("cuda", arch, arch)
+
+
+def _gfx(arch: str, compute_units: int, shared_kib: int, l2_mib: int, memory_gib: int) -> DeviceInfo:
+    return DeviceInfo("hip", arch, arch, compute_units, shared_kib << 10, l2_mib << 20, memory_gib << 30)
+
+
 # one typical product per architecture; shared memory is the architecture's limit per block
 _KNOWN: dict[str, DeviceInfo] = {
     "cpu": DeviceInfo("cpu", "cpu", "cpu"),
+    "sm70": _sm(70, 80, 96, 6, 32),
     "sm75": _sm(75, 40, 64, 4, 16),
     "sm80": _sm(80, 108, 163, 40, 80),
     "sm86": _sm(86, 84, 99, 6, 48),
+    "sm87": _sm(87, 16, 163, 4, 64),
     "sm89": _sm(89, 142, 99, 96, 48),
     "sm90": _sm(90, 132, 227, 50, 141),
     "sm100": _sm(100, 148, 227, 126, 192),
     "sm103": _sm(103, 148, 227, 126, 288),
+    "sm110": _sm(110, 20, 227, 32, 128),
     "sm120": _sm(120, 188, 99, 128, 96),
-    "gfx942": DeviceInfo("hip", "gfx942", "gfx942", 304, 64 << 10, 4 << 20, 192 << 30),
-    "gfx950": DeviceInfo("hip", "gfx950", "gfx950", 256, 160 << 10, 4 << 20, 288 << 30),
+    "sm121": _sm(121, 48, 99, 24, 128),
+    "gfx90a": _gfx("gfx90a", 104, 64, 8, 64),
+    "gfx942": _gfx("gfx942", 304, 64, 4, 192),
+    "gfx950": _gfx("gfx950", 256, 160, 4, 288),
     "xpu": DeviceInfo("xpu", "xpu", "xpu"),
 }
 
-_ALIASES = {
-    "a100": "sm80",
-    "l40s": "sm89",
-    "h100": "sm90",
-    "h200": "sm90",
-    "b200": "sm100",
-    "b300": "sm103",
-    "rtx5090": "sm120",
-    "mi300x": "gfx942",
-    "mi355x": "gfx950",
+
+def _card(name: str, arch: str, multiprocessors: int, l2_mib: int, memory_gib: int) -> DeviceInfo:
+    typical = _KNOWN.get(arch) or DeviceInfo("hip", arch, shared_memory=64 << 10)
+    return replace(typical, name=name, multiprocessors=multiprocessors, l2_cache=l2_mib << 20, memory=memory_gib << 30)
+
+
+#: By name: multiprocessors (of one die, where torch sees two devices), MiB of L2 cache, GiB of memory.
+CARDS: dict[str, DeviceInfo] = {
+    name: _card(name, arch, multiprocessors, l2_mib, memory_gib)
+    for name, arch, multiprocessors, l2_mib, memory_gib in (
+        ("v100", "sm70", 80, 6, 32),
+        ("t4", "sm75", 40, 4, 16),
+        ("rtx2080ti", "sm75", 68, 5, 11),
+        ("a30", "sm80", 56, 24, 24),
+        ("a100", "sm80", 108, 40, 80),
+        ("a800", "sm80", 108, 40, 80),
+        ("a10", "sm86", 72, 6, 24),
+        ("a10g", "sm86", 80, 6, 24),
+        ("a40", "sm86", 84, 6, 48),
+        ("a6000", "sm86", 84, 6, 48),
+        ("rtxa6000", "sm86", 84, 6, 48),
+        ("rtx3090", "sm86", 82, 6, 24),
+        ("orin", "sm87", 16, 4, 64),
+        ("l4", "sm89", 58, 48, 24),
+        ("l20", "sm89", 92, 96, 48),
+        ("l40", "sm89", 142, 96, 48),
+        ("l40s", "sm89", 142, 96, 48),
+        ("rtx4090", "sm89", 128, 72, 24),
+        ("rtx6000ada", "sm89", 142, 96, 48),
+        ("h20", "sm90", 78, 60, 96),
+        ("h100", "sm90", 132, 50, 80),
+        ("h800", "sm90", 132, 50, 80),
+        ("h200", "sm90", 132, 50, 141),
+        ("gh200", "sm90", 132, 50, 96),
+        ("b200", "sm100", 148, 126, 192),
+        ("gb200", "sm100", 148, 126, 192),
+        ("b300", "sm103", 148, 126, 288),
+        ("gb300", "sm103", 148, 126, 288),
+        ("thor", "sm110", 20, 32, 128),
+        ("rtx5080", "sm120", 84, 64, 16),
+        ("rtx5090", "sm120", 170, 96, 32),
+        ("rtxpro6000", "sm120", 188, 128, 96),
+        ("gb10", "sm121", 48, 24, 128),
+        ("dgxspark", "sm121", 48, 24, 128),
+        ("mi100", "gfx908", 120, 8, 32),
+        ("mi210", "gfx90a", 104, 8, 64),
+        ("mi250", "gfx90a", 104, 8, 64),
+        ("mi250x", "gfx90a", 110, 8, 64),
+        ("mi300a", "gfx942", 228, 4, 128),
+        ("mi300x", "gfx942", 304, 4, 192),
+        ("mi308x", "gfx942", 80, 4, 192),
+        ("mi325x", "gfx942", 304, 4, 256),
+        ("mi350x", "gfx950", 256, 4, 288),
+        ("mi355x", "gfx950", 256, 4, 288),
+        ("rx7900xtx", "gfx1100", 96, 6, 24),
+        ("rx9070xt", "gfx1201", 64, 8, 16),
+    )
 }
 
 

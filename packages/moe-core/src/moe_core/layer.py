@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from moe_core._autocast import autocast_off, without_autocast
 from moe_core.call_arguments import check_width, refuse_gradients
 from moe_core.config import FusedMoEConfig
-from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
+from moe_core.device import as_torch_device
+from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_tensor
 from moe_core.kernel import FusedMoEKernel
 from moe_core.lora import LoRAWeights
 from moe_core.oracle import Oracle
@@ -24,7 +25,7 @@ from moe_core.selection import Selection
 from moe_core.weights import KernelWeights, MoEWeights
 
 if TYPE_CHECKING:
-    from moe_core.checkpoint import Checkpoint
+    from moe_core.checkpoint import Checkpoint, LayerSource
     from moe_core.online import OnlineQuantization
     from moe_core.quant_key import QuantKey
 
@@ -33,9 +34,17 @@ class FusedMoELayer(nn.Module):
     """The routed experts of one layer, ready to run.
 
     ``FusedMoELayer.from_weights`` selects a backend for canonical weights and converts them;
-    :func:`load_layer` does so from a checkpoint.  The weights live in the backend's layout; they are no
-    parameters and are not part of ``state_dict()`` (a checkpoint is the form to keep).
+    :func:`load_layer` does so from a checkpoint.  The weights live in the backend's layout and are no parameters.
+
+    ``copy.deepcopy``, ``pickle`` and ``torch.save`` of the layer, or of a model that holds it, keep everything.
+    ``state_dict()``, and with it ``save_pretrained``, raises ConfigError: no checkpoint has a backend's layout, and
+    experts must not be lost silently.  :func:`experts_left_out` leaves them out on purpose, e.g. to write what a model
+    has beside them; the checkpoint that they came from is the form to keep.  ``load_state_dict()`` of a model leaves
+    the experts as they are, and raises ConfigError for a state dict that holds some: :meth:`reload` takes those.
     """
+
+    #: whether ``state_dict()`` leaves the experts out instead of refusing: see :func:`experts_left_out`
+    state_dict_without_experts = False
 
     def __init__(
         self,
@@ -49,12 +58,14 @@ class FusedMoELayer(nn.Module):
         expert_map: Tensor | None = None,
         owns_weights: bool = False,
         online: OnlineQuantization | None = None,
+        origin: LayerOrigin | None = None,
     ) -> None:
         """``router_weight`` [E, K], ``router_bias`` and ``correction_bias`` [E] let :meth:`forward` route by itself.
 
         All of them, and the ``expert_map`` [E] int32, are where the kernel's weights are.
         ``owns_weights``: nobody else holds the kernel's tensors, so that :meth:`reload` may overwrite them;
-        ``online``: how 16-bit weights were quantised, and will be when they are reloaded.
+        ``online``: how 16-bit weights were quantised, and will be when they are reloaded; ``origin``: which layer of a
+        checkpoint they were.
         """
         super().__init__()
         self.kernel = kernel
@@ -66,6 +77,7 @@ class FusedMoELayer(nn.Module):
         self.expert_map = expert_map
         self.owns_weights = owns_weights
         self.online = online
+        self.origin = origin
         self._check_tensors()
 
     def _check_tensors(self) -> None:
@@ -106,6 +118,11 @@ class FusedMoELayer(nn.Module):
         gives it its own, which :meth:`reload` needs.  ``quantize``: what to make of 16-bit ``weights``, by the name
         that the scheme gives it ("fp8_per_channel").
         """
+        if not isinstance(scheme, str | Oracle):
+            raise ConfigError(f"scheme is {scheme!r}, expected a name ({', '.join(registry().scheme_names())})")
+        if not isinstance(weights, MoEWeights):
+            raise TensorError(f"weights is {type(weights).__name__}, expected canonical weights: MoEWeights(w13=…)")
+        check_tensor("w13", weights.w13)
         oracle = registry().oracle(scheme) if isinstance(scheme, str) else scheme
         online = None if quantize is None else registry().online(quantize)
         if online is not None and online.scheme != oracle.scheme:
@@ -117,12 +134,13 @@ class FusedMoELayer(nn.Module):
             moe_backend=backend,
             device=weights.w13.device,
         )
+        lora = _room(config, weights.w13.device)
         if online is not None:
             weights.validate(config)
         quantized = weights if online is None else online.quantize(weights)
         converted = oracle.convert(selection, quantized)
         kernel = oracle.make_kernel(selection, converted.apart_from(weights) if copy else converted)
-        _make_room(kernel)
+        kernel.lora = lora
         return FusedMoELayer(
             kernel,
             selection,
@@ -221,18 +239,28 @@ class FusedMoELayer(nn.Module):
 
     @without_autocast
     @torch.no_grad()
-    def reload(self, weights: MoEWeights) -> None:
+    def reload(self, weights: MoEWeights | Checkpoint | str | os.PathLike[str], *, layer: int | None = None) -> None:
         """Replace the weights in place: pointers stay, captured CUDA graphs go on working.
 
+        ``weights``: canonical ones, or a checkpoint (folder) with the same layer, whose router is taken too where this
+        layer has one; ``layer``: its index there, default the one that this layer was loaded from.
         A layer that was quantised at load takes 16-bit weights as well, and quantises them the same way.
-        Raises TensorError, with the old weights untouched, if the new ones don't fit; ConfigError if the layer
-        shares its tensors with whoever made it, since they would be overwritten.
+        Raises TensorError, with the old weights untouched, if the new ones don't fit; CheckpointError for a checkpoint
+        that can't be read; ConfigError for one of another layer, or if this layer shares its tensors with whoever made
+        it, since they would be overwritten.
         """
         if not self.owns_weights:
             raise ConfigError(
                 "the layer may share its weights with their owner, and reloading would overwrite them: build it with "
                 "load_layer, with FusedMoELayer.from_weights(..., copy=True) or with owns_weights=True"
             )
+        router: dict[str, Tensor] = {}
+        if not isinstance(weights, MoEWeights):
+            source = self._read(weights, layer)
+            router = self._router_of(source)
+            weights = source.weights(device=self.weights.device)
+        elif layer is not None:
+            raise ConfigError("layer= goes with a checkpoint; canonical weights are one layer's")
         if self.online is not None and weights.weight_key is None:
             weights.validate(self.config)
             weights = self.online.quantize(weights.to(self.weights.device))
@@ -244,6 +272,71 @@ class FusedMoELayer(nn.Module):
         weights.validate(self.config)
         ready = weights.to(self.weights.device).detached().row_major()
         self.kernel.weights.copy_(self.kernel.experts.convert(ready))
+        for name, tensor in router.items():
+            getattr(self, name).copy_(tensor)
+
+    def _read(self, checkpoint: Checkpoint | str | os.PathLike[str], layer: int | None) -> LayerSource:
+        """The layer of a checkpoint that shall take the place of this one's, without its weights."""
+        from moe_core.checkpoint import read_layer
+
+        opened = _opened(checkpoint)
+        origin = self.origin or LayerOrigin(None)
+        source = read_layer(
+            opened,
+            origin.index if layer is None else layer,
+            dtype=self.config.dtype,
+            experts=self._held(),
+            quantize=self.online,
+            activation_key=origin.activation_key,
+        )
+        for name in _SAME_LAYER:
+            old, new = getattr(self.config, name), getattr(source.config, name)
+            if old != new:
+                raise ConfigError(f"{source.prefix} of {opened.path} has {name}={new}, the layer has {old}")
+        return source
+
+    def _held(self) -> list[int] | None:
+        """Global ids of the experts that are here, in their order; None for all."""
+        if self.expert_map is None:
+            return None
+        places = {place: expert for expert, place in enumerate(self.expert_map.tolist()) if place >= 0}
+        return [places[place] for place in sorted(places)]
+
+    def _router_of(self, source: LayerSource) -> dict[str, Tensor]:
+        """The router of another checkpoint, by the names of this layer's tensors."""
+        found: dict[str, Tensor] = {}
+        for name in ("router_weight", "router_bias", "correction_bias"):
+            mine: Tensor | None = getattr(self, name)
+            new: Tensor | None = getattr(source, name)
+            if mine is None:
+                continue
+            if new is None:
+                raise ConfigError(f"the layer has a {name}, {source.prefix} of {source.layer.checkpoint.path} has none")
+            check_shape(name, new, tuple(mine.shape))
+            found[name] = new
+        return found
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if not self.state_dict_without_experts:
+            raise ConfigError(
+                f"state_dict() cannot hold the experts of {prefix.rstrip('.') or 'this layer'}: they are in the layout "
+                f"of the backend {self.selection.backend}, which no checkpoint has. Keep the checkpoint that they came "
+                "from; write the rest of the model within moe_core.experts_left_out(model), or all of it by torch.save"
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        own = {prefix + name for name, _ in self.named_parameters()} | {
+            prefix + name for name, _ in self.named_buffers()
+        }
+        given = [name for name in state_dict if name.startswith(prefix) and name not in own]
+        if given:
+            raise ConfigError(
+                f"load_state_dict() cannot take {given[0]}{f' and {len(given) - 1} more' * (len(given) > 1)}: "
+                f"the experts of {prefix.rstrip('.') or 'this layer'} are in the layout of the backend "
+                f'{self.selection.backend}; replace them with layer.reload("DIR")'
+            )
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:
         config = self.config
@@ -263,10 +356,58 @@ class FusedMoELayer(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
-def _make_room(kernel: FusedMoEKernel) -> None:
+@dataclass(frozen=True)
+class LayerOrigin:
+    """Where a layer came from: ``index`` in its model (None: the first with experts), and the activations asked for."""
+
+    index: int | None
+    activation_key: QuantKey | str | None = "checkpoint"
+
+
+#: what a reloaded layer must have in common with the one whose place it takes
+_SAME_LAYER = (
+    "num_experts",
+    "top_k",
+    "hidden_size",
+    "intermediate_size",
+    "activation",
+    "params",
+    "has_bias",
+    "apply_router_weight_on_input",
+    "routing",
+)
+
+
+@contextlib.contextmanager
+def experts_left_out(model: nn.Module) -> Iterator[None]:
+    """Within it, ``model.state_dict()`` (and ``save_pretrained``) leaves the experts of every FusedMoELayer out.
+
+    Whoever reads what is written then needs the experts from elsewhere: the checkpoint that they came from.
+    """
+    layers = [module for module in model.modules() if isinstance(module, FusedMoELayer)]
+    before = [layer.state_dict_without_experts for layer in layers]
+    try:
+        for layer in layers:
+            layer.state_dict_without_experts = True
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer.state_dict_without_experts = value
+
+
+def _opened(path: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
+    from moe_core.checkpoint import Checkpoint
+
+    if isinstance(path, Checkpoint):
+        return path
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"path is {path!r}, expected a checkpoint's folder")
+    return Checkpoint.open(path)
+
+
+def _room(config: FusedMoEConfig, device: torch.device) -> LoRAWeights | None:
     """Empty places for adapters, where the config is enabled for them."""
-    if kernel.config.is_lora_enabled:
-        kernel.lora = LoRAWeights.zeros(kernel.config, kernel.weights.device)
+    return LoRAWeights.zeros(config, device) if config.is_lora_enabled else None
 
 
 @without_autocast
@@ -294,10 +435,10 @@ def load_layer(
 
     Raises CheckpointError, SchemeNotInstalledError, SelectionError, TensorError, ConfigError.
     """
-    from moe_core.checkpoint import Checkpoint, read_layer
+    from moe_core.checkpoint import read_layer
 
-    target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(Path(path))
+    target = as_torch_device(device)
+    checkpoint = _opened(path)
     online = None if quantize is None else registry().online(quantize)
     source = read_layer(checkpoint, layer, dtype=dtype, experts=experts, quantize=online, activation_key=activation_key)
     # selection comes before the weights are read: an impossible request costs no gigabytes
@@ -312,9 +453,10 @@ def load_layer(
         moe_backend=backend,
         device=target,
     )
+    lora = _room(config, target)
     weights = source.weights(device=target)
     kernel = oracle.make_kernel(selection, oracle.convert(selection, weights))
-    _make_room(kernel)
+    kernel.lora = lora
 
     def on_target(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(target)
@@ -334,4 +476,5 @@ def load_layer(
         expert_map=expert_map,
         owns_weights=True,
         online=online,
+        origin=LayerOrigin(source.index, activation_key),
     )

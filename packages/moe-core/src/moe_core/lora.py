@@ -11,6 +11,7 @@ part of B here.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from moe_core.config import FusedMoEConfig
-from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
+from moe_core.device import as_torch_device
+from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_tensor
+from moe_core.tensor_record import TensorRecord
 
 
 def lora_shapes(config: FusedMoEConfig) -> dict[str, tuple[int, ...]]:
@@ -34,8 +37,8 @@ def lora_shapes(config: FusedMoEConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LoRAWeights:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class LoRAWeights(TensorRecord):
     """Places for L adapters of one layer's local experts, each of rank R at most.
 
     - ``w13_a`` [L, E, 2R, K]: R rows for the gate, then R for the up half ([L, E, R, K] without a gate)
@@ -54,17 +57,23 @@ class LoRAWeights:
 
     @staticmethod
     def zeros(config: FusedMoEConfig, device: torch.device | str) -> LoRAWeights:
-        """Places for adapters that add nothing yet."""
-        return LoRAWeights(
-            **{
-                name: torch.zeros(shape, dtype=config.dtype, device=device)
-                for name, shape in lora_shapes(config).items()
-            }
-        )
+        """Places for adapters that add nothing yet.  Raises ConfigError where ``device`` has no room for so many."""
+        shapes, where = lora_shapes(config), as_torch_device(device)
+        try:
+            return LoRAWeights(
+                **{name: torch.zeros(shape, dtype=config.dtype, device=where) for name, shape in shapes.items()}
+            )
+        except (RuntimeError, MemoryError, OverflowError) as error:
+            size = sum(math.prod(shape) for shape in shapes.values()) * config.dtype.itemsize
+            raise ConfigError(
+                f"max_loras={config.max_loras} adapters of rank max_lora_rank={config.max_lora_rank} take "
+                f"{size / 2**30:,.1f} GiB on {where}, which has no room for them"
+            ) from error
 
     def to(self, device: torch.device | str) -> LoRAWeights:
         """The same adapters on another device."""
-        return LoRAWeights(**{name: tensor.to(device) for name, tensor in self.tensors()})
+        where = as_torch_device(device)
+        return LoRAWeights(**{name: tensor.to(where) for name, tensor in self.tensors()})
 
     @property
     def num_adapters(self) -> int:
@@ -106,6 +115,9 @@ class LoRAWeights:
         that does not fit.
         """
         self._check_adapter(adapter)
+        if type(scaling) not in (int, float) or not math.isfinite(scaling):
+            raise ConfigError(f"scaling is {scaling!r}, expected a number: alpha / r")
+        check_tensor("w2_a", w2_a)
         rank = w2_a.shape[1] if w2_a.dim() == 3 else 0
         if not 1 <= rank <= self.rank:
             raise TensorError(
@@ -119,12 +131,18 @@ class LoRAWeights:
         check_shape("w2_b", w2_b, (experts, hidden, rank))
         for name, tensor in (("w13_a", w13_a), ("w13_b", w13_b), ("w2_a", w2_a), ("w2_b", w2_b)):
             check_dtype(name, tensor, (torch.bfloat16, torch.float16, torch.float32))
-        self.clear(adapter)
-        halves = self.w13_a[adapter].view(experts, parts, self.rank, hidden)
-        halves[:, :, :rank] = w13_a.reshape(experts, parts, rank, hidden).to(self.w13_a)
-        self.w13_b[adapter, :, :, :rank] = (w13_b.float() * scaling).to(self.w13_b)
-        self.w2_a[adapter, :, :rank] = w2_a.to(self.w2_a)
-        self.w2_b[adapter, :, :, :rank] = (w2_b.float() * scaling).to(self.w2_b)
+            if tensor.is_meta:
+                raise TensorError(f"{name} is on the meta device: it has no values to load")
+        with torch.no_grad():
+            # brought here before the first is written
+            new_w13_a = w13_a.reshape(experts, parts, rank, hidden).to(self.w13_a)
+            new_w13_b = (w13_b.float() * scaling).to(self.w13_b)
+            new_w2_a, new_w2_b = w2_a.to(self.w2_a), (w2_b.float() * scaling).to(self.w2_b)
+            self.clear(adapter)
+            self.w13_a[adapter].view(experts, parts, self.rank, hidden)[:, :, :rank] = new_w13_a
+            self.w13_b[adapter, :, :, :rank] = new_w13_b
+            self.w2_a[adapter, :, :rank] = new_w2_a
+            self.w2_b[adapter, :, :, :rank] = new_w2_b
 
     def clear(self, adapter: int) -> None:
         """Make one adapter add nothing."""
@@ -133,8 +151,8 @@ class LoRAWeights:
             tensor[adapter].zero_()
 
     def _check_adapter(self, adapter: int) -> None:
-        if not 0 <= adapter < self.num_adapters:
-            raise TensorError(f"adapter {adapter} is out of range: there are places 0 to {self.num_adapters - 1}")
+        if type(adapter) is not int or not 0 <= adapter < self.num_adapters:
+            raise TensorError(f"adapter {adapter!r} is out of range: there are places 0 to {self.num_adapters - 1}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,6 +24,7 @@ from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
 from moe_core.quant_key import QuantKey
 from moe_core.selection import Candidate, Selection, SelectionError, SelectionReport
 from moe_core.weights import KernelWeights, MoEWeights
+from moe_core.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -188,13 +189,14 @@ class Oracle:
         weights: KernelWeights,
         *,
         prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,
+        workspace: Workspace | None = None,
     ) -> FusedMoEKernel:
-        """prepare + experts + finalize around ``weights``."""
+        """prepare + experts + finalize around ``weights``; ``workspace``: may be shared with layers that run before."""
         config = selection.config
         experts = self.make_experts(selection)
         if isinstance(experts, FusedMoEExpertsModular) and prepare_finalize is None:
             prepare_finalize = default_prepare_finalize(config)
-        return FusedMoEKernel(experts, weights, prepare_finalize)
+        return FusedMoEKernel(experts, weights, prepare_finalize, workspace=workspace)
 
 
 def default_prepare_finalize(config: FusedMoEConfig) -> FusedMoEPrepareAndFinalizeModular:

@@ -32,10 +32,11 @@ from moe_core.quant_key import (
     kMxfp8Dynamic,
     kMxfp8Static,
 )
+from moe_core.tensor_record import TensorRecord
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FusedMoEQuantDesc:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class FusedMoEQuantDesc(TensorRecord):
     """One operand of one of the two matrix products.
 
     ``key`` None: not quantised.  Shapes follow the key, e.g. for the weight of a
@@ -59,8 +60,8 @@ class FusedMoEQuantDesc:
                 yield item.name, value
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FusedMoEQuantConfig:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class FusedMoEQuantConfig(TensorRecord):
     """How both matrix products of a fused MoE are quantised.
 
     ``a1``/``a2``: the activations that enter the first/second product; ``w1``/``w2``: the

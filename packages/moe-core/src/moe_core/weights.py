@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from moe_core.config import FusedMoEConfig
+from moe_core.device import as_torch_device
 from moe_core.errors import TensorError, check_dtype, check_shape
 from moe_core.numerics import NumberKind, QuantDtype, is_e8m0
 from moe_core.quant_config import FusedMoEQuantConfig
 from moe_core.quant_key import QuantKey
+from moe_core.tensor_record import TensorRecord
 
 
 def scale_shape(key: QuantKey, experts: int, rows: int, cols: int, parts: int = 1) -> tuple[int, ...]:
@@ -40,8 +42,8 @@ def with_groups_of(scale: Tensor, expected: tuple[int, ...], key: QuantKey) -> t
     return (*expected[:-1], scale.shape[-1])
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MoEWeights:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MoEWeights(TensorRecord):
     """Canonical weights of the local experts of one layer.
 
     - ``w13`` [E, 2N, K] (gate rows, then up rows; [E, N, K] without a gate), ``w2`` [E, K, N];
@@ -89,7 +91,11 @@ class MoEWeights:
 
     def to(self, device: torch.device | str) -> MoEWeights:
         """The same weights on another device."""
-        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors()}
+        where = as_torch_device(device)
+        for name, tensor in self.tensors():
+            if tensor.is_meta and where.type != "meta":
+                raise TensorError(f"{name} is on the meta device: it has no values to bring to {where}")
+        moved: dict[str, Any] = {name: tensor.to(where) for name, tensor in self.tensors()}
         return replace(self, **moved)
 
     def detached(self) -> MoEWeights:
@@ -264,8 +270,8 @@ def check_values(name: str, tensor: Tensor, *, scale: bool, positive: bool = Fal
         raise TensorError(f"{name} has {count} {what} value{'s' * (count > 1)} of {tensor.numel()}, first at {where}")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class KernelWeights:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class KernelWeights(TensorRecord):
     """Weights in one backend's own layout, with the quant config that describes them.
 
     ``extra`` holds whatever else the backend keeps per layer (permutations, locks …).
@@ -307,7 +313,8 @@ class KernelWeights:
     def copy_(self, other: KernelWeights) -> None:
         """Overwrite every tensor in place, so that captured CUDA graphs see the new weights.
 
-        Raises TensorError, before anything is written, where names, shapes or dtypes differ.
+        All or nothing: raises TensorError, before anything is written, where names, shapes or dtypes differ, and for
+        a tensor that cannot be read, or written.
         """
         mine, theirs = dict(self.tensors()), dict(other.tensors())
         if mine.keys() != theirs.keys():
@@ -315,5 +322,22 @@ class KernelWeights:
         for name, tensor in mine.items():
             check_shape(name, theirs[name], tuple(tensor.shape))
             check_dtype(name, theirs[name], (tensor.dtype,))
-        for name, tensor in mine.items():
-            tensor.copy_(theirs[name])
+            _check_writable(name, tensor)
+            if theirs[name].is_meta:
+                raise TensorError(f"{name} is on the meta device: it has no values to copy")
+        # what can still fail is bringing them here, which is done before the first is written
+        here = {name: theirs[name].to(tensor.device) for name, tensor in mine.items()}
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(here[name])
+
+
+def _check_writable(name: str, tensor: Tensor) -> None:
+    """TensorError for a tensor of a layer that ``copy_`` cannot write in place."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise TensorError(
+            f"{name} was made in torch.inference_mode() and can be overwritten there only: reload within it, "
+            "or load layers under torch.no_grad()"
+        )
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise TensorError(f"{name} has strides {tensor.stride()}: several of its elements share memory")

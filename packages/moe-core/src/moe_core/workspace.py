@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_core.device import as_torch_device
 from moe_core.errors import TensorError
 
 #: every part starts at a multiple of this many bytes: the widest alignment that TMA and vector loads ask for
@@ -46,7 +47,7 @@ class Workspace:
     """
 
     def __init__(self, device: torch.device | str, buffer: Tensor | None = None) -> None:
-        self.device = torch.device(device)
+        self.device = as_torch_device(device)
         self._fixed = buffer is not None
         if buffer is not None and (buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous()):
             raise TensorError(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import CheckpointError, ConfigError, SelectionError, TensorError, load_layer, route
-from moe_core.checkpoint import Checkpoint
+from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.errors import CheckpointWarning
 from moe_core.registry import registry
 from moe_core_checkpoints import E, K, N, PlainFormat, entry_points, expert_tensors, layer_tensors, write
@@ -129,3 +129,48 @@ def test_what_is_refused(tmp_path: Path, x: Tensor) -> None:
         layer(x)
     with pytest.raises(TensorError, match="topk_ids is missing"):
         layer(x, topk_weights=torch.ones(6, 2))
+
+
+def test_reload_from_a_folder(tmp_path: Path, x: Tensor) -> None:
+    first, second = write(tmp_path / "a", layer_tensors()), write(tmp_path / "b", layer_tensors(seed=4))
+    layer = load_layer(first, device="cpu", dtype=torch.float32)
+    pointers = [tensor.data_ptr() for _, tensor in layer.weights.tensors()]
+    expected = load_layer(second, device="cpu", dtype=torch.float32)(x)
+    assert not torch.equal(layer(x), expected)
+    for given in (second, str(second), Checkpoint.open(second)):
+        layer.reload(given)
+        # the router came along
+        assert torch.equal(layer(x), expected)
+    assert [tensor.data_ptr() for _, tensor in layer.weights.tensors()] == pointers
+    part = load_layer(first, device="cpu", dtype=torch.float32, experts=[3, 0])
+    part.reload(second)
+    assert torch.equal(part(x), load_layer(second, device="cpu", dtype=torch.float32, experts=[3, 0])(x))
+    with pytest.raises(ConfigError, match="layer= goes with a checkpoint"):
+        layer.reload(read_layer(Checkpoint.open(second), dtype=torch.float32).weights(), layer=0)
+
+
+def test_reload_takes_the_same_layer_of_another_checkpoint_or_the_one_that_is_named(tmp_path: Path, x: Tensor) -> None:
+    folders = [
+        write(tmp_path / name, layer_tensors(0, seed=seed) | layer_tensors(1, seed=seed + 1))
+        for name, seed in (("a", 1), ("b", 3))
+    ]
+    layer = load_layer(folders[0], layer=1, device="cpu", dtype=torch.float32)
+    layer.reload(folders[1])
+    assert torch.equal(layer(x), load_layer(folders[1], layer=1, device="cpu", dtype=torch.float32)(x))
+    layer.reload(folders[1], layer=0)
+    assert torch.equal(layer(x), load_layer(folders[1], layer=0, device="cpu", dtype=torch.float32)(x))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_act": "gelu"}, "has activation=MoEActivation.GELU, the layer has"),
+        ({"num_experts_per_tok": 1}, "top_k=1"),
+    ],
+)
+def test_reload_refuses_another_layer(tmp_path: Path, x: Tensor, config: dict[str, Any], message: str) -> None:
+    layer = load_layer(write(tmp_path / "a", layer_tensors()), device="cpu", dtype=torch.float32)
+    expected = layer(x)
+    with pytest.raises(ConfigError, match=message):
+        layer.reload(write(tmp_path / "b", layer_tensors(seed=4), **config))
+    assert torch.equal(layer(x), expected)

@@ -49,12 +49,13 @@ def expert_tensors(
     return tensors
 
 
-def layer_tensors(index: int = 0, **sizes: int) -> dict[str, Tensor]:
-    """The experts of a layer and its router."""
+def layer_tensors(index: int = 0, *, seed: int | None = None, **sizes: int) -> dict[str, Tensor]:
+    """The experts of a layer and its router; the same for the same ``seed``, by default the ``index``."""
+    seed = index if seed is None else seed
     block = f"model.layers.{index}.mlp"
     experts, hidden = sizes.get("experts", E), sizes.get("hidden", K)
-    gate = torch.randn(experts, hidden, generator=torch.Generator().manual_seed(index)).bfloat16()
-    return {**expert_tensors(block, seed=index, **sizes), f"{block}.gate.weight": gate}
+    gate = torch.randn(experts, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return {**expert_tensors(block, seed=seed, **sizes), f"{block}.gate.weight": gate}
 
 
 def write(

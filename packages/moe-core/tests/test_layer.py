@@ -1,0 +1,208 @@
+"""A layer in a model of torch: state dicts, copies, pickles; and reloading."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from moe_core import (
+    ConfigError,
+    FusedMoEConfig,
+    FusedMoELayer,
+    KernelWeights,
+    LoRAWeights,
+    MoEWeights,
+    RoutingConfig,
+    TensorError,
+    Workspace,
+    experts_left_out,
+    load_layer,
+)
+from moe_core_toys import ToyOracle, toy_weights
+from torch import Tensor, nn
+
+CONFIG = FusedMoEConfig(
+    num_experts=6,
+    top_k=2,
+    hidden_size=16,
+    intermediate_size=12,
+    dtype=torch.float32,
+    has_bias=True,
+    routing=RoutingConfig.from_method("Renormalize"),
+)
+X = torch.randn(5, 16, generator=torch.Generator().manual_seed(2))
+ROUTER = torch.randn(6, 16, generator=torch.Generator().manual_seed(3))
+
+
+def make_layer(seed: int = 0, router: Tensor = ROUTER, config: FusedMoEConfig = CONFIG) -> FusedMoELayer:
+    weights = toy_weights(config, seed)
+    return FusedMoELayer.from_weights(ToyOracle(), config, weights, router_weight=router, copy=True)
+
+
+class Model(nn.Module):
+    """Experts beside something else."""
+
+    def __init__(self, experts: FusedMoELayer) -> None:
+        super().__init__()
+        self.norm = nn.Linear(16, 16)
+        self.experts = experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(self.experts(x))
+        return found
+
+
+@torch.no_grad()
+def run(model: nn.Module) -> Tensor:
+    found: Tensor = model(X)
+    return found
+
+
+def test_a_state_dict_does_not_lose_experts_silently() -> None:
+    model = Model(make_layer())
+    with pytest.raises(
+        ConfigError, match=r"hold the experts of experts: .* backend plain, .*experts_left_out\(model\)"
+    ):
+        model.state_dict()
+    with pytest.raises(ConfigError, match="hold the experts of this layer"):
+        model.experts.state_dict()
+    with experts_left_out(model):
+        written = model.state_dict()
+    assert sorted(written) == ["norm.bias", "norm.weight"]
+    with pytest.raises(ConfigError, match="state_dict"):
+        model.state_dict()
+
+
+def test_a_router_that_is_a_parameter_is_part_of_the_state_dict() -> None:
+    model = Model(make_layer(router=nn.Parameter(ROUTER.clone())))
+    with experts_left_out(model):
+        written = model.state_dict()
+    assert "experts.router_weight" in written
+    other = Model(make_layer(router=nn.Parameter(torch.zeros(6, 16))))
+    other.load_state_dict(written)
+    assert torch.equal(run(other), run(model))
+
+
+def test_a_state_dict_leaves_the_experts_as_they_are_or_is_refused() -> None:
+    model, other = Model(make_layer()), Model(make_layer())
+    with experts_left_out(model):
+        written = model.state_dict()
+    other.load_state_dict(written)
+    assert torch.equal(run(other), run(model))
+    stored = written | {f"experts.{i}.up_proj.weight": torch.zeros(12, 16) for i in range(6)}
+    for strict in (True, False):
+        with pytest.raises(ConfigError, match=r"take experts.0.up_proj.weight and 5 more.* layer.reload\(\"DIR\"\)"):
+            other.load_state_dict(stored, strict=strict)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_and_pickles_keep_everything(again: Any) -> None:
+    config = replace(CONFIG, is_lora_enabled=False)
+    layer = make_layer(config=config)
+    layer.kernel.workspace = Workspace("cpu")
+    layer.reload(toy_weights(config, seed=7))
+    model = Model(layer)
+    other = again(model)
+    assert torch.equal(run(other), run(model))
+    assert other.experts.selection == layer.selection
+    layer.reload(toy_weights(config, seed=8))
+    assert not torch.equal(run(other), run(model))
+    other.experts.reload(toy_weights(config, seed=8))
+    assert torch.equal(run(other), run(model))
+
+
+@pytest.mark.parametrize("kind", ["meta", "inference"])
+def test_weights_are_replaced_whole_or_not_at_all(kind: str) -> None:
+    first = make_layer().weights
+    before = {name: tensor.clone() for name, tensor in first.tensors()}
+    new = make_layer(seed=9).weights
+    if kind == "meta":
+        broken = KernelWeights(
+            w13=new.w13, w2=new.w2, quant_config=new.quant_config.map(lambda tensor: tensor.to("meta"))
+        )
+        with pytest.raises(TensorError, match="is on the meta device: it has no values to copy"):
+            first.copy_(broken)
+    else:
+        with torch.inference_mode():
+            made = first.quant_config.map(torch.clone)
+        partly = KernelWeights(w13=first.w13, w2=first.w2, quant_config=made)
+        with pytest.raises(TensorError, match=r"was made in torch.inference_mode\(\)"):
+            partly.copy_(new)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in first.tensors())
+
+
+def test_meta_weights_are_refused_by_name() -> None:
+    layer = make_layer()
+    expected = layer(X)
+    weights = toy_weights(CONFIG, seed=9)
+    on_meta = MoEWeights(weight_key=None, activation_key=None, **{n: t.to("meta") for n, t in weights.tensors()})
+    with pytest.raises(TensorError, match="w13 is on the meta device: it has no values"):
+        layer.reload(on_meta)
+    assert torch.equal(layer(X), expected)
+    with pytest.raises(ConfigError, match="device meta is not known"):
+        FusedMoELayer.from_weights(ToyOracle(), CONFIG, on_meta)
+
+
+def test_an_adapter_is_loaded_whole_or_not_at_all() -> None:
+    config = replace(CONFIG, is_lora_enabled=True, max_loras=2, max_lora_rank=4)
+    adapters = LoRAWeights.zeros(config, "cpu")
+    adapters.w13_a.fill_(1.0)
+    new = {
+        "w13_a": torch.randn(6, 8, 16),
+        "w13_b": torch.randn(6, 24, 4),
+        "w2_a": torch.randn(6, 4, 12),
+        "w2_b": torch.randn(6, 16, 4),
+    }
+    for change, error in (
+        ({"w2_b": new["w2_b"].to("meta")}, "w2_b is on the meta device"),
+        ({"w2_a": None}, "w2_a is None, expected a torch.Tensor"),
+        ({"scaling": float("nan")}, "scaling is nan"),
+        ({"scaling": "2"}, "scaling is '2'"),
+    ):
+        with pytest.raises((TensorError, ConfigError), match=error):
+            adapters.load(1, **new | change)  # type: ignore[arg-type]
+        assert bool((adapters.w13_a == 1).all())
+    for place in ("1", 1.0, -1, 2, True):
+        with pytest.raises(TensorError, match="is out of range: there are places 0 to 1"):
+            adapters.load(place, **new)  # type: ignore[arg-type]
+
+
+def test_more_adapters_than_memory_holds_are_refused() -> None:
+    config = replace(CONFIG, is_lora_enabled=True, max_loras=10**9)
+    with pytest.raises(ConfigError, match=r"max_loras=1000000000 adapters of rank max_lora_rank=16 take .* GiB on cpu"):
+        LoRAWeights.zeros(config, "cpu")
+
+
+@pytest.mark.parametrize("path", [None, 3, ["DIR"], b"DIR"])
+def test_a_path_is_a_path(path: Any) -> None:
+    with pytest.raises(ConfigError, match="path is .*, expected a checkpoint's folder"):
+        load_layer(path)
+    with pytest.raises(ConfigError, match="path is .*, expected a checkpoint's folder"):
+        make_layer().reload(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scheme": None}, "scheme is None, expected a name"),
+        ({"weights": {}}, "weights is dict, expected canonical weights"),
+        ({"weights": replace(toy_weights(CONFIG), w13=[1.0])}, "w13 is a list, expected a torch.Tensor"),
+        ({"weights": replace(toy_weights(CONFIG), w2=None)}, "w2 is None, expected a torch.Tensor"),
+        ({"weights": replace(toy_weights(CONFIG), w2_bias=[[1.0]])}, "w2_bias is a list, expected a torch.Tensor"),
+    ],
+)
+def test_what_a_layer_is_made_from_is_checked(change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"scheme": ToyOracle(), "config": CONFIG, "weights": toy_weights(CONFIG)}
+    with pytest.raises((ConfigError, TensorError), match=message):
+        FusedMoELayer.from_weights(**given | change)
+
+
+def test_a_kernel_is_made_with_a_workspace() -> None:
+    oracle, shared = ToyOracle(), Workspace("cpu")
+    selection = oracle.select(CONFIG, weight_key=None, activation_key=None, device="cpu")
+    weights = oracle.convert(selection, toy_weights(CONFIG))
+    assert oracle.make_kernel(selection, weights, workspace=shared).workspace is shared
