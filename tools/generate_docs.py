@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from moe_core import GATED, NON_GATED, Claims, MoEActivation, registry
 from moe_core.claims import expand_key, key_matches
+from moe_core.cli.backends import DEVICES, support
 from moe_core.quant_key import key_name
 
 ROOT = Path(__file__).parent.parent
@@ -108,7 +109,11 @@ def keys(claims: Claims) -> str:
 
 def section(scheme: str) -> str:
     """One scheme: its backends in default order, a table of claims for each."""
-    text = f"\n## {scheme}\n\nIn the order of preference:\n"
+    text = f"\n## {scheme}\n\nIn the order of preference; **run**: tested on such a device, yes: claimed.\n\n"
+    text += f"| backend | {' | '.join(DEVICES)} |\n|---|{'---|' * len(DEVICES)}\n"
+    marks = {"run": "**run**", "claimed": "yes", "no": ""}
+    for name, found in support(registry().oracle(scheme)).items():
+        text += f"| `{name}` | {' | '.join(marks[found[arch]] for arch in DEVICES)} |\n"
     for backend in registry().oracle(scheme).table():
         for experts in backend.load():
             claims = experts.claims

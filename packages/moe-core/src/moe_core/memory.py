@@ -56,16 +56,15 @@ def layer_memory(selection: Selection, num_tokens: int) -> LayerMemory:
         with suppress(Exception):
             weights, load_peak = _laid_out(one, specimen(one.config, *keys))
             exact = True
-    experts = Oracle.make_experts(selection)
     tokens = num_tokens
-    if isinstance(experts, FusedMoEExpertsModular):
+    if issubclass(selection.experts, FusedMoEExpertsModular):
         # tokens of other ranks come too, and only the engine knows how many
         with suppress(ConfigError):
             tokens = default_prepare_finalize(config).max_tokens(num_tokens)
     return LayerMemory(
         weights=config.local_experts * weights,
         load_peak=config.local_experts * load_peak,
-        workspace=workspace_nbytes(experts.workspaces(tokens)),
+        workspace=workspace_nbytes(Oracle.make_experts(selection).workspaces(tokens)),
         num_tokens=num_tokens,
         exact=exact,
     )

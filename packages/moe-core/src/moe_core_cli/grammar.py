@@ -26,7 +26,9 @@ which follows from what a sound implementation rounds.  Exit code 1 where the er
 _EXPLAIN = """\
 The layer is one of a checkpoint folder, or described by --scheme and --shape.  Exit code 2 where no backend fits."""
 
-_BACKENDS = ""
+_BACKENDS = """\
+A table for each scheme: backends in order of preference, GPUs, and whether a backend was tested on one or claims it.
+--scheme S --backend B, or -v, prints everything that they claim."""
 
 _BENCH = """\
 The layer is one of a checkpoint folder, or described by --scheme and --shape (random weights).  The floor is the larger
@@ -118,6 +120,7 @@ def _explain(parser: argparse.ArgumentParser) -> None:
 
 def _backends(parser: argparse.ArgumentParser) -> None:
     _scheme(parser, "only this scheme's (default: all that are installed)")
+    parser.add_argument("--backend", metavar="B", help="only this one, with all that it claims")
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:

@@ -8,17 +8,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from moe_core import CheckpointError, __version__
+from moe_core import CheckpointError, Requirement, Verified, __version__
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli import COMMANDS, _machine, _output
 from moe_core.cli import quickstart as quickstart_command
 from moe_core.registry import registry
 from moe_core_checkpoints import write_quickstart
+from moe_core_toys import GpuToyExperts
 
 SHAPE = ("--scheme", "plain", "--shape", "8,2,64,32")
 
@@ -75,9 +77,15 @@ def test_explain_refuses(moe: Any, arguments: tuple[str, ...], parts: tuple[str,
 
 def test_backends(moe: Any) -> None:
     out = moe("backends").out
-    assert "plain gpu  [GpuToyExperts, modular]" in out
-    assert "sm90 or newer" in out
+    assert "sm80  sm89  sm90  sm100  sm120  gfx942  gfx950  cpu" in out
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.startswith("  ")}
+    assert rows == {
+        "gpu": ["-", "-", "yes", "yes", "yes", "-", "-", "-"],
+        "plain": ["yes", "yes", "yes", "yes", "yes", "yes", "yes", "yes"],
+    }
+    assert max(map(len, out.splitlines())) <= 80
     data = moe("backends", "--json").data
+    assert data["devices"]["plain"]["gpu"]["sm90"] == "claimed"
     assert [row["experts"].partition(":")[2] for row in data["backends"]] == [
         "GpuToyExperts",
         "ToyExperts",
@@ -86,6 +94,28 @@ def test_backends(moe: Any) -> None:
     assert data["backends"][2]["formats"] == ["batched"]
     assert moe("backends", "--scheme", "plain", "--json").data == data
     moe.refuses("backends", "--scheme", "fp8", parts=("scheme 'fp8' is not installed", "pip install moe-fp8"))
+
+
+def test_backends_in_full(moe: Any) -> None:
+    for arguments in (("-v",), ("--backend", "gpu")):
+        out = moe("backends", *arguments).out
+        assert "plain gpu: GpuToyExperts (modular)" in out
+        assert "devices      sm90 or newer" in out
+        assert "keys         16-bit x 16-bit: not tested on hardware" in out
+    assert "plain plain" in moe("backends", "-v").out
+    assert "plain plain" not in moe("backends", "--backend", "gpu").out
+    moe.refuses("backends", "--backend", "plane", parts=("did you mean 'plain'?", "known: gpu, plain"))
+
+
+def test_backends_say_where_they_were_tested(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    claims = replace(GpuToyExperts.claims, verified_on=("NVIDIA H200 (sm90)", Verified("MI355X (gfx950)", ())))
+    monkeypatch.setattr(GpuToyExperts, "claims", claims)
+    # claims decide: gfx950 is not among the devices
+    assert ["gpu", "-", "-", "run", "yes", "yes", "-", "-", "-"] in [
+        x.split() for x in moe("backends").out.splitlines()
+    ]
+    monkeypatch.setattr(GpuToyExperts, "claims", replace(claims, requires=(Requirement("nothing_here", "nothing"),)))
+    assert "  gpu* " in moe("backends").out
 
 
 def test_backends_without_schemes(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,6 +331,30 @@ def test_no_command(moe: Any) -> None:
     result = moe()
     assert result.code == 2
     assert "required" in result.err
+
+
+def test_folded() -> None:
+    text = "  keys         aa bb cc dd ee ff gg hh ii jj\nplain words that go on and on and on without an end\n\nshort"
+    assert _output.folded(text, 40).split("\n") == [
+        "  keys         aa bb cc dd ee ff gg hh",
+        "               ii jj",
+        "plain words that go on and on and on",
+        "  without an end",
+        "",
+        "short",
+    ]
+
+
+def test_lines_are_folded_on_terminals_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    long = "word " * 30
+    _output.emit(False, {}, long)
+    assert capsys.readouterr().out == f"{long}\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _output.emit(False, {}, long)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 40
 
 
 def test_table() -> None:

@@ -6,8 +6,11 @@ import contextlib
 import json
 import math
 import os
+import re
+import shutil
 import stat
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +23,22 @@ from moe_core.errors import ConfigError, printable
 
 def emit(as_json: bool, data: Any, text: str) -> None:
     """Print ``data`` as JSON, or ``text``; names in them come from files that nobody has looked at."""
-    say(json.dumps(_finite(data), indent=2, allow_nan=False) if as_json else printable(text, keep="\n"))
+    if as_json:
+        say(json.dumps(_finite(data), indent=2, allow_nan=False))
+        return
+    shown = printable(text, keep="\n")
+    # elsewhere a line stays one, for whoever searches in it
+    say(folded(shown, shutil.get_terminal_size().columns) if sys.stdout is not None and sys.stdout.isatty() else shown)
+
+
+def folded(text: str, width: int) -> str:
+    """``text`` with lines of ``width`` characters at most; what goes on stands below the line's second column."""
+    lines = []
+    for line in text.split("\n"):
+        label = re.match(r" *(?:\S+(?: \S+)* {2,})?(?=\S)", line)
+        indent = min(len(label[0]) if label and label[0] else 2, width // 2)
+        lines += textwrap.wrap(line, max(width, 40), subsequent_indent=" " * indent, break_on_hyphens=False) or [""]
+    return "\n".join(lines)
 
 
 def _finite(data: Any) -> Any:
