@@ -31,14 +31,14 @@ class LayerMemory:
     - ``weights`` in the backend's layout
     - ``load_peak``: the most that exists at a time while :func:`moe_core.load_layer` converts them, the checkpoint's
       tensors and the backend's own together
-    - ``workspace`` of a call with at most ``num_tokens`` tokens; a backend that is driven by the host
-      (``cuda_graph=False``) takes more from torch's allocator as it goes
+    - ``workspace`` of a call with at most ``num_tokens`` tokens, None where only a library that is not installed knows;
+      a backend that is driven by the host (``cuda_graph=False``) takes more from torch's allocator as it goes
     - ``exact``: False where the checkpoint's bytes stand for the backend's, whose layout needs values or is too large
     """
 
     weights: int
     load_peak: int
-    workspace: int
+    workspace: int | None
     num_tokens: int
     exact: bool
 
@@ -61,10 +61,13 @@ def layer_memory(selection: Selection, num_tokens: int) -> LayerMemory:
         # tokens of other ranks come too, and only the engine knows how many
         with suppress(ConfigError):
             tokens = default_prepare_finalize(config).max_tokens(num_tokens)
+    workspace = None
+    with suppress(Exception):
+        workspace = workspace_nbytes(Oracle.make_experts(selection).workspaces(tokens))
     return LayerMemory(
         weights=config.local_experts * weights,
         load_peak=config.local_experts * load_peak,
-        workspace=workspace_nbytes(Oracle.make_experts(selection).workspaces(tokens)),
+        workspace=workspace,
         num_tokens=num_tokens,
         exact=exact,
     )
@@ -111,12 +114,12 @@ def specimen(
             if not weight_key.symmetric:
                 add(f"{name}_zero_point", torch.uint8, *scales)
             if weight_key.permuted:
-                groups = torch.arange(cols, dtype=torch.int32, device=device) // max(weight_key.group_size, 1)
-                tensors[f"{name}_g_idx"] = groups.expand(experts, cols).contiguous()
+                groups = torch.arange(cols, dtype=torch.int32) // max(weight_key.group_size, 1)
+                tensors[f"{name}_g_idx"] = groups.to(device).expand(experts, cols).contiguous()
             if weight_key.pre_scaled:
                 add(f"{name}_pre_scale", torch.float32, experts, cols)
         if activation_key is not None and activation_key.is_static:
             add(f"{name}_input_scale", torch.float32, experts)
             if not activation_key.symmetric:
                 add(f"{name}_input_zero_point", torch.int32, experts)
-    return MoEWeights(weight_key=weight_key, activation_key=activation_key, **tensors)  # type: ignore[arg-type]
+    return MoEWeights(weight_key=weight_key, activation_key=activation_key, **tensors)
