@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from moe_core import (
     ActivationParams,
     ConfigError,
+    FusedMoEActivationFormat,
     FusedMoEConfig,
     FusedMoEParallelConfig,
     MoEActivation,
+    RoutingConfig,
+    RoutingMethodType,
 )
 
 
@@ -60,3 +64,55 @@ def test_all_to_all_is_needed_only_when_ranks_bring_own_tokens() -> None:
     assert not FusedMoEParallelConfig(ep_size=8).use_all2all_kernels
     assert FusedMoEParallelConfig(ep_size=8, dp_size=8).use_all2all_kernels
     assert not FusedMoEParallelConfig.make_no_parallel().use_ep
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "meant"),
+    [
+        ("bfloat16", "dtype", torch.bfloat16),
+        ("fp16", "dtype", torch.float16),
+        ("torch.float32", "dtype", torch.float32),
+        ("batched", "activation_format", FusedMoEActivationFormat.BATCHED),
+        ("Renormalize", "routing", RoutingConfig.from_method("Renormalize")),
+        (RoutingMethodType.Sigmoid, "routing", RoutingConfig.from_method("Sigmoid")),
+        ("swiglu", "activation", MoEActivation.SILU),
+        (np.int64(16), "num_experts", 16),
+    ],
+)
+def test_names_are_taken(given: object, name: str, meant: object) -> None:
+    config = make(**{name: given})
+    assert getattr(config, name) == meant
+    assert type(getattr(config, name)) is type(meant)
+    assert config == make(**{name: meant})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "bfloat17"}, "dtype must be bfloat16, float16 or float32, got 'bfloat17'"),
+        ({"dtype": None}, "dtype must be bfloat16, float16 or float32, got None"),
+        ({"dtype": 16}, "dtype must be bfloat16"),
+        ({"activation_format": "batch"}, "activation_format is 'batch'; did you mean 'batched'.*standard or batched"),
+        ({"activation_format": None}, "activation_format is None, expected standard or batched"),
+        ({"routing": "renorm"}, "unknown routing method 'renorm'; known: .*Renormalize"),
+        ({"routing": 3}, "routing must be a RoutingConfig, got 3"),
+        ({"activation_params": {"alpha": 1}}, "activation_params must be a ActivationParams"),
+        ({"parallel": None}, "parallel must be a FusedMoEParallelConfig, got None"),
+        ({"has_bias": "yes"}, "has_bias must be True or False, got 'yes'"),
+        ({"num_experts": True}, "num_experts must be a positive integer, got True"),
+        ({"num_experts": 10**30}, "num_experts must be a positive integer of at most 2147483647, got 10+"),
+        ({"max_loras": 2**31}, "max_loras must be a positive integer of at most"),
+        ({"max_num_tokens": 0}, "max_num_tokens must be a positive integer, got 0"),
+        ({"num_local_experts": "4"}, "num_local_experts must be a positive integer, got '4'"),
+        ({"top_k": [2]}, r"top_k must be a positive integer, got \[2\]"),
+    ],
+)
+def test_other_values_are_refused_with_the_choices(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**changes)
+
+
+@pytest.mark.parametrize(("name", "value"), [("tp_size", "2"), ("ep_rank", -1), ("dp_size", None), ("tp_size", 0)])
+def test_parallel_sizes_are_numbers(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be"):
+        FusedMoEParallelConfig(**{name: value})  # type: ignore[arg-type]

@@ -1,18 +1,20 @@
 """What a fused MoE layer is, apart from its weights.
 
-Both dataclasses are frozen and hashable, and their ``repr`` evaluates back.
+Both dataclasses are frozen and hashable, and their ``repr`` evaluates back.  Enums, dtypes and routing methods may be
+given by name ("batched", "bfloat16", "Renormalize").
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 
 from moe_core.activation import ActivationParams, MoEActivation
-from moe_core.errors import ConfigError
-from moe_core.routing import RoutingConfig
+from moe_core.errors import ConfigError, did_you_mean
+from moe_core.routing import RoutingConfig, RoutingMethodType
 
 
 class FusedMoEActivationFormat(str, Enum):
@@ -27,6 +29,55 @@ class FusedMoEActivationFormat(str, Enum):
 
     def __repr__(self) -> str:
         return str(self)
+
+    @staticmethod
+    def parse(name: object) -> FusedMoEActivationFormat:
+        """The format of that name.  Raises ConfigError for another."""
+        try:
+            return FusedMoEActivationFormat(name.lower() if isinstance(name, str) else name)
+        except ValueError:
+            known = [item.value for item in FusedMoEActivationFormat]
+            raise ConfigError(
+                f"activation_format is {name!r}{did_you_mean(name, known)}, expected {' or '.join(known)}"
+            ) from None
+
+
+#: dtypes of hidden states, by what users call them
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
+
+
+def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype of hidden states, itself or by name ("bfloat16", "bf16", "torch.bfloat16").  Raises ConfigError."""
+    if isinstance(dtype, str):
+        dtype = _DTYPES.get(dtype.lower().removeprefix("torch."), dtype)
+    if not (isinstance(dtype, torch.dtype) and dtype in _DTYPES.values()):
+        raise ConfigError(f"dtype must be bfloat16, float16 or float32, got {dtype!r}")
+    return dtype
+
+
+#: sizes are numbers of 32 bits in kernels
+LARGEST = 2**31 - 1
+
+
+def whole_number(name: str, value: object, least: int = 1) -> int:
+    """``value`` as a plain integer of at least ``least``; ConfigError for anything else, a bool or a float too."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or not least <= number <= LARGEST:
+        kind = "a positive integer" if least == 1 else "an integer of 0 or more"
+        most = f" of at most {LARGEST}" if number is not None and number > LARGEST else ""
+        raise ConfigError(f"{name} must be {kind}{most}, got {value!r}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -48,8 +99,9 @@ class FusedMoEParallelConfig:
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp", "ep"):
-            size, rank = getattr(self, f"{name}_size"), getattr(self, f"{name}_rank")
-            if size < 1 or not 0 <= rank < size:
+            size = whole_number(f"{name}_size", getattr(self, f"{name}_size"))
+            rank = whole_number(f"{name}_rank", getattr(self, f"{name}_rank"), 0)
+            if rank >= size:
                 raise ConfigError(f"{name}_rank {rank} is not a rank of {name}_size {size}")
 
     @staticmethod
@@ -104,15 +156,29 @@ class FusedMoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "max_loras", "max_lora_rank"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        for name in ("num_local_experts", "max_num_tokens"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        for name in ("has_bias", "apply_router_weight_on_input", "is_lora_enabled", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k {self.top_k} is larger than num_experts {self.num_experts}")
         if not isinstance(self.activation, MoEActivation):
             object.__setattr__(self, "activation", MoEActivation.parse(self.activation))
-        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise ConfigError(f"dtype must be bfloat16, float16 or float32, got {self.dtype}")
+        object.__setattr__(self, "dtype", as_dtype(self.dtype))
+        object.__setattr__(self, "activation_format", FusedMoEActivationFormat.parse(self.activation_format))
+        if isinstance(self.routing, str | RoutingMethodType):
+            object.__setattr__(self, "routing", RoutingConfig.from_method(self.routing))
+        for name, kind in (
+            ("routing", RoutingConfig),
+            ("activation_params", ActivationParams),
+            ("parallel", FusedMoEParallelConfig),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (value is not None or name == "parallel"):
+                raise ConfigError(f"{name} must be a {kind.__name__}, got {value!r}")
         if self.num_local_experts is None:
             if self.num_experts % self.parallel.ep_size:
                 raise ConfigError(

@@ -63,6 +63,10 @@ class FusedMoEKernel:
         workspace: Workspace | None = None,
         lora: LoRAWeights | None = None,
     ) -> None:
+        if not isinstance(weights, KernelWeights):
+            raise ConfigError(
+                f"weights is {type(weights).__name__}, expected what oracle.convert returns: KernelWeights"
+            )
         if isinstance(experts, FusedMoEExpertsModular):
             if prepare_finalize is None:
                 raise ConfigError(f"{type(experts).__name__} is modular and needs prepare_finalize")

@@ -21,7 +21,7 @@ from moe_core.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_core.kernel import FusedMoEKernel
 from moe_core.prepare_finalize import BatchedPrepareAndFinalize, PrepareAndFinalizeNoParallel
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
-from moe_core.quant_key import QuantKey
+from moe_core.quant_key import QuantKey, as_quant_key
 from moe_core.selection import Candidate, Selection, SelectionError, SelectionReport
 from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import Workspace
@@ -102,22 +102,27 @@ class Oracle:
         self,
         config: FusedMoEConfig,
         *,
-        weight_key: QuantKey | None,
-        activation_key: QuantKey | None,
+        weight_key: QuantKey | str | None,
+        activation_key: QuantKey | str | None,
         moe_backend: str = "auto",
         device: DeviceInfo | str | torch.device | None = None,
         environment: Environment | None = None,
     ) -> Selection:
         """The first backend in order that fits; or the named one, or an error with every reason.
 
+        Keys are given as such or by name, None for 16 bits; ``device``: see :func:`as_device_info`.
         Raises SelectionError (with the full report) when nothing fits, ConfigError for an unknown name.
         """
+        if not isinstance(config, FusedMoEConfig):
+            raise ConfigError(f"config is {type(config).__name__}, expected a FusedMoEConfig")
+        weight_key = as_quant_key(weight_key, "weight_key")
+        activation_key = as_quant_key(activation_key, "activation_key")
         device = as_device_info(device)
         environment = environment or Environment.current()
         self.check_request(config, weight_key, activation_key)
         name = getattr(moe_backend, "value", moe_backend)
         ordered = self.order(self.table(), device, config, weight_key, activation_key)
-        if name != "auto" and name not in {b.name for b in ordered}:
+        if name != "auto" and name not in [b.name for b in ordered]:
             known = ["auto", *(b.name for b in ordered)]
             raise ConfigError(
                 f"{self.scheme} has no backend {name!r}{did_you_mean(name, known)}; installed: {', '.join(known)}"
@@ -151,6 +156,8 @@ class Oracle:
         """
         if (weights is None) == (not tensors):
             raise TensorError("give either canonical weights or their tensors by name")
+        if weights is not None and not isinstance(weights, MoEWeights):
+            raise TensorError(f"weights is {type(weights).__name__}, expected canonical weights: MoEWeights(w13=…)")
         if weights is None:
             missing = [name for name in ("w13", "w2") if tensors.get(name) is None]
             if missing:
@@ -214,11 +221,15 @@ def default_prepare_finalize(config: FusedMoEConfig) -> FusedMoEPrepareAndFinali
 
 
 def as_device_info(device: DeviceInfo | str | torch.device | None) -> DeviceInfo:
-    """A DeviceInfo from what users pass: an architecture name, "cuda", a torch device, or None for the current one."""
+    """A DeviceInfo from what users pass: see :meth:`DeviceInfo.parse`; "cuda", a torch device, or None for this one's.
+
+    Raises ConfigError for a name that is not known, and for a GPU that is not here.
+    """
     if isinstance(device, DeviceInfo):
         return device
     if isinstance(device, torch.device):
         return DeviceInfo.current(device)
-    if device is None or device.partition(":")[0] in ("cuda", "xpu"):
-        return DeviceInfo.current(device)
-    return DeviceInfo.parse(device)
+    if device is None:
+        return DeviceInfo.current()
+    known = DeviceInfo.current if str(device).partition(":")[0] in ("cuda", "xpu") else DeviceInfo.parse
+    return known(device)

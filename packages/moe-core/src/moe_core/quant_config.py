@@ -19,6 +19,7 @@ from moe_core.quant_key import (
     GroupShape,
     QuantKey,
     ScaleDesc,
+    as_quant_key,
     kFp8Dynamic128Sym,
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
@@ -169,8 +170,8 @@ FUSED_MOE_UNQUANTIZED_CONFIG = FusedMoEQuantConfig()
 
 def make_quant_config(
     *,
-    weight_key: QuantKey | None,
-    activation_key: QuantKey | None,
+    weight_key: QuantKey | str | None,
+    activation_key: QuantKey | str | None,
     w1_scale: Tensor | None = None,
     w2_scale: Tensor | None = None,
     w1_zp: Tensor | None = None,
@@ -196,6 +197,8 @@ def make_quant_config(
     factors elsewhere.  Raises ConfigError where a key demands a tensor that is missing, or the reverse, or another
     dtype of scales; TensorError for what else does not fit.
     """
+    weight_key = as_quant_key(weight_key, "weight_key")
+    activation_key = as_quant_key(activation_key, "activation_key")
     _check_weight("w1", weight_key, w1_scale, w1_zp, w1_g_idx, w1_pre_scale, canonical)
     _check_weight("w2", weight_key, w2_scale, w2_zp, w2_g_idx, w2_pre_scale, canonical)
     static_activations = activation_key is not None and activation_key.is_static

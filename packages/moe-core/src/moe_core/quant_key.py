@@ -241,6 +241,20 @@ for _name, _value in list(globals().items()):
         NAMES.setdefault(_value, _name)
 
 
+def as_quant_key(key: QuantKey | str | None, what: str = "quant key") -> QuantKey | None:
+    """A key from what users pass: itself or its name; None, "none" or "16-bit" for what is not quantised.
+
+    Raises ConfigError, where ``what`` says which key it is, for anything else.
+    """
+    if key is None or isinstance(key, QuantKey):
+        return key
+    if not isinstance(key, str):
+        raise ConfigError(
+            f"{what} is {key!r}, expected a QuantKey, its name (kFp8Static128BlockSym), or None for 16 bits"
+        )
+    return None if key.lower() in ("none", "16-bit") else key_by_name(key)
+
+
 #: what a scale's dtype is called in a key's name
 _SCALE_DTYPES = {"float32": _F32, "bfloat16": _BF16, "float16": torch.float16, "e8m0": _E8M0}
 _GROUPS = {"per_row": PER_CHANNEL, "per_tensor": PER_TENSOR}

@@ -14,7 +14,7 @@ from moe_core.device import as_torch_device
 from moe_core.errors import TensorError, check_dtype, check_shape
 from moe_core.numerics import NumberKind, QuantDtype, is_e8m0
 from moe_core.quant_config import FusedMoEQuantConfig
-from moe_core.quant_key import QuantKey
+from moe_core.quant_key import QuantKey, as_quant_key
 from moe_core.tensor_record import TensorRecord
 
 
@@ -57,7 +57,7 @@ class MoEWeights(TensorRecord):
     - ``w13_pre_scale`` [E, K], ``w2_pre_scale`` [E, N] float32: factors of the columns of x and of the activated
       values, for pre-scaled keys
 
-    ``weight_key`` None: 16-bit weights without scales.
+    ``weight_key`` None: 16-bit weights without scales.  Keys may be given by name.
     """
 
     weight_key: QuantKey | None
@@ -78,6 +78,10 @@ class MoEWeights(TensorRecord):
     w2_g_idx: Tensor | None = None
     w13_pre_scale: Tensor | None = None
     w2_pre_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("weight_key", "activation_key"):
+            object.__setattr__(self, name, as_quant_key(getattr(self, name), name))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for item in fields(self):

@@ -235,7 +235,7 @@ class ModelOptMxfp8MoEMethod(Fp8MoEMethod):
         self,
         config: FusedMoEConfig,
         *,
-        activation_key: QuantKey | None = kMxfp8Dynamic,
+        activation_key: QuantKey | str | None = kMxfp8Dynamic,
         moe_backend: str | Fp8MoeBackend = "auto",
         device: torch.device | str | None = None,
         prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,

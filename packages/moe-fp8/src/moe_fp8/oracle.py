@@ -25,6 +25,7 @@ from moe_core import (
     registry,
 )
 from moe_core.oracle import Backend
+from moe_core.quant_key import as_quant_key
 
 if TYPE_CHECKING:
     import torch
@@ -124,8 +125,8 @@ class Fp8Oracle(Oracle):
 def select_fp8_moe_backend(
     config: FusedMoEConfig,
     *,
-    weight_key: QuantKey = kFp8Static128BlockSym,
-    activation_key: QuantKey | None = kFp8Dynamic128Sym,
+    weight_key: QuantKey | str = kFp8Static128BlockSym,
+    activation_key: QuantKey | str | None = kFp8Dynamic128Sym,
     moe_backend: str | Fp8MoeBackend = "auto",
     device: DeviceInfo | str | torch.device | None = None,
     environment: Environment | None = None,
@@ -151,8 +152,8 @@ def select_fp8_moe_backend(
 def select_mxfp8_moe_backend(
     config: FusedMoEConfig,
     *,
-    weight_key: QuantKey = kMxfp8Static,
-    activation_key: QuantKey | None = kMxfp8Dynamic,
+    weight_key: QuantKey | str = kMxfp8Static,
+    activation_key: QuantKey | str | None = kMxfp8Dynamic,
     moe_backend: str | Fp8MoeBackend = "auto",
     device: DeviceInfo | str | torch.device | None = None,
     environment: Environment | None = None,
@@ -161,11 +162,12 @@ def select_mxfp8_moe_backend(
 
     ``activation_key`` None asks for 16-bit activations.  Other weight keys are refused: ConfigError.
     """
-    if weight_key != kMxfp8Static:
-        raise ConfigError(f"MXFP8 weights are {kMxfp8Static}, asked for {weight_key}: use select_fp8_moe_backend")
+    key = as_quant_key(weight_key, "weight_key")
+    if key != kMxfp8Static:
+        raise ConfigError(f"MXFP8 weights are {kMxfp8Static}, asked for {key}: use select_fp8_moe_backend")
     return select_fp8_moe_backend(
         config,
-        weight_key=weight_key,
+        weight_key=kMxfp8Static,
         activation_key=activation_key,
         moe_backend=moe_backend,
         device=device,
@@ -219,8 +221,8 @@ def make_fp8_moe_quant_config(
     a2_scale: Tensor | None = None,
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
-    weight_key: QuantKey | None = None,
-    activation_key: QuantKey | None = None,
+    weight_key: QuantKey | str | None = None,
+    activation_key: QuantKey | str | None = None,
     block_shape: tuple[int, int] | None = None,
     per_act_token_quant: bool = False,
     per_out_ch_quant: bool = False,

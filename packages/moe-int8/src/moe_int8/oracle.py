@@ -29,6 +29,7 @@ from moe_core import (
 )
 from moe_core.numerics import INT4, INT8, QuantDtype
 from moe_core.oracle import Backend
+from moe_core.quant_key import as_quant_key
 
 if TYPE_CHECKING:
     import torch
@@ -77,8 +78,8 @@ class Int8Oracle(Oracle):
 def select_int8_moe_backend(
     config: FusedMoEConfig,
     *,
-    weight_key: QuantKey = kInt8StaticChannelSym,
-    activation_key: QuantKey | None = kInt8DynamicTokenSym,
+    weight_key: QuantKey | str = kInt8StaticChannelSym,
+    activation_key: QuantKey | str | None = kInt8DynamicTokenSym,
     moe_backend: str | Int8MoeBackend = "auto",
     device: DeviceInfo | str | torch.device | None = None,
     environment: Environment | None = None,
@@ -95,8 +96,8 @@ def select_int8_moe_backend(
 def select_w4a8_int8_moe_backend(
     config: FusedMoEConfig,
     *,
-    weight_key: QuantKey = kInt4W4A8StaticGroup128Sym,
-    activation_key: QuantKey = kInt8DynamicTokenSym,
+    weight_key: QuantKey | str = kInt4W4A8StaticGroup128Sym,
+    activation_key: QuantKey | str = kInt8DynamicTokenSym,
     moe_backend: str | Int8MoeBackend = "auto",
     device: DeviceInfo | str | torch.device | None = None,
     environment: Environment | None = None,
@@ -178,8 +179,8 @@ def make_int8_moe_quant_config(
     a2_zp: Tensor | None = None,
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
-    weight_key: QuantKey | None = None,
-    activation_key: QuantKey | None = None,
+    weight_key: QuantKey | str | None = None,
+    activation_key: QuantKey | str | None = None,
     per_act_token_quant: bool = True,
     weight_only: bool = False,
 ) -> FusedMoEQuantConfig:
@@ -233,8 +234,8 @@ def make_w4a8_int8_moe_quant_config(
     w2_scale: Tensor,
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
-    weight_key: QuantKey = kInt4W4A8StaticGroup128Sym,
-    activation_key: QuantKey = kInt8DynamicTokenSym,
+    weight_key: QuantKey | str = kInt4W4A8StaticGroup128Sym,
+    activation_key: QuantKey | str = kInt8DynamicTokenSym,
 ) -> FusedMoEQuantConfig:
     """Scales and biases of int4 weights with int8 activations.  The keys say the group and the scales' dtype."""
     _check_dtype(weight_key, INT4, "make_int8_moe_quant_config")
@@ -270,8 +271,8 @@ def make_w4a8_int8_moe_kernel(
 
 def _select(
     config: FusedMoEConfig,
-    weight_key: QuantKey,
-    activation_key: QuantKey | None,
+    weight_key: QuantKey | str,
+    activation_key: QuantKey | str | None,
     moe_backend: str | Int8MoeBackend,
     device: DeviceInfo | str | torch.device | None,
     environment: Environment | None,
@@ -290,6 +291,7 @@ def _select(
     )
 
 
-def _check_dtype(weight_key: QuantKey, dtype: QuantDtype, other: str) -> None:
-    if weight_key.dtype != dtype:
-        raise ConfigError(f"this function is for {dtype.name} weights, asked for {weight_key}: use {other}")
+def _check_dtype(weight_key: QuantKey | str, dtype: QuantDtype, other: str) -> None:
+    key = as_quant_key(weight_key, "weight_key")
+    if key is None or key.dtype != dtype:
+        raise ConfigError(f"this function is for {dtype.name} weights, asked for {key}: use {other}")

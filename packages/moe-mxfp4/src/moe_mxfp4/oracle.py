@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from moe_core import (
     ConfigError,
@@ -110,8 +110,8 @@ class Mxfp4Oracle(Oracle):
 def select_mxfp4_moe_backend(
     config: FusedMoEConfig,
     *,
-    weight_key: QuantKey = kMxfp4Static,
-    activation_key: QuantKey | Literal["auto"] | None = "auto",
+    weight_key: QuantKey | str = kMxfp4Static,
+    activation_key: QuantKey | str | None = "auto",
     moe_backend: str | Mxfp4MoeBackend = "auto",
     device: DeviceInfo | str | torch.device | None = None,
     environment: Environment | None = None,
@@ -125,7 +125,7 @@ def select_mxfp4_moe_backend(
     """
     oracle = registry().oracle("mxfp4")
 
-    def select(key: QuantKey | None) -> Selection:
+    def select(key: QuantKey | str | None) -> Selection:
         return oracle.select(
             config,
             weight_key=weight_key,
@@ -202,7 +202,7 @@ def make_mxfp4_moe_quant_config(
     w2_bias: Tensor | None = None,
     a1_scale: Tensor | None = None,
     a2_scale: Tensor | None = None,
-    activation_key: QuantKey | None = None,
+    activation_key: QuantKey | str | None = None,
 ) -> FusedMoEQuantConfig:
     """Scales and biases of canonical weights, as :func:`convert_to_mxfp4_moe_kernel_format` takes them.  By keyword.
 

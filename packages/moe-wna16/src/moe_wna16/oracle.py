@@ -25,6 +25,7 @@ from moe_core import (
 from moe_core.errors import check_shape
 from moe_core.numerics import UINT4, UINT4B8, UINT8, UINT8B128
 from moe_core.oracle import Backend
+from moe_core.quant_key import as_quant_key
 
 if TYPE_CHECKING:
     import torch
@@ -95,8 +96,8 @@ class WNA16Oracle(Oracle):
 def select_wna16_moe_backend(
     config: FusedMoEConfig,
     *,
-    weight_key: QuantKey = kInt4Static,
-    activation_key: QuantKey | None = None,
+    weight_key: QuantKey | str = kInt4Static,
+    activation_key: QuantKey | str | None = None,
     moe_backend: str | WNA16MoEBackend = "auto",
     device: DeviceInfo | str | torch.device | None = None,
     environment: Environment | None = None,
@@ -188,8 +189,8 @@ def make_wna16_moe_quant_config(
     w2_pre_scale: Tensor | None = None,
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
-    weight_key: QuantKey | None = None,
-    activation_key: QuantKey | None = None,
+    weight_key: QuantKey | str | None = None,
+    activation_key: QuantKey | str | None = None,
     num_bits: int | None = None,
     group_size: int | None = None,
 ) -> FusedMoEQuantConfig:
@@ -202,7 +203,8 @@ def make_wna16_moe_quant_config(
 
     Raises ConfigError where the keys and the tensors contradict each other, TensorError for wrong shapes and dtypes.
     """
-    if weight_key is None:
+    key = as_quant_key(weight_key, "weight_key")
+    if key is None:
         if num_bits is None or group_size is None:
             raise ConfigError("weight_key is missing: give it, or num_bits and group_size")
         if activation_key is not None:
@@ -224,9 +226,9 @@ def make_wna16_moe_quant_config(
         _check_groups(group_size, w1_scale, w2_scale, permuted=w1_g_idx is not None)
         return quant
     if num_bits is not None or group_size is not None:
-        raise ConfigError(f"weight_key is {weight_key}: leave out num_bits and group_size")
+        raise ConfigError(f"weight_key is {key}: leave out num_bits and group_size")
     quant = make_quant_config(
-        weight_key=weight_key,
+        weight_key=key,
         activation_key=activation_key,
         w1_scale=w1_scale,
         w2_scale=w2_scale,
@@ -240,7 +242,7 @@ def make_wna16_moe_quant_config(
         w2_bias=w2_bias,
         canonical=True,
     )
-    _check_groups(weight_key.group_size, w1_scale, w2_scale, permuted=weight_key.permuted)
+    _check_groups(key.group_size, w1_scale, w2_scale, permuted=key.permuted)
     return quant
 
 

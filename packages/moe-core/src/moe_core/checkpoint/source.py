@@ -18,7 +18,7 @@ from moe_core.checkpoint.reader import Checkpoint
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointWarning, ConfigError
 from moe_core.online import OnlineQuantization
-from moe_core.quant_key import QuantKey, key_by_name
+from moe_core.quant_key import QuantKey, as_quant_key
 from moe_core.registry import Registry
 from moe_core.weights import MoEWeights
 
@@ -117,7 +117,7 @@ def _activations(wanted: QuantKey | str | None, stored: QuantKey | None) -> Quan
     """What was asked for, or what the checkpoint says."""
     if wanted == AS_STORED:
         return stored
-    key = key_by_name(wanted) if isinstance(wanted, str) else wanted
+    key = as_quant_key(wanted, "activation_key")
     if key is not None and key.is_static and key != stored:
         raise ConfigError(
             f"activations of {key} have scales from a checkpoint, this one has those of "

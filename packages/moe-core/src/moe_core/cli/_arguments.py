@@ -130,9 +130,9 @@ def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | Non
 
 
 def _key(name: str) -> QuantKey | None:
-    from moe_core.quant_key import key_by_name
+    from moe_core.quant_key import as_quant_key
 
-    return None if name.lower() == "none" else key_by_name(name)
+    return as_quant_key(name)
 
 
 def _claimed(oracle: Oracle) -> list[tuple[QuantKey | None, QuantKey | None]]:
