@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from moe_core import CheckpointError
-from moe_core.checkpoint import Checkpoint, LayerExperts, find_layer, moe_layers
+from moe_core.checkpoint import Checkpoint, LayerExperts, find_layer
 from moe_core.checkpoint.names import parse_name
 from moe_core_checkpoints import E, K, N, expert_tensors, layer_tensors, write
 
@@ -118,7 +118,8 @@ def test_layers_without_moe_are_skipped(tmp_path: Path) -> None:
         **layer_tensors(4),
     }
     checkpoint = Checkpoint.open(write(tmp_path, tensors))
-    assert list(moe_layers(checkpoint)) == [1, 2, 4]
+    assert checkpoint.moe_layers == (1, 2, 4)
+    assert Checkpoint.open(write(tmp_path / "dense", {"a": torch.zeros(1)})).moe_layers == ()
     assert find_layer(checkpoint).index == 1
     assert find_layer(checkpoint, 4).index == 4
     for index in (0, 3, -1):

@@ -1,14 +1,14 @@
 """Reading one MoE layer from a checkpoint folder.
 
-``Checkpoint.open(path)`` reads the folder, ``read_layer(checkpoint, index)`` finds the layer's tensors, its config
-and its format; ``LayerSource.weights()`` loads the canonical weights.
+``Checkpoint.open(path)`` reads the folder, its ``moe_layers`` are the layers with experts; ``read_layer(checkpoint,
+index)`` finds the layer's tensors, its config and its format; ``LayerSource.weights()`` loads the canonical weights.
 
 For formats: ``matrices`` (which tensors make up a layer), ``values`` (loading with values checked), ``quant_args``,
 ``compressed_tensors``, ``modelopt``, ``quark`` (what those tools' configs say).
 """
 
 from moe_core.checkpoint.detect import detect_format
-from moe_core.checkpoint.experts import LayerExperts, find_layer, moe_layers
+from moe_core.checkpoint.experts import LayerExperts, find_layer
 from moe_core.checkpoint.format import (
     BadValuesError,
     CheckpointFormat,
@@ -32,7 +32,6 @@ __all__ = [
     "detect_format",
     "find_layer",
     "load_stacked",
-    "moe_layers",
     "read_layer",
     "read_model",
 ]

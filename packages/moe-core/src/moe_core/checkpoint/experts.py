@@ -117,29 +117,12 @@ class LayerExperts:
         return f"LayerExperts({self.prefix!r}, {self.num_experts} experts)"
 
 
-def moe_layers(checkpoint: Checkpoint) -> dict[int, list[tuple[str, ExpertName]]]:
-    """Expert tensors by layer number, from their names alone."""
-    prefixes: dict[int, str] = {}
-    layers: dict[int, list[tuple[str, ExpertName]]] = {}
-    for name in checkpoint.names:
-        parsed = parse_name(name)
-        if parsed is None:
-            continue
-        known = prefixes.setdefault(parsed.layer, parsed.prefix)
-        if known != parsed.prefix:
-            raise CheckpointError(
-                f"{checkpoint.path}: layer {parsed.layer} has experts under {known!r} and under {parsed.prefix!r}"
-            )
-        layers.setdefault(parsed.layer, []).append((name, parsed))
-    return dict(sorted(layers.items()))
-
-
 def find_layer(checkpoint: Checkpoint, index: int | None = None) -> LayerExperts:
     """The experts of layer ``index``, or of the first layer that has any.
 
     Raises CheckpointError where there are none, or they are incomplete or of different shapes.
     """
-    layers = moe_layers(checkpoint)
+    layers = checkpoint.expert_tensors
     if not layers:
         kind = checkpoint.config.get("model_type")
         pickled = pickled_files(checkpoint.path)
@@ -158,7 +141,7 @@ def find_layer(checkpoint: Checkpoint, index: int | None = None) -> LayerExperts
     return _collect(checkpoint, index, layers[index])
 
 
-def _collect(checkpoint: Checkpoint, index: int, found: list[tuple[str, ExpertName]]) -> LayerExperts:
+def _collect(checkpoint: Checkpoint, index: int, found: Sequence[tuple[str, ExpertName]]) -> LayerExperts:
     first = found[0][1]
     names: dict[tuple[int | None, str, str], str] = {}
     for name, parsed in found:

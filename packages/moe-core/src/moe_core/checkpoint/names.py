@@ -13,7 +13,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from moe_core.errors import CheckpointError
 
 PROJECTIONS = {
     "gate_proj": "gate",
@@ -73,3 +76,20 @@ def parse_name(name: str) -> ExpertName | None:
         projection=projections[match["proj"]],
         suffix=match["suffix"] or "weight",
     )
+
+
+def by_layer(names: Iterable[str], where: object) -> dict[int, list[tuple[str, ExpertName]]]:
+    """The expert tensors among ``names`` by layer number, in order; ``where`` they are, for CheckpointError."""
+    prefixes: dict[int, str] = {}
+    layers: dict[int, list[tuple[str, ExpertName]]] = {}
+    for name in names:
+        parsed = parse_name(name)
+        if parsed is None:
+            continue
+        known = prefixes.setdefault(parsed.layer, parsed.prefix)
+        if known != parsed.prefix:
+            raise CheckpointError(
+                f"{where}: layer {parsed.layer} has experts under {known!r} and under {parsed.prefix!r}"
+            )
+        layers.setdefault(parsed.layer, []).append((name, parsed))
+    return dict(sorted(layers.items()))

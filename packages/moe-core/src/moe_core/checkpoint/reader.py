@@ -7,15 +7,17 @@ one, into memory of their own: a file that changes is an error, never another re
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from moe_core.checkpoint.files import check_folder, index_file, shard_path, unindexed_files
+from moe_core.checkpoint.names import ExpertName, by_layer
 from moe_core.checkpoint.open_file import FileState
 from moe_core.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
 from moe_core.checkpoint.statements import read_quantization
@@ -85,6 +87,16 @@ class Checkpoint:
     def names(self) -> Iterable[str]:
         """Names of all tensors."""
         return self._files.keys()
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that have experts, ascending; empty for a dense model."""
+        return tuple(self.expert_tensors)
+
+    @functools.cached_property
+    def expert_tensors(self) -> Mapping[int, Sequence[tuple[str, ExpertName]]]:
+        """Names of expert tensors, whole and taken apart, by layer; CheckpointError where a layer has two blocks."""
+        return by_layer(self.names, self.path)
 
     @property
     def files(self) -> frozenset[Path]:
