@@ -5,6 +5,7 @@ Usage: ``python tools/check_wheels.py DIST``, where DIST holds one wheel and one
 
 from __future__ import annotations
 
+import re
 import sys
 import tarfile
 import tomllib
@@ -13,6 +14,12 @@ from email.parser import Parser
 from pathlib import Path
 
 PACKAGES = Path(__file__).parent.parent / "packages"
+
+
+def relative_links(markdown: object) -> list[str]:
+    """Targets of links that a package index, which shows the text alone, can't follow."""
+    targets = re.findall(r"\]\(([^)\s]+)", str(markdown))
+    return [target for target in targets if not target.startswith(("https://", "#", "mailto:"))]
 
 
 def problems_of(wheel: Path, project: dict[str, object]) -> list[str]:
@@ -38,6 +45,9 @@ def problems_of(wheel: Path, project: dict[str, object]) -> list[str]:
     problems += [f"carries the leftover {name}" for name in names if name.endswith((".pyc", ".so", ".orig"))]
     if metadata["License-Expression"] != "Apache-2.0" or not metadata.get_payload():
         problems.append("has no licence expression or no README in its metadata")
+    problems += [f"has the relative link {link} in its description" for link in relative_links(metadata.get_payload())]
+    if len(metadata.get_all("Project-URL") or ()) < 4:
+        problems.append("names fewer than four addresses of the project")
     declared: dict[str, dict[str, str]] = dict(project.get("entry-points", {}))  # type: ignore[call-overload]
     if "scripts" in project:
         declared["console_scripts"] = project["scripts"]  # type: ignore[assignment]
