@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
-from moe_core import GATED, NON_GATED, Claims, MoEActivation, registry
+from moe_core import GATED, NON_GATED, Claims, MoEActivation, Oracle, registry
 from moe_core.claims import expand_key, key_matches
 from moe_core.cli.backends import DEVICES, support
 from moe_core.quant_key import key_name
@@ -107,14 +107,14 @@ def keys(claims: Claims) -> str:
     return f"\n| weights | activations | verified on |\n|---|---|---|\n{rows}"
 
 
-def section(scheme: str) -> str:
+def section(oracle: Oracle) -> str:
     """One scheme: its backends in default order, a table of claims for each."""
-    text = f"\n## {scheme}\n\nIn the order of preference; **run**: tested on such a device, yes: claimed.\n\n"
+    text = f"\n## {oracle.scheme}\n\nIn the order of preference; **run**: tested on such a device, yes: claimed.\n\n"
     text += f"| backend | {' | '.join(DEVICES)} |\n|---|{'---|' * len(DEVICES)}\n"
     marks = {"run": "**run**", "claimed": "yes", "no": ""}
-    for name, found in support(registry().oracle(scheme)).items():
+    for name, found in support(oracle).items():
         text += f"| `{name}` | {' | '.join(marks[found[arch]] for arch in DEVICES)} |\n"
-    for backend in registry().oracle(scheme).table():
+    for backend in oracle.table():
         for experts in backend.load():
             claims = experts.claims
             rows = {
@@ -135,7 +135,7 @@ def section(scheme: str) -> str:
 
 def main(argument: str) -> int:
     """Writes or checks the document; returns the exit code."""
-    text = INTRODUCTION.format(targets=targets()) + "".join(section(scheme) for scheme in registry().scheme_names())
+    text = INTRODUCTION.format(targets=targets()) + "".join(map(section, registry().oracles()))
     if argument == "--write":
         DOCUMENT.write_text(text, encoding="utf-8")
     elif not DOCUMENT.exists() or DOCUMENT.read_text(encoding="utf-8") != text:

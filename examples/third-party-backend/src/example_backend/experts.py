@@ -16,6 +16,8 @@ class PreloadedExperts(mc.FusedMoEExpertsModular):
 
     # the version of the interface that this class was written for
     protocol_version = 1
+    # kernels first; torch dequantizes on every call
+    placement = mc.Placement(before=("torch",), after=("triton",))
 
     claims = mc.Claims(
         devices=(mc.any_device(),),

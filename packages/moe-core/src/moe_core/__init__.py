@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from moe_core.activation import ActivationParams, MoEActivation, apply_moe_activation
+from moe_core.backend import Backend
 from moe_core.claims import GATED, NON_GATED, Claims, Verified
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig, FusedMoEParallelConfig
 from moe_core.device import DeviceInfo, DeviceRange, any_device, cpu, cuda, hip
@@ -19,7 +20,9 @@ from moe_core.errors import (
     CheckpointError,
     CheckpointWarning,
     ConfigError,
+    FallbackWarning,
     MoEError,
+    PluginWarning,
     ProtocolVersionError,
     RegistryError,
     SchemeNotInstalledError,
@@ -36,7 +39,9 @@ from moe_core.experts import (
 from moe_core.kernel import FusedMoEKernel
 from moe_core.lora import LoRA, LoRAWeights
 from moe_core.numerics import INT4_DTYPE, INT8_DTYPE, QuantDtype
-from moe_core.oracle import Backend, Oracle
+from moe_core.oracle import Oracle
+from moe_core.placement import Placement
+from moe_core.plugins import PluginFault
 from moe_core.prepare_finalize import (
     FusedMoEPrepareAndFinalizeModular,
     Prepared,
@@ -100,7 +105,16 @@ from moe_core.quant_key import (
 )
 from moe_core.registry import Registry, Scheme, oracle, registry
 from moe_core.routing import RoutingConfig, RoutingMethodType, route
-from moe_core.selection import Candidate, Selection, SelectionError, SelectionReport
+from moe_core.selection import (
+    Alternative,
+    BackendRefusedError,
+    Candidate,
+    NoBackendError,
+    Selection,
+    SelectionError,
+    SelectionReport,
+    UnknownBackendError,
+)
 from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import Workspace, WorkspaceSpec
 
@@ -139,7 +153,9 @@ __all__ = [
     "PROTOCOL_VERSION",
     "TRITON",
     "ActivationParams",
+    "Alternative",
     "Backend",
+    "BackendRefusedError",
     "Candidate",
     "Checkpoint",
     "CheckpointError",
@@ -150,6 +166,7 @@ __all__ = [
     "DeviceRange",
     "Environment",
     "ExpertTokensMetadata",
+    "FallbackWarning",
     "FusedMoEActivationFormat",
     "FusedMoEConfig",
     "FusedMoEExperts",
@@ -169,8 +186,12 @@ __all__ = [
     "MoEActivation",
     "MoEError",
     "MoEWeights",
+    "NoBackendError",
     "Oracle",
     "Packing",
+    "Placement",
+    "PluginFault",
+    "PluginWarning",
     "Prepared",
     "ProtocolVersionError",
     "QuantDtype",
@@ -188,6 +209,7 @@ __all__ = [
     "SelectionReport",
     "TensorError",
     "TopKWeightAndReduce",
+    "UnknownBackendError",
     "UnsupportedDeviceError",
     "Verified",
     "Workspace",

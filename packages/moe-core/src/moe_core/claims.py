@@ -7,7 +7,7 @@ prints, and the cases of the conformance kit.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -47,6 +47,22 @@ class Verified:
     def __str__(self) -> str:
         pairs = "; ".join(f"{w or '16-bit'} x {a or '16-bit'}" for w, a in self.keys)
         return f"{self.hardware} for {pairs}"
+
+
+#: what the fields of claims that hold several things hold
+_ITEMS: dict[str, tuple[type, ...]] = {
+    "devices": (DeviceRange,),
+    "keys": (tuple,),
+    "activations": (MoEActivation,),
+    "dtypes": (torch.dtype,),
+    "formats": (FusedMoEActivationFormat,),
+    "routing_methods": (RoutingMethodType,),
+    "all2all": (str,),
+    "requires": (Requirement,),
+    "verified_on": (str, Verified),
+}
+_OPTIONAL = ("routing_methods", "all2all")
+_KEYS = (QuantKey, KeyPattern, type(None))
 
 
 @dataclass(frozen=True)
@@ -104,6 +120,21 @@ class Claims:
     notes: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        for name, kinds in _ITEMS.items():
+            items: object = getattr(self, name)
+            if items is None and name in _OPTIONAL:
+                continue
+            if not isinstance(items, (tuple, frozenset, set)) or not all(isinstance(item, kinds) for item in items):
+                names = " or ".join(kind.__name__ for kind in kinds)
+                raise ConfigError(f"claims: {name} is {items!r}, expected a tuple or a set of {names}")
+        pairs: tuple[tuple[object, ...], ...] = self.keys
+        if not all(len(pair) == 2 and all(isinstance(key, _KEYS) for key in pair) for pair in pairs):
+            raise ConfigError(f"claims: keys is {self.keys!r}, expected pairs of QuantKey, KeyPattern or None")
+        for declared in fields(self):
+            value: object = getattr(self, declared.name)
+            if type(declared.default) is int and (type(value) is not int or value < declared.default):
+                least = declared.default
+                raise ConfigError(f"claims: {declared.name} is {value!r}, expected an int of at least {least}")
         if not self.devices or not self.keys or not self.activations or not self.dtypes or not self.formats:
             raise ConfigError("claims must name at least one device, key pair, activation, dtype and activation format")
 

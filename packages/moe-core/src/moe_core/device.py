@@ -34,6 +34,10 @@ class DeviceInfo:
         return int(match.group(1)) if match and self.kind == "cuda" else 0
 
     @property
+    def is_gpu(self) -> bool:
+        return self.kind != "cpu"
+
+    @property
     def supports_fp8(self) -> bool:
         """Whether the matrix units read e4m3fn operands."""
         return self.capability >= 89 or self.arch in ("gfx950",)

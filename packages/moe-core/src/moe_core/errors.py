@@ -92,6 +92,14 @@ class ProtocolVersionError(RegistryError):
     """A plug-in that was built for another version of the plug-in protocol."""
 
 
+class PluginWarning(UserWarning):
+    """A plug-in, or a part of one, was left out because it does not work; everything else does."""
+
+
+class FallbackWarning(UserWarning):
+    """No GPU kernel fits a layer on a GPU, which a loop of torch operations driven by the host runs instead."""
+
+
 class UnsupportedDeviceError(MoEError, RuntimeError):
     """A kernel was started on a device that it cannot run on."""
 

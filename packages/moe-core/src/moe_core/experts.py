@@ -34,11 +34,13 @@ from moe_core.claims import Claims
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
+from moe_core.placement import Placement
 from moe_core.quant_key import QuantKey
 from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import WorkspaceSpec
 
-#: Version of this interface.  Plug-ins state the version that they were written for.
+#: Version of this interface.  Plug-ins state the version that they were written for.  It is raised where one of them
+#: would break; what has a default (an attribute, a keyword that is only given where it is claimed) leaves it as it is.
 PROTOCOL_VERSION = 1
 
 
@@ -58,6 +60,8 @@ class FusedMoEExperts(ABC):
 
     claims: ClassVar[Claims]
     is_monolithic: ClassVar[bool] = False
+    #: where a backend of another package stands among the scheme's own
+    placement: ClassVar[Placement] = Placement()
 
     def __init__(
         self,

@@ -6,81 +6,101 @@ request.  Selection is pure: (device, config, keys, what is installed) -> decisi
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass, field
+import functools
+import threading
+import warnings
+from dataclasses import replace
+from enum import StrEnum
 from typing import ClassVar
 
 import torch
 
 from moe_core._autocast import without_autocast
+from moe_core.alternatives import Request, alternatives
+from moe_core.backend import Backend
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
-from moe_core.errors import ConfigError, TensorError, did_you_mean
+from moe_core.errors import (
+    ConfigError,
+    FallbackWarning,
+    MoEError,
+    RegistryError,
+    TensorError,
+    did_you_mean,
+)
 from moe_core.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_core.kernel import FusedMoEKernel
+from moe_core.placement import arrange
+from moe_core.plugins import PluginFault, Raised, attempt, guard, warn_of
 from moe_core.prepare_finalize import BatchedPrepareAndFinalize, PrepareAndFinalizeNoParallel
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
 from moe_core.quant_key import QuantKey, as_quant_key
-from moe_core.selection import Candidate, Selection, SelectionError, SelectionReport
+from moe_core.selection import (
+    BackendRefusedError,
+    Candidate,
+    NoBackendError,
+    Selection,
+    SelectionReport,
+    UnknownBackendError,
+)
 from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import Workspace
 
-
-@dataclass(frozen=True)
-class Backend:
-    """A row of the table: the backend's name and its experts classes.
-
-    Several classes serve one backend where e.g. the batched format has a class of its own.
-    ``classes`` are classes, or "module:Class" that is imported when the table is first read; an
-    experts module must import without Triton or a kernel library.
-    """
-
-    name: str
-    classes: tuple[type[FusedMoEExperts] | str, ...]
-    origin: str = ""
-    _loaded: list[type[FusedMoEExperts]] = field(default_factory=list, compare=False, repr=False)
-
-    def load(self) -> tuple[type[FusedMoEExperts], ...]:
-        if not self._loaded:
-            self._loaded.extend(_import(c) if isinstance(c, str) else c for c in self.classes)
-        return tuple(self._loaded)
-
-
-def _import(path: str) -> type[FusedMoEExperts]:
-    module, _, name = path.partition(":")
-    found: type[FusedMoEExperts] = getattr(importlib.import_module(module), name)
-    return found
+#: held while a table is replaced, never while anything is loaded
+_CHANGING = threading.Lock()
 
 
 class Oracle:
     """Selection, conversion and construction for one scheme.
 
-    Subclasses set ``scheme`` and ``backends`` (in default order) and may override
-    :meth:`order`.  Backends of other packages are appended through :meth:`add_backend`.
-    ``weight_only``: where nobody says what activations are quantised as, they are in 16 bits.
+    Subclasses set ``scheme`` and ``backends`` (in default order) and may override :meth:`order`.  Backends of other
+    packages join through :meth:`add_backend`, each in its :class:`~moe_core.placement.Placement`.
+    ``backend_enum``: the scheme's names of its backends; ``weight_only``: where nobody says what activations are
+    quantised as, they are in 16 bits; ``last_resort``: the backend that always fits, before which those of other
+    packages stand that say nothing.
     """
 
     scheme: ClassVar[str]
     backends: ClassVar[tuple[Backend, ...]]
+    backend_enum: ClassVar[type[StrEnum] | None] = None
     weight_only: ClassVar[bool] = False
+    last_resort: ClassVar[str] = "torch"
 
-    def __init__(self) -> None:
-        self._added: list[Backend] = []
+    # replaced, never changed, so that a selection in another thread sees one or the other
+    _added: tuple[Backend, ...] = ()
+    _left_out: tuple[tuple[str, PluginFault], ...] = ()
 
     def add_backend(self, backend: Backend) -> None:
-        """Take a further backend into the table (the registry does this for entry points)."""
-        for known in self.table():
-            if known.name == backend.name:
-                raise ConfigError(
-                    f"{self.scheme} already has a backend {backend.name!r}"
-                    f" (from {known.origin or 'its own package'}); {backend.origin or 'the new one'} needs another name"
-                )
-        self._added.append(backend)
+        """Take a further backend into the table, once (the registry does this for entry points)."""
+        with _CHANGING:
+            if backend in self._added:
+                return
+            for known in (*self.backends, *self._added):
+                if known.name == backend.name:
+                    raise ConfigError(
+                        f"{self.scheme} already has a backend {backend.name!r} (from "
+                        f"{known.origin or 'its own package'}); {backend.origin or 'the new one'} needs another name"
+                    )
+            self._added = (*self._added, backend)
+
+    def leave_out(self, name: str, fault: PluginFault) -> None:
+        """Say in reports that another package's backend ``name`` does not work, and to those who ask for it."""
+        with _CHANGING:
+            if (name, fault) not in self._left_out:
+                self._left_out = (*self._left_out, (name, fault))
 
     def table(self) -> tuple[Backend, ...]:
         """Every backend in default order."""
-        return (*self.backends, *self._added)
+        return self._placed(self.backends)[0]
+
+    def faults(self) -> tuple[PluginFault, ...]:
+        """Everything of this scheme that is left out; loads every backend."""
+        return (*(fault for _, fault in self._left_out), *(fault for b in self.table() for fault in b.faults))
+
+    def notes(self) -> tuple[str, ...]:
+        """What cannot be honoured of the places that backends of other packages ask for, in default order."""
+        return self._placed(self.backends)[1]
 
     def order(
         self,
@@ -90,13 +110,24 @@ class Oracle:
         weight_key: QuantKey | None,
         activation_key: QuantKey | None,
     ) -> tuple[Backend, ...]:
-        """The table in order of preference for this request."""
+        """The scheme's own backends in order of preference for this request; those of others take their places then."""
         return table
 
     def check_request(
         self, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
     ) -> None:
         """Raise ConfigError for a request that this scheme cannot mean at all."""
+
+    def priority(
+        self,
+        config: FusedMoEConfig,
+        *,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        device: DeviceInfo | str | torch.device | None = None,
+    ) -> tuple[Backend, ...]:
+        """The whole table in order of preference for this request, whether a backend fits or not."""
+        return self._ordered(Request(config, weight_key, activation_key, as_device_info(device), Environment()))[0]
 
     def select(
         self,
@@ -111,39 +142,100 @@ class Oracle:
         """The first backend in order that fits; or the named one, or an error with every reason.
 
         Keys are given as such or by name, None for 16 bits; ``device``: see :func:`as_device_info`.
-        Raises SelectionError (with the full report) when nothing fits, ConfigError for an unknown name.
+        Raises SelectionError, with the full report: NoBackendError where nothing fits, BackendRefusedError where the
+        named backend does not, UnknownBackendError for a name that no backend has; RegistryError for the name of a
+        plug-in that does not work; ConfigError for a request that the scheme cannot mean.
         """
         if not isinstance(config, FusedMoEConfig):
             raise ConfigError(f"config is {type(config).__name__}, expected a FusedMoEConfig")
         weight_key = as_quant_key(weight_key, "weight_key")
         activation_key = as_quant_key(activation_key, "activation_key")
-        device = as_device_info(device)
-        environment = environment or Environment.current()
-        self.check_request(config, weight_key, activation_key)
-        name = getattr(moe_backend, "value", moe_backend)
-        ordered = self.order(self.table(), device, config, weight_key, activation_key)
-        if name != "auto" and name not in [b.name for b in ordered]:
-            known = ["auto", *(b.name for b in ordered)]
-            raise ConfigError(
-                f"{self.scheme} has no backend {name!r}{did_you_mean(name, known)}; installed: {', '.join(known)}"
-            )
-        candidates = tuple(
-            Candidate(
-                backend.name,
-                experts,
-                tuple(experts.unsupported_reasons(config, weight_key, activation_key, device, environment)),
-                experts.claims.verified_for(weight_key, activation_key),
-                experts.claims.takes_keys(weight_key, activation_key),
-            )
-            for backend in ordered
-            for experts in backend.load()
+        request = Request(
+            config, weight_key, activation_key, as_device_info(device), environment or Environment.current()
+        )
+        name = str(getattr(moe_backend, "value", moe_backend))
+        ordered, notes = self._ordered(request)
+        candidates = _examine(request, ordered)
+        left_out = (
+            *self._left_out,
+            *((backend.name, fault) for backend in ordered for fault in backend.faults),
+            *((candidate.backend, candidate.fault) for candidate in candidates if candidate.fault is not None),
         )
         chosen = next((c for c in candidates if c.fits and name in ("auto", c.backend)), None)
-        report = SelectionReport(self.scheme, device, config, weight_key, activation_key, name, candidates, chosen)
+        report = SelectionReport(
+            self.scheme,
+            request.device,
+            config,
+            weight_key,
+            activation_key,
+            name,
+            candidates,
+            chosen,
+            left_out=tuple(fault for _, fault in left_out),
+            notes=notes,
+        )
+        if name == "auto" and request.device.is_gpu and (chosen is None or not chosen.is_kernel):
+            report = replace(report, alternatives=alternatives(request, candidates, self._candidates))
         if chosen is None:
-            what = "no backend fits" if name == "auto" else f"backend {name!r} does not fit, and is never replaced"
-            raise SelectionError(f"{self.scheme}: {what}\n{report}", report)
-        return Selection(chosen.backend, chosen.experts, report)
+            raise self._refusal(name, report, dict(reversed(left_out)))
+        return Selection(self._member(chosen.backend), chosen.experts, report)
+
+    def _refusal(self, name: str, report: SelectionReport, left_out: dict[str, PluginFault]) -> MoEError:
+        """The error that says why there is no selection; ``left_out``: the first fault of each backend."""
+        if name == "auto":
+            return NoBackendError(f"{self.scheme}: no backend fits\n{report}", report)
+        mine = [candidate for candidate in report.candidates if candidate.backend == name]
+        if name in left_out and all(candidate.fault is not None for candidate in mine):
+            return left_out[name].error()
+        if mine:
+            what = f"{self.scheme}: backend {name!r} does not fit, and is never replaced"
+            return BackendRefusedError(f"{what}\n{report}", report)
+        known = ["auto", *dict.fromkeys(candidate.backend for candidate in report.candidates)]
+        return UnknownBackendError(
+            f"{self.scheme} has no backend {name!r}{did_you_mean(name, known)}; installed: {', '.join(known)}", report
+        )
+
+    def _member(self, name: str) -> str | StrEnum:
+        """The scheme's own name of a backend, where it has one."""
+        members = () if self.backend_enum is None else tuple(self.backend_enum)
+        return next((member for member in members if member.value == name), name)
+
+    def _candidates(self, request: Request) -> tuple[Candidate, ...]:
+        return _examine(request, self._ordered(request)[0])
+
+    def _ordered(self, request: Request) -> tuple[tuple[Backend, ...], tuple[str, ...]]:
+        """(the table in order for ``request``, what there is to say of places).
+
+        Raises RegistryError where the scheme's own methods fail.
+        """
+        keys = request.weight_key, request.activation_key
+        own = self.backends
+
+        def ask() -> tuple[Backend, ...]:
+            self.check_request(request.config, *keys)
+            found = tuple(self.order(own, request.device, request.config, *keys))
+            strange = [row for row in found if row not in own]
+            if strange or len(set(found)) < len(found):
+                raise TypeError(f"order returned {found!r}, expected each of its backends once at most")
+            return found
+
+        found = attempt(ask)
+        if isinstance(found, Raised):
+            if isinstance(found.error, MoEError):
+                raise found.error
+            raise RegistryError(f"the oracle of the scheme {self.scheme!r} does not work: {found}") from found.error
+        return self._placed(found)
+
+    def _placed(self, own: tuple[Backend, ...]) -> tuple[tuple[Backend, ...], tuple[str, ...]]:
+        rows, notes = arrange(
+            own,
+            self._added,
+            name_of=lambda backend: backend.name,
+            placement_of=lambda backend: backend.placement,
+            last_resort=self.last_resort,
+        )
+        origins = {backend.name: backend.origin for backend in self._added}
+        return rows, tuple(f"backend {name!r} of {origins[name]}: {note}" for name, note in notes.items())
 
     @without_autocast
     @torch.no_grad()
@@ -198,12 +290,44 @@ class Oracle:
         prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,
         workspace: Workspace | None = None,
     ) -> FusedMoEKernel:
-        """prepare + experts + finalize around ``weights``; ``workspace``: may be shared with layers that run before."""
+        """prepare + experts + finalize around ``weights``; ``workspace``: may be shared with layers that run before.
+
+        Warns where weights on a GPU get a loop on the host that nobody asked for (FallbackWarning), and of plug-ins
+        whose claims failed (PluginWarning): selecting itself does neither.
+        """
         config = selection.config
+        warn_of(candidate.fault for candidate in selection.report.candidates if candidate.fault is not None)
+        if selection.report.fallback is not None and weights.device.type != "cpu":
+            warnings.warn(f"{self.scheme}: {selection.report.fallback}", FallbackWarning, stacklevel=2)
         experts = self.make_experts(selection)
         if isinstance(experts, FusedMoEExpertsModular) and prepare_finalize is None:
             prepare_finalize = default_prepare_finalize(config)
         return FusedMoEKernel(experts, weights, prepare_finalize, workspace=workspace)
+
+
+def _examine(request: Request, ordered: tuple[Backend, ...]) -> tuple[Candidate, ...]:
+    """Every class of every backend, with the reasons against it; where its claims fail, that is the reason."""
+    found = []
+    with guard() as attempt_:
+        for backend in ordered:
+            for experts in backend.load():
+                candidate = attempt_(functools.partial(_candidate, backend.name, experts, request))
+                if isinstance(candidate, Raised):
+                    what = f"the claims of {experts.__qualname__} fail: {candidate}"
+                    origin = backend.origin or "an unknown distribution"
+                    fault = PluginFault("backend", backend.name, origin, what, candidate.error)
+                    candidate = Candidate(backend.name, experts, (what,), fault=fault)
+                found.append(candidate)
+    return tuple(found)
+
+
+def _candidate(backend: str, experts: type[FusedMoEExperts], request: Request) -> Candidate:
+    keys = request.weight_key, request.activation_key
+    reasons: object = experts.unsupported_reasons(request.config, *keys, request.device, request.environment)
+    if not isinstance(reasons, (list, tuple)) or not all(isinstance(reason, str) for reason in reasons):
+        raise TypeError(f"unsupported_reasons returned {reasons!r}, expected texts in a list")
+    claims = experts.claims
+    return Candidate(backend, experts, tuple(reasons), claims.verified_for(*keys), claims.takes_keys(*keys))
 
 
 def default_prepare_finalize(config: FusedMoEConfig) -> FusedMoEPrepareAndFinalizeModular:

@@ -7,27 +7,37 @@ Groups:
   by what follows it.  The class states ``protocol_version = 1``, the version it was written for.
 - ``moe_core.formats``: ``fp8.mine = "my_package:MyFormat"``, a checkpoint format of that scheme
 
-Entry points are collected once per process and loaded on first use.
+Entry points are collected once per process and loaded on first use, in any number of threads.
+
+A plug-in that does not work is left out, and everything else works: :meth:`Registry.faults` and a PluginWarning name
+it, its distribution and the cause; so does the RegistryError that asking for it by name raises.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
-from collections.abc import Callable
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from moe_core.backend import Backend, reason_against_class
+from moe_core.entry_points import check_protocol, installed, load, one_of, others_of, owner
 from moe_core.errors import (
     ConfigError,
-    ProtocolVersionError,
+    MoEError,
     RegistryError,
     SchemeNotInstalledError,
     did_you_mean,
 )
-from moe_core.experts import PROTOCOL_VERSION, FusedMoEExperts
+from moe_core.experts import FusedMoEExperts
 from moe_core.install import how_to_install
-from moe_core.oracle import Backend, Oracle
+from moe_core.oracle import Oracle
+from moe_core.plugins import PluginFault, Raised, attempt, warn_of
 
 if TYPE_CHECKING:
     from moe_core.checkpoint.format import CheckpointFormat
@@ -37,7 +47,11 @@ SCHEME_GROUP = "moe_core.schemes"
 BACKEND_GROUP = "moe_core.backends"
 FORMAT_GROUP = "moe_core.formats"
 
-#: Packages that bring a scheme, for the hint in an error only: what is installed is never looked up here.
+K = TypeVar("K")
+V = TypeVar("V")
+
+#: Packages that bring a scheme, for the hint in an error and for whose a name is that two packages take; what is
+#: installed is never looked up here.
 KNOWN_SCHEMES = {
     "fp8": "moe-fp8",
     "mxfp4": "moe-mxfp4",
@@ -96,28 +110,33 @@ def how_to_add(scheme: str) -> str:
 
 
 class Registry:
-    """The plug-ins of one set of entry points; :func:`registry` is that of this installation."""
+    """The plug-ins of one set of entry points; :func:`registry` is that of this installation.
 
-    def __init__(self, entry_points: Callable[[str], list[importlib.metadata.EntryPoint]]) -> None:
+    ``entry_points`` gives those of a group; a PluginFault among them stands for a distribution with an unreadable list.
+    What is found is published once and stays.  No lock is held while plug-ins' code runs, because imports wait for each
+    other: two threads may load the same, and the first result is everybody's.
+    """
+
+    def __init__(self, entry_points: Callable[[str], Sequence[EntryPoint | PluginFault]]) -> None:
         self._entry_points = entry_points
-        self._schemes: dict[str, Scheme] = {}
-        self._oracles: dict[str, Oracle] = {}
-
-    @functools.cached_property
-    def _scheme_points(self) -> dict[str, importlib.metadata.EntryPoint]:
-        points: dict[str, importlib.metadata.EntryPoint] = {}
-        for point in self._entry_points(SCHEME_GROUP):
-            known = points.setdefault(point.name, point)
-            if known.value != point.value or _owner(known) != _owner(point):
-                raise RegistryError(
-                    f"scheme {point.name!r} is registered twice: by {_owner(known)} ({known.value}) and by "
-                    f"{_owner(point)} ({point.value}); uninstall one of them"
-                )
-        return points
+        self._lock = threading.Lock()
+        self._groups: dict[str, tuple[EntryPoint, ...]] = {}
+        self._schemes: dict[str, Scheme | PluginFault] = {}
+        self._oracles: dict[str, Oracle | PluginFault] = {}
+        self._formats: dict[str, dict[type[CheckpointFormat], EntryPoint]] = {}
+        self._onlines: dict[str, dict[str, OnlineQuantization | PluginFault]] = {}
+        self._faults: dict[PluginFault, None] = {}
+        self._untold: list[PluginFault] = []
 
     def scheme_names(self) -> tuple[str, ...]:
-        """Names of the installed schemes; loads none of them."""
-        return tuple(sorted(self._scheme_points))
+        """Names of the installed schemes, also of those that may not work; loads none of them."""
+        return tuple(sorted({point.name for point in self._group(SCHEME_GROUP)}))
+
+    def schemes(self) -> tuple[Scheme, ...]:
+        """The installed schemes that work, by name; loads them."""
+        found = tuple(map(self._scheme, self.scheme_names()))
+        self._tell()
+        return tuple(scheme for scheme in found if isinstance(scheme, Scheme))
 
     def scheme(self, name: str) -> Scheme:
         """The scheme of that name, loaded.
@@ -125,112 +144,303 @@ class Registry:
         Raises SchemeNotInstalledError (with the pip command where it is known), ProtocolVersionError,
         RegistryError for an entry point that can't be loaded.
         """
-        if name not in self._schemes:
-            point = self._scheme_points.get(name)
-            if point is None:
-                installed = ", ".join(self.scheme_names()) or "none"
-                meant = did_you_mean(name, {*self.scheme_names(), *KNOWN_SCHEMES} - {name})
-                raise SchemeNotInstalledError(
-                    f"scheme {name!r} is not installed (installed: {installed}){how_to_add(name) or meant}"
-                )
-            loaded = _load(point)
-            if not isinstance(loaded, Scheme):
-                raise RegistryError(
-                    f"entry point {point.name} = {point.value} of {_owner(point)} is a {type(loaded).__name__}, "
-                    "expected a moe_core.Scheme"
-                )
-            _check_protocol(f"scheme {name!r} of {_owner(point)}", loaded.protocol)
-            self._schemes[name] = loaded
-        return self._schemes[name]
+        found = self._scheme(name)
+        if found is None:
+            known = ", ".join(self.scheme_names()) or "none"
+            meant = did_you_mean(name, {*self.scheme_names(), *KNOWN_SCHEMES} - {name})
+            raise SchemeNotInstalledError(
+                f"scheme {name!r} is not installed (installed: {known}){how_to_add(name) or meant}"
+            )
+        return self._usable(found)
 
     def oracle(self, name: str) -> Oracle:
-        """The oracle of a scheme, with the backends that other packages add to it."""
+        """The oracle of a scheme, with the backends that other packages add to it.
+
+        Raises as :meth:`scheme` does; RegistryError where the scheme cannot make its oracle.
+        """
         if name not in self._oracles:
-            oracle = self.scheme(name).oracle()
-            for point in self._entry_points(BACKEND_GROUP):
-                scheme, _, backend = point.name.partition(".")
-                if scheme == name:
-                    oracle.add_backend(self._backend(point, backend))
-            self._oracles[name] = oracle
-        return self._oracles[name]
+            scheme, faults = self.scheme(name), []
+            made = attempt(lambda: _checked_oracle(scheme))
+            if isinstance(made, Raised):
+                what = f"its oracle cannot be made: {made}"
+                faults.append(PluginFault("scheme", name, owner(self._point(name)), what, made.error))
+                self._publish(self._oracles, name, faults[0], faults)
+            else:
+                added = self._added_backends(name)
+                with self._lock:  # a scheme may give the same oracle again
+                    if name not in self._oracles:
+                        faults = _add_backends(made, added)
+                        self._oracles[name] = made
+                self._record(faults)
+        return self._usable(self._oracles[name])
+
+    def oracles(self) -> tuple[Oracle, ...]:
+        """The oracles of the installed schemes that work, by the schemes' names."""
+        found = []
+        for scheme in self.schemes():
+            with contextlib.suppress(RegistryError):  # recorded
+                found.append(self.oracle(scheme.name))
+        self._tell()
+        return tuple(found)
 
     def formats(self, name: str) -> tuple[type[CheckpointFormat], ...]:
-        """Checkpoint formats of a scheme: its own, then those that other packages add."""
-        added = [_load(p) for p in self._entry_points(FORMAT_GROUP) if p.name.partition(".")[0] == name]
-        return (*self.scheme(name).formats, *added)
+        """Checkpoint formats of a scheme that work: its own, then those that other packages add."""
+        found = tuple(self._formats_of(name))
+        self._tell()
+        return found
+
+    def format_origin(self, name: str, kind: type[CheckpointFormat]) -> str:
+        """The distribution that brings one of :meth:`formats`."""
+        return owner(self._formats_of(name)[kind])
 
     def online_names(self) -> tuple[str, ...]:
         """Names of everything that the installed schemes make of 16-bit experts; loads the schemes."""
-        return tuple(sorted(self._online))
+        found = self._online()
+        self._tell()
+        return tuple(sorted(name for name, online in found.items() if not isinstance(online, PluginFault)))
 
     def online(self, quantization: str | OnlineQuantization) -> OnlineQuantization:
         """The online quantisation of that name, or the one given.
 
-        Raises ConfigError for an unknown name, RegistryError where two schemes use it.
+        Raises ConfigError for an unknown name, RegistryError for one that does not work or that two schemes use.
         """
         if not isinstance(quantization, str):
             return quantization
-        found = self._online.get(quantization)
+        found = self._online().get(quantization)
         if found is None:
             known = ", ".join(self.online_names()) or f"none; a scheme brings them, e.g. {install_hint('fp8')}"
             meant = did_you_mean(quantization, self.online_names())
             raise ConfigError(f"quantize={quantization!r} is unknown{meant}; installed: {known}")
+        return self._usable(found)
+
+    def faults(self) -> tuple[PluginFault, ...]:
+        """What is left out of what was loaded so far; the backends of oracles that were asked for are loaded."""
+        oracles = [oracle for oracle in tuple(self._oracles.values()) if isinstance(oracle, Oracle)]
+        return tuple(dict.fromkeys((*self._faults, *(fault for oracle in oracles for fault in oracle.faults()))))
+
+    def leave_out(self, fault: PluginFault) -> None:
+        """Record what does not work, with a PluginWarning the first time."""
+        self._record([fault])
+        self._tell()
+
+    def _record(self, faults: Iterable[PluginFault]) -> None:
+        with self._lock:
+            new = [fault for fault in dict.fromkeys(faults) if fault not in self._faults]
+            self._faults.update(dict.fromkeys(new))
+            self._untold += new
+
+    def _tell(self) -> None:
+        """Warn of what was recorded; not where an error says it to those who asked for it by name."""
+        with self._lock:
+            new, self._untold = self._untold, []
+        warn_of(new)
+
+    def _usable(self, found: V | PluginFault) -> V:
+        if isinstance(found, PluginFault):
+            raise found.error()
+        self._tell()
         return found
 
-    @functools.cached_property
-    def _online(self) -> dict[str, OnlineQuantization]:
-        found: dict[str, OnlineQuantization] = {}
-        for scheme in self.scheme_names():
-            for online in self.scheme(scheme).online:
-                if online.scheme != scheme:
-                    raise RegistryError(f"scheme {scheme!r} registers {online.name!r} for the scheme {online.scheme!r}")
-                other = found.setdefault(online.name, online)
-                if other is not online:
-                    raise RegistryError(
-                        f"the online quantisation {online.name!r} is registered twice: by the schemes {other.scheme!r} "
-                        f"and {scheme!r}; uninstall one of them"
-                    )
+    def _publish(self, store: dict[K, V], key: K, value: V, faults: Iterable[PluginFault] = ()) -> V:
+        """The first value that any thread has for ``key``, whose faults alone are recorded."""
+        with self._lock:
+            first = key not in store
+            kept = store.setdefault(key, value)
+        if first:
+            self._record(faults)
+        return kept
+
+    def _group(self, group: str) -> tuple[EntryPoint, ...]:
+        if group in self._groups:
+            return self._groups[group]
+        found = list(self._entry_points(group))
+        points = tuple(point for point in found if not isinstance(point, PluginFault))
+        return self._publish(self._groups, group, points, (p for p in found if isinstance(p, PluginFault)))
+
+    def _scheme(self, name: str) -> Scheme | PluginFault | None:
+        if name in self._schemes:
+            return self._schemes[name]
+        points = [point for point in self._group(SCHEME_GROUP) if point.name == name]
+        if not points:
+            return None
+        point = one_of("scheme", points, KNOWN_SCHEMES.get(name))
+        if isinstance(point, list):
+            return self._publish(self._schemes, name, point[0], point)
+        found = load(point, "scheme", functools.partial(_checked_scheme, name))
+        faults = others_of("scheme", points, point)
+        if isinstance(found, PluginFault):
+            faults.append(found)
+        return self._publish(self._schemes, name, found, faults)
+
+    def _point(self, name: str) -> EntryPoint:
+        """The entry point of a scheme that was loaded."""
+        points = [point for point in self._group(SCHEME_GROUP) if point.name == name]
+        chosen = one_of("scheme", points, KNOWN_SCHEMES.get(name))
+        return points[0] if isinstance(chosen, list) else chosen
+
+    def _added(self, group: str, scheme: str) -> list[list[EntryPoint]]:
+        """Entry points of other packages for a scheme, those of one name together, in the order of names."""
+        names: dict[str, list[EntryPoint]] = {}
+        for point in self._group(group):
+            if point.name.partition(".")[0] == scheme:
+                names.setdefault(point.name, []).append(point)
+        return [names[name] for name in sorted(names)]
+
+    def _added_backends(self, scheme: str) -> list[tuple[str, Backend | PluginFault]]:
+        """(name, backend) of every name; a fault where it does not work."""
+        found: list[tuple[str, Backend | PluginFault]] = []
+        for points in self._added(BACKEND_GROUP, scheme):
+            name = points[0].name.partition(".")[2]
+            point = one_of("backend", points)
+            if isinstance(point, list):
+                found += [(name, fault) for fault in point]
+                continue
+            loaded = load(point, "backend", functools.partial(_checked_backend, name))
+            if isinstance(loaded, PluginFault):
+                found.append((name, loaded))
+            else:
+                found.append((name, Backend(name, (loaded,), owner(point), loaded.placement)))
         return found
 
-    @staticmethod
-    def _backend(point: importlib.metadata.EntryPoint, name: str) -> Backend:
-        if not name:
-            raise RegistryError(
-                f"backend entry point {point.name!r} of {_owner(point)} is not named <scheme>.<backend>"
-            )
-        loaded = _load(point)
-        if not (isinstance(loaded, type) and issubclass(loaded, FusedMoEExperts)):
-            raise RegistryError(f"backend {point.name} = {point.value} of {_owner(point)} is no FusedMoEExperts class")
-        _check_protocol(f"backend {point.name!r} of {_owner(point)}", getattr(loaded, "protocol_version", None))
-        return Backend(name, (loaded,), origin=_owner(point))
+    def _formats_of(self, name: str) -> dict[type[CheckpointFormat], EntryPoint]:
+        """The formats of a scheme that work, and the entry points that bring them."""
+        if name in self._formats:
+            return self._formats[name]
+        found: dict[type[CheckpointFormat], EntryPoint] = {}
+        faults = []
+        mine = self._point(name)
+        for kind in self.scheme(name).formats:
+            checked = attempt(functools.partial(_checked_format, kind))
+            if isinstance(checked, Raised):
+                what = getattr(kind, "__qualname__", type(kind).__qualname__)
+                faults.append(PluginFault("format", f"{name}.{what}", owner(mine), str(checked), checked.error))
+            else:
+                found[checked] = mine
+        for points in self._added(FORMAT_GROUP, name):
+            point = one_of("format", points)
+            if isinstance(point, list):
+                faults += point
+                continue
+            loaded = load(point, "format", _checked_format)
+            if isinstance(loaded, PluginFault):
+                faults.append(loaded)
+            else:
+                found.setdefault(loaded, point)
+        return self._publish(self._formats, name, found, faults)
+
+    def _online(self) -> dict[str, OnlineQuantization | PluginFault]:
+        """What every name makes of 16-bit experts; a fault where it does not work."""
+        if "all" in self._onlines:
+            return self._onlines["all"]
+        from moe_core.online import OnlineQuantization
+
+        found: dict[str, OnlineQuantization | PluginFault] = {}
+        faults = []
+        # of two that have one name, a scheme of this project keeps it
+        for scheme in sorted(self.schemes(), key=lambda scheme: scheme.name not in KNOWN_SCHEMES):
+            for online in scheme.online:
+                if not isinstance(online, OnlineQuantization):
+                    what = f"it registers a {type(online).__name__}, expected a moe_core.online.OnlineQuantization"
+                    faults.append(self._online_fault(scheme.name, "", what))
+                    continue
+                other = found.get(online.name)
+                if online.scheme != scheme.name:
+                    what = f"it makes weights of the scheme {online.scheme!r}, and {scheme.name!r} registers it"
+                elif other is not None:
+                    theirs = other.scheme if isinstance(other, OnlineQuantization) else "another scheme"
+                    what = f"the name is taken by {theirs} too; uninstall one of them"
+                else:
+                    found[online.name] = online
+                    continue
+                faults.append(self._online_fault(scheme.name, online.name, what))
+                if other is None or (isinstance(other, OnlineQuantization) and other.scheme not in KNOWN_SCHEMES):
+                    found[online.name] = faults[-1]
+        return self._publish(self._onlines, "all", found, faults)
+
+    def _online_fault(self, scheme: str, name: str, reason: str) -> PluginFault:
+        return PluginFault("online quantisation", name, owner(self._point(scheme)), reason)
 
 
-def _owner(point: importlib.metadata.EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown distribution"
+def _add_backends(oracle: Oracle, added: Iterable[tuple[str, Backend | PluginFault]]) -> list[PluginFault]:
+    """Bring ``added`` into the table; what does not work is left out, and returned."""
+    faults = []
+    for name, backend in added:
+        if isinstance(backend, Backend):
+            try:
+                oracle.add_backend(backend)
+                continue
+            except MoEError as error:
+                fault = PluginFault("backend", f"{oracle.scheme}.{name}", backend.origin, error.message, error)
+        else:
+            fault = backend
+        oracle.leave_out(name, fault)
+        faults.append(fault)
+    return faults
 
 
-def _load(point: importlib.metadata.EntryPoint) -> Any:
-    try:
-        return point.load()
-    except Exception as error:
-        raise RegistryError(
-            f"entry point {point.name} = {point.value} of {_owner(point)} cannot be loaded: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+def _checked_scheme(name: str, found: object) -> Scheme:
+    if not isinstance(found, Scheme):
+        raise RegistryError(f"is a {type(found).__name__}, expected a moe_core.Scheme")
+    check_protocol(found.protocol)
+    if found.name != name:
+        raise RegistryError(f"is the scheme {found.name!r}, its entry point is named {name!r}")
+    if not callable(found.oracle):
+        raise RegistryError(f"has an oracle that is a {type(found.oracle).__name__}, expected what makes one")
+    for field_name in ("formats", "quant_methods", "online"):
+        value = getattr(found, field_name)
+        if not isinstance(value, tuple):
+            raise RegistryError(f"has {field_name} that are a {type(value).__name__}, expected a tuple")
+    methods: tuple[object, ...] = found.quant_methods
+    if not all(isinstance(method, str) for method in methods):
+        raise RegistryError(f"has quant_methods that are no texts: {methods!r}")
+    return found
 
 
-def _check_protocol(what: str, protocol: object) -> None:
-    if protocol != PROTOCOL_VERSION:
-        found = "states no protocol_version" if protocol is None else f"was built for plug-in protocol {protocol}"
-        raise ProtocolVersionError(
-            f"{what} {found}; this moe-core speaks protocol {PROTOCOL_VERSION}: install versions that match"
-        )
+def _checked_oracle(scheme: Scheme) -> Oracle:
+    oracle = scheme.oracle()
+    if not isinstance(oracle, Oracle):
+        raise RegistryError(f"it is a {type(oracle).__name__}, expected a moe_core.Oracle")
+    if oracle.scheme != scheme.name:
+        raise RegistryError(f"it is that of the scheme {oracle.scheme!r}")
+    rows: object = oracle.backends
+    if not isinstance(rows, tuple) or not all(isinstance(row, Backend) for row in rows):
+        raise RegistryError(f"its backends are {rows!r}, expected a tuple of moe_core.Backend")
+    return oracle
+
+
+def _checked_backend(name: str, found: object) -> type[FusedMoEExperts]:
+    if not name:
+        raise RegistryError("has an entry point that is not named <scheme>.<backend>")
+    reason = reason_against_class(found)
+    if reason is not None:
+        raise RegistryError(reason)
+    experts: type[FusedMoEExperts] = found  # type: ignore[assignment]
+    check_protocol(getattr(experts, "protocol_version", None))
+    return experts
+
+
+def _checked_format(found: object) -> type[CheckpointFormat]:
+    from moe_core.checkpoint.format import CheckpointFormat
+
+    if not isinstance(found, type) or not issubclass(found, CheckpointFormat):
+        raise RegistryError("is no CheckpointFormat class")
+    if inspect.isabstract(found):
+        raise RegistryError(f"does not define {', '.join(sorted(found.__abstractmethods__))}")
+    if not isinstance(getattr(found, "name", None), str):
+        raise RegistryError("has no name")
+    if not isinstance(found.quant_methods, tuple):
+        raise RegistryError(f"has quant_methods that are a {type(found.quant_methods).__name__}, expected a tuple")
+    return found
 
 
 @functools.cache
 def registry() -> Registry:
     """The registry of this installation."""
-    return Registry(lambda group: list(importlib.metadata.entry_points(group=group)))
+    return Registry(installed)
+
+
+# made while this module is imported, which one thread does
+registry()
 
 
 def oracle(name: str) -> Oracle:

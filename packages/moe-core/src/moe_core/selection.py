@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
 from moe_core.config import FusedMoEConfig
 from moe_core.device import DeviceInfo
-from moe_core.errors import MoEError
+from moe_core.errors import ConfigError, MoEError
 from moe_core.experts import FusedMoEExperts
+from moe_core.plugins import PluginFault
 from moe_core.quant_key import NAMES, QuantKey
 
 
@@ -19,7 +21,8 @@ class Candidate:
     """One experts class that was considered, in order of preference.
 
     ``reasons`` against it; empty: it fits.  ``backend`` is the name that ``moe_backend=`` takes.  ``takes_keys``: the
-    weights and activations are of the kinds that it was made for, whatever else stands against it.
+    weights and activations are of the kinds that it was made for, whatever else stands against it.  ``fault``: its
+    claims could not be read, which is the reason then.
     """
 
     backend: str
@@ -27,15 +30,52 @@ class Candidate:
     reasons: tuple[str, ...]
     verified_on: tuple[str, ...] = ()
     takes_keys: bool = True
+    fault: PluginFault | None = None
 
     @property
     def fits(self) -> bool:
         return not self.reasons
 
+    @property
+    def is_kernel(self) -> bool:
+        """Whether a GPU is driven by kernels alone, and not by a loop on the host."""
+        return self.experts.claims.cuda_graph
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What a caller could ask for instead, so that a GPU kernel runs the layer.
+
+    ``change`` in words ("16-bit activations"), the ``backend`` that fits then, the ``argument`` that asks for it
+    (``activation_key=None``) and the ``command``: an option of ``moe`` or a line of pip; empty where there is none.
+    """
+
+    change: str
+    backend: str
+    argument: str = ""
+    command: str = ""
+
+    def __str__(self) -> str:
+        how = ", ".join(text for text in (self.argument, self.command) if text)
+        return f"with {self.change} {self.backend} fits" + (f" ({how})" if how else "")
+
+    def as_dict(self) -> dict[str, str]:
+        """JSON-ready form."""
+        return {
+            "change": self.change,
+            "backend": self.backend,
+            "argument": self.argument,
+            "command": self.command,
+        }
+
 
 @dataclass(frozen=True)
 class SelectionReport:
-    """Everything that one selection looked at; ``str()`` is for people, :meth:`as_dict` for programs."""
+    """Everything that one selection looked at; ``str()`` is for people, :meth:`as_dict` for programs.
+
+    ``left_out``: plug-ins of this scheme that don't work; ``notes``: what else there is to say of plug-ins;
+    ``alternatives``: where no GPU kernel fits, what the caller could ask for instead.
+    """
 
     scheme: str
     device: DeviceInfo
@@ -45,6 +85,19 @@ class SelectionReport:
     requested: str
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None
+    left_out: tuple[PluginFault, ...] = ()
+    notes: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def fallback(self) -> str | None:
+        """What to say where nobody asked for a loop on the host, and a GPU is to be driven by one; else None."""
+        if self.chosen is None or self.requested != "auto" or not self.device.is_gpu or self.chosen.is_kernel:
+            return None
+        slow = f"no GPU kernel fits on {self.device}: {self.chosen.backend} runs the layer as a loop driven by the host"
+        if not self.alternatives:
+            return f"{slow}; nothing else that could be asked for has one that does"
+        return f"{slow}; {'; '.join(map(str, self.alternatives))}"
 
     def __str__(self) -> str:
         config = self.config
@@ -57,8 +110,14 @@ class SelectionReport:
             f"  weights: {self.weight_key or '16-bit'}",
             f"  activations: {self.activation_key or '16-bit'}",
         ]
+        if self.fallback is not None:
+            lines.append(f"  warning: {self.fallback}")
+        elif self.chosen is None:
+            lines += [f"  {alternative}" for alternative in self.alternatives]
         for backend, group in groupby(self.candidates, lambda candidate: candidate.backend):
             lines += self._lines(backend, tuple(group))
+        lines += [f"  {fault}" for fault in self.left_out]
+        lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 
     def _lines(self, backend: str, candidates: tuple[Candidate, ...]) -> Iterator[str]:
@@ -102,24 +161,47 @@ class SelectionReport:
                 }
                 for c in self.candidates
             ],
+            "fallback": self.fallback,
+            "alternatives": [alternative.as_dict() for alternative in self.alternatives],
+            "left_out": [fault.as_dict() for fault in self.left_out],
+            "notes": list(self.notes),
         }
 
 
 class SelectionError(MoEError, RuntimeError):
-    """No backend fits; ``report`` holds every candidate with every reason."""
+    """No selection; ``report`` holds every candidate with every reason."""
 
     def __init__(self, message: str, report: SelectionReport) -> None:
         super().__init__(message)
         self.report = report
 
 
+class NoBackendError(SelectionError, NotImplementedError):
+    """Nothing that is installed fits the request."""
+
+
+class BackendRefusedError(SelectionError, ValueError):
+    """The backend that was asked for by name does not fit, and is never replaced."""
+
+
+class UnknownBackendError(SelectionError, ConfigError):
+    """No installed backend has the name that was asked for."""
+
+
 @dataclass(frozen=True)
 class Selection:
-    """The decision: a backend, its experts class, and the report that explains it."""
+    """The decision: a backend, its experts class, and the report that explains it.
 
-    backend: str
+    It unpacks as ``backend, experts = selection``.  ``backend`` is a member of the scheme's enum, which is a string, or
+    the name of another package's backend.
+    """
+
+    backend: str | StrEnum
     experts: type[FusedMoEExperts]
     report: SelectionReport
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.backend, self.experts))
 
     @property
     def config(self) -> FusedMoEConfig:

@@ -27,8 +27,8 @@ from moe_core import (
     make_quant_config,
     registry,
 )
+from moe_core.backend import Backend
 from moe_core.numerics import INT4, INT8, QuantDtype
-from moe_core.oracle import Backend
 from moe_core.quant_key import as_quant_key
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from moe_core import (
     make_quant_config,
     registry,
 )
-from moe_core.oracle import Backend
+from moe_core.backend import Backend
 
 from moe_mxfp4.keys import ACTIVATIONS
 from moe_mxfp4.padding import PaddedExperts

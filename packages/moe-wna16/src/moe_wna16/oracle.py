@@ -22,9 +22,9 @@ from moe_core import (
     registry,
     wna16_moe_quant_config,
 )
+from moe_core.backend import Backend
 from moe_core.errors import check_shape
 from moe_core.numerics import UINT4, UINT4B8, UINT8, UINT8B128
-from moe_core.oracle import Backend
 from moe_core.quant_key import as_quant_key
 
 if TYPE_CHECKING:

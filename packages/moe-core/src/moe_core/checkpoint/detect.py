@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +11,9 @@ from moe_core.checkpoint.format import CheckpointFormat
 from moe_core.checkpoint.matrices import unquantized_reason
 from moe_core.checkpoint.modelopt import is_modelopt
 from moe_core.checkpoint.reader import Checkpoint
-from moe_core.errors import CheckpointError, SchemeNotInstalledError
-from moe_core.registry import KNOWN_QUANT_METHODS, Registry, how_to_add, install_hint, registry
+from moe_core.errors import CheckpointError, MoEError, SchemeNotInstalledError
+from moe_core.plugins import PluginFault, Raised, attempt
+from moe_core.registry import KNOWN_QUANT_METHODS, KNOWN_SCHEMES, Registry, how_to_add, install_hint, registry
 
 #: what a Quark config names, and the scheme that reads it
 _QUARK_SCHEMES = (("fp4", "mxfp4"), ("fp8", "fp8"), ("int8", "int8"))
@@ -29,13 +31,26 @@ def detect_format(
     quantization = checkpoint.quantization
     method = quantization.get("quant_method")
     reasons: list[tuple[bool, str]] = []
+    refusals: list[MoEError] = []
     for scheme in _in_order(plugins, method):
         for kind in plugins.formats(scheme):
-            adapter = kind()
-            reason = adapter.reason_against(quantization, layer)
+            named = method in kind.quant_methods
+            asked = attempt(functools.partial(_ask, kind, quantization, layer))
+            if isinstance(asked, Raised):
+                if not isinstance(asked.error, MoEError):
+                    name, origin = f"{scheme}.{kind.__qualname__}", plugins.format_origin(scheme, kind)
+                    plugins.leave_out(PluginFault("format", name, origin, f"it fails: {asked}", asked.error))
+                elif named:
+                    # it knows the tool and refuses what is written, which stands unless another format reads it
+                    refusals.append(asked.error)
+                reasons.append((named, f"{kind.name} ({scheme}): {asked}"))
+                continue
+            adapter, reason = asked
             if reason is None:
                 return scheme, adapter
-            reasons.append((method in adapter.quant_methods, f"{adapter.name} ({scheme}): {reason}"))
+            reasons.append((named, f"{kind.name} ({scheme}): {reason}"))
+    if refusals:
+        raise refusals[0]
     what = f"quant_method {method!r}" if method is not None else f"no quant_method (weights are {_weight_dtype(layer)})"
     candidate = likely_scheme(quantization)
     if candidate is not None and candidate not in plugins.scheme_names():
@@ -50,13 +65,26 @@ def detect_format(
         )
     # formats of this method have more to say than those of others
     relevant = [text for named, text in reasons if named] or [text for _, text in reasons]
+    relevant += [str(fault) for fault in plugins.faults() if fault.kind in ("scheme", "format", "distribution")]
     known = "; ".join(relevant) if relevant else f"none is installed; a scheme brings them, e.g. {install_hint('fp8')}"
     raise CheckpointError(f"{checkpoint.path}: {what} of {layer.prefix} is not read by any installed format: {known}")
 
 
 def _in_order(plugins: Registry, method: object) -> list[str]:
-    """Installed schemes, those that name the method first."""
-    return sorted(plugins.scheme_names(), key=lambda name: method not in plugins.scheme(name).quant_methods)
+    """Installed schemes that work: those that name the method first, of these the project's own."""
+    schemes = sorted(plugins.schemes(), key=lambda s: (method not in s.quant_methods, s.name not in KNOWN_SCHEMES))
+    return [scheme.name for scheme in schemes]
+
+
+def _ask(
+    kind: type[CheckpointFormat], quantization: Mapping[str, Any], layer: LayerExperts
+) -> tuple[CheckpointFormat, str | None]:
+    """An adapter, and why it does not read the layer."""
+    adapter = kind()
+    reason: object = adapter.reason_against(quantization, layer)
+    if reason is not None and not isinstance(reason, str):
+        raise TypeError(f"reason_against returned {reason!r}, expected a text or None")
+    return adapter, reason
 
 
 def _weight_dtype(layer: LayerExperts) -> str:

@@ -6,15 +6,22 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import re
+import sys
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 from moe_core_cli import COMMANDS, main
 
-from moe_core.errors import CheckpointWarning, MoEError, printable
+from moe_core.errors import CheckpointWarning, FallbackWarning, MoEError, PluginWarning, printable
 
 __all__ = ["COMMANDS", "execute", "main", "paragraph"]
+
+#: warnings for users; ``doctor`` lists what they say
+_TOLD = (PluginWarning, FallbackWarning)
 
 #: what torch says, as a plain RuntimeError, where a host's memory is too small
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Storage size calculation overflowed")
@@ -25,8 +32,21 @@ def execute(arguments: argparse.Namespace) -> int:
     with warnings.catch_warnings():
         # commands say it themselves, where it matters
         warnings.simplefilter("ignore", CheckpointWarning)
+        for category in _TOLD:
+            warnings.simplefilter("ignore" if arguments.command == "doctor" else "default", category)
+        warnings.showwarning = functools.partial(_show, warnings.showwarning, arguments.command)
         result: int = importlib.import_module(f"moe_core.cli.{arguments.command}").run(arguments)
     return result
+
+
+def _show(
+    usual: Callable[..., None], command: str, message: Warning | str, category: type[Warning], *where: Any, **more: Any
+) -> None:
+    """A warning that is for users, in one line; others as Python shows them."""
+    if issubclass(category, _TOLD):
+        print(f"moe {command}: warning: {printable(str(message))}", file=sys.stderr)
+    else:
+        usual(message, category, *where, **more)
 
 
 def paragraph(error: Exception, *, verbose: bool = False) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe_core.claims import expand_key
@@ -30,8 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from moe_core.registry import install_hint, registry
 
     plugins = registry()
-    names = plugins.scheme_names() if args.scheme is None else (args.scheme,)
-    oracles = [plugins.oracle(name) for name in names]
+    oracles = plugins.oracles() if args.scheme is None else (plugins.oracle(args.scheme),)
     if args.backend is not None:
         known = sorted({backend.name for oracle in oracles for backend in oracle.table()})
         if args.backend not in known:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         text = "\n\n".join(map(_details, rows))
     else:
         text = f"{_table(oracles, devices)}\n\n{_LEGEND}"
-    emit(args.json, {"schemes": list(names), "devices": devices, "backends": rows}, text)
+    emit(args.json, {"schemes": list(devices), "devices": devices, "backends": rows}, text)
     return 0
 
 
@@ -76,7 +76,7 @@ def _is_on(hardware: str, arch: str) -> bool:
     return hardware == arch or hardware.endswith(f"({arch})")
 
 
-def _table(oracles: list[Oracle], devices: dict[str, dict[str, dict[str, str]]]) -> str:
+def _table(oracles: Sequence[Oracle], devices: dict[str, dict[str, dict[str, str]]]) -> str:
     from moe_core.environment import Environment
 
     environment = Environment.current()

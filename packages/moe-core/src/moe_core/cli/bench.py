@@ -136,7 +136,7 @@ def _from_shape(args: argparse.Namespace, device: torch.device) -> _Layer:
     args.shape = args.shape or DEFAULT_SHAPE
     if args.scheme is None and args.quantize is None:
         # with one scheme there is nothing to choose
-        names = registry().scheme_names()
+        names = [scheme.name for scheme in registry().schemes()]
         if len(names) != 1:
             raise ConfigError(f"give a checkpoint folder, or --scheme; installed: {', '.join(names) or 'none'}")
         args.scheme = names[0]

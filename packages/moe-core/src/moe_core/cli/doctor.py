@@ -6,11 +6,14 @@ import argparse
 import importlib.metadata
 import platform
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from moe_core.cli._output import bytes_text, emit
 
 if TYPE_CHECKING:
+    from moe_core.oracle import Oracle
+    from moe_core.plugins import PluginFault
     from moe_core.registry import Registry
 
 PACKAGES = ("moe-core", "torch", "triton", "safetensors", "numpy", "flashinfer-python", "matplotlib")
@@ -21,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     from moe_core.registry import KNOWN_SCHEMES, registry
 
     plugins = registry()
-    schemes, faults = _schemes(plugins)
+    schemes, faults, notes = _schemes(plugins)
     versions = {name: _version(name) for name in (*PACKAGES, *KNOWN_SCHEMES.values())}
     data = {
         "python": platform.python_version(),
@@ -32,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
         "schemes": schemes,
         "missing": _missing(versions, plugins),
         "faults": faults,
+        "notes": notes,
     }
     emit(args.json, data, _text(data))
     return 1 if faults else 0
@@ -66,32 +70,45 @@ def _devices() -> list[dict[str, Any]]:
     return found
 
 
-def _schemes(plugins: Registry) -> tuple[list[dict[str, Any]], list[str]]:
-    """Installed schemes with their backends' names, and what can't be loaded."""
-    from moe_core.errors import MoEError
-
+def _schemes(plugins: Registry) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    """Installed schemes with their backends' names, what was left out, and what else there is to say of plug-ins."""
     found: list[dict[str, Any]] = []
-    faults: list[str] = []
-    try:
-        names = plugins.scheme_names()
-    except MoEError as error:
-        return found, [str(error)]
-    for name in names:
+    notes: list[str] = []
+    broken: list[PluginFault] = []
+    for oracle in plugins.oracles():
+        backends = [backend.name for backend in oracle.table() if backend.load()]
+        formats = [adapter.name for adapter in plugins.formats(oracle.scheme)]
+        found.append({"scheme": oracle.scheme, "backends": backends, "formats": formats})
+        notes += oracle.notes()
+        broken += _broken_claims(oracle)
+    plugins.online_names()
+    return found, [str(fault) for fault in dict.fromkeys((*plugins.faults(), *broken))], notes
+
+
+def _broken_claims(oracle: Oracle) -> Iterator[PluginFault]:
+    """Classes whose claims fail for a small layer, of each kind of weights and activations that is claimed."""
+    from moe_core.claims import expand_key
+    from moe_core.config import FusedMoEConfig
+    from moe_core.errors import MoEError
+    from moe_core.selection import SelectionError
+
+    config = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=256)
+    claims = [experts.claims for backend in oracle.table() for experts in backend.load()]
+    pairs = dict.fromkeys((expand_key(w)[0], expand_key(a)[0]) for claim in claims for w, a in claim.keys)
+    for weight_key, activation_key in pairs:
         try:
-            backends = [backend.name for backend in plugins.oracle(name).table() if backend.load()]
-            formats = [adapter.name for adapter in plugins.formats(name)]
-        except (MoEError, ImportError, AttributeError) as error:
-            faults.append(f"scheme {name}: {error}")
+            report = oracle.select(config, weight_key=weight_key, activation_key=activation_key).report
+        except SelectionError as error:
+            report = error.report
+        except MoEError:  # keys that the scheme cannot mean
             continue
-        found.append({"scheme": name, "backends": backends, "formats": formats})
-    return found, faults
+        yield from (candidate.fault for candidate in report.candidates if candidate.fault is not None)
 
 
 def _missing(versions: dict[str, str | None], plugins: Registry) -> list[dict[str, str]]:
     import torch
 
     from moe_core.environment import TRITON, Environment
-    from moe_core.errors import MoEError
     from moe_core.install import pip_command
     from moe_core.registry import KNOWN_SCHEMES
 
@@ -100,10 +117,7 @@ def _missing(versions: dict[str, str | None], plugins: Registry) -> list[dict[st
     def add(what: str, why: str, command: str) -> None:
         missing.append({"what": what, "why": why, "command": command})
 
-    try:
-        installed = plugins.scheme_names()
-    except MoEError:
-        installed = ()
+    installed = plugins.scheme_names()
     for scheme, package in KNOWN_SCHEMES.items():
         if versions[package] is None:
             add(package, f"reads and runs {scheme} checkpoints", pip_command(package))
@@ -112,11 +126,8 @@ def _missing(versions: dict[str, str | None], plugins: Registry) -> list[dict[st
             add(package, why, pip_command(package, upgrade=True))
     environment = Environment.current()
     wanted = {TRITON}
-    for name in installed:
-        try:
-            wanted |= {r for b in plugins.oracle(name).table() for e in b.load() for r in e.claims.requires}
-        except (MoEError, ImportError, AttributeError):
-            continue
+    for oracle in plugins.oracles():
+        wanted |= {r for b in oracle.table() for e in b.load() for r in e.claims.requires}
     for requirement in sorted(wanted, key=lambda r: r.distribution):
         reason = environment.reason_against(requirement)
         if reason is not None:
@@ -144,6 +155,8 @@ def _text(data: dict[str, Any]) -> str:
     if data["missing"]:
         lines += ["", "missing"]
         lines += [f"  {m['what']:<18} {m['why']}\n{'':<21}{m['command']}" for m in data["missing"]]
+    if data["notes"]:
+        lines += ["", "notes", *(f"  {note}" for note in data["notes"])]
     if data["faults"]:
         lines += ["", "faults", *(f"  {fault}" for fault in data["faults"])]
     return "\n".join(lines)

@@ -61,8 +61,8 @@ def _scheme(name: str | None) -> Scheme:
     if name is not None:
         return plugins.scheme(name)
     # the schemes of this project first, in their own order
-    for known in sorted(plugins.scheme_names(), key=lambda n: (n not in KNOWN_SCHEMES, [*KNOWN_SCHEMES, n].index(n))):
-        scheme = plugins.scheme(known)
+    order = [*KNOWN_SCHEMES, *(name for name in plugins.scheme_names() if name not in KNOWN_SCHEMES)]
+    for scheme in sorted(plugins.schemes(), key=lambda scheme: order.index(scheme.name)):
         if scheme.quickstart is not None:
             return scheme
     raise RegistryError(f"no scheme is installed that has a quickstart; add one: {install_hint('fp8')}")

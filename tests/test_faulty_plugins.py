@@ -1,0 +1,358 @@
+"""Plug-ins with faults of every kind beside the four schemes: each is left out and named, everything else works on."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import shutil
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_core import CheckpointError, Environment, PluginWarning, Registry, RegistryError, Selection
+from moe_core.checkpoint import Checkpoint, read_layer
+from moe_core.entry_points import installed
+from moe_core.registry import KNOWN_SCHEMES
+
+SCHEME_GROUP, BACKEND_GROUP, FORMAT_GROUP = "moe_core.schemes", "moe_core.backends", "moe_core.formats"
+
+#: a scheme that would work and reads nothing; what is wrong with it follows
+SCHEME = """
+import dataclasses, sys
+import moe_core as mc
+from moe_core.checkpoint import CheckpointFormat
+
+METHODS = ("fp8", "mxfp4", "gptq", "compressed-tensors", "modelopt")
+
+class Format(CheckpointFormat):
+    name = "faulty format"
+    scheme = "faulty"
+    quant_methods = METHODS
+    def reason_against(self, quantization, layer): return "it is not mine"
+    def keys(self, quantization, layer): return None, None
+    def load(self, layer, config, *, experts, device="cpu"): raise NotImplementedError
+
+class Oracle(mc.Oracle):
+    scheme = "faulty"
+    backends = ()
+
+SCHEME = mc.Scheme("faulty", protocol=1, oracle=Oracle, formats=(Format,), quant_methods=METHODS)
+changed = lambda **changes: dataclasses.replace(SCHEME, **changes)
+"""
+
+#: a backend that would work and takes what every scheme has
+BACKEND = """
+import sys
+import moe_core as mc
+
+class Experts(mc.FusedMoEExpertsModular):
+    protocol_version = 1
+    claims = mc.Claims(
+        devices=(mc.any_device(),), keys=((mc.kFp8Static128BlockSym, mc.kFp8Dynamic128Sym),), activations=mc.GATED
+    )
+    def convert(self, weights): raise NotImplementedError
+    def apply(self, *args, **kwargs): raise NotImplementedError
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``source`` of the module ``faulty``; its entry points; ``named``: part of what is said of it."""
+
+    source: str
+    named: str
+    points: tuple[tuple[str, str, str], ...]
+
+
+def scheme(extra: str, named: str, value: str = "faulty:SCHEME", name: str = "faulty") -> Fault:
+    return Fault(SCHEME + extra, named, ((SCHEME_GROUP, name, value),))
+
+
+def backend(extra: str, named: str, value: str = "faulty:Experts", name: str = "fp8.faulty") -> Fault:
+    return Fault(BACKEND + extra, named, ((BACKEND_GROUP, name, value),))
+
+
+def form(extra: str, named: str, value: str = "faulty:Format") -> Fault:
+    return Fault(SCHEME + extra, named, ((FORMAT_GROUP, "fp8.faulty", value),))
+
+
+HOSTILE = """
+class Hostile(BaseException):
+    def __str__(self): raise RuntimeError("no text either")
+"""
+
+FAULTS = {
+    # while it is imported
+    "scheme module missing": scheme("", "ModuleNotFoundError", "no_such_faulty:SCHEME"),
+    "scheme attribute missing": scheme("", "AttributeError", "faulty:NOTHING"),
+    "scheme value is no path": scheme("", "cannot be loaded", "faulty SCHEME"),
+    "scheme import error": scheme("raise ImportError('libfaulty.so.9 is missing')", "libfaulty.so.9 is missing"),
+    "scheme syntax error": scheme("def (:", "SyntaxError"),
+    "scheme exits": scheme("sys.exit(0)", "SystemExit: 0"),
+    "scheme interrupts": scheme("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    "scheme raises a BaseException without a text": scheme(HOSTILE + "raise Hostile", "Hostile"),
+    "scheme recurses": scheme("def f(): return f()\nf()", "RecursionError"),
+    "scheme asks for itself": scheme("import test_faulty_plugins as t; t.CURRENT[0].scheme('faulty')", "faulty"),
+    "scheme of bad memory": scheme("raise MemoryError", "MemoryError"),
+    "backend module missing": backend("", "ModuleNotFoundError", "no_such_faulty:Experts"),
+    "backend exits": backend("sys.exit('bye')", "SystemExit: bye"),
+    "backend interrupts": backend("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    "backend claims of wrong types": backend("mc.Claims(devices=('sm90',), keys=(), activations=())", "devices is"),
+    "format exits": form("sys.exit(3)", "SystemExit: 3"),
+    # what it gives
+    "scheme is None": scheme("SCHEME = None", "is a NoneType, expected a moe_core.Scheme"),
+    "scheme is its class": scheme("SCHEME = mc.Scheme", "is a type, expected a moe_core.Scheme"),
+    "scheme of another protocol": scheme("SCHEME = changed(protocol=2)", "was built for plug-in protocol 2"),
+    "scheme whose protocol cannot be compared": scheme(
+        "class P:\n    def __ne__(self, other): raise OSError('no')\nSCHEME = changed(protocol=P())", "OSError: no"
+    ),
+    "scheme of another name": scheme("SCHEME = changed(name='other')", "is the scheme 'other'"),
+    "scheme oracle is None": scheme("SCHEME = changed(oracle=None)", "an oracle that is a NoneType"),
+    "scheme oracle raises": scheme("def f(): raise OSError('no oracle')\nSCHEME = changed(oracle=f)", "no oracle"),
+    "scheme oracle exits": scheme("SCHEME = changed(oracle=lambda: sys.exit(0))", "SystemExit"),
+    "scheme oracle of no kind": scheme("SCHEME = changed(oracle=lambda: 7)", "it is a int, expected a moe_core.Oracle"),
+    "scheme oracle of another": scheme("Oracle.scheme = 'fp8'", "it is that of the scheme 'fp8'"),
+    "scheme oracle with backends of no kind": scheme("Oracle.backends = [1]", "its backends are [1]"),
+    "scheme formats None": scheme("SCHEME = changed(formats=None)", "formats that are a NoneType"),
+    "scheme formats of no kind": scheme("SCHEME = changed(formats=(7,))", "is no CheckpointFormat class"),
+    "scheme format abstract": scheme(
+        "class Half(CheckpointFormat): name = 'half'\nSCHEME = changed(formats=(Half,))", "does not define keys, load"
+    ),
+    "scheme format without a name": scheme("Format.name = None", "has no name"),
+    "scheme methods as one text": scheme("SCHEME = changed(quant_methods='fp8')", "quant_methods that are a str"),
+    "scheme online of no kind": scheme("SCHEME = changed(online=(7,))", "registers a int, expected"),
+    "scheme online with a taken name": scheme(
+        "from moe_core.online import OnlineQuantization as O\n"
+        "SCHEME = changed(online=(O('fp8_per_channel', 'faulty', mc.kFp8StaticChannelSym, None),))",
+        "the name is taken by fp8 too",
+    ),
+    "scheme with the name of another": scheme("SCHEME = changed(name='fp8')", "name is that of", name="fp8"),
+    "backend is no class": backend("Experts = 7", "is no FusedMoEExperts class"),
+    "backend is a class of no kind": backend("class Experts: pass", "is no FusedMoEExperts class"),
+    "backend abstract": backend("class Experts(mc.FusedMoEExpertsModular): claims = 1", "does not define apply"),
+    "backend without claims": backend("del Experts.claims", "has claims that are missing"),
+    "backend claims are a dict": backend("Experts.claims = {}", "has claims that are a dict"),
+    "backend without a protocol": backend("del Experts.protocol_version", "states no protocol_version"),
+    "backend of another protocol": backend("Experts.protocol_version = 9", "plug-in protocol 9"),
+    "backend place of no kind": backend("Experts.placement = 'first'", "has a placement that is a str"),
+    "backend place of wrong names": backend("mc.Placement(before='triton')", "a placement names backends in tuples"),
+    "backend with the name of another": backend("", "already has a backend 'torch'", name="fp8.torch"),
+    "backend without a name": backend("", "is not named <scheme>.<backend>", name="fp8"),
+    "backend whose metaclass raises": backend(
+        "class M(type(Experts)):\n    def __subclasscheck__(cls, other): raise OSError('meta')\n"
+        "    def __getattribute__(cls, name):\n        if name == 'claims': raise OSError('meta')\n"
+        "        return super().__getattribute__(name)\n"
+        "class Experts(Experts, metaclass=M): pass",
+        "OSError: meta",
+    ),
+    "format is no class": form("Format = 7", "is no CheckpointFormat class"),
+    # when it is asked
+    "scheme format raises": scheme("Format.reason_against = lambda *a: 1 / 0", "ZeroDivisionError"),
+    "scheme format exits": scheme("Format.reason_against = lambda *a: sys.exit(0)", "SystemExit: 0"),
+    "scheme format says no text": scheme("Format.reason_against = lambda *a: True", "expected a text or None"),
+    "scheme format cannot be made": scheme("def f(self): raise OSError('made')\nFormat.__init__ = f", "OSError: made"),
+    "added format raises": form("Format.reason_against = lambda *a: {}['x']", "KeyError"),
+    "backend reasons raise": backend(
+        "Experts.unsupported_reasons = classmethod(lambda *a: 1 / 0)", "the claims of Experts fail: ZeroDivisionError"
+    ),
+    "backend reasons None": backend("Experts.unsupported_reasons = classmethod(lambda *a: None)", "returned None"),
+    "backend reasons as one text": backend("Experts.unsupported_reasons = classmethod(lambda *a: 'no')", "'no'"),
+    "backend reasons of no texts": backend("Experts.unsupported_reasons = classmethod(lambda *a: [7])", "[7]"),
+    "backend reasons exit": backend("Experts.extra_reasons = classmethod(lambda *a: sys.exit(0))", "SystemExit: 0"),
+    "backend reasons interrupt": backend(
+        "def f(*a): raise KeyboardInterrupt\nExperts.extra_reasons = classmethod(f)", "KeyboardInterrupt"
+    ),
+    "two backends of one name": Fault(
+        BACKEND + "class Other(Experts): pass",
+        "has the same name; uninstall one of them",
+        ((BACKEND_GROUP, "fp8.faulty", "faulty:Experts"), (BACKEND_GROUP, "fp8.faulty", "faulty:Other")),
+    ),
+    "two schemes of one name": Fault(
+        SCHEME + "OTHER = SCHEME",
+        "has the same name; uninstall one of them",
+        ((SCHEME_GROUP, "faulty", "faulty:SCHEME"), (SCHEME_GROUP, "faulty", "faulty:OTHER")),
+    ),
+}  # fmt: skip
+
+#: nothing is wrong with these; they must not be in anybody's way
+HARMLESS = {
+    "scheme that works": scheme("", ""),
+    "scheme that claims to read everything": scheme("Format.reason_against = lambda *a: None", ""),
+    "scheme that refuses what others read": scheme(
+        "def f(*a): raise mc.CheckpointError('refused')\nFormat.reason_against = f", ""
+    ),
+    "scheme that is slow and prints": scheme("import time; time.sleep(0.05); print('hello')", ""),
+    "scheme that warns": scheme("import warnings; warnings.warn('old', DeprecationWarning)", "DeprecationWarning: old"),
+    "backend of no scheme": backend("", "", name="none.faulty"),
+    "backend for no GPU here": backend(
+        "import dataclasses\nExperts.claims = dataclasses.replace(Experts.claims, devices=(mc.cuda(min=999),))", ""
+    ),
+}
+
+#: the registry under test, for the plug-in that asks it while it is imported
+CURRENT: list[Registry] = []
+
+
+here_installed = functools.cache(installed)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    """A small checkpoint of each scheme, and one that nobody reads."""
+    found = {}
+    for name in KNOWN_SCHEMES:
+        write = Registry(installed).scheme(name).quickstart
+        assert write is not None
+        folder = tmp_path_factory.mktemp(name)
+        write(folder)
+        found[name] = Checkpoint.open(folder)
+    folder = tmp_path_factory.mktemp("nobody")
+    shutil.copytree(found["fp8"].path, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "nobody"
+    (folder / "config.json").write_text(json.dumps(config))
+    return {**found, "nobody": Checkpoint.open(folder)}
+
+
+def outcome(plugins: Registry, checkpoints: dict[str, Checkpoint]) -> tuple[dict[str, Any], list[str]]:
+    """(what each checkpoint is and what runs it, what selections say of plug-ins)."""
+    found: dict[str, Any] = {}
+    said: list[str] = []
+    for name in KNOWN_SCHEMES:
+        source = read_layer(checkpoints[name], experts=[0], plugins=plugins)
+        weights = source.weights()
+        oracle = plugins.oracle(source.scheme)
+        keys = {"weight_key": source.weight_key, "activation_key": source.activation_key}
+        selections = [
+            oracle.select(source.config, **keys, device=device, moe_backend=backend, environment=environment)
+            for device, backend, environment in (
+                ("cpu", "auto", Environment({})),
+                ("cpu", "torch", Environment({})),
+                ("sm90", "auto", Environment({"triton": "3.7"})),
+            )
+        ]
+        said += [str(text) for s in selections for text in (*s.report.left_out, *s.report.notes)]
+        oracle.convert(selections[0], weights)
+        found[name] = (
+            source.scheme,
+            source.format.name,
+            [(s.backend, s.experts.__name__) for s in selections],
+            [c.backend for c in selections[0].report.candidates if c.backend != "faulty"],
+            hash(weights.w13.view(torch.uint8).numpy().tobytes()),
+        )
+    found["online"] = plugins.online_names()
+    return found, said
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, Checkpoint]) -> dict[str, Any]:
+    return outcome(Registry(installed), checkpoints)[0]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], Registry]:
+    """Brings a distribution ``moe-faulty 1.0`` with the module ``faulty`` beside what is installed."""
+
+    def bring(fault: Fault) -> Registry:
+        (tmp_path / "faulty.py").write_text(fault.source)
+        info = tmp_path / "moe_faulty-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moe-faulty\nVersion: 1.0\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "faulty", raising=False)
+        (distribution,) = importlib.metadata.distributions(path=[str(tmp_path)])
+
+        def points(group: str) -> list[Any]:
+            mine = [EntryPoint(name, value, here) for here, name, value in fault.points if here == group]
+            return [*here_installed(group), *(point._for(distribution) for point in mine)]  # type: ignore[attr-defined]
+
+        plugins = Registry(points)
+        CURRENT[:] = [plugins]
+        return plugins
+
+    yield bring
+    sys.modules.pop("faulty", None)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_faulty_plugin_is_left_out_and_named(
+    name: str,
+    install: Callable[[Fault], Registry],
+    checkpoints: dict[str, Checkpoint],
+    expected: dict[str, Any],
+) -> None:
+    fault = FAULTS[name]
+    plugins = install(fault)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found, said = outcome(plugins, checkpoints)
+        plugins.oracles()
+        # no format reads this, so that all are asked
+        with pytest.raises(CheckpointError) as nobody:
+            read_layer(checkpoints["nobody"], plugins=plugins)
+        again, _ = outcome(plugins, checkpoints)
+    assert found == again == expected
+    told = [str(w.message) for w in caught if issubclass(w.category, PluginWarning)]
+    assert len(told) == len(set(told))  # once each
+    said += [*map(str, plugins.faults()), str(nobody.value)]
+    mine = [text for text in said if fault.named in text]
+    assert mine, said
+    assert all("moe-faulty 1.0" in text for text in mine)
+    at_selection = name.startswith("backend reasons")
+    assert at_selection or any(fault.named in text for text in told)
+
+
+#: those that have a name to ask for; formats and what a scheme registers beside its oracle have none
+ASKED = [
+    name
+    for name, fault in FAULTS.items()
+    if fault.points[0][1] in ("faulty", "fp8.faulty")
+    and fault.points[0][0] != FORMAT_GROUP
+    and not any(part in name for part in ("scheme format ", "formats of no kind", "online"))
+]
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_asking_for_a_faulty_plugin_by_name_says_the_cause(
+    name: str, install: Callable[[Fault], Registry], checkpoints: dict[str, Checkpoint]
+) -> None:
+    fault = FAULTS[name]
+    plugins = install(fault)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PluginWarning)
+        with pytest.raises(RegistryError) as caught:
+            if fault.points[0][0] == SCHEME_GROUP:
+                plugins.oracle("faulty")
+            else:
+                select(plugins, checkpoints["fp8"])
+    assert fault.named in str(caught.value)
+    assert "moe-faulty 1.0" in str(caught.value)
+
+
+def select(plugins: Registry, checkpoint: Checkpoint) -> Selection:
+    source = read_layer(checkpoint, plugins=plugins)
+    return plugins.oracle("fp8").select(
+        source.config,
+        weight_key=source.weight_key,
+        activation_key=source.activation_key,
+        moe_backend="faulty",
+        device="cpu",
+    )
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_other_plugins_are_in_nobodys_way(
+    name: str, install: Callable[[Fault], Registry], checkpoints: dict[str, Checkpoint], expected: dict[str, Any]
+) -> None:
+    plugins = install(HARMLESS[name])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert outcome(plugins, checkpoints)[0] == expected
+    assert not [w for w in caught if issubclass(w.category, PluginWarning)]
