@@ -310,3 +310,28 @@ def test_wrong_calls():
         route(logits, top_k=1, config=biased)
     with pytest.raises(TensorError, match=r"correction_bias has shape \[7\], expected \[8\]"):
         route(logits, top_k=1, config=biased, correction_bias=torch.zeros(7))
+
+
+def test_a_config_by_its_text() -> None:
+    assert RoutingConfig.parse("softmax") == RoutingConfig(renormalize=False)
+    text = "sigmoid, renormalize,has_correction_bias,num_expert_group=8,topk_group=4,routed_scaling_factor=2.5"
+    assert RoutingConfig.parse(text) == RoutingConfig("sigmoid", True, False, 8, 4, 2.5, has_correction_bias=True)
+    assert RoutingConfig.parse("softmax,renormalize,score_selected_only").score_selected_only
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("argmax", "scoring_func 'argmax' is unknown"),
+        ("", "scoring_func '' is unknown"),
+        ("softmax,top_k=3", "has 'top_k=3', expected renormalize, score_selected_only"),
+        ("softmax,renormalize=1", "has 'renormalize=1', expected renormalize,"),
+        ("softmax,topk_group", "has 'topk_group', expected renormalize, .*topk_group=<number>"),
+        ("softmax,topk_group=two", "topk_group is 'two', expected a number"),
+        ("softmax,custom=f", "has 'custom=f'"),
+        ("softmax,num_expert_group=4", "num_expert_group 4 needs topk_group"),
+    ],
+)
+def test_text_that_names_no_config(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RoutingConfig.parse(text)

@@ -170,7 +170,7 @@ def test_the_clamp_limit_of_the_config_is_lost(tmp_path: Path) -> None:
     logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(2))
     outputs = []
     for limit in (0.25, 7.0):
-        path = checkpoint(tmp_path / str(limit), moe_intermediate_size=64, swiglu_limit=limit)
+        path = checkpoint(tmp_path / str(limit), model_type="gpt_oss", moe_intermediate_size=64, swiglu_limit=limit)
         layer = mc.load_layer(path, device="cpu")
         assert layer.config.params.limit == limit
         outputs.append(layer(x, router_logits=logits))

@@ -25,7 +25,8 @@ from moe_core.selection import Selection
 from moe_core.weights import KernelWeights, MoEWeights
 
 if TYPE_CHECKING:
-    from moe_core.checkpoint import Checkpoint, LayerSource
+    from moe_core.activation import ActivationParams, MoEActivation
+    from moe_core.checkpoint import Checkpoint, Given, LayerSource
     from moe_core.online import OnlineQuantization
     from moe_core.quant_key import QuantKey
 
@@ -167,14 +168,17 @@ class FusedMoELayer(nn.Module):
 
     def route(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
         """(topk_weights [M, k] float32, topk_ids [M, k] int32) of ``router_logits`` [M, E] by the layer's routing."""
-        if self.routing is None:
-            raise ConfigError("the layer has no routing: give topk_weights and topk_ids, or a config with routing=")
+        routing = self._own_routing()
         check_shape("router_logits", router_logits, ("M", self.config.num_experts))
         from moe_core.ops.routing import fused_route
 
-        return fused_route(
-            router_logits, top_k=self.config.top_k, config=self.routing, correction_bias=self.correction_bias
-        )
+        return fused_route(router_logits, top_k=self.config.top_k, config=routing, correction_bias=self.correction_bias)
+
+    def _own_routing(self) -> RoutingConfig:
+        if self.routing is None:
+            why = (self.origin and self.origin.routing_reason) or "its config has no routing="
+            raise ConfigError(f"the layer has no routing: give topk_weights and topk_ids; {why}")
+        return self.routing
 
     def forward(
         self,
@@ -202,6 +206,7 @@ class FusedMoELayer(nn.Module):
             missing = "topk_ids" if topk_ids is None else "topk_weights"
             raise TensorError(f"{missing} is missing: topk_weights and topk_ids go together")
         if topk_weights is None or topk_ids is None:
+            self._own_routing()
             if router_logits is None:
                 router_logits = self.router_logits(x)
             else:
@@ -288,6 +293,8 @@ class FusedMoELayer(nn.Module):
             experts=self._held(),
             quantize=self.online,
             activation_key=origin.activation_key,
+            stack=origin.stack,
+            given=origin.given,
         )
         for name in _SAME_LAYER:
             old, new = getattr(self.config, name), getattr(source.config, name)
@@ -358,10 +365,18 @@ class FusedMoELayer(nn.Module):
 
 @dataclass(frozen=True)
 class LayerOrigin:
-    """Where a layer came from: ``index`` in its model (None: the first with experts), and the activations asked for."""
+    """Where a layer came from, and how it was read.
+
+    - ``index`` in its model (None: the first with experts), ``stack`` of layers
+    - ``activation_key``, ``given``: what was asked for
+    - ``routing_reason``: why it has no routing, if it has none
+    """
 
     index: int | None
     activation_key: QuantKey | str | None = "checkpoint"
+    stack: str | None = None
+    given: Given | None = None
+    routing_reason: str | None = None
 
 
 #: what a reloaded layer must have in common with the one whose place it takes
@@ -423,6 +438,11 @@ def load_layer(
     activation_key: QuantKey | str | None = "checkpoint",
     max_loras: int = 0,
     max_lora_rank: int = 16,
+    stack: str | None = None,
+    routing: RoutingConfig | str | None = None,
+    activation: MoEActivation | str | None = None,
+    activation_params: ActivationParams | None = None,
+    assume: bool = False,
 ) -> FusedMoELayer:
     """One MoE layer of a checkpoint folder: format, scheme, selection and conversion.
 
@@ -432,15 +452,31 @@ def load_layer(
     quantised expert by expert while they are read.  ``activation_key``: what activations are quantised as, a key or its
     name, None for 16 bits; default what the checkpoint says.  ``max_loras`` > 0: a backend that applies LoRA adapters,
     and so many empty places of rank ``max_lora_rank`` in the layer's :attr:`~FusedMoELayer.lora`.
+    ``stack``: of a model with several stacks of layers, the first part of the tensors' names ("talker").
+
+    How experts are chosen and what they compute follows from config.json's ``model_type``; one that is not known is
+    refused, unless both are given or ``assume`` accepts what is guessed, with a CheckpointWarning.  ``routing``: a
+    config, its text (:meth:`~moe_core.routing.RoutingConfig.parse`: "softmax,renormalize"), or "per_call" where each
+    call is given topk_weights and topk_ids; ``activation`` with ``activation_params``.  They win over config.json.
 
     Raises CheckpointError, SchemeNotInstalledError, SelectionError, TensorError, ConfigError.
     """
-    from moe_core.checkpoint import read_layer
+    from moe_core.checkpoint import Given, read_layer
 
     target = as_torch_device(device)
     checkpoint = _opened(path)
     online = None if quantize is None else registry().online(quantize)
-    source = read_layer(checkpoint, layer, dtype=dtype, experts=experts, quantize=online, activation_key=activation_key)
+    given = Given(routing, activation, activation_params, assume)
+    source = read_layer(
+        checkpoint,
+        layer,
+        dtype=dtype,
+        experts=experts,
+        quantize=online,
+        activation_key=activation_key,
+        stack=stack,
+        given=given,
+    )
     # selection comes before the weights are read: an impossible request costs no gigabytes
     oracle = registry().oracle(source.scheme)
     config = source.config
@@ -476,5 +512,5 @@ def load_layer(
         expert_map=expert_map,
         owns_weights=True,
         online=online,
-        origin=LayerOrigin(source.index, activation_key),
+        origin=LayerOrigin(source.index, activation_key, stack, given, source.routing_reason),
     )

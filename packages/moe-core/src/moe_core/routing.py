@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,6 +166,27 @@ class RoutingConfig:
             custom=custom,
         )
 
+    @staticmethod
+    def parse(text: str) -> RoutingConfig:
+        """The configuration of a text such as ``"sigmoid,renormalize,has_correction_bias,routed_scaling_factor=2.5"``.
+
+        The scoring function comes first; the other fields follow by name, with ``=`` and a number where they are
+        numbers.  What is not named is off.
+        """
+        first, *rest = (part.strip() for part in text.split(","))
+        values: dict[str, Any] = {"scoring_func": first, "renormalize": False}
+        for part in rest:
+            name, _, number = part.partition("=")
+            kind = _TEXT_FIELDS.get(name)
+            if kind is None or (kind is bool) is bool(number):
+                known = ", ".join(_field_text(*item) for item in _TEXT_FIELDS.items())
+                raise ConfigError(f"routing {text!r} has {part!r}, expected {known}")
+            try:
+                values[name] = True if kind is bool else kind(number)
+            except ValueError:
+                raise ConfigError(f"routing {text!r}: {name} is {number!r}, expected a number") from None
+        return RoutingConfig(**values)
+
     def check(self, *, num_experts: int, top_k: int) -> None:
         """Raise :class:`ConfigError` unless a layer of ``num_experts`` and ``top_k`` can be routed so."""
         if not 1 <= top_k <= num_experts:
@@ -181,6 +203,21 @@ class RoutingConfig:
             )
         if self.method is RoutingMethodType.Llama4 and top_k != 1:
             raise ConfigError(f"routing method Llama4 takes one expert per token, got top_k {top_k}")
+
+
+#: fields of :meth:`RoutingConfig.parse` after the first
+_TEXT_FIELDS: dict[str, type] = {
+    "renormalize": bool,
+    "score_selected_only": bool,
+    "has_correction_bias": bool,
+    "num_expert_group": int,
+    "topk_group": int,
+    "routed_scaling_factor": float,
+}
+
+
+def _field_text(name: str, kind: type) -> str:
+    return name if kind is bool else f"{name}=<number>"
 
 
 #: (scoring_func, renormalize, score_selected_only) of the methods without bias and groups

@@ -160,6 +160,15 @@ def _of_checkpoint(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="of the activations, e.g. kFp8DynamicTokenSym; none: 16-bit (default: what the checkpoint says)",
     )
+    parser.add_argument("--stack", metavar="NAME", help="of several stacks of layers, e.g. talker (default: thinker)")
+    parser.add_argument(
+        "--routing",
+        metavar="R",
+        help="scoring function and what else is on, e.g. sigmoid,renormalize,routed_scaling_factor=2.5; per_call: "
+        "topk_ids and topk_weights are given (default: by config.json's model_type)",
+    )
+    parser.add_argument("--activation", metavar="NAME", help="default: by model_type, silu without DIR")
+    parser.add_argument("--assume", action="store_true", help="of an unknown model_type, accept what is guessed")
 
 
 def _tokens(parser: argparse.ArgumentParser, default: int, text: str) -> None:
@@ -196,6 +205,5 @@ def _shape(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a layer without a checkpoint")
     _scheme(group, "quantisation scheme, e.g. fp8")
     group.add_argument("--shape", metavar="E,k,K,N", help="experts, experts per token, hidden and intermediate size")
-    group.add_argument("--activation", default="silu", metavar="NAME", help="default: silu")
     group.add_argument("--weight-key", metavar="NAME", help="e.g. kFp8Static128BlockSym[64x128] (default: the first)")
     group.add_argument("--bias", action="store_true", help="the experts have biases")

@@ -204,8 +204,31 @@ def test_stacked_tensors_of_different_expert_counts(tmp_path: Path) -> None:
 
 
 def test_two_stacks_of_experts_in_one_layer(tmp_path: Path) -> None:
-    tensors = {**expert_tensors("a.layers.0.mlp"), **expert_tensors("b.layers.0.mlp")}
-    broken(tmp_path, tensors, "layer 0 has experts under 'a.layers.0.mlp.experts' and under 'b.layers.0.mlp.experts'")
+    tensors = {**expert_tensors("m.a.layers.0.mlp"), **expert_tensors("m.b.layers.0.mlp")}
+    broken(
+        tmp_path, tensors, "layer 0 has experts under 'm.a.layers.0.mlp.experts' and under 'm.b.layers.0.mlp.experts'"
+    )
+
+
+def test_stacks_of_layers_are_named(tmp_path: Path) -> None:
+    blocks = ("talker.model.layers.0.mlp", "thinker.model.layers.0.mlp")
+    tensors = {**expert_tensors(blocks[0], seed=1), **expert_tensors(blocks[1], seed=2)}
+    broken(tmp_path / "a", tensors, "name the one that is meant, stack (--stack) talker or thinker")
+    checkpoint = Checkpoint.open(write(tmp_path / "b", tensors))
+    for block in blocks:
+        layer = find_layer(checkpoint, stack=block.partition(".")[0])
+        assert layer.block == block
+        assert torch.equal(layer.tensor(1, "up", "weight"), tensors[f"{block}.experts.1.up_proj.weight"])
+    with pytest.raises(CheckpointError, match="no experts lie under 'model'; there are talker, thinker"):
+        find_layer(checkpoint, stack="model")
+    # the family's own stack needs no name
+    omni = Checkpoint.open(write(tmp_path / "c", tensors, model_type="qwen3_omni_moe"))
+    assert find_layer(omni).block == blocks[1]
+
+
+def test_tensors_of_experts_that_are_no_projection(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.post_expert_norm.weight"
+    broken(tmp_path, {**expert_tensors(), name: torch.ones(K)}, f"{name} in {tmp_path} is not understood")
 
 
 def test_asking_for_what_is_not_there(tmp_path: Path) -> None:

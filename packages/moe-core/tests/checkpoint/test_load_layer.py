@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core import CheckpointError, ConfigError, SelectionError, TensorError, load_layer, route
+from moe_core import (
+    CheckpointError,
+    ConfigError,
+    MoEActivation,
+    RoutingConfig,
+    SelectionError,
+    TensorError,
+    load_layer,
+    route,
+)
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.errors import CheckpointWarning
 from moe_core.registry import registry
@@ -46,14 +55,15 @@ def test_routes_by_the_checkpoints_router(tmp_path: Path, x: Tensor) -> None:
 def test_router_bias(tmp_path: Path, x: Tensor) -> None:
     bias = torch.tensor([0.0, 5.0, -5.0, 1.0])
     tensors = {**layer_tensors(), "model.layers.0.mlp.gate.bias": bias}
-    layer = load_layer(write(tmp_path, tensors), device="cpu", dtype=torch.float32)
+    layer = load_layer(write(tmp_path, tensors), device="cpu", dtype=torch.float32, routing="softmax,renormalize")
     assert torch.allclose(layer.router_logits(x), x @ tensors["model.layers.0.mlp.gate.weight"].float().T + bias)
 
 
 def test_correction_bias(tmp_path: Path, x: Tensor) -> None:
     bias = torch.tensor([0.0, 1.0, -1.0, 0.5])
     tensors = {**layer_tensors(), "model.layers.0.mlp.gate.e_score_correction_bias": bias}
-    layer = load_layer(write(tmp_path, tensors, model_type="deepseek_v3"), device="cpu", dtype=torch.float32)
+    folder = write(tmp_path, tensors, model_type="deepseek_v3", n_group=1, topk_group=1)
+    layer = load_layer(folder, device="cpu", dtype=torch.float32)
     assert layer.routing is not None
     logits = layer.router_logits(x)
     weights, ids = route(logits, top_k=2, config=layer.routing, correction_bias=bias)
@@ -87,8 +97,32 @@ def test_experts_that_are_no_ids(tmp_path: Path, experts: Any) -> None:
 def test_assumed_routing_is_warned_of(tmp_path: Path, x: Tensor) -> None:
     folder = write(tmp_path, layer_tensors(), model_type="new")
     with pytest.warns(CheckpointWarning, match="model_type 'new' is not known"):
-        layer = load_layer(folder, device="cpu", dtype=torch.float32)
+        layer = load_layer(folder, device="cpu", dtype=torch.float32, assume=True)
     assert layer(x).shape == x.shape
+
+
+def test_unknown_family_is_refused_unless_it_is_described(tmp_path: Path, x: Tensor) -> None:
+    folder = write(tmp_path, layer_tensors(), model_type="new")
+    for given in ({}, {"routing": "softmax"}, {"activation": "silu"}):
+        with pytest.raises(CheckpointError, match="model_type 'new' is not known: give routing and activation"):
+            load_layer(folder, device="cpu", **given)
+    layer = load_layer(folder, device="cpu", dtype=torch.float32, routing="sigmoid", activation="gelu")
+    assert (layer.routing, layer.config.activation) == (RoutingConfig("sigmoid", renormalize=False), MoEActivation.GELU)
+    assert layer(x).shape == x.shape
+
+
+def test_a_layer_without_routing_says_why(tmp_path: Path, x: Tensor) -> None:
+    folder = write(tmp_path, layer_tensors(), model_type="phimoe")
+    layer = load_layer(folder, device="cpu", dtype=torch.float32)
+    for call in (lambda: layer(x), lambda: layer.route(layer.router_logits(x))):
+        with pytest.raises(ConfigError, match="give topk_weights and topk_ids; .*SparseMixer"):
+            call()
+    ids = torch.zeros(len(x), 2, dtype=torch.int32)
+    ids[:, 1] = 1
+    assert layer(x, topk_weights=torch.ones(len(x), 2), topk_ids=ids).shape == x.shape
+    left = load_layer(write(tmp_path / "b", layer_tensors()), device="cpu", dtype=torch.float32, routing="per_call")
+    with pytest.raises(ConfigError, match="routing was left to each call"):
+        left(x)
 
 
 def test_selection_comes_before_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

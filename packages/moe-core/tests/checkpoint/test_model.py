@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -7,28 +8,31 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core import ActivationParams, CheckpointError, MoEActivation, RoutingConfig, RoutingMethodType
-from moe_core.checkpoint import Checkpoint, LayerModel, find_layer, read_model
+from moe_core import ActivationParams, CheckpointError, ConfigError, MoEActivation, RoutingConfig, RoutingMethodType
+from moe_core.checkpoint import PER_CALL, Checkpoint, Given, LayerModel, find_layer, read_model
+from moe_core.checkpoint.families import FAMILIES, REFUSED
 from moe_core_checkpoints import CONFIG, TOP_K, E, K, N, expert_tensors, write
 from torch import Tensor
 
 DEEPSEEK = {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
 SIZES = {"num_experts_per_tok": TOP_K, "hidden_size": K, "hidden_act": "silu"}
 OLD = {"num_local_experts": E, "intermediate_size": N, **SIZES}
+V3 = {"model_type": "deepseek_v3", "n_group": 1}
 NEW = {"num_experts": E, "moe_intermediate_size": N, "intermediate_size": 7, **SIZES}
 ROUTED = {"n_routed_experts": E, "moe_intermediate_size": N, "intermediate_size": 7, **SIZES}
 
 
 def model(folder: Path, config: dict[str, Any], extra: dict[str, Tensor] | None = None, **naming: Any) -> LayerModel:
+    given = naming.pop("given", None)
     tensors = {**expert_tensors(**naming), **(extra or {})}
-    return read_model(find_layer(Checkpoint.open(write(folder, tensors, config))))
+    return read_model(find_layer(Checkpoint.open(write(folder, tensors, config))), given=given)
 
 
 def bias(name: str = "gate.e_score_correction_bias", block: str = "model.layers.0.mlp") -> dict[str, Tensor]:
     return {f"{block}.{name}": torch.arange(E, dtype=torch.float32)}
 
 
-FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Tensor], RoutingConfig]] = {
+SEVERAL: dict[str, tuple[dict[str, Any], dict[str, Tensor], RoutingConfig]] = {
     "qwen3_moe": ({**NEW, "norm_topk_prob": True}, {}, RoutingConfig()),
     "qwen2_moe": ({**NEW}, {}, RoutingConfig(renormalize=False)),
     "olmoe": ({"num_experts": E, "intermediate_size": N, **SIZES}, {}, RoutingConfig(renormalize=False)),
@@ -77,16 +81,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Tensor], RoutingConfig]] = {
         RoutingConfig("sigmoid", renormalize=False, score_selected_only=True),
     ),
     "deepseek_v4": (
-        {**ROUTED, "norm_topk_prob": True, "scoring_func": "sqrtsoftplus", "routed_scaling_factor": 1.5},
+        {**ROUTED, "norm_topk_prob": True, "scoring_func": "sqrtsoftplus", "num_hash_layers": 0, "swiglu_limit": 0},
         bias("gate.bias"),
         RoutingConfig("sqrtsoftplus", routed_scaling_factor=1.5, has_correction_bias=True),
     ),
 }
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", SEVERAL)
 def test_families(tmp_path: Path, model_type: str) -> None:
-    config, extra, routing = FAMILIES[model_type]
+    config, extra, routing = SEVERAL[model_type]
     found = model(tmp_path, {"model_type": model_type, **config}, extra)
     assert found.config.routing == routing
     assert found.config.routing is not None
@@ -115,41 +119,201 @@ def test_methods_have_the_names_that_kernels_know(tmp_path: Path) -> None:
         "deepseek_v4": RoutingMethodType.DeepseekV4,
     }
     for model_type, method in names.items():
-        config, extra, _ = FAMILIES[model_type]
+        config, extra, _ = SEVERAL[model_type]
         routing = model(tmp_path / model_type, {"model_type": model_type, **config}, extra).config.routing
         assert routing is not None
         assert routing.method is method
 
 
-def test_unknown_family_goes_by_its_keys(tmp_path: Path) -> None:
-    config = {"model_type": "new_moe", **NEW, "norm_topk_prob": False}
-    assert model(tmp_path / "a", config).config.routing == RoutingConfig(renormalize=False)
-    found = model(tmp_path / "b", {**config, **DEEPSEEK}, bias())
+def test_unknown_family_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "mixtrel", **OLD}
+    refused(tmp_path / "a", "model_type 'mixtrel' is not known; did you mean 'mixtral'?: give routing and", config)
+    refused(tmp_path / "b", "config.json: has no model_type: give routing and activation", OLD)
+
+
+@pytest.mark.parametrize("value", [7, ["qwen3_moe"], {}, True, None])
+def test_model_type_that_is_no_name(tmp_path: Path, value: object) -> None:
+    folder = write(tmp_path, expert_tensors(), NEW)
+    (folder / "config.json").write_text(json.dumps({**NEW, "model_type": value}))
+    given = Given(RoutingConfig(), "silu", assume=True)
+    with pytest.raises(CheckpointError, match=re.escape(f"model_type is {value!r}, expected a name")):
+        read_model(find_layer(Checkpoint.open(folder)), given=given)
+
+
+def test_unknown_family_by_hand(tmp_path: Path) -> None:
+    config = {"model_type": "new_moe", **NEW, "hidden_act": "not_one", "swiglu_alpha": 3.0}
+    params = ActivationParams(alpha=2.0)
+    given = Given("sigmoid,has_correction_bias", "swigluoai", params)
+    found = model(tmp_path / "a", config, bias(), given=given)
+    assert found.config.routing == RoutingConfig("sigmoid", renormalize=False, has_correction_bias=True)
+    assert (found.config.activation, found.config.activation_params) == (MoEActivation.SWIGLUOAI, params)
+    assert (found.assumed, found.routing_reason) == (None, None)
+    assert found.correction_bias is not None
+    found = model(tmp_path / "b", config, given=Given(PER_CALL, "silu"))
+    assert (found.config.routing, found.routing_reason) == (None, "routing was left to each call")
+
+
+def test_what_is_given_wins(tmp_path: Path) -> None:
+    given = Given(RoutingConfig("sigmoid"), "gelu")
+    found = model(tmp_path / "a", {"model_type": "qwen3_moe", **NEW, "norm_topk_prob": False}, given=given)
+    assert (found.config.routing, found.config.activation) == (RoutingConfig("sigmoid"), MoEActivation.GELU)
+    with pytest.raises(ConfigError, match="activation_params go with activation"):
+        Given(activation_params=ActivationParams(limit=1.0))
+    with pytest.raises(ConfigError, match="top_k 2 is larger than the 1 experts"):
+        model(
+            tmp_path / "b",
+            {"model_type": "qwen3_moe", **NEW},
+            given=Given("softmax,num_expert_group=4,topk_group=1"),
+        )
+
+
+def test_unknown_family_goes_by_its_keys_where_that_is_accepted(tmp_path: Path) -> None:
+    config, given = {"model_type": "new_moe", **NEW, "norm_topk_prob": False}, Given(assume=True)
+    assert model(tmp_path / "a", config, given=given).config.routing == RoutingConfig(renormalize=False)
+    found = model(tmp_path / "b", {**config, **DEEPSEEK}, bias(), given=given)
     assert found.config.routing == RoutingConfig("sigmoid", True, False, 2, 1, 2.5, has_correction_bias=True)
 
 
 def test_what_is_assumed_of_an_unknown_family_is_noted(tmp_path: Path) -> None:
-    config = {"model_type": "new_moe", **NEW, "norm_topk_prob": True}
-    note = model(tmp_path / "a", config).routing_note
-    assert note is not None
-    assert "model_type 'new_moe' is not known, and no scoring_func says" in note
-    assert "assumed to be softmax over all experts with renormalisation" in note
-    note = model(tmp_path / "b", {**config, "norm_topk_prob": False}, bias()).routing_note
-    assert note is not None
-    assert "sigmoid over all experts, chosen with a correction bias, with no renormalisation" in note
-    # nothing is assumed where config.json names it, or the family is known
-    assert model(tmp_path / "c", {**config, "scoring_func": "softmax"}).routing_note is None
-    assert model(tmp_path / "d", {**config, "model_type": "qwen3_moe"}).routing_note is None
-
-
-def test_unknown_routing_is_not_guessed(tmp_path: Path) -> None:
-    found = model(tmp_path / "a", {"model_type": "new_moe", **NEW})
+    config, given = {"model_type": "new_moe", **NEW, "norm_topk_prob": True}, Given(assume=True)
+    assumed = str(model(tmp_path / "a", config, given=given).assumed)
+    assert "model_type 'new_moe' is not known; routing is assumed to be softmax over all experts with renorm" in assumed
+    assert "and the activation is assumed to be silu" in assumed
+    assumed = str(model(tmp_path / "b", {**config, "norm_topk_prob": False}, bias(), given=given).assumed)
+    assert "sigmoid over all experts, chosen with a correction bias, with no renormalisation" in assumed
+    # only what is not given is guessed
+    assumed = str(model(tmp_path / "c", config, given=Given("softmax", assume=True)).assumed)
+    assert assumed.endswith("is not known; the activation is assumed to be silu")
+    assert model(tmp_path / "d", {**config, "model_type": "qwen3_moe"}, given=given).assumed is None
+    # what the guess can't be made of is left to each call
+    found = model(tmp_path / "e", {"model_type": "new_moe", **NEW}, given=given)
     assert found.config.routing is None
-    assert found.routing_reason is not None
-    assert "model_type 'new_moe' is not known" in found.routing_reason
-    found = model(tmp_path / "b", {"model_type": "phimoe", **OLD})
-    assert found.routing_reason is not None
-    assert "SparseMixer" in found.routing_reason
+    assert "no norm_topk_prob says how it routes" in str(found.routing_reason)
+
+
+@pytest.mark.parametrize(("model_type", "reason"), REFUSED.items())
+def test_families_that_are_refused_say_why(tmp_path: Path, model_type: str, reason: str) -> None:
+    config = {"model_type": model_type, **NEW}
+    refused(tmp_path / "a", f"models of type {model_type!r} are not supported: {reason}", config)
+    (tmp_path / "b").mkdir()
+    write(tmp_path / "b", {"layers.0.ffn.w1": torch.zeros(2)}, config)
+    with pytest.raises(CheckpointError, match=re.escape(f"models of this type are not supported: {reason}")):
+        find_layer(Checkpoint.open(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if family.per_call])
+def test_routing_that_is_not_computed_here(tmp_path: Path, model_type: str) -> None:
+    found = model(tmp_path, {"model_type": model_type, **NEW})
+    assert found.config.routing is None
+    assert str(FAMILIES[model_type].per_call) in str(found.routing_reason)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "entries", "message"),
+    [
+        ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob is False, but the code of model_type 'mixtral' counts"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True, but the code of model_type 'deepseek_v2'"),
+        ("afmoe", {"route_norm": False}, "route_norm is False, but the code of model_type 'afmoe'"),
+        ("afmoe", {"n_group": 2, "topk_group": 1}, "n_group is 2, but the code of model_type 'afmoe' is not computed"),
+        ("qwen3_moe", {"routed_scaling_factor": 2.0}, "routed_scaling_factor is 2.0, but the code of"),
+        ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid', but the code of"),
+        ("qwen3_moe", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc', but the code of"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy', but the code of"),
+        ("deepseek_v3", {"topk_method": "best"}, "topk_method is 'best', expected greedy, group_limited_greedy"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias is False, but the code of"),
+        ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input is True, but"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "the activation is gelu, but that of model_type 'gpt_oss' is swigluoai"),
+        ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob is null, expected true or false"),
+        ("kimi_k2", {}, "has no norm_topk_prob or route_norm"),
+        ("kimi_k2", {"norm_topk_prob": True, "n_group": 1}, "which models of type kimi_k2 need"),
+    ],
+)
+def test_entries_that_contradict_the_family(
+    tmp_path: Path, model_type: str, entries: dict[str, Any], message: str
+) -> None:
+    folder = write(tmp_path, {**expert_tensors(), **(bias() if FAMILIES[model_type].correction_bias else {})}, NEW)
+    small = {"n_group": 1} if "n_group" in FAMILIES[model_type].reads and model_type != "kimi_k2" else {}
+    (folder / "config.json").write_text(json.dumps({**NEW, "model_type": model_type, **small, **entries}))
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        read_model(find_layer(Checkpoint.open(folder)))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"norm_topk_prob": True, "routed_scaling_factor": False, "n_group": False},
+        {"routed_scaling_factor": 1.0, "n_group": 1, "scoring_func": "softmax", "topk_method": "greedy"},
+        {"swiglu_limit": 0, "moe_router_logit_softcapping": 0.0, "final_logit_softcapping": 30.0, "rope_alpha": 2.0},
+    ],
+)
+def test_entries_that_say_what_the_family_does_anyway(tmp_path: Path, entries: dict[str, Any]) -> None:
+    assert model(tmp_path, {"model_type": "mixtral", **OLD, **entries}).config.routing == RoutingConfig()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("swiglu_limit", 7.0),
+        ("swiglu_alpha", 1.7),
+        ("swiglu_beta", 1.0),
+        ("mlp_gate_softcap", 4.0),
+        ("expert_act_limits", [1.0, 1.0]),
+        ("post_expert_norm", True),
+        ("limit", 3.0),
+        ("moe_router_logit_softcapping", 30.0),
+        ("router_temperature", 2.0),
+        ("num_hash_layers", 3),
+        ("moe_norm_min", 0.5),
+    ],
+)
+def test_entries_that_are_not_understood(tmp_path: Path, key: str, value: object) -> None:
+    config = {"model_type": "mixtral", **OLD, key: value}
+    refused(tmp_path / "a", f"{key} is {value!r}, which is not understood for model_type 'mixtral'", config)
+    # what they stand for can be given
+    given = Given("softmax,renormalize", "silu")
+    assert model(tmp_path / "b", config, given=given).config.routing == RoutingConfig()
+
+
+def test_entries_of_single_layers(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_moe", **NEW, "per_layer_config": {"0": {"num_experts_per_tok": 3}, "1": {}}}
+    assert model(tmp_path, config).config.top_k == 3
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "lfm2_moe"])
+def test_activation_without_an_entry(tmp_path: Path, model_type: str) -> None:
+    config = {name: value for name, value in NEW.items() if name != "hidden_act"}
+    found = model(tmp_path, {"model_type": model_type, **config}, bias() if model_type == "lfm2_moe" else None)
+    expected = MoEActivation.SWIGLUOAI if model_type == "gpt_oss" else MoEActivation.SILU
+    assert found.config.activation is expected
+
+
+def test_defaults_of_the_family(tmp_path: Path) -> None:
+    config = {"model_type": "deepseek_v3", **ROUTED, "n_routed_experts": 16}
+    tensors = {"model.layers.0.mlp.gate.e_score_correction_bias": torch.zeros(16)}
+    found = model(tmp_path / "a", config, tensors, experts=16)
+    assert found.config.routing == RoutingConfig("sigmoid", True, False, 8, 4, 2.5, has_correction_bias=True)
+    # null is not missing: no groups, no factor
+    tiny = {**config, "n_group": None, "routed_scaling_factor": None}
+    folder = write(tmp_path / "b", {**expert_tensors(experts=16), **tensors}, config)
+    (folder / "config.json").write_text(json.dumps(tiny))
+    found = read_model(find_layer(Checkpoint.open(folder)))
+    assert found.config.routing == RoutingConfig("sigmoid", has_correction_bias=True)
+
+
+def test_stack_that_has_its_own_config(tmp_path: Path) -> None:
+    text = {**NEW, "model_type": "qwen3_omni_moe_text"}
+    talker = {**NEW, "model_type": "qwen3_omni_moe_talker_text", "num_experts_per_tok": 1}
+    config = {
+        "model_type": "qwen3_omni_moe",
+        "thinker_config": {"model_type": "qwen3_omni_moe_thinker", "text_config": text},
+        "talker_config": {"model_type": "qwen3_omni_moe_talker", "text_config": talker},
+    }
+    tensors = {**expert_tensors("thinker.model.layers.0.mlp"), **expert_tensors("talker.model.layers.0.mlp")}
+    checkpoint = Checkpoint.open(write(tmp_path, tensors, config))
+    found = read_model(find_layer(checkpoint)).config
+    assert (found.top_k, found.routing) == (TOP_K, RoutingConfig())
+    found = read_model(find_layer(checkpoint, stack="talker")).config
+    assert (found.top_k, found.routing) == (1, RoutingConfig(renormalize=False))
 
 
 def test_nested_text_config(tmp_path: Path) -> None:
@@ -189,7 +353,7 @@ def test_latent_experts_work_on_the_latent_size(tmp_path: Path) -> None:
     ("entries", "params"),
     [
         ({}, None),
-        ({"swiglu_limit": 7.0}, ActivationParams(limit=7.0)),
+        ({"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, None),
         ({"swiglu_limit": 5}, ActivationParams(limit=5.0)),
         ({"swiglu_limit": None}, ActivationParams(limit=math.inf)),
         ({"swiglu_alpha": 1.5, "swiglu_limit": 3}, ActivationParams(alpha=1.5, limit=3.0)),
@@ -197,8 +361,6 @@ def test_latent_experts_work_on_the_latent_size(tmp_path: Path) -> None:
 )
 def test_activation_parameters(tmp_path: Path, entries: dict[str, Any], params: ActivationParams | None) -> None:
     folder = write(tmp_path, expert_tensors(), {"model_type": "gpt_oss", **OLD})
-    import json
-
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt_oss", **OLD, **entries}))
     assert read_model(find_layer(Checkpoint.open(folder))).config.activation_params == params
 
@@ -213,11 +375,39 @@ def test_router(tmp_path: Path, name: str) -> None:
 
 
 def test_router_bias(tmp_path: Path) -> None:
+    gate = {"model.layers.0.mlp.router.weight": torch.zeros(E, K)}
     for number, name in enumerate(("router.bias", "gate.bias")):
-        found = model(tmp_path / str(number), {"model_type": "gpt_oss", **OLD}, bias(name))
+        found = model(tmp_path / str(number), {"model_type": "gpt_oss", **OLD}, {**gate, **bias(name)})
         assert found.router_bias is not None
         assert found.router_bias.tolist() == list(range(E))
         assert found.correction_bias is None
+    # without the router's weight, the caller brings logits
+    assert model(tmp_path / "none", {"model_type": "gpt_oss", **OLD}).router_weight is None
+    message = "model.layers.0.mlp.router.bias is missing"
+    refused(tmp_path / "half", message, {"model_type": "gpt_oss", **OLD}, gate)
+
+
+@pytest.mark.parametrize("name", ["router.bias", "gate.bias", "gate.e_score_correction_bias"])
+def test_tensors_that_the_family_has_not(tmp_path: Path, name: str) -> None:
+    config = {"model_type": "qwen3_moe", **NEW}
+    refused(
+        tmp_path / "a", f"{name} is not understood: routers of model_type 'qwen3_moe' have no such", config, bias(name)
+    )
+    routing = "softmax,renormalize" + (",has_correction_bias" if "correction" in name else "")
+    found = model(tmp_path / "b", config, bias(name), given=Given(routing))
+    used = found.correction_bias if "correction" in name else found.router_bias
+    assert used is not None
+    assert used.tolist() == list(range(E))
+
+
+def test_more_tensors_of_the_router(tmp_path: Path) -> None:
+    gate = {"model.layers.0.mlp.gate.weight": torch.zeros(E, K), "model.layers.0.mlp.gate.scale": torch.ones(K)}
+    found = model(tmp_path / "a", {"model_type": "qwen3_moe", **NEW}, gate)
+    assert found.config.routing is None
+    assert "model.layers.0.mlp.gate.scale takes part in routing" in str(found.routing_reason)
+    # what belongs to a quantised weight is the format's
+    gate = {**gate, "model.layers.0.mlp.gate.weight": torch.zeros(E, K, dtype=torch.float8_e4m3fn)}
+    assert model(tmp_path / "b", {"model_type": "qwen3_moe", **NEW}, gate).config.routing is not None
 
 
 def test_quantised_router_is_left_out(tmp_path: Path) -> None:
@@ -237,7 +427,7 @@ def refused(folder: Path, message: str, config: dict[str, Any], extra: dict[str,
     assert str(folder) in str(caught.value) or "model.layers.0" in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["num_experts", "num_experts_per_tok", "hidden_size", "hidden_act"])
+@pytest.mark.parametrize("key", ["num_experts", "num_experts_per_tok", "hidden_size"])
 def test_missing_entry(tmp_path: Path, key: str) -> None:
     config = {name: value for name, value in CONFIG.items() if name != key}
     refused(tmp_path, "config.json: has no", config)
@@ -266,19 +456,19 @@ def test_size_that_is_none(tmp_path: Path, key: str, value: object) -> None:
         ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes', expected true or false"),
         ({"routed_scaling_factor": "2"}, "routed_scaling_factor is '2', expected a number"),
         ({"routed_scaling_factor": math.inf}, "routed_scaling_factor is inf, expected a number"),
-        ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0, expected a number greater than 0"),
-        ({"routed_scaling_factor": -0.5}, "routed_scaling_factor is -0.5, expected a number greater than 0"),
-        ({"route_scale": 0.0}, "route_scale is 0.0, expected a number greater than 0"),
-        ({"swiglu_limit": -1}, "limit must be positive"),
-        ({"scoring_func": "argmax"}, "scoring_func 'argmax' is unknown"),
+        ({**V3, "routed_scaling_factor": 0}, "routed_scaling_factor is 0, expected a number greater than 0"),
+        ({**V3, "routed_scaling_factor": -0.5}, "routed_scaling_factor is -0.5, expected a number greater than 0"),
+        ({**V3, "route_scale": 0.0}, "route_scale is 0, expected a number greater than 0"),
+        ({"model_type": "gpt_oss", "swiglu_limit": -1}, "limit must be positive"),
+        ({"scoring_func": "argmax"}, "scoring_func is 'argmax', but the code of model_type 'qwen3_moe'"),
         ({"model_type": "deepseek_v3", "n_group": 3, "topk_group": 1}, "do not divide into num_expert_group 3"),
-        ({"model_type": "deepseek_v3", "n_group": 2}, "has no topk_group"),
+        ({"model_type": "deepseek_v3", "n_group": 2}, "topk_group must be within 1..num_expert_group 2, got 4"),
         ({"model_type": "deepseek_v3", "n_group": 2, "topk_group": 3}, "topk_group must be within"),
         ({"model_type": "deepseek_v3", "n_group": 4, "topk_group": 1}, "top_k 2 is larger than the 1 experts"),
     ],
 )
 def test_contradictions(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    refused(tmp_path, message, {**CONFIG, **changes}, bias())
+    refused(tmp_path, message, {**CONFIG, **changes}, bias() if changes.get("model_type") == "deepseek_v3" else None)
 
 
 def test_missing_correction_bias(tmp_path: Path) -> None:

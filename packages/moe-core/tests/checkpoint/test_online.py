@@ -184,8 +184,9 @@ def test_other_floating_point_types(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_experts_without_a_gate(tmp_path: Path) -> None:
     tensors = expert_tensors("model.layers.0.mixer", ("up_proj", "down_proj"))
-    path = folder(tmp_path, tensors, model_type="new", mlp_hidden_act="relu2", hidden_act=None, score_func="softmax")
-    layer = load_layer(path, quantize="int8_rows", device="cpu", dtype=torch.float32)
+    path = folder(tmp_path, tensors, model_type="new", mlp_hidden_act="relu2", hidden_act=None)
+    routing = {"routing": "softmax", "activation": "relu2_no_mul"}
+    layer = load_layer(path, **routing, quantize="int8_rows", device="cpu", dtype=torch.float32)
     want = torch.stack([tensors[f"model.layers.0.mixer.experts.{e}.up_proj.weight"] for e in range(E)])
     assert torch.equal(layer.weights.w13, quantize_weight(want, INT8.weight_key).values)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core import FusedMoEConfig, RoutingConfig, fused_moe_reference, load_layer, route
-from moe_core.checkpoint import Checkpoint, read_layer
+from moe_core import FusedMoEConfig, MoEActivation, RoutingConfig, fused_moe_reference, load_layer, route
+from moe_core.checkpoint import Checkpoint, Given, read_layer
 from moe_core.cli import run as command
 from moe_core.errors import CheckpointWarning
 from moe_core_checkpoints import TOP_K, E, K, layer_tensors, write
@@ -31,8 +31,8 @@ def tokens(**changes: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def expected(folder: Path, layer: int, given: dict[str, Tensor]) -> Tensor:
-    source = read_layer(Checkpoint.open(folder), layer, dtype=torch.float32)
+def expected(folder: Path, layer: int, given: dict[str, Tensor], *, assume: bool = False) -> Tensor:
+    source = read_layer(Checkpoint.open(folder), layer, dtype=torch.float32, given=Given(assume=assume))
     weights, ids = given.get("topk_weights"), given.get("topk_ids")
     if weights is None or ids is None:
         weights, ids = route(given["router_logits"], top_k=TOP_K, config=RoutingConfig())
@@ -164,17 +164,16 @@ def test_unknown_family_runs_with_a_note(moe: Any, tmp_path: Path, given: str) -
     inputs = tokens(**GIVEN[given])
     save_file(inputs, tmp_path / "in.safetensors")
     files = ("--input", tmp_path / "in.safetensors", "--output", tmp_path / "o.safetensors")
-    result = moe("run", folder, "--dtype", "fp32", *files)
+    moe.refuses("run", folder, *files, parts=("model_type 'new' is not known: give routing and activation",))
+    result = moe("run", folder, "--dtype", "fp32", "--assume", *files)
     assert (result.code, result.err) == (0, "")
-    # the pair says everything, logits leave the scoring open
-    assert result.out.count("note: ") == (given == "logits")
-    if given == "logits":
-        assert "model_type 'new' is not known, and no scoring_func says how it scores experts" in result.out
-        assert "softmax over all experts with renormalisation" in result.out
+    assert result.out.count("note: ") == 1
+    assert "model_type 'new' is not known; routing is assumed to be softmax" in result.out
+    assert "the activation is assumed to be silu" in result.out
     with pytest.warns(CheckpointWarning):
-        wanted = expected(folder, 0, inputs)
+        wanted = expected(folder, 0, inputs, assume=True)
     torch.testing.assert_close(load_file(tmp_path / "o.safetensors")["output"], wanted, rtol=1e-5, atol=1e-4)
-    note = moe("explain", folder, "--device", "cpu").out
+    note = moe("explain", folder, "--device", "cpu", "--assume").out
     assert "note: " in note
     assert "model_type 'new' is not known" in note
 
@@ -279,12 +278,31 @@ def test_memory_that_is_refused_is_said(
 
 
 def test_unknown_routing_needs_the_pair(moe: Any, tmp_path: Path) -> None:
-    folder = write(tmp_path / "c", layer_tensors(), model_type="new", norm_topk_prob=None)
+    folder = write(tmp_path / "c", layer_tensors(), model_type="new")
+    arguments = ("--routing", "per_call", "--activation", "silu")
     refuses(
-        moe, tmp_path, folder, parts=("model_type 'new' is not known", "give topk_ids and topk_weights with --input")
+        moe, tmp_path, folder, *arguments, parts=("left to each call: give topk_ids and topk_weights with --input",)
     )
     save_file(tokens(), tmp_path / "in.safetensors")
-    assert moe("run", folder, "--input", tmp_path / "in.safetensors").code == 0
+    assert moe("run", folder, *arguments, "--input", tmp_path / "in.safetensors").code == 0
+
+
+def test_routing_and_activation_by_hand(moe: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path / "c", layer_tensors(), model_type="new")
+    arguments = ("--routing", "sigmoid,routed_scaling_factor=2.0", "--activation", "gelu", "--dtype", "fp32")
+    result = moe("run", folder, *arguments, "--output", tmp_path / "o.safetensors")
+    assert (result.code, result.err) == (0, "")
+    assert "note: " not in result.out
+    layer = load_layer(
+        folder,
+        device="cpu",
+        dtype=torch.float32,
+        routing=RoutingConfig("sigmoid", renormalize=False, routed_scaling_factor=2.0),
+        activation=MoEActivation.GELU,
+    )
+    x = torch.randn(32, K, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(load_file(tmp_path / "o.safetensors")["output"], layer(x), rtol=1e-5, atol=1e-4)
+    moe.refuses("run", folder, "--routing", "softmax,x=1", "--activation", "silu", parts=("has 'x=1', expected",))
 
 
 def test_output_that_cannot_be_written(moe: Any, folder: Path, tmp_path: Path) -> None:

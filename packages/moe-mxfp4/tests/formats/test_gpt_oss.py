@@ -50,7 +50,7 @@ def test_blocks_that_are_flat(tmp_path: Path) -> None:
 def test_a_relative_under_another_name(tmp_path: Path) -> None:
     """Blocks are gpt-oss's: their rows are in turns, whatever the model is called."""
     experts = Experts(bias=True)
-    found = gpt_oss(tmp_path, experts.gpt_oss(), model_type="gpt_oss_next", hidden_act="swigluoai")
+    found = gpt_oss(tmp_path, experts.gpt_oss(), model_type="openai_privacy_filter")
     check(found, experts)
 
 

@@ -15,7 +15,7 @@ from moe_core.checkpoint.format import (
     check_expert_tensor,
     load_stacked,
 )
-from moe_core.checkpoint.model import LayerModel, read_model
+from moe_core.checkpoint.model import PER_CALL, Given, LayerModel, read_model
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.checkpoint.safetensors_file import TensorInfo
 from moe_core.checkpoint.source import LayerSource, read_layer
@@ -24,9 +24,11 @@ __all__ = [
     "BadValuesError",
     "Checkpoint",
     "CheckpointFormat",
+    "Given",
     "LayerExperts",
     "LayerModel",
     "LayerSource",
+    "PER_CALL",
     "TensorInfo",
     "check_expert_tensor",
     "detect_format",

@@ -4,23 +4,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from moe_core.checkpoint.families import REQUIRED
 from moe_core.errors import CheckpointError
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "moe_top_k")
+TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "moe_top_k",
+    "top_k_experts",
+)
 EXPERT_SIZE = ("moe_intermediate_size", "moe_ffn_hidden_size", "expert_ffn_hidden_size")
 DENSE_SIZE = ("intermediate_size", "ffn_hidden_size")
 HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
+# Nemotron's latent experts work on a projection of the hidden states, its router on those themselves
+LATENT_SIZE = ("moe_latent_size",)
 ACTIVATION = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
-SCORING = ("scoring_func", "score_func", "score_function", "moe_router_score_function")
-RENORMALIZE = ("norm_topk_prob", "route_norm", "norm_topk")
-SCALING = ("routed_scaling_factor", "route_scale", "router_scaling_factor", "moe_router_topk_scaling_factor")
+SWIGLU_LIMIT = ("swiglu_limit", "swiglu_limits")
+SWIGLU_ALPHA = ("swiglu_alpha",)
+SCORING = (
+    "scoring_func",
+    "score_func",
+    "score_function",
+    "moe_router_score_function",
+    "moe_router_activation_func",
+    "expert_selection_fn",
+)
+RENORMALIZE = ("norm_topk_prob", "route_norm", "norm_topk", "moe_renormalize")
+SCALING = (
+    "routed_scaling_factor",
+    "route_scale",
+    "router_scaling_factor",
+    "moe_router_topk_scaling_factor",
+    "moe_router_scaling_factor",
+    "moe_routed_scaling_factor",
+)
+TOPK_METHOD = ("topk_method",)
 GROUPS = ("n_group", "num_expert_group")
 TOP_GROUPS = ("topk_group",)
+BIAS_SWITCH = ("use_expert_bias", "use_routing_bias", "moe_router_enable_expert_bias")
+WEIGHT_ON_INPUT = ("moe_apply_router_weight_on_input",)
+HASH_LAYERS = ("num_hash_layers",)
+LAYER_KIND = ("mlp_layer_types",)
 
 #: parts of a multi-modal config that may describe the language model
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -32,36 +64,65 @@ _LARGEST = 1 << 24
 class ConfigKeys:
     """The entries that describe the language model, and the file that they are from.
 
-    ``layer``: entries that are a list hold one value for each layer.
+    ``layer``: entries that are a list hold one value for each layer.  ``defaults``: what stands for entries that are
+    missing, by the first of their names; null is not missing.  ``whole``: all entries of the file.
     """
 
     entries: Mapping[str, Any]
     file: Path
     layer: int
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    whole: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def of(config: Mapping[str, Any], file: Path, layer: int) -> ConfigKeys:
-        """The part of ``config`` that names experts; the whole where none does."""
+    def of(config: Mapping[str, Any], file: Path, layer: int, stack: str = "") -> ConfigKeys:
+        """The part of ``config`` that names experts; the whole where none does.
+
+        ``stack``: first part of the names of the layers' tensors ("thinker"); a part of ``config`` may have its name.
+        """
         holder: Mapping[str, Any] = config
+        own = config.get(f"{stack}_config")
+        if isinstance(own, dict):
+            holder = own
         while not any(key in holder for key in NUM_EXPERTS):
             inner = next((holder[key] for key in NESTED if isinstance(holder.get(key), dict)), None)
             if inner is None:
-                return ConfigKeys(config, file, layer)
+                return ConfigKeys(config, file, layer, whole=config)
             holder = inner
-        return ConfigKeys(holder, file, layer)
+        # transformers' form of what differs from one layer to the next
+        every = holder.get("per_layer_config")
+        own = every.get(str(layer)) if isinstance(every, dict) else None
+        return ConfigKeys({**holder, **(own if isinstance(own, dict) else {})}, file, layer, whole=config)
+
+    def with_defaults(self, defaults: Mapping[str, object]) -> ConfigKeys:
+        return replace(self, defaults=defaults)
 
     @property
     def model_type(self) -> str:
-        value = self.entries.get("model_type", "")
-        return value if isinstance(value, str) else ""
+        """The family's name, "" where the file has none; CheckpointError for what is no name."""
+        found = [holder["model_type"] for holder in (self.entries, self.whole) if "model_type" in holder]
+        for value in found:
+            if not isinstance(value, str):
+                raise self.error(f"model_type is {_short(value)}, expected a name")
+        return str(found[0]) if found else ""
 
-    def find(self, names: Sequence[str]) -> tuple[str, Any] | None:
+    def stated(self, names: Sequence[str]) -> tuple[str, Any] | None:
         """(key, value) of the first name that has a value; CheckpointError where two contradict each other."""
         found = [(name, value) for name in names if (value := self._value(name)) is not None]
         for name, value in found[1:]:
             if value != found[0][1]:
                 raise self.error(f"{found[0][0]} is {_short(found[0][1])}, but {name} is {_short(value)}")
         return found[0] if found else None
+
+    def find(self, names: Sequence[str]) -> tuple[str, Any] | None:
+        """What is stated, or else the default of the first name."""
+        found = self.stated(names)
+        default = self.defaults.get(names[0])
+        if found is not None or default is None or any(name in self.entries for name in names):
+            return found
+        if default is REQUIRED:
+            raise self.error(f"has no {' or '.join(names)}, which models of type {self.model_type} need")
+        return names[0], default
 
     def integer(self, names: Sequence[str]) -> tuple[str, int]:
         """(key, value) of a positive integer; CheckpointError where it is missing or something else."""
@@ -76,11 +137,11 @@ class ConfigKeys:
     def optional_integer(self, names: Sequence[str]) -> int | None:
         return None if self.find(names) is None else self.integer(names)[1]
 
-    def number(self, names: Sequence[str], default: float | None) -> float | None:
+    def number(self, names: Sequence[str]) -> float | None:
         """A finite number."""
         found = self.find(names)
         if found is None:
-            return default
+            return None
         key, value = found
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self.error(f"{key} is {_short(value)}, expected a number")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_core.checkpoint.families import refusal_of
 from moe_core.checkpoint.files import PICKLE_HINT, pickled_files
 from moe_core.checkpoint.names import ExpertName, parse_name
 from moe_core.checkpoint.reader import Checkpoint
@@ -22,6 +23,7 @@ class LayerExperts:
     """Tensors of the routed experts of one layer, by expert, projection and suffix.
 
     - ``prefix`` of the experts ("model.layers.3.mlp.experts"), ``block`` ("model.layers.3.mlp"), ``index`` of the layer
+    - ``stack``: first part of the prefix, by which models with several stacks of layers name them ("thinker")
     - ``projections``: ``{"gate", "up", "down"}``, ``{"gate_up", "down"}``, or ``{"up", "down"}`` without a gate
     - ``stacked_names``: the checkpoint holds one tensor ``[E, ...]`` for all experts
 
@@ -36,6 +38,10 @@ class LayerExperts:
     stacked_names: bool
     _names: Mapping[tuple[int | None, str, str], str]
     _infos: Mapping[Key, TensorInfo]
+
+    @property
+    def stack(self) -> str:
+        return self.prefix.partition(".")[0]
 
     @property
     def projections(self) -> frozenset[str]:
@@ -117,16 +123,18 @@ class LayerExperts:
         return f"LayerExperts({self.prefix!r}, {self.num_experts} experts)"
 
 
-def find_layer(checkpoint: Checkpoint, index: int | None = None) -> LayerExperts:
-    """The experts of layer ``index``, or of the first layer that has any.
+def find_layer(checkpoint: Checkpoint, index: int | None = None, stack: str | None = None) -> LayerExperts:
+    """The experts of layer ``index``, or of the first layer that has any; ``stack`` as for Checkpoint.expert_tensors.
 
     Raises CheckpointError where there are none, or they are incomplete or of different shapes.
     """
-    layers = checkpoint.expert_tensors
+    layers = checkpoint.expert_tensors(stack)
     if not layers:
         kind = checkpoint.config.get("model_type")
+        refusal = refusal_of(kind) if isinstance(kind, str) else None
         pickled = pickled_files(checkpoint.path)
-        hint = f"; the experts may be in {', '.join(pickled[:3])}: {PICKLE_HINT}" if pickled else ""
+        hint = f"; models of this type are not supported: {refusal}" if refusal is not None else ""
+        hint += f"; the experts may be in {', '.join(pickled[:3])}: {PICKLE_HINT}" if pickled else ""
         first = next((name for name in checkpoint.names if ".mlp.mlp1_weight" in name), None)
         if first is not None:
             hint += f"; {first} is gpt-oss under OpenAI's own names: the files that transformers reads are expected"
@@ -156,6 +164,7 @@ def _collect(checkpoint: Checkpoint, index: int, found: Sequence[tuple[str, Expe
         raise CheckpointError(f"{first.prefix} mixes stacked experts ({one}) and experts one by one ({other})")
     infos = _stacked_infos(checkpoint, names) if stacked == {True} else _uniform_infos(checkpoint, names)
     _check_projections(first.prefix, frozenset(projection for projection, _ in infos))
+    _refuse_others(checkpoint, first.prefix)
     if stacked == {True}:
         experts = max(info.shape[0] for info in infos.values() if info.shape)
     else:
@@ -214,6 +223,18 @@ def _check_projections(prefix: str, found: frozenset[str]) -> None:
             f"{prefix} has the projections {', '.join(sorted(found))}; "
             "expected gate, up and down, or gate_up and down, or up and down"
         )
+
+
+def _refuse_others(checkpoint: Checkpoint, prefix: str) -> None:
+    """CheckpointError for a tensor under ``prefix`` that is no projection's: experts compute with it."""
+    for name in checkpoint.names:
+        # Granite's experts lie beside the router, Laguna's correction bias among the experts
+        if not prefix.endswith(".experts") or name == f"{prefix}.e_score_correction_bias":
+            continue
+        if name.startswith(f"{prefix}.") and parse_name(name) is None:
+            raise CheckpointError(
+                f"{name} in {checkpoint.path} is not understood: it belongs to no expert's projection"
+            )
 
 
 def _ranges(numbers: Iterable[int]) -> str:

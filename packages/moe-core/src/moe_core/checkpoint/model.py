@@ -12,33 +12,35 @@ from moe_core.activation import ActivationParams, MoEActivation
 from moe_core.checkpoint import config_keys as keys
 from moe_core.checkpoint.config_keys import ConfigKeys
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.families import UNROUTABLE, Family, family_of
+from moe_core.checkpoint.families import FAMILIES, Family, family_of, guess, refusal_of
+from moe_core.checkpoint.router import BIASES, CORRECTION_BIASES, RouterTensors
+from moe_core.checkpoint.routing_keys import BY_HAND, read_routing
+from moe_core.checkpoint.unread import unread_entries
 from moe_core.config import FusedMoEConfig
-from moe_core.errors import CheckpointError, ConfigError
+from moe_core.errors import ConfigError, did_you_mean
 from moe_core.routing import RoutingConfig
 
-# beside the experts, under the block's prefix
-ROUTER_WEIGHTS = (
-    "gate.weight",
-    "router.weight",
-    "router.layer.weight",
-    "router.gate.weight",
-    "router.classifier.weight",
-    "gate.wg.weight",
-)
-ROUTER_BIASES = ("router.bias",)
-CORRECTION_BIASES = (
-    "gate.e_score_correction_bias",
-    "e_score_correction_bias",
-    "router.e_score_correction_bias",
-    "moe_statics.e_score_correction_bias",
-    "gate.expert_bias",
-    "expert_bias",
-)
-# a correction bias where the family has one, a plain bias of the router elsewhere
-AMBIGUOUS_BIASES = ("gate.bias",)
+#: instead of a routing: each call is given topk_weights and topk_ids
+PER_CALL = "per_call"
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+@dataclass(frozen=True)
+class Given:
+    """What the caller says of the model, whatever config.json says.
+
+    - ``routing``: a RoutingConfig, its text (:meth:`~moe_core.routing.RoutingConfig.parse`), or ``"per_call"``
+    - ``activation``, ``activation_params`` (which go with it)
+    - ``assume``: of a model_type that is not known, what is not given may be guessed
+    """
+
+    routing: RoutingConfig | str | None = None
+    activation: MoEActivation | str | None = None
+    activation_params: ActivationParams | None = None
+    assume: bool = False
+
+    def __post_init__(self) -> None:
+        if self.activation_params is not None and self.activation is None:
+            raise ConfigError("activation_params go with activation, which is not given")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,7 @@ class LayerModel:
     - ``router_weight`` [E, K], ``router_bias`` [E]: None where the checkpoint has none (or a quantised one)
     - ``correction_bias`` [E] float32: where the routing has one
     - ``routing_reason``: why ``config.routing`` is None, if it is
-    - ``routing_note``: what of ``config.routing`` is assumed, because neither config.json nor the family says it
+    - ``assumed``: what is guessed, because the family is not known and the caller accepts it
     """
 
     config: FusedMoEConfig
@@ -56,42 +58,43 @@ class LayerModel:
     router_bias: Tensor | None
     correction_bias: Tensor | None
     routing_reason: str | None
-    routing_note: str | None
+    assumed: str | None
 
 
 def read_model(
-    layer: LayerExperts, *, dtype: torch.dtype = torch.bfloat16, num_local_experts: int | None = None
+    layer: LayerExperts,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    num_local_experts: int | None = None,
+    given: Given | None = None,
 ) -> LayerModel:
-    """Read the description of ``layer``; CheckpointError names the key or tensor that is missing or contradicts."""
+    """Read the description of ``layer``; CheckpointError names the key or tensor that is missing or contradicts.
+
+    A ``model_type`` that is not known is refused, unless ``given`` has routing and activation or accepts the guess.
+    """
+    given = given or Given()
     checkpoint = layer.checkpoint
-    entries = ConfigKeys.of(checkpoint.config, checkpoint.path / "config.json", layer.index)
-    family = family_of(entries.model_type)
-
-    experts_key, experts = entries.integer(keys.NUM_EXPERTS)
-    if experts != layer.num_experts:
+    entries = ConfigKeys.of(checkpoint.config, checkpoint.path / "config.json", layer.index, layer.stack)
+    known = _known(entries, given)
+    router = RouterTensors(layer, known)
+    family = known or guess(corrects=router.correction is not None)
+    entries = entries.with_defaults({**family.reads, keys.ACTIVATION[0]: family.hidden_act})
+    unread = unread_entries(entries, family, routing=given.routing is None, activation=given.activation is None)
+    for key in unread:
         raise entries.error(
-            f"{experts_key} is {experts}, but {layer.prefix} holds {layer.num_experts} experts"
-            + (f": expert {layer.num_experts} is missing" if layer.num_experts < experts else "")
+            f"{key} is {entries.entries[key]!r}, which is not understood for model_type {entries.model_type!r}: "
+            f"{BY_HAND} or activation (--activation) that it stands for"
         )
-    top_k_key, top_k = entries.integer(keys.TOP_K)
-    if top_k > experts:
-        raise entries.error(f"{top_k_key} is {top_k}, more than the {experts} experts of {experts_key}")
-    expert_size = entries.find(keys.EXPERT_SIZE)
-    _, inter = entries.integer(keys.EXPERT_SIZE if expert_size is not None else keys.DENSE_SIZE)
-    _, hidden = entries.integer(keys.HIDDEN_SIZE)
-    # Nemotron's latent experts work on a projection of the hidden states, its router on those themselves
-    latent = entries.optional_integer(("moe_latent_size",))
 
-    may_correct = family is None or family.bias
-    correction = _beside(layer, CORRECTION_BIASES + (AMBIGUOUS_BIASES if may_correct else ()))
-    routing, reason = _routing(entries, family, correction is not None, experts, top_k)
-    note = None if routing is None or family is not None else _assumed(entries, routing)
-    if routing is not None and routing.has_correction_bias and correction is None:
-        raise CheckpointError(
-            f"{layer.block}.{CORRECTION_BIASES[0]} is missing in {checkpoint.path}: "
-            f"models of type {entries.model_type} choose experts with it"
-        )
-    activation, params = _activation(entries, family, layer)
+    experts, top_k, hidden, inter = _sizes(entries, layer)
+    latent = entries.optional_integer(keys.LATENT_SIZE)
+    routing, reason = _routing(entries, family, router, given, experts, top_k)
+    corrects = routing is not None and routing.has_correction_bias
+    if given.routing is None and reason is None:
+        _check_router(entries, family, router, corrects=corrects)
+    if corrects and router.correction is None:
+        raise router.missing(CORRECTION_BIASES, f"models of type {entries.model_type} choose experts with it")
+    activation, params = _activation(entries, family, layer, given)
     try:
         config = FusedMoEConfig(
             num_experts=experts,
@@ -104,154 +107,164 @@ def read_model(
             num_local_experts=num_local_experts,
             routing=routing,
             has_bias=layer.has_bias,
-            apply_router_weight_on_input=family is not None and family.weight_on_input,
+            apply_router_weight_on_input=family.weight_on_input,
         )
     except ConfigError as error:
         raise entries.error(str(error)) from error
-    uses_bias = routing is not None and routing.has_correction_bias
+    # where routing is left to each call, the logits may still serve whoever routes
+    routes = routing is not None
     return LayerModel(
         config=config,
-        router_weight=None if latent else _router_weight(layer, config),
-        router_bias=_vector(layer, _beside(layer, ROUTER_BIASES + (() if may_correct else AMBIGUOUS_BIASES)), experts),
-        correction_bias=_vector(layer, correction, experts) if uses_bias else None,
+        router_weight=None if latent else router.read_weight(hidden, strict=routes),
+        router_bias=router.read_vector(router.bias, strict=routes),
+        correction_bias=router.read_vector(router.correction) if corrects else None,
         routing_reason=reason,
-        routing_note=note,
+        assumed=_assumed(entries, given, routing, activation) if known is None else None,
     )
+
+
+def _known(entries: ConfigKeys, given: Given) -> Family | None:
+    """The family; None for an unknown one of which the caller says enough."""
+    model_type = entries.model_type
+    refusal = refusal_of(model_type)
+    if refusal is not None:
+        raise entries.error(f"models of type {model_type!r} are not supported: {refusal}")
+    family = family_of(model_type)
+    if family is None and not given.assume and (given.routing is None or given.activation is None):
+        found = f"model_type {model_type!r} is not known" if model_type else "has no model_type"
+        raise entries.error(
+            f"{found}{did_you_mean(model_type, FAMILIES)}: give routing and activation (--routing, --activation), "
+            f"or accept what is guessed of them with assume=True (--assume)"
+        )
+    return family
+
+
+def _sizes(entries: ConfigKeys, layer: LayerExperts) -> tuple[int, int, int, int]:
+    """Experts, experts per token, hidden and intermediate size."""
+    experts_key, experts = entries.integer(keys.NUM_EXPERTS)
+    if experts != layer.num_experts:
+        raise entries.error(
+            f"{experts_key} is {experts}, but {layer.prefix} holds {layer.num_experts} experts"
+            + (f": expert {layer.num_experts} is missing" if layer.num_experts < experts else "")
+        )
+    top_k_key, top_k = entries.integer(keys.TOP_K)
+    if top_k > experts:
+        raise entries.error(f"{top_k_key} is {top_k}, more than the {experts} experts of {experts_key}")
+    expert_size = entries.find(keys.EXPERT_SIZE)
+    _, inter = entries.integer(keys.EXPERT_SIZE if expert_size is not None else keys.DENSE_SIZE)
+    _, hidden = entries.integer(keys.HIDDEN_SIZE)
+    return experts, top_k, hidden, inter
 
 
 def _routing(
-    entries: ConfigKeys, family: Family | None, has_bias: bool, experts: int, top_k: int
+    entries: ConfigKeys, family: Family, router: RouterTensors, given: Given, experts: int, top_k: int
 ) -> tuple[RoutingConfig | None, str | None]:
-    """The routing, or None and why it is not known."""
+    """The routing, or None and why it is not computed here."""
+    if given.routing is not None:
+        if given.routing == PER_CALL:
+            return None, "routing was left to each call"
+        chosen = RoutingConfig.parse(given.routing) if isinstance(given.routing, str) else given.routing
+        chosen.check(num_experts=experts, top_k=top_k)
+        return chosen, None
     model_type = entries.model_type
-    if model_type in UNROUTABLE:
-        return None, f"routing of model_type {model_type!r} is not computed here: {UNROUTABLE[model_type]}"
-    scoring = entries.text(keys.SCORING)
-    renormalize = entries.boolean(keys.RENORMALIZE)
-    if family is None:
-        if renormalize is None:
-            return None, (
-                f"{entries.file}: model_type {model_type!r} is not known, "
-                f"and no {keys.RENORMALIZE[0]} says how it routes"
-            )
-        family = Family(scoring="sigmoid" if has_bias else "softmax", bias=has_bias, grouped=True)
-    if renormalize is None or family.fixed_renormalize:
-        renormalize = family.renormalize
-    method = entries.text(("topk_method",))
-    groups = entries.optional_integer(keys.GROUPS) if family.grouped and method != "greedy" else None
-    top_groups = None
-    if groups is not None and groups > 1:
-        top_groups = entries.integer(keys.TOP_GROUPS)[1]
-    else:
-        groups = None
-    try:
-        routing = RoutingConfig(
-            scoring_func=scoring or family.scoring,
-            renormalize=renormalize,
-            score_selected_only=family.selected_only,
-            num_expert_group=groups,
-            topk_group=top_groups,
-            routed_scaling_factor=_scaling(entries),
-            has_correction_bias=_has_correction_bias(entries, family, method, has_bias),
+    if family.per_call is not None:
+        return None, f"routing of model_type {model_type!r} is not computed here: {family.per_call}"
+    kind = entries.text(keys.LAYER_KIND)
+    if "hash" in kind if kind is not None else router.layer.index < (entries.number(keys.HASH_LAYERS) or 0):
+        return None, f"{router.layer.block} chooses experts by the ids of the tokens, which it is not given"
+    if router.others:
+        return None, f"{', '.join(router.others)} takes part in routing, which is not computed here"
+    if family_of(model_type) is None and entries.boolean(keys.RENORMALIZE) is None:
+        return None, (
+            f"{entries.file}: model_type {model_type!r} is not known, and no {keys.RENORMALIZE[0]} says how it routes"
         )
-        routing.check(num_experts=experts, top_k=top_k)
-    except ConfigError as error:
-        raise entries.error(str(error)) from error
-    return routing, None
+    return read_routing(entries, family, experts=experts, top_k=top_k, corrects=router.correction is not None), None
 
 
-def _assumed(entries: ConfigKeys, routing: RoutingConfig) -> str | None:
-    """What is assumed of an unknown family's routing."""
-    if entries.text(keys.SCORING) is not None:
+def _check_router(entries: ConfigKeys, family: Family, router: RouterTensors, *, corrects: bool) -> None:
+    """CheckpointError unless the checkpoint has the tensors that the family's router has, and no others."""
+    model_type = entries.model_type
+    if family_of(model_type) is None:
+        return
+    if family.router_bias and router.bias is None and router.weight is not None:
+        raise router.missing(BIASES, f"routers of models of type {model_type} have it")
+    spare = router.bias if not family.router_bias else None
+    if not family.correction_bias:
+        spare = spare or router.correction
+    if spare is not None:
+        raise entries.error(
+            f"{spare} is not understood: routers of model_type {model_type!r} have no such tensor: {BY_HAND}"
+        )
+
+
+def _assumed(entries: ConfigKeys, given: Given, routing: RoutingConfig | None, activation: MoEActivation) -> str | None:
+    """What is guessed of an unknown family."""
+    guesses = []
+    if given.routing is None and routing is not None:
+        bias = ", chosen with a correction bias," if routing.has_correction_bias else ""
+        guesses.append(
+            f"routing is assumed to be {routing.scoring_func} over all experts{bias} "
+            f"with {'' if routing.renormalize else 'no '}renormalisation"
+        )
+    if given.activation is None:
+        guesses.append(f"the activation is assumed to be {activation.value}")
+    if not guesses:
         return None
-    bias = ", chosen with a correction bias," if routing.has_correction_bias else ""
-    return (
-        f"{entries.file}: model_type {entries.model_type!r} is not known, and no {keys.SCORING[0]} says how it scores "
-        f"experts; routing is assumed to be {routing.scoring_func} over all experts{bias} "
-        f"with {'' if routing.renormalize else 'no '}renormalisation"
-    )
-
-
-def _scaling(entries: ConfigKeys) -> float:
-    found = entries.find(keys.SCALING)
-    factor = entries.number(keys.SCALING, None)
-    if found is None or factor is None:
-        return 1.0
-    if factor <= 0:
-        raise entries.error(f"{found[0]} is {found[1]!r}, expected a number greater than 0")
-    return factor
-
-
-def _has_correction_bias(entries: ConfigKeys, family: Family, method: str | None, has_bias: bool) -> bool:
-    switch = entries.boolean(("use_expert_bias", "use_routing_bias", "moe_router_enable_expert_bias"))
-    if switch is False or family.selected_only:
-        return False
-    return has_bias or (family.bias and method in (None, "noaux_tc"))
+    return f"{entries.file}: model_type {entries.model_type!r} is not known; {' and '.join(guesses)}"
 
 
 def _activation(
-    entries: ConfigKeys, family: Family | None, layer: LayerExperts
+    entries: ConfigKeys, family: Family, layer: LayerExperts, given: Given
 ) -> tuple[MoEActivation, ActivationParams | None]:
-    if family is not None and family.activation is not None:
-        activation = family.activation
+    if given.activation is not None:
+        chosen = MoEActivation.parse(given.activation)
+        if given.activation_params is not None:
+            chosen.resolve_params(given.activation_params)
+        activation, params = chosen, given.activation_params
     else:
-        name = entries.text(keys.ACTIVATION)
-        if name is None:
-            raise entries.error(f"has no {' or '.join(keys.ACTIVATION)}")
-        try:
-            activation = MoEActivation.parse(name if layer.is_gated or name.endswith("_no_mul") else f"{name}_no_mul")
-        except ConfigError as error:
-            raise entries.error(str(error)) from error
+        activation = _named(entries, family, layer)
+        params = _params(entries, activation)
     if activation.is_gated != layer.is_gated:
         found = "a gate" if layer.is_gated else "no gate"
         raise entries.error(f"the activation is {activation.value}, but {layer.prefix} has {found}")
-    limit = entries.number(("swiglu_limit",), None)
-    alpha = entries.number(("swiglu_alpha",), None) if "alpha" in activation.parameters else None
-    if limit is None and alpha is None:
-        # "null" says that there is no limit; nothing at all leaves the activation's own
-        stated = "swiglu_limit" in entries.entries
-        return activation, ActivationParams(limit=math.inf) if stated else None
-    try:
-        params = ActivationParams(alpha=alpha, limit=limit if limit != 0 else math.inf)
-        activation.resolve_params(params)
-    except ConfigError as error:
-        raise entries.error(str(error)) from error
     return activation, params
 
 
-def _beside(layer: LayerExperts, names: tuple[str, ...]) -> str | None:
-    return next((name for end in names if (name := f"{layer.block}.{end}") in layer.checkpoint), None)
-
-
-def _router_weight(layer: LayerExperts, config: FusedMoEConfig) -> Tensor | None:
-    name = _beside(layer, ROUTER_WEIGHTS)
-    if name is None or layer.checkpoint.info(name).dtype not in _FLOATS:
-        return None
-    info = layer.checkpoint.info(name)
-    if info.shape[:1] != (config.num_experts,) or len(info.shape) != 2:
-        raise CheckpointError(f"{name} is {info}, expected [{config.num_experts}, {config.hidden_size}]")
-    if info.shape[1] != config.hidden_size:
-        raise CheckpointError(
-            f"{name} is {info}, expected [{config.num_experts}, {config.hidden_size}] "
-            f"(hidden size of {layer.checkpoint.path / 'config.json'})"
-        )
-    weight = layer.checkpoint.tensor(name).clone()
-    _check_finite(name, weight)
-    return weight
-
-
-def _vector(layer: LayerExperts, name: str | None, size: int) -> Tensor | None:
-    """float32 [size] of the tensor ``name`` (stored as [size] or [1, size])."""
+def _named(entries: ConfigKeys, family: Family, layer: LayerExperts) -> MoEActivation:
+    """The family's own activation, or the one that config.json names."""
+    if family.activation is not None:
+        # what the entry says is another one's name, or the part of the family's own that is SiLU
+        entries = entries.with_defaults({})
+    name = entries.text(keys.ACTIVATION)
     if name is None:
-        return None
-    info = layer.checkpoint.info(name)
-    if info.shape not in ((size,), (1, size)) or info.dtype not in _FLOATS:
-        raise CheckpointError(f"{name} is {info}, expected floating point [{size}]")
-    values = layer.checkpoint.tensor(name).float().reshape(size).clone()
-    _check_finite(name, values)
-    return values
+        if family.activation is not None:
+            return family.activation
+        raise entries.error(f"has no {' or '.join(keys.ACTIVATION)}")
+    try:
+        activation = MoEActivation.parse(name if layer.is_gated or name.endswith("_no_mul") else f"{name}_no_mul")
+    except ConfigError as error:
+        raise entries.error(str(error)) from error
+    if family.activation is None:
+        return activation
+    if activation not in (family.activation, MoEActivation.SILU):
+        raise entries.error(
+            f"the activation is {name}, but that of model_type {entries.model_type!r} is {family.activation.value}: "
+            f"give activation (--activation)"
+        )
+    return family.activation
 
 
-def _check_finite(name: str, values: Tensor) -> None:
-    if not bool(torch.isfinite(values).all()):
-        raise CheckpointError(f"{name} holds NaN or Inf")
+def _params(entries: ConfigKeys, activation: MoEActivation) -> ActivationParams | None:
+    limit = entries.number(keys.SWIGLU_LIMIT)
+    alpha = entries.number(keys.SWIGLU_ALPHA) if "alpha" in activation.parameters else None
+    # null or 0 say that there is no limit; nothing at all leaves the activation's own
+    if limit == 0 or (limit is None and keys.SWIGLU_LIMIT[0] in entries.defaults):
+        limit = math.inf
+    own = activation.default_params()
+    try:
+        params = ActivationParams(
+            alpha=None if alpha == own.alpha else alpha, limit=None if limit == own.limit else limit
+        )
+        return None if activation.resolve_params(params) == own else params
+    except ConfigError as error:
+        raise entries.error(str(error)) from error

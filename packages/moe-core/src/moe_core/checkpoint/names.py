@@ -78,14 +78,25 @@ def parse_name(name: str) -> ExpertName | None:
     )
 
 
-def by_layer(names: Iterable[str], where: object) -> dict[int, list[tuple[str, ExpertName]]]:
-    """The expert tensors among ``names`` by layer number, in order; ``where`` they are, for CheckpointError."""
-    prefixes: dict[int, str] = {}
-    layers: dict[int, list[tuple[str, ExpertName]]] = {}
+Named = tuple[str, ExpertName]
+"""A tensor's name, whole and taken apart."""
+
+
+def by_stack(names: Iterable[str]) -> dict[str, list[Named]]:
+    """The expert tensors among ``names`` by their stack of layers, which is the first part of their names."""
+    stacks: dict[str, list[Named]] = {}
     for name in names:
         parsed = parse_name(name)
-        if parsed is None:
-            continue
+        if parsed is not None:
+            stacks.setdefault(parsed.prefix.partition(".")[0], []).append((name, parsed))
+    return stacks
+
+
+def by_layer(tensors: Iterable[Named], where: object) -> dict[int, list[Named]]:
+    """Expert tensors by layer number, in order; ``where`` they are, for CheckpointError."""
+    prefixes: dict[int, str] = {}
+    layers: dict[int, list[Named]] = {}
+    for name, parsed in tensors:
         known = prefixes.setdefault(parsed.layer, parsed.prefix)
         if known != parsed.prefix:
             raise CheckpointError(

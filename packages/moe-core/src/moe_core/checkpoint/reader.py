@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_core.checkpoint.families import DEFAULT_STACKS
 from moe_core.checkpoint.files import check_folder, index_file, shard_path, unindexed_files
-from moe_core.checkpoint.names import ExpertName, by_layer
+from moe_core.checkpoint.names import Named, by_layer, by_stack
 from moe_core.checkpoint.open_file import FileState
 from moe_core.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
 from moe_core.checkpoint.statements import read_quantization
@@ -48,6 +49,7 @@ class Checkpoint:
         self._states = {file: FileState.of(file) for file in sorted(set(files.values()))}
         self._opened: dict[Path, SafetensorsFile] = {}
         self._recent: dict[Path, None] = {}
+        self._layers: dict[str, dict[int, list[Named]]] = {}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -91,12 +93,34 @@ class Checkpoint:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers that have experts, ascending; empty for a dense model."""
-        return tuple(self.expert_tensors)
+        return tuple(self.expert_tensors())
+
+    def expert_tensors(self, stack: str | None = None) -> Mapping[int, Sequence[Named]]:
+        """Names of expert tensors, whole and taken apart, by layer; CheckpointError where a layer has two blocks.
+
+        ``stack``: where a model has several stacks of layers (Qwen3-Omni's thinker and talker), the first part of the
+        names of the one that is meant; default: the family's own, which is the thinker there.
+        """
+        if stack is None and len(self._stacks) > 1:
+            kind = self.config.get("model_type")
+            stack = DEFAULT_STACKS.get(kind) if isinstance(kind, str) else None
+            if stack not in self._stacks:
+                raise CheckpointError(
+                    f"{self.path} has experts in several stacks of layers: "
+                    f"name the one that is meant, stack (--stack) {' or '.join(sorted(self._stacks))}"
+                )
+        if stack is None:
+            stack = next(iter(self._stacks), "")
+        elif stack not in self._stacks:
+            there = ", ".join(self._stacks) or "none"
+            raise CheckpointError(f"{self.path}: no experts lie under {stack!r}; there are {there}")
+        if stack not in self._layers:
+            self._layers[stack] = by_layer(self._stacks.get(stack, ()), self.path)
+        return self._layers[stack]
 
     @functools.cached_property
-    def expert_tensors(self) -> Mapping[int, Sequence[tuple[str, ExpertName]]]:
-        """Names of expert tensors, whole and taken apart, by layer; CheckpointError where a layer has two blocks."""
-        return by_layer(self.names, self.path)
+    def _stacks(self) -> dict[str, list[Named]]:
+        return by_stack(self.names)
 
     @property
     def files(self) -> frozenset[Path]:

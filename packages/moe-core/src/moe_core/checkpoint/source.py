@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts, find_layer
 from moe_core.checkpoint.format import CheckpointFormat
-from moe_core.checkpoint.model import read_model
+from moe_core.checkpoint.model import Given, read_model
 from moe_core.checkpoint.online import detect
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.config import FusedMoEConfig
@@ -37,7 +37,7 @@ class LayerSource:
     - ``router_weight`` [E, K], ``router_bias`` [E] float32: None where the checkpoint has none
     - ``correction_bias`` [E] float32: where the routing has one
     - ``routing_reason``: why ``config.routing`` is None, if it is
-    - ``routing_note``: what of ``config.routing`` is assumed, because neither config.json nor the family says it
+    - ``assumed``: what is guessed of a model_type that is not known, where the caller accepts that
     """
 
     index: int
@@ -53,7 +53,7 @@ class LayerSource:
     router_bias: Tensor | None
     correction_bias: Tensor | None
     routing_reason: str | None
-    routing_note: str | None
+    assumed: str | None
 
     def weights(self, device: torch.device | str = "cpu") -> MoEWeights:
         """Canonical weights of ``experts`` on ``device``; CheckpointError names a tensor that is broken."""
@@ -78,22 +78,25 @@ def read_layer(
     experts: Sequence[int] | None = None,
     quantize: str | OnlineQuantization | None = None,
     activation_key: QuantKey | str | None = AS_STORED,
+    stack: str | None = None,
+    given: Given | None = None,
     plugins: Registry | None = None,
 ) -> LayerSource:
     """Layer ``layer`` of the model, default the first with experts: names, shapes, config, format; no weights yet.
 
     ``dtype`` of hidden states; ``experts``: global ids to load, default all; ``quantize``: what to make of 16-bit
     experts, by the name that an installed scheme gives it; ``activation_key``: what activations are quantised as, None
-    for 16 bits, instead of what the checkpoint says.
+    for 16 bits, instead of what the checkpoint says; ``stack``: of a model with several stacks of layers, the first
+    part of the tensors' names ("talker"); ``given``: routing and activation, which an unknown model_type needs.
     Raises CheckpointError, SchemeNotInstalledError, ConfigError for static activations, whose scales only a checkpoint
-    that has them brings; warns with CheckpointWarning of routing that is assumed.
+    that has them brings; warns with CheckpointWarning of what is guessed.
     """
-    tensors = find_layer(checkpoint, layer)
+    tensors = find_layer(checkpoint, layer, stack)
     chosen = _chosen(experts, tensors.num_experts)
-    model = read_model(tensors, dtype=dtype, num_local_experts=len(chosen))
+    model = read_model(tensors, dtype=dtype, num_local_experts=len(chosen), given=given)
     scheme, adapter = detect(checkpoint, tensors, quantize, plugins)
-    if model.routing_note is not None:
-        warnings.warn(model.routing_note, CheckpointWarning, stacklevel=2)
+    if model.assumed is not None:
+        warnings.warn(model.assumed, CheckpointWarning, stacklevel=2)
     weight_key, stored = adapter.keys(checkpoint.quantization, tensors)
     return LayerSource(
         index=tensors.index,
@@ -109,7 +112,7 @@ def read_layer(
         router_bias=model.router_bias,
         correction_bias=model.correction_bias,
         routing_reason=model.routing_reason,
-        routing_note=model.routing_note,
+        assumed=model.assumed,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moe_core_cli.grammar import DTYPES
@@ -13,12 +14,29 @@ from moe_core.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from moe_core.checkpoint import Checkpoint, LayerSource
     from moe_core.config import FusedMoEConfig
     from moe_core.oracle import Oracle
     from moe_core.quant_key import QuantKey
 
 MOST_TOKENS = 2**40
 LARGEST_SIZE = 2**24
+
+
+def source_of(args: argparse.Namespace, checkpoint: Checkpoint, *, experts: Sequence[int] | None = None) -> LayerSource:
+    """The layer of ``checkpoint`` that the arguments name, as they say that it is read; ``experts``: of it, these."""
+    from moe_core.checkpoint import Given, read_layer
+
+    return read_layer(
+        checkpoint,
+        args.layer,
+        dtype=dtype_of(args.dtype),
+        experts=experts,
+        quantize=args.quantize,
+        activation_key=activation_key_of(args),
+        stack=args.stack,
+        given=Given(args.routing, args.activation, assume=args.assume),
+    )
 
 
 def activation_key_of(args: argparse.Namespace) -> QuantKey | str | None:
@@ -108,7 +126,7 @@ def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | Non
         top_k=top_k,
         hidden_size=hidden,
         intermediate_size=inter,
-        activation=MoEActivation.parse(args.activation),
+        activation=MoEActivation.parse(args.activation or "silu"),
         dtype=dtype_of(args.dtype),
         has_bias=args.bias,
     )

@@ -111,15 +111,9 @@ def _counts(text: str) -> list[int]:
 
 
 def _from_checkpoint(args: argparse.Namespace, device: torch.device) -> _Layer:
-    from moe_core.checkpoint import Checkpoint, read_layer
+    from moe_core.checkpoint import Checkpoint
 
-    source = read_layer(
-        Checkpoint.open(args.path),
-        args.layer,
-        dtype=_arguments.dtype_of(args.dtype),
-        quantize=args.quantize,
-        activation_key=_arguments.activation_key_of(args),
-    )
+    source = _arguments.source_of(args, Checkpoint.open(args.path))
     return _Layer(
         source.scheme,
         f"{args.path} layer {source.index}",

@@ -20,15 +20,9 @@ def run(args: argparse.Namespace) -> int:
 
     found: dict[str, Any] = {}
     if args.path is not None:
-        from moe_core.checkpoint import Checkpoint, read_layer
+        from moe_core.checkpoint import Checkpoint
 
-        source = read_layer(
-            Checkpoint.open(args.path),
-            args.layer,
-            dtype=_arguments.dtype_of(args.dtype),
-            quantize=args.quantize,
-            activation_key=_arguments.activation_key_of(args),
-        )
+        source = _arguments.source_of(args, Checkpoint.open(args.path))
         scheme, config = source.scheme, source.config
         weight_key, activation_key = source.weight_key, source.activation_key
         found = {
@@ -36,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
             "layer": source.index,
             "prefix": source.prefix,
             "format": source.format.name,
-            "notes": [source.routing_note] if source.routing_note is not None else [],
+            "notes": [source.assumed] if source.assumed is not None else [],
         }
     else:
         config, weight_key, activation_key = _arguments.request_of(args)

@@ -27,15 +27,14 @@ if TYPE_CHECKING:
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code."""
-    from moe_core.checkpoint import Checkpoint, read_layer
+    from moe_core.checkpoint import Checkpoint
     from moe_core.layer import load_layer
 
     device, dtype = _arguments.device_of(args.device), _arguments.dtype_of(args.dtype)
     _arguments.check_tokens(args.tokens, least=0)
     _arguments.check_seed(args.seed)
     checkpoint = Checkpoint.open(args.path)
-    key = _arguments.activation_key_of(args)
-    source = read_layer(checkpoint, args.layer, dtype=dtype, quantize=args.quantize, activation_key=key)
+    source = _arguments.source_of(args, checkpoint)
     if args.output is not None:
         check_writable(args.output)
         check_spares(args.output, args.path, args.input)
@@ -50,7 +49,11 @@ def run(args: argparse.Namespace) -> int:
             backend=args.backend,
             dtype=dtype,
             quantize=args.quantize,
-            activation_key=key,
+            activation_key=_arguments.activation_key_of(args),
+            stack=args.stack,
+            routing=args.routing,
+            activation=args.activation,
+            assume=args.assume,
         )
         loading = seconds_since(start)
     with progress(f"running {tokens.hidden_states.shape[0]} tokens"):
@@ -114,7 +117,6 @@ def _check(
     """The output beside the reference, made of the weights of those experts that have tokens."""
     import torch
 
-    from moe_core.checkpoint import read_layer
     from moe_core.cli._check import check_output, needs_all_experts
 
     weights, ids = tokens.topk_weights, tokens.topk_ids
@@ -123,14 +125,7 @@ def _check(
         weights, ids = (tensor.cpu() for tensor in layer.route(logits))
     chosen = torch.arange(source.config.num_experts) if needs_all_experts(layer) else torch.unique(ids).long()
     chosen = chosen if len(chosen) else torch.zeros(1, dtype=torch.long)
-    part = read_layer(
-        source.layer.checkpoint,
-        source.index,
-        dtype=source.config.dtype,
-        experts=chosen.tolist(),
-        quantize=args.quantize,
-        activation_key=_arguments.activation_key_of(args),
-    )
+    part = _arguments.source_of(args, source.layer.checkpoint, experts=chosen.tolist())
     expert_map = torch.full((source.config.num_experts,), -1, dtype=torch.int32)
     expert_map[chosen] = torch.arange(len(chosen), dtype=torch.int32)
     return check_output(
@@ -184,9 +179,7 @@ def _summary(
 
 def _notes(source: LayerSource, tokens: LayerInput) -> list[str]:
     """What a reader of the result must know, and nothing in the input says."""
-    if tokens.topk_ids is not None:
-        return []
-    notes = [] if source.routing_note is None else [source.routing_note]
+    notes = [] if source.assumed is None else [source.assumed]
     if tokens.origin == "random":
         notes.append(
             f"router logits are random: {source.layer.block} has no router weight [E, hidden size] in floating point"
