@@ -22,7 +22,7 @@ from moe_core.checkpoint.names import Named, by_layer, by_stack
 from moe_core.checkpoint.open_file import FileState
 from moe_core.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
 from moe_core.checkpoint.statements import read_quantization
-from moe_core.checkpoint.strict_json import load_object
+from moe_core.checkpoint.strict_json import MAX_INDEX_BYTES, load_object
 from moe_core.errors import CheckpointError
 
 #: files that are kept open; a model has hundreds, a layer's tensors lie in a few
@@ -185,7 +185,7 @@ class Checkpoint:
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Path]:
-    content = load_object(index)
+    content = load_object(index, most=MAX_INDEX_BYTES)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map that names a file for each tensor")

@@ -133,7 +133,7 @@ def _info(name: str, entry: object, path: Path) -> TensorInfo:
         raise CheckpointError(f"{where} is a {type(entry).__name__}, expected an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str):
-        raise CheckpointError(f"{where} has dtype {dtype!r}, expected a name")
+        raise CheckpointError(f"{where} has dtype {_short(dtype)}, expected a name")
     if not (isinstance(shape, list) and all(_is_size(n) for n in shape)):
         raise CheckpointError(f"{where} has shape {_short(shape)}, expected a list of sizes")
     if not (isinstance(offsets, list) and len(offsets) == 2 and all(_is_size(n) for n in offsets)):

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from moe_core.checkpoint.open_file import OpenFile
 from moe_core.errors import CheckpointError
 
-#: larger than any real index (DeepSeek-V3's names 91,000 tensors in 9 MB)
-MAX_JSON_BYTES = 256 << 20
+#: of a config: settings of every expert of a model with 70,000 matrices are some 14 MB
+MAX_CONFIG_BYTES = 32 << 20
+#: of an index: one that names 200,000 tensors has 26 MB
+MAX_INDEX_BYTES = 128 << 20
+#: in one file; the header of 100,000 tensors has 800,000.  Python takes 50 bytes and more for each, of 2 in the file
+MAX_VALUES = 2_000_000
+MAX_DEPTH = 64
+
+# everything up to the next bracket that is not in a string; possessive, so that a broken text takes linear time too
+_TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]|"(?:[^"\\]|\\.)*+")*+[\[\]{}]', re.DOTALL)
 
 
 class _DuplicateKeyError(ValueError):
@@ -26,12 +35,30 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _check_extent(text: bytes, where: str) -> None:
+    """CheckpointError for more values or levels than real files have; parsing them takes memory and stack."""
+    values = sum(map(text.count, (b",", b"[", b"{")))
+    if values > MAX_VALUES:
+        raise CheckpointError(
+            f"{where} has {len(text)} bytes and about {values} values, expected at most {MAX_VALUES} values"
+        )
+    depth = position = 0
+    while match := _TO_BRACKET.match(text, position):
+        position = match.end()
+        depth += 1 if text[position - 1] in b"[{" else -1
+        if depth > MAX_DEPTH:
+            raise CheckpointError(f"{where} is nested too deeply, expected at most {MAX_DEPTH} levels")
+
+
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
-    """The object that ``text`` holds; CheckpointError, naming ``where``, for anything else."""
+    """The object that ``text`` holds; CheckpointError, naming ``where``, for anything else.
+
+    NaN and Infinity are read, as transformers writes them ("time_step_limit": [0.0, Infinity]); whoever uses a number
+    asks for a finite one.
+    """
+    _check_extent(text, where)
     try:
         value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique)
-    except RecursionError:
-        raise CheckpointError(f"{where} is not valid JSON: it is nested too deeply") from None
     except ValueError as error:  # also UnicodeDecodeError and integers of absurd length
         raise CheckpointError(f"{where} is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
@@ -39,9 +66,9 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def load_object(path: Path) -> dict[str, Any]:
-    """The object in the JSON file ``path``."""
+def load_object(path: Path, *, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """The object in the JSON file ``path``, which has at most ``most`` bytes."""
     file = OpenFile(path)
-    if file.state.size > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path} has {file.state.size} bytes, expected a JSON file of at most {MAX_JSON_BYTES}")
+    if file.state.size > most:
+        raise CheckpointError(f"{path} has {file.state.size} bytes, expected at most {most}")
     return parse_object(file.read(0, file.state.size), str(path))
