@@ -40,6 +40,7 @@ from moe_core.prepare_finalize.base import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceNoOP,
 )
+from moe_core.replay import Replay
 from moe_core.weights import KernelWeights
 from moe_core.workspace import Workspace, WorkspaceSpec, workspace_nbytes
 
@@ -115,7 +116,7 @@ class FusedMoEKernel:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy is another kernel: it must not be found under the number of this one
-        return {name: value for name, value in self.__dict__.items() if name != "_handle"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_handle", "_replay")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -124,6 +125,7 @@ class FusedMoEKernel:
     def _register(self) -> None:
         self._handle = next(_HANDLES)
         _KERNELS[self._handle] = self
+        self._replay = Replay(self.weights, (None, None, None))
 
     def workspace_nbytes(self, num_tokens: int) -> int:
         """Bytes of a workspace buffer for at most ``num_tokens`` tokens."""
@@ -233,11 +235,23 @@ class FusedMoEKernel:
             raise ConfigError(f"{type(experts).__name__} is not modular")
         if hidden_states.shape[0] == 0 and not movement.collective:
             return
-        with autocast_off(output.device.type):
-            self._run_parts(experts, movement, output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids)
+
+        def call(workspace: Workspace) -> None:
+            with autocast_off(output.device.type):
+                self._run_parts(
+                    workspace, experts, movement, output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids
+                )
+
+        if adapter_ids is None and output.is_cuda and experts.launches_only and movement.launches_only:
+            if not self._replay.fits(self.weights, experts, movement):
+                self._replay = Replay(self.weights, (self.weights, experts, movement))
+            self._replay.run(call, (output, hidden_states, topk_weights, topk_ids, expert_map), self.workspace)
+        else:
+            call(self.workspace if self.workspace is not None else Workspace(self.weights.device))
 
     def _run_parts(
         self,
+        workspace: Workspace,
         experts: FusedMoEExpertsModular,
         movement: FusedMoEPrepareAndFinalizeModular,
         output: Tensor,
@@ -284,7 +298,7 @@ class FusedMoEKernel:
                 expert_map=prepared.expert_map,
                 hidden_states_scale=prepared.scale,
                 expert_tokens=prepared.expert_tokens,
-                workspace=self._scratch(tokens),
+                workspace=workspace.take(experts.workspaces(tokens)),
                 **applied,
             )
         movement.finalize(

@@ -56,6 +56,8 @@ class Workspace:
         self._buffer = buffer if buffer is not None else torch.empty(0, dtype=torch.uint8, device=self.device)
         self._captured = False
         self._kept: list[Tensor] = []
+        #: bytes of the last :meth:`take`
+        self.taken = 0
 
     @property
     def nbytes(self) -> int:
@@ -72,16 +74,22 @@ class Workspace:
             self._captured = False
         self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def hold(self, nbytes: int) -> Tensor:
+        """The buffer, of at least ``nbytes``; it stays if a CUDA graph is being captured."""
+        self.reserve(nbytes)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured = True
+        return self._buffer
+
     def take(self, specs: Iterable[WorkspaceSpec]) -> Mapping[str, Tensor]:
         """Tensors for ``specs`` by name; uninitialised, and shared with every other ``take``."""
         specs = tuple(specs)
-        self.reserve(workspace_nbytes(specs))
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._captured = True
+        self.taken = workspace_nbytes(specs)
+        buffer = self.hold(self.taken)
         tensors: dict[str, Tensor] = {}
         offset = 0
         for spec in specs:
-            part = self._buffer[offset : offset + spec.nbytes]
+            part = buffer[offset : offset + spec.nbytes]
             tensors[spec.name] = part.view(spec.dtype).view(spec.shape)
             offset += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
         return tensors

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 class GroupedExperts(FusedMoEExpertsModular):
     """Standard and batched format; weights with ``w1_scale`` and ``w2_scale``."""
 
+    launches_only = True
+
     @abstractmethod
     def chosen_plan(self, num_tokens: int) -> TilePlan:
         """The rule's choice for so many tokens, or rows T_max of each expert's buffer."""

@@ -10,7 +10,7 @@ A specimen holds what the launch would have specialised the kernel for: types, c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 _RECORDING: ContextVar[list[Specimen] | None] = ContextVar("moe_core_recording", default=None)
+_OBSERVER: ContextVar[Callable[[Launched], None] | None] = ContextVar("moe_core_observer", default=None)
 
 _TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
@@ -71,6 +72,26 @@ class Specimen:
         return triton.compile(source, target=target, options=options)
 
 
+@dataclass(frozen=True, eq=False)
+class Launched:
+    """A launch that was made: Triton's compiled kernel (None from its interpreter), grid and all arguments in order."""
+
+    name: str
+    compiled: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+
+
+@contextmanager
+def observe(observer: Callable[[Launched], None]) -> Iterator[None]:
+    """Tell ``observer`` of every launch inside, after it was made."""
+    token = _OBSERVER.set(observer)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
 @contextmanager
 def record() -> Iterator[list[Specimen]]:
     """Collect the launches inside instead of making them."""
@@ -94,7 +115,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **
         keywords["launch_pdl"] = True
     recording = _RECORDING.get()
     if recording is None:
-        kernel[grid](*args, PDL=pdl, **keywords)
+        compiled = kernel[grid](*args, PDL=pdl, **keywords)
+        observer = _OBSERVER.get()
+        if observer is not None:
+            constants = keywords | {"PDL": pdl}
+            rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+            observer(Launched(kernel.fn.__name__, compiled, grid, (*args, *rest)))
     else:
         recording.append(_specimen(kernel, args, keywords | {"PDL": pdl}))
 

@@ -102,11 +102,13 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
 
     ``collective``: tokens cross ranks.  Then every rank takes part in every call, also without tokens of its own, and
     what prepare hands on are not the caller's tokens in the caller's order.  ``lora``: prepare takes ``adapter_ids``.
+    ``launches_only``: as of experts.
     """
 
     activation_format: ClassVar[FusedMoEActivationFormat]
     collective: ClassVar[bool] = False
     lora: ClassVar[bool] = False
+    launches_only: ClassVar[bool] = False
 
     def __init__(self, config: FusedMoEConfig) -> None:
         self.config = config

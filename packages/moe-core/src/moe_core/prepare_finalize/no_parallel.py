@@ -14,6 +14,7 @@ class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
 
     activation_format = FusedMoEActivationFormat.STANDARD
     lora = True
+    launches_only = True
 
     def prepare(
         self,

@@ -1,0 +1,300 @@
+"""Eager calls that repeat: their kernel launches are recorded once and started again with new addresses.
+
+The launches of a call follow from the layer and from the shapes, strides and alignments of the call's tensors.  Finding
+them costs the host far more than starting them: it is some hundred Python calls and Triton's dispatch of every launch.
+So the second call of a kind records its launches, and later ones put the addresses of their own tensors into the
+record and start the compiled kernels directly.
+
+A record is only used where it is certain to be what the call would have launched:
+
+- The experts and the prepare/finalize say that they do nothing on the device but launch kernels through
+  :func:`moe_core.gemm.specimen.launch` (``launches_only``).  Any other work that torch sees while a call is recorded
+  (a copy, a fill) makes calls of that kind run as usual.
+- Every address in a launch lies within a tensor of the call, the layer's weights or the scratch memory, whose places
+  are known.  An address from anywhere else, or from two of them, likewise.
+- Descriptors for the tensor memory accelerator hold addresses of their own: those of weights stay, those of scratch
+  memory stay as long as the caller's workspace does.
+
+Nothing is recorded under CUDA-graph capture or for adapters; a record may be used while a graph is captured.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_core.gemm.specimen import Launched, observe
+from moe_core.weights import KernelWeights
+from moe_core.workspace import Workspace
+
+#: kinds of calls that a layer remembers; the oldest go first
+MOST_RECORDS = 128
+
+#: kernels are compiled for addresses that are multiples of so many bytes, or for any
+_ALIGNMENT = 16
+
+#: what an address may belong to beside the call's tensors
+_WORKSPACE = "workspace"
+#: a kind of call that was not seen yet
+_NEW: Any = object()
+
+
+class Address:
+    """An address that is put in before each start; Triton asks whatever it gets for ``data_ptr()``."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def data_ptr(self) -> int:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes from ``start`` to ``end`` of the memory that ``owner`` names; ``owner`` None: it stays where it is."""
+
+    owner: int | str | None
+    start: int
+    end: int
+
+    @staticmethod
+    def of(owner: int | str | None, tensor: Tensor) -> Span:
+        start = tensor.data_ptr()
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return Span(owner, start, start + (last + 1) * tensor.element_size() if tensor.numel() else start)
+
+
+class NotReplayable(Exception):  # noqa: N818 - an answer, no error
+    """A launch depends on something that the record cannot follow."""
+
+
+class Record:
+    """The launches of one kind of call.
+
+    ``launched``: what a call started; ``spans``: the memory that its addresses may lie in; ``scratch``: bytes of
+    scratch memory.  Raises NotReplayable.
+    """
+
+    def __init__(self, launched: Sequence[Launched], spans: Sequence[Span], *, scratch: int) -> None:
+        self.scratch = scratch
+        self.scratch_alignment = next(span.start for span in spans if span.owner == _WORKSPACE) % _ALIGNMENT
+        #: the scratch memory's address, where a descriptor holds it
+        self.fixed_scratch: int | None = None
+        self._spans = spans
+        self._cells: dict[tuple[int | str, int], Address] = {}
+        self._launches = [self._prepared(one) for one in launched]
+        self._bound = [(cell, owner, offset) for (owner, offset), cell in self._cells.items()]
+        self._lock = threading.Lock()
+
+    def start(self, addresses: Mapping[int | str, int], stream: int) -> bool:
+        """Start the launches with the call's ``addresses``; False where another thread is just doing so."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            for cell, owner, offset in self._bound:
+                cell.value = addresses[owner] + offset
+            for run, grid, function, metadata, arguments in self._launches:
+                # as Triton's own dispatch ends; None: what hooks around the launch would get, and the hooks
+                run(*grid, stream, function, metadata, None, None, None, *arguments)
+        finally:
+            self._lock.release()
+        return True
+
+    def _prepared(self, one: Launched) -> tuple[Any, ...]:
+        compiled = one.compiled
+        if not (hasattr(compiled, "run") and hasattr(compiled, "function") and hasattr(compiled, "packed_metadata")):
+            raise NotReplayable(f"{one.name} was not compiled")  # Triton's interpreter
+        grid = (*one.grid, 1, 1)[:3]
+        arguments = tuple(self._argument(value) for value in one.arguments)
+        return compiled.run, grid, compiled.function, compiled.packed_metadata, arguments
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._address(value)
+        if isinstance(value, tuple):
+            return tuple(self._argument(item) for item in value)
+        if isinstance(getattr(value, "base", None), Tensor):  # a descriptor
+            owner, _ = self._owner(value.base)
+            if owner == _WORKSPACE:
+                self.fixed_scratch = next(span.start for span in self._spans if span.owner == _WORKSPACE)
+            elif owner is not None:
+                raise NotReplayable("a descriptor of one of the call's tensors")
+        return value
+
+    def _address(self, tensor: Tensor) -> Address | int:
+        owner, offset = self._owner(tensor)
+        if owner is None:
+            return tensor.data_ptr()
+        return self._cells.setdefault((owner, offset), Address())
+
+    def _owner(self, tensor: Tensor) -> tuple[int | str | None, int]:
+        """(whose memory the tensor lies in, how far from its start)."""
+        if not tensor.numel():
+            return None, 0
+        inner = Span.of(None, tensor)
+        around = [span for span in self._spans if span.start <= inner.start and inner.end <= span.end]
+        if len({span.owner for span in around}) != 1:
+            raise NotReplayable(f"memory of {len(around)} owners")
+        return around[0].owner, inner.start - around[0].start
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether torch does anything on the device but allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.work = self.work or not _moves_nothing(func)
+        return func(*args, **(kwargs or {}))
+
+
+_ALLOCATIONS = frozenset(
+    {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+)
+
+
+def _moves_nothing(func: Any) -> bool:
+    """Whether an operator makes a view, or memory without content."""
+    schema = func._schema
+    if schema.is_mutable:
+        return False
+    views = bool(schema.returns) and all(value.alias_info is not None for value in schema.returns)
+    return views or schema.name in _ALLOCATIONS
+
+
+class Replay:
+    """The records of one layer's calls.
+
+    ``parts``: what the launches depend on beside a call's tensors, by identity (experts, weights …); ``weights``: whose
+    memory stays; ``stream``: the device's current stream, as Triton's launcher takes it; ``watched``: whether a
+    profiler wants to see launches as Triton makes them.
+    """
+
+    def __init__(
+        self,
+        weights: KernelWeights,
+        parts: tuple[object, ...] = (),
+        *,
+        stream: Callable[[], int] | None = None,
+        watched: Callable[[], bool] | None = None,
+    ) -> None:
+        self.weights = weights
+        self.parts = parts
+        self._stream = stream or _current_stream
+        self._watched = watched or _has_hooks
+        # by kind of call; None: seen once
+        self._records: dict[tuple[Any, ...], Record | NotReplayable | None] = {}
+
+    def fits(self, *parts: object) -> bool:
+        """Whether the records were made with these parts."""
+        return all(one is other for one, other in zip(parts, self.parts, strict=True))
+
+    def reasons(self) -> tuple[str | None, ...]:
+        """Of every kind of call that was looked at: None if it is recorded, else why not."""
+        return tuple(
+            str(found) if isinstance(found, NotReplayable) else None for found in self._records.values() if found
+        )
+
+    def run(
+        self, call: Callable[[Workspace], None], inputs: Sequence[Tensor | None], workspace: Workspace | None
+    ) -> None:
+        """Do what ``call`` does: by a record, or by calling it with the scratch memory.
+
+        ``inputs``: the call's tensors, the result among them, always in the same order; ``workspace``: the layer's own,
+        or None for scratch memory of each call's own.
+        """
+        kind = (torch.cuda.current_device() if self.weights.device.type == "cuda" else None, *_kind(inputs))
+        found = self._records.get(kind, _NEW)
+        if isinstance(found, Record) and self._started(found, inputs, workspace):
+            return
+        scratch = workspace if workspace is not None else Workspace(self.weights.device)
+        if found is None and not (self.weights.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            launched: list[Launched] = []
+            with observe(launched.append), _Watch() as watch:
+                call(scratch)
+            self._remember(kind, self._record(launched, watch.work, inputs, scratch, workspace is not None))
+            return
+        call(scratch)
+        if found is _NEW:
+            self._remember(kind, None)
+
+    def _record(
+        self,
+        launched: Sequence[Launched],
+        work: bool,
+        inputs: Sequence[Tensor | None],
+        scratch: Workspace,
+        lasting: bool,
+    ) -> Record | NotReplayable:
+        if work:
+            return NotReplayable("torch does a part of the work")
+        spans = [*self._weight_spans(), Span.of(_WORKSPACE, scratch.hold(0))]
+        spans += [Span.of(index, tensor) for index, tensor in enumerate(inputs) if tensor is not None]
+        try:
+            record = Record(launched, spans, scratch=scratch.taken)
+        except NotReplayable as reason:
+            return reason
+        if record.fixed_scratch is not None and not lasting:
+            return NotReplayable("a descriptor of scratch memory that belongs to one call")
+        return record
+
+    def _started(self, record: Record, inputs: Sequence[Tensor | None], workspace: Workspace | None) -> bool:
+        if self._watched():
+            return False
+        if workspace is None:
+            workspace = Workspace(self.weights.device)
+        start = workspace.hold(record.scratch).data_ptr()
+        if start % _ALIGNMENT != record.scratch_alignment or record.fixed_scratch not in (None, start):
+            return False
+        addresses: dict[int | str, int] = {_WORKSPACE: start}
+        for index, tensor in enumerate(inputs):
+            if tensor is not None:
+                addresses[index] = tensor.data_ptr()
+        return record.start(addresses, self._stream())
+
+    def _remember(self, kind: tuple[Any, ...], record: Record | NotReplayable | None) -> None:
+        self._records.pop(kind, None)
+        while len(self._records) >= MOST_RECORDS:
+            self._records.pop(next(iter(self._records)), None)
+        self._records[kind] = record
+
+    def _weight_spans(self) -> Iterator[Span]:
+        """Memory of the weights, each piece once."""
+        storages = (tensor.untyped_storage() for _, tensor in self.weights.tensors())
+        for start, size in {storage.data_ptr(): storage.nbytes() for storage in storages}.items():
+            yield Span(None, start, start + size)
+
+
+def _kind(inputs: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """What a call's launches depend on beside the layer."""
+    kind: list[Any] = []
+    for tensor in inputs:
+        if tensor is None:
+            kind.append(None)
+        else:
+            kind += (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % _ALIGNMENT)
+    return tuple(kind)
+
+
+def _current_stream() -> int:
+    from triton.runtime import driver
+
+    stream: int = driver.active.get_current_stream(driver.active.get_current_device())
+    return stream
+
+
+def _has_hooks() -> bool:
+    from triton import knobs
+
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(hook is not None and bool(getattr(hook, "calls", True)) for hook in hooks)
