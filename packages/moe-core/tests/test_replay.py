@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -141,7 +143,22 @@ def test_other_kinds_of_calls_have_records_of_their_own(change: str) -> None:
     assert (kernel.dispatched, kernel.started) == (6, 2)
 
 
-def test_work_of_torch_is_never_left_out() -> None:
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda out: out.add_(1),
+        lambda out: out.__setitem__(0, 5.0),
+        lambda out: torch.add(out, 1, out=out),
+        lambda out: torch.nn.functional.relu(out, inplace=True),
+        lambda out: out.copy_(out.to(torch.float64)),
+        lambda out: torch.ops.aten.add_.Tensor(out, out),
+        lambda out: out.view(8, 8).t().contiguous(),
+        lambda out: out[torch.tensor([0])],
+        lambda out: out[0].item(),
+    ],
+    ids=["in-place", "item assignment", "out", "inplace", "cast", "operator", "copy", "gather", "read"],
+)
+def test_work_of_torch_is_never_left_out(work: Callable[[Tensor], object]) -> None:
     kernel, weights = Kernel(), layer()
     calls = replay(weights)
     for _ in range(4):
@@ -150,12 +167,28 @@ def test_work_of_torch_is_never_left_out() -> None:
 
         def call(workspace: Workspace, inner: Any = inner, out: Tensor = out) -> None:
             inner(workspace)
-            out.add_(1)
+            work(out)
 
         calls.run(call, (out, x), None)
-        assert torch.equal(out, expected(weights, x) + 1)
+        wanted = expected(weights, x)
+        work(wanted)
+        assert torch.equal(out, wanted)
     assert kernel.started == 0
     assert calls.reasons() == ("torch does a part of the work",)
+
+
+def test_recording_imports_nothing() -> None:
+    """Recording happens while requests are served: a mode that loads torch's compiler would stop them for seconds."""
+    code = (
+        "import sys, moe_core.replay, torch\n"
+        "x = torch.zeros(4)\n"
+        "before = set(sys.modules)\n"
+        "with moe_core.replay._Watch() as watch: x.view(2, 2)[0].stride()\n"
+        "assert not watch.work\n"
+        "print(sorted(set(sys.modules) - before))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_memory_of_nobody_known_is_not_replayed() -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from moe_core.gemm.specimen import Launched, observe
 from moe_core.weights import KernelWeights
@@ -146,30 +146,62 @@ class Record:
         return around[0].owner, inner.start - around[0].start
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether torch does anything on the device but allocate."""
+class _Watch(TorchFunctionMode):
+    """Notes whether torch does anything but describe tensors, view them and take memory.
+
+    Everything that is not known to be one of these counts as work.
+    """
+
+    _METADATA = frozenset(
+        {
+            "__get__",
+            "__len__",
+            "data_ptr",
+            "dim",
+            "element_size",
+            "get_device",
+            "is_contiguous",
+            "is_floating_point",
+            "numel",
+            "size",
+            "storage_offset",
+            "stride",
+            "untyped_storage",
+        }
+    )
+    _VIEWS = frozenset(
+        {
+            "as_strided",
+            "detach",
+            "expand",
+            "narrow",
+            "permute",
+            "select",
+            "squeeze",
+            "t",
+            "transpose",
+            "unflatten",
+            "unsqueeze",
+            "view",
+            "view_as",
+        }
+    )
+    #: views where layout and arguments allow it, else copies
+    _PERHAPS = frozenset({"__getitem__", "contiguous", "flatten", "reshape", "to"})
+    _MEMORY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.work = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.work = self.work or not _moves_nothing(func)
-        return func(*args, **(kwargs or {}))
-
-
-_ALLOCATIONS = frozenset(
-    {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
-)
-
-
-def _moves_nothing(func: Any) -> bool:
-    """Whether an operator makes a view, or memory without content."""
-    schema = func._schema
-    if schema.is_mutable:
-        return False
-    views = bool(schema.returns) and all(value.alias_info is not None for value in schema.returns)
-    return views or schema.name in _ALLOCATIONS
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in self._PERHAPS:
+            self.work = self.work or result.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr()
+        elif name not in self._METADATA | self._VIEWS | self._MEMORY:
+            self.work = True
+        return result
 
 
 class Replay:
