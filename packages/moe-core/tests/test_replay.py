@@ -174,7 +174,9 @@ def test_work_of_torch_is_never_left_out(work: Callable[[Tensor], object]) -> No
         work(wanted)
         assert torch.equal(out, wanted)
     assert kernel.started == 0
-    assert calls.reasons() == ("torch does a part of the work",)
+    (reason,) = calls.reasons()
+    assert reason is not None
+    assert reason.startswith("torch does a part of the work: ")
 
 
 def test_recording_imports_nothing() -> None:
@@ -184,7 +186,7 @@ def test_recording_imports_nothing() -> None:
         "x = torch.zeros(4)\n"
         "before = set(sys.modules)\n"
         "with moe_core.replay._Watch() as watch: x.view(2, 2)[0].stride()\n"
-        "assert not watch.work\n"
+        "assert watch.work is None\n"
         "print(sorted(set(sys.modules) - before))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

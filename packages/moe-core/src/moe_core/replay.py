@@ -147,7 +147,7 @@ class Record:
 
 
 class _Watch(TorchFunctionMode):
-    """Notes whether torch does anything but describe tensors, view them and take memory.
+    """Notes what torch does (the last such function) but describe tensors, view them and take memory.
 
     Everything that is not known to be one of these counts as work.
     """
@@ -192,15 +192,16 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.work = False
+        self.work: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name in self._PERHAPS:
-            self.work = self.work or result.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr()
+            if result.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr():
+                self.work = name
         elif name not in self._METADATA | self._VIEWS | self._MEMORY:
-            self.work = True
+            self.work = name or str(func)
         return result
 
 
@@ -263,13 +264,13 @@ class Replay:
     def _record(
         self,
         launched: Sequence[Launched],
-        work: bool,
+        work: str | None,
         inputs: Sequence[Tensor | None],
         scratch: Workspace,
         lasting: bool,
     ) -> Record | NotReplayable:
-        if work:
-            return NotReplayable("torch does a part of the work")
+        if work is not None:
+            return NotReplayable(f"torch does a part of the work: {work}")
         spans = [*self._weight_spans(), Span.of(_WORKSPACE, scratch.hold(0))]
         spans += [Span.of(index, tensor) for index, tensor in enumerate(inputs) if tensor is not None]
         try:
