@@ -11,6 +11,7 @@ import torch
 from moe_core import (
     ActivationParams,
     Backend,
+    BackendRefusedError,
     ConfigError,
     DeviceInfo,
     Environment,
@@ -18,10 +19,12 @@ from moe_core import (
     FusedMoEConfig,
     FusedMoEParallelConfig,
     MoEActivation,
+    NoBackendError,
     Requirement,
     RoutingConfig,
     RoutingMethodType,
     SelectionError,
+    UnknownBackendError,
     Verified,
     cuda,
     kFp8DynamicTokenSym,
@@ -75,6 +78,33 @@ def test_when_nothing_fits_every_candidate_is_listed_with_its_reasons() -> None:
 def test_unknown_backend_names_the_installed() -> None:
     with pytest.raises(ConfigError, match="no backend 'none'; installed: auto, gpu, plain"):
         select(backend="none")
+
+
+def test_errors_are_what_engines_catch() -> None:
+    def error(**request: object) -> SelectionError:
+        with pytest.raises(SelectionError) as caught:
+            select(**request)  # type: ignore[arg-type]
+        assert caught.value.report.chosen is None
+        assert len(caught.value.report.candidates) == 3
+        return caught.value
+
+    nothing = error(config=replace(CONFIG, batch_invariant=True))
+    assert isinstance(nothing, NoBackendError)
+    assert isinstance(nothing, NotImplementedError)
+    assert not isinstance(nothing, ValueError)
+    refused, unknown = error(backend="gpu"), error(backend="none")
+    assert isinstance(refused, BackendRefusedError)
+    assert isinstance(unknown, UnknownBackendError)
+    for named in (refused, unknown):
+        assert isinstance(named, ValueError)
+        assert not isinstance(named, NotImplementedError)
+    assert not isinstance(refused, ConfigError)
+
+
+def test_a_selection_unpacks() -> None:
+    selection = select(device=SM90)
+    backend, experts = selection
+    assert (backend, experts) == ("gpu", GpuToyExperts) == (selection.backend, selection.experts)
 
 
 def test_report_reads_and_serialises() -> None:

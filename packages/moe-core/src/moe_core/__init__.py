@@ -36,6 +36,7 @@ from moe_core.experts import (
     FusedMoEExpertsModular,
     FusedMoEExpertsMonolithic,
 )
+from moe_core.functions import SchemeFunctions
 from moe_core.kernel import FusedMoEKernel
 from moe_core.lora import LoRA, LoRAWeights
 from moe_core.numerics import INT4_DTYPE, INT8_DTYPE, QuantDtype
@@ -203,6 +204,7 @@ __all__ = [
     "RoutingMethodType",
     "ScaleDesc",
     "Scheme",
+    "SchemeFunctions",
     "SchemeNotInstalledError",
     "Selection",
     "SelectionError",

@@ -195,7 +195,7 @@ class Oracle:
             f"{self.scheme} has no backend {name!r}{did_you_mean(name, known)}; installed: {', '.join(known)}", report
         )
 
-    def _member(self, name: str) -> str | StrEnum:
+    def _member(self, name: str) -> str:
         """The scheme's own name of a backend, where it has one."""
         members = () if self.backend_enum is None else tuple(self.backend_enum)
         return next((member for member in members if member.value == name), name)

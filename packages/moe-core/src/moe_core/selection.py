@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
@@ -196,7 +195,7 @@ class Selection:
     the name of another package's backend.
     """
 
-    backend: str | StrEnum
+    backend: str
     experts: type[FusedMoEExperts]
     report: SelectionReport
 

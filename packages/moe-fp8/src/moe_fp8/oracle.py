@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from moe_core import (
     ConfigError,
     FusedMoEConfig,
-    FusedMoEKernel,
     FusedMoEQuantConfig,
     KernelWeights,
-    MoEWeights,
     Oracle,
     QuantKey,
+    SchemeFunctions,
     Selection,
     fp8_w8a8_moe_quant_config,
     fp8_w8a16_moe_quant_config,
@@ -22,18 +21,17 @@ from moe_core import (
     kMxfp8Dynamic,
     kMxfp8Static,
     make_quant_config,
-    registry,
 )
 from moe_core.backend import Backend
 from moe_core.quant_key import as_quant_key
 
 if TYPE_CHECKING:
     import torch
-    from moe_core import DeviceInfo, Environment, FusedMoEPrepareAndFinalizeModular
+    from moe_core import DeviceInfo, Environment
     from torch import Tensor
 
 
-class Fp8MoeBackend(str, Enum):
+class Fp8MoeBackend(StrEnum):
     """Backends of this package; other packages' backends are named by their entry points."""
 
     FLASHINFER_TRTLLM = "flashinfer_trtllm"
@@ -57,6 +55,7 @@ class Fp8Oracle(Oracle):
     """
 
     scheme = "fp8"
+    backend_enum = Fp8MoeBackend
     backends = (
         Backend(
             Fp8MoeBackend.FLASHINFER_TRTLLM.value,
@@ -122,6 +121,18 @@ class Fp8Oracle(Oracle):
             raise ConfigError(f"the fp8 scheme reads e4m3 weights, asked for {weight_key or '16-bit weights'}")
 
 
+_FUNCTIONS = SchemeFunctions("fp8", Fp8MoeBackend)
+
+#: the experts classes of a backend
+backend_to_kernel_cls = _FUNCTIONS.backend_to_kernel_cls
+#: what an engine's option names, as a backend
+map_fp8_backend = _FUNCTIONS.map_backend
+#: every backend in order of preference for a request
+get_priority_backends = _FUNCTIONS.get_priority_backends
+#: prepare + the selected experts + finalize around converted weights
+make_fp8_moe_kernel = _FUNCTIONS.make_kernel
+
+
 def select_fp8_moe_backend(
     config: FusedMoEConfig,
     *,
@@ -135,17 +146,13 @@ def select_fp8_moe_backend(
 
     A named backend is used or refused, never replaced.  Raises SelectionError, ConfigError.
     """
-    return (
-        registry()
-        .oracle("fp8")
-        .select(
-            config,
-            weight_key=weight_key,
-            activation_key=activation_key,
-            moe_backend=moe_backend,
-            device=device,
-            environment=environment,
-        )
+    return _FUNCTIONS.select(
+        config,
+        weight_key=weight_key,
+        activation_key=activation_key,
+        moe_backend=moe_backend,
+        device=device,
+        environment=environment,
     )
 
 
@@ -192,24 +199,16 @@ def convert_to_fp8_moe_kernel_format(
     ``w13`` [E, 2N, K] e4m3 (gate rows first), ``w2`` [E, K, N] e4m3; scales as in
     :func:`moe_core.weights.scale_shape`; biases [E, 2N] and [E, K].  Raises TensorError.
     """
-    return (
-        registry()
-        .oracle("fp8")
-        .convert(
-            selection,
-            MoEWeights(
-                weight_key=selection.weight_key,
-                activation_key=selection.activation_key,
-                w13=w13,
-                w2=w2,
-                w13_scale=w13_scale,
-                w2_scale=w2_scale,
-                w13_input_scale=w13_input_scale,
-                w2_input_scale=w2_input_scale,
-                w13_bias=w13_bias,
-                w2_bias=w2_bias,
-            ),
-        )
+    return _FUNCTIONS.convert(
+        selection,
+        w13=w13,
+        w2=w2,
+        w13_scale=w13_scale,
+        w2_scale=w2_scale,
+        w13_input_scale=w13_input_scale,
+        w2_input_scale=w2_input_scale,
+        w13_bias=w13_bias,
+        w2_bias=w2_bias,
     )
 
 
@@ -277,13 +276,3 @@ def make_fp8_moe_quant_config(
         per_out_ch_quant=per_out_ch_quant,
         block_shape=block_shape,
     )
-
-
-def make_fp8_moe_kernel(
-    selection: Selection,
-    weights: KernelWeights,
-    *,
-    prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,
-) -> FusedMoEKernel:
-    """prepare + the selected experts + finalize around converted weights."""
-    return registry().oracle("fp8").make_kernel(selection, weights, prepare_finalize=prepare_finalize)

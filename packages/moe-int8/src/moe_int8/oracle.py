@@ -6,18 +6,17 @@ both stand on one oracle.
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from moe_core import (
     ConfigError,
     FusedMoEConfig,
-    FusedMoEKernel,
     FusedMoEQuantConfig,
     KernelWeights,
-    MoEWeights,
     Oracle,
     QuantKey,
+    SchemeFunctions,
     Selection,
     int8_w8a8_moe_quant_config,
     int8_w8a16_moe_quant_config,
@@ -25,7 +24,6 @@ from moe_core import (
     kInt8DynamicTokenSym,
     kInt8StaticChannelSym,
     make_quant_config,
-    registry,
 )
 from moe_core.backend import Backend
 from moe_core.numerics import INT4, INT8, QuantDtype
@@ -33,11 +31,11 @@ from moe_core.quant_key import as_quant_key
 
 if TYPE_CHECKING:
     import torch
-    from moe_core import DeviceInfo, Environment, FusedMoEPrepareAndFinalizeModular
+    from moe_core import DeviceInfo, Environment
     from torch import Tensor
 
 
-class Int8MoeBackend(str, Enum):
+class Int8MoeBackend(StrEnum):
     """Backends of this package; other packages' backends are named by their entry points."""
 
     TRITON = "triton"
@@ -48,6 +46,7 @@ class Int8Oracle(Oracle):
     """int8 weights, and int4 weights with int8 activations.  Order: Triton, plain torch."""
 
     scheme = "int8"
+    backend_enum = Int8MoeBackend
     backends = (
         Backend(
             Int8MoeBackend.TRITON.value,
@@ -75,6 +74,19 @@ class Int8Oracle(Oracle):
             )
 
 
+_FUNCTIONS = SchemeFunctions("int8", Int8MoeBackend)
+
+#: the experts classes of a backend
+backend_to_kernel_cls = _FUNCTIONS.backend_to_kernel_cls
+#: what an engine's option names, as a backend
+map_int8_backend = _FUNCTIONS.map_backend
+#: every backend in order of preference for a request
+get_priority_backends = _FUNCTIONS.get_priority_backends
+#: prepare + the selected experts + finalize around converted weights
+make_int8_moe_kernel = _FUNCTIONS.make_kernel
+make_w4a8_int8_moe_kernel = _FUNCTIONS.make_kernel
+
+
 def select_int8_moe_backend(
     config: FusedMoEConfig,
     *,
@@ -90,7 +102,14 @@ def select_int8_moe_backend(
     Raises SelectionError, ConfigError.
     """
     _check_dtype(weight_key, INT8, "select_w4a8_int8_moe_backend")
-    return _select(config, weight_key, activation_key, moe_backend, device, environment)
+    return _FUNCTIONS.select(
+        config,
+        weight_key=weight_key,
+        activation_key=activation_key,
+        moe_backend=moe_backend,
+        device=device,
+        environment=environment,
+    )
 
 
 def select_w4a8_int8_moe_backend(
@@ -104,7 +123,14 @@ def select_w4a8_int8_moe_backend(
 ) -> Selection:
     """:func:`select_int8_moe_backend` for int4 weights: by channel, or in groups of 128, 64 or 32 columns."""
     _check_dtype(weight_key, INT4, "select_int8_moe_backend")
-    return _select(config, weight_key, activation_key, moe_backend, device, environment)
+    return _FUNCTIONS.select(
+        config,
+        weight_key=weight_key,
+        activation_key=activation_key,
+        moe_backend=moe_backend,
+        device=device,
+        environment=environment,
+    )
 
 
 def convert_to_int8_moe_kernel_format(
@@ -126,26 +152,18 @@ def convert_to_int8_moe_kernel_format(
     ``w13`` [E, 2N, K] int8 (gate rows first), ``w2`` [E, K, N] int8; scales float32 [E, 2N, 1] and [E, K, 1]; static
     activation scales [E] float32 and zero points [E] int32; biases [E, 2N] and [E, K].  Raises TensorError.
     """
-    return (
-        registry()
-        .oracle("int8")
-        .convert(
-            selection,
-            MoEWeights(
-                weight_key=selection.weight_key,
-                activation_key=selection.activation_key,
-                w13=w13,
-                w2=w2,
-                w13_scale=w13_scale,
-                w2_scale=w2_scale,
-                w13_input_scale=w13_input_scale,
-                w2_input_scale=w2_input_scale,
-                w13_input_zero_point=w13_input_zero_point,
-                w2_input_zero_point=w2_input_zero_point,
-                w13_bias=w13_bias,
-                w2_bias=w2_bias,
-            ),
-        )
+    return _FUNCTIONS.convert(
+        selection,
+        w13=w13,
+        w2=w2,
+        w13_scale=w13_scale,
+        w2_scale=w2_scale,
+        w13_input_scale=w13_input_scale,
+        w2_input_scale=w2_input_scale,
+        w13_input_zero_point=w13_input_zero_point,
+        w2_input_zero_point=w2_input_zero_point,
+        w13_bias=w13_bias,
+        w2_bias=w2_bias,
     )
 
 
@@ -246,48 +264,6 @@ def make_w4a8_int8_moe_quant_config(
         w2_bias=w2_bias,
         weight_key=weight_key,
         activation_key=activation_key,
-    )
-
-
-def make_int8_moe_kernel(
-    selection: Selection,
-    weights: KernelWeights,
-    *,
-    prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,
-) -> FusedMoEKernel:
-    """prepare + the selected experts + finalize around converted weights."""
-    return registry().oracle("int8").make_kernel(selection, weights, prepare_finalize=prepare_finalize)
-
-
-def make_w4a8_int8_moe_kernel(
-    selection: Selection,
-    weights: KernelWeights,
-    *,
-    prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,
-) -> FusedMoEKernel:
-    """:func:`make_int8_moe_kernel` for int4 weights."""
-    return make_int8_moe_kernel(selection, weights, prepare_finalize=prepare_finalize)
-
-
-def _select(
-    config: FusedMoEConfig,
-    weight_key: QuantKey | str,
-    activation_key: QuantKey | str | None,
-    moe_backend: str | Int8MoeBackend,
-    device: DeviceInfo | str | torch.device | None,
-    environment: Environment | None,
-) -> Selection:
-    return (
-        registry()
-        .oracle("int8")
-        .select(
-            config,
-            weight_key=weight_key,
-            activation_key=activation_key,
-            moe_backend=moe_backend,
-            device=device,
-            environment=environment,
-        )
     )
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from moe_core import (
+    BackendRefusedError,
     ConfigError,
     FusedMoEConfig,
-    FusedMoEKernel,
     FusedMoEQuantConfig,
     KernelWeights,
-    MoEWeights,
     Oracle,
     QuantKey,
+    SchemeFunctions,
     Selection,
-    SelectionError,
     kMxfp4Static,
     make_quant_config,
-    registry,
 )
 from moe_core.backend import Backend
 
@@ -27,11 +25,11 @@ from moe_mxfp4.padding import PaddedExperts
 
 if TYPE_CHECKING:
     import torch
-    from moe_core import DeviceInfo, Environment, FusedMoEPrepareAndFinalizeModular
+    from moe_core import DeviceInfo, Environment
     from torch import Tensor
 
 
-class Mxfp4MoeBackend(str, Enum):
+class Mxfp4MoeBackend(StrEnum):
     """Backends of this package; other packages' backends are named by their entry points."""
 
     FLASHINFER_TRTLLM = "flashinfer_trtllm"
@@ -47,6 +45,7 @@ class Mxfp4Oracle(Oracle):
     """e2m1 weights with one e8m0 scale for 32 columns of a row."""
 
     scheme = "mxfp4"
+    backend_enum = Mxfp4MoeBackend
     weight_only = True
     backends = (
         Backend(
@@ -107,6 +106,18 @@ class Mxfp4Oracle(Oracle):
             )
 
 
+_FUNCTIONS = SchemeFunctions("mxfp4", Mxfp4MoeBackend)
+
+#: the experts classes of a backend
+backend_to_kernel_cls = _FUNCTIONS.backend_to_kernel_cls
+#: what an engine's option names, as a backend
+map_mxfp4_backend = _FUNCTIONS.map_backend
+#: every backend in order of preference for a request
+get_priority_backends = _FUNCTIONS.get_priority_backends
+#: prepare + the selected experts + finalize around converted weights
+make_mxfp4_moe_kernel = _FUNCTIONS.make_kernel
+
+
 def select_mxfp4_moe_backend(
     config: FusedMoEConfig,
     *,
@@ -123,10 +134,9 @@ def select_mxfp4_moe_backend(
     names a backend that cannot run so on the device but can with others; ``.activation_key`` then says which.
     A named backend is used or refused, never replaced.  Raises SelectionError, ConfigError.
     """
-    oracle = registry().oracle("mxfp4")
 
     def select(key: QuantKey | str | None) -> Selection:
-        return oracle.select(
+        return _FUNCTIONS.select(
             config,
             weight_key=weight_key,
             activation_key=key,
@@ -139,13 +149,11 @@ def select_mxfp4_moe_backend(
         return select(activation_key)
     try:
         return select(None)
-    except SelectionError:
-        if getattr(moe_backend, "value", moe_backend) == "auto":
-            raise
+    except BackendRefusedError:
         for key in ACTIVATIONS:
             try:
                 return select(key)
-            except SelectionError:
+            except BackendRefusedError:
                 continue
         raise
 
@@ -173,24 +181,16 @@ def convert_to_mxfp4_moe_kernel_format(
     Interleaved gate and up rows (gpt-oss): see :func:`moe_mxfp4.layout.deinterleave`.
     Raises TensorError, which names the tensor, what was found and what was expected.
     """
-    return (
-        registry()
-        .oracle("mxfp4")
-        .convert(
-            selection,
-            MoEWeights(
-                weight_key=selection.weight_key,
-                activation_key=selection.activation_key,
-                w13=w13,
-                w2=w2,
-                w13_scale=w13_scale,
-                w2_scale=w2_scale,
-                w13_bias=w13_bias,
-                w2_bias=w2_bias,
-                w13_input_scale=w13_input_scale,
-                w2_input_scale=w2_input_scale,
-            ),
-        )
+    return _FUNCTIONS.convert(
+        selection,
+        w13=w13,
+        w2=w2,
+        w13_scale=w13_scale,
+        w2_scale=w2_scale,
+        w13_bias=w13_bias,
+        w2_bias=w2_bias,
+        w13_input_scale=w13_input_scale,
+        w2_input_scale=w2_input_scale,
     )
 
 
@@ -222,16 +222,6 @@ def make_mxfp4_moe_quant_config(
     )
 
 
-def make_mxfp4_moe_kernel(
-    selection: Selection,
-    weights: KernelWeights,
-    *,
-    prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,
-) -> FusedMoEKernel:
-    """prepare + the selected experts + finalize around converted weights."""
-    return registry().oracle("mxfp4").make_kernel(selection, weights, prepare_finalize=prepare_finalize)
-
-
 def mxfp4_round_up_hidden_size_and_intermediate_size(
     backend: str | Mxfp4MoeBackend, hidden_size: int, intermediate_size: int
 ) -> tuple[int, int]:
@@ -242,13 +232,9 @@ def mxfp4_round_up_hidden_size_and_intermediate_size(
     """
     if hidden_size < 1 or intermediate_size < 1:
         raise ConfigError(f"sizes are positive, got hidden_size {hidden_size}, intermediate_size {intermediate_size}")
-    name = getattr(backend, "value", backend)
-    table = {entry.name: entry for entry in registry().oracle("mxfp4").table()}
-    if name not in table:
-        raise ConfigError(f"mxfp4 has no backend {name!r}; installed: {', '.join(table)}")
     sizes = [
         experts.padded_sizes(hidden_size, intermediate_size)
-        for experts in table[name].load()
+        for experts in backend_to_kernel_cls(backend)
         if issubclass(experts, PaddedExperts)
     ]
     hidden, inter = zip(*sizes, strict=True) if sizes else ((hidden_size,), (intermediate_size,))

@@ -4,9 +4,12 @@ from moe_wna16.online import quantize_moe_weights
 from moe_wna16.oracle import (
     WNA16MoEBackend,
     WNA16Oracle,
+    backend_to_kernel_cls,
     convert_to_wna16_moe_kernel_format,
+    get_priority_backends,
     make_wna16_moe_kernel,
     make_wna16_moe_quant_config,
+    map_wna16_backend,
     select_wna16_moe_backend,
 )
 
@@ -15,9 +18,12 @@ __version__ = "0.1.0"
 __all__ = [
     "WNA16MoEBackend",
     "WNA16Oracle",
+    "backend_to_kernel_cls",
     "convert_to_wna16_moe_kernel_format",
+    "get_priority_backends",
     "make_wna16_moe_kernel",
     "make_wna16_moe_quant_config",
+    "map_wna16_backend",
     "quantize_moe_weights",
     "select_wna16_moe_backend",
 ]

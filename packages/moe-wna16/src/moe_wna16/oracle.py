@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from moe_core import (
     ConfigError,
     FusedMoEConfig,
-    FusedMoEKernel,
     FusedMoEQuantConfig,
     KernelWeights,
-    MoEWeights,
     Oracle,
     QuantKey,
+    SchemeFunctions,
     Selection,
     TensorError,
     kFp8DynamicTokenSym,
     kInt4Static,
     make_quant_config,
-    registry,
     wna16_moe_quant_config,
 )
 from moe_core.backend import Backend
@@ -29,14 +27,14 @@ from moe_core.quant_key import as_quant_key
 
 if TYPE_CHECKING:
     import torch
-    from moe_core import DeviceInfo, Environment, FusedMoEPrepareAndFinalizeModular
+    from moe_core import DeviceInfo, Environment
     from torch import Tensor
 
 #: element types of weights, and whether they go without zero points
 _SYMMETRIC = {UINT4B8: True, UINT8B128: True, UINT4: False, UINT8: False}
 
 
-class WNA16MoEBackend(str, Enum):
+class WNA16MoEBackend(StrEnum):
     """Backends of this package; other packages' backends are named by their entry points."""
 
     MARLIN = "marlin"
@@ -51,6 +49,7 @@ class WNA16Oracle(Oracle):
     """Unsigned 4- and 8-bit codes in groups along K, with 16-bit activations or int4 ones with e4m3 activations."""
 
     scheme = "wna16"
+    backend_enum = WNA16MoEBackend
     weight_only = True
     backends = (
         Backend(
@@ -93,11 +92,24 @@ class WNA16Oracle(Oracle):
             )
 
 
+_FUNCTIONS = SchemeFunctions("wna16", WNA16MoEBackend)
+
+#: the experts classes of a backend
+backend_to_kernel_cls = _FUNCTIONS.backend_to_kernel_cls
+#: what an engine's option names, as a backend
+map_wna16_backend = _FUNCTIONS.map_backend
+#: every backend in order of preference for a request
+get_priority_backends = _FUNCTIONS.get_priority_backends
+#: prepare + the selected experts + finalize around converted weights
+make_wna16_moe_kernel = _FUNCTIONS.make_kernel
+
+
 def select_wna16_moe_backend(
     config: FusedMoEConfig,
     *,
     weight_key: QuantKey | str = kInt4Static,
     activation_key: QuantKey | str | None = None,
+    weight_bits: int | None = None,
     moe_backend: str | WNA16MoEBackend = "auto",
     device: DeviceInfo | str | torch.device | None = None,
     environment: Environment | None = None,
@@ -106,20 +118,19 @@ def select_wna16_moe_backend(
 
     ``weight_key`` says bits, zero points, group size, the scales' dtype, activation order and factors of inputs, e.g.
     ``kInt4StaticAsym.with_group(1, 64).with_scale_dtype(torch.float16)``; ``activation_key`` ``kFp8DynamicTokenSym``
-    asks for e4m3 activations of int4 weights (W4AFP8).  A named backend is used or refused, never replaced.
-    Raises SelectionError, ConfigError.
+    asks for e4m3 activations of int4 weights (W4AFP8).  ``weight_bits``, if it is given, must be those of the key.
+    A named backend is used or refused, never replaced.  Raises SelectionError, ConfigError.
     """
-    return (
-        registry()
-        .oracle("wna16")
-        .select(
-            config,
-            weight_key=weight_key,
-            activation_key=activation_key,
-            moe_backend=moe_backend,
-            device=device,
-            environment=environment,
-        )
+    key = as_quant_key(weight_key, "weight_key")
+    if weight_bits is not None and key is not None and weight_bits != key.dtype.bits:
+        raise ConfigError(f"weight_bits is {weight_bits}, the weight key {key} has {key.dtype.bits}")
+    return _FUNCTIONS.select(
+        config,
+        weight_key=weight_key,
+        activation_key=activation_key,
+        moe_backend=moe_backend,
+        device=device,
+        environment=environment,
     )
 
 
@@ -152,28 +163,20 @@ def convert_to_wna16_moe_kernel_format(
 
     Raises TensorError, which names the tensor, what was found and what was expected.
     """
-    return (
-        registry()
-        .oracle("wna16")
-        .convert(
-            selection,
-            MoEWeights(
-                weight_key=selection.weight_key,
-                activation_key=selection.activation_key,
-                w13=w13,
-                w2=w2,
-                w13_scale=w13_scale,
-                w2_scale=w2_scale,
-                w13_zero_point=w13_zero_point,
-                w2_zero_point=w2_zero_point,
-                w13_g_idx=w13_g_idx,
-                w2_g_idx=w2_g_idx,
-                w13_pre_scale=w13_pre_scale,
-                w2_pre_scale=w2_pre_scale,
-                w13_bias=w13_bias,
-                w2_bias=w2_bias,
-            ),
-        )
+    return _FUNCTIONS.convert(
+        selection,
+        w13=w13,
+        w2=w2,
+        w13_scale=w13_scale,
+        w2_scale=w2_scale,
+        w13_zero_point=w13_zero_point,
+        w2_zero_point=w2_zero_point,
+        w13_g_idx=w13_g_idx,
+        w2_g_idx=w2_g_idx,
+        w13_pre_scale=w13_pre_scale,
+        w2_pre_scale=w2_pre_scale,
+        w13_bias=w13_bias,
+        w2_bias=w2_bias,
     )
 
 
@@ -244,16 +247,6 @@ def make_wna16_moe_quant_config(
     )
     _check_groups(key.group_size, w1_scale, w2_scale, permuted=key.permuted)
     return quant
-
-
-def make_wna16_moe_kernel(
-    selection: Selection,
-    weights: KernelWeights,
-    *,
-    prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,
-) -> FusedMoEKernel:
-    """prepare + the selected experts + finalize around converted weights."""
-    return registry().oracle("wna16").make_kernel(selection, weights, prepare_finalize=prepare_finalize)
 
 
 def _check_groups(size: int, w1_scale: Tensor, w2_scale: Tensor, *, permuted: bool) -> None:

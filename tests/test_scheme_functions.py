@@ -1,0 +1,118 @@
+"""The functions that engines know the schemes by: alike in all of them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Iterator
+from enum import StrEnum
+from types import ModuleType
+from typing import Any
+
+import moe_core as mc
+import pytest
+from moe_core.entry_points import installed
+from moe_core.registry import registry
+
+NAMES = {"fp8": "Fp8MoeBackend", "int8": "Int8MoeBackend", "mxfp4": "Mxfp4MoeBackend", "wna16": "WNA16MoEBackend"}
+CONFIG = mc.FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128)
+
+
+@pytest.fixture(params=NAMES)
+def scheme(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def module(scheme: str) -> ModuleType:
+    return importlib.import_module(f"moe_{scheme}")
+
+
+@pytest.fixture
+def enum(scheme: str, module: ModuleType) -> type[StrEnum]:
+    found: type[StrEnum] = getattr(module, NAMES[scheme])
+    return found
+
+
+def select(scheme: str, module: ModuleType, **request: Any) -> mc.Selection:
+    found: mc.Selection = getattr(module, f"select_{scheme}_moe_backend")(CONFIG, device="cpu", **request)
+    return found
+
+
+def test_the_result_unpacks_into_a_member_and_a_class(scheme: str, module: ModuleType, enum: Any) -> None:
+    backend, experts = selection = select(scheme, module)
+    assert backend is enum.TORCH
+    assert backend == "torch"
+    assert f"{backend}" == "torch"
+    assert {backend: 1}["torch"] == 1
+    assert experts in module.backend_to_kernel_cls(backend)
+    assert issubclass(experts, mc.FusedMoEExperts)
+    assert selection.report.chosen is not None
+
+
+def test_every_member_has_classes_and_a_name(scheme: str, module: ModuleType, enum: type[StrEnum]) -> None:
+    for member in enum:
+        classes = module.backend_to_kernel_cls(member)
+        assert classes == module.backend_to_kernel_cls(member.value)
+        assert classes
+        assert all(issubclass(experts, mc.FusedMoEExperts) for experts in classes)
+        assert getattr(module, f"map_{scheme}_backend")(member.value) is member
+
+
+def test_other_names_are_value_errors(scheme: str, module: ModuleType) -> None:
+    for function in (module.backend_to_kernel_cls, getattr(module, f"map_{scheme}_backend")):
+        with pytest.raises(ValueError, match=f"{scheme} has no backend 'tirton'; did you mean 'triton'.*torch"):
+            function("tirton")
+    with pytest.raises(ValueError, match="has no backend 'tirton'"):
+        select(scheme, module, moe_backend="tirton")
+    with pytest.raises(ValueError, match="'triton' does not fit, and is never replaced"):
+        select(scheme, module, moe_backend="triton")
+
+
+def test_the_priority_is_the_order_of_selection(scheme: str, module: ModuleType, enum: Any) -> None:
+    for device in ("sm90", "sm100", "cpu"):
+        keys = select(scheme, module)
+        order = module.get_priority_backends(CONFIG, keys.weight_key, keys.activation_key, device=device)
+        assert sorted(order) == sorted(enum)
+        assert all(isinstance(backend, enum) for backend in order)
+        report = (
+            mc.oracle(scheme)
+            .select(CONFIG, weight_key=keys.weight_key, activation_key=keys.activation_key, device=device)
+            .report
+        )
+        assert order == list(dict.fromkeys(candidate.backend for candidate in report.candidates))
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from moe_wna16.experts.torch import TorchWNA16Experts
+
+    mine = type("Mine", (TorchWNA16Experts,), {"protocol_version": 1, "placement": mc.Placement(before=("*",))})
+    monkeypatch.setattr("moe_wna16.experts.torch.Mine", mine, raising=False)
+    point = importlib.metadata.EntryPoint("wna16.mine", "moe_wna16.experts.torch:Mine", "moe_core.backends")
+    everything = {group: installed(group) for group in ("moe_core.schemes", "moe_core.backends", "moe_core.formats")}
+    everything["moe_core.backends"].append(point)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: everything[group])
+    registry.cache_clear()
+    yield
+    registry.cache_clear()
+
+
+def test_another_packages_backend_goes_by_its_name(added: None) -> None:
+    import moe_wna16
+
+    backend, experts = moe_wna16.select_wna16_moe_backend(CONFIG, device="cpu")
+    assert (backend, experts.__name__) == ("mine", "Mine")
+    assert moe_wna16.map_wna16_backend("mine") == "mine"
+    assert moe_wna16.backend_to_kernel_cls("mine") == [experts]
+    assert moe_wna16.get_priority_backends(CONFIG, mc.kInt4Static, device="sm90")[0] == "mine"
+
+
+def test_wna16_takes_the_bits_that_engines_pass() -> None:
+    from moe_wna16 import select_wna16_moe_backend
+
+    assert select_wna16_moe_backend(CONFIG, weight_key=mc.kInt8Static, weight_bits=8, device="cpu").backend == "torch"
+    assert select_wna16_moe_backend(CONFIG, weight_bits=4, device="cpu").weight_key == mc.kInt4Static
+    with pytest.raises(ValueError, match="weight_bits is 8, the weight key kInt4Static .* has 4"):
+        select_wna16_moe_backend(CONFIG, weight_bits=8, device="cpu")
