@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core.gemm.specimen import launch
+from moe_core.jit.launch import launch
 from moe_core.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG
 from moe_core.replay import MOST_RECORDS, Replay
 from moe_core.weights import KernelWeights
@@ -31,7 +31,7 @@ def floats(argument: Any) -> Any:
 class Kernel:
     """out = scale * a + b, element by element; counts Triton's dispatches and the launcher's starts."""
 
-    arg_names = ("out", "pair", "descriptor", "scale", "PDL", "FLAG", "enable_fp_fusion")
+    arg_names = ("out", "pair", "descriptor", "scale", "PDL", "FLAG")
 
     def __init__(self, compiles: bool = True) -> None:
         self.fn = SimpleNamespace(__name__="axpy")
@@ -53,8 +53,8 @@ class Kernel:
         assert (gx, gy, gz, function, metadata, rest[:3]) == (2, 1, 1, "f", "m", (None, None, None))
         self.started += 1
         self.streams.append(stream)
-        out, pair, descriptor, scale, pdl, flag, fusion = rest[3:]
-        assert (pdl, flag, fusion) == (False, "x", True)
+        out, pair, descriptor, scale, pdl, flag = rest[3:]
+        assert (pdl, flag) == (False, "x")
         self.compute(out, pair, descriptor, scale)
 
     @staticmethod

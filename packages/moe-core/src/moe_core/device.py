@@ -39,7 +39,7 @@ class DeviceInfo:
 
     @property
     def supports_fp8(self) -> bool:
-        """Whether the matrix units read e4m3fn operands."""
+        """Whether the tensor cores read e4m3fn operands."""
         return self.capability >= 89 or self.arch in ("gfx950",)
 
     def __str__(self) -> str:

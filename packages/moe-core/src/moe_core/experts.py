@@ -62,7 +62,7 @@ class FusedMoEExperts(ABC):
     is_monolithic: ClassVar[bool] = False
     #: where a backend of another package stands among the scheme's own
     placement: ClassVar[Placement] = Placement()
-    #: ``apply`` does nothing on the device but launch kernels through `moe_core.gemm.specimen.launch`, with arguments
+    #: ``apply`` does nothing on the device but launch kernels through `moe_core.jit.launch.launch`, with arguments
     #: that follow from the layer and from the shapes, strides and addresses of its tensors (see `moe_core.replay`)
     launches_only: ClassVar[bool] = False
 

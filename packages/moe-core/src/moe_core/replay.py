@@ -8,7 +8,7 @@ record and start the compiled kernels directly.
 A record is only used where it is certain to be what the call would have launched:
 
 - The experts and the prepare/finalize say that they do nothing on the device but launch kernels through
-  :func:`moe_core.gemm.specimen.launch` (``launches_only``).  Any other work that torch sees while a call is recorded
+  :func:`moe_core.jit.launch.launch` (``launches_only``).  Any other work that torch sees while a call is recorded
   (a copy, a fill) makes calls of that kind run as usual.
 - Every address in a launch lies within a tensor of the call, the layer's weights or the scratch memory, whose places
   are known.  An address from anywhere else, or from two of them, likewise.
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moe_core.gemm.specimen import Launched, observe
+from moe_core.jit.launch import Launch, observe
 from moe_core.weights import KernelWeights
 from moe_core.workspace import Workspace
 
@@ -83,7 +83,7 @@ class Record:
     scratch memory.  Raises NotReplayable.
     """
 
-    def __init__(self, launched: Sequence[Launched], spans: Sequence[Span], *, scratch: int) -> None:
+    def __init__(self, launched: Sequence[Launch], spans: Sequence[Span], *, scratch: int) -> None:
         self.scratch = scratch
         self.scratch_alignment = next(span.start for span in spans if span.owner == _WORKSPACE) % _ALIGNMENT
         #: the scratch memory's address, where a descriptor holds it
@@ -108,12 +108,12 @@ class Record:
             self._lock.release()
         return True
 
-    def _prepared(self, one: Launched) -> tuple[Any, ...]:
+    def _prepared(self, one: Launch) -> tuple[Any, ...]:
         compiled = one.compiled
         if not (hasattr(compiled, "run") and hasattr(compiled, "function") and hasattr(compiled, "packed_metadata")):
             raise NotReplayable(f"{one.name} was not compiled")  # Triton's interpreter
         grid = (*one.grid, 1, 1)[:3]
-        arguments = tuple(self._argument(value) for value in one.arguments)
+        arguments = tuple(self._argument(value) for value in one.arguments.values())
         return compiled.run, grid, compiled.function, compiled.packed_metadata, arguments
 
     def _argument(self, value: Any) -> Any:
@@ -252,7 +252,7 @@ class Replay:
             return
         scratch = workspace if workspace is not None else Workspace(self.weights.device)
         if found is None and not (self.weights.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            launched: list[Launched] = []
+            launched: list[Launch] = []
             with observe(launched.append), _Watch() as watch:
                 call(scratch)
             self._remember(kind, self._record(launched, watch.work, inputs, scratch, workspace is not None))
@@ -263,7 +263,7 @@ class Replay:
 
     def _record(
         self,
-        launched: Sequence[Launched],
+        launched: Sequence[Launch],
         work: str | None,
         inputs: Sequence[Tensor | None],
         scratch: Workspace,

@@ -1,4 +1,4 @@
-"""Which activations the kernels without matrix units can read."""
+"""Which activations the kernels without tensor cores can read."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from moe_core.gemm.marlin.widen import (
     zero_offset,
 )
 from moe_core.gemm.marlin.words import order_words
-from moe_core.gemm.narrow import INTERPRET
+from moe_core.jit.casts import INTERPRET
 from torch import Tensor
 
 ROWS, COLUMNS = 16, 256

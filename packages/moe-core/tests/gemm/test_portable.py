@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 from moe_core.errors import ConfigError
-from moe_core.gemm.narrow import round_e2m1
 from moe_core.gemm.portable.activations import code_mxfp8
 from moe_core.gemm.portable.kinds import ActivationKind
 from moe_core.gemm.portable.layer import PackedMatrix
+from moe_core.jit.casts import round_e2m1
 from moe_core.numerics import E2M1_VALUES
 from moe_core.quant_key import kFp8DynamicTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
 from moe_core.quantization import dequantize_tensor, fake_quantize, quantize_tensor

@@ -6,8 +6,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.plan import max_tiles
 from moe_core.ops import sort
+from moe_core.ops._sizes import max_tiles
 from moe_core.ops.sort import (
     QuantizeRows,
     clears_first,

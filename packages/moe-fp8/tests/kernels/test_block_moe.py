@@ -1,6 +1,6 @@
 """The whole layer, block FP8, against float64 over the same quantised values.
 
-Tolerance (relative, Frobenius).  Hopper's matrix units truncate e4m3 products to about 2^-13 of the largest of a sum,
+Tolerance (relative, Frobenius).  Hopper's tensor cores truncate e4m3 products to about 2^-13 of the largest of a sum,
 which is about 2^-10 of the sum of 128 random ones.  An intermediate value that is off by d = 2^-10 comes out of the
 quantisation one step s further with probability d / s, so that the root mean square of that error is sqrt(d s), with
 steps of e4m3 between 2^-4 and 2^-3 of the value: 2^-6.5 to 2^-7, of gate and up together sqrt(2) more.  The two
@@ -17,7 +17,7 @@ from moe_core.activation import MoEActivation, apply_moe_activation
 from moe_core.gemm.launch import Activation
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.rule import tile_plan
-from moe_core.gemm.specimen import record
+from moe_core.jit.launch import record
 from moe_core.workspace import Workspace, workspace_nbytes
 from moe_fp8.kernels import specimens
 from moe_fp8.kernels.block_moe import block_fp8_fused_moe
@@ -336,7 +336,7 @@ def test_rule_keeps_its_promises(shape, tokens, capability):
     for config, halves in ((plan.up, 2), (plan.down, 1)):
         stage = (config.block_m + halves * config.block_n) * 128
         limit = 227 * 1024 if capability in (90, 100) else 99 * 1024
-        # two-stage loops of the older matrix units keep one buffer in registers
+        # two-stage loops of the older tensor cores keep one buffer in registers
         buffers = config.num_stages if capability >= 90 else config.num_stages - 1
         assert config.specialised or stage * buffers <= limit
     assert capability >= 90 or not plan.pdl

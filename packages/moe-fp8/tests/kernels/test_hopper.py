@@ -1,6 +1,6 @@
 """The specialised kernel's products, by themselves, against float64 over the same e4m3 values.
 
-Tolerances (relative, Frobenius).  A sum in the matrix units loses up to 2^-13 of its size in every step of 32 columns
+Tolerances (relative, Frobenius).  A sum in the tensor cores loses up to 2^-13 of its size in every step of 32 columns
 (seen: 1.3e-3 after 128 steps, 2.9e-3 after 448), which is less than 2^-10 for the lengths here; rounding to 16 bits
 adds 2^-9 at most, rounding to e4m3 an error that is uniform within half a step of at most 2^-3.
 """
@@ -13,7 +13,8 @@ from moe_core.activation import MoEActivation, apply_moe_activation
 from moe_core.gemm import hopper_launch
 from moe_core.gemm.hopper_launch import TILE, HopperResult, hopper_fits
 from moe_core.gemm.launch import Activation, Operand, Routing
-from moe_core.gemm.plan import TileConfig, max_tiles
+from moe_core.gemm.plan import TileConfig
+from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
 

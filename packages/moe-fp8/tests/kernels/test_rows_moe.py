@@ -155,7 +155,7 @@ def test_specialised(kind, batched, gated, device):
     if batched:
         layer["activation_format"] = BATCHED
     found = error(kind, kFp8StaticChannelSym, TilePlan(config, config), device, tokens=300, **layer)
-    # the matrix units keep about 13 bits of a running sum of up to 528 / 32 steps
+    # the tensor cores keep about 13 bits of a running sum of up to 528 / 32 steps
     assert found < TOLERANCE
 
 

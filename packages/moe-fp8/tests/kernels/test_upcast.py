@@ -103,7 +103,7 @@ def test_every_power_of_two_is_exact(dtype: torch.dtype, device: torch.device) -
     found = widened(codes, as_words(exponents), WeightScale.MXFP8, dtype, device, x)
     expected = (scaled(codes, exponents) * x).float().double()
     error = (found - expected).abs()
-    # below float32's normal numbers matrix units may return 0
+    # below float32's normal numbers tensor cores may return 0
     tiny = torch.finfo(torch.float32).tiny
     assert float(error[expected.abs() >= tiny].max()) == 0.0
     assert float(error[expected.abs() < tiny].max()) < tiny

@@ -1,4 +1,4 @@
-"""One token of e4m3 weights: without matrix units where a row has one scale."""
+"""One token of e4m3 weights: without tensor cores where a row has one scale."""
 
 from __future__ import annotations
 

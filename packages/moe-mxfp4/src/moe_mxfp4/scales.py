@@ -10,12 +10,12 @@ from moe_mxfp4.groups import counting_groups
 
 #: the byte of a row's largest scale: see `moe_mxfp4.kernels.e2m1`
 LARGEST = 253
-#: of one that matrix units multiply: 2**0
+#: of one that tensor cores multiply: 2**0
 LARGEST_SCALED = 127
 
 
 def has_scaled_units(device: DeviceInfo) -> bool:
-    """Whether matrix units multiply codes with the scales of their groups: sm_100 and its family, gfx950."""
+    """Whether tensor cores multiply codes with the scales of their groups: sm_100 and its family, gfx950."""
     return 100 <= device.capability < 120 or device.arch == "gfx950"
 
 
@@ -29,7 +29,7 @@ def step_scales(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Ten
 
 
 def group_scales(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """As :func:`step_scales`, uint8 [E, rows, groups padded to 4]: bytes that matrix units multiply."""
+    """As :func:`step_scales`, uint8 [E, rows, groups padded to 4]: bytes that tensor cores multiply."""
     powers, factors = _relative(codes, scale, columns, LARGEST_SCALED)
     return powers.view(torch.uint8), factors
 

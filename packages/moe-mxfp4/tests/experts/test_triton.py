@@ -17,7 +17,7 @@ class TestTritonMxfp4(ConformanceTests):
 
 
 class ScaledMxfp4Experts(TritonMxfp4Experts):
-    """Codes multiplied with their scales, on devices too whose matrix units do not: there Triton widens them."""
+    """Codes multiplied with their scales, on devices too whose tensor cores do not: there Triton widens them."""
 
     claims = replace(TritonMxfp4Experts.claims, keys=((kMxfp4Static, kMxfp8Dynamic),))
     scaled = True

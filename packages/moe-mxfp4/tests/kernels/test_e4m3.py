@@ -23,7 +23,7 @@ CONFIGS = pytest.mark.parametrize("config", [FEW, MANY], ids=["few", "many"])
 @pytest.fixture(autouse=True)
 def _e4m3_units(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        pytest.skip("no matrix units for e4m3 before sm_89")
+        pytest.skip("no tensor cores for e4m3 before sm_89")
 
 
 def widened(

@@ -1,4 +1,4 @@
-"""One token without matrix units: every kind of scales, both sizes of codes, sizes that are no whole blocks."""
+"""One token without tensor cores: every kind of scales, both sizes of codes, sizes that are no whole blocks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(experts, config, key, device, *, tokens=1, ids=None):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """How often the kernels without matrix units were started."""
+    """How often the kernels without tensor cores were started."""
     from moe_core.gemm.marlin import vector
 
     calls = []

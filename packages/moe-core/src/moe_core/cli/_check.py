@@ -64,7 +64,7 @@ def check_output(
     from moe_core.testing.tolerance import expected_output
 
     experts = layer.kernel.experts
-    # matrix units of 8-bit operands add up with fewer bits than float32 has
+    # tensor cores of 8-bit operands add up with fewer bits than float32 has
     narrow = layer.weights.device.type != "cpu" and layer.selection.activation_key is not None
     expected = expected_output(
         experts.off_boundaries(x),

@@ -148,7 +148,7 @@ def _text(data: dict[str, Any]) -> str:
     lines += ["", "devices"]
     for device in data["devices"]:
         memory = f", {bytes_text(device['memory'])}" if device["memory"] else ""
-        fp8 = ", fp8 matrix units" if device["fp8"] else ""
+        fp8 = ", fp8 tensor cores" if device["fp8"] else ""
         lines.append(f"  {device['device']:<18} {device['name']} ({device['arch']}{memory}{fp8})")
     lines += ["", "schemes"]
     lines += [f"  {s['scheme']:<18} backends: {', '.join(s['backends'])}" for s in data["schemes"]] or ["  none"]

@@ -2,7 +2,7 @@
 
     plan.py, rule.py   launch parameters as data, and the rule that chooses them (no Triton)
     schedule.py        which rows a program works on
-    tile_kernel.py     tiles on the matrix units
+    tile_kernel.py     tiles on the tensor cores
     combine_kernel.py  finishes an up product whose k loop was split
     spread.py          quantises rows straight into the sorted order
     epilogue.py        activations in registers

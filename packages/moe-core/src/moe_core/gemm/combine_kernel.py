@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.epilogue import activate_gated, activate_plain
-from moe_core.gemm.narrow import narrow
 from moe_core.gemm.tile_kernel import store_amax
+from moe_core.jit.activation import activate_gated, activate_plain
+from moe_core.jit.casts import narrow
 from moe_core.ops._sort_kernels import local_expert
 
 

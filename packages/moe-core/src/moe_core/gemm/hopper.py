@@ -1,6 +1,6 @@
 """One-byte elements on Hopper with many rows per expert: loading, multiplying and scaling at the same time.
 
-The tile kernel of `moe_core.gemm` alternates between the matrix units and the scaling of their results, and waits in
+The tile kernel of `moe_core.gemm` alternates between the tensor cores and the scaling of their results, and waits in
 between.  Here one warp does nothing but request tiles (tensor memory accelerator, STAGES deep, running ahead into the
 next tile), and two groups of four warps each own 64 rows of a 128-row tile: while one scales, the other multiplies.
 Programs are persistent: one per multiprocessor, which walks through the tiles with a stride.
@@ -22,9 +22,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moe_core.gemm.epilogue import activate_plain
 from moe_core.gemm.hopper_finish import activate, add_bias, store_activated, store_block
 from moe_core.gemm.hopper_pipeline import HALF, TILE, find, produce
+from moe_core.jit.activation import activate_plain
 
 
 @gluon.jit

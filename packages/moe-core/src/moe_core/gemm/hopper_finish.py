@@ -8,10 +8,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_core.gemm.epilogue import activate_gated
 from moe_core.gemm.hopper_pipeline import HALF, TILE
-from moe_core.gemm.narrow import divide, divide_all, round_int8
 from moe_core.gemm.zero_points import scale_and_zero, shifted
+from moe_core.jit.activation import activate_gated
+from moe_core.jit.casts import divide, divide_all, round_int8
 
 E4M3_MAX = gl.constexpr(448.0)
 AMAX_FLOOR = gl.constexpr(1e-10)

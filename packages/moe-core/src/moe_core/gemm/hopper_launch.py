@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_core.gemm.launch import Activation, Operand, Routing
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.specimen import launch
+from moe_core.jit.launch import launch
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
 

@@ -98,7 +98,7 @@ def multiply_rows(
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """e4m3: summed in the matrix units, in float32, scaled once."""
+    """e4m3: summed in the tensor cores, in float32, scaled once."""
     wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 32])
     scale_0, scale_1 = column_scales(expert, block_n, B, N, layout, GATED)
     row_scale = row_scales(row, expert, A)

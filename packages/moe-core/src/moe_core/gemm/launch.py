@@ -12,10 +12,11 @@ from torch import Tensor
 
 from moe_core.config import FusedMoEConfig
 from moe_core.gemm.combine_kernel import combine_kernel
-from moe_core.gemm.plan import TileConfig, max_tiles
+from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.schedule import batched_locate, batched_tiles, sorted_locate, sorted_tiles
-from moe_core.gemm.specimen import launch
 from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN, grouped_tile_kernel
+from moe_core.jit.launch import launch
+from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from moe_core.gemm import lora_kernels as device
 from moe_core.gemm.launch import Addition, Operand, Result, Routing, TileFunctions, grouped_product, is_aligned
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.specimen import launch
 from moe_core.gemm.tile_kernel import PAIR, TOKEN
 from moe_core.gemm.workspaces import LORA
+from moe_core.jit.launch import launch
 from moe_core.lora import LoRA
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import sort_pairs

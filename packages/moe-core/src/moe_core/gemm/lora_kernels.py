@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.narrow import INTERPRET
 from moe_core.gemm.weight_tile import weight_rows, weight_tile
+from moe_core.jit.casts import INTERPRET
 from moe_core.ops._sort_kernels import local_expert
 
 

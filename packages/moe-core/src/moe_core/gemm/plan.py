@@ -50,8 +50,3 @@ class TilePlan:
     def interpreted(self) -> TilePlan:
         """The same for Triton's interpreter, which knows neither dependent launches nor warp specialisation."""
         return TilePlan(replace(self.up, specialised=False), replace(self.down, specialised=False))
-
-
-def max_tiles(pairs: int, experts: int, block_m: int) -> int:
-    """Most tiles that ``pairs`` rows over ``experts`` experts can make: each expert may have one partial tile."""
-    return min(experts, pairs) + pairs // block_m

@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.narrow import divide
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
+from moe_core.jit.casts import divide
 from moe_core.ops._sort_kernels import local_expert
 
 # the smallest amax that a scale is made from: keeps the scale of zeros normal and finite

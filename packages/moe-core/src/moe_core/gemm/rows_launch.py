@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_core.gemm import rows
 from moe_core.gemm.launch import Operand, Routing, is_aligned, weight_descriptor
-from moe_core.gemm.specimen import launch
+from moe_core.jit.launch import launch
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs, whole_row
 

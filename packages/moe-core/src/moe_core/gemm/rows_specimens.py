@@ -14,8 +14,8 @@ from moe_core.config import FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.rule import quantizes_while_loading, tile_plan
+from moe_core.jit.specimen import Specimen
 from moe_core.lora import LoRA, LoRAWeights
-from moe_core.testing.compile import Specimen
 
 if TYPE_CHECKING:
     from moe_core.gemm.launch import Activation

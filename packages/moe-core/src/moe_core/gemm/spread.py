@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 
 from moe_core.gemm.launch import Routing
-from moe_core.gemm.specimen import launch
 from moe_core.gemm.spread_kernel import spread_kernel
+from moe_core.jit.launch import launch
 from moe_core.ops.sort import QuantizeRows, SortedPairs
 
 

@@ -32,10 +32,10 @@ A result that is stored as it is may leave its largest magnitude in `amax`, as t
 int32 (NaN is above infinity): AMAX "row" takes one per row of the result, "tensor" one for all.  The caller has zeroed
 them in an earlier launch (`sort_pairs(zero=)`).  The next product's `load_a` can then quantise while it loads.
 
-SWAP computes the transposed tile [BLOCK_N, BLOCK_M]: matrix units take at least 64 rows but as few as 8 columns,
+SWAP computes the transposed tile [BLOCK_N, BLOCK_M]: tensor cores take at least 64 rows but as few as 8 columns,
 so that few tokens go into the columns and the weights, which come in abundance, into the rows.
 
-INTERLEAVED halves lie in turns of 8 rows, each filled up to whole turns: matrix units leave a row and the eighth after
+INTERLEAVED halves lie in turns of 8 rows, each filled up to whole turns: tensor cores leave a row and the eighth after
 it in one thread, so that one tile, twice as wide as its part of the result, has gate and up of the same columns.
 
 SPLIT programs share the k loop of one tile, where tiles alone are too few to keep every multiprocessor reading.  Each
@@ -47,8 +47,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.epilogue import activate_gated, activate_plain
-from moe_core.gemm.narrow import narrow
+from moe_core.jit.activation import activate_gated, activate_plain
+from moe_core.jit.casts import narrow
 
 # which row of an operand or of the result belongs to a row of the tile
 POSITION = tl.constexpr(0)  # its place in the sorted order

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.narrow import divide_all
+from moe_core.jit.casts import divide_all
 
 
 @triton.jit

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from moe_core import numerics
-from moe_core.gemm.epilogue import activate_gated, activate_plain
-from moe_core.gemm.narrow import INTERPRET, narrow, narrow_e4m3
+from moe_core.jit.activation import activate_gated, activate_plain
+from moe_core.jit.casts import INTERPRET, narrow, narrow_e4m3
 from moe_core.ops._exact_kernels import round_half_even
 
 _AMAX_FLOOR = tl.constexpr(numerics.AMAX_FLOOR)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.gemm.specimen import launch
+from moe_core.jit.launch import launch
 from moe_core.ops._quantize_kernels import amax_kernel, group_kernel, row_kernel
 from moe_core.ops._rows import Rows
 from moe_core.ops._sizes import power_of_two

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.narrow import narrow
+from moe_core.jit.casts import narrow
 from moe_core.ops._sort_kernels import local_expert
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from moe_core import numerics
-from moe_core.gemm.narrow import INTERPRET, round_e2m1
+from moe_core.jit.casts import INTERPRET, round_e2m1
 from moe_core.ops._quantize_kernels import divide_by, divisor_of, encode, magnitude_bits, scale_of, store_scale
 
 _NAN = tl.constexpr(tl.PropagateNan.ALL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_core.gemm.specimen import launch
+from moe_core.jit.launch import launch
 from moe_core.numerics import is_e8m0
 from moe_core.ops._sizes import power_of_two
 from moe_core.ops._weight_kernels import block_kernel, matrix_amax_kernel, matrix_codes_kernel, pair_kernel, run_kernel

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_core.gemm.plan import max_tiles
-from moe_core.gemm.specimen import launch
+from moe_core.jit.launch import launch
+from moe_core.ops._sizes import max_tiles
 from moe_core.ops.sort import sort_pairs, sort_workspaces
 from moe_core.workspace import WorkspaceSpec
 

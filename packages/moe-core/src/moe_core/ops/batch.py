@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_core.gemm.specimen import launch
+from moe_core.jit.launch import launch
 from moe_core.ops.sort import QuantizeRows
 from moe_core.workspace import WorkspaceSpec
 

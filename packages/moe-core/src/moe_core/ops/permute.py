@@ -121,7 +121,7 @@ def assign_slots(
     ids = topk_ids.contiguous()
     num_ids = num_experts if expert_map is None else expert_map.numel()
     if use_triton(ids, backend):
-        from moe_core.gemm.specimen import launch
+        from moe_core.jit.launch import launch
         from moe_core.ops._permute_kernels import assign_slots_kernel
 
         places = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
@@ -269,7 +269,7 @@ def _move(
     scatter: bool,
     pdl: bool,
 ) -> None:
-    from moe_core.gemm.specimen import launch
+    from moe_core.jit.launch import launch
     from moe_core.ops._permute_kernels import move_rows_kernel
 
     rows, columns = index.shape[0], source.shape[1]

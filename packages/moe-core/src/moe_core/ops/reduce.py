@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_core.gemm.specimen import launch
+from moe_core.jit.launch import launch
 
 
 def reduce_pairs(

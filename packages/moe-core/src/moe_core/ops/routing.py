@@ -44,7 +44,7 @@ def fused_route(
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=router_logits.device)
     if tokens == 0:
         return weights, ids
-    from moe_core.gemm.specimen import launch
+    from moe_core.jit.launch import launch
     from moe_core.ops._routing_kernels import route_kernel
 
     # a program is one warp

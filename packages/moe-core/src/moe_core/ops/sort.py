@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.gemm.plan import max_tiles
-from moe_core.gemm.specimen import launch
-from moe_core.ops._sizes import power_of_two
+from moe_core.jit.launch import launch
+from moe_core.ops._sizes import max_tiles, power_of_two
 from moe_core.workspace import WorkspaceSpec
 
 #: above this many pairs experts are counted by a launch of their own instead of by every program

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_core.activation import ActivationParams, MoEActivation
 from moe_core.device import DeviceInfo
+from moe_core.jit.specimen import Specimen
 from moe_core.ops.activation import fused_activation
 from moe_core.ops.align import align_pairs, align_workspaces, local_ids
 from moe_core.ops.permute import batch_tokens, gather_rows
@@ -27,7 +28,6 @@ from moe_core.quant_key import (
     kMxfp8Dynamic,
 )
 from moe_core.routing import RoutingConfig, RoutingMethodType
-from moe_core.testing.compile import Specimen
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from moe_core.device import DeviceInfo
+from moe_core.jit.specimen import Specimen
 from moe_core.ops.quantize_weights import quantize_weights
 from moe_core.quant_key import (
     kFp8Static128BlockE8M0Sym,
@@ -19,7 +20,6 @@ from moe_core.quant_key import (
     kMxfp4Static,
     kMxfp8Static,
 )
-from moe_core.testing.compile import Specimen
 
 
 def specimens(target: DeviceInfo) -> Iterator[Specimen]:

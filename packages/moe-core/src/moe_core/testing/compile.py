@@ -4,12 +4,12 @@
     python -m moe_core.testing.compile gfx950 --package my_package
     python -m moe_core.testing.compile sm80 sm90 gfx950 --cover 2
 
-A module that holds kernels defines ``specimens(target)``, which gets a :class:`~moe_core.device.DeviceInfo` and yields
-:class:`Specimen` objects: launches as the host code makes them, on meta tensors.  Every module of the named packages
-(default: core and every package that registers something with it) that defines this function is asked.  Each launch
-compiles the kernels it would start, for the target and not for a device; a kernel fails when it does not compile, needs
-more shared memory than a block of the target can have, spills more bytes per thread than its specimen allows, or
-multiplies registers that the next step overwrites (:mod:`moe_core.testing.in_flight`).
+A module that holds kernels defines ``specimens(target)``, which gets a :class:`~moe_core.device.DeviceInfo` and
+yields `moe_core.jit.specimen.Specimen` objects: launches as the host code makes them, on meta tensors.  Every module
+of the named packages (default: core and every package that registers something with it) that defines this function is
+asked.  Each launch compiles the kernels it would start, for the target and not for a device; a kernel fails when it
+does not compile, needs more shared memory than a block of the target can have, spills more bytes per thread than its
+specimen allows, or multiplies registers that the next step overwrites (:mod:`moe_core.testing.in_flight`).
 
 ``--cover`` compiles fewer of the launches, chosen for all targets together by :mod:`moe_core.testing.compile_cover`;
 the host code of every specimen still runs for every target.
@@ -41,21 +41,9 @@ from typing import Any
 
 from moe_core.device import DeviceInfo
 from moe_core.errors import ConfigError, MoEError
+from moe_core.jit.specimen import Specimen
 from moe_core.testing.compile_cover import Launch, Value, choose, describe
 from moe_core.testing.in_flight import register_products_in_flight
-
-
-@dataclass(frozen=True)
-class Specimen:
-    """One launch to compile.
-
-    ``launch`` calls host code that starts kernels, on tensors of device "meta"; it must not read their values.
-    ``max_spills``: bytes of local memory per thread that are accepted, with a comment where that isn't 0.
-    """
-
-    name: str
-    launch: Callable[[], object]
-    max_spills: int = 0
 
 
 @dataclass(frozen=True)
@@ -266,7 +254,7 @@ def compile_specimen(
         if running:
             problems.append(
                 f"{where}: {name} has up to {running} products with registers in flight at the end of a loop's step: "
-                "moe_core.gemm.settle.settled makes them end there"
+                "moe_core.jit.wait.wait_for_mma makes them end there"
             )
     if not compiled:
         problems.append(f"{where}: started no kernel")

@@ -70,7 +70,7 @@ class Problem:
     def expected(self, place: Place, *, rounds_products: bool = False) -> Expected:
         """The reference; the Triton interpreter truncates where hardware rounds.  ``rounds_products``: see the claims.
 
-        With float32 outputs the yardstick still multiplies in bfloat16 on a GPU: matrix units of 8-bit operands add
+        With float32 outputs the yardstick still multiplies in bfloat16 on a GPU: tensor cores of 8-bit operands add
         up with fewer bits than float32 has (Hopper's e4m3: about 14), so float32 products are nobody's measure there.
         """
         inputs, config = self.inputs, self.case.config

@@ -1,6 +1,6 @@
-"""Triton, MXFP8 weights with MXFP8 activations (1 x 32, e8m0), on GPUs without scaled matrix units too.
+"""Triton, MXFP8 weights with MXFP8 activations (1 x 32, e8m0), on GPUs without scaled tensor cores too.
 
-An e4m3 number times a power of two is a bfloat16 number, so bfloat16 matrix units multiply MXFP8 operands exactly:
+An e4m3 number times a power of two is a bfloat16 number, so bfloat16 tensor cores multiply MXFP8 operands exactly:
 x and h are rounded to MXFP8 and stored as bfloat16, weights get their scales in registers.  Weights stay as the
 checkpoint has them (see `moe_fp8.experts.triton_weight_only`).
 """

@@ -184,7 +184,7 @@ class TritonFp8WeightOnlyExperts(TritonFp8UpcastExperts):
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),
-        notes="float32 layers multiply outside the matrix units",
+        notes="float32 layers multiply outside the tensor cores",
     )
 
 

@@ -4,7 +4,7 @@
     activations   e4m3 [M, K padded to whole groups], one float32 scale per row and group of block_k columns
 
 BLOCK_K of the kernel equals block_k, so that each step of its loop meets one scale per row and one per weight block:
-the step's product is summed in the matrix units and added, scaled, in float32.
+the step's product is summed in the tensor cores and added, scaled, in float32.
 
 This file is the model for another scheme: write these functions and nothing else.
 """
@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.epilogue import NAN
-from moe_core.gemm.narrow import divide, narrow_e4m3
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
+from moe_core.jit.activation import NAN
+from moe_core.jit.casts import divide, narrow_e4m3
 
 E4M3_MAX = tl.constexpr(448.0)
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)

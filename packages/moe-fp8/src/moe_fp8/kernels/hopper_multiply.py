@@ -7,8 +7,8 @@ It returns the scaled float32 products [64, 128] of both blocks, and the number 
 
 from __future__ import annotations
 
-from moe_core.gemm.epilogue import NAN
 from moe_core.gemm.hopper_pipeline import HALF, TILE, barrier
+from moe_core.jit.activation import NAN
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait

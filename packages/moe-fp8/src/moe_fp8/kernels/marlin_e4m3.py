@@ -37,9 +37,9 @@ from moe_core.gemm.marlin.operand import (
 )
 from moe_core.gemm.marlin.vector import VectorFunctions
 from moe_core.gemm.marlin.widen import byte_columns, byte_values, pair
-from moe_core.gemm.narrow import INTERPRET
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.weight_tile import weight_rows
+from moe_core.jit.casts import INTERPRET
 
 # the byte of a row's largest MXFP8 scale, as `convert_e4m3` makes it
 LARGEST = tl.constexpr(247)

@@ -11,7 +11,7 @@ import torch
 from moe_core.device import DeviceInfo
 from moe_core.gemm.marlin.rule import marlin_plan, vector_plan
 from moe_core.gemm.plan import TilePlan
-from moe_core.testing.compile import Specimen
+from moe_core.jit.specimen import Specimen
 
 if TYPE_CHECKING:
     from moe_core.gemm.marlin.layer import MarlinMatrix

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moe_core.device import DeviceInfo
 from moe_core.gemm.rows_specimens import row_specimens
-from moe_core.testing.compile import Specimen
+from moe_core.jit.specimen import Specimen
 
 if TYPE_CHECKING:
     from moe_core.gemm.rows_moe import RowFunctions

@@ -11,7 +11,7 @@ from moe_core.device import DeviceInfo
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.rows_specimens import adapters_for
 from moe_core.gemm.rule import tile_plan
-from moe_core.testing.compile import Specimen
+from moe_core.jit.specimen import Specimen
 from torch import Tensor
 
 #: name, experts, top-k, hidden size, intermediate size; the last one is no multiple of anything

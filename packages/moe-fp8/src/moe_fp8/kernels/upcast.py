@@ -8,7 +8,7 @@ An e4m3 byte shifted into the place of a 16-bit number's exponent is that number
 instructions than the conversion to bfloat16 that sm_89 and newer have.  The two bytes of a word whose 16-bit forms lie
 in one register are bytes 0 and 2, and 1 and 3; `arrange` orders the activations accordingly, once, where they are
 written, so that no byte of the weights moves.  The product is always transposed (SWAP): weights go from registers into
-the matrix units.
+the tensor cores.
 
 Scales are applied where that is exact: per channel and per tensor to the finished sum, per block to the sum of each
 step in float32, MXFP8's powers of two to the weights.  Those then have bfloat16's range, which float16 has not:
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.gemm.narrow import INTERPRET, narrow, narrow_e4m3
-from moe_core.gemm.settle import settled
+from moe_core.jit.casts import INTERPRET, narrow, narrow_e4m3
+from moe_core.jit.wait import wait_for_mma
 from moe_core.ops._quantize_kernels import magnitude_bits, scale_of
 
 #: columns within which `arrange` moves
@@ -364,7 +364,7 @@ def _add(acc, words, factor, x, SCALED: tl.constexpr):
     if acc.shape[1] <= 32:
         return _add_step(acc, words, factor, x, SCALED)
     else:
-        return settled(_product(acc, words, factor, x, SCALED))
+        return wait_for_mma(_product(acc, words, factor, x, SCALED))
 
 
 @triton.jit
@@ -404,7 +404,7 @@ def _factor(words, b_scale, dtype: tl.constexpr):
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     # The byte of each word, joined and reshaped rather than shifted by an index: what is computed from loads and
-    # constants alone takes the layout of the matrix units' operand, so that the weights go there without a detour
+    # constants alone takes the layout of the tensor cores' operand, so that the weights go there without a detour
     # through shared memory.
     even = tl.join(b_scale & 0xFF, (b_scale >> 16) & 0xFF)
     odd = tl.join((b_scale >> 8) & 0xFF, (b_scale >> 24) & 0xFF)
@@ -437,7 +437,7 @@ def multiply_mxfp8_halves(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
     high, low = a
     factor = _factor(b, b_scale, tl.bfloat16)
-    return settled(_product(_product(acc, b, factor, (low,), True), b, factor, (high,), True))
+    return wait_for_mma(_product(_product(acc, b, factor, (low,), True), b, factor, (high,), True))
 
 
 @triton.jit

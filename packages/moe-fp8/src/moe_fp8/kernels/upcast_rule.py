@@ -1,7 +1,7 @@
 """Launch parameters of the product with weights that are widened in registers: a rule from counts and sizes.
 
 The mean number of rows per expert decides.  With few, the call streams weights: tiles of 16 or 32 rows, and several
-programs share the k loop of a tile where tiles are too few.  With many, the matrix units decide: the more rows a tile
+programs share the k loop of a tile where tiles are too few.  With many, the tensor cores decide: the more rows a tile
 has, the more products a widened weight enters.  Every product is transposed (`swap`).
 The figures behind the thresholds are in docs/performance.md.
 """
@@ -42,11 +42,11 @@ def upcast_plan(
     """
     mean = tokens * top_k / num_experts
     if wide:
-        # no matrix units: a small tile keeps the operands in registers
+        # no tensor cores: a small tile keeps the operands in registers
         config = TileConfig(16, BLOCK_N, 8, 1, 1, swap=True)
         return TilePlan(config, config)
     if capability < 90 or capability >= 120:
-        # about 100 KB of shared memory per program; products of these matrix units take more registers
+        # about 100 KB of shared memory per program; products of these tensor cores take more registers
         rows, warps = (
             (16, 8 if halves else 4) if mean <= 12 else (32, 8) if mean <= 24 or stepwise or halves else (64, 8)
         )

@@ -10,7 +10,7 @@ import torch
 from moe_core.activation import MoEActivation
 from moe_core.device import DeviceInfo
 from moe_core.gemm.plan import TilePlan
-from moe_core.testing.compile import Specimen
+from moe_core.jit.specimen import Specimen
 from torch import Tensor
 
 from moe_fp8.kernels.upcast_rule import upcast_plan
@@ -28,7 +28,7 @@ _MAX_SPILLS = 96
 _MAX_SPILLS_NARROW_BLOCKS = 160
 #: weight rows with masks in both directions keep them in registers too
 _MAX_SPILLS_ODD = 448
-#: float32 products have no matrix units, and Triton holds both operands of a step in registers
+#: float32 products have no tensor cores, and Triton holds both operands of a step in registers
 _MAX_SPILLS_FLOAT32 = 8192
 #: float16 beside MXFP8 weights: the weights of a step enter twice as many products
 _MAX_SPILLS_HALVES = 128

@@ -10,7 +10,7 @@ from moe_core.activation import MoEActivation
 from moe_core.device import DeviceInfo
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.rule import quantizes_while_loading
-from moe_core.testing.compile import Specimen
+from moe_core.jit.specimen import Specimen
 from torch import Tensor
 
 from moe_int8.kernels.wide_rule import wide_plan

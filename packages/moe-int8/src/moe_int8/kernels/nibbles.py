@@ -18,11 +18,11 @@ from dataclasses import replace
 
 import triton
 import triton.language as tl
-from moe_core.gemm.narrow import INTERPRET, round_int8
 from moe_core.gemm.rows import load_values, load_wide
 from moe_core.gemm.rows_moe import RowFunctions
-from moe_core.gemm.settle import settled
 from moe_core.gemm.weight_tile import weight_rows, weight_tile
+from moe_core.jit.casts import INTERPRET, round_int8
+from moe_core.jit.wait import wait_for_mma
 
 from moe_int8.kernels.rows import INT8, INT8_ZERO
 
@@ -86,7 +86,7 @@ def load_packed(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
 def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + 16 a @ b.T, int32."""
     low, high = unpack(b)
-    return settled(product(product(acc, a[0], low, SWAP), a[1], high, SWAP))
+    return wait_for_mma(product(product(acc, a[0], low, SWAP), a[1], high, SWAP))
 
 
 # ------------------------------------------------------------------ scales by group

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.narrow import divide, divide_all, round_int8
 from moe_core.gemm.rows import AMAX_FLOOR, largest, load_wide, open_weights, open_wide, scale_of, scale_of_parts
 from moe_core.gemm.rows_moe import RowFunctions
 from moe_core.gemm.zero_points import scale_and_zero, shifted, with_zero
+from moe_core.jit.casts import divide, divide_all, round_int8
 
 INT8_MAX = tl.constexpr(127.0)
 INFINITY_BITS = tl.constexpr(0x7F800000)

@@ -10,7 +10,7 @@ import torch
 from moe_core.device import DeviceInfo
 from moe_core.gemm.rows_specimens import row_layer, row_specimens
 from moe_core.gemm.rule import tile_plan
-from moe_core.testing.compile import Specimen
+from moe_core.jit.specimen import Specimen
 
 if TYPE_CHECKING:
     from moe_core.gemm.rows_moe import RowFunctions

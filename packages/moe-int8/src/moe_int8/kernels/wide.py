@@ -7,7 +7,7 @@
 Every int8 is a bfloat16 and a float16 number, and a few instructions on a word make four of them: the code in the low
 bits of a mantissa, minus what the bits around it are worth.  The bytes of a word whose 16-bit forms lie in one register
 are 0 and 2, and 1 and 3, and a thread holds the numbers 2w and 2w + 1 of every 16 columns: the words' order makes these
-meet, so that no number leaves its register.  Weights go from registers into the matrix units, so the product is always
+meet, so that no number leaves its register.  Weights go from registers into the tensor cores, so the product is always
 transposed (SWAP).  The channel's scale is applied to the finished sum.
 """
 
@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.gemm.narrow import INTERPRET
-from moe_core.gemm.settle import settled
 from moe_core.gemm.weight_tile import weight_tile
+from moe_core.jit.casts import INTERPRET
+from moe_core.jit.wait import wait_for_mma
 
 #: words whose numbers change places; `moe_int8.layout.WORDS`
 WORDS = tl.constexpr(8)
@@ -130,7 +130,7 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
         step = tl.dot(widen(b, a.dtype), tl.trans(a))
         return tl.fma(step, tl.full(acc.shape, 1.0, tl.float32), acc)
     else:
-        return settled(tl.dot(widen(b, a.dtype), tl.trans(a), acc))
+        return wait_for_mma(tl.dot(widen(b, a.dtype), tl.trans(a), acc))
 
 
 @triton.jit

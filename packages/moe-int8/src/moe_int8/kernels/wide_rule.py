@@ -32,7 +32,7 @@ def wide_plan(
     """
     mean = tokens * top_k / num_experts
     if dtype_bytes == 4:
-        # no matrix units: a small tile keeps the operands in registers
+        # no tensor cores: a small tile keeps the operands in registers
         config = TileConfig(16, BLOCK_N, 8, 1, 1, swap=True)
         return TilePlan(config, config)
     if capability < 90 or capability >= 120:

@@ -9,7 +9,7 @@ import torch
 from moe_core.activation import MoEActivation
 from moe_core.device import DeviceInfo
 from moe_core.gemm.plan import TilePlan
-from moe_core.testing.compile import Specimen
+from moe_core.jit.specimen import Specimen
 from torch import Tensor
 
 from moe_int8.kernels.wide_rule import wide_plan
@@ -21,7 +21,7 @@ _TOKENS = (1, 600, 1000, 2000, 40000)
 _MAX_SPILLS = 64
 #: weight rows that are no multiple of 16 bytes cannot be copied asynchronously: their tiles pass through registers
 _MAX_SPILLS_ODD = 256
-#: float32 products have no matrix units, and Triton holds both operands of a step in registers
+#: float32 products have no tensor cores, and Triton holds both operands of a step in registers
 _MAX_SPILLS_FLOAT32 = 8192
 
 

@@ -1,6 +1,6 @@
 """Marlin-class kernels: e2m1 weights, repacked at load, with 16-bit activations.
 
-Codes are put into the order in which the registers of the matrix units hold them, and widened there, so that no FP4
+Codes are put into the order in which the registers of the tensor cores hold them, and widened there, so that no FP4
 hardware is needed (sm_80 and newer): see ``moe_core.gemm.marlin``.
 """
 

@@ -1,6 +1,6 @@
 """Marlin-class kernels: e2m1 weights, repacked at load, with e4m3 activations (sm_89 and newer).
 
-Weights become e4m3 in registers, so that FP8 matrix units multiply, at twice the rate of 16-bit ones.  Activations have
+Weights become e4m3 in registers, so that FP8 tensor cores multiply, at twice the rate of 16-bit ones.  Activations have
 one scale per token, found at run time, or one per expert (static).  Standard and batched format.
 ``moe_core.gemm.rows_moe`` says what a call consists of, ``kernels/e4m3.py`` how weights are widened.
 """

@@ -4,7 +4,7 @@ The portable backend: it reads the checkpoint's codes as they are and makes numb
 Triton operations; scales are turned once, so that those of a step lie together.  Every key of the scheme, standard and
 batched format.
 ``moe_core.gemm.portable.layer`` says what a call consists of, ``kernels/e2m1.py`` how exact its products are.
-Quantised activations multiply as bfloat16 numbers, which hold e4m3 and e2m1 times a power of two; where matrix units
+Quantised activations multiply as bfloat16 numbers, which hold e4m3 and e2m1 times a power of two; where tensor cores
 multiply codes with their scales (sm_100 and its family, gfx950), MXFP8 ones stay codes.
 """
 
@@ -95,12 +95,12 @@ class TritonMxfp4Experts(GroupedExperts):
 
     @property
     def scaled(self) -> bool:
-        """Whether matrix units multiply codes with their scales."""
+        """Whether tensor cores multiply codes with their scales."""
         return self.kind is ActivationKind.MXFP8 and has_scaled_units(self.device_info)
 
     @property
     def short_steps(self) -> bool:
-        """Whether no matrix unit multiplies, so that a step of the k loop has 32 columns."""
+        """Whether no tensor core multiplies, so that a step of the k loop has 32 columns."""
         return self.config.dtype is torch.float32 and self.kind is ActivationKind.PLAIN
 
     def chosen_plan(self, num_tokens: int) -> TilePlan:

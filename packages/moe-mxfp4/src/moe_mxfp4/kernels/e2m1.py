@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.gemm.narrow import INTERPRET
 from moe_core.gemm.portable.tiles import add_product, in_order, load_words, product
 from moe_core.gemm.weight_tile import weight_rows
+from moe_core.jit.casts import INTERPRET
 
 #: columns of which an int32 holds the scales
 STEP = tl.constexpr(128)

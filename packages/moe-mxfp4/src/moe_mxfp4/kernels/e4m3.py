@@ -17,11 +17,11 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 from moe_core.gemm.marlin.operand import FEW, per_word, step_bytes
-from moe_core.gemm.narrow import INTERPRET
 from moe_core.gemm.rows import open_weights
 from moe_core.gemm.rows_e4m3 import E4M3
-from moe_core.gemm.settle import settled
 from moe_core.gemm.weight_tile import prefetch_rows, weight_tile
+from moe_core.jit.casts import INTERPRET
+from moe_core.jit.wait import wait_for_mma
 
 # $0, $1: the codes of the lower and of the upper half of the word $2, a byte each, as e4m3 numbers of the power $3.
 # The table is that of 2^-5: bytes 0, 0x08, 0x10, 0x14 and 0x18, 0x1c, 0x20, 0x24 are 0, 0.5, 1, 1.5 and 2, 3, 4, 6.
@@ -124,10 +124,10 @@ def multiply_words(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     numbers = widened(b, per_word(step_bytes(b_scale), b.shape[1], 1))
     if acc.shape[1] <= FEW:
         # summed step by step: Hopper's units keep fewer bits of a running sum
-        return settled(acc + tl.dot(numbers, tl.trans(a), out_dtype=tl.float32))
+        return wait_for_mma(acc + tl.dot(numbers, tl.trans(a), out_dtype=tl.float32))
     else:
         # two sums of a step have no room in the registers
-        return settled(tl.dot(numbers, tl.trans(a), acc, out_dtype=tl.float32))
+        return wait_for_mma(tl.dot(numbers, tl.trans(a), acc, out_dtype=tl.float32))
 
 
 #: e4m3 activations with e2m1 weights

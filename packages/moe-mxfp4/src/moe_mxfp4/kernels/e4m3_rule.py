@@ -1,6 +1,6 @@
 """Launch parameters of products with e4m3 activations: a rule from counts and sizes, for any shape.
 
-Every product is transposed (`swap`): weights go from registers into the matrix units.  With few rows per expert the k
+Every product is transposed (`swap`): weights go from registers into the tensor cores.  With few rows per expert the k
 loop of a tile is shared by programs, where tiles alone are too few for all multiprocessors; with many, the more rows a
 tile has, the more products a widened weight enters.  The figures behind the thresholds are in docs/performance.md.
 """

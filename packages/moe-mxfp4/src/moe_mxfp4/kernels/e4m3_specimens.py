@@ -12,7 +12,7 @@ from moe_core.gemm.marlin.words import words_of
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.rows_specimens import row_layer
 from moe_core.gemm.rule import quantizes_while_loading
-from moe_core.testing.compile import Specimen
+from moe_core.jit.specimen import Specimen
 from torch import Tensor
 
 from moe_mxfp4.kernels.e4m3_rule import e4m3_plan

@@ -20,8 +20,8 @@ from moe_core.gemm.marlin.integers import load_group_4
 from moe_core.gemm.marlin.layer import MarlinMatrix
 from moe_core.gemm.marlin.operand import FEW, add_product, finish_factors, open_groups, per_word, step_powers
 from moe_core.gemm.marlin.widen import nibble_columns, nibble_numbers
-from moe_core.gemm.narrow import INTERPRET
 from moe_core.gemm.plan import TileConfig
+from moe_core.jit.casts import INTERPRET
 
 from moe_mxfp4 import scales
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from moe_core.device import DeviceInfo
 from moe_core.gemm.plan import TilePlan
-from moe_core.testing.compile import Specimen
+from moe_core.jit.specimen import Specimen
 
 from moe_mxfp4.kernels.marlin_rule import e2m1_plan
 

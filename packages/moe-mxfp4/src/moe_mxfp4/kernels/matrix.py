@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_mxfp4.kernels import e2m1, scaled
 
-#: depth of float32 products, which no matrix unit computes
+#: depth of float32 products, which no tensor core computes
 SHORT_STEP = 32
 
 

@@ -5,15 +5,15 @@
     factors       float32 [E, rows]: the row's largest scale, which multiplies the finished sums
     activations   e4m3 [rows, K padded to whole steps], uint8 scales [rows, groups]
 
-For matrix units that have it (sm_100 and its family, gfx950); elsewhere Triton widens both operands to bfloat16.
+For tensor cores that have it (sm_100 and its family, gfx950); elsewhere Triton widens both operands to bfloat16.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.gemm.narrow import INTERPRET
 from moe_core.gemm.weight_tile import weight_rows, weight_tile
+from moe_core.jit.casts import INTERPRET
 
 #: columns that share a scale
 GROUP = tl.constexpr(32)
@@ -68,5 +68,5 @@ def _own(scales):
 @triton.jit
 def multiply_scaled(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + weights @ a.T, with scales."""
-    tl.static_assert(SWAP, "weights are the rows of the product, whose number matrix units fix")
+    tl.static_assert(SWAP, "weights are the rows of the product, whose number tensor cores fix")
     return tl.dot_scaled(b, b_scale, "e2m1", tl.trans(a), _own(a_scale), "e4m3", acc)

@@ -12,7 +12,7 @@ from moe_core.device import DeviceInfo
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.portable.kinds import ActivationKind
 from moe_core.gemm.portable.rule import portable_plan
-from moe_core.testing.compile import Specimen
+from moe_core.jit.specimen import Specimen
 from torch import Tensor
 
 from moe_mxfp4.scales import has_scaled_units
@@ -22,7 +22,7 @@ _SHAPE, _ODD = (128, 4, 2880, 2880), (6, 2, 1101, 1003)
 _TOKENS = (1, 300, 600, 1300, 2000, 40000)
 #: tile coordinates outside the loop; sm_80 to sm_89 and sm_120: sums of 32 rows, gate and up, of two products each
 _MAX_SPILLS = 192
-#: masks of weight rows beside them; float32 products, which no matrix unit computes
+#: masks of weight rows beside them; float32 products, which no tensor core computes
 _MAX_SPILLS_MORE = 320
 
 

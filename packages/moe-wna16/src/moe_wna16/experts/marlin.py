@@ -1,6 +1,6 @@
 """Marlin-class kernels: INT4 and INT8 codes in groups, repacked at load, with 16-bit activations.
 
-Codes are put into the order in which the registers of the matrix units hold them, and widened there: see
+Codes are put into the order in which the registers of the tensor cores hold them, and widened there: see
 ``moe_core.gemm.marlin``.  With an activation order, columns are put in the order of their groups at load, and
 activations are gathered to match.
 """

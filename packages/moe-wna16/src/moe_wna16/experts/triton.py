@@ -107,7 +107,7 @@ class TritonWNA16Experts(GroupedExperts):
 
     @property
     def short_steps(self) -> bool:
-        """Whether a step of the k loop has 32 columns: of permuted ones, and where no matrix unit multiplies."""
+        """Whether a step of the k loop has 32 columns: of permuted ones, and where no tensor core multiplies."""
         return self.permuted or (self.config.dtype is torch.float32 and not self.quantized)
 
     @property

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.gemm.narrow import INTERPRET
 from moe_core.gemm.portable.tiles import add_product, in_order, load_words, product
 from moe_core.gemm.rows import load_values
-from moe_core.gemm.settle import settled
 from moe_core.gemm.weight_tile import weight_rows
+from moe_core.jit.casts import INTERPRET
+from moe_core.jit.wait import wait_for_mma
 
 # ------------------------------------------------------------------ codes as numbers
 
@@ -309,4 +309,4 @@ def multiply_columns(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     else:
         high = values.to(a.dtype)
         low = (values - high.to(tl.float32)).to(a.dtype)
-        return settled(acc + product(high, a) + product(low, a))
+        return wait_for_mma(acc + product(high, a) + product(low, a))

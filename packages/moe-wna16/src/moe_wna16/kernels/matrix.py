@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_wna16.kernels import codes
 
-#: depth where columns have groups of their own, and of float32 products, which no matrix unit computes
+#: depth where columns have groups of their own, and of float32 products, which no tensor core computes
 SHORT_STEP = 32
 
 #: load_a, load_b and multiply by bits and groups of a step

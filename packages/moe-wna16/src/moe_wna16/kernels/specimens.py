@@ -12,7 +12,7 @@ from moe_core.device import DeviceInfo
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.portable.kinds import ActivationKind
 from moe_core.gemm.portable.rule import portable_plan
-from moe_core.testing.compile import Specimen
+from moe_core.jit.specimen import Specimen
 from torch import Tensor
 
 #: experts, top-k, hidden size, intermediate size; the second's rows are no whole words

@@ -1,6 +1,6 @@
 """Weights that are widened in registers, for products with 16-bit activations: a family of kernels.
 
-Weights of 4 and 8 bits are put at load into the order in which the registers of the matrix units hold them, and become
+Weights of 4 and 8 bits are put at load into the order in which the registers of the tensor cores hold them, and become
 16-bit numbers there, by a few instructions on a word: no number passes through shared memory.  Schemes add the element
 type (`widen`) and say how its scales lie (`MarlinMatrix`); everything else is the same for all of them.
 
@@ -12,7 +12,7 @@ type (`widen`) and say how its scales lie (`MarlinMatrix`); everything else is t
     convert    canonical weights in this layout
     rule       launch parameters
     layer      the fused layer; `experts`, the base of experts on it
-    vector     the layer for one token, without matrix units; `vector_numbers`, words as its float32 numbers
+    vector     the layer for one token, without tensor cores; `vector_numbers`, words as its float32 numbers
 
 The name is that of the first kernel of this kind (Frantar et al., 2024, arXiv:2408.11743).
 """

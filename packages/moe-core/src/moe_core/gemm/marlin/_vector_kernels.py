@@ -1,4 +1,4 @@
-"""One token, without matrix units: rows of words times a vector, in float32.
+"""One token, without tensor cores: rows of words times a vector, in float32.
 
 A program takes BLOCK_N rows of one expert's words and goes through their columns, BLOCK_W words at a time.  A thread
 has four consecutive words of several rows; the numbers of the vector that it multiplies them with are in registers,
@@ -18,9 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.epilogue import activate_gated, activate_plain
 from moe_core.gemm.marlin.operand import scale_of, zero_of
-from moe_core.gemm.narrow import narrow
+from moe_core.jit.activation import activate_gated, activate_plain
+from moe_core.jit.casts import narrow
 from moe_core.ops._sort_kernels import local_expert
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_core.gemm.launch import Routing
-from moe_core.gemm.specimen import launch
+from moe_core.jit.launch import launch
 from moe_core.ops.batch import Batch
 
 #: columns of the smaller groups

@@ -32,7 +32,7 @@ class MarlinExperts(GroupedExperts):
         """What the kernels get of ``name``, w13 or w2."""
 
     def vectors(self, matrix: MarlinMatrix) -> VectorFunctions | None:
-        """What one token's products take of the element type, or None where matrix units are ahead."""
+        """What one token's products take of the element type, or None where tensor cores are ahead."""
         return None
 
     @property
@@ -61,7 +61,7 @@ class MarlinExperts(GroupedExperts):
         return 8 if self.weight_key is not None and self.weight_key.dtype.bits == 8 else 4
 
     def vector_plan(self, num_tokens: int, on_gpu: bool = True) -> VectorPlan | None:
-        """Launch parameters where so many tokens are multiplied without matrix units."""
+        """Launch parameters where so many tokens are multiplied without tensor cores."""
         from moe_core.gemm.marlin.rule import vector_plan
 
         if self.batched:

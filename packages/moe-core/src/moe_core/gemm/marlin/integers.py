@@ -31,7 +31,7 @@ from moe_core.gemm.marlin.widen import (
     uint8_scaled,
     zero_offset,
 )
-from moe_core.gemm.narrow import INTERPRET
+from moe_core.jit.casts import INTERPRET
 
 
 @triton.jit

@@ -6,7 +6,7 @@
     row factors   float32 [E, rows] that multiply finished sums, or None
     activations   bfloat16 or float16 [rows, K]
 
-The product is always transposed (SWAP): weights go from registers into the matrix units.  Scales are applied
+The product is always transposed (SWAP): weights go from registers into the tensor cores.  Scales are applied
 
 - to the finished sum, where a row has one (`open_rows`, `finish_rows`);
 - to the sum of each step in float32, where a step is one group (`load_step`, `add_scaled_product`), which is exact and
@@ -19,9 +19,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.narrow import INTERPRET, narrow
-from moe_core.gemm.settle import settled
 from moe_core.gemm.weight_tile import weight_rows, weight_tile
+from moe_core.jit.casts import INTERPRET, narrow
+from moe_core.jit.wait import wait_for_mma
 
 #: columns of a step
 STEP = tl.constexpr(128)
@@ -153,7 +153,7 @@ def per_word(groups, W: tl.constexpr, UNITS: tl.constexpr):
     """[N, G] values of a step's groups as [N, W] of its words.
 
     A step has UNITS units of 4 threads x 4 words; what is joined and reshaped rather than indexed takes the layout of
-    the matrix units' operand, so that words go there without a detour through shared memory.
+    the tensor cores' operand, so that words go there without a detour through shared memory.
     """
     N: tl.constexpr = groups.shape[0]
     G: tl.constexpr = groups.shape[1]
@@ -210,7 +210,7 @@ def add_product(acc, numbers, x, STEPWISE: tl.constexpr):
         step = tl.dot(numbers, tl.trans(x))
         return tl.fma(step, tl.full(acc.shape, 1.0, tl.float32), acc)
     else:
-        return settled(tl.dot(numbers, tl.trans(x), acc))
+        return wait_for_mma(tl.dot(numbers, tl.trans(x), acc))
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Launch parameters of the family: a rule from counts and sizes, for any shape.
 
 The mean number of rows per expert decides.  With few, a call streams weights: tiles of 16 or 32 rows, and several
-programs share the k loop of a tile where tiles are too few.  With many, the matrix units decide: the more rows a tile
+programs share the k loop of a tile where tiles are too few.  With many, the tensor cores decide: the more rows a tile
 has, the more products a widened weight enters.  Every product is transposed (`swap`).  Tiles of 4-bit words have 128
 rows of weights and four warps: the 16-bit numbers of more do not fit their registers.  8-bit words take twice the
 shared memory: tiles of 128 rows of activations would leave one program of four warps on a multiprocessor, and get 256
@@ -97,7 +97,7 @@ class VectorConfig:
 
 @dataclass(frozen=True)
 class VectorPlan:
-    """The layer without matrix units: up product, down product."""
+    """The layer without tensor cores: up product, down product."""
 
     up: VectorConfig
     down: VectorConfig

@@ -38,7 +38,7 @@ def _launch(scale: Tensor, zero_point: Tensor | None, interleaved: bool) -> Tens
     import triton
 
     from moe_core.gemm.marlin._scale_kernels import ROWS, order_scales_kernel
-    from moe_core.gemm.specimen import launch
+    from moe_core.jit.launch import launch
 
     experts, rows, groups = scale.shape
     width = interleaved_rows(rows) if interleaved else rows

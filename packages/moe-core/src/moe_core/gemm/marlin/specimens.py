@@ -13,7 +13,7 @@ from moe_core.device import DeviceInfo
 from moe_core.gemm.marlin.rule import marlin_plan, vector_plan
 from moe_core.gemm.marlin.words import interleaved_rows, words_of
 from moe_core.gemm.plan import TilePlan
-from moe_core.testing.compile import Specimen
+from moe_core.jit.specimen import Specimen
 
 if TYPE_CHECKING:
     from moe_core.gemm.marlin.layer import MarlinMatrix

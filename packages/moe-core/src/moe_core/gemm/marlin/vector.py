@@ -20,7 +20,7 @@ from moe_core.gemm.launch import Activation, Routing
 from moe_core.gemm.marlin._vector_kernels import vector_kernel
 from moe_core.gemm.marlin.layer import MarlinMatrix
 from moe_core.gemm.marlin.rule import VectorConfig, VectorPlan
-from moe_core.gemm.specimen import launch
+from moe_core.jit.launch import launch
 from moe_core.ops.reduce import reduce_pairs
 
 

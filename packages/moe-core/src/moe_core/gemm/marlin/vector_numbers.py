@@ -11,7 +11,7 @@ import struct
 import triton
 import triton.language as tl
 
-from moe_core.gemm.narrow import INTERPRET
+from moe_core.jit.casts import INTERPRET
 
 # of $0 to $7, codes at bits 0, 16, 4, 20, 8, 24, 12, 28: whether the word is shifted by 12, and the bit then
 _PLACES = ((False, 0), (False, 16), (False, 4), (True, 8), (False, 8), (True, 12), (False, 12), (True, 16))

@@ -3,7 +3,7 @@
     widen(words [N, W] int32, offset, dtype) -> numbers [N, columns] of `dtype` (float32 in the interpreter), exact
 
 `offset` is what a type with zero points gets of them (`offsets`), else 0.  The two numbers of a 16-bit pair in a
-register are those that a thread of the matrix units holds side by side, so that nothing moves between registers or
+register are those that a thread of the tensor cores holds side by side, so that nothing moves between registers or
 threads; `moe_core.gemm.marlin.words` says which columns they are.
 
 Integers are made in the low bits of a mantissa: a bfloat16 of exponent 7 counts ones from 128 on, a float16 of exponent
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.narrow import INTERPRET
+from moe_core.jit.casts import INTERPRET
 
 # In the texts below $0, $1, ... are the pairs' numbers, then comes the word; with zero points a pair to be added, and
 # last, where numbers are scaled, a pair of factors.  -0.0 as addend keeps the sign of zeros.

@@ -1,4 +1,4 @@
-"""Codes in the order in which the registers of the matrix units hold them.
+"""Codes in the order in which the registers of the tensor cores hold them.
 
 A thread of `mma.m16n8k16` (and of `wgmma`, whose warps hold the same) keeps of each row and every 16 columns the
 numbers 2t, 2t + 1, 2t + 8 and 2t + 9, where t is its number among four.  So an int32 word has codes that one thread
@@ -15,7 +15,7 @@ that one shift puts three of the four where bfloat16 has them (sign 15, exponent
     p = 0   sign 15, the rest 8 to 6        p = 2   sign 9, the rest 2 to 0
     p = 1   sign 12, the rest 5 to 3        p = 3   sign 14, exponent 11 and 10, mantissa 13
 
-Matrix units of 8-bit numbers have four consecutive columns in a register.  Numbers of e2m1 that become e4m3 ("e4m3"):
+Tensor cores of 8-bit numbers have four consecutive columns in a register.  Numbers of e2m1 that become e4m3 ("e4m3"):
 
     word 4t + u:    magnitudes at bits 16h + 4j, signs at bit 8j + 7 - 4h:      column 32u + 16h + 4t + j
 
@@ -169,7 +169,7 @@ def _launch(codes: Tensor, out: Tensor, bits: int, interleaved: bool, order: str
     import triton
 
     from moe_core.gemm.marlin._word_kernels import order_kernel
-    from moe_core.gemm.specimen import launch
+    from moe_core.jit.launch import launch
 
     units = codes.numel() // (4 * WORDS)
     block = 128

@@ -1,7 +1,7 @@
 """Packed codes that become numbers in registers by plain Triton operations: the layer of the portable backends.
 
 Checkpoints' bytes stay as they are, read as 32-bit words; the activations are written once in the order of columns in
-which a thread of the matrix units holds the numbers of a word.  Schemes add how a tile of words is loaded, scaled and
+which a thread of the tensor cores holds the numbers of a word.  Schemes add how a tile of words is loaded, scaled and
 multiplied (`PackedMatrix.functions`); everything else is the same for all of them.
 
     tiles        the order of columns; words and activations of a tile

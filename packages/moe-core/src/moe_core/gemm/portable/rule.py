@@ -36,7 +36,7 @@ def portable_plan(
     stepwise = group_size != -1 or scaled_steps
     mean = tokens * top_k / num_experts
     if dtype_bytes == 4:
-        # no matrix units: a small tile keeps the operands in registers
+        # no tensor cores: a small tile keeps the operands in registers
         config = TileConfig(16, BLOCK_N, 8, 1, 1, swap=True)
         return TilePlan(config, config)
     if capability < 90 or capability >= 120 or permuted:

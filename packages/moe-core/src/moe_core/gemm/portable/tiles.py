@@ -3,9 +3,9 @@
     weights       int32 words [E, rows, words] of P codes each, 8 of 4 bits or 4 of 8, low bits first
     activations   bfloat16, float16 or float32 [rows, K padded to whole steps], columns in the order of `arrange`
 
-The numbers of a word are those that one thread of NVIDIA's matrix units holds; the activations are written once in the
+The numbers of a word are those that one thread of NVIDIA's tensor cores holds; the activations are written once in the
 order of columns that makes it so, so that the weights stay as they are.  Products are transposed (SWAP): weights go
-from registers into the matrix units.
+from registers into the tensor cores.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.narrow import INTERPRET
 from moe_core.gemm.rows import load_values
-from moe_core.gemm.settle import settled
 from moe_core.gemm.weight_tile import weight_tile
+from moe_core.jit.casts import INTERPRET
+from moe_core.jit.wait import wait_for_mma
 
 
 @triton.jit
@@ -88,4 +88,4 @@ def add_product(acc, values, x):
         # nobody else sets a running sum meanwhile (as `fma`: Triton would turn a sum into a running one)
         return tl.fma(product(values, x), tl.full(acc.shape, 1.0, tl.float32), acc)
     else:
-        return settled(tl.dot(values, tl.trans(x), acc))
+        return wait_for_mma(tl.dot(values, tl.trans(x), acc))

@@ -11,11 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.narrow import INTERPRET
+from moe_core.jit.casts import INTERPRET
 
 
 @triton.jit
-def settled(acc):
+def wait_for_mma(acc):
     """`acc`, float32 or int32, once no product reads or writes registers any more."""
     if INTERPRET:
         return acc

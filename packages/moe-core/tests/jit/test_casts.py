@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.narrow import divide, divide_all, narrow, narrow_e4m3, round_int8
+from moe_core.jit.casts import divide, divide_all, narrow, narrow_e4m3, round_int8
 
 
 @triton.jit

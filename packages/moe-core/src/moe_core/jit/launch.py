@@ -1,0 +1,84 @@
+"""Every kernel launch goes through `launch`, so that launches can be recorded too.
+
+with record() as launches:
+    block_fp8_fused_moe(...)            # on meta tensors: nothing runs
+assert [one.name for one in launches] == ["sort_kernel", …]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+#: Triton's options of a launch, which are no parameters of the kernel
+_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "launch_pdl", "enable_fp_fusion", "maxnreg"})
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One launch: the kernel's name, the grid, and all arguments in the order of the kernel's parameters.
+
+    ``compiled``: Triton's compiled kernel; None from its interpreter, and where the launch was recorded only.
+    """
+
+    name: str
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    compiled: Any = None
+
+    @staticmethod
+    def of(
+        kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], keywords: dict[str, Any], compiled: Any = None
+    ) -> Launch:
+        values = dict(zip(kernel.arg_names, args, strict=False))
+        values |= {name: value for name, value in keywords.items() if name not in _OPTIONS}
+        return Launch(kernel.fn.__name__, grid, {name: values[name] for name in kernel.arg_names}, compiled)
+
+
+_RECORDING: ContextVar[list[Launch] | None] = ContextVar("moe_core_recording", default=None)
+_OBSERVER: ContextVar[Callable[[Launch], None] | None] = ContextVar("moe_core_observer", default=None)
+
+
+@contextmanager
+def record() -> Iterator[list[Launch]]:
+    """Collect the launches inside instead of making them."""
+    found: list[Launch] = []
+    token = _RECORDING.set(found)
+    try:
+        yield found
+    finally:
+        _RECORDING.reset(token)
+
+
+@contextmanager
+def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
+    """Tell ``observer`` of every launch inside, after it was made."""
+    token = _OBSERVER.set(observer)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **keywords: Any) -> None:
+    """``kernel[grid](*args, **keywords)``, or its record; nothing for an empty grid.
+
+    ``pdl`` adds the constant PDL and lets the launch overlap the end of the kernel before it.
+    """
+    if 0 in grid:
+        return
+    keywords["PDL"] = pdl
+    keywords.setdefault("enable_fp_fusion", True)  # Triton's default, which is going to change
+    if pdl:
+        keywords["launch_pdl"] = True
+    recording = _RECORDING.get()
+    if recording is not None:
+        recording.append(Launch.of(kernel, grid, args, keywords))
+        return
+    compiled = kernel[grid](*args, **keywords)
+    observer = _OBSERVER.get()
+    if observer is not None:
+        observer(Launch.of(kernel, grid, args, keywords, compiled))
