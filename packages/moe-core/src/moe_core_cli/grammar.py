@@ -13,6 +13,7 @@ from moe_core_cli.parser import Paragraphs, Parser, meant, one_of, seconds, show
 
 _ABOUT = "Quantised mixture-of-experts layers: what runs them, why, how exactly and how fast."
 
+FORMATS = ("standard", "batched")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 _RUN = """\
@@ -24,7 +25,10 @@ are given, the top-k pair wins.  --output receives output [M, K] as float32, com
 which follows from what a sound implementation rounds.  Exit code 1 where the error is larger."""
 
 _EXPLAIN = """\
-The layer is one of a checkpoint folder, or described by --scheme and --shape.  Exit code 2 where no backend fits."""
+The layer is one of a checkpoint folder, or described by --scheme and --shape.  Prints what was chosen, which preferred
+backends were not and why, and the memory that the layer takes: weights as the backend lays them out, the most that is
+allocated while they are converted, workspace of a call with --tokens tokens.  --all-layers does so for every MoE layer
+of a checkpoint, with the total.  Exit code 2 where no backend fits."""
 
 _BACKENDS = """\
 A table for each scheme: backends in order of preference, GPUs, and whether a backend was tested on one or claims it.
@@ -112,6 +116,8 @@ def _run(parser: argparse.ArgumentParser) -> None:
 def _explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="DIR", type=Path, nargs="?", help="checkpoint folder")
     _of_checkpoint(parser)
+    parser.add_argument("--all-layers", action="store_true", help="every MoE layer of the checkpoint, and the total")
+    _tokens(parser, 4096, "of one call, for its workspace (default: 4096)")
     _device(parser, "sm90, sm100, gfx950, cpu, h200 … (default: this machine's)")
     _backend(parser)
     _dtype(parser)
@@ -201,7 +207,8 @@ def _choice(parser: Any, name: str, default: str, names: Sequence[str], metavar:
 
 
 def _shape(parser: argparse.ArgumentParser) -> None:
-    """A layer without a checkpoint."""
+    """A layer without a checkpoint, and what none says."""
+    _choice(parser, "--activation-format", "standard", FORMATS, "|".join(FORMATS), "of what experts get")
     group = parser.add_argument_group("a layer without a checkpoint")
     _scheme(group, "quantisation scheme, e.g. fp8")
     group.add_argument("--shape", metavar="E,k,K,N", help="experts, experts per token, hidden and intermediate size")

@@ -23,13 +23,18 @@ MOST_TOKENS = 2**40
 LARGEST_SIZE = 2**24
 
 
-def source_of(args: argparse.Namespace, checkpoint: Checkpoint, *, experts: Sequence[int] | None = None) -> LayerSource:
-    """The layer of ``checkpoint`` that the arguments name, as they say that it is read; ``experts``: of it, these."""
+def source_of(
+    args: argparse.Namespace, checkpoint: Checkpoint, layer: int | None = None, *, experts: Sequence[int] | None = None
+) -> LayerSource:
+    """A layer of ``checkpoint``, default the one that the arguments name, as they say that it is read.
+
+    ``experts``: of it, these.
+    """
     from moe_core.checkpoint import Given, read_layer
 
     return read_layer(
         checkpoint,
-        args.layer,
+        args.layer if layer is None else layer,
         dtype=dtype_of(args.dtype),
         experts=experts,
         quantize=args.quantize,

@@ -1,30 +1,41 @@
-"""moe explain: which backend runs a layer, and why no other; also for a GPU that is not here.
-
-The layer is one of a checkpoint folder, or described by --scheme and --shape.  Exit code 2 where no backend fits.
-"""
+"""moe explain: which backend runs a layer, or every layer of a checkpoint, and why; also for a GPU that is not here."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from moe_core.cli import _arguments
+from moe_core_cli.console import complain
+
+from moe_core.cli import _arguments, _report
 from moe_core.cli._output import emit
+from moe_core.errors import ConfigError
 from moe_core.selection import SelectionError
+
+if TYPE_CHECKING:
+    from moe_core.config import FusedMoEConfig
+    from moe_core.memory import LayerMemory
+    from moe_core.quant_key import QuantKey
+    from moe_core.selection import SelectionReport
 
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code."""
-    from moe_core.registry import registry
+    _arguments.check_tokens(args.tokens)
+    if args.all_layers:
+        from moe_core.cli._all_layers import explain_all
 
+        return explain_all(args)
     found: dict[str, Any] = {}
     if args.path is not None:
         from moe_core.checkpoint import Checkpoint
 
+        if args.shape is not None or args.scheme is not None:
+            raise ConfigError("the layer is one of a checkpoint folder, or described by --scheme and --shape, not both")
         source = _arguments.source_of(args, Checkpoint.open(args.path))
         scheme, config = source.scheme, source.config
-        weight_key, activation_key = source.weight_key, source.activation_key
+        keys = source.weight_key, source.activation_key
         found = {
             "checkpoint": str(args.path),
             "layer": source.index,
@@ -34,23 +45,58 @@ def run(args: argparse.Namespace) -> int:
         }
     else:
         config, weight_key, activation_key = _arguments.request_of(args)
-        scheme = args.scheme
-    oracle = registry().oracle(scheme)
+        scheme, keys = args.scheme, (weight_key, activation_key)
+    report, memory = selected(args, scheme, config, *keys)
+    told = None if memory is None else vars(memory)
+    emit(args.json, {**found, **report.as_dict(), "memory": told}, _text(found, report, memory, args.verbose))
+    if report.chosen is None:
+        complain("moe explain: no backend fits; the report says why")
+    return 0 if report.chosen is not None else 2
+
+
+def selected(
+    args: argparse.Namespace,
+    scheme: str,
+    config: FusedMoEConfig,
+    weight_key: QuantKey | None,
+    activation_key: QuantKey | None,
+) -> tuple[SelectionReport, LayerMemory | None]:
+    """What selection says, and the memory of what it chose; None where nothing fits."""
+    from moe_core.memory import layer_memory
+    from moe_core.registry import registry
+
+    if args.activation_format == "batched":
+        batched: Any = args.activation_format
+        config = replace(config, activation_format=batched, max_num_tokens=args.tokens)
     try:
-        selection = oracle.select(
-            config,
-            weight_key=weight_key,
-            activation_key=activation_key,
-            moe_backend=args.backend,
-            device=args.device,
+        selection = (
+            registry()
+            .oracle(scheme)
+            .select(
+                config,
+                weight_key=weight_key,
+                activation_key=activation_key,
+                moe_backend=args.backend,
+                device=args.device,
+            )
         )
-        report, code = selection.report, 0
     except SelectionError as error:
         # the reasons are what was asked for
-        report, code = error.report, 2
-    head = f"{found['checkpoint']}: layer {found['layer']} ({found['prefix']}), {found['format']}\n" if found else ""
-    notes = "".join(f"\nnote: {note}" for note in found.get("notes", ()))
-    emit(args.json, {**found, **report.as_dict()}, f"{head}{report}{notes}")
-    if code:
-        print("moe explain: no backend fits; the report says why", file=sys.stderr)
-    return code
+        return error.report, None
+    return selection.report, layer_memory(selection, args.tokens)
+
+
+def _text(found: dict[str, Any], report: SelectionReport, memory: LayerMemory | None, verbose: bool) -> str:
+    lines = []
+    if found:
+        lines.append(f"{found['checkpoint']}: layer {found['layer']} ({found['prefix']}), {found['format']}")
+    if verbose:
+        lines.append(str(report))
+    else:
+        lines += [_report.verdict(report), *_report.layer(report), *_report.reasons(report)]
+    if memory is not None:
+        lines.append(_report.memory(memory))
+    lines += [f"note: {note}" for note in found.get("notes", ())]
+    if not verbose:
+        lines.append("-v: every backend with every reason")
+    return "\n".join(lines)

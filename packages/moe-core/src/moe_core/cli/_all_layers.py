@@ -1,0 +1,144 @@
+"""moe explain --all-layers: what runs each MoE layer of a checkpoint, and what all of them take."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from moe_core_cli.console import complain
+
+from moe_core.cli import _arguments, _report
+from moe_core.cli._output import bytes_text, emit, progress, table
+from moe_core.errors import ConfigError, MoEError
+
+if TYPE_CHECKING:
+    from moe_core.checkpoint import Checkpoint, LayerSource
+    from moe_core.memory import LayerMemory
+    from moe_core.selection import SelectionReport
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer: what selection says, or why it can't be read."""
+
+    index: int
+    format: str = ""
+    report: SelectionReport | None = None
+    memory: LayerMemory | None = None
+    fault: str = ""
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What layers that are shown in one row have in common."""
+        if self.report is None:
+            return (self.fault,)
+        report = self.report
+        config = replace(report.config, routing=None)
+        return (report.scheme, self.format, config, report.weight_key, report.activation_key, report.chosen)
+
+
+def explain_all(args: argparse.Namespace) -> int:
+    """The command; returns the exit code: 2 where a layer can't be read, or no backend fits it."""
+    from moe_core.checkpoint import Checkpoint, moe_layers
+
+    if args.path is None or args.layer is not None:
+        raise ConfigError("--all-layers is for a checkpoint folder, without --layer")
+    checkpoint = Checkpoint.open(args.path)
+    indices = list(moe_layers(checkpoint))
+    if not indices:
+        _arguments.source_of(args, checkpoint)  # says what is there instead
+    with progress(f"reading the names of {len(indices)} layers"):
+        layers = list(_explained(args, checkpoint, indices))
+    failed = [layer for layer in layers if layer.report is None or layer.report.chosen is None]
+    emit(args.json, _data(args, layers), _text(args, layers))
+    if failed:
+        complain(f"moe explain: {len(failed)} of {len(layers)} layers can't be run")
+    return 2 if failed else 0
+
+
+def _explained(args: argparse.Namespace, checkpoint: Checkpoint, indices: list[int]) -> Iterator[_Layer]:
+    from moe_core.cli.explain import selected
+
+    known: dict[Any, tuple[SelectionReport, LayerMemory | None]] = {}
+    for index in indices:
+        try:
+            source: LayerSource = _arguments.source_of(args, checkpoint, index)
+        except MoEError as error:
+            yield _Layer(index, fault=str(error))
+            continue
+        request = source.scheme, source.config, source.weight_key, source.activation_key
+        if request not in known:
+            known[request] = selected(args, *request)
+        yield _Layer(index, source.format.name, *known[request])
+
+
+def _totals(layers: list[_Layer]) -> dict[str, int]:
+    """Bytes of all layers on one device: their weights; at most while the last is loaded; the workspace they share."""
+    told = [layer.memory for layer in layers if layer.memory is not None]
+    weights = sum(memory.weights for memory in told)
+    return {
+        "weights": weights,
+        "load_peak": max((weights - memory.weights + memory.load_peak for memory in told), default=0),
+        "workspace": max((memory.workspace or 0 for memory in told), default=0),
+    }
+
+
+def _data(args: argparse.Namespace, layers: list[_Layer]) -> dict[str, Any]:
+    return {
+        "checkpoint": str(args.path),
+        "layers": [
+            {
+                "layer": layer.index,
+                "format": layer.format or None,
+                "selection": None if layer.report is None else layer.report.as_dict(),
+                "memory": None if layer.memory is None else vars(layer.memory),
+                "fault": layer.fault or None,
+            }
+            for layer in layers
+        ],
+        "total": _totals(layers),
+    }
+
+
+def _text(args: argparse.Namespace, layers: list[_Layer]) -> str:
+    groups = [list(group) for _, group in groupby(layers, lambda layer: layer.kind)]
+    rows = []
+    for group in groups:
+        first, count = group[0], len(group)
+        numbers = str(first.index) if count == 1 else f"{first.index}-{group[-1].index}"
+        if len(range(first.index, group[-1].index + 1)) != count:
+            numbers = f"{numbers} ({count})"
+        if first.report is None:
+            rows.append([numbers, "not read", "", "", ""])
+            continue
+        each = "" if first.memory is None else bytes_text(first.memory.weights)
+        all_of_them = "" if first.memory is None else bytes_text(count * first.memory.weights)
+        chosen = "none" if first.report.chosen is None else first.report.chosen.backend
+        rows.append([numbers, first.report.scheme, chosen, each, all_of_them])
+    total = _totals(layers)
+    lines = [f"{args.path}: {len(layers)} MoE layers", table(["layers", "scheme", "backend", "each", "weights"], rows)]
+    for group in groups:
+        lines += ["", *_about(group, args.verbose)]
+    lines += [
+        "",
+        (
+            f"total: weights {bytes_text(total['weights'])}, up to {bytes_text(total['load_peak'])} at load; "
+            f"workspace {bytes_text(total['workspace'])} for {args.tokens} tokens if the layers share it"
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _about(group: list[_Layer], verbose: bool) -> list[str]:
+    """What there is to say of layers that are alike."""
+    first = group[0]
+    head = f"layers {first.index}-{group[-1].index}" if len(group) > 1 else f"layer {first.index}"
+    if first.report is None:
+        return [f"{head}: {first.fault}"]
+    if verbose:
+        return [f"{head}, {first.format}", str(first.report)]
+    report = first.report
+    return [f"{head}, {first.format}: {_report.verdict(report)}", *_report.layer(report), *_report.reasons(report)]
