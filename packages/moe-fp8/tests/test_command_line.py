@@ -117,7 +117,7 @@ def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
     assert time.perf_counter() - start < 20
     out = capsys.readouterr().out
     assert "within the tolerance" in out
-    assert "-> torch" in out
+    assert "on cpu: torch" in out
 
 
 def test_explain_for_a_gpu_that_is_not_here(original: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "MXFP4 (gpt-oss)" in out
     assert "within the tolerance" in out
-    assert "-> torch" in out
+    assert "on cpu: torch" in out
 
 
 @pytest.mark.parametrize("layer", [0, 1])

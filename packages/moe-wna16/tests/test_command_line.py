@@ -72,7 +72,7 @@ def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quickstart", "--scheme", "wna16"]) == 0
     out = capsys.readouterr().out
     assert "within the tolerance" in out
-    assert "-> torch" in out
+    assert "on cpu: torch" in out
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

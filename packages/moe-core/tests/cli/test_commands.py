@@ -32,7 +32,7 @@ def test_explain_a_checkpoint(moe: Any, folder: Path) -> None:
     result = moe("explain", folder, "--device", "h200")
     assert result.code == 0
     assert "layer 1 (model.layers.1.mlp.experts), plain 16-bit" in result.out
-    assert "-> gpu [GpuToyExperts]" in result.out
+    assert "plain on h200 (sm90): gpu" in result.out
     data = moe("explain", folder, "--layer", 2, "--device", "cpu", "--json").data
     assert (data["layer"], data["chosen"], data["device"]) == (2, "plain", "cpu")
     assert data["candidates"][0]["reasons"] == ["needs sm90 or newer, device is cpu"]
@@ -179,7 +179,13 @@ def test_doctor_names_what_is_broken(moe: Any, monkeypatch: pytest.MonkeyPatch) 
 def test_quickstart(moe: Any) -> None:
     result = moe("quickstart")
     assert (result.code, result.err) == (0, "")
-    for part in ("1. wrote a checkpoint", "model.safetensors.index.json", "-> plain", "float64 reference", "OK in"):
+    for part in (
+        "1. wrote a checkpoint",
+        "model.safetensors.index.json",
+        "plain on cpu: plain",
+        "float64 reference",
+        "OK in",
+    ):
         assert part in result.out
 
 

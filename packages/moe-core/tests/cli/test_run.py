@@ -91,7 +91,7 @@ def test_text_says_what_happened(moe: Any, folder: Path) -> None:
     out = moe("run", folder, "--layer", 2).out
     for part in (
         "layer 2 (model.layers.2.mlp.experts), plain 16-bit",
-        "-> plain [ToyExperts]",
+        "plain on cpu: plain",
         "32 tokens",
         "[32, 32]",
     ):

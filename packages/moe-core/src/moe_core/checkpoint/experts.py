@@ -145,7 +145,7 @@ def find_layer(checkpoint: Checkpoint, index: int | None = None, stack: str | No
     if index is None:
         index = next(iter(layers))
     if index not in layers:
-        raise CheckpointError(f"{checkpoint.path}: layer {index} has no MoE; layers that have: {_ranges(layers)}")
+        raise CheckpointError(f"{checkpoint.path}: layer {index} has no MoE; layers that have: {ranges(layers)}")
     return _collect(checkpoint, index, layers[index])
 
 
@@ -237,7 +237,7 @@ def _refuse_others(checkpoint: Checkpoint, prefix: str) -> None:
             )
 
 
-def _ranges(numbers: Iterable[int]) -> str:
+def ranges(numbers: Iterable[int]) -> str:
     """ "3-60", "0, 2, 4-7"."""
     parts: list[list[int]] = []
     for number in sorted(numbers):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from moe_core_cli.console import complain
 
+from moe_core.checkpoint.experts import ranges
 from moe_core.cli import _arguments, _report
 from moe_core.cli._output import bytes_text, emit, progress, table
 from moe_core.errors import ConfigError, MoEError
@@ -42,12 +42,12 @@ class _Layer:
 
 def explain_all(args: argparse.Namespace) -> int:
     """The command; returns the exit code: 2 where a layer can't be read, or no backend fits it."""
-    from moe_core.checkpoint import Checkpoint, moe_layers
+    from moe_core.checkpoint import Checkpoint
 
     if args.path is None or args.layer is not None:
         raise ConfigError("--all-layers is for a checkpoint folder, without --layer")
     checkpoint = Checkpoint.open(args.path)
-    indices = list(moe_layers(checkpoint))
+    indices = checkpoint.moe_layers
     if not indices:
         _arguments.source_of(args, checkpoint)  # says what is there instead
     with progress(f"reading the names of {len(indices)} layers"):
@@ -59,7 +59,7 @@ def explain_all(args: argparse.Namespace) -> int:
     return 2 if failed else 0
 
 
-def _explained(args: argparse.Namespace, checkpoint: Checkpoint, indices: list[int]) -> Iterator[_Layer]:
+def _explained(args: argparse.Namespace, checkpoint: Checkpoint, indices: Sequence[int]) -> Iterator[_Layer]:
     from moe_core.cli.explain import selected
 
     known: dict[Any, tuple[SelectionReport, LayerMemory | None]] = {}
@@ -104,13 +104,13 @@ def _data(args: argparse.Namespace, layers: list[_Layer]) -> dict[str, Any]:
 
 
 def _text(args: argparse.Namespace, layers: list[_Layer]) -> str:
-    groups = [list(group) for _, group in groupby(layers, lambda layer: layer.kind)]
+    by_kind: dict[Any, list[_Layer]] = {}
+    for layer in layers:
+        by_kind.setdefault(layer.kind, []).append(layer)
+    groups = list(by_kind.values())
     rows = []
     for group in groups:
-        first, count = group[0], len(group)
-        numbers = str(first.index) if count == 1 else f"{first.index}-{group[-1].index}"
-        if len(range(first.index, group[-1].index + 1)) != count:
-            numbers = f"{numbers} ({count})"
+        first, count, numbers = group[0], len(group), _numbers(group)
         if first.report is None:
             rows.append([numbers, "not read", "", "", ""])
             continue
@@ -119,7 +119,10 @@ def _text(args: argparse.Namespace, layers: list[_Layer]) -> str:
         chosen = "none" if first.report.chosen is None else first.report.chosen.backend
         rows.append([numbers, first.report.scheme, chosen, each, all_of_them])
     total = _totals(layers)
-    lines = [f"{args.path}: {len(layers)} MoE layers", table(["layers", "scheme", "backend", "each", "weights"], rows)]
+    lines = [
+        f"{args.path}: {len(layers)} MoE layer{'s' * (len(layers) > 1)}",
+        table(["layers", "scheme", "backend", "each", "weights"], rows),
+    ]
     for group in groups:
         lines += ["", *_about(group, args.verbose)]
     lines += [
@@ -132,10 +135,15 @@ def _text(args: argparse.Namespace, layers: list[_Layer]) -> str:
     return "\n".join(lines)
 
 
+def _numbers(group: list[_Layer]) -> str:
+    text = ranges(layer.index for layer in group)
+    return text if len(text) <= 24 else f"{text[:20].rpartition(',')[0]} … ({len(group)})"
+
+
 def _about(group: list[_Layer], verbose: bool) -> list[str]:
     """What there is to say of layers that are alike."""
     first = group[0]
-    head = f"layers {first.index}-{group[-1].index}" if len(group) > 1 else f"layer {first.index}"
+    head = f"layer{'s' * (len(group) > 1)} {_numbers(group)}"
     if first.report is None:
         return [f"{head}: {first.fault}"]
     if verbose:

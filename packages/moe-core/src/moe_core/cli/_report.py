@@ -57,12 +57,14 @@ def layer(report: SelectionReport) -> list[str]:
     ]
 
 
-def memory(told: LayerMemory) -> str:
+def memory(report: SelectionReport, told: LayerMemory) -> str:
     """The line of what the layer takes."""
     about = "" if told.exact else "about "
-    workspace = f"workspace {bytes_text(told.workspace or 0)} for {told.num_tokens} tokens"
-    if not told.workspace:
-        workspace = "workspace as the library says" if told.workspace is None else "workspace from torch as it goes"
+    workspace = "workspace known to its library alone"
+    if told.workspace is not None:
+        workspace = f"workspace {bytes_text(told.workspace)} for {told.num_tokens} tokens"
+    if report.chosen is not None and not report.chosen.experts.claims.cuda_graph:
+        workspace = "workspace from torch as it goes"
     load = f"up to {bytes_text(told.load_peak)} at load"
     return f"  memory       weights {about}{bytes_text(told.weights)}, {load}; {workspace}"
 

@@ -95,7 +95,7 @@ def _text(found: dict[str, Any], report: SelectionReport, memory: LayerMemory | 
     else:
         lines += [_report.verdict(report), *_report.layer(report), *_report.reasons(report)]
     if memory is not None:
-        lines.append(_report.memory(memory))
+        lines.append(_report.memory(report, memory))
     lines += [f"note: {note}" for note in found.get("notes", ())]
     if not verbose:
         lines.append("-v: every backend with every reason")

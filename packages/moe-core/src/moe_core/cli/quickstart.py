@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_core.cli import _arguments
+from moe_core.cli import _arguments, _report
 from moe_core.cli._output import bytes_text, duration, emit, progress, seconds_since
 from moe_core.errors import ConfigError, RegistryError
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             outcome = _compare(checkpoint, source, device, args)
         data = _summary(folder, source, outcome, args.keep is not None)
     data["seconds"] = seconds_since(started)
-    emit(args.json, data, _text(data, outcome))
+    emit(args.json, data, _text(data, outcome, args.verbose))
     return 0 if data["passed"] else 1
 
 
@@ -138,9 +138,11 @@ def _summary(folder: Path, source: LayerSource, outcome: _Outcome, kept: bool) -
     }
 
 
-def _text(data: dict[str, Any], outcome: _Outcome) -> str:
+def _text(data: dict[str, Any], outcome: _Outcome, verbose: bool) -> str:
     where = data["checkpoint"] or "a temporary folder"
-    report = "\n".join(f"   {line}" for line in str(outcome.layer.selection.report).splitlines())
+    found = outcome.layer.selection.report
+    brief = [_report.verdict(found), *_report.layer(found), *_report.reasons(found)]
+    report = "\n".join(f"   {line}" for line in (str(found).splitlines() if verbose else brief))
     lines = [
         f"1. wrote a checkpoint into {where}: {', '.join(data['files'])} ({bytes_text(data['bytes'])})",
         f"2. read layer {data['layer']} ({data['prefix']}): {data['format']}",

@@ -11,7 +11,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from moe_core.cli import _arguments
+from moe_core.cli import _arguments, _report
 from moe_core.cli._output import bytes_text, check_spares, check_writable, duration, emit, progress, seconds_since
 from moe_core.errors import CheckpointError
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         with progress("computing the float64 reference"):
             check = _check(args, source, layer, tokens, output)
     data = _summary(args, source, layer, tokens, output, loading, running, check)
-    emit(args.json, data, _text(data, layer, check))
+    emit(args.json, data, _text(data, layer, check, args.verbose))
     return 0 if check is None or check.passed else 1
 
 
@@ -125,7 +125,7 @@ def _check(
         weights, ids = (tensor.cpu() for tensor in layer.route(logits))
     chosen = torch.arange(source.config.num_experts) if needs_all_experts(layer) else torch.unique(ids).long()
     chosen = chosen if len(chosen) else torch.zeros(1, dtype=torch.long)
-    part = _arguments.source_of(args, source.layer.checkpoint, experts=chosen.tolist())
+    part = _arguments.source_of(args, source.layer.checkpoint, source.index, experts=chosen.tolist())
     expert_map = torch.full((source.config.num_experts,), -1, dtype=torch.int32)
     expert_map[chosen] = torch.arange(len(chosen), dtype=torch.int32)
     return check_output(
@@ -187,10 +187,11 @@ def _notes(source: LayerSource, tokens: LayerInput) -> list[str]:
     return notes
 
 
-def _text(data: dict[str, Any], layer: FusedMoELayer, check: Check | None) -> str:
+def _text(data: dict[str, Any], layer: FusedMoELayer, check: Check | None, verbose: bool) -> str:
+    report = layer.selection.report
     lines = [
         f"{data['checkpoint']}: layer {data['layer']} ({data['prefix']}), {data['format']}",
-        str(layer.selection.report),
+        str(report) if verbose else "\n".join([_report.verdict(report), *_report.reasons(report)]),
         (
             f"loaded {bytes_text(data['weight_bytes'])} in {duration(data['seconds_load'])}; "
             f"{data['tokens']} tokens in {duration(data['seconds_run'])} (first call)"
