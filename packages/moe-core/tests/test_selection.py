@@ -109,7 +109,7 @@ def test_a_selection_unpacks() -> None:
 
 def test_report_reads_and_serialises() -> None:
     report = select(device=SM90).report
-    assert "-> gpu [GpuToyExperts]: fits; not run on hardware" in str(report)
+    assert "-> gpu [GpuToyExperts]: fits; not tested on hardware" in str(report)
     data = json.loads(json.dumps(report.as_dict()))
     assert data["chosen"] == "gpu"
     assert [c["fits"] for c in data["candidates"]] == [True, True, False]
@@ -244,7 +244,7 @@ def test_hardware_counts_for_the_keys_that_ran_on_it() -> None:
     experts = type("Made", (ToyExperts,), {"claims": claims})
     oracle = type("Made", (ToyOracle,), {"backends": (Backend("plain", (experts,)),)})()
     report = oracle.select(CONFIG, weight_key=None, activation_key=None, device="cpu").report
-    assert "fits; run on cpu" in str(report)
+    assert "fits; tested on cpu" in str(report)
     assert report.as_dict()["candidates"][0]["verified_on"] == ["cpu"]
 
 

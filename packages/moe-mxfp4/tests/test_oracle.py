@@ -195,9 +195,7 @@ def test_what_the_scheme_does_not_mean(weight_key, activation_key, message):
 
 
 def test_a_named_backend_is_never_replaced():
-    with pytest.raises(
-        SelectionError, match=r"'flashinfer_trtllm' does not fit, and is never replaced\n(.*\n)*.*sm100"
-    ):
+    with pytest.raises(SelectionError, match=r"'flashinfer_trtllm' does not fit, and is never replaced: .*sm100"):
         select("sm90", moe_backend="flashinfer_trtllm")
     with pytest.raises(ConfigError, match=r"mxfp4 has no backend 'none'; installed: auto, .*torch"):
         select("cpu", moe_backend="none")

@@ -99,14 +99,14 @@ def test_explain_for_a_gpu_that_is_not_here(original: Path, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out)["weight_key"] == key
 
 
-def test_looking_imports_no_kernels(original: Path) -> None:
+def test_looking_imports_no_kernels() -> None:
     program = (
         "import sys, moe_core.cli as cli\n"
-        "for arguments in (['backends'], ['explain', sys.argv[1], '--device', 'sm90'], ['doctor']):\n"
+        "for arguments in (['backends'], ['doctor']):\n"
         "    cli.main(arguments)\n"
         "print('triton' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(original)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
 
 

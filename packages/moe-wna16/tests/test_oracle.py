@@ -83,7 +83,7 @@ def test_the_default_is_int4_in_groups_of_128() -> None:
 
 def test_a_named_backend_is_never_replaced() -> None:
     key = kInt4Static.with_group(1, 96)
-    with pytest.raises(SelectionError, match=r"'torch' does not fit, and is never replaced\n(.*\n)*.*does not read"):
+    with pytest.raises(SelectionError, match=r"'torch' does not fit, and is never replaced: .*does not read"):
         select_wna16_moe_backend(CONFIG, weight_key=key, moe_backend=WNA16MoEBackend.TORCH, device="cpu")
     with pytest.raises(ConfigError, match=r"wna16 has no backend 'none'; installed: auto, .*torch"):
         select_wna16_moe_backend(CONFIG, moe_backend="none", device="cpu")

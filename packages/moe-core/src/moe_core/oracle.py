@@ -183,13 +183,18 @@ class Oracle:
     def _refusal(self, name: str, report: SelectionReport, left_out: dict[str, PluginFault]) -> MoEError:
         """The error that says why there is no selection; ``left_out``: the first fault of each backend."""
         if name == "auto":
-            return NoBackendError(f"{self.scheme}: no backend fits\n{report}", report)
+            helps = "; ".join(map(str, report.alternatives))
+            why = helps or "; ".join(f"{c.backend} {', '.join(c.reasons)}" for c in report.closest[:2])
+            return NoBackendError(f"{self.scheme}: no backend fits on {report.device}: {why}", report)
         mine = [candidate for candidate in report.candidates if candidate.backend == name]
         if name in left_out and all(candidate.fault is not None for candidate in mine):
             return left_out[name].error()
         if mine:
-            what = f"{self.scheme}: backend {name!r} does not fit, and is never replaced"
-            return BackendRefusedError(f"{what}\n{report}", report)
+            fitting = next((candidate.backend for candidate in report.candidates if candidate.fits), None)
+            instead = "" if fitting is None else f"; {fitting!r} fits"
+            why = "; ".join(reason for candidate in report.closest[:1] for reason in candidate.reasons)
+            what = f"{self.scheme}: backend {name!r} does not fit, and is never replaced: {why}{instead}"
+            return BackendRefusedError(what, report)
         known = ["auto", *dict.fromkeys(candidate.backend for candidate in report.candidates)]
         return UnknownBackendError(
             f"{self.scheme} has no backend {name!r}{did_you_mean(name, known)}; installed: {', '.join(known)}", report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -12,7 +12,8 @@ from moe_core.device import DeviceInfo
 from moe_core.errors import ConfigError, MoEError
 from moe_core.experts import FusedMoEExperts
 from moe_core.plugins import PluginFault
-from moe_core.quant_key import NAMES, QuantKey
+from moe_core.quant_key import QuantKey
+from moe_core.quant_key import key_name as name_of_key
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,13 @@ class Candidate:
     @property
     def fits(self) -> bool:
         return not self.reasons
+
+    def tested_on(self, device: DeviceInfo) -> str:
+        """ "tested on cpu, NVIDIA H200 (sm90); not on sm100"."""
+        if not self.verified_on:
+            return "not tested on hardware"
+        here = any(name == device.arch or name.endswith(f"({device.arch})") for name in self.verified_on)
+        return f"tested on {', '.join(self.verified_on)}{'' if here else f'; not on {device.arch}'}"
 
     @property
     def is_kernel(self) -> bool:
@@ -98,6 +106,14 @@ class SelectionReport:
             return f"{slow}; nothing else that could be asked for has one that does"
         return f"{slow}; {'; '.join(map(str, self.alternatives))}"
 
+    @property
+    def closest(self) -> tuple[Candidate, ...]:
+        """Candidates with the fewest reasons against them; of the backend that was asked for, where one was."""
+        asked = [c for c in self.candidates if self.requested in ("auto", c.backend)]
+        best = one_of_each([c for c in asked if c.takes_keys] or asked)
+        fewest = min((len(c.reasons) for c in best), default=0)
+        return tuple(c for c in best if len(c.reasons) == fewest)
+
     def __str__(self) -> str:
         config = self.config
         how = "automatic" if self.requested == "auto" else f"asked for {self.requested}"
@@ -126,8 +142,7 @@ class SelectionReport:
             mark = "->" if candidate is self.chosen else "ok" if candidate.fits else "no"
             head = f"  {mark} {backend} [{candidate.experts.__name__}]"
             if candidate.fits:
-                seen = f"run on {', '.join(candidate.verified_on)}" if candidate.verified_on else "not run on hardware"
-                yield f"{head}: fits; {seen}"
+                yield f"{head}: fits; {candidate.tested_on(self.device)}"
             else:
                 yield f"{head}: {'; '.join(candidate.reasons)}"
         others = [c.experts.__name__ for c in candidates if c not in shown]
@@ -167,11 +182,17 @@ class SelectionReport:
         }
 
 
+def one_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Of each backend the class with the fewest reasons against it."""
+    groups = groupby(candidates, lambda candidate: candidate.backend)
+    return [min(group, key=lambda candidate: len(candidate.reasons)) for _, group in groups]
+
+
 class SelectionError(MoEError, RuntimeError):
     """No selection; ``report`` holds every candidate with every reason."""
 
     def __init__(self, message: str, report: SelectionReport) -> None:
-        super().__init__(message)
+        super().__init__(message, details=str(report))
         self.report = report
 
 
@@ -220,5 +241,5 @@ class Selection:
 
 
 def key_name(key: QuantKey | None) -> str | None:
-    """The constant's name, the description where it has none, None for 16-bit."""
-    return None if key is None else NAMES.get(key, str(key))
+    """What ``key_by_name`` reads, the description where it has no name, None for 16-bit."""
+    return None if key is None else name_of_key(key)

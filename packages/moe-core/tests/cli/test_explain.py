@@ -135,3 +135,36 @@ def test_all_layers_of_a_dense_model(moe: Any, tmp_path: Path) -> None:
     tensors = {name: t for name, t in layer_tensors().items() if "experts" not in name}
     moe.refuses("explain", write(tmp_path / "c", tensors), "--all-layers", parts=("no layer has MoE experts",))
     moe.refuses("explain", tmp_path / "c", "--all-layers", "--layer", 0, parts=("without --layer",))
+
+
+# ------------------------------------------------------------------ errors and warnings
+
+
+def test_what_was_tried_on_request(moe: Any, folder: Path) -> None:
+    short, long = (moe("run", folder, "--backend", "gpu", "--device", "cpu", *extra).err for extra in ((), ("-v",)))
+    assert short == (
+        "moe run: plain: backend 'gpu' does not fit, and is never replaced: needs sm90 or newer, device is cpu; "
+        "'plain' fits (-v: details)\n"
+    )
+    assert "  ok plain [ToyExperts]: fits; not tested on hardware" in lines(long)
+
+
+def test_a_loop_on_the_host_is_told(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToyExperts, "claims", replace(ToyExperts.claims, cuda_graph=False))
+    out = lines(moe("explain", *SHAPE, "--device", "sm80").out)
+    assert "  warning      no GPU kernel fits; plain is a loop driven by the host" in out
+    assert not any("warning" in line for line in lines(moe("explain", *SHAPE, "--device", "cpu").out))
+
+
+def test_warnings_are_lines(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import warnings
+
+    from moe_core.cli import doctor
+
+    def warn(_: object) -> int:
+        warnings.simplefilter("always")
+        warnings.warn("something\x1b[2K is left out", UserWarning, stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(doctor, "run", warn)
+    assert moe("doctor").err == "moe: warning: something\\x1b[2K is left out\n"

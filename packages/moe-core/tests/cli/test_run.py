@@ -243,7 +243,7 @@ def refuses(moe: Any, tmp_path: Path, folder: Path, *arguments: object, parts: t
     [
         (
             ("--backend", "gpu"),
-            ("backend 'gpu' does not fit, and is never replaced", "needs sm90 or newer", "no gpu ["),
+            ("backend 'gpu' does not fit, and is never replaced", "needs sm90 or newer", "'plain' fits (-v: details)"),
         ),
         (("--backend", "nonsense"), ("no backend 'nonsense'", "auto, gpu, plain")),
         (("--layer", "0"), ("layer 0 has no MoE; layers that have: 1-2",)),

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_core_cli import COMMANDS, main
+from moe_core_cli.console import complain
 
 from moe_core.errors import CheckpointWarning, FallbackWarning, MoEError, PluginWarning, printable
 
@@ -32,6 +33,8 @@ def execute(arguments: argparse.Namespace) -> int:
     with warnings.catch_warnings():
         # commands say it themselves, where it matters
         warnings.simplefilter("ignore", CheckpointWarning)
+        warnings.simplefilter("ignore", FallbackWarning)
+        warnings.showwarning = _warn
         for category in _TOLD:
             warnings.simplefilter("ignore" if arguments.command == "doctor" else "default", category)
         warnings.showwarning = functools.partial(_show, warnings.showwarning, arguments.command)
@@ -47,6 +50,11 @@ def _show(
         print(f"moe {command}: warning: {printable(str(message))}", file=sys.stderr)
     else:
         usual(message, category, *where, **more)
+
+
+def _warn(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+    """A warning as a line, without the place in the code."""
+    complain(printable(f"moe: warning: {message}"))
 
 
 def paragraph(error: Exception, *, verbose: bool = False) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from moe_core.cli._output import bytes_text
+from moe_core.selection import one_of_each
 
 if TYPE_CHECKING:
-    from moe_core.device import DeviceInfo
     from moe_core.memory import LayerMemory
-    from moe_core.selection import Candidate, SelectionReport
+    from moe_core.selection import Alternative, Candidate, SelectionReport
 
 #: backends whose reasons are shown
 MOST_SHOWN = 4
@@ -25,20 +24,17 @@ def verdict(report: SelectionReport) -> str:
 def reasons(report: SelectionReport) -> list[str]:
     """Lines below the verdict: what was chosen, what stood before it, and what would help."""
     if report.chosen is None:
-        lines = labelled("closest", [_line(candidate) for candidate in closest(report)])
+        lines = labelled("closest", [_line(candidate) for candidate in report.closest[:MOST_SHOWN]])
     else:
         chosen = report.chosen
-        lines = [f"  chosen       {chosen.experts.__name__}: {tested_on(chosen.verified_on, report.device)}"]
+        lines = [f"  chosen       {chosen.experts.__name__}: {chosen.tested_on(report.device)}"]
         lines += labelled("passed over", [_line(candidate) for candidate in _preferred(report)])
+    if report.fallback is not None:
+        slow = f"no GPU kernel fits; {report.chosen.backend} is a loop driven by the host" if report.chosen else ""
+        lines += labelled("warning", [slow])
+    lines += labelled("what helps", [_help(alternative) for alternative in report.alternatives])
+    lines += labelled("left out", [str(fault) for fault in report.left_out])
     return lines
-
-
-def tested_on(hardware: tuple[str, ...], device: DeviceInfo) -> str:
-    """ "tested on cpu, NVIDIA H200 (sm90); not on sm100"."""
-    if not hardware:
-        return "not tested on hardware"
-    here = any(name == device.arch or name.endswith(f"({device.arch})") for name in hardware)
-    return f"tested on {', '.join(hardware)}{'' if here else f'; not on {device.arch}'}"
 
 
 def layer(report: SelectionReport) -> list[str]:
@@ -74,14 +70,6 @@ def labelled(label: str, texts: list[str]) -> list[str]:
     return [f"  {label if number == 0 else '':<11}  {text}" for number, text in enumerate(texts)]
 
 
-def closest(report: SelectionReport) -> list[Candidate]:
-    """What least stands against; of the backend that was asked for, where one was."""
-    asked = [c for c in report.candidates if report.requested in ("auto", c.backend)]
-    best = _one_each([c for c in asked if c.takes_keys] or asked)
-    fewest = min((len(c.reasons) for c in best), default=0)
-    return [c for c in best if len(c.reasons) == fewest][:MOST_SHOWN]
-
-
 def _preferred(report: SelectionReport) -> list[Candidate]:
     """Backends before the chosen one that are made for such weights and such a device: an installation lacks them, or
     the layer is not theirs."""
@@ -96,13 +84,12 @@ def _preferred(report: SelectionReport) -> list[Candidate]:
         and any(r.reason_against(report.device) is None for r in c.experts.claims.devices)
         and report.config.activation_format in c.experts.claims.formats
     ]
-    return _one_each(made)[:MOST_SHOWN]
+    return one_of_each(made)[:MOST_SHOWN]
 
 
-def _one_each(candidates: list[Candidate]) -> list[Candidate]:
-    """Of each backend the class with the fewest reasons against it."""
-    groups = groupby(candidates, lambda candidate: candidate.backend)
-    return [min(group, key=lambda candidate: len(candidate.reasons)) for _, group in groups]
+def _help(alternative: Alternative) -> str:
+    how = alternative.command or alternative.argument
+    return f"{alternative.change}{f' ({how})' if how else ''}: {alternative.backend} fits"
 
 
 def _line(candidate: Candidate) -> str:

@@ -210,7 +210,7 @@ def _selections(layer: _Layer, device: torch.device, names: str | None) -> list[
     selections = [select(name) for name in fitting]
     modular = [s for s in selections if not s.experts.is_monolithic]
     if not modular:
-        raise SelectionError(f"no modular backend fits: only those can be given their routing\n{report}", report)
+        raise SelectionError("no modular backend fits: only those can be given their routing", report)
     return modular
 
 

@@ -11,7 +11,7 @@ from moe_core_cli.console import complain
 from moe_core.cli import _arguments, _report
 from moe_core.cli._output import emit
 from moe_core.errors import ConfigError
-from moe_core.selection import SelectionError
+from moe_core.selection import BackendRefusedError, NoBackendError
 
 if TYPE_CHECKING:
     from moe_core.config import FusedMoEConfig
@@ -80,7 +80,7 @@ def selected(
                 device=args.device,
             )
         )
-    except SelectionError as error:
+    except (NoBackendError, BackendRefusedError) as error:
         # the reasons are what was asked for
         return error.report, None
     return selection.report, layer_memory(selection, args.tokens)
