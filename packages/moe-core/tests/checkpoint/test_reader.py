@@ -108,10 +108,10 @@ def test_headers_are_read_without_data(tmp_path: Path, reads: list[tuple[str, in
 
 
 def test_a_part_is_read_alone(tmp_path: Path, reads: list[tuple[str, int, int]]) -> None:
-    checkpoint = Checkpoint.open(write(tmp_path, {"a": torch.arange(4 * 6.0).reshape(4, 2, 3)}))
+    checkpoint = Checkpoint.open(write(tmp_path, {"a": torch.arange(4 * 600.0).reshape(4, 2, 300)}))
     reads.clear()
-    assert torch.equal(checkpoint.part("a", 2), torch.arange(12.0, 18.0).reshape(2, 3))
-    assert [count for _, _, count in reads] == [2 * 3 * 4]
+    assert torch.equal(checkpoint.part("a", 2), torch.arange(1200.0, 1800.0).reshape(2, 300))
+    assert [count for _, _, count in reads] == [2 * 300 * 4]
 
 
 @pytest.mark.parametrize("stacked", [False, True])

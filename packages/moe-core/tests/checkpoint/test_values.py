@@ -80,6 +80,17 @@ def test_refused_by_name_and_place(tmp_path: Path) -> None:
     assert load_checked(layer, ("up",), "weight", Values.FINITE, experts=[1], device="cpu").shape == (1, N, K)
 
 
+def test_refused_in_a_stacked_tensor(tmp_path: Path) -> None:
+    """Counted in all of it, which is never read as a whole."""
+    weights = {f"{PREFIX}.gate_up_proj": torch.zeros(E, 2 * N, K), f"{PREFIX}.down_proj": torch.zeros(E, K, N)}
+    weights[f"{PREFIX}.gate_up_proj"][1:3, 4, 5] = math.nan
+    checkpoint = Checkpoint.open(write(tmp_path, weights))
+    checkpoint.tensor = None  # type: ignore[method-assign,assignment]
+    message = f"{PREFIX}.gate_up_proj has 2 NaN or Inf values of {E * 2 * N * K}, first at [1, 4, 5]"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load_checked(find_layer(checkpoint), ("gate_up",), "weight", Values.FINITE, experts=range(E), device="cpu")
+
+
 def test_values_that_are_not_kept_are_not_looked_at(tmp_path: Path) -> None:
     tensors = expert_tensors()
     tensors[f"{PREFIX}.2.up_proj.weight"][3, 5] = math.nan

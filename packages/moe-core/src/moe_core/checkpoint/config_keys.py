@@ -60,6 +60,13 @@ NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 _LARGEST = 1 << 24
 
 
+def names_experts(config: Mapping[str, Any]) -> bool:
+    """Whether config.json, or a part of it, says how many experts there are."""
+    if any(config.get(key) for key in NUM_EXPERTS):
+        return True
+    return any(isinstance(part := config.get(key), dict) and names_experts(part) for key in NESTED)
+
+
 @dataclass(frozen=True)
 class ConfigKeys:
     """The entries that describe the language model, and the file that they are from.

@@ -11,6 +11,7 @@ from moe_core.checkpoint.format import CheckpointFormat
 from moe_core.checkpoint.matrices import unquantized_reason
 from moe_core.checkpoint.modelopt import is_modelopt
 from moe_core.checkpoint.reader import Checkpoint
+from moe_core.checkpoint.unsupported import INSTEAD, unsupported_quantization
 from moe_core.errors import CheckpointError, MoEError, SchemeNotInstalledError
 from moe_core.plugins import PluginFault, Raised, attempt
 from moe_core.registry import KNOWN_QUANT_METHODS, KNOWN_SCHEMES, Registry, how_to_add, install_hint, registry
@@ -49,6 +50,12 @@ def detect_format(
             if reason is None:
                 return scheme, adapter
             reasons.append((named, f"{kind.name} ({scheme}): {reason}"))
+    foreign = unsupported_quantization(quantization, layer) if unquantized_reason(layer) is None else None
+    if foreign is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: {layer.prefix} is quantised as {foreign}, which is not supported; {INSTEAD}",
+            details="\n".join(text for _, text in reasons),
+        )
     if refusals:
         raise refusals[0]
     what = f"quant_method {method!r}" if method is not None else f"no quant_method (weights are {_weight_dtype(layer)})"

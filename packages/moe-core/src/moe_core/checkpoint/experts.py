@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_core.checkpoint.config_keys import names_experts
 from moe_core.checkpoint.families import refusal_of
 from moe_core.checkpoint.files import PICKLE_HINT, pickled_files
 from moe_core.checkpoint.names import ExpertName, parse_name
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.checkpoint.safetensors_file import TensorInfo
+from moe_core.checkpoint.unsupported import unsupported_names
 from moe_core.errors import CheckpointError
 
 Key = tuple[str, str]  # projection, suffix
@@ -130,23 +132,32 @@ def find_layer(checkpoint: Checkpoint, index: int | None = None, stack: str | No
     """
     layers = checkpoint.expert_tensors(stack)
     if not layers:
-        kind = checkpoint.config.get("model_type")
-        refusal = refusal_of(kind) if isinstance(kind, str) else None
-        pickled = pickled_files(checkpoint.path)
-        hint = f"; models of this type are not supported: {refusal}" if refusal is not None else ""
-        hint += f"; the experts may be in {', '.join(pickled[:3])}: {PICKLE_HINT}" if pickled else ""
-        first = next((name for name in checkpoint.names if ".mlp.mlp1_weight" in name), None)
-        if first is not None:
-            hint += f"; {first} is gpt-oss under OpenAI's own names: the files that transformers reads are expected"
-        raise CheckpointError(
-            f"{checkpoint.path}: no layer has MoE experts (model_type {kind!r}; no tensor is named "
-            f"<block>.experts.<e>.<projection>.<suffix> or <block>.experts.<projection>){hint}"
-        )
+        raise _no_experts(checkpoint)
     if index is None:
         index = next(iter(layers))
     if index not in layers:
         raise CheckpointError(f"{checkpoint.path}: layer {index} has no MoE; layers that have: {ranges(layers)}")
     return _collect(checkpoint, index, layers[index])
+
+
+def _no_experts(checkpoint: Checkpoint) -> CheckpointError:
+    """Why no layer of the checkpoint has experts: what holds them instead, or that the model is dense."""
+    kind = checkpoint.config.get("model_type")
+    refusal = refusal_of(kind) if isinstance(kind, str) else None
+    pickled = pickled_files(checkpoint.path)
+    foreign = unsupported_names(checkpoint.names)
+    if refusal is None and not pickled and foreign is None and not names_experts(checkpoint.config):
+        return CheckpointError(
+            f"{checkpoint.path} is a dense model (model_type {kind!r}): config.json names no experts and no tensor is "
+            "one's; what is run here are the experts of mixture-of-experts models"
+        )
+    hint = f"; models of this type are not supported: {refusal}" if refusal is not None else ""
+    hint += f"; the experts may be in {', '.join(pickled[:3])}: {PICKLE_HINT}" if pickled else ""
+    hint += f"; {foreign}" if foreign is not None else ""
+    return CheckpointError(
+        f"{checkpoint.path}: no layer has MoE experts (model_type {kind!r}; no tensor is named "
+        f"<block>.experts.<e>.<projection>.<suffix> or <block>.experts.<projection>){hint}"
+    )
 
 
 def _collect(checkpoint: Checkpoint, index: int, found: Sequence[tuple[str, ExpertName]]) -> LayerExperts:

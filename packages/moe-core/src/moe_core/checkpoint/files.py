@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from moe_core.checkpoint.downloads import hub_hint, incomplete_hint, snapshot_hint
+from moe_core.checkpoint.unsupported import unsupported_files
 from moe_core.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -25,11 +27,26 @@ def check_folder(path: Path) -> None:
     """Raise CheckpointError unless ``path`` is a folder with a config.json."""
     if path.is_file():
         kind = " (and pickled files are never read)" if path.suffix in PICKLE_SUFFIXES else ""
-        raise CheckpointError(f"{path} is a file; a checkpoint is the folder that holds config.json{kind}")
+        foreign = unsupported_files([path])
+        raise CheckpointError(
+            f"{path}: {foreign}"
+            if foreign is not None
+            else f"{path} is a file; a checkpoint is the folder that holds config.json{kind}"
+        )
     if not path.is_dir():
-        raise CheckpointError(f"{path} does not exist; expected a folder with config.json and *.safetensors")
+        what = "is no folder" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}; expected a folder with config.json and *.safetensors{hub_hint(path)}")
     if not (path / "config.json").exists():
-        raise CheckpointError(f"{path} is no checkpoint: it has no config.json (it holds {_listing(path)})")
+        raise _nothing_in(path, "config.json", snapshot_hint(path))
+
+
+def _nothing_in(folder: Path, missing: str, hint: str = "") -> CheckpointError:
+    """The error for a folder without ``missing``, which says what it holds instead."""
+    foreign = unsupported_files(folder.iterdir())
+    if foreign is not None:
+        return CheckpointError(f"{folder}: {foreign}")
+    hint = hint or incomplete_hint(folder)
+    return CheckpointError(f"{folder} is no checkpoint: it has no {missing} (it holds {_listing(folder)}){hint}")
 
 
 def index_file(path: Path) -> Path | None:
@@ -44,7 +61,7 @@ def index_file(path: Path) -> Path | None:
 
 
 def shard_path(folder: Path, index: Path, tensor: str, entry: object) -> Path:
-    """The file that an index entry names: a plain file name inside the folder, of a safetensors file that exists."""
+    """The file that an index entry names: a plain file name inside the folder, of a safetensors file."""
     if not isinstance(entry, str):
         raise CheckpointError(f"{index}: the entry of {tensor!r} is a {type(entry).__name__}, expected a file name")
     bare = not set(entry) & set("/\\\0") and entry not in ("", ".", "..") and not Path(entry).drive
@@ -57,13 +74,22 @@ def shard_path(folder: Path, index: Path, tensor: str, entry: object) -> Path:
         raise CheckpointError(f"{index}: {tensor!r} is in {entry!r}; {PICKLE_HINT}")
     if not entry.endswith(".safetensors"):
         raise CheckpointError(f"{index}: the entry of {tensor!r} is {entry!r}, expected a .safetensors file")
-    path = folder / entry
-    if not path.exists():
-        also = ""
-        if (folder / SINGLE_NAME).exists() and entry != SINGLE_NAME:
-            also = f"; if {SINGLE_NAME} holds the whole model, remove the index"
-        raise CheckpointError(f"{index} names the shard {entry} (for {tensor!r}), which is missing in {folder}{also}")
-    return path
+    return folder / entry
+
+
+def check_shards(folder: Path, index: Path, shards: Mapping[Path, str]) -> None:
+    """Raise CheckpointError unless all ``shards`` exist; each comes with a tensor that ``index`` says it holds."""
+    missing = sorted(path for path in shards if not path.exists())
+    if not missing:
+        return
+    first = missing[0]
+    more = f" ({len(missing)} of {len(shards)} shards are)" if len(shards) > 1 else ""
+    hint = incomplete_hint(folder)
+    if not hint and (folder / SINGLE_NAME).exists() and first.name != SINGLE_NAME:
+        hint = f"; if {SINGLE_NAME} holds the whole model, remove the index"
+    raise CheckpointError(
+        f"{index} names the shard {first.name} (for {shards[first]!r}), which is missing in {folder}{more}{hint}"
+    )
 
 
 def unindexed_files(folder: Path) -> Sequence[Path]:
@@ -79,7 +105,7 @@ def unindexed_files(folder: Path) -> Sequence[Path]:
     pickled = pickled_files(folder)
     if pickled:
         raise CheckpointError(f"{folder} holds {', '.join(pickled[:3])} and no safetensors; {PICKLE_HINT}")
-    raise CheckpointError(f"{folder} is no checkpoint: it has no *.safetensors (it holds {_listing(folder)})")
+    raise _nothing_in(folder, "*.safetensors")
 
 
 def pickled_files(folder: Path) -> list[str]:
@@ -97,7 +123,8 @@ def _check_numbering(folder: Path, found: Sequence[Path]) -> None:
         for number in range(1, min(count, 100_000) + 1):
             name = f"{match['stem']}-{number:0{width}d}-of-{match['count']}.safetensors"
             if name not in present:
-                raise CheckpointError(f"{folder}: the shard {name} is missing ({path.name} is there)")
+                hint = incomplete_hint(folder)
+                raise CheckpointError(f"{folder}: the shard {name} is missing ({path.name} is there){hint}")
         return
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_core.checkpoint.downloads import LFS_POINTER, LFS_POINTER_BYTES, lfs_hint
 from moe_core.errors import CheckpointError
 
 # where os.preadv does not exist, threads take turns in moving the position
@@ -57,6 +58,8 @@ class OpenFile:
             self._descriptor = os.open(path, flags)
         weakref.finalize(self, os.close, self._descriptor)
         self._check_unchanged()
+        if len(LFS_POINTER) < self.state.size < LFS_POINTER_BYTES and self.read(0, len(LFS_POINTER)) == LFS_POINTER:
+            raise CheckpointError(lfs_hint(path))
 
     def __reduce__(self) -> tuple[type[OpenFile], tuple[Path, FileState]]:
         # a descriptor is of no use in another process

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_core.checkpoint.families import DEFAULT_STACKS
-from moe_core.checkpoint.files import check_folder, index_file, shard_path, unindexed_files
+from moe_core.checkpoint.files import check_folder, check_shards, index_file, shard_path, unindexed_files
 from moe_core.checkpoint.names import Named, by_layer, by_stack
 from moe_core.checkpoint.open_file import FileState
 from moe_core.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
@@ -190,10 +190,13 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map that names a file for each tensor")
     shards: dict[str, Path] = {}
+    holds: dict[Path, str] = {}
     files: dict[str, Path] = {}
     for name, entry in weight_map.items():
         if not isinstance(entry, str) or entry not in shards:
             path = shard_path(folder, index, name, entry)
             shards[path.name] = path
+            holds[path] = name
         files[name] = shards[entry]
+    check_shards(folder, index, holds)
     return files

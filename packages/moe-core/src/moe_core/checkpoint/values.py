@@ -50,18 +50,19 @@ def load_checked(
     try:
         return load_stacked(layer, projections, suffix, experts=experts, device=device, arrange=arrange, check=refuses)
     except BadValuesError as error:
-        # that one alone is read again: stacked tensors may be as large as the layer
         name = layer.name(error.expert, error.projection, suffix)
-        stored = layer.tensor(error.expert, error.projection, suffix)
-        bad, what = bad_values(stored, values)
-        count = int(bad.sum())
+        count, total, where, what = 0, 0, [], ""
+        # entry by entry: stacked tensors may be as large as the layer
+        stacked = len(layer.checkpoint.info(name).shape) > len(layer.shape(error.projection, suffix))
+        for expert in range(layer.num_experts) if stacked else (error.expert,):
+            stored = layer.tensor(expert, error.projection, suffix)
+            bad, what = bad_values(stored, values)
+            if not count and bool(bad.any()):
+                where = [*([expert] if stacked else []), *(int(i) for i in bad.nonzero()[0])]
+            count += int(bad.sum())
+            total += stored.numel()
         if not count:
             raise
-        where = [int(i) for i in bad.nonzero()[0]]
-        total = str(stored.numel())
-        if stored.dim() < len(layer.checkpoint.info(name).shape):
-            where.insert(0, error.expert)
-            total += f" of expert {error.expert}"
         plural = "s" if count > 1 else ""
         raise CheckpointError(f"{name} has {count} {what} value{plural} of {total}, first at {where}") from None
 

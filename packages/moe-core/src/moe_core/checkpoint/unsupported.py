@@ -1,0 +1,103 @@
+"""Kinds of checkpoints that are well known and that no package of this project reads: named as what they are.
+
+For messages only.  A format of another package may read any of them: it is asked first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_core.checkpoint.experts import LayerExperts
+
+INSTEAD = (
+    "read are safetensors in FP8, MXFP8, INT8, MXFP4, and INT4 or INT8 in groups (GPTQ, AWQ, AutoRound, "
+    "compressed-tensors): take such a checkpoint of the model, or its 16-bit one, to be quantised at load (--quantize)"
+)
+
+#: by the end of a file's name
+_FILES = {
+    ".gguf": "GGUF (llama.cpp)",
+    ".ggml": "GGML (llama.cpp)",
+    ".nemo": "NeMo",
+    ".onnx": "ONNX",
+    ".engine": "TensorRT engines",
+    ".mlpackage": "Core ML",
+}
+
+NVFP4 = "NVFP4"
+_BITSANDBYTES = "bitsandbytes (NF4, FP4 or LLM.int8)"
+_EXL2, _EXL3 = "EXL2 (ExLlamaV2)", "EXL3 (ExLlamaV3)"
+
+#: by ``quant_method``
+_METHODS = {
+    "aqlm": "AQLM",
+    "bitnet": "BitNet",
+    "bitsandbytes": _BITSANDBYTES,
+    "eetq": "EETQ",
+    "exl2": _EXL2,
+    "exl3": _EXL3,
+    "fbgemm_fp8": "FBGEMM FP8",
+    "fp_quant": "FP-Quant (FP4 after Hadamard rotations)",
+    "gguf": "GGUF (llama.cpp)",
+    "higgs": "HIGGS",
+    "hqq": "HQQ",
+    "modelopt_fp4": NVFP4,
+    "nvfp4": NVFP4,
+    "petit_nvfp4": NVFP4,
+    "quanto": "Quanto",
+    "quip": "QuIP#",
+    "quip_sharp": "QuIP#",
+    "sinq": "SINQ",
+    "spqr": "SpQR",
+    "squeezellm": "SqueezeLLM",
+    "torchao": "torchao",
+    "vptq": "VPTQ",
+}
+
+#: by what the names of an expert's tensors end with; all of a row must be there
+_SUFFIXES: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("weight_packed", "weight_global_scale"), NVFP4),
+    (("trellis",), _EXL3),
+    (("q_weight", "q_scale"), _EXL2),
+    (("weight.absmax",), _BITSANDBYTES),
+    (("SCB",), _BITSANDBYTES),
+    (("W_q",), "HQQ"),
+    (("codebooks",), "AQLM"),
+    (("forward_hadamard_matrix",), "FP-Quant (FP4 after Hadamard rotations)"),
+)
+
+
+def unsupported_quantization(quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
+    """What the experts of ``layer`` are quantised as, where that is known and not supported."""
+    suffixes = set(layer.suffixes("down"))
+    for row, what in _SUFFIXES:
+        if suffixes.issuperset(row):
+            return what
+    if {"weight", "weight_scale", "weight_scale_2"} <= suffixes and layer.stored_dtype("down", "weight") == "U8":
+        return NVFP4
+    method = str(quantization.get("quant_method", "")).lower()
+    if method == "auto-round" and str(quantization.get("data_type", "")).startswith("nv_fp"):
+        return NVFP4
+    return _METHODS.get(method)
+
+
+def unsupported_files(paths: Iterable[Path]) -> str | None:
+    """What the files are, where one of them is of a kind that is known and not supported: "m.gguf is GGUF …"."""
+    for path in sorted(paths):
+        what = _FILES.get(path.suffix.lower())
+        if what is not None:
+            return f"{path.name} is {what}, which is not supported; {INSTEAD}"
+    return None
+
+
+def unsupported_names(names: Iterable[str]) -> str | None:
+    """What the tensors are, where none of them is an expert's as transformers names it."""
+    for name in names:
+        if ".switch_mlp." in name:
+            return f"{name} is MLX's, whose layout is not supported; {INSTEAD}"
+        if ".mlp.mlp1_weight" in name:
+            return f"{name} is gpt-oss under OpenAI's own names: the files that transformers reads are expected"
+    return None
