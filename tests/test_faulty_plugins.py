@@ -356,3 +356,37 @@ def test_other_plugins_are_in_nobodys_way(
         warnings.simplefilter("always")
         assert outcome(plugins, checkpoints)[0] == expected
     assert not [w for w in caught if issubclass(w.category, PluginWarning)]
+
+
+#: of a scheme that reads what nobody else does, and can be asked for
+READS = """
+Format.reason_against = lambda self, quantization, layer: None if quantization["quant_method"] == "nobody" else "no"
+Format.keys = lambda self, *a: (mc.kFp8Static128BlockSym, mc.kFp8Dynamic128Sym)
+"""
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ("Format.keys = lambda self, *a: 1 / 0", "fails in keys: ZeroDivisionError"),
+        ("Format.keys = lambda self, *a: sys.exit(0)", "fails in keys: SystemExit: 0"),
+        ("", "fails in load: NotImplementedError"),
+        ("Format.load = lambda self, *a, **k: sys.exit(0)", "fails in load: SystemExit: 0"),
+        ("Oracle.order = lambda self, *a: 1 / 0", "the oracle of the scheme 'faulty' does not work: ZeroDivisionError"),
+        ("Oracle.order = lambda self, *a: None", "the oracle of the scheme 'faulty' does not work: TypeError"),
+        ("Oracle.order = lambda self, *a: [7]", r"does not work: TypeError: order returned \(7,\), expected"),
+        ("Oracle.check_request = lambda self, *a: sys.exit(0)", "does not work: SystemExit: 0"),
+    ],
+)
+def test_a_scheme_that_is_used_and_fails_is_named(
+    extra: str, named: str, install: Callable[[Fault], Registry], checkpoints: dict[str, Checkpoint]
+) -> None:
+    plugins = install(scheme(READS + extra, named))
+    with pytest.raises(RegistryError, match=named) as caught:
+        source = read_layer(checkpoints["nobody"], plugins=plugins)
+        keys = {"weight_key": source.weight_key, "activation_key": source.activation_key}
+        if "Oracle" in extra:
+            plugins.oracle(source.scheme).select(source.config, **keys, device="cpu")
+        source.weights()
+    assert caught.value.__cause__ is not None
+    assert "faulty" in str(caught.value)

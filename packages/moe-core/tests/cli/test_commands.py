@@ -159,6 +159,74 @@ def test_packages_that_bring_no_kernels(moe: Any, folder: Path, monkeypatch: pyt
     assert found["moe-wna16"]["command"] == "pip install --upgrade moe-wna16"
 
 
+EXITING = """
+import sys
+sys.exit(0)
+"""
+
+BROKEN = """
+from moe_core import Placement
+from moe_core_toys import ToyExperts
+
+class Claiming(ToyExperts):
+    placement = Placement(before=("nobody",))
+
+    @classmethod
+    def extra_reasons(cls, *request):
+        return 1 / 0
+"""
+
+
+@pytest.fixture
+def with_broken(moe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Beside the plain scheme: a scheme that exits at import, and a backend whose claims fail."""
+    (tmp_path / "moe_exiting.py").write_text(EXITING)
+    (tmp_path / "moe_claiming.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plain = importlib.metadata.entry_points
+    added = {
+        "moe_core.schemes": importlib.metadata.EntryPoint("exiting", "moe_exiting:SCHEME", "moe_core.schemes"),
+        "moe_core.backends": importlib.metadata.EntryPoint("plain.mine", "moe_claiming:Claiming", "moe_core.backends"),
+    }
+
+    def entry_points(*, group: str) -> list[importlib.metadata.EntryPoint]:
+        return [*plain(group=group), *([added[group]] if group in added else [])]
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    registry.cache_clear()
+    yield moe
+    for name in ("moe_exiting", "moe_claiming"):
+        sys.modules.pop(name, None)
+
+
+def test_commands_go_on_beside_broken_plugins(with_broken: Any, folder: Path) -> None:
+    result = with_broken("explain", str(folder), "--device", "cpu", "--json")
+    assert result.code == 0
+    assert result.data["chosen"] == "plain"
+    assert "moe explain: warning: scheme 'exiting' of " in result.err
+    assert "moe_exiting:SCHEME cannot be loaded: SystemExit: 0" in result.err
+    (left_out,) = result.data["left_out"]
+    assert "the claims of Claiming fail: ZeroDivisionError" in left_out["reason"]
+    (note,) = result.data["notes"]
+    assert "no backend is called 'nobody'" in note
+    result = with_broken("backends")
+    assert result.code == 0
+    assert "plain" in result.out
+
+
+def test_doctor_names_faults_of_imports_and_claims_and_places(with_broken: Any) -> None:
+    result = with_broken("doctor", "--json")
+    assert result.code == 1
+    exiting, claiming = result.data["faults"]
+    assert "SystemExit: 0" in exiting
+    assert "the claims of Claiming fail: ZeroDivisionError" in claiming
+    assert "'nobody'" in result.data["notes"][0]
+    assert [scheme["scheme"] for scheme in result.data["schemes"]] == ["plain"]
+    text = with_broken("doctor").out
+    assert "faults\n  scheme 'exiting'" in text
+    assert "notes\n  backend 'mine'" in text
+
+
 def test_doctor_names_what_is_broken(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*, group: str) -> tuple[importlib.metadata.EntryPoint, ...]:
         if group != "moe_core.schemes":

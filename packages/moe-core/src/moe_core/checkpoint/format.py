@@ -40,6 +40,7 @@ class CheckpointFormat(ABC):
 
         Looks at names, dtypes and ``quantization`` (what the folder's JSON files say), and reads no data.  Tensors
         that are of this format but broken belong to it: :meth:`load` says what is wrong with them.
+        A CheckpointError stands where no other format reads the layer; any other exception leaves the format out.
         """
 
     def detect(self, quantization: Mapping[str, Any], layer: LayerExperts) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +18,17 @@ from moe_core.checkpoint.model import Given, read_model
 from moe_core.checkpoint.online import detect
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.config import FusedMoEConfig
-from moe_core.errors import CheckpointWarning, ConfigError
+from moe_core.errors import CheckpointWarning, ConfigError, MoEError, RegistryError
 from moe_core.online import OnlineQuantization
+from moe_core.plugins import Raised, attempt
 from moe_core.quant_key import QuantKey, as_quant_key
-from moe_core.registry import Registry
+from moe_core.registry import KNOWN_SCHEMES, Registry
 from moe_core.weights import MoEWeights
+
+T = TypeVar("T")
+
+#: modules of this project, whose errors are their own
+_OWN = ("moe_core", *(package.replace("-", "_") for package in KNOWN_SCHEMES.values()))
 
 #: instead of an activation key: what the checkpoint says
 AS_STORED = "checkpoint"
@@ -57,7 +65,8 @@ class LayerSource:
 
     def weights(self, device: torch.device | str = "cpu") -> MoEWeights:
         """Canonical weights of ``experts`` on ``device``; CheckpointError names a tensor that is broken."""
-        weights = self.format.load(self.layer, self.config, experts=self.experts, device=device)
+        load = functools.partial(self.format.load, self.layer, self.config, experts=self.experts, device=device)
+        weights = _of_format(self.format, "load", load)
         if weights.activation_key == self.activation_key:
             return weights
         return replace(
@@ -97,7 +106,8 @@ def read_layer(
     scheme, adapter = detect(checkpoint, tensors, quantize, plugins)
     if model.assumed is not None:
         warnings.warn(model.assumed, CheckpointWarning, stacklevel=2)
-    weight_key, stored = adapter.keys(checkpoint.quantization, tensors)
+    keys = functools.partial(adapter.keys, checkpoint.quantization, tensors)
+    weight_key, stored = _of_format(adapter, "keys", keys)
     return LayerSource(
         index=tensors.index,
         prefix=tensors.prefix,
@@ -114,6 +124,20 @@ def read_layer(
         routing_reason=model.routing_reason,
         assumed=model.assumed,
     )
+
+
+def _of_format(adapter: CheckpointFormat, method: str, call: Callable[[], T]) -> T:
+    """What a format says; a fault in the code of another package is named as such."""
+    kind = type(adapter)
+    if kind.__module__.partition(".")[0] in _OWN:
+        return call()
+    found = attempt(call)
+    if not isinstance(found, Raised):
+        return found
+    if isinstance(found.error, MoEError):
+        raise found.error
+    where = f"{kind.__module__}:{kind.__qualname__}"
+    raise RegistryError(f"the format {kind.name!r} ({where}) fails in {method}: {found}") from found.error
 
 
 def _activations(wanted: QuantKey | str | None, stored: QuantKey | None) -> QuantKey | None:
