@@ -27,13 +27,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--every N`` thins out parametrised tests."""
+    """``--every N`` thins out parametrised tests, ``--layers N`` draws more random layers."""
     parser.addoption(
         "--every",
         type=int,
         default=1,
         metavar="N",
         help="of each parametrised test, run the first case and every Nth after it",
+    )
+    parser.addoption(
+        "--layers",
+        type=int,
+        default=4,
+        metavar="N",
+        help="random layers in each class of experts that runs without a GPU",
     )
 
 
