@@ -49,6 +49,7 @@ CONFIG = FusedMoEConfig(
 
 
 class Sound(TorchExperts):
+    protocol_version = 1
     claims = Claims(
         devices=(any_device(),),
         keys=(

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from moe_core.claims import Claims
+from moe_core.entry_points import check_protocol
+from moe_core.errors import RegistryError
 from moe_core.experts import FusedMoEExperts, FusedMoEExpertsModular, FusedMoEExpertsMonolithic
 from moe_core.placement import Placement
 from moe_core.plugins import PluginFault, Raised, attempt, warn_of
@@ -101,6 +103,20 @@ def reason_against_class(found: object) -> str | None:
     if not isinstance(found.placement, Placement):
         return f"has a placement that is {_kind(found.placement)}, expected moe_core.Placement"
     return None
+
+
+def checked_experts(found: object) -> type[FusedMoEExperts]:
+    """``found``, where a package may register it as a backend.
+
+    Raises RegistryError for what is no complete experts class, ProtocolVersionError for one that was not written for
+    this version of the interface.
+    """
+    reason = reason_against_class(found)
+    if reason is not None:
+        raise RegistryError(reason)
+    experts: type[FusedMoEExperts] = found  # type: ignore[assignment]
+    check_protocol(getattr(experts, "protocol_version", None))
+    return experts
 
 
 def _kind(value: object) -> str:

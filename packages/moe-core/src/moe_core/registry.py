@@ -19,13 +19,14 @@ import contextlib
 import functools
 import importlib.metadata
 import inspect
+import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moe_core.backend import Backend, reason_against_class
+from moe_core.backend import Backend, checked_experts
 from moe_core.entry_points import check_protocol, installed, load, one_of, others_of, owner
 from moe_core.errors import (
     ConfigError,
@@ -131,6 +132,10 @@ class Registry:
     def scheme_names(self) -> tuple[str, ...]:
         """Names of the installed schemes, also of those that may not work; loads none of them."""
         return tuple(sorted({point.name for point in self._group(SCHEME_GROUP)}))
+
+    def scheme_packages(self) -> frozenset[str]:
+        """Top-level packages that register schemes; loads none of them."""
+        return frozenset(re.split("[.:]", point.value)[0] for point in self._group(SCHEME_GROUP))
 
     def schemes(self) -> tuple[Scheme, ...]:
         """The installed schemes that work, by name; loads them."""
@@ -411,12 +416,7 @@ def _checked_oracle(scheme: Scheme) -> Oracle:
 def _checked_backend(name: str, found: object) -> type[FusedMoEExperts]:
     if not name:
         raise RegistryError("has an entry point that is not named <scheme>.<backend>")
-    reason = reason_against_class(found)
-    if reason is not None:
-        raise RegistryError(reason)
-    experts: type[FusedMoEExperts] = found  # type: ignore[assignment]
-    check_protocol(getattr(experts, "protocol_version", None))
-    return experts
+    return checked_experts(found)
 
 
 def _checked_format(found: object) -> type[CheckpointFormat]:

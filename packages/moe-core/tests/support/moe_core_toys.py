@@ -110,6 +110,7 @@ class GpuToyExperts(ToyExperts):
 
 
 class MonolithicToyExperts(FusedMoEExpertsMonolithic):
+    protocol_version = 1
     claims = replace(PLAIN, routing_methods=frozenset({RoutingMethodType.Renormalize}))
     convert = ToyExperts.convert
 

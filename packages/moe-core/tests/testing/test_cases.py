@@ -24,8 +24,7 @@ from moe_core import (
     kFp8Static128BlockSym,
     kInt4Static,
 )
-from moe_core.experts import FusedMoEExpertsModular
-from moe_core.testing.cases import BUDGETS, Case, conformance_cases, covered_keys, expand_keys, load_experts
+from moe_core.testing.cases import BUDGETS, Case, conformance_cases, covered_keys, expand_keys
 from moe_core.testing.data import make_inputs
 from moe_core.torch_experts import TorchExperts
 from moe_core_toys import MonolithicToyExperts, ToyExperts
@@ -184,17 +183,6 @@ def test_every_pair_of_keys_meets_many_rows_on_a_gpu() -> None:
         assert case.config.max_num_tokens in (None, case.tokens)
 
 
-def test_experts_are_named_by_module_and_class() -> None:
-    assert load_experts("moe_core_toys:ToyExperts") is ToyExperts
-    with pytest.raises(ConfigError, match='"module:Class"'):
-        load_experts("moe_core_toys")
-    with pytest.raises(ConfigError, match="can't be imported"):
-        load_experts("moe_core_toys:Missing")
-    with pytest.raises(ConfigError, match="can't be imported"):
-        load_experts("no_such_module:Missing")
-    with pytest.raises(ConfigError, match="expected a subclass of FusedMoEExperts"):
-        load_experts("moe_core_toys:toy_weights")
-    with pytest.raises(ConfigError, match="has no claims"):
-        load_experts(FusedMoEExpertsModular)
+def test_a_budget_is_small_or_full() -> None:
     with pytest.raises(ConfigError, match="small or full"):
         conformance_cases(ToyExperts, target=CPU, budget="huge")

@@ -16,6 +16,7 @@ from moe_core import GATED, Claims, MoEActivation, any_device, cuda
 from moe_core.torch_experts import TorchExperts
 
 class Mine(TorchExperts):
+    protocol_version = 1
     claims = Claims(
         devices=(any_device(),), keys=((None, None),), activations=frozenset({MoEActivation.SILU}),
         dtypes=frozenset({torch.float32}), expert_map=False, activation_limit=False, cuda_graph=False,
@@ -27,6 +28,14 @@ class Wrong(Mine):
 
 class Elsewhere(Mine):
     claims = replace(Mine.claims, devices=(cuda(min=90),))
+
+class Outdated(Mine):
+    protocol_version = 99
+
+class Raises(Mine):
+    @classmethod
+    def extra_reasons(cls, *arguments):
+        raise KeyError("boo")
 """
 
 
@@ -74,6 +83,19 @@ def test_what_can_t_be_tested_is_an_error(folder: Path) -> None:
     assert (
         "mine:Elsewhere does not run on this machine's cpu device: it claims sm90 or newer" in done.stdout + done.stderr
     )
-    done = run(folder, "--moe-experts", "mine:Missing")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("mine:Outdated", "mine:Outdated was built for plug-in protocol 99; this moe-core speaks protocol"),
+        ("mine:Raises", "no cases of mine:Raises: KeyError: 'boo' ("),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(folder: Path, spec: str, message: str) -> None:
+    done = run(folder, "--moe-experts", spec)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "mine:Missing can't be imported" in done.stdout + done.stderr
+    text = done.stdout + done.stderr
+    assert f"ERROR: {message}" in text
+    assert "Traceback" not in text
+    assert "INTERNALERROR" not in text

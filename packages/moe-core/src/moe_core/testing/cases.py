@@ -9,7 +9,6 @@ claimed value, a case of the check "claims" fails and says so.
 
 from __future__ import annotations
 
-import importlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -112,25 +111,6 @@ def _activation(config: FusedMoEConfig) -> str:
     named = ("alpha", "beta", "limit")
     given = [] if params is None else [f"{n}{v:g}" for n in named if (v := getattr(params, n)) is not None]
     return "_".join([config.activation.value, *given])
-
-
-def load_experts(spec: type[FusedMoEExperts] | str) -> type[FusedMoEExperts]:
-    """The class itself, or what "module:Class" names.  Raises ConfigError for anything else."""
-    if isinstance(spec, str):
-        module, _, name = spec.partition(":")
-        if not module or not name:
-            raise ConfigError(f'experts are named "module:Class", got {spec!r}')
-        try:
-            found = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"{spec} can't be imported: {error}") from error
-    else:
-        found = spec
-    if not (isinstance(found, type) and issubclass(found, FusedMoEExperts)):
-        raise ConfigError(f"{spec} is {found!r}, expected a subclass of FusedMoEExperts")
-    if not isinstance(getattr(found, "claims", None), Claims):
-        raise ConfigError(f"{found.__name__} has no claims: set claims = Claims(...) on the class")
-    return found
 
 
 def expand_keys(claims: Claims) -> list[KeyPair]:

@@ -23,10 +23,11 @@ from moe_core.claims import Claims
 from moe_core.device import DeviceInfo
 from moe_core.errors import ConfigError
 from moe_core.experts import FusedMoEExperts
-from moe_core.testing.cases import Case, conformance_cases, load_experts
+from moe_core.testing.cases import Case, conformance_cases
 from moe_core.testing.checks import CHECKS
 from moe_core.testing.harness import PRETENDED, Place
 from moe_core.testing.interpreter import quicken
+from moe_core.testing.loading import load_experts, load_plugin
 
 
 def place_for(claims: Claims, device: str = "auto") -> Place | None:
@@ -92,8 +93,9 @@ class ConformanceTests:
             return
         device = metafunc.config.getoption("--moe-device", default=None) or self.device
         budget = metafunc.config.getoption("--moe-budget", default=None) or self.budget
-        cases = cases_for(self.experts, device=device, budget=budget)
-        place = place_for(load_experts(self.experts).claims, device)
+        experts = load_plugin(self.experts, doubles=True)
+        cases = cases_for(experts, device=device, budget=budget)
+        place = place_for(experts.claims, device)
         if budget == "small" and place is not None and place.interpreted:
             cases = cases[:: self.interpreted_every]
         metafunc.parametrize("conformance_case", cases, ids=[case.id for case in cases])

@@ -8,6 +8,7 @@ runs every case of the class; without paths of its own the command runs nothing 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +31,20 @@ class ExpertsCollector(pytest.Collector):
     def collect(self) -> Iterator[pytest.Item]:
         """One item per case; a class that can't be tested here is one item that says so."""
         from moe_core.errors import MoEError
-        from moe_core.testing.cases import load_experts
+        from moe_core.plugins import Raised, attempt
         from moe_core.testing.conformance import cases_for
+        from moe_core.testing.loading import load_plugin
 
-        device = self.config.getoption("--moe-device") or "auto"
+        device, budget = self.config.getoption("--moe-device") or "auto", self.config.getoption("--moe-budget")
         try:
-            cases = cases_for(self.name, device=device, budget=self.config.getoption("--moe-budget") or "small")
-            devices = " or ".join(map(str, load_experts(self.name).claims.devices))
+            experts = load_plugin(self.name)
+            # what the class answers is its own code
+            cases = attempt(lambda: cases_for(experts, device=device, budget=budget or "small"))
         except MoEError as error:
             raise pytest.UsageError(str(error)) from error
+        if isinstance(cases, Raised):
+            raise pytest.UsageError(f"no cases of {self.name}: {cases}{_where(cases.error)}") from cases.error
+        devices = " or ".join(map(str, experts.claims.devices))
         if not cases:
             raise pytest.UsageError(
                 f"{self.name} does not run on this machine's {device} device: it claims {devices} "
@@ -46,6 +52,12 @@ class ExpertsCollector(pytest.Collector):
             )
         for case in cases:
             yield CaseItem.from_parent(self, name=case.id, case=case, device=device)
+
+
+def _where(error: BaseException) -> str:
+    """The line that raised, where the message alone leaves one searching."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
 class CaseItem(pytest.Item):
