@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_core.config import FusedMoEConfig
-from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_tensor
+from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_sign, check_tensor
 from moe_core.lora import LoRAWeights
 from moe_core.routing import LOGIT_DTYPES
 
@@ -45,6 +45,7 @@ def check_hidden_states(hidden_states: Tensor, config: FusedMoEConfig, device: t
     check_dtype("hidden_states", hidden_states, (config.dtype,))
     if hidden_states.device != device:
         raise TensorError(f"hidden_states is on {hidden_states.device}, the layer's weights are on {device}")
+    check_sign("hidden_states", hidden_states)
     # without tokens strides mean nothing: numpy's are (0, 0)
     if hidden_states.stride(1) != 1 and hidden_states.shape[1] > 1 and hidden_states.shape[0]:
         raise TensorError(
@@ -56,8 +57,7 @@ def check_output(output: Tensor, hidden_states: Tensor, config: FusedMoEConfig) 
     """``output`` [M, K], contiguous, beside checked hidden states, in memory of its own."""
     check_shape("output", output, (hidden_states.shape[0], config.hidden_size))
     check_dtype("output", output, (config.dtype,))
-    if output.device != hidden_states.device:
-        raise TensorError(f"output is on {output.device}, hidden_states on {hidden_states.device}")
+    check_beside(hidden_states, "output", output)
     if not output.is_contiguous():
         raise TensorError(f"output has strides {output.stride()}, expected contiguous [M, {config.hidden_size}]")
     if output.numel() and _overlap(output, hidden_states):
@@ -75,6 +75,13 @@ def _overlap(output: Tensor, x: Tensor) -> bool:
     return a < b_end and b < a_end
 
 
+def check_beside(hidden_states: Tensor, name: str, tensor: Tensor) -> None:
+    """A ``tensor`` where the hidden states are, which can be read there as it is."""
+    check_sign(name, tensor)
+    if tensor.device != hidden_states.device:
+        raise TensorError(f"{name} is on {tensor.device}, hidden_states on {hidden_states.device}")
+
+
 def check_routing(
     hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, config: FusedMoEConfig
 ) -> None:
@@ -85,8 +92,8 @@ def check_routing(
     # both are [M, k], so only the dtypes tell a swap
     check_dtype("topk_weights", topk_weights, ROUTER_WEIGHT_DTYPES)
     check_dtype("topk_ids", topk_ids, ID_DTYPES)
-    _check_beside(hidden_states, "topk_weights", topk_weights)
-    _check_beside(hidden_states, "topk_ids", topk_ids)
+    check_beside(hidden_states, "topk_weights", topk_weights)
+    check_beside(hidden_states, "topk_ids", topk_ids)
     check_map(hidden_states, expert_map, config)
 
 
@@ -100,11 +107,11 @@ def check_logits(
     """``router_logits`` [M, E], ``correction_bias`` [E], and the expert map, beside checked hidden states."""
     check_shape("router_logits", router_logits, (hidden_states.shape[0], config.num_experts))
     check_dtype("router_logits", router_logits, LOGIT_DTYPES)
-    _check_beside(hidden_states, "router_logits", router_logits)
+    check_beside(hidden_states, "router_logits", router_logits)
     if correction_bias is not None:
         check_shape("correction_bias", correction_bias, (config.num_experts,))
         check_dtype("correction_bias", correction_bias, LOGIT_DTYPES)
-        _check_beside(hidden_states, "correction_bias", correction_bias)
+        check_beside(hidden_states, "correction_bias", correction_bias)
     check_map(hidden_states, expert_map, config)
 
 
@@ -113,7 +120,7 @@ def check_map(hidden_states: Tensor, expert_map: Tensor | None, config: FusedMoE
     if expert_map is not None:
         check_shape("expert_map", expert_map, (config.num_experts,))
         check_dtype("expert_map", expert_map, (torch.int32,))
-        _check_beside(hidden_states, "expert_map", expert_map)
+        check_beside(hidden_states, "expert_map", expert_map)
     elif config.local_experts < config.num_experts:
         raise TensorError(
             f"expert_map [{config.num_experts}] is missing: this rank holds "
@@ -129,9 +136,4 @@ def check_adapters(hidden_states: Tensor, adapter_ids: Tensor | None, lora: LoRA
         raise ConfigError("adapter_ids are given, and the layer has no adapters: set its kernel's lora")
     check_shape("adapter_ids", adapter_ids, (hidden_states.shape[0],))
     check_dtype("adapter_ids", adapter_ids, (torch.int32,))
-    _check_beside(hidden_states, "adapter_ids", adapter_ids)
-
-
-def _check_beside(hidden_states: Tensor, name: str, tensor: Tensor) -> None:
-    if tensor.device != hidden_states.device:
-        raise TensorError(f"{name} is on {tensor.device}, hidden_states on {hidden_states.device}")
+    check_beside(hidden_states, "adapter_ids", adapter_ids)

@@ -120,6 +120,12 @@ def check_tensor(name: str, value: Any) -> None:
         raise TensorError(f"{name} has the layout {value.layout}, expected a dense tensor: {name}.to_dense()")
 
 
+def check_sign(name: str, tensor: torch.Tensor) -> None:
+    """Raise :class:`TensorError` for a view whose memory, which kernels read, holds the negatives of its values."""
+    if tensor.is_neg():
+        raise TensorError(f"{name} is a view whose sign is still to be changed, expected {name}.resolve_neg()")
+
+
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
     """Raise :class:`TensorError` unless ``tensor`` is a dense tensor of the expected shape.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_core._autocast import autocast_off, without_autocast
-from moe_core.call_arguments import check_width, refuse_gradients
+from moe_core.call_arguments import check_beside, check_width, refuse_gradients
 from moe_core.config import FusedMoEConfig
 from moe_core.device import as_torch_device
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_tensor
@@ -124,6 +124,8 @@ class FusedMoELayer(nn.Module):
         if not isinstance(weights, MoEWeights):
             raise TensorError(f"weights is {type(weights).__name__}, expected canonical weights: MoEWeights(w13=…)")
         check_tensor("w13", weights.w13)
+        if weights.w13.is_meta:
+            raise TensorError("w13 is on the meta device: it has no values to convert")
         oracle = registry().oracle(scheme) if isinstance(scheme, str) else scheme
         online = None if quantize is None else registry().online(quantize)
         if online is not None and online.scheme != oracle.scheme:
@@ -211,6 +213,8 @@ class FusedMoELayer(nn.Module):
                 router_logits = self.router_logits(x)
             else:
                 check_shape("router_logits", router_logits, (x.shape[0], self.config.num_experts))
+                if not torch.compiler.is_compiling():
+                    check_beside(x, "router_logits", router_logits)
             if self.kernel.is_monolithic:
                 if adapter_ids is not None:
                     raise ConfigError(f"{self.selection.backend} routes by itself and applies no LoRA adapters")
@@ -234,10 +238,8 @@ class FusedMoELayer(nn.Module):
         check_width(x, self.config)
         if torch.is_grad_enabled():
             refuse_gradients(hidden_states=x, router_weight=self.router_weight, router_bias=self.router_bias)
-        if x.device != self.router_weight.device:
-            raise TensorError(
-                f"hidden_states is on {x.device}, the layer's router_weight on {self.router_weight.device}"
-            )
+        if not torch.compiler.is_compiling():
+            check_beside(x, "router_weight", self.router_weight)
         with autocast_off(x.device.type):
             logits = x.float() @ self.router_weight.float().T
             return logits if self.router_bias is None else logits + self.router_bias.float()

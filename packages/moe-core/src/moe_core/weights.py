@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_core.config import FusedMoEConfig
 from moe_core.device import as_torch_device
-from moe_core.errors import TensorError, check_dtype, check_shape
+from moe_core.errors import TensorError, check_dtype, check_shape, check_sign
 from moe_core.numerics import NumberKind, QuantDtype, is_e8m0
 from moe_core.quant_config import FusedMoEQuantConfig
 from moe_core.quant_key import QuantKey, as_quant_key
@@ -117,6 +117,7 @@ class MoEWeights(TensorRecord):
     def validate(self, config: FusedMoEConfig, *, values: bool = False) -> None:
         """Raise TensorError for a tensor that does not fit ``config`` and the keys, and for a group that is not there.
 
+        Activations' zero points must be codes, too.
         With ``values`` also look into scales (NaN, Inf; negative, except of unsigned codes; 0 where one scale covers a
         whole matrix or is divided by), biases (NaN, Inf), codes (NaN; 4-bit ones in bytes: out of range), zero points
         (out of range): reads every byte and synchronises.
@@ -146,10 +147,14 @@ class MoEWeights(TensorRecord):
                     check_shape(f"{name}_zero_point", zero_point, expected)
                     check_dtype(f"{name}_zero_point", zero_point, (torch.uint8, torch.int32))
             self._validate_extras(name, config, rows, cols)
-        devices = {str(tensor.device) for _, tensor in self.tensors()}
-        if len(devices) > 1:
-            raise TensorError(f"the weights of one layer are on several devices: {', '.join(sorted(devices))}")
+        for name, tensor in self.tensors():
+            check_sign(name, tensor)
+        places = {str(tensor.device): name for name, tensor in self.tensors()}
+        if len(places) > 1:
+            found = ", ".join(f"{name} on {place}" for place, name in sorted(places.items()))
+            raise TensorError(f"the weights of one layer are on several devices: {found}")
         self._check_groups()
+        self._check_input_zero_points()
         if values:
             # quantisers that give a group's largest weight the code -8 write scales of either sign; factors of inputs
             # are no scales of codes: any finite number
@@ -170,7 +175,7 @@ class MoEWeights(TensorRecord):
 
     def _check_codes(self) -> None:
         """Integer codes in storage wider than they are, and zero points."""
-        activation, key = self.activation_key, self.weight_key
+        key = self.weight_key
         if key is not None and key.packing is None and key.dtype.kind is NumberKind.INT and key.dtype.bits < 8:
             for name in ("w13", "w2"):
                 check_range(name, getattr(self, name), key.dtype)
@@ -180,10 +185,12 @@ class MoEWeights(TensorRecord):
                 # one more than codes have: some tools store zero points minus one
                 low, high = (int(bound) + key.dtype.offset for bound in (key.dtype.min_value, key.dtype.max_value))
                 check_integers(name, zero_point, low, high + 1, f"zero points of {key.dtype.name}")
+
+    def _check_input_zero_points(self) -> None:
         for name in ("w13_input_zero_point", "w2_input_zero_point"):
-            zero_point = getattr(self, name)
-            if zero_point is not None and activation is not None:
-                check_range(name, zero_point, activation.dtype)
+            zero_point: Tensor | None = getattr(self, name)
+            if zero_point is not None and self.activation_key is not None:
+                check_range(name, zero_point, self.activation_key.dtype)
 
     def _check_groups(self) -> None:
         for name in ("w13", "w2"):
