@@ -38,7 +38,8 @@ _BENCH = """\
 The layer is one of a checkpoint folder, or described by --scheme and --shape (random weights).  The floor is the larger
 of bytes over bandwidth (weights of the experts that have tokens, hidden states, output) and operations over the rate of
 a dense product, both measured on this machine.  On a GPU calls are CUDA graphs over rotating inputs.
-Times are medians."""
+Times are medians, after as many calls as it takes until they get no faster; the spread is half the distance of the
+quartiles."""
 
 
 def build() -> argparse.ArgumentParser:

@@ -327,7 +327,11 @@ def test_bench(moe: Any, tmp_path: Path, known_limits: None) -> None:
     file = tmp_path / "b.json"
     result = moe("bench", *SHAPE, "--tokens", "1,4", "--budget", "0.01", "--output", file)
     assert result.code == 0
-    assert "tokens  experts" in result.out
+    header, _, *rows = result.out.splitlines()[3:]
+    assert header.split() == ["tokens", "experts", "floor", "backend", "time", "spread", "calls", "floor/time"]
+    assert [row.split()[0] for row in rows] == ["1", "4"]
+    assert all("±" in row for row in rows)
+    assert max(map(len, result.out.splitlines()[3:])) <= 80
     data = json.loads(file.read_text())
     assert [(r["backend"], r["tokens"]) for r in data["results"]] == [("plain", 1), ("plain", 4)]
     first = data["results"][0]
@@ -338,6 +342,11 @@ def test_bench(moe: Any, tmp_path: Path, known_limits: None) -> None:
     low, high = first["seconds_quartiles"]
     assert 0 < low <= first["seconds"] <= high
     assert first["calls"] >= 5
+
+
+def test_bench_the_batched_format(moe: Any, known_limits: None) -> None:
+    arguments = ("bench", *SHAPE, "--tokens", 3, "--budget", "0.01", "--activation-format", "batched")
+    assert moe(*arguments, "--json").data["results"][0]["backend"] == "plain"
 
 
 def test_bench_a_checkpoint(moe: Any, folder: Path, known_limits: None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moe_core_cli.grammar import DTYPES
@@ -47,6 +48,13 @@ def source_of(
 def activation_key_of(args: argparse.Namespace) -> QuantKey | str | None:
     """What :func:`moe_core.checkpoint.read_layer` gets."""
     return "checkpoint" if args.activation_key is None else _key(args.activation_key)
+
+
+def batched(config: FusedMoEConfig, num_tokens: int) -> FusedMoEConfig:
+    """The layer in the batched activation format, for calls with at most ``num_tokens`` tokens."""
+    from moe_core.config import FusedMoEActivationFormat
+
+    return replace(config, activation_format=FusedMoEActivationFormat.BATCHED, max_num_tokens=num_tokens)
 
 
 def check_tokens(count: int, *, least: int = 1) -> None:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 
 #: seconds that one measurement may take, and the number of calls that it consists of
-BUDGET, FEWEST, MOST = 1.0, 5, 200
+BUDGET, FEWEST, MOST = 1.0, 10, 200
+#: a round of calls this much faster than all before it says that the next may be faster still
+FASTER = 0.95
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,33 @@ def measure(
 ) -> Timing:
     """Time ``calls`` in turn: the same work on different inputs, so that none finds its own in a cache.
 
-    On a GPU each call is a CUDA graph where ``graph``, timed by events; elsewhere by the host's clock.
+    On a GPU each call is a CUDA graph where ``graph``, timed by events; elsewhere by the host's clock.  Before,
+    they are called until they get no faster, so that no figure is that of a first call: caches, clocks, threads.
     """
     for call in calls:
         call()
     if device.type == "cuda":
         return _measure_cuda(calls, graph, budget)
-    first = _host_seconds(calls[0])
-    times = [_host_seconds(calls[i % len(calls)]) for i in range(_count(first, budget))]
-    return _summary(times, graph=False)
+
+    def timed(launches: Sequence[Callable[[], object]]) -> list[float]:
+        return [_host_seconds(launch) for launch in launches]
+
+    return _summary(_settled(calls, timed, budget), graph=False)
+
+
+def _settled(
+    launches: Sequence[Callable[[], object]],
+    timed: Callable[[Sequence[Callable[[], object]]], list[float]],
+    budget: float,
+) -> list[float]:
+    """Seconds of each of many calls, after rounds of calls until one is no faster, or the budget is spent."""
+    best, end = statistics.median(timed(launches)), time.perf_counter() + budget
+    while True:
+        now = statistics.median(timed(launches))
+        if now > FASTER * best or time.perf_counter() > end:
+            break
+        best = now
+    return timed([launches[i % len(launches)] for i in range(_count(min(now, best), budget))])
 
 
 def _count(seconds: float, budget: float) -> int:
@@ -53,9 +73,7 @@ def _host_seconds(call: Callable[[], object]) -> float:
 def _measure_cuda(calls: Sequence[Callable[[], object]], graph: bool, budget: float) -> Timing:
     torch.cuda.synchronize()
     launches: Sequence[Callable[[], object]] = [_captured(call) for call in calls] if graph else calls
-    first = _event_seconds([launches[0]] * 3)
-    times = _event_seconds([launches[i % len(launches)] for i in range(_count(statistics.median(first), budget))])
-    return _summary(times, graph)
+    return _summary(_settled(launches, _event_seconds, budget), graph)
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], object]:

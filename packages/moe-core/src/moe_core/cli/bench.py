@@ -65,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
             check_spares(path, args.path)
     device = _arguments.device_of(args.device)
     layer = _from_checkpoint(args, device) if args.path is not None else _from_shape(args, device)
+    if args.activation_format == "batched":
+        batched = _arguments.batched(layer.config, max(counts))
+        layer = replace(layer, config=batched)
     selections = _selections(layer, device, args.backend)
     with torch.inference_mode():
         with progress("measuring the machine"):
@@ -266,22 +269,29 @@ def _work(config: FusedMoEConfig, weights: MoEWeights, count: int, active: float
 
 
 def _text(data: dict[str, Any]) -> str:
-    results = data["results"]
-    backends = list(dict.fromkeys(result["backend"] for result in results))
     rows = []
-    for count in dict.fromkeys(result["tokens"] for result in results):
-        here = {result["backend"]: result for result in results if result["tokens"] == count}
-        first = next(iter(here.values()))
-        cells = [f"{duration(here[b]['seconds'])} ({100 * here[b]['floor_fraction']:.2g} %)" for b in backends]
-        rows.append([str(count), f"{first['active_experts']:.0f}", duration(first["floor_seconds"]), *cells])
-    header = ["tokens", "experts", "floor", *backends]
+    for count in dict.fromkeys(result["tokens"] for result in data["results"]):
+        here = [result for result in data["results"] if result["tokens"] == count]
+        for number, result in enumerate(here):
+            low, high = result["seconds_quartiles"]
+            shared = [str(count), f"{result['active_experts']:.0f}", duration(result["floor_seconds"])]
+            rows.append(
+                [
+                    *(shared if number == 0 else ["", "", ""]),
+                    result["backend"],
+                    duration(result["seconds"]),
+                    f"±{50 * (high - low) / result['seconds']:.0f} %",
+                    str(result["calls"]),
+                    f"{100 * result['floor_fraction']:.2g} %",
+                ]
+            )
+    header = ["tokens", "experts", "floor", "backend", "time", "spread", "calls", "floor/time"]
     return "\n".join(
         [
             f"{data['scheme']}, {data['layer']}, on {data['device_name']} ({data['device']}), torch {data['torch']}",
             (
                 f"limits measured here: {data['bandwidth_bytes_per_second'] / 1e9:.0f} GB/s, "
-                f"{data['operations_per_second'] / 1e9:.0f} billion {data['operations_of']} operations/s; "
-                "in brackets: floor / time"
+                f"{data['operations_per_second'] / 1e9:.0f} billion {data['operations_of']} operations/s"
             ),
             "",
             table(header, rows),

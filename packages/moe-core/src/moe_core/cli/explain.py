@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moe_core_cli.console import complain
@@ -66,8 +65,7 @@ def selected(
     from moe_core.registry import registry
 
     if args.activation_format == "batched":
-        batched: Any = args.activation_format
-        config = replace(config, activation_format=batched, max_num_tokens=args.tokens)
+        config = _arguments.batched(config, args.tokens)
     try:
         selection = (
             registry()
