@@ -300,6 +300,25 @@ def test_defaults_of_the_family(tmp_path: Path) -> None:
     assert found.config.routing == RoutingConfig("sigmoid", has_correction_bias=True)
 
 
+def test_ling_1_and_ling_2_share_a_name(tmp_path: Path) -> None:
+    config = {"model_type": "bailing_moe", **NEW, "norm_topk_prob": True}
+    assert model(tmp_path / "1", config).config.routing == RoutingConfig()
+    two = {**config, **DEEPSEEK, "score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    found = model(tmp_path / "2", two, bias("gate.expert_bias"))
+    assert found.config.routing == RoutingConfig("sigmoid", True, False, 2, 1, 2.5, has_correction_bias=True)
+    assert found.correction_bias is not None
+
+
+def test_the_nearest_model_type_counts(tmp_path: Path) -> None:
+    talker = {"model_type": "qwen3_omni_moe_talker", "text_config": NEW}
+    config = {"model_type": "qwen3_omni_moe", "talker_config": talker}
+    found = model(tmp_path / "a", config, block="talker.model.layers.0.mlp")
+    assert found.config.routing == RoutingConfig(renormalize=False)
+    # of those on the way, none may be anything but a name
+    with pytest.raises(CheckpointError, match="model_type is 7, expected a name"):
+        model(tmp_path / "b", {**config, "model_type": 7}, block="talker.model.layers.0.mlp")
+
+
 def test_stack_that_has_its_own_config(tmp_path: Path) -> None:
     text = {**NEW, "model_type": "qwen3_omni_moe_text"}
     talker = {**NEW, "model_type": "qwen3_omni_moe_talker_text", "num_experts_per_tok": 1}

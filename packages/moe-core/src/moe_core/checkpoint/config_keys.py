@@ -37,7 +37,7 @@ SCORING = (
     "moe_router_activation_func",
     "expert_selection_fn",
 )
-RENORMALIZE = ("norm_topk_prob", "route_norm", "norm_topk", "moe_renormalize")
+RENORMALIZE = ("norm_topk_prob", "route_norm", "norm_topk", "moe_renormalize", "norm_expert_weight")
 SCALING = (
     "routed_scaling_factor",
     "route_scale",
@@ -72,14 +72,14 @@ class ConfigKeys:
     """The entries that describe the language model, and the file that they are from.
 
     ``layer``: entries that are a list hold one value for each layer.  ``defaults``: what stands for entries that are
-    missing, by the first of their names; null is not missing.  ``whole``: all entries of the file.
+    missing, by the first of their names; null is not missing.  ``types``: each ``model_type`` on the way to them.
     """
 
     entries: Mapping[str, Any]
     file: Path
     layer: int
     defaults: Mapping[str, object] = field(default_factory=dict)
-    whole: Mapping[str, Any] = field(default_factory=dict)
+    types: tuple[Any, ...] = ()
 
     @staticmethod
     def of(config: Mapping[str, Any], file: Path, layer: int, stack: str = "") -> ConfigKeys:
@@ -87,19 +87,20 @@ class ConfigKeys:
 
         ``stack``: first part of the names of the layers' tensors ("thinker"); a part of ``config`` may have its name.
         """
-        holder: Mapping[str, Any] = config
+        holders: list[Mapping[str, Any]] = [config]
         own = config.get(f"{stack}_config")
         if isinstance(own, dict):
-            holder = own
-        while not any(key in holder for key in NUM_EXPERTS):
-            inner = next((holder[key] for key in NESTED if isinstance(holder.get(key), dict)), None)
+            holders.append(own)
+        while not any(key in holders[-1] for key in NUM_EXPERTS):
+            inner = next((holders[-1][key] for key in NESTED if isinstance(holders[-1].get(key), dict)), None)
             if inner is None:
-                return ConfigKeys(config, file, layer, whole=config)
-            holder = inner
+                return ConfigKeys(config, file, layer, types=_types([config]))
+            holders.append(inner)
         # transformers' form of what differs from one layer to the next
-        every = holder.get("per_layer_config")
-        own = every.get(str(layer)) if isinstance(every, dict) else None
-        return ConfigKeys({**holder, **(own if isinstance(own, dict) else {})}, file, layer, whole=config)
+        every = holders[-1].get("per_layer_config")
+        here = every.get(str(layer)) if isinstance(every, dict) else None
+        entries = {**holders[-1], **(here if isinstance(here, dict) else {})}
+        return ConfigKeys(entries, file, layer, types=_types(holders))
 
     def with_defaults(self, defaults: Mapping[str, object]) -> ConfigKeys:
         return replace(self, defaults=defaults)
@@ -107,11 +108,10 @@ class ConfigKeys:
     @property
     def model_type(self) -> str:
         """The family's name, "" where the file has none; CheckpointError for what is no name."""
-        found = [holder["model_type"] for holder in (self.entries, self.whole) if "model_type" in holder]
-        for value in found:
+        for value in self.types:
             if not isinstance(value, str):
                 raise self.error(f"model_type is {_short(value)}, expected a name")
-        return str(found[0]) if found else ""
+        return self.types[-1] if self.types else ""
 
     def stated(self, names: Sequence[str]) -> tuple[str, Any] | None:
         """(key, value) of the first name that has a value; CheckpointError where two contradict each other."""
@@ -185,3 +185,7 @@ class ConfigKeys:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + "…"
+
+
+def _types(holders: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    return tuple(holder["model_type"] for holder in holders if "model_type" in holder)

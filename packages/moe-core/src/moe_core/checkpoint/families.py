@@ -110,7 +110,19 @@ FAMILIES: dict[str, Family] = {
     # with groups, its experts of other groups count as 0, not as out of reach
     "axk2": Family(scoring="sigmoid", correction_bias=True, reads={NORM: True, SCALE: 2.5}),
     "bailing_hybrid": _deepseek(2.5, 8, 4),
-    "bailing_moe": Family(reads={NORM: REQUIRED}, hidden_act=REQUIRED),
+    # Ling 1 and Ling 2 share the name; what tells them apart stands in config.json
+    "bailing_moe": Family(
+        correction_bias=True,
+        reads={
+            "scoring_func": "softmax",
+            "use_expert_bias": False,
+            NORM: REQUIRED,
+            SCALE: 1.0,
+            GROUPS: None,
+            TOP_GROUPS: None,
+        },
+        hidden_act=REQUIRED,
+    ),
     "bailing_moe_v2": _deepseek(REQUIRED, REQUIRED, REQUIRED, REQUIRED, hidden_act=REQUIRED),
     "beam": _deepseek(2.5, 8, 4),
     "cohere2_moe": Family(renormalize=True, selected_only=True, reads={"scoring_func": "softmax", NORM: True}),

@@ -16,6 +16,7 @@ _EXPERTS = frozenset({"swiglu", "glu", "mlp", "ffn", "moe", "expert", "experts",
 _ROUTER = frozenset({"router", "routing", "route", "hash"})
 _ELSEWHERE = frozenset({"shared", "attn", "attention", "final", "lora", "rope", "vision", "aux", "loss"})
 _READ = (keys.SWIGLU_LIMIT, keys.SWIGLU_ALPHA, keys.HASH_LAYERS)
+_ROUTING = frozenset({*keys.SCORING, *keys.RENORMALIZE, *keys.SCALING})
 
 #: least sums by which weights are divided: what is larger than this changes them
 _DIVISION_GUARDS = {"moe_norm_min": 1e-9}
@@ -23,7 +24,7 @@ _DIVISION_GUARDS = {"moe_norm_min": 1e-9}
 
 def unread_entries(entries: ConfigKeys, family: Family, *, routing: bool, activation: bool) -> Iterator[str]:
     """Keys of such entries that ``family`` does not read: those of ``routing`` and of ``activation``, where wanted."""
-    read = {name for names in _READ if names[0] in family.reads for name in names} | family.outside
+    read = {name for names in _READ if names[0] in family.reads for name in names} | family.outside | _ROUTING
     for key, value in entries.entries.items():
         words = frozenset(re.split(r"[_\W]+", key.lower()))
         if key in read or words & _ELSEWHERE or value in (None, False, 0, "", "none", [], {}):
