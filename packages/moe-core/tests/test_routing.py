@@ -317,13 +317,18 @@ def test_a_config_by_its_text() -> None:
     text = "sigmoid, renormalize,has_correction_bias,num_expert_group=8,topk_group=4,routed_scaling_factor=2.5"
     assert RoutingConfig.parse(text) == RoutingConfig("sigmoid", True, False, 8, 4, 2.5, has_correction_bias=True)
     assert RoutingConfig.parse("softmax,renormalize,score_selected_only").score_selected_only
+    assert RoutingConfig.parse("Renormalize") == RoutingConfig.from_method("Renormalize")
+    text = "deepseekv3,num_expert_group=8,topk_group=4"
+    assert RoutingConfig.parse(text) == RoutingConfig("sigmoid", True, False, 8, 4, has_correction_bias=True)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("argmax", "scoring_func 'argmax' is unknown"),
-        ("", "scoring_func '' is unknown"),
+        ("argmax", "routing 'argmax' is unknown; known: softmax, .*Renormalize"),
+        ("", "routing '' is unknown"),
+        ("Renormalize,renormalize", "has 'renormalize', expected num_expert_group=<number>"),
+        ("DeepSeekV3", "DeepSeekV3 needs num_expert_group and topk_group"),
         ("softmax,top_k=3", "has 'top_k=3', expected renormalize, score_selected_only"),
         ("softmax,renormalize=1", "has 'renormalize=1', expected renormalize,"),
         ("softmax,topk_group", "has 'topk_group', expected renormalize, .*topk_group=<number>"),

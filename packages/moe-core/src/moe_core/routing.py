@@ -170,22 +170,30 @@ class RoutingConfig:
     def parse(text: str) -> RoutingConfig:
         """The configuration of a text such as ``"sigmoid,renormalize,has_correction_bias,routed_scaling_factor=2.5"``.
 
-        The scoring function comes first; the other fields follow by name, with ``=`` and a number where they are
-        numbers.  What is not named is off.
+        First comes a scoring function, with what is not named off, or a method's name ("DeepSeekV3"); fields follow by
+        name, with ``=`` and a number where they are numbers.
         """
         first, *rest = (part.strip() for part in text.split(","))
-        values: dict[str, Any] = {"scoring_func": first, "renormalize": False}
+        is_method = first not in SCORING_FUNCS
+        if is_method and first.lower() not in {method.name.lower() for method in RoutingMethodType}:
+            known = ", ".join([*SCORING_FUNCS, *(method.name for method in RoutingMethodType)])
+            raise ConfigError(f"routing {first!r} is unknown; known: {known}")
+        # a method's name says what is on
+        fields = {name: kind for name, kind in _TEXT_FIELDS.items() if not is_method or kind is not bool}
+        values: dict[str, Any] = {}
         for part in rest:
             name, _, number = part.partition("=")
-            kind = _TEXT_FIELDS.get(name)
+            kind = fields.get(name)
             if kind is None or (kind is bool) is bool(number):
-                known = ", ".join(_field_text(*item) for item in _TEXT_FIELDS.items())
-                raise ConfigError(f"routing {text!r} has {part!r}, expected {known}")
+                expected = ", ".join(_field_text(*item) for item in fields.items())
+                raise ConfigError(f"routing {text!r} has {part!r}, expected {expected}")
             try:
                 values[name] = True if kind is bool else kind(number)
             except ValueError:
                 raise ConfigError(f"routing {text!r}: {name} is {number!r}, expected a number") from None
-        return RoutingConfig(**values)
+        if is_method:
+            return RoutingConfig.from_method(first, **values)
+        return RoutingConfig(scoring_func=first, **{"renormalize": False, **values})
 
     def check(self, *, num_experts: int, top_k: int) -> None:
         """Raise :class:`ConfigError` unless a layer of ``num_experts`` and ``top_k`` can be routed so."""
