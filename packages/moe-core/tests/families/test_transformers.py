@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="the nox session `families` installs it")
 
-from moe_core_transformers import TOP_K, E, families, first, moe_blocks, tiny_config, tiny_model
+from moe_core_transformers import TOP_K, E, families, first, moe_blocks, omni_model, tiny_model
+from transformers import PreTrainedModel
 
 TOKENS = 37
 KNOWN = sorted(name for name in families() if family_of(name) is not None)
@@ -109,36 +110,25 @@ def other_entries(model_type: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("model_type", "variant"), variants())
 def test_a_layer_routes_and_computes_as_its_module(tmp_path: Path, model_type: str, variant: str) -> None:
-    layer = Layer(tmp_path, model_type, **(other_entries(model_type) if variant == "other" else {}))
+    layer = Layer(tmp_path, tiny_model(model_type, **(other_entries(model_type) if variant == "other" else {})))
     if variant == "left out":
         layer.leave_out({name for names in (*ENTRIES, config_keys.ACTIVATION) for name in names})
-    model, weights = layer.read()
-    x = layer.tokens(model)
-    seen, output = layer.run(x)
+    compare(layer)
 
-    routing = model.config.routing
-    assert routing is not None, model.routing_reason
-    assert model.router_weight is not None
-    logits = x @ model.router_weight.float().T
-    if model.router_bias is not None:
-        logits = logits + model.router_bias
-    scores, ids = route(logits, top_k=model.config.top_k, config=routing, correction_bias=model.correction_bias)
-    if seen is not None:
-        theirs, order = seen[0].sort(dim=1)
-        ours, mine = ids.long().sort(dim=1)
-        assert torch.equal(ours, theirs)
-        expected = seen[1].gather(1, order)
-        if model_type in SCALED_AFTER:
-            expected = expected * SCALED_AFTER[model_type](model)
-        # a few roundings of float32; lfm2_moe adds 1e-6 to the sum that it divides by
-        torch.testing.assert_close(scores.gather(1, mine), expected, rtol=5e-6, atol=0)
-    want = fused_moe_reference(x, weights, model.config, topk_weights=scores, topk_ids=ids).float()
-    # K + N + k products are summed in float32
-    torch.testing.assert_close(output, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+
+@pytest.mark.parametrize("stack", [None, "thinker", "talker"])
+def test_a_model_with_two_stacks_of_layers(tmp_path: Path, stack: str | None) -> None:
+    model = omni_model()
+    thinker, talker = (next(moe_blocks(model, name))[1].gate.weight for name in ("thinker", "talker"))
+    layer = Layer(tmp_path, model, stack)
+    found = layer.read()[0].router_weight
+    assert found is not None
+    assert torch.equal(found, talker if stack == "talker" else thinker)
+    compare(layer)
 
 
 def test_hash_layers_are_left_to_each_call(tmp_path: Path) -> None:
-    layer = Layer(tmp_path, "deepseek_v4", mlp_layer_types=["hash_moe", "moe"])
+    layer = Layer(tmp_path, tiny_model("deepseek_v4", mlp_layer_types=["hash_moe", "moe"]))
     model, weights = layer.read()
     assert model.config.routing is None
     assert "by the ids of the tokens" in str(model.routing_reason)
@@ -161,7 +151,7 @@ def test_hash_layers_are_left_to_each_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", sorted(set(KNOWN) - set(ROUTED)))
 def test_experts_compute_as_their_module_where_each_call_routes(tmp_path: Path, model_type: str) -> None:
-    layer = Layer(tmp_path, model_type)
+    layer = Layer(tmp_path, tiny_model(model_type))
     model, weights = layer.read()
     assert model.config.routing is None
     assert model.routing_reason is not None
@@ -180,6 +170,33 @@ def _scaling(model: LayerModel) -> float:
     return model.config.routing.routed_scaling_factor
 
 
+def compare(layer: Layer) -> None:
+    """Chosen experts, weights and output of random tokens."""
+    model, weights = layer.read()
+    x = layer.tokens(model)
+    seen, output = layer.run(x)
+
+    routing = model.config.routing
+    assert routing is not None, model.routing_reason
+    assert model.router_weight is not None
+    logits = x @ model.router_weight.float().T
+    if model.router_bias is not None:
+        logits = logits + model.router_bias
+    scores, ids = route(logits, top_k=model.config.top_k, config=routing, correction_bias=model.correction_bias)
+    if seen is not None:
+        theirs, order = seen[0].sort(dim=1)
+        ours, mine = ids.long().sort(dim=1)
+        assert torch.equal(ours, theirs)
+        expected = seen[1].gather(1, order)
+        if layer.model_type in SCALED_AFTER:
+            expected = expected * SCALED_AFTER[layer.model_type](model)
+        # a few roundings of float32; lfm2_moe adds 1e-6 to the sum that it divides by
+        torch.testing.assert_close(scores.gather(1, mine), expected, rtol=5e-6, atol=0)
+    want = fused_moe_reference(x, weights, model.config, topk_weights=scores, topk_ids=ids).float()
+    # K + N + k products are summed in float32
+    torch.testing.assert_close(output, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+
+
 #: the module scales what its experts return, not the weights
 SCALED_AFTER: dict[str, Callable[[LayerModel], float]] = {
     **dict.fromkeys(("beam", "laguna", "minimax_m3_vl_text", "step3p5"), _scaling),
@@ -192,10 +209,9 @@ NORMALISED_AFTER = {"axk1"}
 class Layer:
     """The first MoE layer of a tiny model: its module, and the folder that ``save_pretrained`` wrote."""
 
-    def __init__(self, folder: Path, model_type: str, **entries: Any) -> None:
-        self.folder, self.model_type = folder, model_type
-        model = tiny_model(tiny_config(model_type, **entries))
-        self.index, self.block = next(moe_blocks(model))
+    def __init__(self, folder: Path, model: PreTrainedModel, stack: str | None = None) -> None:
+        self.folder, self.model_type, self.stack = folder, model.config.model_type, stack
+        self.index, self.block = next(moe_blocks(model, stack or ""))
         model.save_pretrained(folder)
 
     def leave_out(self, names: set[str]) -> None:
@@ -210,7 +226,7 @@ class Layer:
         path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
     def read(self) -> tuple[LayerModel, MoEWeights]:
-        layer = find_layer(Checkpoint.open(self.folder), self.index)
+        layer = find_layer(Checkpoint.open(self.folder), self.index, self.stack)
         model = read_model(layer, dtype=torch.float32)
         return model, UnquantizedFormat().load(layer, model.config, experts=range(E))
 

@@ -93,15 +93,46 @@ def tiny_config(model_type: str, **entries: Any) -> PreTrainedConfig:
     return config(**{**sizes, **OWN.get(model_type, {}), **entries})
 
 
-def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The smallest model of transformers with this configuration, with random parameters and buffers."""
-    model = smallest_class(type(config))(config).eval()
-    generator = torch.Generator().manual_seed(len(config.model_type))
+def omni_model() -> PreTrainedModel:
+    """Qwen3-Omni: two stacks of layers with experts, and what is around them."""
+    from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
+
+    text = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 8}
+    code = {**text, "hidden_size": 16}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": K}
+    audio = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "output_dim": K}
+    wave = {"codebook_size": 8, "codebook_dim": 8, "decoder_dim": 16, "upsample_rates": [2], "upsampling_ratios": [2]}
+    config = Qwen3OmniMoeConfig(
+        thinker_config={
+            "text_config": tiny_config("qwen3_omni_moe_text").to_dict(),
+            "vision_config": {**vision, "deepstack_visual_indexes": [0], "num_position_embeddings": 4},
+            "audio_config": {**audio, "downsample_hidden_size": 4, "num_mel_bins": 16},
+        },
+        talker_config={
+            "text_config": tiny_config("qwen3_omni_moe_talker_text").to_dict(),
+            "thinker_hidden_size": K,
+            "spatial_merge_size": 2,
+            "code_predictor_config": {**code, "head_dim": 8, "vocab_size": 16},
+        },
+        code2wav_config={**code, **wave, "num_quantizers": 2},
+    )
+    return randomised(Qwen3OmniMoeForConditionalGeneration(config))
+
+
+def tiny_model(model_type: str, **entries: Any) -> PreTrainedModel:
+    """The smallest model of transformers with :func:`tiny_config`, with random parameters and buffers."""
+    config = tiny_config(model_type, **entries)
+    return randomised(smallest_class(type(config))(config))
+
+
+def randomised(model: PreTrainedModel) -> PreTrainedModel:
+    """``model`` with random parameters and buffers; shared experts' are 0."""
+    generator = torch.Generator().manual_seed(len(model.config.model_type))
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.is_floating_point() and "rotary" not in name:
                 tensor.normal_(0, 0 if "shared" in name else 0.5, generator=generator)
-    return model
+    return model.eval()
 
 
 def smallest_class(config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
@@ -118,10 +149,10 @@ def smallest_class(config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
     return min(classes, key=lambda value: (not value.__name__.endswith("Model"), len(value.__name__)))
 
 
-def moe_blocks(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """(layer, module) of everything that has experts."""
+def moe_blocks(model: nn.Module, stack: str = "") -> Iterator[tuple[int, nn.Module]]:
+    """(layer, module) of everything that has experts and a name that begins with ``stack``."""
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "experts", None), nn.Module):
+        if name.startswith(stack) and isinstance(getattr(module, "experts", None), nn.Module):
             yield next(int(part) for part in reversed(name.split(".")) if part.isdigit()), module
 
 
