@@ -415,11 +415,7 @@ def experts_left_out(model: nn.Module) -> Iterator[None]:
 def _opened(path: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
     from moe_core.checkpoint import Checkpoint
 
-    if isinstance(path, Checkpoint):
-        return path
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"path is {path!r}, expected a checkpoint's folder")
-    return Checkpoint.open(path)
+    return path if isinstance(path, Checkpoint) else Checkpoint.open(path)
 
 
 def _room(config: FusedMoEConfig, device: torch.device) -> LoRAWeights | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core import CheckpointError
+from moe_core import CheckpointError, ConfigError
 from moe_core.checkpoint import Checkpoint, find_layer, load_stacked
 from moe_core.checkpoint.open_file import OpenFile
 from moe_core.checkpoint.reader import MOST_OPEN
@@ -251,6 +251,23 @@ def test_pickles_are_refused_with_a_hint(tmp_path: Path, name: str) -> None:
     torch.save({"model.layers.0.mlp.experts.0.up_proj.weight": Exploding()}, tmp_path / name)
     refused(tmp_path, name, "never read", "safe_serialization=True")
     assert not (tmp_path / "exploded").exists()
+
+
+class BytesPath:
+    def __fspath__(self) -> bytes:
+        return b"/tmp"
+
+
+@pytest.mark.parametrize("path", [None, "", 7, b"/tmp", ["a"], BytesPath()])
+def test_what_is_no_path(path: Any) -> None:
+    with pytest.raises(ConfigError, match="path is .*, expected a checkpoint's folder"):
+        Checkpoint.open(path)
+
+
+@pytest.mark.parametrize("index", [True, 0.0, "0", [0], {}])
+def test_what_is_no_layer(tmp_path: Path, index: Any) -> None:
+    with pytest.raises(ConfigError, match="layer is .*, expected the index of a layer: 0"):
+        find_layer(Checkpoint.open(write(tmp_path, layer_tensors())), index)
 
 
 def test_name_too_long_for_the_file_system(tmp_path: Path) -> None:

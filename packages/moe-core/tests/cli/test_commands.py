@@ -6,8 +6,10 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -274,6 +276,30 @@ def test_quickstart_leaves_nothing(moe: Any, tmp_path: Path, monkeypatch: pytest
     assert moe("quickstart").code == 0
     moe.refuses("quickstart", "--backend", "gpu", parts=("needs sm90 or newer",))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may have more than 3 kB: writing fails in its midst, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("kept", ["new", "empty"])
+def test_quickstart_that_is_not_written_leaves_nothing(moe: Any, tmp_path: Path, small_files: None, kept: str) -> None:
+    folder = tmp_path / "a"
+    if kept == "empty":
+        folder.mkdir()
+    moe.refuses("quickstart", "--keep", folder, parts=(f"{folder} can't be written: ", "File too large"))
+    assert [*tmp_path.rglob("*")] == ([folder] if kept == "empty" else [])
+
+
+def test_output_that_is_not_written_leaves_nothing(moe: Any, folder: Path, tmp_path: Path, small_files: None) -> None:
+    out = tmp_path / "o.safetensors"
+    moe.refuses("run", folder, "--tokens", 1000, "--output", out, parts=(f"{out} can't be written: File too large",))
+    assert [*tmp_path.iterdir()] == [folder]
 
 
 def test_quickstart_outside_the_tolerance(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:

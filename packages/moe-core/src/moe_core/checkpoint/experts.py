@@ -15,7 +15,7 @@ from moe_core.checkpoint.names import ExpertName, parse_name
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.checkpoint.safetensors_file import TensorInfo
 from moe_core.checkpoint.unsupported import unsupported_names
-from moe_core.errors import CheckpointError
+from moe_core.errors import CheckpointError, ConfigError
 
 Key = tuple[str, str]  # projection, suffix
 
@@ -135,6 +135,8 @@ def find_layer(checkpoint: Checkpoint, index: int | None = None, stack: str | No
         raise _no_experts(checkpoint)
     if index is None:
         index = next(iter(layers))
+    elif isinstance(index, bool) or not hasattr(index, "__index__"):
+        raise ConfigError(f"layer is {index!r}, expected the index of a layer: {ranges(layers)}")
     if index not in layers:
         raise CheckpointError(f"{checkpoint.path}: layer {index} has no MoE; layers that have: {ranges(layers)}")
     return _collect(checkpoint, index, layers[index])

@@ -23,7 +23,7 @@ from moe_core.checkpoint.open_file import FileState
 from moe_core.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
 from moe_core.checkpoint.statements import read_quantization
 from moe_core.checkpoint.strict_json import MAX_INDEX_BYTES, load_object
-from moe_core.errors import CheckpointError
+from moe_core.errors import CheckpointError, ConfigError
 
 #: files that are kept open; a model has hundreds, a layer's tensors lie in a few
 MOST_OPEN = 16
@@ -56,10 +56,16 @@ class Checkpoint:
         """Open a folder with config.json and model.safetensors, or shards with an index.
 
         An index wins over files beside it; without one, ``model*.safetensors`` are taken, or else all.
-        Raises CheckpointError.
+        Raises CheckpointError; ConfigError for what is no path.
         """
         try:
-            return cls._open(Path(path))
+            folder = Path(path) if path else None
+        except TypeError:
+            folder = None
+        if folder is None:
+            raise ConfigError(f"path is {path!r}, expected a checkpoint's folder")
+        try:
+            return cls._open(folder)
         except OSError as error:  # a folder that may not be listed, a name that is too long
             raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from None
 

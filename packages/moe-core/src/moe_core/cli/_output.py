@@ -114,18 +114,48 @@ def check_spares(path: Path, checkpoint: Path | None, given: Path | None = None)
         raise ConfigError(f"{path} is a file of the checkpoint itself; files in its folder are never replaced")
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What goes wrong while ``path`` is written, as ConfigError with its name: what a full disk raises has none."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) else None
+        raise ConfigError(f"{path} can't be written: {why or error}") from error
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write ``content``, so that the file holds all of it or is untouched; a symbolic link stays one."""
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name[:200]}.{os.getpid()}.tmp")
+    with writing(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def written_folder(path: Path) -> Iterator[None]:
+    """``path``, a new or an empty folder, while files are written into it: it is left with all of them or as it was."""
+    is_new = not path.exists()
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for file in path.iterdir():
+                shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink()
+            if is_new:
+                path.rmdir()
+        raise
 
 
 def seconds_since(start: float) -> float:

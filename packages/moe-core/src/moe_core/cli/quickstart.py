@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_core.cli import _arguments, _report
-from moe_core.cli._output import bytes_text, duration, emit, progress, seconds_since
+from moe_core.cli._output import bytes_text, duration, emit, progress, seconds_since, written_folder
 from moe_core.errors import ConfigError, RegistryError
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     scheme = _scheme(args.scheme)
     device = _arguments.device_of(args.device)
     with _folder(args.keep) as folder:
-        with progress("writing a checkpoint"):
-            if scheme.quickstart is None:
-                raise RegistryError(f"scheme {scheme.name} writes no quickstart checkpoint")
+        if scheme.quickstart is None:
+            raise RegistryError(f"scheme {scheme.name} writes no quickstart checkpoint")
+        with progress("writing a checkpoint"), written_folder(folder):
             scheme.quickstart(folder)
         checkpoint = Checkpoint.open(folder)
         source = read_layer(checkpoint)
@@ -76,7 +76,6 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         return
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise ConfigError(f"--keep {keep}: expected a new or an empty folder")
-    keep.mkdir(parents=True, exist_ok=True)
     yield keep
 
 
