@@ -68,6 +68,7 @@ def features(claims: Claims) -> str:
         "lora": "LoRA",
         "batch_invariant": "batch invariant",
         "cuda_graph": "CUDA graphs",
+        "keeps_nan": "NaN stays in its token",
     }
     return ", ".join(text for name, text in names.items() if getattr(claims, name))
 

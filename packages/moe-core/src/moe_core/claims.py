@@ -86,6 +86,8 @@ class Claims:
     - ``all2all``: names of the all-to-all backends that it works behind; None for all
     - ``rounds_products``: products are rounded to the dtype before their biases are added, so that more than a rounding
       of the sum is lost where the two cancel
+    - ``keeps_nan``: a token of which a value is NaN has a result of NaN, and no other token has; so too an infinity,
+      where the scales of activations are found at run time (a static scale saturates it)
     - ``allocates``: a library inside takes memory from torch's allocator on every call
     - ``requires``: what must be installed
     - ``verified_on``: hardware on which its conformance run passed, for all keys or (:class:`Verified`) for some;
@@ -114,6 +116,7 @@ class Claims:
     reduces: bool = True
     all2all: frozenset[str] | None = None
     rounds_products: bool = False
+    keeps_nan: bool = True
     allocates: bool = False
     requires: tuple[Requirement, ...] = ()
     verified_on: tuple[str | Verified, ...] = ()

@@ -12,6 +12,11 @@ With ``amax`` over the elements that share a scale, all in float32:
 ``round`` is to nearest, ties to even, saturating at the element type's largest finite value; the range of values
 with zero points always includes 0.  A scale narrower than float32 is rounded before it is used.
 
+NaN stays NaN.  Where its code can't say so (integers), its scale does, and where others' values have that scale too,
+:func:`fake_quantize` and :func:`row_scales` do.  An infinity saturates like any value that is too large for a scale
+that is given; a scale found from it makes it and its group NaN.  One dynamic scale for a whole tensor of activations
+spans its finite values, so that what is not finite makes no other token NaN.
+
 Tensors are weights ``[E, rows, K]``, where ``parts`` stacked matrices (gate and up: 2) own their scale rows (see
 :func:`moe_core.weights.scale_shape`), or activations ``[M, K]``.  This is the reference that kernels are measured
 against, and fast enough to quantise a layer at load.
@@ -133,7 +138,14 @@ def quantize_tensor(
     if scale is not None:
         scale = _as_grid(scale, key, x)
         zero_point = None if zero_point is None else _as_grid(zero_point, key, x)
-    codes, scale, zero_point = _quantize(x.float()[None], key, 1, scale, zero_point)
+    x = x.float()
+    if scale is None and key.group_shape.is_per_tensor and x.numel():
+        finite = x.isfinite()
+        given = torch.where(finite, x, 0.0)
+        low, high = given.aminmax()
+        scale, zero_point = scale_of_range(low.view(1, 1), high.view(1, 1), key)
+        x = torch.where(finite, x, torch.nan)
+    codes, scale, zero_point = _quantize(x[None], key, 1, scale, zero_point)
     return Quantized(_pack(codes, key)[0], scale[0], None if zero_point is None else zero_point[0])
 
 
@@ -142,7 +154,22 @@ def fake_quantize(x: Tensor, key: QuantKey, *, scale: Tensor | None = None, zero
     if x.numel() == 0:
         return x.clone()
     quantized = quantize_tensor(x, key, scale=scale, zero_point=zero_point)
-    return dequantize_tensor(quantized, key, cols=x.shape[1], dtype=x.dtype)
+    values = dequantize_tensor(quantized, key, cols=x.shape[1], dtype=x.dtype)
+    return values if key.dtype.kind is NumberKind.FLOAT else values.masked_fill_(_lost(x, key), torch.nan)
+
+
+def row_scales(scale: Tensor, x: Tensor, key: QuantKey) -> Tensor:
+    """[R, 1]: the scales of the rows of ``x`` [R, K] of integer activations, NaN where codes lose a NaN of the row.
+
+    ``scale`` as :func:`quantize_tensor` returns it for ``x``, one per row or for all.
+    """
+    rows = scale.reshape(-1, 1).expand(len(x), 1)
+    return rows.masked_fill(_lost(x, key).any(dim=1, keepdim=True), torch.nan)
+
+
+def _lost(x: Tensor, key: QuantKey) -> Tensor:
+    """Which values of ``x`` are NaN once they are quantised: where a scale is found from them, infinities too."""
+    return x.isnan() if key.is_static else ~x.isfinite()
 
 
 def dequantize_tensor(
@@ -373,6 +400,7 @@ def scale_of_range(low: Tensor, high: Tensor, key: QuantKey) -> tuple[Tensor, Te
         return _store_scale(amax / torch.full_like(amax, dtype.max_value), key), None
     low, high = low.float().clamp_max(0.0), high.float().clamp_min(0.0)
     width = (high - low).clamp_min(AMAX_FLOOR)
+    width = torch.where(width.isinf(), torch.nan, width)  # beside a zero point, infinity would leave infinities
     scale = _store_scale(width / torch.full_like(width, dtype.max_value - dtype.min_value), key)
     zero_point = (dtype.min_value - low / scale_values(scale, key)).round()
     # stored like a code, so offset-binary types shift it as well

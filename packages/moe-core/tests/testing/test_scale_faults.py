@@ -206,6 +206,24 @@ class TensorScaleOfAllTokens(TorchExperts):
         return super().quantized(x, desc, scale)
 
 
+class LosesNan(TorchExperts):
+    """A NaN becomes 0, as codes of integers have it."""
+
+    claims = claims(STATIC_TENSOR)
+
+    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
+        return super().quantized(x, desc, scale).nan_to_num(0.0)
+
+
+class SpreadsNan(TorchExperts):
+    """Its scale for all tokens spans what is not finite."""
+
+    claims = claims(DYNAMIC_TENSOR)
+
+    def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
+        return super().quantized(x, desc, scale) + 0 * x.sum()
+
+
 class TensorScaleOfUnusedRows(TorchExperts):
     """In the batched format, its scale depends on what unused rows hold."""
 
@@ -436,6 +454,8 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (LargestSecondInputScale, NORM),
     (TensorScalePerExpert, NORM),
     (TensorScaleOfAllTokens, NORM),
+    (LosesNan, "of the result of a token with a NaN are no NaN"),
+    (SpreadsNan, "the result of tokens beside one with a NaN"),
     (TensorScaleOfUnusedRows, OUTSIDE),
     (TokenScaleAsTensorScale, NORM),
     (ChannelScalesOfTheFirstRow, OUTSIDE),

@@ -121,9 +121,9 @@ class Product:
         if self.scales == "blocks":
             arguments = (a_scale, a_scale.stride(0)), (w_scale, w_scale.stride(0), w_scale.stride(1))
         elif self.scales == "rows":
-            arguments = (a_scale, 1, 0), (w_scale, w_scale.stride(0), self.columns, 1)
+            arguments = (a_scale, 1, None), (w_scale, w_scale.stride(0), self.columns, 1)
         else:
-            arguments = (a_scale, 0, 1), (w_scale, w_scale.stride(0), 1, 0)
+            arguments = (a_scale, None, None), (w_scale, w_scale.stride(0), 1, 0)
         blocks = multiply_blocks if self.block[0] == TILE else multiply_half_blocks
         kind = self.activation
         params = None if kind is None else kind.resolve_params(None)

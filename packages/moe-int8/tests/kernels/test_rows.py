@@ -159,7 +159,7 @@ def test_sums_of_the_specialised_kernel(zero_points, device):
         TileConfig(128, 128, 8, 3, 8, specialised=True),
         multiply=functions.specialised(),
         values=x.to(device),
-        scales=(a_scale, 1, 0),
+        scales=(a_scale, 1, None),
         weights=operand.device[0],
         weight_scales=(weight_scale, count, count, 1, *sums),
         b=operand,

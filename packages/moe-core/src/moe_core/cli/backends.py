@@ -114,6 +114,7 @@ def describe(scheme: str, backend: str, origin: str, experts: type[FusedMoEExper
         "lora": claims.lora,
         "batch_invariant": claims.batch_invariant,
         "cuda_graph": claims.cuda_graph,
+        "keeps_nan": claims.keeps_nan,
         "routing_methods": sorted(m.name for m in claims.routing_methods) if claims.routing_methods else None,
         "hidden_multiple": claims.hidden_multiple,
         "intermediate_multiple": claims.intermediate_multiple,
@@ -162,6 +163,7 @@ def _details(row: dict[str, Any]) -> str:
         ("LoRA", "lora"),
         ("batch invariant", "batch_invariant"),
         ("CUDA graphs", "cuda_graph"),
+        ("NaN stays in its token", "keeps_nan"),
     ]
     lines = [
         f"{row['scheme']} {row['backend']}: {row['experts'].partition(':')[2]} ({row['kind']}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.tile_kernel import store_amax
+from moe_core.gemm.tile_kernel import mark_nan, store_amax
 from moe_core.jit.activation import activate_gated, activate_plain
 from moe_core.jit.casts import narrow
 from moe_core.ops._sort_kernels import local_expert
@@ -99,6 +99,8 @@ def combine_kernel(
             store_amax(amax, values.to(tl.float32), pair + one, one == 0, inside[None, :], 1, AMAX)
         tl.store(row, values)
     else:
+        if AMAX == "nan":
+            mark_nan(amax, value, pair + one, inside[None, :], 1)
         values, scale = quantize(value, Q, expert, 1)
         tl.store(row, values)
         if out_scale is not None:

@@ -66,7 +66,8 @@ def store_activated(
 
     OUT "groups": e4m3 and one scale per row and block, amax / 448; "groups_64": one per 64 columns; "static": e4m3 or
     int8 by the scale that the expert was given, int64 with a zero point; "values": as they are.
-    AMAX "row" or "tensor": the bits of the largest magnitude of each row or of all.
+    AMAX "row" or "tensor": the bits of the largest magnitude of each row or of all that is finite; "nan", with
+    "static": those of NaN for the rows that hold one.
     """
     out, scales, amax, stride, stride_scale, width = T
     column = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, value.type.layout))
@@ -89,17 +90,23 @@ def store_activated(
         )
     elif OUT == "static":
         scale = gl.load(scales + expert + gl.zeros([HALF], gl.int32, gl.SliceLayout(1, value.type.layout)))
+        if AMAX == "nan":
+            found = gl.max((value != value).to(gl.int32), axis=1)
+            gl.store(amax + row, 0x7FC00000, mask=(row < end) & (found > 0))
         if scale.dtype == gl.int64:
             factor, zero = scale_and_zero(scale)
             codes = shifted(value, factor[:, None], zero[:, None])
         elif out.dtype.element_ty == gl.int8:
             codes = round_int8(divide_all(value, scale[:, None]))
         else:
-            codes = divide(value, scale[:, None]).to(out.dtype.element_ty)
+            codes = divide_all(value, scale[:, None]).to(out.dtype.element_ty)
     else:
         value = value.to(out.dtype.element_ty).to(gl.float32)
-    if AMAX != "":
-        bits = gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    if AMAX == "row" or AMAX == "tensor":
+        bits = value.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+        if AMAX == "tensor":
+            bits = gl.where(bits < 0x7F800000, bits, 0)
+        bits = gl.max(bits, axis=1)
         if AMAX == "row":
             gl.atomic_max(amax + row, bits, mask=row < end, sem="relaxed")
         else:

@@ -27,7 +27,7 @@ class HopperResult:
 
     ``values`` [rows, columns]; ``scales`` to be written, [rows, columns / 128] (``kind`` "groups") or
     [rows, columns / 64] ("groups_64"), or given, [E] ("static").  ``amax`` int32, zeroed, [rows] or [1]: receives the
-    bits of the largest magnitudes ("values" alone).
+    bits of the largest magnitudes ("values" alone); with "static", [rows], those of NaN where a row holds one.
     """
 
     values: Tensor
@@ -37,7 +37,9 @@ class HopperResult:
 
     @property
     def amax_kind(self) -> str:
-        return "" if self.amax is None else ("tensor" if self.amax.numel() == 1 else "row")
+        if self.amax is None or self.kind == "static":
+            return "" if self.amax is None else "nan"
+        return "tensor" if self.amax.numel() == 1 else "row"
 
 
 def hopper_fits(config: TileConfig, *operands: Operand) -> bool:

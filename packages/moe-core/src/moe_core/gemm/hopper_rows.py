@@ -2,7 +2,7 @@
 
 It returns the scaled float32 products [64, 128] of both blocks, and the number of steps that were taken so far.
 
-    A = (scales, stride per row, stride per expert)
+    A = (scales, whether each row has one or None: each expert, marks of rows or None: see `moe_core.gemm.rows.marked`)
     B = (scales, stride per expert, per half of a gated product, per column)
 
 with strides of 0 where the scale is the same.
@@ -34,9 +34,21 @@ def column_scales(expert, block_n, B, N, layout: gl.constexpr, GATED: gl.constex
 
 @gluon.jit
 def row_scales(row, expert, A):
-    """Scales of the rows."""
-    a_scale, stride_row, stride_a_expert = A
-    return gl.load(a_scale + row.to(gl.int64) * stride_row + expert * stride_a_expert)
+    """Scales of the rows; marks are `marked_rows`' matter where scales hold zero points too."""
+    a_scale, by_row, marks = A
+    if by_row is None:
+        return gl.load(a_scale + expert + gl.zeros_like(row))
+    else:
+        return gl.load(a_scale + row)
+
+
+@gluon.jit
+def marked_rows(scale, row, A):
+    """The rows' scales, NaN for those that are marked."""
+    marks = A[2]
+    if marks is not None:
+        scale = gl.where(gl.load(marks + row) > 0x7F800000, float("nan"), scale)
+    return scale
 
 
 @gluon.jit
@@ -143,7 +155,7 @@ def multiply_integer_rows(
 ):
     """int8: summed in int32, exactly, scaled once."""
     scale_0, scale_1 = column_scales(expert, block_n, B, N, layout, GATED)
-    row_scale = row_scales(row, expert, A)
+    row_scale = marked_rows(row_scales(row, expert, A), row, A)
     acc_0 = gl.zeros([HALF, TILE], gl.int32, layout)
     acc_1 = gl.zeros([HALF, TILE], gl.int32, layout)
     acc_0, acc_1, turn = sum_integer_rows(

@@ -116,7 +116,8 @@ class Result:
 
     ``values`` [rows, columns]; of an up product with room for whole tiles in every row.  ``quantize`` None stores them
     as they are, else ``arguments`` are its tuple Q, and ``scales`` [rows, groups of a row] hold ``groups`` scales per
-    tile, or are None for static ones.  ``amax`` int32, zeroed: [rows], or [1] for one of the whole tensor.
+    tile, or are None for static ones.  ``amax`` int32, zeroed: [rows], or [1] for one of the whole tensor; of what is
+    quantised, marks [rows] of those that hold a NaN.
     """
 
     values: Tensor
@@ -128,7 +129,9 @@ class Result:
 
     @property
     def amax_kind(self) -> str:
-        return "" if self.amax is None else ("tensor" if self.amax.numel() == 1 else "row")
+        if self.amax is None or self.quantize is not None:
+            return "" if self.amax is None else "nan"
+        return "tensor" if self.amax.numel() == 1 else "row"
 
 
 @dataclass(frozen=True, eq=False)

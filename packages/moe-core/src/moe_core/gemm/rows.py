@@ -7,6 +7,10 @@ Scales come once, after the loop (`finish`).  What depends on the element type i
 becomes a code, and the product of a step (`moe_core.gemm.rows_e4m3`, `moe_int8.kernels.rows`).  MAX is the magnitude
 that the largest value of a dynamic scale's group becomes.
 
+A token whose values are not finite where its scale is made of them, or NaN where the scale is static, has a result
+of NaN.  Codes of e4m3 carry that.  Codes of integers don't: the row's scale becomes NaN, or, where programs that see a
+part of a row make codes for a static scale, the row is marked, and who reads it makes its scale NaN (`marked`).
+
 Few rows are quantised while they are loaded (`open_wide`, `load_wide`): their tile is small beside that of the weights,
 and the scale, which needs the whole row or tensor, is known by then: static, or the magnitude that the kernel before
 has left.
@@ -18,11 +22,14 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
-from moe_core.jit.casts import divide
+from moe_core.jit.casts import divide, divide_all
+from moe_core.ops._quantize_kernels import finite_bits, magnitude_bits
 from moe_core.ops._sort_kernels import local_expert
 
 # the smallest amax that a scale is made from: keeps the scale of zeros normal and finite
 AMAX_FLOOR = tl.constexpr(1e-10)
+# what lies above is NaN
+INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -37,7 +44,22 @@ def scale_of(amax, MAX: tl.constexpr):
 @triton.jit
 def largest(tile, AXIS: tl.constexpr):
     """Bits of the largest magnitude along AXIS; NaN is above infinity."""
-    return tl.max(tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS)
+    return tl.max(magnitude_bits(tile), axis=AXIS)
+
+
+@triton.jit
+def has_nan(tile, AXIS: tl.constexpr):
+    """Whether there is a NaN along AXIS."""
+    return largest(tile, AXIS) > INFINITY_BITS
+
+
+@triton.jit
+def marked(scale, marks, rows):
+    """Scales of `rows`, NaN where `marks` [rows] int32, bits of magnitudes, are NaN's; None marks nothing."""
+    if marks is None:
+        return scale
+    else:
+        return tl.where(tl.load(marks + rows) > INFINITY_BITS, float("nan"), scale)
 
 
 # ------------------------------------------------------------------ activations
@@ -58,21 +80,24 @@ def load_values(state, k, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def open_wide(A, rows, expert, MAX: tl.constexpr):
-    """As `open_values`, of values in a wider type; scales may be magnitudes (bits, int32).  A ends with K."""
-    values, scales, stride, scale_row, scale_expert, columns = A
+    """As `open_values`, of values in a wider type; scales may be magnitudes (bits, int32).  A ends with K and marks."""
+    values, scales, stride, scale_row, scale_expert, columns, marks = A
     scale = tl.load(scales + rows * scale_row + expert * scale_expert)
     if scale.dtype == tl.int32:
         scale = scale_of(scale, MAX)
-    return values + rows * stride, scale, columns
+    return values + rows * stride, marked(scale, marks, rows), columns
 
 
 @triton.jit
-def load_wide(state, k, BLOCK_K: tl.constexpr):
-    """Tile [BLOCK_M, BLOCK_K], float32, divided by its scales."""
+def load_wide(state, k, BLOCK_K: tl.constexpr, STATIC: tl.constexpr):
+    """Tile [BLOCK_M, BLOCK_K], float32, divided by its scales; infinities become NaN, or stay where they are STATIC."""
     values, scale, columns = state
     column = k * BLOCK_K + tl.arange(0, BLOCK_K)
     tile = tl.load(values[:, None] + column[None, :], mask=(column < columns)[None, :], other=0.0)
-    return divide(tile.to(tl.float32), scale[:, None])
+    if STATIC:
+        return divide_all(tile.to(tl.float32), scale[:, None])
+    else:
+        return divide(tile.to(tl.float32), scale[:, None])
 
 
 # ------------------------------------------------------------------ weights
@@ -135,16 +160,22 @@ def routed(row, inside, R):
 
 @triton.jit
 def row_amax(tile, Q, token, AXIS: tl.constexpr):
-    """The largest magnitude of each token (bits in int32) as its scale, 0 without a local expert; values stay.
+    """The largest finite magnitude of each token (bits in int32) as its scale, 0 without a local expert; values stay.
 
     Q = (number of tokens, R of `routed`, amax [1] to raise as well or None)
     """
     tokens, R, amax = Q
-    bits = tl.where(routed(token, token < tokens, R), tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    bits = tl.where(routed(token, token < tokens, R), finite_bits(tile), 0)
     found = tl.max(bits, axis=AXIS)
     if amax is not None:
         tl.atomic_max(amax, tl.max(found, axis=0), sem="relaxed")
     return tile, found
+
+
+@triton.jit
+def row_marks(tile, Q, token, AXIS: tl.constexpr):
+    """What `marked` takes of each row, as its scale; values stay."""
+    return tile, largest(tile, AXIS)
 
 
 # ------------------------------------------------------------------ whole rows
@@ -193,7 +224,7 @@ def amax_kernel(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Raise `amax` [1] int32 to the bits of the largest magnitude of the rows of x in use."""
+    """Raise `amax` [1] int32 to the bits of the largest finite magnitude of the rows of x in use."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -204,7 +235,7 @@ def amax_kernel(
         used = rows_in_use(row, rows, S, WHICH)
         mask = used[:, None] & (column < columns)[None, :]
         value = tl.load(x + row[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        found = tl.maximum(found, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        found = tl.maximum(found, finite_bits(value))
     tl.atomic_max(amax, tl.max(tl.max(found, axis=1), axis=0), sem="relaxed")
 
 

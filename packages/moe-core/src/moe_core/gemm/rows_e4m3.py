@@ -14,7 +14,7 @@ import triton.language as tl
 
 from moe_core.gemm.rows import largest, load_wide, open_wide, scale_of, scale_of_parts
 from moe_core.gemm.rows_moe import RowFunctions
-from moe_core.jit.casts import INTERPRET, divide, narrow_e4m3
+from moe_core.jit.casts import INTERPRET, divide, divide_all, factor_e4m3, narrow_e4m3
 from moe_core.ops._quantize_kernels import encode
 
 E4M3_MAX = tl.constexpr(448.0)
@@ -38,12 +38,19 @@ def open_raw(A, rows, expert):
 @triton.jit
 def load_raw(state, k, BLOCK_K: tl.constexpr):
     """Tile [BLOCK_M, BLOCK_K], quantised in registers."""
-    return saturate(load_wide(state, k, BLOCK_K)), 0.0
+    return saturate(load_wide(state, k, BLOCK_K, False)), 0.0
+
+
+@triton.jit
+def load_raw_static(state, k, BLOCK_K: tl.constexpr):
+    """As `load_raw`, by static scales."""
+    return saturate(load_wide(state, k, BLOCK_K, True)), 0.0
 
 
 @triton.jit
 def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + a @ b.T"""
+    a, b = factor_e4m3(a), factor_e4m3(b)
     if SWAP:
         return acc + tl.dot(b, tl.trans(a), out_dtype=tl.float32)
     else:
@@ -60,14 +67,14 @@ def quantize_row(tile, Q, expert, AXIS: tl.constexpr):
 @triton.jit
 def quantize_static(tile, Q, expert, AXIS: tl.constexpr):
     """A tile of one expert, by its own scale: Q = (scales [E] float32,)."""
-    return saturate(divide(tile, tl.load(Q[0] + expert))), 0.0
+    return saturate(divide_all(tile, tl.load(Q[0] + expert))), 0.0
 
 
 @triton.jit
 def quantize_static_rows(tile, Q, expert, AXIS: tl.constexpr):
     """As `quantize_static` for rows of several experts, `expert` [rows, 1]; their scales are kept."""
     scale = tl.load(Q[0] + expert)
-    return saturate(divide(tile, scale)), tl.max(scale, axis=1)
+    return saturate(divide_all(tile, scale)), tl.max(scale, axis=1)
 
 
 @triton.jit
@@ -87,6 +94,7 @@ E4M3 = RowFunctions(
     dtype=torch.float8_e4m3fn,
     open_raw=open_raw,
     load_raw=load_raw,
+    load_raw_static=load_raw_static,
     multiply=multiply,
     quantize_row=quantize_row,
     quantize_static=quantize_static,

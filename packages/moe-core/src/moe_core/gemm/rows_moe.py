@@ -61,10 +61,12 @@ class RowFunctions:
     - ``multiply``: the product of a step, added to a sum of the type ``accumulate``
     - ``quantize_row`` (its own scale), ``quantize_static`` (a tile of one expert) and ``quantize_static_rows`` (rows of
       several), ``quantize_by_amax`` (one scale for all rows)
-    - ``open_raw``, ``load_raw``: rows that are quantised while they are loaded; None where they cannot be
+    - ``open_raw``, ``load_raw``, and by static scales ``load_raw_static``: rows that are quantised while they are
+      loaded; None where they cannot be
     - ``specialised``: gives the k loop for `moe_core.gemm.hopper`, imported on use; None: there is none
     - ``open_values``, ``load_values``, ``open_weights``, ``load_weights``, ``finish``, ``prefetch_weights`` (or None):
       those of `moe_core.gemm.rows`, or what goes with other scales and weights
+    - ``marks``: values have no NaN: what `open_values` takes ends with marks of rows; see `moe_core.gemm.rows.marked`
     - ``packed``: weights of so many columns lie in a byte; ``block_k``: depth of a step, 128 or a divisor of it
     """
 
@@ -76,6 +78,7 @@ class RowFunctions:
     quantize_by_amax: Any = None
     open_raw: Any = None
     load_raw: Any = None
+    load_raw_static: Any = None
     specialised: Callable[[], Any] | None = None
     open_values: Any = device.open_values
     load_values: Any = device.load_values
@@ -86,6 +89,7 @@ class RowFunctions:
     accumulate: Any = tl.float32
     packed: int = 1
     block_k: int = 128
+    marks: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +134,9 @@ class _Layer:
     def raw_h(self) -> bool:
         """Whether the down product quantises h while it loads it."""
         few_launches = self.plan.up.split > 1  # where launches are a good part of the time
-        return self.scales.kind != "static" and self.few and (few_launches or self.down.columns > MAX_SHORT)
+        # one scale for all says nothing of a row, and who loads a part of it can't know
+        kinds = ("token",) if self.functions.marks else ("token", "tensor")
+        return self.scales.kind in kinds and self.few and (few_launches or self.down.columns > MAX_SHORT)
 
     @property
     def pairs(self) -> int:
@@ -147,6 +153,19 @@ class _Layer:
     @property
     def x_amax(self) -> Tensor:
         return self.workspace["amax"][1:2]
+
+    @property
+    def load_raw(self) -> Any:
+        return self.functions.load_raw_static if self.scales.kind == "static" else self.functions.load_raw
+
+    @property
+    def marks(self) -> Tensor | None:
+        """Of rows of h that hold a NaN, where neither their codes nor their scales say it."""
+        return self.workspace["amax"][: self.pairs] if self.scales.kind == "static" and self.functions.marks else None
+
+    def operand(self, arguments: tuple[Any, ...], which: int, marks: Tensor | None = None, raw: bool = False) -> _Rows:
+        """Rows of A, with ``marks`` where functions take them."""
+        return _Rows((*arguments, marks) if raw or self.functions.marks else arguments, which, raw)
 
     def run(self, out: Tensor) -> None:
         """out [M, K]; batched: [E * T_max, K]."""
@@ -177,17 +196,18 @@ class _Layer:
     def zeroed(self) -> Tensor | None:
         """What is to be cleared before the first product."""
         kind, amax = self.scales.kind, self.workspace["amax"]
-        return amax[:2] if kind == "tensor" else self.amax
+        return amax[:2] if kind == "tensor" else self.marks if kind == "static" else self.amax
 
     def x_by_token(self, routing: Routing) -> tuple[SortedPairs, _Rows]:
         """Quantised beside the sort or behind it, or raw."""
         x, kind, work = self.x, self.scales.kind, self.workspace
         values, found = work["x_values"], work["x_scales"]
-        a = _Rows((values, found, values.stride(0), 1, 0), TOKEN.value)
+        a = self.operand((values, found, values.stride(0), 1, 0), TOKEN.value)
         if kind == "static":
-            return self.sort(routing, None), _Rows(
-                (x, self.scales.x, x.stride(0), 0, 1, x.shape[1]), TOKEN.value, raw=True
-            )
+            marks = work["x_amax"] if self.functions.marks else None
+            marking = None if marks is None else QuantizeRows(x, None, marks, device.row_marks, whole_row(x.shape[1]))
+            arguments = (x, self.scales.x, x.stride(0), 0, 1, x.shape[1])
+            return self.sort(routing, marking), self.operand(arguments, TOKEN.value, marks, raw=True)
         if kind == "token" or x.shape[0] == 1:
             job = QuantizeRows(x, values, found, self.functions.quantize_row, whole_row(values.shape[1]))
             return self.sort(routing, job), a
@@ -207,7 +227,7 @@ class _Layer:
             order = self.sort(routing, None, positions=True)
         job = QuantizeRows(x, values, found, quantize, whole_row(values.shape[1]), arguments)
         spread_rows(job, pairs=order, routing=routing, by_expert=kind == "static", pdl=self.plan.pdl)
-        return order, _Rows((values, found, values.stride(0), 1, 0), POSITION.value)
+        return order, self.operand((values, found, values.stride(0), 1, 0), POSITION.value)
 
     def sort(self, routing: Routing, job: QuantizeRows | None, positions: bool = False) -> SortedPairs:
         return sort_pairs(
@@ -245,7 +265,7 @@ class _Layer:
             in_use = ordered_rows(order, batch)
             find_amax(x, self.x_amax, in_use, pdl=pdl)
             quantize_rows(x, values, found, quantize, arguments, in_use, pdl=pdl)
-        return order, _Rows((values, found, values.stride(0), 1, 0), POSITION.value)
+        return order, self.operand((values, found, values.stride(0), 1, 0), POSITION.value)
 
     def row_quantizer(self) -> tuple[Any, tuple[Any, ...] | None]:
         """Device function and arguments for rows of x, with a scale for each row."""
@@ -275,7 +295,7 @@ class _Layer:
         grouped_product(
             TileFunctions(
                 functions.open_raw if a.raw else functions.open_values,
-                functions.load_raw if a.raw else functions.load_values,
+                self.load_raw if a.raw else functions.load_values,
                 functions.open_weights,
                 functions.load_weights,
                 functions.multiply,
@@ -308,14 +328,14 @@ class _Layer:
     ) -> None:
         """The same by the device's own kernel."""
         multiply = self.functions.specialised() if self.functions.specialised is not None else None
-        values, scales, _, by_row, by_expert = a.arguments
+        values, scales, _, by_row, _, *marks = a.arguments
         weights, weight_scales, _, _, *strides = b.device
         static = None if out.arguments is None else out.arguments[0]
         hopper_product(
             config,
             multiply=multiply,
             values=values[: self.pairs],
-            scales=(scales, by_row, by_expert),
+            scales=(scales, by_row or None, *(marks or (None,))),
             weights=weights,
             weight_scales=(weight_scales, *strides),
             b=b,
@@ -332,7 +352,7 @@ class _Layer:
         values, wide = work["h_values"], work["h"]
         added = None if self.adapters is None else self.adapters.addition("w13", self.x, by_pair=False)
         if static is not None and added is None:
-            h = Result(values, None, self.functions.quantize_static, (static,))
+            h = Result(values, None, self.functions.quantize_static, (static,), amax=self.marks)
         else:
             h = Result(wide, amax=self.amax)
         # adapters have an order of their own
@@ -357,10 +377,10 @@ class _Layer:
         else:
             self.product(config, self.up, order, a, h, self.activation, added)
         if static is not None and added is None:
-            return _Rows((values, static, values.stride(0), 0, 1), which)
+            return self.operand((values, static, values.stride(0), 0, 1), which, self.marks)
         if self.raw_h:
             by_row = 1 if self.scales.kind == "token" else 0
-            return _Rows((wide, self.amax, wide.stride(0), by_row, 0, wide.shape[1]), which, raw=True)
+            return self.operand((wide, self.amax, wide.stride(0), by_row, 0, wide.shape[1]), which, raw=True)
         quantize: Any = self.functions.quantize_row
         arguments: tuple[Any, ...] | None = None
         if self.scales.kind == "tensor":
@@ -379,7 +399,7 @@ class _Layer:
             else ordered_rows(order, self.routing),
             pdl=self.plan.pdl,
         )
-        return _Rows((values, found, values.stride(0), 1, 0), which)
+        return self.operand((values, found, values.stride(0), 1, 0), which)
 
 
 def row_fused_moe(
@@ -425,7 +445,7 @@ def row_fused_moe(
     - ``lora``: adapters, with the number of each token's (batched: row's); needs its workspaces too
     - ``w13_extra``, ``w2_extra``: what ``functions`` read of the weights besides; see `row_operand`
 
-    A dynamic scale per tensor spans the tokens, then the pairs, that have a local expert.
+    A dynamic scale per tensor spans the tokens, then the pairs, that have a local expert, as far as they are finite.
     """
     experts, size, hidden = w13.shape[0], w13.shape[1] // (2 if activation.gated else 1), w2.shape[1]
     routing: Routing | Batch
@@ -444,7 +464,8 @@ def row_fused_moe(
         return
     up = row_operand(w13, w13_scale, w13_bias, size, w13_extra, columns=hidden, packed=functions.packed)
     down = row_operand(w2, w2_scale, w2_bias, hidden, w2_extra, columns=size, packed=functions.packed)
-    raw = raw and functions.load_raw is not None
+    loads = functions.load_raw_static if activation_scales.kind == "static" else functions.load_raw
+    raw = raw and loads is not None
     adapters = None
     if lora is not None:
         plan = replace(plan, pdl=False)  # their launches lie between

@@ -29,8 +29,10 @@ ignored.  Rows of x are quantised by functions of the same form, there on tiles 
 `moe_core.ops.sort`, where rows are tokens, with the token's number [groups, 1] in its place.
 
 A result that is stored as it is may leave its largest magnitude in `amax`, as the bits of a non-negative float32 in
-int32 (NaN is above infinity): AMAX "row" takes one per row of the result, "tensor" one for all.  The caller has zeroed
-them in an earlier launch (`sort_pairs(zero=)`).  The next product's `load_a` can then quantise while it loads.
+int32 (NaN is above infinity): AMAX "row" takes one per row of the result, "tensor" one for all finite numbers.  The
+caller has zeroed them in an earlier launch (`sort_pairs(zero=)`).  The next product's `load_a` can then quantise while
+it loads.  AMAX "nan" goes with a `quantize` whose values have no NaN: the rows that hold one get its bits, others
+nothing.
 
 SWAP computes the transposed tile [BLOCK_N, BLOCK_M]: tensor cores take at least 64 rows but as few as 8 columns,
 so that few tokens go into the columns and the weights, which come in abundance, into the rows.
@@ -49,6 +51,7 @@ import triton.language as tl
 
 from moe_core.jit.activation import activate_gated, activate_plain
 from moe_core.jit.casts import narrow
+from moe_core.ops._quantize_kernels import finite_bits, magnitude_bits
 
 # which row of an operand or of the result belongs to a row of the tile
 POSITION = tl.constexpr(0)  # its place in the sorted order
@@ -108,14 +111,24 @@ def _apart(acc, SWAP: tl.constexpr):
 
 @triton.jit
 def store_amax(amax, value, target, row_mask, value_mask, AXIS: tl.constexpr, AMAX: tl.constexpr):
-    """Raise `amax` to the largest magnitude of float32 `value`: per row (AXIS are the columns) or of everything."""
-    bits = tl.where(value_mask, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    """Raise `amax` to the largest magnitude of float32 `value`: per row (AXIS: columns), or of all that is finite."""
+    bits = tl.where(value_mask, magnitude_bits(value) if AMAX == "row" else finite_bits(value), 0)
     if AMAX == "row":
         tl.atomic_max(amax + target, tl.max(bits, axis=AXIS), mask=row_mask, sem="relaxed")
     else:
         tl.static_assert(AMAX == "tensor", "amax is per row or tensor")
         # flat: Triton 3.6 cannot lay out one reduction behind another for sm_100
         tl.atomic_max(amax, tl.max(bits), sem="relaxed")
+
+
+@triton.jit
+def mark_nan(marks, value, target, value_mask, AXIS: tl.constexpr):
+    """Write a NaN's bits for the rows `target` of `value` that hold one.
+
+    Each NaN writes them by itself: there are none, and looking through whole rows first would cost more.
+    """
+    pointers = marks + tl.expand_dims(target, AXIS) + tl.zeros(value.shape, tl.int32)
+    tl.store(pointers, 0x7FC00000, mask=value_mask & (value != value))
 
 
 @triton.jit
@@ -295,6 +308,8 @@ def grouped_tile_kernel(
                 store_amax(amax, values.to(tl.float32), target, mask, stored, AXIS, AMAX)
             tl.store(out + offsets, values, mask=stored)
         else:
+            if AMAX == "nan":
+                mark_nan(amax, acc, target, stored, AXIS)
             values, scale = quantize(acc, Q, expert, AXIS)
             tl.store(out + offsets, values, mask=stored)
             if out_scale is not None:

@@ -77,7 +77,9 @@ def row_workspaces(
         WorkspaceSpec("x_weighted", (rows if weighted else 0, hidden_size), torch.float32),
         WorkspaceSpec("x_values", (rows if dynamic or batched else 0, width), element),
         WorkspaceSpec("x_scales", (rows,), scale),
-        WorkspaceSpec("x_amax", (rows if kind == "tensor" else 0,), torch.int32),
+        WorkspaceSpec(
+            "x_amax", (rows if kind == "tensor" or (not dynamic and element is torch.int8) else 0,), torch.int32
+        ),
         WorkspaceSpec("sorted_values", (0 if batched else pairs, width), element),
         WorkspaceSpec("sorted_scales", (0 if batched else pairs,), scale),
         WorkspaceSpec("amax", (max(pairs, 2),), torch.int32),

@@ -1,8 +1,8 @@
 """Rounding float32 to a narrower type, the same on a GPU and in Triton's interpreter.
 
-The interpreter (seen in 3.6 and 3.9) truncates float32 to bfloat16 and loses the carry from mantissa to exponent when
-it rounds to e4m3.  There, and only there, values are first rounded in float32 to what the narrow type can hold, so
-that its conversion is exact.
+The interpreter (seen in 3.6 and 3.9) truncates float32 to bfloat16, loses the carry from mantissa to exponent when it
+rounds to e4m3, and knows no NaN of e4m3.  There, and only there, values are first rounded in float32 to what the narrow
+type can hold, so that its conversion is exact.
 """
 
 from __future__ import annotations
@@ -66,15 +66,26 @@ def round_e2m1(x):
 
 @triton.jit
 def narrow_e4m3(x):
-    """float32, |x| <= 448, to e4m3 (round to nearest even)."""
+    """float32, |x| <= 448 or NaN, to e4m3 (round to nearest even)."""
     if INTERPRET:
-        x = round_e4m3(x)
+        # the interpreter rounds a NaN's mantissa like a number's: leave it the three ones of e4m3's NaN
+        x = tl.where(x == x, round_e4m3(x), tl.full(x.shape, 0x7FF00000, tl.int32).to(tl.float32, bitcast=True))
     return x.to(tl.float8e4nv)
 
 
 @triton.jit
+def factor_e4m3(x):
+    """e4m3 as products take it: as it is.  The interpreter's take its NaN for 480, and get float32."""
+    if INTERPRET:
+        nan = (x.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F
+        return tl.where(nan, float("nan"), x.to(tl.float32))
+    else:
+        return x
+
+
+@triton.jit
 def round_int8(x):
-    """float32 to int8: to the nearest integer, ties to even, saturating; NaN becomes 0."""
+    """float32 to int8: to the nearest integer, ties to even, saturating; NaN becomes 0, and is to be told beside it."""
     x = tl.maximum(tl.minimum(tl.where(x == x, x, 0.0), 127.0), -128.0)
     # 1.5 * 2^23 leaves integers in the low bits of the mantissa, as two's complement
     return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)

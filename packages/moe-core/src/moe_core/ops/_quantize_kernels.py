@@ -33,6 +33,13 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def finite_bits(x):
+    """`magnitude_bits` of finite numbers, 0 of others: what a scale that several tokens share is made of."""
+    bits = magnitude_bits(x)
+    return tl.where(bits < _INFINITY_BITS, bits, 0)
+
+
+@triton.jit
 def scale_of(bits, CODE: tl.constexpr, SCALE: tl.constexpr):
     """float32 scale, amax / max_value, of groups of largest magnitude `bits`; NaN and infinity stay.
 
@@ -96,9 +103,6 @@ def encode(x, CODE: tl.constexpr, dtype: tl.constexpr):
     """Codes of values that are divided by their scale, saturating; NaN stays NaN in e4m3 and is 0 in int8."""
     if CODE == "e4m3":
         x = tl.maximum(tl.minimum(x, 448.0, propagate_nan=_NAN), -448.0, propagate_nan=_NAN)
-        if INTERPRET:
-            # the interpreter rounds a NaN's mantissa like a number's: leave it the three ones of e4m3's NaN
-            x = tl.where(x == x, x, tl.full(x.shape, 0x7FF00000, tl.int32).to(tl.float32, bitcast=True))
         return narrow_e4m3(x)
     elif CODE == "int8":
         x = tl.maximum(tl.minimum(x, 127.0, propagate_nan=_NAN), -128.0, propagate_nan=_NAN)
@@ -216,6 +220,7 @@ def group_kernel(
             scale = scale_of(largest, CODE, "float32")
             zero = tl.zeros([1, 1], dtype=tl.int32)
             tl.store(scales + zero, scale, mask=zero + tl.program_id(0) == 0)
+            values = tl.where(magnitude_bits(values) < _INFINITY_BITS, values, float("nan"))
         else:
             scale = scale_of(tl.max(magnitude_bits(values), axis=1, keep_dims=True), CODE, SCALE)
             store_scale(scales + scale_place + group * stride_group, scale, valid, SCALE)
@@ -283,12 +288,12 @@ def row_kernel(
                 low = tl.minimum(low, tl.min(values, axis=1, keep_dims=True))
                 high = tl.maximum(high, tl.max(values, axis=1, keep_dims=True))
     if zero_points is not None:
-        # scale = (high - low) / 255; a NaN anywhere makes it NaN
+        # scale = (high - low) / 255; a NaN or an infinity anywhere makes it NaN
         low = tl.minimum(low, 0.0)
         width = tl.maximum(high, 0.0) - low
         width = tl.where(width < _AMAX_FLOOR, _AMAX_FLOOR, width)
         scale = tl.div_rn(width, tl.full(width.shape, 255.0, tl.float32))
-        scale = tl.where(largest > _INFINITY_BITS, float("nan"), scale)
+        scale = tl.where(largest < _INFINITY_BITS, scale, float("nan"))
         divisor, inverse = divisor_of(scale)
         zero = -128.0 - divide_by(low, divisor, inverse)
         zero = tl.where(zero == zero, round_half_even(zero), 0.0)
@@ -327,7 +332,10 @@ def amax_kernel(
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Largest magnitude (as bits) in STEPS tiles of BLOCK x GROUP values, num_programs apart: partials [programs]."""
+    """Largest finite magnitude (as bits) in STEPS tiles of BLOCK x GROUP values, num_programs apart.
+
+    partials [programs]
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -342,5 +350,5 @@ def amax_kernel(
         column = (index % groups) * GROUP + tl.arange(0, GROUP)[None, :]
         mask = valid & (column < columns)
         values = load_values(x, bias, P, place, bias_place, column, mask, ACTIVATION, GATED, HAS_LIMIT)
-        largest = tl.maximum(largest, magnitude_bits(values))
+        largest = tl.maximum(largest, finite_bits(values))
     tl.store(partials + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))

@@ -8,8 +8,10 @@ give the same bits.  (Behind an activation the values themselves may differ in t
 - e8m0 (MXFP8) and ``power_of_two`` scales are rounded *up* to a power of two, ``2**ceil(log2(amax / 448))``: no value
   saturates.  (OCP's example rule rounds down, ``2**(floor(log2(amax)) - 8)``, and clips values above 448/512 of
   the power of two.)
-- A NaN makes the scale of its group NaN (e8m0: 255); an infinity makes it infinite (power of two: NaN).  Codes of NaN
-  are NaN in e4m3 and 0 in int8; the product with the scale is NaN in each case.
+- A NaN makes the scale of its group NaN (e8m0: 255); an infinity makes it infinite (power of two: NaN): the group's
+  products with it are NaN.  A scale per tensor spans the finite values; with it what is not finite has the code of NaN,
+  with a static scale an infinity saturates.  Codes of NaN are NaN in e4m3.  int8 has none: there it is 0, and who
+  multiplies such codes keeps NaN otherwise (`moe_core.quantization.row_scales`, `moe_core.gemm.rows.marked`).
 """
 
 from __future__ import annotations

@@ -187,6 +187,8 @@ def conformance_cases(
     cases += _layer_cases(layers, claims, budget, on_gpu)
     if on_gpu:
         cases += [case for case in _many_rows(layers, claims) if supported(case)[0]]
+    if claims.keeps_nan:
+        cases += _nan_cases(cases, claims, supported, everywhere=on_gpu or budget == "full")
     if claims.batch_invariant:
         cases += _invariance_cases(cases, supported)
     template = cases[0] if cases else None
@@ -379,6 +381,34 @@ def _many_rows(cases: list[Case], claims: Claims) -> list[Case]:
         return _with_room(larger)
 
     return [enlarged(case) for case in found.values()]
+
+
+def _nan_cases(
+    cases: list[Case], claims: Claims, supported: Callable[[Case], tuple[bool, str | None]], *, everywhere: bool
+) -> list[Case]:
+    """NaN among few rows (on a GPU also many), with every key of activations.
+
+    In every activation format where integers have static scales, which say nothing of NaN; ``everywhere``: in every
+    format with the others too, which else take turns.
+    """
+    found: dict[tuple[Any, ...], Case] = {}
+    layouts = sorted(claims.formats, key=lambda layout: layout.value)
+    keys = list(dict.fromkeys(case.activation_key for case in cases))
+    for case in cases:
+        if case.check not in ("convert", "many_rows"):
+            continue
+        key = case.activation_key
+        silent = key is not None and key.dtype.kind is NumberKind.INT and key.is_static
+        turn = layouts if everywhere or silent else [layouts[keys.index(key) % len(layouts)]]
+        for layout in turn:
+            kind = (case.check, key, layout)
+            tokens = case.tokens if everywhere else min(case.tokens, 3)
+            room = tokens if layout is FusedMoEActivationFormat.BATCHED else None
+            config = replace(case.config, activation_format=layout, max_num_tokens=room)
+            other = replace(case, check="nan", config=config, tokens=tokens)
+            if kind not in found and supported(other)[0]:
+                found[kind] = other
+    return list(found.values())
 
 
 def _invariance_cases(cases: list[Case], supported: Callable[[Case], tuple[bool, str | None]]) -> list[Case]:

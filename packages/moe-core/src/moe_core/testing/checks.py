@@ -18,6 +18,7 @@ from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
 from moe_core.experts import FusedMoEExperts
 from moe_core.quant_key import QuantKey
+from moe_core.reference import route_pairs
 from moe_core.routing import RoutingMethodType
 from moe_core.testing.cases import Case, routing_of
 from moe_core.testing.diagnosis import compare
@@ -35,6 +36,7 @@ from moe_core.testing.harness import (
     snapshot,
     watched_call,
 )
+from moe_core.testing.requantized import computed_with
 from moe_core.weights import KernelWeights
 
 Check = Callable[[type[FusedMoEExperts], Case, Place], None]
@@ -169,6 +171,56 @@ def check_invariance(experts: type[FusedMoEExperts], case: Case, place: Place) -
             raise AssertionError(
                 f"{count} of tokens {first} to {last - 1} have other results alone than among {case.tokens}"
             )
+
+
+def check_nan(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """A NaN makes its token's result NaN, also of a token alone, and changes no other token's; so does an infinity,
+    where scales are found from it.  By a static scale it is the largest number that there is.
+    """
+    problem = make_problem(case, place.device)
+    kernel = make_kernel(experts, problem, place)
+    inputs, key = problem.inputs, case.activation_key
+    routed = torch.unique(route_pairs(case.config, inputs.topk_ids, inputs.expert_map).token).tolist()
+    if not routed:
+        return
+    bad = [routed[-1], routed[0]] if len(routed) > 2 else routed[-1:]
+    column = case.config.hidden_size // 2 + 1
+
+    def with_values(*values: float) -> Problem:
+        x = inputs.x.clone()
+        # nothing else of these tokens is in a scale that others share
+        x[bad] = 0
+        for token, value in zip(bad, values, strict=False):
+            x[token, column] = value
+        return replace(problem, inputs=replace(inputs, x=x))
+
+    def whole(result: Tensor, what: str) -> None:
+        if not bool(result.isnan().all()):
+            raise AssertionError(f"{int((~result.isnan()).sum())} of {result.numel()} elements of {what} are no NaN")
+
+    def computed(problem: Problem) -> Tensor:
+        with warnings.catch_warnings():
+            if place.interpreted:
+                warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of what is no number
+            return call(kernel, problem)
+
+    poisoned = with_values(float("nan"), float("-inf"))
+    result = computed(poisoned)
+    whole(result[bad[0]], "the result of a token with a NaN")
+    if case.config.activation_format is FusedMoEActivationFormat.STANDARD:
+        # one token may have kernels of its own
+        whole(computed(poisoned.tokens(bad[0], bad[0] + 1)), "the result of a token with a NaN, alone")
+    if len(bad) > 1 and key is not None and not key.is_static:
+        whole(result[bad[1]], "the result of a token with an infinity")
+    elif len(bad) > 1 and key is not None and not case.config.is_lora_enabled:
+        largest = computed(with_values(float("nan"), torch.finfo(inputs.x.dtype).min))
+        if not same_bits(result[bad[1]], largest[bad[1]]):
+            raise AssertionError("a static scale does not saturate an infinity")
+    others = [token for token in range(case.tokens) if token not in bad]
+    rest = computed_with(experts, problem.only(others), place)
+    rest.expected(place, rounds_products=experts.claims.rounds_products).compare(
+        result[others], "the result of tokens beside one with a NaN"
+    )
 
 
 def check_many_rows(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
@@ -378,6 +430,7 @@ CHECKS: dict[str, Check] = {
     "convert": check_convert,
     "reload": check_reload,
     "invariance": check_invariance,
+    "nan": check_nan,
     "many_rows": check_many_rows,
     "compile": check_compile,
     "opcheck": check_opcheck,

@@ -97,8 +97,11 @@ class Problem:
         return None if self.lora is None or ids is None else LoRA(self.lora, ids)
 
     def tokens(self, first: int, last: int) -> Problem:
+        """The same layer, called with some of the tokens, which stay where they are in memory."""
+        return self.only(slice(first, last))
+
+    def only(self, rows: slice | list[int]) -> Problem:
         """The same layer, called with some of the tokens."""
-        rows = slice(first, last)
         given = self.inputs
         inputs = replace(
             given,
@@ -178,7 +181,7 @@ def make_kernel(experts: type[FusedMoEExperts], problem: Problem, place: Place) 
 
 
 class PoisonedBatches(BatchedPrepareAndFinalize):
-    """Rows that no token uses hold NaN, as they may in buffers that an exchange between ranks fills."""
+    """Rows that no token uses hold NaN and huge values, as they may in buffers that an exchange between ranks fills."""
 
     def prepare(self, *arguments: Any, **named: Any) -> Prepared:
         prepared = super().prepare(*arguments, **named)
@@ -192,11 +195,15 @@ class PoisonedBatches(BatchedPrepareAndFinalize):
 
 
 def _fill(tensor: Tensor, where: Tensor) -> None:
-    """Write NaN (integers: the largest value of seven bits, which is NaN in e4m3) ``where`` that is True."""
+    """Write NaN and, in odd columns, the largest number ``where`` that is True.
+
+    Of one byte: the largest value of seven bits, which is NaN in e4m3.
+    """
     if tensor.element_size() == 1:
         tensor.view(torch.uint8).masked_fill_(where, 0x7F)
     else:
-        tensor.masked_fill_(where, float("nan"))
+        tensor[..., 0::2].masked_fill_(where, float("nan"))
+        tensor[..., 1::2].masked_fill_(where, torch.finfo(tensor.dtype).max)
 
 
 def call(kernel: FusedMoEKernel, problem: Problem, output: Tensor | None = None) -> Tensor:

@@ -56,6 +56,7 @@ _CLAIMS = Claims(
     dtypes=frozenset({torch.bfloat16}),
     hidden_multiple=128,
     intermediate_multiple=128,
+    keeps_nan=False,
     requires=(DEEP_GEMM, TRITON),
     verified_on=("NVIDIA H200 (sm90)",),
     notes="on sm100 scales are powers of two: those of activations, and weights whose scales are none are quantised "

@@ -51,6 +51,7 @@ _CLAIMS = Claims(
     hidden_multiple=32,
     rounds_products=True,
     allocates=True,
+    keeps_nan=False,
     requires=(FLASHINFER, TRITON),
     verified_on=("NVIDIA H200 (sm90)",),
     notes="gate and up are quantised anew under the larger of their scales, and x under the largest of the experts' "

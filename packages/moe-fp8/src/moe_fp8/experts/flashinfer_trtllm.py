@@ -66,6 +66,7 @@ CLAIMS = Claims(
     hidden_multiple=128,
     intermediate_multiple=128,
     allocates=True,
+    keeps_nan=False,
     requires=(FLASHINFER, TRITON),
     notes="calls are bound against FlashInfer's signatures, and shuffles compared with its helpers",
 )

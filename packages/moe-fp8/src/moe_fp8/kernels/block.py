@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
 from moe_core.jit.activation import NAN
-from moe_core.jit.casts import divide, narrow_e4m3
+from moe_core.jit.casts import divide, factor_e4m3, narrow_e4m3
 
 E4M3_MAX = tl.constexpr(448.0)
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
@@ -87,6 +87,7 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + (a @ b.T) * scales; a_scale [BLOCK_M], b_scale a scalar."""
     # never infinity: weights of zero may have any scale, and 0 * infinity is no number
     scale = tl.minimum(a_scale * b_scale, FLOAT32_MAX, propagate_nan=NAN)
+    a, b = factor_e4m3(a), factor_e4m3(b)
     if SWAP:
         return acc + tl.dot(b, tl.trans(a), out_dtype=tl.float32) * scale[None, :]
     else:
@@ -96,6 +97,7 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
 @triton.jit
 def multiply_mixed(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + (a @ b.T) * scales; a_scale [BLOCK_M], b_scale [BLOCK_N]."""
+    a, b = factor_e4m3(a), factor_e4m3(b)
     if SWAP:
         return acc + tl.dot(b, tl.trans(a), out_dtype=tl.float32) * a_scale[None, :] * b_scale[:, None]
     else:

@@ -35,7 +35,7 @@ from moe_core.quant_key import (
     kInt8StaticTensorAsym,
     kInt8StaticTensorSym,
 )
-from moe_core.quantization import quantize_tensor
+from moe_core.quantization import quantize_tensor, row_scales
 from moe_core.torch_experts import Adapters, TorchExperts, expert_slices, of_expert
 from torch import Tensor
 
@@ -73,12 +73,10 @@ class Codes:
             raise TensorError("activations in 16 bits have no codes")
         found = quantize_tensor(x, desc.key, scale=desc.scale, zero_point=desc.zero_point)
 
-        def rows(tensor: Tensor) -> Tensor:
-            return tensor.reshape(-1, 1).expand(len(x), 1)
-
-        return Codes(
-            found.values, rows(found.scale), None if found.zero_point is None else rows(found.zero_point).int()
-        )
+        zero_point = found.zero_point
+        if zero_point is not None:
+            zero_point = zero_point.reshape(-1, 1).expand(len(x), 1).int()
+        return Codes(found.values, row_scales(found.scale, x, desc.key), zero_point)
 
     def __getitem__(self, rows: Tensor | slice) -> Codes:
         zero_point = self.zero_point

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.gemm.hopper_rows import column_scales, sum_integer_rows
+from moe_core.gemm.hopper_rows import column_scales, marked_rows, row_scales, sum_integer_rows
 from moe_core.gemm.zero_points import scale_and_zero
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,10 +28,10 @@ def multiply_integer_rows_zero(
     GATED: gl.constexpr,
 ):
     """As `multiply_integer_rows`; A's scales are int64, B ends with sums of rows [E, rows] and their expert stride."""
-    both, stride_row, stride_a_expert = A
     b_scale, stride_expert, stride_half, stride_column, sums, sums_expert = B
     # the sums start at what the zero points take away: behind the loop no registers are left for it
-    row_scale, zero = scale_and_zero(gl.load(both + row.to(gl.int64) * stride_row + expert * stride_a_expert))
+    row_scale, zero = scale_and_zero(row_scales(row, expert, A))
+    row_scale = marked_rows(row_scale, row, A)
     sum_0, sum_1 = column_scales(expert, block_n, (sums, sums_expert, N, 1), N, layout, GATED)
     acc_0 = -zero[:, None] * sum_0[None, :]
     acc_1 = -zero[:, None] * sum_1[None, :]

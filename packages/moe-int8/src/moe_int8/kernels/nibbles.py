@@ -59,8 +59,8 @@ def load_halves(state, k, BLOCK_K: tl.constexpr):
 @triton.jit
 def load_raw_halves(state, k, BLOCK_K: tl.constexpr):
     """As `load_halves`, quantised in registers."""
-    low = round_int8(load_wide(state, 2 * k, BLOCK_K // 2))
-    high = round_int8(load_wide(state, 2 * k + 1, BLOCK_K // 2))
+    low = round_int8(load_wide(state, 2 * k, BLOCK_K // 2, False))
+    high = round_int8(load_wide(state, 2 * k + 1, BLOCK_K // 2, False))
     return (low, high), 0.0
 
 
@@ -180,6 +180,7 @@ def functions_of(group_size: int, *, zero_points: bool) -> RowFunctions:
         INT8_ZERO if zero_points else INT8,
         load_values=load_halves,
         load_raw=None if zero_points else load_raw_halves,
+        load_raw_static=None,
         load_weights=load_packed,
         prefetch_weights=None,
         multiply=multiply,

@@ -16,13 +16,25 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.rows import AMAX_FLOOR, largest, load_wide, open_weights, open_wide, scale_of, scale_of_parts
+from moe_core.gemm.rows import (
+    AMAX_FLOOR,
+    INFINITY_BITS,
+    has_nan,
+    largest,
+    load_wide,
+    marked,
+    open_weights,
+    open_wide,
+    scale_of,
+    scale_of_parts,
+)
 from moe_core.gemm.rows_moe import RowFunctions
 from moe_core.gemm.zero_points import scale_and_zero, shifted, with_zero
 from moe_core.jit.casts import divide, divide_all, round_int8
 
 INT8_MAX = tl.constexpr(127.0)
-INFINITY_BITS = tl.constexpr(0x7F800000)
+# scale and zero point of a row that holds a NaN
+_NAN_AND_ZERO = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
@@ -35,6 +47,14 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
 
 
 @triton.jit
+def open_values(A, rows, expert):
+    """A = (values, scales, values' row stride, scales' stride per row and per expert, marks of rows or None)."""
+    values, scales, stride, scale_row, scale_expert, marks = A
+    scale = tl.load(scales + rows * scale_row + expert * scale_expert)
+    return values + rows * stride, marked(scale, marks, rows)
+
+
+@triton.jit
 def open_raw(A, rows, expert):
     """`open_wide`."""
     return open_wide(A, rows, expert, INT8_MAX)
@@ -43,7 +63,13 @@ def open_raw(A, rows, expert):
 @triton.jit
 def load_raw(state, k, BLOCK_K: tl.constexpr):
     """Tile [BLOCK_M, BLOCK_K], quantised in registers."""
-    return round_int8(load_wide(state, k, BLOCK_K)), 0.0
+    return round_int8(load_wide(state, k, BLOCK_K, False)), 0.0
+
+
+@triton.jit
+def load_raw_static(state, k, BLOCK_K: tl.constexpr):
+    """As `load_raw`, by static scales."""
+    return round_int8(load_wide(state, k, BLOCK_K, True)), 0.0
 
 
 @triton.jit
@@ -63,14 +89,15 @@ def quantize_static(tile, Q, expert, AXIS: tl.constexpr):
 def quantize_static_rows(tile, Q, expert, AXIS: tl.constexpr):
     """As `quantize_static` for rows of several experts, `expert` [rows, 1]; their scales are kept."""
     scale = tl.load(Q[0] + expert)
-    return round_int8(divide_all(tile, scale)), tl.max(scale, axis=1)
+    found = tl.where(has_nan(tile, AXIS), float("nan"), tl.max(scale, axis=1))
+    return round_int8(divide_all(tile, scale)), found
 
 
 @triton.jit
 def quantize_by_amax(tile, Q, expert, AXIS: tl.constexpr):
     """By one scale for everything, Q as `scale_of_parts` takes it."""
     scale = scale_of_parts(Q, INT8_MAX)
-    return round_int8(divide(tile, scale)), tl.zeros((tile.shape[1 - AXIS],), tl.float32) + scale
+    return round_int8(divide(tile, scale)), tl.where(largest(tile, AXIS) < INFINITY_BITS, scale, float("nan"))
 
 
 # ------------------------------------------------------------------ zero points
@@ -83,7 +110,7 @@ def quantize_row_zero(tile, Q, expert, AXIS: tl.constexpr):
     width = tl.maximum(tl.max(tile, axis=AXIS), 0.0) - low
     width = tl.where(width < AMAX_FLOOR, AMAX_FLOOR, width)
     scale = tl.div_rn(width, 255.0)
-    scale = tl.where(largest(tile, AXIS) > INFINITY_BITS, float("nan"), scale)
+    scale = tl.where(largest(tile, AXIS) < INFINITY_BITS, scale, float("nan"))
     zero = -128.0 - tl.div_rn(low, scale)
     zero = tl.maximum(tl.minimum(tl.where(zero == zero, zero, 0.0), 127.0), -128.0)
     zero = (zero + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
@@ -102,15 +129,15 @@ def quantize_static_rows_zero(tile, Q, expert, AXIS: tl.constexpr):
     """As `quantize_static_zero` for rows of several experts, `expert` [rows, 1]."""
     both = tl.load(Q[0] + expert)
     scale, zero = scale_and_zero(both)
-    return shifted(tile, scale, zero), tl.max(both, axis=1)
+    return shifted(tile, scale, zero), tl.where(has_nan(tile, AXIS), _NAN_AND_ZERO, tl.max(both, axis=1))
 
 
 @triton.jit
 def open_values_zero(A, rows, expert):
-    """A = (values, `with_zero` of the rows, values' row stride, scales' stride per row and per expert)."""
-    values, both, stride, scale_row, scale_expert = A
+    """As `open_values`; A's scales are `with_zero`."""
+    values, both, stride, scale_row, scale_expert, marks = A
     scale, zero = scale_and_zero(tl.load(both + rows * scale_row + expert * scale_expert))
-    return values + rows * stride, scale, zero
+    return values + rows * stride, marked(scale, marks, rows), zero
 
 
 @triton.jit
@@ -155,13 +182,16 @@ INT8 = RowFunctions(
     dtype=torch.int8,
     open_raw=open_raw,
     load_raw=load_raw,
+    load_raw_static=load_raw_static,
     multiply=multiply,
     quantize_row=quantize_row,
     quantize_static=quantize_static,
     quantize_static_rows=quantize_static_rows,
     quantize_by_amax=quantize_by_amax,
     specialised=_specialised,
+    open_values=open_values,
     accumulate=tl.int32,
+    marks=True,
 )
 
 #: activations with zero points: `ActivationScales` and scratch scales are `with_zero`, operands have `row_sums`
@@ -176,4 +206,5 @@ INT8_ZERO = RowFunctions(
     open_weights=open_weights_sums,
     finish=finish_zero,
     accumulate=tl.int32,
+    marks=True,
 )

@@ -47,6 +47,7 @@ _CLAIMS = Claims(
     intermediate_multiple=GROUP,
     rounds_products=True,
     allocates=True,
+    keeps_nan=False,
     requires=(FLASHINFER, TRITON),
     notes=f"layouts are compared with what FlashInfer's sources write; {_NOTES}",
 )

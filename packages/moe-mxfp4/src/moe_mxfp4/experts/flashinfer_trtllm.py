@@ -65,6 +65,7 @@ _CLAIMS = Claims(
     intermediate_multiple=GROUP,
     max_top_k=32,
     allocates=True,
+    keeps_nan=False,
     requires=(FLASHINFER, TRITON),
     notes="calls are bound against FlashInfer's signatures, and layouts compared with its helpers",
 )

@@ -64,6 +64,7 @@ class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
         hidden_multiple=64,
         intermediate_multiple=GROUP,
         allocates=True,
+        keeps_nan=False,
         requires=(TRITON_KERNELS, TRITON),
         verified_on=("NVIDIA H200 (sm90)",),
         notes="reads the releases that have matmul_ogs and routing (3.5)",

@@ -20,7 +20,7 @@ from moe_core.gemm.marlin.operand import FEW, per_word, step_bytes
 from moe_core.gemm.rows import open_weights
 from moe_core.gemm.rows_e4m3 import E4M3
 from moe_core.gemm.weight_tile import prefetch_rows, weight_tile
-from moe_core.jit.casts import INTERPRET
+from moe_core.jit.casts import INTERPRET, factor_e4m3
 from moe_core.jit.wait import wait_for_mma
 
 # $0, $1: the codes of the lower and of the upper half of the word $2, a byte each, as e4m3 numbers of the power $3.
@@ -121,7 +121,8 @@ def prefetch_words(state, K):
 def multiply_words(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + a @ b.T"""
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
-    numbers = widened(b, per_word(step_bytes(b_scale), b.shape[1], 1))
+    numbers = factor_e4m3(widened(b, per_word(step_bytes(b_scale), b.shape[1], 1)))
+    a = factor_e4m3(a)
     if acc.shape[1] <= FEW:
         # summed step by step: Hopper's units keep fewer bits of a running sum
         return wait_for_mma(acc + tl.dot(numbers, tl.trans(a), out_dtype=tl.float32))

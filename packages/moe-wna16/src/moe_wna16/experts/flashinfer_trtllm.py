@@ -68,6 +68,7 @@ _CLAIMS = Claims(
     intermediate_multiple=GROUP,
     max_top_k=32,
     allocates=True,
+    keeps_nan=False,
     requires=(FLASHINFER,),
     notes="calls are bound against FlashInfer's signatures, and layouts compared with its helpers; "
     "router weights are rounded to bfloat16",
@@ -193,6 +194,7 @@ class TrtLlmMxint4ExpertsModular(TrtLlmMxint4Experts, FusedMoEExpertsModular):
         activations=frozenset({MoEActivation.SILU}),
         activation_limit=False,
         max_experts=MOST_ROUTED_EXPERTS,
+        keeps_nan=False,
         requires=(FLASHINFER, TRITON),
     )
 

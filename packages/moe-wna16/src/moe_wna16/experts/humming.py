@@ -63,6 +63,7 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
         hidden_multiple=128,
         intermediate_multiple=128,
         allocates=True,
+        keeps_nan=False,
         requires=(HUMMING, TRITON),
         verified_on=("NVIDIA H200 (sm90)",),
         notes="kernels are compiled when a shape and a range of batch sizes are first used",
