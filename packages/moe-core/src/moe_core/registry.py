@@ -220,8 +220,10 @@ class Registry:
 
     def faults(self) -> tuple[PluginFault, ...]:
         """What is left out of what was loaded so far; the backends of oracles that were asked for are loaded."""
-        oracles = [oracle for oracle in tuple(self._oracles.values()) if isinstance(oracle, Oracle)]
-        return tuple(dict.fromkeys((*self._faults, *(fault for oracle in oracles for fault in oracle.faults()))))
+        with self._lock:
+            known = tuple(self._faults)
+            oracles = [oracle for oracle in self._oracles.values() if isinstance(oracle, Oracle)]
+        return tuple(dict.fromkeys((*known, *(fault for oracle in oracles for fault in oracle.faults()))))
 
     def leave_out(self, fault: PluginFault) -> None:
         """Record what does not work, with a PluginWarning the first time."""
