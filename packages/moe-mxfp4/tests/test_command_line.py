@@ -184,6 +184,7 @@ def test_experts_in_16_bits(folder: Path, capsys: pytest.CaptureFixture[str]) ->
         f"{PREFIX}.gate_up_proj": torch.ones(EXPERTS, HIDDEN, 2 * INTERMEDIATE).bfloat16(),
         f"{PREFIX}.down_proj": torch.ones(EXPERTS, INTERMEDIATE, HIDDEN).bfloat16(),
     }
+    experts |= {f"{name}_bias": tensor[:, 0].clone() for name, tensor in experts.items()}
     save_file(experts, folder / "model.safetensors")
     refuses(capsys, folder, "is not quantised", "its weights are BF16 without scales", "quant_method 'mxfp4'")
 

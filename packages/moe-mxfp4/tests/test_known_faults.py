@@ -151,7 +151,7 @@ def test_biases_are_taken_for_granted(experts: type[FusedMoEExperts], has_bias: 
 
 
 def checkpoint(folder: Path, **changes: Any) -> Path:
-    tensors = Experts(low=120).tensors(packed)
+    tensors = Experts(low=120, bias=changes.get("model_type") == "gpt_oss").tensors(packed)
     return write(folder, tensors, {**CONFIG, "quantization_config": COMPRESSED, "hidden_size": 96, **changes})
 
 

@@ -78,11 +78,26 @@ def test_groups_that_say_the_same(layer: LayerExperts) -> None:
     assert quant_group(groups(group("re:.*gate"), group("re:.*(up|down)")), layer).weights.num_bits == 8
 
 
-def test_one_group_needs_no_target(layer: LayerExperts) -> None:
+@pytest.mark.parametrize(
+    "target",
+    [
+        "re:.*block_sparse_moe.experts.*w[123]$",
+        "re:^language_model.model.layers.0.feed_forward.experts.*",
+        "re:.*ffn.experts$",
+        "re:backbone.*up_proj|backbone.*w[12]",
+    ],
+)
+def test_targets_in_another_naming(layer: LayerExperts, target: str) -> None:
     """Tools write module paths of another naming than their file's."""
-    assert quant_group(groups(group("re:.*block_sparse_moe.experts.*w1$")), layer).name == "group_0"
+    assert quant_group(groups(group(target)), layer).name == "group_0"
     kv = {"targets": ["re:.*attn"], "weights": None}
-    assert quant_group(groups(kv, group("re:.*w1$")), layer).name == "group_1"
+    assert quant_group(groups(kv, group("re:.*attn"), group(target)), layer).name == "group_2"
+
+
+def test_a_group_alone_must_name_the_experts(layer: LayerExperts) -> None:
+    for target in ("re:.*attn.*", "re:.*layers.1.*", "re:.*w1$", "lm_head"):
+        with pytest.raises(CheckpointError, match=f"no target of config_groups names {PREFIX}.0"):
+            quant_group(groups(group(target)), layer)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +114,7 @@ def test_one_group_needs_no_target(layer: LayerExperts) -> None:
         (groups(group("Linear", symmetric="no")), "weights: symmetric is 'no', expected true or false"),
         (groups(group("Linear", dynamic=2)), "weights: dynamic is 2, expected true, false or 'local'"),
         (groups(group("Linear", block_structure="128")), "block_structure is '128', expected [rows, columns]"),
-        (groups({"weights": [8]}), "config_groups.group_0: weights is [8], expected an object"),
+        (groups({"targets": ["Linear"], "weights": [8]}), "config_groups.group_0: weights is [8], expected an object"),
     ],
 )
 def test_what_is_refused(layer: LayerExperts, quantization: dict[str, Any], message: str) -> None:

@@ -25,7 +25,13 @@ ROUTED = {"n_routed_experts": E, "moe_intermediate_size": N, "intermediate_size"
 def model(folder: Path, config: dict[str, Any], extra: dict[str, Tensor] | None = None, **naming: Any) -> LayerModel:
     given = naming.pop("given", None)
     tensors = {**expert_tensors(**naming), **(extra or {})}
+    if config.get("model_type") == "gpt_oss":
+        tensors |= expert_biases()
     return read_model(find_layer(Checkpoint.open(write(folder, tensors, config))), given=given)
+
+
+def expert_biases() -> dict[str, Tensor]:
+    return {name.replace(".weight", ".bias"): weight[:, 0].clone() for name, weight in expert_tensors().items()}
 
 
 def bias(name: str = "gate.e_score_correction_bias", block: str = "model.layers.0.mlp") -> dict[str, Tensor]:
@@ -379,7 +385,7 @@ def test_latent_experts_work_on_the_latent_size(tmp_path: Path) -> None:
     ],
 )
 def test_activation_parameters(tmp_path: Path, entries: dict[str, Any], params: ActivationParams | None) -> None:
-    folder = write(tmp_path, expert_tensors(), {"model_type": "gpt_oss", **OLD})
+    folder = write(tmp_path, {**expert_tensors(), **expert_biases()}, {"model_type": "gpt_oss", **OLD})
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt_oss", **OLD, **entries}))
     assert read_model(find_layer(Checkpoint.open(folder))).config.activation_params == params
 
@@ -393,6 +399,13 @@ def test_router(tmp_path: Path, name: str) -> None:
     assert found.router_bias is None
 
 
+def test_biases_of_experts(tmp_path: Path) -> None:
+    assert model(tmp_path / "a", {"model_type": "gpt_oss", **OLD}).config.has_bias
+    message = "experts of model_type 'gpt_oss' have biases, but model.layers.0.mlp.experts has none"
+    with pytest.raises(CheckpointError, match=message):
+        read_model(find_layer(Checkpoint.open(write(tmp_path, expert_tensors(), {"model_type": "gpt_oss", **OLD}))))
+
+
 def test_router_bias(tmp_path: Path) -> None:
     gate = {"model.layers.0.mlp.router.weight": torch.zeros(E, K)}
     for number, name in enumerate(("router.bias", "gate.bias")):
@@ -403,7 +416,7 @@ def test_router_bias(tmp_path: Path) -> None:
     # without the router's weight, the caller brings logits
     assert model(tmp_path / "none", {"model_type": "gpt_oss", **OLD}).router_weight is None
     message = "model.layers.0.mlp.router.bias is missing"
-    refused(tmp_path / "half", message, {"model_type": "gpt_oss", **OLD}, gate)
+    refused(tmp_path / "half", message, {"model_type": "gpt_oss", **OLD}, {**gate, **expert_biases()})
 
 
 @pytest.mark.parametrize("name", ["router.bias", "gate.bias", "gate.e_score_correction_bias"])

@@ -170,6 +170,12 @@ def test_files_that_contradict_each_other(tmp_path: Path, said: Json, file: str,
         read(tmp_path, {"quantization_config": said}, **{file: other})
 
 
+def test_a_method_is_a_name(tmp_path: Path) -> None:
+    for method in ("x" * 101, 5, ["gptq"]):
+        with pytest.raises(CheckpointError, match="quant_method is .{1,90}, expected a name"):
+            read(tmp_path, {"quantization_config": {"quant_method": method}})
+
+
 @pytest.mark.parametrize("place", ["compression_config", "text_config", "llm_config", "thinker_config"])
 def test_parts_of_config_json_that_contradict_each_other(tmp_path: Path, place: str) -> None:
     other: Json = {"bits": 8}

@@ -281,6 +281,8 @@ def test_other_formats_are_refused_by_name(tmp_path: Path, change: dict[str, Any
 
 def test_interleaved_rows_are_refused(tmp_path: Path) -> None:
     tensors = stack(Experts(), scale="_scale_inv")
+    for name, rows in (("gate_up_proj", 2 * N), ("down_proj", K)):
+        tensors[f"{PREFIX}.{name}_bias"] = torch.zeros(E, rows)
     refused(tmp_path, tensors, "gpt-oss interleaves gate and up rows", model_type="gpt_oss")
 
 

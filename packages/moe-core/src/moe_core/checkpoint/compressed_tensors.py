@@ -7,7 +7,8 @@ a layer is quantised is read off its tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -18,6 +19,11 @@ from moe_core.checkpoint.quant_args import QuantEntries, short
 from moe_core.errors import CheckpointError
 
 _TYPES = ("int", "float")
+#: other names of an expert's parts
+_MODULE = re.compile(r"(?P<start>.*?)layers\.(?P<layer>\d+)\.(?P<block>.+)\.experts\.(?P<expert>\d+\.)?(?P<end>\w+)")
+_STARTS = ("model.", "model.language_model.", "language_model.model.", "backbone.", "")
+_BLOCKS = ("mlp", "block_sparse_moe", "mixer", "feed_forward", "ffn", "moe")
+_ENDS = (("gate_proj", "w1", "gate_up_proj"), ("up_proj", "w3", "gate_up_proj"), ("down_proj", "w2"))
 #: strategies that a group size belongs to
 _GROUPED = ("group", "tensor_group")
 #: orders of columns: with a group for each ("group", also "dynamic"), or undone before the file was written
@@ -67,9 +73,10 @@ class QuantGroup:
 def quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantGroup:
     """The group whose targets name the layer's expert modules.
 
-    Exact names win over patterns, patterns over classes.  One group alone needs no matching target: some tools write
-    module paths of another naming of the same model.  Raises CheckpointError where there is no group, a malformed one,
-    for experts or projections of different groups, and for transforms of the experts' inputs or outputs.
+    Exact names win over patterns, patterns over classes.  Where none names a module, other namings of the same model
+    are tried, since tools write module paths of one and tensors of another.  Raises CheckpointError where there is no
+    group, a malformed one, for experts or projections of different groups, and for transforms of the experts' inputs
+    or outputs.
     """
     file = str(layer.checkpoint.path / "config.json")
     groups = quantization.get("config_groups")
@@ -83,7 +90,7 @@ def quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantGr
     owner = _owners({name: _targets(group) for name, group in entries.items()}, f"{file}: config_groups")
     chosen: dict[str, str] = {}
     for module in modules:
-        name = next(iter(entries)) if len(entries) == 1 else owner(module)
+        name = owner(module)
         if name is None:
             raise CheckpointError(f"{file}: no target of config_groups names {module}")
         chosen.setdefault(name, module)
@@ -202,13 +209,31 @@ def _owners(targets: Mapping[str, Sequence[str]], where: str) -> Callable[[str],
                 # experts are linear modules, or one module that holds them all
                 classes.append(group)
 
-    def choose(module: str) -> str | None:
+    def named(module: str) -> str | None:
         if module in names:
             return names[module]
-        matching = (group for group, pattern in patterns if pattern.match(module))
-        return next(matching, classes[0] if classes else None)
+        return next((group for group, pattern in patterns if pattern.match(module)), None)
+
+    def choose(module: str) -> str | None:
+        own = named(module)
+        if own is not None or classes:
+            return own or classes[0]
+        return next((group for alias in _aliases(module) if (group := named(alias)) is not None), None)
 
     return choose
+
+
+def _aliases(module: str) -> Iterator[str]:
+    """Names of an expert's linear module in other namings of the same model, and of the experts as a whole."""
+    match = _MODULE.fullmatch(module)
+    if match is None:
+        return
+    ends = [end for ends in _ENDS if match["end"] in ends for end in ends]
+    for start in (match["start"], *_STARTS):
+        for block in (match["block"], *_BLOCKS):
+            for end in (match["end"], *ends):
+                yield f"{start}layers.{match['layer']}.{block}.experts.{match['expert'] or ''}{end}"
+            yield f"{start}layers.{match['layer']}.{block}.experts"
 
 
 def _refuse_transforms(entries: QuantEntries, modules: Sequence[str]) -> None:

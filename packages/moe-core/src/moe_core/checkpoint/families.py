@@ -33,6 +33,7 @@ class Family:
     - ``renormalize``: the chosen weights are divided by their sum
     - ``selected_only``: the chosen logits alone are scored by ``scoring``
     - ``router_bias``, ``correction_bias``: the router has this tensor; without it a checkpoint is incomplete
+    - ``expert_bias``: every matrix of an expert has a bias; without it a checkpoint is incomplete
     - ``weight_on_input``: the router weight multiplies the experts' input
     - ``activation``: whatever config.json calls it; ``hidden_act``: the default of that entry, where it is read
     - ``reads``: entries of config.json that the family's code reads, by the first of their names in
@@ -46,6 +47,7 @@ class Family:
     selected_only: bool = False
     router_bias: bool = False
     correction_bias: bool = False
+    expert_bias: bool = False
     weight_on_input: bool = False
     activation: MoEActivation | None = None
     hidden_act: str | Required = "silu"
@@ -90,6 +92,7 @@ def _gpt_oss() -> Family:
         renormalize=True,
         selected_only=True,
         router_bias=True,
+        expert_bias=True,
         activation=MoEActivation.SWIGLUOAI,
         reads={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     )

@@ -95,6 +95,8 @@ def read_model(
     if corrects and router.correction is None:
         raise router.missing(CORRECTION_BIASES, f"models of type {entries.model_type} choose experts with it")
     activation, params = _activation(entries, family, layer, given)
+    if family.expert_bias and not layer.has_bias:
+        raise entries.error(f"experts of model_type {entries.model_type!r} have biases, but {layer.prefix} has none")
     try:
         config = FusedMoEConfig(
             num_experts=experts,

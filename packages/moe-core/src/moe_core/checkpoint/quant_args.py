@@ -10,6 +10,8 @@ from moe_core.errors import CheckpointError
 
 #: larger than any group or block that a model can have
 _LARGEST = 1 << 24
+#: longer than any word that stands for a type, method or format
+LONGEST_NAME = 100
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class QuantEntries:
         value = self.entries.get(name)
         if value is None:
             return default
-        if not isinstance(value, str):
+        if not isinstance(value, str) or len(value) > LONGEST_NAME:
             raise self.error(name, "a name")
         return value
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_core.checkpoint.config_keys import NESTED
-from moe_core.checkpoint.quant_args import short
+from moe_core.checkpoint.quant_args import LONGEST_NAME, short
 from moe_core.checkpoint.strict_json import load_object
 from moe_core.errors import CheckpointError
 
@@ -166,7 +166,7 @@ def read_quantization(folder: Path, config: Entries) -> dict[str, Any]:
         named = merged.get("method")
         merged.update({"quant_method": named} if named is not None else implied)
     method = merged.get("quant_method")
-    if method is not None and not isinstance(method, str):
+    if method is not None and (not isinstance(method, str) or len(method) > LONGEST_NAME):
         raise CheckpointError(f"{folder / 'config.json'}: quant_method is {short(method)}, expected a name")
     check_statements(folder, found, method)
     return merged
