@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_core import CheckpointError, MoEError
 from moe_core.checkpoint import Checkpoint, find_layer, read_model
-from moe_core_checkpoints import CONFIG, layer_tensors, write
+from moe_core.registry import Registry
+from moe_core.testing.fuzz.mutations import mutated_header, mutated_json
+from moe_core.testing.fuzz.reading import read_folder
+from moe_core_checkpoints import CONFIG, entry_points, layer_tensors, write
+from moe_core_fuzz import fuzz
 from torch import Tensor
 
 TENSORS = layer_tensors()
@@ -49,26 +54,6 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("single"), TENSORS)
 
 
-def mutate(content: bytes, rng: random.Random, first: int, last: int) -> bytes:
-    """A few bytes between ``first`` and ``last`` changed, removed, doubled or added, or the rest cut off."""
-    data = bytearray(content)
-    for _ in range(rng.choice((1, 1, 1, 8))):
-        last = min(last, len(data))
-        at = rng.randrange(first, max(last, first + 1))
-        action = rng.choice((0, 0, 1, 1, 2, 3, 4))
-        if action == 0 and at < len(data):
-            data[at] ^= 1 << rng.randrange(8)
-        elif action == 1 and at < len(data):
-            data[at] = rng.choice(b'"0123456789[]{},:.-eE\\/ntfu\x00\xff')
-        elif action == 2:
-            del data[at : at + rng.randrange(1, 40)]
-        elif action == 3:
-            data[at:at] = data[at : at + rng.randrange(1, 40)]
-        else:
-            del data[at:]
-    return bytes(data)
-
-
 def check_bytes(tensors: dict[str, Tensor], folder: Path) -> None:
     """What was read are bytes of the files at the place that the header says, in the header's shape and dtype."""
     for file in folder.glob("*.safetensors"):
@@ -90,8 +75,7 @@ def test_mutated_header(single: Path, tmp_path: Path, seed: int) -> None:
     (tmp_path / "config.json").write_bytes((single / "config.json").read_bytes())
     target = tmp_path / "model.safetensors"
     content = (single / "model.safetensors").read_bytes()
-    length = int.from_bytes(content[:HEADER], "little")
-    target.write_bytes(mutate(content, rng, 0, HEADER + length if seed % 4 else HEADER))
+    target.write_bytes(mutated_header(content, rng)[0])
     tensors = read(tmp_path)
     if tensors is not None:
         check_bytes(tensors, tmp_path)
@@ -104,7 +88,7 @@ def test_mutated_json(base: Path, tmp_path: Path, file: str, seed: int) -> None:
     for original in base.iterdir():
         (tmp_path / original.name).write_bytes(original.read_bytes())
     content = (base / file).read_bytes()
-    (tmp_path / file).write_bytes(mutate(content, rng, 0, len(content)))
+    (tmp_path / file).write_bytes(mutated_json(content, rng)[0])
     tensors = read(tmp_path)
     if tensors is not None:
         assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in tensors.items())
@@ -158,6 +142,15 @@ def test_any_header(tmp_path: Path, header: dict[str, Any], data: bytes) -> None
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(HEADER, "little") + text + data)
     read(tmp_path)
+
+
+PLAIN = Registry(lambda group: list(entry_points(group=group)))
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+def test_mutated_folders(shards: int, moe_fuzz: range) -> None:
+    """Of 16-bit experts, and of shards with an index."""
+    fuzz(f"{shards} shards", moe_fuzz, TENSORS, CONFIG, shards=shards, read=partial(read_folder, plugins=PLAIN))
 
 
 def test_the_unchanged_folder_reads(base: Path) -> None:

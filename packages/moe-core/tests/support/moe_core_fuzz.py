@@ -1,59 +1,51 @@
-"""Configs with something changed, and what reading such a folder may do."""
+"""Mutations of a checkpoint that tests write."""
 
 from __future__ import annotations
 
-import copy
-import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from moe_core import MoEError
-from moe_core.checkpoint import Checkpoint, read_layer
+from moe_core.testing.fuzz import Fuzzer, Sample
+from moe_core.testing.fuzz.reading import Layer, read_folder
+from moe_core_checkpoints import write
+from torch import Tensor
 
-ODD = (
-    None,
-    True,
-    False,
-    -1,
-    0,
-    1,
-    2**70,
-    1.5,
-    float("nan"),
-    "",
-    "channel",
-    "tensor",
-    "per_tensor",
-    "re:(",
-    "\0",
-    [],
-    {},
-)
+#: a file system in memory, where there is one
+MEMORY = Path("/dev/shm")
 
 
-def changed(value: Any, rng: random.Random) -> Any:
-    """A copy of a JSON value with an entry changed, removed or nested, somewhere in it."""
-    if isinstance(value, dict) and value and rng.random() < 0.85:
-        found = copy.deepcopy(value)
-        key = rng.choice(list(found))
-        if rng.random() < 0.15:
-            del found[key]
-        else:
-            found[key] = changed(found[key], rng)
-        return found
-    if isinstance(value, list) and value and rng.random() < 0.6:
-        found_list = copy.deepcopy(value)
-        at = rng.randrange(len(found_list))
-        found_list[at] = changed(found_list[at], rng)
-        return found_list
-    return rng.choice((*ODD, [value], {"a": value}))
-
-
-def read(checkpoint: Checkpoint) -> bool:
-    """Whether the layer loads; its weights fit their keys."""
+def fuzz(
+    name: str,
+    seeds: Iterable[int],
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    *,
+    shards: int = 0,
+    read: Callable[[Path], Layer] = read_folder,
+) -> None:
+    """Every seed's mutation of a folder with the first two experts is refused, or right."""
+    top = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
     try:
-        found = read_layer(checkpoint)
-        weights = found.weights()
-    except MoEError:
-        return False
-    weights.validate(found.config, values=True)
-    return True
+        folder = write(
+            top / "sample", _first_two(tensors, config["num_experts"]), {**config, "num_experts": 2}, shards=shards
+        )
+        report = Fuzzer(Sample.of(name, folder), top / "mutated", read).run(seeds)
+    finally:
+        shutil.rmtree(top)
+    print(f"{name}: {report}")
+    assert not report.failures, "\n".join(map(str, report.failures))
+
+
+def _first_two(tensors: Mapping[str, Tensor], experts: int) -> dict[str, Tensor]:
+    """More of them find nothing else, and take longer."""
+    found = {}
+    for name, tensor in tensors.items():
+        expert = name.partition(".experts.")[2].partition(".")[0]
+        if not expert.isdecimal():
+            found[name] = tensor[:2].clone() if tensor.shape[:1] == (experts,) else tensor.clone()
+        elif int(expert) < 2:
+            found[name] = tensor.clone()
+    return found

@@ -1,0 +1,203 @@
+"""Reads folders that were changed, and says whether what came of them is right.
+
+A mutation is right if it is refused by a :class:`moe_core.errors.MoEError`, within a bounded time and without much
+memory, or if the layer that loads is the one before, or differs only in what the change means
+(:mod:`moe_core.testing.fuzz.meaning`).
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_core.errors import MoEError
+from moe_core.testing.fuzz.meaning import allowed_differences, changed_names, unexplained
+from moe_core.testing.fuzz.mutations import Files, mutated
+from moe_core.testing.fuzz.reading import Layer, read_folder
+
+#: seconds that one folder may take; patterns of a config may take five of them
+SECONDS = 30
+#: megabytes that the process may grow by, and the mutations after each of which that is looked at
+MEGABYTES, _WEIGHED = 256, 32
+#: characters of an error's message
+LONGEST_MESSAGE = 5_000
+#: failures that are told of, each of another kind
+MOST_FAILURES = 10
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A folder that loads, by file name, and the name to tell it by."""
+
+    name: str
+    files: Files
+
+    @staticmethod
+    def of(name: str, folder: Path) -> Sample:
+        """The files of ``folder``."""
+        return Sample(name, {path.name: path.read_bytes() for path in folder.iterdir()})
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a seed did that it should not: ``kind`` names it shortly, ``what`` tells of it."""
+
+    seed: int
+    kind: str
+    changes: tuple[str, ...]
+    what: str
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}: {'; '.join(self.changes)}\n  {self.kind}: {self.what}"
+
+
+@dataclass
+class Report:
+    """Mutations by outcome, and the failures of different kinds."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+    seconds: float = 0.0
+    slowest: float = 0.0
+
+    def add(self, failure: Failure) -> None:
+        """Keep the first of its kind."""
+        if len(self.failures) < MOST_FAILURES and all(failure.kind != known.kind for known in self.failures):
+            self.failures.append(failure)
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count} {name}" for name, count in self.outcomes.most_common())
+        return (
+            f"{sum(self.outcomes.values())} mutations in {self.seconds:.1f} s, slowest {self.slowest:.2f} s: {counts}"
+        )
+
+
+class _TooLongError(BaseException):
+    pass
+
+
+class Fuzzer:
+    """Runs seeds on one sample, in a folder of its own that should lie in memory.
+
+    ``read``: a folder's layer; MoEError where it is refused.
+    """
+
+    def __init__(self, sample: Sample, folder: Path, read: Callable[[Path], Layer] = read_folder) -> None:
+        self.sample, self.folder, self.read = sample, folder, read
+        folder.mkdir(parents=True, exist_ok=True)
+        self._there: dict[str, bytes] = {}
+        self._write(sample.files)
+        self.layer = read(folder)
+
+    def run(self, seeds: Iterable[int]) -> Report:
+        """Every seed's mutation; failures are collected, the first of each kind."""
+        report = Report()
+        memory = _megabytes()
+        with _alarm():
+            for seed in seeds:
+                start = time.perf_counter()
+                outcome, failure = self.one(seed)
+                taken = time.perf_counter() - start
+                report.seconds += taken
+                report.slowest = max(report.slowest, taken)
+                if failure is None and sum(report.outcomes.values()) % _WEIGHED == 0:
+                    grown, memory = _megabytes() - memory, max(_megabytes(), memory)
+                    if grown > MEGABYTES:
+                        what = f"the process grew by {grown:.0f} MB within the last {_WEIGHED} seeds"
+                        failure = Failure(seed, "memory", (), what)
+                report.outcomes["failed" if failure is not None else outcome] += 1
+                if failure is not None:
+                    report.add(failure)
+        return report
+
+    def mutation(self, seed: int) -> tuple[Mapping[str, bytes], tuple[str, ...]]:
+        """The folder of a seed, and what is changed in it: one thing, sometimes two."""
+        rng = random.Random(f"{self.sample.name} {seed}")
+        files, changes = dict(self.sample.files), []
+        for _ in range(1 if rng.random() < 0.8 else 2):
+            try:
+                files, what = mutated(files, rng)
+            except (ValueError, KeyError, IndexError, TypeError, RecursionError, OverflowError):
+                # the first change left nothing that the second one could read
+                break
+            changes.append(what)
+        return files, tuple(changes)
+
+    def one(self, seed: int) -> tuple[str, Failure | None]:
+        """(outcome, failure) of a seed."""
+        files, changes = self.mutation(seed)
+        self._write(files)
+        try:
+            signal.alarm(SECONDS)
+            layer = self.read(self.folder)
+        except MoEError as error:
+            if len(str(error)) > LONGEST_MESSAGE:
+                return "", Failure(
+                    seed, "message", changes, f"an error of {len(str(error))} characters: {str(error)[:300]}"
+                )
+            return f"refused ({type(error).__name__})", None
+        except _TooLongError:
+            where = "".join(traceback.format_exc().splitlines(keepends=True)[-4:-1])
+            return "", Failure(seed, "time", changes, f"more than {SECONDS} s, at {where}")
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            kind = f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}"
+            return "", Failure(seed, kind, changes, f"{error!r:.300} is no MoEError\n{traceback.format_exc(limit=-6)}")
+        finally:
+            signal.alarm(0)
+        differences = self.layer.differences(layer)
+        if not differences:
+            return "the same layer", None
+        wrong = unexplained(
+            differences, allowed_differences(self.sample.files, files, len(self.layer.facts["experts"]))
+        )
+        if not wrong:
+            return "as the change says", None
+        shown = ", ".join(
+            f"{name} {self.layer.facts[name]} -> {layer.facts.get(name)}" if name in self.layer.facts else name
+            for name in sorted(wrong)
+        )
+        kind = f"loads with other {', '.join(sorted({name.partition('[')[0] for name in wrong}))}"
+        entries = ", ".join(changed_names(self.sample.files, files)[:3])
+        return "", Failure(seed, f"{kind} by {entries}", changes, shown[:1000])
+
+    def _write(self, files: Files) -> None:
+        for name in [name for name in self._there if name not in files]:
+            (self.folder / name).unlink()
+            del self._there[name]
+        for name, content in files.items():
+            if self._there.get(name) != content:
+                # a new file: the old one may be mapped
+                (self.folder / name).unlink(missing_ok=True)
+                (self.folder / name).write_bytes(content)
+                self._there[name] = content
+
+
+@contextmanager
+def _alarm() -> Iterator[None]:
+    """Within, an alarm raises what stops the reading of a folder that takes too long."""
+
+    def ring(number: int, frame: object) -> None:
+        raise _TooLongError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def _megabytes() -> float:
+    """The most memory that the process ever had."""
+    import resource
+
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size / (1 << 20 if sys.platform == "darwin" else 1 << 10)

@@ -1,0 +1,167 @@
+"""What a layer of a folder is, as values that can be compared; and what a folder says, read without the package.
+
+The second is deliberately simple: it is what a change is judged by.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_core.checkpoint import Checkpoint, read_layer
+from moe_core.quantization import dequantize_weight
+from moe_core.registry import Registry
+from moe_core.weights import MoEWeights
+
+HEADER = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer: ``facts`` (sizes, routing, keys) and ``values`` (what it computes with), by name."""
+
+    facts: Mapping[str, Any]
+    values: Mapping[str, Tensor]
+
+    def differences(self, other: Layer) -> set[str]:
+        """Names of facts and values that differ; of values of experts ``name[expert]``."""
+        found = {
+            name
+            for name in self.facts.keys() | other.facts.keys()
+            if not _equal(self.facts.get(name), other.facts.get(name))
+        }
+        for name in self.values.keys() | other.values.keys():
+            mine, theirs = self.values.get(name), other.values.get(name)
+            if mine is None or theirs is None or mine.shape != theirs.shape or name.startswith("router"):
+                if mine is None or theirs is None or not torch.equal(mine, theirs):
+                    found.add(name)
+                continue
+            unlike = (mine != theirs).reshape(mine.shape[0], -1).any(dim=1)
+            found |= {f"{name}[{expert}]" for expert in unlike.nonzero().flatten().tolist()}
+        return found
+
+
+def _equal(one: object, other: object) -> bool:
+    return type(one) is type(other) and one == other
+
+
+def read_folder(folder: Path, plugins: Registry | None = None) -> Layer:
+    """The first layer with experts of a checkpoint folder; MoEError where it is refused.
+
+    ``plugins``: those that read it, default the installed ones.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = read_layer(Checkpoint.open(folder), plugins=plugins or _installed())
+        weights = found.weights()
+    weights.validate(found.config, values=True)
+    facts: dict[str, Any] = {
+        "index": found.index,
+        "scheme": found.scheme,
+        "activation_key": found.activation_key,
+        "experts": found.experts,
+    }
+    for part in fields(found.config):
+        value = getattr(found.config, part.name)
+        if part.name == "routing" and value is not None:
+            facts.update({f"routing.{inner.name}": getattr(value, inner.name) for inner in fields(value)})
+        else:
+            facts[part.name] = value
+    values = {
+        name: tensor.double()
+        for name, tensor in (
+            ("router_weight", found.router_weight),
+            ("router_bias", found.router_bias),
+            ("router_correction_bias", found.correction_bias),
+        )
+        if tensor is not None
+    }
+    values.update(_values(weights, parts=2 if found.config.is_gated else 1, config=found.config))
+    return Layer(facts, values)
+
+
+@functools.cache
+def _installed() -> Registry:
+    """The plug-ins of this installation, whose entry points are looked up once."""
+    return Registry(functools.cache(lambda group: list(entry_points(group=group))))
+
+
+def _values(weights: MoEWeights, parts: int, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """What every tensor stands for, whatever form it is kept in."""
+    named = dict(weights.tensors())
+    for name, cols in (("w13", config.hidden_size), ("w2", config.intermediate_size)):
+        weight, scale = named.pop(name), named.pop(f"{name}_scale", None)
+        zero, g_idx = named.pop(f"{name}_zero_point", None), named.pop(f"{name}_g_idx", None)
+        if weights.weight_key is None or scale is None:
+            yield name, weight.double()
+            continue
+        wide = dequantize_weight(
+            weight,
+            scale,
+            weights.weight_key,
+            parts=parts if name == "w13" else 1,
+            zero_point=zero,
+            g_idx=g_idx,
+            cols=cols,
+        )
+        yield name, wide.double()
+    for name, tensor in named.items():
+        yield name, tensor.double()
+
+
+# ------------------------------------------------------------------ without the package
+
+#: the value of an entry that is not there
+MISSING = "<missing>"
+
+
+def statements(content: bytes) -> dict[tuple[str, ...], Any] | None:
+    """Every entry of a JSON text that is no object or list, by its path; None for what is no JSON object."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    found: dict[tuple[str, ...], Any] = {}
+    todo: list[tuple[tuple[str, ...], Any]] = [((), value)]
+    while todo:
+        path, inner = todo.pop()
+        if isinstance(inner, dict) and inner:
+            todo += [((*path, key), one) for key, one in inner.items()]
+        elif isinstance(inner, list) and any(isinstance(one, (dict, list)) for one in inner):
+            todo += [((*path, str(at)), one) for at, one in enumerate(inner)]
+        else:
+            found[path] = inner
+    return found
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as a header has it: its type's name, shape and bytes."""
+
+    dtype: Any
+    shape: Any
+    data: bytes
+
+
+def stored_tensors(content: bytes) -> dict[str, Stored] | None:
+    """The tensors of a safetensors file, by the definition of the format; None for what is none."""
+    length = int.from_bytes(content[:HEADER], "little")
+    try:
+        header = json.loads(content[HEADER : HEADER + length])
+        data = content[HEADER + length :]
+        return {
+            name: Stored(entry["dtype"], entry["shape"], data[slice(*entry["data_offsets"])])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return None
