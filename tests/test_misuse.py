@@ -10,11 +10,12 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from moe_core import FusedMoELayer, LoRA, MoEError, MoEWeights, route
+from moe_core import FusedMoELayer, LoRA, MoEError, MoEWeights, kInt4Static32Asym, load_layer, registry, route
 from moe_core.testing.data import make_lora
 from moe_core.testing.harness import same_bits
 from moe_core.testing.tolerance import Expected, expected_output
@@ -32,6 +33,8 @@ SORTS: dict[str, dict[str, Any]] = {
 CASES = [(kind, "standard") for kind in some_kinds(3)] + [
     (kind, sort) for kind, sort in zip(some_kinds(), itertools.cycle(SORTS), strict=False)
 ]
+#: with tensors that other kinds have not: groups of columns, factors of inputs
+PERMUTED = Kind("wna16", replace(kInt4Static32Asym, permuted=True, pre_scaled=True), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +202,7 @@ def test_calls_with_several_faults(subject: Subject, seeds: range) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("kind", some_kinds(2), ids=str)
+@pytest.mark.parametrize("kind", [*some_kinds(2), PERMUTED], ids=str)
 def test_weights_of_a_layer(kind: Kind) -> None:
     config = kind.config(has_bias=True)
     weights = kind.weights(config)
@@ -223,7 +226,63 @@ def test_weights_of_a_layer(kind: Kind) -> None:
     found = []
     for name, tensor in weights.tensors():
         for label, other in misuses(name, tensor):
-            wrong = fault(partial(attempt, name, other), partial(right, name, other), {name})
+            # zero points lie as scales do
+            names = {name, name.replace("_scale", "_zero_point")}
+            wrong = fault(partial(attempt, name, other), partial(right, name, other), names)
             if wrong:
                 found.append(f"{name}, {label}: {wrong}")
+    assert not found, "\n".join(found)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint."""
+    made = tmp_path_factory.mktemp("checkpoint")
+    scheme = registry().scheme(registry().scheme_names()[0])
+    assert scheme.quickstart is not None
+    scheme.quickstart(made)
+    return made
+
+
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    2**31,
+    10**30,
+    1.5,
+    float("nan"),
+    "",
+    "nonsense",
+    b"x",
+    [],
+    [1],
+    {},
+    object(),
+    torch,
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["layer", "device", "backend", "dtype", "experts", "quantize", "activation_key", "max_loras", "max_lora_rank"],
+)
+def test_loading_with_odd_values(name: str, folder: Path) -> None:
+    found = []
+    for value in (*ODD, torch.device("meta")):
+        given: dict[str, Any] = {"device": "cpu", name: value}
+        if name == "max_lora_rank":
+            given["max_loras"] = 1
+        try:
+            layer = load_layer(folder, **given)
+        except MoEError as error:
+            what = str(error)
+            if name not in what and repr(value) not in what and str(value) not in what:
+                found.append(f"{name}={value!r}: the error names neither: {what}")
+        except Exception as error:
+            found.append(f"{name}={value!r}: raises {type(error).__name__}: {str(error)[:200]}")
+        else:
+            if value is not None and not (name == "experts" and list(value) == [1]):
+                found.append(f"{name}={value!r}: is taken")
+            assert layer(torch.zeros(1, layer.config.hidden_size, dtype=layer.config.dtype)).shape[0] == 1
     assert not found, "\n".join(found)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moe_core._autocast import autocast_off, without_autocast
 from moe_core.call_arguments import check_beside, check_width, refuse_gradients
-from moe_core.config import FusedMoEConfig
+from moe_core.config import FusedMoEConfig, whole_number
 from moe_core.device import as_torch_device
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_tensor
 from moe_core.kernel import FusedMoEKernel
@@ -478,7 +478,7 @@ def load_layer(
     # selection comes before the weights are read: an impossible request costs no gigabytes
     oracle = registry().oracle(source.scheme)
     config = source.config
-    if max_loras:
+    if whole_number("max_loras", max_loras, 0):
         config = replace(config, is_lora_enabled=True, max_loras=max_loras, max_lora_rank=max_lora_rank)
     selection = oracle.select(
         config,

@@ -209,8 +209,12 @@ class Registry:
 
         Raises ConfigError for an unknown name, RegistryError for one that does not work or that two schemes use.
         """
-        if not isinstance(quantization, str):
+        from moe_core.online import OnlineQuantization
+
+        if isinstance(quantization, OnlineQuantization):
             return quantization
+        if not isinstance(quantization, str):
+            raise ConfigError(f"quantize is {quantization!r}, expected a name: {', '.join(self.online_names())}")
         found = self._online().get(quantization)
         if found is None:
             known = ", ".join(self.online_names()) or f"none; a scheme brings them, e.g. {install_hint('fp8')}"

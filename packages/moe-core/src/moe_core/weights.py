@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_core.config import FusedMoEConfig
 from moe_core.device import as_torch_device
-from moe_core.errors import TensorError, check_dtype, check_shape, check_sign
+from moe_core.errors import TensorError, check_dtype, check_shape, check_sign, check_tensor
 from moe_core.numerics import NumberKind, QuantDtype, is_e8m0
 from moe_core.quant_config import FusedMoEQuantConfig
 from moe_core.quant_key import QuantKey, as_quant_key
@@ -115,12 +115,12 @@ class MoEWeights(TensorRecord):
         return replace(self, **moved) if moved else self
 
     def validate(self, config: FusedMoEConfig, *, values: bool = False) -> None:
-        """Raise TensorError for a tensor that does not fit ``config`` and the keys, and for a group that is not there.
+        """Raise TensorError for a tensor that does not fit ``config`` and the keys.
 
-        Activations' zero points must be codes, too.
-        With ``values`` also look into scales (NaN, Inf; negative, except of unsigned codes; 0 where one scale covers a
-        whole matrix or is divided by), biases (NaN, Inf), codes (NaN; 4-bit ones in bytes: out of range), zero points
-        (out of range): reads every byte and synchronises.
+        So for columns of a group that is not there, and zero points out of range, which synchronises with a device that
+        holds any.  With ``values`` also look into scales (NaN, Inf; negative, except of unsigned codes; 0 where one
+        scale covers a whole matrix or is divided by), biases (NaN, Inf), codes (NaN; 4-bit ones in bytes: out of
+        range): reads every byte and synchronises.
         """
         experts, hidden, inter = config.local_experts, config.hidden_size, config.intermediate_size
         parts = 2 if config.is_gated else 1
@@ -137,6 +137,7 @@ class MoEWeights(TensorRecord):
                 expected = scale_shape(self.weight_key, experts, rows, cols, stacked)
                 if scale is None:
                     raise TensorError(f"{name}_scale is missing, expected {list(expected)} for {self.weight_key}")
+                check_tensor(f"{name}_scale", scale)
                 expected = with_groups_of(scale, expected, self.weight_key)
                 check_shape(f"{name}_scale", scale, expected)
                 check_dtype(f"{name}_scale", scale, (self.weight_key.scale.dtype,))
@@ -153,8 +154,7 @@ class MoEWeights(TensorRecord):
         if len(places) > 1:
             found = ", ".join(f"{name} on {place}" for place, name in sorted(places.items()))
             raise TensorError(f"the weights of one layer are on several devices: {found}")
-        self._check_groups()
-        self._check_input_zero_points()
+        self._check_integers()
         if values:
             # quantisers that give a group's largest weight the code -8 write scales of either sign; factors of inputs
             # are no scales of codes: any finite number
@@ -174,30 +174,28 @@ class MoEWeights(TensorRecord):
         return names
 
     def _check_codes(self) -> None:
-        """Integer codes in storage wider than they are, and zero points."""
+        """Integer codes in storage wider than they are."""
         key = self.weight_key
         if key is not None and key.packing is None and key.dtype.kind is NumberKind.INT and key.dtype.bits < 8:
             for name in ("w13", "w2"):
                 check_range(name, getattr(self, name), key.dtype)
-        for name in ("w13_zero_point", "w2_zero_point"):
-            zero_point: Tensor | None = getattr(self, name)
-            if zero_point is not None and key is not None:
-                # one more than codes have: some tools store zero points minus one
-                low, high = (int(bound) + key.dtype.offset for bound in (key.dtype.min_value, key.dtype.max_value))
-                check_integers(name, zero_point, low, high + 1, f"zero points of {key.dtype.name}")
 
-    def _check_input_zero_points(self) -> None:
-        for name in ("w13_input_zero_point", "w2_input_zero_point"):
-            zero_point: Tensor | None = getattr(self, name)
-            if zero_point is not None and self.activation_key is not None:
-                check_range(name, zero_point, self.activation_key.dtype)
-
-    def _check_groups(self) -> None:
+    def _check_integers(self) -> None:
+        """Numbers that kernels take as they are: groups of columns, zero points."""
+        key, activation = self.weight_key, self.activation_key
         for name in ("w13", "w2"):
             g_idx, scale = getattr(self, f"{name}_g_idx"), getattr(self, f"{name}_scale")
             if g_idx is not None and scale is not None:
                 groups = scale.shape[-1]
                 check_integers(f"{name}_g_idx", g_idx, 0, groups - 1, f"{name}_scale has {groups} groups")
+            zero_point: Tensor | None = getattr(self, f"{name}_zero_point")
+            if zero_point is not None and key is not None:
+                # one more than codes have: some tools store zero points minus one
+                low, high = (int(bound) + key.dtype.offset for bound in (key.dtype.min_value, key.dtype.max_value))
+                check_integers(f"{name}_zero_point", zero_point, low, high + 1, f"zero points of {key.dtype.name}")
+            zero_point = getattr(self, f"{name}_input_zero_point")
+            if zero_point is not None and activation is not None:
+                check_range(f"{name}_input_zero_point", zero_point, activation.dtype)
 
     def _validate_extras(self, name: str, config: FusedMoEConfig, rows: int, cols: int) -> None:
         """Bias, static activation scale and column groups of one of the two matrices."""

@@ -17,7 +17,7 @@ from moe_core.checkpoint.format import CheckpointFormat
 from moe_core.checkpoint.model import Given, read_model
 from moe_core.checkpoint.online import detect
 from moe_core.checkpoint.reader import Checkpoint
-from moe_core.config import FusedMoEConfig
+from moe_core.config import FusedMoEConfig, whole_number
 from moe_core.errors import CheckpointWarning, ConfigError, MoEError, RegistryError
 from moe_core.online import OnlineQuantization
 from moe_core.plugins import Raised, attempt
@@ -100,6 +100,8 @@ def read_layer(
     Raises CheckpointError, SchemeNotInstalledError, ConfigError for static activations, whose scales only a checkpoint
     that has them brings; warns with CheckpointWarning of what is guessed.
     """
+    if layer is not None:
+        layer = whole_number("layer", layer, 0)
     tensors = find_layer(checkpoint, layer, stack)
     chosen = _chosen(experts, tensors.num_experts)
     model = read_model(tensors, dtype=dtype, num_local_experts=len(chosen), given=given)
