@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -112,42 +110,3 @@ def test_a_pipe_that_takes_the_place_of_a_file(tmp_path: Path) -> None:
     os.mkfifo(file)
     with pytest.raises(CheckpointError, match="f is not a regular file"):
         OpenFile(file, state)
-
-
-RACE = """
-import os, sys, threading, time
-from pathlib import Path
-from moe_core import CheckpointError
-from moe_core.checkpoint import Checkpoint
-
-folder = Path(sys.argv[1])
-file = folder / "model.safetensors"
-size = file.stat().st_size
-end = time.monotonic() + 0.6
-
-def disturb():
-    while time.monotonic() < end:
-        os.truncate(file, size // 3)
-        os.truncate(file, size)
-
-thread = threading.Thread(target=disturb)
-thread.start()
-refused = 0
-while thread.is_alive():
-    try:
-        checkpoint = Checkpoint.open(folder)
-        for index in range(8):
-            checkpoint.part("a", index).sum()
-        checkpoint.tensor("a").sum()
-    except CheckpointError as error:
-        assert "model.safetensors" in str(error), error
-        refused += 1
-print(refused)
-"""
-
-
-def test_truncating_while_reading_does_not_end_the_process(tmp_path: Path) -> None:
-    write(tmp_path, {"a": torch.ones(8, 1 << 18)})
-    done = subprocess.run([sys.executable, "-c", RACE, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, (done.returncode, done.stderr)
-    assert int(done.stdout) > 0

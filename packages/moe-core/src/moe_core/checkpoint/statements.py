@@ -7,6 +7,7 @@ things are refused, both named, for whichever was believed, the other may be wha
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,7 +151,8 @@ def read_quantization(folder: Path, config: Entries) -> dict[str, Any]:
     implied: dict[str, Any] = {}
     for name, part, owner in _BESIDE:
         path = folder / name
-        if not path.exists():
+        # a link to what a download has not brought is there: what it says would be missed
+        if not os.path.lexists(path):
             continue
         content, where = load_object(path), name
         if part is not None:
