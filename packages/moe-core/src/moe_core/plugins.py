@@ -8,7 +8,9 @@ interrupts an import as it always does.  A plug-in that ends the process or neve
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +26,8 @@ T = TypeVar("T")
 _SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGBREAK") if hasattr(signal, name)
 )
+
+_ASIDE = contextvars.ContextVar("moe_core.plugins.printing_aside", default=False)
 
 #: so much of an exception's text is shown
 _SHOWN = 500
@@ -93,7 +97,8 @@ def guard() -> Iterator[Attempt]:
 
         def attempt(call: Callable[[], T], /) -> T | Raised:
             try:
-                return call()
+                with contextlib.redirect_stdout(sys.stderr) if _ASIDE.get() else contextlib.nullcontext():
+                    return call()
             except BaseException as error:
                 if raised:
                     raise raised[0] from None
@@ -106,6 +111,16 @@ def attempt(call: Callable[[], T]) -> T | Raised:
     """One call under :func:`guard`."""
     with guard() as attempt_:
         return attempt_(call)
+
+
+@contextlib.contextmanager
+def printing_aside() -> Iterator[None]:
+    """Send what plug-ins print to stderr meanwhile: for programs whose stdout is their result."""
+    token = _ASIDE.set(True)
+    try:
+        yield
+    finally:
+        _ASIDE.reset(token)
 
 
 @contextlib.contextmanager

@@ -163,6 +163,7 @@ def test_packages_that_bring_no_kernels(moe: Any, folder: Path, monkeypatch: pyt
 
 EXITING = """
 import sys
+print("hello from a plug-in")
 sys.exit(0)
 """
 
@@ -205,6 +206,9 @@ def test_commands_go_on_beside_broken_plugins(with_broken: Any, folder: Path) ->
     result = with_broken("explain", str(folder), "--device", "cpu", "--json")
     assert result.code == 0
     assert result.data["chosen"] == "plain"
+    # what it prints is not part of the result
+    assert "hello from a plug-in" not in result.out
+    assert "hello from a plug-in" in result.err
     assert "moe explain: warning: scheme 'exiting' of " in result.err
     assert "moe_exiting:SCHEME cannot be loaded: SystemExit: 0" in result.err
     (left_out,) = result.data["left_out"]

@@ -18,6 +18,7 @@ from moe_core_cli import COMMANDS, main
 from moe_core_cli.console import complain
 
 from moe_core.errors import CheckpointWarning, FallbackWarning, MoEError, PluginWarning, printable
+from moe_core.plugins import printing_aside
 
 __all__ = ["COMMANDS", "execute", "main", "paragraph"]
 
@@ -30,7 +31,7 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory",
 
 def execute(arguments: argparse.Namespace) -> int:
     """Run one command; returns the exit code."""
-    with warnings.catch_warnings():
+    with printing_aside(), warnings.catch_warnings():
         # commands say it themselves, where it matters
         warnings.simplefilter("ignore", CheckpointWarning)
         warnings.simplefilter("ignore", FallbackWarning)
