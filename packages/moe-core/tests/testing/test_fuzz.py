@@ -144,6 +144,21 @@ def test_memory_and_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "message: an error of 10020 characters" in kinds(run(tmp_path / "b", talkative, 20))
 
 
+def test_the_first_change_alone_is_told_of(tmp_path: Path) -> None:
+    """Where it does the same as both."""
+
+    def careless(folder: Path) -> Layer:
+        if b'"bits": 4' not in (folder / "config.json").read_bytes():
+            raise KeyError("bits")
+        return sound(folder)
+
+    one = Fuzzer(Sample("sample", FILES), tmp_path, careless)
+    told = [(one.mutation(s)[1], one.one(s)[1]) for s in range(1000)]
+    pairs = [(changes, failure.changes) for changes, failure in told if failure is not None and len(changes) == 2]
+    assert any(found == changes[:1] for changes, found in pairs)
+    assert any(found == changes for changes, found in pairs)
+
+
 def test_a_seed_stands_for_a_change(tmp_path: Path) -> None:
     one = Fuzzer(Sample("sample", FILES), tmp_path / "a", sound)
     other = Fuzzer(Sample("sample", FILES), tmp_path / "b", sound)

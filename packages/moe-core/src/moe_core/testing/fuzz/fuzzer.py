@@ -118,11 +118,11 @@ class Fuzzer:
                     report.add(failure)
         return report
 
-    def mutation(self, seed: int) -> tuple[Mapping[str, bytes], tuple[str, ...]]:
-        """The folder of a seed, and what is changed in it: one thing, sometimes two."""
+    def mutation(self, seed: int, most: int = 2) -> tuple[Mapping[str, bytes], tuple[str, ...]]:
+        """The folder of a seed, and what is changed in it: one thing, sometimes two, but not more than ``most``."""
         rng = random.Random(f"{self.sample.name} {seed}")
         files, changes = dict(self.sample.files), []
-        for _ in range(1 if rng.random() < 0.8 else 2):
+        for _ in range(min(most, 1 if rng.random() < 0.8 else 2)):
             try:
                 files, what = mutated(files, rng)
             except (ValueError, KeyError, IndexError, TypeError, RecursionError, OverflowError):
@@ -132,11 +132,18 @@ class Fuzzer:
         return files, tuple(changes)
 
     def one(self, seed: int) -> tuple[str, Failure | None]:
-        """(outcome, failure) of a seed."""
-        files, changes = self.mutation(seed)
+        """(outcome, failure) of a seed; of its first change alone, where that does the same."""
+        outcome, failure = self._judged(seed, *self.mutation(seed))
+        if failure is not None and len(failure.changes) > 1:
+            _, smaller = self._judged(seed, *self.mutation(seed, most=1))
+            if smaller is not None and smaller.kind == failure.kind:
+                return outcome, smaller
+        return outcome, failure
+
+    def _judged(self, seed: int, files: Files, changes: tuple[str, ...]) -> tuple[str, Failure | None]:
         self._write(files)
         try:
-            signal.alarm(SECONDS)
+            _ring_in(SECONDS)
             layer = self.read(self.folder)
         except MoEError as error:
             if len(str(error)) > LONGEST_MESSAGE:
@@ -152,7 +159,7 @@ class Fuzzer:
             kind = f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}"
             return "", Failure(seed, kind, changes, f"{error!r:.300} is no MoEError\n{traceback.format_exc(limit=-6)}")
         finally:
-            signal.alarm(0)
+            _ring_in(0)
         differences = self.layer.differences(layer)
         if not differences:
             return "the same layer", None
@@ -183,7 +190,10 @@ class Fuzzer:
 
 @contextmanager
 def _alarm() -> Iterator[None]:
-    """Within, an alarm raises what stops the reading of a folder that takes too long."""
+    """Within, an alarm raises what stops the reading of a folder that takes too long, where the system has alarms."""
+    if not hasattr(signal, "SIGALRM"):
+        yield
+        return
 
     def ring(number: int, frame: object) -> None:
         raise _TooLongError
@@ -195,9 +205,16 @@ def _alarm() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def _ring_in(seconds: int) -> None:
+    if hasattr(signal, "alarm"):
+        signal.alarm(seconds)
+
+
 def _megabytes() -> float:
     """The most memory that the process ever had."""
-    import resource
-
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return 0.0
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size / (1 << 20 if sys.platform == "darwin" else 1 << 10)
