@@ -21,9 +21,11 @@ from moe_core import (
     KernelWeights,
     MoEActivation,
     MoEWeights,
+    QuantKey,
     RoutingMethodType,
     any_device,
     kFp8Dynamic128Sym,
+    kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
     kFp8Static128BlockSym,
     kFp8StaticChannelSym,
@@ -31,7 +33,9 @@ from moe_core import (
     kInt4Static,
     kInt4Static32,
     kInt4StaticAsym,
+    kInt8DynamicTokenSym,
     kInt8StaticChannelSym,
+    kInt8StaticTensorAsym,
     kMxfp4Static,
     kMxfp8Dynamic,
 )
@@ -43,6 +47,7 @@ from moe_core.torch_experts import TorchExperts
 from moe_core_toys import PLAIN, MonolithicToyExperts
 from torch import Tensor
 
+TOKEN = (kFp8StaticChannelSym, kFp8DynamicTokenSym)
 STATIC = (kFp8StaticTensorSym, kFp8StaticTensorSym)
 PERMUTED = replace(kInt4Static32, permuted=True)
 PRE_SCALED = replace(kInt4Static, pre_scaled=True)
@@ -101,6 +106,11 @@ def reads(mistake: str, *keys: Any, **functions: Callable[[Tensor], Any]) -> Toy
         return {name: functions[name](tensor) for name, tensor in given.items() if tensor is not None}
 
     return Toy(mistake, claims(*keys), read=read)
+
+
+def asks(mistake: str, keys: tuple[QuantKey, QuantKey | None], other: QuantKey) -> Toy:
+    """Experts that quantise activations by another key."""
+    return Toy(mistake, claims(keys), read=lambda weights, config: {"activation_key": other})
 
 
 def calls(mistake: str, name: str, function: Callable[[Any, FusedMoEConfig], Any], **changed: Any) -> Toy:
@@ -164,6 +174,13 @@ TOYS = [
         w2=lambda w: w[:1].expand_as(w),
         w13_bias=lambda b: b[:1].expand_as(b),
         w2_bias=lambda b: b[:1].expand_as(b),
+    ),
+    reads(
+        "the experts are in reverse order",
+        w13=lambda w: w.flip(0),
+        w2=lambda w: w.flip(0),
+        w13_bias=lambda b: b.flip(0),
+        w2_bias=lambda b: b.flip(0),
     ),
     Toy("adapters are left out", claims(lora=True), call=lambda named, config: {"lora": None}),
     reads("gate and up rows of w13 are swapped", w13=swapped, w13_bias=swapped),
@@ -235,6 +252,20 @@ TOYS = [
         "the activations' scales are rounded 'down'",
         claims((kMxfp4Static, kMxfp8Dynamic)),
         quantized=lambda experts, x, desc: replace(desc, key=kMxfp8Dynamic.with_rounding("down")),
+    ),
+    asks("the activations' scales span the whole tensor", TOKEN, kFp8DynamicTensorSym),
+    asks("the activations are quantised as kInt8DynamicTokenSym", TOKEN, kInt8DynamicTokenSym),
+    asks("the activations are quantised as kFp8DynamicTokenSym", (kFp8StaticChannelSym, None), kFp8DynamicTokenSym),
+    asks(
+        "the activations' scales are rounded 'even'", (kMxfp4Static, kMxfp8Dynamic), kMxfp8Dynamic.with_rounding("even")
+    ),
+    asks(
+        "the activations' scales are rounded 'up'", (kMxfp4Static, kMxfp8Dynamic.with_rounding("down")), kMxfp8Dynamic
+    ),
+    reads(
+        "the input zero points of w13 are left out",
+        (kInt8StaticChannelSym, kInt8StaticTensorAsym),
+        w13_input_zero_point=torch.zeros_like,
     ),
 ]
 

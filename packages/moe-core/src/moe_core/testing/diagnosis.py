@@ -25,7 +25,7 @@ from moe_core.testing.tolerance import Expected
 
 MISTAKES: tuple[Mistake, ...] = (*CALL_MISTAKES, *MATRIX_MISTAKES)
 #: tokens on which every mistake is computed
-_TOKENS = 4
+_TOKENS = 2
 #: the largest part of the error that a mistake may leave unexplained
 _REST = 0.5
 #: how many times as far as the nearest another one may be, to be named too
@@ -98,16 +98,17 @@ def explanations(
     if result.shape != expected.exact.shape or not result.numel():
         return []
     problem = with_float_scales(problem)
+    everything = slice(0, len(result))
     window = _telling(problem, result, expected)
-    few, wrong = problem.tokens(window.start, window.stop), result[window].double()
-    limit = _REST * float((wrong - expected.exact[window]).norm())
     near: list[tuple[float, int, Problem]] = []
     with one_thread():
         for number, mistake in enumerate(MISTAKES):
+            rows = everything if mistake.together else window
+            few, wrong = problem.tokens(rows.start, rows.stop), result[rows].double()
             # of several ways to make it, the nearest
             ways = [(_distance(changed, wrong), way) for way, changed in enumerate(_changed(mistake, few))]
             distance, way = min(ways, default=(math.inf, 0))
-            if distance < limit:
+            if distance < _REST * float((wrong - expected.exact[rows]).norm()):
                 near.append((distance, number, list(_changed(mistake, problem))[way]))
     limit = _REST * float((result.double() - expected.exact).norm())
     fitting: list[tuple[float, int]] = []

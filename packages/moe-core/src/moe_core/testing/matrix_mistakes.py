@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_core.config import FusedMoEConfig
 from moe_core.numerics import FP4_E2M1, FP8_E4M3, NumberKind
 from moe_core.quant_key import QuantKey
-from moe_core.quantization import scale_values
+from moe_core.quantization import Grid, scale_values
 from moe_core.reference import Steps
 from moe_core.testing.harness import Problem
 from moe_core.testing.mistakes import Mistake, taken, with_weights
@@ -71,10 +71,10 @@ def with_float_scales(problem: Problem) -> Problem:
     )
 
 
-def _each(text: str, change: Change, names: tuple[str, ...] = ("w13", "w2")) -> Iterator[Mistake]:
-    """The mistake with each of the matrices, and with all of them; ``text`` has a place for their names."""
-    for chosen in [*((name,) for name in names), names][: len(names) + (len(names) > 1)]:
-        yield Mistake(text.format(" and ".join(chosen)), _with(change, chosen))
+def _each(text: str, change: Change) -> Iterator[Mistake]:
+    """The mistake with each of the matrices, and with both; ``text`` has a place for their names."""
+    for names in (("w13",), ("w2",), ("w13", "w2")):
+        yield Mistake(text.format(" and ".join(names)), _with(change, names))
 
 
 def _with(change: Change, names: tuple[str, ...]) -> Callable[[Problem], Iterator[Problem]]:
@@ -267,6 +267,32 @@ def _smaller_groups(problem: Problem) -> Iterator[Problem]:
         yield with_weights(problem, **found)
 
 
+def _zero_points_moved(text: str, by: int) -> Iterator[Mistake]:
+    """Zero points that may leave the range that weights are checked for: every element moves by its scale."""
+
+    def change(names: tuple[str, ...]) -> Callable[[Problem], Iterator[Problem]]:
+        def problems(problem: Problem) -> Iterator[Problem]:
+            key, plain = problem.weights.weight_key, dequantised(problem)
+            if key is None or key.symmetric or plain is None:
+                return
+            changed: dict[str, Any] = {}
+            for name in names:
+                matrix = Matrix(name, problem.weights, problem.case.config)
+                w: Tensor = getattr(plain.weights, name)
+                scale = matrix.part("scale")
+                if scale is None:
+                    return
+                experts, rows, cols = w.shape
+                spread = Grid.of(key, experts, rows, cols, matrix.parts).spread(scale, matrix.part("g_idx"))
+                changed[name] = w - by * spread
+            yield with_weights(plain, **changed)
+
+        return problems
+
+    for names in (("w13",), ("w2",), ("w13", "w2")):
+        yield Mistake(text.format(" and ".join(names)), change(names))
+
+
 def _blocks_of_one_matrix(problem: Problem) -> Iterator[Problem]:
     """Blocks of rows counted over gate and up as if they were one matrix."""
     key, config = problem.weights.weight_key, problem.case.config
@@ -394,8 +420,8 @@ MATRIX_MISTAKES: tuple[Mistake, ...] = (
     *_each("subnormal codes of {} are read as zero", _no_subnormals),
     *_each("the zero points of {} are left out", _zero_points(lambda zero, bits: torch.zeros_like(zero))),
     *_each("the zero points of {} are the middle of the codes", _zero_points(lambda z, b: 0 * z + 2 ** (b - 1))),
-    *_each("the zero points of {} are one too small", _zero_points(lambda zero, bits: zero - 1)),
-    *_each("the zero points of {} are one too large", _zero_points(lambda zero, bits: zero + 1)),
+    *_zero_points_moved("the zero points of {} are one too small", -1),
+    *_zero_points_moved("the zero points of {} are one too large", 1),
     *_each("the zero points of {} are cut to a code's bits", _zero_points(lambda zero, bits: zero & (2**bits - 1))),
     *_each("the zero points of {} are those of expert 0", _of_first_expert("zero_point")),
     *_each("the zero points of {} are those of another row", _rolled("zero_point", 1)),

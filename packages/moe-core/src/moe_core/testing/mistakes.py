@@ -34,10 +34,11 @@ Change = Callable[[Problem], Iterator[Problem]]
 
 @dataclass(frozen=True)
 class Mistake:
-    """``text`` completes "the output equals what results when"."""
+    """``text`` completes "the output equals what results when"; ``together``: a result depends on all tokens."""
 
     text: str
     change: Change
+    together: bool = False
 
 
 def with_inputs(problem: Problem, **changed: Tensor | None) -> Problem:
@@ -106,6 +107,12 @@ def _first_expert(problem: Problem) -> Iterator[Problem]:
         yield _experts_in_order(
             problem, torch.zeros(problem.case.config.local_experts, dtype=torch.long, device=problem.weights.w2.device)
         )
+
+
+def _reversed_experts(problem: Problem) -> Iterator[Problem]:
+    order = torch.arange(problem.case.config.local_experts).flip(0)
+    if len(order) > 1:
+        yield _experts_in_order(problem, order)
 
 
 def _experts_in_order(problem: Problem, order: Tensor) -> Problem:
@@ -308,13 +315,14 @@ CALL_MISTAKES: tuple[Mistake, ...] = (
     Mistake("each expert's weights are those of the next expert", _other_expert(1)),
     Mistake("each expert's weights are those of the expert before", _other_expert(-1)),
     Mistake("every expert's weights are those of expert 0", _first_expert),
+    Mistake("the experts are in reverse order", _reversed_experts),
     Mistake("adapters are left out", _no_adapters),
     Mistake("the clamp limit of the activation is ignored", _no_limit),
     *(Mistake(f"the activation is {other.value}", _activation(other)) for other in MoEActivation),
     Mistake("the activation's parameters are ignored", _fixed_parameters),
     Mistake("the activations are not quantised", _unquantised),
     Mistake("the activations' scales span the whole row", _scale_spans(1, -1)),
-    Mistake("the activations' scales span the whole tensor", _scale_spans(-1, -1)),
+    Mistake("the activations' scales span the whole tensor", _scale_spans(-1, -1), together=True),
     Mistake("the activations' scales span groups of 128", _scale_spans(1, 128)),
     *(Mistake(f"the activations' scales are rounded {way!r}", _rounding(way)) for way in ("up", "even", "down")),
     *(Mistake(f"the activations are quantised as {NAMES[key]}", _quantised_as(key)) for key in _DYNAMIC),
