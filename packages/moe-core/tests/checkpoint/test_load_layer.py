@@ -183,6 +183,19 @@ def test_reload_from_a_folder(tmp_path: Path, x: Tensor) -> None:
         layer.reload(read_layer(Checkpoint.open(second), dtype=torch.float32).weights(), layer=0)
 
 
+def test_reload_goes_by_what_was_given(tmp_path: Path, x: Tensor) -> None:
+    described: dict[str, Any] = {"routing": "sigmoid", "activation": "gelu", "stack": "b"}
+    folders = []
+    for number in range(2):
+        tensors = {**expert_tensors("a.layers.0.mlp"), **expert_tensors("b.layers.0.mlp", seed=number)}
+        gate = torch.randn(E, K, generator=torch.Generator().manual_seed(number))
+        folders.append(write(tmp_path / str(number), {**tensors, "b.layers.0.mlp.gate.weight": gate}, model_type="new"))
+    first, second = (load_layer(path, device="cpu", dtype=torch.float32, **described) for path in folders)
+    assert not torch.equal(first(x), second(x))
+    first.reload(folders[1])
+    assert torch.equal(first(x), second(x))
+
+
 def test_reload_takes_the_same_layer_of_another_checkpoint_or_the_one_that_is_named(tmp_path: Path, x: Tensor) -> None:
     folders = [
         write(tmp_path / name, layer_tensors(0, seed=seed) | layer_tensors(1, seed=seed + 1))

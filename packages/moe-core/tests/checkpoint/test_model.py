@@ -280,6 +280,22 @@ def test_entries_that_are_not_understood(tmp_path: Path, key: str, value: object
     assert model(tmp_path / "b", config, given=given).config.routing == RoutingConfig()
 
 
+@pytest.mark.parametrize(
+    ("entries", "tensors"),
+    [
+        ({"mlp_layer_types": ["hash_moe", "moe"]}, ()),
+        ({"num_hash_layers": 1}, ()),
+        ({}, ()),
+        ({"num_hash_layers": 0}, ("gate.weight", "gate.tid2eid")),
+    ],
+)
+def test_hash_layers_are_left_to_each_call(tmp_path: Path, entries: dict[str, Any], tensors: tuple[str, ...]) -> None:
+    beside = {f"model.layers.0.mlp.{name}": torch.zeros(E, K) for name in tensors}
+    found = model(tmp_path, {"model_type": "deepseek_v4", **ROUTED, **entries}, beside)
+    assert found.config.routing is None
+    assert ("gate.tid2eid" if tensors else "chooses experts by the ids of the tokens") in str(found.routing_reason)
+
+
 def test_entries_of_single_layers(tmp_path: Path) -> None:
     config = {"model_type": "qwen3_moe", **NEW, "per_layer_config": {"0": {"num_experts_per_tok": 3}, "1": {}}}
     assert model(tmp_path, config).config.top_k == 3
