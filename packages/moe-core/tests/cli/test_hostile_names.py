@@ -32,7 +32,17 @@ def check(result: Any, code: int) -> None:
 BENCH = ("bench", "--tokens", "1", "--budget", "0.01", "--backend", "plain")
 
 
-@pytest.mark.parametrize("command", [("run", "--tokens", "2"), ("explain",), BENCH], ids=lambda command: command[0])
+COMMANDS = [
+    ("run", "--tokens", "2"),
+    ("run", "--tokens", "2", "--check", "-v"),
+    ("explain",),
+    ("explain", "-v"),
+    ("explain", "--all-layers"),
+    BENCH,
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_commands_that_succeed(
     moe: Any, hostile: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,3 +79,13 @@ def test_commands_that_fail(moe: Any, tmp_path: Path, command: str, broken: str)
         check(result, 2)
         assert result.out == ""
         assert SHOWN in result.err
+
+
+def test_a_folder_that_is_kept(moe: Any, tmp_path: Path) -> None:
+    folder = tmp_path / EVIL.replace("\n", "")
+    result = moe("quickstart", "--keep", folder)
+    check(result, 0)
+    assert SHOWN.replace(r"\n", "") in result.out
+    result = moe("quickstart", "--keep", folder)
+    check(result, 2)
+    assert SHOWN.replace(r"\n", "") in result.err
