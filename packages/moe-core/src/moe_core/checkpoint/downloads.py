@@ -26,13 +26,13 @@ def lfs_hint(path: Path) -> str:
 
 
 def hub_hint(path: Path) -> str:
-    """What to add where ``path`` is not there and reads like the name of a model on the Hugging Face Hub."""
+    """What to do where ``path`` is not there and reads like the name of a model on the Hugging Face Hub, or nothing."""
     name = path.as_posix()
     if not _HUB_ID.fullmatch(name) or name.startswith((".", "-")):
         return ""
     return (
-        f"; nothing is downloaded here: if it is a model of the Hugging Face Hub, run "
-        f"hf download {name} --local-dir {path.name}, and give the folder {path.name}"
+        f"for the model of that name on the Hugging Face Hub, run hf download {name} --local-dir {path.name}, "
+        f"and give the folder {path.name} (nothing is downloaded here)"
     )
 
 

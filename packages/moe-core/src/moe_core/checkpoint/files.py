@@ -35,7 +35,8 @@ def check_folder(path: Path) -> None:
         )
     if not path.is_dir():
         what = "is no folder" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {what}; expected a folder with config.json and *.safetensors{hub_hint(path)}")
+        expected = hub_hint(path) or "expected a folder with config.json and *.safetensors"
+        raise CheckpointError(f"{path} {what}; {expected}")
     if not (path / "config.json").exists():
         raise _nothing_in(path, "config.json", snapshot_hint(path))
 
