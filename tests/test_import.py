@@ -54,3 +54,11 @@ def test_core_adds_little_to_torch(run_python: Callable[..., str]) -> None:
         if shares[-1] < BUDGET:
             return
     pytest.fail(f"`import moe_core` takes {min(shares):.1%} of the time of `import torch`, allowed are {BUDGET:.0%}")
+
+
+def test_every_public_name_is_shown_and_there(run_python: Callable[..., str]) -> None:
+    code = """
+import moe_core, sys
+print(sorted(set(moe_core.__all__) - set(dir(moe_core))), [n for n in moe_core.__all__ if not hasattr(moe_core, n)])
+"""
+    assert run_python(code).split("\n")[0] == "[] []"

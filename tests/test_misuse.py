@@ -109,13 +109,6 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return Subject.of(*request.param)
 
 
-@pytest.fixture(scope="module")
-def seeds(request: pytest.FixtureRequest) -> range:
-    """As many as ``--moe-fuzz`` says."""
-    start = request.config.getoption("--moe-fuzz-start", 0)
-    return range(start, start + request.config.getoption("--moe-fuzz", 50))
-
-
 def misuses(name: str, value: Tensor) -> Iterator[tuple[str, Any]]:
     """What may stand in the place of an argument: (how it is called, what it is)."""
     for label, change in (MISUSES | (IDS if value.dtype is torch.int32 else {})).items():
@@ -186,9 +179,9 @@ def test_routing_of_a_layer(subject: Subject) -> None:
     assert not found, "\n".join(found)
 
 
-def test_calls_with_several_faults(subject: Subject, seeds: range) -> None:
+def test_calls_with_several_faults(subject: Subject, moe_fuzz: range) -> None:
     found = []
-    for seed in seeds:
+    for seed in moe_fuzz:
         rng = random.Random(seed)
         given, told = dict(subject.arguments), []
         for name in rng.sample(list(given), rng.choice((2, 2, 3))):

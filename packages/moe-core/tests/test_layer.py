@@ -12,6 +12,7 @@ import torch
 from moe_core import (
     ConfigError,
     FusedMoEConfig,
+    FusedMoEKernel,
     FusedMoELayer,
     KernelWeights,
     LoRAWeights,
@@ -206,3 +207,15 @@ def test_a_kernel_is_made_with_a_workspace() -> None:
     selection = oracle.select(CONFIG, weight_key=None, activation_key=None, device="cpu")
     weights = oracle.convert(selection, toy_weights(CONFIG))
     assert oracle.make_kernel(selection, weights, workspace=shared).workspace is shared
+
+
+def test_a_kernel_is_made_of_its_parts() -> None:
+    oracle = ToyOracle()
+    selection = oracle.select(CONFIG, weight_key=None, activation_key=None, device="cpu")
+    weights = oracle.convert(selection, toy_weights(CONFIG))
+    with pytest.raises(ConfigError, match="weights is MoEWeights, expected what oracle.convert returns"):
+        oracle.make_kernel(selection, toy_weights(CONFIG))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="experts is .*ToyExperts.*, expected an instance of FusedMoEExperts"):
+        FusedMoEKernel(selection.experts, weights)  # type: ignore[arg-type]
+    with pytest.raises(TensorError, match="the workspace is on meta, the layer.s weights are on cpu"):
+        oracle.make_kernel(selection, weights, workspace=Workspace("meta"))

@@ -73,3 +73,11 @@ def test_a_replay_writes_its_own_buffer_after_growth() -> None:
 def test_a_buffer_of_another_type_is_refused() -> None:
     with pytest.raises(TensorError, match="uint8"):
         Workspace("cpu", torch.empty(16))
+
+
+def test_memory_of_another_kind_is_refused() -> None:
+    for buffer in ([0] * 8, torch.zeros(8), torch.zeros(2, 4, dtype=torch.uint8)):
+        with pytest.raises(TensorError, match="buffer"):
+            Workspace("cpu", buffer)  # type: ignore[arg-type]
+    with pytest.raises(TensorError, match="the workspace is for cpu, its buffer is on meta"):
+        Workspace("cpu", torch.zeros(8, dtype=torch.uint8, device="meta"))

@@ -26,7 +26,7 @@ from moe_core.call_arguments import (
     refuse_gradients,
 )
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
-from moe_core.errors import ConfigError
+from moe_core.errors import ConfigError, TensorError
 from moe_core.experts import (
     FusedMoEExperts,
     FusedMoEExpertsModular,
@@ -64,6 +64,8 @@ class FusedMoEKernel:
         workspace: Workspace | None = None,
         lora: LoRAWeights | None = None,
     ) -> None:
+        if not isinstance(experts, FusedMoEExperts):
+            raise ConfigError(f"experts is {experts!r}, expected an instance of FusedMoEExperts")
         if not isinstance(weights, KernelWeights):
             raise ConfigError(
                 f"weights is {type(weights).__name__}, expected what oracle.convert returns: KernelWeights"
@@ -104,6 +106,19 @@ class FusedMoEKernel:
         if weights is not None:
             weights.validate(self.config, self.weights.device)
         self._lora = weights
+
+    @property
+    def workspace(self) -> Workspace | None:
+        """Scratch memory of the calls, on the device of the weights; None: taken from torch's allocator by each."""
+        return self._workspace
+
+    @workspace.setter
+    def workspace(self, workspace: Workspace | None) -> None:
+        if workspace is not None and workspace.place != self.weights.device:
+            raise TensorError(
+                f"the workspace is on {workspace.place}, the layer's weights are on {self.weights.device}"
+            )
+        self._workspace = workspace
 
     @property
     def is_monolithic(self) -> bool:

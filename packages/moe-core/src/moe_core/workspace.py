@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_core.device import as_torch_device
-from moe_core.errors import TensorError
+from moe_core.errors import TensorError, check_tensor
 
 #: every part starts at a multiple of this many bytes: the widest alignment that TMA and vector loads ask for
 ALIGNMENT = 256
@@ -49,15 +49,24 @@ class Workspace:
     def __init__(self, device: torch.device | str, buffer: Tensor | None = None) -> None:
         self.device = as_torch_device(device)
         self._fixed = buffer is not None
-        if buffer is not None and (buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous()):
-            raise TensorError(
-                f"a workspace buffer is contiguous uint8 [bytes], got {buffer.dtype} {list(buffer.shape)}"
-            )
+        if buffer is not None:
+            check_tensor("buffer", buffer)
+            if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+                raise TensorError(
+                    f"a workspace buffer is contiguous uint8 [bytes], got {buffer.dtype} {list(buffer.shape)}"
+                )
+            if buffer.device.type != self.device.type:
+                raise TensorError(f"the workspace is for {self.device}, its buffer is on {buffer.device}")
         self._buffer = buffer if buffer is not None else torch.empty(0, dtype=torch.uint8, device=self.device)
         self._captured = False
         self._kept: list[Tensor] = []
         #: bytes of the last :meth:`take`
         self.taken = 0
+
+    @property
+    def place(self) -> torch.device:
+        """Where the memory is, with the device's number."""
+        return self._buffer.device
 
     @property
     def nbytes(self) -> int:
