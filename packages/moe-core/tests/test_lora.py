@@ -138,7 +138,7 @@ class OfTheFirstToken(Sound):
     "faulty", [NoAdapters, OnlyFirst, GateForBoth, ZeroForNone, LastForTooLarge, ExpertZeros, OfTheFirstToken]
 )
 def test_faults_are_found(faulty: type[Sound]) -> None:
-    check_found(faulty, "the error's norm is")
+    check_found(faulty, "the error's norm is", "adapters are left out" if faulty is NoAdapters else None)
 
 
 def layer(config: FusedMoEConfig = CONFIG) -> tuple[FusedMoEKernel, MoEWeights]:
