@@ -10,6 +10,7 @@ import json
 import random
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "no json" / "config.json").write_text("{")
     (folder / "bare").mkdir()
     (folder / "bare" / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    shutil.copytree(folder / "fp8", folder / "odd")
+    config = json.loads((folder / "odd" / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "fp9"
+    (folder / "odd" / "config.json").write_text(json.dumps(config))
     (folder / "dense").mkdir()
     (folder / "dense" / "config.json").write_text('{"model_type": "llama"}')
     save_file({"model.layers.0.mlp.up_proj.weight": torch.zeros(4, 4)}, folder / "dense" / "model.safetensors")
@@ -167,11 +172,13 @@ LINES: list[tuple[str, int, str]] = [
     ("run 'no json'", 2, "config.json"),
     ("run bare", 2, "safetensors"),
     ("run dense", 2, "moe run: "),
+    ("run odd", 2, "quark (-v: details)"),
+    ("run odd -v", 2, "GPTQ (wna16): quant_method is 'fp9', expected 'gptq'"),
     ("explain dense --all-layers", 2, "moe explain: "),
     ("run org/model", 2, "moe run: "),
     ("run fp8/config.json", 2, "moe run: "),
     ("run fp8 --layer 99", 2, "layers that have: 0-1"),
-    ("run fp8 --layer -1", 2, "layer -1"),
+    ("run fp8 --layer -1", 2, "-1"),
     ("run fp8 --input nowhere.safetensors", 2, "nowhere.safetensors can't be read"),
     ("run fp8 --input garbage.safetensors", 2, "garbage.safetensors"),
     ("run fp8 --input narrow.safetensors", 2, "hidden_states has shape [3, 7]"),

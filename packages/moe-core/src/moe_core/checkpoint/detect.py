@@ -12,7 +12,7 @@ from moe_core.checkpoint.matrices import unquantized_reason
 from moe_core.checkpoint.modelopt import is_modelopt
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.checkpoint.unsupported import INSTEAD, unsupported_quantization
-from moe_core.errors import CheckpointError, MoEError, SchemeNotInstalledError
+from moe_core.errors import CheckpointError, MoEError, SchemeNotInstalledError, did_you_mean
 from moe_core.plugins import PluginFault, Raised, attempt
 from moe_core.registry import KNOWN_QUANT_METHODS, KNOWN_SCHEMES, Registry, how_to_add, install_hint, registry
 
@@ -70,11 +70,17 @@ def detect_format(
         raise CheckpointError(
             f"{checkpoint.path}: {layer.prefix} is not quantised: {plain}, although config.json says {what}"
         )
-    # formats of this method have more to say than those of others
-    relevant = [text for named, text in reasons if named] or [text for _, text in reasons]
+    # formats of this method have more to say than those of others, which are told on request
+    relevant = [text for named, text in reasons if named]
+    if reasons and not relevant:
+        methods = sorted({name for scheme in plugins.schemes() for name in scheme.quant_methods})
+        relevant.append(f"expected one of {', '.join(methods)}{did_you_mean(method, methods)}")
     relevant += [str(fault) for fault in plugins.faults() if fault.kind in ("scheme", "format", "distribution")]
     known = "; ".join(relevant) if relevant else f"none is installed; a scheme brings them, e.g. {install_hint('fp8')}"
-    raise CheckpointError(f"{checkpoint.path}: {what} of {layer.prefix} is not read by any installed format: {known}")
+    raise CheckpointError(
+        f"{checkpoint.path}: {what} of {layer.prefix} is not read by any installed format: {known}",
+        details="\n".join(text for _, text in reasons),
+    )
 
 
 def _in_order(plugins: Registry, method: object) -> list[str]:
