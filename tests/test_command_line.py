@@ -189,7 +189,11 @@ LINES: list[tuple[str, int, str]] = [
     ("run fp8 --output fp8/config.json", 2, "file of the checkpoint itself"),
     # what names nothing
     ("run fp8 --backend tritn", 2, "did you mean 'triton'?"),
-    ("run fp8 --backend triton", 2, "needs sm89 or newer, device is cpu; 'torch' fits (-v: details)"),
+    (
+        "run fp8 --backend triton",
+        2,
+        "needs sm89 or newer or gfx942 or gfx950, device is cpu; 'torch' fits (-v: details)",
+    ),
     ("run fp8 --backend triton -v", 2, "ok torch [TorchFp8Experts]: fits"),
     ("run fp8 --device nonsense", 2, "--device nonsense"),
     ("run fp8 --device cuda:0", 2, "--device cuda:0"),

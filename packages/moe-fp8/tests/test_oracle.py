@@ -44,7 +44,8 @@ WITH_TRITON = Environment({"triton": "3.6.0"})
         ("sm100", Fp8MoeBackend.TRITON, TritonFp8BlockExperts),
         ("sm120", Fp8MoeBackend.TRITON, TritonFp8BlockExperts),
         ("sm80", Fp8MoeBackend.TORCH, TorchFp8Experts),
-        ("gfx942", Fp8MoeBackend.TORCH, TorchFp8Experts),
+        ("gfx942", Fp8MoeBackend.TRITON, TritonFp8BlockExperts),
+        ("gfx950", Fp8MoeBackend.TRITON, TritonFp8BlockExperts),
         ("cpu", Fp8MoeBackend.TORCH, TorchFp8Experts),
     ],
 )
@@ -83,7 +84,10 @@ def test_the_batched_format_has_its_backend() -> None:
 
 
 def test_a_named_backend_is_never_replaced() -> None:
-    with pytest.raises(SelectionError, match=r"'triton' does not fit.*\n(.*\n)*.*needs sm89 or newer, device is cpu"):
+    with pytest.raises(
+        SelectionError,
+        match=r"'triton' does not fit.*\n(.*\n)*.*needs sm89 or newer or gfx942 or gfx950, device is cpu",
+    ):
         select_fp8_moe_backend(CONFIG, moe_backend=Fp8MoeBackend.TRITON, device="cpu")
 
 

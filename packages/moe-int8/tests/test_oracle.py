@@ -52,6 +52,13 @@ ACTIVATIONS = (
 )
 
 
+@pytest.mark.parametrize("device", ["gfx942", "gfx950"])
+def test_amd_takes_triton_with_int8_activations(device: str) -> None:
+    for key in ACTIVATIONS:
+        chosen = select_int8_moe_backend(CONFIG, activation_key=key, device=device, environment=WITH_TRITON).backend
+        assert chosen == ("torch" if key is None else "triton")
+
+
 @pytest.mark.parametrize("device", ["sm80", "sm89", "sm90", "sm100", "sm120"])
 @pytest.mark.parametrize("activation_key", [kInt8DynamicTokenSym, None], ids=str)
 def test_a_gpu_takes_triton(device: str, activation_key: QuantKey | None) -> None:
@@ -61,7 +68,7 @@ def test_a_gpu_takes_triton(device: str, activation_key: QuantKey | None) -> Non
     assert four_bits.backend == Int8MoeBackend.TRITON.value
 
 
-@pytest.mark.parametrize("device", ["cpu", "sm75", "gfx942"])
+@pytest.mark.parametrize("device", ["cpu", "sm75"])
 @pytest.mark.parametrize("activation_key", ACTIVATIONS, ids=str)
 def test_every_other_device_takes_torch(device: str, activation_key: QuantKey | None) -> None:
     for layout in FusedMoEActivationFormat:
@@ -96,7 +103,10 @@ def test_without_triton_there_is_still_torch() -> None:
 
 
 def test_a_named_backend_is_never_replaced() -> None:
-    with pytest.raises(SelectionError, match=r"'triton' does not fit.*\n(.*\n)*.*needs sm80 or newer, device is cpu"):
+    with pytest.raises(
+        SelectionError,
+        match=r"'triton' does not fit.*\n(.*\n)*.*needs sm80 or newer or gfx942 or gfx950, device is cpu",
+    ):
         select_int8_moe_backend(CONFIG, moe_backend=Int8MoeBackend.TRITON, device="cpu")
     with pytest.raises(ConfigError, match="int8 has no backend 'marlin'; installed: auto, triton, torch"):
         select_int8_moe_backend(CONFIG, moe_backend="marlin", device="cpu")

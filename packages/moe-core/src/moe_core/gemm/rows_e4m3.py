@@ -23,10 +23,10 @@ E4M3_MAX = tl.constexpr(448.0)
 @triton.jit
 def saturate(x):
     """float32 to e4m3: what is too large becomes 448, NaN stays."""
-    if INTERPRET:
+    if INTERPRET or not tl.target_info.cuda_capability_geq(8, 9):
         return encode(x, "e4m3", tl.float8e4nv)
     else:
-        return x.to(tl.float8e4nv)  # the hardware's conversion saturates
+        return x.to(tl.float8e4nv)  # NVIDIA's conversion saturates
 
 
 @triton.jit

@@ -77,6 +77,10 @@ def _small_shared_plan(mean: float, block_n: int, block_k: int, capability: int)
     if mean <= 24:
         config = TileConfig(16, block_n, 4, 2)
         return TilePlan(config, config, pdl)
+    if not capability:
+        # AMD: more rows, or more warps, spill where gfx942 widens e4m3
+        config = TileConfig(16, block_n, 4, 2, 8)
+        return TilePlan(config, config, pdl)
     if mean <= 100:
         config = TileConfig(32, block_n, 8 if wide else 4, 2, 8)
         return TilePlan(config, config, pdl)

@@ -1,4 +1,6 @@
-"""Triton, block-quantised e4m3 weights with e4m3 activations (sm_89 and newer), standard and batched format.
+"""Triton, block-quantised e4m3 weights with e4m3 activations (sm_89 and newer, gfx942, gfx950), both formats.
+
+The tensor cores of gfx942 know another e4m3 (FNUZ): there Triton widens both operands to float16, which holds them.
 
 Weights stay as the checkpoint has them; scales that are e8m0 exponents become float32.  A call is: sort the (token,
 expert) pairs and quantise x; first product, bias, activation and quantisation; second product and router weight; sum
@@ -22,6 +24,7 @@ from moe_core import (
     MoEWeights,
     WorkspaceSpec,
     cuda,
+    hip,
     make_quant_config,
 )
 from moe_core.errors import TensorError
@@ -46,7 +49,7 @@ class TritonFp8BlockExperts(GroupedExperts):
     """Block FP8 through the grouped matrix product of ``moe_core.gemm``."""
 
     claims = Claims(
-        devices=(cuda(min=89),),
+        devices=(cuda(min=89), hip("gfx942", "gfx950")),
         keys=(
             (KeyPattern(kFp8Static128BlockSym, group_shapes=_WIDE_BLOCKS, scale_dtypes=_SCALES), kFp8Dynamic128Sym),
             (KeyPattern(kFp8Static128BlockSym, group_shapes=_NARROW_BLOCKS, scale_dtypes=_SCALES), kFp8Dynamic64Sym),

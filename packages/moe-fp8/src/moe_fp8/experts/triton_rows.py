@@ -1,4 +1,4 @@
-"""Triton, e4m3 weights with one scale per tensor or output channel, e4m3 activations (sm_89 and newer).
+"""Triton, e4m3 weights with one scale per tensor or output channel, e4m3 activations (sm_89 and newer, gfx942, gfx950).
 
 Weights stay as the checkpoint has them; gate and up keep scales of their own.  Activations have one scale per token,
 one for all (both found at run time) or one per expert (static).  Standard and batched format.
@@ -19,6 +19,7 @@ from moe_core import (
     KernelWeights,
     MoEWeights,
     cuda,
+    hip,
     make_quant_config,
 )
 from moe_core.errors import TensorError
@@ -43,7 +44,7 @@ class TritonFp8Experts(RowExperts):
     element = torch.float8_e4m3fn
 
     claims = Claims(
-        devices=(cuda(min=89),),
+        devices=(cuda(min=89), hip("gfx942", "gfx950")),
         keys=tuple((weight, activation) for weight in _WEIGHTS for activation in _ACTIVATIONS),
         activations=GATED | NON_GATED,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),

@@ -21,5 +21,5 @@ def _functions() -> RowFunctions:
 
 def specimens(target: DeviceInfo) -> Iterator[Specimen]:
     """Whole layers, for every plan that the rule chooses on the target."""
-    if target.kind == "cuda" and target.capability >= 89:
+    if target.kind == "hip" or target.capability >= 89:
         yield from row_specimens(target, "fp8", _functions)

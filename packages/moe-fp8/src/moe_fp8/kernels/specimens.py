@@ -32,7 +32,7 @@ _MAX_SPILLS_ODD = 256
 
 def specimens(target: DeviceInfo) -> Iterator[Specimen]:
     """Whole layers, for every plan that the rule chooses on the target for these shapes."""
-    if target.kind != "cuda" or target.capability < 89:
+    if target.kind != "hip" and target.capability < 89:
         return
     for name, experts, top_k, hidden, size in _SHAPES:
         plans: dict[TilePlan, int] = {}

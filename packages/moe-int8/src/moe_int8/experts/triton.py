@@ -1,4 +1,6 @@
-"""Triton, int8 weights with one scale per output channel, int8 activations (sm_80 and newer).
+"""Triton, int8 weights with one scale per output channel, int8 activations (sm_80 and newer, gfx942, gfx950).
+
+Not sm_75, whose tensor cores could: Triton 3.6 to 3.9 compiles no product of int8 for it.
 
 Weights stay as the checkpoint has them.  Activations have one scale per token, one for all (both found at run time) or
 one per expert (static), and zero points per token or per expert; for these, sums of the weights' rows are kept.
@@ -22,6 +24,7 @@ from moe_core import (
     MoEWeights,
     QuantKey,
     cuda,
+    hip,
     make_quant_config,
 )
 from moe_core.errors import TensorError
@@ -55,7 +58,7 @@ class TritonInt8Experts(Int8RowExperts):
     """INT8 per channel through the grouped matrix product of ``moe_core.gemm``."""
 
     claims = Claims(
-        devices=(cuda(min=80),),
+        devices=(cuda(min=80), hip("gfx942", "gfx950")),
         keys=tuple((kInt8StaticChannelSym, activation) for activation in _ACTIVATIONS),
         activations=GATED | NON_GATED,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),

@@ -22,7 +22,7 @@ _MAX_SPILLS = 192
 
 def specimens(target: DeviceInfo) -> Iterator[Specimen]:
     """Whole layers, for every plan that the rule chooses on the target; with zero points for few rows and many."""
-    if target.kind != "cuda" or target.capability < 80:
+    if target.kind != "hip" and target.capability < 80:
         return
     yield from row_specimens(target, "int8", _functions, per_tensor=False)
     for tokens in (8, 2000):
