@@ -202,6 +202,19 @@ def test_what_entries_mean(before: dict[str, Any], after: dict[str, Any], expect
     assert allowed(before, after) == expected
 
 
+def test_contradictions_mean_nothing() -> None:
+    """Neither in one file nor in two."""
+    both = {"quantization_config": {"checkpoint_format": "gptq", "format": "gptq"}}
+    other = {"quantization_config": {"checkpoint_format": "gptq_v2", "format": "gptq"}}
+    assert allowed(both, other) == set()
+    assert allowed(both, {"quantization_config": {"checkpoint_format": "gptq_v2", "format": "GPTQ_v2"}}) == {"values"}
+    one = {"config.json": json.dumps({"quantization_config": {"format": "gptq"}}).encode()}
+    beside = {**one, "quantize_config.json": b'{"checkpoint_format": "gptq_v2"}'}
+    assert allowed_differences(one, beside, 2) == set()
+    beside = {**one, "quantize_config.json": b'{"checkpoint_format": "gptq"}'}
+    assert allowed_differences(one, beside, 2) == {"values"}
+
+
 def test_changed_entries() -> None:
     old, new = {"a": {"b": 1, "c": [1, 2]}, "d": None}, {"a": 3, "d": None, "e": [{"f": True}]}
     found = dict(changed_entries(json.dumps(old).encode(), json.dumps(new).encode()))

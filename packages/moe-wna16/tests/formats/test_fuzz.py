@@ -58,7 +58,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Matrix, int], Tensors], dict[
             "meta": {"quantizer": ["gptqmodel:7.7.0"]},
         },
     ),
-    "gptq asym": (ZERO, gptq, {"quant_method": "gptq", **GROUPS, "sym": False}),
+    "gptq asym": (
+        ZERO,
+        gptq,
+        {"quant_method": "gptq", **GROUPS, "sym": False, "checkpoint_format": "gptq", "format": "gptq"},
+    ),
     "awq": (ZERO, awq, {"quant_method": "awq", **GROUPS, "version": "gemm", "zero_point": True}),
     "auto-round": (
         {"signed": True},

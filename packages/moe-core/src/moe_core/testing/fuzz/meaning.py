@@ -40,8 +40,8 @@ def _number(value: object) -> bool:
 
 
 def _each(values: Callable[[object], bool]) -> Callable[[object], bool]:
-    """The same, or one for each layer."""
-    return lambda value: all(map(values, value)) if isinstance(value, list) else values(value)
+    """The same, or one for each layer, of which the first is read."""
+    return lambda value: values(value[0] if value else None) if isinstance(value, list) else values(value)
 
 
 def _name(value: object) -> bool:
@@ -139,6 +139,15 @@ MEANINGS: Mapping[str, tuple[Meaning, ...]] = {
     "input_tensors": (Meaning(_INPUTS, _one_of()),),
 }
 
+#: names of the same thing, which a tool's settings hold at their top: so deep at most in a file
+SYNONYMS, _TOP = (
+    (
+        *(("bits", "w_bit"), ("group_size", "q_group_size"), ("checkpoint_format", "format"), ("quant_algo",)),
+        *(("activation_scheme",), ("act_bits",), ("act_data_type",), ("data_type",)),
+    ),
+    2,
+)
+
 #: matrices whose tensors an expert's name may hold
 _EXPERT = re.compile(r".*\.experts\.(\d+)\.(?:(gate_up_proj|gate_proj|up_proj)|(down_proj))\..*", re.DOTALL)
 _STACKED = re.compile(r".*\.experts\.(?:(gate_up_proj)|(down_proj)).*", re.DOTALL)
@@ -150,6 +159,7 @@ _ROUTER = ("gate.weight", "router.weight", "router.bias", "e_score_correction_bi
 def allowed_differences(before: Files, after: Files, num_experts: int) -> Allowed:
     """Names that :meth:`Layer.differences` of the folders may have."""
     allowed: Allowed = set()
+    contradicted = set(contradictions(after))
     for name in before.keys() | after.keys():
         old, new = before.get(name, b""), after.get(name, b"")
         if old == new:
@@ -162,10 +172,26 @@ def allowed_differences(before: Files, after: Files, num_experts: int) -> Allowe
                 if path[:1] == ("weight_map",):
                     # an index that does not name a tensor takes it away
                     allowed |= set(_of_tensor(path[-1], None, None, num_experts))
+                if path and path[-1] in contradicted and len(path) <= _TOP:
+                    continue
                 for meaning in MEANINGS.get(path[-1] if path else "", ()):
                     if (not meaning.within or meaning.within in path) and meaning.values(value):
                         allowed |= set(meaning.parts)
     return allowed
+
+
+def contradictions(files: Files) -> Iterator[str]:
+    """Entries of which the tools' settings say different things in one place and in another: none is to be believed."""
+    said = {name: statements(content) or {} for name, content in files.items() if name.endswith(".json")}
+    for names in SYNONYMS:
+        values = {
+            str(value).lower()
+            for entries in said.values()
+            for path, value in entries.items()
+            if path and path[-1] in names and len(path) <= _TOP and value is not None
+        }
+        if len(values) > 1:
+            yield from names
 
 
 def changed_names(before: Files, after: Files) -> list[str]:

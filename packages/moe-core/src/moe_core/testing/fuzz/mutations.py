@@ -56,6 +56,23 @@ KEYS: tuple[str, ...] = (
     *("moe_intermediate_size", "hidden_act", "norm_topk_prob", "model_type", "n_group", "topk_group", "scoring_func"),
     *("routed_scaling_factor", "topk_method", "swiglu_alpha"),
 )
+#: what some entries may be
+ALTERNATIVES: Mapping[str, tuple[Any, ...]] = {
+    "quant_method": ("fp8", "mxfp8", "mxfp4", "gptq", "awq", "auto-round", "modelopt", "compressed-tensors", "quark"),
+    "quant_algo": ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "MXFP4", "W4A16_MXFP4", "W4A8_MXFP4_FP8"),
+    **dict.fromkeys(("checkpoint_format", "format"), ("gptq", "gptq_v2", "gemm", "pack-quantized", "int-quantized")),
+    **dict.fromkeys(("bits", "w_bit", "num_bits", "act_bits"), (4, 8, 16)),
+    **dict.fromkeys(("group_size", "q_group_size"), (-1, 16, 32, 64, 128)),
+    **dict.fromkeys(("sym", "symmetric", "zero_point", "desc_act", "is_dynamic", "dynamic"), (True, False)),
+    "activation_scheme": ("static", "dynamic"),
+    "strategy": ("tensor", "channel", "group", "block", "token"),
+    "qscheme": ("per_tensor", "per_channel", "per_group", "per_token"),
+    "type": ("int", "float"),
+    "dtype": ("fp4", "fp8_e4m3", "int8"),
+    "scale_dtype": ("torch.uint8", None),
+    "scale_format": ("e8m0", None),
+    "weight_block_size": ([128, 128], [64, 128], [1, 32], None),
+}
 #: files that some tool writes beside config.json
 BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quantization_config.json")
 DTYPES = (
@@ -120,9 +137,15 @@ def _replace(holder: Any, rng: random.Random) -> str:
     if not keys:
         return _add(holder, rng)
     key = rng.choice(keys)
-    old, new = holder[key], _other(holder[key], rng)
+    old, new = holder[key], _alternative(key, rng) or _other(holder[key], rng)
     holder[key] = new
     return f"{key}: {_text(old)} becomes {_text(new)}"
+
+
+def _alternative(key: Any, rng: random.Random) -> Any:
+    """Something that the entry may be, now and then."""
+    known = ALTERNATIVES.get(key) if isinstance(key, str) else None
+    return copy.deepcopy(rng.choice(known)) if known is not None and rng.random() < 0.4 else None
 
 
 def _other(value: Any, rng: random.Random) -> Any:
@@ -161,7 +184,8 @@ def _remove(holder: Any, rng: random.Random) -> str:
 
 
 def _add(holder: Any, rng: random.Random) -> str:
-    key, new = rng.choice(KEYS), copy.deepcopy(rng.choice(WORDS if rng.random() < 0.6 else ODD))
+    key = rng.choice(KEYS)
+    new = _alternative(key, rng) or copy.deepcopy(rng.choice(WORDS if rng.random() < 0.6 else ODD))
     if isinstance(holder, list):
         holder.insert(rng.randrange(len(holder) + 1), new)
         return f"{_text(new)} is added"
