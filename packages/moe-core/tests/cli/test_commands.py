@@ -20,6 +20,7 @@ from moe_core import CheckpointError, Requirement, Verified, __version__
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli import COMMANDS, _machine, _output
 from moe_core.cli import quickstart as quickstart_command
+from moe_core.cli._output import write_whole, written_folder
 from moe_core.registry import registry
 from moe_core_checkpoints import write_quickstart
 from moe_core_toys import GpuToyExperts
@@ -304,6 +305,21 @@ def test_output_that_is_not_written_leaves_nothing(moe: Any, folder: Path, tmp_p
     out = tmp_path / "o.safetensors"
     moe.refuses("run", folder, "--tokens", 1000, "--output", out, parts=(f"{out} can't be written: File too large",))
     assert [*tmp_path.iterdir()] == [folder]
+
+
+def test_signals_leave_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come as KeyboardInterrupt, at any point."""
+    with pytest.raises(KeyboardInterrupt), written_folder(tmp_path / "a"):
+        (tmp_path / "a" / "model.safetensors").touch()
+        raise KeyboardInterrupt
+
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "o.safetensors", b"content")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_quickstart_outside_the_tolerance(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
