@@ -68,8 +68,8 @@ def test_what_is_no_name_is_refused(kind: Kind) -> None:
         ({"device": "nonsense"}, "unknown device 'nonsense'"),
         ({"device": 9.0}, "a device is a name .* got 9.0"),
         ({"moe_backend": "trition"}, "has no backend 'trition'.*triton"),
-        ({"moe_backend": None}, "has no backend None.*installed: auto"),
-        ({"moe_backend": ["triton"]}, r"has no backend \['triton'\]"),
+        ({"moe_backend": None}, "has no backend '?None'?; installed: auto"),
+        ({"moe_backend": ["triton"]}, r"has no backend .*\['triton'\].*installed: auto"),
     ):
         with pytest.raises(ConfigError, match=message):
             select(CONFIG, **{"device": "cpu", **keys, **change})
