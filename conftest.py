@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -87,6 +89,18 @@ class Diagonal:
                 seen.append(value)
             total += next(i for i, other in enumerate(seen) if value is other)
         return bool(total % marker.args[0] == 0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_as_in_a_terminal() -> Iterator[None]:
+    """Signals are not ignored, as they are for what a shell runs in the background and for all its children."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    ignored = [number for number in usual if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, usual[number])
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture

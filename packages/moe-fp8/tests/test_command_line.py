@@ -267,7 +267,13 @@ def test_every_reason_against_a_backend(folder: Path, capsys: pytest.CaptureFixt
     for expert in range(EXPERTS):
         for name, shape in (("gate_proj", (2, 2)), ("up_proj", (2, 2)), ("down_proj", (4, 1))):
             rewrite(folder, f"{PREFIX}.{expert}.{name}.weight_scale_inv", torch.ones(shape))
-    refuses(capsys, folder, "no backend fits", "no triton", "no torch", "device is cpu; does not read weights")
+    refuses(
+        capsys,
+        folder,
+        "no backend fits on cpu: torch does not read weights quantised as kFp8Static128BlockSym[128x256]",
+    )
+    every = ("no triton", "no torch", "device is cpu; does not read weights")
+    refuses(capsys, folder, *every, arguments=("-v",))
 
 
 @pytest.mark.parametrize("value", [-1, EXPERTS, 2**40])

@@ -136,7 +136,8 @@ def test_groups_that_no_backend_reads(folder: Path, capsys: pytest.CaptureFixtur
             changes[name] = tensor // 2
     rewrite(folder, changes)
     reconfigure(folder, group_size=2 * GROUP)
-    refuses(capsys, folder, "no backend fits", "no torch", "does not read weights quantised as", "1x256")
+    refuses(capsys, folder, "no backend fits", "does not read weights quantised as", "1x256")
+    refuses(capsys, folder, "no torch", "no marlin", arguments=("-v",))
 
 
 def test_order_out_of_range(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
