@@ -493,6 +493,7 @@ MISTAKES: dict[type[FusedMoEExperts], str] = {
     UnquantizedActivations: "the activations are not quantised",
     UnquantizedTokens: "the activations are not quantised",
     UnquantizedStatic: "the activations are not quantised",
+    TokenScaleAsTensorScale: "the activations' scales span the whole tensor",
     UnquantizedMx: "the activations are not quantised",
     QuantizesForWeightOnly: "the activations are quantised as kFp8Dynamic128Sym",
 }

@@ -103,10 +103,11 @@ MEANINGS: Mapping[str, tuple[Meaning, ...]] = {
     **dict.fromkeys(("hidden_act", "hidden_activation", "mlp_hidden_act"), (Meaning(("activation",), _each(_name)),)),
     **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), (Meaning(("activation_params",), _each(_number)),)),
     "model_type": (
-        # another family that is known; gate and up rows of gpt-oss lie in turns
+        # another family that is known; gate and up rows of gpt-oss lie in turns, and its experts have biases, as those
+        # of some samples have
         Meaning(
             (*_ROUTING, "activation", "activation_params", "apply_router_weight_on_input", "values", "w13_bias"),
-            _exactly("qwen3_moe", "mixtral", "deepseek_v3"),
+            _exactly("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"),
         ),
     ),
     # compressed-tensors
