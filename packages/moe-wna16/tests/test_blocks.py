@@ -18,10 +18,12 @@ def matrix(key: QuantKey, rows: int, columns: int) -> tuple[GroupedCodes, torch.
     """A random matrix, and its values in float64."""
     generator = torch.Generator().manual_seed(rows + columns)
     w = torch.randn(1, rows, columns, generator=generator)
-    g_idx = None
+    g_idx, groups = None, None
     if key.permuted:
-        g_idx = torch.randint(0, 5, (1, columns), generator=generator, dtype=torch.int32)
-    found = quantize_weight(w, key, g_idx=g_idx, groups=7 if key.permuted else None)
+        # some of them empty; one scale per row is one group
+        groups = 1 if key.group_shape.col == -1 else 7
+        g_idx = torch.randint(0, min(groups, 5), (1, columns), generator=generator, dtype=torch.int32)
+    found = quantize_weight(w, key, g_idx=g_idx, groups=groups)
     values = dequantize_weight(
         *found[:2], key, zero_point=found.zero_point, g_idx=g_idx, cols=columns, dtype=torch.float64
     )
