@@ -1,8 +1,10 @@
 """Every kernel launch goes through `launch`, so that launches can be recorded too.
 
-with record() as launches:
-    block_fp8_fused_moe(...)            # on meta tensors: nothing runs
-assert [one.name for one in launches] == ["sort_kernel", …]
+    with record() as launches:
+        block_fp8_fused_moe(...)            # on meta tensors: nothing runs
+    print([one.name for one in launches])   # sort_kernel, grouped_tile_kernel, …
+
+`observe` tells of launches that are made.
 """
 
 from __future__ import annotations
