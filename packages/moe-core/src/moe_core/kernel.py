@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -231,10 +230,9 @@ class FusedMoEKernel:
         check_output(output, hidden_states, self.config)
         return output
 
-    def _scratch(self, num_tokens: int) -> Mapping[str, Tensor]:
-        specs = self.experts.workspaces(num_tokens)
-        workspace = self.workspace if self.workspace is not None else Workspace(self.weights.device)
-        return workspace.take(specs)
+    def _scratch(self) -> Workspace:
+        """The layer's workspace, or one of this call's own."""
+        return self.workspace if self.workspace is not None else Workspace(self.weights.device)
 
     def _run(
         self,
@@ -262,7 +260,7 @@ class FusedMoEKernel:
                 self._replay = Replay(self.weights, (self.weights, experts, movement))
             self._replay.run(call, (output, hidden_states, topk_weights, topk_ids, expert_map), self.workspace)
         else:
-            call(self.workspace if self.workspace is not None else Workspace(self.weights.device))
+            call(self._scratch())
 
     def _run_parts(
         self,
@@ -346,7 +344,7 @@ class FusedMoEKernel:
                 router_logits=router_logits.contiguous(),
                 correction_bias=None if correction_bias is None else correction_bias.contiguous(),
                 expert_map=None if expert_map is None else expert_map.contiguous(),
-                workspace=self._scratch(hidden_states.shape[0]),
+                workspace=self._scratch().take(self.experts.workspaces(hidden_states.shape[0])),
             )
 
 

@@ -189,6 +189,7 @@ class _Watch(TorchFunctionMode):
     #: views where layout and arguments allow it, else copies
     _PERHAPS = frozenset({"__getitem__", "contiguous", "flatten", "reshape", "to"})
     _MEMORY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+    _NO_WORK = _METADATA | _VIEWS | _MEMORY
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +201,7 @@ class _Watch(TorchFunctionMode):
         if name in self._PERHAPS:
             if result.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr():
                 self.work = name
-        elif name not in self._METADATA | self._VIEWS | self._MEMORY:
+        elif name not in self._NO_WORK:
             self.work = name or str(func)
         return result
 
@@ -248,9 +249,9 @@ class Replay:
         """
         kind = (torch.cuda.current_device() if self.weights.device.type == "cuda" else None, *_kind(inputs))
         found = self._records.get(kind, _NEW)
-        if isinstance(found, Record) and self._started(found, inputs, workspace):
-            return
         scratch = workspace if workspace is not None else Workspace(self.weights.device)
+        if isinstance(found, Record) and self._started(found, inputs, scratch):
+            return
         if found is None and not (self.weights.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             launched: list[Launch] = []
             with observe(launched.append), _Watch() as watch:
@@ -281,12 +282,10 @@ class Replay:
             return NotReplayable("a descriptor of scratch memory that belongs to one call")
         return record
 
-    def _started(self, record: Record, inputs: Sequence[Tensor | None], workspace: Workspace | None) -> bool:
+    def _started(self, record: Record, inputs: Sequence[Tensor | None], scratch: Workspace) -> bool:
         if self._watched():
             return False
-        if workspace is None:
-            workspace = Workspace(self.weights.device)
-        start = workspace.hold(record.scratch).data_ptr()
+        start = scratch.hold(record.scratch).data_ptr()
         if start % _ALIGNMENT != record.scratch_alignment or record.fixed_scratch not in (None, start):
             return False
         addresses: dict[int | str, int] = {_WORKSPACE: start}
