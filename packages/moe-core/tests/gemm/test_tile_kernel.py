@@ -158,7 +158,7 @@ def test_largest_magnitudes(swap, split, kind, device):
     product = Product(device)
     values = torch.full((TOKENS * TOP_K, 2 * BLOCK), -1.0, device=device)
     amax = product.amax if kind == "row" else product.amax[:1]
-    product(Result(values, amax=amax), swap=swap, split=split)
+    product(Result(values, amax=amax, amax_kind=kind), swap=swap, split=split)
     largest = {}
     for row, _, h in product.expected(split):
         assert torch.equal(values[row], h)

@@ -110,7 +110,8 @@ class Product:
         made = None if group is None else torch.full((rows, -(-columns // group)), float("nan"), device=device)
         given = None if self.given is None else self.given.to(device)
         bits = torch.zeros(amax, dtype=torch.int32, device=device) if amax else None
-        self.result = HopperResult(values, out, made if given is None else given, bits)
+        kind = "" if not amax else "tensor" if amax == 1 else "row"
+        self.result = HopperResult(values, out, made if given is None else given, bits, kind)
 
     def run(self):
         from moe_core.gemm.hopper_rows import multiply_rows

@@ -295,6 +295,19 @@ def test_router_weight_on_input(kind, device):
     assert error(kind, PLANS["split"], device, **layer) < TOLERANCE[kind]
 
 
+def test_a_single_pair_keeps_its_nan(device):
+    """One pair's magnitude is a row's, not one that others share: a NaN stays in it."""
+    config = FusedMoEConfig(2, 1, 144, 144)
+    weights = make_weights(config, kInt8StaticChannelSym, kInt8DynamicTokenSym, seed=3)
+    experts = OnePlan(config, weight_key=kInt8StaticChannelSym, activation_key=kInt8DynamicTokenSym)
+    experts.chosen = PLANS["split"]
+    kernel = FusedMoEKernel(experts, experts.convert(weights.to(device)), PrepareAndFinalizeNoParallel(config))
+    x = torch.ones(1, 144, dtype=config.dtype, device=device)
+    x[0, 7] = float("nan")
+    ids = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    assert kernel.apply(x, topk_weights=torch.ones(1, 1, device=device), topk_ids=ids).isnan().all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("batched", [False, True])

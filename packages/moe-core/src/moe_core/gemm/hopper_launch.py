@@ -26,20 +26,15 @@ class HopperResult:
     """Where a product of the kernel goes; see `moe_core.gemm.hopper_finish`.
 
     ``values`` [rows, columns]; ``scales`` to be written, [rows, columns / 128] (``kind`` "groups") or
-    [rows, columns / 64] ("groups_64"), or given, [E] ("static").  ``amax`` int32, zeroed, [rows] or [1]: receives the
-    bits of the largest magnitudes ("values" alone); with "static", [rows], those of NaN where a row holds one.
+    [rows, columns / 64] ("groups_64"), or given, [E] ("static").  ``amax`` and ``amax_kind`` as in
+    `moe_core.gemm.launch.Result`: "row" and "tensor" with "values", "nan" with "static".
     """
 
     values: Tensor
     kind: str = "values"
     scales: Tensor | None = None
     amax: Tensor | None = None
-
-    @property
-    def amax_kind(self) -> str:
-        if self.amax is None or self.kind == "static":
-            return "" if self.amax is None else "nan"
-        return "tensor" if self.amax.numel() == 1 else "row"
+    amax_kind: str = ""
 
 
 def hopper_fits(config: TileConfig, *operands: Operand) -> bool:

@@ -116,8 +116,9 @@ class Result:
 
     ``values`` [rows, columns]; of an up product with room for whole tiles in every row.  ``quantize`` None stores them
     as they are, else ``arguments`` are its tuple Q, and ``scales`` [rows, groups of a row] hold ``groups`` scales per
-    tile, or are None for static ones.  ``amax`` int32, zeroed: [rows], or [1] for one of the whole tensor; of what is
-    quantised, marks [rows] of those that hold a NaN.
+    tile, or are None for static ones.  ``amax`` int32, zeroed, receives what ``amax_kind`` says: "row" [rows] and
+    "tensor" [1] largest magnitudes of what is stored as it is; "nan" [rows] marks of rows of what is quantised that
+    hold a NaN; "" nothing.
     """
 
     values: Tensor
@@ -126,12 +127,7 @@ class Result:
     arguments: tuple[Any, ...] | None = None
     groups: int = 1
     amax: Tensor | None = None
-
-    @property
-    def amax_kind(self) -> str:
-        if self.amax is None or self.quantize is not None:
-            return "" if self.amax is None else "nan"
-        return "tensor" if self.amax.numel() == 1 else "row"
+    amax_kind: str = ""
 
 
 @dataclass(frozen=True, eq=False)

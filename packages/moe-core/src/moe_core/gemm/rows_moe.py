@@ -151,6 +151,10 @@ class _Layer:
         return amax[: self.pairs] if kind == "token" else amax[:1]
 
     @property
+    def amax_kind(self) -> str:
+        return "row" if self.scales.kind == "token" else "tensor"
+
+    @property
     def x_amax(self) -> Tensor:
         return self.workspace["amax"][1:2]
 
@@ -339,7 +343,7 @@ class _Layer:
             weights=weights,
             weight_scales=(weight_scales, *strides),
             b=b,
-            out=HopperResult(out.values, "values" if static is None else "static", static, out.amax),
+            out=HopperResult(out.values, "values" if static is None else "static", static, out.amax, out.amax_kind),
             pairs=order,
             routing=self.routing,
             activation=activation,
@@ -352,9 +356,12 @@ class _Layer:
         values, wide = work["h_values"], work["h"]
         added = None if self.adapters is None else self.adapters.addition("w13", self.x, by_pair=False)
         if static is not None and added is None:
-            h = Result(values, None, self.functions.quantize_static, (static,), amax=self.marks)
+            marks = self.marks
+            kind = "" if marks is None else "nan"
+            h = Result(values, None, self.functions.quantize_static, (static,), amax=marks, amax_kind=kind)
         else:
-            h = Result(wide, amax=self.amax)
+            amax = self.amax
+            h = Result(wide, amax=amax, amax_kind="" if amax is None else self.amax_kind)
         # adapters have an order of their own
         which = (POSITION if added is None else PAIR).value
         if config.split > 1 and isinstance(self.routing, Routing):
