@@ -1,4 +1,4 @@
-"""For every test of the workspace: Triton kernels run on its interpreter where there is no GPU."""
+"""For every test of the workspace: kernels run on the GPU where there is one, else in Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -101,6 +101,12 @@ def signals_as_in_a_terminal() -> Iterator[None]:
     yield
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run: the GPU, or the CPU under the interpreter."""
+    return torch.device("cuda" if HAS_GPU else "cpu")
 
 
 @pytest.fixture

@@ -1,20 +1,8 @@
-"""Kernels run on the GPU where there is one, else in Triton's interpreter on the CPU."""
+"""Shared by the tests of moe-core."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    # numpy, under the interpreter, reports what a GPU computes silently in lanes that are masked afterwards
-    config.addinivalue_line("filterwarnings", "ignore:.* encountered in:RuntimeWarning")
-
-
-@pytest.fixture(scope="session")
-def device() -> torch.device:
-    """Where kernels run: the GPU, or the CPU under the interpreter."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(autouse=True)
