@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -31,8 +31,13 @@ class Requirement:
     copies: tuple[str, ...] = ()
 
     @property
+    def to_install(self) -> str:
+        """What pip is asked for."""
+        return self.install or self.distribution + (f">={self.version}" if self.version else "")
+
+    @property
     def hint(self) -> str:
-        return f"pip install '{self.install or self.distribution + (f'>={self.version}' if self.version else '')}'"
+        return pip_requirements([self])
 
     def load(self) -> ModuleType:
         """The module, imported.  Raises ConfigError where none of its places holds it."""
@@ -40,6 +45,11 @@ class Requirement:
             if _is_there(name):
                 return importlib.import_module(name)
         raise ConfigError(f"{self.distribution} is not installed ({self.hint})")
+
+
+def pip_requirements(requirements: Iterable[Requirement]) -> str:
+    """The command that adds all ``requirements``."""
+    return "pip install " + " ".join(dict.fromkeys(f"'{requirement.to_install}'" for requirement in requirements))
 
 
 TRITON = Requirement("triton", "triton", "3.6")

@@ -147,6 +147,18 @@ def test_doctor(moe: Any) -> None:
     assert "backends: gpu, plain" in out
 
 
+def test_doctor_names_a_library_once(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many schemes need it, each through an extra of its own; one command adds it to all of them."""
+    needs = (
+        Requirement("nowhere", "no-lib", "1.0", "moe-b[no-lib]"),
+        Requirement("nowhere", "no-lib", "1.0", "moe-a[no-lib]"),
+    )
+    monkeypatch.setattr(GpuToyExperts, "claims", replace(GpuToyExperts.claims, requires=needs))
+    (found,) = (item for item in moe("doctor", "--json").data["missing"] if item["what"] == "no-lib")
+    assert found["why"] == "needs no-lib, which is not installed"
+    assert found["command"] == "pip install 'moe-a[no-lib]' 'moe-b[no-lib]'"
+
+
 def test_packages_that_bring_no_kernels(moe: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Installing once more what is installed would end in the same error."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.0")

@@ -50,7 +50,9 @@ def detect_format(
             if reason is None:
                 return scheme, adapter
             reasons.append((named, f"{kind.name} ({scheme}): {reason}"))
-    foreign = unsupported_quantization(quantization, layer) if unquantized_reason(layer) is None else None
+    stored = {suffix: layer.stored_dtype("down", suffix) for suffix in layer.suffixes("down")}
+    plain = unquantized_reason(layer)
+    foreign = unsupported_quantization(quantization, stored) if plain is None else None
     if foreign is not None:
         raise CheckpointError(
             f"{checkpoint.path}: {layer.prefix} is quantised as {foreign}, which is not supported; {INSTEAD}",
@@ -65,7 +67,6 @@ def detect_format(
             f"{checkpoint.path}: {what} is read by the scheme {candidate}, "
             f"which is not installed{how_to_add(candidate)}"
         )
-    plain = unquantized_reason(layer)
     if plain is not None and any(named for named, _ in reasons):
         raise CheckpointError(
             f"{checkpoint.path}: {layer.prefix} is not quantised: {plain}, although config.json says {what}"

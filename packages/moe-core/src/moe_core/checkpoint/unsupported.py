@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from moe_core.checkpoint.experts import LayerExperts
+from typing import Any
 
 INSTEAD = (
     "read are safetensors in FP8, MXFP8, INT8, MXFP4, and INT4 or INT8 in groups (GPTQ, AWQ, AutoRound, "
@@ -70,13 +67,15 @@ _SUFFIXES: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 
 
-def unsupported_quantization(quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
-    """What the experts of ``layer`` are quantised as, where that is known and not supported."""
-    suffixes = set(layer.suffixes("down"))
+def unsupported_quantization(quantization: Mapping[str, Any], stored: Mapping[str, str]) -> str | None:
+    """What experts are quantised as, where that is known and not supported.
+
+    ``stored``: suffixes of one projection's tensors, and their dtypes as safetensors spells them.
+    """
     for row, what in _SUFFIXES:
-        if suffixes.issuperset(row):
+        if stored.keys() >= set(row):
             return what
-    if {"weight", "weight_scale", "weight_scale_2"} <= suffixes and layer.stored_dtype("down", "weight") == "U8":
+    if stored.keys() >= {"weight_scale", "weight_scale_2"} and stored.get("weight") == "U8":
         return NVFP4
     method = str(quantization.get("quant_method", "")).lower()
     if method == "auto-round" and str(quantization.get("data_type", "")).startswith("nv_fp"):

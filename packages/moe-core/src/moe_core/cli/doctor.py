@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moe_core.cli._output import bytes_text, emit
 
 if TYPE_CHECKING:
+    from moe_core.environment import Requirement
     from moe_core.oracle import Oracle
     from moe_core.plugins import PluginFault
     from moe_core.registry import Registry
@@ -108,7 +109,7 @@ def _broken_claims(oracle: Oracle) -> Iterator[PluginFault]:
 def _missing(versions: dict[str, str | None], plugins: Registry) -> list[dict[str, str]]:
     import torch
 
-    from moe_core.environment import TRITON, Environment
+    from moe_core.environment import TRITON, Environment, pip_requirements
     from moe_core.install import pip_command
     from moe_core.registry import KNOWN_SCHEMES
 
@@ -128,10 +129,14 @@ def _missing(versions: dict[str, str | None], plugins: Registry) -> list[dict[st
     wanted = {TRITON}
     for oracle in plugins.oracles():
         wanted |= {r for b in oracle.table() for e in b.load() for r in e.claims.requires}
-    for requirement in sorted(wanted, key=lambda r: r.distribution):
-        reason = environment.reason_against(requirement)
-        if reason is not None:
-            add(requirement.distribution, reason.partition(" (")[0], requirement.hint)
+    # several schemes may need one library, each with an extra of its own that adds it
+    lacking: dict[str, list[Requirement]] = {}
+    for requirement in sorted(wanted, key=lambda r: (r.distribution, r.to_install)):
+        if environment.reason_against(requirement) is not None:
+            lacking.setdefault(requirement.distribution, []).append(requirement)
+    for distribution, requirements in lacking.items():
+        reasons = dict.fromkeys(str(environment.reason_against(r)).partition(" (")[0] for r in requirements)
+        add(distribution, "; ".join(reasons), pip_requirements(requirements))
     if versions["matplotlib"] is None:
         add("matplotlib", "draws the picture of moe bench --plot", "pip install matplotlib")
     if not torch.cuda.is_available():
