@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields, replace
 from typing import Any
 
@@ -141,6 +142,46 @@ def test_pattern_expands_to_exactly_what_it_matches() -> None:
     expanded = pattern.expand()
     assert len(set(expanded)) == 8
     assert all(pattern.matches(key) for key in expanded)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        (KeyPattern(qk.kFp8StaticTensorSym), "kFp8StaticTensorSym"),
+        (KeyPattern(replace(qk.kInt4Static, permuted=True)), "kInt4Static[permuted]"),
+        (KeyPattern(qk.kInt4Static, group_shapes=(GroupShape(1, 64),)), "kInt4Static[1x64]"),
+        (
+            KeyPattern(
+                qk.kInt4StaticAsym.with_group(1, 64),
+                group_shapes=(GroupShape(1, 64), GroupShape(1, 128), GroupShape(1, -1)),
+                scale_dtypes=(torch.bfloat16, torch.float16),
+                permuted=(False, True),
+                pre_scaled=(True,),
+            ),
+            "kInt4StaticAsym[1x64|1x128|per_row,bfloat16|float16,permuted?,pre_scaled]",
+        ),
+        (
+            KeyPattern(qk.kFp8Static128BlockSym, scale_dtypes=(torch.float32, torch.uint8)),
+            "kFp8Static128BlockSym[float32|e8m0]",
+        ),
+    ],
+)
+def test_the_name_of_a_pattern_holds_every_choice_of_its_keys(pattern: KeyPattern, name: str) -> None:
+    assert str(pattern) == name
+    constant, _, brackets = name.removesuffix("]").partition("[")
+    choices = [
+        ["", word.removesuffix("?")] if word.endswith("?") else word.split("|") for word in brackets.split(",") if word
+    ]
+    named = [[word for word in words if word] for words in itertools.product(*choices)]
+    keys = [qk.key_by_name(f"{constant}[{','.join(words)}]" if words else constant) for words in named]
+    assert set(keys) == set(pattern.expand())
+    assert len(keys) == len(set(keys))
+
+
+def test_a_pattern_without_a_named_constant_names_its_keys() -> None:
+    base = replace(qk.kInt4Static, packing=None)
+    pattern = KeyPattern(base, permuted=(False, True))
+    assert str(pattern) == f"{base} | {replace(base, permuted=True)}"
 
 
 def test_a_pattern_looks_at_every_field_of_a_key() -> None:

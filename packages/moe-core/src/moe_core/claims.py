@@ -16,7 +16,7 @@ from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.device import DeviceInfo, DeviceRange
 from moe_core.environment import Environment, Requirement
 from moe_core.errors import ConfigError
-from moe_core.quant_key import KeyPattern, QuantKey
+from moe_core.quant_key import KeyPattern, QuantKey, key_name
 from moe_core.routing import RoutingMethodType
 
 KeyClaim = QuantKey | KeyPattern | None
@@ -37,6 +37,11 @@ def key_matches(claim: KeyClaim, key: QuantKey | None) -> bool:
     return claim == key
 
 
+def claim_name(claim: KeyClaim) -> str:
+    """A claimed key by its name, a pattern with all of its choices; "16-bit" for None."""
+    return str(claim) if isinstance(claim, KeyPattern) else key_name(claim)
+
+
 @dataclass(frozen=True)
 class Verified:
     """Hardware on which a conformance run passed for some of the claimed pairs of keys only."""
@@ -45,7 +50,7 @@ class Verified:
     keys: tuple[tuple[KeyClaim, KeyClaim], ...]
 
     def __str__(self) -> str:
-        pairs = "; ".join(f"{w or '16-bit'} x {a or '16-bit'}" for w, a in self.keys)
+        pairs = "; ".join(f"{claim_name(w)} x {claim_name(a)}" for w, a in self.keys)
         return f"{self.hardware} for {pairs}"
 
 

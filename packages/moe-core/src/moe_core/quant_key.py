@@ -323,14 +323,24 @@ def _named_like(constant: QuantKey, key: QuantKey) -> tuple[int, bool, str] | No
         return None
     words = []
     if shape != like:
-        words.append(next((word for word, group in _GROUPS.items() if group == shape), str(shape)))
+        words.append(_group_word(shape))
     if key.scale.dtype != constant.scale.dtype:
-        words += [word for word, dtype in _SCALE_DTYPES.items() if dtype == key.scale.dtype]
+        words.append(_dtype_word(key.scale.dtype))
     for word in ("permuted", "pre_scaled"):
         if getattr(key, word) != getattr(constant, word):
             words.append(word)
     alike = (like.col > 0) == (shape.col > 0) and (like.row > 1) == (shape.row > 1)
     return len(words), not alike, f"{NAMES[constant]}[{','.join(words)}]"
+
+
+def _group_word(shape: GroupShape) -> str:
+    """A group shape as it stands in a key's name."""
+    return next((word for word, group in _GROUPS.items() if group == shape), str(shape))
+
+
+def _dtype_word(dtype: torch.dtype) -> str:
+    """A scale's dtype as it stands in a key's name."""
+    return next((word for word, known in _SCALE_DTYPES.items() if known == dtype), str(dtype))
 
 
 @dataclass(frozen=True)
@@ -391,5 +401,22 @@ class KeyPattern:
         return replace(self.base, scale=scale, permuted=permuted, pre_scaled=pre_scaled)
 
     def __str__(self) -> str:
-        names = [key_name(key) for key in self.expand()]
-        return " | ".join(names)
+        """A key's name whose brackets hold every choice: ``kInt4Static[1x64|per_row,bfloat16|float16,permuted?]``.
+
+        "|" stands between choices, "?" behind a word that may be missing.
+        """
+        name = _name_of(self.base)
+        if name is None:
+            return " | ".join(map(key_name, self.expand()))
+        constant = name.partition("[")[0]
+        like: QuantKey = globals()[constant]
+        shapes, dtypes, permuted, pre_scaled = self.choices
+        words = []
+        if shapes != (like.group_shape,):
+            words.append("|".join(dict.fromkeys(map(_group_word, shapes))))
+        if dtypes != (like.scale.dtype,):
+            words.append("|".join(dict.fromkeys(map(_dtype_word, dtypes))))
+        for word, values in (("permuted", permuted), ("pre_scaled", pre_scaled)):
+            if True in values:
+                words.append(f"{word}?" if False in values else word)
+        return f"{constant}[{','.join(words)}]" if words else constant

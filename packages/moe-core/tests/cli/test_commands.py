@@ -21,6 +21,7 @@ from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli import COMMANDS, _machine, _output
 from moe_core.cli import quickstart as quickstart_command
 from moe_core.cli._output import write_whole, written_folder
+from moe_core.cli.backends import describe, details
 from moe_core.registry import registry
 from moe_core_checkpoints import write_quickstart
 from moe_core_toys import GpuToyExperts
@@ -104,15 +105,20 @@ def test_backends_in_full(moe: Any) -> None:
         out = moe("backends", *arguments).out
         assert "plain gpu: GpuToyExperts (modular)" in out
         assert "devices      sm90 or newer" in out
-        assert "keys         16-bit x 16-bit: not tested on hardware" in out
+        assert "keys         16-bit x 16-bit\n  verified on  nothing yet" in out
+        assert "activations  all gated, all without a gate" in out
     assert "plain plain" in moe("backends", "-v").out
     assert "plain plain" not in moe("backends", "--backend", "gpu").out
     moe.refuses("backends", "--backend", "plane", parts=("did you mean 'plain'?", "known: gpu, plain"))
 
 
 def test_backends_say_where_they_were_tested(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    claims = replace(GpuToyExperts.claims, verified_on=("NVIDIA H200 (sm90)", Verified("MI355X (gfx950)", ())))
+    claims = replace(
+        GpuToyExperts.claims, verified_on=("NVIDIA H200 (sm90)", Verified("MI355X (gfx950)", ((None, None),)))
+    )
     monkeypatch.setattr(GpuToyExperts, "claims", claims)
+    described = describe("plain", "gpu", "", GpuToyExperts)
+    assert dict(details(described))["verified on"] == "NVIDIA H200 (sm90); MI355X (gfx950) for 16-bit x 16-bit"
     # claims decide: gfx950 is not among the devices
     assert ["gpu", "-", "-", "run", "yes", "yes", "-", "-", "-"] in [
         x.split() for x in moe("backends").out.splitlines()

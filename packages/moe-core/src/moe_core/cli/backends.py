@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from moe_core.claims import expand_key
+from moe_core.activation import MoEActivation
+from moe_core.claims import claim_name, expand_key
 from moe_core.cli._output import emit, table
 from moe_core.errors import ConfigError, did_you_mean
-from moe_core.quant_key import KeyPattern, key_name
+from moe_core.quant_key import key_name
 
 if TYPE_CHECKING:
     from moe_core.claims import Claims, KeyClaim
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if not rows:
         text = f"no scheme is installed; add one, e.g.: {install_hint('fp8')}"
     elif args.verbose or args.backend is not None:
-        text = "\n\n".join(map(_details, rows))
+        text = "\n\n".join(map(_in_full, rows))
     else:
         text = f"{_table(oracles, devices)}\n\n{_LEGEND}"
     emit(args.json, {"schemes": list(devices), "devices": devices, "backends": rows}, text)
@@ -118,9 +119,10 @@ def describe(scheme: str, backend: str, origin: str, experts: type[FusedMoEExper
         "routing_methods": sorted(m.name for m in claims.routing_methods) if claims.routing_methods else None,
         "hidden_multiple": claims.hidden_multiple,
         "intermediate_multiple": claims.intermediate_multiple,
+        "whole_groups": claims.whole_groups,
         "max_top_k": claims.max_top_k or None,
         "max_experts": claims.max_experts or None,
-        "requires": [str(requirement.distribution) for requirement in claims.requires],
+        "requires": [r.distribution + (f">={r.version}" if r.version else "") for r in claims.requires],
         "verified_on": [str(item) for item in claims.verified_on],
         "notes": claims.notes,
     }
@@ -136,51 +138,65 @@ def _pair(claims: Claims, weight: KeyClaim, activation: KeyClaim) -> dict[str, A
         # [hidden size, intermediate size] of each of the weights
         "multiples": [list(claims.multiples(key)) for key in weights],
         "verified_on": [name for name in verified[0] if all(name in others for others in verified)],
-        "summary": f"{_set_of_keys(weight)} x {_set_of_keys(activation)}",
+        "summary": f"{claim_name(weight)} x {claim_name(activation)}",
     }
 
 
-def _set_of_keys(claim: KeyClaim) -> str:
-    """The keys that a claim covers: a key's name, with every choice of each word in its brackets."""
-    if not isinstance(claim, KeyPattern):
-        return key_name(claim)
-    shapes, dtypes, permuted, pre_scaled = claim.choices
-    choices = [
-        " | ".join(dict.fromkeys(key_name(claim.base.with_group(s.row, s.col)) for s in shapes)),
-        "|".join(str(dtype).removeprefix("torch.").replace("uint8", "e8m0") for dtype in dtypes if len(dtypes) > 1),
-        "permuted" if True in permuted else "",
-        "pre_scaled" if True in pre_scaled else "",
+def details(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """What :func:`describe` found, for readers: labels and texts; the label "keys" once for each claimed pair."""
+    flags = {
+        "bias": "biases",
+        "expert_map": "expert map",
+        "apply_router_weight_on_input": "router weight on input",
+        "lora": "LoRA",
+        "batch_invariant": "batch invariant",
+        "cuda_graph": "CUDA graphs",
+        "keeps_nan": "NaN stays in its token",
+    }
+    limits = [
+        f"{name} size a multiple of {row[f'{name}_multiple']}"
+        for name in ("hidden", "intermediate")
+        if row[f"{name}_multiple"] > 1
     ]
-    words = [choice for choice in choices[1:] if choice]
-    return choices[0] + (f" (also {', '.join(words)})" if words else "")
-
-
-def _details(row: dict[str, Any]) -> str:
-    flags = [
-        ("biases", "bias"),
-        ("expert map", "expert_map"),
-        ("router weight on input", "apply_router_weight_on_input"),
-        ("LoRA", "lora"),
-        ("batch invariant", "batch_invariant"),
-        ("CUDA graphs", "cuda_graph"),
-        ("NaN stays in its token", "keeps_nan"),
-    ]
+    if row["whole_groups"]:
+        limits.append("both sizes multiples of the weights' group")
+    if row["max_top_k"]:
+        limits.append(f"top-k at most {row['max_top_k']}")
+    if row["max_experts"]:
+        limits.append(f"at most {row['max_experts']} experts")
     lines = [
-        f"{row['scheme']} {row['backend']}: {row['experts'].partition(':')[2]} ({row['kind']}"
-        + (f", of {row['package']})" if row["package"] else ")"),
-        f"  devices      {' or '.join(row['devices'])}",
+        *(("keys", pair["summary"]) for pair in row["keys"]),
+        ("verified on", "; ".join(row["verified_on"]) or "nothing yet"),
+        ("devices", " or ".join(row["devices"])),
+        ("dtypes", ", ".join(row["dtypes"])),
+        ("formats", ", ".join(row["formats"])),
+        ("activations", _activations(row["activations"])),
+        ("features", ", ".join(text for name, text in flags.items() if row[name])),
+        ("routing", ", ".join(row["routing_methods"] or ())),
+        ("limits", ", ".join(limits)),
+        ("requires", ", ".join(row["requires"])),
+        ("note", row["notes"]),
     ]
-    for number, pair in enumerate(row["keys"]):
-        head = "keys" if number == 0 else ""
-        seen = f"tested on {', '.join(pair['verified_on'])}" if pair["verified_on"] else "not tested on hardware"
-        lines.append(f"  {head:<11}  {pair['summary']}: {seen}")
-    lines += [
-        f"  activations  {', '.join(row['activations'])}",
-        f"  dtypes       {', '.join(row['dtypes'])}; formats: {', '.join(row['formats'])}",
-        f"  takes        {', '.join(name for name, key in flags if row[key]) or '-'}",
-    ]
-    if row["requires"]:
-        lines.append(f"  requires     {', '.join(row['requires'])}")
-    if row["notes"]:
-        lines.append(f"  note         {row['notes']}")
+    return [(label, text) for label, text in lines if text]
+
+
+def _activations(names: Sequence[str]) -> str:
+    """Names of activation functions; one phrase for all gated and one for all others, where all are claimed."""
+    found, parts = set(names), []
+    for phrase, gated in (("all gated", True), ("all without a gate", False)):
+        group = {activation.value for activation in MoEActivation if activation.is_gated is gated}
+        if group <= found:
+            parts.append(phrase)
+            found -= group
+    return ", ".join([*parts, *sorted(found)])
+
+
+def _in_full(row: dict[str, Any]) -> str:
+    """One backend's claims as lines of text."""
+    origin = f", of {row['package']}" if row["package"] else ""
+    lines = [f"{row['scheme']} {row['backend']}: {row['experts'].partition(':')[2]} ({row['kind']}{origin})"]
+    above = ""
+    for label, text in details(row):
+        lines.append(f"  {label if label != above else '':<11}  {text}")
+        above = label
     return "\n".join(lines)

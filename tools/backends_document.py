@@ -1,0 +1,84 @@
+"""docs/backends.md: what the backends claim, written from the claims themselves."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from pathlib import Path
+
+from moe_core import Oracle, registry
+from moe_core.cli.backends import DEVICES, describe, details, support
+
+NOXFILE = Path(__file__).parent.parent / "noxfile.py"
+WIDTH = 120
+
+INTRODUCTION = """\
+# Backends and their claims
+
+<!-- Written by tools/generate_docs.py from the claims in the code; `nox -s docs -- --write` renews it. -->
+
+What each backend says it can do. Selection, `moe backends` and the conformance kit read the same claims, and a claim
+is tested wherever the backend can run.
+
+- **keys**: weights x activations, by the names that `--weight-key` and `key_by_name` read. `kInt4Static[1x64,float16]`
+  is the constant `kInt4Static` with another group (rows x columns, or `per_row`) and another scale dtype; `permuted`
+  means activation order, `pre_scaled` a factor per input column. Here a name stands for a set of keys: `|` separates
+  choices, and a word with `?` may be missing.
+- **verified on**: hardware on which the conformance kit passed. Triton kernels are also compiled, without being run,
+  for those of {targets} that their backend claims. Whatever
+  else a claim covers, newer devices above all, was neither compiled for nor run on.
+
+## Backends and GPUs
+
+In each scheme's order of preference: the first backend whose claims fit a layer is taken. **run**: verified on such a
+device; yes: claimed.
+
+"""
+
+
+def targets() -> str:
+    """The architectures that the checks compile for, as noxfile.py lists them."""
+    for node in ast.parse(NOXFILE.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "TARGETS":
+            *first, last = ast.literal_eval(node.value)
+            return f"{', '.join(first)} and {last}"
+    raise LookupError(f"{NOXFILE} has no TARGETS")
+
+
+def device_table(oracles: list[Oracle]) -> str:
+    """All schemes' backends beside the GPUs that they claim."""
+    marks = {"run": "**run**", "claimed": "yes", "no": ""}
+    text = f"| scheme | backend | {' | '.join(DEVICES)} |\n|---|---|{'---|' * len(DEVICES)}\n"
+    for oracle in oracles:
+        scheme = f"[{oracle.scheme}](#{oracle.scheme})"
+        for name, found in support(oracle).items():
+            text += f"| {scheme} | `{name}` | {' | '.join(marks[found[arch]] for arch in DEVICES)} |\n"
+            scheme = ""
+    return text
+
+
+def section(oracle: Oracle) -> str:
+    """One scheme: a list of claims for each class of experts."""
+    text = f"\n## {oracle.scheme}\n"
+    for backend in oracle.table():
+        for experts in backend.load():
+            row = describe(oracle.scheme, backend.name, backend.origin, experts)
+            text += f"\n### `{backend.name}`: {experts.__name__}\n\n"
+            text += "Monolithic: it routes by itself.\n\n" if experts.is_monolithic else ""
+            text += "".join(item(label, value) for label, value in details(row))
+    return text
+
+
+def item(label: str, value: str) -> str:
+    """One claim as an item of a list, in lines of at most WIDTH characters."""
+    value = " x ".join(f"`{name}`" for name in value.split(" x ")) if label == "keys" else value
+    lines = textwrap.wrap(
+        f"- {label}: {value}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines) + "\n"
+
+
+def text() -> str:
+    """The whole document."""
+    oracles = list(registry().oracles())
+    return INTRODUCTION.format(targets=targets()) + device_table(oracles) + "".join(map(section, oracles))
