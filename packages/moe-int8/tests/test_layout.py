@@ -7,7 +7,6 @@ import torch
 from moe_int8.layout import (
     group_scales,
     nibble_half,
-    order_words,
     pack_nibbles,
     row_sums,
     scaled_row_sums,
@@ -17,18 +16,6 @@ from moe_int8.layout import (
 
 def codes(*shape):
     return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(0)).to(torch.int8)
-
-
-@pytest.mark.parametrize("columns", [32, 64, 50])
-def test_where_a_word_has_its_bytes(columns):
-    w = torch.arange(columns).to(torch.int8).expand(2, 3, columns)
-    found = order_words(w)
-    assert found.shape == (2, 3, -(-columns // 32) * 8)
-    bytes_ = found.view(torch.int8)[1, 2]
-    for place, value in enumerate(bytes_.tolist()):
-        unit, word, byte = place // 32, place % 32 // 4, place % 4
-        column = unit * 32 + byte % 2 * 16 + 2 * word + byte // 2
-        assert value == (column if column < columns else 0)
 
 
 @pytest.mark.parametrize("columns", [32, 64, 96, 128, 1000])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_core import TensorError, kInt4Static, kInt4StaticAsym, kInt8Static
+from moe_core import TensorError, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticChannelSym
 from moe_core.gemm.marlin.columns import CHUNK, group_columns
 from moe_core.gemm.marlin.convert import convert_integers
 from moe_core.gemm.marlin.scales import order_scales
@@ -125,6 +125,22 @@ def test_permuted_codes_stand_where_their_index_says() -> None:
     for expert in range(2):
         taken = _value(codes, found.index, expert)
         assert torch.equal(found.words[expert], order_words(taken[None], taken.shape[1], 8)[0])
+
+
+@pytest.mark.parametrize("columns", [128, 70])
+def test_signed_codes_become_unsigned(columns: int) -> None:
+    codes = torch.arange(-128, 128).to(torch.int8).repeat(4)[: 6 * columns].view(1, 6, columns)
+    scale = torch.rand(1, 6, 1)
+    found = convert_integers(codes, scale, kInt8StaticChannelSym, columns)
+    unsigned = (codes.int() + 128).to(torch.uint8)
+    words = order_words(torch.nn.functional.pad(unsigned, (0, -columns % 128), value=128), columns + -columns % 128, 8)
+    assert torch.equal(found.words, words)
+    assert torch.equal(found.scales, scale.transpose(1, 2))
+
+
+def test_signed_codes_have_a_byte_each() -> None:
+    with pytest.raises(TensorError, match="codes of 4 bits are unsigned here"):
+        convert_integers(_codes(1, 4, 64).view(torch.int8), torch.rand(1, 4, 1), kInt4Static, 128)
 
 
 def test_other_groups_are_refused() -> None:

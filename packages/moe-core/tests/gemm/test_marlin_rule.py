@@ -34,6 +34,14 @@ def test_tiles_without_halves_end_where_the_room_for_h_does(size: int, tokens: i
     assert -(-size // BLOCK_N) * BLOCK_N % plan.up.block_n == 0
 
 
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("tokens", [1, 600, 40000])
+def test_float32_has_small_tiles(tokens: int, capability: int) -> None:
+    plan = marlin_plan(tokens, 8, 256, 2048, 768, bits=8, dtype_bytes=4, capability=capability)
+    assert plan.up == plan.down
+    assert (plan.up.block_m, plan.up.block_n, plan.up.split) == (16, BLOCK_N, 1)
+
+
 def test_rows_of_a_tile_grow_with_the_rows_of_an_expert() -> None:
     rows = [marlin_plan(tokens, 8, 128, 2048, 768).up.block_m for tokens in (1, 128, 300, 700, 1400, 4096)]
     assert rows == sorted(rows)

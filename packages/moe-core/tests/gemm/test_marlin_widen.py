@@ -1,4 +1,4 @@
-"""Every code becomes its number, exactly and in its column, in both 16-bit types."""
+"""Every code becomes its number, exactly and in its column, in every type of activations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def widen_kernel(words, zeros, scales, out, BITS: tl.constexpr, ZERO: tl.constex
     tile = tl.load(words + row[:, None] * W + tl.arange(0, W)[None, :])
     offset = tl.broadcast_to(zero_offset(tl.load(zeros + row), BITS, dtype)[:, None], (N, W))
     scale = tl.load(scales + row)
-    if not INTERPRET:
+    if not INTERPRET and dtype != tl.float32:
         scale = pair(scale, dtype)
     scale = tl.broadcast_to(scale[:, None], (N, W))
     if BITS == 4:
@@ -64,7 +64,7 @@ def _codes(bits: int) -> Tensor:
     return torch.stack([codes[row].roll(7 * row) for row in range(ROWS)]).to(torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])

@@ -21,24 +21,6 @@ def scale_and_zero(scale: Tensor, zero: Tensor) -> Tensor:
     return (zero.long() << 32) | low
 
 
-#: words of four codes within which `order_words` moves them
-WORDS = 8
-
-
-def order_words(codes: Tensor) -> Tensor:
-    """int8 codes [E, rows, K] as words int32 [E, rows, ceil(K / 32) * 8], in the order in which they are widened.
-
-    Byte b of word w of each 32 columns is column ``b % 2 * 16 + 2 * w + b // 2``; columns beyond K are zeros.
-    """
-    experts, rows, columns = codes.shape
-    units = -(-columns // (4 * WORDS))
-    words = torch.empty(experts, rows, units * WORDS, dtype=torch.int32, device=codes.device)
-    for out, one in zip(words, codes, strict=True):
-        whole = torch.nn.functional.pad(one, (0, units * 4 * WORDS - columns)).view(rows, units, 2, WORDS, 2)
-        out.view(torch.int8).view(rows, units, WORDS, 2, 2).copy_(whole.permute(0, 1, 3, 4, 2))
-    return words
-
-
 def nibble_half(group_size: int) -> int:
     """Columns of a step in lower nibbles, and in upper ones; ``group_size`` -1: scales by channel."""
     return 64 if group_size == -1 else min(group_size, 64)

@@ -37,7 +37,7 @@ from moe_core.quant_key import (
 from torch import Tensor
 
 from moe_int8.experts.rows import Int8RowExperts
-from moe_int8.kernels.wide_rule import wide_plan
+from moe_int8.kernels.w4a8_rule import w4a8_plan
 from moe_int8.layout import group_scales, nibble_half, pack_nibbles, row_sums, scaled_row_sums
 from moe_int8.sums import sum_reasons
 
@@ -130,14 +130,12 @@ class TritonW4A8Int8Experts(Int8RowExperts):
 
     def chosen_plan(self, num_tokens: int) -> TilePlan:
         config = self.config
-        return wide_plan(
+        return w4a8_plan(
             num_tokens,
             config.top_k,
             config.num_experts,
             config.hidden_size,
             config.intermediate_size,
-            gated=config.is_gated,
-            packed=True,
             stepwise=self.group_size != -1,
             capability=self.device_info.capability,
         )

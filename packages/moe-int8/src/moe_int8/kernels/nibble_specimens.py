@@ -13,7 +13,7 @@ from moe_core.gemm.rule import quantizes_while_loading
 from moe_core.jit.specimen import Specimen
 from torch import Tensor
 
-from moe_int8.kernels.wide_rule import wide_plan
+from moe_int8.kernels.w4a8_rule import w4a8_plan
 
 #: experts, top-k, hidden size, intermediate size
 _SHAPE = (128, 8, 2048, 768)
@@ -31,9 +31,7 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
     for group in (-1, 128, 64, 32):
         plans: dict[TilePlan, int] = {}
         for tokens in _TOKENS:
-            plan = wide_plan(
-                tokens, top_k, experts, hidden, size, packed=True, stepwise=group != -1, capability=target.capability
-            )
+            plan = w4a8_plan(tokens, top_k, experts, hidden, size, stepwise=group != -1, capability=target.capability)
             plans.setdefault(plan, tokens)
         name = f"w4a8 int8 {'channel' if group == -1 else group}"
         for number, (plan, tokens) in enumerate(plans.items()):

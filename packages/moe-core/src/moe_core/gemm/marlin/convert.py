@@ -13,6 +13,9 @@ from moe_core.gemm.marlin.scales import order_scales
 from moe_core.gemm.marlin.words import interleave, order_words
 from moe_core.quant_key import QuantKey
 
+#: turns two's complement of four bytes into codes that are 128 more, and back
+_SIGNS = -0x7F7F7F80
+
 
 @dataclass(frozen=True, eq=False)
 class Converted:
@@ -38,14 +41,19 @@ def convert_integers(
 ) -> Converted:
     """One of the two matrices of canonical weights; see :class:`moe_core.weights.MoEWeights` for the tensors.
 
-    ``columns`` K of the matrix; ``interleaved``: rows are gate and up; ``dtype`` of the activations.  float16 holds
-    scales relative to the largest of a row, whose power of two becomes a factor.  Beside zero points scales keep 14
-    bits of mantissa, all that a 16-bit type has.  With ``g_idx`` this waits for the device.
+    ``codes`` uint8, or int8 for 8-bit numbers in two's complement; ``columns`` K of the matrix; ``interleaved``: rows
+    are gate and up; ``dtype`` of the activations.  float16 holds scales relative to the largest of a row, whose power
+    of two becomes a factor.  Beside zero points scales keep 14 bits of mantissa, all that a 16-bit type has.  With
+    ``g_idx`` this waits for the device.
     """
     size = key.group_size
     if size not in (-1, 32, 64, 128):
         raise TensorError(f"groups of {size} columns are not read here, expected 32, 64, 128 or -1 (the whole row)")
     bits = key.dtype.bits
+    signed = codes.dtype is torch.int8
+    if signed and bits != 8:
+        raise TensorError(f"codes of {bits} bits are unsigned here, got {codes.dtype}")
+    codes = codes.view(torch.uint8) if signed else codes
     grouped = None
     if g_idx is not None and size != -1:
         grouped = group_columns(g_idx, size, scale.shape[2])
@@ -55,6 +63,8 @@ def convert_integers(
         zero_point = None if zero_point is None else _by_group(zero_point, grouped)
     else:
         words = order_words(codes, columns, bits, interleaved=interleaved)
+    if signed:
+        words.bitwise_xor_(_SIGNS)
     wide, factors = scale, None
     if dtype is torch.float16 and size != -1:
         wide, factors = _relative(scale.float())

@@ -134,7 +134,9 @@ def multiply_groups(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
     W: tl.constexpr = b.shape[1]
     BITS: tl.constexpr = 32 * W // a.shape[1]
-    scale = scale_of(b_scale) if INTERPRET else pair(scale_of(b_scale), a.dtype)
+    scale = scale_of(b_scale)
+    if not INTERPRET and a.dtype != tl.float32:
+        scale = pair(scale, a.dtype)
     scale = per_word(scale, W, W // 16)
     if b_scale.dtype == tl.int32:
         offset = per_word(zero_offset(zero_of(b_scale), BITS, a.dtype), W, W // 16)

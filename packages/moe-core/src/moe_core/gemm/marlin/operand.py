@@ -4,14 +4,15 @@
     scales        float32 [E, groups of K, rows]; beside zero points int32: the bits of a float32 whose last nine are 0,
                   and the zero point in their place.  Four bytes, so that they too are copied ahead of time.
     row factors   float32 [E, rows] that multiply finished sums, or None
-    activations   bfloat16 or float16 [rows, K]
+    activations   bfloat16, float16 or float32 [rows, K]
 
-The product is always transposed (SWAP): weights go from registers into the tensor cores.  Scales are applied
+The product is always transposed (SWAP): weights go from registers into the tensor cores, or beside float32 activations,
+for which there are none, into float32 multiplications.  Scales are applied
 
 - to the finished sum, where a row has one (`open_rows`, `finish_rows`);
 - to the sum of each step in float32, where a step is one group (`load_step`, `add_scaled_product`), which is exact and
   costs little beside few tokens;
-- to the numbers, rounded to 16 bits, otherwise (`load_groups`): half an instruction more for each number.
+- to the numbers, rounded to the activations' type, otherwise (`load_groups`): half an instruction more for each number.
 """
 
 from __future__ import annotations
@@ -184,10 +185,11 @@ def step_powers(words, LARGEST: tl.constexpr, dtype: tl.constexpr):
     """Scales [N, 4] of a step's groups of 32 columns, of `words` int32 [N] that hold a byte for each.
 
     A byte is LARGEST plus the exponent of a scale that is at most 1.  The result is a pair of `dtype` numbers in int32:
-    for bfloat16 the byte is the exponent's field, float16 has it less 224.  In the interpreter float32, the scale.
+    for bfloat16 the byte is the exponent's field, float16 has it less 224.  For float32, and in the interpreter, it is
+    the scale.
     """
     exponents = step_bytes(words)
-    if INTERPRET:
+    if INTERPRET or dtype == tl.float32:
         return (exponents << 23).to(tl.float32, bitcast=True) * 2.0 ** (127 - LARGEST)
     elif dtype == tl.float16:
         # what is 2^-23 and less of the largest becomes 0
@@ -203,7 +205,7 @@ def add_product(acc, numbers, x, STEPWISE: tl.constexpr):
     ptxas makes every `wgmma` wait for the one before where it cannot tell that nobody else sets a running sum
     meanwhile; a step's own product has none.  (As `fma`: Triton would turn a sum into a running one.)
     """
-    if INTERPRET:
+    if INTERPRET or x.dtype == tl.float32:
         # the interpreter multiplies bfloat16 as if it were integers
         return tl.dot(numbers, tl.trans(x.to(tl.float32)), acc, input_precision="ieee")
     elif STEPWISE:
@@ -216,7 +218,7 @@ def add_product(acc, numbers, x, STEPWISE: tl.constexpr):
 @triton.jit
 def add_scaled_product(acc, numbers, x, scale):
     """acc [N, M] + (numbers [N, K] @ x [M, K].T) * scale [N]."""
-    if INTERPRET:
+    if INTERPRET or x.dtype == tl.float32:
         return acc + tl.dot(numbers, tl.trans(x.to(tl.float32)), input_precision="ieee") * scale[:, None]
     else:
         return acc + tl.dot(numbers, tl.trans(x)) * scale[:, None]

@@ -30,17 +30,22 @@ def marlin_plan(
     intermediate_size: int,
     *,
     bits: int = 4,
+    dtype_bytes: int = 2,
     gated: bool = True,
     split: bool = True,
     capability: int = 90,
 ) -> TilePlan:
     """The plan for ``tokens`` x ``top_k`` pairs over ``num_experts`` (all of the layer, local or not).
 
-    ``bits`` of a code, 4 or 8; ``gated``: the up product has two halves; ``split``: programs may share k loops;
-    ``capability`` 90 for sm_90, 0 for no NVIDIA GPU.
+    ``bits`` of a code, 4 or 8; ``dtype_bytes`` of the activations, 2 or 4; ``gated``: the up product has two halves;
+    ``split``: programs may share k loops; ``capability`` 90 for sm_90, 0 for no NVIDIA GPU.
     """
     pairs = tokens * top_k
     mean = pairs / num_experts
+    if dtype_bytes == 4:
+        # no tensor cores: a small tile keeps the operands in registers
+        config = TileConfig(16, BLOCK_N, 8, 1, 1, swap=True)
+        return TilePlan(config, config)
     if capability < 90 or capability >= 120:
         # about 100 KB of shared memory per program
         rows, warps = (16, 4) if mean <= 12 else (32, 8) if mean <= 24 else (64, 8)

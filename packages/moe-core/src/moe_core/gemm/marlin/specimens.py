@@ -60,6 +60,7 @@ class _Kind:
             hidden,
             size,
             bits=self.bits,
+            dtype_bytes=self.dtype.itemsize,
             gated=self.gated,
             split=split,
             capability=capability,
@@ -79,6 +80,8 @@ _ONE_PLAN = (
     _Kind(shape=_ODD, gathered=True),
     _Kind(shape=_ODD, group=32, indexed=True, dtype=torch.float16),
     _Kind(batched=True, gathered=True),
+    _Kind(bits=8, group=-1, dtype=torch.float32),
+    _Kind(group=64, zero_points=True, dtype=torch.float32),
 )
 
 
@@ -102,7 +105,7 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
             yield Specimen(f"marlin {kind} {tokens}", partial(_layer, kind, plan, tokens), kind.max_spills)
     for kind in (*_EVERY_PLAN, *_ONE_PLAN):
         small = replace(kind, shape=_SMALL)
-        if not (kind.batched or kind.gathered or kind.indexed):
+        if not (kind.batched or kind.gathered or kind.indexed or kind.dtype is torch.float32):
             for one in (kind, small) if kind.bits == 4 else (small,):
                 yield Specimen(f"marlin vectors {one}", partial(_vectors, one, target.capability), _MAX_SPILLS_VECTORS)
 

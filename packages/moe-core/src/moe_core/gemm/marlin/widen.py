@@ -2,6 +2,8 @@
 
     widen(words [N, W] int32, offset, dtype) -> numbers [N, columns] of `dtype` (float32 in the interpreter), exact
 
+`dtype` is bfloat16 or float16, whose numbers are made in pairs by assembly, or float32.
+
 `offset` is what a type with zero points gets of them (`offsets`), else 0.  The two numbers of a 16-bit pair in a
 register are those that a thread of the tensor cores holds side by side, so that nothing moves between registers or
 threads; `moe_core.gemm.marlin.words` says which columns they are.
@@ -104,7 +106,7 @@ def pair(x, dtype: tl.constexpr):
 @triton.jit
 def zero_offset(zero, BITS: tl.constexpr, dtype: tl.constexpr):
     """What the functions with zero points get for float32 ones, which go up to 2^BITS."""
-    if INTERPRET:
+    if INTERPRET or dtype == tl.float32:
         return zero
     elif dtype == tl.float16:
         return pair(-1024.0 - zero, dtype)
@@ -140,7 +142,7 @@ def byte_columns(v0, v1, v2, v3):
 
 @triton.jit
 def _interpreted(words, zero, scale, BITS: tl.constexpr):
-    """As the asm does it, in float32; few operations, since the interpreter takes its time for each."""
+    """In float32; few operations, since the interpreter takes its time for each."""
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     CODES: tl.constexpr = 32 // BITS
@@ -236,7 +238,7 @@ def _byte_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.c
 @triton.jit
 def int8_values(words, dtype: tl.constexpr):
     """8-bit codes minus 128, as `byte_values`; float32 in the interpreter."""
-    if INTERPRET:
+    if INTERPRET or dtype == tl.float32:
         return (
             ((words >> 0) & 255).to(tl.float32) - 128.0,
             ((words >> 16) & 255).to(tl.float32) - 128.0,
@@ -251,7 +253,7 @@ def int8_values(words, dtype: tl.constexpr):
 @triton.jit
 def int4(words, dtype: tl.constexpr):
     """4-bit codes minus 8."""
-    if INTERPRET:
+    if INTERPRET or dtype == tl.float32:
         return _interpreted(words, 8.0, 1.0, 4)
     else:
         asm: tl.constexpr = _INT4_FLOAT16 if dtype == tl.float16 else _INT4_BFLOAT16
@@ -260,8 +262,8 @@ def int4(words, dtype: tl.constexpr):
 
 @triton.jit
 def int4_scaled(words, scale, dtype: tl.constexpr):
-    """`int4` times `scale` [N, W] (a pair of `dtype` in int32; float32 in the interpreter), rounded."""
-    if INTERPRET:
+    """`int4` times `scale` [N, W], rounded: a `pair` of `dtype`, or float32 where numbers are."""
+    if INTERPRET or dtype == tl.float32:
         return _interpreted(words, 8.0, scale[:, :, None], 4)
     else:
         asm: tl.constexpr = _INT4_FLOAT16_SCALED if dtype == tl.float16 else _INT4_BFLOAT16_SCALED
@@ -279,7 +281,7 @@ def int4_scaled(words, scale, dtype: tl.constexpr):
 @triton.jit
 def uint4(words, offset, dtype: tl.constexpr):
     """4-bit codes minus their zero points, of which `offset` [N, W] is made (`zero_offset`)."""
-    if INTERPRET:
+    if INTERPRET or dtype == tl.float32:
         return _interpreted(words, offset[:, :, None], 1.0, 4)
     else:
         asm: tl.constexpr = _UINT4_FLOAT16 if dtype == tl.float16 else _UINT4_BFLOAT16
@@ -297,7 +299,7 @@ def uint4(words, offset, dtype: tl.constexpr):
 @triton.jit
 def uint4_scaled(words, offset, scale, dtype: tl.constexpr):
     """`uint4` times `scale`, as `int4_scaled`."""
-    if INTERPRET:
+    if INTERPRET or dtype == tl.float32:
         return _interpreted(words, offset[:, :, None], scale[:, :, None], 4)
     else:
         asm: tl.constexpr = _UINT4_FLOAT16_SCALED if dtype == tl.float16 else _UINT4_BFLOAT16_SCALED
@@ -316,7 +318,7 @@ def uint4_scaled(words, offset, scale, dtype: tl.constexpr):
 @triton.jit
 def int8(words, dtype: tl.constexpr):
     """8-bit codes minus 128."""
-    if INTERPRET:
+    if INTERPRET or dtype == tl.float32:
         return _interpreted(words, 128.0, 1.0, 8)
     else:
         asm: tl.constexpr = _INT8_FLOAT16 if dtype == tl.float16 else _INT8_BFLOAT16
@@ -326,7 +328,7 @@ def int8(words, dtype: tl.constexpr):
 @triton.jit
 def int8_scaled(words, scale, dtype: tl.constexpr):
     """`int8` times `scale`, as `int4_scaled`."""
-    if INTERPRET:
+    if INTERPRET or dtype == tl.float32:
         return _interpreted(words, 128.0, scale[:, :, None], 8)
     else:
         asm: tl.constexpr = _INT8_FLOAT16_SCALED if dtype == tl.float16 else _INT8_BFLOAT16_SCALED
@@ -344,7 +346,7 @@ def int8_scaled(words, scale, dtype: tl.constexpr):
 @triton.jit
 def uint8(words, offset, dtype: tl.constexpr):
     """8-bit codes minus their zero points, as `uint4`."""
-    if INTERPRET:
+    if INTERPRET or dtype == tl.float32:
         return _interpreted(words, offset[:, :, None], 1.0, 8)
     else:
         asm: tl.constexpr = _UINT8_FLOAT16 if dtype == tl.float16 else _UINT8_BFLOAT16
@@ -362,7 +364,7 @@ def uint8(words, offset, dtype: tl.constexpr):
 @triton.jit
 def uint8_scaled(words, offset, scale, dtype: tl.constexpr):
     """`uint8` times `scale`, as `int4_scaled`."""
-    if INTERPRET:
+    if INTERPRET or dtype == tl.float32:
         return _interpreted(words, offset[:, :, None], scale[:, :, None], 8)
     else:
         asm: tl.constexpr = _UINT8_FLOAT16_SCALED if dtype == tl.float16 else _UINT8_BFLOAT16_SCALED

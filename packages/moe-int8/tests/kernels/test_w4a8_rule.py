@@ -1,0 +1,21 @@
+"""Launch parameters of W4A8: what split products leave has a place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_core.gemm.workspaces import row_workspaces
+from moe_int8.kernels.w4a8_rule import w4a8_plan
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("tokens", [1, 8, 100, 1000, 100000])
+@pytest.mark.parametrize("shape", [(8, 2, 4096, 14336), (256, 8, 7168, 256), (128, 6, 2688, 1856), (1, 1, 128, 128)])
+def test_parts_fit(shape, tokens, capability):
+    experts, top_k, hidden, size = shape
+    plan = w4a8_plan(tokens, top_k, experts, hidden, size, capability=capability)
+    specs = row_workspaces(torch.int8, tokens, top_k, experts, hidden, size, torch.bfloat16, kind="token")
+    (parts,) = (spec.shape[0] for spec in specs if spec.name == "parts")
+    pairs = tokens * top_k
+    assert plan.up.split == 1 or pairs * plan.up.split * 2 * size <= parts
+    assert plan.down.split == 1 or pairs * plan.down.split * hidden <= parts
