@@ -1,4 +1,4 @@
-"""For every test of the workspace: kernels run on the GPU where there is one, else in Triton's interpreter on the CPU."""
+"""For every test of the workspace: kernels run on the GPU where there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
