@@ -12,9 +12,7 @@ import torch
 from moe_core import kFp8DynamicTensorSym, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli import main
-from moe_core_cases import Cases, Tensors, relative, run
-from moe_core_checkpoints import write
-from moe_core_quantized import CONFIG, Experts
+from moe_core.testing.checkpoints import CONFIG, Cases, Experts, Tensors, relative, run, write
 from safetensors.torch import load_file
 from torch import Tensor
 

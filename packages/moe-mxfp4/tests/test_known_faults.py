@@ -35,15 +35,14 @@ from moe_core import (
     kMxfp8Static,
 )
 from moe_core.oracle import default_prepare_finalize
+from moe_core.testing.checkpoints import CONFIG, source, write
 from moe_core.testing.conformance import place_for
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.testing.harness import Place, one_thread
 from moe_core.testing.tolerance import expected_output
-from moe_core_checkpoints import write
-from moe_core_pairs import GPT_OSS, Experts, packed, plain
-from moe_core_quantized import CONFIG, source
 from moe_mxfp4 import Mxfp4MoeBackend, Mxfp4Oracle, select_mxfp4_moe_backend
 from moe_mxfp4.keys import ACTIVATIONS
+from moe_mxfp4_pairs import GPT_OSS, Experts, packed, plain
 
 DEVICES = ("cpu", "sm80", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx950")
 CLASSES = [experts for backend in Mxfp4Oracle().table() for experts in backend.load()]

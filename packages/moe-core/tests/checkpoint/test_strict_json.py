@@ -20,7 +20,8 @@ from moe_core.checkpoint.strict_json import (
     load_object,
     parse_object,
 )
-from moe_core_checkpoints import layer_tensors, write, write_index
+from moe_core.testing.checkpoints import write_index
+from moe_core_checkpoints import layer_tensors, write
 
 
 def refused(text: bytes, *parts: str) -> None:

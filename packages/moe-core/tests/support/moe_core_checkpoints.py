@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 from moe_core import FusedMoEConfig, MoEWeights, Scheme
 from moe_core.checkpoint import CheckpointFormat, LayerExperts, check_expert_tensor, load_stacked
+from moe_core.testing import checkpoints
 from moe_core_toys import ToyOracle
-from safetensors.torch import save_file
 from torch import Tensor
 
 E, TOP_K, K, N = 4, 2, 32, 16
@@ -66,36 +65,8 @@ def write(
     shards: int = 0,
     **changes: Any,
 ) -> Path:
-    """A folder with config.json and one file, or ``shards`` and an index.
-
-    ``changes``: entries of the config to replace; None removes one.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {**(CONFIG if config is None else config), **changes}
-    content = {key: value for key, value in content.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(content))
-    if not shards:
-        save_file(dict(tensors), folder / "model.safetensors")
-        return folder
-    weight_map = {}
-    names = list(tensors)
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        mine = names[shard::shards]
-        save_file({name: tensors[name] for name in mine}, folder / file)
-        weight_map |= dict.fromkeys(mine, file)
-    write_index(folder, weight_map)
-    return folder
-
-
-def write_index(folder: Path, weight_map: Mapping[str, Any]) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(weight_map)}))
-
-
-def raw_file(header: object, data: bytes = b"") -> bytes:
-    """A safetensors file with any header."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data
+    """A folder whose config.json is the one of this module by default; the rest as in the kit."""
+    return checkpoints.write(folder, tensors, CONFIG if config is None else config, shards=shards, **changes)
 
 
 class PlainFormat(CheckpointFormat):

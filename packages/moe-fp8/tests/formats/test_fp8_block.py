@@ -13,7 +13,7 @@ import torch
 from moe_core import CheckpointError, MoEActivation, kFp8Dynamic128Sym, kFp8Static128BlockSym
 from moe_core.checkpoint import Checkpoint, LayerSource, read_layer
 from moe_core.quantization import dequantize_weight
-from moe_core_checkpoints import write
+from moe_core.testing.checkpoints import write
 from moe_fp8.formats.fp8_block import Fp8BlockFormat
 from torch import Tensor
 

@@ -20,8 +20,7 @@ from moe_core.quant_key import (
     kMxfp8Dynamic,
     kMxfp8Static,
 )
-from moe_core_checkpoints import write
-from moe_core_quantized import (
+from moe_core.testing.checkpoints import (
     CONFIG,
     MX,
     NAMES,
@@ -36,6 +35,7 @@ from moe_core_quantized import (
     exponents,
     refused,
     source,
+    write,
 )
 from torch import Tensor
 

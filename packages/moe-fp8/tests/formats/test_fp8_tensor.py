@@ -9,7 +9,7 @@ import pytest
 import torch
 from moe_core import QuantKey
 from moe_core.quant_key import kFp8DynamicTensorSym, kFp8DynamicTokenSym, kFp8StaticTensorSym
-from moe_core_quantized import PER_TENSOR, PREFIX, Experts, check, refused, said_against, source
+from moe_core.testing.checkpoints import PER_TENSOR, PREFIX, Experts, check, refused, said_against, source
 from moe_fp8.formats.fp8_tensor import Fp8TensorFormat
 
 FP8 = {"quant_method": "fp8"}

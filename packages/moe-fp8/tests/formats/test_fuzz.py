@@ -1,12 +1,11 @@
-"""Folders with something changed: a MoEError, or the layer that they say, never anything else."""
+"""What the formats read, for the fuzzer."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-from moe_core_fuzz import fuzz
-from moe_core_quantized import CONFIG, MX, PER_CHANNEL, PER_TENSOR, Experts, Group, exponents
+from moe_core.testing.checkpoints import CONFIG, MX, PER_CHANNEL, PER_TENSOR, Experts, Group, exponents
+from moe_core.testing.fuzz import Folder, FuzzTests
 from torch import Tensor
 
 FLOAT8 = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}
@@ -64,8 +63,11 @@ def tensors_of(group: Group) -> dict[str, Tensor]:
 SIZES = {"hidden_size": 160, "moe_intermediate_size": 96}
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_mutated_folders(name: str, moe_fuzz: range) -> None:
+def folder(name: str) -> Folder:
     group, quantization = FORMATS[name]
     config = {**CONFIG, **SIZES, "quantization_config": quantization}
-    fuzz(name, moe_fuzz, tensors_of(group), config, shards=2 * (name == "blocks"))
+    return Folder(lambda: tensors_of(group), config, shards=2 * (name == "blocks"))
+
+
+class TestFuzz(FuzzTests):
+    folders = {name: folder(name) for name in FORMATS}

@@ -18,8 +18,7 @@ from moe_core.quant_key import (
     kMxfp8Dynamic,
     kMxfp8Static,
 )
-from moe_core_checkpoints import write
-from moe_core_quantized import (
+from moe_core.testing.checkpoints import (
     CONFIG,
     MX,
     PER_CHANNEL,
@@ -32,6 +31,7 @@ from moe_core_quantized import (
     refused,
     said_against,
     source,
+    write,
 )
 from moe_fp8.formats.modelopt import ModelOptFp8Format
 from torch import Tensor

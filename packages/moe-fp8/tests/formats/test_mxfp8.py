@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core.quant_key import kMxfp8Dynamic, kMxfp8Static
-from moe_core_quantized import MX, PREFIX, Experts, check, exponents, refused, said_against, source
+from moe_core.testing.checkpoints import MX, PREFIX, Experts, check, exponents, refused, said_against, source
 from moe_fp8.formats.mxfp8 import AutoRoundMxfp8Format, Mxfp8Format
 
 AUTO_ROUND = {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 8, "group_size": 32}

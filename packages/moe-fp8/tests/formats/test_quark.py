@@ -18,7 +18,7 @@ from moe_core.quant_key import (
     kMxfp8Dynamic,
     kMxfp8Static,
 )
-from moe_core_quantized import (
+from moe_core.testing.checkpoints import (
     MX,
     PER_CHANNEL,
     PER_TENSOR,

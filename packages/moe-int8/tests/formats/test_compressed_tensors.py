@@ -15,7 +15,7 @@ from moe_core.quant_key import (
     kInt8DynamicTokenSym,
     kInt8StaticChannelSym,
 )
-from moe_core_quantized import (
+from moe_core.testing.checkpoints import (
     PER_CHANNEL,
     PREFIX,
     E,

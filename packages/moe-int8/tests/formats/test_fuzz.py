@@ -1,13 +1,12 @@
-"""Folders with something changed: a MoEError, or the layer that they say, never anything else."""
+"""What the formats read, for the fuzzer."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-from moe_core_fuzz import fuzz
-from moe_core_quantized import CONFIG, PER_CHANNEL, Experts, int4_codes, int8_codes
+from moe_core.testing.checkpoints import CONFIG, PER_CHANNEL, Experts, int4_codes, int8_codes
+from moe_core.testing.fuzz import Folder, FuzzTests
 from torch import Tensor
 
 INT8 = {"type": "int", "num_bits": 8, "symmetric": True, "dynamic": False}
@@ -57,7 +56,9 @@ def tensors_of(name: str) -> dict[str, Tensor]:
     return Experts(group, hidden=128, inter=64, make=make).tensors(extra=extra)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_mutated_folders(name: str, moe_fuzz: range) -> None:
-    config = {**CONFIG, **SIZES, "quantization_config": FORMATS[name][2]}
-    fuzz(name, moe_fuzz, tensors_of(name), config)
+def folder(name: str) -> Folder:
+    return Folder(lambda: tensors_of(name), {**CONFIG, **SIZES, "quantization_config": FORMATS[name][2]})
+
+
+class TestFuzz(FuzzTests):
+    folders = {name: folder(name) for name in FORMATS}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from moe_core import CheckpointWarning
 from moe_core.quant_key import kInt8StaticChannelSym, kInt8StaticTensorSym
-from moe_core_quantized import PER_CHANNEL, PREFIX, Experts, check, int8_codes, refused, said_against, source
+from moe_core.testing.checkpoints import PER_CHANNEL, PREFIX, Experts, check, int8_codes, refused, said_against, source
 from moe_int8.formats.modelopt import ModelOptInt8Format
 from torch import Tensor
 

@@ -16,7 +16,7 @@ from moe_core.quant_key import (
     kInt8StaticTensorAsym,
     kInt8StaticTensorSym,
 )
-from moe_core_quantized import (
+from moe_core.testing.checkpoints import (
     PER_CHANNEL,
     PER_TENSOR,
     PREFIX,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from moe_core import QuantKey, kMxfp4Dynamic, kMxfp4DynamicDown, kMxfp8Dynamic, kMxfp8DynamicDown
-from moe_core_pairs import SIZES, Experts, check, packed
-from moe_core_quantized import PREFIX, refused, said_against, source
+from moe_core.testing.checkpoints import PREFIX, refused, said_against, source
 from moe_mxfp4.formats.auto_round import AutoRoundMxfp4Format
+from moe_mxfp4_pairs import SIZES, Experts, check, packed
 
 BASE = {
     "quant_method": "auto-round",

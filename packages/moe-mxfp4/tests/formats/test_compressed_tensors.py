@@ -15,9 +15,9 @@ from moe_core import (
     kMxfp4DynamicEven,
     kMxfp8Dynamic,
 )
-from moe_core_pairs import GPT_OSS, SIZES, Experts, check, packed
-from moe_core_quantized import PREFIX, refused, said_against, source
+from moe_core.testing.checkpoints import PREFIX, refused, said_against, source
 from moe_mxfp4.formats.compressed_tensors import CompressedTensorsMxfp4Format
+from moe_mxfp4_pairs import GPT_OSS, SIZES, Experts, check, packed
 
 
 def args(bits: int, strategy: str | None, **changes: Any) -> dict[str, Any]:

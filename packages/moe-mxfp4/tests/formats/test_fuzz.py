@@ -1,15 +1,14 @@
-"""Folders with something changed: a MoEError, or the layer that they say, never anything else."""
+"""What the formats read, for the fuzzer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from moe_core_fuzz import fuzz
-from moe_core_pairs import GPT_OSS, SIZES, Experts, packed, plain
-from moe_core_quantized import CONFIG
+from moe_core.testing.checkpoints import CONFIG
+from moe_core.testing.fuzz import Folder, FuzzTests
+from moe_mxfp4_pairs import GPT_OSS, SIZES, Experts, packed, plain
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
@@ -70,7 +69,8 @@ FORMATS: dict[str, tuple[Callable[[], Tensors], dict[str, Any], dict[str, Any]]]
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_mutated_folders(name: str, moe_fuzz: range) -> None:
-    make, sizes, quantization = FORMATS[name]
-    fuzz(name, moe_fuzz, make(), {**CONFIG, **sizes, "quantization_config": quantization})
+class TestFuzz(FuzzTests):
+    folders = {
+        name: Folder(make, {**CONFIG, **sizes, "quantization_config": quantization})
+        for name, (make, sizes, quantization) in FORMATS.items()
+    }

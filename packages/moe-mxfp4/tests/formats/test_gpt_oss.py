@@ -10,10 +10,9 @@ import pytest
 import torch
 from moe_core import ActivationParams, CheckpointWarning, MoEActivation
 from moe_core.checkpoint import Checkpoint, LayerSource, read_layer
-from moe_core_checkpoints import write
-from moe_core_pairs import GPT_OSS, SIZES, E, Experts, K, N, check, packed, plain
-from moe_core_quantized import CONFIG, PREFIX, refused, said_against, source
+from moe_core.testing.checkpoints import CONFIG, PREFIX, refused, said_against, source, write
 from moe_mxfp4.formats.gpt_oss import GptOssMxfp4Format
+from moe_mxfp4_pairs import GPT_OSS, SIZES, E, Experts, K, N, check, packed, plain
 from torch import Tensor
 
 QUANTIZATION = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router", "lm_head"]}

@@ -10,10 +10,9 @@ import pytest
 import torch
 from moe_core import QuantKey, kFp8DynamicTokenSym, kFp8StaticTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core_checkpoints import write
-from moe_core_pairs import SIZES, Experts, check, plain
-from moe_core_quantized import CONFIG, PREFIX, refused, said_against, source
+from moe_core.testing.checkpoints import CONFIG, PREFIX, refused, said_against, source, write
 from moe_mxfp4.formats.modelopt import ModelOptMxfp4Format
+from moe_mxfp4_pairs import SIZES, Experts, check, plain
 
 ALGORITHMS: dict[str, QuantKey | None] = {
     "mxfp4": kMxfp4Dynamic,

@@ -17,9 +17,9 @@ from moe_core import (
     kMxfp8DynamicDown,
     kMxfp8DynamicEven,
 )
-from moe_core_pairs import GPT_OSS, SIZES, Experts, check, plain
-from moe_core_quantized import PREFIX, refused, said_against, source
+from moe_core.testing.checkpoints import PREFIX, refused, said_against, source
 from moe_mxfp4.formats.quark import QuarkMxfp4Format
+from moe_mxfp4_pairs import GPT_OSS, SIZES, Experts, check, plain
 
 
 def spec(dtype: str, qscheme: str, **changes: Any) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from moe_core import kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym
-from moe_core_quantized import PREFIX, refused, said_against, source
-from moe_core_words import SIZES, Codes, Matrix, Tensors, auto_round, awq, check, gptq
+from moe_core.testing.checkpoints import PREFIX, refused, said_against, source
 from moe_wna16.formats.auto_round import AutoRoundFormat
+from moe_wna16_words import SIZES, Codes, Matrix, Tensors, auto_round, awq, check, gptq
 
 KEYS = {(4, True): kInt4Static, (4, False): kInt4StaticAsym, (8, True): kInt8Static, (8, False): kInt8StaticAsym}
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from moe_core import kInt4Static, kInt4StaticAsym
-from moe_core_quantized import PREFIX, refused, said_against, source
-from moe_core_words import SIZES, Codes, Matrix, Tensors, awq, check
+from moe_core.testing.checkpoints import PREFIX, refused, said_against, source
 from moe_wna16.formats.awq import AwqFormat
+from moe_wna16_words import SIZES, Codes, Matrix, Tensors, awq, check
 from torch import Tensor
 
 

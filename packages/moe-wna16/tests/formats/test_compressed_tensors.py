@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from moe_core import QuantKey, kFp8DynamicTokenSym, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym
-from moe_core_quantized import PREFIX, refused, said_against, source
-from moe_core_words import (
+from moe_core.testing.checkpoints import PREFIX, refused, said_against, source
+from moe_wna16.formats.compressed_tensors import CompressedTensorsWNA16Format
+from moe_wna16_words import (
     SIZES,
     Codes,
     Matrix,
@@ -23,7 +24,6 @@ from moe_core_words import (
     words_and_order,
     words_and_zeros,
 )
-from moe_wna16.formats.compressed_tensors import CompressedTensorsWNA16Format
 from torch import Tensor
 
 KEYS = {(4, True): kInt4Static, (4, False): kInt4StaticAsym, (8, True): kInt8Static, (8, False): kInt8StaticAsym}

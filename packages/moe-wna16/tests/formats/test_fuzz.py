@@ -1,15 +1,14 @@
-"""Folders with something changed: a MoEError, or the layer that they say, never anything else."""
+"""What the formats read, for the fuzzer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from moe_core_fuzz import fuzz
-from moe_core_quantized import CONFIG
-from moe_core_words import (
+from moe_core.testing.checkpoints import CONFIG
+from moe_core.testing.fuzz import Folder, FuzzTests
+from moe_wna16_words import (
     SIZES,
     Codes,
     Matrix,
@@ -89,7 +88,9 @@ def tensors_of(name: str) -> Tensors:
     return Codes(**arguments).tensors(writer)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_mutated_folders(name: str, moe_fuzz: range) -> None:
-    config = {**CONFIG, **SIZES, "quantization_config": FORMATS[name][2]}
-    fuzz(name, moe_fuzz, tensors_of(name), config)
+def folder(name: str) -> Folder:
+    return Folder(lambda: tensors_of(name), {**CONFIG, **SIZES, "quantization_config": FORMATS[name][2]})
+
+
+class TestFuzz(FuzzTests):
+    folders = {name: folder(name) for name in FORMATS}

@@ -18,10 +18,9 @@ from moe_core import (
     kInt8StaticAsym,
 )
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core_checkpoints import write
-from moe_core_quantized import CONFIG, PREFIX, refused, said_against, source
-from moe_core_words import SIZES, Codes, K, N, check, gptq, gptq_2, word
+from moe_core.testing.checkpoints import CONFIG, PREFIX, refused, said_against, source, write
 from moe_wna16.formats.gptq import GptqFormat
+from moe_wna16_words import SIZES, Codes, K, N, check, gptq, gptq_2, word
 from torch import Tensor
 
 KEYS = {(4, True): kInt4Static, (4, False): kInt4StaticAsym, (8, True): kInt8Static, (8, False): kInt8StaticAsym}

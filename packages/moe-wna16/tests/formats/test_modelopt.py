@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from moe_core import kInt4Static
-from moe_core_quantized import NAMES, PREFIX, refused, said_against, source
-from moe_core_words import SIZES, Codes, K, N, check, row_pairs
+from moe_core.testing.checkpoints import NAMES, PREFIX, refused, said_against, source
 from moe_wna16.formats.modelopt import ModelOptAwqFormat
+from moe_wna16_words import SIZES, Codes, K, N, check, row_pairs
 
 KEY = kInt4Static.with_group(1, 32).with_scale_dtype(torch.float32)
 CONFIG: dict[str, Any] = {

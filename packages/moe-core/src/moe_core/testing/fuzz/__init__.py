@@ -1,12 +1,15 @@
 """Checkpoint folders with something changed: refused, or right.
 
-    report = Fuzzer(Sample.of("my format", folder), tmp_path / "fuzz").run(range(1000))
+    class TestFuzz(FuzzTests):
+        folders = {"my format": Folder(my_tensors, {**CONFIG, "quantization_config": {"quant_method": "mine"}})}
 
-``pytest --moe-fuzz N`` gives the project's fuzz tests N seeds for each of their samples, and the fixture ``moe_fuzz``
-to tests of other packages.
+``pytest --moe-fuzz N`` makes N mutations of each; :class:`Fuzzer` does the same from anywhere:
+
+    report = Fuzzer(Sample.of("my format", folder), tmp_path / "fuzz").run(range(1000))
 """
 
 from moe_core.testing.fuzz.fuzzer import Failure, Fuzzer, Report, Sample
 from moe_core.testing.fuzz.mutations import mutated
+from moe_core.testing.fuzz.suite import Folder, FuzzTests, fuzz
 
-__all__ = ["Failure", "Fuzzer", "Report", "Sample", "mutated"]
+__all__ = ["Failure", "Folder", "FuzzTests", "Fuzzer", "Report", "Sample", "fuzz", "mutated"]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from moe_core import CheckpointError, QuantKey
-from moe_core.checkpoint import Checkpoint, CheckpointFormat, LayerSource, find_layer, read_layer
-from moe_core.quantization import dequantize_weight
-from moe_core_checkpoints import write
 from torch import Tensor
 
-E, K, N = 3, 320, 192  # partial blocks everywhere: 320 = 2.5 and 192 = 1.5 blocks of 128
+#: experts, hidden and intermediate size: partial blocks everywhere, 320 = 2.5 and 192 = 1.5 blocks of 128
+E, K, N = 3, 320, 192
 PREFIX = "model.layers.0.mlp.experts"
+#: config.json of these experts, but for its ``quantization_config``
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "num_experts": E,
@@ -26,13 +22,14 @@ CONFIG: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+#: shapes of the groups that share a scale: (rows, columns), -1 for all of them
 PER_TENSOR, PER_CHANNEL, MX = (-1, -1), (1, -1), (1, 32)
 
 Group = tuple[int, int]
 Tensors = dict[str, Tensor]
 
 
-def codes(rows: int, cols: int, generator: torch.Generator) -> Tensor:
+def float8_codes(rows: int, cols: int, generator: torch.Generator) -> Tensor:
     """Random finite e4m3 values."""
     raw = torch.randint(0, 256, (rows, cols), generator=generator, dtype=torch.uint8)
     return torch.where((raw & 0x7F) == 0x7F, 0, raw).to(torch.uint8).view(torch.float8_e4m3fn)
@@ -48,7 +45,7 @@ def int4_codes(rows: int, cols: int, generator: torch.Generator) -> Tensor:
     return torch.randint(-8, 8, (rows, cols), generator=generator, dtype=torch.int8)
 
 
-def grid(rows: int, cols: int, group: Group) -> tuple[int, int]:
+def _grid(rows: int, cols: int, group: Group) -> tuple[int, int]:
     row, col = (rows if group[0] == -1 else group[0]), (cols if group[1] == -1 else group[1])
     return -(-rows // row), -(-cols // col)
 
@@ -59,12 +56,16 @@ def exponents(scale: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
     return found if dtype is torch.uint8 else found.view(torch.float8_e8m0fnu)
 
 
-def plain(scale: Tensor) -> Tensor:
+def unchanged(scale: Tensor) -> Tensor:
+    """Scales as they are: float32 [rows, cols] of the grid of groups."""
     return scale
 
 
 class Experts:
-    """Experts whose scales are powers of two, which every scale type holds exactly."""
+    """Three experts whose scales are powers of two, which every scale type holds exactly.
+
+    ``group``: (rows, columns) that share a scale; ``make``: a matrix's codes, [rows, columns].
+    """
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Experts:
         gated: bool = True,
         hidden: int = K,
         inter: int = N,
-        make: Callable[[int, int, torch.Generator], Tensor] = codes,
+        make: Callable[[int, int, torch.Generator], Tensor] = float8_codes,
     ) -> None:
         generator = torch.Generator().manual_seed(1)
         self.group = group
@@ -82,7 +83,7 @@ class Experts:
         self.weights = [{n: make(*self.sizes[n], generator) for n in self.names} for _ in range(E)]
         self.scales = [
             {
-                n: torch.randint(-14, 15, grid(*self.sizes[n], group), generator=generator).float().exp2()
+                n: torch.randint(-14, 15, _grid(*self.sizes[n], group), generator=generator).float().exp2()
                 for n in self.names
             }
             for _ in range(E)
@@ -103,7 +104,7 @@ class Experts:
 
     def tensors(
         self,
-        store: Callable[[Tensor], Tensor] = plain,
+        store: Callable[[Tensor], Tensor] = unchanged,
         suffix: str = "weight_scale",
         names: dict[str, str] = NAMES,
         extra: dict[str, Tensor] | None = None,
@@ -140,44 +141,3 @@ class Experts:
             f"{PREFIX}.down_proj": flip(every(weights, "down")).view(dtype),
             f"{PREFIX}.down_proj{suffix}": store(flip(every(self.scales, "down"))),
         }
-
-
-def source(folder: Path, tensors: Tensors, quantization: dict[str, Any], **changes: Any) -> LayerSource:
-    """The layer of a folder with these tensors."""
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    written = write(folder, tensors, {**CONFIG, "quantization_config": quantization}, **changes)
-    return read_layer(Checkpoint.open(written))
-
-
-def check(found: LayerSource, experts: Experts, weight_key: QuantKey, activation_key: QuantKey | None) -> None:
-    """The layer loads under these keys to exactly the experts' values."""
-    assert (found.weight_key, found.activation_key) == (weight_key, activation_key)
-    weights = found.weights()
-    weights.validate(found.config, values=True)
-    assert (weights.weight_key, weights.activation_key) == (weight_key, activation_key)
-    assert weights.w13_scale is not None
-    assert weights.w2_scale is not None
-    w13, w2 = experts.values()
-    parts = 2 if found.config.is_gated else 1
-    assert torch.equal(dequantize_weight(weights.w13, weights.w13_scale, weight_key, parts=parts).double(), w13)
-    assert torch.equal(dequantize_weight(weights.w2, weights.w2_scale, weight_key).double(), w2)
-
-
-def refused(folder: Path, tensors: Tensors, quantization: dict[str, Any], *parts: str, **changes: Any) -> None:
-    """CheckpointError, when the layer is found or loaded, whose message has all ``parts``."""
-    with pytest.raises(CheckpointError) as caught:
-        source(folder, tensors, quantization, **changes).weights()
-    for part in parts:
-        assert part in str(caught.value)
-
-
-def said_against(adapter: CheckpointFormat, folder: Path, tensors: Tensors, quantization: dict[str, Any]) -> str:
-    """Why ``adapter`` doesn't read the layer: its reason, or the error of a config that is broken."""
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    checkpoint = Checkpoint.open(write(folder, tensors, {**CONFIG, "quantization_config": quantization}))
-    try:
-        reason = adapter.reason_against(checkpoint.quantization, find_layer(checkpoint))
-    except CheckpointError as error:
-        return str(error)
-    assert reason is not None
-    return reason

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moe_core.cli import main
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-Tensors = dict[str, Tensor]
+from moe_core.testing.checkpoints.experts import Tensors
 
 
 def relative(found: Tensor, reference: Tensor) -> float:
@@ -26,9 +24,15 @@ def routed(tensors: Tensors) -> Tensors:
 
 def run(folder: Path, inputs: Tensors, scratch: Path, dtype: str = "fp32") -> Tensor:
     """The output of ``moe run`` on ``inputs``."""
+    from safetensors.torch import load_file, save_file
+
+    from moe_core.cli import main
+
     save_file(inputs, scratch / "in.safetensors")
     files = ["--input", str(scratch / "in.safetensors"), "--output", str(scratch / "out.safetensors")]
-    assert main(["run", str(folder), "--dtype", dtype, *files]) == 0
+    code = main(["run", str(folder), "--dtype", dtype, *files])
+    if code:
+        raise AssertionError(f"moe run {folder} ends with {code}")
     return load_file(scratch / "out.safetensors")["output"]
 
 
@@ -49,6 +53,8 @@ class Cases:
 
     def tensors(self, case: str) -> Tensors:
         """Inputs and outputs."""
+        from safetensors.torch import load_file
+
         return load_file(self.path / case / "io.safetensors")
 
     def rewritten(
@@ -59,6 +65,8 @@ class Cases:
         change: Callable[[Tensors], Tensors] = dict,
     ) -> Path:
         """A copy of ``case`` with another quantization_config and other tensors; the router stays."""
+        from safetensors.torch import load_file, save_file
+
         config = json.loads((self.path / case / "config.json").read_text())
         if quantization is not None:
             config["quantization_config"] = quantization

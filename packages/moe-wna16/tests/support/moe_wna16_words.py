@@ -14,7 +14,7 @@ import torch
 from moe_core import QuantKey
 from moe_core.checkpoint import LayerSource
 from moe_core.quantization import dequantize_weight
-from moe_core_quantized import NAMES, PREFIX
+from moe_core.testing.checkpoints import NAMES, PREFIX
 from torch import Tensor
 
 E, K, N = 3, 96, 48

@@ -1,0 +1,61 @@
+"""Small checkpoints for tests of formats: experts with exact values, written as a tool writes them, and read back.
+
+experts = Experts((1, 32))                               # random codes, one scale for 32 columns of a row
+tensors = experts.tensors(suffix="weight_scale")         # under the names that the tool gives them
+check(source(tmp_path, tensors, {"quant_method": "mine"}), experts, weight_key, None)
+refused(tmp_path, tensors, {"quant_method": "mine", "bits": 3}, "bits is 3, expected 4 or 8")
+"""
+
+from moe_core.testing.checkpoints.experts import (
+    CONFIG,
+    MX,
+    NAMES,
+    PER_CHANNEL,
+    PER_TENSOR,
+    PREFIX,
+    E,
+    Experts,
+    Group,
+    K,
+    N,
+    Tensors,
+    exponents,
+    float8_codes,
+    int4_codes,
+    int8_codes,
+    unchanged,
+)
+from moe_core.testing.checkpoints.folders import raw_file, write, write_index
+from moe_core.testing.checkpoints.reading import check, refused, said_against, source
+from moe_core.testing.checkpoints.tool_outputs import Cases, relative, routed, run
+
+__all__ = [
+    "CONFIG",
+    "Cases",
+    "E",
+    "Experts",
+    "Group",
+    "K",
+    "MX",
+    "N",
+    "NAMES",
+    "PER_CHANNEL",
+    "PER_TENSOR",
+    "PREFIX",
+    "Tensors",
+    "check",
+    "exponents",
+    "float8_codes",
+    "int4_codes",
+    "int8_codes",
+    "raw_file",
+    "refused",
+    "relative",
+    "routed",
+    "run",
+    "said_against",
+    "source",
+    "unchanged",
+    "write",
+    "write_index",
+]

@@ -1,0 +1,71 @@
+"""Reading a folder that a test wrote: what the layer is, or why it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_core.checkpoint import Checkpoint, CheckpointFormat, LayerSource, find_layer, read_layer
+from moe_core.errors import CheckpointError
+from moe_core.quant_key import QuantKey
+from moe_core.quantization import dequantize_weight
+from moe_core.testing.checkpoints.experts import CONFIG, Experts, Tensors
+from moe_core.testing.checkpoints.folders import write
+
+
+def source(folder: Path, tensors: Tensors, quantization: Mapping[str, Any], **changes: Any) -> LayerSource:
+    """The layer of a folder with these tensors; ``changes``: entries of config.json."""
+    return read_layer(_opened(folder, tensors, quantization, **changes))
+
+
+def _opened(folder: Path, tensors: Tensors, quantization: Mapping[str, Any], **changes: Any) -> Checkpoint:
+    # tensors that share memory can't be stored
+    apart = {name: tensor.clone() for name, tensor in tensors.items()}
+    return Checkpoint.open(write(folder, apart, {**CONFIG, "quantization_config": quantization}, **changes))
+
+
+def check(found: LayerSource, experts: Experts, weight_key: QuantKey, activation_key: QuantKey | None) -> None:
+    """The layer loads under these keys to exactly the experts' values."""
+    weights = found.weights()
+    weights.validate(found.config, values=True)
+    asked = weight_key, activation_key
+    for what, keys in (
+        ("layer says", (found.weight_key, found.activation_key)),
+        ("layer loads", (weights.weight_key, weights.activation_key)),
+    ):
+        if keys != asked:
+            raise AssertionError(f"the {what} {keys[0]} with {keys[1]}, expected {asked[0]} with {asked[1]}")
+    for name, expected in zip(("w13", "w2"), experts.values(), strict=True):
+        parts = 2 if name == "w13" and found.config.is_gated else 1
+        scale = getattr(weights, f"{name}_scale")
+        values = dequantize_weight(getattr(weights, name), scale, weight_key, parts=parts).double()
+        if not torch.equal(values, expected):
+            count = int((values != expected).sum()) if values.shape == expected.shape else values.numel()
+            raise AssertionError(f"{count} of {values.numel()} values of {name} are not those that were written")
+
+
+def refused(folder: Path, tensors: Tensors, quantization: Mapping[str, Any], *parts: str, **changes: Any) -> None:
+    """CheckpointError, when the layer is found or loaded, whose message has all ``parts``."""
+    try:
+        source(folder, tensors, quantization, **changes).weights()
+    except CheckpointError as error:
+        missing = [part for part in parts if part not in str(error)]
+        if missing:
+            raise AssertionError(f"{missing} not in the error: {error}") from error
+    else:
+        raise AssertionError(f"the layer loads, expected a CheckpointError: {', '.join(parts)}")
+
+
+def said_against(adapter: CheckpointFormat, folder: Path, tensors: Tensors, quantization: Mapping[str, Any]) -> str:
+    """Why ``adapter`` doesn't read the layer: its reason, or the error of a config that is broken."""
+    checkpoint = _opened(folder, tensors, quantization)
+    try:
+        reason = adapter.reason_against(checkpoint.quantization, find_layer(checkpoint))
+    except CheckpointError as error:
+        return str(error)
+    if reason is None:
+        raise AssertionError(f"{adapter.name} reads the layer, expected a reason against it")
+    return reason
