@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import backends_document
+import results_document
 
 DOCS = Path(__file__).parent.parent / "docs"
-DOCUMENTS = {"backends.md": backends_document.text}
+DOCUMENTS = {"backends.md": backends_document.text, "performance.md": results_document.text}
 
 
 def main(argument: str) -> int:

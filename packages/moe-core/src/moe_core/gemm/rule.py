@@ -3,7 +3,7 @@
 The quantity that decides is the mean number of rows per expert.  With few, the call streams weights: tiles of 16 rows,
 transposed (`swap`), many steps in flight.  With many, it multiplies: tiles of 64 or 128 rows, whose columns are walked
 through by several row tiles together, so that weights and activations are found in L2.
-The figures behind the thresholds are in docs/performance.md.
+The figures behind the thresholds are in docs/design/scaled_mm.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The mean number of rows per expert decides.  With few, the call streams weights: tiles of 16 or 32 rows, and several
 programs share the k loop of a tile where tiles are too few.  With many, the tensor cores decide: the more rows a tile
 has, the more products a widened weight enters.  Every product is transposed (`swap`).
-The figures behind the thresholds are in docs/performance.md.
+The figures behind the thresholds are in docs/design/mixed_input.md.
 """
 
 from __future__ import annotations

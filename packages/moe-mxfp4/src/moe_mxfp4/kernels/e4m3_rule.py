@@ -2,7 +2,7 @@
 
 Every product is transposed (`swap`): weights go from registers into the tensor cores.  With few rows per expert the k
 loop of a tile is shared by programs, where tiles alone are too few for all multiprocessors; with many, the more rows a
-tile has, the more products a widened weight enters.  The figures behind the thresholds are in docs/performance.md.
+tile has, the more products a widened weight enters.  The figures behind the thresholds are in docs/design/scaled_mm.md.
 """
 
 from __future__ import annotations

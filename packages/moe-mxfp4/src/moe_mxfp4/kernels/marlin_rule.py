@@ -1,7 +1,7 @@
 """Launch parameters of e2m1 weights with 16-bit activations: the family's rule, and where they differ.
 
 A number takes more instructions to widen than an integer, so that tiles with more rows pay sooner.  The figures are in
-docs/performance.md.
+docs/design/mixed_input.md.
 """
 
 from __future__ import annotations

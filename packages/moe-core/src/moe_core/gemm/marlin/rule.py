@@ -5,7 +5,7 @@ programs share the k loop of a tile where tiles are too few.  With many, the ten
 has, the more products a widened weight enters.  Every product is transposed (`swap`).  Tiles of 4-bit words have 128
 rows of weights and four warps: the 16-bit numbers of more do not fit their registers.  8-bit words take twice the
 shared memory: tiles of 128 rows of activations would leave one program of four warps on a multiprocessor, and get 256
-rows of weights and eight warps, or two steps in flight.  The figures behind the thresholds are in docs/performance.md.
+rows of weights and eight warps, or two steps in flight.  Figures behind the thresholds: docs/design/mixed_input.md.
 """
 
 from __future__ import annotations

@@ -1,0 +1,153 @@
+"""Documents: links lead somewhere, lines can be read, and tables of results say what was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import add_results
+import pytest
+import results_document
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "packages/*/*.md", "examples/*/*.md")
+    for path in ROOT.glob(pattern)
+    if path.name != "introduction.md"  # a part of docs/performance.md, from where its links lead
+)
+WRITTEN = [path for path in DOCUMENTS if path.name in ("backends.md", "performance.md")]
+
+
+def anchors(path: Path) -> set[str]:
+    """The fragments of a document's headings."""
+    return {
+        results_document.anchor(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading))
+        for heading in re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        name, _, fragment = link.partition("#")
+        target = path.parent / name if name else path
+        if not link.startswith("http") and not (target.exists() and (not fragment or fragment in anchors(target))):
+            wrong.append(link)
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.name)
+def test_written_documents_have_lines_that_can_be_read(path: Path) -> None:
+    assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 300
+
+
+def test_mentioned_documents_are_there() -> None:
+    """Comments send a reader to figures; the file must be there."""
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in (*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("benchmarks/*.py"))
+        for name in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8"))
+        if not (ROOT / name).exists()
+    }
+    assert not missing
+
+
+# ----------------------------------------------------------------- results
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """A small run as a file."""
+    run = {
+        "title": "FP8, blocks",
+        "run": {"date": "2026-11-21", "commit": "abc", "hardware": "a GPU", "software": "torch"},
+        "unit": "µs",
+        "implementations": {"moe": "ours", "peer": "Peer", "floor": "floor"},
+        "results": [
+            {"column": "a", "peer": "moe", "points": {"1": 10.0, "32": 20.0}},
+            {"column": "a", "peer": "peer", "points": {"1": 20.0, "32": 10.0}},
+            {"column": "b", "peer": "moe", "points": {"1": 10.0}},
+            {"column": "b", "peer": "peer", "points": {"1": 80.0, "32": 10.0}},
+            {"column": "b", "peer": "floor", "points": {"1": 5.0}},
+        ],
+        **changes,
+    }
+    path = folder / "fp8-run.json"
+    path.write_text(add_results.dumped(run), encoding="utf-8")
+    assert json.loads(path.read_text(encoding="utf-8")) == run
+    return path
+
+
+def test_a_run_is_compared_cell_by_cell(tmp_path: Path) -> None:
+    run = results_document.load(written(tmp_path))
+    assert results_document.ratios(run, "peer") == {1: [2.0, 8.0], 32: [0.5]}
+    assert results_document.overall(run, "peer") == (pytest.approx(2.0), 0.5)
+    text = results_document.section(run)
+    assert "| 32 | 20 / 10 | – / 10 |" in text  # the floor is no time of anybody's
+    assert "| Peer | **2.00** | 0.50 | 4.00 | 0.50 |" in text
+    assert "| floor | **0.50** | 0.50 | 0.50 | – |" in text
+    assert "2026-11-21, commit abc; a GPU; torch." in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"implementations": {"moe": "ours"}}, "implementations do not name it"),
+        ({"results": [{"column": "a", "peer": "moe", "points": {}}] * 2}, "stands twice"),
+        ({"run": {"date": "2026-11-21", "commit": "abc", "software": ""}}, "run says nothing of hardware"),
+        ({"titel": ""}, "missing or unknown: titel"),
+    ],
+)
+def test_a_run_that_leaves_something_open_is_refused(tmp_path: Path, changes: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        results_document.load(written(tmp_path, **changes))
+
+
+def test_a_benchmarks_file_becomes_a_run(tmp_path: Path) -> None:
+    """Names that a reader gave stay; times, versions and floors come from the benchmark."""
+    point = {"M": 1, "us": 12.3456, "us_min": 12.0, "weight_bytes": 43.5e6, "io_bytes": 0, "flops": 1300e6}
+    slow = point | {"M": 4096, "us": 15000.0, "flops": 26e9}
+    failed = {"M": 8, "error": "out of memory"}
+    case = {"shape": "a", "scheme": "fp8_block", "own": True}
+    data = {
+        "meta": {"started": "2026-12-01 10:00", "gpu": "H200", "python": "3.12.3", "versions": {"torch": "2.11.0"}},
+        "results": [
+            case | {"peer": "vllm_triton", "points": [point | {"us": 20.0}]},
+            case | {"peer": "moe", "points": [point, failed, slow]},
+            case | {"peer": "vllm_other", "points": [point]},
+            {"key": "a/fp8_block/broken", "error": "died", "peer": "moe_broken", "shape": "a", "scheme": "fp8_block"},
+        ],
+    }
+    old = results_document.load(written(tmp_path, notes=["old"]))
+    run = add_results.added(data, old, "", "moe|triton", "def")
+    assert run["title"] == "FP8, blocks"
+    assert run["implementations"] == {"moe": "ours", "vllm_triton": "vllm triton", "floor": "floor"}
+    assert run["run"] == {
+        "date": "2026-12-01",
+        "commit": "def",
+        "hardware": "H200",
+        "software": "Python 3.12.3, torch 2.11.0",
+    }
+    assert run["results"] == [
+        {"column": "a", "peer": "moe", "points": {"1": 12.35, "4096": 15000.0}},
+        {"column": "a", "peer": "vllm_triton", "points": {"1": 20.0}},
+        {"column": "a", "peer": "floor", "points": {"1": 10.0, "4096": 20.0}},
+    ]
+    assert "notes" not in run
+    with pytest.raises(ValueError, match="no implementation with a time matches 'none'"):
+        add_results.added(data, old, "", "none", "def")
+
+
+def test_host_times_of_several_schemes_become_columns_of_one_run() -> None:
+    data = [
+        {"shape": "a", "scheme": scheme, "peer": peer, "M": 1, "us": 100.0, "p10": 90.0}
+        for scheme in ("fp8_block", "mxfp4")
+        for peer in ("vllm", "moe_fp8")
+    ]
+    run = add_results.added(data, {}, "Host time", "", "def")
+    assert list(run["implementations"]) == ["moe_fp8", "vllm"]
+    assert {result["column"] for result in run["results"]} == {"a fp8_block", "a mxfp4"}

@@ -1,0 +1,143 @@
+"""Brings a benchmark's results into docs/results, from where docs/performance.md is written.
+
+    python tools/add_results.py RUN.json docs/results/NAME.json [--title TEXT] [--peers REGEX] [--commit HASH]
+
+RUN.json is what the fused-MoE benchmark writes (``bench.py --out``), or a list of {shape, scheme, peer, M, us} as its
+``host.py`` writes.  A file that is there keeps its title, its implementations' names and the benchmark that it names;
+its notes, which were about the earlier figures, are printed and left out.  Then: ``nox -s docs -- --write``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from results_document import FLOOR, ROOT, load
+
+#: what the device reaches: bytes per microsecond, and operations per microsecond by scheme
+READ = 4.35e6
+RATES = {"bf16": 790e6, "int4_g128": 790e6, "mxfp4": 790e6}
+RATE = 1300e6
+
+
+def rows(data: Any, pattern: str) -> list[dict[str, Any]]:
+    """Every time that was measured: shape, scheme, peer, M, us, and floor where it is known."""
+    if isinstance(data, list):
+        found = data
+    else:
+        found = [
+            {**{name: result[name] for name in ("shape", "scheme", "peer")}, **point}
+            for result in data["results"]
+            for point in result.get("points", [])
+            if "us" in point
+        ]
+    return [row for row in found if re.search(pattern, row["peer"])]
+
+
+def floor(row: dict[str, Any]) -> float | None:
+    """The least time that a row's bytes and operations take, in microseconds."""
+    if not {"weight_bytes", "io_bytes", "flops"} <= row.keys():
+        return None
+    operations = row["flops"] / RATES.get(row["scheme"], RATE)
+    return float(max((row["weight_bytes"] + row["io_bytes"]) / READ, operations))
+
+
+def results(measured: list[dict[str, Any]], implementations: dict[str, str]) -> list[dict[str, Any]]:
+    """The rows by column and implementation, in the implementations' order, floors behind them."""
+    several = len({row["scheme"] for row in measured}) > 1
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in measured:
+        column = f"{row['shape']} {row['scheme']}" if several else row["shape"]
+        found.setdefault((column, row["peer"]), {})[str(row["M"])] = round(row["us"], 2)
+        least = floor(row)
+        if least is not None:
+            found.setdefault((column, FLOOR), {})[str(row["M"])] = round(least, 2)
+    order = [*implementations, FLOOR]
+    columns = list(dict.fromkeys(column for column, _ in found))
+    places = sorted(found, key=lambda place: (columns.index(place[0]), order.index(place[1])))
+    return [{"column": column, "peer": peer, "points": found[column, peer]} for column, peer in places]
+
+
+def software(meta: dict[str, Any]) -> str:
+    """Versions, as a run's file says them."""
+    versions = {"Python": meta.get("python", ""), **meta.get("versions", {})}
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+
+
+def head() -> str:
+    """The commit that is checked out; "+" behind it where files differ from it."""
+    ask = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def dumped(run: dict[str, Any]) -> str:
+    """JSON with one line for each result, row and note."""
+    lines = []
+    for name, value in run.items():
+        if isinstance(value, list):
+            inner = ",\n".join("  " + json.dumps(item, ensure_ascii=False) for item in value)
+            lines.append(f" {json.dumps(name)}: [\n{inner}\n ]")
+        else:
+            lines.append(f" {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def added(data: Any, old: dict[str, Any], title: str, pattern: str, commit: str) -> dict[str, Any]:
+    """The content of a file of docs/results from a benchmark's."""
+    measured = rows(data, pattern)
+    if not measured:
+        raise ValueError(f"no implementation with a time matches {pattern!r}")
+    meta = {} if isinstance(data, list) else data["meta"]
+    names = dict.fromkeys(row["peer"] for row in measured)
+    known = {name: label for name, label in old.get("implementations", {}).items() if name in names}
+    # ours first: the first is compared with the others
+    new = sorted(names.keys() - known.keys(), key=lambda name: (not name.startswith("moe"), name))
+    implementations = known | {name: name.replace("_", " ") for name in new}
+    found = results(measured, implementations)
+    if any(result["peer"] == FLOOR for result in found):
+        implementations[FLOOR] = FLOOR
+    before = old.get("run", {})
+    run = {
+        "date": meta.get("started", before.get("date", ""))[:10],
+        "commit": commit,
+        "hardware": meta.get("gpu", before.get("hardware", "")),
+        "software": software(meta) or before.get("software", ""),
+    }
+    if "benchmark" in before:
+        run["benchmark"] = before["benchmark"]
+    return {
+        "title": title or old["title"],
+        "run": run,
+        "unit": old.get("unit", "µs"),
+        "implementations": implementations,
+        "results": found,
+    }
+
+
+def main() -> int:
+    """Writes the file; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--title", default="")
+    parser.add_argument("--peers", default="", help="regular expression on implementations' names")
+    parser.add_argument("--commit", default="", help="what was measured, if not what is checked out")
+    arguments = parser.parse_args()
+    old = load(arguments.target) if arguments.target.exists() else {}
+    if not old and not arguments.title:
+        parser.error(f"{arguments.target} is new: it needs a --title")
+    data = json.loads(arguments.source.read_text(encoding="utf-8"))
+    new = added(data, old, arguments.title, arguments.peers, arguments.commit or head())
+    arguments.target.write_text(dumped(new), encoding="utf-8")
+    for note in old.get("notes", []):
+        print(f"left out: {note}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
