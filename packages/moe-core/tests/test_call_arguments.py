@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +81,9 @@ def test_a_compiled_graph_refuses_another_width_too(fullgraph: bool) -> None:
         return layer.kernel.apply(x * 1.0, topk_weights=weights, topk_ids=ids)
 
     for function, named in ((through_layer, [torch.zeros(10, 6)]), (through_kernel, routing(10).values())):
-        torch._dynamo.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own modules, which this imports
+            torch.compiler.reset()
         compiled = torch.compile(function, fullgraph=fullgraph, backend="aot_eager")
         with pytest.raises(TensorError, match="K = 16 is the layer's hidden size"):
             compiled(X.reshape(10, 8), *named)

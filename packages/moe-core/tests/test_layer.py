@@ -172,8 +172,10 @@ def test_an_adapter_is_loaded_whole_or_not_at_all() -> None:
             adapters.load(place, **new)  # type: ignore[arg-type]
 
 
-def test_more_adapters_than_memory_holds_are_refused() -> None:
+def test_more_adapters_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before memory is asked for: a system that overcommits would grant it."""
     config = replace(CONFIG, is_lora_enabled=True, max_loras=10**9)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: pytest.fail("memory was asked for"))
     with pytest.raises(ConfigError, match=r"max_loras=1000000000 adapters of rank max_lora_rank=16 take .* GiB on cpu"):
         LoRAWeights.zeros(config, "cpu")
 

@@ -111,7 +111,7 @@ def test_ctrl_c_ends_a_program_while_it_imports_a_plugin(tmp_path: Path) -> None
         "from importlib.metadata import EntryPoint\nfrom moe_core import Registry\n"
         "Registry(lambda group: [EntryPoint('slow', 'slow_plugin:X', group)]).schemes()\nprint('went on')"
     )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     command = [sys.executable, "-c", code]
     child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None

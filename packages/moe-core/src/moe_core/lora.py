@@ -12,6 +12,7 @@ part of B here.)
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
@@ -37,6 +38,14 @@ def lora_shapes(config: FusedMoEConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _physical_memory() -> float:
+    """Bytes of this machine; infinity where the system does not tell."""
+    try:
+        return float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return math.inf
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LoRAWeights(TensorRecord):
     """Places for L adapters of one layer's local experts, each of rank R at most.
@@ -59,12 +68,15 @@ class LoRAWeights(TensorRecord):
     def zeros(config: FusedMoEConfig, device: torch.device | str) -> LoRAWeights:
         """Places for adapters that add nothing yet.  Raises ConfigError where ``device`` has no room for so many."""
         shapes, where = lora_shapes(config), as_torch_device(device)
+        size = sum(math.prod(shape) for shape in shapes.values()) * config.dtype.itemsize
         try:
+            # a system that overcommits grants any amount, and ends the process where it is written
+            if where.type == "cpu" and size > _physical_memory():
+                raise MemoryError
             return LoRAWeights(
                 **{name: torch.zeros(shape, dtype=config.dtype, device=where) for name, shape in shapes.items()}
             )
         except (RuntimeError, MemoryError, OverflowError) as error:
-            size = sum(math.prod(shape) for shape in shapes.values()) * config.dtype.itemsize
             raise ConfigError(
                 f"max_loras={config.max_loras} adapters of rank max_lora_rank={config.max_lora_rank} take "
                 f"{size / 2**30:,.1f} GiB on {where}, which has no room for them"
