@@ -19,6 +19,7 @@ from moe_fp8.kernels.marlin_e4m3 import e4m3_functions
 
 COLUMNS, ROWS = 256, 128
 FEW, MANY = TileConfig(16, 128, 4, 2, swap=True), TileConfig(64, 128, 4, 2, swap=True)
+WIDE = TileConfig(64, 256, 8, 2, swap=True)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
@@ -31,13 +32,14 @@ def widened(
     config: TileConfig = FEW,
     x: float = 1.0,
 ) -> torch.Tensor:
-    """float32 [ROWS, COLUMNS]: what the product makes of weights [ROWS, COLUMNS] and unit vectors times ``x``."""
+    """float32 [rows, COLUMNS]: what the product makes of weights [rows, COLUMNS] and unit vectors times ``x``."""
     found = convert_e4m3(codes.to(device)[None], scale.to(device)[None], key)
-    matrix = MarlinMatrix(found.words, 8, ROWS, COLUMNS, found.group_size, found.scales, found.factors)
+    count = codes.shape[0]
+    matrix = MarlinMatrix(found.words, 8, count, COLUMNS, found.group_size, found.scales, found.factors)
     workspace = Workspace(device).take(order_workspaces(COLUMNS, COLUMNS, 1, False))
     ids = torch.zeros(COLUMNS, 1, dtype=torch.int32, device=device)
     rows = (x * torch.eye(COLUMNS)).to(dtype).to(device)
-    y = torch.empty(COLUMNS, ROWS, device=device)
+    y = torch.empty(COLUMNS, count, device=device)
     grouped_product(
         TileFunctions(operand.open_activations, operand.load_activations, *e4m3_functions(matrix, config)),
         config,
@@ -105,6 +107,36 @@ def test_blocks_of_zeros_do_not_count(dtype: torch.dtype, config: TileConfig, de
     scale = torch.tensor([[2.0**127, 2.0**-20]])
     found = widened(codes.to(torch.float8_e4m3fn), scale, kFp8Static128BlockSym, dtype, device, config)
     assert torch.equal(found, codes * 2.0**-20)
+
+
+@pytest.mark.parametrize("config", [FEW, MANY, WIDE], ids=["few", "many", "wide"])
+@pytest.mark.parametrize("block", [(128, 128), (64, 128), (64, 64), (128, 64)], ids=str)
+def test_every_block_has_its_scale(block: tuple[int, int], config: TileConfig, device: torch.device) -> None:
+    """Powers of two; the last row of blocks is not whole."""
+    rows = 300
+    scale = torch.exp2(torch.arange(-(-rows // block[0]) * (COLUMNS // block[1])).float() - 3)
+    scale = scale.view(-1, COLUMNS // block[1])
+    key = kFp8Static128BlockSym.with_group(*block)
+    ones = torch.ones(rows, COLUMNS).to(torch.float8_e4m3fn)
+    found = widened(ones, scale, key, torch.bfloat16, device, config)
+    expected = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("rows", [64, 128], ids=str)
+def test_gate_and_up_of_a_tile_have_a_pair_of_scales(rows: int) -> None:
+    """Each half has its own last block, and 128 rows of words have 64 of each half."""
+    half, groups = 200, 3
+    scale = torch.rand(1, 2 * -(-half // rows), groups) + 0.5
+    ones = torch.ones(1, 2 * half, groups * 128).to(torch.float8_e4m3fn)
+    found = convert_e4m3(ones, scale, kFp8Static128BlockSym.with_group(rows, 128), gated=True)
+    assert found.factors is not None
+    tiles = found.scales.view(1, 4, groups + 1, 2)[0, :, :groups]
+    factors = found.factors[0].view(-1, 2, 8)[:, :, 0]
+    gate, up = scale[0].chunk(2)
+    for tile in range(4):
+        assert torch.equal(tiles[tile, :, 0] * factors[8 * tile, 0], gate[64 * tile // rows])
+        assert torch.equal(tiles[tile, :, 1] * factors[8 * tile, 1], up[64 * tile // rows])
 
 
 @DTYPES

@@ -15,6 +15,8 @@ from moe_core.quant_key import GroupShape, QuantKey, kMxfp8Static
 from torch import Tensor
 from torch.nn import functional as F
 
+#: rows of a half that a scale of blocks is kept for: every block has a multiple
+_ROWS = 64
 #: the byte of a row's largest MXFP8 scale: a bfloat16 exponent of 120
 _LARGEST = 247
 
@@ -40,12 +42,17 @@ def convert_e4m3(weights: Tensor, scale: Tensor, key: QuantKey, *, gated: bool =
     power = torch.exp2(exponent.float() - 1)
     # each part has its own last row of blocks
     factors = _repeat(power[:, :, None], shape.row, rows // parts, parts)[:, :, 0]
-    scales = _repeat(wide / power[:, :, None], shape.row // 8, -(-(rows // parts) // 8), parts)
-    if gated:
-        factors = interleave(factors)
-        experts, turns, groups = scales.shape
-        scales = scales.view(experts, 2, turns // 2, groups).transpose(1, 2).flatten(1, 2)
-    return Converted(words, scales.transpose(1, 2).contiguous(), shape.col, factors)
+    scales = _repeat(wide / power[:, :, None], shape.row // _ROWS, -(-(rows // parts) // _ROWS), parts)
+    return Converted(words, _in_pairs(scales, gated), shape.col, interleave(factors) if gated else factors)
+
+
+def _in_pairs(scales: Tensor, gated: bool) -> Tensor:
+    """[E, rows of blocks, groups] as `moe_fp8.kernels.marlin_e4m3` reads them: a pair for every 128 rows of words."""
+    experts, count, groups = scales.shape
+    scales = F.pad(scales, (0, groups % 2, 0, count % 2))
+    shape = (experts, 2, -1, groups + groups % 2) if gated else (experts, -1, 2, groups + groups % 2)
+    pairs = scales.view(shape).movedim(1 if gated else 2, 3)
+    return pairs.flatten(2).contiguous()
 
 
 def _by_row(values: Tensor, gated: bool) -> Tensor:

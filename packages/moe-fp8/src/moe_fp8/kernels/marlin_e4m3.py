@@ -4,7 +4,8 @@ An e4m3 byte shifted into the place of a 16-bit number's exponent is that number
 (float16), subnormals included; one multiplication makes it exact, and the same one applies a scale.  Scales are
 
     per row       float32 [E, 1, rows], for the finished sum
-    per block     float32 [E, groups of 128 or 64 columns, eights of rows]: no block parts a turn of 8 rows
+    per block     float32 [E, tiles of 128 rows, 2 * groups of 128 or 64 columns]: a pair for each group, of 64 rows
+                  each: gate and up where these lie in turns, else one half of the tile and the other
     MXFP8         int32 [E, steps of 128 columns, rows], the bytes of a step's four groups: 247 + exponent
 
 The last two are relative to powers of two, one for each row, that multiply its finished sum (`MarlinMatrix.factors`):
@@ -43,8 +44,8 @@ from moe_core.jit.casts import INTERPRET
 
 # the byte of a row's largest MXFP8 scale, as `convert_e4m3` makes it
 LARGEST = tl.constexpr(247)
-# rows that share a scale per block, at least
-TURN = tl.constexpr(8)
+# rows of words to which a pair of scales per block belongs
+PAIR_ROWS = tl.constexpr(128)
 
 
 def _widening(*, float16: bool, scaled: bool) -> tl.constexpr:
@@ -124,14 +125,56 @@ def e4m3_scaled(words, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def open_turns(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_groups`, for scales of 8 rows each."""
-    words, scales, factors, stride_e, stride_n, scale_e, scale_g, factor_e, groups = B
+def _second(BLOCK_N: tl.constexpr, TURNS: tl.constexpr):
+    """[BLOCK_N]: which rows have the second scale of a pair."""
+    row = tl.arange(0, BLOCK_N)
+    # rows of gate and up are in turns of 8
+    return row // (8 if TURNS else PAIR_ROWS // 2) % 2
+
+
+@triton.jit
+def _open_blocks(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr, TURNS: tl.constexpr):
+    words, scales, factors, stride_e, stride_n, scale_e, scale_t, factor_e, _ = B
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
-    columns = half * N + n + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, BLOCK_N)
     base = expert.to(tl.int64)
-    scale = scales + base * scale_e + columns // TURN
-    return rows, inside, first, scale, scale_g, groups, factors + base * factor_e + columns
+    pair = scales + base * scale_e + n // PAIR_ROWS * scale_t
+    scale = pair + row // PAIR_ROWS * scale_t + _second(BLOCK_N, TURNS)
+    return rows, inside, first, scale, 2, scale_t // 2, factors + base * factor_e + n + row, pair
+
+
+@triton.jit
+def open_turns(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_groups`, for scales of blocks and rows of gate and up in turns; besides a pointer to the first pair."""
+    return _open_blocks(B, expert, half, n, N, BLOCK_N, True)
+
+
+@triton.jit
+def open_blocks(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_turns`, for other rows."""
+    return _open_blocks(B, expert, half, n, N, BLOCK_N, False)
+
+
+@triton.jit
+def _load_pair(state, k, TURNS: tl.constexpr):
+    """Scales [BLOCK_N] of step k, of two scalars: vectors would pass through shared memory and take registers."""
+    BLOCK_N: tl.constexpr = state[1].shape[0]
+    tl.static_assert(BLOCK_N == PAIR_ROWS, "a tile has one pair of scales")
+    return tl.where(_second(BLOCK_N, TURNS) == 0, tl.load(state[7] + 2 * k), tl.load(state[7] + 2 * k + 1))
+
+
+@triton.jit
+def load_turns(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step that is one group, and the scales [BLOCK_N] of its blocks of gate and up."""
+    scale = _load_pair(state, k, True)
+    return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), scale
+
+
+@triton.jit
+def load_block(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """As `load_turns`, for other rows."""
+    scale = _load_pair(state, k, False)
+    return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), scale
 
 
 @triton.jit
@@ -141,15 +184,15 @@ def load_rows(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, 
 
 
 @triton.jit
-def load_group(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of a step, and its scales [BLOCK_N]: float32, or int32 with MXFP8's four."""
+def load_powers(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step, and int32 [BLOCK_N] with its four scales of MXFP8."""
     scales = load_step(state, k, EVEN_N)
     return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), scales
 
 
 @triton.jit
 def load_groups_1(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """As `load_group`, scales [BLOCK_N, 1]."""
+    """Words of a step that is one group, and its scales [BLOCK_N, 1]."""
     scales = load_groups(state, k, 1, EVEN_N)
     return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), scales
 
@@ -203,11 +246,12 @@ def e4m3_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, 
     if size == -1:
         return open_rows, load_rows, multiply_rows, finish_rows
     if size == 32:
-        return open_groups, load_group, multiply_mxfp8, finish_factors
+        return open_groups, load_powers, multiply_mxfp8, finish_factors
+    opened = open_turns if matrix.interleaved else open_blocks
     if size == STEP.value and config.block_m <= FEW.value:
         # each step's product is scaled by itself: beyond, its sums take too many registers
-        return open_turns, load_group, multiply_group, finish_factors
-    return open_turns, {128: load_groups_1, 64: load_groups_2}[size], multiply_groups, finish_factors
+        return opened, load_turns if matrix.interleaved else load_block, multiply_group, finish_factors
+    return opened, {128: load_groups_1, 64: load_groups_2}[size], multiply_groups, finish_factors
 
 
 def e4m3_vectors(matrix: MarlinMatrix) -> VectorFunctions | None:

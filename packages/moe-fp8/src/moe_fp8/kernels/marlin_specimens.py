@@ -87,15 +87,16 @@ def _matrices(kind: _Kind) -> tuple[MarlinMatrix, MarlinMatrix]:
 
     def matrix(outputs: int, columns: int, *, interleaved: bool) -> MarlinMatrix:
         rows = interleaved_rows(2 * outputs) if interleaved else outputs
-        groups = {-1: 1, 32: -(-columns // 128)}.get(kind.group, -(-columns // kind.group))
-        scaled_rows = rows if kind.group in (-1, 32) else -(-rows // 8)
+        scales = (-(-rows // 128), 2 * (-(-columns // 128) * 128 // kind.group))
+        if kind.group in (-1, 32):
+            scales = (1 if kind.group == -1 else -(-columns // 128), rows)
         return MarlinMatrix(
             meta(experts, rows, words_of(columns, 8), dtype=torch.int32),
             8,
             outputs,
             columns,
             kind.group,
-            meta(experts, groups, scaled_rows, dtype=torch.int32 if kind.group == 32 else torch.float32),
+            meta(experts, *scales, dtype=torch.int32 if kind.group == 32 else torch.float32),
             None if kind.group == -1 else meta(experts, rows, dtype=torch.float32),
             interleaved=interleaved,
         )
