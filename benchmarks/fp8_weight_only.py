@@ -85,7 +85,5 @@ def register(peers: list[Any]) -> None:
     peer = Peer  # noqa: F821  (the benchmark predefines Peer)
     schemes = ("fp8_channel", "fp8_block", "fp8_tensor")
     peers.append(peer("moe_fp8_w8a16", schemes, functools.partial(build, backend="auto")))
-    for backend in ("triton", "marlin"):
-        peers.append(peer(f"moe_fp8_w8a16_{backend}", schemes, functools.partial(build, backend=backend)))
     peers.append(peer("vllm_marlin_w8a16", schemes, marlin))
     peers.append(peer("humming_w8a16_channel", ("fp8_channel",), humming))

@@ -115,7 +115,6 @@ def register(peers: list[Any]) -> None:
     for name, function in (
         ("moe_fp8_mxfp8", build),
         ("moe_fp8_w8a16_mxfp8", functools.partial(build, weight_only=True)),
-        ("moe_fp8_w8a16_triton_mxfp8", functools.partial(build, backend="triton", weight_only=True)),
         ("vllm_marlin_mxfp8", marlin),
         ("humming_w8a16_mxfp8", humming),
         ("humming_w8a8_mxfp8", humming_w8a8),

@@ -62,7 +62,7 @@ def section(oracle: Oracle) -> str:
     text = f"\n## {oracle.scheme}\n"
     for backend in oracle.table():
         for experts in backend.load():
-            row = describe(oracle.scheme, backend.name, backend.origin, experts)
+            row = describe(oracle.scheme, backend.name, backend.origin, experts, backend.aliases)
             text += f"\n### `{backend.name}`: {experts.__name__}\n\n"
             text += "Monolithic: it routes by itself.\n\n" if experts.is_monolithic else ""
             text += "".join(item(label, value) for label, value in details(row))

@@ -65,6 +65,27 @@ def test_a_named_backend_is_refused_with_every_reason_never_replaced() -> None:
     assert len(gpu.reasons) == 2
 
 
+class AliasOracle(ToyOracle):
+    backends = tuple(
+        replace(backend, aliases=("plain", "own")) if backend.name == "gpu" else backend
+        for backend in ToyOracle.backends
+    )
+
+
+def test_an_alias_asks_for_its_backends_and_the_one_of_that_name() -> None:
+    def experts(name: str, device: DeviceInfo) -> object:
+        selection = AliasOracle().select(CONFIG, weight_key=None, activation_key=None, device=device, moe_backend=name)
+        return selection.experts
+
+    assert experts("plain", SM90) is GpuToyExperts
+    assert experts("plain", CPU) is ToyExperts
+    assert experts("own", SM90) is GpuToyExperts
+    with pytest.raises(BackendRefusedError, match="backend 'own' does not fit.*needs sm90 or newer"):
+        experts("own", CPU)
+    with pytest.raises(UnknownBackendError, match="installed: auto, gpu, plain, own"):
+        experts("none", CPU)
+
+
 def test_when_nothing_fits_every_candidate_is_listed_with_its_reasons() -> None:
     with pytest.raises(SelectionError) as caught:
         ToyOracle().select(CONFIG, weight_key=kFp8StaticChannelSym, activation_key=kFp8DynamicTokenSym, device=CPU)

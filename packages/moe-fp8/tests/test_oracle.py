@@ -29,6 +29,7 @@ from moe_core import (
 from moe_core.quantization import quantize_moe_weights
 from moe_core.reference import fused_moe_reference
 from moe_fp8 import Fp8MoeBackend, Fp8Oracle, select_fp8_moe_backend
+from moe_fp8.experts.marlin import BatchedMarlinFp8Experts, MarlinFp8Experts
 from moe_fp8.experts.torch import TorchFp8Experts
 from moe_fp8.experts.triton import TritonFp8BlockExperts
 
@@ -68,7 +69,26 @@ def test_16_bit_activations_go_to_marlin(device: str) -> None:
         assert backend(key) == "marlin"
         assert backend(key, intermediate_size=2048) == "marlin"
         assert backend(key, activation_format=batched) == "batched_marlin"
-    assert backend(kMxfp8Static, dtype=torch.float32) == "triton"
+    assert backend(kMxfp8Static, dtype=torch.float32) == "marlin"
+
+
+@pytest.mark.parametrize("key", [kMxfp8Static, kFp8StaticChannelSym, kFp8Static128BlockSym], ids=str)
+def test_triton_names_the_kernels_for_16_bit_activations(key: QuantKey) -> None:
+    for config, experts in (
+        (CONFIG, MarlinFp8Experts),
+        (replace(CONFIG, activation_format=FusedMoEActivationFormat.BATCHED), BatchedMarlinFp8Experts),
+    ):
+        selection = select_fp8_moe_backend(
+            config,
+            weight_key=key,
+            activation_key=None,
+            moe_backend="triton",
+            device="sm80",
+            environment=WITH_TRITON,
+        )
+        assert selection.experts is experts
+        assert selection.backend == ("marlin" if experts is MarlinFp8Experts else "batched_marlin")
+        assert [c.experts for c in selection.report.candidates].count(experts) == 1
 
 
 def test_without_triton_there_is_still_torch() -> None:

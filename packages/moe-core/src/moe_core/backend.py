@@ -26,13 +26,15 @@ class Backend:
     Several classes serve one backend where e.g. the batched format has a class of its own.
     ``classes`` are classes, or "module:Class" that is imported when the table is first read; an
     experts module must import without Triton or a kernel library.  ``origin``: the distribution that brings it;
-    ``placement``: where it stands, if it is added to a scheme's own.
+    ``placement``: where it stands, if it is added to a scheme's own; ``aliases``: further names by which it may be
+    asked for, also names of other backends, which are asked too.
     """
 
     name: str
     classes: tuple[type[FusedMoEExperts] | str, ...]
     origin: str = ""
     placement: Placement = field(default_factory=Placement)
+    aliases: tuple[str, ...] = ()
     _loaded: list[_Loaded] = field(default_factory=list, compare=False, repr=False)
 
     def load(self) -> tuple[type[FusedMoEExperts], ...]:

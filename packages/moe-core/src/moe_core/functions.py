@@ -109,7 +109,9 @@ class SchemeFunctions:
         return [self.map_backend(row.name) for row in rows]
 
     def _backend(self, name: str) -> Backend:
-        table = {row.name: row for row in self.oracle.table()}
+        rows = self.oracle.table()
+        table = {row.name: row for row in rows}
+        table = {alias: row for row in rows for alias in row.aliases} | table
         found = table.get(str(getattr(name, "value", name)))
         if found is None:
             meant = did_you_mean(name, table)

@@ -161,7 +161,7 @@ class Oracle:
             *((backend.name, fault) for backend in ordered for fault in backend.faults),
             *((candidate.backend, candidate.fault) for candidate in candidates if candidate.fault is not None),
         )
-        chosen = next((c for c in candidates if c.fits and name in ("auto", c.backend)), None)
+        chosen = next((c for c in candidates if c.fits and c.answers_to(name)), None)
         report = SelectionReport(
             self.scheme,
             request.device,
@@ -186,7 +186,7 @@ class Oracle:
             helps = "; ".join(map(str, report.alternatives))
             why = helps or "; ".join(f"{c.backend} {', '.join(c.reasons)}" for c in report.closest[:2])
             return NoBackendError(f"{self.scheme}: no backend fits on {report.device}: {why}", report)
-        mine = [candidate for candidate in report.candidates if candidate.backend == name]
+        mine = [candidate for candidate in report.candidates if candidate.answers_to(name)]
         if name in left_out and all(candidate.fault is not None for candidate in mine):
             return left_out[name].error()
         if mine:
@@ -195,7 +195,7 @@ class Oracle:
             why = "; ".join(reason for candidate in report.closest[:1] for reason in candidate.reasons)
             what = f"{self.scheme}: backend {name!r} does not fit, and is never replaced: {why}{instead}"
             return BackendRefusedError(what, report)
-        known = ["auto", *dict.fromkeys(candidate.backend for candidate in report.candidates)]
+        known = list(dict.fromkeys(("auto", *(name for c in report.candidates for name in (c.backend, *c.aliases)))))
         return UnknownBackendError(
             f"{self.scheme} has no backend {name!r}{did_you_mean(name, known)}; installed: {', '.join(known)}", report
         )
@@ -316,23 +316,30 @@ def _examine(request: Request, ordered: tuple[Backend, ...]) -> tuple[Candidate,
     with guard() as attempt_:
         for backend in ordered:
             for experts in backend.load():
-                candidate = attempt_(functools.partial(_candidate, backend.name, experts, request))
+                candidate = attempt_(functools.partial(_candidate, backend, experts, request))
                 if isinstance(candidate, Raised):
                     what = f"the claims of {experts.__qualname__} fail: {candidate}"
                     origin = backend.origin or "an unknown distribution"
                     fault = PluginFault("backend", backend.name, origin, what, candidate.error)
-                    candidate = Candidate(backend.name, experts, (what,), fault=fault)
+                    candidate = Candidate(backend.name, experts, (what,), fault=fault, aliases=backend.aliases)
                 found.append(candidate)
     return tuple(found)
 
 
-def _candidate(backend: str, experts: type[FusedMoEExperts], request: Request) -> Candidate:
+def _candidate(backend: Backend, experts: type[FusedMoEExperts], request: Request) -> Candidate:
     keys = request.weight_key, request.activation_key
     reasons: object = experts.unsupported_reasons(request.config, *keys, request.device, request.environment)
     if not isinstance(reasons, (list, tuple)) or not all(isinstance(reason, str) for reason in reasons):
         raise TypeError(f"unsupported_reasons returned {reasons!r}, expected texts in a list")
     claims = experts.claims
-    return Candidate(backend, experts, tuple(reasons), claims.verified_for(*keys), claims.takes_keys(*keys))
+    return Candidate(
+        backend.name,
+        experts,
+        tuple(reasons),
+        claims.verified_for(*keys),
+        claims.takes_keys(*keys),
+        aliases=backend.aliases,
+    )
 
 
 def default_prepare_finalize(config: FusedMoEConfig) -> FusedMoEPrepareAndFinalizeModular:

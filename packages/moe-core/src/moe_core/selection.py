@@ -22,7 +22,7 @@ class Candidate:
 
     ``reasons`` against it; empty: it fits.  ``backend`` is the name that ``moe_backend=`` takes.  ``takes_keys``: the
     weights and activations are of the kinds that it was made for, whatever else stands against it.  ``fault``: its
-    claims could not be read, which is the reason then.
+    claims could not be read, which is the reason then.  ``aliases``: what `moe_backend=` takes for it besides.
     """
 
     backend: str
@@ -31,6 +31,11 @@ class Candidate:
     verified_on: tuple[str, ...] = ()
     takes_keys: bool = True
     fault: PluginFault | None = None
+    aliases: tuple[str, ...] = ()
+
+    def answers_to(self, name: str) -> bool:
+        """Whether ``moe_backend=name`` asks for it; "auto" asks for all."""
+        return name in ("auto", self.backend, *self.aliases)
 
     @property
     def fits(self) -> bool:
@@ -109,7 +114,7 @@ class SelectionReport:
     @property
     def closest(self) -> tuple[Candidate, ...]:
         """Candidates with the fewest reasons against them; of the backend that was asked for, where one was."""
-        asked = [c for c in self.candidates if self.requested in ("auto", c.backend)]
+        asked = [c for c in self.candidates if c.answers_to(self.requested)]
         best = one_of_each([c for c in asked if c.takes_keys] or asked)
         fewest = min((len(c.reasons) for c in best), default=0)
         return tuple(c for c in best if len(c.reasons) == fewest)

@@ -51,7 +51,8 @@ class Fp8Oracle(Oracle):
     """e4m3 weights.
 
     Order: libraries where they are installed, Marlin-class kernels (16-bit activations only), Triton, plain torch.  On
-    sm_90 Marlin-class kernels and Triton come before libraries.
+    sm_90 Marlin-class kernels and Triton come before libraries.  "triton" asks for Marlin-class kernels too: they are
+    Triton's, and the only ones for 16-bit activations.
     """
 
     scheme = "fp8"
@@ -86,15 +87,24 @@ class Fp8Oracle(Oracle):
             ),
             "moe-fp8",
         ),
-        Backend(Fp8MoeBackend.MARLIN.value, ("moe_fp8.experts.marlin:MarlinFp8Experts",), "moe-fp8"),
-        Backend(Fp8MoeBackend.BATCHED_MARLIN.value, ("moe_fp8.experts.marlin:BatchedMarlinFp8Experts",), "moe-fp8"),
+        Backend(
+            Fp8MoeBackend.MARLIN.value,
+            ("moe_fp8.experts.marlin:MarlinFp8Experts",),
+            "moe-fp8",
+            aliases=(Fp8MoeBackend.TRITON.value,),
+        ),
+        Backend(
+            Fp8MoeBackend.BATCHED_MARLIN.value,
+            ("moe_fp8.experts.marlin:BatchedMarlinFp8Experts",),
+            "moe-fp8",
+            aliases=(Fp8MoeBackend.TRITON.value,),
+        ),
         Backend(
             Fp8MoeBackend.TRITON.value,
             (
                 "moe_fp8.experts.triton:TritonFp8BlockExperts",
                 "moe_fp8.experts.triton_rows:TritonFp8Experts",
                 "moe_fp8.experts.triton_mxfp8:TritonMxfp8Experts",
-                "moe_fp8.experts.triton_weight_only:TritonFp8WeightOnlyExperts",
             ),
             "moe-fp8",
         ),

@@ -20,7 +20,7 @@ from moe_fp8.kernels.marlin_e4m3 import e4m3_functions
 COLUMNS, ROWS = 256, 128
 FEW, MANY = TileConfig(16, 128, 4, 2, swap=True), TileConfig(64, 128, 4, 2, swap=True)
 WIDE = TileConfig(64, 256, 8, 2, swap=True)
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
 
 def widened(

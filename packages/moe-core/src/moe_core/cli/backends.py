@@ -34,15 +34,15 @@ def run(args: argparse.Namespace) -> int:
     plugins = registry()
     oracles = plugins.oracles() if args.scheme is None else (plugins.oracle(args.scheme),)
     if args.backend is not None:
-        known = sorted({backend.name for oracle in oracles for backend in oracle.table()})
+        known = sorted({name for oracle in oracles for b in oracle.table() for name in (b.name, *b.aliases)})
         if args.backend not in known:
             meant = did_you_mean(args.backend, known)
             raise ConfigError(f"no installed scheme has a backend {args.backend!r}{meant}; known: {', '.join(known)}")
     rows = [
-        describe(oracle.scheme, backend.name, backend.origin, experts)
+        describe(oracle.scheme, backend.name, backend.origin, experts, backend.aliases)
         for oracle in oracles
         for backend in oracle.table()
-        if args.backend in (None, backend.name)
+        if args.backend in (None, backend.name, *backend.aliases)
         for experts in backend.load()
     ]
     devices = {oracle.scheme: support(oracle) for oracle in oracles}
@@ -95,12 +95,15 @@ def _table(oracles: Sequence[Oracle], devices: dict[str, dict[str, dict[str, str
     return table(["backend", *DEVICES], rows)
 
 
-def describe(scheme: str, backend: str, origin: str, experts: type[FusedMoEExperts]) -> dict[str, Any]:
+def describe(
+    scheme: str, backend: str, origin: str, experts: type[FusedMoEExperts], aliases: Sequence[str] = ()
+) -> dict[str, Any]:
     """One backend's claims, ready for JSON."""
     claims: Claims = experts.claims
     return {
         "scheme": scheme,
         "backend": backend,
+        "aliases": list(aliases),
         "package": origin,
         "experts": f"{experts.__module__}:{experts.__qualname__}",
         "kind": "monolithic" if experts.is_monolithic else "modular",
@@ -165,6 +168,7 @@ def details(row: dict[str, Any]) -> list[tuple[str, str]]:
     if row["max_experts"]:
         limits.append(f"at most {row['max_experts']} experts")
     lines = [
+        ("also called", ", ".join(row["aliases"])),
         *(("keys", pair["summary"]) for pair in row["keys"]),
         ("verified on", "; ".join(row["verified_on"]) or "nothing yet"),
         ("devices", " or ".join(row["devices"])),

@@ -1,4 +1,4 @@
-"""Marlin-class kernels: e4m3 weights, repacked at load, with 16-bit activations.
+"""Marlin-class kernels: e4m3 weights, repacked at load, with 16-bit (or float32) activations.
 
 Codes are put into the order in which the registers of the tensor cores hold them, and widened there, so that no FP8
 hardware is needed (sm_80 and newer): see ``moe_core.gemm.marlin``.
@@ -43,7 +43,7 @@ _KEYS = (
     (KeyPattern(kFp8Static128BlockSym, _BLOCKS, (torch.float32, torch.uint8)), None),
     (kMxfp8Static, None),
 )
-_DTYPES = frozenset({torch.bfloat16, torch.float16})
+_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 class _MarlinFp8Experts(MarlinExperts):
@@ -116,6 +116,7 @@ class MarlinFp8Experts(_MarlinFp8Experts):
         apply_router_weight_on_input=True,
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),
+        notes="float32 layers multiply outside the tensor cores",
     )
 
 
@@ -131,4 +132,5 @@ class BatchedMarlinFp8Experts(_MarlinFp8Experts):
         formats=frozenset({FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),
+        notes="float32 layers multiply outside the tensor cores",
     )

@@ -92,10 +92,10 @@ def _byte(words):
 @triton.jit
 def e4m3_values(words, dtype: tl.constexpr):
     """The four numbers of `words` [N, W], as `moe_core.gemm.marlin.widen.byte_values`; float32 in the interpreter."""
-    if INTERPRET:
+    if INTERPRET or dtype == tl.float32:
         return _byte(words), _byte(words >> 16), _byte(words >> 8), _byte(words >> 24)
     else:
-        tl.static_assert(dtype == tl.float16 or dtype == tl.bfloat16, "activations are bfloat16 or float16")
+        tl.static_assert(dtype == tl.float16 or dtype == tl.bfloat16, "activations are bfloat16, float16 or float32")
         asm: tl.constexpr = _FLOAT16 if dtype == tl.float16 else _BFLOAT16
         return byte_values(asm, "r", (words,), dtype)
 
@@ -111,14 +111,14 @@ def e4m3(words, dtype: tl.constexpr):
 def e4m3_scaled(words, scale, dtype: tl.constexpr):
     """`e4m3` times `scale` [N, W], rounded: pairs of `dtype` in int32 that are 2^120 (float16: 2^8) times the scale.
 
-    In the interpreter float32, the scale itself.
+    For float32, and in the interpreter, the scale itself.
     """
-    if INTERPRET:
+    if INTERPRET or dtype == tl.float32:
         return byte_columns(
             _byte(words) * scale, _byte(words >> 16) * scale, _byte(words >> 8) * scale, _byte(words >> 24) * scale
         )
     else:
-        tl.static_assert(dtype == tl.float16 or dtype == tl.bfloat16, "activations are bfloat16 or float16")
+        tl.static_assert(dtype == tl.float16 or dtype == tl.bfloat16, "activations are bfloat16, float16 or float32")
         asm: tl.constexpr = _FLOAT16_SCALED if dtype == tl.float16 else _BFLOAT16_SCALED
         v0, v1, v2, v3 = byte_values(asm, "r,r", (words, scale), dtype)
         return byte_columns(v0, v1, v2, v3)
@@ -222,7 +222,7 @@ def multiply_group(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
 def multiply_groups(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
     """acc + (b * scale) @ a.T, the weights rounded to the activations' type."""
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
-    if INTERPRET:
+    if INTERPRET or a.dtype == tl.float32:
         scale = b_scale
     elif a.dtype == tl.float16:
         scale = pair(b_scale * 256.0, a.dtype)
@@ -234,7 +234,7 @@ def multiply_groups(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
 
 @triton.jit
 def multiply_mxfp8(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
-    """acc + (b with its scales) @ a.T, exact numbers of bfloat16."""
+    """acc + (b with its scales) @ a.T, exact numbers of bfloat16 or float32."""
     tl.static_assert(SWAP, "weights come from registers: the product is transposed")
     numbers = e4m3_scaled(b, per_word(step_powers(b_scale, LARGEST, a.dtype), b.shape[1], 2), a.dtype)
     return add_product(acc, numbers, a, acc.shape[1] <= FEW)

@@ -43,6 +43,7 @@ class _Kind:
             "no gate": not self.gated,
             "odd": self.shape == _ODD,
             "float16": self.dtype is torch.float16,
+            "float32": self.dtype is torch.float32,
         }
         return " ".join([f"marlin fp8 {name}", *(part for part, on in parts.items() if on)])
 
@@ -50,7 +51,16 @@ class _Kind:
         experts, top_k, hidden, size = self.shape
         split = not self.batched
         plan = marlin_plan(
-            tokens, top_k, experts, hidden, size, bits=8, gated=self.gated, split=split, capability=capability
+            tokens,
+            top_k,
+            experts,
+            hidden,
+            size,
+            bits=8,
+            dtype_bytes=self.dtype.itemsize,
+            gated=self.gated,
+            split=split,
+            capability=capability,
         )
         return plan.unsplit() if self.batched else plan
 
@@ -69,6 +79,8 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
     for kind in (_Kind(group, dtype=torch.float16) for group in (-1, 128, 64, 32)):
         for one, tokens in ((kind, 8), (kind, 2000), (replace(kind, batched=True), 8), (replace(kind, gated=False), 8)):
             yield _specimen(one, one.plan(tokens, target.capability), tokens)
+    for kind in (_Kind(group, dtype=torch.float32) for group in (-1, 128, 64, 32)):
+        yield _specimen(kind, kind.plan(8, target.capability), 8)
     for kind in (_Kind(), _Kind(shape=_ODD), _Kind(dtype=torch.float16), _Kind(gated=False)):
         yield Specimen(f"{kind.name} vectors", partial(_vectors, kind, target.capability))
 
