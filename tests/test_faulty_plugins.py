@@ -27,23 +27,24 @@ SCHEME_GROUP, BACKEND_GROUP, FORMAT_GROUP = "moe_core.schemes", "moe_core.backen
 SCHEME = """
 import dataclasses, sys
 import moe_core as mc
-from moe_core.checkpoint import CheckpointFormat
+from moe_core.checkpoint import CheckpointFormat, ExpertLayout
 
 METHODS = ("fp8", "mxfp4", "gptq", "compressed-tensors", "modelopt")
 
+class Layout(ExpertLayout):
+    def load(self, config, *, experts, device="cpu"): raise NotImplementedError
+
 class Format(CheckpointFormat):
+    protocol_version = 2
     name = "faulty format"
-    scheme = "faulty"
     quant_methods = METHODS
-    def reason_against(self, quantization, layer): return "it is not mine"
-    def keys(self, quantization, layer): return None, None
-    def load(self, layer, config, *, experts, device="cpu"): raise NotImplementedError
+    def resolve(self, quantization, layer): return "it is not mine"
 
 class Oracle(mc.Oracle):
     scheme = "faulty"
     backends = ()
 
-SCHEME = mc.Scheme("faulty", protocol=1, oracle=Oracle, formats=(Format,), quant_methods=METHODS)
+SCHEME = mc.Scheme("faulty", protocol=2, oracle=Oracle, formats=(Format,), quant_methods=METHODS)
 changed = lambda **changes: dataclasses.replace(SCHEME, **changes)
 """
 
@@ -53,7 +54,7 @@ import sys
 import moe_core as mc
 
 class Experts(mc.FusedMoEExpertsModular):
-    protocol_version = 1
+    protocol_version = 2
     claims = mc.Claims(
         devices=(mc.any_device(),), keys=((mc.kFp8Static128BlockSym, mc.kFp8Dynamic128Sym),), activations=mc.GATED
     )
@@ -109,7 +110,7 @@ FAULTS = {
     # what it gives
     "scheme is None": scheme("SCHEME = None", "is a NoneType, expected a moe_core.Scheme"),
     "scheme is its class": scheme("SCHEME = mc.Scheme", "is a type, expected a moe_core.Scheme"),
-    "scheme of another protocol": scheme("SCHEME = changed(protocol=2)", "was built for plug-in protocol 2"),
+    "scheme of another protocol": scheme("SCHEME = changed(protocol=1)", "was built for plug-in protocol 1"),
     "scheme whose protocol cannot be compared": scheme(
         "class P:\n    def __ne__(self, other): raise OSError('no')\nSCHEME = changed(protocol=P())", "OSError: no"
     ),
@@ -123,7 +124,7 @@ FAULTS = {
     "scheme formats None": scheme("SCHEME = changed(formats=None)", "formats that are a NoneType"),
     "scheme formats of no kind": scheme("SCHEME = changed(formats=(7,))", "is no CheckpointFormat class"),
     "scheme format abstract": scheme(
-        "class Half(CheckpointFormat): name = 'half'\nSCHEME = changed(formats=(Half,))", "does not define keys, load"
+        "class Half(CheckpointFormat): name = 'half'\nSCHEME = changed(formats=(Half,))", "does not define resolve"
     ),
     "scheme format without a name": scheme("Format.name = None", "has no name"),
     "scheme methods as one text": scheme("SCHEME = changed(quant_methods='fp8')", "quant_methods that are a str"),
@@ -153,12 +154,14 @@ FAULTS = {
         "OSError: meta",
     ),
     "format is no class": form("Format = 7", "is no CheckpointFormat class"),
+    "format without a protocol": form("del Format.protocol_version", "states no protocol_version"),
+    "format of another protocol": form("Format.protocol_version = 1", "was built for plug-in protocol 1"),
     # when it is asked
-    "scheme format raises": scheme("Format.reason_against = lambda *a: 1 / 0", "ZeroDivisionError"),
-    "scheme format exits": scheme("Format.reason_against = lambda *a: sys.exit(0)", "SystemExit: 0"),
-    "scheme format says no text": scheme("Format.reason_against = lambda *a: True", "expected a text or None"),
+    "scheme format raises": scheme("Format.resolve = lambda *a: 1 / 0", "ZeroDivisionError"),
+    "scheme format exits": scheme("Format.resolve = lambda *a: sys.exit(0)", "SystemExit: 0"),
+    "scheme format says no text": scheme("Format.resolve = lambda *a: True", "expected an ExpertLayout or a text"),
     "scheme format cannot be made": scheme("def f(self): raise OSError('made')\nFormat.__init__ = f", "OSError: made"),
-    "added format raises": form("Format.reason_against = lambda *a: {}['x']", "KeyError"),
+    "added format raises": form("Format.resolve = lambda *a: {}['x']", "KeyError"),
     "backend reasons raise": backend(
         "Experts.unsupported_reasons = classmethod(lambda *a: 1 / 0)", "the claims of Experts fail: ZeroDivisionError"
     ),
@@ -184,9 +187,11 @@ FAULTS = {
 #: nothing is wrong with these; they must not be in anybody's way
 HARMLESS = {
     "scheme that works": scheme("", ""),
-    "scheme that claims to read everything": scheme("Format.reason_against = lambda *a: None", ""),
+    "scheme that claims to read everything": scheme(
+        "Format.resolve = lambda self, _, layer: Layout(layer, None, None)", ""
+    ),
     "scheme that refuses what others read": scheme(
-        "def f(*a): raise mc.CheckpointError('refused')\nFormat.reason_against = f", ""
+        "def f(*a): raise mc.CheckpointError('refused')\nFormat.resolve = f", ""
     ),
     "scheme that is slow and prints": scheme("import time; time.sleep(0.05); print('hello')", ""),
     "scheme that warns": scheme("import warnings; warnings.warn('old', DeprecationWarning)", "DeprecationWarning: old"),
@@ -360,18 +365,16 @@ def test_other_plugins_are_in_nobodys_way(
 
 #: of a scheme that reads what nobody else does, and can be asked for
 READS = """
-Format.reason_against = lambda self, quantization, layer: None if quantization["quant_method"] == "nobody" else "no"
-Format.keys = lambda self, *a: (mc.kFp8Static128BlockSym, mc.kFp8Dynamic128Sym)
+KEYS = mc.kFp8Static128BlockSym, mc.kFp8Dynamic128Sym
+Format.resolve = lambda self, said, layer: Layout(layer, *KEYS) if said["quant_method"] == "nobody" else "no"
 """
 
 
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
-        ("Format.keys = lambda self, *a: 1 / 0", "fails in keys: ZeroDivisionError"),
-        ("Format.keys = lambda self, *a: sys.exit(0)", "fails in keys: SystemExit: 0"),
         ("", "fails in load: NotImplementedError"),
-        ("Format.load = lambda self, *a, **k: sys.exit(0)", "fails in load: SystemExit: 0"),
+        ("Layout.load = lambda self, *a, **k: sys.exit(0)", "fails in load: SystemExit: 0"),
         ("Oracle.order = lambda self, *a: 1 / 0", "the oracle of the scheme 'faulty' does not work: ZeroDivisionError"),
         ("Oracle.order = lambda self, *a: None", "the oracle of the scheme 'faulty' does not work: TypeError"),
         ("Oracle.order = lambda self, *a: [7]", r"does not work: TypeError: order returned \(7,\), expected"),

@@ -46,7 +46,7 @@ def test_every_entry_that_a_format_reads_is_compared(folder: Path) -> None:
     for scheme in registry().scheme_names():
         for kind in registry().formats(scheme):
             try:
-                kind().reason_against(settings, layer)
+                kind().resolve(settings, layer)
             except MoEError:
                 continue
     assert "quant_method" in asked

@@ -151,16 +151,16 @@ def test_scheme_of_another_package_is_found_and_right(run_python: Run, installed
         (
             "third-party-backend",
             "src/example_backend/experts.py",
-            "protocol_version = 1",
             "protocol_version = 2",
+            "protocol_version = 1",
             "fp8.preloaded",
             "ProtocolVersionError",
-            ["moe-example-backend 0.1.0", "fp8.preloaded", "2", "1"],
+            ["moe-example-backend 0.1.0", "fp8.preloaded", "1", "2"],
         ),
         (
             "third-party-backend",
             "src/example_backend/experts.py",
-            "    protocol_version = 1\n",
+            "    protocol_version = 2\n",
             "",
             "fp8.preloaded",
             "ProtocolVersionError",
@@ -169,11 +169,11 @@ def test_scheme_of_another_package_is_found_and_right(run_python: Run, installed
         (
             "third-party-scheme",
             "src/example_scheme/__init__.py",
-            "protocol=1",
+            "protocol=2",
             "protocol=7",
             "plain.auto",
             "ProtocolVersionError",
-            ["moe-example-scheme 0.1.0", "plain", "7", "1"],
+            ["moe-example-scheme 0.1.0", "plain", "7", "2"],
         ),
         (
             "third-party-backend",

@@ -73,11 +73,11 @@ def registry_of(module: types.ModuleType, backends: tuple[str, ...] = ("mine",))
         pass
 
     class Added(PlainFormat):
-        pass
+        protocol_version = 2
 
     module.Gpu, module.Plain, module.Batched, module.Mine = GpuToyExperts, ToyExperts, BatchedToyExperts, Mine  # type: ignore[attr-defined]
     module.Added = Added  # type: ignore[attr-defined]
-    module.TOY = Scheme("toy", protocol=1, oracle=Oracle, formats=(PlainFormat,))  # type: ignore[attr-defined]
+    module.TOY = Scheme("toy", protocol=2, oracle=Oracle, formats=(PlainFormat,))  # type: ignore[attr-defined]
     points = {
         "moe_core.schemes": {"toy": "moe_first_use:TOY", "lost": "moe_first_use:NOTHING"},
         "moe_core.backends": {f"toy.{name}": "moe_first_use:Mine" for name in backends},
@@ -114,7 +114,7 @@ def test_eight_threads_select_from_the_same_table(module: types.ModuleType) -> N
 def test_a_scheme_that_gives_one_oracle_again_gets_each_backend_once(module: types.ModuleType) -> None:
     plugins = registry_of(module)
     single = module.TOY.oracle()
-    module.TOY = Scheme("toy", protocol=1, oracle=lambda: single)  # type: ignore[attr-defined]
+    module.TOY = Scheme("toy", protocol=2, oracle=lambda: single)  # type: ignore[attr-defined]
     assert {id(oracle) for oracle in together(lambda: plugins.oracle("toy"))} == {id(single)}
     assert [backend.name for backend in single.table()] == ["gpu", "plain", "mine"]
     # a second registry of the same installation finds it there
@@ -146,7 +146,7 @@ def test_nothing_waits_for_a_plugin_that_waits_for_the_registry(module: types.Mo
         asking.start()
         asking.join(20)
         assert answers, "the registry is locked while it imports"
-        return Scheme("asking", protocol=1, oracle=ToyOracle)
+        return Scheme("asking", protocol=2, oracle=ToyOracle)
 
     module.__getattr__ = attribute  # type: ignore[method-assign]
     point = importlib.metadata.EntryPoint("asking", "moe_first_use:ASKING", "moe_core.schemes")

@@ -49,7 +49,7 @@ CONFIG = FusedMoEConfig(
 
 
 class Sound(TorchExperts):
-    protocol_version = 1
+    protocol_version = 2
     claims = Claims(
         devices=(any_device(),),
         keys=(

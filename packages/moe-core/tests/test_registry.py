@@ -25,7 +25,7 @@ CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=64, intermediate_siz
 
 
 class OtherExperts(ToyExperts):
-    protocol_version = 1
+    protocol_version = 2
 
 
 class SilentExperts(ToyExperts):
@@ -39,7 +39,7 @@ class FutureExperts(ToyExperts):
 @pytest.fixture
 def plugin() -> Iterator[types.ModuleType]:
     module = types.ModuleType("moe_test_plugin")
-    module.TOY = Scheme("toy", protocol=1, oracle=ToyOracle)  # type: ignore[attr-defined]
+    module.TOY = Scheme("toy", protocol=2, oracle=ToyOracle)  # type: ignore[attr-defined]
     module.FUTURE = Scheme("future", protocol=PROTOCOL_VERSION + 1, oracle=ToyOracle)  # type: ignore[attr-defined]
     for cls in (OtherExperts, SilentExperts, FutureExperts):
         setattr(module, cls.__name__, cls)
@@ -90,7 +90,7 @@ def test_a_missing_scheme_names_the_command_that_adds_it(monkeypatch: pytest.Mon
 
 
 def test_another_protocol_is_refused_by_name_and_version(plugin: types.ModuleType) -> None:
-    with pytest.raises(ProtocolVersionError, match=r"scheme 'future'.*protocol 2; this moe-core speaks protocol 1"):
+    with pytest.raises(ProtocolVersionError, match=r"scheme 'future'.*protocol 3; this moe-core speaks protocol 2"):
         make(schemes={"future": "moe_test_plugin:FUTURE"}).scheme("future")
     schemes = {"toy": "moe_test_plugin:TOY"}
     for experts, text in (("Future", "protocol 99"), ("Silent", "states no protocol_version")):

@@ -30,4 +30,4 @@ class PlainOracle(Oracle):
     backends = (Backend("torch", (PlainTorchExperts,), "moe-example-scheme"),)
 
 
-SCHEME = Scheme(name="plain", protocol=1, oracle=PlainOracle)
+SCHEME = Scheme(name="plain", protocol=2, oracle=PlainOracle)

@@ -4,8 +4,9 @@ Groups:
 
 - ``moe_core.schemes``: ``fp8 = "moe_fp8.scheme:SCHEME"``, a :class:`Scheme`
 - ``moe_core.backends``: ``fp8.mine = "my_package:MyExperts"``, an experts class for the scheme before the dot, named
-  by what follows it.  The class states ``protocol_version = 1``, the version it was written for.
-- ``moe_core.formats``: ``fp8.mine = "my_package:MyFormat"``, a checkpoint format of that scheme
+  by what follows it.  The class states ``protocol_version = 2``, the version it was written for.
+- ``moe_core.formats``: ``fp8.mine = "my_package:MyFormat"``, a checkpoint format of that scheme; it states its
+  ``protocol_version`` too
 
 Entry points are collected once per process and loaded on first use, in any number of threads.
 
@@ -332,7 +333,7 @@ class Registry:
             if isinstance(point, list):
                 faults += point
                 continue
-            loaded = load(point, "format", _checked_format)
+            loaded = load(point, "format", functools.partial(_checked_format, added=True))
             if isinstance(loaded, PluginFault):
                 faults.append(loaded)
             else:
@@ -425,11 +426,14 @@ def _checked_backend(name: str, found: object) -> type[FusedMoEExperts]:
     return checked_experts(found)
 
 
-def _checked_format(found: object) -> type[CheckpointFormat]:
+def _checked_format(found: object, *, added: bool = False) -> type[CheckpointFormat]:
+    """``added``: by another package than the scheme's, whose protocol covers its own formats."""
     from moe_core.checkpoint.format import CheckpointFormat
 
     if not isinstance(found, type) or not issubclass(found, CheckpointFormat):
         raise RegistryError("is no CheckpointFormat class")
+    if added:
+        check_protocol(getattr(found, "protocol_version", None))
     if inspect.isabstract(found):
         raise RegistryError(f"does not define {', '.join(sorted(found.__abstractmethods__))}")
     if not isinstance(getattr(found, "name", None), str):

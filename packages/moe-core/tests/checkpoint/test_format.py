@@ -12,6 +12,7 @@ from moe_core import CheckpointError, ConfigError, Registry, SchemeNotInstalledE
 from moe_core.checkpoint import (
     BadValuesError,
     Checkpoint,
+    ExpertLayout,
     LayerExperts,
     check_expert_tensor,
     find_layer,
@@ -113,8 +114,26 @@ class OtherFormat(PlainFormat):
     name = "other"
     quant_methods = ("other",)
 
-    def reason_against(self, quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
+    def resolve(self, quantization: Mapping[str, Any], layer: LayerExperts) -> str:
         return "it is always something else"
+
+
+class Counted(PlainFormat):
+    asked = 0
+
+    def resolve(self, quantization: Mapping[str, Any], layer: LayerExperts) -> ExpertLayout | str:
+        Counted.asked += 1
+        return super().resolve(quantization, layer)
+
+
+def test_a_layer_is_resolved_once(tmp_path: Path, plugins: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its layout found serves selection and every loading."""
+    monkeypatch.setattr(Counted, "asked", 0)
+    with_formats(plugins, OtherFormat, Counted, monkeypatch=monkeypatch)
+    source = read_layer(Checkpoint.open(write(tmp_path, layer_tensors())), plugins=plugins)
+    assert (source.weight_key, source.activation_key) == (source.layout.weight_key, source.layout.activation_key)
+    assert torch.equal(source.weights().w2, source.weights().w2)
+    assert Counted.asked == 1
 
 
 class OtherPlainFormat(OtherFormat):

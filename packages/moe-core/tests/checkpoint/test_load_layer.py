@@ -22,7 +22,7 @@ from moe_core import (
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.errors import CheckpointWarning
 from moe_core.registry import registry
-from moe_core_checkpoints import E, K, N, PlainFormat, entry_points, expert_tensors, layer_tensors, write
+from moe_core_checkpoints import E, K, N, PlainLayout, entry_points, expert_tensors, layer_tensors, write
 from torch import Tensor
 
 
@@ -129,7 +129,7 @@ def test_selection_comes_before_the_weights(tmp_path: Path, monkeypatch: pytest.
     def load(*args: object, **kwargs: object) -> None:
         pytest.fail("weights were read")
 
-    monkeypatch.setattr(PlainFormat, "load", load)
+    monkeypatch.setattr(PlainLayout, "load", load)
     with pytest.raises(SelectionError, match="needs sm90 or newer"):
         load_layer(write(tmp_path, layer_tensors()), device="cpu", backend="gpu")
 

@@ -82,12 +82,22 @@ def test_quark_by_name_class_and_globally(layer: LayerExperts) -> None:
         "global_quant_config": {"weight": {"dtype": "d"}},
     }
     for part, dtype in (("layer_quant_config", "b"), ("layer_type_quant_config", "c"), ("global_quant_config", "d")):
-        weight = quark_layer(quantization, layer).part("weight")
-        assert weight is not None
-        assert weight.text("dtype") == dtype
+        found = quark_layer(quantization, layer)
+        assert not isinstance(found, str)
+        assert found.weight.dtype == dtype
         del quantization[part]
     with pytest.raises(CheckpointError, match="global_quant_config is None, expected an object"):
         quark_layer(quantization, layer)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [({"weight": None}, "weight is null"), ({"weight": {}, "output_tensors": {}}, "output_tensors are quantised")],
+)
+def test_quark_experts_that_nothing_reads(layer: LayerExperts, said: dict[str, Any], reason: str) -> None:
+    found = quark_layer({"global_quant_config": said}, layer)
+    assert isinstance(found, str)
+    assert f"global_quant_config: {reason}" in found
 
 
 def test_quark_projections_that_differ(layer: LayerExperts) -> None:

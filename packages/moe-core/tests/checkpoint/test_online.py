@@ -17,6 +17,7 @@ from moe_core import (
     Backend,
     CheckpointError,
     ConfigError,
+    FusedMoEConfig,
     MoEWeights,
     PluginWarning,
     Registry,
@@ -25,9 +26,9 @@ from moe_core import (
     TensorError,
     load_layer,
 )
-from moe_core.checkpoint import Checkpoint, read_layer
+from moe_core.checkpoint import Checkpoint, find_layer, read_layer
 from moe_core.checkpoint import online as module
-from moe_core.checkpoint.unquantized import UnquantizedFormat
+from moe_core.checkpoint.unquantized import UnquantizedLayout
 from moe_core.layer import FusedMoELayer
 from moe_core.online import OnlineQuantization
 from moe_core.quant_key import kFp8StaticTensorSym, kInt4Static32Asym, kInt8DynamicTokenSym, kInt8StaticChannelSym
@@ -159,18 +160,19 @@ def test_every_naming(
 def test_one_chunk_of_16_bit_weights_exists_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[weakref.ref[Tensor]] = []
 
-    class Watched(UnquantizedFormat):
-        def load(self, *args: Any, experts: Any, **kwargs: Any) -> MoEWeights:
+    class Watched(UnquantizedLayout):
+        def load(self, config: FusedMoEConfig, *, experts: Any, device: Any = "cpu") -> MoEWeights:
             assert len(experts) == 1
             assert [one for one in seen if one() is not None] == []
-            found = super().load(*args, experts=experts, **kwargs)
+            found = super().load(config, experts=experts, device=device)
             seen.extend(map(weakref.ref, (found.w13, found.w2)))
             return found
 
     monkeypatch.setattr(module, "CHUNK_BYTES", 1)
     source = read_layer(Checkpoint.open(folder(tmp_path, expert_tensors())), quantize=INT8)
-    adapter = module.OnlineFormat(INT8, Watched())
-    equal(adapter.load(source.layer, source.config, experts=range(E)), INT8.quantize(canonical()))
+    stored = Watched(source.layer, None, None)
+    layout = module.OnlineLayout(source.layer, INT8.weight_key, INT8.activation_key, stored, INT8)
+    equal(layout.load(source.config, experts=range(E)), INT8.quantize(canonical()))
     assert len(seen) == 2 * E
 
 
@@ -216,9 +218,8 @@ def test_a_layer_is_quantised_at_load_and_again_at_reload(tmp_path: Path) -> Non
     other = load_layer(second, quantize="int8_rows", device="cpu", dtype=torch.float32)
     assert not torch.equal(layer(x), other(x))
     pointer = layer.weights.w13.data_ptr()
-    new = UnquantizedFormat().load(
-        read_layer(Checkpoint.open(second), quantize=INT8).layer, layer.config, experts=range(E)
-    )
+    stored = UnquantizedLayout(find_layer(Checkpoint.open(second)), None, None)
+    new = stored.load(layer.config, experts=range(E))
     layer.reload(new)
     assert torch.equal(layer(x), other(x))
     assert layer.weights.w13.data_ptr() == pointer

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from moe_core import CheckpointError, Registry
-from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core_checkpoints import CONFIG, E, K, N, PlainFormat, layer_tensors, write
+from moe_core.checkpoint import Checkpoint, ExpertLayout, read_layer
+from moe_core_checkpoints import CONFIG, E, K, N, PlainFormat, PlainLayout, layer_tensors, write
 from torch import Tensor
 
 PREFIX = "model.layers.0.mlp.experts"
@@ -106,8 +106,8 @@ def plain_and(kind: type[PlainFormat]) -> Registry:
 class FormatOfSomebody(PlainFormat):
     name = "HQQ of somebody"
 
-    def reason_against(self, quantization: Any, layer: Any) -> str | None:
-        return None
+    def resolve(self, quantization: Any, layer: Any) -> ExpertLayout | str:
+        return PlainLayout(layer, None, None)
 
 
 def test_a_format_of_another_package_comes_first(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from moe_core.checkpoint import Checkpoint, LayerModel, config_keys, find_layer, read_model
 from moe_core.checkpoint.families import family_of, refusal_of
-from moe_core.checkpoint.unquantized import UnquantizedFormat
+from moe_core.checkpoint.unquantized import UnquantizedLayout
 from moe_core.reference import fused_moe_reference
 from moe_core.routing import route
 from moe_core.weights import MoEWeights
@@ -232,7 +232,7 @@ class Layer:
     def read(self) -> tuple[LayerModel, MoEWeights]:
         layer = find_layer(Checkpoint.open(self.folder), self.index, self.stack)
         model = read_model(layer, dtype=torch.float32)
-        return model, UnquantizedFormat().load(layer, model.config, experts=range(E))
+        return model, UnquantizedLayout(layer, None, None).load(model.config, experts=range(E))
 
     def tokens(self, model: LayerModel) -> Tensor:
         return torch.randn(TOKENS, model.config.hidden_size, generator=torch.Generator().manual_seed(2))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from moe_core import FusedMoEConfig, MoEWeights, Scheme
-from moe_core.checkpoint import CheckpointFormat, LayerExperts, check_expert_tensor, load_stacked
+from moe_core.checkpoint import CheckpointFormat, ExpertLayout, LayerExperts, check_expert_tensor, load_stacked
 from moe_core.testing import checkpoints
 from moe_core_toys import ToyOracle
 from torch import Tensor
@@ -73,24 +73,16 @@ class PlainFormat(CheckpointFormat):
     """16-bit experts one by one, or stacked."""
 
     name = "plain 16-bit"
-    scheme = "plain"
 
-    def reason_against(self, quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
+    def resolve(self, quantization: Mapping[str, Any], layer: LayerExperts) -> ExpertLayout | str:
         if quantization.get("quant_method") != "plain":
             return f"quant_method is {quantization.get('quant_method')!r}, expected 'plain'"
-        return None
+        return PlainLayout(layer, None, None)
 
-    def keys(self, quantization: Mapping[str, Any], layer: LayerExperts) -> tuple[None, None]:
-        return None, None
 
-    def load(
-        self,
-        layer: LayerExperts,
-        config: FusedMoEConfig,
-        *,
-        experts: Sequence[int],
-        device: torch.device | str = "cpu",
-    ) -> MoEWeights:
+class PlainLayout(ExpertLayout):
+    def load(self, config: FusedMoEConfig, *, experts: Sequence[int], device: torch.device | str = "cpu") -> MoEWeights:
+        layer = self.layer
         first = [name for name in ("gate_up", "gate", "up") if name in layer.projections]
         rows = config.w13_rows // len(first)
         for name in first:
@@ -114,7 +106,7 @@ class PlainOracle(ToyOracle):
 
 SCHEME = Scheme(
     name="plain",
-    protocol=1,
+    protocol=2,
     oracle=PlainOracle,
     formats=(PlainFormat,),
     quant_methods=("plain",),

@@ -42,7 +42,7 @@ class ToyExperts(FusedMoEExpertsModular):
     """Unquantised experts, token by token."""
 
     claims = PLAIN
-    protocol_version = 1
+    protocol_version = 2
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         quant = make_quant_config(
@@ -110,7 +110,7 @@ class GpuToyExperts(ToyExperts):
 
 
 class MonolithicToyExperts(FusedMoEExpertsMonolithic):
-    protocol_version = 1
+    protocol_version = 2
     claims = replace(PLAIN, routing_methods=frozenset({RoutingMethodType.Renormalize}))
     convert = ToyExperts.convert
 

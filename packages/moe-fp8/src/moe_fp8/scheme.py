@@ -24,7 +24,7 @@ def _quickstart(folder: Path) -> None:
 
 SCHEME = Scheme(
     name="fp8",
-    protocol=1,
+    protocol=2,
     oracle=Fp8Oracle,
     formats=(
         Fp8BlockFormat,

@@ -460,6 +460,5 @@ def test_loading_holds_no_second_copy(tmp_path: Path) -> None:
 
 
 def test_adapter_states_its_name() -> None:
-    assert Fp8BlockFormat.scheme == "fp8"
     assert "block" in Fp8BlockFormat.name
     assert json.dumps(QUANTIZATION)

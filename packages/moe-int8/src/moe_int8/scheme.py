@@ -21,7 +21,7 @@ def _quickstart(folder: Path) -> None:
 
 SCHEME = Scheme(
     name="int8",
-    protocol=1,
+    protocol=2,
     oracle=Int8Oracle,
     formats=(CompressedTensorsInt8Format, ModelOptInt8Format, QuarkInt8Format),
     quant_methods=("compressed-tensors", "modelopt", "quark"),

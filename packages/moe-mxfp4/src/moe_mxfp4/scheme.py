@@ -23,7 +23,7 @@ def _quickstart(folder: Path) -> None:
 
 SCHEME = Scheme(
     name="mxfp4",
-    protocol=1,
+    protocol=2,
     oracle=Mxfp4Oracle,
     formats=(
         GptOssMxfp4Format,

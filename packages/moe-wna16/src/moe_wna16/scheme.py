@@ -23,7 +23,7 @@ def _quickstart(folder: Path) -> None:
 
 SCHEME = Scheme(
     name="wna16",
-    protocol=1,
+    protocol=2,
     oracle=WNA16Oracle,
     formats=(GptqFormat, AwqFormat, AutoRoundFormat, CompressedTensorsWNA16Format, ModelOptAwqFormat),
     quant_methods=("gptq", "awq", "auto-round", "intel/auto-round", "compressed-tensors", "modelopt"),

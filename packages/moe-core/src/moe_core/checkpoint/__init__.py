@@ -12,6 +12,7 @@ from moe_core.checkpoint.experts import LayerExperts, find_layer
 from moe_core.checkpoint.format import (
     BadValuesError,
     CheckpointFormat,
+    ExpertLayout,
     check_expert_tensor,
     load_stacked,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "BadValuesError",
     "Checkpoint",
     "CheckpointFormat",
+    "ExpertLayout",
     "Given",
     "LayerExperts",
     "LayerModel",

@@ -15,7 +15,7 @@ from typing import Any
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.matrices import expert_modules
 from moe_core.checkpoint.patterns import NamePattern, NamePatterns
-from moe_core.checkpoint.quant_args import QuantEntries, short
+from moe_core.checkpoint.quant_args import QuantEntries, one_of, short
 from moe_core.errors import CheckpointError
 
 _TYPES = ("int", "float")
@@ -50,6 +50,14 @@ class QuantArgs:
     scale_dtype: str | None
     where: str = field(compare=False)
 
+    @property
+    def unusual(self) -> str | None:
+        """Why these are not weights as nearly all are, symmetric and static, in one clause."""
+        if self.symmetric and self.dynamic is False:
+            return None
+        found = "asymmetric" if self.dynamic is False else "dynamic"
+        return f"{self.where} is {found}, expected symmetric and static"
+
     def __str__(self) -> str:
         size = self.block or self.group_size
         kind = {False: "static", True: "dynamic"}.get(self.dynamic is True or self.dynamic == "local")
@@ -68,6 +76,26 @@ class QuantGroup:
     @property
     def where(self) -> str:
         return f"config_groups.{self.name}"
+
+    def reason_against(self, kind: str, bits: Sequence[int], formats: Sequence[str | None]) -> str | None:
+        """Why the weights are not of ``kind`` ("int") with any of ``bits``, kept in any of ``formats``, in one clause.
+
+        ``formats``: those that count; None: a group that names none; messages leave out the older "naive-quantized".
+        """
+        weights = self.weights
+        if weights.type != kind or weights.num_bits not in bits:
+            expected = " or ".join(f"{kind}{count}" for count in bits)
+            return f"{self.where} has {weights.type}{weights.num_bits} weights, expected {expected}"
+        if self.format not in formats:
+            expected = one_of([repr(name) for name in formats if name not in (None, "naive-quantized")])
+            return f"format is {self.format!r}, expected {expected}"
+        return None
+
+    @property
+    def said(self) -> str:
+        """The weights and activations, and where that is said."""
+        inputs = "16-bit activations" if self.inputs is None else f"{self.inputs} activations"
+        return f"{self.weights} weights with {inputs}: {self.where}"
 
 
 def quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantGroup:

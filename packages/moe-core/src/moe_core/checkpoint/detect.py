@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.format import CheckpointFormat
+from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout, names_method
 from moe_core.checkpoint.matrices import unquantized_reason
 from moe_core.checkpoint.modelopt import is_modelopt
 from moe_core.checkpoint.reader import Checkpoint
@@ -20,10 +20,16 @@ from moe_core.registry import KNOWN_QUANT_METHODS, KNOWN_SCHEMES, Registry, how_
 _QUARK_SCHEMES = (("fp4", "mxfp4"), ("fp8", "fp8"), ("int8", "int8"))
 
 
-def detect_format(
-    checkpoint: Checkpoint, layer: LayerExperts, plugins: Registry | None = None
-) -> tuple[str, CheckpointFormat]:
-    """(scheme, format) of ``layer`` among the installed schemes, most specific format first.
+class Detected(NamedTuple):
+    """The scheme and the format that read a layer, and how the layer lies."""
+
+    scheme: str
+    format: CheckpointFormat
+    layout: ExpertLayout
+
+
+def detect_format(checkpoint: Checkpoint, layer: LayerExperts, plugins: Registry | None = None) -> Detected:
+    """What reads ``layer`` among the installed schemes, most specific format first.
 
     Raises SchemeNotInstalledError where a scheme that could read it is missing, with the pip command;
     CheckpointError, with every installed format and its reason, where it is not known.
@@ -35,7 +41,7 @@ def detect_format(
     refusals: list[MoEError] = []
     for scheme in _in_order(plugins, method):
         for kind in plugins.formats(scheme):
-            named = method in kind.quant_methods
+            named = names_method(kind.quant_methods, method)
             asked = attempt(functools.partial(_ask, kind, quantization, layer))
             if isinstance(asked, Raised):
                 if not isinstance(asked.error, MoEError):
@@ -46,10 +52,10 @@ def detect_format(
                     refusals.append(asked.error)
                 reasons.append((named, f"{kind.name} ({scheme}): {asked}"))
                 continue
-            adapter, reason = asked
-            if reason is None:
-                return scheme, adapter
-            reasons.append((named, f"{kind.name} ({scheme}): {reason}"))
+            adapter, found = asked
+            if not isinstance(found, str):
+                return Detected(scheme, adapter, found)
+            reasons.append((named, f"{kind.name} ({scheme}): {found}"))
     stored = {suffix: layer.stored_dtype("down", suffix) for suffix in layer.suffixes("down")}
     plain = unquantized_reason(layer)
     foreign = unsupported_quantization(quantization, stored) if plain is None else None
@@ -92,13 +98,13 @@ def _in_order(plugins: Registry, method: object) -> list[str]:
 
 def _ask(
     kind: type[CheckpointFormat], quantization: Mapping[str, Any], layer: LayerExperts
-) -> tuple[CheckpointFormat, str | None]:
-    """An adapter, and why it does not read the layer."""
+) -> tuple[CheckpointFormat, ExpertLayout | str]:
+    """An adapter, and what it says of the layer."""
     adapter = kind()
-    reason: object = adapter.reason_against(quantization, layer)
-    if reason is not None and not isinstance(reason, str):
-        raise TypeError(f"reason_against returned {reason!r}, expected a text or None")
-    return adapter, reason
+    found: object = adapter.resolve(quantization, layer)
+    if not isinstance(found, ExpertLayout | str):
+        raise TypeError(f"resolve returned {found!r}, expected an ExpertLayout or a text")
+    return adapter, found
 
 
 def _weight_dtype(layer: LayerExperts) -> str:

@@ -1,70 +1,75 @@
 """Checkpoint formats: what an adapter implements.
 
-An adapter knows one way of storing quantised experts and produces the scheme's canonical weights; it never meets a
-backend.  It decides from the tensors as much as from config.json, since tools write configs that don't fit
-their own files.
+An adapter knows one way of storing quantised experts.  It looks at a layer once (:meth:`CheckpointFormat.resolve`),
+and says how the layer lies, as an :class:`ExpertLayout` that loads it, or why the layer is not of its format.  What is
+loaded are the scheme's canonical weights; an adapter never meets a backend.  It decides from the tensors as much as
+from config.json, since tools write configs that don't fit their own files.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.statements import tool
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointError
 from moe_core.quant_key import QuantKey
 from moe_core.weights import MoEWeights
 
-Keys = tuple[QuantKey | None, QuantKey | None]
 
+@dataclass(frozen=True, eq=False)
+class ExpertLayout(ABC):
+    """How one layer's experts lie in a checkpoint, as a format found it out.
 
-class CheckpointFormat(ABC):
-    """One checkpoint format of one scheme.
-
-    ``name`` for people ("fp8 block"), ``scheme`` whose canonical weights it produces; ``quant_methods`` that it may
-    read: where some format names the checkpoint's method, only those that do say why they don't read it.
+    - ``layer``: the tensors
+    - ``weight_key``, ``activation_key``: what the canonical weights and the activations are, None for 16 bits
     """
 
-    name: ClassVar[str]
-    scheme: ClassVar[str]
-    quant_methods: ClassVar[tuple[str, ...]] = ()
+    layer: LayerExperts
+    weight_key: QuantKey | None
+    activation_key: QuantKey | None
 
     @abstractmethod
-    def reason_against(self, quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
-        """Why these tensors are not of this format, in one clause; None if they are.
-
-        Looks at names, dtypes and ``quantization`` (what the folder's JSON files say), and reads no data.  Tensors
-        that are of this format but broken belong to it: :meth:`load` says what is wrong with them.
-        A CheckpointError stands where no other format reads the layer; any other exception leaves the format out.
-        """
-
-    def detect(self, quantization: Mapping[str, Any], layer: LayerExperts) -> bool:
-        """Whether the layer is of this format."""
-        return self.reason_against(quantization, layer) is None
-
-    @abstractmethod
-    def keys(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Keys:
-        """(weight key, activation key) of the layer."""
-
-    @abstractmethod
-    def load(
-        self,
-        layer: LayerExperts,
-        config: FusedMoEConfig,
-        *,
-        experts: Sequence[int],
-        device: torch.device | str = "cpu",
-    ) -> MoEWeights:
+    def load(self, config: FusedMoEConfig, *, experts: Sequence[int], device: torch.device | str = "cpu") -> MoEWeights:
         """Canonical weights of ``experts`` (global ids, in this order) on ``device``.
 
         Tensors are allocated once and filled expert by expert, so that no second copy of the layer exists.
         Raises CheckpointError with the name of the tensor for anything that doesn't fit ``config``.
         """
+
+
+class CheckpointFormat(ABC):
+    """One checkpoint format of a scheme.
+
+    ``name`` for people ("fp8 block"); ``quant_methods`` that it may read: where some format names the checkpoint's
+    method, only those that do say why they don't read it.  A format that another package adds to a scheme states the
+    ``protocol_version`` that it was written for; a scheme's own are covered by the scheme's.
+    """
+
+    name: ClassVar[str]
+    quant_methods: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def resolve(self, quantization: Mapping[str, Any], layer: LayerExperts) -> ExpertLayout | str:
+        """How the layer lies, or in one clause why its tensors are not of this format.
+
+        Looks at names, shapes, dtypes and ``quantization`` (what the folder's JSON files say), and reads no data but
+        small tensors that say how others lie.  Tensors that are of this format but broken belong to it:
+        :meth:`ExpertLayout.load` says what is wrong with them.
+        A CheckpointError stands where no other format reads the layer; any other exception leaves the format out.
+        """
+
+
+def names_method(quant_methods: Sequence[str], method: object) -> bool:
+    """Whether ``quant_methods`` has ``method``, or the tool that it is a variant of ("modelopt_mixed")."""
+    return method in quant_methods or ("modelopt" in quant_methods and tool(method) == "modelopt")
 
 
 def check_expert_tensor(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.matrices import expert_modules
 from moe_core.checkpoint.patterns import NamePatterns
-from moe_core.checkpoint.quant_args import QuantEntries, short
+from moe_core.checkpoint.quant_args import QuantEntries, one_of, short
 from moe_core.errors import CheckpointError
 
 
@@ -86,6 +86,6 @@ def _owners(layers: QuantEntries) -> Callable[[str], str | None]:
     return choose
 
 
-def unknown_algo(algorithm: str, expected: str) -> str:
-    """The reason against an algorithm that a format does not read."""
-    return f"quant_algo is {short(algorithm)}, expected {expected}"
+def unknown_algo(algorithm: str, known: Collection[str]) -> str:
+    """The reason against an algorithm that is none of those that a format reads."""
+    return f"quant_algo is {short(algorithm)}, expected {one_of(tuple(known))}"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_core.checkpoint.detect import detect_format
+from moe_core.checkpoint.detect import Detected, detect_format
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.format import CheckpointFormat, Keys
+from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.checkpoint.unquantized import UnquantizedFormat
 from moe_core.config import FusedMoEConfig
@@ -24,51 +24,47 @@ from moe_core.weights import MoEWeights
 CHUNK_BYTES = 256 << 20
 
 
-class OnlineFormat(CheckpointFormat):
-    """Experts that ``stored`` reads in 16 bits, as ``online`` quantises them.
+@dataclass(frozen=True, eq=False)
+class OnlineLayout(ExpertLayout):
+    """Experts that ``stored`` loads in 16 bits, as ``online`` quantises them.
 
     Some experts at a time: beside the result, at most :data:`CHUNK_BYTES` (or one expert) of 16-bit weights exist.
     """
 
-    def __init__(self, online: OnlineQuantization, stored: CheckpointFormat | None = None) -> None:
-        self.online = online
-        self.stored = stored or UnquantizedFormat()
-        self.name = f"{self.stored.name}, quantised at load: {online.name}"  # type: ignore[misc]
-        self.scheme = online.scheme  # type: ignore[misc]
+    stored: ExpertLayout
+    online: OnlineQuantization
 
-    def reason_against(self, quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
-        return self.stored.reason_against(quantization, layer)
-
-    def keys(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Keys:
-        return self.online.weight_key, self.online.activation_key
-
-    def load(
-        self,
-        layer: LayerExperts,
-        config: FusedMoEConfig,
-        *,
-        experts: Sequence[int],
-        device: torch.device | str = "cpu",
-    ) -> MoEWeights:
+    def load(self, config: FusedMoEConfig, *, experts: Sequence[int], device: torch.device | str = "cpu") -> MoEWeights:
         one = 4 * (config.w13_rows * config.hidden_size + config.hidden_size * config.intermediate_size)
         step = max(1, CHUNK_BYTES // one)
         whole: dict[str, Tensor] = {}
         for start in range(0, len(experts), step):
             chosen = experts[start : start + step]
             here = replace(config, num_local_experts=len(chosen))
-            quantized = self.online.quantize(self.stored.load(layer, here, experts=chosen, device=device))
+            quantized = self.online.quantize(self.stored.load(here, experts=chosen, device=device))
             for name, tensor in quantized.tensors():
                 if name not in whole:
                     shape = (len(experts), *tensor.shape[1:])
                     whole[name] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
                 whole[name][start : start + len(chosen)].copy_(tensor)
         if not whole:
-            raise CheckpointError(f"{layer.prefix}: no expert was asked for")
-        return MoEWeights(
-            weight_key=self.online.weight_key,
-            activation_key=self.online.activation_key,
-            **whole,
-        )
+            raise CheckpointError(f"{self.layer.prefix}: no expert was asked for")
+        return MoEWeights(weight_key=self.weight_key, activation_key=self.activation_key, **whole)
+
+
+class OnlineFormat(CheckpointFormat):
+    """Experts that ``stored`` reads in 16 bits, as ``online`` quantises them."""
+
+    def __init__(self, online: OnlineQuantization, stored: CheckpointFormat | None = None) -> None:
+        self.online = online
+        self.stored = stored or UnquantizedFormat()
+        self.name = f"{self.stored.name}, quantised at load: {online.name}"  # type: ignore[misc]
+
+    def resolve(self, quantization: Mapping[str, Any], layer: LayerExperts) -> OnlineLayout | str:
+        found = self.stored.resolve(quantization, layer)
+        if isinstance(found, str):
+            return found
+        return OnlineLayout(layer, self.online.weight_key, self.online.activation_key, found, self.online)
 
 
 def detect(
@@ -76,8 +72,8 @@ def detect(
     layer: LayerExperts,
     quantize: str | OnlineQuantization | None = None,
     plugins: Registry | None = None,
-) -> tuple[str, CheckpointFormat]:
-    """(scheme, format) of ``layer``: as it is stored, or as ``quantize`` makes it of 16-bit experts.
+) -> Detected:
+    """What reads ``layer``: as it is stored, or as ``quantize`` makes it of 16-bit experts.
 
     Raises CheckpointError where no format reads the layer, and where ``quantize`` is given but its experts are not in
     16 bits; ConfigError for an unknown ``quantize``; see also :func:`moe_core.checkpoint.detect.detect_format`.
@@ -86,18 +82,18 @@ def detect(
     if quantize is not None:
         online = plugins.online(quantize)
         adapter = OnlineFormat(online)
-        reason = adapter.reason_against(checkpoint.quantization, layer)
-        if reason is not None:
+        found = adapter.resolve(checkpoint.quantization, layer)
+        if isinstance(found, str):
             raise CheckpointError(
                 f"{checkpoint.path}: {online.name} quantises 16-bit experts, but those of {layer.prefix} "
-                f"are not read as such: {reason}"
+                f"are not read as such: {found}"
             )
-        return adapter.scheme, adapter
+        return Detected(online.scheme, adapter, found)
     try:
         return detect_format(checkpoint, layer, plugins)
     except CheckpointError as error:
         names = ", ".join(plugins.online_names())
-        if not names or not UnquantizedFormat().detect(checkpoint.quantization, layer):
+        if not names or isinstance(UnquantizedFormat().resolve(checkpoint.quantization, layer), str):
             raise
         raise CheckpointError(
             f"{error}; they can be quantised at load: quantize (--quantize) is one of {names}"

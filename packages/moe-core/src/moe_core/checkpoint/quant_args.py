@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,12 @@ class QuantEntries:
 
     def error(self, name: str, expected: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {name} is {short(self.entries.get(name))}, expected {expected}")
+
+
+def one_of(names: Sequence[str]) -> str:
+    """ "a, b or c", for a message."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def short(value: object) -> str:

@@ -1,45 +1,62 @@
 """The base of formats whose tensors, once config.json is understood, are read alike for every tool.
 
-A format says how the experts are quantised (:meth:`QuantizedFormat.storage`) and how such tensors lie
-(:meth:`QuantizedFormat.layout`); finding, checking and loading them is the same for all.
+A format says how the experts are quantised (:meth:`QuantizedFormat.storage`), and what it says knows how such tensors
+lie (:meth:`ExpertStorage.layout`); finding, checking and loading them is the same for all.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.format import CheckpointFormat, Keys
+from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout, names_method
 from moe_core.checkpoint.matrices import ExpertMatrices, is_interleaved, unquantized_reason
 from moe_core.config import FusedMoEConfig
-from moe_core.errors import CheckpointError
+from moe_core.errors import CheckpointError, CheckpointWarning
 from moe_core.quant_key import QuantKey
 from moe_core.weights import MoEWeights
 
 
-class ExpertLayout(Protocol):
-    """How one layer's quantised matrices and their scales lie."""
+@dataclass(frozen=True, eq=False)
+class QuantizedLayout(ExpertLayout):
+    """How one layer's quantised matrices and their scales lie.  ``storage``: how they are quantised."""
+
+    weight_key: QuantKey
+    storage: ExpertStorage
 
     @property
-    def key(self) -> QuantKey:
-        """The canonical weights' key."""
+    def sized(self) -> str:
+        """Where sizes of matrices are said, for messages."""
+        return f"hidden size and intermediate size of {self.layer.checkpoint.path / 'config.json'}"
 
     @property
-    def activation(self) -> QuantKey | None:
-        """The activations' key, None for 16-bit ones."""
+    def is_static(self) -> bool:
+        """Whether activations have scales in the checkpoint."""
+        return self.activation_key is not None and self.activation_key.is_static
 
+    def warn_of_unused(self, projection: str, suffix: str) -> None:
+        """CheckpointWarning of the activations' scale that the storage has no use for."""
+        used = self.activation_key or "not quantised"
+        name = self.layer.name(0, projection, suffix)
+        text = f"{name} is not used: activations are {used} ({self.storage.why})"
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
+
+    @abstractmethod
     def check(self, projection: str, size: tuple[int, int], experts: Sequence[int], *, has_bias: bool) -> None:
         """Names, shapes and dtypes of everything that belongs to the projection, a [rows, cols] matrix.
 
         Raises CheckpointError that names the tensor.
         """
 
-    def load(
+    @abstractmethod
+    def stack(
         self,
         name: str,
         projections: tuple[str, ...],
@@ -51,31 +68,48 @@ class ExpertLayout(Protocol):
     ) -> dict[str, Tensor]:
         """The canonical tensors of w13 or w2 (``name``), whose matrices lie in ``projections``, by name."""
 
+    def load(self, config: FusedMoEConfig, *, experts: Sequence[int], device: torch.device | str = "cpu") -> MoEWeights:
+        matrices = ExpertMatrices.of(self.layer, config)
+        for projection, size in matrices.sizes.items():
+            self.check(projection, size, experts, has_bias=config.has_bias)
+        tensors: dict[str, Tensor] = {}
+        for name, projections in matrices.stacks:
+            tensors.update(self.stack(name, projections, matrices, experts, device, has_bias=config.has_bias))
+        return MoEWeights(weight_key=self.weight_key, activation_key=self.activation_key, **tensors)
 
-#: what a format's config says of the tensors
-Storage = TypeVar("Storage")
 
+class ExpertStorage(ABC):
+    """How one layer's experts are quantised, as their tool's config says; a scheme adds what its kinds differ in.
 
-class QuantizedFormat(CheckpointFormat, Generic[Storage]):
-    """See the module docstring.
-
-    ``interleaved``: the layout puts gate and up rows that are stored in turns in order.
+    - ``activation``: key of the activations, None for 16-bit ones
+    - ``why``: where that is said, for messages ("one scale per tensor: quant_algo FP8")
+    - ``interleaved``: :meth:`layout` puts gate and up rows that are stored in turns in order
     """
 
     interleaved: ClassVar[bool] = False
+    activation: QuantKey | None
+    why: str
 
     @abstractmethod
-    def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Storage | str:
-        """How the tensors are quantised, or in one clause why they are not of this format.
-
-        Raises CheckpointError for a config that is of this format and broken.
-        """
-
-    @abstractmethod
-    def layout(self, storage: Storage, layer: LayerExperts) -> ExpertLayout:
+    def layout(self, layer: LayerExperts) -> QuantizedLayout:
         """How tensors that are so quantised lie; CheckpointError where that can't be told."""
 
-    def reason_against(self, quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
+
+class QuantizedFormat(CheckpointFormat):
+    """See the module docstring.  ``quant_methods``: all that it reads, the usual one first."""
+
+    @abstractmethod
+    def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> ExpertStorage | str:
+        """How the tensors are quantised, or in one clause why they are not of this format.
+
+        Asked where ``quant_method`` is one of the format's.  Raises CheckpointError for a config that is of this format
+        and broken.
+        """
+
+    def resolve(self, quantization: Mapping[str, Any], layer: LayerExperts) -> QuantizedLayout | str:
+        method = quantization.get("quant_method")
+        if not names_method(self.quant_methods, method):
+            return f"quant_method is {method!r}, expected {self.quant_methods[0]!r}"
         plain = unquantized_reason(layer)
         try:
             found = self.storage(quantization, layer)
@@ -87,33 +121,6 @@ class QuantizedFormat(CheckpointFormat, Generic[Storage]):
             return found
         if plain is not None:
             return plain
-        if not self.interleaved and is_interleaved(layer):
+        if not found.interleaved and is_interleaved(layer):
             return "gpt-oss interleaves gate and up rows, expected gate rows first"
-        return None
-
-    def keys(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Keys:
-        layout = self._layout(quantization, layer)
-        return layout.key, layout.activation
-
-    def load(
-        self,
-        layer: LayerExperts,
-        config: FusedMoEConfig,
-        *,
-        experts: Sequence[int],
-        device: torch.device | str = "cpu",
-    ) -> MoEWeights:
-        layout = self._layout(layer.checkpoint.quantization, layer)
-        matrices = ExpertMatrices.of(layer, config)
-        for projection, size in matrices.sizes.items():
-            layout.check(projection, size, experts, has_bias=config.has_bias)
-        tensors: dict[str, Tensor] = {}
-        for name, projections in matrices.stacks:
-            tensors.update(layout.load(name, projections, matrices, experts, device, has_bias=config.has_bias))
-        return MoEWeights(weight_key=layout.key, activation_key=layout.activation, **tensors)
-
-    def _layout(self, quantization: Mapping[str, Any], layer: LayerExperts) -> ExpertLayout:
-        found = self.storage(quantization, layer)
-        if isinstance(found, str):
-            raise CheckpointError(f"{layer.checkpoint.path} is not of the format {self.name}: {found}")
-        return self.layout(found, layer)
+        return found.layout(layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
@@ -12,8 +13,87 @@ from moe_core.checkpoint.quant_args import QuantEntries
 from moe_core.errors import CheckpointError
 
 
-def quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantEntries:
-    """The entries (``weight``, ``input_tensors`` …) that hold for the experts' linear modules.
+@dataclass(frozen=True)
+class QuarkArgs:
+    """How one operand is quantised.  An entry is read, and refused if it is broken, when it is asked for."""
+
+    entries: QuantEntries
+
+    @property
+    def where(self) -> str:
+        return self.entries.where
+
+    @property
+    def dtype(self) -> str | None:
+        """ "int8", "fp4", "fp8_e4m3" …"""
+        return self.entries.text("dtype")
+
+    @property
+    def is_e4m3(self) -> bool:
+        return self.dtype in ("fp8_e4m3", "fp8")
+
+    @property
+    def scheme(self) -> str | None:
+        """What shares a scale: "per_tensor", "per_channel", "per_group", "per_block", "per_token"."""
+        return self.entries.text("qscheme")
+
+    @property
+    def dynamic(self) -> bool:
+        return self.entries.boolean("is_dynamic")
+
+    @property
+    def symmetric(self) -> bool:
+        return self.entries.boolean("symmetric", True)
+
+    @property
+    def group_size(self) -> int | None:
+        """Elements of a group along K."""
+        return self.entries.integer("group_size")
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """[rows, columns]."""
+        return self.entries.block("block_size")
+
+    @property
+    def axis(self) -> int | None:
+        """The dimension whose channels have scales of their own, from -2."""
+        return self.entries.integer("ch_axis", least=-2)
+
+    @property
+    def exponents(self) -> bool:
+        """Whether scales are e8m0 exponents."""
+        return self.entries.text("scale_format") == "e8m0"
+
+    @property
+    def rounding(self) -> str | None:
+        """How exponents are rounded: "even" or "floor"."""
+        return self.entries.text("scale_calculation_mode")
+
+    @property
+    def is_microscaling(self) -> bool:
+        """Whether groups of 32 share an e8m0 exponent (OCP MX)."""
+        return self.scheme == "per_group" and self.group_size == 32 and self.exponents
+
+    def __str__(self) -> str:
+        size = self.entries.integer("group_size", least=-1)
+        of = "" if size is None else f" of {size}"
+        return f"{self.dtype} {self.scheme}{of} with {self.entries.text('scale_format')} scales"
+
+
+@dataclass(frozen=True)
+class QuarkLayer:
+    """How the experts' linear modules are quantised.  ``inputs`` None: activations stay in 16 bits."""
+
+    where: str
+    weight: QuarkArgs
+    inputs: QuarkArgs | None
+
+
+def quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkLayer | str:
+    """What is said of the experts' linear modules; or in one clause why no format reads it.
+
+    Weights that are not quantised, and outputs that are, are read by none.
 
     ``layer_quant_config`` goes by name or pattern and wins over ``layer_type_quant_config`` (by class) and
     ``global_quant_config``.  ``exclude`` is not looked at: Quark leaves experts out without saying so, therefore the
@@ -32,7 +112,12 @@ def quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantEn
                 f"the experts of {layer.prefix} are quantised differently ({first.where} and {other.where}); "
                 "all matrices of a layer's experts must be quantised alike"
             )
-    return first
+    weight, inputs = first.part("weight"), first.part("input_tensors")
+    if weight is None:
+        return f"{first.where}: weight is null"
+    if first.part("output_tensors") is not None:
+        return f"{first.where}: output_tensors are quantised, expected null"
+    return QuarkLayer(first.where, QuarkArgs(weight), None if inputs is None else QuarkArgs(inputs))
 
 
 def _chooser(entries: QuantEntries) -> Callable[[str], QuantEntries]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts, find_layer
-from moe_core.checkpoint.format import CheckpointFormat
+from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout
 from moe_core.checkpoint.model import Given, read_model
 from moe_core.checkpoint.online import detect
 from moe_core.checkpoint.reader import Checkpoint
@@ -39,6 +39,7 @@ class LayerSource:
     """What :func:`read_layer` found; no expert weights are read until :meth:`weights`.
 
     - ``index`` of the layer, ``prefix`` of its experts' tensors
+    - ``format`` that reads it, ``layout`` that it found
     - ``config``, ``weight_key``, ``activation_key`` (as the checkpoint says, or as was asked for), ``scheme``: what
       selection needs
     - ``experts``: global ids of the experts to load
@@ -55,7 +56,7 @@ class LayerSource:
     activation_key: QuantKey | None
     scheme: str
     format: CheckpointFormat
-    layer: LayerExperts
+    layout: ExpertLayout
     experts: tuple[int, ...]
     router_weight: Tensor | None
     router_bias: Tensor | None
@@ -63,10 +64,15 @@ class LayerSource:
     routing_reason: str | None
     assumed: str | None
 
+    @property
+    def layer(self) -> LayerExperts:
+        """The experts' tensors."""
+        return self.layout.layer
+
     def weights(self, device: torch.device | str = "cpu") -> MoEWeights:
         """Canonical weights of ``experts`` on ``device``; CheckpointError names a tensor that is broken."""
-        load = functools.partial(self.format.load, self.layer, self.config, experts=self.experts, device=device)
-        weights = _of_format(self.format, "load", load)
+        load = functools.partial(self.layout.load, self.config, experts=self.experts, device=device)
+        weights = _of_format(self.format, load)
         if weights.activation_key == self.activation_key:
             return weights
         return replace(
@@ -105,20 +111,18 @@ def read_layer(
     tensors = find_layer(checkpoint, layer, stack)
     chosen = _chosen(experts, tensors.num_experts)
     model = read_model(tensors, dtype=dtype, num_local_experts=len(chosen), given=given)
-    scheme, adapter = detect(checkpoint, tensors, quantize, plugins)
+    scheme, adapter, layout = detect(checkpoint, tensors, quantize, plugins)
     if model.assumed is not None:
         warnings.warn(model.assumed, CheckpointWarning, stacklevel=2)
-    keys = functools.partial(adapter.keys, checkpoint.quantization, tensors)
-    weight_key, stored = _of_format(adapter, "keys", keys)
     return LayerSource(
         index=tensors.index,
         prefix=tensors.prefix,
         config=model.config,
-        weight_key=weight_key,
-        activation_key=_activations(activation_key, stored),
+        weight_key=layout.weight_key,
+        activation_key=_activations(activation_key, layout.activation_key),
         scheme=scheme,
         format=adapter,
-        layer=tensors,
+        layout=layout,
         experts=chosen,
         router_weight=model.router_weight,
         router_bias=model.router_bias,
@@ -128,8 +132,8 @@ def read_layer(
     )
 
 
-def _of_format(adapter: CheckpointFormat, method: str, call: Callable[[], T]) -> T:
-    """What a format says; a fault in the code of another package is named as such."""
+def _of_format(adapter: CheckpointFormat, call: Callable[[], T]) -> T:
+    """What a format's layout loads; a fault in the code of another package is named as such."""
     kind = type(adapter)
     if kind.__module__.partition(".")[0] in _OWN:
         return call()
@@ -139,7 +143,7 @@ def _of_format(adapter: CheckpointFormat, method: str, call: Callable[[], T]) ->
     if isinstance(found.error, MoEError):
         raise found.error
     where = f"{kind.__module__}:{kind.__qualname__}"
-    raise RegistryError(f"the format {kind.name!r} ({where}) fails in {method}: {found}") from found.error
+    raise RegistryError(f"the format {kind.name!r} ({where}) fails in load: {found}") from found.error
 
 
 def _activations(wanted: QuantKey | str | None, stored: QuantKey | None) -> QuantKey | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.format import CheckpointFormat, Keys, check_expert_tensor
+from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout, check_expert_tensor
 from moe_core.checkpoint.matrices import ExpertMatrices, gate_rows_first, is_interleaved, is_transposed
 from moe_core.checkpoint.values import Values, load_checked
 from moe_core.config import FusedMoEConfig
@@ -32,9 +32,8 @@ class UnquantizedFormat(CheckpointFormat):
     """See the module docstring.  The tensors alone decide: tools leave experts out without saying so in config.json."""
 
     name = "16-bit experts"
-    scheme = ""
 
-    def reason_against(self, quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
+    def resolve(self, quantization: Mapping[str, Any], layer: LayerExperts) -> UnquantizedLayout | str:
         for projection in sorted(layer.projections):
             for suffix in layer.suffixes(projection):
                 if suffix not in _SUFFIXES or layer.dtype(projection, suffix) not in _DTYPES:
@@ -42,19 +41,14 @@ class UnquantizedFormat(CheckpointFormat):
                     return f"{layer.name(0, projection, suffix)} is {stored}, expected 16-bit weights and biases alone"
             if not layer.has(projection, "weight"):
                 return f"{layer.prefix} has no weight of {projection}"
-        return None
+        return UnquantizedLayout(layer, None, None)
 
-    def keys(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Keys:
-        return None, None
 
-    def load(
-        self,
-        layer: LayerExperts,
-        config: FusedMoEConfig,
-        *,
-        experts: Sequence[int],
-        device: torch.device | str = "cpu",
-    ) -> MoEWeights:
+class UnquantizedLayout(ExpertLayout):
+    """16-bit experts; their shapes tell how they lie."""
+
+    def load(self, config: FusedMoEConfig, *, experts: Sequence[int], device: torch.device | str = "cpu") -> MoEWeights:
+        layer = self.layer
         matrices, transposed = ExpertMatrices.of(layer, config), is_transposed(layer)
         sized = f"hidden size and intermediate size of {layer.checkpoint.path / 'config.json'}"
         tensors: dict[str, Tensor] = {}

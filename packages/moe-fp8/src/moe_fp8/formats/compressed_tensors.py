@@ -23,6 +23,7 @@ from typing import Any
 
 from moe_core.checkpoint.compressed_tensors import QuantArgs, QuantGroup, quant_group
 from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.quantized import QuantizedFormat
 from moe_core.quant_key import (
     PER_CHANNEL,
     PER_TENSOR,
@@ -35,32 +36,20 @@ from moe_core.quant_key import (
     kMxfp8Dynamic,
 )
 
-from moe_fp8.formats.fp8_experts import Fp8Format
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 
 _FORMATS = ("float-quantized", "naive-quantized", "mxfp8-quantized", None)
 
 
-class CompressedTensorsFp8Format(Fp8Format):
+class CompressedTensorsFp8Format(QuantizedFormat):
     """See the module docstring."""
 
     name = "compressed-tensors float-quantized and mxfp8-quantized"
     quant_methods = ("compressed-tensors",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Fp8Storage | str:
-        method = quantization.get("quant_method")
-        if method != "compressed-tensors":
-            return f"quant_method is {method!r}, expected 'compressed-tensors'"
         group = quant_group(quantization, layer)
-        weights = group.weights
-        if weights.type != "float" or weights.num_bits != 8:
-            return f"{group.where} has {weights.type}{weights.num_bits} weights, expected float8"
-        if group.format not in _FORMATS:
-            return f"format is {group.format!r}, expected 'float-quantized' or 'mxfp8-quantized'"
-        if not weights.symmetric or weights.dynamic is not False:
-            found = "asymmetric" if weights.dynamic is False else "dynamic"
-            return f"{weights.where} is {found}, expected symmetric and static"
-        return _storage(group)
+        return group.reason_against("float", (8,), _FORMATS) or group.weights.unusual or _storage(group)
 
 
 def _storage(group: QuantGroup) -> Fp8Storage | str:
@@ -72,9 +61,7 @@ def _storage(group: QuantGroup) -> Fp8Storage | str:
     activation = None if group.inputs is None else _activation(group.inputs, group.format)
     if isinstance(activation, str):
         return activation
-    inputs = "16-bit activations" if group.inputs is None else f"{group.inputs} activations"
-    why = f"{weights} weights with {inputs}: {group.where}"
-    return Fp8Storage(shape, activation, why, microscaling=mx)
+    return Fp8Storage(shape, activation, group.said, microscaling=mx)
 
 
 def is_microscaling(args: QuantArgs, layout: str | None) -> bool:

@@ -19,10 +19,10 @@ from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.quant_args import QuantEntries, short
+from moe_core.checkpoint.quantized import QuantizedFormat
 from moe_core.numerics import is_e8m0
 from moe_core.quant_key import GroupShape, kFp8Dynamic128Sym, kFp8StaticTensorSym, kMxfp8Dynamic
 
-from moe_fp8.formats.fp8_experts import Fp8Format
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage, scale_suffix
 
 _SCALE = "weight_scale_inv"
@@ -34,14 +34,14 @@ _ACCEPTED: Mapping[str, tuple[object, ...]] = {
 }
 
 
-class Fp8BlockFormat(Fp8Format):
+class Fp8BlockFormat(QuantizedFormat):
     """See the module docstring."""
 
     name = "FP8 in blocks (DeepSeek-V3, Qwen3-FP8, transformers fine-grained FP8)"
     quant_methods = ("fp8",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Fp8Storage | str:
-        reason = reason_against_method(quantization)
+        reason = reason_against_kind(quantization)
         if reason is not None:
             return reason
         block = QuantEntries(quantization, str(layer.checkpoint.path / "config.json")).block("weight_block_size")
@@ -57,11 +57,8 @@ class Fp8BlockFormat(Fp8Format):
         return Fp8Storage(group, activation, why, exponent_bytes=exponents, scale=_SCALE)
 
 
-def reason_against_method(quantization: Mapping[str, Any]) -> str | None:
-    """Why ``quantization`` is not of ``quant_method: fp8`` with e4m3 weights, None if it is."""
-    method = quantization.get("quant_method")
-    if method != "fp8":
-        return f"quant_method is {method!r}, expected 'fp8'"
+def reason_against_kind(quantization: Mapping[str, Any]) -> str | None:
+    """Why weights of ``quant_method: fp8`` are not e4m3, or activations not quantised as is known; None if so."""
     for name, accepted in _ACCEPTED.items():
         found = quantization.get(name, accepted[0])
         if found not in accepted:

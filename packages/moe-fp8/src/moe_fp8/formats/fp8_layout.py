@@ -12,15 +12,15 @@ where its weights are 0 too (a pruned channel); over other weights it is refused
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from moe_core import CheckpointError, CheckpointWarning
+from moe_core import CheckpointError
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.format import check_expert_tensor
 from moe_core.checkpoint.matrices import ExpertMatrices, is_transposed, stored_matrix
+from moe_core.checkpoint.quantized import ExpertStorage, QuantizedLayout
 from moe_core.checkpoint.suffixes import (
     INPUT_SCALES,
     ZERO_POINTS,
@@ -43,14 +43,12 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Fp8Storage:
-    """How one layer's experts are quantised, as their format's config says.
+class Fp8Storage(ExpertStorage):
+    """How one layer's e4m3 experts are quantised; see the base class.
 
     - ``group``: elements of a stored weight that share a scale
-    - ``activation``: key of the activations, None for 16-bit ones
     - ``microscaling``: the scales are e8m0 exponents and stay so (MXFP8)
     - ``exponent_bytes``: a scale stored as plain bytes is an e8m0 exponent
-    - ``why``: where that is said, for messages ("one scale per tensor: quant_algo FP8")
     - ``scale``: usual suffix of the weight's scale, for messages
     """
 
@@ -61,24 +59,8 @@ class Fp8Storage:
     exponent_bytes: bool = False
     scale: str = "weight_scale"
 
-
-@dataclass(frozen=True, eq=False)
-class Fp8Layout:
-    """How the layer's matrices and their scales lie.
-
-    ``transposed``: matrices are stored [K, rows]; ``shared``: gate and up are one matrix whose blocks straddle both;
-    ``rows``: rows that share a scale in the canonical form, less than ``storage.group.row`` where ``shared``.
-    """
-
-    storage: Fp8Storage
-    layer: LayerExperts
-    transposed: bool
-    shared: bool
-    rows: int
-
-    @staticmethod
-    def of(storage: Fp8Storage, layer: LayerExperts) -> Fp8Layout:
-        block_rows, block_cols = storage.group.row, storage.group.col
+    def layout(self, layer: LayerExperts) -> Fp8Layout:
+        block_rows, block_cols = self.group.row, self.group.col
         transposed = is_transposed(layer)
         if transposed and block_rows > 1 and block_rows != block_cols:
             raise CheckpointError(
@@ -87,42 +69,44 @@ class Fp8Layout:
             )
         shared = block_rows > 1 and _shares_block(layer, block_rows, transposed)
         rows = math.gcd(_stacked_rows(layer, transposed) // 2, block_rows) if shared else block_rows
-        return Fp8Layout(storage, layer, transposed, shared, rows)
+        key = kMxfp8Static if self.microscaling else kFp8Static128BlockSym.with_group(rows, block_cols)
+        return Fp8Layout(layer, key, self.activation, self, transposed, shared, rows)
 
-    @property
-    def activation(self) -> QuantKey | None:
-        return self.storage.activation
 
-    @property
-    def key(self) -> QuantKey:
-        """The canonical weights' key."""
-        if self.storage.microscaling:
-            return kMxfp8Static
-        return kFp8Static128BlockSym.with_group(self.rows, self.storage.group.col)
+@dataclass(frozen=True, eq=False)
+class Fp8Layout(QuantizedLayout):
+    """How the layer's matrices and their scales lie.
+
+    ``transposed``: matrices are stored [K, rows]; ``shared``: gate and up are one matrix whose blocks straddle both;
+    ``rows``: rows that share a scale in the canonical form, less than ``storage.group.row`` where ``shared``.
+    """
+
+    storage: Fp8Storage
+    transposed: bool
+    shared: bool
+    rows: int
 
     def check(self, projection: str, size: tuple[int, int], experts: Sequence[int], *, has_bias: bool) -> None:
-        """Names, shapes and dtypes of everything that belongs to the projection, a [rows, cols] matrix."""
         layer, storage = self.layer, self.storage
         rows, cols = size
-        sized = f"hidden size and intermediate size of {layer.checkpoint.path / 'config.json'}"
         refuse_mixed(layer, projection, _FLOATS, (torch.float8_e4m3fn,))
-        check_expert_tensor(layer, projection, "weight", self._stored(rows, cols), (torch.float8_e4m3fn,), sized)
+        check_expert_tensor(layer, projection, "weight", self._stored(rows, cols), (torch.float8_e4m3fn,), self.sized)
         scale = scale_suffix(layer, projection)
         if scale is None:
             raise CheckpointError(f"{missing(layer, projection, storage.scale)} ({storage.why})")
         shape, *also = self._scale_shapes(projection, rows, cols)
         check_expert_tensor(layer, projection, scale, shape, self._scale_dtypes(), storage.why, also=also)
-        if self._is_static:
+        if self.is_static:
             static = input_suffix(layer, projection)
             if static is None:
                 raise CheckpointError(f"{missing(layer, projection, INPUT_SCALES[0])} ({storage.why})")
             one = "one scale of all activations"
             check_expert_tensor(layer, projection, static, (), _FLOATS, one, also=((1,), (1, 1)))
         if has_bias:
-            check_expert_tensor(layer, projection, "bias", (rows,), _FLOATS, sized)
+            check_expert_tensor(layer, projection, "bias", (rows,), _FLOATS, self.sized)
         self._check_others(projection, scale, experts)
 
-    def load(
+    def stack(
         self,
         name: str,
         projections: tuple[str, ...],
@@ -132,7 +116,6 @@ class Fp8Layout:
         *,
         has_bias: bool,
     ) -> dict[str, Tensor]:
-        """The canonical tensors of w13 or w2 (``name``), whose matrices lie in ``projections``."""
         layer = self.layer
 
         def checked(suffix: str, values: Values, arrange: Callable[[Tensor], Tensor]) -> Tensor:
@@ -152,11 +135,11 @@ class Fp8Layout:
                 scale,
                 tensors[name],
                 tensors[f"{name}_scale"],
-                self.key,
+                self.weight_key,
                 experts=experts,
                 is_zero=lambda codes: (codes.view(torch.uint8) & 0x7F) == 0,
             )
-        if self._is_static:
+        if self.is_static:
             static = _required(input_suffix(layer, projections[0]))
             both = checked(static, Values.POSITIVE, lambda stored: stored.float().reshape(1))
             tensors[f"{name}_input_scale"] = both.amax(dim=1)
@@ -165,10 +148,6 @@ class Fp8Layout:
         return tensors
 
     # ------------------------------------------------------------------ shapes
-
-    @property
-    def _is_static(self) -> bool:
-        return self.storage.activation is not None and self.storage.activation.is_static
 
     def _stored(self, rows: int, cols: int) -> tuple[int, int]:
         return (cols, rows) if self.transposed else (rows, cols)
@@ -218,10 +197,8 @@ class Fp8Layout:
             if suffix in ("weight", "bias", scale):
                 continue
             if suffix in INPUT_SCALES:
-                if not self._is_static:
-                    used = self.storage.activation or "not quantised"
-                    text = f"{name} is not used: activations are {used} ({self.storage.why})"
-                    warnings.warn(text, CheckpointWarning, stacklevel=2)
+                if not self.is_static:
+                    self.warn_of_unused(projection, suffix)
             elif suffix in ZERO_POINTS:
                 refuse_zero_points(layer, projection, suffix, experts)
             else:

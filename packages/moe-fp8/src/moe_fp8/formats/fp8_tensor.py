@@ -13,21 +13,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.quantized import QuantizedFormat
 from moe_core.quant_key import PER_TENSOR, kFp8DynamicTensorSym, kFp8DynamicTokenSym, kFp8StaticTensorSym
 
-from moe_fp8.formats.fp8_block import reason_against_method
-from moe_fp8.formats.fp8_experts import Fp8Format
+from moe_fp8.formats.fp8_block import reason_against_kind
 from moe_fp8.formats.fp8_layout import Fp8Storage, scale_suffix
 
 
-class Fp8TensorFormat(Fp8Format):
+class Fp8TensorFormat(QuantizedFormat):
     """See the module docstring."""
 
     name = "FP8 with one scale per tensor (AutoFP8, transformers)"
     quant_methods = ("fp8",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Fp8Storage | str:
-        reason = reason_against_method(quantization)
+        reason = reason_against_kind(quantization)
         if reason is not None:
             return reason
         if quantization.get("weight_block_size") is not None:

@@ -22,7 +22,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.modelopt import is_modelopt, quant_algo, unknown_algo
+from moe_core.checkpoint.modelopt import quant_algo, unknown_algo
+from moe_core.checkpoint.quantized import QuantizedFormat
 from moe_core.quant_key import (
     PER_CHANNEL,
     PER_TENSOR,
@@ -32,24 +33,21 @@ from moe_core.quant_key import (
     kMxfp8Dynamic,
 )
 
-from moe_fp8.formats.fp8_experts import Fp8Format
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8")
 
 
-class ModelOptFp8Format(Fp8Format):
+class ModelOptFp8Format(QuantizedFormat):
     """See the module docstring."""
 
     name = "ModelOpt FP8 and MXFP8"
     quant_methods = ("modelopt",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Fp8Storage | str:
-        if not is_modelopt(quantization):
-            return f"quant_method is {quantization.get('quant_method')!r}, expected 'modelopt'"
         algorithm, entries = quant_algo(quantization, layer)
         if algorithm not in _ALGORITHMS:
-            return unknown_algo(algorithm, ", ".join(_ALGORITHMS[:-1]) + " or " + _ALGORITHMS[-1])
+            return unknown_algo(algorithm, _ALGORITHMS)
         said = f"quant_algo {algorithm}"
         if algorithm == "FP8":
             return Fp8Storage(PER_TENSOR, kFp8StaticTensorSym, f"one scale per tensor: {said}")

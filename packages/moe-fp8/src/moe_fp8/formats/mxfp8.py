@@ -11,26 +11,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.overrides import with_overrides
+from moe_core.checkpoint.gptq import auto_round_settings
 from moe_core.checkpoint.quant_args import QuantEntries, short
+from moe_core.checkpoint.quantized import QuantizedFormat
 from moe_core.quant_key import kMxfp8Dynamic
 
-from moe_fp8.formats.fp8_experts import Fp8Format
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 
 _WHY = "one e8m0 scale per 32 columns"
 
 
-class Mxfp8Format(Fp8Format):
+class Mxfp8Format(QuantizedFormat):
     """``quant_method: mxfp8``."""
 
     name = "MXFP8 (MiniMax)"
     quant_methods = ("mxfp8",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Fp8Storage | str:
-        method = quantization.get("quant_method")
-        if method != "mxfp8":
-            return f"quant_method is {method!r}, expected 'mxfp8'"
         entries = QuantEntries(quantization, str(layer.checkpoint.path / "config.json"))
         block = entries.block("weight_block_size")
         if block not in (None, (1, 32)):
@@ -41,28 +38,22 @@ class Mxfp8Format(Fp8Format):
         return Fp8Storage(MX_GROUP, kMxfp8Dynamic, f"{_WHY}: quant_method mxfp8", microscaling=True)
 
 
-class AutoRoundMxfp8Format(Fp8Format):
+class AutoRoundMxfp8Format(QuantizedFormat):
     """``quant_method: auto-round`` with ``data_type: mx_fp`` and 8 bits."""
 
     name = "AutoRound MXFP8"
     quant_methods = ("auto-round",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Fp8Storage | str:
-        method = quantization.get("quant_method")
-        if method != "auto-round":
-            return f"quant_method is {method!r}, expected 'auto-round'"
-        where = str(layer.checkpoint.path / "config.json")
-        entries = with_overrides(QuantEntries(quantization, where), "extra_config", layer)
-        data_type, bits = entries.text("data_type", "int"), entries.integer("bits")
-        if data_type is None or not data_type.startswith("mx_fp") or bits != 8:
-            return f"data_type is {data_type!r} with {bits} bits, expected 'mx_fp' with 8"
-        size = entries.integer("group_size", 32, least=-1)
-        if size != MX_GROUP.col:
-            return f"group_size is {size}, expected 32"
+        settings = auto_round_settings(quantization, layer)
+        data_type = settings.data_type
+        reason = settings.not_microscaling(8, MX_GROUP.col)
+        if reason is not None:
+            return reason
         why = f"{_WHY}: data_type {data_type} with 8 bits"
-        if entries.integer("act_bits", 16) == 16:
+        if settings.act_bits == 16:
             return Fp8Storage(MX_GROUP, None, f"{why}, act_bits 16", microscaling=True)
-        act_type = entries.text("act_data_type", data_type)
-        if entries.integer("act_bits") != 8 or act_type is None or not act_type.startswith("mx_fp"):
-            return f"act_data_type is {act_type!r} with {entries.integer('act_bits')} bits, expected 'mx_fp' with 8"
+        act_type = settings.act_data_type
+        if settings.act_bits != 8 or act_type is None or not act_type.startswith("mx_fp"):
+            return f"act_data_type is {act_type!r} with {settings.act_bits} bits, expected 'mx_fp' with 8"
         return Fp8Storage(MX_GROUP, kMxfp8Dynamic, why, microscaling=True)

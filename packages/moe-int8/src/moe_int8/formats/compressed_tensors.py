@@ -23,35 +23,24 @@ from typing import Any
 
 from moe_core.checkpoint.compressed_tensors import QuantArgs, QuantGroup, quant_group
 from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.quantized import QuantizedFormat
 from moe_core.quant_key import QuantKey, kInt8DynamicTokenAsym, kInt8DynamicTokenSym
 
-from moe_int8.formats.int8_experts import Int8Format
 from moe_int8.formats.int8_layout import Int8Storage
 
 _FORMATS = ("int-quantized", "naive-quantized", "pack-quantized", None)
 GROUPS = (32, 64, 128)
 
 
-class CompressedTensorsInt8Format(Int8Format):
+class CompressedTensorsInt8Format(QuantizedFormat):
     """See the module docstring."""
 
     name = "compressed-tensors int-quantized"
     quant_methods = ("compressed-tensors",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Int8Storage | str:
-        method = quantization.get("quant_method")
-        if method != "compressed-tensors":
-            return f"quant_method is {method!r}, expected 'compressed-tensors'"
         group = quant_group(quantization, layer)
-        weights = group.weights
-        if weights.type != "int" or weights.num_bits not in (4, 8):
-            return f"{group.where} has {weights.type}{weights.num_bits} weights, expected int8 or int4"
-        if group.format not in _FORMATS:
-            return f"format is {group.format!r}, expected 'int-quantized' or 'pack-quantized'"
-        if not weights.symmetric or weights.dynamic is not False:
-            found = "asymmetric" if weights.dynamic is False else "dynamic"
-            return f"{weights.where} is {found}, expected symmetric and static"
-        return _storage(group)
+        return group.reason_against("int", (8, 4), _FORMATS) or group.weights.unusual or _storage(group)
 
 
 def _storage(group: QuantGroup) -> Int8Storage | str:
@@ -64,8 +53,7 @@ def _storage(group: QuantGroup) -> Int8Storage | str:
     size = _group_size(weights)
     if isinstance(size, str):
         return size
-    said = "16-bit activations" if inputs is None else f"{inputs} activations"
-    return Int8Storage(weights.num_bits, activation, f"{weights} weights with {said}: {group.where}", group=size)
+    return Int8Storage(weights.num_bits, activation, group.said, group=size)
 
 
 def _group_size(args: QuantArgs) -> int | str:

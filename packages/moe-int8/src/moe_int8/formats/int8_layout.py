@@ -12,18 +12,19 @@ be 0 where its weights are 0 too; over other weights it is refused, since they c
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from moe_core import CheckpointError, CheckpointWarning
+from moe_core import CheckpointError
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.format import BadValuesError, check_expert_tensor, load_stacked
 from moe_core.checkpoint.matrices import ExpertMatrices
+from moe_core.checkpoint.quantized import ExpertStorage, QuantizedLayout
 from moe_core.checkpoint.suffixes import (
     INPUT_SCALES,
     ZERO_POINTS,
+    check_stated_shape,
     missing,
     one_suffix,
     refuse_mixed,
@@ -50,13 +51,11 @@ _INTEGERS = (torch.int8, torch.int32, torch.int64, torch.int16)
 
 
 @dataclass(frozen=True)
-class Int8Storage:
-    """How one layer's experts are quantised, as their format's config says.
+class Int8Storage(ExpertStorage):
+    """How one layer's int8 and int4 experts are quantised; see the base class.
 
     - ``bits`` of a code, 8 or 4; ``group``: columns that share a scale, -1 for all of a row
     - ``whole``: one scale for a whole matrix, instead
-    - ``activation``: key of the activations, None for 16-bit ones
-    - ``why``: where that is said, for messages ("one scale per output channel: quant_algo W8A16")
     """
 
     bits: int
@@ -65,50 +64,46 @@ class Int8Storage:
     group: int = -1
     whole: bool = False
 
-
-@dataclass(frozen=True, eq=False)
-class Int8Layout:
-    """How the layer's matrices and their scales lie.  ``weight``: suffix of the codes, in bytes or packed in words."""
-
-    storage: Int8Storage
-    layer: LayerExperts
-    weight: str
-
-    @staticmethod
-    def of(storage: Int8Storage, layer: LayerExperts) -> Int8Layout:
+    def layout(self, layer: LayerExperts) -> Int8Layout:
         found = [one_suffix(layer, projection, WEIGHTS) for projection in sorted(layer.projections)]
         stored = sorted({suffix for suffix in found if suffix is not None})
         if len(stored) > 1:
             raise CheckpointError(
                 f"{layer.prefix} has {' and '.join(stored)}: all matrices of a layer's experts must be stored alike"
             )
-        return Int8Layout(storage, layer, stored[0] if stored else WEIGHTS[0])
+        return Int8Layout(layer, self._key(layer), self.activation, self, stored[0] if stored else WEIGHTS[0])
 
-    @property
-    def activation(self) -> QuantKey | None:
-        return self.storage.activation
-
-    @property
-    def key(self) -> QuantKey:
-        """The canonical weights' key."""
-        if self.storage.bits == 8:
+    def _key(self, layer: LayerExperts) -> QuantKey:
+        """The canonical weights' key; scales of groups are bfloat16 where all of the layer's are."""
+        if self.bits == 8:
             return kInt8StaticChannelSym
-        if self.storage.group == -1:
+        if self.group == -1:
             return kInt4W4A8StaticChannelSym
-        key = kInt4W4A8StaticGroup128Sym.with_group(1, self.storage.group)
-        return key.with_scale_dtype(self._scale_dtype)
+        stored = set()
+        for projection in layer.projections:
+            suffix = one_suffix(layer, projection, WEIGHT_SCALES)
+            stored.add(None if suffix is None else layer.dtype(projection, suffix))
+        dtype = torch.bfloat16 if stored == {torch.bfloat16} else torch.float32
+        return kInt4W4A8StaticGroup128Sym.with_group(1, self.group).with_scale_dtype(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Layout(QuantizedLayout):
+    """How the layer's matrices and their scales lie.  ``weight``: suffix of the codes, in bytes or packed in words."""
+
+    storage: Int8Storage
+    weight: str
 
     def check(self, projection: str, size: tuple[int, int], experts: Sequence[int], *, has_bias: bool) -> None:
         layer, storage, weight = self.layer, self.storage, self.weight
         rows, cols = size
-        sized = f"hidden size and intermediate size of {layer.checkpoint.path / 'config.json'}"
         refuse_mixed(layer, projection, _FLOATS, (torch.int8,))
         if weight == "weight":
-            check_expert_tensor(layer, projection, weight, (rows, cols), (torch.int8,), sized)
+            check_expert_tensor(layer, projection, weight, (rows, cols), (torch.int8,), self.sized)
         else:
             words = -(-cols * storage.bits // 32)
             check_expert_tensor(
-                layer, projection, weight, (rows, words), (torch.int32,), f"{storage.bits} bits, {sized}"
+                layer, projection, weight, (rows, words), (torch.int32,), f"{storage.bits} bits, {self.sized}"
             )
         self._check_groups(projection, cols)
         scale = one_suffix(layer, projection, WEIGHT_SCALES)
@@ -123,10 +118,10 @@ class Int8Layout:
                     layer, projection, suffix, (), dtypes, f"one {what} of all activations", also=((1,), (1, 1))
                 )
         if has_bias:
-            check_expert_tensor(layer, projection, "bias", (rows,), _FLOATS, sized)
+            check_expert_tensor(layer, projection, "bias", (rows,), _FLOATS, self.sized)
         self._check_others(projection, size, scale, static, experts)
 
-    def load(
+    def stack(
         self,
         name: str,
         projections: tuple[str, ...],
@@ -143,7 +138,7 @@ class Int8Layout:
 
         rows, cols = matrices.sizes[projections[0]]
         scale = one_suffix(layer, projections[0], WEIGHT_SCALES) or WEIGHT_SCALES[0]
-        dtype = self.key.scale.dtype
+        dtype = self.weight_key.scale.dtype
 
         def scales(stored: Tensor) -> Tensor:
             exact = stored.to(dtype)
@@ -159,7 +154,7 @@ class Int8Layout:
             scale,
             tensors[name],
             tensors[f"{name}_scale"],
-            self.key,
+            self.weight_key,
             experts=experts,
             is_zero=lambda codes: codes == 0,
             weight_suffix=self.weight,
@@ -240,18 +235,9 @@ class Int8Layout:
             return [(rows, 1), (rows,)]
         return [(rows, cols // self.storage.group)]
 
-    @property
-    def _scale_dtype(self) -> torch.dtype:
-        """bfloat16 where all scales are."""
-        stored = set()
-        for projection in self.layer.projections:
-            suffix = one_suffix(self.layer, projection, WEIGHT_SCALES)
-            stored.add(None if suffix is None else self.layer.dtype(projection, suffix))
-        return torch.bfloat16 if stored == {torch.bfloat16} else torch.float32
-
     def _static(self, projection: str) -> tuple[str | None, str | None]:
         """Suffixes of the activations' static scale and zero point, as far as the key has them."""
-        activation, layer, why = self.storage.activation, self.layer, self.storage.why
+        activation, layer, why = self.activation_key, self.layer, self.storage.why
         if activation is None or not activation.is_static:
             return None, None
         scale = one_suffix(layer, projection, INPUT_SCALES)
@@ -278,13 +264,11 @@ class Int8Layout:
                 continue
             name = layer.name(0, projection, suffix)
             if suffix in INPUT_SCALES:
-                used = self.storage.activation or "not quantised"
-                text = f"{name} is not used: activations are {used} ({self.storage.why})"
-                warnings.warn(text, CheckpointWarning, stacklevel=2)
+                self.warn_of_unused(projection, suffix)
             elif suffix in ZERO_POINTS:
                 refuse_zero_points(layer, projection, suffix, experts)
             elif suffix == "weight_shape" and self.weight == "weight_packed":
-                self._check_stated_shape(projection, size, experts)
+                check_stated_shape(layer, projection, size, experts)
             elif suffix == "pre_quant_scale":
                 raise CheckpointError(
                     f"{name} scales the activations of each column before they are quantised (SmoothQuant), "
@@ -293,10 +277,3 @@ class Int8Layout:
             else:
                 stored = layer.stored_dtype(projection, suffix)
                 raise CheckpointError(f"{name} is {stored}: no INT8 format has such a tensor")
-
-    def _check_stated_shape(self, projection: str, size: tuple[int, int], experts: Sequence[int]) -> None:
-        for expert in experts:
-            stated = self.layer.tensor(expert, projection, "weight_shape").flatten().tolist()
-            if stated != list(size):
-                name = self.layer.name(expert, projection, "weight_shape")
-                raise CheckpointError(f"{name} says {stated}, expected {list(size)} as config.json has it")

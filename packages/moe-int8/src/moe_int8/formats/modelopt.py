@@ -10,25 +10,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.modelopt import is_modelopt, quant_algo, unknown_algo
+from moe_core.checkpoint.modelopt import quant_algo, unknown_algo
+from moe_core.checkpoint.quantized import QuantizedFormat
 from moe_core.quant_key import kInt8StaticTensorSym
 
-from moe_int8.formats.int8_experts import Int8Format
 from moe_int8.formats.int8_layout import Int8Storage
 
 _ACTIVATIONS = {"W8A8_SQ_PER_CHANNEL": kInt8StaticTensorSym, "W8A16": None}
 
 
-class ModelOptInt8Format(Int8Format):
+class ModelOptInt8Format(QuantizedFormat):
     """See the module docstring."""
 
     name = "ModelOpt INT8"
     quant_methods = ("modelopt",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Int8Storage | str:
-        if not is_modelopt(quantization):
-            return f"quant_method is {quantization.get('quant_method')!r}, expected 'modelopt'"
         algorithm, _ = quant_algo(quantization, layer)
         if algorithm not in _ACTIVATIONS:
-            return unknown_algo(algorithm, " or ".join(_ACTIVATIONS))
+            return unknown_algo(algorithm, _ACTIVATIONS)
         return Int8Storage(8, _ACTIVATIONS[algorithm], f"one scale per output channel: quant_algo {algorithm}")

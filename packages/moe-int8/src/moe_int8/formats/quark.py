@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.quant_args import QuantEntries
-from moe_core.checkpoint.quark import quark_layer
+from moe_core.checkpoint.quantized import QuantizedFormat
+from moe_core.checkpoint.quark import QuarkArgs, quark_layer
 from moe_core.quant_key import (
     QuantKey,
     kInt8DynamicTensorSym,
@@ -23,49 +23,41 @@ from moe_core.quant_key import (
     kInt8StaticTensorSym,
 )
 
-from moe_int8.formats.int8_experts import Int8Format
 from moe_int8.formats.int8_layout import Int8Storage
 
 
-class QuarkInt8Format(Int8Format):
+class QuarkInt8Format(QuantizedFormat):
     """See the module docstring."""
 
     name = "Quark INT8"
     quant_methods = ("quark",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Int8Storage | str:
-        method = quantization.get("quant_method")
-        if method != "quark":
-            return f"quant_method is {method!r}, expected 'quark'"
         chosen = quark_layer(quantization, layer)
-        weight = chosen.part("weight")
-        if weight is None:
-            return f"{chosen.where}: weight is null"
-        if weight.text("dtype") != "int8":
-            return f"{weight.where}: dtype is {weight.text('dtype')!r}, expected 'int8'"
-        if weight.boolean("is_dynamic") or not weight.boolean("symmetric", True):
-            found = "dynamic" if weight.boolean("is_dynamic") else "asymmetric"
-            return f"{weight.where} is {found}, expected symmetric and static"
-        if chosen.part("output_tensors") is not None:
-            return f"{chosen.where}: output_tensors are quantised, expected null"
-        scheme = weight.text("qscheme")
+        if isinstance(chosen, str):
+            return chosen
+        weight, inputs = chosen.weight, chosen.inputs
+        if weight.dtype != "int8":
+            return f"{weight.where}: dtype is {weight.dtype!r}, expected 'int8'"
+        if weight.dynamic or not weight.symmetric:
+            return f"{weight.where} is {'dynamic' if weight.dynamic else 'asymmetric'}, expected symmetric and static"
+        scheme = weight.scheme
         if scheme not in ("per_channel", "per_tensor"):
             return f"{weight.where}: qscheme is {scheme!r}, expected 'per_channel' or 'per_tensor'"
-        if scheme == "per_channel" and weight.integer("ch_axis", 0, least=-2) not in (0, -2):
-            return f"{weight.where}: ch_axis is {weight.integer('ch_axis', least=-2)}, expected 0 (output channels)"
-        inputs = chosen.part("input_tensors")
+        if scheme == "per_channel" and weight.axis not in (None, 0, -2):
+            return f"{weight.where}: ch_axis is {weight.axis}, expected 0 (output channels)"
         activation = None if inputs is None else _activation(inputs)
         if isinstance(activation, str):
             return activation
         return Int8Storage(8, activation, f"{scheme} weights: {weight.where}", whole=scheme == "per_tensor")
 
 
-def _activation(inputs: QuantEntries) -> QuantKey | str:
+def _activation(inputs: QuarkArgs) -> QuantKey | str:
     """The activation key, or why there is none."""
-    scheme, symmetric = inputs.text("qscheme"), inputs.boolean("symmetric", True)
-    if inputs.text("dtype") != "int8":
-        return f"{inputs.where}: dtype is {inputs.text('dtype')!r}, expected 'int8'"
-    if not inputs.boolean("is_dynamic"):
+    scheme, symmetric = inputs.scheme, inputs.symmetric
+    if inputs.dtype != "int8":
+        return f"{inputs.where}: dtype is {inputs.dtype!r}, expected 'int8'"
+    if not inputs.dynamic:
         if scheme == "per_tensor":
             return kInt8StaticTensorSym if symmetric else kInt8StaticTensorAsym
         return f"{inputs.where}: static activations have qscheme {scheme!r}, expected 'per_tensor'"

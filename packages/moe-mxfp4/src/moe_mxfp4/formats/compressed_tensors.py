@@ -20,6 +20,7 @@ from typing import Any
 
 from moe_core.checkpoint.compressed_tensors import QuantArgs, quant_group
 from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.quantized import QuantizedFormat
 from moe_core.quant_key import (
     QuantKey,
     kFp8Dynamic128Sym,
@@ -29,11 +30,9 @@ from moe_core.quant_key import (
     kMxfp8Dynamic,
 )
 
-from moe_mxfp4.formats.mxfp4_experts import Mxfp4Format
 from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 from moe_mxfp4.groups import GROUP
 
-_FORMAT = "mxfp4-pack-quantized"
 #: (bits, strategy, group size, e8m0 scales, dynamic) of the activations that are read
 _ACTIVATIONS: dict[tuple[int, str, int | None, bool, bool], QuantKey] = {
     (4, "group", GROUP, True, True): kMxfp4DynamicEven,
@@ -44,33 +43,27 @@ _ACTIVATIONS: dict[tuple[int, str, int | None, bool, bool], QuantKey] = {
 }
 
 
-class CompressedTensorsMxfp4Format(Mxfp4Format):
+class CompressedTensorsMxfp4Format(QuantizedFormat):
     """See the module docstring."""
 
     name = "compressed-tensors mxfp4-pack-quantized"
     quant_methods = ("compressed-tensors",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Mxfp4Storage | str:
-        method = quantization.get("quant_method")
-        if method != "compressed-tensors":
-            return f"quant_method is {method!r}, expected 'compressed-tensors'"
         group = quant_group(quantization, layer)
         weights = group.weights
-        if weights.type != "float" or weights.num_bits != 4:
-            return f"{group.where} has {weights.type}{weights.num_bits} weights, expected float4"
-        if group.format not in (_FORMAT, None):
-            return f"format is {group.format!r}, expected {_FORMAT!r}"
+        reason = group.reason_against("float", (4,), ("mxfp4-pack-quantized", None))
+        if reason is not None:
+            return reason
         if weights.strategy != "group" or weights.group_size != GROUP or not _exponents(weights):
             scales = "" if weights.scale_dtype is None else f" with {weights.scale_dtype} scales"
             return f"{weights.where} is {weights}{scales}, expected groups of {GROUP} with torch.uint8 scales"
-        if not weights.symmetric or weights.dynamic is not False:
-            found = "asymmetric" if weights.dynamic is False else "dynamic"
-            return f"{weights.where} is {found}, expected symmetric and static"
+        if weights.unusual is not None:
+            return weights.unusual
         activation = None if group.inputs is None else _activation(group.inputs)
         if isinstance(activation, str):
             return activation
-        inputs = "16-bit activations" if group.inputs is None else f"{group.inputs} activations"
-        return Mxfp4Storage(activation, f"{weights} weights with {inputs}: {group.where}", weight="weight_packed")
+        return Mxfp4Storage(activation, group.said, weight="weight_packed")
 
 
 def _exponents(args: QuantArgs) -> bool:

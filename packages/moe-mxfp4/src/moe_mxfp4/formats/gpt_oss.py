@@ -22,19 +22,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.quantized import QuantizedFormat
 
-from moe_mxfp4.formats.mxfp4_experts import Mxfp4Format
 from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 
 
-class GptOssMxfp4Format(Mxfp4Format):
+class GptOssMxfp4Format(QuantizedFormat):
     """See the module docstring."""
 
     name = "MXFP4 (gpt-oss)"
     quant_methods = ("mxfp4",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Mxfp4Storage | str:
-        method = quantization.get("quant_method")
-        if method != "mxfp4":
-            return f"quant_method is {method!r}, expected 'mxfp4'"
         return Mxfp4Storage(None, "MXFP4 weights: quant_method mxfp4", weight="blocks", scale="scales")

@@ -26,11 +26,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.modelopt import is_modelopt, quant_algo, unknown_algo
+from moe_core.checkpoint.modelopt import quant_algo, unknown_algo
+from moe_core.checkpoint.quantized import QuantizedFormat
 from moe_core.checkpoint.suffixes import INPUT_SCALES, one_suffix
 from moe_core.quant_key import QuantKey, kFp8DynamicTokenSym, kFp8StaticTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
 
-from moe_mxfp4.formats.mxfp4_experts import Mxfp4Format
 from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 from moe_mxfp4.groups import GROUP
 
@@ -42,19 +42,16 @@ _ALGORITHMS: dict[str, QuantKey | None] = {
 }
 
 
-class ModelOptMxfp4Format(Mxfp4Format):
+class ModelOptMxfp4Format(QuantizedFormat):
     """See the module docstring."""
 
     name = "ModelOpt MXFP4"
     quant_methods = ("modelopt",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Mxfp4Storage | str:
-        if not is_modelopt(quantization):
-            return f"quant_method is {quantization.get('quant_method')!r}, expected 'modelopt'"
         algorithm, entries = quant_algo(quantization, layer)
         if algorithm not in _ALGORITHMS:
-            *first, last = _ALGORITHMS
-            return unknown_algo(algorithm, f"{', '.join(first)} or {last}")
+            return unknown_algo(algorithm, _ALGORITHMS)
         size = entries.integer("group_size", GROUP, least=0)
         if size not in (0, GROUP):
             return f"group_size is {size} for {algorithm}, expected {GROUP}"

@@ -19,15 +19,15 @@ only one of the two with which neither clips.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from moe_core import CheckpointError, CheckpointWarning
+from moe_core import CheckpointError
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.format import check_expert_tensor, load_stacked
 from moe_core.checkpoint.matrices import ExpertMatrices, gate_rows_first, is_interleaved, module_name
+from moe_core.checkpoint.quantized import ExpertStorage, QuantizedLayout
 from moe_core.checkpoint.suffixes import (
     INPUT_SCALES,
     ZERO_POINTS,
@@ -52,63 +52,56 @@ _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 
 
 @dataclass(frozen=True)
-class Mxfp4Storage:
-    """How one layer's experts are quantised, as their format's config says.
+class Mxfp4Storage(ExpertStorage):
+    """How one layer's e2m1 experts are quantised; see the base class.
 
-    - ``activation``: key of the activations, None for 16-bit ones
-    - ``why``: where that is said, for messages ("quant_algo W4A8_MXFP4_FP8")
-    - ``weight``, ``scale``: usual suffixes, for messages
+    ``weight``, ``scale``: usual suffixes, for messages.
     """
+
+    interleaved = True
 
     activation: QuantKey | None
     why: str
     weight: str = "weight"
     scale: str = "weight_scale"
 
+    def layout(self, layer: LayerExperts) -> Mxfp4Layout:
+        # other models keep no such tensors: a config of another name is a relative of gpt-oss
+        blocks = any(layer.has(projection, "blocks") for projection in layer.projections)
+        mixed = is_interleaved(layer) or ("gate_up" in layer.projections and blocks)
+        return Mxfp4Layout(layer, kMxfp4Static, self.activation, self, mixed)
+
 
 @dataclass(frozen=True, eq=False)
-class Mxfp4Layout:
+class Mxfp4Layout(QuantizedLayout):
     """How the layer's matrices and their scales lie.  ``mixed``: gate and up rows are stored in turns."""
 
     storage: Mxfp4Storage
-    layer: LayerExperts
     mixed: bool
-
-    @staticmethod
-    def of(storage: Mxfp4Storage, layer: LayerExperts) -> Mxfp4Layout:
-        # other models keep no such tensors: a config of another name is a relative of gpt-oss
-        blocks = any(layer.has(projection, "blocks") for projection in layer.projections)
-        return Mxfp4Layout(storage, layer, is_interleaved(layer) or ("gate_up" in layer.projections and blocks))
-
-    @property
-    def key(self) -> QuantKey:
-        return kMxfp4Static
-
-    @property
-    def activation(self) -> QuantKey | None:
-        return self.storage.activation
 
     # ------------------------------------------------------------------ names, shapes and dtypes
 
     def check(self, projection: str, size: tuple[int, int], experts: Sequence[int], *, has_bias: bool) -> None:
-        """Names, shapes and dtypes of everything that belongs to the projection, a [rows, cols] matrix."""
         layer = self.layer
         rows, cols = size
-        sized = f"hidden size and intermediate size of {layer.checkpoint.path / 'config.json'}"
         weight = self._weight(projection)
         if layer.dtype(projection, weight) in _FLOATS:
             raise self._unquantised(projection, weight)
         if cols % (GROUP if weight == "blocks" else 2):
             holds = "blocks hold 32 columns" if weight == "blocks" else "a byte holds 2 columns"
-            raise CheckpointError(f"{layer.name(0, projection, weight)}: {holds}, and the matrix has {cols} ({sized})")
+            raise CheckpointError(
+                f"{layer.name(0, projection, weight)}: {holds}, and the matrix has {cols} ({self.sized})"
+            )
         flat = (rows, cols // 2)
         shape = (rows, cols // GROUP, GROUP_BYTES) if weight == "blocks" else flat
-        why = f"two codes in a byte; {sized}"
+        why = f"two codes in a byte; {self.sized}"
         check_expert_tensor(layer, projection, weight, shape, (torch.uint8,), why, also=(flat,))
         scale = self._scale(projection)
         groups = (rows, -(-cols // GROUP))
-        check_expert_tensor(layer, projection, scale, groups, _EXPONENTS, f"one e8m0 scale per 32 columns; {sized}")
-        if self._is_static:
+        check_expert_tensor(
+            layer, projection, scale, groups, _EXPONENTS, f"one e8m0 scale per 32 columns; {self.sized}"
+        )
+        if self.is_static:
             static = one_suffix(layer, projection, INPUT_SCALES)
             if static is None:
                 raise self._missing(projection, INPUT_SCALES[0])
@@ -117,12 +110,8 @@ class Mxfp4Layout:
         if has_bias:
             if not layer.has(projection, "bias"):
                 raise self._missing(projection, "bias")
-            check_expert_tensor(layer, projection, "bias", (rows,), _FLOATS, sized)
+            check_expert_tensor(layer, projection, "bias", (rows,), _FLOATS, self.sized)
         self._check_others(projection, size, (weight, scale, "bias"), experts)
-
-    @property
-    def _is_static(self) -> bool:
-        return self.storage.activation is not None and self.storage.activation.is_static
 
     def _weight(self, projection: str) -> str:
         """Suffix of the codes; CheckpointError where there are none, or two."""
@@ -171,10 +160,8 @@ class Mxfp4Layout:
                 continue
             name = layer.name(0, projection, suffix)
             if suffix in INPUT_SCALES:
-                if not self._is_static:
-                    activations = storage.activation or "not quantised"
-                    text = f"{name} is not used: activations are {activations} ({storage.why})"
-                    warnings.warn(text, CheckpointWarning, stacklevel=2)
+                if not self.is_static:
+                    self.warn_of_unused(projection, suffix)
             elif suffix in ZERO_POINTS:
                 refuse_zero_points(layer, projection, suffix, experts)
             elif suffix == "weight_shape":
@@ -185,7 +172,7 @@ class Mxfp4Layout:
 
     # ------------------------------------------------------------------ values
 
-    def load(
+    def stack(
         self,
         name: str,
         projections: tuple[str, ...],
@@ -195,7 +182,6 @@ class Mxfp4Layout:
         *,
         has_bias: bool,
     ) -> dict[str, Tensor]:
-        """The canonical tensors of w13 or w2 (``name``), whose matrices lie in ``projections``."""
         layer = self.layer
         mixed = self.mixed and "gate_up" in projections
 
@@ -221,7 +207,7 @@ class Mxfp4Layout:
                 layer, projections, scale, Values.SCALE, experts=experts, device=device, arrange=exponents
             ),
         }
-        if self._is_static:
+        if self.is_static:
             static = one_suffix(layer, projections[0], INPUT_SCALES) or INPUT_SCALES[0]
             both = load_checked(
                 layer,

@@ -17,42 +17,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.overrides import with_overrides
+from moe_core.checkpoint.gptq import auto_round_settings
 from moe_core.checkpoint.quant_args import QuantEntries
+from moe_core.checkpoint.quantized import QuantizedFormat
 
 from moe_wna16.formats.awq_tensors import AwqTensors
 from moe_wna16.formats.gptq_tensors import GptqTensors, ZeroPoints
-from moe_wna16.formats.settings import BITS, group_size, quantised_inputs, said
-from moe_wna16.formats.stored import Stored
-from moe_wna16.formats.wna16_format import WNA16Format
+from moe_wna16.formats.stored import BITS, Stored
 from moe_wna16.formats.wna16_layout import WNA16Storage
 
-_METHODS = ("auto-round", "intel/auto-round")
 
-
-class AutoRoundFormat(WNA16Format):
+class AutoRoundFormat(QuantizedFormat):
     """See the module docstring."""
 
     name = "AutoRound"
-    quant_methods = _METHODS
+    quant_methods = ("auto-round", "intel/auto-round")
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> WNA16Storage | str:
-        method = quantization.get("quant_method")
-        if method not in _METHODS:
-            return f"quant_method is {method!r}, expected 'auto-round'"
-        where = f"{layer.checkpoint.path / 'config.json'}: quantization_config"
-        entries = with_overrides(QuantEntries(quantization, where), "extra_config", layer)
-        data_type, bits = entries.text("data_type", "int"), entries.integer("bits")
-        if data_type != "int" or bits not in BITS:
-            return f"data_type is {data_type!r} with {bits} bits, expected 'int' with 4 or 8"
-        inputs = quantised_inputs(entries)
-        if inputs is not None:
-            return inputs
-        stored = _stored(entries, bits)
+        settings = auto_round_settings(quantization, layer)
+        bits = settings.bits
+        if settings.data_type != "int" or bits not in BITS:
+            return f"data_type is {settings.data_type!r} with {bits} bits, expected 'int' with 4 or 8"
+        if settings.quantised_inputs is not None:
+            return settings.quantised_inputs
+        stored = _stored(settings.entries, bits)
         if isinstance(stored, str):
             return stored
         # AutoRound quantises symmetrically unless told otherwise
-        return WNA16Storage(stored, group_size(entries), entries.boolean("sym", True), said(entries))
+        return WNA16Storage(stored, settings.group_size, settings.entries.boolean("sym", True), settings.said)
 
 
 def _stored(entries: QuantEntries, bits: int) -> Stored | str:

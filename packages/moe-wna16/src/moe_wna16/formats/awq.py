@@ -9,34 +9,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.quant_args import QuantEntries
+from moe_core.checkpoint.gptq import gptq_settings
+from moe_core.checkpoint.quantized import QuantizedFormat
 
 from moe_wna16.formats.awq_tensors import AwqTensors
-from moe_wna16.formats.settings import code_bits, group_size, overridden, quantised_inputs, said
-from moe_wna16.formats.wna16_format import WNA16Format
 from moe_wna16.formats.wna16_layout import WNA16Storage
 
 
-class AwqFormat(WNA16Format):
+class AwqFormat(QuantizedFormat):
     """See the module docstring."""
 
     name = "AWQ"
     quant_methods = ("awq",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> WNA16Storage | str:
-        method = quantization.get("quant_method")
-        if method != "awq":
-            return f"quant_method is {method!r}, expected 'awq'"
-        where = f"{layer.checkpoint.path / 'config.json'}: quantization_config"
-        entries = overridden(QuantEntries(quantization, where), layer)
+        settings = gptq_settings(quantization, layer)
+        entries = settings.entries
         for name in ("version", "checkpoint_format", "format"):
             found = (entries.text(name, "gemm") or "").lower()
             if found != "gemm":
                 return f"{name} is {found!r}, expected 'gemm'"
-        bits = code_bits(entries)
-        if bits != 4:
-            return f"bits is {bits}, expected 4"
-        inputs = quantised_inputs(entries)
-        if inputs is not None:
-            return inputs
-        return WNA16Storage(AwqTensors(4), group_size(entries), not entries.boolean("zero_point", True), said(entries))
+        if settings.bits != 4:
+            return f"bits is {settings.bits}, expected 4"
+        if settings.quantised_inputs is not None:
+            return settings.quantised_inputs
+        return WNA16Storage(AwqTensors(4), settings.group_size, not entries.boolean("zero_point", True), settings.said)

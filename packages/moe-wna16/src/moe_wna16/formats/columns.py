@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from moe_core import CheckpointError
@@ -15,26 +16,87 @@ from moe_wna16.formats.stored import Stored
 DTYPES = (torch.int32, torch.int64)
 
 
-def is_permuted(layer: LayerExperts, stored: Stored, group: int) -> bool:
-    """Whether any expert's columns are grouped otherwise than one after the other, ``group`` at a time (-1: all).
+@dataclass(frozen=True, eq=False)
+class ColumnGroups:
+    """The groups of one layer's columns, ``group`` of them at a time (-1: all) where they lie in order.
 
-    Reads ``g_idx`` of the whole layer: tools write it for columns that lie in order, too.  It is not checked here; what
-    is broken counts as permuted.
+    - ``permuted``: some expert's columns are grouped otherwise
+    - ``_in_order``: expert and projection of tensors that were read, and say that columns lie in order
+    - ``_first``: expert, projection and tensor of the first that says something else
+
+    Each tensor is read once: :meth:`of` reads until one is not in order, :meth:`load` what is left.
     """
-    suffix = stored.g_idx
-    if suffix is None:
-        return False
-    for projection in sorted(layer.projections):
-        if not layer.has(projection, suffix):
-            continue
-        if layer.dtype(projection, suffix) not in DTYPES:
-            return True
-        expected = in_order(layer.shape(projection, suffix)[-1:], group)
-        for expert in range(layer.num_experts):
-            found = layer.tensor(expert, projection, suffix).long()
-            if not torch.equal(found, expected) and not _is_unset(found, stored):
-                return True
-    return False
+
+    layer: LayerExperts
+    stored: Stored
+    group: int
+    permuted: bool
+    _in_order: frozenset[tuple[int, str]]
+    _first: tuple[int, str, Tensor] | None
+
+    @staticmethod
+    def of(layer: LayerExperts, stored: Stored, group: int) -> ColumnGroups:
+        """Reads ``g_idx`` of the whole layer, since tools write it for columns that lie in order, too.
+
+        It is not checked here; what is broken counts as permuted.
+        """
+        suffix = stored.g_idx
+        same: set[tuple[int, str]] = set()
+        for projection in sorted(layer.projections):
+            if suffix is None or not layer.has(projection, suffix):
+                continue
+            if layer.dtype(projection, suffix) not in DTYPES:
+                return ColumnGroups(layer, stored, group, True, frozenset(same), None)
+            expected = in_order(layer.shape(projection, suffix)[-1:], group)
+            for expert in range(layer.num_experts):
+                found = layer.tensor(expert, projection, suffix)
+                if not torch.equal(found.long(), expected) and not _is_unset(found, stored):
+                    return ColumnGroups(layer, stored, group, True, frozenset(same), (expert, projection, found))
+                same.add((expert, projection))
+        return ColumnGroups(layer, stored, group, False, frozenset(same), None)
+
+    def load(
+        self,
+        projections: Sequence[str],
+        *,
+        cols: int,
+        groups: int,
+        experts: Sequence[int],
+        device: torch.device | str,
+    ) -> Tensor:
+        """int32 [len(experts), cols]: the group of each column, of matrices that lie below one another.
+
+        Raises CheckpointError for one out of range, for groups without a column, and for projections that differ.
+        """
+        layer, suffix = self.layer, self.stored.g_idx or "g_idx"
+        out = torch.empty(len(experts), cols, dtype=torch.int32)
+        for slot, expert in enumerate(experts):
+            for projection in projections:
+                own = self._read(expert, projection)
+                found = in_order((cols,), self.group) if own is None else own.long()
+                if own is not None:
+                    scale = layer.name(expert, projection, self.stored.scale)
+                    _check(found, layer.name(expert, projection, suffix), groups, scale)
+                if projection == projections[0]:
+                    out[slot].copy_(found)
+                elif not torch.equal(out[slot].long(), found):
+                    first = int((out[slot] != found).nonzero()[0])
+                    raise CheckpointError(
+                        f"{_name(layer, expert, projection, suffix)} is {int(found[first])} at [{first}], expected "
+                        f"{int(out[slot, first])} as {_name(layer, expert, projections[0], suffix)}: projections of "
+                        "the same inputs must group their columns alike"
+                    )
+        return out.to(device)
+
+    def _read(self, expert: int, projection: str) -> Tensor | None:
+        """The group of each column as stored; None where columns lie in order."""
+        suffix = self.stored.g_idx
+        if suffix is None or (expert, projection) in self._in_order or not self.layer.has(projection, suffix):
+            return None
+        if self._first is not None and self._first[:2] == (expert, projection):
+            return self._first[2]
+        found = self.layer.tensor(expert, projection, suffix)
+        return None if _is_unset(found, self.stored) else found
 
 
 def in_order(shape: Sequence[int], group: int) -> Tensor:
@@ -45,44 +107,6 @@ def in_order(shape: Sequence[int], group: int) -> Tensor:
 
 def _is_unset(g_idx: Tensor, stored: Stored) -> bool:
     return stored.unset_g_idx and bool((g_idx == -1).all())
-
-
-def load_groups(
-    layer: LayerExperts,
-    projections: Sequence[str],
-    stored: Stored,
-    *,
-    cols: int,
-    group: int,
-    groups: int,
-    experts: Sequence[int],
-    device: torch.device | str,
-) -> Tensor:
-    """int32 [len(experts), cols]: the group of each column, of matrices that lie below one another.
-
-    Raises CheckpointError for one out of range, for groups without a column, and for projections that differ.
-    """
-    suffix = stored.g_idx or "g_idx"
-    out = torch.empty(len(experts), cols, dtype=torch.int32)
-    for slot, expert in enumerate(experts):
-        for projection in projections:
-            found = in_order((cols,), group)
-            if layer.has(projection, suffix):
-                own = layer.tensor(expert, projection, suffix).long()
-                found = found if _is_unset(own, stored) else own
-                _check(
-                    found, layer.name(expert, projection, suffix), groups, layer.name(expert, projection, stored.scale)
-                )
-            if projection == projections[0]:
-                out[slot].copy_(found)
-            elif not torch.equal(out[slot].long(), found):
-                first = int((out[slot] != found).nonzero()[0])
-                raise CheckpointError(
-                    f"{_name(layer, expert, projection, suffix)} is {int(found[first])} at [{first}], expected "
-                    f"{int(out[slot, first])} as {_name(layer, expert, projections[0], suffix)}: projections of the "
-                    "same inputs must group their columns alike"
-                )
-    return out.to(device)
 
 
 def _check(g_idx: Tensor, name: str, groups: int, scale: str) -> None:

@@ -23,33 +23,28 @@ from typing import Any
 import torch
 from moe_core.checkpoint.compressed_tensors import QuantArgs, QuantGroup, quant_group
 from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.quantized import QuantizedFormat
 from moe_core.quant_key import QuantKey, kFp8DynamicTokenSym
 
 from moe_wna16.formats.row_tensors import Bytes, Pairs, Words
-from moe_wna16.formats.settings import BITS
-from moe_wna16.formats.stored import Stored
-from moe_wna16.formats.wna16_format import WNA16Format
+from moe_wna16.formats.stored import BITS, Stored
 from moe_wna16.formats.wna16_layout import WNA16Storage
 
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "int4-quantized", None)
 
 
-class CompressedTensorsWNA16Format(WNA16Format):
+class CompressedTensorsWNA16Format(QuantizedFormat):
     """See the module docstring."""
 
     name = "compressed-tensors pack-quantized"
     quant_methods = ("compressed-tensors",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> WNA16Storage | str:
-        method = quantization.get("quant_method")
-        if method != "compressed-tensors":
-            return f"quant_method is {method!r}, expected 'compressed-tensors'"
         group = quant_group(quantization, layer)
         weights = group.weights
-        if weights.type != "int" or weights.num_bits not in BITS:
-            return f"{group.where} has {weights.type}{weights.num_bits} weights, expected int4 or int8"
-        if group.format not in _FORMATS:
-            return f"format is {group.format!r}, expected 'pack-quantized', 'int-quantized' or 'int4-quantized'"
+        reason = group.reason_against("int", BITS, _FORMATS)
+        if reason is not None:
+            return reason
         if weights.dynamic is not False:
             return f"{weights.where} is dynamic, expected static"
         size = _group_size(weights)
@@ -61,12 +56,11 @@ class CompressedTensorsWNA16Format(WNA16Format):
         stored = _stored(weights.num_bits, layer)
         if isinstance(stored, Bytes) and weights.num_bits == 8 and size == -1:
             return f"{group.where} has int8 weights by channel in bytes: those are the scheme int8's"
-        said = "16-bit activations" if group.inputs is None else f"{group.inputs} activations"
         return WNA16Storage(
             stored,
             size,
             weights.symmetric,
-            f"{weights} weights with {said}: {group.where}",
+            group.said,
             activation,
             ordered=weights.actorder in ("group", "dynamic"),
         )

@@ -11,25 +11,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.modelopt import is_modelopt, quant_algo, unknown_algo
+from moe_core.checkpoint.modelopt import quant_algo, unknown_algo
+from moe_core.checkpoint.quantized import QuantizedFormat
 
 from moe_wna16.formats.row_tensors import RowPairs
-from moe_wna16.formats.wna16_format import WNA16Format
 from moe_wna16.formats.wna16_layout import WNA16Storage
 
 
-class ModelOptAwqFormat(WNA16Format):
+class ModelOptAwqFormat(QuantizedFormat):
     """See the module docstring."""
 
     name = "ModelOpt AWQ"
     quant_methods = ("modelopt",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> WNA16Storage | str:
-        if not is_modelopt(quantization):
-            return f"quant_method is {quantization.get('quant_method')!r}, expected 'modelopt'"
         algorithm, entries = quant_algo(quantization, layer)
         if algorithm != "W4A16_AWQ":
-            return unknown_algo(algorithm, "W4A16_AWQ")
+            return unknown_algo(algorithm, ["W4A16_AWQ"])
         if entries.boolean("has_zero_point"):
             return f"{entries.where}: has_zero_point is true, expected false"
         size = entries.integer("group_size", 128) or 128

@@ -16,6 +16,9 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 
+#: the widths of codes that are read
+BITS = (4, 8)
+
 
 @dataclass(frozen=True)
 class Stored(ABC):

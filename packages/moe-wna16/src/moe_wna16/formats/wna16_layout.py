@@ -10,33 +10,31 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from moe_core import CheckpointError, CheckpointWarning
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.format import BadValuesError, check_expert_tensor, load_stacked
 from moe_core.checkpoint.matrices import ExpertMatrices, module_name
+from moe_core.checkpoint.quantized import ExpertStorage, QuantizedLayout
 from moe_core.checkpoint.suffixes import INPUT_SCALES, check_stated_shape, refuse_zero_points
 from moe_core.checkpoint.values import Values, load_checked
 from moe_core.quant_key import QuantKey, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym
 from moe_core.quantization import dequantize_weight
 from torch import Tensor
 
-from moe_wna16.formats.columns import DTYPES, is_permuted, load_groups
+from moe_wna16.formats.columns import DTYPES, ColumnGroups
 from moe_wna16.formats.stored import Shape, Stored
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class WNA16Storage:
-    """How one layer's experts are quantised, as their format's config says.
+class WNA16Storage(ExpertStorage):
+    """How one layer's int4 and int8 experts are quantised; see the base class.
 
     - ``stored``: how the tool keeps tensors; ``group``: columns that share a scale, -1 for all of a row
     - ``symmetric``: the zero point is the middle of the codes; zero points that are there all the same must say so
-    - ``activation``: key of the activations, None for 16-bit ones
-    - ``why``: where that is said, for messages ("4 bits in groups of 128: config.json: quantization_config")
     - ``ordered``: the config says that columns are grouped in another order, so that ``g_idx`` must be there
     """
 
@@ -47,32 +45,30 @@ class WNA16Storage:
     activation: QuantKey | None = None
     ordered: bool = False
 
+    def layout(self, layer: LayerExperts) -> WNA16Layout:
+        stored = self.stored
+        columns = ColumnGroups.of(layer, stored, self.group)
+        symmetric, zero_points = (kInt4Static, kInt4StaticAsym) if stored.bits == 4 else (kInt8Static, kInt8StaticAsym)
+        key = symmetric if self.symmetric else zero_points
+        pre_scaled = stored.pre_scale is not None and any(layer.has(p, stored.pre_scale) for p in layer.projections)
+        key = key.with_group(1, self.group).with_scale_dtype(_scale_dtype(layer, stored.scale))
+        key = replace(key, permuted=columns.permuted, pre_scaled=pre_scaled)
+        return WNA16Layout(layer, key, self.activation, self, columns)
+
+
+def _scale_dtype(layer: LayerExperts, suffix: str) -> torch.dtype:
+    """What scales become: the file's type where all of the layer's agree, float32 otherwise."""
+    found = {layer.dtype(projection, suffix) for projection in layer.projections if layer.has(projection, suffix)}
+    dtype = found.pop() if len(found) == 1 else None
+    return dtype if dtype in _FLOATS else torch.float32
+
 
 @dataclass(frozen=True, eq=False)
-class WNA16Layout:
-    """How the layer's matrices lie."""
+class WNA16Layout(QuantizedLayout):
+    """How the layer's matrices lie, and which ``columns`` share scales."""
 
     storage: WNA16Storage
-    layer: LayerExperts
-
-    @staticmethod
-    def of(storage: WNA16Storage, layer: LayerExperts) -> WNA16Layout:
-        return WNA16Layout(storage, layer)
-
-    @property
-    def activation(self) -> QuantKey | None:
-        return self.storage.activation
-
-    @cached_property
-    def key(self) -> QuantKey:
-        """The canonical weights' key; reads ``g_idx``, since tools write it for columns that lie in order, too."""
-        stored, storage = self.storage.stored, self.storage
-        symmetric, zero_points = (kInt4Static, kInt4StaticAsym) if stored.bits == 4 else (kInt8Static, kInt8StaticAsym)
-        key = symmetric if storage.symmetric else zero_points
-        key = key.with_group(1, storage.group).with_scale_dtype(self._scale_dtype)
-        permuted = is_permuted(self.layer, stored, storage.group)
-        pre_scaled = stored.pre_scale is not None and self._any_has(stored.pre_scale)
-        return replace(key, permuted=permuted, pre_scaled=pre_scaled)
+    columns: ColumnGroups
 
     # ------------------------------------------------------------------ names, shapes and dtypes
 
@@ -80,20 +76,19 @@ class WNA16Layout:
         layer, storage, stored = self.layer, self.storage, self.storage.stored
         rows, cols = size
         groups = self._groups(cols)
-        sized = f"hidden size and intermediate size of {layer.checkpoint.path / 'config.json'}"
         if not layer.has(projection, stored.weight):
             raise self._missing(projection, stored.weight)
         if layer.dtype(projection, stored.weight) in _FLOATS:
             self._refuse_unquantised(projection)
         unfit = stored.unfit(rows, cols)
         if unfit is not None:
-            raise CheckpointError(f"{layer.name(0, projection, stored.weight)}: {unfit} ({sized})")
+            raise CheckpointError(f"{layer.name(0, projection, stored.weight)}: {unfit} ({self.sized})")
         self._check_tensor(
             projection,
             stored.weight,
             [stored.weight_shape(rows, cols)],
             stored.weight_dtypes,
-            f"{storage.why}; {sized}",
+            f"{storage.why}; {self.sized}",
         )
         self._check_tensor(projection, stored.scale, stored.scale_shapes(rows, groups), _FLOATS, storage.why)
         if stored.zero is not None and not storage.symmetric:
@@ -106,7 +101,7 @@ class WNA16Layout:
         if stored.pre_scale is not None and layer.has(projection, stored.pre_scale):
             self._check_tensor(projection, stored.pre_scale, [(cols,)], _FLOATS, "one per column")
         if has_bias:
-            self._check_tensor(projection, "bias", [(rows,)], _FLOATS, sized)
+            self._check_tensor(projection, "bias", [(rows,)], _FLOATS, self.sized)
         self._check_others(projection, size, experts)
 
     def _groups(self, cols: int) -> int:
@@ -140,9 +135,7 @@ class WNA16Layout:
                 continue
             name = layer.name(0, projection, suffix)
             if suffix in INPUT_SCALES:
-                activations = self.storage.activation or "not quantised"
-                text = f"{name} is not used: activations are {activations} ({self.storage.why})"
-                warnings.warn(text, CheckpointWarning, stacklevel=2)
+                self.warn_of_unused(projection, suffix)
             elif suffix == "weight_shape":
                 check_stated_shape(layer, projection, size, experts)
             else:
@@ -171,19 +164,9 @@ class WNA16Layout:
                 )
         raise CheckpointError(f"{name} has dtype {found}, expected {suffix} ({self.storage.why})")
 
-    def _any_has(self, suffix: str) -> bool:
-        return any(self.layer.has(projection, suffix) for projection in self.layer.projections)
-
-    @property
-    def _scale_dtype(self) -> torch.dtype:
-        suffix, layer = self.storage.stored.scale, self.layer
-        found = {layer.dtype(projection, suffix) for projection in layer.projections if layer.has(projection, suffix)}
-        dtype = found.pop() if len(found) == 1 else None
-        return dtype if dtype in _FLOATS else torch.float32
-
     # ------------------------------------------------------------------ values
 
-    def load(
+    def stack(
         self,
         name: str,
         projections: tuple[str, ...],
@@ -193,7 +176,7 @@ class WNA16Layout:
         *,
         has_bias: bool,
     ) -> dict[str, Tensor]:
-        layer, storage, stored, key = self.layer, self.storage, self.storage.stored, self.key
+        layer, storage, stored, key = self.layer, self.storage, self.storage.stored, self.weight_key
         rows, cols = matrices.sizes[projections[0]]
 
         def checked(suffix: str, arrange: Callable[[Tensor], Tensor]) -> Tensor:
@@ -210,15 +193,8 @@ class WNA16Layout:
         else:
             self._check_symmetric(projections, rows, cols, experts)
         if key.permuted:
-            tensors[f"{name}_g_idx"] = load_groups(
-                layer,
-                projections,
-                stored,
-                cols=cols,
-                group=storage.group,
-                groups=self._groups(cols),
-                experts=experts,
-                device=device,
+            tensors[f"{name}_g_idx"] = self.columns.load(
+                projections, cols=cols, groups=self._groups(cols), experts=experts, device=device
             )
         if key.pre_scaled:
             tensors[f"{name}_pre_scale"] = self._pre_scale(projections, cols, experts, device)
@@ -343,7 +319,7 @@ class WNA16Layout:
             lost = dequantize_weight(
                 tensors[name][one],
                 empty[one].to(scale.dtype),
-                self.key,
+                self.weight_key,
                 zero_point=None if zero is None else zero[one],
                 g_idx=None if g_idx is None else g_idx[one],
                 cols=cols,

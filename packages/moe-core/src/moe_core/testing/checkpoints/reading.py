@@ -63,9 +63,9 @@ def said_against(adapter: CheckpointFormat, folder: Path, tensors: Tensors, quan
     """Why ``adapter`` doesn't read the layer: its reason, or the error of a config that is broken."""
     checkpoint = _opened(folder, tensors, quantization)
     try:
-        reason = adapter.reason_against(checkpoint.quantization, find_layer(checkpoint))
+        reason = adapter.resolve(checkpoint.quantization, find_layer(checkpoint))
     except CheckpointError as error:
         return str(error)
-    if reason is None:
+    if not isinstance(reason, str):
         raise AssertionError(f"{adapter.name} reads the layer, expected a reason against it")
     return reason

@@ -1,0 +1,97 @@
+"""What the configs of GPTQ, AWQ and AutoRound say of one layer's experts: the three share their words.
+
+The tools have settings for some modules only (:mod:`moe_core.checkpoint.overrides`); AutoRound's stand in the forms of
+GPTQ and AWQ too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.overrides import with_overrides
+from moe_core.checkpoint.quant_args import QuantEntries
+
+
+@dataclass(frozen=True)
+class GptqSettings:
+    """The settings as they hold for the layer's experts.
+
+    An entry is read, and refused by a CheckpointError if it is broken, when it is asked for.
+    """
+
+    entries: QuantEntries
+
+    @property
+    def where(self) -> str:
+        return self.entries.where
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of a code."""
+        return self.entries.integer(self.entries.name_of("bits", "w_bit", "wbits"))
+
+    @property
+    def group_size(self) -> int:
+        """Columns that share a scale, -1 for all of a row."""
+        entries = self.entries
+        size = entries.integer(entries.name_of("group_size", "q_group_size"), least=-1)
+        if size is None or size == 0:
+            raise entries.error("group_size", "the columns of a group, or -1 for all")
+        return size
+
+    @property
+    def data_type(self) -> str | None:
+        """AutoRound: "int", "mx_fp" …"""
+        return self.entries.text("data_type", "int")
+
+    @property
+    def act_bits(self) -> int | None:
+        """Bits of the activations, 16 where nothing is said."""
+        return self.entries.integer("act_bits", 16)
+
+    @property
+    def act_data_type(self) -> str | None:
+        """AutoRound: that of the activations, the weights' where nothing is said."""
+        return self.entries.text("act_data_type", self.data_type)
+
+    def wrong_group(self, name: str, size: int) -> str | None:
+        """Why ``name`` ("group_size", "act_group_size") is not ``size``, which it is where nothing is said."""
+        found = self.entries.integer(name, size, least=-1)
+        return None if found == size else f"{name} is {found}, expected {size}"
+
+    def not_microscaling(self, bits: int, size: int) -> str | None:
+        """Why weights of AutoRound are not floats of ``bits`` in groups of ``size`` (OCP MX), in one clause."""
+        if self.data_type is None or not self.data_type.startswith("mx_fp") or self.bits != bits:
+            return f"data_type is {self.data_type!r} with {self.bits} bits, expected 'mx_fp' with {bits}"
+        return self.wrong_group("group_size", size)
+
+    @property
+    def quantised_inputs(self) -> str | None:
+        """Why the activations are not in 16 bits (or 32), in one clause; None if they are."""
+        return None if self.act_bits in (16, 32) else f"act_bits is {self.act_bits}, expected 16"
+
+    @property
+    def said(self) -> str:
+        """The bits and groups, and where they are said."""
+        size = self.group_size
+        return f"{self.bits} bits {'by channel' if size == -1 else f'in groups of {size}'}: {self.where}"
+
+
+def gptq_settings(quantization: Mapping[str, Any], layer: LayerExperts) -> GptqSettings:
+    """Those of GPTQ and AWQ; CheckpointError where experts or projections would differ."""
+    return _settings(quantization, layer, "dynamic", "extra_config")
+
+
+def auto_round_settings(quantization: Mapping[str, Any], layer: LayerExperts) -> GptqSettings:
+    """Those of AutoRound; CheckpointError where experts or projections would differ."""
+    return _settings(quantization, layer, "extra_config")
+
+
+def _settings(quantization: Mapping[str, Any], layer: LayerExperts, *overrides: str) -> GptqSettings:
+    entries = QuantEntries(quantization, f"{layer.checkpoint.path / 'config.json'}: quantization_config")
+    for part in overrides:
+        entries = with_overrides(entries, part, layer)
+    return GptqSettings(entries)
