@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from moe_core import CheckpointError
+from moe_core.testing.checkpoints import raw_file
 from moe_core.testing.fuzz import Fuzzer, Report, Sample, fuzzer, mutated
 from moe_core.testing.fuzz.meaning import allowed_differences, changed_entries, unexplained
 from moe_core.testing.fuzz.reading import MISSING, Layer, stored_tensors
-from moe_core_checkpoints import raw_file
 
 EXPERT = "model.layers.0.mlp.experts.{}.{}.weight"
 NAMES = [EXPERT.format(e, p) for e in range(2) for p in ("up_proj", "down_proj")]
