@@ -1,13 +1,7 @@
-"""Silent faults that MXFP4 layers have had elsewhere, as tests of every backend of this scheme.
-
-Each says the fault in its name; each fails where a backend has it.  Backends run where they can: on this machine's GPU,
-else on the CPU, kernels for GPUs in Triton's interpreter.
-"""
+"""Silent faults that MXFP4 layers have had elsewhere, as tests of every backend of this scheme."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,30 +10,22 @@ import moe_core as mc
 import pytest
 import torch
 from moe_core import (
-    ActivationParams,
     ConfigError,
     DeviceInfo,
     Environment,
     FusedMoEConfig,
     FusedMoEExperts,
-    FusedMoEKernel,
     MoEActivation,
     QuantKey,
     SelectionError,
-    kFp8DynamicTensorSym,
     kFp8StaticChannelSym,
     kInt4Static32,
-    kInt8DynamicTokenSym,
     kMxfp4Static,
     kMxfp8Dynamic,
-    kMxfp8Static,
 )
-from moe_core.oracle import default_prepare_finalize
 from moe_core.testing.checkpoints import CONFIG, source, write
-from moe_core.testing.conformance import place_for
-from moe_core.testing.data import make_inputs, make_weights
-from moe_core.testing.harness import Place, one_thread
-from moe_core.testing.tolerance import expected_output
+from moe_core.testing.data import make_weights
+from moe_core.testing.scheme import KnownFaultTests
 from moe_mxfp4 import Mxfp4MoeBackend, Mxfp4Oracle, select_mxfp4_moe_backend
 from moe_mxfp4.keys import ACTIVATIONS
 from moe_mxfp4_pairs import GPT_OSS, Experts, packed, plain
@@ -96,23 +82,13 @@ QUARK = {
 }
 
 
-def runs() -> Iterator[Any]:
-    """The classes that run in this process, where, and with which activations."""
-    for experts in CLASSES:
-        place = place_for(experts.claims)
-        missing = any(HERE.reason_against(item) for item in experts.claims.requires)
-        # what routes by itself is the conformance kit's
-        if place is None or experts.is_monolithic or missing:
-            continue
-        for key in (None, *ACTIVATIONS):
-            if experts.claims.takes_keys(kMxfp4Static, key):
-                yield pytest.param(experts, place, key, id=f"{experts.__name__}-{mc.quant_key.key_name(key)}")
+class TestKnownFaults(KnownFaultTests):
+    scheme = "mxfp4"
+    keys = tuple((kMxfp4Static, key) for key in (None, *ACTIVATIONS))
+    layer = BASE
 
 
-# ------------------------------------------------------------------ 15
-
-
-def test_quark_rows_are_taken_for_interleaved_ones(tmp_path: Path) -> None:
+def test_quark_rows_are_not_taken_for_interleaved_ones(tmp_path: Path) -> None:
     """Gate and up rows apart, as most models have them, and in turns, as gpt-oss has them: one layer."""
     experts = Experts(bias=True)
     in_turns = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
@@ -130,7 +106,7 @@ def test_quark_rows_are_taken_for_interleaved_ones(tmp_path: Path) -> None:
 
 @EVERY_CLASS
 @pytest.mark.parametrize("has_bias", [True, False], ids=["biases", "no biases"])
-def test_biases_are_taken_for_granted(experts: type[FusedMoEExperts], has_bias: bool) -> None:
+def test_layers_convert_with_and_without_biases(experts: type[FusedMoEExperts], has_bias: bool) -> None:
     """A layer has biases or not: both convert, and what the kernel gets has as many."""
     claims = experts.claims
     config = replace(BASE, has_bias=has_bias, activation_format=min(claims.formats, key=str))
@@ -146,16 +122,13 @@ def test_biases_are_taken_for_granted(experts: type[FusedMoEExperts], has_bias: 
     assert (quant.w1_bias is not None, quant.w2_bias is not None) == (has_bias, has_bias)
 
 
-# ------------------------------------------------------------------ 16
-
-
 def checkpoint(folder: Path, **changes: Any) -> Path:
     tensors = Experts(low=120, bias=changes.get("model_type") == "gpt_oss").tensors(packed)
     return write(folder, tensors, {**CONFIG, "quantization_config": COMPRESSED, "hidden_size": 96, **changes})
 
 
 @pytest.mark.parametrize("backend", [b.value for b in Mxfp4MoeBackend])
-def test_a_named_backend_is_ignored_for_checkpoints_of_other_tools(tmp_path: Path, backend: str) -> None:
+def test_a_named_backend_holds_for_checkpoints_of_other_tools(tmp_path: Path, backend: str) -> None:
     path = checkpoint(tmp_path, moe_intermediate_size=64)
     if backend == "torch":
         assert mc.load_layer(path, device="cpu", backend=backend).selection.backend == backend
@@ -164,7 +137,7 @@ def test_a_named_backend_is_ignored_for_checkpoints_of_other_tools(tmp_path: Pat
         mc.load_layer(path, device="cpu", backend=backend)
 
 
-def test_the_clamp_limit_of_the_config_is_lost(tmp_path: Path) -> None:
+def test_the_clamp_limit_of_the_config_reaches_the_layer(tmp_path: Path) -> None:
     x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
     logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(2))
     outputs = []
@@ -176,37 +149,9 @@ def test_the_clamp_limit_of_the_config_is_lost(tmp_path: Path) -> None:
     assert not torch.equal(*outputs)
 
 
-@pytest.mark.parametrize(("experts", "place", "key"), list(runs()))
-def test_the_clamp_limit_is_not_forwarded(experts: type[FusedMoEExperts], place: Place, key: QuantKey | None) -> None:
-    config = replace(
-        BASE,
-        activation_params=ActivationParams(alpha=1.3, limit=0.5),
-        activation_format=min(experts.claims.formats, key=str),
-    )
-    weights = make_weights(config, kMxfp4Static, key, seed=1)
-    inputs = make_inputs(config, 6, seed=2)
-    expected = expected_output(
-        inputs.x,
-        weights,
-        config,
-        topk_weights=inputs.topk_weights,
-        topk_ids=inputs.topk_ids,
-        truncates=place.interpreted,
-    )
-    with one_thread():
-        made = experts(config, weight_key=kMxfp4Static, activation_key=key, device=place.target)
-        kernel = FusedMoEKernel(made, made.convert(weights.to(place.device)), default_prepare_finalize(config))
-        there = inputs.to(place.device)
-        found = kernel.apply(there.x, topk_weights=there.topk_weights, topk_ids=there.topk_ids)
-    expected.compare(found.cpu(), experts.__name__)
-
-
-# ------------------------------------------------------------------ 17
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", [b.value for b in Mxfp4MoeBackend])
-def test_a_named_backend_is_resolved_to_a_variant_that_must_fail(backend: str, device: str) -> None:
+def test_a_named_backend_is_resolved_to_a_variant_that_runs(backend: str, device: str) -> None:
     """With nothing asked for, the first variant that the device supports; an error only where none does."""
     config = replace(BASE, routing=ROUTING)
 
@@ -237,24 +182,7 @@ def test_flashinfer_cutlass_is_what_the_device_has() -> None:
     assert found("sm100") == kMxfp8Dynamic
 
 
-# ------------------------------------------------------------------ 20
-
-
-@EVERY_CLASS
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_backend_claims_every_kind_of_quantisation(experts: type[FusedMoEExperts], device: str) -> None:
-    """What is not in the claims is refused with a reason that names it."""
-    claimed = {key for weight, key in experts.claims.keys if weight == kMxfp4Static}
-    others = (kFp8DynamicTensorSym, kInt8DynamicTokenSym, *ACTIVATIONS, None)
-    pairs = [(kMxfp4Static, key) for key in others if key not in claimed]
-    pairs += itertools.product((kFp8StaticChannelSym, kInt4Static32, kMxfp8Static, None), (*claimed, None))
-    assert pairs
-    for weight, activation in pairs:
-        reasons = experts.unsupported_reasons(BASE, weight, activation, DeviceInfo.parse(device), EVERYTHING)
-        assert any("quantised as" in reason for reason in reasons), (weight, activation)
-
-
 @pytest.mark.parametrize("weight_key", [kFp8StaticChannelSym, kInt4Static32, None], ids=str)
-def test_the_scheme_takes_other_weights(weight_key: QuantKey | None) -> None:
+def test_the_scheme_refuses_other_weights(weight_key: QuantKey | None) -> None:
     with pytest.raises(ConfigError, match="the mxfp4 scheme reads"):
         Mxfp4Oracle().select(BASE, weight_key=weight_key, activation_key=None, device="sm90")

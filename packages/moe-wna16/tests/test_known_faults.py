@@ -14,9 +14,7 @@ import moe_wna16
 import pytest
 import torch
 from moe_core import (
-    ActivationParams,
     ConfigError,
-    DeviceInfo,
     Environment,
     FusedMoEConfig,
     FusedMoEExperts,
@@ -35,10 +33,10 @@ from moe_core import (
 from moe_core.lora import LoRA
 from moe_core.oracle import default_prepare_finalize
 from moe_core.quantization import dequantize_weight
-from moe_core.testing.cases import routing_of
 from moe_core.testing.conformance import place_for
 from moe_core.testing.data import make_inputs, make_lora, make_weights
 from moe_core.testing.harness import Place, one_thread
+from moe_core.testing.scheme import KnownFaultTests
 from moe_core.testing.tolerance import expected_output
 from moe_wna16 import WNA16Oracle
 from torch import Tensor
@@ -119,70 +117,6 @@ def result(
     return y
 
 
-# ------------------------------------------------------------------ claims
-
-
-@pytest.mark.parametrize("experts", CLASSES, ids=lambda c: c.__name__)
-def test_biases_limits_and_adapters_are_honoured_or_refused(experts: type[FusedMoEExperts]) -> None:
-    """The support check never asked for biases, so backends without them were chosen; LoRA was claimed by heritage."""
-    claims, count = experts.claims, 0
-    routing = routing_of(min(claims.routing_methods)) if claims.routing_methods else None
-    for layout in sorted(claims.formats, key=lambda item: item.value):
-        for activation in sorted(claims.activations, key=lambda item: item.value):
-            config = replace(BASE, activation=activation, activation_format=layout, routing=routing)
-            for pair in PAIRS:
-                for device in map(DeviceInfo.parse, DEVICES):
-                    request = (*pair, device, EVERYTHING)
-                    if experts.unsupported_reasons(config, *request):
-                        continue
-                    count += 1
-                    reasons = experts.unsupported_reasons(replace(config, has_bias=True), *request)
-                    assert ("does not add biases" in reasons) == (not claims.bias)
-                    limited = replace(config, activation_params=ActivationParams(limit=3.5))
-                    reasons = experts.unsupported_reasons(limited, *request)
-                    assert any("does not clamp" in r for r in reasons) == (not claims.limits(activation))
-                    reasons = experts.unsupported_reasons(replace(config, is_lora_enabled=True), *request)
-                    assert ("does not apply LoRA adapters" in reasons) == (not claims.lora)
-    assert count
-
-
-# ------------------------------------------------------------------ results
-
-
-@RUNS
-@pytest.mark.parametrize("inter", [64, 128])
-def test_w13_has_the_groups_of_the_hidden_size(experts: type[FusedMoEExperts], place: Place, inter: int) -> None:
-    """Its scales were laid out by the intermediate size: one group where that is no larger than a group.
-
-    As tensor parallelism makes it: experts of 1024 and more, cut into pieces of a group or less.
-    """
-    config = replace(BASE, hidden_size=512, intermediate_size=inter)
-    for weight_key, activation_key in pairs_of(experts, place, config):
-        weights = make_weights(config, weight_key, activation_key, seed=0)
-        result(experts, place, config, weights)
-
-
-@RUNS
-def test_biases_reach_the_result(experts: type[FusedMoEExperts], place: Place) -> None:
-    """Accepted, and then added by no kernel, or in an order that only other weights are stored in."""
-    config = replace(BASE, has_bias=True)
-    for weight_key, activation_key in pairs_of(experts, place, config):
-        weights = make_weights(config, weight_key, activation_key, seed=0)
-        assert weights.w13_bias is not None
-        biased = result(experts, place, config, weights)
-        plain = replace(weights, w13_bias=None, w2_bias=None)
-        assert not torch.equal(biased, result(experts, place, BASE, plain))
-
-
-@RUNS
-@pytest.mark.parametrize("sizes", [(256, 72), (320, 200), (264, 136)])
-def test_padding_of_layers_without_a_gate(experts: type[FusedMoEExperts], place: Place, sizes: tuple[int, int]) -> None:
-    """w13 was padded as two halves: here it is N rows, all of them one matrix."""
-    config = replace(BASE, activation=RELU2, hidden_size=sizes[0], intermediate_size=sizes[1])
-    for pair in pairs_of(experts, place, config):
-        result(experts, place, config, make_weights(config, *pair, seed=0))
-
-
 @RUNS
 @pytest.mark.parametrize("key", [kInt4Static, kInt8Static], ids=str)
 def test_unsigned_codes_are_read_as_such(experts: type[FusedMoEExperts], place: Place, key: QuantKey) -> None:
@@ -225,25 +159,9 @@ def test_zero_points_one_beyond_the_codes(experts: type[FusedMoEExperts], place:
     result(experts, place, BASE, weights)
 
 
-@RUNS
-def test_experts_of_this_rank_keep_what_is_theirs(experts: type[FusedMoEExperts], place: Place) -> None:
-    """Tensors of experts were put at their global numbers: zero points, groups and factors of others."""
-    config = replace(BASE, num_experts=8, num_local_experts=3)
-    for weight_key, activation_key in pairs_of(experts, place, config):
-        result(experts, place, config, make_weights(config, weight_key, activation_key, seed=0))
-
-
-LORA = replace(BASE, is_lora_enabled=True, max_loras=2, max_lora_rank=8)
-LORA_RUNS = [(experts, place) for experts, place in PLACES if experts.claims.lora]
-
-
-@pytest.mark.parametrize(("experts", "place"), LORA_RUNS, ids=[experts.__name__ for experts, _ in LORA_RUNS])
-def test_adapters_that_are_claimed_are_applied(experts: type[FusedMoEExperts], place: Place) -> None:
-    """They were claimed by a base class, and ignored."""
-    for weight_key, activation_key in pairs_of(experts, place, LORA):
-        weights = make_weights(LORA, weight_key, activation_key, seed=0)
-        adapted = result(experts, place, LORA, weights, lora=True)
-        assert not torch.equal(adapted, result(experts, place, BASE, weights))
+class TestKnownFaults(KnownFaultTests):
+    scheme = "wna16"
+    keys = PAIRS
 
 
 # ------------------------------------------------------------------ at the named functions

@@ -1,0 +1,219 @@
+"""Silent faults that fused MoE layers have had elsewhere, as tests of every backend of a scheme.
+
+Every class runs every pair of keys on the device that it is for.  Kernels for GPUs in Triton's interpreter are the
+conformance kit's, which chooses its cases for an interpreter that takes seconds for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_core.activation import ActivationParams, MoEActivation
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.environment import Environment
+from moe_core.experts import FusedMoEExperts
+from moe_core.layer import FusedMoELayer
+from moe_core.quant_key import QuantKey
+from moe_core.reference import fused_moe_reference
+from moe_core.registry import registry
+from moe_core.testing.cases import Case
+from moe_core.testing.conformance import place_for
+from moe_core.testing.diagnosis import compare
+from moe_core.testing.harness import Place, Problem, call, make_kernel, make_problem, one_thread, same_bits
+from moe_core.testing.requantized import computed_with
+
+Keys = tuple[QuantKey | None, QuantKey | None]
+Test = TypeVar("Test", bound=Callable[..., None])
+
+#: tokens of a layer that is compared with the reference, and of one whose error is compared with another error
+_FEW, _MANY = 5, 24
+
+
+@dataclass(frozen=True)
+class Run:
+    """A class of experts, where it runs, and a layer that it claims to run."""
+
+    backend: str
+    experts: type[FusedMoEExperts]
+    place: Place
+    case: Case
+
+    @property
+    def id(self) -> str:
+        """Class and case."""
+        return f"{self.experts.__name__}-{self.case.id.removeprefix('values-')}"
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers that a test runs on: ``changes`` of :attr:`KnownFaultTests.layer`.
+
+    ``quantised``: with quantised activations only; ``modules``: with experts that a FusedMoELayer takes.
+    """
+
+    changes: dict[str, Any]
+    quantised: bool = False
+    modules: bool = False
+
+
+def on(*, quantised: bool = False, modules: bool = False, **changes: Any) -> Callable[[Test], Test]:
+    """Runs a test on :class:`Layers`, for every class and pair of keys that takes them.
+
+    Several such decorators: on each of their layers.
+    """
+
+    def mark(test: Test) -> Test:
+        test.__dict__.setdefault("layers", []).append(Layers(changes, quantised, modules))
+        return test
+
+    return mark
+
+
+class KnownFaultTests:
+    """Base of a test class: set ``scheme`` and ``keys``.
+
+    - ``keys``: pairs of weight and activation keys; None: 16-bit activations
+    - ``layer``: what the tests start from; experts that route by themselves are the conformance kit's
+    """
+
+    scheme: ClassVar[str]
+    keys: ClassVar[Sequence[Keys]]
+    layer: ClassVar[FusedMoEConfig] = FusedMoEConfig(num_experts=4, top_k=2, hidden_size=256, intermediate_size=128)
+
+    @classmethod
+    def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
+        """pytest's hook: one test for each class of experts, pair of keys and layer."""
+        layers: list[Layers] = getattr(metafunc.function, "layers", [])
+        if "run" in metafunc.fixturenames and layers:
+            runs = [run for each in layers for run in cls.runs(each)]
+            metafunc.parametrize("run", runs, ids=[run.id for run in runs])
+
+    @classmethod
+    def runs(cls, layers: Layers) -> Iterator[Run]:
+        """What runs here."""
+        here = Environment.current()
+        tokens = _MANY if layers.quantised else _FEW
+        for backend in registry().oracle(cls.scheme).table():
+            for experts in backend.load():
+                place = place_for(experts.claims)
+                missing = any(here.reason_against(item) for item in experts.claims.requires)
+                if place is None or place.interpreted or missing or experts.is_monolithic:
+                    continue
+                config = replace(cls.layer, **layers.changes)
+                if FusedMoEActivationFormat.STANDARD not in experts.claims.formats:
+                    if layers.modules:
+                        continue
+                    batched = FusedMoEActivationFormat.BATCHED
+                    config = replace(config, activation_format=batched, max_num_tokens=tokens)
+                for keys in cls.keys:
+                    if layers.quantised and keys[1] is None:
+                        continue
+                    if not experts.unsupported_reasons(config, *keys, place.target, here):
+                        yield Run(backend.name, experts, place, Case("values", config, *keys, tokens))
+
+    @classmethod
+    def check(cls, run: Run) -> tuple[Problem, Tensor]:
+        """Run the layer and compare it with the reference: its tensors, and its output."""
+        problem = make_problem(run.case, run.place.device)
+        y = call(make_kernel(run.experts, problem, run.place), problem)
+        compare(run.experts, problem, y, run.place)
+        return problem, y
+
+    @on(has_bias=True)
+    def test_biases_reach_the_result(self, run: Run) -> None:
+        """Accepted, and then added by no kernel, or in an order that only other weights are stored in."""
+        self.check(run)
+
+    @on(activation_params=ActivationParams(limit=0.5))
+    def test_clamp_limits_reach_the_result(self, run: Run) -> None:
+        """The limit of the config was not handed on, or replaced by the usual one."""
+        self.check(run)
+
+    @on(hidden_size=512, intermediate_size=64)
+    def test_w13_has_the_groups_of_the_hidden_size(self, run: Run) -> None:
+        """Its scales were laid out by the intermediate size: one group where that is no larger than a group.
+
+        As tensor parallelism makes it: experts cut into pieces of a group or less.
+        """
+        self.check(run)
+
+    @on(activation=MoEActivation.RELU2_NO_MUL, hidden_size=264, intermediate_size=136)
+    @on(activation=MoEActivation.SILU_NO_MUL, hidden_size=320, intermediate_size=200)
+    def test_layers_without_a_gate_in_sizes_that_need_padding(self, run: Run) -> None:
+        """w13 was padded as two halves, or taken for gate and up: here it is N rows, all of them one matrix."""
+        self.check(run)
+
+    @on(num_experts=8, num_local_experts=3)
+    def test_experts_of_this_rank_keep_what_is_theirs(self, run: Run) -> None:
+        """Tensors of experts were put at their global numbers: scales, zero points and groups of others."""
+        self.check(run)
+
+    @on(is_lora_enabled=True, max_loras=2, max_lora_rank=8)
+    def test_adapters_that_are_claimed_are_applied(self, run: Run) -> None:
+        """They were claimed by a base class, and ignored."""
+        self.check(run)
+
+    @on(quantised=True)
+    def test_activations_are_quantised_where_asked(self, run: Run) -> None:
+        """A backend that only dequantises weights was chosen: the result would be that of 16-bit activations.
+
+        Errors of an implementation have no reason to point from the one result to the other, in so many dimensions.
+        """
+        problem, y = self.check(run)
+        computed = computed_with(run.experts, problem, run.place)
+        found, exact = y.cpu().double(), computed.expected(run.place).exact.cpu()
+        with one_thread():
+            plain = fused_moe_reference(
+                computed.inputs.x.cpu(),
+                computed.weights.to("cpu"),
+                run.case.config,
+                topk_weights=computed.inputs.topk_weights.cpu(),
+                topk_ids=computed.inputs.topk_ids.cpu(),
+                quantize_activations=False,
+            )
+        to_asked, to_plain = float((found - exact).norm()), float((found - plain).norm())
+        if not to_asked < to_plain:
+            raise AssertionError(f"{to_asked:.3g} from what was asked for, {to_plain:.3g} from 16-bit activations")
+
+    @on(modules=True)
+    def test_reloading_gives_the_new_layer_in_place(self, run: Run) -> None:
+        """With all that goes with the weights, and in a CUDA graph that was captured with the old ones."""
+        case, device = run.case, run.place.device
+        old, new = (make_problem(case, device, variant=variant) for variant in (0, 1))
+        oracle = registry().oracle(self.scheme)
+        layer, fresh = (
+            FusedMoELayer.from_weights(oracle, case.config, problem.weights, backend=run.backend, copy=True)
+            for problem in (old, new)
+        )
+        if not isinstance(layer.kernel.experts, run.experts):
+            raise AssertionError(f"{run.backend} is {type(layer.kernel.experts).__name__} here")
+        arguments = {"topk_weights": new.inputs.topk_weights, "topk_ids": new.inputs.topk_ids}
+        # what a backend keeps of the first call must not outlive the weights
+        layer(new.inputs.x, **arguments)
+        graph, captured = None, torch.empty_like(new.inputs.x)
+        if device.type == "cuda" and run.experts.claims.cuda_graph:
+            layer.kernel.apply(new.inputs.x, output=captured, **arguments)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                layer.kernel.apply(new.inputs.x, output=captured, **arguments)
+        pointers = [tensor.data_ptr() for _, tensor in layer.weights.tensors()]
+        for problem in (new, old, new):
+            layer.reload(problem.weights)
+        if [tensor.data_ptr() for _, tensor in layer.weights.tensors()] != pointers:
+            raise AssertionError("reloading moved a tensor: captured graphs would read the old memory")
+        expected = fresh(new.inputs.x, **arguments)
+        if not same_bits(layer(new.inputs.x, **arguments), expected):
+            raise AssertionError("after reloading, the result is not that of a fresh layer")
+        if graph is not None:
+            captured.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            if not same_bits(captured, expected):
+                raise AssertionError("a captured graph does not see the new weights")
