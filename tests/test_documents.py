@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import add_results
 import pytest
 import results_document
+import run_examples
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
@@ -55,6 +57,18 @@ def test_mentioned_documents_are_there() -> None:
         if not (ROOT / name).exists()
     }
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ("printed", "holds"), [("a 1\nb", True), ("a …\nb", True), ("…\nb", True), ("a 2\nb", False), ("a 1", False)]
+)
+def test_an_examples_output_is_what_stands_behind_it(tmp_path: Path, printed: str, holds: bool) -> None:
+    path = tmp_path / "example.md"
+    path.write_text(f"```python\nprint('a 1')\nprint('b')\n```\n\n```\n{printed}\n```\n\n```python\nprint('c')\n```\n")
+    with (
+        contextlib.nullcontext() if holds else pytest.raises(ValueError, match="example.md:2: the example prints\na 1")
+    ):
+        assert run_examples.run(path) == 2
 
 
 # ----------------------------------------------------------------- results

@@ -1,23 +1,27 @@
 """Runs the Python examples of the documents: every fenced ``python`` block, in order, one namespace per document.
 
 Usage: ``python tools/run_examples.py FILE.md ...``.  A block that needs what no machine has is preceded by the
-comment ``<!-- not run: reason -->``; it is compiled only.
+comment ``<!-- not run: reason -->``; it is compiled only.  A fenced block without a language that follows one is what
+it prints; "…" in it stands for anything.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import doctest
+import io
 import re
 import sys
 import tempfile
 from pathlib import Path
 
-BLOCK = re.compile(r"(<!-- not run: [^>]+ -->\n+)?^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"(<!-- not run: [^>]+ -->\n+)?^```python\n(.*?)^```$(?:\n+^```\n(.*?)^```$)?", re.DOTALL | re.MULTILINE
+)
 
 
 def run(path: Path) -> int:
-    """Runs the blocks of one document; returns how many there are."""
+    """Runs the blocks of one document; returns how many there are.  Raises ValueError where one prints another text."""
     text = path.read_text(encoding="utf-8")
     namespace: dict[str, object] = {"__name__": "__main__"}
     count = 0
@@ -25,17 +29,21 @@ def run(path: Path) -> int:
         line = text[: match.start(2)].count("\n")
         # empty lines before the code let a traceback point into the document
         code = compile("\n" * line + match.group(2), str(path), "exec")
-        if match.group(1) is None:
+        if match.group(1) is not None:
+            continue
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(code, namespace)
+        wanted = (match.group(3) or "…").replace("…", "...")
+        if not doctest.OutputChecker().check_output(wanted, printed.getvalue(), doctest.ELLIPSIS):
+            raise ValueError(f"{path}:{line + 1}: the example prints\n{printed.getvalue()}")
     return count
 
 
 def main(paths: list[Path]) -> None:
     """Runs every document in a directory of its own; an exception ends the process with a traceback."""
     for name, path in [(path, path.resolve()) for path in paths]:
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), open(os.devnull, "w") as silent:
-            with contextlib.redirect_stdout(silent):
-                count = run(path)
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            count = run(path)
         if count:
             print(f"{name}: {count} examples run")
 
