@@ -79,7 +79,7 @@ def main() -> int:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(options.tokens, LAYER.hidden_size, generator=generator).bfloat16()
     router, ids = torch.rand(options.tokens, LAYER.num_experts, generator=generator).topk(LAYER.top_k)
-    report, wrong = {}, 0
+    report, wrong = [], 0
     for name, key in KEYS.items():
         canonical = weights(key)
         kernels = []
@@ -98,7 +98,16 @@ def main() -> int:
                 wall[which].append(1e3 * (time.perf_counter() - start[1]))
         ratio = statistics.median(b / a for a, b in zip(*processor, strict=True))
         found = [statistics.median(times) for times in (*processor, *wall)]
-        report[name] = {"processor_ms": found[:2], "wall_ms": found[2:], "ratio": ratio}
+        report += [
+            {
+                "shape": f"{name}, {options.threads} threads",
+                "scheme": "cpu",
+                "peer": peer,
+                "M": options.tokens,
+                "ms": ms,
+            }
+            for peer, ms in zip(("torch", "dequantised"), found[2:], strict=True)
+        ]
         print(
             f"{name}, {options.tokens} tokens: {found[0]:.0f} ms of processor time against {found[1]:.0f} "
             f"({ratio:.2f} x), wall {found[2]:.0f} against {found[3]:.0f} ms"

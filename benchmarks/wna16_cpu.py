@@ -90,7 +90,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     generator = torch.Generator().manual_seed(1)
-    report, wrong = {}, 0
+    report, wrong = [], 0
     for name, key in KEYS.items():
         canonical = weights(key)
         kernels = []
@@ -110,7 +110,10 @@ def main() -> int:
                     times.append(1e3 * (time.perf_counter() - start))
             ratios = [statistics.median(b / a for a, b in zip(times, wall[2], strict=True)) for times in wall[:2]]
             found = [statistics.median(times) for times in wall]
-            report[f"{name}, {tokens}"] = {"wall_ms": found, "ratios": ratios}
+            report += [
+                {"shape": name, "scheme": "cpu", "peer": peer, "M": tokens, "ms": wall_ms}
+                for peer, wall_ms in zip(("torch", "blocks", "whole"), found, strict=True)
+            ]
             print(
                 f"{name}, {tokens} tokens: {found[0]:.1f} ms ({ratios[0]:.1f} x), blocks {found[1]:.1f} "
                 f"({ratios[1]:.1f} x), whole {found[2]:.1f}",

@@ -16,7 +16,7 @@ import run_examples
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "packages/*/*.md", "examples/*/*.md")
+    for pattern in ("*.md", "benchmarks/*.md", "docs/**/*.md", "packages/*/*.md", "examples/*/*.md")
     for path in ROOT.glob(pattern)
     if path.name != "introduction.md"  # a part of docs/performance.md, from where its links lead
 )
@@ -96,6 +96,12 @@ def written(folder: Path, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.parametrize("path", sorted(results_document.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_committed_runs_name_benchmarks_that_are_there(path: Path) -> None:
+    benchmark = results_document.load(path)["run"].get("benchmark")
+    assert benchmark is None or (ROOT / benchmark).is_file()
+
+
 def test_a_run_is_compared_cell_by_cell(tmp_path: Path) -> None:
     run = results_document.load(written(tmp_path))
     assert results_document.ratios(run, "peer") == {1: [2.0, 8.0], 32: [0.5]}
@@ -137,7 +143,7 @@ def test_a_benchmarks_file_becomes_a_run(tmp_path: Path) -> None:
         ],
     }
     old = results_document.load(written(tmp_path, notes=["old"]))
-    run = add_results.added(data, old, "", "moe|triton", "def")
+    run = add_results.added(data, old, "", "moe|triton", commit="def")
     assert run["title"] == "FP8, blocks"
     assert run["implementations"] == {"moe": "ours", "vllm_triton": "vllm triton", "floor": "floor"}
     assert run["run"] == {
@@ -153,7 +159,25 @@ def test_a_benchmarks_file_becomes_a_run(tmp_path: Path) -> None:
     ]
     assert "notes" not in run
     with pytest.raises(ValueError, match="no implementation with a time matches 'none'"):
-        add_results.added(data, old, "", "none", "def")
+        add_results.added(data, old, "", "none", commit="def")
+
+
+SAID = {"date": "2026-12-01", "commit": "def", "hardware": "a CPU", "software": "torch"}
+
+
+def test_a_list_of_times_needs_the_machine_and_the_day() -> None:
+    data = [{"shape": "W8A8", "scheme": "cpu", "peer": "torch", "M": 1, "ms": 1.5}]
+    assert add_results.added(data, {}, "CPU", "", **SAID)["run"] == SAID
+    assert add_results.added(data, {"run": SAID}, "CPU", "", commit="123")["run"] == SAID | {"commit": "123"}
+    with pytest.raises(ValueError, match="says nothing of hardware, software: give --hardware --software"):
+        add_results.added(data, {}, "CPU", "", commit="def", date="2026-12-01")
+
+
+def test_a_run_in_milliseconds_says_so() -> None:
+    data = [{"shape": "W8A8", "scheme": "cpu", "peer": peer, "M": 1, "ms": 1.5} for peer in ("torch", "whole")]
+    run = add_results.added(data, {}, "CPU", "", **SAID)
+    assert run["unit"] == "milliseconds"
+    assert run["results"][0] == {"column": "W8A8", "peer": "torch", "points": {"1": 1.5}}
 
 
 def test_host_times_of_several_schemes_become_columns_of_one_run() -> None:
@@ -162,6 +186,6 @@ def test_host_times_of_several_schemes_become_columns_of_one_run() -> None:
         for scheme in ("fp8_block", "mxfp4")
         for peer in ("vllm", "moe_fp8")
     ]
-    run = add_results.added(data, {}, "Host time", "", "def")
+    run = add_results.added(data, {}, "Host time", "", **SAID)
     assert list(run["implementations"]) == ["moe_fp8", "vllm"]
     assert {result["column"] for result in run["results"]} == {"a fp8_block", "a mxfp4"}

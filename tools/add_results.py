@@ -1,15 +1,18 @@
 """Brings a benchmark's results into docs/results, from where docs/performance.md is written.
 
     python tools/add_results.py RUN.json docs/results/NAME.json [--title TEXT] [--peers REGEX] [--commit HASH]
+                                [--date DATE] [--hardware TEXT] [--software TEXT]
 
-RUN.json is what the fused-MoE benchmark writes (``bench.py --out``), or a list of {shape, scheme, peer, M, us} as its
-``host.py`` writes.  A file that is there keeps its title, its implementations' names and the benchmark that it names;
-its notes, which were about the earlier figures, are printed and left out.  Then: ``nox -s docs -- --write``.
+RUN.json is what the fused-MoE benchmark writes (``bench.py --out``), or a list of {shape, scheme, peer, M, us} (or ms)
+as its ``host.py`` and the CPU scripts of ``benchmarks`` write; of such a list the date is today's unless it is given.
+A file that is there keeps its title, its implementations' names, the benchmark that it names and whatever RUN.json
+leaves open; its notes, which were about the earlier figures, are printed and left out.  Then ``nox -s docs -- --write``.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import re
 import subprocess
@@ -26,7 +29,7 @@ RATE = 1300e6
 
 
 def rows(data: Any, pattern: str) -> list[dict[str, Any]]:
-    """Every time that was measured: shape, scheme, peer, M, us, and floor where it is known."""
+    """Every time that was measured: shape, scheme, peer, M, us or ms, and what a floor is computed from."""
     if isinstance(data, list):
         found = data
     else:
@@ -53,7 +56,7 @@ def results(measured: list[dict[str, Any]], implementations: dict[str, str]) -> 
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in measured:
         column = f"{row['shape']} {row['scheme']}" if several else row["shape"]
-        found.setdefault((column, row["peer"]), {})[str(row["M"])] = round(row["us"], 2)
+        found.setdefault((column, row["peer"]), {})[str(row["M"])] = round(row["us"] if "us" in row else row["ms"], 2)
         least = floor(row)
         if least is not None:
             found.setdefault((column, FLOOR), {})[str(row["M"])] = round(least, 2)
@@ -87,8 +90,12 @@ def dumped(run: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def added(data: Any, old: dict[str, Any], title: str, pattern: str, commit: str) -> dict[str, Any]:
-    """The content of a file of docs/results from a benchmark's."""
+def added(data: Any, old: dict[str, Any], title: str, pattern: str, **said: str) -> dict[str, Any]:
+    """The content of a file of docs/results from a benchmark's.
+
+    ``said`` of a run (commit, date, hardware, software) goes before what ``data`` says, that before what ``old`` says.
+    Raises ValueError where nothing says it, and where nothing was measured.
+    """
     measured = rows(data, pattern)
     if not measured:
         raise ValueError(f"no implementation with a time matches {pattern!r}")
@@ -96,24 +103,25 @@ def added(data: Any, old: dict[str, Any], title: str, pattern: str, commit: str)
     names = dict.fromkeys(row["peer"] for row in measured)
     known = {name: label for name, label in old.get("implementations", {}).items() if name in names}
     # ours first: the first is compared with the others
-    new = sorted(names.keys() - known.keys(), key=lambda name: (not name.startswith("moe"), name))
+    new = sorted(names.keys() - known.keys(), key=lambda name: (not name.startswith(("moe", "torch")), name))
     implementations = known | {name: name.replace("_", " ") for name in new}
     found = results(measured, implementations)
     if any(result["peer"] == FLOOR for result in found):
         implementations[FLOOR] = FLOOR
     before = old.get("run", {})
+    found_out = {"date": meta.get("started", "")[:10], "hardware": meta.get("gpu", ""), "software": software(meta)}
     run = {
-        "date": meta.get("started", before.get("date", ""))[:10],
-        "commit": commit,
-        "hardware": meta.get("gpu", before.get("hardware", "")),
-        "software": software(meta) or before.get("software", ""),
+        name: said.get(name) or found_out.get(name) or before.get(name)
+        for name in ("date", "commit", "hardware", "software")
     }
+    if missing := [name for name, value in run.items() if not value]:
+        raise ValueError(f"the benchmark's file says nothing of {', '.join(missing)}: give --{' --'.join(missing)}")
     if "benchmark" in before:
         run["benchmark"] = before["benchmark"]
     return {
         "title": title or old["title"],
         "run": run,
-        "unit": old.get("unit", "µs"),
+        "unit": "milliseconds" if "ms" in measured[0] else "µs",
         "implementations": implementations,
         "results": found,
     }
@@ -127,12 +135,21 @@ def main() -> int:
     parser.add_argument("--title", default="")
     parser.add_argument("--peers", default="", help="regular expression on implementations' names")
     parser.add_argument("--commit", default="", help="what was measured, if not what is checked out")
+    for name in ("date", "hardware", "software"):
+        parser.add_argument(f"--{name}", default="", help="where the benchmark's file does not say it")
     arguments = parser.parse_args()
     old = load(arguments.target) if arguments.target.exists() else {}
     if not old and not arguments.title:
         parser.error(f"{arguments.target} is new: it needs a --title")
     data = json.loads(arguments.source.read_text(encoding="utf-8"))
-    new = added(data, old, arguments.title, arguments.peers, arguments.commit or head())
+    said = {name: getattr(arguments, name) for name in ("commit", "date", "hardware", "software")}
+    said["commit"] = said["commit"] or head()
+    if isinstance(data, list) and not said["date"]:
+        said["date"] = datetime.date.today().isoformat()
+    try:
+        new = added(data, old, arguments.title, arguments.peers, **said)
+    except ValueError as error:
+        parser.error(str(error))
     arguments.target.write_text(dumped(new), encoding="utf-8")
     for note in old.get("notes", []):
         print(f"left out: {note}")

@@ -1,6 +1,6 @@
 """Plugin of the fused-MoE benchmark: what the fp8 oracle selects for scales per channel and per tensor.
 
-python bench.py --plugin benchmarks/fp8_rows.py --only '/fp8_(channel|tensor)/(vllm_triton|moe_fp8)' --out results.json
+python bench.py --plugin benchmarks/fp8_channel_tensor.py --only '/fp8_(channel|tensor)/(vllm_triton|moe_fp8)'
 
 `fp8_channel` has dynamic scales per token, `fp8_tensor` one dynamic scale for all activations.
 """

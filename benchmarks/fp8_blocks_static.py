@@ -1,6 +1,6 @@
 """Plugin of the fused-MoE benchmark: static scales per tensor and blocks other than 128x128, beside vLLM's Triton path.
 
-python bench.py --plugin benchmarks/fp8_other_kinds.py --only '/fp8_(tensor|block)/.*_(static|64x64|64x128|128x64)$'
+python bench.py --plugin benchmarks/fp8_blocks_static.py --only '/fp8_(tensor|block)/.*_(static|64x64|64x128|128x64)$'
 
 Weights are those of `fp8_tensor` and `fp8_block`; a smaller block repeats the scale of the 128x128 block it lies in, so
 that the matrices, and the benchmark's reference, are the same.
