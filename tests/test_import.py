@@ -32,8 +32,9 @@ print((times[3] - times[2]) / (times[1] - times[0]))
 BUDGET = 0.06
 
 
-def test_core_loads_nothing_heavy(run_python: Callable[..., str]) -> None:
-    loaded = set(run_python(NEW_MODULES.format(module="moe_core")).split())
+@pytest.mark.parametrize("module", ["moe_core", "moe_core.format_api"])
+def test_core_loads_nothing_heavy(module: str, run_python: Callable[..., str]) -> None:
+    loaded = set(run_python(NEW_MODULES.format(module=module)).split())
     heavy = {"triton", "flashinfer", "numpy", "safetensors", "matplotlib", "pytest", "hypothesis"}
     assert not loaded & heavy
     assert {name for name in loaded if name.startswith("moe_")} == {"moe_core"}
@@ -56,9 +57,10 @@ def test_core_adds_little_to_torch(run_python: Callable[..., str]) -> None:
     pytest.fail(f"`import moe_core` takes {min(shares):.1%} of the time of `import torch`, allowed are {BUDGET:.0%}")
 
 
-def test_every_public_name_is_shown_and_there(run_python: Callable[..., str]) -> None:
-    code = """
-import moe_core, sys
-print(sorted(set(moe_core.__all__) - set(dir(moe_core))), [n for n in moe_core.__all__ if not hasattr(moe_core, n)])
+@pytest.mark.parametrize("name", ["moe_core", "moe_core.format_api"])
+def test_every_public_name_is_shown_and_there(name: str, run_python: Callable[..., str]) -> None:
+    code = f"""
+import {name} as module
+print(sorted(set(module.__all__) - set(dir(module))), [n for n in module.__all__ if not hasattr(module, n)])
 """
     assert run_python(code).split("\n")[0] == "[] []"

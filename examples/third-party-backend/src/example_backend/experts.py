@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import moe_core as mc
 import torch
-from moe_core.quantization import dequantize_weight
-from moe_core.torch_experts import local_expert_ids
+from moe_core import dequantize_weight, local_expert_ids
 from torch import Tensor
 
 

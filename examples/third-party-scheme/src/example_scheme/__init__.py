@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import torch
-from moe_core import GATED, NON_GATED, Backend, Claims, FusedMoEActivationFormat, Oracle, Scheme, any_device
-from moe_core.torch_experts import TorchExperts
+from moe_core import (
+    GATED,
+    NON_GATED,
+    Backend,
+    Claims,
+    FusedMoEActivationFormat,
+    Oracle,
+    Scheme,
+    TorchExperts,
+    any_device,
+)
 
 
 class PlainTorchExperts(TorchExperts):

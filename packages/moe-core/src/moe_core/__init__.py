@@ -28,6 +28,8 @@ from moe_core.errors import (
     SchemeNotInstalledError,
     TensorError,
     UnsupportedDeviceError,
+    check_dtype,
+    check_shape,
 )
 from moe_core.experts import (
     PROTOCOL_VERSION,
@@ -39,7 +41,20 @@ from moe_core.experts import (
 from moe_core.functions import SchemeFunctions
 from moe_core.kernel import FusedMoEKernel
 from moe_core.lora import LoRA, LoRAWeights
-from moe_core.numerics import INT4_DTYPE, INT8_DTYPE, QuantDtype
+from moe_core.numerics import (
+    E2M1_VALUES,
+    INT4,
+    INT4_DTYPE,
+    INT8,
+    INT8_DTYPE,
+    UINT4,
+    UINT4B8,
+    UINT8,
+    UINT8B128,
+    QuantDtype,
+    e8m0_to_float32,
+    is_e8m0,
+)
 from moe_core.oracle import Oracle
 from moe_core.placement import Placement
 from moe_core.plugins import PluginFault
@@ -63,11 +78,14 @@ from moe_core.quant_config import (
     wna16_moe_quant_config,
 )
 from moe_core.quant_key import (
+    PER_CHANNEL,
+    PER_TENSOR,
     GroupShape,
     KeyPattern,
     Packing,
     QuantKey,
     ScaleDesc,
+    as_quant_key,
     kFp8Dynamic64Sym,
     kFp8Dynamic128Sym,
     kFp8DynamicTensorSym,
@@ -116,13 +134,16 @@ from moe_core.selection import (
     SelectionReport,
     UnknownBackendError,
 )
-from moe_core.weights import KernelWeights, MoEWeights
+from moe_core.weights import KernelWeights, MoEWeights, scale_shape
 from moe_core.workspace import Workspace, WorkspaceSpec
 
 if TYPE_CHECKING:
     from moe_core.checkpoint import Checkpoint
     from moe_core.layer import FusedMoELayer, experts_left_out, load_layer
+    from moe_core.online import OnlineQuantization
+    from moe_core.quantization import dequantize_weight, quantize_moe_weights, quantize_weight
     from moe_core.reference import fused_moe_reference
+    from moe_core.torch_experts import TorchExperts, local_expert_ids
 
 __version__ = "0.1.0"
 
@@ -132,6 +153,12 @@ _LAZY = {
     "experts_left_out": "moe_core.layer",
     "load_layer": "moe_core.layer",
     "fused_moe_reference": "moe_core.reference",
+    "OnlineQuantization": "moe_core.online",
+    "dequantize_weight": "moe_core.quantization",
+    "quantize_moe_weights": "moe_core.quantization",
+    "quantize_weight": "moe_core.quantization",
+    "TorchExperts": "moe_core.torch_experts",
+    "local_expert_ids": "moe_core.torch_experts",
 }
 
 
@@ -146,13 +173,6 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "FUSED_MOE_UNQUANTIZED_CONFIG",
-    "GATED",
-    "INT4_DTYPE",
-    "INT8_DTYPE",
-    "NON_GATED",
-    "PROTOCOL_VERSION",
-    "TRITON",
     "ActivationParams",
     "Alternative",
     "Backend",
@@ -165,8 +185,10 @@ __all__ = [
     "ConfigError",
     "DeviceInfo",
     "DeviceRange",
+    "E2M1_VALUES",
     "Environment",
     "ExpertTokensMetadata",
+    "FUSED_MOE_UNQUANTIZED_CONFIG",
     "FallbackWarning",
     "FusedMoEActivationFormat",
     "FusedMoEConfig",
@@ -179,16 +201,26 @@ __all__ = [
     "FusedMoEPrepareAndFinalizeModular",
     "FusedMoEQuantConfig",
     "FusedMoEQuantDesc",
+    "GATED",
     "GroupShape",
+    "INT4",
+    "INT4_DTYPE",
+    "INT8",
+    "INT8_DTYPE",
     "KernelWeights",
+    "KeyPattern",
     "LoRA",
     "LoRAWeights",
-    "KeyPattern",
     "MoEActivation",
     "MoEError",
     "MoEWeights",
+    "NON_GATED",
     "NoBackendError",
+    "OnlineQuantization",
     "Oracle",
+    "PER_CHANNEL",
+    "PER_TENSOR",
+    "PROTOCOL_VERSION",
     "Packing",
     "Placement",
     "PluginFault",
@@ -209,8 +241,14 @@ __all__ = [
     "Selection",
     "SelectionError",
     "SelectionReport",
+    "TRITON",
     "TensorError",
     "TopKWeightAndReduce",
+    "TorchExperts",
+    "UINT4",
+    "UINT4B8",
+    "UINT8",
+    "UINT8B128",
     "UnknownBackendError",
     "UnsupportedDeviceError",
     "Verified",
@@ -218,18 +256,24 @@ __all__ = [
     "WorkspaceSpec",
     "any_device",
     "apply_moe_activation",
+    "as_quant_key",
     "biased_moe_quant_config",
+    "check_dtype",
+    "check_shape",
     "cpu",
     "cuda",
+    "dequantize_weight",
+    "e8m0_to_float32",
     "experts_left_out",
-    "fp8_w8a8_moe_quant_config",
     "fp8_w8a16_moe_quant_config",
+    "fp8_w8a8_moe_quant_config",
     "fused_moe_reference",
     "hip",
-    "int8_w8a8_moe_quant_config",
     "int8_w8a16_moe_quant_config",
-    "kFp8Dynamic64Sym",
+    "int8_w8a8_moe_quant_config",
+    "is_e8m0",
     "kFp8Dynamic128Sym",
+    "kFp8Dynamic64Sym",
     "kFp8DynamicTensorSym",
     "kFp8DynamicTokenSym",
     "kFp8Static128BlockE8M0Sym",
@@ -243,9 +287,9 @@ __all__ = [
     "kInt4StaticAsym",
     "kInt4StaticGroupScale",
     "kInt4W4A8StaticChannelSym",
+    "kInt4W4A8StaticGroup128Sym",
     "kInt4W4A8StaticGroup32Sym",
     "kInt4W4A8StaticGroup64Sym",
-    "kInt4W4A8StaticGroup128Sym",
     "kInt8DynamicTensorSym",
     "kInt8DynamicTokenAsym",
     "kInt8DynamicTokenSym",
@@ -264,11 +308,15 @@ __all__ = [
     "kMxfp8DynamicEven",
     "kMxfp8Static",
     "load_layer",
+    "local_expert_ids",
     "make_quant_config",
     "mxfp4_w4a16_moe_quant_config",
     "mxfp8_moe_quant_config",
     "oracle",
+    "quantize_moe_weights",
+    "quantize_weight",
     "registry",
     "route",
+    "scale_shape",
     "wna16_moe_quant_config",
 ]

@@ -32,11 +32,12 @@ from moe_core import (
     MoEWeights,
     Selection,
     TensorError,
+    check_dtype,
+    check_shape,
     kMxfp8Dynamic,
     registry,
+    scale_shape,
 )
-from moe_core.errors import check_dtype, check_shape
-from moe_core.weights import scale_shape
 from torch import Tensor, nn
 
 from moe_fp8.oracle import (
@@ -47,8 +48,7 @@ from moe_fp8.oracle import (
 )
 
 if TYPE_CHECKING:
-    from moe_core import FusedMoEPrepareAndFinalizeModular, QuantKey
-    from moe_core.online import OnlineQuantization
+    from moe_core import FusedMoEPrepareAndFinalizeModular, OnlineQuantization, QuantKey
 
     from moe_fp8.oracle import Fp8MoeBackend
 

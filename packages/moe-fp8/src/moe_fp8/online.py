@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from moe_core import (
     MoEWeights,
+    OnlineQuantization,
     kFp8Dynamic128Sym,
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
@@ -27,7 +28,6 @@ from moe_core import (
     kMxfp8Static,
     registry,
 )
-from moe_core.online import OnlineQuantization
 
 _KEYS = {
     "fp8_per_tensor": (kFp8StaticTensorSym, kFp8DynamicTensorSym),

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from moe_core import (
+    Backend,
     ConfigError,
     FusedMoEConfig,
     FusedMoEQuantConfig,
@@ -14,6 +15,7 @@ from moe_core import (
     QuantKey,
     SchemeFunctions,
     Selection,
+    as_quant_key,
     fp8_w8a8_moe_quant_config,
     fp8_w8a16_moe_quant_config,
     kFp8Dynamic128Sym,
@@ -22,8 +24,6 @@ from moe_core import (
     kMxfp8Static,
     make_quant_config,
 )
-from moe_core.backend import Backend
-from moe_core.quant_key import as_quant_key
 
 if TYPE_CHECKING:
     import torch

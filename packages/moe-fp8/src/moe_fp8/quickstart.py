@@ -7,8 +7,7 @@ import math
 from pathlib import Path
 
 import torch
-from moe_core import kFp8Static128BlockSym
-from moe_core.quantization import quantize_moe_weights
+from moe_core import kFp8Static128BlockSym, quantize_moe_weights
 from torch import Tensor
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 512, 256, 16, 4, 2

@@ -13,8 +13,7 @@ int8_per_channel_w8a16  16 bits
 
 from __future__ import annotations
 
-from moe_core import MoEWeights, kInt8DynamicTokenSym, kInt8StaticChannelSym, registry
-from moe_core.online import OnlineQuantization
+from moe_core import MoEWeights, OnlineQuantization, kInt8DynamicTokenSym, kInt8StaticChannelSym, registry
 
 #: What the scheme int8 makes of 16-bit experts.
 ONLINE = (

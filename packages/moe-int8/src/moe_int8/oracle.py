@@ -10,14 +10,19 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from moe_core import (
+    INT4,
+    INT8,
+    Backend,
     ConfigError,
     FusedMoEConfig,
     FusedMoEQuantConfig,
     KernelWeights,
     Oracle,
+    QuantDtype,
     QuantKey,
     SchemeFunctions,
     Selection,
+    as_quant_key,
     int8_w8a8_moe_quant_config,
     int8_w8a16_moe_quant_config,
     kInt4W4A8StaticGroup128Sym,
@@ -25,9 +30,6 @@ from moe_core import (
     kInt8StaticChannelSym,
     make_quant_config,
 )
-from moe_core.backend import Backend
-from moe_core.numerics import INT4, INT8, QuantDtype
-from moe_core.quant_key import as_quant_key
 
 if TYPE_CHECKING:
     import torch

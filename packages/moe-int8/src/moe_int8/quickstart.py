@@ -7,8 +7,7 @@ import math
 from pathlib import Path
 
 import torch
-from moe_core import kInt8StaticChannelSym
-from moe_core.quantization import quantize_weight
+from moe_core import kInt8StaticChannelSym, quantize_weight
 from torch import Tensor
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 512, 256, 16, 4

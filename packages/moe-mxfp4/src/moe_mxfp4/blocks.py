@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from moe_core.numerics import E2M1_VALUES, e8m0_to_float32
+from moe_core import E2M1_VALUES, e8m0_to_float32
 from torch import Tensor
 
 from moe_mxfp4.groups import GROUP

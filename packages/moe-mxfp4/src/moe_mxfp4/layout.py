@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.errors import TensorError
+from moe_core import TensorError
 from torch import Tensor
 
 

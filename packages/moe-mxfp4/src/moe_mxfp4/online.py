@@ -15,8 +15,7 @@ mxfp4_fp8        e4m3, one scale per token
 
 from __future__ import annotations
 
-from moe_core import MoEWeights, kFp8DynamicTokenSym, kMxfp4Static, kMxfp8Dynamic, registry
-from moe_core.online import OnlineQuantization
+from moe_core import MoEWeights, OnlineQuantization, kFp8DynamicTokenSym, kMxfp4Static, kMxfp8Dynamic, registry
 
 #: What the scheme mxfp4 makes of 16-bit experts.
 ONLINE = (

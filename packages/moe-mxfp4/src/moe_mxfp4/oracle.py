@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from moe_core import (
+    Backend,
     BackendRefusedError,
     ConfigError,
     FusedMoEConfig,
@@ -18,7 +19,6 @@ from moe_core import (
     kMxfp4Static,
     make_quant_config,
 )
-from moe_core.backend import Backend
 
 from moe_mxfp4.keys import ACTIVATIONS
 from moe_mxfp4.padding import PaddedExperts

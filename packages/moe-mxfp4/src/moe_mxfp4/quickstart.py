@@ -7,8 +7,7 @@ import math
 from pathlib import Path
 
 import torch
-from moe_core import kMxfp4Static
-from moe_core.quantization import quantize_weight
+from moe_core import kMxfp4Static, quantize_weight
 from torch import Tensor
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 512, 256, 16, 4, 2

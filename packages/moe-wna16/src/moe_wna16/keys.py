@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from moe_core import KeyPattern, QuantKey, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym
-from moe_core.quant_key import GroupShape
+from moe_core import GroupShape, KeyPattern, QuantKey, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym
 
 #: columns that share a scale: 32, 64, 128, all of a row
 GROUPS = tuple(GroupShape(1, columns) for columns in (32, 64, 128, -1))

@@ -19,8 +19,16 @@ One scale per output channel of int8 is the scheme int8's ``int8_per_channel_w8a
 
 from __future__ import annotations
 
-from moe_core import MoEWeights, QuantKey, kFp8DynamicTokenSym, kInt4Static, kInt4StaticAsym, kInt8Static, registry
-from moe_core.online import OnlineQuantization
+from moe_core import (
+    MoEWeights,
+    OnlineQuantization,
+    QuantKey,
+    kFp8DynamicTokenSym,
+    kInt4Static,
+    kInt4StaticAsym,
+    kInt8Static,
+    registry,
+)
 
 _GROUPS = {"g32": 32, "g64": 64, "g128": 128, "per_channel": -1}
 

@@ -6,6 +6,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from moe_core import (
+    UINT4,
+    UINT4B8,
+    UINT8,
+    UINT8B128,
+    Backend,
     ConfigError,
     FusedMoEConfig,
     FusedMoEQuantConfig,
@@ -15,15 +20,13 @@ from moe_core import (
     SchemeFunctions,
     Selection,
     TensorError,
+    as_quant_key,
+    check_shape,
     kFp8DynamicTokenSym,
     kInt4Static,
     make_quant_config,
     wna16_moe_quant_config,
 )
-from moe_core.backend import Backend
-from moe_core.errors import check_shape
-from moe_core.numerics import UINT4, UINT4B8, UINT8, UINT8B128
-from moe_core.quant_key import as_quant_key
 
 if TYPE_CHECKING:
     import torch

@@ -3,8 +3,7 @@
 ``Checkpoint.open(path)`` reads the folder, its ``moe_layers`` are the layers with experts; ``read_layer(checkpoint,
 index)`` finds the layer's tensors, its config and its format; ``LayerSource.weights()`` loads the canonical weights.
 
-For formats: ``matrices`` (which tensors make up a layer), ``values`` (loading with values checked), ``quant_args``,
-``compressed_tensors``, ``modelopt``, ``quark`` (what those tools' configs say).
+What formats use of it is declared in :mod:`moe_core.format_api`.
 """
 
 from moe_core.checkpoint.detect import detect_format

@@ -21,10 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.compressed_tensors import QuantArgs, QuantGroup, quant_group
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.quantized import QuantizedFormat
-from moe_core.quant_key import (
+from moe_core import (
     PER_CHANNEL,
     PER_TENSOR,
     GroupShape,
@@ -35,6 +32,7 @@ from moe_core.quant_key import (
     kFp8StaticTensorSym,
     kMxfp8Dynamic,
 )
+from moe_core.format_api import LayerExperts, QuantArgs, QuantGroup, QuantizedFormat, quant_group
 
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 

@@ -17,11 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.quant_args import QuantEntries, short
-from moe_core.checkpoint.quantized import QuantizedFormat
-from moe_core.numerics import is_e8m0
-from moe_core.quant_key import GroupShape, kFp8Dynamic128Sym, kFp8StaticTensorSym, kMxfp8Dynamic
+from moe_core import GroupShape, is_e8m0, kFp8Dynamic128Sym, kFp8StaticTensorSym, kMxfp8Dynamic
+from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, short
 
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage, scale_suffix
 

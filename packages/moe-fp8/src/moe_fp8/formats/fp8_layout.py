@@ -16,22 +16,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from moe_core import CheckpointError
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.format import check_expert_tensor
-from moe_core.checkpoint.matrices import ExpertMatrices, is_transposed, stored_matrix
-from moe_core.checkpoint.quantized import ExpertStorage, QuantizedLayout
-from moe_core.checkpoint.suffixes import (
+from moe_core import (
+    CheckpointError,
+    GroupShape,
+    QuantKey,
+    e8m0_to_float32,
+    is_e8m0,
+    kFp8Static128BlockSym,
+    kMxfp8Static,
+)
+from moe_core.format_api import (
     INPUT_SCALES,
     ZERO_POINTS,
+    ExpertMatrices,
+    ExpertStorage,
+    LayerExperts,
+    QuantizedLayout,
+    Values,
+    check_expert_tensor,
+    is_transposed,
+    load_checked,
     missing,
     one_suffix,
+    refuse_lost_weights,
     refuse_mixed,
     refuse_zero_points,
+    stored_matrix,
 )
-from moe_core.checkpoint.values import Values, load_checked, refuse_lost_weights
-from moe_core.numerics import e8m0_to_float32, is_e8m0
-from moe_core.quant_key import GroupShape, QuantKey, kFp8Static128BlockSym, kMxfp8Static
 from torch import Tensor
 
 #: Suffixes of the weight's scale, usual ones first (short ones are of stacked experts).

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.quantized import QuantizedFormat
-from moe_core.quant_key import PER_TENSOR, kFp8DynamicTensorSym, kFp8DynamicTokenSym, kFp8StaticTensorSym
+from moe_core import PER_TENSOR, kFp8DynamicTensorSym, kFp8DynamicTokenSym, kFp8StaticTensorSym
+from moe_core.format_api import LayerExperts, QuantizedFormat
 
 from moe_fp8.formats.fp8_block import reason_against_kind
 from moe_fp8.formats.fp8_layout import Fp8Storage, scale_suffix

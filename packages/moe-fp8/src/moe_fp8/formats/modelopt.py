@@ -21,17 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.modelopt import quant_algo, unknown_algo
-from moe_core.checkpoint.quantized import QuantizedFormat
-from moe_core.quant_key import (
-    PER_CHANNEL,
-    PER_TENSOR,
-    GroupShape,
-    kFp8DynamicTokenSym,
-    kFp8StaticTensorSym,
-    kMxfp8Dynamic,
-)
+from moe_core import PER_CHANNEL, PER_TENSOR, GroupShape, kFp8DynamicTokenSym, kFp8StaticTensorSym, kMxfp8Dynamic
+from moe_core.format_api import LayerExperts, QuantizedFormat, quant_algo, unknown_algo
 
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 

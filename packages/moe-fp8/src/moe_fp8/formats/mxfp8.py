@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.gptq import auto_round_settings
-from moe_core.checkpoint.quant_args import QuantEntries, short
-from moe_core.checkpoint.quantized import QuantizedFormat
-from moe_core.quant_key import kMxfp8Dynamic
+from moe_core import kMxfp8Dynamic
+from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, auto_round_settings, short
 
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 

@@ -11,10 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.quantized import QuantizedFormat
-from moe_core.checkpoint.quark import QuarkArgs, quark_layer
-from moe_core.quant_key import (
+from moe_core import (
     PER_CHANNEL,
     PER_TENSOR,
     GroupShape,
@@ -25,6 +22,7 @@ from moe_core.quant_key import (
     kFp8StaticTensorSym,
     kMxfp8Dynamic,
 )
+from moe_core.format_api import LayerExperts, QuantizedFormat, QuarkArgs, quark_layer
 
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 

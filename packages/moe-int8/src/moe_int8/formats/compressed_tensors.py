@@ -21,10 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.compressed_tensors import QuantArgs, QuantGroup, quant_group
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.quantized import QuantizedFormat
-from moe_core.quant_key import QuantKey, kInt8DynamicTokenAsym, kInt8DynamicTokenSym
+from moe_core import QuantKey, kInt8DynamicTokenAsym, kInt8DynamicTokenSym
+from moe_core.format_api import LayerExperts, QuantArgs, QuantGroup, QuantizedFormat, quant_group
 
 from moe_int8.formats.int8_layout import Int8Storage
 

@@ -16,26 +16,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from moe_core import CheckpointError
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.format import BadValuesError, check_expert_tensor, load_stacked
-from moe_core.checkpoint.matrices import ExpertMatrices
-from moe_core.checkpoint.quantized import ExpertStorage, QuantizedLayout
-from moe_core.checkpoint.suffixes import (
-    INPUT_SCALES,
-    ZERO_POINTS,
-    check_stated_shape,
-    missing,
-    one_suffix,
-    refuse_mixed,
-    refuse_zero_points,
-)
-from moe_core.checkpoint.values import Values, load_checked, refuse_lost_weights
-from moe_core.quant_key import (
+from moe_core import (
+    CheckpointError,
     QuantKey,
     kInt4W4A8StaticChannelSym,
     kInt4W4A8StaticGroup128Sym,
     kInt8StaticChannelSym,
+)
+from moe_core.format_api import (
+    INPUT_SCALES,
+    ZERO_POINTS,
+    BadValuesError,
+    ExpertMatrices,
+    ExpertStorage,
+    LayerExperts,
+    QuantizedLayout,
+    Values,
+    check_expert_tensor,
+    check_stated_shape,
+    load_checked,
+    load_stacked,
+    missing,
+    one_suffix,
+    refuse_lost_weights,
+    refuse_mixed,
+    refuse_zero_points,
 )
 from torch import Tensor
 

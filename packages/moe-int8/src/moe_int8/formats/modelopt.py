@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.modelopt import quant_algo, unknown_algo
-from moe_core.checkpoint.quantized import QuantizedFormat
-from moe_core.quant_key import kInt8StaticTensorSym
+from moe_core import kInt8StaticTensorSym
+from moe_core.format_api import LayerExperts, QuantizedFormat, quant_algo, unknown_algo
 
 from moe_int8.formats.int8_layout import Int8Storage
 

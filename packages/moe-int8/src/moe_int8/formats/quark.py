@@ -11,10 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.quantized import QuantizedFormat
-from moe_core.checkpoint.quark import QuarkArgs, quark_layer
-from moe_core.quant_key import (
+from moe_core import (
     QuantKey,
     kInt8DynamicTensorSym,
     kInt8DynamicTokenAsym,
@@ -22,6 +19,7 @@ from moe_core.quant_key import (
     kInt8StaticTensorAsym,
     kInt8StaticTensorSym,
 )
+from moe_core.format_api import LayerExperts, QuantizedFormat, QuarkArgs, quark_layer
 
 from moe_int8.formats.int8_layout import Int8Storage
 

@@ -18,10 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.compressed_tensors import QuantArgs, quant_group
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.quantized import QuantizedFormat
-from moe_core.quant_key import (
+from moe_core import (
     QuantKey,
     kFp8Dynamic128Sym,
     kFp8DynamicTokenSym,
@@ -29,6 +26,7 @@ from moe_core.quant_key import (
     kMxfp4DynamicEven,
     kMxfp8Dynamic,
 )
+from moe_core.format_api import LayerExperts, QuantArgs, QuantizedFormat, quant_group
 
 from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 from moe_mxfp4.groups import GROUP

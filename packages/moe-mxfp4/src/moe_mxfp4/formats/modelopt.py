@@ -25,11 +25,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.modelopt import quant_algo, unknown_algo
-from moe_core.checkpoint.quantized import QuantizedFormat
-from moe_core.checkpoint.suffixes import INPUT_SCALES, one_suffix
-from moe_core.quant_key import QuantKey, kFp8DynamicTokenSym, kFp8StaticTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
+from moe_core import QuantKey, kFp8DynamicTokenSym, kFp8StaticTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
+from moe_core.format_api import INPUT_SCALES, LayerExperts, QuantizedFormat, one_suffix, quant_algo, unknown_algo
 
 from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 from moe_mxfp4.groups import GROUP

@@ -23,20 +23,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from moe_core import CheckpointError
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.format import check_expert_tensor, load_stacked
-from moe_core.checkpoint.matrices import ExpertMatrices, gate_rows_first, is_interleaved, module_name
-from moe_core.checkpoint.quantized import ExpertStorage, QuantizedLayout
-from moe_core.checkpoint.suffixes import (
+from moe_core import CheckpointError, QuantKey, kMxfp4Static
+from moe_core.format_api import (
     INPUT_SCALES,
     ZERO_POINTS,
+    ExpertMatrices,
+    ExpertStorage,
+    LayerExperts,
+    QuantizedLayout,
+    Values,
+    check_expert_tensor,
     check_stated_shape,
+    gate_rows_first,
+    is_interleaved,
+    load_checked,
+    load_stacked,
+    module_name,
     one_suffix,
     refuse_zero_points,
 )
-from moe_core.checkpoint.values import Values, load_checked
-from moe_core.quant_key import QuantKey, kMxfp4Static
 from torch import Tensor
 
 from moe_mxfp4.groups import GROUP

@@ -13,10 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.quantized import QuantizedFormat
-from moe_core.checkpoint.quark import QuarkArgs, quark_layer
-from moe_core.quant_key import (
+from moe_core import (
     QuantKey,
     kFp8Dynamic128Sym,
     kFp8DynamicTokenSym,
@@ -26,6 +23,7 @@ from moe_core.quant_key import (
     kMxfp8DynamicDown,
     kMxfp8DynamicEven,
 )
+from moe_core.format_api import LayerExperts, QuantizedFormat, QuarkArgs, quark_layer
 
 from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 from moe_mxfp4.groups import GROUP

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.environment import Requirement
+from moe_core import Requirement
 
 FLASHINFER = Requirement("flashinfer", "flashinfer-python", "0.7.2", "moe-mxfp4[flashinfer]")
 #: OpenAI's, known by a module that the package of that name on package indexes has not; vLLM's wheel carries a copy.

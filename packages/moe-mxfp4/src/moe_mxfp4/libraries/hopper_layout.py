@@ -14,7 +14,7 @@ They differ in which four bytes make a word, in where words lie, and in the scal
 from __future__ import annotations
 
 import torch
-from moe_core.errors import TensorError
+from moe_core import TensorError
 from torch import Tensor
 
 #: of a code from byte 0 to 3: which bits move by how many

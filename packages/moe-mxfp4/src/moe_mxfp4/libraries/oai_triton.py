@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from moe_core.errors import ConfigError
+from moe_core import ConfigError
 
 from moe_mxfp4.libraries import TRITON_KERNELS
 

@@ -16,10 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.gptq import auto_round_settings
-from moe_core.checkpoint.quant_args import QuantEntries
-from moe_core.checkpoint.quantized import QuantizedFormat
+from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, auto_round_settings
 
 from moe_wna16.formats.awq_tensors import AwqTensors
 from moe_wna16.formats.gptq_tensors import GptqTensors, ZeroPoints

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.gptq import gptq_settings
-from moe_core.checkpoint.quantized import QuantizedFormat
+from moe_core.format_api import LayerExperts, QuantizedFormat, gptq_settings
 
 from moe_wna16.formats.awq_tensors import AwqTensors
 from moe_wna16.formats.wna16_layout import WNA16Storage

@@ -21,10 +21,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from moe_core.checkpoint.compressed_tensors import QuantArgs, QuantGroup, quant_group
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.quantized import QuantizedFormat
-from moe_core.quant_key import QuantKey, kFp8DynamicTokenSym
+from moe_core import QuantKey, kFp8DynamicTokenSym
+from moe_core.format_api import LayerExperts, QuantArgs, QuantGroup, QuantizedFormat, quant_group
 
 from moe_wna16.formats.row_tensors import Bytes, Pairs, Words
 from moe_wna16.formats.stored import BITS, Stored

@@ -10,11 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.gptq import gptq_settings
-from moe_core.checkpoint.quant_args import QuantEntries
-from moe_core.checkpoint.quantized import QuantizedFormat
-from moe_core.checkpoint.statements import quantizers
+from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, gptq_settings, quantizers
 
 from moe_wna16.formats.gptq_tensors import GptqTensors, ZeroPoints
 from moe_wna16.formats.stored import BITS

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.modelopt import quant_algo, unknown_algo
-from moe_core.checkpoint.quantized import QuantizedFormat
+from moe_core.format_api import LayerExperts, QuantizedFormat, quant_algo, unknown_algo
 
 from moe_wna16.formats.row_tensors import RowPairs
 from moe_wna16.formats.wna16_layout import WNA16Storage

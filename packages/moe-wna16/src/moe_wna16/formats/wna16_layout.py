@@ -12,15 +12,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from moe_core import CheckpointError, CheckpointWarning
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.format import BadValuesError, check_expert_tensor, load_stacked
-from moe_core.checkpoint.matrices import ExpertMatrices, module_name
-from moe_core.checkpoint.quantized import ExpertStorage, QuantizedLayout
-from moe_core.checkpoint.suffixes import INPUT_SCALES, check_stated_shape, refuse_zero_points
-from moe_core.checkpoint.values import Values, load_checked
-from moe_core.quant_key import QuantKey, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym
-from moe_core.quantization import dequantize_weight
+from moe_core import (
+    CheckpointError,
+    CheckpointWarning,
+    QuantKey,
+    dequantize_weight,
+    kInt4Static,
+    kInt4StaticAsym,
+    kInt8Static,
+    kInt8StaticAsym,
+)
+from moe_core.format_api import (
+    INPUT_SCALES,
+    BadValuesError,
+    ExpertMatrices,
+    ExpertStorage,
+    LayerExperts,
+    QuantizedLayout,
+    Values,
+    check_expert_tensor,
+    check_stated_shape,
+    load_checked,
+    load_stacked,
+    module_name,
+    refuse_zero_points,
+)
 from torch import Tensor
 
 from moe_wna16.formats.columns import DTYPES, ColumnGroups

@@ -20,7 +20,7 @@ those write where there is one.
 from __future__ import annotations
 
 import torch
-from moe_core.errors import TensorError
+from moe_core import TensorError
 from moe_core.ops.layout import by_experts
 from torch import Tensor
 

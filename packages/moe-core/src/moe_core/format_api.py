@@ -1,0 +1,108 @@
+"""What packages may use of core to read checkpoints, beside the names of :mod:`moe_core` itself.
+
+A package that brings checkpoint formats or a scheme imports from here and from :mod:`moe_core` (quant keys, errors,
+weights, quantisers, registration), and from no other module: whatever else core holds may change at any time.  Names of
+both change their meaning, or go, with a new :data:`moe_core.PROTOCOL_VERSION` only.  Nothing here imports Triton.
+
+**A format** looks at one layer (:class:`LayerExperts`: its tensors by expert, projection and suffix) and returns an
+:class:`ExpertLayout`, which has the keys and loads canonical weights, or the reason against::
+
+    class MyFormat(CheckpointFormat):
+        protocol_version = 2
+        name = "experts of mine"
+        quant_methods = ("mine",)
+
+        def resolve(self, quantization, layer):
+            if quantization.get("quant_method") != "mine":
+                return "quant_method is not 'mine'"
+            return MyLayout(layer, kFp8StaticChannelSym, kFp8DynamicTokenSym)
+
+:class:`QuantizedFormat` is the base of formats whose tensors are read alike for several tools: its ``storage`` returns
+an :class:`ExpertStorage`, what the config says, whose ``layout`` is a :class:`QuantizedLayout`, how such tensors lie.
+
+**What tools' configs say** of a layer is parsed here: :func:`quant_group` (compressed-tensors), :func:`quant_algo`
+(ModelOpt), :func:`quark_layer` (Quark), :func:`gptq_settings` (GPTQ, AWQ), :func:`auto_round_settings` (AutoRound); of
+others :class:`QuantEntries` reads typed entries.
+
+**Tensors** are found by the last part of their names (:func:`one_suffix`, :data:`INPUT_SCALES` …), checked by
+:func:`check_expert_tensor`, and loaded expert by expert by :func:`load_stacked`, or by :func:`load_checked`, which
+refuses values that a checkpoint must not hold.
+"""
+
+from __future__ import annotations
+
+from moe_core.checkpoint.compressed_tensors import QuantArgs, QuantGroup, quant_group
+from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.format import (
+    BadValuesError,
+    CheckpointFormat,
+    ExpertLayout,
+    check_expert_tensor,
+    load_stacked,
+)
+from moe_core.checkpoint.gptq import GptqSettings, auto_round_settings, gptq_settings
+from moe_core.checkpoint.matrices import (
+    ExpertMatrices,
+    gate_rows_first,
+    is_interleaved,
+    is_transposed,
+    module_name,
+    stored_matrix,
+)
+from moe_core.checkpoint.modelopt import quant_algo, unknown_algo
+from moe_core.checkpoint.quant_args import QuantEntries, short
+from moe_core.checkpoint.quantized import ExpertStorage, QuantizedFormat, QuantizedLayout
+from moe_core.checkpoint.quark import QuarkArgs, QuarkLayer, quark_layer
+from moe_core.checkpoint.statements import quantizers
+from moe_core.checkpoint.suffixes import (
+    INPUT_SCALES,
+    ZERO_POINTS,
+    check_stated_shape,
+    missing,
+    one_suffix,
+    refuse_mixed,
+    refuse_zero_points,
+)
+from moe_core.checkpoint.values import Values, load_checked, refuse_lost_weights
+
+__all__ = [
+    "INPUT_SCALES",
+    "ZERO_POINTS",
+    "BadValuesError",
+    "CheckpointFormat",
+    "ExpertLayout",
+    "ExpertMatrices",
+    "ExpertStorage",
+    "GptqSettings",
+    "LayerExperts",
+    "QuantArgs",
+    "QuantEntries",
+    "QuantGroup",
+    "QuantizedFormat",
+    "QuantizedLayout",
+    "QuarkArgs",
+    "QuarkLayer",
+    "Values",
+    "auto_round_settings",
+    "check_expert_tensor",
+    "check_stated_shape",
+    "gate_rows_first",
+    "gptq_settings",
+    "is_interleaved",
+    "is_transposed",
+    "load_checked",
+    "load_stacked",
+    "missing",
+    "module_name",
+    "one_suffix",
+    "quant_algo",
+    "quant_group",
+    "quantizers",
+    "quark_layer",
+    "refuse_lost_weights",
+    "refuse_mixed",
+    "refuse_zero_points",
+    "short",
+    "stored_matrix",
+    "unknown_algo",
+]
