@@ -6,7 +6,7 @@
 RUN.json is what the fused-MoE benchmark writes (``bench.py --out``), or a list of {shape, scheme, peer, M, us} (or ms)
 as its ``host.py`` and the CPU scripts of ``benchmarks`` write; of such a list the date is today's unless it is given.
 A file that is there keeps its title, its implementations' names, the benchmark that it names and whatever RUN.json
-leaves open; its notes, which were about the earlier figures, are printed and left out.  Then ``nox -s docs -- --write``.
+leaves open; its notes were about the earlier figures: they are printed and left out.  Then: ``nox -s docs -- --write``
 """
 
 from __future__ import annotations
