@@ -20,6 +20,11 @@ DOCUMENTS = sorted(
     for path in ROOT.glob(pattern)
     if path.name != "introduction.md"  # a part of docs/performance.md, from where its links lead
 )
+SOURCES = sorted(path for path in ROOT.glob("packages/*/src/*") if path.is_dir())
+CORE = ROOT / "packages" / "moe-core" / "src" / "moe_core"
+ENTRY_POINTS = {"moe_core.schemes", "moe_core.backends", "moe_core.formats"}
+#: what is told of an earlier day may name what is gone
+CODE_DOCUMENTS = [path for path in DOCUMENTS if path.name not in ("CHANGELOG.md", "hardware.md")]
 WRITTEN = [path for path in DOCUMENTS if path.name in ("backends.md", "performance.md")]
 
 
@@ -57,6 +62,53 @@ def test_mentioned_documents_are_there() -> None:
         if not (ROOT / name).exists()
     }
     assert not missing
+
+
+def modules(folder: Path) -> set[str]:
+    """Names of the modules and packages in a folder that are not private."""
+    names = {path.stem if path.suffix == ".py" else path.name for path in folder.iterdir()}
+    return {name for name in names if not name.startswith("_") and name != "py.typed"}
+
+
+def test_the_map_of_core_names_every_module_once() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.partition("| module of `moe_core` |")[2].partition("\n\n")[0]
+    named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)/?`", row.split("|")[1])]
+    assert sorted(named) == sorted(modules(CORE))
+
+
+def stale(text: str, folder: Path = ROOT) -> set[str]:
+    """Paths, from ``folder`` or a package, and dotted names in backticks of which nothing is there."""
+    paths = set(re.findall(r"`([\w/.-]+(?:/|\.py))`", text))
+    found = {name for name in paths if not any((place / name).exists() for place in (folder, ROOT, *SOURCES))}
+    for name in set(re.findall(r"`((?:moe_\w+)(?:\.\w+)+)`", text)) - ENTRY_POINTS:
+        package, *parts = name.split(".")
+        place = next((source for source in SOURCES if source.name == package), None)
+        while place is not None and place.is_dir() and parts and parts[0] in modules(place):
+            place /= parts.pop(0)
+            place = place if place.is_dir() else place.with_suffix(".py")
+        source = place / "__init__.py" if place is not None and place.is_dir() else place
+        if source is None or (parts and not re.search(rf"\b{parts[0]}\b", source.read_text(encoding="utf-8"))):
+            found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("path", CODE_DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_that_documents_name_is_there(path: Path) -> None:
+    assert not stale(path.read_text(encoding="utf-8"), path.parent)
+
+
+def test_what_is_gone_is_found() -> None:
+    assert (
+        stale("`jit/wait.py` `docs/` `moe_core.replay` `moe_core.oracle.Oracle` `moe_core.ops.quantize_weights`")
+        == set()
+    )
+    assert stale("`jit/gone.py`, `moe_core.gone`, `moe_core.oracle.Gone`, `moe_gone.scheme`") == {
+        "jit/gone.py",
+        "moe_core.gone",
+        "moe_core.oracle.Gone",
+        "moe_gone.scheme",
+    }
 
 
 @pytest.mark.parametrize(
