@@ -47,6 +47,16 @@ def test_scheme_loads_neither_triton_nor_another_scheme(package: str, run_python
     assert {name for name in loaded if name.startswith("moe_")} <= {"moe_core", package}
 
 
+def test_commands_that_look_load_no_kernels(run_python: Callable[..., str]) -> None:
+    code = """
+import sys, moe_core.cli as cli
+for arguments in (["backends"], ["doctor"]):
+    assert cli.main(arguments) == 0
+print("triton" in sys.modules)
+"""
+    assert run_python(code).splitlines()[-1] == "False"
+
+
 def test_core_adds_little_to_torch(run_python: Callable[..., str]) -> None:
     # the smallest of a few runs: the first may write byte code
     shares = []

@@ -11,8 +11,10 @@ from typing import Any
 
 import moe_core as mc
 import pytest
+import torch
 from moe_core.entry_points import installed
 from moe_core.registry import registry
+from moe_core.testing.harness import same_bits
 
 NAMES = {"fp8": "Fp8MoeBackend", "int8": "Int8MoeBackend", "mxfp4": "Mxfp4MoeBackend", "wna16": "WNA16MoEBackend"}
 CONFIG = mc.FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128)
@@ -82,6 +84,24 @@ def test_the_priority_is_the_order_of_selection(scheme: str, module: ModuleType,
             .report
         )
         assert order == list(dict.fromkeys(candidate.backend for candidate in report.candidates))
+
+
+def test_what_is_quantised_at_load_goes_by_its_name(scheme: str, module: ModuleType) -> None:
+    generator = torch.Generator().manual_seed(0)
+    w13, w2 = (torch.randn(8, *shape, generator=generator).bfloat16() for shape in ((256, 256), (256, 128)))
+    plain = mc.MoEWeights(weight_key=None, activation_key=None, w13=w13, w2=w2)
+    online = mc.registry().scheme(scheme).online
+    for one in online:
+        found, expected = (
+            dict(made.tensors()) for made in (module.quantize_moe_weights(plain, one.name), one.quantize(plain))
+        )
+        assert found.keys() == expected.keys()
+        assert all(same_bits(found[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(mc.ConfigError, match=f"quantize='int3' is unknown; installed: .*{online[0].name}"):
+        module.quantize_moe_weights(plain, "int3")
+    other = "int8" if scheme == "fp8" else "fp8"
+    with pytest.raises(mc.ConfigError, match=f"makes weights of the scheme {scheme}, not of {other}"):
+        mc.FusedMoELayer.from_weights(other, CONFIG, plain, quantize=online[0].name)
 
 
 @pytest.fixture

@@ -12,19 +12,14 @@ import pytest
 import torch
 from moe_core import FusedMoEConfig, MoEWeights, load_layer
 from moe_core.cli import main
-from moe_core_online import OnlineTests
+from moe_core.testing.scheme import OnlineTests
 from moe_fp8.online import ONLINE
-from moe_fp8.quickstart import CONFIG, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K
 
 NAMES = [online.name for online in ONLINE]
 
 
 class TestFp8(OnlineTests):
     scheme = "fp8"
-    online = ONLINE
-    quantize = staticmethod(moe_fp8.quantize_moe_weights)
-    model = CONFIG
-    sizes = EXPERTS, HIDDEN, INTERMEDIATE, TOP_K
 
 
 def test_the_other_commands(tmp_path: Path, capsys: Any) -> None:

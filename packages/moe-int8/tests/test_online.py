@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import moe_int8
 import pytest
-from moe_core_online import OnlineTests
+from moe_core.testing.scheme import OnlineTests
 from moe_int8.online import ONLINE
-from moe_int8.quickstart import CONFIG, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K
 
 
 class TestInt8(OnlineTests):
     scheme = "int8"
-    online = ONLINE
-    quantize = staticmethod(moe_int8.quantize_moe_weights)
-    model = CONFIG
-    sizes = EXPERTS, HIDDEN, INTERMEDIATE, TOP_K
 
 
 @pytest.mark.parametrize("name", [online.name for online in ONLINE])

@@ -6,17 +6,11 @@ import moe_mxfp4
 import torch
 from moe_core import FusedMoEConfig, MoEWeights, kMxfp4Static
 from moe_core.quantization import dequantize_weight
-from moe_core_online import OnlineTests
-from moe_mxfp4.online import ONLINE
-from moe_mxfp4.quickstart import CONFIG, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K
+from moe_core.testing.scheme import OnlineTests
 
 
 class TestMxfp4(OnlineTests):
     scheme = "mxfp4"
-    online = ONLINE
-    quantize = staticmethod(moe_mxfp4.quantize_moe_weights)
-    model = CONFIG
-    sizes = EXPERTS, HIDDEN, INTERMEDIATE, TOP_K
     gpt_oss = True
 
 

@@ -7,18 +7,13 @@ import pytest
 import torch
 from moe_core import FusedMoEConfig, MoEWeights
 from moe_core.quantization import dequantize_weight
-from moe_core_online import OnlineTests
+from moe_core.testing.scheme import OnlineTests
 from moe_wna16.online import ONLINE
-from moe_wna16.quickstart import CONFIG, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K
 from torch import Tensor
 
 
 class TestWNA16(OnlineTests):
     scheme = "wna16"
-    online = ONLINE
-    quantize = staticmethod(moe_wna16.quantize_moe_weights)
-    model = CONFIG
-    sizes = EXPERTS, HIDDEN, INTERMEDIATE, TOP_K
 
 
 def rounding(weights: MoEWeights, found: MoEWeights) -> tuple[Tensor, Tensor]:

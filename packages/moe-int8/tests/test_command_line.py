@@ -1,0 +1,9 @@
+"""``moe`` on the scheme's own checkpoint."""
+
+from __future__ import annotations
+
+from moe_core.testing.scheme import CommandLineTests
+
+
+class TestCommandLine(CommandLineTests):
+    scheme = "int8"
