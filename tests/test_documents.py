@@ -210,6 +210,8 @@ def test_a_benchmarks_file_becomes_a_run(tmp_path: Path) -> None:
         {"column": "a", "peer": "floor", "points": {"1": 10.0, "4096": 20.0}},
     ]
     assert "notes" not in run
+    slower = add_results.floor(slow | case | {"peer": "moe_w8a16"})
+    assert slower == pytest.approx(26e9 / 790e6)  # 16-bit activations
     with pytest.raises(ValueError, match="no implementation with a time matches 'none'"):
         add_results.added(data, old, "", "none", commit="def")
 
@@ -234,10 +236,14 @@ def test_a_run_in_milliseconds_says_so() -> None:
 
 def test_host_times_of_several_schemes_become_columns_of_one_run() -> None:
     data = [
-        {"shape": "a", "scheme": scheme, "peer": peer, "M": 1, "us": 100.0, "p10": 90.0}
-        for scheme in ("fp8_block", "mxfp4")
-        for peer in ("vllm", "moe_fp8")
+        {"shape": "a", "scheme": scheme, "peer": peer, "M": 1, "us": us, "p10": 90.0}
+        for scheme, ours in (("fp8_block", "moe_fp8"), ("mxfp4", "moe_mxfp4"))
+        for peer, us in (("vllm", 100.0), (ours, 50.0), ("vllm_other", 80.0))
     ]
-    run = add_results.added(data, {}, "Host time", "", **SAID)
-    assert list(run["implementations"]) == ["moe_fp8", "vllm"]
+    names = {"moe_.*": "ours", "vllm.*": "default"}
+    run = add_results.added(data, {"implementations": {"ours": "replay"}}, "Host time", "moe|vllm$", names, **SAID)
+    assert run["implementations"] == {"ours": "replay", "default": "default"}
     assert {result["column"] for result in run["results"]} == {"a fp8_block", "a mxfp4"}
+    assert results_document.ratios(run, "default") == {1: [2.0, 2.0]}
+    with pytest.raises(ValueError, match="default has two times for a fp8_block at M = 1"):
+        add_results.added(data, {}, "Host time", "", names, **SAID)

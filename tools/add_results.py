@@ -1,7 +1,7 @@
 """Brings a benchmark's results into docs/results, from where docs/performance.md is written.
 
-    python tools/add_results.py RUN.json docs/results/NAME.json [--title TEXT] [--peers REGEX] [--commit HASH]
-                                [--date DATE] [--hardware TEXT] [--software TEXT]
+    python tools/add_results.py RUN.json docs/results/NAME.json [--title TEXT] [--only REGEX] [--commit HASH]
+                                [--rename REGEX=NAME] [--date DATE] [--hardware TEXT] [--software TEXT]
 
 RUN.json is what the fused-MoE benchmark writes (``bench.py --out``), or a list of {shape, scheme, peer, M, us} (or ms)
 as its ``host.py`` and the CPU scripts of ``benchmarks`` write; of such a list the date is today's unless it is given.
@@ -22,14 +22,18 @@ from typing import Any
 
 from results_document import FLOOR, ROOT, load
 
-#: what the device reaches: bytes per microsecond, and operations per microsecond by scheme
+#: what the device reaches: bytes per microsecond, and operations per microsecond in 8 and in 16 bits
 READ = 4.35e6
-RATES = {"bf16": 790e6, "int4_g128": 790e6, "mxfp4": 790e6}
-RATE = 1300e6
+RATE_8 = 1300e6
+RATE_16 = 790e6
+SCHEMES_16 = ("bf16", "int4_g128", "mxfp4")
 
 
-def rows(data: Any, pattern: str) -> list[dict[str, Any]]:
-    """Every time that was measured: shape, scheme, peer, M, us or ms, and what a floor is computed from."""
+def rows(data: Any, pattern: str, names: dict[str, str]) -> list[dict[str, Any]]:
+    """Every time whose "shape/scheme/peer" ``pattern`` finds, with these, M, us or ms, and what a floor is made from.
+
+    Peers whose whole name one of the patterns ``names`` matches are called what it says.
+    """
     if isinstance(data, list):
         found = data
     else:
@@ -39,14 +43,19 @@ def rows(data: Any, pattern: str) -> list[dict[str, Any]]:
             for point in result.get("points", [])
             if "us" in point
         ]
-    return [row for row in found if re.search(pattern, row["peer"])]
+    chosen = [row for row in found if re.search(pattern, "/".join((row["shape"], row["scheme"], row["peer"])))]
+    return [
+        {**row, "peer": next((name for regex, name in names.items() if re.fullmatch(regex, row["peer"])), row["peer"])}
+        for row in chosen
+    ]
 
 
 def floor(row: dict[str, Any]) -> float | None:
     """The least time that a row's bytes and operations take, in microseconds."""
     if not {"weight_bytes", "io_bytes", "flops"} <= row.keys():
         return None
-    operations = row["flops"] / RATES.get(row["scheme"], RATE)
+    in_16_bits = row["scheme"] in SCHEMES_16 or "w8a16" in row["peer"]
+    operations = row["flops"] / (RATE_16 if in_16_bits else RATE_8)
     return float(max((row["weight_bytes"] + row["io_bytes"]) / READ, operations))
 
 
@@ -56,7 +65,10 @@ def results(measured: list[dict[str, Any]], implementations: dict[str, str]) -> 
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in measured:
         column = f"{row['shape']} {row['scheme']}" if several else row["shape"]
-        found.setdefault((column, row["peer"]), {})[str(row["M"])] = round(row["us"] if "us" in row else row["ms"], 2)
+        times = found.setdefault((column, row["peer"]), {})
+        if str(row["M"]) in times:
+            raise ValueError(f"{row['peer']} has two times for {column} at M = {row['M']}: choose with --only")
+        times[str(row["M"])] = round(row["us"] if "us" in row else row["ms"], 2)
         least = floor(row)
         if least is not None:
             found.setdefault((column, FLOOR), {})[str(row["M"])] = round(least, 2)
@@ -90,20 +102,22 @@ def dumped(run: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def added(data: Any, old: dict[str, Any], title: str, pattern: str, **said: str) -> dict[str, Any]:
+def added(
+    data: Any, old: dict[str, Any], title: str, pattern: str, names: dict[str, str] | None = None, **said: str
+) -> dict[str, Any]:
     """The content of a file of docs/results from a benchmark's.
 
     ``said`` of a run (commit, date, hardware, software) goes before what ``data`` says, that before what ``old`` says.
     Raises ValueError where nothing says it, and where nothing was measured.
     """
-    measured = rows(data, pattern)
+    measured = rows(data, pattern, names or {})
     if not measured:
         raise ValueError(f"no implementation with a time matches {pattern!r}")
     meta = {} if isinstance(data, list) else data["meta"]
-    names = dict.fromkeys(row["peer"] for row in measured)
-    known = {name: label for name, label in old.get("implementations", {}).items() if name in names}
+    peers = dict.fromkeys(row["peer"] for row in measured)
+    known = {name: label for name, label in old.get("implementations", {}).items() if name in peers}
     # ours first: the first is compared with the others
-    new = sorted(names.keys() - known.keys(), key=lambda name: (not name.startswith(("moe", "torch")), name))
+    new = sorted(peers.keys() - known.keys(), key=lambda name: (not name.startswith(("moe", "torch")), name))
     implementations = known | {name: name.replace("_", " ") for name in new}
     found = results(measured, implementations)
     if any(result["peer"] == FLOOR for result in found):
@@ -133,7 +147,10 @@ def main() -> int:
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--title", default="")
-    parser.add_argument("--peers", default="", help="regular expression on implementations' names")
+    parser.add_argument("--only", default="", help='regular expression on "shape/scheme/peer"')
+    parser.add_argument(
+        "--rename", action="append", default=[], metavar="REGEX=NAME", help="one name for the peers of several schemes"
+    )
     parser.add_argument("--commit", default="", help="what was measured, if not what is checked out")
     for name in ("date", "hardware", "software"):
         parser.add_argument(f"--{name}", default="", help="where the benchmark's file does not say it")
@@ -147,7 +164,8 @@ def main() -> int:
     if isinstance(data, list) and not said["date"]:
         said["date"] = datetime.date.today().isoformat()
     try:
-        new = added(data, old, arguments.title, arguments.peers, **said)
+        names = dict(pair.rsplit("=", 1) for pair in arguments.rename)
+        new = added(data, old, arguments.title, arguments.only, names, **said)
     except ValueError as error:
         parser.error(str(error))
     arguments.target.write_text(dumped(new), encoding="utf-8")
