@@ -77,7 +77,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(download_python="never")
 def types(session: nox.Session) -> None:
-    """mypy over the packages' sources and this file."""
+    """mypy over the packages' sources, the tools and this file."""
     install(session, "test", "types", "nox")
     session.run("mypy", *session.posargs)
 
@@ -194,7 +194,7 @@ def docs(session: nox.Session) -> None:
     """The documents' examples run, their generated tables are up to date (``-- --write`` renews them)."""
     install(session, "test")
     session.run("python", "tools/generate_docs.py", *(session.posargs or ["--check"]))
-    documents = [path for pattern in ("*.md", "docs/*.md", "packages/*/*.md") for path in sorted(ROOT.glob(pattern))]
+    documents = [path for pattern in ("*.md", "docs/**/*.md", "packages/*/*.md") for path in sorted(ROOT.glob(pattern))]
     session.run("python", "tools/run_examples.py", *(str(path.relative_to(ROOT)) for path in documents))
 
 
