@@ -46,8 +46,8 @@ _KEYS = (
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
-class _MarlinFp8Experts(MarlinExperts):
-    """The computation, in both formats."""
+class MarlinE4M3Experts(MarlinExperts):
+    """The computation, in both formats; subclasses add claims."""
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         from moe_fp8.kernels.marlin_convert import convert_e4m3
@@ -63,7 +63,7 @@ class _MarlinFp8Experts(MarlinExperts):
             w2=w2.words,
             quant_config=make_quant_config(
                 weight_key=key,
-                activation_key=None,
+                activation_key=weights.activation_key,
                 w1_scale=w13.scales,
                 w2_scale=w2.scales,
                 w1_bias=weights.w13_bias,
@@ -103,7 +103,7 @@ class _MarlinFp8Experts(MarlinExperts):
         )
 
 
-class MarlinFp8Experts(_MarlinFp8Experts):
+class MarlinFp8Experts(MarlinE4M3Experts):
     """Standard format."""
 
     claims = Claims(
@@ -120,7 +120,7 @@ class MarlinFp8Experts(_MarlinFp8Experts):
     )
 
 
-class BatchedMarlinFp8Experts(_MarlinFp8Experts):
+class BatchedMarlinFp8Experts(MarlinE4M3Experts):
     """Batched format."""
 
     claims = Claims(

@@ -1,23 +1,28 @@
 """Triton, MXFP8 weights with MXFP8 activations (1 x 32, e8m0), on GPUs without scaled tensor cores too.
 
 An e4m3 number times a power of two is a bfloat16 number, so bfloat16 tensor cores multiply MXFP8 operands exactly:
-x and h are rounded to MXFP8 and stored as bfloat16, weights get their scales in registers.  Weights stay as the
-checkpoint has them (see `moe_fp8.experts.triton_weight_only`).
+x and h are rounded to MXFP8 and stored as bfloat16, weights get their scales in registers (see
+`moe_fp8.experts.marlin`).
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from moe_core import GATED, NON_GATED, TRITON, Claims, FusedMoEActivationFormat, cuda
 from moe_core.quant_key import kMxfp8Dynamic, kMxfp8Static
 
-from moe_fp8.experts.triton_weight_only import TritonFp8UpcastExperts
+from moe_fp8.experts.marlin import MarlinE4M3Experts
+
+if TYPE_CHECKING:
+    from moe_core.gemm.marlin.layer import Rounding
 
 
-class TritonMxfp8Experts(TritonFp8UpcastExperts):
+class TritonMxfp8Experts(MarlinE4M3Experts):
     """MXFP8 weights and activations."""
 
-    mxfp8_activations = True
+    rounded = torch.bfloat16
 
     claims = Claims(
         devices=(cuda(min=89),),
@@ -32,3 +37,9 @@ class TritonMxfp8Experts(TritonFp8UpcastExperts):
         verified_on=("NVIDIA H200 (sm90)",),
         notes="products in bfloat16, which holds MXFP8 values exactly",
     )
+
+    @property
+    def rounding(self) -> Rounding:
+        from moe_fp8.kernels.marlin_e4m3 import mxfp8_rounding
+
+        return mxfp8_rounding()

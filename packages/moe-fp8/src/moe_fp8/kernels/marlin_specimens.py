@@ -27,13 +27,14 @@ _MAX_SPILLS_ODD = 512
 
 @dataclass(frozen=True)
 class _Kind:
-    """One layer, and how it is called; ``group``: -1 per row, 128 or 64 per block, 32 MXFP8."""
+    """One layer, and how it is called; ``group``: -1 per row, 128 or 64 per block, 32 MXFP8, ``rounded`` for x too."""
 
     group: int = -1
     batched: bool = False
     gated: bool = True
     dtype: torch.dtype = torch.bfloat16
     shape: tuple[int, int, int, int] = _SHAPE
+    rounded: bool = False
 
     @property
     def name(self) -> str:
@@ -44,6 +45,7 @@ class _Kind:
             "odd": self.shape == _ODD,
             "float16": self.dtype is torch.float16,
             "float32": self.dtype is torch.float32,
+            "activations": self.rounded,
         }
         return " ".join([f"marlin fp8 {name}", *(part for part, on in parts.items() if on)])
 
@@ -57,7 +59,7 @@ class _Kind:
             hidden,
             size,
             bits=8,
-            dtype_bytes=self.dtype.itemsize,
+            dtype_bytes=2 if self.rounded else self.dtype.itemsize,
             gated=self.gated,
             split=split,
             capability=capability,
@@ -81,6 +83,9 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
             yield _specimen(one, one.plan(tokens, target.capability), tokens)
     for kind in (_Kind(group, dtype=torch.float32) for group in (-1, 128, 64, 32)):
         yield _specimen(kind, kind.plan(8, target.capability), 8)
+    for kind in (_Kind(32, rounded=True, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)):
+        for one, tokens in ((kind, 8), (kind, 2000), (replace(kind, batched=True), 8), (replace(kind, shape=_ODD), 8)):
+            yield _specimen(one, one.plan(tokens, target.capability), tokens)
     for kind in (_Kind(), _Kind(shape=_ODD), _Kind(dtype=torch.float16), _Kind(gated=False)):
         yield Specimen(f"{kind.name} vectors", partial(_vectors, kind, target.capability))
 
@@ -119,10 +124,18 @@ def _matrices(kind: _Kind) -> tuple[MarlinMatrix, MarlinMatrix]:
 def _layer(kind: _Kind, plan: TilePlan, tokens: int) -> None:
     from moe_core.gemm.marlin.meta_call import call_layer
 
-    from moe_fp8.kernels.marlin_e4m3 import e4m3_functions
+    from moe_fp8.kernels.marlin_e4m3 import e4m3_functions, mxfp8_rounding
 
-    top_k, (w13, w2) = kind.shape[1], _matrices(kind)
-    call_layer(e4m3_functions, w13, w2, plan, tokens=tokens, top_k=top_k, dtype=kind.dtype, batched=kind.batched)
+    call_layer(
+        e4m3_functions,
+        *_matrices(kind),
+        plan,
+        tokens=tokens,
+        top_k=kind.shape[1],
+        dtype=kind.dtype,
+        batched=kind.batched,
+        rounding=mxfp8_rounding() if kind.rounded else None,
+    )
 
 
 def _vectors(kind: _Kind, capability: int) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from moe_core.errors import TensorError
@@ -17,7 +18,7 @@ from moe_core.workspace import WorkspaceSpec
 
 if TYPE_CHECKING:
     from moe_core.gemm.marlin.convert import Converted
-    from moe_core.gemm.marlin.layer import Functions, MarlinMatrix
+    from moe_core.gemm.marlin.layer import Functions, MarlinMatrix, Rounding
     from moe_core.gemm.marlin.rule import VectorPlan
     from moe_core.gemm.marlin.vector import VectorFunctions
 
@@ -38,6 +39,14 @@ class MarlinExperts(GroupedExperts):
         """What one token's products take of the element type, or None where tensor cores are ahead."""
         return None
 
+    #: of x and h where the layer rounds them, else None
+    rounded: ClassVar[torch.dtype | None] = None
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """How x and h are rounded, to numbers of type :attr:`rounded`."""
+        return None
+
     @property
     def gathered_columns(self) -> tuple[int, int]:
         """The most columns of x and of h that are gathered; 0 where none are."""
@@ -54,7 +63,7 @@ class MarlinExperts(GroupedExperts):
             config.hidden_size,
             config.intermediate_size,
             bits=self._bits,
-            dtype_bytes=config.dtype.itemsize,
+            dtype_bytes=(self.rounded or config.dtype).itemsize,
             gated=config.is_gated,
             split=self.shares_loops,
             capability=self.device_info.capability,
@@ -69,7 +78,7 @@ class MarlinExperts(GroupedExperts):
         from moe_core.gemm.marlin.rule import vector_plan
 
         config = self.config
-        if self.batched or config.dtype.itemsize != 2:
+        if self.batched or self.rounded is not None or config.dtype.itemsize != 2:
             return None
         plan = vector_plan(
             num_tokens,
@@ -96,6 +105,8 @@ class MarlinExperts(GroupedExperts):
             config.dtype,
             batched=self.batched,
             gathered=self.gathered_columns,
+            rounded=self.rounded,
+            weight_on_input=self.weight_on_input,
         )
 
     def fused_moe(self, x: Tensor, weights: KernelWeights, call: dict[str, Any]) -> None:
@@ -111,7 +122,7 @@ class MarlinExperts(GroupedExperts):
         if vectors is not None and reads_vectors(x, w13, w2):
             vector_fused_moe(vectors, x, w13, w2, **call | {"plan": plan})
             return
-        marlin_fused_moe(self.functions, x, w13, w2, **call)
+        marlin_fused_moe(self.functions, x, w13, w2, rounding=self.rounding, **call)
 
 
 class MarlinIntegerExperts(MarlinExperts):

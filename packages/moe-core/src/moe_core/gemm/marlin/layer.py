@@ -1,7 +1,7 @@
 """A fused MoE layer whose weights are widened in registers, from plain tensors to plain tensors.
 
-    sort      pairs by expert
-    up        h = act(x w13^T), in the dtype of x
+    sort      pairs by expert; x rounded, where activations are quantised
+    up        h = act(x w13^T), in the dtype of x, or rounded too
     down      y[pair] = weight * (h w2^T)
     reduce    out[token] = sum over slots of y, in float32
 
@@ -39,7 +39,7 @@ from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
 from moe_core.gemm.workspaces import order_workspaces
 from moe_core.ops.batch import Batch, BatchedRows, batch_rows
 from moe_core.ops.reduce import reduce_pairs
-from moe_core.ops.sort import SortedPairs, sort_pairs
+from moe_core.ops.sort import QuantizeRows, SortedPairs, sort_pairs
 from moe_core.workspace import WorkspaceSpec
 
 #: depth of a step
@@ -106,6 +106,18 @@ class MarlinMatrix:
 Functions = Callable[[MarlinMatrix, TileConfig], tuple[Any, Any, Any, Any]]
 
 
+@dataclass(frozen=True, eq=False)
+class Rounding:
+    """How x and h are rounded to a quantised type, and kept as 16-bit numbers that hold it.
+
+    ``quantize``: a device function as `moe_core.gemm.tile_kernel` describes it, without scales; ``group`` of columns
+    that it rounds together.
+    """
+
+    quantize: Any
+    group: int
+
+
 def marlin_workspaces(
     num_tokens: int,
     top_k: int,
@@ -116,17 +128,24 @@ def marlin_workspaces(
     *,
     batched: bool = False,
     gathered: tuple[int, int] = (0, 0),
+    rounded: torch.dtype | None = None,
+    weight_on_input: bool = False,
 ) -> tuple[WorkspaceSpec, ...]:
     """Scratch tensors of `marlin_fused_moe` for at most ``num_tokens`` tokens, or T_max of the batched format.
 
-    ``gathered``: columns of x and of h that are gathered, 0 where they are not (`gather_columns`).
+    ``gathered``: columns of x and of h that are gathered, 0 where they are not (`gather_columns`); ``rounded``: the
+    dtype of x and h with a `Rounding`, which needs room for x with its router weights where these are
+    ``weight_on_input``.
     """
+    rows = num_experts * num_tokens if batched else num_tokens
     pairs = num_experts * num_tokens if batched else num_tokens * top_k
     # at most 16 programs share a loop
     parts = min(MAX_PARTS, 16 * pairs * max(2 * intermediate_size, hidden_size))
     return (
         *order_workspaces(pairs, num_tokens, num_experts, batched),
-        WorkspaceSpec("h", (pairs, _whole(intermediate_size)), dtype),
+        WorkspaceSpec("x_weighted", (rows if rounded and weight_on_input else 0, hidden_size), torch.float32),
+        WorkspaceSpec("x_rounded", (rows if rounded else 0, _whole(hidden_size)), rounded or dtype),
+        WorkspaceSpec("h", (pairs, _whole(intermediate_size)), rounded or dtype),
         WorkspaceSpec("parts", (0 if batched else parts,), torch.float32),
         WorkspaceSpec("y", (0 if batched else pairs, hidden_size), dtype),
         WorkspaceSpec("gathered", (pairs if any(gathered) else 0, _whole(max(gathered))), dtype),
@@ -152,18 +171,21 @@ def marlin_fused_moe(
     expert_num_tokens: Tensor | None = None,
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
+    rounding: Rounding | None = None,
 ) -> None:
     """Write the layer's output to ``out`` [M, K]: sum over slots of weight * (w2 act(w13 x + b13) + b2).
 
     - ``functions`` of the element type
-    - ``x`` [M, K] bfloat16 or float16, columns contiguous, any row stride; ``out`` [M, K] likewise
+    - ``x`` [M, K] bfloat16, float16 or float32, columns contiguous, any row stride; ``out`` [M, K] likewise
     - ``topk_ids`` [M, k] int32 or int64, ``topk_weights`` [M, k] float32, both contiguous; an id that is negative, too
       large, or mapped by ``expert_map`` [E global] int32 to no local expert adds nothing
     - or, batched: ``expert_num_tokens`` [E] int32; ``x`` and ``out`` [E, T_max, K], rows beyond an expert's number are
       neither read nor written, and results are not weighted
     - ``workspace``: the tensors of `marlin_workspaces`, by name, for at least M tokens
     - ``plan``: of transposed tiles, 128 columns wide
-    - ``apply_router_weight_on_input``: weights multiply the first product, before its bias (k = 1)
+    - ``apply_router_weight_on_input``: weights multiply the first product, before its bias (k = 1); with ``rounding``
+      they multiply x
+    - ``rounding`` of x and h: both are multiplied in its dtype; columns then are not gathered
     """
     experts, size, hidden = w13.words.shape[0], w13.outputs, w2.outputs
     routing: Routing | Batch
@@ -173,16 +195,27 @@ def marlin_fused_moe(
         x, out = x.flatten(0, 1), out.flatten(0, 1)
         if x.shape[0] == 0:
             return
-        order = batch_rows(routing, plan.block_m, workspace=workspace, pdl=plan.pdl)
+        rows = _rounded(x, workspace, rounding)
+        order = batch_rows(routing, plan.block_m, workspace=workspace, rows=rows, pdl=plan.pdl)
         place = POSITION
     elif topk_ids is not None and topk_weights is not None:
         if x.shape[0] == 0:
             return
         routing = Routing(topk_ids, topk_weights, experts, expert_map, apply_router_weight_on_input)
-        order = sort_pairs(topk_ids, experts, plan.block_m, workspace=workspace, expert_map=expert_map, pdl=plan.pdl)
+        if rounding is not None and apply_router_weight_on_input:
+            # before x is rounded: the weight would move its steps
+            x = torch.mul(x, topk_weights, out=workspace["x_weighted"][: x.shape[0]])
+            routing = Routing(topk_ids, None, experts, expert_map)
+        rows = _rounded(x, workspace, rounding)
+        order = sort_pairs(
+            topk_ids, experts, plan.block_m, workspace=workspace, expert_map=expert_map, rows=rows, pdl=plan.pdl
+        )
         place = TOKEN
     else:
         raise TypeError("either topk_weights and topk_ids or expert_num_tokens are needed")
+    if rows is not None and rows.values is not None:
+        x = rows.values
+    quantize = None if rounding is None else rounding.quantize
     by_pair = isinstance(routing, Routing)
     if w13.gathers(hidden):
         x = _gathered(x, w13, routing, workspace, by_token=True, pdl=plan.pdl)
@@ -195,14 +228,14 @@ def marlin_fused_moe(
     if split > 1 and isinstance(routing, Routing):
         width = size * (2 if activation.gated else 1)
         target = workspace["parts"][: routing.num_pairs * split * width].view(-1, width)
-    whole = w13.gathers(hidden)
+    whole = w13.gathers(hidden) or rounding is not None
     opened, load, a = _activations(x, w13, hidden, operand.load_padded if whole else operand.load_activations)
     grouped_product(
         TileFunctions(opened, load, *functions(w13, plan.up)),
         plan.up,
         a=a,
         b=up,
-        out=Result(target),
+        out=Result(target, quantize=quantize),
         pairs=order,
         routing=routing,
         activation=activation,
@@ -216,7 +249,7 @@ def marlin_fused_moe(
             parts=target,
             split=split,
             bias=up.bias,
-            out=Result(h),
+            out=Result(h, quantize=quantize),
             routing=routing,
             activation=activation,
             columns=size,
@@ -247,6 +280,13 @@ def marlin_fused_moe(
     )
     if isinstance(routing, Routing):
         reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, split=split, pdl=plan.pdl)
+
+
+def _rounded(x: Tensor, workspace: Mapping[str, Tensor], rounding: Rounding | None) -> QuantizeRows | None:
+    """What rounds ``x`` beside the sort."""
+    if rounding is None:
+        return None
+    return QuantizeRows(x, workspace["x_rounded"][: x.shape[0]], None, rounding.quantize, rounding.group)
 
 
 def _activations(x: Tensor, matrix: MarlinMatrix, columns: int, load: object) -> tuple[Any, Any, tuple[Any, ...]]:

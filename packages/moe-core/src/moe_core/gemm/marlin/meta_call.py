@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_core.gemm.launch import Activation
-from moe_core.gemm.marlin.layer import Functions, MarlinMatrix, marlin_fused_moe, marlin_workspaces
+from moe_core.gemm.marlin.layer import Functions, MarlinMatrix, Rounding, marlin_fused_moe, marlin_workspaces
 from moe_core.gemm.marlin.rule import VectorPlan
 from moe_core.gemm.marlin.vector import VectorFunctions, vector_fused_moe
 from moe_core.gemm.plan import TilePlan
@@ -29,12 +29,19 @@ def call_layer(
     batched: bool = False,
     activation: Activation | None = None,
     gathered: tuple[int, int] = (0, 0),
+    rounding: Rounding | None = None,
 ) -> None:
-    """``activation``: default silu for interleaved rows, else relu2_no_mul; ``gathered`` as in `marlin_workspaces`."""
+    """``activation``: default silu for interleaved rows, else relu2_no_mul; ``gathered`` as in `marlin_workspaces`.
+
+    With ``rounding`` x and h are bfloat16.
+    """
     experts, hidden, size = w13.words.shape[0], w2.outputs, w13.outputs
     if activation is None:
         activation = Activation("silu" if w13.interleaved else "relu2_no_mul")
-    specs = marlin_workspaces(tokens, top_k, experts, hidden, size, dtype, batched=batched, gathered=gathered)
+    rounded = None if rounding is None else torch.bfloat16
+    specs = marlin_workspaces(
+        tokens, top_k, experts, hidden, size, dtype, batched=batched, gathered=gathered, rounded=rounded
+    )
     shape = (experts, tokens, hidden) if batched else (tokens, hidden)
     marlin_fused_moe(
         functions,
@@ -48,6 +55,7 @@ def call_layer(
         topk_weights=None if batched else meta(tokens, top_k, dtype=torch.float32),
         topk_ids=None if batched else meta(tokens, top_k, dtype=torch.int32),
         expert_num_tokens=meta(experts, dtype=torch.int32) if batched else None,
+        rounding=rounding,
     )
 
 

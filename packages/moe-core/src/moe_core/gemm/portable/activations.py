@@ -98,6 +98,12 @@ def code_mxfp8(tile, Q, expert, AXIS: tl.constexpr):
 
 
 @triton.jit
+def round_mxfp8(tile, Q, expert, AXIS: tl.constexpr):
+    """Rounded to MXFP8 and back, columns in their own order: bfloat16, which holds e4m3 times a power of two."""
+    return narrow(_round_mx(tile, "e4m3", AXIS, "e8m0"), tl.bfloat16), 0.0
+
+
+@triton.jit
 def round_mxfp8_4(tile, Q, expert, AXIS: tl.constexpr):
     """Rounded to MXFP8 and back: e4m3 numbers times powers of two."""
     return arrange(narrow(_round_mx(tile, "e4m3", AXIS, "e8m0"), tl.bfloat16), 8, AXIS), 0.0
