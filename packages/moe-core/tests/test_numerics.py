@@ -16,6 +16,7 @@ def test_e8m0_is_exact_for_every_code() -> None:
 
 def test_e8m0_agrees_with_torch_own_type() -> None:
     codes = torch.arange(255, dtype=torch.uint8)
+    assert torch.equal(e8m0_to_float32(codes), codes.view(torch.float8_e8m0fnu).float())
     assert torch.equal(e8m0_to_float32(codes.view(torch.float8_e8m0fnu)), e8m0_to_float32(codes))
 
 

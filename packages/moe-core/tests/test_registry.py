@@ -17,7 +17,6 @@ from moe_core import (
     Scheme,
     SchemeNotInstalledError,
 )
-from moe_core import registry as installed
 from moe_core.experts import PROTOCOL_VERSION
 from moe_core_toys import ToyExperts, ToyOracle
 
@@ -137,7 +136,3 @@ def test_a_name_taken_twice_is_refused(plugin: types.ModuleType) -> None:
         registry.scheme("toy")
     with pytest.raises(ConfigError, match="already has a backend 'plain'"):
         ToyOracle().add_backend(Backend("plain", (OtherExperts,)))
-
-
-def test_this_installation_has_a_registry() -> None:
-    assert installed() is installed()

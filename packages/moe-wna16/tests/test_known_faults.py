@@ -6,7 +6,7 @@ else on the CPU, kernels for GPUs in Triton's interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,6 @@ from moe_core import (
     Environment,
     FusedMoEConfig,
     FusedMoEExperts,
-    FusedMoEKernel,
-    MoEActivation,
-    MoEWeights,
     QuantKey,
     TensorError,
     kFp8DynamicTokenSym,
@@ -30,16 +27,15 @@ from moe_core import (
     kInt8Static,
     kInt8StaticAsym,
 )
-from moe_core.lora import LoRA
-from moe_core.oracle import default_prepare_finalize
+from moe_core.quant_key import key_name
 from moe_core.quantization import dequantize_weight
+from moe_core.testing.cases import Case
 from moe_core.testing.conformance import place_for
-from moe_core.testing.data import make_inputs, make_lora, make_weights
-from moe_core.testing.harness import Place, one_thread
+from moe_core.testing.data import make_weights
+from moe_core.testing.diagnosis import compare
+from moe_core.testing.harness import Place, Problem, call, make_kernel, make_problem
 from moe_core.testing.scheme import KnownFaultTests
-from moe_core.testing.tolerance import expected_output
 from moe_wna16 import WNA16Oracle
-from torch import Tensor
 
 PERMUTED = replace(kInt4StaticAsym.with_group(1, 32), permuted=True)
 PRE_SCALED = replace(kInt4Static, pre_scaled=True)
@@ -57,106 +53,63 @@ PAIRS: tuple[tuple[QuantKey, QuantKey | None], ...] = (
 DEVICES = ("cpu", "sm80", "sm89", "sm90", "sm100", "sm120", "gfx942")
 CLASSES = [experts for backend in WNA16Oracle().table() for experts in backend.load()]
 EVERYTHING = Environment({item.distribution: "99.0" for c in CLASSES for item in c.claims.requires})
-HERE = Environment.current()
 BASE = FusedMoEConfig(num_experts=4, top_k=2, hidden_size=256, intermediate_size=128)
-RELU2 = MoEActivation.RELU2_NO_MUL
 
 
-def places() -> Iterator[tuple[type[FusedMoEExperts], Place]]:
-    """The classes that run in this process, and where."""
-    for experts in CLASSES:
+def runs(*keys: QuantKey) -> pytest.MarkDecorator:
+    """The classes that run in this process, kernels for GPUs in Triton's interpreter, and the keys that they take."""
+    here, found = Environment.current(), []
+    for experts, key in itertools.product(CLASSES, keys):
         place = place_for(experts.claims)
-        missing = any(HERE.reason_against(item) for item in experts.claims.requires)
+        missing = any(here.reason_against(item) for item in experts.claims.requires)
         # what routes by itself is the conformance kit's
-        if place is not None and not experts.is_monolithic and not missing:
-            yield experts, place
+        if place is None or experts.is_monolithic or missing:
+            continue
+        if not experts.unsupported_reasons(BASE, key, None, place.target, here):
+            found.append(pytest.param(experts, place, key, id=f"{experts.__name__}-{key_name(key)}"))
+    return pytest.mark.parametrize(("experts", "place", "key"), found)
 
 
-PLACES = list(places())
-RUNS = pytest.mark.parametrize(("experts", "place"), PLACES, ids=[experts.__name__ for experts, _ in PLACES])
+def check(experts: type[FusedMoEExperts], place: Place, problem: Problem) -> None:
+    """The layer gives what the reference gives."""
+    compare(experts, problem, call(make_kernel(experts, problem, place), problem), place)
 
 
-def pairs_of(
-    experts: type[FusedMoEExperts], place: Place, config: FusedMoEConfig
-) -> list[tuple[QuantKey, QuantKey | None]]:
-    """The keys under which the class takes the layer; some of them in Triton's interpreter, which takes its time."""
-    pairs = PAIRS[::4] if place.interpreted else PAIRS
-    return [pair for pair in pairs if not experts.unsupported_reasons(config, *pair, place.target, HERE)]
-
-
-def result(
-    experts: type[FusedMoEExperts],
-    place: Place,
-    config: FusedMoEConfig,
-    weights: MoEWeights,
-    *,
-    lora: bool = False,
-) -> Tensor:
-    """Run a layer and compare it with the reference; its output."""
-    instance = experts(
-        config, weight_key=weights.weight_key, activation_key=weights.activation_key, device=place.target
-    )
-    given, inputs = weights.to(place.device), make_inputs(config, 5, seed=3).to(place.device)
-    adapters = make_lora(config, seed=1).to(place.device) if lora else None
-    kernel = FusedMoEKernel(instance, instance.convert(given), default_prepare_finalize(config), lora=adapters)
-    routed = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids, "expert_map": inputs.expert_map}
-    y = kernel.apply(inputs.x, **routed, adapter_ids=inputs.adapter_ids)
-    applied = None
-    if adapters is not None and inputs.adapter_ids is not None:
-        applied = LoRA(adapters, inputs.adapter_ids)
-    with one_thread():
-        expected = expected_output(
-            inputs.x,
-            given,
-            config,
-            **routed,
-            truncates=place.interpreted,
-            lora=applied,
-        )
-    expected.compare(y, f"{experts.__name__} {weights.weight_key} with {weights.activation_key}")
-    return y
-
-
-@RUNS
-@pytest.mark.parametrize("key", [kInt4Static, kInt8Static], ids=str)
+@runs(kInt4Static, kInt8Static)
 def test_unsigned_codes_are_read_as_such(experts: type[FusedMoEExperts], place: Place, key: QuantKey) -> None:
     """Bytes of unsigned codes reached a kernel that reads two's complement: only words had been converted.
 
     One expert has only the lowest code, others those around 0 and the largest one.
     """
-    if (key, None) not in pairs_of(experts, place, BASE):
-        return
-    weights = make_weights(BASE, key, None, seed=0)
+    problem = make_problem(Case("values", BASE, key, None, 5), place.device)
     zero = key.dtype.offset
-    codes = torch.tensor([0, zero - 1, zero + 1, 2 * zero - 1], dtype=torch.uint8)
+    codes = torch.tensor([0, zero - 1, zero + 1, 2 * zero - 1], dtype=torch.uint8, device=place.device)
     stored = codes | codes << 4 if key.packing is not None else codes
     weights = replace(
-        weights,
-        w13=stored[:, None, None].expand_as(weights.w13).contiguous(),
-        w2=stored[:, None, None].expand_as(weights.w2).contiguous(),
+        problem.weights,
+        w13=stored[:, None, None].expand_as(problem.weights.w13).contiguous(),
+        w2=stored[:, None, None].expand_as(problem.weights.w2).contiguous(),
     )
     assert weights.w2_scale is not None
     values = dequantize_weight(weights.w2, weights.w2_scale, key, cols=128) / weights.w2_scale.float()
     assert torch.equal(values.amax(dim=(1, 2)), (codes.int() - zero).float())
-    result(experts, place, BASE, weights)
+    check(experts, place, replace(problem, weights=weights))
 
 
-@RUNS
-@pytest.mark.parametrize("key", [kInt4StaticAsym, kInt8StaticAsym], ids=str)
+@runs(kInt4StaticAsym, kInt8StaticAsym)
 def test_zero_points_one_beyond_the_codes(experts: type[FusedMoEExperts], place: Place, key: QuantKey) -> None:
     """Stored less one, 15 becomes 16: added in packed words, it ran over into the next zero point."""
-    if (key, None) not in pairs_of(experts, place, BASE):
-        return
-    weights = make_weights(BASE, key, None, seed=0)
+    problem = make_problem(Case("values", BASE, key, None, 5), place.device)
+    weights = problem.weights
     assert weights.w13_zero_point is not None
     assert weights.w2_zero_point is not None
     most = int(key.dtype.max_value) + 1
     weights = replace(
         weights,
-        w13_zero_point=torch.full_like(weights.w13_zero_point, most),
+        w13_zero_point=torch.full_like(weights.w13_zero_point, most, dtype=torch.int32),
         w2_zero_point=torch.full_like(weights.w2_zero_point, most, dtype=torch.int32),
     )
-    result(experts, place, BASE, weights)
+    check(experts, place, replace(problem, weights=weights))
 
 
 class TestKnownFaults(KnownFaultTests):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core import FusedMoEConfig, MoEActivation, RoutingConfig, fused_moe_reference, load_layer, route
+from moe_core import MoEActivation, RoutingConfig, fused_moe_reference, load_layer, route
 from moe_core.checkpoint import Checkpoint, Given, read_layer
 from moe_core.cli import run as command
 from moe_core.errors import CheckpointWarning
@@ -431,7 +431,3 @@ def test_traceback_on_request(moe: Any, folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("MOE_TRACEBACK", "1")
     with pytest.raises(Exception, match="layer 0 has no MoE"):
         moe("run", folder, "--layer", "0")
-
-
-def test_the_config_has_what_the_command_needs(folder: Path, plain: None) -> None:
-    assert isinstance(read_layer(Checkpoint.open(folder)).config, FusedMoEConfig)

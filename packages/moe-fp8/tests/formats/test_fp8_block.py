@@ -143,9 +143,13 @@ def test_shards(tmp_path: Path, shards: int) -> None:
 
 
 def test_gate_and_up_own_their_partial_scale_rows(tmp_path: Path) -> None:
-    found = source(tmp_path, Experts().tensors()).weights()
+    experts = Experts()
+    found = source(tmp_path, experts.tensors()).weights()
     assert found.w13_scale is not None
-    assert found.w13_scale.shape == (E, 4, 3)
+    # 192 rows: one block and a half
+    for mine, scales in zip(found.w13_scale, experts.scales, strict=True):
+        assert torch.equal(mine[:2], scales["gate"])
+        assert torch.equal(mine[2:], scales["up"])
 
 
 @pytest.mark.parametrize("block", [(128, 128), (64, 128), (64, 64), (128, 64), (32, 96)])
