@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
     for scheme in SCHEMES:
         (folder / scheme).mkdir()
-        write = registry().scheme(scheme).quickstart
+        write = registry().scheme(scheme).write_quickstart
         assert write is not None
         write(folder / scheme)
     (folder / "empty").mkdir()

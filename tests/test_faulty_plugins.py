@@ -40,11 +40,7 @@ class Format(CheckpointFormat):
     quant_methods = METHODS
     def resolve(self, quantization, layer): return "it is not mine"
 
-class Oracle(mc.Oracle):
-    scheme = "faulty"
-    backends = ()
-
-SCHEME = mc.Scheme("faulty", protocol=2, oracle=Oracle, formats=(Format,), quant_methods=METHODS)
+SCHEME = mc.SchemeSpec("faulty", protocol=2, formats=(Format,), quant_methods=METHODS)
 changed = lambda **changes: dataclasses.replace(SCHEME, **changes)
 """
 
@@ -108,20 +104,20 @@ FAULTS = {
     "backend claims of wrong types": backend("mc.Claims(devices=('sm90',), keys=(), activations=())", "devices is"),
     "format exits": form("sys.exit(3)", "SystemExit: 3"),
     # what it gives
-    "scheme is None": scheme("SCHEME = None", "is a NoneType, expected a moe_core.Scheme"),
-    "scheme is its class": scheme("SCHEME = mc.Scheme", "is a type, expected a moe_core.Scheme"),
+    "scheme is None": scheme("SCHEME = None", "is a NoneType, expected a moe_core.SchemeSpec"),
+    "scheme is its class": scheme("SCHEME = mc.SchemeSpec", "is a type, expected a moe_core.SchemeSpec"),
     "scheme of another protocol": scheme("SCHEME = changed(protocol=1)", "was built for plug-in protocol 1"),
     "scheme whose protocol cannot be compared": scheme(
         "class P:\n    def __ne__(self, other): raise OSError('no')\nSCHEME = changed(protocol=P())", "OSError: no"
     ),
     "scheme of another name": scheme("SCHEME = changed(name='other')", "is the scheme 'other'"),
-    "scheme oracle is None": scheme("SCHEME = changed(oracle=None)", "an oracle that is a NoneType"),
-    "scheme oracle raises": scheme("def f(): raise OSError('no oracle')\nSCHEME = changed(oracle=f)", "no oracle"),
-    "scheme oracle exits": scheme("SCHEME = changed(oracle=lambda: sys.exit(0))", "SystemExit"),
-    "scheme oracle of no kind": scheme("SCHEME = changed(oracle=lambda: 7)", "it is a int, expected a moe_core.Oracle"),
-    "scheme oracle of another": scheme("Oracle.scheme = 'fp8'", "it is that of the scheme 'fp8'"),
-    "scheme oracle with backends of no kind": scheme("Oracle.backends = [1]", "its backends are [1]"),
+    "scheme order of no kind": scheme("SCHEME = changed(order=7)", "has order that is a int, expected a function"),
+    "scheme reason of no kind": scheme("SCHEME = changed(reason_against='no')", "has reason_against that is a str"),
+    "scheme backends in a list": scheme("SCHEME = changed(backends=[1])", "has backends that are a list"),
+    "scheme backends of no kind": scheme("SCHEME = changed(backends=(1,))", "has backends that are (1,)"),
+    "scheme kinds None": scheme("SCHEME = changed(kinds=None)", "has kinds that are a NoneType"),
     "scheme formats None": scheme("SCHEME = changed(formats=None)", "formats that are a NoneType"),
+    "scheme format missing": scheme("SCHEME = changed(formats=('faulty:No',))", "has no attribute 'No'"),
     "scheme formats of no kind": scheme("SCHEME = changed(formats=(7,))", "is no CheckpointFormat class"),
     "scheme format abstract": scheme(
         "class Half(CheckpointFormat): name = 'half'\nSCHEME = changed(formats=(Half,))", "does not define resolve"
@@ -213,7 +209,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
     """A small checkpoint of each scheme, and one that nobody reads."""
     found = {}
     for name in KNOWN_SCHEMES:
-        write = Registry(installed).scheme(name).quickstart
+        write = Registry(installed).scheme(name).write_quickstart
         assert write is not None
         folder = tmp_path_factory.mktemp(name)
         write(folder)
@@ -375,10 +371,14 @@ Format.resolve = lambda self, said, layer: Layout(layer, *KEYS) if said["quant_m
     [
         ("", "fails in load: NotImplementedError"),
         ("Layout.load = lambda self, *a, **k: sys.exit(0)", "fails in load: SystemExit: 0"),
-        ("Oracle.order = lambda self, *a: 1 / 0", "the oracle of the scheme 'faulty' does not work: ZeroDivisionError"),
-        ("Oracle.order = lambda self, *a: None", "the oracle of the scheme 'faulty' does not work: TypeError"),
-        ("Oracle.order = lambda self, *a: [7]", r"does not work: TypeError: order returned \(7,\), expected"),
-        ("Oracle.check_request = lambda self, *a: sys.exit(0)", "does not work: SystemExit: 0"),
+        (
+            "SCHEME = changed(order=lambda *a: 1 / 0)",
+            "the oracle of the scheme 'faulty' does not work: ZeroDivisionError",
+        ),
+        ("SCHEME = changed(order=lambda *a: None)", "the oracle of the scheme 'faulty' does not work: TypeError"),
+        ("SCHEME = changed(order=lambda *a: [7])", r"does not work: TypeError: order returned \(7,\), expected"),
+        ("SCHEME = changed(reason_against=lambda *a: sys.exit(0))", "does not work: SystemExit: 0"),
+        ("SCHEME = changed(reason_against=lambda *a: 7)", "does not work: TypeError: reason_against returned 7"),
     ],
 )
 def test_a_scheme_that_is_used_and_fails_is_named(
@@ -388,7 +388,7 @@ def test_a_scheme_that_is_used_and_fails_is_named(
     with pytest.raises(RegistryError, match=named) as caught:
         source = read_layer(checkpoints["nobody"], plugins=plugins)
         keys = {"weight_key": source.weight_key, "activation_key": source.activation_key}
-        if "Oracle" in extra:
+        if "SCHEME" in extra:
             plugins.oracle(source.scheme).select(source.config, **keys, device="cpu")
         source.weights()
     assert caught.value.__cause__ is not None

@@ -233,7 +233,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("checkpoint")
     scheme = registry().scheme(registry().scheme_names()[0])
     assert scheme.quickstart is not None
-    scheme.quickstart(made)
+    scheme.write_quickstart(made)
     return made
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
+import pickle
 from collections.abc import Iterator
 from enum import StrEnum
 from types import ModuleType
@@ -13,14 +15,20 @@ import moe_core as mc
 import pytest
 import torch
 from moe_core.entry_points import installed
-from moe_core.registry import registry
+from moe_core.registry import KNOWN_SCHEMES, registry
 from moe_core.testing.harness import same_bits
 
-NAMES = {"fp8": "Fp8MoeBackend", "int8": "Int8MoeBackend", "mxfp4": "Mxfp4MoeBackend", "wna16": "WNA16MoEBackend"}
+#: the schemes of this project, by name
+SPECS = {spec.name: spec for spec in registry().schemes() if spec.name in KNOWN_SCHEMES}
+KINDS = [(spec, kind) for spec in SPECS.values() for kind in spec.kinds]
 CONFIG = mc.FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128)
 
 
-@pytest.fixture(params=NAMES)
+def package_of(spec: mc.SchemeSpec) -> ModuleType:
+    return importlib.import_module(spec.package.replace("-", "_"))
+
+
+@pytest.fixture(params=SPECS)
 def scheme(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -28,18 +36,60 @@ def scheme(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def module(scheme: str) -> ModuleType:
-    return importlib.import_module(f"moe_{scheme}")
+    return package_of(SPECS[scheme])
 
 
 @pytest.fixture
 def enum(scheme: str, module: ModuleType) -> type[StrEnum]:
-    found: type[StrEnum] = getattr(module, NAMES[scheme])
+    found = SPECS[scheme].backend_enum
+    assert found is not None
+    assert getattr(module, found.__name__) is found
     return found
 
 
 def select(scheme: str, module: ModuleType, **request: Any) -> mc.Selection:
     found: mc.Selection = getattr(module, f"select_{scheme}_moe_backend")(CONFIG, device="cpu", **request)
     return found
+
+
+def test_every_scheme_of_the_project_is_there() -> None:
+    assert SPECS.keys() == KNOWN_SCHEMES.keys()
+    assert all(spec.package == KNOWN_SCHEMES[name] for name, spec in SPECS.items())
+
+
+def test_rows_are_named_by_the_package_that_brings_them(scheme: str) -> None:
+    assert {row.origin for row in mc.Oracle(SPECS[scheme]).backends} == {SPECS[scheme].package}
+    assert [row.name for row in SPECS[scheme].backends] == [row.name for row in mc.Oracle(SPECS[scheme]).table()]
+
+
+@pytest.mark.parametrize(("spec", "kind"), KINDS, ids=[kind.name for _, kind in KINDS])
+def test_functions_are_there_by_name_and_say_what_they_take(spec: mc.SchemeSpec, kind: mc.WeightKind) -> None:
+    package = package_of(spec)
+    functions = {name: getattr(package, name) for name in kind.functions}
+    assert set(functions) | {f"map_{spec.name}_backend", "get_priority_backends"} <= set(package.__all__)
+    signatures = {name: inspect.signature(function) for name, function in functions.items()}
+    assert all(inspect.getdoc(function) for function in functions.values())
+    select, convert, make, quant = signatures.values()
+    assert select.parameters["weight_key"].default == kind.weight_key
+    assert select.parameters["activation_key"].default == kind.activation_key
+    assert {"config", "moe_backend", "device", "environment"} <= select.parameters.keys()
+    assert functions[kind.functions[0]].__name__ == kind.functions[0]
+    assert pickle.loads(pickle.dumps(functions[kind.functions[0]])) is functions[kind.functions[0]]
+    # tensors by the names of canonical weights; what makes kernels takes what core's does
+    assert convert.parameters.keys() - {"selection"} <= mc.MoEWeights.__dataclass_fields__.keys()
+    assert make.parameters.keys() == inspect.signature(mc.Oracle.make_kernel).parameters.keys() - {"self"}
+    assert {"w1_scale", "w2_scale"} <= quant.parameters.keys()
+
+
+@pytest.mark.parametrize(("spec", "kind"), KINDS, ids=[kind.name for _, kind in KINDS])
+def test_kernels_take_a_workspace_that_layers_share(spec: mc.SchemeSpec, kind: mc.WeightKind) -> None:
+    package = package_of(spec)
+    select, _, make, _ = (getattr(package, name) for name in kind.functions)
+    selection, shared = select(CONFIG, device="cpu"), mc.Workspace("cpu")
+    weights = mc.KernelWeights(
+        w13=torch.empty(8, 1), w2=torch.empty(8, 1), quant_config=mc.FUSED_MOE_UNQUANTIZED_CONFIG
+    )
+    assert make(selection, weights, workspace=shared).workspace is shared
 
 
 def test_the_result_unpacks_into_a_member_and_a_class(scheme: str, module: ModuleType, enum: Any) -> None:

@@ -11,7 +11,6 @@ import torch
 from moe_core import (
     TRITON,
     Backend,
-    ConfigError,
     Environment,
     FallbackWarning,
     FusedMoEConfig,
@@ -20,6 +19,7 @@ from moe_core import (
     Oracle,
     QuantKey,
     Requirement,
+    SchemeSpec,
     SelectionReport,
     cuda,
     kFp8DynamicTokenSym,
@@ -61,20 +61,21 @@ class StaticExperts(ToyExperts):
     claims = replace(PLAIN, keys=((WEIGHT, kFp8StaticTensorSym),), devices=(cuda(90, 99),))
 
 
-class KernelOracle(Oracle):
-    scheme = "toy"
-    backends = (
+def reason_against(config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None) -> str | None:
+    return "not with these sizes" if activation_key == kInt8DynamicTokenSym and config.hidden_size == 64 else None
+
+
+KERNELS = SchemeSpec(
+    "toy",
+    protocol=2,
+    backends=(
         Backend("library", (LibraryExperts,)),
         Backend("static", (StaticExperts,)),
         Backend("widen", (WidenExperts,)),
         Backend("torch", (LoopExperts,)),
-    )
-
-    def check_request(
-        self, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
-    ) -> None:
-        if activation_key == kInt8DynamicTokenSym and config.hidden_size == 64:
-            raise ConfigError("not with these sizes")
+    ),
+    reason_against=reason_against,
+)
 
 
 def report(
@@ -84,7 +85,7 @@ def report(
     backend: str = "auto",
 ) -> SelectionReport:
     return (
-        KernelOracle()
+        Oracle(KERNELS)
         .select(
             config,
             weight_key=WEIGHT,
@@ -180,11 +181,9 @@ def test_nothing_is_said_on_a_cpu_with_a_kernel_or_where_the_loop_was_asked_for(
 
 
 def test_an_error_names_them_too() -> None:
-    class WithoutLoop(KernelOracle):
-        backends = KernelOracle.backends[:-1]
-
+    without_loop = Oracle(replace(KERNELS, backends=KERNELS.backends[:-1]))
     with pytest.raises(NoBackendError, match=r"\n  with 16-bit activations widen fits \(activation_key=None"):
-        WithoutLoop().select(
+        without_loop.select(
             CONFIG, weight_key=WEIGHT, activation_key=kFp8DynamicTokenSym, device="sm80", environment=Environment({})
         )
 
@@ -196,7 +195,7 @@ def weights(device: str) -> KernelWeights:
 
 
 def test_selecting_says_it_and_building_the_layer_on_the_device_warns() -> None:
-    oracle = KernelOracle()
+    oracle = Oracle(KERNELS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         selection = oracle.select(

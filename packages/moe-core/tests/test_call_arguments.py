@@ -20,7 +20,7 @@ from moe_core import (
     route,
 )
 from moe_core.prepare_finalize import PrepareAndFinalizeNoParallel
-from moe_core_toys import MonolithicToyExperts, ToyExperts, ToyOracle, toy_weights
+from moe_core_toys import MonolithicToyExperts, ToyExperts, toy_oracle, toy_weights
 from torch import Tensor, nn
 
 CONFIG = FusedMoEConfig(
@@ -36,7 +36,7 @@ NO_GRAD = r"requires grad, and the experts are for inference only.*torch\.no_gra
 
 def make_layer(config: FusedMoEConfig = CONFIG, **named: Any) -> FusedMoELayer:
     named.setdefault("router_weight", torch.randn(6, 16, generator=torch.Generator().manual_seed(3)))
-    return FusedMoELayer.from_weights(ToyOracle(), config, toy_weights(config), **named)
+    return FusedMoELayer.from_weights(toy_oracle(), config, toy_weights(config), **named)
 
 
 def make_monolithic() -> FusedMoEKernel:
@@ -151,7 +151,7 @@ def test_a_compiled_graph_refuses_gradients_too() -> None:
 def test_weights_that_are_parameters_are_used_without_gradients() -> None:
     weights = toy_weights(CONFIG)
     as_parameters = replace(weights, w13=nn.Parameter(weights.w13), w2=nn.Parameter(weights.w2))
-    layer = FusedMoELayer.from_weights(ToyOracle(), CONFIG, as_parameters, copy=True)
+    layer = FusedMoELayer.from_weights(toy_oracle(), CONFIG, as_parameters, copy=True)
     assert not any(tensor.requires_grad for _, tensor in layer.weights.tensors())
     found = layer(X, **routing())
     assert torch.equal(found, make_layer()(X, **routing()))

@@ -8,13 +8,14 @@ import threading
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from moe_core import Backend, FusedMoEConfig, PluginWarning, Registry, Scheme
+from moe_core import Backend, FusedMoEConfig, PluginWarning, Registry
 from moe_core.checkpoint import CheckpointFormat
 from moe_core_checkpoints import PlainFormat
-from moe_core_toys import BatchedToyExperts, GpuToyExperts, ToyExperts, ToyOracle
+from moe_core_toys import TOY, BatchedToyExperts, GpuToyExperts, ToyExperts
 
 THREADS = 8
 CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=64, intermediate_size=48)
@@ -62,12 +63,11 @@ def test_a_table_that_is_being_loaded_is_not_seen_in_part(module: types.ModuleTy
 
 
 def registry_of(module: types.ModuleType, backends: tuple[str, ...] = ("mine",)) -> Registry:
-    class Oracle(ToyOracle):
-        # a table of its own, so that nothing is loaded yet
-        backends = (
-            Backend("gpu", ("moe_first_use:Gpu",)),
-            Backend("plain", ("moe_first_use:Plain", "moe_first_use:Batched")),
-        )
+    # a table of its own, so that nothing is loaded yet
+    backends_of_toys = (
+        Backend("gpu", ("moe_first_use:Gpu",)),
+        Backend("plain", ("moe_first_use:Plain", "moe_first_use:Batched")),
+    )
 
     class Mine(ToyExperts):
         pass
@@ -76,8 +76,9 @@ def registry_of(module: types.ModuleType, backends: tuple[str, ...] = ("mine",))
         protocol_version = 2
 
     module.Gpu, module.Plain, module.Batched, module.Mine = GpuToyExperts, ToyExperts, BatchedToyExperts, Mine  # type: ignore[attr-defined]
+    module.Own = type("Own", (PlainFormat,), {})  # type: ignore[attr-defined]
     module.Added = Added  # type: ignore[attr-defined]
-    module.TOY = Scheme("toy", protocol=2, oracle=Oracle, formats=(PlainFormat,))  # type: ignore[attr-defined]
+    module.TOY = replace(TOY, backends=backends_of_toys, formats=(PlainFormat, "moe_first_use:Own"))  # type: ignore[attr-defined]
     points = {
         "moe_core.schemes": {"toy": "moe_first_use:TOY", "lost": "moe_first_use:NOTHING"},
         "moe_core.backends": {f"toy.{name}": "moe_first_use:Mine" for name in backends},
@@ -106,20 +107,20 @@ def test_eight_threads_select_from_the_same_table(module: types.ModuleType) -> N
             assert len(set(found)) == 1
             _, candidates, formats = found[0]
             assert [name for name, _ in candidates] == ["gpu", "plain", "plain", "a", "b", "c"]
-            assert [issubclass(kind, CheckpointFormat) for kind in formats] == [True, True]
+            assert [issubclass(kind, CheckpointFormat) for kind in formats] == [True, True, True]
     finally:
         sys.setswitchinterval(interval)
 
 
-def test_a_scheme_that_gives_one_oracle_again_gets_each_backend_once(module: types.ModuleType) -> None:
+def test_a_registry_has_one_oracle_with_each_backend_once(module: types.ModuleType) -> None:
     plugins = registry_of(module)
-    single = module.TOY.oracle()
-    module.TOY = Scheme("toy", protocol=2, oracle=lambda: single)  # type: ignore[attr-defined]
+    single = plugins.oracle("toy")
     assert {id(oracle) for oracle in together(lambda: plugins.oracle("toy"))} == {id(single)}
     assert [backend.name for backend in single.table()] == ["gpu", "plain", "mine"]
-    # a second registry of the same installation finds it there
-    assert registry_of_the_same(plugins).oracle("toy") is single
-    assert [backend.name for backend in single.table()] == ["gpu", "plain", "mine"]
+    # a second registry of the same installation has an oracle of its own
+    other = registry_of_the_same(plugins).oracle("toy")
+    assert other is not single
+    assert [backend.name for backend in other.table()] == ["gpu", "plain", "mine"]
 
 
 def registry_of_the_same(plugins: Registry) -> Registry:
@@ -146,7 +147,7 @@ def test_nothing_waits_for_a_plugin_that_waits_for_the_registry(module: types.Mo
         asking.start()
         asking.join(20)
         assert answers, "the registry is locked while it imports"
-        return Scheme("asking", protocol=2, oracle=ToyOracle)
+        return replace(TOY, name="asking")
 
     module.__getattr__ = attribute  # type: ignore[method-assign]
     point = importlib.metadata.EntryPoint("asking", "moe_first_use:ASKING", "moe_core.schemes")

@@ -33,8 +33,8 @@ from moe_core_toys import (
     BatchedToyExperts,
     MonolithicToyExperts,
     ToyExperts,
-    ToyOracle,
     UnreducedToyExperts,
+    toy_oracle,
     toy_weights,
 )
 from torch import Tensor
@@ -213,7 +213,7 @@ def test_a_compiled_graph_does_not_keep_a_layer_alive() -> None:
 
 def make_layer(config: FusedMoEConfig = CONFIG) -> FusedMoELayer:
     return FusedMoELayer.from_weights(
-        ToyOracle(),
+        toy_oracle(),
         config,
         toy_weights(config),
         router_weight=torch.randn(6, 16, generator=torch.Generator().manual_seed(3)),
@@ -243,7 +243,7 @@ def test_reload_replaces_in_place_and_refuses_whole() -> None:
     new = toy_weights(CONFIG, seed=9)
     layer.reload(new)
     assert [t.data_ptr() for _, t in layer.weights.tensors()] == pointers
-    fresh = FusedMoELayer.from_weights(ToyOracle(), CONFIG, new)
+    fresh = FusedMoELayer.from_weights(toy_oracle(), CONFIG, new)
     expected = fresh(x, topk_weights=weights, topk_ids=ids)
     assert torch.equal(layer(x, topk_weights=weights, topk_ids=ids), expected)
     with pytest.raises(TensorError, match="w2 has shape"):
@@ -286,7 +286,7 @@ def test_weights_are_brought_into_rows_before_conversion() -> None:
     weights = toy_weights(CONFIG)
     apart = replace(weights, w13=weights.w13.mT.contiguous().mT, w13_bias=weights.w13_bias)
     assert apart.w13.stride(-1) != 1
-    oracle = ToyOracle()
+    oracle = toy_oracle()
     selection = oracle.select(CONFIG, weight_key=None, activation_key=None, device="cpu")
     converted = oracle.convert(selection, apart)
     assert converted.w13.stride(-1) == 1
@@ -319,10 +319,10 @@ def test_a_copied_layer_compiles_to_its_own_weights() -> None:
 def test_a_layer_does_not_overwrite_weights_that_it_shares() -> None:
     weights = toy_weights(CONFIG)
     before = weights.w13.clone()
-    shared = FusedMoELayer.from_weights(ToyOracle(), CONFIG, weights)
+    shared = FusedMoELayer.from_weights(toy_oracle(), CONFIG, weights)
     with pytest.raises(ConfigError, match="copy=True"):
         shared.reload(toy_weights(CONFIG, seed=9))
-    FusedMoELayer.from_weights(ToyOracle(), CONFIG, weights, copy=True).reload(toy_weights(CONFIG, seed=9))
+    FusedMoELayer.from_weights(toy_oracle(), CONFIG, weights, copy=True).reload(toy_weights(CONFIG, seed=9))
     assert torch.equal(weights.w13, before)
 
 

@@ -23,7 +23,7 @@ from moe_core import (
     experts_left_out,
     load_layer,
 )
-from moe_core_toys import ToyOracle, toy_weights
+from moe_core_toys import toy_oracle, toy_weights
 from torch import Tensor, nn
 
 CONFIG = FusedMoEConfig(
@@ -41,7 +41,7 @@ ROUTER = torch.randn(6, 16, generator=torch.Generator().manual_seed(3))
 
 def make_layer(seed: int = 0, router: Tensor = ROUTER, config: FusedMoEConfig = CONFIG) -> FusedMoELayer:
     weights = toy_weights(config, seed)
-    return FusedMoELayer.from_weights(ToyOracle(), config, weights, router_weight=router, copy=True)
+    return FusedMoELayer.from_weights(toy_oracle(), config, weights, router_weight=router, copy=True)
 
 
 class Model(nn.Module):
@@ -145,7 +145,7 @@ def test_meta_weights_are_refused_by_name() -> None:
         layer.reload(on_meta)
     assert torch.equal(layer(X), expected)
     with pytest.raises(TensorError, match="w13 is on the meta device: it has no values"):
-        FusedMoELayer.from_weights(ToyOracle(), CONFIG, on_meta)
+        FusedMoELayer.from_weights(toy_oracle(), CONFIG, on_meta)
 
 
 def test_an_adapter_is_loaded_whole_or_not_at_all() -> None:
@@ -199,20 +199,20 @@ def test_a_path_is_a_path(path: Any) -> None:
     ],
 )
 def test_what_a_layer_is_made_from_is_checked(change: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"scheme": ToyOracle(), "config": CONFIG, "weights": toy_weights(CONFIG)}
+    given: dict[str, Any] = {"scheme": toy_oracle(), "config": CONFIG, "weights": toy_weights(CONFIG)}
     with pytest.raises((ConfigError, TensorError), match=message):
         FusedMoELayer.from_weights(**given | change)
 
 
 def test_a_kernel_is_made_with_a_workspace() -> None:
-    oracle, shared = ToyOracle(), Workspace("cpu")
+    oracle, shared = toy_oracle(), Workspace("cpu")
     selection = oracle.select(CONFIG, weight_key=None, activation_key=None, device="cpu")
     weights = oracle.convert(selection, toy_weights(CONFIG))
     assert oracle.make_kernel(selection, weights, workspace=shared).workspace is shared
 
 
 def test_a_kernel_is_made_of_its_parts() -> None:
-    oracle = ToyOracle()
+    oracle = toy_oracle()
     selection = oracle.select(CONFIG, weight_key=None, activation_key=None, device="cpu")
     weights = oracle.convert(selection, toy_weights(CONFIG))
     with pytest.raises(ConfigError, match="weights is MoEWeights, expected what oracle.convert returns"):

@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 from moe_core import Backend, ConfigError, DeviceInfo, FusedMoEConfig, Placement
 from moe_core.placement import arrange
-from moe_core_toys import GpuToyExperts, ToyExperts, ToyOracle
+from moe_core_toys import GpuToyExperts, ToyExperts, toy_oracle
 
 OWN = ("trtllm", "marlin", "triton", "torch")
 
@@ -84,18 +84,14 @@ def test_places_are_names_in_tuples() -> None:
         Placement(before="triton")  # type: ignore[arg-type]
 
 
-class TurnedOracle(ToyOracle):
-    """Its own order depends on the device."""
-
-    last_resort = "plain"
-
-    def order(self, table, device, *request):  # type: ignore[no-untyped-def]
-        assert [backend.name for backend in table] == ["gpu", "plain"]
-        return table if device.kind == "cuda" else tuple(reversed(table))
+def order(table, device, *request):  # type: ignore[no-untyped-def]
+    """Depends on the device."""
+    assert [backend.name for backend in table] == ["gpu", "plain"]
+    return table if device.kind == "cuda" else tuple(reversed(table))
 
 
 def test_selection_asks_in_that_order_on_every_device() -> None:
-    oracle = TurnedOracle()
+    oracle = toy_oracle(order=order, last_resort="plain")
     oracle.add_backend(Backend("mine", (ToyExperts,), "moe-mine 1.0", Placement(before=("gpu",), after=("plain",))))
     config = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=64, intermediate_size=48)
 
@@ -114,7 +110,7 @@ def test_selection_asks_in_that_order_on_every_device() -> None:
 
 
 def test_a_backend_before_the_last_resort_is_chosen() -> None:
-    oracle = TurnedOracle()
+    oracle = toy_oracle(order=order, last_resort="plain")
     oracle.add_backend(Backend("mine", (ToyExperts,)))
     config = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=64, intermediate_size=48, has_bias=True)
     selection = oracle.select(config, weight_key=None, activation_key=None, device=DeviceInfo.parse("sm90"))

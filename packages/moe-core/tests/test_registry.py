@@ -4,6 +4,7 @@ import importlib.metadata
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from moe_core import (
@@ -14,11 +15,10 @@ from moe_core import (
     ProtocolVersionError,
     Registry,
     RegistryError,
-    Scheme,
     SchemeNotInstalledError,
 )
 from moe_core.experts import PROTOCOL_VERSION
-from moe_core_toys import ToyExperts, ToyOracle
+from moe_core_toys import TOY, ToyExperts, toy_oracle
 
 CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=64, intermediate_size=48)
 
@@ -38,8 +38,8 @@ class FutureExperts(ToyExperts):
 @pytest.fixture
 def plugin() -> Iterator[types.ModuleType]:
     module = types.ModuleType("moe_test_plugin")
-    module.TOY = Scheme("toy", protocol=2, oracle=ToyOracle)  # type: ignore[attr-defined]
-    module.FUTURE = Scheme("future", protocol=PROTOCOL_VERSION + 1, oracle=ToyOracle)  # type: ignore[attr-defined]
+    module.TOY = TOY  # type: ignore[attr-defined]
+    module.FUTURE = replace(TOY, name="future", protocol=PROTOCOL_VERSION + 1)  # type: ignore[attr-defined]
     for cls in (OtherExperts, SilentExperts, FutureExperts):
         setattr(module, cls.__name__, cls)
     sys.modules[module.__name__] = module
@@ -135,4 +135,4 @@ def test_a_name_taken_twice_is_refused(plugin: types.ModuleType) -> None:
     with pytest.raises(RegistryError, match="'toy' of .*other:TOY of .* has the same name; uninstall one of them"):
         registry.scheme("toy")
     with pytest.raises(ConfigError, match="already has a backend 'plain'"):
-        ToyOracle().add_backend(Backend("plain", (OtherExperts,)))
+        toy_oracle().add_backend(Backend("plain", (OtherExperts,)))

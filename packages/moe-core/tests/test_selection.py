@@ -31,14 +31,14 @@ from moe_core import (
     kFp8StaticChannelSym,
     kInt4Static,
 )
-from moe_core_toys import PLAIN, BatchedToyExperts, GpuToyExperts, MonolithicToyExperts, ToyExperts, ToyOracle
+from moe_core_toys import PLAIN, TOY, BatchedToyExperts, GpuToyExperts, MonolithicToyExperts, ToyExperts, toy_oracle
 
 CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=64, intermediate_size=48)
 SM90, SM80, CPU = (DeviceInfo.parse(name) for name in ("sm90", "sm80", "cpu"))
 
 
 def select(config: FusedMoEConfig = CONFIG, device: DeviceInfo = CPU, backend: str = "auto", **kwargs: object):  # type: ignore[no-untyped-def]
-    return ToyOracle().select(
+    return toy_oracle().select(
         config, weight_key=None, activation_key=None, device=device, moe_backend=backend, **kwargs
     )
 
@@ -65,16 +65,15 @@ def test_a_named_backend_is_refused_with_every_reason_never_replaced() -> None:
     assert len(gpu.reasons) == 2
 
 
-class AliasOracle(ToyOracle):
-    backends = tuple(
-        replace(backend, aliases=("plain", "own")) if backend.name == "gpu" else backend
-        for backend in ToyOracle.backends
-    )
+ALIASES = tuple(
+    replace(backend, aliases=("plain", "own")) if backend.name == "gpu" else backend for backend in TOY.backends
+)
 
 
 def test_an_alias_asks_for_its_backends_and_the_one_of_that_name() -> None:
     def experts(name: str, device: DeviceInfo) -> object:
-        selection = AliasOracle().select(CONFIG, weight_key=None, activation_key=None, device=device, moe_backend=name)
+        oracle = toy_oracle(backends=ALIASES)
+        selection = oracle.select(CONFIG, weight_key=None, activation_key=None, device=device, moe_backend=name)
         return selection.experts
 
     assert experts("plain", SM90) is GpuToyExperts
@@ -88,7 +87,7 @@ def test_an_alias_asks_for_its_backends_and_the_one_of_that_name() -> None:
 
 def test_when_nothing_fits_every_candidate_is_listed_with_its_reasons() -> None:
     with pytest.raises(SelectionError) as caught:
-        ToyOracle().select(CONFIG, weight_key=kFp8StaticChannelSym, activation_key=kFp8DynamicTokenSym, device=CPU)
+        toy_oracle().select(CONFIG, weight_key=kFp8StaticChannelSym, activation_key=kFp8DynamicTokenSym, device=CPU)
     report = caught.value.report
     assert report.chosen is None
     assert [c.experts for c in report.candidates] == [GpuToyExperts, ToyExperts, BatchedToyExperts]
@@ -140,17 +139,15 @@ def test_classes_for_other_keys_share_a_line_where_another_class_of_the_backend_
     class OtherKeysExperts(ToyExperts):
         claims = replace(ToyExperts.claims, keys=((kFp8StaticChannelSym, kFp8DynamicTokenSym),))
 
-    class OtherOracle(ToyOracle):
-        backends = (*ToyOracle.backends[:1], Backend("plain", (ToyExperts, OtherKeysExperts)))
-
-    lines = str(OtherOracle().select(CONFIG, weight_key=None, activation_key=None, device=CPU).report).splitlines()
+    oracle = toy_oracle(backends=(*TOY.backends[:1], Backend("plain", (ToyExperts, OtherKeysExperts))))
+    lines = str(oracle.select(CONFIG, weight_key=None, activation_key=None, device=CPU).report).splitlines()
     assert lines[-2].startswith("  -> plain [ToyExperts]: fits")
     assert lines[-1] == "     plain for other quant keys: OtherKeysExperts"
-    other = OtherOracle().select(CONFIG, weight_key=None, activation_key=None, device=CPU).report.candidates[-1]
+    other = oracle.select(CONFIG, weight_key=None, activation_key=None, device=CPU).report.candidates[-1]
     assert other.reasons
     assert not other.takes_keys
     with pytest.raises(SelectionError, match=r"no gpu \[GpuToyExperts\]: .*does not read weights"):
-        OtherOracle().select(
+        oracle.select(
             CONFIG, weight_key=kFp8StaticChannelSym, activation_key=kFp8DynamicTokenSym, moe_backend="gpu", device=CPU
         )
 
@@ -165,7 +162,7 @@ def test_selection_does_not_look_at_this_machine(monkeypatch: pytest.MonkeyPatch
 
 
 def test_selection_takes_under_a_millisecond() -> None:
-    oracle = ToyOracle()
+    oracle = toy_oracle()
 
     def once() -> float:
         start = time.process_time()
@@ -263,7 +260,7 @@ def test_hardware_counts_for_the_keys_that_ran_on_it() -> None:
     assert claims.verified_for(None, None) == ("cpu",)
     assert str(claims.verified_on[1]).startswith("H200 for kFp8StaticChannelSym")
     experts = type("Made", (ToyExperts,), {"claims": claims})
-    oracle = type("Made", (ToyOracle,), {"backends": (Backend("plain", (experts,)),)})()
+    oracle = toy_oracle(backends=(Backend("plain", (experts,)),))
     report = oracle.select(CONFIG, weight_key=None, activation_key=None, device="cpu").report
     assert "fits; tested on cpu" in str(report)
     assert report.as_dict()["candidates"][0]["verified_on"] == ["cpu"]
@@ -291,4 +288,4 @@ def test_monolithic_experts_are_taken_for_their_routing_only() -> None:
 
 def test_two_backends_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="already has a backend 'plain'"):
-        ToyOracle().add_backend(Backend("plain", (ToyExperts,), origin="other 1.0"))
+        toy_oracle().add_backend(Backend("plain", (ToyExperts,), origin="other 1.0"))

@@ -14,6 +14,7 @@ from moe_core import (
     Environment,
     FusedMoEActivationFormat,
     FusedMoEConfig,
+    Oracle,
     QuantKey,
     SelectionError,
     TensorError,
@@ -28,10 +29,11 @@ from moe_core import (
 )
 from moe_core.quantization import quantize_moe_weights
 from moe_core.reference import fused_moe_reference
-from moe_fp8 import Fp8MoeBackend, Fp8Oracle, select_fp8_moe_backend
+from moe_fp8 import Fp8MoeBackend, select_fp8_moe_backend
 from moe_fp8.experts.marlin import BatchedMarlinFp8Experts, MarlinFp8Experts
 from moe_fp8.experts.torch import TorchFp8Experts
 from moe_fp8.experts.triton import TritonFp8BlockExperts
+from moe_fp8.scheme import SCHEME
 
 CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=192)
 WITH_TRITON = Environment({"triton": "3.6.0"})
@@ -132,7 +134,7 @@ def test_another_schemes_weights_are_refused() -> None:
 
 
 def test_every_enum_member_is_a_backend_and_the_reverse() -> None:
-    assert [b.name for b in Fp8Oracle().table()] == [member.value for member in Fp8MoeBackend]
+    assert [b.name for b in Oracle(SCHEME).table()] == [member.value for member in Fp8MoeBackend]
 
 
 def test_scales_and_biases_go_by_keyword() -> None:

@@ -14,6 +14,7 @@ from moe_core import (
     FusedMoEConfig,
     FusedMoELayer,
     MoEWeights,
+    Oracle,
     QuantKey,
     fused_moe_reference,
     kInt4W4A8StaticChannelSym,
@@ -28,7 +29,7 @@ from moe_core import (
 from moe_core.testing.data import make_inputs
 from moe_core.testing.scheme import KnownFaultTests
 from moe_core.testing.scheme.known_faults import Layers, Run
-from moe_int8 import Int8Oracle
+from moe_int8.scheme import SCHEME
 from torch import Tensor
 
 QUANTISED = (
@@ -48,7 +49,7 @@ QUANTISED = (
 )
 PAIRS = (*QUANTISED, (kInt8StaticChannelSym, None))
 DEVICES = ("cpu", "sm80", "sm89", "sm90", "sm100", "sm120", "gfx942")
-CLASSES = [experts for backend in Int8Oracle().table() for experts in backend.load()]
+CLASSES = [experts for backend in Oracle(SCHEME).table() for experts in backend.load()]
 EVERYTHING = Environment({item.distribution: "99.0" for c in CLASSES for item in c.claims.requires})
 BASE = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=512, intermediate_size=256)
 

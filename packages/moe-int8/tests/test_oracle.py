@@ -16,6 +16,7 @@ from moe_core import (
     FusedMoEConfig,
     FusedMoEExperts,
     MoEWeights,
+    Oracle,
     QuantKey,
     SelectionError,
     TensorError,
@@ -36,9 +37,10 @@ from moe_core import (
 from moe_core.cli.backends import describe
 from moe_core.reference import fused_moe_reference
 from moe_core.testing.data import make_inputs, make_weights
-from moe_int8 import Int8MoeBackend, Int8Oracle, select_int8_moe_backend, select_w4a8_int8_moe_backend
+from moe_int8 import Int8MoeBackend, select_int8_moe_backend, select_w4a8_int8_moe_backend
 from moe_int8.experts.torch import TorchInt8Experts
 from moe_int8.experts.triton_w4a8 import TritonW4A8Int8Experts
+from moe_int8.scheme import SCHEME
 
 CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128)
 WITH_TRITON = Environment({"triton": "3.6.0"})
@@ -141,7 +143,7 @@ def test_other_weights_are_refused(weight_key: QuantKey, activation_key: QuantKe
 
 
 def test_the_oracle_refuses_what_other_schemes_read() -> None:
-    oracle = Int8Oracle()
+    oracle = Oracle(SCHEME)
     for weight_key, message in (
         (kInt4Static, "reads symmetric int8 and int4 weights, asked for kInt4Static"),
         (None, "asked for 16-bit weights"),
@@ -176,7 +178,7 @@ def test_what_groups_demand_of_sizes_is_shown(experts: type[FusedMoEExperts]) ->
 
 
 def test_every_enum_member_is_a_backend_and_the_reverse() -> None:
-    assert [b.name for b in Int8Oracle().table()] == [member.value for member in Int8MoeBackend]
+    assert [b.name for b in Oracle(SCHEME).table()] == [member.value for member in Int8MoeBackend]
 
 
 def test_tensors_go_by_keyword() -> None:

@@ -16,6 +16,7 @@ from moe_core import (
     FusedMoEConfig,
     FusedMoEExperts,
     MoEActivation,
+    Oracle,
     QuantKey,
     SelectionError,
     kFp8StaticChannelSym,
@@ -26,12 +27,13 @@ from moe_core import (
 from moe_core.testing.checkpoints import CONFIG, source, write
 from moe_core.testing.data import make_weights
 from moe_core.testing.scheme import KnownFaultTests
-from moe_mxfp4 import Mxfp4MoeBackend, Mxfp4Oracle, select_mxfp4_moe_backend
+from moe_mxfp4 import Mxfp4MoeBackend, select_mxfp4_moe_backend
 from moe_mxfp4.keys import ACTIVATIONS
+from moe_mxfp4.scheme import SCHEME
 from moe_mxfp4_pairs import GPT_OSS, Experts, packed, plain
 
 DEVICES = ("cpu", "sm80", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx950")
-CLASSES = [experts for backend in Mxfp4Oracle().table() for experts in backend.load()]
+CLASSES = [experts for backend in Oracle(SCHEME).table() for experts in backend.load()]
 EVERY_CLASS = pytest.mark.parametrize("experts", CLASSES, ids=lambda experts: experts.__name__)
 EVERYTHING = Environment({item.distribution: "99.0" for c in CLASSES for item in c.claims.requires})
 HERE = Environment.current()
@@ -185,4 +187,4 @@ def test_flashinfer_cutlass_is_what_the_device_has() -> None:
 @pytest.mark.parametrize("weight_key", [kFp8StaticChannelSym, kInt4Static32, None], ids=str)
 def test_the_scheme_refuses_other_weights(weight_key: QuantKey | None) -> None:
     with pytest.raises(ConfigError, match="the mxfp4 scheme reads"):
-        Mxfp4Oracle().select(BASE, weight_key=weight_key, activation_key=None, device="sm90")
+        Oracle(SCHEME).select(BASE, weight_key=weight_key, activation_key=None, device="sm90")

@@ -14,6 +14,7 @@ from moe_core import (
     FusedMoEActivationFormat,
     FusedMoEConfig,
     MoEActivation,
+    Oracle,
     QuantKey,
     RoutingConfig,
     RoutingMethodType,
@@ -32,7 +33,6 @@ from moe_core.testing.data import make_inputs, make_weights
 from moe_core.testing.tolerance import expected_output
 from moe_mxfp4 import (
     Mxfp4MoeBackend,
-    Mxfp4Oracle,
     convert_to_mxfp4_moe_kernel_format,
     make_mxfp4_moe_kernel,
     make_mxfp4_moe_quant_config,
@@ -44,6 +44,7 @@ from moe_mxfp4.experts.flashinfer_trtllm import TrtLlmMxfp4ExpertsModular, TrtLl
 from moe_mxfp4.experts.oai_triton import OAITritonExperts
 from moe_mxfp4.experts.torch import TorchMxfp4Experts
 from moe_mxfp4.keys import ACTIVATIONS
+from moe_mxfp4.scheme import SCHEME
 
 #: gpt-oss-20b's layer
 GPT_OSS = FusedMoEConfig(
@@ -58,7 +59,7 @@ GPT_OSS = FusedMoEConfig(
 CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128)
 NOTHING = Environment({"triton": "3.6.0"})
 EVERYTHING = Environment({"flashinfer-python": "0.7.2.post1", "triton_kernels": "1.0.0", "triton": "3.6.0"})
-CLASSES = [experts for backend in Mxfp4Oracle().table() for experts in backend.load()]
+CLASSES = [experts for backend in Oracle(SCHEME).table() for experts in backend.load()]
 CUTLASS = Mxfp4MoeBackend.FLASHINFER_CUTLASS
 
 
@@ -128,7 +129,7 @@ def test_backends_with_the_activations_asked_for_come_first():
 
 
 def test_a_report_lists_every_candidate():
-    everyone = {(backend.name, experts) for backend in Mxfp4Oracle().table() for experts in backend.load()}
+    everyone = {(backend.name, experts) for backend in Oracle(SCHEME).table() for experts in backend.load()}
     for device in ("sm90", "sm100", "gfx942", "cpu"):
         for activation_key in (None, kMxfp8Dynamic, kMxfp4Dynamic):
             report = select(device, activation_key=activation_key).report
@@ -202,7 +203,7 @@ def test_a_named_backend_is_never_replaced():
 
 def test_every_backend_is_an_enum_member_and_there_is_no_none():
     members = [member.value for member in Mxfp4MoeBackend]
-    assert [backend.name for backend in Mxfp4Oracle.backends] == members
+    assert [backend.name for backend in SCHEME.backends] == members
     assert "none" not in members
 
 

@@ -18,6 +18,7 @@ from moe_core import (
     Environment,
     FusedMoEConfig,
     FusedMoEExperts,
+    Oracle,
     QuantKey,
     TensorError,
     kFp8DynamicTokenSym,
@@ -35,7 +36,7 @@ from moe_core.testing.data import make_weights
 from moe_core.testing.diagnosis import compare
 from moe_core.testing.harness import Place, Problem, call, make_kernel, make_problem
 from moe_core.testing.scheme import KnownFaultTests
-from moe_wna16 import WNA16Oracle
+from moe_wna16.scheme import SCHEME
 
 PERMUTED = replace(kInt4StaticAsym.with_group(1, 32), permuted=True)
 PRE_SCALED = replace(kInt4Static, pre_scaled=True)
@@ -51,7 +52,7 @@ PAIRS: tuple[tuple[QuantKey, QuantKey | None], ...] = (
     (kInt4Static, kFp8DynamicTokenSym),
 )
 DEVICES = ("cpu", "sm80", "sm89", "sm90", "sm100", "sm120", "gfx942")
-CLASSES = [experts for backend in WNA16Oracle().table() for experts in backend.load()]
+CLASSES = [experts for backend in Oracle(SCHEME).table() for experts in backend.load()]
 EVERYTHING = Environment({item.distribution: "99.0" for c in CLASSES for item in c.claims.requires})
 BASE = FusedMoEConfig(num_experts=4, top_k=2, hidden_size=256, intermediate_size=128)
 

@@ -16,6 +16,7 @@ from moe_core import (
     FusedMoEActivationFormat,
     FusedMoEConfig,
     MoEWeights,
+    Oracle,
     QuantKey,
     SelectionError,
     TensorError,
@@ -32,9 +33,10 @@ from moe_core import (
 )
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.testing.tolerance import expected_output
-from moe_wna16 import WNA16MoEBackend, WNA16Oracle, select_wna16_moe_backend
+from moe_wna16 import WNA16MoEBackend, select_wna16_moe_backend
 from moe_wna16.experts.torch import TorchWNA16Experts
 from moe_wna16.keys import BASES, every_key, in_order
+from moe_wna16.scheme import SCHEME
 
 CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128)
 NOTHING = Environment({})
@@ -108,12 +110,12 @@ def test_what_the_scheme_does_not_mean(
     weight_key: QuantKey | None, activation_key: QuantKey | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        WNA16Oracle().select(CONFIG, weight_key=weight_key, activation_key=activation_key, device="cpu")
+        Oracle(SCHEME).select(CONFIG, weight_key=weight_key, activation_key=activation_key, device="cpu")
 
 
 def test_every_backend_is_an_enum_member_and_there_is_no_none() -> None:
     members = [member.value for member in WNA16MoEBackend]
-    assert {backend.name for backend in WNA16Oracle().table()} <= set(members)
+    assert {backend.name for backend in Oracle(SCHEME).table()} <= set(members)
     assert {"marlin", "batched_marlin"} <= set(members)
     assert "none" not in members
 

@@ -9,8 +9,7 @@ from moe_core import (
     Backend,
     Claims,
     FusedMoEActivationFormat,
-    Oracle,
-    Scheme,
+    SchemeSpec,
     TorchExperts,
     any_device,
 )
@@ -32,11 +31,10 @@ class PlainTorchExperts(TorchExperts):
     )
 
 
-class PlainOracle(Oracle):
-    """One backend, so the order needs no thought."""
-
-    scheme = "plain"
-    backends = (Backend("torch", (PlainTorchExperts,), "moe-example-scheme"),)
-
-
-SCHEME = Scheme(name="plain", protocol=2, oracle=PlainOracle)
+# one backend, so the order needs no thought
+SCHEME = SchemeSpec(
+    name="plain",
+    protocol=2,
+    package="moe-example-scheme",
+    backends=(Backend("torch", (PlainTorchExperts,)),),
+)

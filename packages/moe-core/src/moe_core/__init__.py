@@ -122,8 +122,9 @@ from moe_core.quant_key import (
     kMxfp8DynamicEven,
     kMxfp8Static,
 )
-from moe_core.registry import Registry, Scheme, oracle, registry
+from moe_core.registry import Registry, oracle, registry
 from moe_core.routing import RoutingConfig, RoutingMethodType, route
+from moe_core.scheme import SchemeSpec, WeightKind
 from moe_core.selection import (
     Alternative,
     BackendRefusedError,
@@ -235,7 +236,8 @@ __all__ = [
     "RoutingConfig",
     "RoutingMethodType",
     "ScaleDesc",
-    "Scheme",
+    "SchemeSpec",
+    "WeightKind",
     "SchemeFunctions",
     "SchemeNotInstalledError",
     "Selection",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import inspect
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 from moe_core.claims import Claims
-from moe_core.entry_points import check_protocol
+from moe_core.entry_points import check_protocol, imported
 from moe_core.errors import RegistryError
 from moe_core.experts import FusedMoEExperts, FusedMoEExpertsModular, FusedMoEExpertsMonolithic
 from moe_core.placement import Placement
@@ -63,14 +63,14 @@ class Backend:
         return self._loaded[0]
 
     def _load(self, item: type[FusedMoEExperts] | str) -> type[FusedMoEExperts] | PluginFault:
-        found = attempt(_import(item)) if isinstance(item, str) else item
+        found = attempt(functools.partial(imported, item)) if isinstance(item, str) else item
         text = item if isinstance(item, str) else ""
         if isinstance(found, Raised):
             return self._fault(f"{text} cannot be loaded: {found}", found.error)
         reason = attempt(lambda: reason_against_class(found))
         if isinstance(reason, Raised):
             return self._fault(f"{text} cannot be examined: {reason}", reason.error)
-        return found if reason is None else self._fault(f"{text} {reason}".strip())
+        return cast("type[FusedMoEExperts]", found) if reason is None else self._fault(f"{text} {reason}".strip())
 
     def _fault(self, reason: str, cause: BaseException | None = None) -> PluginFault:
         return PluginFault("backend", self.name, self.origin or "an unknown distribution", reason, cause)
@@ -80,15 +80,6 @@ class Backend:
 class _Loaded:
     classes: tuple[type[FusedMoEExperts], ...]
     faults: tuple[PluginFault, ...]
-
-
-def _import(path: str) -> Callable[[], type[FusedMoEExperts]]:
-    def load() -> type[FusedMoEExperts]:
-        module, _, name = path.partition(":")
-        found: type[FusedMoEExperts] = getattr(importlib.import_module(module), name)
-        return found
-
-    return load
 
 
 def reason_against_class(found: object) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint
@@ -66,6 +67,12 @@ def load(point: EntryPoint, kind: str, check: Callable[[object], T]) -> T | Plug
     if isinstance(checked.error, RegistryError):
         return fault(checked.error.message, None, type(checked.error))
     return fault(f"cannot be examined: {checked}", checked.error)
+
+
+def imported(path: str) -> object:
+    """What "module:name" names, imported now; raises what the import raises."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def one_of(kind: str, points: Sequence[EntryPoint], package: str | None = None) -> EntryPoint | list[PluginFault]:

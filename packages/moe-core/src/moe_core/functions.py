@@ -1,18 +1,21 @@
 """The functions that engines know a scheme by, as far as all schemes share them.
 
-A scheme package gives them its names, its defaults and the tensors that its weights have::
+A scheme package makes them of its spec; the tensors that its weights have it names itself::
 
-    FUNCTIONS = SchemeFunctions("fp8", Fp8MoeBackend)
-    map_fp8_backend = FUNCTIONS.map_backend
+    _FUNCTIONS = SchemeFunctions(SCHEME)
+    select_fp8_moe_backend = _FUNCTIONS.select("fp8", __name__)
+    map_fp8_backend = _FUNCTIONS.map_backend
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from moe_core.errors import ConfigError, did_you_mean
+from moe_core.quant_key import QuantKey, as_quant_key
 from moe_core.registry import registry
+from moe_core.selection import BackendRefusedError
 
 if TYPE_CHECKING:
     import torch
@@ -25,45 +28,80 @@ if TYPE_CHECKING:
     from moe_core.kernel import FusedMoEKernel
     from moe_core.oracle import Oracle
     from moe_core.prepare_finalize import FusedMoEPrepareAndFinalizeModular
-    from moe_core.quant_key import QuantKey
+    from moe_core.scheme import SchemeSpec
     from moe_core.selection import Selection
     from moe_core.weights import KernelWeights
     from moe_core.workspace import Workspace
 
+_SELECT = """The backend for ``config``: ``.backend``, ``.experts`` (its class), ``.report`` (each candidate's reasons).
 
-class SchemeFunctions:
-    """Selection, conversion and construction by the oracle of the installed ``scheme``, looked up when it is needed.
-
-    ``backends``: the scheme's names of its own backends; those of other packages are plain texts.
+    {doc}A named backend is used or refused, never replaced.  Raises SelectionError, ConfigError.
     """
 
-    def __init__(self, scheme: str, backends: type[StrEnum]) -> None:
-        self.scheme = scheme
-        self.backends = backends
 
-    @property
-    def oracle(self) -> Oracle:
-        return registry().oracle(self.scheme)
+class SelectBackend(Protocol):
+    """A function that selects a backend for one kind of weights, whose keys are its defaults."""
 
-    def select(
+    __name__: str
+
+    def __call__(
         self,
         config: FusedMoEConfig,
         *,
-        weight_key: QuantKey | str | None,
-        activation_key: QuantKey | str | None,
-        moe_backend: str,
-        device: DeviceInfo | str | torch.device | None,
-        environment: Environment | None,
-    ) -> Selection:
-        """See :meth:`moe_core.Oracle.select`."""
-        return self.oracle.select(
-            config,
-            weight_key=weight_key,
-            activation_key=activation_key,
-            moe_backend=moe_backend,
-            device=device,
-            environment=environment,
-        )
+        weight_key: QuantKey | str = ...,
+        activation_key: QuantKey | str | None = ...,
+        moe_backend: str = "auto",
+        device: DeviceInfo | str | torch.device | None = None,
+        environment: Environment | None = None,
+    ) -> Selection: ...
+
+
+class SchemeFunctions:
+    """Selection, conversion and construction by the oracle of the installed ``spec``, looked up when it is needed."""
+
+    def __init__(self, spec: SchemeSpec) -> None:
+        self.spec = spec
+
+    @property
+    def oracle(self) -> Oracle:
+        return registry().oracle(self.spec.name)
+
+    def select(self, kind: str, module: str) -> SelectBackend:
+        """``select_<kind>_moe_backend`` of the package's ``module``: :meth:`moe_core.Oracle.select` with its keys."""
+        asked = next(known for known in self.spec.kinds if known.name == kind)
+
+        def select(
+            config: FusedMoEConfig,
+            *,
+            weight_key: QuantKey | str = asked.weight_key,
+            activation_key: QuantKey | str | None = asked.activation_key,
+            moe_backend: str = "auto",
+            device: DeviceInfo | str | torch.device | None = None,
+            environment: Environment | None = None,
+        ) -> Selection:
+            if asked.reason_against is not None:
+                reason = asked.reason_against(as_quant_key(weight_key, "weight_key"))
+                if reason is not None:
+                    raise ConfigError(reason)
+
+            def ask(activation: QuantKey | str | None) -> Selection:
+                return self.oracle.select(
+                    config,
+                    weight_key=weight_key,
+                    activation_key=activation,
+                    moe_backend=moe_backend,
+                    device=device,
+                    environment=environment,
+                )
+
+            if activation_key != "auto" or not asked.activations:
+                return ask(activation_key)
+            return _first_that_fits(ask, asked.activations)
+
+        select.__name__ = select.__qualname__ = asked.functions[0]
+        select.__module__ = module
+        select.__doc__ = _SELECT.format(doc=f"{asked.doc}\n    " if asked.doc else "")
+        return select
 
     def convert(self, selection: Selection, **tensors: torch.Tensor | None) -> KernelWeights:
         """Canonical tensors by the names of :class:`moe_core.MoEWeights`, in the layout of the selected backend."""
@@ -94,7 +132,8 @@ class SchemeFunctions:
         Raises ConfigError, which is a ValueError, with the names that there are.
         """
         name = self._backend(runner_backend).name
-        return next((member for member in self.backends if member.value == name), name)
+        members = () if self.spec.backend_enum is None else tuple(self.spec.backend_enum)
+        return next((member for member in members if member.value == name), name)
 
     def get_priority_backends(
         self,
@@ -115,5 +154,18 @@ class SchemeFunctions:
         found = table.get(str(getattr(name, "value", name)))
         if found is None:
             meant = did_you_mean(name, table)
-            raise ConfigError(f"{self.scheme} has no backend {name!r}{meant}; installed: {', '.join(table)}")
+            raise ConfigError(f"{self.spec.name} has no backend {name!r}{meant}; installed: {', '.join(table)}")
         return found
+
+
+def _first_that_fits(ask: Callable[[QuantKey | str | None], Selection], activations: tuple[QuantKey, ...]) -> Selection:
+    """16-bit activations, or the first of ``activations`` with which the named backend fits."""
+    try:
+        return ask(None)
+    except BackendRefusedError:
+        for key in activations:
+            try:
+                return ask(key)
+            except BackendRefusedError:
+                continue
+        raise

@@ -1,7 +1,7 @@
 """The oracle: an ordered table of backends, one selection loop for all schemes.
 
-A scheme's oracle is a subclass that names its backends and orders them for a
-request.  Selection is pure: (device, config, keys, what is installed) -> decision.
+A scheme's :class:`~moe_core.scheme.SchemeSpec` names its backends and orders them for a request.  Selection is pure:
+(device, config, keys, what is installed) -> decision.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import functools
 import threading
 import warnings
 from dataclasses import replace
-from enum import StrEnum
-from typing import ClassVar
 
 import torch
 
@@ -36,6 +34,7 @@ from moe_core.plugins import PluginFault, Raised, attempt, guard, warn_of
 from moe_core.prepare_finalize import BatchedPrepareAndFinalize, PrepareAndFinalizeNoParallel
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
 from moe_core.quant_key import QuantKey, as_quant_key
+from moe_core.scheme import SchemeSpec
 from moe_core.selection import (
     BackendRefusedError,
     Candidate,
@@ -52,20 +51,16 @@ _CHANGING = threading.Lock()
 
 
 class Oracle:
-    """Selection, conversion and construction for one scheme.
+    """Selection, conversion and construction for one scheme, as its ``spec`` declares it.
 
-    Subclasses set ``scheme`` and ``backends`` (in default order) and may override :meth:`order`.  Backends of other
-    packages join through :meth:`add_backend`, each in its :class:`~moe_core.placement.Placement`.
-    ``backend_enum``: the scheme's names of its backends; ``weight_only``: where nobody says what activations are
-    quantised as, they are in 16 bits; ``last_resort``: the backend that always fits, before which those of other
-    packages stand that say nothing.
+    Backends of other packages join through :meth:`add_backend`, each in its :class:`~moe_core.placement.Placement`.
     """
 
-    scheme: ClassVar[str]
-    backends: ClassVar[tuple[Backend, ...]]
-    backend_enum: ClassVar[type[StrEnum] | None] = None
-    weight_only: ClassVar[bool] = False
-    last_resort: ClassVar[str] = "torch"
+    def __init__(self, spec: SchemeSpec) -> None:
+        self.spec = spec
+        self.scheme = spec.name
+        # of this oracle alone: what is loaded, and what fails, is named by the package that brings it
+        self.backends = tuple(replace(row, origin=row.origin or spec.package, _loaded=[]) for row in spec.backends)
 
     # replaced, never changed, so that a selection in another thread sees one or the other
     _added: tuple[Backend, ...] = ()
@@ -101,22 +96,6 @@ class Oracle:
     def notes(self) -> tuple[str, ...]:
         """What cannot be honoured of the places that backends of other packages ask for, in default order."""
         return self._placed(self.backends)[1]
-
-    def order(
-        self,
-        table: tuple[Backend, ...],
-        device: DeviceInfo,
-        config: FusedMoEConfig,
-        weight_key: QuantKey | None,
-        activation_key: QuantKey | None,
-    ) -> tuple[Backend, ...]:
-        """The scheme's own backends in order of preference for this request; those of others take their places then."""
-        return table
-
-    def check_request(
-        self, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
-    ) -> None:
-        """Raise ConfigError for a request that this scheme cannot mean at all."""
 
     def priority(
         self,
@@ -202,7 +181,7 @@ class Oracle:
 
     def _member(self, name: str) -> str:
         """The scheme's own name of a backend, where it has one."""
-        members = () if self.backend_enum is None else tuple(self.backend_enum)
+        members = () if self.spec.backend_enum is None else tuple(self.spec.backend_enum)
         return next((member for member in members if member.value == name), name)
 
     def _candidates(self, request: Request) -> tuple[Candidate, ...]:
@@ -217,8 +196,15 @@ class Oracle:
         own = self.backends
 
         def ask() -> tuple[Backend, ...]:
-            self.check_request(request.config, *keys)
-            found = tuple(self.order(own, request.device, request.config, *keys))
+            spec = self.spec
+            reason: object = None if spec.reason_against is None else spec.reason_against(request.config, *keys)
+            if isinstance(reason, str):
+                raise ConfigError(reason)
+            if reason is not None:
+                raise TypeError(f"reason_against returned {reason!r}, expected a text or None")
+            if spec.order is None:
+                return own
+            found = tuple(spec.order(own, request.device, request.config, *keys))
             strange = [row for row in found if row not in own]
             if strange or len(set(found)) < len(found):
                 raise TypeError(f"order returned {found!r}, expected each of its backends once at most")
@@ -237,7 +223,7 @@ class Oracle:
             self._added,
             name_of=lambda backend: backend.name,
             placement_of=lambda backend: backend.placement,
-            last_resort=self.last_resort,
+            last_resort=self.spec.last_resort,
         )
         origins = {backend.name: backend.origin for backend in self._added}
         return rows, tuple(f"backend {name!r} of {origins[name]}: {note}" for name, note in notes.items())

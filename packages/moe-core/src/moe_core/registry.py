@@ -2,7 +2,7 @@
 
 Groups:
 
-- ``moe_core.schemes``: ``fp8 = "moe_fp8.scheme:SCHEME"``, a :class:`Scheme`
+- ``moe_core.schemes``: ``fp8 = "moe_fp8.scheme:SCHEME"``, a :class:`~moe_core.scheme.SchemeSpec`
 - ``moe_core.backends``: ``fp8.mine = "my_package:MyExperts"``, an experts class for the scheme before the dot, named
   by what follows it.  The class states ``protocol_version = 2``, the version it was written for.
 - ``moe_core.formats``: ``fp8.mine = "my_package:MyFormat"``, a checkpoint format of that scheme; it states its
@@ -16,19 +16,17 @@ it, its distribution and the cause; so does the RegistryError that asking for it
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import inspect
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from moe_core.backend import Backend, checked_experts
-from moe_core.entry_points import check_protocol, installed, load, one_of, others_of, owner
+from moe_core.entry_points import check_protocol, imported, installed, load, one_of, others_of, owner
 from moe_core.errors import (
     ConfigError,
     MoEError,
@@ -40,6 +38,7 @@ from moe_core.experts import FusedMoEExperts
 from moe_core.install import how_to_install
 from moe_core.oracle import Oracle
 from moe_core.plugins import PluginFault, Raised, attempt, warn_of
+from moe_core.scheme import SchemeSpec
 
 if TYPE_CHECKING:
     from moe_core.checkpoint.format import CheckpointFormat
@@ -73,25 +72,6 @@ KNOWN_QUANT_METHODS = {
 }
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """What a scheme package registers.
-
-    ``protocol``: the version of this interface it was built for, written as a literal;
-    ``oracle``: makes its oracle; ``formats``: its checkpoint formats, most specific first;
-    ``quant_methods`` that its formats may read; ``quickstart``: writes a small checkpoint into a folder;
-    ``online``: what it makes of 16-bit experts at load.
-    """
-
-    name: str
-    protocol: int
-    oracle: Callable[[], Oracle]
-    formats: tuple[type[CheckpointFormat], ...] = ()
-    quant_methods: tuple[str, ...] = ()
-    quickstart: Callable[[Any], None] | None = field(default=None, compare=False)
-    online: tuple[OnlineQuantization, ...] = ()
-
-
 def install_hint(scheme: str) -> str:
     """The pip command that adds a known scheme, or an empty text."""
     package = KNOWN_SCHEMES.get(scheme)
@@ -123,8 +103,8 @@ class Registry:
         self._entry_points = entry_points
         self._lock = threading.Lock()
         self._groups: dict[str, tuple[EntryPoint, ...]] = {}
-        self._schemes: dict[str, Scheme | PluginFault] = {}
-        self._oracles: dict[str, Oracle | PluginFault] = {}
+        self._schemes: dict[str, SchemeSpec | PluginFault] = {}
+        self._oracles: dict[str, Oracle] = {}
         self._formats: dict[str, dict[type[CheckpointFormat], EntryPoint]] = {}
         self._onlines: dict[str, dict[str, OnlineQuantization | PluginFault]] = {}
         self._faults: dict[PluginFault, None] = {}
@@ -138,13 +118,13 @@ class Registry:
         """Top-level packages that register schemes; loads none of them."""
         return frozenset(re.split("[.:]", point.value)[0] for point in self._group(SCHEME_GROUP))
 
-    def schemes(self) -> tuple[Scheme, ...]:
+    def schemes(self) -> tuple[SchemeSpec, ...]:
         """The installed schemes that work, by name; loads them."""
         found = tuple(map(self._scheme, self.scheme_names()))
         self._tell()
-        return tuple(scheme for scheme in found if isinstance(scheme, Scheme))
+        return tuple(scheme for scheme in found if isinstance(scheme, SchemeSpec))
 
-    def scheme(self, name: str) -> Scheme:
+    def scheme(self, name: str) -> SchemeSpec:
         """The scheme of that name, loaded.
 
         Raises SchemeNotInstalledError (with the pip command where it is known), ProtocolVersionError,
@@ -162,32 +142,18 @@ class Registry:
     def oracle(self, name: str) -> Oracle:
         """The oracle of a scheme, with the backends that other packages add to it.
 
-        Raises as :meth:`scheme` does; RegistryError where the scheme cannot make its oracle.
+        Raises as :meth:`scheme` does.
         """
         if name not in self._oracles:
-            scheme, faults = self.scheme(name), []
-            made = attempt(lambda: _checked_oracle(scheme))
-            if isinstance(made, Raised):
-                what = f"its oracle cannot be made: {made}"
-                faults.append(PluginFault("scheme", name, owner(self._point(name)), what, made.error))
-                self._publish(self._oracles, name, faults[0], faults)
-            else:
-                added = self._added_backends(name)
-                with self._lock:  # a scheme may give the same oracle again
-                    if name not in self._oracles:
-                        faults = _add_backends(made, added)
-                        self._oracles[name] = made
-                self._record(faults)
-        return self._usable(self._oracles[name])
+            oracle = Oracle(self.scheme(name))
+            faults = _add_backends(oracle, self._added_backends(name))
+            self._publish(self._oracles, name, oracle, faults)
+        self._tell()
+        return self._oracles[name]
 
     def oracles(self) -> tuple[Oracle, ...]:
         """The oracles of the installed schemes that work, by the schemes' names."""
-        found = []
-        for scheme in self.schemes():
-            with contextlib.suppress(RegistryError):  # recorded
-                found.append(self.oracle(scheme.name))
-        self._tell()
-        return tuple(found)
+        return tuple(self.oracle(scheme.name) for scheme in self.schemes())
 
     def formats(self, name: str) -> tuple[type[CheckpointFormat], ...]:
         """Checkpoint formats of a scheme that work: its own, then those that other packages add."""
@@ -227,7 +193,7 @@ class Registry:
         """What is left out of what was loaded so far; the backends of oracles that were asked for are loaded."""
         with self._lock:
             known = tuple(self._faults)
-            oracles = [oracle for oracle in self._oracles.values() if isinstance(oracle, Oracle)]
+            oracles = tuple(self._oracles.values())
         return tuple(dict.fromkeys((*known, *(fault for oracle in oracles for fault in oracle.faults()))))
 
     def leave_out(self, fault: PluginFault) -> None:
@@ -269,7 +235,7 @@ class Registry:
         points = tuple(point for point in found if not isinstance(point, PluginFault))
         return self._publish(self._groups, group, points, (p for p in found if isinstance(p, PluginFault)))
 
-    def _scheme(self, name: str) -> Scheme | PluginFault | None:
+    def _scheme(self, name: str) -> SchemeSpec | PluginFault | None:
         if name in self._schemes:
             return self._schemes[name]
         points = [point for point in self._group(SCHEME_GROUP) if point.name == name]
@@ -322,9 +288,9 @@ class Registry:
         faults = []
         mine = self._point(name)
         for kind in self.scheme(name).formats:
-            checked = attempt(functools.partial(_checked_format, kind))
+            checked = attempt(functools.partial(_own_format, kind))
             if isinstance(checked, Raised):
-                what = getattr(kind, "__qualname__", type(kind).__qualname__)
+                what = kind if isinstance(kind, str) else getattr(kind, "__qualname__", type(kind).__qualname__)
                 faults.append(PluginFault("format", f"{name}.{what}", owner(mine), str(checked), checked.error))
             else:
                 found[checked] = mine
@@ -390,40 +356,38 @@ def _add_backends(oracle: Oracle, added: Iterable[tuple[str, Backend | PluginFau
     return faults
 
 
-def _checked_scheme(name: str, found: object) -> Scheme:
-    if not isinstance(found, Scheme):
-        raise RegistryError(f"is a {type(found).__name__}, expected a moe_core.Scheme")
+def _checked_scheme(name: str, found: object) -> SchemeSpec:
+    if not isinstance(found, SchemeSpec):
+        raise RegistryError(f"is a {type(found).__name__}, expected a moe_core.SchemeSpec")
     check_protocol(found.protocol)
     if found.name != name:
         raise RegistryError(f"is the scheme {found.name!r}, its entry point is named {name!r}")
-    if not callable(found.oracle):
-        raise RegistryError(f"has an oracle that is a {type(found.oracle).__name__}, expected what makes one")
-    for field_name in ("formats", "quant_methods", "online"):
+    for field_name in ("order", "reason_against"):
+        value = getattr(found, field_name)
+        if value is not None and not callable(value):
+            raise RegistryError(f"has {field_name} that is a {type(value).__name__}, expected a function")
+    for field_name in ("backends", "formats", "quant_methods", "online", "kinds"):
         value = getattr(found, field_name)
         if not isinstance(value, tuple):
             raise RegistryError(f"has {field_name} that are a {type(value).__name__}, expected a tuple")
     methods: tuple[object, ...] = found.quant_methods
     if not all(isinstance(method, str) for method in methods):
         raise RegistryError(f"has quant_methods that are no texts: {methods!r}")
+    rows: tuple[object, ...] = found.backends
+    if not all(isinstance(row, Backend) for row in rows):
+        raise RegistryError(f"has backends that are {rows!r}, expected moe_core.Backend")
     return found
-
-
-def _checked_oracle(scheme: Scheme) -> Oracle:
-    oracle = scheme.oracle()
-    if not isinstance(oracle, Oracle):
-        raise RegistryError(f"it is a {type(oracle).__name__}, expected a moe_core.Oracle")
-    if oracle.scheme != scheme.name:
-        raise RegistryError(f"it is that of the scheme {oracle.scheme!r}")
-    rows: object = oracle.backends
-    if not isinstance(rows, tuple) or not all(isinstance(row, Backend) for row in rows):
-        raise RegistryError(f"its backends are {rows!r}, expected a tuple of moe_core.Backend")
-    return oracle
 
 
 def _checked_backend(name: str, found: object) -> type[FusedMoEExperts]:
     if not name:
         raise RegistryError("has an entry point that is not named <scheme>.<backend>")
     return checked_experts(found)
+
+
+def _own_format(kind: object) -> type[CheckpointFormat]:
+    """A scheme's own, as a class or "module:Class"."""
+    return _checked_format(imported(kind) if isinstance(kind, str) else kind)
 
 
 def _checked_format(found: object, *, added: bool = False) -> type[CheckpointFormat]:

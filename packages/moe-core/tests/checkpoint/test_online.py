@@ -22,7 +22,7 @@ from moe_core import (
     PluginWarning,
     Registry,
     RegistryError,
-    Scheme,
+    SchemeSpec,
     TensorError,
     load_layer,
 )
@@ -51,15 +51,10 @@ class Experts(TorchExperts):
     )
 
 
-class PlainOracle(support.ToyOracle):
-    scheme = "plain"
-    backends = (Backend("torch", (Experts,)),)
+SCHEME = replace(support.SCHEME, backends=(Backend("torch", (Experts,)),), formats=(), online=(INT8, INT4))
 
 
-SCHEME = replace(support.SCHEME, oracle=PlainOracle, formats=(), online=(INT8, INT4))
-
-
-def points(*schemes: Scheme) -> Any:
+def points(*schemes: SchemeSpec) -> Any:
     """Entry points of an installation with these schemes."""
     holder = types.SimpleNamespace(**{s.name: s for s in schemes})
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from moe_core import FusedMoEConfig, MoEWeights, Scheme
+from moe_core import FusedMoEConfig, MoEWeights
 from moe_core.checkpoint import CheckpointFormat, ExpertLayout, LayerExperts, check_expert_tensor, load_stacked
 from moe_core.testing import checkpoints
-from moe_core_toys import ToyOracle
+from moe_core_toys import TOY
 from torch import Tensor
 
 E, TOP_K, K, N = 4, 2, 32, 16
@@ -100,14 +101,9 @@ def write_quickstart(folder: Path) -> None:
     write(folder, layer_tensors(), shards=2)
 
 
-class PlainOracle(ToyOracle):
-    scheme = "plain"
-
-
-SCHEME = Scheme(
+SCHEME = replace(
+    TOY,
     name="plain",
-    protocol=2,
-    oracle=PlainOracle,
     formats=(PlainFormat,),
     quant_methods=("plain",),
     quickstart=write_quickstart,

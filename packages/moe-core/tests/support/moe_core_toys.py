@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from moe_core import (
@@ -20,6 +21,7 @@ from moe_core import (
     MoEWeights,
     Oracle,
     RoutingMethodType,
+    SchemeSpec,
     any_device,
     apply_moe_activation,
     cuda,
@@ -142,9 +144,17 @@ class MonolithicToyExperts(FusedMoEExpertsMonolithic):
         )
 
 
-class ToyOracle(Oracle):
-    scheme = "toy"
-    backends = (Backend("gpu", (GpuToyExperts,)), Backend("plain", (ToyExperts, BatchedToyExperts)))
+#: the scheme of the toys
+TOY = SchemeSpec(
+    "toy",
+    protocol=2,
+    backends=(Backend("gpu", (GpuToyExperts,)), Backend("plain", (ToyExperts, BatchedToyExperts))),
+)
+
+
+def toy_oracle(**changes: Any) -> Oracle:
+    """The toys' oracle; ``changes``: entries of their scheme to replace."""
+    return Oracle(replace(TOY, **changes))
 
 
 def toy_weights(config: FusedMoEConfig, seed: int = 0) -> MoEWeights:

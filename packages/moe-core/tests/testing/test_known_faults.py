@@ -18,6 +18,7 @@ from moe_core import (
     KernelWeights,
     MoEWeights,
     Oracle,
+    SchemeSpec,
     any_device,
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
@@ -30,7 +31,7 @@ TESTS = [name for name in vars(KnownFaultTests) if name.startswith("test_")]
 
 
 class Sound(TorchExperts):
-    protocol_version = 1
+    protocol_version = 2
     claims = Claims(
         devices=(any_device(),),
         keys=((kFp8Static128BlockSym, kFp8Dynamic128Sym),),
@@ -121,12 +122,7 @@ def outcomes(
     experts: type[FusedMoEExperts], tests: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, list[bool]]:
     """Of each of the tests, whether each of its runs passes."""
-
-    class Mine(Oracle):
-        scheme = "mine"
-        backends = (Backend("mine", (experts,)),)
-
-    found = Mine()
+    found = Oracle(SchemeSpec("mine", protocol=2, backends=(Backend("mine", (experts,)),)))
     monkeypatch.setattr(known_faults, "registry", lambda: SimpleNamespace(oracle=lambda name: found))
     passed: dict[str, list[bool]] = {}
     for name in tests:

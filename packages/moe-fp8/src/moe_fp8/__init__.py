@@ -3,8 +3,6 @@
 from moe_fp8.methods import Fp8OnlineMoEMethod, ModelOptMxfp8MoEMethod
 from moe_fp8.online import quantize_moe_weights
 from moe_fp8.oracle import (
-    Fp8MoeBackend,
-    Fp8Oracle,
     backend_to_kernel_cls,
     convert_to_fp8_moe_kernel_format,
     get_priority_backends,
@@ -14,13 +12,13 @@ from moe_fp8.oracle import (
     select_fp8_moe_backend,
     select_mxfp8_moe_backend,
 )
+from moe_fp8.scheme import Fp8MoeBackend
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Fp8MoeBackend",
     "Fp8OnlineMoEMethod",
-    "Fp8Oracle",
     "ModelOptMxfp8MoEMethod",
     "backend_to_kernel_cls",
     "convert_to_fp8_moe_kernel_format",

@@ -50,7 +50,7 @@ from moe_fp8.oracle import (
 if TYPE_CHECKING:
     from moe_core import FusedMoEPrepareAndFinalizeModular, OnlineQuantization, QuantKey
 
-    from moe_fp8.oracle import Fp8MoeBackend
+    from moe_fp8.scheme import Fp8MoeBackend
 
 #: Half of w13 that a shard fills (w1: gate, w3: up); w2 has no halves.
 _HALVES = {"w1": 0, "w3": 1, "w2": 0}

@@ -10,6 +10,7 @@ from moe_core import (
     Environment,
     FusedMoEConfig,
     MoEActivation,
+    Oracle,
     RoutingConfig,
     RoutingMethodType,
     Selection,
@@ -22,10 +23,11 @@ from moe_core import (
 )
 from moe_core.config import FusedMoEParallelConfig
 from moe_core.testing.data import make_weights
-from moe_fp8 import Fp8MoeBackend, Fp8Oracle
+from moe_fp8 import Fp8MoeBackend
 from moe_fp8.experts.flashinfer_trtllm import ACTIVATION_TYPES
 from moe_fp8.experts.flashinfer_trtllm_modular import TrtLlmModular
 from moe_fp8.experts.flashinfer_trtllm_monolithic import TrtLlmMonolithic
+from moe_fp8.scheme import SCHEME
 from torch import Tensor
 
 KEYS = {
@@ -43,7 +45,7 @@ LAYER = FusedMoEConfig(num_experts=16, top_k=2, hidden_size=256, intermediate_si
 
 def select(config: FusedMoEConfig, kind: str) -> Selection:
     weight_key, activation_key = KEYS[kind]
-    return Fp8Oracle().select(
+    return Oracle(SCHEME).select(
         config,
         weight_key=weight_key,
         activation_key=activation_key,
@@ -62,7 +64,7 @@ def refusal(config: FusedMoEConfig, kind: str) -> str:
 def call(config: FusedMoEConfig, kind: str) -> dict[str, object]:
     """The arguments of the library's call for three tokens."""
     selection = select(config, kind)
-    experts = Fp8Oracle.make_experts(selection)
+    experts = Oracle.make_experts(selection)
     weights = experts.convert(make_weights(config, *KEYS[kind], seed=0))
     output = torch.empty(3, config.hidden_size, dtype=config.dtype)
     inputs: dict[str, Tensor] = {"hidden_states": torch.empty(3, config.hidden_size, dtype=torch.float8_e4m3fn)}
@@ -89,7 +91,7 @@ def test_the_activation_is_named_for_mxfp8_and_wherever_it_is_not_silu(routing):
 
 
 def test_every_claimed_activation_has_its_number():
-    for backend in Fp8Oracle.backends[:1]:
+    for backend in SCHEME.backends[:1]:
         for experts in backend.load():
             assert experts.claims.activations <= ACTIVATION_TYPES.keys()
 
@@ -154,7 +156,7 @@ def test_a_rank_s_experts_are_named_by_their_offset():
 def reasons_of_monolithic(config: FusedMoEConfig, kind: str) -> str:
     from moe_core.device import DeviceInfo
 
-    experts = next(e for e in Fp8Oracle.backends[0].load() if e.is_monolithic and e.claims.keys == (KEYS[kind],))
+    experts = next(e for e in SCHEME.backends[0].load() if e.is_monolithic and e.claims.keys == (KEYS[kind],))
     reasons = experts.unsupported_reasons(config, *KEYS[kind], DeviceInfo.parse("sm100"), INSTALLED)
     return "; ".join(reasons)
 
@@ -185,11 +187,11 @@ def test_biases_and_router_weights_on_the_input_are_refused():
 def test_blackwell_prefers_it_and_hopper_does_not_know_it():
     config = replace(LAYER, routing=None)
     weight_key, activation_key = KEYS["block"]
-    chosen = Fp8Oracle().select(
+    chosen = Oracle(SCHEME).select(
         config, weight_key=weight_key, activation_key=activation_key, device="sm100", environment=INSTALLED
     )
     assert chosen.backend == "flashinfer_trtllm"
-    on_hopper = Fp8Oracle().select(
+    on_hopper = Oracle(SCHEME).select(
         config, weight_key=weight_key, activation_key=activation_key, device="sm90", environment=INSTALLED
     )
     assert on_hopper.backend == "triton"

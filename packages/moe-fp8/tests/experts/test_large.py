@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_core import FusedMoEConfig, MoEWeights, kFp8Dynamic128Sym, kFp8Static128BlockSym
-from moe_fp8 import Fp8Oracle
+from moe_core import FusedMoEConfig, MoEWeights, Oracle, kFp8Dynamic128Sym, kFp8Static128BlockSym
+from moe_fp8.scheme import SCHEME
 
 E, K, N, TOP_K = 256, 7168, 2048, 2
 
@@ -33,7 +33,7 @@ def test_last_experts_are_found_beyond_four_giga_elements(tokens: int) -> None:
         w2_scale=torch.rand(E, K // 128, N // 128, device="cuda") / 64,
     )
     assert weights.w13.numel() > 2**32
-    oracle = Fp8Oracle()
+    oracle = Oracle(SCHEME)
     x = torch.randn(tokens, K, device="cuda", dtype=torch.bfloat16)
     # all on the first and the last expert; 8192 tokens are enough for the kernel for many rows per expert
     topk_ids = torch.tensor([[E - 1, 0]], device="cuda", dtype=torch.int32).repeat(tokens, 1)

@@ -7,14 +7,14 @@ import torch
 from moe_core import FusedMoEActivationFormat, FusedMoEConfig, MoEWeights
 from moe_core.device import DeviceInfo
 from moe_core.weights import scale_shape
-from moe_fp8 import Fp8Oracle
+from moe_fp8.scheme import SCHEME
 
 pytestmark = pytest.mark.gpu
 
 LIBRARIES = ("flashinfer_trtllm", "flashinfer_cutlass", "deep_gemm")
 CASES = [
     pytest.param(experts, arch, size, id=f"{experts.__name__}-{arch}-{size}")
-    for backend in Fp8Oracle.backends
+    for backend in SCHEME.backends
     if backend.name in LIBRARIES
     for experts in backend.load()
     for arch in ("sm90", "sm100")

@@ -25,9 +25,9 @@ from moe_core.libraries.trtllm_layout import ordered, ordered_blocks, ordered_sc
 from moe_core.quantization import fake_quantize
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.workspace import Workspace
-from moe_fp8 import Fp8Oracle
 from moe_fp8.experts import flashinfer_cutlass, flashinfer_trtllm
 from moe_fp8.libraries import FLASHINFER
+from moe_fp8.scheme import SCHEME
 
 if Environment.current().reason_against(FLASHINFER) is not None:
     pytest.skip("FlashInfer is not installed (the nox session `libraries` installs it)", allow_module_level=True)
@@ -35,7 +35,7 @@ if Environment.current().reason_against(FLASHINFER) is not None:
 # the library warns of its own code and of a machine without a GPU
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-BACKENDS = [b for b in Fp8Oracle.backends if b.name.startswith("flashinfer")]
+BACKENDS = [b for b in SCHEME.backends if b.name.startswith("flashinfer")]
 CLASSES = [experts for backend in BACKENDS for experts in backend.load()]
 ROUTINGS = [
     RoutingConfig.from_method(RoutingMethodType.Renormalize),

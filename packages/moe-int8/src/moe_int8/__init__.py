@@ -2,8 +2,6 @@
 
 from moe_int8.online import quantize_moe_weights
 from moe_int8.oracle import (
-    Int8MoeBackend,
-    Int8Oracle,
     backend_to_kernel_cls,
     convert_to_int8_moe_kernel_format,
     convert_to_w4a8_int8_moe_kernel_format,
@@ -16,12 +14,12 @@ from moe_int8.oracle import (
     select_int8_moe_backend,
     select_w4a8_int8_moe_backend,
 )
+from moe_int8.scheme import Int8MoeBackend
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Int8MoeBackend",
-    "Int8Oracle",
     "backend_to_kernel_cls",
     "convert_to_int8_moe_kernel_format",
     "convert_to_w4a8_int8_moe_kernel_format",

@@ -1,4 +1,4 @@
-"""The oracle of the INT8 schemes, and the functions that engines know it by.
+"""The functions that engines know the INT8 schemes by.
 
 ``int8`` functions are for int8 weights (W8A8, W8A16), ``w4a8_int8`` functions for int4 weights with int8 activations;
 both stand on one oracle.
@@ -6,19 +6,13 @@ both stand on one oracle.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from moe_core import (
     INT4,
-    INT8,
-    Backend,
     ConfigError,
-    FusedMoEConfig,
     FusedMoEQuantConfig,
     KernelWeights,
-    Oracle,
-    QuantDtype,
     QuantKey,
     SchemeFunctions,
     Selection,
@@ -27,57 +21,20 @@ from moe_core import (
     int8_w8a16_moe_quant_config,
     kInt4W4A8StaticGroup128Sym,
     kInt8DynamicTokenSym,
-    kInt8StaticChannelSym,
     make_quant_config,
 )
 
+from moe_int8.scheme import SCHEME, of_type
+
 if TYPE_CHECKING:
-    import torch
-    from moe_core import DeviceInfo, Environment
     from torch import Tensor
 
 
-class Int8MoeBackend(StrEnum):
-    """Backends of this package; other packages' backends are named by their entry points."""
+_FUNCTIONS = SchemeFunctions(SCHEME)
 
-    TRITON = "triton"
-    TORCH = "torch"
-
-
-class Int8Oracle(Oracle):
-    """int8 weights, and int4 weights with int8 activations.  Order: Triton, plain torch."""
-
-    scheme = "int8"
-    backend_enum = Int8MoeBackend
-    backends = (
-        Backend(
-            Int8MoeBackend.TRITON.value,
-            (
-                "moe_int8.experts.triton:TritonInt8Experts",
-                "moe_int8.experts.triton_weight_only:TritonInt8WeightOnlyExperts",
-                "moe_int8.experts.triton_w4a8:TritonW4A8Int8Experts",
-            ),
-            "moe-int8",
-        ),
-        Backend(Int8MoeBackend.TORCH.value, ("moe_int8.experts.torch:TorchInt8Experts",), "moe-int8"),
-    )
-
-    def check_request(
-        self, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
-    ) -> None:
-        if weight_key is None or weight_key.dtype not in (INT8, INT4) or not weight_key.symmetric:
-            raise ConfigError(
-                f"the int8 scheme reads symmetric int8 and int4 weights, asked for {weight_key or '16-bit weights'}"
-            )
-        if weight_key.dtype == INT4 and activation_key is None:
-            raise ConfigError(
-                "the int8 scheme multiplies int4 weights with int8 activations, asked for 16-bit ones: "
-                "those are the scheme wna16's"
-            )
-
-
-_FUNCTIONS = SchemeFunctions("int8", Int8MoeBackend)
-
+#: the backend for a layer of int8 weights, and of int4 ones with int8 activations
+select_int8_moe_backend = _FUNCTIONS.select("int8", __name__)
+select_w4a8_int8_moe_backend = _FUNCTIONS.select("w4a8_int8", __name__)
 #: the experts classes of a backend
 backend_to_kernel_cls = _FUNCTIONS.backend_to_kernel_cls
 #: what an engine's option names, as a backend
@@ -87,52 +44,6 @@ get_priority_backends = _FUNCTIONS.get_priority_backends
 #: prepare + the selected experts + finalize around converted weights
 make_int8_moe_kernel = _FUNCTIONS.make_kernel
 make_w4a8_int8_moe_kernel = _FUNCTIONS.make_kernel
-
-
-def select_int8_moe_backend(
-    config: FusedMoEConfig,
-    *,
-    weight_key: QuantKey | str = kInt8StaticChannelSym,
-    activation_key: QuantKey | str | None = kInt8DynamicTokenSym,
-    moe_backend: str | Int8MoeBackend = "auto",
-    device: DeviceInfo | str | torch.device | None = None,
-    environment: Environment | None = None,
-) -> Selection:
-    """The backend for ``config``: ``.backend``, ``.experts`` (the class) and ``.report`` (every candidate's reasons).
-
-    ``activation_key`` None asks for 16-bit activations (W8A16).  A named backend is used or refused, never replaced.
-    Raises SelectionError, ConfigError.
-    """
-    _check_dtype(weight_key, INT8, "select_w4a8_int8_moe_backend")
-    return _FUNCTIONS.select(
-        config,
-        weight_key=weight_key,
-        activation_key=activation_key,
-        moe_backend=moe_backend,
-        device=device,
-        environment=environment,
-    )
-
-
-def select_w4a8_int8_moe_backend(
-    config: FusedMoEConfig,
-    *,
-    weight_key: QuantKey | str = kInt4W4A8StaticGroup128Sym,
-    activation_key: QuantKey | str = kInt8DynamicTokenSym,
-    moe_backend: str | Int8MoeBackend = "auto",
-    device: DeviceInfo | str | torch.device | None = None,
-    environment: Environment | None = None,
-) -> Selection:
-    """:func:`select_int8_moe_backend` for int4 weights: by channel, or in groups of 128, 64 or 32 columns."""
-    _check_dtype(weight_key, INT4, "select_int8_moe_backend")
-    return _FUNCTIONS.select(
-        config,
-        weight_key=weight_key,
-        activation_key=activation_key,
-        moe_backend=moe_backend,
-        device=device,
-        environment=environment,
-    )
 
 
 def convert_to_int8_moe_kernel_format(
@@ -258,7 +169,9 @@ def make_w4a8_int8_moe_quant_config(
     activation_key: QuantKey | str = kInt8DynamicTokenSym,
 ) -> FusedMoEQuantConfig:
     """Scales and biases of int4 weights with int8 activations.  The keys say the group and the scales' dtype."""
-    _check_dtype(weight_key, INT4, "make_int8_moe_quant_config")
+    reason = of_type(INT4, "make_int8_moe_quant_config")(as_quant_key(weight_key, "weight_key"))
+    if reason is not None:
+        raise ConfigError(reason)
     return make_int8_moe_quant_config(
         w1_scale=w1_scale,
         w2_scale=w2_scale,
@@ -267,9 +180,3 @@ def make_w4a8_int8_moe_quant_config(
         weight_key=weight_key,
         activation_key=activation_key,
     )
-
-
-def _check_dtype(weight_key: QuantKey | str, dtype: QuantDtype, other: str) -> None:
-    key = as_quant_key(weight_key, "weight_key")
-    if key is None or key.dtype != dtype:
-        raise ConfigError(f"this function is for {dtype.name} weights, asked for {key}: use {other}")

@@ -1,30 +1,100 @@
-"""What this package registers with moe-core (entry point ``moe_core.schemes``)."""
+"""The INT8 schemes as data: what this package registers with moe-core (entry point ``moe_core.schemes``)."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from moe_core import Scheme
+from moe_core import (
+    INT4,
+    INT8,
+    Backend,
+    QuantDtype,
+    QuantKey,
+    SchemeSpec,
+    WeightKind,
+    kInt4W4A8StaticGroup128Sym,
+    kInt8DynamicTokenSym,
+    kInt8StaticChannelSym,
+)
 
-from moe_int8.formats.compressed_tensors import CompressedTensorsInt8Format
-from moe_int8.formats.modelopt import ModelOptInt8Format
-from moe_int8.formats.quark import QuarkInt8Format
 from moe_int8.online import ONLINE
-from moe_int8.oracle import Int8Oracle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moe_core import FusedMoEConfig
 
 
-def _quickstart(folder: Path) -> None:
-    from moe_int8.quickstart import write_checkpoint
+class Int8MoeBackend(StrEnum):
+    """Backends of this package; other packages' backends are named by their entry points."""
 
-    write_checkpoint(folder)
+    TRITON = "triton"
+    TORCH = "torch"
 
 
-SCHEME = Scheme(
+def _reason_against(config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None) -> str | None:
+    if weight_key is None or weight_key.dtype not in (INT8, INT4) or not weight_key.symmetric:
+        return f"the int8 scheme reads symmetric int8 and int4 weights, asked for {weight_key or '16-bit weights'}"
+    if weight_key.dtype == INT4 and activation_key is None:
+        return (
+            "the int8 scheme multiplies int4 weights with int8 activations, asked for 16-bit ones: "
+            "those are the scheme wna16's"
+        )
+    return None
+
+
+def of_type(dtype: QuantDtype, other: str) -> Callable[[QuantKey | None], str | None]:
+    """Why a weight key is not of ``dtype``, with the name of the function that it is for."""
+
+    def reason(key: QuantKey | None) -> str | None:
+        if key is None or key.dtype != dtype:
+            return f"this function is for {dtype.name} weights, asked for {key}: use {other}"
+        return None
+
+    return reason
+
+
+#: int8 weights, and int4 weights with int8 activations
+SCHEME = SchemeSpec(
     name="int8",
     protocol=2,
-    oracle=Int8Oracle,
-    formats=(CompressedTensorsInt8Format, ModelOptInt8Format, QuarkInt8Format),
+    package="moe-int8",
+    backend_enum=Int8MoeBackend,
+    reason_against=_reason_against,
+    backends=(
+        Backend(
+            Int8MoeBackend.TRITON.value,
+            (
+                "moe_int8.experts.triton:TritonInt8Experts",
+                "moe_int8.experts.triton_weight_only:TritonInt8WeightOnlyExperts",
+                "moe_int8.experts.triton_w4a8:TritonW4A8Int8Experts",
+            ),
+        ),
+        Backend(Int8MoeBackend.TORCH.value, ("moe_int8.experts.torch:TorchInt8Experts",)),
+    ),
+    formats=(
+        "moe_int8.formats.compressed_tensors:CompressedTensorsInt8Format",
+        "moe_int8.formats.modelopt:ModelOptInt8Format",
+        "moe_int8.formats.quark:QuarkInt8Format",
+    ),
     quant_methods=("compressed-tensors", "modelopt", "quark"),
-    quickstart=_quickstart,
+    quickstart="moe_int8.quickstart:write_checkpoint",
     online=ONLINE,
+    kinds=(
+        WeightKind(
+            "int8",
+            kInt8StaticChannelSym,
+            kInt8DynamicTokenSym,
+            reason_against=of_type(INT8, "select_w4a8_int8_moe_backend"),
+            doc="``activation_key`` None asks for 16-bit activations (W8A16).",
+        ),
+        WeightKind(
+            "w4a8_int8",
+            kInt4W4A8StaticGroup128Sym,
+            kInt8DynamicTokenSym,
+            reason_against=of_type(INT4, "select_int8_moe_backend"),
+            doc="For int4 weights: by channel, or in groups of 128, 64 or 32 columns.",
+        ),
+    ),
 )

@@ -3,8 +3,6 @@
 from moe_mxfp4.experts.flashinfer_trtllm import TrtLlmMxfp4ExpertsModular, TrtLlmMxfp4ExpertsMonolithic
 from moe_mxfp4.online import quantize_moe_weights
 from moe_mxfp4.oracle import (
-    Mxfp4MoeBackend,
-    Mxfp4Oracle,
     backend_to_kernel_cls,
     convert_to_mxfp4_moe_kernel_format,
     get_priority_backends,
@@ -14,12 +12,12 @@ from moe_mxfp4.oracle import (
     mxfp4_round_up_hidden_size_and_intermediate_size,
     select_mxfp4_moe_backend,
 )
+from moe_mxfp4.scheme import Mxfp4MoeBackend
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Mxfp4MoeBackend",
-    "Mxfp4Oracle",
     "TrtLlmMxfp4ExpertsModular",
     "TrtLlmMxfp4ExpertsMonolithic",
     "backend_to_kernel_cls",

@@ -1,18 +1,13 @@
-"""The oracle of the MXFP4 scheme, and the functions that engines know it by."""
+"""The functions that engines know the MXFP4 scheme by."""
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from moe_core import (
-    Backend,
-    BackendRefusedError,
     ConfigError,
-    FusedMoEConfig,
     FusedMoEQuantConfig,
     KernelWeights,
-    Oracle,
     QuantKey,
     SchemeFunctions,
     Selection,
@@ -20,94 +15,17 @@ from moe_core import (
     make_quant_config,
 )
 
-from moe_mxfp4.keys import ACTIVATIONS
 from moe_mxfp4.padding import PaddedExperts
+from moe_mxfp4.scheme import SCHEME, Mxfp4MoeBackend
 
 if TYPE_CHECKING:
-    import torch
-    from moe_core import DeviceInfo, Environment
     from torch import Tensor
 
 
-class Mxfp4MoeBackend(StrEnum):
-    """Backends of this package; other packages' backends are named by their entry points."""
+_FUNCTIONS = SchemeFunctions(SCHEME)
 
-    FLASHINFER_TRTLLM = "flashinfer_trtllm"
-    MARLIN = "marlin"
-    BATCHED_MARLIN = "batched_marlin"
-    FLASHINFER_CUTLASS = "flashinfer_cutlass"
-    TRITON = "triton"
-    TRITON_KERNELS = "triton_kernels"
-    TORCH = "torch"
-
-
-class Mxfp4Oracle(Oracle):
-    """e2m1 weights with one e8m0 scale for 32 columns of a row."""
-
-    scheme = "mxfp4"
-    backend_enum = Mxfp4MoeBackend
-    weight_only = True
-    backends = (
-        Backend(
-            Mxfp4MoeBackend.FLASHINFER_TRTLLM.value,
-            (
-                "moe_mxfp4.experts.flashinfer_trtllm:TrtLlmMxfp4ExpertsMonolithic",
-                "moe_mxfp4.experts.flashinfer_trtllm:TrtLlmMxfp4ExpertsModular",
-            ),
-            "moe-mxfp4",
-        ),
-        Backend(
-            Mxfp4MoeBackend.MARLIN.value,
-            ("moe_mxfp4.experts.marlin:MarlinMxfp4Experts", "moe_mxfp4.experts.marlin_fp8:MarlinMxfp4Fp8Experts"),
-            "moe-mxfp4",
-        ),
-        Backend(
-            Mxfp4MoeBackend.BATCHED_MARLIN.value,
-            ("moe_mxfp4.experts.marlin:BatchedMarlinMxfp4Experts",),
-            "moe-mxfp4",
-        ),
-        Backend(
-            Mxfp4MoeBackend.FLASHINFER_CUTLASS.value,
-            (
-                "moe_mxfp4.experts.flashinfer_cutlass:FlashInferCutlassMxfp4Bf16Experts",
-                "moe_mxfp4.experts.flashinfer_cutlass:FlashInferCutlassMxfp4Mxfp8Experts",
-            ),
-            "moe-mxfp4",
-        ),
-        Backend(Mxfp4MoeBackend.TRITON.value, ("moe_mxfp4.experts.triton:TritonMxfp4Experts",), "moe-mxfp4"),
-        Backend(Mxfp4MoeBackend.TRITON_KERNELS.value, ("moe_mxfp4.experts.oai_triton:OAITritonExperts",), "moe-mxfp4"),
-        Backend(Mxfp4MoeBackend.TORCH.value, ("moe_mxfp4.experts.torch:TorchMxfp4Experts",), "moe-mxfp4"),
-    )
-
-    def order(
-        self,
-        table: tuple[Backend, ...],
-        device: DeviceInfo,
-        config: FusedMoEConfig,
-        weight_key: QuantKey | None,
-        activation_key: QuantKey | None,
-    ) -> tuple[Backend, ...]:
-        """Backends that take the activations first, so that a report begins with what was asked for."""
-
-        def takes(backend: Backend) -> bool:
-            return any(experts.claims.takes_keys(weight_key, activation_key) for experts in backend.load())
-
-        return tuple(sorted(table, key=lambda backend: not takes(backend)))
-
-    def check_request(
-        self, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
-    ) -> None:
-        if weight_key != kMxfp4Static:
-            raise ConfigError(f"the mxfp4 scheme reads {kMxfp4Static}, asked for {weight_key or '16-bit weights'}")
-        if activation_key is not None and activation_key not in ACTIVATIONS:
-            known = ", ".join(map(str, ACTIVATIONS))
-            raise ConfigError(
-                f"the mxfp4 scheme multiplies with 16-bit activations or {known}; asked for {activation_key}"
-            )
-
-
-_FUNCTIONS = SchemeFunctions("mxfp4", Mxfp4MoeBackend)
-
+#: the backend for a layer
+select_mxfp4_moe_backend = _FUNCTIONS.select("mxfp4", __name__)
 #: the experts classes of a backend
 backend_to_kernel_cls = _FUNCTIONS.backend_to_kernel_cls
 #: what an engine's option names, as a backend
@@ -116,46 +34,6 @@ map_mxfp4_backend = _FUNCTIONS.map_backend
 get_priority_backends = _FUNCTIONS.get_priority_backends
 #: prepare + the selected experts + finalize around converted weights
 make_mxfp4_moe_kernel = _FUNCTIONS.make_kernel
-
-
-def select_mxfp4_moe_backend(
-    config: FusedMoEConfig,
-    *,
-    weight_key: QuantKey | str = kMxfp4Static,
-    activation_key: QuantKey | str | None = "auto",
-    moe_backend: str | Mxfp4MoeBackend = "auto",
-    device: DeviceInfo | str | torch.device | None = None,
-    environment: Environment | None = None,
-) -> Selection:
-    """The backend for ``config``: ``.backend``, ``.experts`` (the class) and ``.report`` (every candidate's reasons).
-
-    ``activation_key``: ``kMxfp8Dynamic``, ``kFp8DynamicTokenSym``, ... ask for quantised activations, None for 16-bit
-    ones; neither is ever replaced.  ``"auto"`` asks for nothing: activations stay in 16 bits, unless ``moe_backend``
-    names a backend that cannot run so on the device but can with others; ``.activation_key`` then says which.
-    A named backend is used or refused, never replaced.  Raises SelectionError, ConfigError.
-    """
-
-    def select(key: QuantKey | str | None) -> Selection:
-        return _FUNCTIONS.select(
-            config,
-            weight_key=weight_key,
-            activation_key=key,
-            moe_backend=moe_backend,
-            device=device,
-            environment=environment,
-        )
-
-    if activation_key != "auto":
-        return select(activation_key)
-    try:
-        return select(None)
-    except BackendRefusedError:
-        for key in ACTIVATIONS:
-            try:
-                return select(key)
-            except BackendRefusedError:
-                continue
-        raise
 
 
 def convert_to_mxfp4_moe_kernel_format(

@@ -1,38 +1,105 @@
-"""What this package registers with moe-core (entry point ``moe_core.schemes``)."""
+"""The MXFP4 scheme as data: what this package registers with moe-core (entry point ``moe_core.schemes``)."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from moe_core import Scheme
+from moe_core import Backend, QuantKey, SchemeSpec, WeightKind, kMxfp4Static
 
-from moe_mxfp4.formats.auto_round import AutoRoundMxfp4Format
-from moe_mxfp4.formats.compressed_tensors import CompressedTensorsMxfp4Format
-from moe_mxfp4.formats.gpt_oss import GptOssMxfp4Format
-from moe_mxfp4.formats.modelopt import ModelOptMxfp4Format
-from moe_mxfp4.formats.quark import QuarkMxfp4Format
+from moe_mxfp4.keys import ACTIVATIONS
 from moe_mxfp4.online import ONLINE
-from moe_mxfp4.oracle import Mxfp4Oracle
+
+if TYPE_CHECKING:
+    from moe_core import DeviceInfo, FusedMoEConfig
 
 
-def _quickstart(folder: Path) -> None:
-    from moe_mxfp4.quickstart import write_checkpoint
+class Mxfp4MoeBackend(StrEnum):
+    """Backends of this package; other packages' backends are named by their entry points."""
 
-    write_checkpoint(folder)
+    FLASHINFER_TRTLLM = "flashinfer_trtllm"
+    MARLIN = "marlin"
+    BATCHED_MARLIN = "batched_marlin"
+    FLASHINFER_CUTLASS = "flashinfer_cutlass"
+    TRITON = "triton"
+    TRITON_KERNELS = "triton_kernels"
+    TORCH = "torch"
 
 
-SCHEME = Scheme(
+def _order(
+    table: tuple[Backend, ...],
+    device: DeviceInfo,
+    config: FusedMoEConfig,
+    weight_key: QuantKey | None,
+    activation_key: QuantKey | None,
+) -> tuple[Backend, ...]:
+    """Backends that take the activations first, so that a report begins with what was asked for."""
+
+    def takes(backend: Backend) -> bool:
+        return any(experts.claims.takes_keys(weight_key, activation_key) for experts in backend.load())
+
+    return tuple(sorted(table, key=lambda backend: not takes(backend)))
+
+
+def _reason_against(config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None) -> str | None:
+    if weight_key != kMxfp4Static:
+        return f"the mxfp4 scheme reads {kMxfp4Static}, asked for {weight_key or '16-bit weights'}"
+    if activation_key is not None and activation_key not in ACTIVATIONS:
+        known = ", ".join(map(str, ACTIVATIONS))
+        return f"the mxfp4 scheme multiplies with 16-bit activations or {known}; asked for {activation_key}"
+    return None
+
+
+_DOC = """``activation_key``: ``kMxfp8Dynamic``, ``kFp8DynamicTokenSym``, ... ask for quantised activations, None for
+    16-bit ones; neither is ever replaced.  ``"auto"`` asks for nothing: activations stay in 16 bits, unless
+    ``moe_backend`` names a backend that cannot run so on the device but can with others; ``.activation_key`` then says
+    which."""
+
+#: e2m1 weights with one e8m0 scale for 32 columns of a row
+SCHEME = SchemeSpec(
     name="mxfp4",
     protocol=2,
-    oracle=Mxfp4Oracle,
+    package="moe-mxfp4",
+    backend_enum=Mxfp4MoeBackend,
+    order=_order,
+    reason_against=_reason_against,
+    weight_only=True,
+    backends=(
+        Backend(
+            Mxfp4MoeBackend.FLASHINFER_TRTLLM.value,
+            (
+                "moe_mxfp4.experts.flashinfer_trtllm:TrtLlmMxfp4ExpertsMonolithic",
+                "moe_mxfp4.experts.flashinfer_trtllm:TrtLlmMxfp4ExpertsModular",
+            ),
+        ),
+        Backend(
+            Mxfp4MoeBackend.MARLIN.value,
+            ("moe_mxfp4.experts.marlin:MarlinMxfp4Experts", "moe_mxfp4.experts.marlin_fp8:MarlinMxfp4Fp8Experts"),
+        ),
+        Backend(
+            Mxfp4MoeBackend.BATCHED_MARLIN.value,
+            ("moe_mxfp4.experts.marlin:BatchedMarlinMxfp4Experts",),
+        ),
+        Backend(
+            Mxfp4MoeBackend.FLASHINFER_CUTLASS.value,
+            (
+                "moe_mxfp4.experts.flashinfer_cutlass:FlashInferCutlassMxfp4Bf16Experts",
+                "moe_mxfp4.experts.flashinfer_cutlass:FlashInferCutlassMxfp4Mxfp8Experts",
+            ),
+        ),
+        Backend(Mxfp4MoeBackend.TRITON.value, ("moe_mxfp4.experts.triton:TritonMxfp4Experts",)),
+        Backend(Mxfp4MoeBackend.TRITON_KERNELS.value, ("moe_mxfp4.experts.oai_triton:OAITritonExperts",)),
+        Backend(Mxfp4MoeBackend.TORCH.value, ("moe_mxfp4.experts.torch:TorchMxfp4Experts",)),
+    ),
     formats=(
-        GptOssMxfp4Format,
-        CompressedTensorsMxfp4Format,
-        QuarkMxfp4Format,
-        ModelOptMxfp4Format,
-        AutoRoundMxfp4Format,
+        "moe_mxfp4.formats.gpt_oss:GptOssMxfp4Format",
+        "moe_mxfp4.formats.compressed_tensors:CompressedTensorsMxfp4Format",
+        "moe_mxfp4.formats.quark:QuarkMxfp4Format",
+        "moe_mxfp4.formats.modelopt:ModelOptMxfp4Format",
+        "moe_mxfp4.formats.auto_round:AutoRoundMxfp4Format",
     ),
     quant_methods=("mxfp4", "compressed-tensors", "modelopt", "quark", "auto-round", "intel/auto-round"),
-    quickstart=_quickstart,
+    quickstart="moe_mxfp4.quickstart:write_checkpoint",
     online=ONLINE,
+    kinds=(WeightKind("mxfp4", kMxfp4Static, "auto", ACTIVATIONS, doc=_DOC),),
 )

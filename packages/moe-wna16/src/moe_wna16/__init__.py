@@ -2,8 +2,6 @@
 
 from moe_wna16.online import quantize_moe_weights
 from moe_wna16.oracle import (
-    WNA16MoEBackend,
-    WNA16Oracle,
     backend_to_kernel_cls,
     convert_to_wna16_moe_kernel_format,
     get_priority_backends,
@@ -12,12 +10,12 @@ from moe_wna16.oracle import (
     map_wna16_backend,
     select_wna16_moe_backend,
 )
+from moe_wna16.scheme import WNA16MoEBackend
 
 __version__ = "0.1.0"
 
 __all__ = [
     "WNA16MoEBackend",
-    "WNA16Oracle",
     "backend_to_kernel_cls",
     "convert_to_wna16_moe_kernel_format",
     "get_priority_backends",

@@ -1,102 +1,36 @@
-"""The oracle of the WNA16 scheme, and the functions that engines know it by."""
+"""The functions that engines know the WNA16 scheme by."""
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from moe_core import (
-    UINT4,
-    UINT4B8,
-    UINT8,
-    UINT8B128,
-    Backend,
     ConfigError,
     FusedMoEConfig,
     FusedMoEQuantConfig,
     KernelWeights,
-    Oracle,
     QuantKey,
     SchemeFunctions,
     Selection,
     TensorError,
     as_quant_key,
     check_shape,
-    kFp8DynamicTokenSym,
     kInt4Static,
     make_quant_config,
     wna16_moe_quant_config,
 )
+
+from moe_wna16.scheme import SCHEME, WNA16MoEBackend
 
 if TYPE_CHECKING:
     import torch
     from moe_core import DeviceInfo, Environment
     from torch import Tensor
 
-#: element types of weights, and whether they go without zero points
-_SYMMETRIC = {UINT4B8: True, UINT8B128: True, UINT4: False, UINT8: False}
+_FUNCTIONS = SchemeFunctions(SCHEME)
 
-
-class WNA16MoEBackend(StrEnum):
-    """Backends of this package; other packages' backends are named by their entry points."""
-
-    MARLIN = "marlin"
-    BATCHED_MARLIN = "batched_marlin"
-    TRITON = "triton"
-    HUMMING = "humming"
-    FLASHINFER_TRTLLM = "flashinfer_trtllm"
-    TORCH = "torch"
-
-
-class WNA16Oracle(Oracle):
-    """Unsigned 4- and 8-bit codes in groups along K, with 16-bit activations or int4 ones with e4m3 activations."""
-
-    scheme = "wna16"
-    backend_enum = WNA16MoEBackend
-    weight_only = True
-    backends = (
-        Backend(
-            WNA16MoEBackend.FLASHINFER_TRTLLM.value,
-            (
-                "moe_wna16.experts.flashinfer_trtllm:TrtLlmMxint4ExpertsMonolithic",
-                "moe_wna16.experts.flashinfer_trtllm:TrtLlmMxint4ExpertsModular",
-            ),
-            "moe-wna16",
-        ),
-        Backend(WNA16MoEBackend.MARLIN.value, ("moe_wna16.experts.marlin:MarlinWNA16Experts",), "moe-wna16"),
-        Backend(
-            WNA16MoEBackend.BATCHED_MARLIN.value,
-            ("moe_wna16.experts.marlin:BatchedMarlinWNA16Experts",),
-            "moe-wna16",
-        ),
-        Backend(WNA16MoEBackend.TRITON.value, ("moe_wna16.experts.triton:TritonWNA16Experts",), "moe-wna16"),
-        Backend(WNA16MoEBackend.HUMMING.value, ("moe_wna16.experts.humming:HummingWNA16Experts",), "moe-wna16"),
-        Backend(WNA16MoEBackend.TORCH.value, ("moe_wna16.experts.torch:TorchWNA16Experts",), "moe-wna16"),
-    )
-
-    def check_request(
-        self, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
-    ) -> None:
-        if weight_key is None or weight_key.dtype not in _SYMMETRIC or weight_key.group_shape.row != 1:
-            raise ConfigError(
-                "the wna16 scheme reads weights of unsigned 4- or 8-bit codes in groups of a row's columns, "
-                f"asked for {weight_key or '16-bit weights'}"
-            )
-        symmetric = _SYMMETRIC[weight_key.dtype]
-        if weight_key.symmetric is not symmetric:
-            raise ConfigError(
-                f"codes of {weight_key.dtype.name} {'have no' if symmetric else 'need'} zero points, "
-                f"the weight key is {weight_key}"
-            )
-        if activation_key is not None and (activation_key != kFp8DynamicTokenSym or weight_key.dtype != UINT4B8):
-            raise ConfigError(
-                "the wna16 scheme multiplies with 16-bit activations, and symmetric int4 weights with "
-                f"{kFp8DynamicTokenSym}; asked for {weight_key} with {activation_key}"
-            )
-
-
-_FUNCTIONS = SchemeFunctions("wna16", WNA16MoEBackend)
-
+#: the backend for a layer
+_select = _FUNCTIONS.select("wna16", __name__)
 #: the experts classes of a backend
 backend_to_kernel_cls = _FUNCTIONS.backend_to_kernel_cls
 #: what an engine's option names, as a backend
@@ -127,7 +61,7 @@ def select_wna16_moe_backend(
     key = as_quant_key(weight_key, "weight_key")
     if weight_bits is not None and key is not None and weight_bits != key.dtype.bits:
         raise ConfigError(f"weight_bits is {weight_bits}, the weight key {key} has {key.dtype.bits}")
-    return _FUNCTIONS.select(
+    return _select(
         config,
         weight_key=weight_key,
         activation_key=activation_key,

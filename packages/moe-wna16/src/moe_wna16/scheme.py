@@ -1,32 +1,98 @@
-"""What this package registers with moe-core (entry point ``moe_core.schemes``)."""
+"""The WNA16 scheme as data: what this package registers with moe-core (entry point ``moe_core.schemes``)."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from moe_core import Scheme
+from moe_core import (
+    UINT4,
+    UINT4B8,
+    UINT8,
+    UINT8B128,
+    Backend,
+    QuantKey,
+    SchemeSpec,
+    WeightKind,
+    kFp8DynamicTokenSym,
+    kInt4Static,
+)
 
-from moe_wna16.formats.auto_round import AutoRoundFormat
-from moe_wna16.formats.awq import AwqFormat
-from moe_wna16.formats.compressed_tensors import CompressedTensorsWNA16Format
-from moe_wna16.formats.gptq import GptqFormat
-from moe_wna16.formats.modelopt import ModelOptAwqFormat
 from moe_wna16.online import ONLINE
-from moe_wna16.oracle import WNA16Oracle
+
+if TYPE_CHECKING:
+    from moe_core import FusedMoEConfig
 
 
-def _quickstart(folder: Path) -> None:
-    from moe_wna16.quickstart import write_checkpoint
+class WNA16MoEBackend(StrEnum):
+    """Backends of this package; other packages' backends are named by their entry points."""
 
-    write_checkpoint(folder)
+    MARLIN = "marlin"
+    BATCHED_MARLIN = "batched_marlin"
+    TRITON = "triton"
+    HUMMING = "humming"
+    FLASHINFER_TRTLLM = "flashinfer_trtllm"
+    TORCH = "torch"
 
 
-SCHEME = Scheme(
+#: element types of weights, and whether they go without zero points
+_SYMMETRIC = {UINT4B8: True, UINT8B128: True, UINT4: False, UINT8: False}
+
+
+def _reason_against(config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None) -> str | None:
+    if weight_key is None or weight_key.dtype not in _SYMMETRIC or weight_key.group_shape.row != 1:
+        return (
+            "the wna16 scheme reads weights of unsigned 4- or 8-bit codes in groups of a row's columns, "
+            f"asked for {weight_key or '16-bit weights'}"
+        )
+    symmetric = _SYMMETRIC[weight_key.dtype]
+    if weight_key.symmetric is not symmetric:
+        return (
+            f"codes of {weight_key.dtype.name} {'have no' if symmetric else 'need'} zero points, "
+            f"the weight key is {weight_key}"
+        )
+    if activation_key is not None and (activation_key != kFp8DynamicTokenSym or weight_key.dtype != UINT4B8):
+        return (
+            "the wna16 scheme multiplies with 16-bit activations, and symmetric int4 weights with "
+            f"{kFp8DynamicTokenSym}; asked for {weight_key} with {activation_key}"
+        )
+    return None
+
+
+#: unsigned 4- and 8-bit codes in groups along K, with 16-bit activations, or int4 ones with e4m3 activations
+SCHEME = SchemeSpec(
     name="wna16",
     protocol=2,
-    oracle=WNA16Oracle,
-    formats=(GptqFormat, AwqFormat, AutoRoundFormat, CompressedTensorsWNA16Format, ModelOptAwqFormat),
+    package="moe-wna16",
+    backend_enum=WNA16MoEBackend,
+    reason_against=_reason_against,
+    weight_only=True,
+    backends=(
+        Backend(
+            WNA16MoEBackend.FLASHINFER_TRTLLM.value,
+            (
+                "moe_wna16.experts.flashinfer_trtllm:TrtLlmMxint4ExpertsMonolithic",
+                "moe_wna16.experts.flashinfer_trtllm:TrtLlmMxint4ExpertsModular",
+            ),
+        ),
+        Backend(WNA16MoEBackend.MARLIN.value, ("moe_wna16.experts.marlin:MarlinWNA16Experts",)),
+        Backend(
+            WNA16MoEBackend.BATCHED_MARLIN.value,
+            ("moe_wna16.experts.marlin:BatchedMarlinWNA16Experts",),
+        ),
+        Backend(WNA16MoEBackend.TRITON.value, ("moe_wna16.experts.triton:TritonWNA16Experts",)),
+        Backend(WNA16MoEBackend.HUMMING.value, ("moe_wna16.experts.humming:HummingWNA16Experts",)),
+        Backend(WNA16MoEBackend.TORCH.value, ("moe_wna16.experts.torch:TorchWNA16Experts",)),
+    ),
+    formats=(
+        "moe_wna16.formats.gptq:GptqFormat",
+        "moe_wna16.formats.awq:AwqFormat",
+        "moe_wna16.formats.auto_round:AutoRoundFormat",
+        "moe_wna16.formats.compressed_tensors:CompressedTensorsWNA16Format",
+        "moe_wna16.formats.modelopt:ModelOptAwqFormat",
+    ),
     quant_methods=("gptq", "awq", "auto-round", "intel/auto-round", "compressed-tensors", "modelopt"),
-    quickstart=_quickstart,
+    quickstart="moe_wna16.quickstart:write_checkpoint",
     online=ONLINE,
+    kinds=(WeightKind("wna16", kInt4Static, None),),
 )

@@ -18,6 +18,7 @@ from moe_core import (
     FusedMoEConfig,
     FusedMoEKernel,
     MoEActivation,
+    Oracle,
     RoutingConfig,
     RoutingMethodType,
     SelectionError,
@@ -37,7 +38,7 @@ from moe_wna16.experts.flashinfer_trtllm import (
     TrtLlmMxint4ExpertsMonolithic,
     pack_routing,
 )
-from moe_wna16.oracle import WNA16Oracle
+from moe_wna16.scheme import SCHEME
 
 INSTALLED = Environment({"flashinfer-python": "0.7.2.post1"})
 BLACKWELL = DeviceInfo.parse("sm100")
@@ -348,7 +349,7 @@ def test_the_oracle_takes_the_class_that_fits_the_routing():
     environment = Environment({"flashinfer-python": "0.7.2.post1", "triton": "3.6.0"})
 
     def chosen(config, device="sm100"):
-        selection = WNA16Oracle().select(
+        selection = Oracle(SCHEME).select(
             config,
             weight_key=kInt4Static32,
             activation_key=None,

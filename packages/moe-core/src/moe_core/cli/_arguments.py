@@ -154,7 +154,7 @@ def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | Non
         and (args.activation_key is None or activation == _key(args.activation_key))
     ]
     # what nobody asks for is what the scheme is for, unless nothing such goes with the weights
-    chosen = next((pair for pair in wanted if (pair[1] is None) == oracle.weight_only), (wanted or claimed)[0])
+    chosen = next((pair for pair in wanted if (pair[1] is None) == oracle.spec.weight_only), (wanted or claimed)[0])
     weight = chosen[0] if args.weight_key is None else _key(args.weight_key)
     activation = chosen[1] if args.activation_key is None else _key(args.activation_key)
     return config, weight, activation

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moe_core.checkpoint import Checkpoint, LayerSource
     from moe_core.cli._check import Check
     from moe_core.layer import FusedMoELayer
-    from moe_core.registry import Scheme
+    from moe_core.scheme import SchemeSpec
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         if scheme.quickstart is None:
             raise RegistryError(f"scheme {scheme.name} writes no quickstart checkpoint")
         with progress("writing a checkpoint"), written_folder(folder):
-            scheme.quickstart(folder)
+            scheme.write_quickstart(folder)
         checkpoint = Checkpoint.open(folder)
         source = read_layer(checkpoint)
         with progress("running the layer and its reference"), torch.inference_mode():
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if data["passed"] else 1
 
 
-def _scheme(name: str | None) -> Scheme:
+def _scheme(name: str | None) -> SchemeSpec:
     from moe_core.registry import KNOWN_SCHEMES, install_hint, registry
 
     plugins = registry()
