@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_core.entry_points import imported
+from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from moe_core.backend import Backend
@@ -90,7 +91,8 @@ class SchemeSpec:
     kinds: tuple[WeightKind, ...] = ()
 
     def write_quickstart(self, folder: Path) -> None:
-        """Write a small checkpoint that the scheme reads into ``folder``, where it has one (``quickstart``)."""
+        """Write a small checkpoint that the scheme reads into ``folder``; ConfigError where it has none."""
+        if self.quickstart is None:
+            raise ConfigError(f"the scheme {self.name} writes no checkpoint: its quickstart is None")
         writer: Any = imported(self.quickstart) if isinstance(self.quickstart, str) else self.quickstart
-        if writer is not None:
-            writer(folder)
+        writer(folder)

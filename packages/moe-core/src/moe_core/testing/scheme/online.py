@@ -235,10 +235,10 @@ class OnlineTests:
 
     def test_16_bit_experts_are_refused_where_the_config_says_otherwise(self, tmp_path: Path) -> None:
         """No format of the scheme takes what has no scales, whatever config.json says."""
-        quickstart = registry().scheme(self.scheme).quickstart
-        if quickstart is None:
+        spec = registry().scheme(self.scheme)
+        if spec.quickstart is None:
             pytest.skip("the scheme writes no checkpoint, whose config would say so")
-        quickstart(tmp_path)
+        spec.write_quickstart(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
         folder = self.checkpoint(tmp_path, config["quantization_config"])
         with pytest.raises(CheckpointError, match="is not quantised.*its weights are BF16 without scales"):
