@@ -19,7 +19,6 @@ from moe_fp8.kernels.marlin_e4m3 import e4m3_functions
 
 COLUMNS, ROWS = 256, 128
 FEW, MANY = TileConfig(16, 128, 4, 2, swap=True), TileConfig(64, 128, 4, 2, swap=True)
-WIDE = TileConfig(64, 256, 8, 2, swap=True)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
 
@@ -109,13 +108,16 @@ def test_blocks_of_zeros_do_not_count(dtype: torch.dtype, config: TileConfig, de
     assert torch.equal(found, codes * 2.0**-20)
 
 
-@pytest.mark.parametrize("config", [FEW, MANY, WIDE], ids=["few", "many", "wide"])
+@pytest.mark.parametrize("rows_of_weights", [64, 128, 256], ids=str)
+@pytest.mark.parametrize("rows", [16, 64], ids=["few", "many"])
 @pytest.mark.parametrize("block", [(128, 128), (64, 128), (64, 64), (128, 64)], ids=str)
-def test_every_block_has_its_scale(block: tuple[int, int], config: TileConfig, device: torch.device) -> None:
-    """Powers of two; the last row of blocks is not whole."""
-    rows = 300
-    scale = torch.exp2(torch.arange(-(-rows // block[0]) * (COLUMNS // block[1])).float() - 3)
-    scale = scale.view(-1, COLUMNS // block[1])
+def test_every_block_has_its_scale(
+    block: tuple[int, int], rows: int, rows_of_weights: int, device: torch.device
+) -> None:
+    """Powers of two, of other ratios in each row of blocks, the last of which is not whole."""
+    config, rows = TileConfig(rows, rows_of_weights, 4 if rows_of_weights < 256 else 8, 2, swap=True), 300
+    exponents = torch.outer(torch.arange(-(-rows // block[0])), torch.arange(COLUMNS // block[1]))
+    scale = torch.exp2(exponents.float() - 3)
     key = kFp8Static128BlockSym.with_group(*block)
     ones = torch.ones(rows, COLUMNS).to(torch.float8_e4m3fn)
     found = widened(ones, scale, key, torch.bfloat16, device, config)

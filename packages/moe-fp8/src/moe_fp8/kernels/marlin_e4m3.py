@@ -126,27 +126,29 @@ def e4m3_scaled(words, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def _second(BLOCK_N: tl.constexpr, TURNS: tl.constexpr):
-    """[BLOCK_N]: which rows have the second scale of a pair."""
-    row = tl.arange(0, BLOCK_N)
+def _second(start, BLOCK_N: tl.constexpr, TURNS: tl.constexpr):
+    """[BLOCK_N]: 1 for rows that have the second scale of a pair; `start` of the tile within the pair's rows."""
     # rows of gate and up are in turns of 8
-    return row // (8 if TURNS else PAIR_ROWS // 2) % 2
+    return (start + tl.arange(0, BLOCK_N)) // (8 if TURNS else PAIR_ROWS // 2) % 2
 
 
 @triton.jit
 def _open_blocks(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr, TURNS: tl.constexpr):
-    words, scales, factors, stride_e, stride_n, scale_e, scale_t, factor_e, _ = B
+    words, scales, factors, stride_e, stride_n, scale_e, scale_t, factor_e, tiles = B
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
-    row = tl.arange(0, BLOCK_N)
+    row = n + tl.arange(0, BLOCK_N)
     base = expert.to(tl.int64)
+    start = n % PAIR_ROWS if BLOCK_N < PAIR_ROWS else 0
     pair = scales + base * scale_e + n // PAIR_ROWS * scale_t
-    scale = pair + row // PAIR_ROWS * scale_t + _second(BLOCK_N, TURNS)
-    return rows, inside, first, scale, 2, scale_t // 2, factors + base * factor_e + n + row, pair
+    # a tile of 256 rows may end before the second pair
+    after = scales + base * scale_e + tl.minimum(n // PAIR_ROWS + 1, tiles - 1) * scale_t
+    scale = scales + base * scale_e + row // PAIR_ROWS * scale_t + _second(start, BLOCK_N, TURNS)
+    return rows, inside, first, scale, 2, scale_t // 2, factors + base * factor_e + row, pair, after, start
 
 
 @triton.jit
 def open_turns(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_groups`, for scales of blocks and rows of gate and up in turns; besides a pointer to the first pair."""
+    """As `open_groups`, for scales of blocks and rows of gate and up in turns; besides pointers to pairs."""
     return _open_blocks(B, expert, half, n, N, BLOCK_N, True)
 
 
@@ -157,24 +159,29 @@ def open_blocks(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _load_pair(state, k, TURNS: tl.constexpr):
-    """Scales [BLOCK_N] of step k, of two scalars: vectors would pass through shared memory and take registers."""
+def _load_pairs(state, k, TURNS: tl.constexpr):
+    """Scales [BLOCK_N] of step k, made of scalars: a vector would pass through shared memory and take registers."""
     BLOCK_N: tl.constexpr = state[1].shape[0]
-    tl.static_assert(BLOCK_N == PAIR_ROWS, "a tile has one pair of scales")
-    return tl.where(_second(BLOCK_N, TURNS) == 0, tl.load(state[7] + 2 * k), tl.load(state[7] + 2 * k + 1))
+    first = _second(state[9], BLOCK_N, TURNS) == 0
+    scale = tl.where(first, tl.load(state[7] + 2 * k), tl.load(state[7] + 2 * k + 1))
+    if BLOCK_N > PAIR_ROWS:
+        tl.static_assert(BLOCK_N == 2 * PAIR_ROWS, "a tile has one pair of scales or two")
+        after = tl.where(first, tl.load(state[8] + 2 * k), tl.load(state[8] + 2 * k + 1))
+        scale = tl.where(tl.arange(0, BLOCK_N) < PAIR_ROWS, scale, after)
+    return scale
 
 
 @triton.jit
 def load_turns(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """Words of a step that is one group, and the scales [BLOCK_N] of its blocks of gate and up."""
-    scale = _load_pair(state, k, True)
+    scale = _load_pairs(state, k, True)
     return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), scale
 
 
 @triton.jit
 def load_block(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """As `load_turns`, for other rows."""
-    scale = _load_pair(state, k, False)
+    scale = _load_pairs(state, k, False)
     return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), scale
 
 
