@@ -61,11 +61,11 @@ def test_strategies_that_are_implied(layer: LayerExperts, said: dict[str, Any], 
 def test_names_win_over_patterns_over_classes(layer: LayerExperts) -> None:
     names = [f"{PREFIX}.0.{p}_proj" for p in ("gate", "up", "down")]
     found = groups(group("Linear"), group("re:.*experts.*"), group(*names), group("re:.*attn"))
-    assert quant_group(found, layer).name == "group_2"
+    assert quant_group(dict(found), layer).name == "group_2"
     del found["config_groups"]["group_2"]
-    assert quant_group(found, layer).name == "group_1"
+    assert quant_group(dict(found), layer).name == "group_1"
     del found["config_groups"]["group_1"]
-    assert quant_group(found, layer).name == "group_0"
+    assert quant_group(dict(found), layer).name == "group_0"
 
 
 def test_patterns_match_from_the_start(layer: LayerExperts) -> None:

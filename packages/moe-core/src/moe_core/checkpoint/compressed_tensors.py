@@ -106,6 +106,10 @@ def quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantGr
     group, a malformed one, for experts or projections of different groups, and for transforms of the experts' inputs
     or outputs.
     """
+    return layer.understood(quantization, _quant_group)
+
+
+def _quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantGroup:
     file = str(layer.checkpoint.path / "config.json")
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups:

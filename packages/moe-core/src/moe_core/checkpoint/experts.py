@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from moe_core.checkpoint.unsupported import unsupported_names
 from moe_core.errors import CheckpointError, ConfigError
 
 Key = tuple[str, str]  # projection, suffix
+
+Q = TypeVar("Q")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +44,18 @@ class LayerExperts:
     stacked_names: bool
     _names: Mapping[tuple[int | None, str, str], str]
     _infos: Mapping[Key, TensorInfo]
+    _understood: dict[object, tuple[object, object]] = field(default_factory=dict, repr=False)
+
+    def understood(self, quantization: Q, parse: Callable[[Q, LayerExperts], T]) -> T:
+        """``parse(quantization, self)``, done once: several formats ask what one tool's config says of a layer.
+
+        ``quantization`` is known by identity, and must stay as it is.
+        """
+        given, found = self._understood.get(parse, (None, None))
+        if given is not quantization:
+            found = parse(quantization, self)
+            self._understood[parse] = (quantization, found)
+        return cast("T", found)
 
     @property
     def stack(self) -> str:

@@ -82,11 +82,19 @@ class GptqSettings:
 
 def gptq_settings(quantization: Mapping[str, Any], layer: LayerExperts) -> GptqSettings:
     """Those of GPTQ and AWQ; CheckpointError where experts or projections would differ."""
-    return _settings(quantization, layer, "dynamic", "extra_config")
+    return layer.understood(quantization, _gptq)
 
 
 def auto_round_settings(quantization: Mapping[str, Any], layer: LayerExperts) -> GptqSettings:
     """Those of AutoRound; CheckpointError where experts or projections would differ."""
+    return layer.understood(quantization, _auto_round)
+
+
+def _gptq(quantization: Mapping[str, Any], layer: LayerExperts) -> GptqSettings:
+    return _settings(quantization, layer, "dynamic", "extra_config")
+
+
+def _auto_round(quantization: Mapping[str, Any], layer: LayerExperts) -> GptqSettings:
     return _settings(quantization, layer, "extra_config")
 
 

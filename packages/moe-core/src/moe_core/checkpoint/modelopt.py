@@ -24,6 +24,10 @@ def quant_algo(quantization: Mapping[str, Any], layer: LayerExperts) -> tuple[st
     ``config_groups`` that ModelOpt writes too are not looked at: they call every activation static.
     Raises CheckpointError where nothing is said of the experts, or different things of their projections.
     """
+    return layer.understood(quantization, _quant_algo)
+
+
+def _quant_algo(quantization: Mapping[str, Any], layer: LayerExperts) -> tuple[str, QuantEntries]:
     where = str(layer.checkpoint.path / "config.json")
     entries = QuantEntries(quantization, where)
     named = entries.text("quant_algo")

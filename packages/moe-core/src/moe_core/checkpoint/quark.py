@@ -99,6 +99,10 @@ def quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkLa
     ``global_quant_config``.  ``exclude`` is not looked at: Quark leaves experts out without saying so, therefore the
     tensors tell whether a layer is quantised.
     """
+    return layer.understood(quantization, _quark_layer)
+
+
+def _quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkLayer | str:
     entries = QuantEntries(quantization, f"{layer.checkpoint.path / 'config.json'}: quantization_config")
     found: dict[int, QuantEntries] = {}
     choose = _chooser(entries)

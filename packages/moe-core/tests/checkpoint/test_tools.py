@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from moe_core import CheckpointError
 from moe_core.checkpoint import Checkpoint, LayerExperts, find_layer
+from moe_core.checkpoint.compressed_tensors import quant_group
+from moe_core.checkpoint.gptq import auto_round_settings, gptq_settings
 from moe_core.checkpoint.modelopt import is_modelopt, quant_algo
 from moe_core.checkpoint.quark import quark_layer
 from moe_core_checkpoints import expert_tensors, write
@@ -82,12 +86,12 @@ def test_quark_by_name_class_and_globally(layer: LayerExperts) -> None:
         "global_quant_config": {"weight": {"dtype": "d"}},
     }
     for part, dtype in (("layer_quant_config", "b"), ("layer_type_quant_config", "c"), ("global_quant_config", "d")):
-        found = quark_layer(quantization, layer)
+        found = quark_layer(dict(quantization), layer)
         assert not isinstance(found, str)
         assert found.weight.dtype == dtype
         del quantization[part]
     with pytest.raises(CheckpointError, match="global_quant_config is None, expected an object"):
-        quark_layer(quantization, layer)
+        quark_layer(dict(quantization), layer)
 
 
 @pytest.mark.parametrize(
@@ -114,3 +118,28 @@ def test_quantized_layers_that_contradict_the_algorithm(layer: LayerExperts) -> 
     assert quant_algo({"quant_algo": "FP8", "quantized_layers": layers}, layer)[0] == "FP8"
     with pytest.raises(CheckpointError, match=r"quant_algo is MXFP8, but .*1.up_proj.quant_algo is 'fp8' for"):
         quant_algo({"quant_algo": "MXFP8", "quantized_layers": layers}, layer)
+
+
+# ------------------------------------------------------------------ every tool
+
+WEIGHTS = {"type": "int", "num_bits": 8}
+
+
+@pytest.mark.parametrize(
+    ("parse", "quantization"),
+    [
+        (quant_group, {"config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}}}),
+        (quant_algo, {"quant_algo": "FP8"}),
+        (quark_layer, {"global_quant_config": {"weight": {"dtype": "fp4"}}}),
+        (gptq_settings, {"bits": 4}),
+        (auto_round_settings, {"bits": 4}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_config_is_understood_once(layer: LayerExperts, parse: Callable[..., Any], quantization: Any) -> None:
+    """Formats of several schemes ask for it; another config, or another layer's, is another."""
+    found = parse(quantization, layer)
+    assert parse(quantization, layer) is found
+    changed = copy.deepcopy(quantization)
+    assert parse(changed, layer) is not found
+    assert parse(quantization, find_layer(layer.checkpoint)) is not found
