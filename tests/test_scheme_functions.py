@@ -62,6 +62,13 @@ def test_rows_are_named_by_the_package_that_brings_them(scheme: str) -> None:
     assert [row.name for row in SPECS[scheme].backends] == [row.name for row in mc.Oracle(SPECS[scheme]).table()]
 
 
+def test_formats_read_the_methods_that_the_scheme_names(scheme: str) -> None:
+    """Which are named apart, so that a scheme is asked first without its formats being loaded."""
+    kinds = registry().formats(scheme)
+    assert len(kinds) == len(SPECS[scheme].formats)
+    assert set(SPECS[scheme].quant_methods) == {method for kind in kinds for method in kind.quant_methods}
+
+
 @pytest.mark.parametrize(("spec", "kind"), KINDS, ids=[kind.name for _, kind in KINDS])
 def test_functions_are_there_by_name_and_say_what_they_take(spec: mc.SchemeSpec, kind: mc.WeightKind) -> None:
     package = package_of(spec)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import moe_core as mc
 import torch
-from moe_core import dequantize_weight, local_expert_ids
 from torch import Tensor
 
 
@@ -34,8 +33,8 @@ class PreloadedExperts(mc.FusedMoEExpertsModular):
             raise mc.TensorError("the weights are not quantized")
         config = self.config
         parts = 2 if config.is_gated else 1
-        w13 = dequantize_weight(weights.w13, weights.w13_scale, key, parts=parts)
-        w2 = dequantize_weight(weights.w2, weights.w2_scale, key)
+        w13 = mc.dequantize_weight(weights.w13, weights.w13_scale, key, parts=parts)
+        w2 = mc.dequantize_weight(weights.w2, weights.w2_scale, key)
         # the quant config names the keys that were selected; engines read them there, apply here does not
         quant_config = mc.make_quant_config(
             weight_key=key, activation_key=None, w1_scale=weights.w13_scale, w2_scale=weights.w2_scale
@@ -56,7 +55,7 @@ class PreloadedExperts(mc.FusedMoEExpertsModular):
         expert_tokens: mc.ExpertTokensMetadata | None = None,
     ) -> None:
         config = self.config
-        local = local_expert_ids(topk_ids, config.num_experts, config.local_experts, expert_map)
+        local = mc.local_expert_ids(topk_ids, config.num_experts, config.local_experts, expert_map)
         total = torch.zeros(output.shape, dtype=torch.float32, device=output.device)
         for expert in local[local >= 0].unique().tolist():
             token, slot = (local == expert).nonzero(as_tuple=True)
