@@ -32,13 +32,11 @@ def test_selection_takes_names_of_keys(kind: Kind) -> None:
 
 def named_functions() -> list[Any]:
     """Functions of the schemes that select a backend for a key."""
-    found = []
-    for scheme in registry().scheme_names():
-        module = importlib.import_module(type(registry().oracle(scheme)).__module__)
-        for name, function in inspect.getmembers(module, inspect.isfunction):
-            if name.startswith("select_") and "weight_key" in inspect.signature(function).parameters:
-                found.append(pytest.param(function, id=name))
-    return found
+    return [
+        pytest.param(getattr(importlib.import_module(spec.package.replace("-", "_")), kind.functions[0]), id=kind.name)
+        for spec in registry().schemes()
+        for kind in spec.kinds
+    ]
 
 
 @pytest.mark.parametrize("select", named_functions())
