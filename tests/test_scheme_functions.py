@@ -57,6 +57,20 @@ def test_every_scheme_of_the_project_is_there() -> None:
     assert all(spec.package == KNOWN_SCHEMES[name] for name, spec in SPECS.items())
 
 
+def test_every_member_is_a_backend_and_the_reverse(scheme: str, enum: type[StrEnum]) -> None:
+    members = [member.value for member in enum]
+    assert sorted(row.name for row in registry().oracle(scheme).table()) == sorted(members)
+    assert "none" not in members
+
+
+def test_tensors_go_by_keyword(module: ModuleType) -> None:
+    names = [name for name in module.__all__ if name.startswith(("convert_to_", "make_")) and name[-7:] != "_kernel"]
+    assert len(names) >= 2
+    for name in names:
+        kinds = {p.kind for n, p in inspect.signature(getattr(module, name)).parameters.items() if n != "selection"}
+        assert kinds == {inspect.Parameter.KEYWORD_ONLY}, name
+
+
 def test_rows_are_named_by_the_package_that_brings_them(scheme: str) -> None:
     assert {row.origin for row in mc.Oracle(SPECS[scheme]).backends} == {SPECS[scheme].package}
     assert [row.name for row in SPECS[scheme].backends] == [row.name for row in mc.Oracle(SPECS[scheme]).table()]

@@ -39,6 +39,14 @@ def test_missing(place: Path) -> None:
         COPIED.load()
 
 
+def test_versions() -> None:
+    assert Environment({"moe-core-test": "2.0"}).reason_against(COPIED) is None
+    assert Environment({"moe-core-test": None}).reason_against(COPIED) is None
+    older = Environment({"moe-core-test": "1.10"}).reason_against(COPIED)
+    assert str(older).startswith("needs moe-core-test >= 2.0, found 1.10 ")
+    assert "which is not installed" in str(Environment({"other": "2.0"}).reason_against(COPIED))
+
+
 def test_a_copy_is_found_without_importing_what_holds_it(place: Path) -> None:
     write(place / "moe_core_test_engine", "raise RuntimeError('imported')")
     assert Environment.current().version(COPIED) is None

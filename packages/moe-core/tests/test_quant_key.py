@@ -25,6 +25,11 @@ def test_grid_counts_partial_groups(shape: GroupShape, rows: int, cols: int, gri
     assert shape.grid(rows, cols) == grid
 
 
+def test_one_scale_per_row_is_a_row_and_all_of_its_columns() -> None:
+    assert GroupShape(1, -1).is_per_row
+    assert not any(GroupShape(*shape).is_per_row for shape in ((1, 128), (128, -1), (-1, -1)))
+
+
 @pytest.mark.parametrize("extent", [0, -2])
 def test_group_shape_refuses_impossible_extents(extent: int) -> None:
     with pytest.raises(ConfigError, match=f"{extent}x128"):

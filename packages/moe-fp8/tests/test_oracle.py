@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from moe_core import (
     Environment,
     FusedMoEActivationFormat,
     FusedMoEConfig,
-    Oracle,
     QuantKey,
     SelectionError,
     TensorError,
@@ -33,7 +31,6 @@ from moe_fp8 import Fp8MoeBackend, select_fp8_moe_backend
 from moe_fp8.experts.marlin import BatchedMarlinFp8Experts, MarlinFp8Experts
 from moe_fp8.experts.torch import TorchFp8Experts
 from moe_fp8.experts.triton import TritonFp8BlockExperts
-from moe_fp8.scheme import SCHEME
 
 CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=192)
 WITH_TRITON = Environment({"triton": "3.6.0"})
@@ -131,16 +128,6 @@ def test_no_key_is_taken_for_another(weight_key, activation_key) -> None:  # typ
 def test_another_schemes_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match="reads e4m3 weights, asked for kInt8StaticChannelSym"):
         select_fp8_moe_backend(CONFIG, weight_key=kInt8StaticChannelSym, activation_key=None, device="cpu")
-
-
-def test_every_enum_member_is_a_backend_and_the_reverse() -> None:
-    assert [b.name for b in Oracle(SCHEME).table()] == [member.value for member in Fp8MoeBackend]
-
-
-def test_scales_and_biases_go_by_keyword() -> None:
-    for function in (moe_fp8.convert_to_fp8_moe_kernel_format, moe_fp8.make_fp8_moe_quant_config):
-        kinds = {p.kind for name, p in inspect.signature(function).parameters.items() if name != "selection"}
-        assert kinds == {inspect.Parameter.KEYWORD_ONLY}
 
 
 def test_the_named_functions_make_a_layer() -> None:

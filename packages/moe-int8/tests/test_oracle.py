@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -175,18 +174,6 @@ def test_what_groups_demand_of_sizes_is_shown(experts: type[FusedMoEExperts]) ->
     }
     assert shown["kInt4W4A8StaticGroup64Sym"] == (64, 64)
     assert shown["kInt4W4A8StaticChannelSym"] == (1, 1)
-
-
-def test_every_enum_member_is_a_backend_and_the_reverse() -> None:
-    assert [b.name for b in Oracle(SCHEME).table()] == [member.value for member in Int8MoeBackend]
-
-
-def test_tensors_go_by_keyword() -> None:
-    for name in moe_int8.__all__:
-        if not name.startswith(("convert_to_", "make_")) or name.endswith("_kernel"):
-            continue
-        kinds = {p.kind for n, p in inspect.signature(getattr(moe_int8, name)).parameters.items() if n != "selection"}
-        assert kinds == {inspect.Parameter.KEYWORD_ONLY}, name
 
 
 def tensors(weights: MoEWeights) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 
-import moe_mxfp4
 import pytest
 import torch
 from moe_core import (
@@ -152,9 +150,9 @@ def test_each_device_has_a_backend_of_its_own():
     assert select("cpu").experts is TorchMxfp4Experts
     assert select("sm75").experts is TorchMxfp4Experts
     for device in ("sm80", "sm89", "sm90", "sm100", "sm120"):
-        assert select(device, environment=NOTHING).backend in ("marlin", "triton")
+        assert select(device, environment=NOTHING).backend == "marlin"
     batched = replace(GPT_OSS, activation_format=FusedMoEActivationFormat.BATCHED, max_num_tokens=64)
-    assert select("sm90", batched).backend in ("batched_marlin", "triton")
+    assert select("sm90", batched).backend == "batched_marlin"
     assert select("cpu", batched).experts is TorchMxfp4Experts
 
 
@@ -201,24 +199,10 @@ def test_a_named_backend_is_never_replaced():
         select("cpu", moe_backend="none")
 
 
-def test_every_backend_is_an_enum_member_and_there_is_no_none():
-    members = [member.value for member in Mxfp4MoeBackend]
-    assert [backend.name for backend in SCHEME.backends] == members
-    assert "none" not in members
-
-
 def test_only_what_ran_on_hardware_says_so():
     for experts in CLASSES:
         if experts.claims.devices[0].kind == "cuda" and experts.claims.devices[0].min >= 100:
             assert experts.claims.verified_on == ()
-
-
-def test_tensors_go_by_keyword():
-    for name in moe_mxfp4.__all__:
-        if not name.startswith(("convert_to_", "make_")) or name.endswith("_kernel"):
-            continue
-        kinds = {p.kind for n, p in inspect.signature(getattr(moe_mxfp4, name)).parameters.items() if n != "selection"}
-        assert kinds == {inspect.Parameter.KEYWORD_ONLY}, name
 
 
 # ------------------------------------------------------------- named functions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -111,21 +110,6 @@ def test_what_the_scheme_does_not_mean(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Oracle(SCHEME).select(CONFIG, weight_key=weight_key, activation_key=activation_key, device="cpu")
-
-
-def test_every_backend_is_an_enum_member_and_there_is_no_none() -> None:
-    members = [member.value for member in WNA16MoEBackend]
-    assert {backend.name for backend in Oracle(SCHEME).table()} <= set(members)
-    assert {"marlin", "batched_marlin"} <= set(members)
-    assert "none" not in members
-
-
-def test_tensors_go_by_keyword() -> None:
-    for name in moe_wna16.__all__:
-        if not name.startswith(("convert_to_", "make_")) or name.endswith("_kernel"):
-            continue
-        kinds = {p.kind for n, p in inspect.signature(getattr(moe_wna16, name)).parameters.items() if n != "selection"}
-        assert kinds == {inspect.Parameter.KEYWORD_ONLY}, name
 
 
 def tensors(weights: MoEWeights) -> dict[str, Any]:
