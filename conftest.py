@@ -11,6 +11,9 @@ import pytest
 import torch
 from moe_core.testing.interpreter import quicken
 
+# runs of pytest in a test
+pytest_plugins = ["pytester"]
+
 HAS_GPU = torch.cuda.is_available()
 
 # read when Triton is imported, which no test module has done yet

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -39,63 +36,61 @@ class Raises(Mine):
 """
 
 
+Run = Callable[..., pytest.RunResult]
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "mine.py").write_text(EXPERTS)
-    (tmp_path / "test_other.py").write_text("def test_other():\n    pass\n")
-    return tmp_path
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """pytest in a folder with the experts and a test of its own: in this process, or in one of its own."""
+    pytester.makepyfile(mine=EXPERTS, test_other="def test_other():\n    pass\n")
+    pytester.syspathinsert()
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+    def once(*arguments: str, apart: bool = False) -> pytest.RunResult:
+        start = pytester.runpytest_subprocess if apart else pytester.runpytest_inprocess
+        return start("-q", "-p", "no:cacheprovider", "--moe-device", "cpu", *arguments)
+
+    return once
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--moe-device", "cpu", *arguments]
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    environment = {"PYTHONPATH": path, "PATH": "", "TRITON_INTERPRET": "0"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+def test_sound_experts_pass_and_nothing_else_runs(run: Run) -> None:
+    done = run("--moe-experts", "mine:Mine", "-k", "not compile and not opcheck")
+    assert done.ret == 0
+    assert " passed, 2 deselected" in done.stdout.str()
+    listed = run("--moe-experts", "mine:Mine", "--collect-only").stdout.str()
+    assert "mine:Mine::values-16bit-16bit-silu-float32-" in listed
+    assert "test_other" not in listed
 
 
-def test_sound_experts_pass_and_nothing_else_runs(folder: Path) -> None:
-    done = run(folder, "--moe-experts", "mine:Mine", "-k", "not compile and not opcheck")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed, 2 deselected" in done.stdout
-    listed = run(folder, "--moe-experts", "mine:Mine", "--collect-only")
-    assert "mine:Mine::values-16bit-16bit-silu-float32-" in listed.stdout
-    assert "test_other" not in listed.stdout
+def test_other_tests_run_where_they_are_named(run: Run) -> None:
+    # in a process of its own, whose options come by entry point
+    done = run("test_other.py", "--moe-experts", "mine:Mine", "-k", "refusals or other", apart=True)
+    assert done.ret == 0
+    assert "2 passed" in done.stdout.str()
 
 
-def test_other_tests_run_where_they_are_named(folder: Path) -> None:
-    done = run(folder, "test_other.py", "--moe-experts", "mine:Mine", "-k", "refusals or other")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 passed" in done.stdout
-
-
-def test_a_failure_says_which_case_and_how_far(folder: Path) -> None:
-    done = run(folder, "--moe-experts", "mine:Wrong", "-k", "values", "-x")
-    assert done.returncode == 1
-    assert "Wrong, case values-" in done.stdout
-    assert "the error's norm is" in done.stdout
-    assert "; the output equals what results when the router weight is applied twice" in done.stdout
-    assert "Traceback" not in done.stdout
-
-
-def test_what_can_t_be_tested_is_an_error(folder: Path) -> None:
-    done = run(folder, "--moe-experts", "mine:Elsewhere")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert (
-        "mine:Elsewhere does not run on this machine's cpu device: it claims sm90 or newer" in done.stdout + done.stderr
-    )
+def test_a_failure_says_which_case_and_how_far(run: Run) -> None:
+    done = run("--moe-experts", "mine:Wrong", "-k", "values", "-x")
+    assert done.ret == 1
+    out = done.stdout.str()
+    assert "Wrong, case values-" in out
+    assert "the error's norm is" in out
+    assert "; the output equals what results when the router weight is applied twice" in out
+    assert "Traceback" not in out
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        ("mine:Elsewhere", "mine:Elsewhere does not run on this machine's cpu device: it claims sm90 or newer"),
         ("mine:Outdated", "mine:Outdated was built for plug-in protocol 99; this moe-core speaks protocol"),
         ("mine:Raises", "no cases of mine:Raises: KeyError: 'boo' ("),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_line(folder: Path, spec: str, message: str) -> None:
-    done = run(folder, "--moe-experts", spec)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    text = done.stdout + done.stderr
+def test_a_mistake_on_the_command_line_is_one_line(run: Run, spec: str, message: str) -> None:
+    done = run("--moe-experts", spec)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    text = done.stdout.str() + done.stderr.str()
     assert f"ERROR: {message}" in text
     assert "Traceback" not in text
     assert "INTERNALERROR" not in text
