@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from moe_core.gemm.marlin.layer import MarlinMatrix
-from moe_core.gemm.marlin.vector import reads_vectors
+from moe_core.gemm.launch import Activation
+from moe_core.gemm.marlin.vector import GemvLayer, VectorFunctions
+from moe_core.gemm.marlin.weight import MarlinMatrix
 
 
 def test_activations_are_read_two_at_a_time() -> None:
     words, scales = torch.zeros(1, 8, 32, dtype=torch.int32), torch.ones(1, 1, 8)
     even, odd = (MarlinMatrix(words, 8, 8, columns, -1, scales) for columns in (32, 31))
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
+
+    def reads_vectors(x: torch.Tensor, w13: MarlinMatrix, w2: MarlinMatrix) -> bool:
+        return GemvLayer(VectorFunctions(None, "row"), w13, w2, Activation("silu")).reads(x)
+
     assert reads_vectors(x[:, :32], even, even)
     assert not reads_vectors(x[:, 1:33], even, even)
     assert not reads_vectors(x[:, :31], odd, even)

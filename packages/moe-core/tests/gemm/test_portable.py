@@ -11,7 +11,7 @@ import triton.language as tl
 from moe_core.errors import ConfigError
 from moe_core.gemm.portable.activations import code_mxfp8
 from moe_core.gemm.portable.kinds import ActivationKind
-from moe_core.gemm.portable.layer import PackedMatrix
+from moe_core.gemm.portable.scheme import quantizer
 from moe_core.jit.casts import round_e2m1
 from moe_core.numerics import E2M1_VALUES
 from moe_core.quant_key import kFp8DynamicTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
@@ -66,8 +66,8 @@ def original_order(values):
 
 def rounded(kind, x, axis, device, input_scale=None):
     """(float32 values in their own order, scales [ROWS] where there are any) that the kind makes of float32 ``x``."""
-    matrix = PackedMatrix(torch.empty(0), 4, COLUMNS, (), lambda kind: None, input_scale=input_scale)
-    quantize, arguments = matrix.quantize(kind, torch.empty(1, dtype=torch.bfloat16, device=device))
+    values = torch.empty(1, dtype=torch.bfloat16, device=device)
+    quantize, arguments = quantizer(kind, 4), (values,) if input_scale is None else (values, input_scale)
     out = torch.empty(ROWS, COLUMNS, device=device)
     scaled = kind in (ActivationKind.TOKEN, ActivationKind.BLOCK)
     scales = torch.empty(ROWS, device=device) if scaled else None

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.launch import Activation, Operand, Result, Routing, TileFunctions, combine_parts, grouped_product
+from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, TileFunctions, combine_parts, grouped_product
 from moe_core.gemm.plan import TileConfig
 from moe_core.ops.sort import sort_pairs, sort_workspaces
 from moe_core.workspace import Workspace, workspace_nbytes
@@ -92,7 +92,7 @@ class Product:
         self.routing = Routing(self.ids, torch.ones(TOKENS, TOP_K, device=device), EXPERTS)
 
     def __call__(self, out, *, swap, split):
-        operand = Operand((self.w, self.w.stride(0), self.w.stride(1)), SIZE, HIDDEN, aligned=False)
+        operand = GemmWeight((self.w, self.w.stride(0), self.w.stride(1)), SIZE, HIDDEN, aligned=False)
         activation = Activation("relu2_no_mul")
         parts = torch.empty(TOKENS * TOP_K * split, SIZE, device=self.x.device)
         grouped_product(

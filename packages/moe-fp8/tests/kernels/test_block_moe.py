@@ -14,16 +14,24 @@ from dataclasses import replace
 import pytest
 import torch
 from moe_core.activation import MoEActivation, apply_moe_activation
-from moe_core.gemm.launch import Activation
+from moe_core.config import FusedMoEConfig
+from moe_core.device import DeviceInfo
+from moe_core.gemm.fused.layer import FusedLayer
+from moe_core.gemm.fused.scheme import CallShape
+from moe_core.gemm.launch import Activation, Routing
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.rule import tile_plan
+from moe_core.gemm.workspaces import split_workspace
 from moe_core.jit.launch import record
+from moe_core.ops.batch import Batch
+from moe_core.quant_key import GroupShape, kFp8Dynamic64Sym, kFp8Dynamic128Sym, kFp8Static128BlockSym
+from moe_core.testing.compile_cases import call_on_meta
 from moe_core.workspace import Workspace, workspace_nbytes
-from moe_fp8.kernels import specimens
-from moe_fp8.kernels.block_moe import block_fp8_fused_moe
-from moe_fp8.kernels.workspaces import block_fp8_workspaces
+from moe_fp8.experts.triton import TritonFp8BlockExperts
+from moe_fp8.kernels.block_moe import block_scheme, block_weight
 
 TOLERANCE = 2**-6
+SILU = Activation("silu")
 
 
 def quantize_rows(x, group):
@@ -52,6 +60,18 @@ def quantize_blocks(w, block, parts):
         exact.append(dequantized.view(shape)[:, :n, :k])
     e4m3 = torch.cat(values, 1).contiguous().view(torch.float8_e4m3fn)
     return e4m3, torch.cat(scales, 1).contiguous(), torch.cat(exact, 1)
+
+
+def fused_layer(w13, w2, s13, s2, b13=None, b2=None, *, block=(128, 128), activation=SILU):
+    """The layer's two weights and its scheme."""
+    hidden, size = w13.shape[2], w2.shape[2]
+    up, down = block_weight(w13, s13, b13, size, block), block_weight(w2, s2, b2, hidden, block)
+    return FusedLayer(up, down, block_scheme(block[1]), activation)
+
+
+def workspace_specs(tokens, top_k, experts, hidden, size, dtype=torch.bfloat16, block=(128, 128), batched=False):
+    shape = CallShape(tokens, top_k, experts, hidden, size, dtype, batched)
+    return block_scheme(block[1]).workspaces(shape, split_workspace(batched, max(block[1], 128)))
 
 
 class Layer:
@@ -89,7 +109,7 @@ class Layer:
         """The kernels over poisoned memory, twice: the second call sees what the first left."""
         hidden, experts, size = self.x.shape[1], self.w13.shape[0], self.w2.shape[2]
         tokens, top_k = self.ids.shape
-        specs = block_fp8_workspaces(tokens, top_k, experts, hidden, size, self.x.dtype, self.block)
+        specs = workspace_specs(tokens, top_k, experts, hidden, size, self.x.dtype, self.block)
         buffer = torch.full((workspace_nbytes(specs),), 0xFF, dtype=torch.uint8, device=device)
         workspace = Workspace(device, buffer).take(specs)
         out = torch.full(self.x.shape, float("nan"), dtype=self.x.dtype, device=device)
@@ -100,26 +120,19 @@ class Layer:
 
         # a row stride that is not the width
         x = torch.nn.functional.pad(on(self.x), (0, 3))[:, :hidden]
+        given = (on(tensor) for tensor in (self.w13, self.w2, self.s13, self.s2, self.b13, self.b2))
+        activation = Activation(self.activation.value, params.alpha or 1.0, params.beta or 0.0, params.limit)
+        layer = fused_layer(*given, block=self.block, activation=activation)
+        routing = Routing(on(self.ids), on(self.weights), experts, on(self.expert_map), self.on_input)
+        if plan is None:
+            major, minor = torch.cuda.get_device_capability() if out.is_cuda else (0, 0)
+            rows, capability = self.block[1], 10 * major + minor
+            ids = experts if self.expert_map is None else len(self.expert_map)
+            plan = tile_plan(tokens, top_k, ids, hidden, size, block_n=rows, block_k=rows, capability=capability)
+        plan = plan if out.is_cuda else replace(plan, pdl=False)
         results = []
         for _ in range(2):
-            block_fp8_fused_moe(
-                x,
-                on(self.w13),
-                on(self.w2),
-                w13_scale=on(self.s13),
-                w2_scale=on(self.s2),
-                topk_weights=on(self.weights),
-                topk_ids=on(self.ids),
-                out=out,
-                workspace=workspace,
-                plan=plan if plan is None or out.is_cuda else replace(plan, pdl=False),
-                block_shape=self.block,
-                activation=Activation(self.activation.value, params.alpha or 1.0, params.beta or 0.0, params.limit),
-                w13_bias=on(self.b13),
-                w2_bias=on(self.b2),
-                expert_map=on(self.expert_map),
-                apply_router_weight_on_input=self.on_input,
-            )
+            layer(x, out, routing=routing, plan=plan, workspace=workspace)
             results.append(out.cpu().clone())
         assert torch.equal(*results)
         return results[0]
@@ -231,22 +244,13 @@ def test_batched(plan, device):
         layer.ids[:] = expert
         x[expert, :count] = layer.x[:count]
         expected[expert, :count] = layer.exact()[:count]
-    specs = block_fp8_workspaces(20, 1, 3, 160, 144, torch.bfloat16, batched=True)
+    specs = workspace_specs(20, 1, 3, 160, 144, batched=True)
     buffer = torch.full((workspace_nbytes(specs),), 0xFF, dtype=torch.uint8, device=device)
     out = torch.full(x.shape, 7.0, dtype=x.dtype, device=device)
-    block_fp8_fused_moe(
-        x.to(device),
-        layer.w13.to(device),
-        layer.w2.to(device),
-        w13_scale=layer.s13.to(device),
-        w2_scale=layer.s2.to(device),
-        expert_num_tokens=counts.to(device),
-        out=out,
-        workspace=Workspace(device, buffer).take(specs),
-        plan=plan if out.is_cuda else replace(plan, pdl=False),
-        w13_bias=layer.b13.to(device),
-        w2_bias=layer.b2.to(device),
-    )
+    given = (tensor.to(device) for tensor in (layer.w13, layer.w2, layer.s13, layer.s2, layer.b13, layer.b2))
+    plan = plan if out.is_cuda else replace(plan, pdl=False)
+    workspace = Workspace(device, buffer).take(specs)
+    fused_layer(*given)(x.to(device), out, routing=Batch(counts.to(device), 20), plan=plan, workspace=workspace)
     found = out.cpu().double()
     assert torch.equal(found == 7.0, expected == 7.0)
     assert float((found - expected).norm() / (expected - 7.0).norm()) < TOLERANCE
@@ -313,9 +317,13 @@ def test_many_rows_without_the_specialised_kernel(block, device):
 @pytest.mark.parametrize("block", [(128, 128), (64, 64), (128, 64), (64, 128)], ids="{0[0]}x{0[1]}".format)
 @pytest.mark.parametrize(("tokens", "products"), [(8, 0), (2000, 2)])
 def test_which_kernel_multiplies(block, tokens, products):
-    plan = tile_plan(tokens, 2, 6, 1024, 512, block_n=block[1], block_k=block[1])
+    config = FusedMoEConfig(6, 2, 1024, 512)
+    base = kFp8Static128BlockSym
+    key = replace(base, scale=replace(base.scale, group_shape=GroupShape(*block)))
+    activation_key = kFp8Dynamic128Sym if block[1] == 128 else kFp8Dynamic64Sym
+    made = TritonFp8BlockExperts(config, weight_key=key, activation_key=activation_key, device=DeviceInfo.parse("sm90"))
     with record() as launches:
-        specimens._layer(plan, tokens, 6, 2, 1024, 512, block=block)
+        call_on_meta(made, tokens)
     names = [launch.name for launch in launches]
     assert names.count("hopper_kernel") == products
     assert names.count("grouped_tile_kernel") == 2 - products
@@ -329,7 +337,7 @@ def test_rule_keeps_its_promises(shape, tokens, capability):
     plan = tile_plan(tokens, top_k, experts, hidden, size, capability=capability)
     assert plan.block_m % plan.up.block_m == 0
     assert plan.block_m % plan.down.block_m == 0
-    specs = {s.name: s for s in block_fp8_workspaces(tokens, top_k, experts, hidden, size, torch.bfloat16)}
+    specs = {s.name: s for s in workspace_specs(tokens, top_k, experts, hidden, size)}
     pairs = tokens * top_k
     assert plan.up.split == 1 or pairs * plan.up.split * 2 * size <= specs["parts"].shape[0]
     assert plan.down.split == 1 or pairs * plan.down.split * hidden <= specs["parts"].shape[0]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from moe_core.activation import MoEActivation, apply_moe_activation
 from moe_core.gemm import hopper_launch
-from moe_core.gemm.hopper_launch import TILE, HopperResult, hopper_fits
-from moe_core.gemm.launch import Activation, Operand, Routing
+from moe_core.gemm.hopper_launch import TILE, hopper_fits
+from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, SpecialisedGemm
 from moe_core.gemm.plan import TileConfig
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
@@ -108,10 +108,10 @@ class Product:
         values = torch.full((rows, width or columns), float("nan"), device=device).to(E4M3 if e4m3_out else dtype)
         group = {"groups": TILE, "groups_64": 64}.get(out)
         made = None if group is None else torch.full((rows, -(-columns // group)), float("nan"), device=device)
-        given = None if self.given is None else self.given.to(device)
+        static = None if self.given is None else (self.given.to(device),)
         bits = torch.zeros(amax, dtype=torch.int32, device=device) if amax else None
         kind = "" if not amax else "tensor" if amax == 1 else "row"
-        self.result = HopperResult(values, out, made if given is None else given, bits, kind)
+        self.result = Result(values, made, None, static, amax=bits, amax_kind=kind, kind=out)
 
     def run(self):
         from moe_core.gemm.hopper_rows import multiply_rows
@@ -126,16 +126,16 @@ class Product:
         else:
             arguments = (a_scale, None, None), (w_scale, w_scale.stride(0), 1, 0)
         blocks = multiply_blocks if self.block[0] == TILE else multiply_half_blocks
+        multiply = blocks if self.scales == "blocks" else multiply_rows
+        bias = None if self.bias is None else self.bias.to(self.device)
+        special = SpecialisedGemm(on["w"], lambda: multiply, arguments[1], self.block[1])
         kind = self.activation
         params = None if kind is None else kind.resolve_params(None)
         hopper_launch.hopper_product(
             CONFIG,
-            multiply=blocks if self.scales == "blocks" else multiply_rows,
+            weight=GemmWeight((), self.columns, self.w.shape[2], bias=bias, specialised=special),
             values=on["a"],
             scales=arguments[0],
-            weights=on["w"],
-            weight_scales=arguments[1],
-            b=Operand((), self.columns, self.w.shape[2], None if self.bias is None else self.bias.to(self.device)),
             out=self.result,
             pairs=self.order,
             routing=self.routing,
@@ -143,7 +143,6 @@ class Product:
             if kind is None or params is None
             else Activation(kind.value, params.alpha or 1.0, params.beta or 0.0, params.limit),
             pdl=False,
-            depth=self.block[1],
         )
 
     def exact(self, expert):
@@ -254,7 +253,7 @@ def test_largest_magnitudes(hopper):
 
 
 def test_fits():
-    weights = Operand((), 1, 1, descriptor=object())
+    weights = GemmWeight((), 1, 1, descriptor=lambda rows, columns: None)
     assert hopper_fits(CONFIG, weights)
-    assert not hopper_fits(CONFIG, weights, Operand((), 1, 1))
+    assert not hopper_fits(CONFIG, GemmWeight((), 1, 1))
     assert not hopper_fits(TileConfig(128, 128, 4, 4), weights)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_core import QuantKey, kFp8StaticChannelSym, kMxfp8Static
+from moe_core.gemm.fused.scheme import TILE as STEP
 from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_product
 from moe_core.gemm.marlin import operand
-from moe_core.gemm.marlin.layer import STEP, MarlinMatrix
+from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.tile_kernel import POSITION
 from moe_core.gemm.workspaces import order_workspaces
@@ -43,7 +44,7 @@ def widened(
         TileFunctions(operand.open_activations, operand.load_activations, *e4m3_functions(matrix, config)),
         config,
         a=(rows, rows.stride(0), COLUMNS),
-        b=matrix.operand(rows, COLUMNS),
+        b=matrix.gemm_weight(e4m3_functions),
         out=Result(y),
         pairs=sort_pairs(ids, 1, config.block_m, workspace=workspace),
         routing=Routing(ids, torch.ones(COLUMNS, 1, device=device), 1),

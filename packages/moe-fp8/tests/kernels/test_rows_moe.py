@@ -15,7 +15,7 @@ from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.gemm import experts
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.rule import tile_plan
-from moe_core.gemm.workspaces import row_workspaces
+from moe_core.gemm.workspaces import split_workspace
 from moe_core.kernel import FusedMoEKernel
 from moe_core.ops import sort
 from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
@@ -177,8 +177,7 @@ def test_parts_fit(shape, tokens, capability):
     experts, top_k, hidden, size = shape
     for gated in (True, False):
         plan = tile_plan(tokens, top_k, experts, hidden, size, gated=gated, capability=capability)
-        specs = row_workspaces(torch.float8_e4m3fn, tokens, top_k, experts, hidden, size, torch.bfloat16, kind="token")
-        (parts,) = (spec.shape[0] for spec in specs if spec.name == "parts")
+        parts = split_workspace(batched=False).shape[0]
         pairs, halves = tokens * top_k, 2 if gated else 1
         assert plan.up.split == 1 or pairs * plan.up.split * halves * size <= parts
         assert plan.down.split == 1 or pairs * plan.down.split * hidden <= parts

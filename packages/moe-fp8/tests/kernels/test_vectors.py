@@ -26,9 +26,9 @@ def test_every_kind_of_scales(key, dtype, device, monkeypatch):
     from moe_core.gemm.marlin import vector
 
     launched = []
-    whole = vector.vector_fused_moe
+    whole = vector.GemvLayer.__call__
     monkeypatch.setattr(
-        vector, "vector_fused_moe", lambda *given, **named: launched.append(1) or whole(*given, **named)
+        vector.GemvLayer, "__call__", lambda *given, **named: launched.append(1) or whole(*given, **named)
     )
     config = FusedMoEConfig(num_experts=5, top_k=3, hidden_size=224, intermediate_size=160, dtype=dtype, has_bias=True)
     target = DeviceInfo.current(device) if device.type == "cuda" else DeviceInfo.parse("sm90")

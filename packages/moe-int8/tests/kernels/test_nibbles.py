@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 from moe_core.config import FusedMoEConfig
+from moe_core.gemm.fused.scaled_mm import row_weight
 from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_product
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.rows import open_values, open_weights
-from moe_core.gemm.rows_launch import row_operand
 from moe_core.kernel import FusedMoEKernel
 from moe_core.ops.sort import sort_pairs, sort_workspaces
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
@@ -68,7 +68,7 @@ def test_sums_are_those_of_float64(swap, device):
         ),
         TileConfig(16, 64, 4, 2, swap=swap),
         a=(x.to(device), ones, x.stride(0), 1, 0),
-        b=row_operand(pack_nibbles(w, 64).to(device), ones, None, count, columns=depth, packed=2),
+        b=row_weight(functions, pack_nibbles(w, 64).to(device), ones, None, count, depth, granularity="token"),
         out=Result(sums),
         pairs=order,
         routing=Routing(ids, None, experts),

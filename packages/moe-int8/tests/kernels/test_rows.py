@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from moe_core.activation import MoEActivation
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.gemm.fused.scaled_mm import row_weight
 from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_product
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.rows import load_values, load_weights, open_values, open_weights
-from moe_core.gemm.rows_launch import quantize_rows, row_operand
+from moe_core.gemm.rows_launch import quantize_rows
 from moe_core.kernel import FusedMoEKernel
 from moe_core.ops.sort import sort_pairs, sort_workspaces
 from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
@@ -100,11 +101,12 @@ def test_sums_are_those_of_float64(split, swap, device):
         open_values, load_values, open_weights, load_weights, rows.multiply, accumulate=rows.INT8.accumulate
     )
     ones = torch.ones(max(experts * count, tokens), device=device)
+    scales = ones[: experts * count].view(experts, count, 1)
     grouped_product(
         functions,
         TileConfig(16, 64, 4, 2, swap=swap, split=split),
         a=(x, ones, x.stride(0), 1, 0),
-        b=row_operand(w, ones[: experts * count].view(experts, count, 1), None, count),
+        b=row_weight(rows.INT8, w, scales, None, count, w.shape[2], granularity="token"),
         out=Result(sums),
         pairs=order,
         routing=Routing(ids, None, experts),
@@ -123,7 +125,7 @@ def test_sums_of_the_specialised_kernel(zero_points, device):
     """Unit scales: the float32 result is the exact sum, rounded once."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's own")
-    from moe_core.gemm.hopper_launch import HopperResult, hopper_product
+    from moe_core.gemm.hopper_launch import hopper_product
 
     generator = torch.Generator().manual_seed(0)
     experts, pairs, count, depth = 3, 700, 400, 3216
@@ -154,16 +156,13 @@ def test_sums_of_the_specialised_kernel(zero_points, device):
         sums = (row_sums(w).to(device), count)
     functions = rows.INT8_ZERO if zero_points else rows.INT8
     weight_scale = torch.ones(experts, count, 1, device=device)
-    operand = row_operand(w.to(device), weight_scale, None, count)
+    weight = row_weight(functions, w.to(device), weight_scale, None, count, depth, granularity="token", extra=sums)
     hopper_product(
         TileConfig(128, 128, 8, 3, 8, specialised=True),
-        multiply=functions.specialised(),
+        weight=weight,
         values=x.to(device),
         scales=(a_scale, 1, None),
-        weights=operand.device[0],
-        weight_scales=(weight_scale, count, count, 1, *sums),
-        b=operand,
-        out=HopperResult(out),
+        out=Result(out),
         pairs=order,
         routing=Routing(ids, None, experts),
         activation=None,

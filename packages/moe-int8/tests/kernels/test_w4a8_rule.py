@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from moe_core.gemm.workspaces import row_workspaces
+from moe_core.gemm.workspaces import split_workspace
 from moe_int8.kernels.w4a8_rule import w4a8_plan
 
 
@@ -14,8 +13,7 @@ from moe_int8.kernels.w4a8_rule import w4a8_plan
 def test_parts_fit(shape, tokens, capability):
     experts, top_k, hidden, size = shape
     plan = w4a8_plan(tokens, top_k, experts, hidden, size, capability=capability)
-    specs = row_workspaces(torch.int8, tokens, top_k, experts, hidden, size, torch.bfloat16, kind="token")
-    (parts,) = (spec.shape[0] for spec in specs if spec.name == "parts")
+    parts = split_workspace(batched=False).shape[0]
     pairs = tokens * top_k
     assert plan.up.split == 1 or pairs * plan.up.split * 2 * size <= parts
     assert plan.down.split == 1 or pairs * plan.down.split * hidden <= parts

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from moe_core.gemm.fused.scaled_mm import row_weight
 from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_product
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.rows_launch import row_operand
 from moe_core.gemm.tile_kernel import POSITION
 from moe_core.gemm.workspaces import order_workspaces
 from moe_core.numerics import E2M1_VALUES
@@ -44,7 +44,7 @@ def widened(
         ),
         config,
         a=(rows, scales, rows.stride(0), 1, 0),
-        b=row_operand(found.words, found.scales, None, ROWS, extra, columns=COLUMNS, packed=E2M1.packed),
+        b=row_weight(E2M1, found.words, found.scales, None, ROWS, COLUMNS, granularity="token", extra=extra),
         out=Result(y),
         pairs=sort_pairs(ids, 1, config.block_m, workspace=workspace),
         routing=Routing(ids, torch.ones(COLUMNS, 1, device=device), 1),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from moe_core.gemm.fused.scheme import TILE as STEP
 from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_product
 from moe_core.gemm.marlin import operand
-from moe_core.gemm.marlin.layer import STEP, MarlinMatrix
+from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.tile_kernel import POSITION
 from moe_core.gemm.workspaces import order_workspaces
@@ -41,7 +42,7 @@ def widened(
         TileFunctions(operand.open_activations, operand.load_activations, *e2m1_functions(matrix, config)),
         config,
         a=(rows, rows.stride(0), COLUMNS),
-        b=matrix.operand(rows, COLUMNS),
+        b=matrix.gemm_weight(e2m1_functions),
         out=Result(y),
         pairs=sort_pairs(ids, 1, config.block_m, workspace=workspace),
         routing=Routing(ids, torch.ones(COLUMNS, 1, device=device), 1),

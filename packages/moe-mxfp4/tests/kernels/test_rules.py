@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from moe_core.gemm.marlin.rule import MAX_PARTS, marlin_plan
-from moe_core.gemm.workspaces import row_workspaces
+from moe_core.gemm.workspaces import split_workspace
 from moe_mxfp4.kernels.e4m3_rule import BLOCK_N, e4m3_plan
 from moe_mxfp4.kernels.marlin_rule import e2m1_plan
 
@@ -20,8 +19,7 @@ CAPABILITIES = pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 @TOKENS
 def test_e4m3(shape: tuple[int, int, int, int], tokens: int, capability: int) -> None:
     experts, top_k, hidden, size = shape
-    specs = row_workspaces(torch.float8_e4m3fn, tokens, top_k, experts, hidden, size, torch.bfloat16, kind="token")
-    (room,) = (spec.shape[0] for spec in specs if spec.name == "parts")
+    room = split_workspace(batched=False).shape[0]
     for gated, static in ((True, False), (True, True), (False, False)):
         plan = e4m3_plan(tokens, top_k, experts, hidden, size, gated=gated, static=static, capability=capability)
         for config, columns, width in ((plan.up, hidden, (2 if gated else 1) * size), (plan.down, size, hidden)):

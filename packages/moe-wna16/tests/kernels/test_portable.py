@@ -15,9 +15,9 @@ import triton.language as tl
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.portable import tiles
-from moe_core.gemm.portable.layer import portable_workspaces
 from moe_core.gemm.portable.rule import portable_plan
 from moe_core.gemm.portable.words import as_words
+from moe_core.gemm.workspaces import split_workspace
 from moe_core.kernel import FusedMoEKernel
 from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
@@ -177,8 +177,7 @@ def test_rule_keeps_its_promises(shape, tokens, capability):
         assert capability >= 90 or not (plan.pdl or plan.up.tma or plan.down.tma)
         # two accumulators of 128 x 128 leave no registers for the product of a step
         assert plan.up.block_m <= (128 if options.get("group_size") == -1 else 64)
-        specs = portable_workspaces(tokens, top_k, experts, hidden, size, torch.bfloat16)
-        (parts,) = (spec.shape[0] for spec in specs if spec.name == "parts")
+        parts = split_workspace(batched=False).shape[0]
         pairs = tokens * top_k
         assert plan.up.split == 1 or pairs * plan.up.split * 2 * size <= parts
         assert plan.down.split == 1 or pairs * plan.down.split * hidden <= parts

@@ -54,8 +54,8 @@ def launched(monkeypatch):
     from moe_core.gemm.marlin import vector
 
     calls = []
-    whole = vector.vector_fused_moe
-    monkeypatch.setattr(vector, "vector_fused_moe", lambda *given, **named: calls.append(1) or whole(*given, **named))
+    whole = vector.GemvLayer.__call__
+    monkeypatch.setattr(vector.GemvLayer, "__call__", lambda *given, **named: calls.append(1) or whole(*given, **named))
     return calls
 
 
@@ -73,7 +73,7 @@ def test_every_kind_of_scales(key, device, launched):
 def test_blocks_of_every_size(block_n, block_w, device, launched):
     experts = made(LAYER, kInt4Static, device)
     config = VectorConfig(block_n, block_w, 4)
-    experts.vector_plan = lambda *arguments: VectorPlan(config, config)
+    experts.gemv_plan = lambda *arguments: VectorPlan(config, config)
     out, expected = run(experts, LAYER, kInt4Static, device, tokens=2)
     expected.compare(out, "result")
     assert launched

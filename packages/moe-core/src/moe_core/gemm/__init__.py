@@ -1,17 +1,20 @@
-"""The grouped matrix product that the schemes share.
+"""Grouped GEMMs, and the fused MoE layer that the schemes share.
 
-    plan.py, rule.py   launch parameters as data, and the rule that chooses them (no Triton)
+    experts.py         the base of experts that run through it
+    fused/             the pipeline (`layer.py`), activation schemes, weights of scaled_mm
+    plan.py, rule.py   launch configurations as data, and the heuristics that choose them (no Triton)
+    launch.py          GEMMs by the tile kernel: the host side
+    tile_kernel.py     tiles on the tensor cores, and their epilogue
+    combine_kernel.py  finishes gemm1 where its k loop was split
     schedule.py        which rows a program works on
-    tile_kernel.py     tiles on the tensor cores
-    combine_kernel.py  finishes an up product whose k loop was split
     spread.py          quantises rows straight into the sorted order
-    epilogue.py        activations in registers
-    launch.py          the host side
+    rows.py            8-bit elements with scales that do not change along k; rows_launch.py
+    hopper.py          the warp-specialised kernel of sm_90, for many rows per expert; hopper_*.py
+    lora.py            what adapters add to both GEMMs
+    marlin/            mixed_input, repacked at load: 16-bit activations beside int4, int8, e4m3, e2m1; and gemv
+    portable/          mixed_input, as stored
     workspaces.py      scratch memory
-    rows_moe.py        a whole layer of one-byte elements with scales per row or tensor; rows.py, rows_launch.py
-    hopper.py          its products on sm_90 with many rows per expert; hopper_*.py
-    specimen.py        launches recorded, so that every kernel compiles for every target without a GPU
 
 A scheme writes how its operands are loaded and scaled (`moe_fp8.kernels.block` is the model) and nothing else.
-Importing this package imports no Triton; `launch` and the kernels do.
+Importing this package imports no Triton; `launch`, `fused` and the kernels do.
 """

@@ -1,6 +1,7 @@
-"""What the experts of all schemes share that run on the grouped matrix product.
+"""What the experts of all schemes share that run through the fused layer of `moe_core.gemm.fused`.
 
-A subclass adds claims, `convert`, the rule's plan, its scratch memory and one call.  Importing this imports no Triton.
+A subclass adds claims, `convert`, its weights, its activation scheme and its launch heuristics.  Importing this imports
+no Triton.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,51 +19,103 @@ from moe_core.errors import TensorError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.rule import quantizes_while_loading, tile_plan
+from moe_core.gemm.workspaces import split_workspace
 from moe_core.lora import LoRA
 from moe_core.weights import KernelWeights
 from moe_core.workspace import WorkspaceSpec
 
 if TYPE_CHECKING:
-    from moe_core.gemm.rows_moe import ActivationScales, RowFunctions
+    from moe_core.gemm.fused.layer import FusedLayer
+    from moe_core.gemm.fused.rows import Granularity, RowFunctions, RowScheme
+    from moe_core.gemm.fused.scheme import ActivationScheme, CallShape
+    from moe_core.gemm.launch import GemmWeight
+    from moe_core.gemm.marlin.rule import VectorPlan
+    from moe_core.gemm.marlin.vector import GemvLayer
 
 
 class GroupedExperts(FusedMoEExpertsModular):
     """Standard and batched format; weights with ``w1_scale`` and ``w2_scale``."""
 
     launches_only = True
+    #: bytes per thread that its kernels may spill for any target: of sizes that are multiples of 16, and of others
+    accepted_spills: ClassVar[tuple[int, int]] = (0, 0)
+
+    @abstractmethod
+    def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
+        """How x and h become operands; without ``weights`` only its scratch memory is asked for."""
+
+    @abstractmethod
+    def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
+        """What the kernels get of ``name``, "w13" or "w2"."""
 
     @abstractmethod
     def chosen_plan(self, num_tokens: int) -> TilePlan:
-        """The rule's choice for so many tokens, or rows T_max of each expert's buffer."""
-
-    @abstractmethod
-    def fused_moe(self, x: Tensor, weights: KernelWeights, call: dict[str, Any]) -> None:
-        """Run the layer on ``x`` [M, K] (batched: [E, T_max, K]).
-
-        ``call``: keywords that every fused layer of ``moe_core.gemm`` has: scales and biases of the weights, output,
-        workspace, plan, activation, routing or numbers of rows, ``lora`` where there are adapters.
-        """
+        """The launch configurations for so many tokens, or rows T_max of each expert's buffer."""
 
     @property
     def batched(self) -> bool:
         return self.activation_format is FusedMoEActivationFormat.BATCHED
 
     @property
-    def shares_loops(self) -> bool:
-        """Whether several programs may share the k loop of a tile: parts have no place in the batched format."""
+    def splits_loops(self) -> bool:
+        """Whether k loops may be split among programs: their parts have no place in the batched format."""
         return not self.batched
 
-    @property
-    def weight_on_input(self) -> bool:
-        """Whether the experts weight x; in the batched format prepare has done it."""
-        return self.config.apply_router_weight_on_input and not self.batched
+    def split_workspace(self, shape: CallShape) -> WorkspaceSpec:
+        """Scratch memory of the parts of split products."""
+        return split_workspace(shape.batched)
 
     def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:
-        """Launch parameters for so many tokens, or rows T_max of each expert's buffer."""
+        """Launch configurations; for Triton's interpreter without what it does not know."""
         plan = self.chosen_plan(num_tokens)
-        if not self.shares_loops:
+        if not self.splits_loops:
             plan = plan.unsplit()
         return plan if on_gpu else plan.interpreted()
+
+    def gemv_layer(self, weights: KernelWeights) -> GemvLayer | None:
+        """The same layer without tensor cores, for one token, where that is ahead."""
+        return None
+
+    def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> VectorPlan | None:
+        """Its launch configurations, where so many tokens are computed so."""
+        return None
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        from moe_core.gemm.fused.scheme import CallShape
+
+        shape = CallShape.of(self.config, num_tokens)
+        return self.activation_scheme(None).workspaces(shape, self.split_workspace(shape))
+
+    def scales(self, name: str, weights: KernelWeights) -> tuple[Tensor, Tensor | None]:
+        """(scales, bias) of "w13" or "w2" in the quant config."""
+        quant = weights.quant_config
+        scale, bias = (quant.w1_scale, quant.w1_bias) if name == "w13" else (quant.w2_scale, quant.w2_bias)
+        if scale is None:
+            raise TensorError("the quant config of quantised weights holds w1_scale and w2_scale")
+        return scale, bias
+
+    def sizes(self, name: str) -> tuple[int, int]:
+        """(rows of one half, columns) of "w13" or "w2"."""
+        hidden, size = self.config.hidden_size, self.config.intermediate_size
+        return (size, hidden) if name == "w13" else (hidden, size)
+
+    def fused_layer(self, weights: KernelWeights) -> FusedLayer:
+        """What the calls with ``weights`` share, made at the first."""
+        layers = self.__dict__.setdefault("_layers", WeakKeyDictionary())
+        found = layers.get(weights)
+        if found is None:
+            from moe_core.gemm.fused.layer import FusedLayer
+            from moe_core.gemm.launch import Activation
+
+            w13, w2 = (self.gemm_weight(name, weights) for name in ("w13", "w2"))
+            scheme, activation = self.activation_scheme(weights), Activation.of(self.config)
+            found = FusedLayer(w13, w2, scheme, activation, self.gemv_layer(weights))
+            layers[weights] = found
+        made: FusedLayer = found
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_layers"}
 
     def apply(
         self,
@@ -77,44 +131,36 @@ class GroupedExperts(FusedMoEExpertsModular):
         expert_tokens: ExpertTokensMetadata | None = None,
         lora: LoRA | None = None,
     ) -> None:
-        from moe_core.gemm.launch import Activation
+        from moe_core.gemm.launch import Routing
+        from moe_core.ops.batch import Batch
 
-        quant = weights.quant_config
-        if quant.w1_scale is None or quant.w2_scale is None:
-            raise TensorError("the quant config of quantised weights holds w1_scale and w2_scale")
-        call: dict[str, Any] = {
-            "w13_scale": quant.w1_scale,
-            "w2_scale": quant.w2_scale,
-            "w13_bias": quant.w1_bias,
-            "w2_bias": quant.w2_bias,
-            "out": output,
-            "workspace": workspace,
-            "plan": self.plan(hidden_states.shape[-2], hidden_states.is_cuda),
-            "activation": Activation.of(self.config),
-            "expert_map": expert_map,
-            "apply_router_weight_on_input": self.weight_on_input,
-        }
+        routing: Routing | Batch
         if not self.batched:
-            call |= {"topk_weights": topk_weights, "topk_ids": topk_ids}
+            experts, on_input = self.config.local_experts, self.config.apply_router_weight_on_input
+            routing = Routing(topk_ids, topk_weights, experts, expert_map, on_input)
         elif expert_tokens is None:
             raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
         else:
-            call["expert_num_tokens"] = expert_tokens.expert_num_tokens
-        if lora is not None:
-            call["lora"] = lora
-        self.fused_moe(hidden_states, weights, call)
+            routing = Batch(expert_tokens.expert_num_tokens, hidden_states.shape[1])
+        layer, tokens, on_gpu = self.fused_layer(weights), hidden_states.shape[-2], hidden_states.device.type != "cpu"
+        gemv, vectors = layer.gemv, self.gemv_plan(tokens, on_gpu)
+        if isinstance(routing, Routing) and gemv is not None and vectors is not None and gemv.reads(hidden_states):
+            gemv(hidden_states, output, routing=routing, plan=vectors, workspace=workspace)
+            return
+        plan = self.plan(tokens, on_gpu)
+        layer(hidden_states, output, routing=routing, plan=plan, workspace=workspace, lora=lora)
 
 
 class RowExperts(GroupedExperts):
-    """Layers of `moe_core.gemm.rows_moe`: one-byte elements whose scales do not change along k."""
+    """8-bit elements whose scales do not change along k: `moe_core.gemm.fused.rows`."""
 
-    #: of x and h in scratch memory
-    element: ClassVar[torch.dtype]
+    #: tile coordinates outside the k loop; rows that 16-byte copies cannot reach pass through registers
+    accepted_spills = (256, 256)
 
     @property
     @abstractmethod
-    def kind(self) -> str:
-        """Of the activations' scales: "token", "tensor" or "static"."""
+    def granularity(self) -> Granularity:
+        """Of the activations' scales."""
 
     @property
     @abstractmethod
@@ -126,15 +172,13 @@ class RowExperts(GroupedExperts):
         """Of the activations' scales in scratch memory."""
         return torch.float32
 
-    def activation_scales(self, weights: KernelWeights) -> ActivationScales:
-        """With the static ones, where there are any."""
-        from moe_core.gemm.rows_moe import ActivationScales
+    def static_scales(self, weights: KernelWeights) -> tuple[Tensor | None, Tensor | None]:
+        """Of x and h, [E] each."""
+        return weights.quant_config.a1_scale, weights.quant_config.a2_scale
 
-        return ActivationScales(self.kind, weights.quant_config.a1_scale, weights.quant_config.a2_scale)
-
-    def extras(self, weights: KernelWeights) -> dict[str, Any]:
-        """What `row_fused_moe` gets besides."""
-        return {}
+    def extra_arguments(self, name: str, weights: KernelWeights) -> tuple[Any, ...]:
+        """What device functions of the scheme's own get of a weight besides."""
+        return ()
 
     def chosen_plan(self, num_tokens: int) -> TilePlan:
         config = self.config
@@ -148,35 +192,24 @@ class RowExperts(GroupedExperts):
             capability=self.device_info.capability,
         )
 
-    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        from moe_core.gemm.workspaces import row_workspaces
+    def activation_scheme(self, weights: KernelWeights | None) -> RowScheme:
+        from moe_core.gemm.fused.rows import RowScheme
 
-        config = self.config
-        return row_workspaces(
-            self.element,
-            num_tokens,
-            config.top_k,
-            config.local_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            config.dtype,
-            kind=self.kind,
-            weight_on_input=self.weight_on_input,
-            batched=self.batched,
-            scale=self.scale_dtype,
-            lora=config if config.is_lora_enabled else None,
-        )
+        static = weights is not None and self.granularity == "static"
+        x, h = self.static_scales(weights) if static and weights is not None else (None, None)
+        raw = quantizes_while_loading(self.device_info.capability)
+        return RowScheme(self.functions, self.granularity, x, h, self.scale_dtype, raw)
 
-    def fused_moe(self, x: Tensor, weights: KernelWeights, call: dict[str, Any]) -> None:
-        from moe_core.gemm.rows_moe import row_fused_moe
+    def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
+        from moe_core.gemm.fused.scaled_mm import row_weight
 
-        row_fused_moe(
+        scale, bias = self.scales(name, weights)
+        return row_weight(
             self.functions,
-            x,
-            weights.w13,
-            weights.w2,
-            activation_scales=self.activation_scales(weights),
-            raw=quantizes_while_loading(self.device_info.capability),
-            **self.extras(weights),
-            **call,
+            weights.w13 if name == "w13" else weights.w2,
+            scale,
+            bias,
+            *self.sizes(name),
+            granularity=self.granularity,
+            extra=self.extra_arguments(name, weights),
         )

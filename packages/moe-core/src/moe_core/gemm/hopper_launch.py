@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from moe_core.gemm.launch import Activation, Operand, Routing
+from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing
 from moe_core.gemm.plan import TileConfig
 from moe_core.jit.launch import launch
 from moe_core.ops.batch import Batch, BatchedRows
@@ -21,25 +20,9 @@ TILE = 128
 STAGES = 4
 
 
-@dataclass(frozen=True, eq=False)
-class HopperResult:
-    """Where a product of the kernel goes; see `moe_core.gemm.hopper_finish`.
-
-    ``values`` [rows, columns]; ``scales`` to be written, [rows, columns / 128] (``kind`` "groups") or
-    [rows, columns / 64] ("groups_64"), or given, [E] ("static").  ``amax`` and ``amax_kind`` as in
-    `moe_core.gemm.launch.Result`: "row" and "tensor" with "values", "nan" with "static".
-    """
-
-    values: Tensor
-    kind: str = "values"
-    scales: Tensor | None = None
-    amax: Tensor | None = None
-    amax_kind: str = ""
-
-
-def hopper_fits(config: TileConfig, *operands: Operand) -> bool:
-    """Whether a product that asks for the kernel (``config.specialised``) can be computed by it."""
-    return config.specialised and all(operand.descriptor is not None for operand in operands)
+def hopper_fits(config: TileConfig, weight: GemmWeight) -> bool:
+    """Whether the kernel is asked for (``config.specialised``) and can read ``weight``."""
+    return config.specialised and weight.descriptor is not None
 
 
 def _descriptor(matrix: Tensor, depth: int) -> Any:
@@ -54,56 +37,60 @@ def _descriptor(matrix: Tensor, depth: int) -> Any:
 def hopper_product(
     config: TileConfig,
     *,
-    multiply: Any,
+    weight: GemmWeight,
     values: Tensor,
     scales: tuple[Any, ...],
-    weights: Tensor,
-    weight_scales: tuple[Any, ...],
-    b: Operand,
-    out: HopperResult,
+    out: Result,
     pairs: SortedPairs | BatchedRows,
     routing: Routing | Batch,
     activation: Activation | None,
     pdl: bool,
-    depth: int = TILE,
 ) -> None:
-    """One product; ``values`` [P, K] by sorted row and ``weights`` [E, rows, K], of one type of one byte.
+    """One GEMM; ``values`` [P, K] by sorted row and ``weight``, of one type of one byte.
 
-    ``multiply`` (see `moe_core.gemm.hopper`) gets ``scales`` and ``weight_scales``.  With an ``activation``
-    out has sorted rows; without, rows by pair.  ``depth`` of a step: 128 or 64 columns, of which the larger is faster.
+    ``weight.specialised.multiply`` (see `moe_core.gemm.hopper`) gets ``scales`` of the rows and those of the weight.
+    With an ``activation`` ``out`` has sorted rows; without, rows by pair.  ``out.kind``: "values", "groups" and
+    "groups_64" (scales [rows, columns / 128 or 64] are written), or "static" (scales [E] are given: the first of
+    ``out.arguments``).
     """
     from moe_core.gemm.hopper import hopper_kernel
 
+    special = weight.specialised
+    if special is None:
+        raise TypeError("the weight has no specialised product")
+    depth, b = special.depth, weight
     up = activation is not None
     gated = activation is not None and activation.gated
-    experts, rows, columns = weights.shape
+    experts, rows, columns = special.tensor.shape
+    tensor = special.tensor
+    found = out.arguments[0] if out.kind == "static" and out.arguments is not None else out.scales
     most = routing.max_tiles(pairs.block_m) * triton.cdiv(b.rows, TILE if gated else 2 * TILE)
     result = out.values
     processors = torch.cuda.get_device_properties(result.device).multi_processor_count if result.is_cuda else 132
     limit = activation.limit if activation is not None else None
-    weight = 0
+    router = 0
     if isinstance(routing, Routing) and routing.weights is not None:
-        weight = 0 if up != routing.weight_on_input else (1 if up else 2)
+        router = 0 if up != routing.weight_on_input else (1 if up else 2)
     launch(
         hopper_kernel,
         (min(processors, most),),
         _descriptor(values, depth),
-        _descriptor(torch.as_strided(weights, (experts * rows, columns), (weights.stride(1), 1)), depth),
+        _descriptor(torch.as_strided(tensor, (experts * rows, columns), (tensor.stride(1), 1)), depth),
         (pairs.tiles, pairs.offsets, pairs.pairs if isinstance(pairs, SortedPairs) else None),
         scales,
-        weight_scales,
+        special.weight_scales,
         (
             result,
-            out.scales,
+            found,
             out.amax,
             result.stride(0),
-            0 if out.scales is None else out.scales.stride(0),
+            0 if found is None else found.stride(0),
             result.shape[1],
         ),
         (
             b.bias,
             0 if b.bias is None else b.bias.stride(0),
-            routing.weights if weight and isinstance(routing, Routing) else None,
+            routing.weights if router and isinstance(routing, Routing) else None,
             activation.alpha if activation is not None else 0.0,
             activation.beta if activation is not None else 0.0,
             limit if limit is not None else 0.0,
@@ -111,7 +98,7 @@ def hopper_product(
         b.rows,
         columns,
         rows,
-        multiply=multiply,
+        multiply=special.multiply(),
         STAGES=STAGES * TILE // depth,
         GROUP_M=config.group_m,
         UP=up,
@@ -119,7 +106,7 @@ def hopper_product(
         ACTIVATION=activation.kind if activation is not None else "",
         HAS_LIMIT=limit is not None,
         HAS_BIAS=b.bias is not None,
-        WEIGHT=weight,
+        WEIGHT=router,
         OUT=out.kind,
         AMAX=out.amax_kind,
         pdl=pdl,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -20,24 +21,59 @@ from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
 
+if TYPE_CHECKING:
+    from moe_core.gemm.fused.scheme import Rows
+
 
 @dataclass(frozen=True, eq=False)
-class Operand:
-    """The weights of one product: what the scheme's device functions get, and how many rows and columns there are.
+class SpecialisedGemm:
+    """How the warp-specialised kernel of `moe_core.gemm.hopper` computes a GEMM.
 
-    ``device`` is the tuple `B` of the kernels; ``descriptor`` makes the host-side tensor descriptor for a tile of so
-    many rows, or is None where the weights must be read through pointers.  ``rows`` counts one half when gated.
-    ``aligned``: every row starts at a multiple of 16 bytes.  ``interleaved``: gate and up rows lie in turns of 8, see
-    the tile kernel.
+    ``tensor`` [E, rows, K] of one byte; ``multiply`` gives its k loop, imported on use; ``weight_scales``: the tuple of
+    scales that ``multiply`` takes; ``depth`` columns of a step.
     """
 
-    device: tuple[Any, ...]
+    tensor: Tensor
+    multiply: Callable[[], Any]
+    weight_scales: tuple[Any, ...]
+    depth: int = 128
+
+
+def _same(config: TileConfig) -> TileConfig:
+    return config
+
+
+def _no_functions(config: TileConfig, a: Rows) -> TileFunctions:
+    raise TypeError("this weight is multiplied by functions that come with the call")
+
+
+@dataclass(frozen=True, eq=False)
+class GemmWeight:
+    """The weight of one GEMM, made once per layer: what kernels get of it, and how many rows and columns there are.
+
+    - ``arguments``: the tuple `B` of the tile kernel's `open_b`
+    - ``rows`` of one half (gate or up) where gated, ``columns`` K; ``bias`` [E, rows of all halves], any float dtype
+    - ``functions``: the device functions for a launch configuration and an operand A
+    - ``block_k``: columns of a step of the k loop
+    - ``descriptor`` makes the host-side tensor descriptor for a tile of so many rows and columns; None: the weight must
+      be read through pointers
+    - ``aligned``: every row starts at a multiple of 16 bytes; ``interleaved``: gate and up rows lie in turns of 8, see
+      the tile kernel
+    - ``specialised``: how the warp-specialised kernel multiplies it, if it can; ``tile_config``: the launch
+      configuration of the tile kernel where that one was chosen and can't
+    """
+
+    arguments: tuple[Any, ...]
     rows: int
     columns: int
+    functions: Callable[[TileConfig, Rows], TileFunctions] = _no_functions
+    block_k: int = 128
     bias: Tensor | None = None
-    descriptor: Any = None
+    descriptor: Callable[[int, int], Any] | None = None
     aligned: bool = True
     interleaved: bool = False
+    specialised: SpecialisedGemm | None = None
+    tile_config: Callable[[TileConfig], TileConfig] = _same
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +154,8 @@ class Result:
     as they are, else ``arguments`` are its tuple Q, and ``scales`` [rows, groups of a row] hold ``groups`` scales per
     tile, or are None for static ones.  ``amax`` int32, zeroed, receives what ``amax_kind`` says: "row" [rows] and
     "tensor" [1] largest magnitudes of what is stored as it is; "nan" [rows] marks of rows of what is quantised that
-    hold a NaN; "" nothing.
+    hold a NaN; "" nothing.  ``kind`` says in the specialised kernel's words what ``quantize`` does, see
+    `moe_core.gemm.hopper_finish`; ``block`` columns are a tile of a split product's sum.
     """
 
     values: Tensor
@@ -128,6 +165,8 @@ class Result:
     groups: int = 1
     amax: Tensor | None = None
     amax_kind: str = ""
+    kind: str = "values"
+    block: int = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +191,7 @@ def grouped_product(
     config: TileConfig,
     *,
     a: tuple[Any, ...],
-    b: Operand,
+    b: GemmWeight,
     out: Result,
     pairs: SortedPairs | BatchedRows,
     routing: Routing | Batch,
@@ -161,6 +200,7 @@ def grouped_product(
     pdl: bool,
     a_rows: int | None = None,
     out_rows: int | None = None,
+    aligned: bool = True,
     added: Addition | None = None,
 ) -> None:
     """One product over sorted pairs, or over batched rows: the up product with an ``activation``, the down without.
@@ -169,7 +209,8 @@ def grouped_product(
     reads sorted rows and writes by pair.  An up product with ``config.split`` > 1 writes its parts by pair instead, to
     ``out.values`` [pairs * split, 2N] float32, which `combine_parts` finishes; A of the down product is then in that
     order (``a_rows`` PAIR).  ``out_rows`` PAIR: an unsplit up product writes by pair too.  A split down product writes
-    [pairs * split, K] float32.  Batched rows are all the same: [E * T_max, columns].  ``added``: see `Addition`.
+    [pairs * split, K] float32.  Batched rows are all the same: [E * T_max, columns].  ``aligned``: rows
+    of A start at multiples of 16 bytes.  ``added``: see `Addition`.
     """
     up = activation is not None
     weight, bias = 0, b.bias
@@ -188,7 +229,7 @@ def grouped_product(
         out.scales if whole else None,
         out.amax if whole else None,
         a,
-        b.device,
+        b.arguments,
         b.descriptor(config.block_n, block_k) if config.tma and b.descriptor is not None else None,
         (pairs.tiles, pairs.offsets) if isinstance(pairs, BatchedRows) else (pairs.tiles, pairs.offsets, pairs.pairs),
         out.arguments if whole else None,
@@ -239,7 +280,7 @@ def grouped_product(
         ACC=functions.accumulate,
         pdl=pdl,
         # rows that 16-byte copies cannot reach go through registers: share them among more threads
-        num_warps=config.num_warps if b.aligned else 8,
+        num_warps=config.num_warps if aligned and b.aligned else 8,
         num_stages=config.num_stages,
     )
 

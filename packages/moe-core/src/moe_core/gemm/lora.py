@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from moe_core.gemm import lora_kernels as device
-from moe_core.gemm.launch import Addition, Operand, Result, Routing, TileFunctions, grouped_product, is_aligned
+from moe_core.gemm.launch import Addition, GemmWeight, Result, Routing, TileFunctions, grouped_product, is_aligned
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.tile_kernel import PAIR, TOKEN
 from moe_core.gemm.workspaces import LORA
@@ -87,7 +87,7 @@ class Adapters:
             _FUNCTIONS,
             TileConfig(self.block_m, block_n, 4, 3),
             a=(x, x.stride(0), columns),
-            b=Operand((weights, weights.stride(0), weights.stride(1)), rows, columns, aligned=is_aligned(weights)),
+            b=GemmWeight((weights, weights.stride(0), weights.stride(1)), rows, columns, aligned=is_aligned(weights)),
             out=Result(out),
             pairs=self.order,
             routing=self.routing,

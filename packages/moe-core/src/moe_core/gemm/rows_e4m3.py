@@ -1,4 +1,4 @@
-"""e4m3 with scales that do not change along k: what the layer of `moe_core.gemm.rows_moe` needs of an element type.
+"""e4m3 with scales that do not change along k: what the layer of `moe_core.gemm.fused.rows` needs of an element type.
 
 The product of a step is summed in the tensor cores and added in float32, since Hopper's units keep fewer bits of a
 running sum.
@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_core.gemm.fused.rows import RowFunctions
 from moe_core.gemm.rows import largest, load_wide, open_wide, scale_of, scale_of_parts
-from moe_core.gemm.rows_moe import RowFunctions
 from moe_core.jit.casts import INTERPRET, divide, divide_all, factor_e4m3, narrow_e4m3
 from moe_core.ops._quantize_kernels import encode
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import triton
 from torch import Tensor
 
 from moe_core.gemm import rows
-from moe_core.gemm.launch import Operand, Routing, is_aligned, weight_descriptor
+from moe_core.gemm.launch import Routing
 from moe_core.jit.launch import launch
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs, whole_row
@@ -95,32 +94,3 @@ def quantize_rows(
         pdl=pdl,
         num_warps=min(max(block_c // 1024, 4), 16),
     )
-
-
-def row_operand(
-    weights: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    count: int,
-    extra: tuple[Any, ...] = (),
-    *,
-    columns: int | None = None,
-    packed: int = 1,
-) -> Operand:
-    """Weights [E, rows, K] with scales [E, rows, 1] or [E, parts]; ``count`` rows of one half.
-
-    ``packed`` of the ``columns`` lie in an element of weights [E, rows, whole steps].
-
-    ``extra`` goes behind what `rows.open_weights` takes, for device functions of a scheme's own.
-    """
-    half, row = (count * scales.stride(1), scales.stride(1)) if scales.dim() == 3 else (scales.stride(1), 0)
-    device = (weights, scales, weights.stride(0), weights.stride(1), scales.stride(0), half, row, *extra)
-    columns = weights.shape[2] if columns is None else columns
-    descriptor = weight_descriptor(weights)
-    if packed > 1 and descriptor is not None:
-        descriptor = partial(_packed_descriptor, descriptor, packed)
-    return Operand(device, count, columns, bias, descriptor, is_aligned(weights))
-
-
-def _packed_descriptor(make: Any, packed: int, block_rows: int, block_columns: int) -> Any:
-    return make(block_rows, block_columns // packed)

@@ -42,6 +42,7 @@ from typing import Any
 from moe_core.device import DeviceInfo
 from moe_core.errors import ConfigError, MoEError
 from moe_core.jit.specimen import Specimen
+from moe_core.testing.compile_cases import backend_specimens
 from moe_core.testing.compile_cover import Launch, Value, choose, describe
 from moe_core.testing.in_flight import register_products_in_flight
 
@@ -289,6 +290,7 @@ def find_specimens(packages: Iterable[str], target: Target) -> Iterator[Specimen
     """Specimens for ``target`` of every module in ``packages`` that defines ``specimens(target)``."""
     for name in specimen_modules(packages):
         yield from importlib.import_module(name).specimens(target.device)
+    yield from backend_specimens(target.device, set(packages))
 
 
 #: What forked processes compile: specimens hold functions, which cannot be sent to a process, but are inherited.

@@ -33,8 +33,8 @@ from moe_core.quant_key import (
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_core.gemm.marlin.layer import MarlinMatrix
     from moe_core.gemm.marlin.vector import VectorFunctions
+    from moe_core.gemm.marlin.weight import MarlinMatrix
 
 _BLOCKS = (GroupShape(128, 128), GroupShape(64, 128), GroupShape(64, 64), GroupShape(128, 64))
 _KEYS = (
@@ -84,7 +84,7 @@ class MarlinE4M3Experts(MarlinExperts):
         return e4m3_vectors(matrix)
 
     def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
-        from moe_core.gemm.marlin.layer import MarlinMatrix
+        from moe_core.gemm.marlin.weight import MarlinMatrix
 
         key, config = self.weight_key, self.config
         if key is None:

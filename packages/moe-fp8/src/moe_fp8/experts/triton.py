@@ -10,7 +10,7 @@ over top-k.  On sm_90, with many rows per expert, both products are a warp-speci
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from moe_core import (
@@ -31,9 +31,14 @@ from moe_core.errors import TensorError
 from moe_core.gemm.experts import GroupedExperts
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.rule import tile_plan
+from moe_core.gemm.workspaces import split_workspace
 from moe_core.numerics import e8m0_to_float32, is_e8m0
 from moe_core.quant_key import GroupShape, kFp8Dynamic64Sym, kFp8Dynamic128Sym, kFp8Static128BlockSym
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from moe_core.gemm.fused.scheme import ActivationScheme, CallShape
+    from moe_core.gemm.launch import GemmWeight
 
 _WIDE_BLOCKS = (GroupShape(128, 128), GroupShape(64, 128))
 _NARROW_BLOCKS = (GroupShape(64, 64), GroupShape(128, 64))
@@ -47,6 +52,9 @@ def _float32(scale: Tensor) -> Tensor:
 
 class TritonFp8BlockExperts(GroupedExperts):
     """Block FP8 through the grouped matrix product of ``moe_core.gemm``."""
+
+    #: two scales per tile of columns beside two accumulators, where blocks are narrower than tiles
+    accepted_spills = (448, 448)
 
     claims = Claims(
         devices=(cuda(min=89), hip("gfx942", "gfx950")),
@@ -87,21 +95,19 @@ class TritonFp8BlockExperts(GroupedExperts):
         shape = self.weight_key.group_shape if self.weight_key is not None else GroupShape(128, 128)
         return shape.row, shape.col
 
-    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        from moe_fp8.kernels.workspaces import block_fp8_workspaces
+    def split_workspace(self, shape: CallShape) -> WorkspaceSpec:
+        return split_workspace(shape.batched, max(self.block_shape[1], 128))
 
-        config = self.config
-        return block_fp8_workspaces(
-            num_tokens,
-            config.top_k,
-            config.local_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            config.dtype,
-            self.block_shape,
-            self.batched,
-            config if config.is_lora_enabled else None,
-        )
+    def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
+        from moe_fp8.kernels.block_moe import block_scheme
+
+        return block_scheme(self.block_shape[1])
+
+    def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
+        from moe_fp8.kernels.block_moe import block_weight
+
+        tensor = weights.w13 if name == "w13" else weights.w2
+        return block_weight(tensor, *self.scales(name, weights), self.sizes(name)[0], self.block_shape)
 
     def chosen_plan(self, num_tokens: int) -> TilePlan:
         config, group = self.config, self.block_shape[1]
@@ -116,8 +122,3 @@ class TritonFp8BlockExperts(GroupedExperts):
             block_k=group,
             capability=self.device_info.capability,
         )
-
-    def fused_moe(self, x: Tensor, weights: KernelWeights, call: dict[str, Any]) -> None:
-        from moe_fp8.kernels.block_moe import block_fp8_fused_moe
-
-        block_fp8_fused_moe(x, weights.w13, weights.w2, block_shape=self.block_shape, **call)

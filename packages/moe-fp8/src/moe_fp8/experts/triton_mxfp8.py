@@ -16,13 +16,12 @@ from moe_core.quant_key import kMxfp8Dynamic, kMxfp8Static
 from moe_fp8.experts.marlin import MarlinE4M3Experts
 
 if TYPE_CHECKING:
-    from moe_core.gemm.marlin.layer import Rounding
+    from moe_core import KernelWeights
+    from moe_core.gemm.fused.scheme import ActivationScheme
 
 
 class TritonMxfp8Experts(MarlinE4M3Experts):
     """MXFP8 weights and activations."""
-
-    rounded = torch.bfloat16
 
     claims = Claims(
         devices=(cuda(min=89),),
@@ -39,7 +38,11 @@ class TritonMxfp8Experts(MarlinE4M3Experts):
     )
 
     @property
-    def rounding(self) -> Rounding:
-        from moe_fp8.kernels.marlin_e4m3 import mxfp8_rounding
+    def operand_dtype(self) -> torch.dtype:
+        return torch.bfloat16
 
-        return mxfp8_rounding()
+    def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
+        from moe_core.gemm.fused.groups import GroupScheme
+        from moe_core.gemm.portable.activations import MX_GROUP, round_mxfp8
+
+        return GroupScheme(round_mxfp8, torch.bfloat16, MX_GROUP.value, keeps_range=False)

@@ -2,7 +2,7 @@
 
 Weights stay as the checkpoint has them; gate and up keep scales of their own.  Activations have one scale per token,
 one for all (both found at run time) or one per expert (static).  Standard and batched format.
-``moe_core.gemm.rows_moe`` says what a call consists of.
+``moe_core.gemm.fused.rows`` says what a call consists of.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from moe_core import (
 from moe_core.errors import TensorError
 from moe_core.gemm.experts import RowExperts
 from moe_core.quant_key import (
+    QuantKey,
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
     kFp8StaticChannelSym,
@@ -32,16 +33,18 @@ from moe_core.quant_key import (
 )
 
 if TYPE_CHECKING:
-    from moe_core.gemm.rows_moe import RowFunctions
+    from moe_core.gemm.fused.rows import Granularity, RowFunctions
 
 _WEIGHTS = (kFp8StaticTensorSym, kFp8StaticChannelSym)
-_ACTIVATIONS = {kFp8DynamicTokenSym: "token", kFp8DynamicTensorSym: "tensor", kFp8StaticTensorSym: "static"}
+_ACTIVATIONS: dict[QuantKey | None, Granularity] = {
+    kFp8DynamicTokenSym: "token",
+    kFp8DynamicTensorSym: "tensor",
+    kFp8StaticTensorSym: "static",
+}
 
 
 class TritonFp8Experts(RowExperts):
     """FP8 per tensor or channel through the grouped matrix product of ``moe_core.gemm``."""
-
-    element = torch.float8_e4m3fn
 
     claims = Claims(
         devices=(cuda(min=89), hip("gfx942", "gfx950")),
@@ -61,7 +64,7 @@ class TritonFp8Experts(RowExperts):
         if weights.w13_scale is None or weights.w2_scale is None:
             raise TensorError("FP8 weights come with w13_scale and w2_scale")
         inputs = {"w13_input_scale": weights.w13_input_scale, "w2_input_scale": weights.w2_input_scale}
-        if self.kind == "static":
+        if self.granularity == "static":
             for name, scale in inputs.items():
                 if scale is None:
                     raise TensorError(f"{name} is missing, the activation key is {weights.activation_key}")
@@ -82,7 +85,7 @@ class TritonFp8Experts(RowExperts):
         )
 
     @property
-    def kind(self) -> str:
+    def granularity(self) -> Granularity:
         """Of the activations' scales: "token", "tensor" or "static"."""
         key = self.activation_key
         if key not in _ACTIVATIONS:

@@ -20,7 +20,6 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from moe_core.gemm.marlin.layer import MarlinMatrix, Rounding
 from moe_core.gemm.marlin.operand import (
     FEW,
     STEP,
@@ -37,9 +36,9 @@ from moe_core.gemm.marlin.operand import (
     tile_words,
 )
 from moe_core.gemm.marlin.vector import VectorFunctions
+from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.marlin.widen import byte_columns, byte_values, pair
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.portable.activations import MX_GROUP, round_mxfp8
 from moe_core.gemm.weight_tile import weight_rows
 from moe_core.jit.casts import INTERPRET
 
@@ -265,8 +264,3 @@ def e4m3_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, 
 def e4m3_vectors(matrix: MarlinMatrix) -> VectorFunctions | None:
     """For one token; None where scales change along a row, whose tiles were measured ahead."""
     return VectorFunctions(e4m3_values, "row") if matrix.group_size == -1 else None
-
-
-def mxfp8_rounding() -> Rounding:
-    """x and h as MXFP8 numbers, which bfloat16 holds."""
-    return Rounding(round_mxfp8, MX_GROUP.value)

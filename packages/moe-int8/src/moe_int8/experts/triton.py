@@ -4,7 +4,7 @@ Not sm_75, whose tensor cores could: Triton 3.6 to 3.9 compiles no product of in
 
 Weights stay as the checkpoint has them.  Activations have one scale per token, one for all (both found at run time) or
 one per expert (static), and zero points per token or per expert; for these, sums of the weights' rows are kept.
-Standard and batched format.  ``moe_core.gemm.rows_moe`` says what a call consists of.
+Standard and batched format.  ``moe_core.gemm.fused.rows`` says what a call consists of.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from moe_int8.layout import row_sums, scale_and_zero
 from moe_int8.sums import sum_reasons
 
 if TYPE_CHECKING:
-    from moe_core.gemm.rows_moe import ActivationScales, RowFunctions
+    from moe_core.gemm.fused.rows import Granularity, RowFunctions
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[QuantKey | None, Granularity] = {
     kInt8DynamicTokenSym: "token",
     kInt8DynamicTokenAsym: "token",
     kInt8DynamicTensorSym: "tensor",
@@ -87,7 +87,7 @@ class TritonInt8Experts(Int8RowExperts):
         extra: dict[str, Tensor] = {}
         if self.zero_points:
             extra = {"w13_sums": row_sums(weights.w13), "w2_sums": row_sums(weights.w2)}
-        if self.kind == "static":
+        if self.granularity == "static":
             for name in ("w13", "w2"):
                 scale, zero = getattr(weights, f"{name}_input_scale"), getattr(weights, f"{name}_input_zero_point")
                 if scale is None or (zero is None) == self.zero_points:
@@ -113,7 +113,7 @@ class TritonInt8Experts(Int8RowExperts):
         )
 
     @property
-    def kind(self) -> str:
+    def granularity(self) -> Granularity:
         """Of the activations' scales: "token", "tensor" or "static"."""
         key = self.activation_key
         if key not in _ACTIVATIONS:
@@ -126,9 +126,7 @@ class TritonInt8Experts(Int8RowExperts):
 
         return INT8_ZERO if self.zero_points else INT8
 
-    def activation_scales(self, weights: KernelWeights) -> ActivationScales:
-        from moe_core.gemm.rows_moe import ActivationScales
-
+    def static_scales(self, weights: KernelWeights) -> tuple[Tensor | None, Tensor | None]:
         if self.zero_points:
-            return ActivationScales(self.kind, weights.extra.get("w13_input"), weights.extra.get("w2_input"))
-        return super().activation_scales(weights)
+            return weights.extra.get("w13_input"), weights.extra.get("w2_input")
+        return super().static_scales(weights)

@@ -2,7 +2,7 @@
 
 Two codes lie in a byte, which halves what the checkpoint's bytes take, and are unpacked in registers (sm_80 and newer);
 ``kernels/nibbles.py`` says how.  Activations have one scale per token, and with the asymmetric key a zero point.
-``moe_core.gemm.rows_moe`` says what a call consists of.
+``moe_core.gemm.fused.rows`` says what a call consists of.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moe_int8.layout import group_scales, nibble_half, pack_nibbles, row_sums, s
 from moe_int8.sums import sum_reasons
 
 if TYPE_CHECKING:
-    from moe_core.gemm.rows_moe import RowFunctions
+    from moe_core.gemm.fused.rows import Granularity, RowFunctions
 
 _GROUPS = KeyPattern(
     kInt4W4A8StaticGroup128Sym,
@@ -119,7 +119,7 @@ class TritonW4A8Int8Experts(Int8RowExperts):
         return self.weight_key.group_size
 
     @property
-    def kind(self) -> str:
+    def granularity(self) -> Granularity:
         return "token"
 
     @property

@@ -18,8 +18,8 @@ from dataclasses import replace
 
 import triton
 import triton.language as tl
+from moe_core.gemm.fused.rows import RowFunctions
 from moe_core.gemm.rows import load_values, load_wide
-from moe_core.gemm.rows_moe import RowFunctions
 from moe_core.gemm.weight_tile import weight_rows, weight_tile
 from moe_core.jit.casts import INTERPRET, round_int8
 from moe_core.jit.wait import wait_for_mma

@@ -1,4 +1,4 @@
-"""int8 with scales that do not change along k: what the layer of `moe_core.gemm.rows_moe` needs of an element type.
+"""int8 with scales that do not change along k: what the layer of `moe_core.gemm.fused.rows` needs of an element type.
 
 Products of codes are summed over all of k in int32, which is exact: 128 * 128 * k stays below 2^31 up to k = 131071
 (with zero points 255 * 128 * k up to 65793; `moe_int8.sums` refuses more).  Scales are applied to the finished sum;
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from moe_core.gemm.fused.rows import RowFunctions
 from moe_core.gemm.rows import (
     AMAX_FLOOR,
     INFINITY_BITS,
@@ -28,7 +29,6 @@ from moe_core.gemm.rows import (
     scale_of,
     scale_of_parts,
 )
-from moe_core.gemm.rows_moe import RowFunctions
 from moe_core.gemm.zero_points import scale_and_zero, shifted, with_zero
 from moe_core.jit.casts import divide, divide_all, round_int8
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from moe_mxfp4.groups import GROUP
 
 if TYPE_CHECKING:
-    from moe_core.gemm.marlin.layer import MarlinMatrix
+    from moe_core.gemm.marlin.weight import MarlinMatrix
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 
@@ -67,7 +67,7 @@ class _MarlinMxfp4Experts(MarlinExperts):
         return e2m1_functions
 
     def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
-        from moe_core.gemm.marlin.layer import MarlinMatrix
+        from moe_core.gemm.marlin.weight import MarlinMatrix
 
         config, first = self.config, name == "w13"
         return MarlinMatrix(
@@ -93,7 +93,7 @@ class _MarlinMxfp4Experts(MarlinExperts):
             config.hidden_size,
             config.intermediate_size,
             gated=config.is_gated,
-            split=self.shares_loops,
+            split=self.splits_loops,
             capability=self.device_info.capability,
         )
 

@@ -2,7 +2,7 @@
 
 Weights become e4m3 in registers, so that FP8 tensor cores multiply, at twice the rate of 16-bit ones.  Activations have
 one scale per token, found at run time, or one per expert (static).  Standard and batched format.
-``moe_core.gemm.rows_moe`` says what a call consists of, ``kernels/e4m3.py`` how weights are widened.
+``moe_core.gemm.fused.rows`` says what a call consists of, ``kernels/e4m3.py`` how weights are widened.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from moe_core import (
     FusedMoEActivationFormat,
     KernelWeights,
     MoEWeights,
+    QuantKey,
     cuda,
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
@@ -31,15 +32,13 @@ from moe_core.gemm.plan import TilePlan
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_core.gemm.rows_moe import RowFunctions
+    from moe_core.gemm.fused.rows import Granularity, RowFunctions
 
-_ACTIVATIONS = {kFp8DynamicTokenSym: "token", kFp8StaticTensorSym: "static"}
+_ACTIVATIONS: dict[QuantKey | None, Granularity] = {kFp8DynamicTokenSym: "token", kFp8StaticTensorSym: "static"}
 
 
 class MarlinMxfp4Fp8Experts(RowExperts):
     """MXFP4 weights, FP8 activations."""
-
-    element = torch.float8_e4m3fn
 
     claims = Claims(
         devices=(cuda(min=89),),
@@ -74,7 +73,7 @@ class MarlinMxfp4Fp8Experts(RowExperts):
             "w13_input_scale": weights.w13_input_scale,
             "w2_input_scale": weights.w2_input_scale,
         }
-        if self.kind == "static":
+        if self.granularity == "static":
             for name, scale in inputs.items():
                 if scale is None:
                     raise TensorError(f"{name} is missing, the activation key is {weights.activation_key}")
@@ -98,7 +97,7 @@ class MarlinMxfp4Fp8Experts(RowExperts):
         )
 
     @property
-    def kind(self) -> str:
+    def granularity(self) -> Granularity:
         key = self.activation_key
         if key not in _ACTIVATIONS:
             raise TensorError(f"activations are quantised per token or statically here, the key is {key}")
@@ -110,12 +109,9 @@ class MarlinMxfp4Fp8Experts(RowExperts):
 
         return E2M1
 
-    def extras(self, weights: KernelWeights) -> dict[str, Any]:
-        return {
-            f"{name}_extra": (powers, powers.stride(0), powers.stride(1))
-            for name in ("w13", "w2")
-            for powers in (weights.extra[f"{name}_powers"],)
-        }
+    def extra_arguments(self, name: str, weights: KernelWeights) -> tuple[Any, ...]:
+        powers = weights.extra[f"{name}_powers"]
+        return powers, powers.stride(0), powers.stride(1)
 
     def chosen_plan(self, num_tokens: int) -> TilePlan:
         from moe_mxfp4.kernels.e4m3_rule import e4m3_plan
@@ -128,6 +124,6 @@ class MarlinMxfp4Fp8Experts(RowExperts):
             config.hidden_size,
             config.intermediate_size,
             gated=config.is_gated,
-            static=self.kind == "static",
+            static=self.granularity == "static",
             capability=self.device_info.capability,
         )

@@ -3,7 +3,7 @@
 The portable backend: it reads the checkpoint's codes as they are and makes numbers of them in registers, by plain
 Triton operations; scales are turned once, so that those of a step lie together.  Every key of the scheme, standard and
 batched format.
-``moe_core.gemm.portable.layer`` says what a call consists of, ``kernels/e2m1.py`` how exact its products are.
+``moe_core.gemm.fused.layer`` says what a call consists of, ``kernels/e2m1.py`` how exact its products are.
 Quantised activations multiply as bfloat16 numbers, which hold e4m3 and e2m1 times a power of two; where tensor cores
 multiply codes with their scales (sm_100 and its family, gfx950), MXFP8 ones stay codes.
 """
@@ -11,7 +11,7 @@ multiply codes with their scales (sm_100 and its family, gfx950), MXFP8 ones sta
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from moe_core import (
@@ -22,7 +22,6 @@ from moe_core import (
     FusedMoEActivationFormat,
     KernelWeights,
     MoEWeights,
-    WorkspaceSpec,
     cuda,
     hip,
     kMxfp4Static,
@@ -34,17 +33,20 @@ from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.portable.kinds import ActivationKind
 from moe_core.gemm.portable.rule import portable_plan
 from moe_core.gemm.portable.words import as_words
-from torch import Tensor
 
 from moe_mxfp4.keys import ACTIVATIONS
 from moe_mxfp4.scales import group_scales, has_scaled_units, step_scales
 
 if TYPE_CHECKING:
-    from moe_core.gemm.portable.layer import PackedMatrix
+    from moe_core.gemm.fused.scheme import ActivationScheme
+    from moe_core.gemm.launch import GemmWeight
 
 
 class TritonMxfp4Experts(GroupedExperts):
     """e2m1 codes that become numbers in registers, through the grouped matrix product of ``moe_core.gemm``."""
+
+    #: scales of each step beside the product; masks of odd sizes
+    accepted_spills = (192, 320)
 
     claims = Claims(
         devices=(cuda(min=80), hip("gfx942", "gfx950")),
@@ -118,38 +120,22 @@ class TritonMxfp4Experts(GroupedExperts):
             capability=self.device_info.capability,
         )
 
-    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        from moe_core.gemm.portable.layer import portable_workspaces
+    def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
+        from moe_core.gemm.portable.scheme import portable_scheme
 
-        config = self.config
-        return portable_workspaces(
-            num_tokens,
-            config.top_k,
-            config.local_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            config.dtype,
-            kind=self.kind,
-            weight_on_input=self.weight_on_input,
-            scaled=self.scaled,
-            batched=self.batched,
-        )
+        quant = None if weights is None else weights.quant_config
+        static = (None, None) if quant is None else (quant.a1_scale, quant.a2_scale)
+        return portable_scheme(self.kind, 4, self.config.dtype, scaled=self.scaled, static=static)
 
-    def fused_moe(self, x: Tensor, weights: KernelWeights, call: dict[str, Any]) -> None:
-        from moe_core.gemm.portable.layer import STEP, portable_fused_moe
+    def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
+        from moe_core.gemm.portable.scheme import STEP
 
-        from moe_mxfp4.kernels.matrix import SHORT_STEP, e2m1_matrix, scaled_matrix
+        from moe_mxfp4.kernels.matrix import SHORT_STEP, e2m1_weight, scaled_weight
 
-        quant = weights.quant_config
-        step = SHORT_STEP if self.short_steps and x.is_cuda else STEP
-
-        def matrix(name: str, codes: Tensor, columns: int, input_scale: Tensor | None) -> PackedMatrix:
-            given = (codes, columns, call.pop(f"{name}_scale"), weights.extra[f"{name}_factors"])
-            bias = call.pop(f"{name}_bias")
-            if self.scaled:
-                return scaled_matrix(*given, bias=bias)
-            return e2m1_matrix(*given, bias=bias, input_scale=input_scale, step=step)
-
-        w13 = matrix("w13", weights.w13, self.config.hidden_size, quant.a1_scale)
-        w2 = matrix("w2", weights.w2, self.config.intermediate_size, quant.a2_scale)
-        portable_fused_moe(x, w13, w2, kind=self.kind, **call)
+        scales, bias = self.scales(name, weights)
+        codes = weights.w13 if name == "w13" else weights.w2
+        given = (codes, *self.sizes(name), scales, weights.extra[f"{name}_factors"])
+        if self.scaled:
+            return scaled_weight(*given, bias=bias)
+        step = SHORT_STEP if self.short_steps and weights.device.type != "cpu" else STEP
+        return e2m1_weight(*given, kind=self.kind, bias=bias, step=step)

@@ -17,8 +17,8 @@ from typing import Any
 import triton
 import triton.language as tl
 from moe_core.gemm.marlin.integers import load_group_4
-from moe_core.gemm.marlin.layer import MarlinMatrix
 from moe_core.gemm.marlin.operand import FEW, add_product, finish_factors, open_groups, per_word, step_powers
+from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.marlin.widen import nibble_columns, nibble_numbers
 from moe_core.gemm.plan import TileConfig
 from moe_core.jit.casts import INTERPRET

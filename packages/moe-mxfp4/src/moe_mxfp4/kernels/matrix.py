@@ -1,4 +1,4 @@
-"""MXFP4 weights of a layer, as `moe_core.gemm.portable.layer` takes them."""
+"""MXFP4 weights of a layer, as the fused layer takes them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from moe_core.gemm import rows
-from moe_core.gemm.launch import TileFunctions
+from moe_core.gemm.launch import GemmWeight, TileFunctions
 from moe_core.gemm.portable import tiles
 from moe_core.gemm.portable.kinds import ActivationKind
-from moe_core.gemm.portable.layer import STEP, PackedMatrix
+from moe_core.gemm.portable.scheme import STEP, packed_weight
 from torch import Tensor
 
 from moe_mxfp4.kernels import e2m1, scaled
@@ -18,37 +18,45 @@ from moe_mxfp4.kernels import e2m1, scaled
 SHORT_STEP = 32
 
 
-def e2m1_matrix(
+def e2m1_weight(
     words: Tensor,
+    rows: int,
     columns: int,
     scales: Tensor,
     factors: Tensor,
     *,
+    kind: ActivationKind,
     bias: Tensor | None = None,
-    input_scale: Tensor | None = None,
     step: int = STEP,
-) -> PackedMatrix:
-    """Weights of `PackedMatrix`, for activations of every kind.
+) -> GemmWeight:
+    """A weight for activations of any kind; ``rows`` of one half.
 
     - ``words`` int32 [E, rows, words]: 8 codes each, low bits first
     - ``scales`` int32 [E, ceil(columns / 128), rows], ``factors`` float32 [E, rows]: see `moe_mxfp4.kernels.e2m1`
     """
-    device = _device(words, scales, factors)
-    return PackedMatrix(words, 4, columns, device, _functions, bias, None, input_scale, step)
+    arguments = _arguments(words, scales, factors)
+    return packed_weight(words, 4, rows, columns, arguments, _functions(kind), bias=bias, step=step)
 
 
-def scaled_matrix(
-    codes: Tensor, columns: int, scales: Tensor, factors: Tensor, *, bias: Tensor | None = None
-) -> PackedMatrix:
-    """Weights of `PackedMatrix` for MXFP8 activations, multiplied with their scales; see `moe_mxfp4.kernels.scaled`.
+def scaled_weight(
+    codes: Tensor, rows: int, columns: int, scales: Tensor, factors: Tensor, *, bias: Tensor | None = None
+) -> GemmWeight:
+    """A weight for MXFP8 activations, multiplied with its scales; see `moe_mxfp4.kernels.scaled`.
 
     - ``codes`` uint8 [E, rows, bytes], ``scales`` uint8 [E, rows, groups padded to 4], ``factors`` float32 [E, rows]
     """
-    device = _device(codes, scales, factors)
-    return PackedMatrix(codes, 4, columns, device, _scaled_functions, bias, scaled=True)
+    functions = TileFunctions(
+        scaled.open_codes,
+        scaled.load_codes,
+        scaled.open_scaled,
+        scaled.load_scaled,
+        scaled.multiply_scaled,
+        e2m1.finish,
+    )
+    return packed_weight(codes, 4, rows, columns, _arguments(codes, scales, factors), functions, bias=bias)
 
 
-def _device(codes: Tensor, scales: Tensor, factors: Tensor) -> tuple[Any, ...]:
+def _arguments(codes: Tensor, scales: Tensor, factors: Tensor) -> tuple[Any, ...]:
     return (
         codes,
         scales,
@@ -59,17 +67,6 @@ def _device(codes: Tensor, scales: Tensor, factors: Tensor) -> tuple[Any, ...]:
         scales.stride(0),
         scales.stride(1),
         factors.stride(0),
-    )
-
-
-def _scaled_functions(kind: ActivationKind) -> TileFunctions:
-    return TileFunctions(
-        scaled.open_codes,
-        scaled.load_codes,
-        scaled.open_scaled,
-        scaled.load_scaled,
-        scaled.multiply_scaled,
-        e2m1.finish,
     )
 
 

@@ -2,14 +2,14 @@
 
 The portable backend: it reads the checkpoint's codes as they are and makes numbers of them in registers, by plain
 Triton operations; scales and zero points are turned once, so that those of a group lie together.  Every key of the
-scheme, standard and batched format.  ``moe_core.gemm.portable.layer`` says what a call consists of,
+scheme, standard and batched format.  ``moe_core.gemm.fused.layer`` says what a call consists of,
 ``kernels/codes.py`` how exact its products are.  e4m3 activations multiply as bfloat16 numbers, which hold them.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from moe_core import (
@@ -20,7 +20,6 @@ from moe_core import (
     FusedMoEActivationFormat,
     KernelWeights,
     MoEWeights,
-    WorkspaceSpec,
     cuda,
     hip,
     kFp8DynamicTokenSym,
@@ -38,12 +37,19 @@ from torch import Tensor
 from moe_wna16.keys import BASES, every_key, in_order
 from moe_wna16.layout import arranged_groups, by_group, zero_points
 
-#: columns that a row of ``kernels.layer`` is padded to a multiple of
+if TYPE_CHECKING:
+    from moe_core.gemm.fused.scheme import ActivationScheme
+    from moe_core.gemm.launch import GemmWeight
+
+#: columns that rows of activations are padded to a multiple of
 _STEP = 128
 
 
 class TritonWNA16Experts(GroupedExperts):
     """Codes that become numbers in registers, through the grouped matrix product of ``moe_core.gemm``."""
+
+    #: four groups of a step, each with a product of its own
+    accepted_spills = (256, 256)
 
     claims = Claims(
         devices=(cuda(min=80), hip("gfx942", "gfx950")),
@@ -144,52 +150,35 @@ class TritonWNA16Experts(GroupedExperts):
             capability=self.device_info.capability,
         )
 
-    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        from moe_core.gemm.portable.layer import portable_workspaces
+    def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
+        from moe_core.gemm.portable.scheme import portable_scheme
 
-        config = self.config
-        return portable_workspaces(
-            num_tokens,
-            config.top_k,
-            config.local_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            config.dtype,
+        quant, key = None if weights is None else weights.quant_config, self.weight_key
+        return portable_scheme(
+            self.kind,
+            self.bits,
+            self.config.dtype,
+            pre_scaled=key is not None and key.pre_scaled,
+            factors=(None, None) if quant is None else (quant.w1_pre_scale, quant.w2_pre_scale),
+        )
+
+    def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
+        from moe_core.gemm.portable.scheme import STEP
+
+        from moe_wna16.kernels.matrix import SHORT_STEP, code_weight
+
+        quant, first, on_gpu = weights.quant_config, name == "w13", weights.device.type != "cpu"
+        scales, bias = self.scales(name, weights)
+        return code_weight(
+            weights.w13 if first else weights.w2,
+            self.bits,
+            *self.sizes(name),
+            self.kernel_group_size,
+            scales,
+            quant.w1_zp if first else quant.w2_zp,
+            quant.w1_g_idx if first else quant.w2_g_idx,
+            bias,
             kind=self.kind,
-            pre_scaled=self.weight_key is not None and self.weight_key.pre_scaled,
-            batched=self.batched,
+            # the interpreter takes time for operations, not for their size
+            step=SHORT_STEP if self.short_steps and (on_gpu or not self.permuted) else STEP,
         )
-
-    def fused_moe(self, x: Tensor, weights: KernelWeights, call: dict[str, Any]) -> None:
-        from moe_core.gemm.portable.layer import STEP, portable_fused_moe
-
-        from moe_wna16.kernels.matrix import SHORT_STEP, code_matrix
-
-        quant, config = weights.quant_config, self.config
-        # the interpreter takes time for operations, not for their size
-        step = SHORT_STEP if self.short_steps and (x.is_cuda or not self.permuted) else STEP
-        w13 = code_matrix(
-            weights.w13,
-            self.bits,
-            config.hidden_size,
-            self.kernel_group_size,
-            call.pop("w13_scale"),
-            quant.w1_zp,
-            quant.w1_g_idx,
-            quant.w1_pre_scale,
-            call.pop("w13_bias"),
-            step,
-        )
-        w2 = code_matrix(
-            weights.w2,
-            self.bits,
-            config.intermediate_size,
-            self.kernel_group_size,
-            call.pop("w2_scale"),
-            quant.w2_zp,
-            quant.w2_g_idx,
-            quant.w2_pre_scale,
-            call.pop("w2_bias"),
-            step,
-        )
-        portable_fused_moe(x, w13, w2, kind=self.kind, **call)

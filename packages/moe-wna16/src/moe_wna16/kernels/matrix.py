@@ -1,14 +1,12 @@
-"""The integer weights of a layer, as `moe_core.gemm.portable.layer` takes them."""
+"""The integer weights of a layer, as the fused layer takes them."""
 
 from __future__ import annotations
 
-from functools import partial
-
 from moe_core.gemm import rows
-from moe_core.gemm.launch import TileFunctions
+from moe_core.gemm.launch import GemmWeight, TileFunctions
 from moe_core.gemm.portable import tiles
 from moe_core.gemm.portable.kinds import ActivationKind
-from moe_core.gemm.portable.layer import STEP, PackedMatrix
+from moe_core.gemm.portable.scheme import STEP, packed_weight
 from torch import Tensor
 
 from moe_wna16.kernels import codes
@@ -27,25 +25,27 @@ _GROUPS = {
 }
 
 
-def code_matrix(
+def code_weight(
     words: Tensor,
     bits: int,
+    rows: int,
     columns: int,
     group_size: int,
     scales: Tensor,
     zero_points: Tensor | None = None,
     column_groups: Tensor | None = None,
-    pre_scale: Tensor | None = None,
     bias: Tensor | None = None,
+    *,
+    kind: ActivationKind = ActivationKind.PLAIN,
     step: int = STEP,
-) -> PackedMatrix:
-    """Weights of `PackedMatrix`; activations are 16-bit (float32) or, beside codes of 4 bits, quantised by token.
+) -> GemmWeight:
+    """Words of codes, see `packed_weight`; ``kind`` PLAIN or, beside codes of 4 bits, TOKEN.
 
     - ``scales`` [E, groups, rows] bfloat16, float16 or float32, ``zero_points`` of that shape, uint8 or int16: without
       them the middle code; ``group_size`` columns share one, -1: all of a row; a ``step`` has 1, 2 or 4 of them
     - ``column_groups`` int32 [E, columns padded to 128], in the order of `tiles.arrange`: the group of each column
     """
-    device = (
+    arguments = (
         words,
         scales,
         zero_points,
@@ -59,8 +59,8 @@ def code_matrix(
         scales.shape[1],
     )
     per_column = column_groups is not None
-    functions = partial(_functions, bits=bits, group_size=group_size, per_column=per_column, step=step)
-    return PackedMatrix(words, bits, columns, device, functions, bias, pre_scale, step=step)
+    functions = _functions(kind, bits=bits, group_size=group_size, per_column=per_column, step=step)
+    return packed_weight(words, bits, rows, columns, arguments, functions, bias=bias, step=step)
 
 
 def _functions(kind: ActivationKind, *, bits: int, group_size: int, per_column: bool, step: int) -> TileFunctions:

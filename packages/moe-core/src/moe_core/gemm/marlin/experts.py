@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,19 @@ from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import WorkspaceSpec
 
 if TYPE_CHECKING:
+    from moe_core.gemm.fused.scheme import ActivationScheme, CallShape
+    from moe_core.gemm.launch import GemmWeight
     from moe_core.gemm.marlin.convert import Converted
-    from moe_core.gemm.marlin.layer import Functions, MarlinMatrix, Rounding
     from moe_core.gemm.marlin.rule import VectorPlan
-    from moe_core.gemm.marlin.vector import VectorFunctions
+    from moe_core.gemm.marlin.vector import GemvLayer, VectorFunctions
+    from moe_core.gemm.marlin.weight import Functions, MarlinMatrix
 
 
 class MarlinExperts(GroupedExperts):
     """Subclasses add claims, `convert` and the device functions of their element type."""
+
+    #: tile coordinates outside the k loop: 128 rows of activations leave no registers for them; masks of odd sizes
+    accepted_spills = (192, 640)
 
     @property
     @abstractmethod
@@ -39,13 +44,10 @@ class MarlinExperts(GroupedExperts):
         """What one token's products take of the element type, or None where tensor cores are ahead."""
         return None
 
-    #: of x and h where the layer rounds them, else None
-    rounded: ClassVar[torch.dtype | None] = None
-
     @property
-    def rounding(self) -> Rounding | None:
-        """How x and h are rounded, to numbers of type :attr:`rounded`."""
-        return None
+    def operand_dtype(self) -> torch.dtype:
+        """Of x and h as they are multiplied."""
+        return self.config.dtype
 
     @property
     def gathered_columns(self) -> tuple[int, int]:
@@ -63,9 +65,9 @@ class MarlinExperts(GroupedExperts):
             config.hidden_size,
             config.intermediate_size,
             bits=self._bits,
-            dtype_bytes=(self.rounded or config.dtype).itemsize,
+            dtype_bytes=self.operand_dtype.itemsize,
             gated=config.is_gated,
-            split=self.shares_loops,
+            split=self.splits_loops,
             capability=self.device_info.capability,
         )
 
@@ -73,12 +75,12 @@ class MarlinExperts(GroupedExperts):
     def _bits(self) -> int:
         return 8 if self.weight_key is not None and self.weight_key.dtype.bits == 8 else 4
 
-    def vector_plan(self, num_tokens: int, on_gpu: bool = True) -> VectorPlan | None:
+    def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> VectorPlan | None:
         """Launch parameters where so many tokens are multiplied without tensor cores."""
         from moe_core.gemm.marlin.rule import vector_plan
 
         config = self.config
-        if self.batched or self.rounded is not None or config.dtype.itemsize != 2:
+        if self.batched or self.activation_key is not None or config.dtype.itemsize != 2:
             return None
         plan = vector_plan(
             num_tokens,
@@ -92,37 +94,36 @@ class MarlinExperts(GroupedExperts):
         )
         return plan if on_gpu or plan is None else replace(plan, pdl=False)
 
-    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        from moe_core.gemm.marlin.layer import marlin_workspaces
+    def split_workspace(self, shape: CallShape) -> WorkspaceSpec:
+        from moe_core.gemm.marlin.rule import MAX_PARTS
+
+        # at most 16 programs share a loop
+        numbers = min(MAX_PARTS, 16 * shape.pairs * max(2 * shape.intermediate_size, shape.hidden_size))
+        return WorkspaceSpec("parts", (0 if shape.batched else numbers,), torch.float32)
+
+    def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
+        from moe_core.gemm.fused.plain import Columns, PlainScheme
 
         config = self.config
-        return marlin_workspaces(
-            num_tokens,
-            config.top_k,
-            config.local_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            config.dtype,
-            batched=self.batched,
-            gathered=self.gathered_columns,
-            rounded=self.rounded,
-            weight_on_input=self.weight_on_input,
-        )
+        if weights is None:
+            return PlainScheme(Columns(config.hidden_size), Columns(config.intermediate_size), self.gathered_columns)
+        x, h = (self.named_matrix(name, weights).activation_columns for name in ("w13", "w2"))
+        return PlainScheme(x, h, self.gathered_columns)
 
-    def fused_moe(self, x: Tensor, weights: KernelWeights, call: dict[str, Any]) -> None:
-        from moe_core.gemm.marlin.layer import marlin_fused_moe
-        from moe_core.gemm.marlin.vector import reads_vectors, vector_fused_moe
+    def named_matrix(self, name: str, weights: KernelWeights) -> MarlinMatrix:
+        """The matrix "w13" or "w2"."""
+        return self.matrix(name, weights, *self.scales(name, weights))
 
-        scales = call.pop("w13_scale"), call.pop("w2_scale")
-        biases = call.pop("w13_bias"), call.pop("w2_bias")
-        w13 = self.matrix("w13", weights, scales[0], biases[0])
-        w2 = self.matrix("w2", weights, scales[1], biases[1])
-        plan = self.vector_plan(x.shape[-2], x.is_cuda)
-        vectors = None if plan is None else self.vectors(w13)
-        if vectors is not None and reads_vectors(x, w13, w2):
-            vector_fused_moe(vectors, x, w13, w2, **call | {"plan": plan})
-            return
-        marlin_fused_moe(self.functions, x, w13, w2, rounding=self.rounding, **call)
+    def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
+        return self.named_matrix(name, weights).gemm_weight(self.functions)
+
+    def gemv_layer(self, weights: KernelWeights) -> GemvLayer | None:
+        from moe_core.gemm.launch import Activation
+        from moe_core.gemm.marlin.vector import GemvLayer
+
+        w13, w2 = (self.named_matrix(name, weights) for name in ("w13", "w2"))
+        functions = self.vectors(w13)
+        return None if functions is None else GemvLayer(functions, w13, w2, Activation.of(self.config))
 
 
 class MarlinIntegerExperts(MarlinExperts):
@@ -190,7 +191,7 @@ class MarlinIntegerExperts(MarlinExperts):
 
     def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
         from moe_core.gemm.marlin.columns import CHUNK
-        from moe_core.gemm.marlin.layer import MarlinMatrix
+        from moe_core.gemm.marlin.weight import MarlinMatrix
 
         key, config, quant = self.weight_key, self.config, weights.quant_config
         if key is None:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from moe_core.gemm.marlin import integers, operand
-from moe_core.gemm.marlin.layer import MarlinMatrix
 from moe_core.gemm.marlin.vector import VectorFunctions
 from moe_core.gemm.marlin.vector_numbers import int4_placed
+from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.marlin.widen import int8_values
 from moe_core.gemm.plan import TileConfig
 

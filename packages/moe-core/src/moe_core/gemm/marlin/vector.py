@@ -4,7 +4,7 @@
     down      y[pair] = weight * (w2 h[pair])
     reduce    out = sum over pairs of y, in float32
 
-Pairs are not sorted: each reads its expert's weights.  These are those of `moe_core.gemm.marlin.layer`.
+Pairs are not sorted: each reads its expert's weights.  These are those of `moe_core.gemm.marlin.weight`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moe_core.gemm.launch import Activation, Routing
 from moe_core.gemm.marlin._vector_kernels import vector_kernel
-from moe_core.gemm.marlin.layer import MarlinMatrix
 from moe_core.gemm.marlin.rule import VectorConfig, VectorPlan
+from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.jit.launch import launch
 from moe_core.ops.reduce import reduce_pairs
 
@@ -36,37 +36,31 @@ class VectorFunctions:
     placed: bool = False
 
 
-def reads_vectors(x: Tensor, w13: MarlinMatrix, w2: MarlinMatrix) -> bool:
-    """Whether the kernels can read the activations: two numbers at a time, in the order of their columns."""
-    if any(m.index is not None or m.column_factors is not None or m.columns % 2 for m in (w13, w2)):
-        return False
-    return x.data_ptr() % 4 == 0 and x.stride(0) % 2 == 0
+@dataclass(frozen=True, eq=False)
+class GemvLayer:
+    """The layer whose ``w13`` and ``w2`` are multiplied by vectors; made once, like a `FusedLayer`."""
 
+    functions: VectorFunctions
+    w13: MarlinMatrix
+    w2: MarlinMatrix
+    activation: Activation
 
-def vector_fused_moe(
-    functions: VectorFunctions,
-    x: Tensor,
-    w13: MarlinMatrix,
-    w2: MarlinMatrix,
-    *,
-    out: Tensor,
-    workspace: Mapping[str, Tensor],
-    plan: VectorPlan,
-    activation: Activation,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    expert_map: Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
-) -> None:
-    """As `moe_core.gemm.marlin.layer.marlin_fused_moe`, for one token; ``x`` as :func:`reads_vectors` says."""
-    experts, hidden = w13.words.shape[0], w2.outputs
-    routing = Routing(topk_ids, topk_weights, experts, expert_map, apply_router_weight_on_input)
-    h, on_input = workspace["h"], apply_router_weight_on_input
-    y = workspace["parts"][: routing.num_pairs * hidden].view(-1, hidden)
-    up, down = _constants(functions, w13, plan.up), _constants(functions, w2, plan.down)
-    _product(x, w13, h, routing, activation, routing.top_k, up | {"WEIGHT": int(on_input)}, pdl=plan.pdl)
-    _product(h, w2, y, routing, None, 1, down | {"WEIGHT": 0 if on_input else 2}, pdl=plan.pdl)
-    reduce_pairs(y, topk_ids, experts, out, expert_map=expert_map, pdl=plan.pdl)
+    def reads(self, x: Tensor) -> bool:
+        """Whether the kernels can read the activations: two numbers at a time, in the order of their columns."""
+        if any(m.index is not None or m.column_factors is not None or m.columns % 2 for m in (self.w13, self.w2)):
+            return False
+        return x.data_ptr() % 4 == 0 and x.stride(0) % 2 == 0
+
+    def __call__(
+        self, x: Tensor, out: Tensor, *, routing: Routing, plan: VectorPlan, workspace: Mapping[str, Tensor]
+    ) -> None:
+        """As a `FusedLayer`, for ``x`` of one token, or two, that :meth:`reads` takes."""
+        h, on_input, pdl = workspace["h"], routing.weight_on_input, plan.pdl
+        y = workspace["parts"][: routing.num_pairs * self.w2.outputs].view(-1, self.w2.outputs)
+        up, down = _constants(self.functions, self.w13, plan.up), _constants(self.functions, self.w2, plan.down)
+        _product(x, self.w13, h, routing, self.activation, routing.top_k, up | {"WEIGHT": int(on_input)}, pdl=pdl)
+        _product(h, self.w2, y, routing, None, 1, down | {"WEIGHT": 0 if on_input else 2}, pdl=pdl)
+        reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, pdl=pdl)
 
 
 def _product(
@@ -86,7 +80,7 @@ def _product(
         (routing.num_pairs * triton.cdiv(matrix.words.shape[1], constants["BLOCK_N"]),),
         out,
         x,
-        matrix.device,
+        matrix.arguments,
         routing.ids,
         routing.expert_map,
         routing.weights,

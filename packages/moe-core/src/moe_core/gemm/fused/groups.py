@@ -1,0 +1,152 @@
+"""Activations that are rounded in groups of columns: in the launch that sorts, and in gemm1's epilogue.
+
+The groups of a tile have their scales in the program that computes it, so that h needs no launch of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, Order, Rows, padded
+from moe_core.gemm.launch import Result, Routing
+from moe_core.gemm.rows_launch import quantize_rows
+from moe_core.gemm.spread import spread_rows
+from moe_core.gemm.tile_kernel import POSITION, TOKEN
+from moe_core.ops.batch import Batch
+from moe_core.ops.sort import QuantizeRows, SortedPairs
+from moe_core.workspace import WorkspaceSpec
+
+if TYPE_CHECKING:
+    from moe_core.gemm.fused.layer import Call
+
+#: scatters rows into the sorted order only above this many pairs
+MIN_SCATTERED_PAIRS = 256
+
+
+@dataclass(frozen=True, eq=False)
+class GroupScheme(ActivationScheme):
+    """Values of ``dtype`` in groups of ``group`` columns; of h in tiles of ``block`` columns.
+
+    - ``quantize``: `@triton.jit` function of the tile kernel's form
+    - ``scale_dtype``, ``scale_group``: type of stored scales and the columns that share one; None: values hold them
+    - ``takes_values``: ``quantize`` gets the tensor that values go to, for its type
+    - ``x_scale``, ``h_scale``: static scales [E], which ``quantize`` gets too; rows then lie in sorted order
+    - ``scatters``: x goes straight into the sorted order where gemm1 is computed by the warp-specialised kernel
+    - ``epilogue``: the name of ``quantize`` in the warp-specialised kernel
+    - ``keeps_range``: router weights may multiply gemm1's product in place of x
+    """
+
+    quantize: Any
+    dtype: torch.dtype
+    group: int
+    block: int = TILE
+    scale_dtype: torch.dtype | None = None
+    scale_group: int = TILE
+    takes_values: bool = False
+    static: bool = False
+    x_scale: Tensor | None = None
+    h_scale: Tensor | None = None
+    scatters: bool = False
+    epilogue: str = "values"
+    keeps_range: bool = True
+
+    def weights_first(self, has_lora: bool) -> bool:
+        return has_lora or not self.keeps_range
+
+    def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
+        width, inner = padded(shape.hidden_size, self.block), padded(shape.intermediate_size, self.block)
+        scattered = shape.pairs if self.scatters and shape.pairs > MIN_SCATTERED_PAIRS and not shape.batched else 0
+        rows = shape.pairs if self.static else shape.rows
+        return (
+            WorkspaceSpec("x_values", (rows, width), self.dtype),
+            *self._scales("x_scales", rows, width),
+            WorkspaceSpec("sorted_values", (scattered, width), self.dtype),
+            *self._scales("sorted_scales", scattered, width),
+            WorkspaceSpec("h", (0 if shape.lora is None else shape.pairs, inner), shape.wide),
+            WorkspaceSpec("h_values", (shape.pairs, inner), self.dtype),
+            *self._scales("h_scales", shape.pairs, inner),
+        )
+
+    def _scales(self, name: str, rows: int, columns: int) -> tuple[WorkspaceSpec, ...]:
+        if self.scale_dtype is None:
+            return ()
+        return (WorkspaceSpec(name, (rows, columns // self.scale_group), self.scale_dtype),)
+
+    def arguments(self, values: Tensor, scale: Tensor | None) -> tuple[Tensor, ...] | None:
+        """The tuple Q of ``quantize``."""
+        if not self.takes_values:
+            return None
+        return (values,) if scale is None else (values, scale)
+
+    def rows(self, values: Tensor, scales: Tensor | None, static: Tensor | None, which: int) -> Rows:
+        """Operand A."""
+        if static is not None:
+            return Rows((values, static, values.stride(0), 0, 1), which)
+        if scales is None:
+            return Rows((values, values.stride(0)), which)
+        specialised = (scales, scales.stride(0))
+        return Rows((values, scales, values.stride(0), scales.stride(0)), which, specialised=specialised)
+
+    def quantize_x(self, call: Call) -> tuple[Order, Rows]:
+        work, routing = call.workspace, call.routing
+        scatter = self._scatters(call)
+        prefix = "sorted" if scatter and not self.static else "x"
+        values, scales = work[f"{prefix}_values"], work.get(f"{prefix}_scales")
+        if scatter and not self.static:
+            values = values[: call.pairs]
+        arguments = self.arguments(values, self.x_scale)
+        job = QuantizeRows(call.x, values, scales, self.quantize, self.group, arguments)
+        if not scatter:
+            which = (TOKEN if isinstance(routing, Routing) else POSITION).value
+            return call.order(job), self.rows(values, scales, self.x_scale, which)
+        order = call.order(positions=True)
+        if isinstance(order, SortedPairs) and isinstance(routing, Routing):
+            spread_rows(job, pairs=order, routing=routing, by_expert=self.static, pdl=call.plan.pdl)
+        return order, self.rows(values, scales, self.x_scale, POSITION.value)
+
+    def _scatters(self, call: Call) -> bool:
+        if isinstance(call.routing, Batch):
+            return False
+        if self.static:
+            return True
+        fits = self.scatters and call.specialises(call.plan.up, call.layer.w13)
+        return fits and 0 < call.pairs <= call.workspace["sorted_values"].shape[0]
+
+    def result(self, call: Call) -> Result:
+        work = call.workspace
+        if call.adapters is not None:
+            # gemm2's adapters read h before it is quantised
+            return Result(work["h"], block=self.block)
+        values = work["h_values"]
+        return Result(
+            values,
+            work.get("h_scales"),
+            self.quantize,
+            self.arguments(values, self.h_scale),
+            groups=1 if self.scale_dtype is None else self.block // self.scale_group,
+            kind=self.epilogue,
+            block=self.block,
+        )
+
+    def h(self, call: Call, order: Order, which: int) -> Rows:
+        work = call.workspace
+        if call.adapters is not None:
+            # every group of every pair is a row here
+            quantize_rows(
+                work["h"][: call.pairs].view(-1, self.group),
+                work["h_values"].view(-1, self.group),
+                work["h_scales"],
+                self.quantize,
+                None,
+                ("all", ()),
+                pdl=False,
+            )
+        rows, columns = self.rows(work["h_values"], work.get("h_scales"), self.h_scale, which), call.layer.w2.columns
+        if call.layer.w13.interleaved and columns % self.block:
+            # a tile of gemm1 is half as wide in h, so that columns of the last one may not be written
+            return replace(rows, arguments=(*rows.arguments, columns), form="masked")
+        return rows

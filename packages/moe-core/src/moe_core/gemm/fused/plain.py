@@ -1,0 +1,93 @@
+"""Activations that are not quantised; their columns are gathered where those of the weights are permuted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, Order, Rows, first_rows, padded
+from moe_core.gemm.launch import Result, Routing
+from moe_core.gemm.marlin.columns import gather_columns
+from moe_core.gemm.tile_kernel import POSITION, TOKEN
+from moe_core.workspace import WorkspaceSpec
+
+if TYPE_CHECKING:
+    from moe_core.gemm.fused.layer import Call
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Columns of activations as a weight has them.
+
+    ``count`` of them; ``index`` int32 [E, count] and ``factors`` float32 [E, K]: see `gather_columns`, None: the same.
+    """
+
+    count: int
+    index: Tensor | None = None
+    factors: Tensor | None = None
+
+    def gathers(self, columns: int) -> bool:
+        """Whether activations of so many columns are gathered before the GEMM."""
+        return (self.index is not None or self.factors is not None) and self.count == columns
+
+    def indexes(self, columns: int) -> bool:
+        """Whether the GEMM reads them column by column: groups were filled up to whole ones."""
+        return self.count != columns
+
+
+@dataclass(frozen=True, eq=False)
+class PlainScheme(ActivationScheme):
+    """x and h in the dtype of x.
+
+    ``x`` and ``h``: columns as w13 and w2 have them; ``gathered``: the most columns of x and h that are gathered, 0
+    where none are.
+    """
+
+    x: Columns
+    h_columns: Columns
+    gathered: tuple[int, int] = (0, 0)
+
+    @property
+    def h_by_pair(self) -> bool:  # type: ignore[override]
+        return self.h_columns.index is not None or self.h_columns.factors is not None
+
+    def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
+        pairs, most = shape.pairs, max(self.gathered)
+        return (
+            WorkspaceSpec("h", (pairs, padded(shape.intermediate_size)), shape.dtype),
+            WorkspaceSpec("gathered", (pairs if most else 0, padded(most)), shape.dtype),
+        )
+
+    def quantize_x(self, call: Call) -> tuple[Order, Rows]:
+        order = call.order()
+        which = (TOKEN if isinstance(call.routing, Routing) else POSITION).value
+        return order, self._rows(call, call.x, self.x, which, by_token=True)
+
+    def result(self, call: Call) -> Result:
+        return Result(call.workspace["h"])
+
+    def h(self, call: Call, order: Order, which: int) -> Rows:
+        return self._rows(call, call.workspace["h"], self.h_columns, which, by_token=False)
+
+    def _rows(self, call: Call, x: Tensor, columns: Columns, which: int, *, by_token: bool) -> Rows:
+        """Operand A: ``x`` itself, or gathered by pair."""
+        present = call.layer.w2.rows if by_token else call.layer.w13.rows
+        count, index, factors = columns.count, columns.index, columns.factors
+        form = "masked" if by_token or present % TILE else "values"
+        if columns.gathers(present):
+            out = first_rows(call.workspace["gathered"], call.pairs, padded(count))
+            routing, pdl = call.routing, call.plan.pdl
+            gather_columns(x[:, :present], out, routing, by_token=by_token, index=index, factor=factors, pdl=pdl)
+            x, which, form = out, call.by_pair, "values"
+        sizes = (x.data_ptr(), x.stride(0) * x.element_size())
+        aligned = present % 8 == 0 and not columns.indexes(present) and all(size % 16 == 0 for size in sizes)
+        if not columns.indexes(present):
+            arguments = (x, x.stride(0), count) if form == "masked" else (x, x.stride(0))
+            return Rows(arguments, which, form, aligned)
+        if index is None:
+            raise TypeError(f"the weight has {count} columns, the activations {present}, and there is no index")
+        stride = 0 if factors is None else factors.stride(0)
+        indexed = (x, x.stride(0), count, index, index.stride(0), factors, stride)
+        return Rows(indexed, which, "indexed", aligned)

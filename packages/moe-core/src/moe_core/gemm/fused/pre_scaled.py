@@ -1,0 +1,98 @@
+"""Activations that are multiplied by factors of their columns, pair by pair, and then rounded or put in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, Order, Rows, first_rows, padded
+from moe_core.gemm.launch import Result, Routing
+from moe_core.gemm.marlin.columns import gather_columns
+from moe_core.gemm.rows_launch import InUse, ordered_rows, quantize_rows, routed_pairs
+from moe_core.gemm.tile_kernel import TOKEN
+from moe_core.ops.batch import Batch
+from moe_core.ops.sort import QuantizeRows, whole_row
+from moe_core.workspace import WorkspaceSpec
+
+if TYPE_CHECKING:
+    from moe_core.gemm.fused.layer import Call
+
+
+@dataclass(frozen=True, eq=False)
+class PreScaledScheme(ActivationScheme):
+    """Rows of ``dtype`` by pair, made by launches of their own.
+
+    - ``quantize``: `@triton.jit` function of the tile kernel's form; gets the tensor that values go to
+    - ``by_token``: rows have a float32 scale each
+    - ``pre_scaled``: rows have factors: ``x_factors`` [E, K] and ``h_factors`` [E, N] float32
+    """
+
+    quantize: Any
+    dtype: torch.dtype
+    by_token: bool
+    pre_scaled: bool
+    x_factors: Tensor | None = None
+    h_factors: Tensor | None = None
+    h_by_pair = True
+
+    def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
+        inner, width, pairs = padded(shape.intermediate_size), padded(shape.hidden_size), shape.pairs
+        rows = pairs if self.pre_scaled else shape.rows
+        # what x is multiplied into has its exponents, what quantised h is made of needs more
+        wide = shape.dtype if not self.by_token and shape.dtype is torch.float16 else shape.wide
+        most = max(shape.hidden_size, shape.intermediate_size)
+        return (
+            WorkspaceSpec("multiplied", (pairs if self.pre_scaled else 0, most), wide),
+            WorkspaceSpec("x_values", (rows, width), self.dtype),
+            WorkspaceSpec("x_scales", (rows,), torch.float32),
+            WorkspaceSpec("h", (pairs, inner), wide),
+            WorkspaceSpec("h_values", (pairs, inner), self.dtype),
+            WorkspaceSpec("h_scales", (pairs,), torch.float32),
+        )
+
+    def quantize_x(self, call: Call) -> tuple[Order, Rows]:
+        work = call.workspace
+        values, scales = work["x_values"], work["x_scales"]
+        if self.pre_scaled:
+            order = call.order()
+            self._enter(call, order, call.x, self.x_factors, values, scales, by_token=True)
+            return order, self._rows(values, scales, call.by_pair)
+        job = QuantizeRows(call.x, values, scales, self.quantize, whole_row(values.shape[1]), (values,))
+        which = TOKEN.value if isinstance(call.routing, Routing) else call.by_pair
+        return call.order(job), self._rows(values, scales, which)
+
+    def result(self, call: Call) -> Result:
+        return Result(call.workspace["h"])
+
+    def h(self, call: Call, order: Order, which: int) -> Rows:
+        work = call.workspace
+        values, scales = work["h_values"], work["h_scales"]
+        self._enter(call, order, work["h"][:, : call.layer.w2.columns], self.h_factors, values, scales, by_token=False)
+        return self._rows(values, scales, which)
+
+    def _rows(self, values: Tensor, scales: Tensor, which: int) -> Rows:
+        arguments = (values, scales, values.stride(0), 1, 0) if self.by_token else (values, values.stride(0))
+        return Rows(arguments, which)
+
+    def _enter(
+        self,
+        call: Call,
+        order: Order,
+        x: Tensor,
+        factors: Tensor | None,
+        values: Tensor,
+        scales: Tensor,
+        *,
+        by_token: bool,
+    ) -> None:
+        """Rows of ``x``, of tokens or of pairs, as ``values`` of pairs."""
+        routing, pairs, pdl = call.routing, call.pairs, call.plan.pdl
+        if factors is not None:
+            room = first_rows(call.workspace["multiplied"], pairs, x.shape[1])
+            gather_columns(x, room, routing, by_token=by_token, index=None, factor=factors, pdl=pdl)
+            x = room
+        in_use: InUse = ordered_rows(order, routing) if isinstance(routing, Batch) else routed_pairs(routing)
+        quantize_rows(x[:pairs], values[:pairs], scales, self.quantize, (values,), in_use, pdl=pdl)

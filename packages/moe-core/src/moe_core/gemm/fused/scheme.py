@@ -1,0 +1,144 @@
+"""Activation schemes: how the hidden states x and the intermediate h become operands of the two GEMMs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.gemm.workspaces import lora_workspaces, order_workspaces
+from moe_core.ops.batch import BatchedRows
+from moe_core.ops.sort import SortedPairs
+from moe_core.workspace import WorkspaceSpec
+
+if TYPE_CHECKING:
+    from moe_core.gemm.fused.layer import Call
+    from moe_core.gemm.launch import Result
+
+#: the sorted pairs, or the rows of the batched format
+Order = SortedPairs | BatchedRows
+#: columns of a tile of gemm1, and what rows of x and h are padded to a multiple of
+TILE = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Operand A of a GEMM.
+
+    - ``arguments``: the tuple `A` of the tile kernel's `open_a`
+    - ``which``: the row of A that a row of a tile is: `POSITION`, `TOKEN` or `PAIR` of the tile kernel
+    - ``form``: which `load_a` reads it; the weight's functions know these names: "values" are padded to whole tiles,
+      "raw" are quantised while they are loaded, "masked" have no padding, "indexed" are read column by column
+    - ``aligned``: every row starts at a multiple of 16 bytes
+    - ``specialised``: the tuple `A` of the warp-specialised kernel; None: it can't read these rows
+    """
+
+    arguments: tuple[Any, ...]
+    which: int
+    form: str = "values"
+    aligned: bool = True
+    specialised: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """Sizes of a layer's largest call: ``num_tokens`` M, or rows T_max of each expert's buffer (``batched``).
+
+    ``lora``: the layer's config where it is enabled for adapters.
+    """
+
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: torch.dtype
+    batched: bool = False
+    weight_on_input: bool = False
+    lora: FusedMoEConfig | None = None
+
+    @staticmethod
+    def of(config: FusedMoEConfig, num_tokens: int) -> CallShape:
+        batched = config.activation_format is FusedMoEActivationFormat.BATCHED
+        return CallShape(
+            num_tokens,
+            config.top_k,
+            config.local_experts,
+            config.hidden_size,
+            config.intermediate_size,
+            config.dtype,
+            batched,
+            config.apply_router_weight_on_input and not batched,
+            config if config.is_lora_enabled else None,
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows of x."""
+        return self.num_experts * self.num_tokens if self.batched else self.num_tokens
+
+    @property
+    def pairs(self) -> int:
+        """Rows of h."""
+        return self.rows if self.batched else self.num_tokens * self.top_k
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Of h before it is quantised: 16 bits of float16 do not hold what an activation function may make."""
+        return torch.bfloat16 if self.dtype is torch.bfloat16 else torch.float32
+
+
+class ActivationScheme(ABC):
+    """How x and h become operands.  It holds what does not depend on the call: functions, static scales, sizes."""
+
+    #: whether rows of h are pairs also where gemm1 could leave them in sorted order
+    h_by_pair: bool = False
+
+    @abstractmethod
+    def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
+        """Scratch memory of x and h as they are multiplied."""
+
+    @abstractmethod
+    def quantize_x(self, call: Call) -> tuple[Order, Rows]:
+        """Sort the pairs (batched: list the tiles); x as operand A of gemm1."""
+
+    @abstractmethod
+    def result(self, call: Call) -> Result:
+        """Where gemm1's epilogue leaves h, and how it is quantised there."""
+
+    @abstractmethod
+    def h(self, call: Call, order: Order, which: int) -> Rows:
+        """h as operand A of gemm2; its rows are ``which`` of the tile kernel's."""
+
+    def weights_first(self, has_lora: bool) -> bool:
+        """Whether router weights on the input multiply x itself, before it is quantised, and not gemm1's product.
+
+        Adapters read x too.
+        """
+        return has_lora
+
+    def workspaces(self, shape: CallShape, parts: WorkspaceSpec) -> tuple[WorkspaceSpec, ...]:
+        """All scratch memory of the layer; ``parts`` of products whose k loop is split."""
+        lora, weighted = shape.lora, shape.weight_on_input and self.weights_first(shape.lora is not None)
+        return (
+            *order_workspaces(shape.pairs, shape.num_tokens, shape.num_experts, shape.batched),
+            WorkspaceSpec("x_weighted", (shape.rows if weighted else 0, shape.hidden_size), torch.float32),
+            *self.operands(shape),
+            parts,
+            WorkspaceSpec("y", (0 if shape.batched else shape.pairs, shape.hidden_size), shape.dtype),
+            *(() if lora is None else lora_workspaces(lora, shape.pairs)),
+        )
+
+
+def padded(columns: int, block: int = TILE) -> int:
+    """Columns with whole blocks."""
+    return -(-columns // block) * block
+
+
+def first_rows(tensor: Tensor, rows: int, columns: int) -> Tensor:
+    """[rows, columns] at the start of scratch memory."""
+    return tensor.flatten()[: rows * columns].view(rows, columns)

@@ -1,0 +1,82 @@
+"""A weight of the Marlin family, as the fused layer takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moe_core.gemm.fused.plain import Columns
+from moe_core.gemm.fused.scaled_mm import packed_descriptor
+from moe_core.gemm.fused.scheme import Rows
+from moe_core.gemm.launch import GemmWeight, TileFunctions
+from moe_core.gemm.marlin import operand
+from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.portable.tiles import open_plain
+
+#: open_a and load_a for the forms of operand A
+_ROWS = {
+    "masked": (operand.open_activations, operand.load_activations),
+    "values": (open_plain, operand.load_padded),
+    "indexed": (operand.open_indexed, operand.load_indexed),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class MarlinMatrix:
+    """One of the two weights of a layer's experts.
+
+    - ``words`` int32 [E, rows, words], see `moe_core.gemm.marlin.words`: whole steps of 128 columns; ``bits`` of a code
+    - ``outputs``: columns of the result, of one half where gate and up rows lie in turns (``interleaved``)
+    - ``columns`` of x or h as the words have them; ``group_size`` of them share a scale, -1: all of a row
+    - ``scales`` [E, groups, rows] float32, or int32 with zero points (`moe_core.gemm.marlin.operand`)
+    - ``factors`` float32 [E, rows]: multiply the finished sums; or None
+    - ``bias`` [E, outputs], of interleaved rows [E, 2 * outputs]: gate, then up; any float dtype
+    - ``index`` int32 [E, columns], ``column_factors`` float32 [E, K]: see `moe_core.gemm.marlin.columns`
+    """
+
+    words: Tensor
+    bits: int
+    outputs: int
+    columns: int
+    group_size: int
+    scales: Tensor
+    factors: Tensor | None = None
+    bias: Tensor | None = None
+    interleaved: bool = False
+    index: Tensor | None = None
+    column_factors: Tensor | None = None
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The tuple B of the device functions, see `moe_core.gemm.marlin.operand`."""
+        words, scales, factors = self.words, self.scales, self.factors
+        strides = (words.stride(0), words.stride(1), scales.stride(0), scales.stride(1))
+        return words, scales, factors, *strides, 0 if factors is None else factors.stride(0), scales.shape[1]
+
+    @property
+    def activation_columns(self) -> Columns:
+        """How the columns of activations stand."""
+        return Columns(self.columns, self.index, self.column_factors)
+
+    def gemm_weight(self, functions: Functions) -> GemmWeight:
+        """What the tile kernel gets, with the ``functions`` of the element type."""
+
+        def tile_functions(config: TileConfig, a: Rows) -> TileFunctions:
+            return TileFunctions(*_ROWS[a.form], *functions(self, config))
+
+        return GemmWeight(
+            self.arguments,
+            self.outputs,
+            self.columns,
+            tile_functions,
+            bias=self.bias,
+            descriptor=packed_descriptor(self.words, 32 // self.bits),
+            interleaved=self.interleaved,
+        )
+
+
+#: the tile kernel's open_b, load_b, multiply and finish for a matrix and a tile
+Functions = Callable[[MarlinMatrix, TileConfig], tuple[Any, Any, Any, Any]]

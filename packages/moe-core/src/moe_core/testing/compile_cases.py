@@ -1,0 +1,174 @@
+"""What the compile session builds of a backend: its launches for what it claims, in layers of real and of odd sizes.
+
+Weights, activations and scratch memory are meta tensors, converted and called as a user's layer is; so a key, a dtype
+or an activation that is claimed is compiled without a word more.  Keys and numbers of tokens are combined; layers,
+dtypes, formats and features take turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moe_core.activation import MoEActivation
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.device import DeviceInfo
+from moe_core.environment import Environment
+from moe_core.errors import MoEError
+from moe_core.experts import ExpertTokensMetadata, FusedMoEExperts
+from moe_core.gemm.experts import GroupedExperts
+from moe_core.jit.specimen import Specimen
+from moe_core.lora import LoRA, LoRAWeights
+from moe_core.memory import specimen as meta_weights
+from moe_core.quant_key import KeyPattern, QuantKey
+from moe_core.registry import registry
+
+#: name, experts, top-k, hidden size, intermediate size; few experts, which are converted one by one
+LAYERS = (
+    ("deepseek-v3", 16, 8, 7168, 2048),
+    ("qwen3", 16, 8, 2048, 768),
+    ("nemotron", 16, 6, 2688, 1856),
+    ("odd", 6, 2, 1104, 1000),
+    ("one", 8, 1, 1024, 512),
+)
+#: the numbers of tokens whose launch configurations are looked at: each that differs is compiled
+TOKENS = (1, 2, 8, 24, 40, 80, 160, 400, 1200, 5000)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What a case has besides."""
+
+    name: str
+    activation: MoEActivation = MoEActivation.SILU
+    bias: bool = False
+    mapped: bool = False
+    on_input: bool = False
+    lora: bool = False
+
+
+FEATURES = (
+    Feature("silu"),
+    Feature("relu2_no_mul", MoEActivation.RELU2_NO_MUL),
+    Feature("bias", MoEActivation.SWIGLUOAI, bias=True, mapped=True),
+    Feature("lora", lora=True),
+    Feature("on_input", on_input=True),
+    Feature("gelu", MoEActivation.GELU, mapped=True),
+)
+
+
+def backend_specimens(target: DeviceInfo, packages: Collection[str]) -> Iterator[Specimen]:
+    """Launches of the registered experts of ``packages`` that claim the target and run on the fused layer."""
+    seen: set[type[FusedMoEExperts]] = set()
+    for oracle in registry().oracles():
+        for backend in oracle.table():
+            for experts in backend.load():
+                if experts not in seen and issubclass(experts, GroupedExperts) and _package(experts) in packages:
+                    seen.add(experts)
+                    yield from experts_specimens(experts, target)
+
+
+def key_pairs(experts: type[FusedMoEExperts]) -> Iterator[tuple[QuantKey | None, QuantKey | None]]:
+    """The claimed keys; of patterns so many that each of their values occurs."""
+    for weight, activation in experts.claims.keys:
+        weights, activations = some_keys(weight), some_keys(activation)
+        for i in range(max(len(weights), len(activations))):
+            yield weights[i % len(weights)], activations[i % len(activations)]
+
+
+def some_keys(item: QuantKey | KeyPattern | None) -> Sequence[QuantKey | None]:
+    """The key, or keys of a pattern in which each of its values occurs."""
+    if not isinstance(item, KeyPattern):
+        return (item,)
+    shapes, dtypes, permuted, pre_scaled = item.choices
+    return [
+        item.key(
+            shapes[i % len(shapes)],
+            dtypes[i % len(dtypes)],
+            permuted[i % len(permuted)],
+            pre_scaled[i % len(pre_scaled)],
+        )
+        for i in range(max(map(len, item.choices)))
+    ]
+
+
+def experts_specimens(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specimen]:
+    """Of one class."""
+    claims, environment = experts.claims, Environment.current()
+    formats = sorted(claims.formats, key=lambda item: item.value)
+    turns = itertools.cycle(itertools.product(FEATURES, sorted(claims.dtypes, key=str), formats))
+    for number, (weight_key, activation_key) in enumerate(key_pairs(experts)):
+        # every layer with some key, every key in some layer
+        name, count, top_k, hidden, size = LAYERS[number % len(LAYERS)]
+        found: set[object] = set()
+        for tokens in TOKENS:
+            feature, dtype, layout = next(turns)
+            config = FusedMoEConfig(count, top_k, hidden, size, dtype=dtype, activation_format=layout)
+            for wanted in (feature, FEATURES[0]):
+                changed = _with(config, wanted)
+                if changed is None or experts.unsupported_reasons(
+                    changed, weight_key, activation_key, target, environment
+                ):
+                    continue
+                made = experts(changed, weight_key=weight_key, activation_key=activation_key, device=target)
+                plan = (made.plan(tokens), made.gemv_plan(tokens))
+                if plan in found:
+                    continue
+                found.add(plan)
+                text = f"{experts.__name__} {str(weight_key).partition(' ')[0]} {name} {tokens} {wanted.name}"
+                rows = experts.accepted_spills
+                accepted = rows[0] if hidden % 16 == size % 16 == 0 else rows[1]
+                yield Specimen(text, partial(call_on_meta, made, tokens, mapped=wanted.mapped), accepted)
+                break
+
+
+def _with(config: FusedMoEConfig, feature: Feature) -> FusedMoEConfig | None:
+    """The layer with a feature, if there is such a layer."""
+    changes: dict[str, object] = {"activation": feature.activation, "has_bias": feature.bias}
+    if feature.lora:
+        changes |= {"is_lora_enabled": True, "max_loras": 4, "max_lora_rank": 16}
+    if feature.mapped and config.activation_format is FusedMoEActivationFormat.STANDARD:
+        changes["num_local_experts"] = config.num_experts // 2
+    if feature.on_input:
+        changes["apply_router_weight_on_input"] = True
+    try:
+        return replace(config, **changes)  # type: ignore[arg-type]
+    except MoEError:
+        return None
+
+
+def call_on_meta(experts: GroupedExperts, tokens: int, *, mapped: bool = False) -> None:
+    """One call on meta tensors: its launches are those of a GPU, and `moe_core.jit.launch.record` collects them."""
+    config = experts.config
+    weights = experts.convert(meta_weights(config, experts.weight_key, experts.activation_key, "meta"))
+    workspace = {spec.name: _meta(*spec.shape, dtype=spec.dtype) for spec in experts.workspaces(tokens)}
+    shape = (config.local_experts, tokens) if experts.batched else (tokens,)
+    x = _meta(*shape, config.hidden_size, dtype=config.dtype)
+    mapped = mapped and not experts.batched
+    lora = None
+    if config.is_lora_enabled:
+        lora = LoRA(LoRAWeights.zeros(config, "meta"), _meta(*shape, dtype=torch.int32))
+    experts.apply(
+        torch.empty_like(x),
+        x,
+        weights,
+        topk_weights=_meta(tokens, config.top_k, dtype=torch.float32),
+        topk_ids=_meta(tokens, config.top_k, dtype=torch.int32),
+        workspace=workspace,
+        expert_map=_meta(config.num_experts, dtype=torch.int32) if mapped else None,
+        expert_tokens=ExpertTokensMetadata(_meta(config.local_experts, dtype=torch.int32)),
+        lora=lora,
+    )
+
+
+def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _package(experts: type[FusedMoEExperts]) -> str:
+    return experts.__module__.partition(".")[0]
