@@ -398,7 +398,13 @@ def test_canonical_weights_of_a_layer() -> None:
         w13, w2, gated=True, weight_key=kFp8Static128BlockE8M0Sym, activation_key=kFp8Dynamic128Sym, w13_bias=bias
     )
     assert weights.w13_scale is not None
-    assert weights.w13_scale.shape == (3, 2, 1)
+    assert weights.w2_scale is not None
+    # 40 rows of gate, 40 of up: a block each, whose scale is the power of two that holds its largest value
+    for scale, parts in ((weights.w13_scale, w13.unflatten(1, (2, 40))), (weights.w2_scale, w2[:, None])):
+        largest = parts.abs().amax(dim=(2, 3)) / 448
+        assert torch.equal(scale.flatten(1).float() - 127, largest.log2().ceil())
+    again = dequantize_weight(weights.w13, weights.w13_scale, kFp8Static128BlockE8M0Sym, parts=2)
+    assert bool(((again - w13).abs() <= w13.abs() * 2.0**-4 + 2.0**-9).all())
     assert weights.w13_bias is bias
     plain = quantize_moe_weights(w13, w2, gated=False, weight_key=None)
     assert plain.w13 is w13
