@@ -137,9 +137,9 @@ def test_launch_parameters_are_of_this_layer(experts: Any) -> None:
 
     # as many rows per expert: 1 of 8 experts, or 512 of 4096, whatever the experts' sizes
     few, many = plan(512, 1024, 4096), plan(8, 1024, 4096)
-    assert few.up.block_m < many.up.block_m
+    assert few.gemm1.block_m < many.gemm1.block_m
     for intermediate in (512, 2048, 8192):
-        assert plan(8, intermediate, 4096).up.block_m == many.up.block_m
+        assert plan(8, intermediate, 4096).gemm1.block_m == many.gemm1.block_m
 
 
 def test_static_activations_run_where_dynamic_ones_do() -> None:

@@ -97,7 +97,7 @@ class Product:
         parts = torch.empty(TOKENS * TOP_K * split, SIZE, device=self.x.device)
         grouped_product(
             TileFunctions(open_a, load_a, open_b, load_b, multiply, finish),
-            TileConfig(16, BLOCK, 4, 1, swap=swap, split=split),
+            TileConfig(16, BLOCK, 4, 1, swap_ab=swap, split_k=split),
             a=(self.x, self.x.stride(0), self.factors),
             b=operand,
             out=out if split == 1 else Result(parts),

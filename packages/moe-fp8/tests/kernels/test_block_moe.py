@@ -271,7 +271,7 @@ def test_no_tokens(device):
 @pytest.mark.parametrize("rows", [300, 1500])
 @pytest.mark.parametrize("name", ["silu", "swigluoai"])
 def test_specialised(rows, name, device):
-    config = TileConfig(128, 128, 4, 4, 8, specialised=True)
+    config = TileConfig(128, 128, 4, 4, 8, warp_specialised=True)
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's own")
     for pdl in (False, True):
@@ -300,7 +300,7 @@ def test_specialised_for_other_blocks(block, device):
 def test_zeros_have_any_scale_specialised(block, device):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's own")
-    config = TileConfig(128, block[1], 4, 4, 8, specialised=True)
+    config = TileConfig(128, block[1], 4, 4, 8, warp_specialised=True)
     layer = with_zeros_of_the_largest_scale(Layer(300, 256, 256, 3, 2, block=block, seed=10))
     layer.check(device, TilePlan(config, config, pdl=True))
 
@@ -310,7 +310,7 @@ def test_many_rows_without_the_specialised_kernel(block, device):
     """Rows of no whole 16 bytes: tiles of 128 rows, or of 64 where scales differ among the columns of a tile."""
     plan = tile_plan(300, 2, 3, 72, 136, block_n=block[1], block_k=block[1])
     assert plan.block_m == 128
-    assert plan.up.specialised
+    assert plan.gemm1.warp_specialised
     Layer(70, 72, 136, 3, 2, block=block, seed=5).check(device, plan)
 
 
@@ -335,16 +335,16 @@ def test_which_kernel_multiplies(block, tokens, products):
 def test_rule_keeps_its_promises(shape, tokens, capability):
     experts, top_k, hidden, size = shape
     plan = tile_plan(tokens, top_k, experts, hidden, size, capability=capability)
-    assert plan.block_m % plan.up.block_m == 0
-    assert plan.block_m % plan.down.block_m == 0
+    assert plan.block_m % plan.gemm1.block_m == 0
+    assert plan.block_m % plan.gemm2.block_m == 0
     specs = {s.name: s for s in workspace_specs(tokens, top_k, experts, hidden, size)}
     pairs = tokens * top_k
-    assert plan.up.split == 1 or pairs * plan.up.split * 2 * size <= specs["parts"].shape[0]
-    assert plan.down.split == 1 or pairs * plan.down.split * hidden <= specs["parts"].shape[0]
-    for config, halves in ((plan.up, 2), (plan.down, 1)):
+    assert plan.gemm1.split_k == 1 or pairs * plan.gemm1.split_k * 2 * size <= specs["parts"].shape[0]
+    assert plan.gemm2.split_k == 1 or pairs * plan.gemm2.split_k * hidden <= specs["parts"].shape[0]
+    for config, halves in ((plan.gemm1, 2), (plan.gemm2, 1)):
         stage = (config.block_m + halves * config.block_n) * 128
         limit = 227 * 1024 if capability in (90, 100) else 99 * 1024
         # two-stage loops of the older tensor cores keep one buffer in registers
         buffers = config.num_stages if capability >= 90 else config.num_stages - 1
-        assert config.specialised or stage * buffers <= limit
+        assert config.warp_specialised or stage * buffers <= limit
     assert capability >= 90 or not plan.pdl

@@ -1,4 +1,4 @@
-"""The specialised kernel's products, by themselves, against float64 over the same e4m3 values.
+"""The warp-specialised kernel's products, by themselves, against float64 over the same e4m3 values.
 
 Tolerances (relative, Frobenius).  A sum in the tensor cores loses up to 2^-13 of its size in every step of 32 columns
 (seen: 1.3e-3 after 128 steps, 2.9e-3 after 448), which is less than 2^-10 for the lengths here; rounding to 16 bits
@@ -12,7 +12,7 @@ import torch
 from moe_core.activation import MoEActivation, apply_moe_activation
 from moe_core.gemm import hopper_launch
 from moe_core.gemm.hopper_launch import TILE, hopper_fits
-from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, SpecialisedGemm
+from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, WarpSpecialisedGemm
 from moe_core.gemm.plan import TileConfig
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
@@ -22,7 +22,7 @@ E4M3 = torch.float8_e4m3fn
 WIDE, NARROW = 2**-9 + 2**-10, 2**-4 / 3**0.5 + 2**-10
 #: rows per expert: none, a tail of one row, half tiles, more than two tiles
 COUNTS = (129, 0, 300, 64, 200)
-CONFIG = TileConfig(128, 128, 4, 4, 8, specialised=True)
+CONFIG = TileConfig(128, 128, 4, 4, 8, warp_specialised=True)
 
 
 def e4m3(generator, *shape):
@@ -128,12 +128,12 @@ class Product:
         blocks = multiply_blocks if self.block[0] == TILE else multiply_half_blocks
         multiply = blocks if self.scales == "blocks" else multiply_rows
         bias = None if self.bias is None else self.bias.to(self.device)
-        special = SpecialisedGemm(on["w"], lambda: multiply, arguments[1], self.block[1])
+        special = WarpSpecialisedGemm(on["w"], lambda: multiply, arguments[1], self.block[1])
         kind = self.activation
         params = None if kind is None else kind.resolve_params(None)
         hopper_launch.hopper_product(
             CONFIG,
-            weight=GemmWeight((), self.columns, self.w.shape[2], bias=bias, specialised=special),
+            weight=GemmWeight((), self.columns, self.w.shape[2], bias=bias, warp_specialised=special),
             values=on["a"],
             scales=arguments[0],
             out=self.result,

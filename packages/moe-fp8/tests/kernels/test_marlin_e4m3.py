@@ -19,7 +19,7 @@ from moe_fp8.kernels.marlin_convert import convert_e4m3
 from moe_fp8.kernels.marlin_e4m3 import e4m3_functions
 
 COLUMNS, ROWS = 256, 128
-FEW, MANY = TileConfig(16, 128, 4, 2, swap=True), TileConfig(64, 128, 4, 2, swap=True)
+FEW, MANY = TileConfig(16, 128, 4, 2, swap_ab=True), TileConfig(64, 128, 4, 2, swap_ab=True)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
 
@@ -116,7 +116,7 @@ def test_every_block_has_its_scale(
     block: tuple[int, int], rows: int, rows_of_weights: int, device: torch.device
 ) -> None:
     """Powers of two, of other ratios in each row of blocks, the last of which is not whole."""
-    config, rows = TileConfig(rows, rows_of_weights, 4 if rows_of_weights < 256 else 8, 2, swap=True), 300
+    config, rows = TileConfig(rows, rows_of_weights, 4 if rows_of_weights < 256 else 8, 2, swap_ab=True), 300
     exponents = torch.outer(torch.arange(-(-rows // block[0])), torch.arange(COLUMNS // block[1]))
     scale = torch.exp2(exponents.float() - 3)
     key = kFp8Static128BlockSym.with_group(*block)

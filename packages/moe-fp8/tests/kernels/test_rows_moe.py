@@ -144,7 +144,7 @@ def test_nothing_is_quantised_while_it_is_loaded(kind, plan, device, monkeypatch
 def test_specialised(kind, batched, gated, device):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's own")
-    config = TileConfig(128, 128, 4, 4, 8, specialised=True)
+    config = TileConfig(128, 128, 4, 4, 8, warp_specialised=True)
     layer = {
         "hidden_size": 528,
         "intermediate_size": 400,
@@ -179,5 +179,5 @@ def test_parts_fit(shape, tokens, capability):
         plan = tile_plan(tokens, top_k, experts, hidden, size, gated=gated, capability=capability)
         parts = split_workspace(batched=False).shape[0]
         pairs, halves = tokens * top_k, 2 if gated else 1
-        assert plan.up.split == 1 or pairs * plan.up.split * halves * size <= parts
-        assert plan.down.split == 1 or pairs * plan.down.split * hidden <= parts
+        assert plan.gemm1.split_k == 1 or pairs * plan.gemm1.split_k * halves * size <= parts
+        assert plan.gemm2.split_k == 1 or pairs * plan.gemm2.split_k * hidden <= parts

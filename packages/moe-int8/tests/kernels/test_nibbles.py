@@ -66,7 +66,7 @@ def test_sums_are_those_of_float64(swap, device):
             functions.multiply,
             accumulate=functions.accumulate,
         ),
-        TileConfig(16, 64, 4, 2, swap=swap),
+        TileConfig(16, 64, 4, 2, swap_ab=swap),
         a=(x.to(device), ones, x.stride(0), 1, 0),
         b=row_weight(functions, pack_nibbles(w, 64).to(device), ones, None, count, depth, granularity="token"),
         out=Result(sums),
@@ -91,7 +91,7 @@ class OnePlan(TritonW4A8Int8Experts):
 
 
 def plan_of(block_m, split=1):
-    config = TileConfig(block_m, 128, 4, 2, swap=True, tma=True, split=split)
+    config = TileConfig(block_m, 128, 4, 2, swap_ab=True, tma=True, split_k=split)
     return TilePlan(config, config, pdl=True)
 
 

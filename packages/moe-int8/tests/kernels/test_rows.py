@@ -104,7 +104,7 @@ def test_sums_are_those_of_float64(split, swap, device):
     scales = ones[: experts * count].view(experts, count, 1)
     grouped_product(
         functions,
-        TileConfig(16, 64, 4, 2, swap=swap, split=split),
+        TileConfig(16, 64, 4, 2, swap_ab=swap, split_k=split),
         a=(x, ones, x.stride(0), 1, 0),
         b=row_weight(rows.INT8, w, scales, None, count, w.shape[2], granularity="token"),
         out=Result(sums),
@@ -158,7 +158,7 @@ def test_sums_of_the_specialised_kernel(zero_points, device):
     weight_scale = torch.ones(experts, count, 1, device=device)
     weight = row_weight(functions, w.to(device), weight_scale, None, count, depth, granularity="token", extra=sums)
     hopper_product(
-        TileConfig(128, 128, 8, 3, 8, specialised=True),
+        TileConfig(128, 128, 8, 3, 8, warp_specialised=True),
         weight=weight,
         values=x.to(device),
         scales=(a_scale, 1, None),
@@ -314,7 +314,7 @@ def test_a_single_pair_keeps_its_nan(device):
 def test_specialised(kind, batched, gated, device):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's own")
-    config = TileConfig(128, 128, 4, 4, 8, specialised=True)
+    config = TileConfig(128, 128, 4, 4, 8, warp_specialised=True)
     layer = {
         "hidden_size": 528,
         "intermediate_size": 400,

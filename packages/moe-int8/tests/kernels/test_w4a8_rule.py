@@ -15,5 +15,5 @@ def test_parts_fit(shape, tokens, capability):
     plan = w4a8_plan(tokens, top_k, experts, hidden, size, capability=capability)
     parts = split_workspace(batched=False).shape[0]
     pairs = tokens * top_k
-    assert plan.up.split == 1 or pairs * plan.up.split * 2 * size <= parts
-    assert plan.down.split == 1 or pairs * plan.down.split * hidden <= parts
+    assert plan.gemm1.split_k == 1 or pairs * plan.gemm1.split_k * 2 * size <= parts
+    assert plan.gemm2.split_k == 1 or pairs * plan.gemm2.split_k * hidden <= parts

@@ -16,7 +16,7 @@ from moe_mxfp4.kernels.e4m3 import E2M1
 from moe_mxfp4.kernels.e4m3_convert import LARGEST, convert_to_e4m3
 
 COLUMNS, ROWS = 256, 128
-FEW, MANY = TileConfig(16, 128, 4, 2, swap=True), TileConfig(64, 128, 4, 2, swap=True)
+FEW, MANY = TileConfig(16, 128, 4, 2, swap_ab=True), TileConfig(64, 128, 4, 2, swap_ab=True)
 CONFIGS = pytest.mark.parametrize("config", [FEW, MANY], ids=["few", "many"])
 
 

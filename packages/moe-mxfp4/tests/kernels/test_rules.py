@@ -22,13 +22,13 @@ def test_e4m3(shape: tuple[int, int, int, int], tokens: int, capability: int) ->
     room = split_workspace(batched=False).shape[0]
     for gated, static in ((True, False), (True, True), (False, False)):
         plan = e4m3_plan(tokens, top_k, experts, hidden, size, gated=gated, static=static, capability=capability)
-        for config, columns, width in ((plan.up, hidden, (2 if gated else 1) * size), (plan.down, size, hidden)):
-            assert config.swap
+        for config, columns, width in ((plan.gemm1, hidden, (2 if gated else 1) * size), (plan.gemm2, size, hidden)):
+            assert config.swap_ab
             assert plan.block_m % config.block_m == 0
             # an epilogue that quantises fills h up to whole 128 columns
-            assert config.block_n == BLOCK_N or not (static or config is plan.down)
-            assert config.split == 1 or tokens * top_k * config.split * width <= room
-            assert config.split <= max(-(-columns // 128), 1)
+            assert config.block_n == BLOCK_N or not (static or config is plan.gemm2)
+            assert config.split_k == 1 or tokens * top_k * config.split_k * width <= room
+            assert config.split_k <= max(-(-columns // 128), 1)
 
 
 @CAPABILITIES
@@ -41,21 +41,21 @@ def test_e2m1(shape: tuple[int, int, int, int], tokens: int, capability: int) ->
     mean = tokens * top_k / experts
     if not 12 < mean <= 48 or not 90 <= capability < 120:
         assert plan == family
-    for config, width in ((plan.up, 2 * size), (plan.down, hidden)):
-        assert config.swap
+    for config, width in ((plan.gemm1, 2 * size), (plan.gemm2, hidden)):
+        assert config.swap_ab
         assert config.block_n == BLOCK_N
         assert plan.block_m % config.block_m == 0
-        assert config.split == 1 or tokens * top_k * config.split * width <= MAX_PARTS
+        assert config.split_k == 1 or tokens * top_k * config.split_k * width <= MAX_PARTS
 
 
 def test_rows_of_a_tile_grow_with_the_rows_of_an_expert() -> None:
     for rule in (e2m1_plan, e4m3_plan):
-        rows = [rule(tokens, 4, 128, 2880, 2880).up.block_m for tokens in (1, 128, 512, 1024, 2000, 8000)]
+        rows = [rule(tokens, 4, 128, 2880, 2880).gemm1.block_m for tokens in (1, 128, 512, 1024, 2000, 8000)]
         assert rows == sorted(rows)
         assert rows[0] == 16
         assert rows[-1] == 128
 
 
 def test_one_token_of_gpt_oss_shares_loops() -> None:
-    assert (e2m1_plan(1, 4, 128, 2880, 2880).up.split, e2m1_plan(1, 4, 128, 2880, 2880).down.split) == (4, 4)
-    assert e4m3_plan(1, 4, 128, 2880, 2880).up.split == 4
+    assert (e2m1_plan(1, 4, 128, 2880, 2880).gemm1.split_k, e2m1_plan(1, 4, 128, 2880, 2880).gemm2.split_k) == (4, 4)
+    assert e4m3_plan(1, 4, 128, 2880, 2880).gemm1.split_k == 4

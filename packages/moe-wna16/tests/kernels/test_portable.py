@@ -171,13 +171,13 @@ def test_rule_keeps_its_promises(shape, tokens, capability):
     experts, top_k, hidden, size = shape
     for options in ({}, {"group_size": -1}, {"group_size": 32}, {"permuted": True}, {"dtype_bytes": 4}):
         plan = portable_plan(tokens, top_k, experts, hidden, size, capability=capability, **options)
-        assert plan.up.swap
-        assert plan.down.swap
-        assert plan.block_m % plan.up.block_m == plan.block_m % plan.down.block_m == 0
-        assert capability >= 90 or not (plan.pdl or plan.up.tma or plan.down.tma)
+        assert plan.gemm1.swap_ab
+        assert plan.gemm2.swap_ab
+        assert plan.block_m % plan.gemm1.block_m == plan.block_m % plan.gemm2.block_m == 0
+        assert capability >= 90 or not (plan.pdl or plan.gemm1.tma or plan.gemm2.tma)
         # two accumulators of 128 x 128 leave no registers for the product of a step
-        assert plan.up.block_m <= (128 if options.get("group_size") == -1 else 64)
+        assert plan.gemm1.block_m <= (128 if options.get("group_size") == -1 else 64)
         parts = split_workspace(batched=False).shape[0]
         pairs = tokens * top_k
-        assert plan.up.split == 1 or pairs * plan.up.split * 2 * size <= parts
-        assert plan.down.split == 1 or pairs * plan.down.split * hidden <= parts
+        assert plan.gemm1.split_k == 1 or pairs * plan.gemm1.split_k * 2 * size <= parts
+        assert plan.gemm2.split_k == 1 or pairs * plan.gemm2.split_k * hidden <= parts

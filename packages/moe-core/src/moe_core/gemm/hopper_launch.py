@@ -21,8 +21,8 @@ STAGES = 4
 
 
 def hopper_fits(config: TileConfig, weight: GemmWeight) -> bool:
-    """Whether the kernel is asked for (``config.specialised``) and can read ``weight``."""
-    return config.specialised and weight.descriptor is not None
+    """Whether the kernel is asked for (``config.warp_specialised``) and can read ``weight``."""
+    return config.warp_specialised and weight.descriptor is not None
 
 
 def _descriptor(matrix: Tensor, depth: int) -> Any:
@@ -48,16 +48,16 @@ def hopper_product(
 ) -> None:
     """One GEMM; ``values`` [P, K] by sorted row and ``weight``, of one type of one byte.
 
-    ``weight.specialised.multiply`` (see `moe_core.gemm.hopper`) gets ``scales`` of the rows and those of the weight.
+    ``weight.warp_specialised.multiply`` (see `moe_core.gemm.hopper`) gets the rows' ``scales`` and those of the weight.
     With an ``activation`` ``out`` has sorted rows; without, rows by pair.  ``out.kind``: "values", "groups" and
     "groups_64" (scales [rows, columns / 128 or 64] are written), or "static" (scales [E] are given: the first of
     ``out.arguments``).
     """
     from moe_core.gemm.hopper import hopper_kernel
 
-    special = weight.specialised
+    special = weight.warp_specialised
     if special is None:
-        raise TypeError("the weight has no specialised product")
+        raise TypeError("the weight has no warp-specialised product")
     depth, b = special.depth, weight
     up = activation is not None
     gated = activation is not None and activation.gated

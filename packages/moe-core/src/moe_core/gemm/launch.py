@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class SpecialisedGemm:
+class WarpSpecialisedGemm:
     """How the warp-specialised kernel of `moe_core.gemm.hopper` computes a GEMM.
 
     ``tensor`` [E, rows, K] of one byte; ``multiply`` gives its k loop, imported on use; ``weight_scales``: the tuple of
@@ -59,7 +59,7 @@ class GemmWeight:
       be read through pointers
     - ``aligned``: every row starts at a multiple of 16 bytes; ``interleaved``: gate and up rows lie in turns of 8, see
       the tile kernel
-    - ``specialised``: how the warp-specialised kernel multiplies it, if it can; ``tile_config``: the launch
+    - ``warp_specialised``: how the warp-specialised kernel multiplies it, if it can; ``tile_config``: the launch
       configuration of the tile kernel where that one was chosen and can't
     """
 
@@ -72,7 +72,7 @@ class GemmWeight:
     descriptor: Callable[[int, int], Any] | None = None
     aligned: bool = True
     interleaved: bool = False
-    specialised: SpecialisedGemm | None = None
+    warp_specialised: WarpSpecialisedGemm | None = None
     tile_config: Callable[[TileConfig], TileConfig] = _same
 
 
@@ -154,7 +154,7 @@ class Result:
     as they are, else ``arguments`` are its tuple Q, and ``scales`` [rows, groups of a row] hold ``groups`` scales per
     tile, or are None for static ones.  ``amax`` int32, zeroed, receives what ``amax_kind`` says: "row" [rows] and
     "tensor" [1] largest magnitudes of what is stored as it is; "nan" [rows] marks of rows of what is quantised that
-    hold a NaN; "" nothing.  ``kind`` says in the specialised kernel's words what ``quantize`` does, see
+    hold a NaN; "" nothing.  ``kind`` says in the warp-specialised kernel's words what ``quantize`` does, see
     `moe_core.gemm.hopper_finish`; ``block`` columns are a tile of a split product's sum.
     """
 
@@ -206,7 +206,7 @@ def grouped_product(
     """One product over sorted pairs, or over batched rows: the up product with an ``activation``, the down without.
 
     The up product reads A by token (``a_rows`` POSITION: in sorted order) and writes sorted rows; the down product
-    reads sorted rows and writes by pair.  An up product with ``config.split`` > 1 writes its parts by pair instead, to
+    reads sorted rows and writes by pair.  An up product with ``config.split_k`` > 1 writes partial sums by pair, to
     ``out.values`` [pairs * split, 2N] float32, which `combine_parts` finishes; A of the down product is then in that
     order (``a_rows`` PAIR).  ``out_rows`` PAIR: an unsplit up product writes by pair too.  A split down product writes
     [pairs * split, K] float32.  Batched rows are all the same: [E * T_max, columns].  ``aligned``: rows
@@ -220,11 +220,11 @@ def grouped_product(
     tiles = routing.max_tiles(pairs.block_m) * pieces
     limit = activation.limit if activation is not None else None
     batched = isinstance(pairs, BatchedRows)
-    whole = config.split == 1
+    whole = config.split_k == 1
     rows = triton.cdiv(b.rows, 8) * 16 if b.interleaved else b.rows
     launch(
         grouped_tile_kernel,
-        (tiles * triton.cdiv(rows, config.block_n) * config.split,),
+        (tiles * triton.cdiv(rows, config.block_n) * config.split_k,),
         out.values,
         out.scales if whole else None,
         out.amax if whole else None,
@@ -261,7 +261,7 @@ def grouped_product(
         GROUP_M=config.group_m,
         EVEN_N=rows % config.block_n == 0,
         EVEN_K=b.columns % block_k == 0,
-        SWAP=config.swap,
+        SWAP=config.swap_ab,
         GATED=activation is not None and activation.gated,
         INTERLEAVED=b.interleaved,
         ACTIVATION=activation.kind if activation is not None else "",
@@ -273,7 +273,7 @@ def grouped_product(
         GROUPS=out.groups,
         AMAX=out.amax_kind if whole else "",
         PAD=up,
-        SPLIT=config.split,
+        SPLIT=config.split_k,
         PIECES=pieces,
         # the up product before it has waited for the sort, and whatever that depended on
         EARLY=pdl and not up,

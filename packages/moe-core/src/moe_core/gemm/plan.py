@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Launch parameters of the tile kernel for one of the two products.
+    """Launch configuration of the tile kernel for one of the two GEMMs.
 
-    ``block_m`` rows and ``block_n`` columns of the result per program (of each half when gated), ``num_stages`` steps
-    of the k loop in flight, ``group_m`` row tiles that walk through the columns together, ``swap`` the transposed
-    product, ``tma`` weights through the tensor memory accelerator, ``split`` programs that share the k loop of a tile.
-    ``specialised`` asks for the scheme's own kernel for the device, where it has one that fits; the other values then
-    hold where it does not.
+    - ``block_m`` x ``block_n``: the tile of the result that a program computes (of each half where gated)
+    - ``num_stages`` of the k loop's software pipeline; ``num_warps`` of a program
+    - ``group_m``: row tiles that are rasterised together, so that they share weights in L2
+    - ``swap_ab``: compute the transposed tile, weights first
+    - ``tma``: read weights through tensor-map descriptors
+    - ``split_k``: programs that share the k loop of a tile
+    - ``warp_specialised``: take the scheme's warp-specialised kernel where it has one that fits; elsewhere the other
+      values hold
     """
 
     block_m: int
@@ -24,29 +27,29 @@ class TileConfig:
     num_warps: int
     num_stages: int
     group_m: int = 1
-    swap: bool = False
+    swap_ab: bool = False
     tma: bool = False
-    split: int = 1
-    specialised: bool = False
+    split_k: int = 1
+    warp_specialised: bool = False
 
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Sorted tiles: sort, up product, down product, reduce."""
+    """Launch configurations of a layer's two GEMMs; ``pdl``: programmatic dependent launch."""
 
-    up: TileConfig
-    down: TileConfig
+    gemm1: TileConfig
+    gemm2: TileConfig
     pdl: bool = False
 
     @property
     def block_m(self) -> int:
-        """Rows of the tiles that pairs are sorted into; a product with a smaller tile takes it in pieces."""
-        return max(self.up.block_m, self.down.block_m)
+        """Rows of the tiles that pairs are sorted into; a GEMM with a smaller tile divides them."""
+        return max(self.gemm1.block_m, self.gemm2.block_m)
 
     def unsplit(self) -> TilePlan:
-        """The same without shared loops, whose parts need a place for every row that there could be."""
-        return replace(self, up=replace(self.up, split=1), down=replace(self.down, split=1))
+        """The same without split-K, whose partial sums need room for every row that there could be."""
+        return replace(self, gemm1=replace(self.gemm1, split_k=1), gemm2=replace(self.gemm2, split_k=1))
 
     def interpreted(self) -> TilePlan:
         """The same for Triton's interpreter, which knows neither dependent launches nor warp specialisation."""
-        return TilePlan(replace(self.up, specialised=False), replace(self.down, specialised=False))
+        return TilePlan(replace(self.gemm1, warp_specialised=False), replace(self.gemm2, warp_specialised=False))

@@ -84,7 +84,7 @@ def quantize_by_amax(tile, Q, expert, AXIS: tl.constexpr):
     return saturate(divide(tile, scale)), tl.zeros((tile.shape[1 - AXIS],), tl.float32) + scale
 
 
-def _specialised() -> Any:
+def _warp_specialised() -> Any:
     from moe_core.gemm.hopper_rows import multiply_rows
 
     return multiply_rows
@@ -100,5 +100,5 @@ E4M3 = RowFunctions(
     quantize_static=quantize_static,
     quantize_static_rows=quantize_static_rows,
     quantize_by_amax=quantize_by_amax,
-    specialised=_specialised,
+    warp_specialised=_warp_specialised,
 )

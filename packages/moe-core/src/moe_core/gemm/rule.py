@@ -53,7 +53,7 @@ def tile_plan(
         return TilePlan(few, TileConfig(64, block_n, 4, 3, 8, tma=True) if mean > 64 else few, False)
     # Pointers, not descriptors: 128 x 2 x 128 accumulators leave no registers for the descriptors' bookkeeping.
     # No dependent launch: persistent programs that come early take room from the kernel before them.
-    many = TileConfig(128, block_n, 8, 3, 8, specialised=True)
+    many = TileConfig(128, block_n, 8, 3, 8, warp_specialised=True)
     return TilePlan(many, many, False)
 
 

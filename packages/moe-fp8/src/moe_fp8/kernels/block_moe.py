@@ -10,13 +10,13 @@ import torch
 from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.fused.scheme import Rows
 from moe_core.gemm.hopper_launch import TILE
-from moe_core.gemm.launch import GemmWeight, SpecialisedGemm, TileFunctions, is_aligned, weight_descriptor
+from moe_core.gemm.launch import GemmWeight, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
 from moe_core.gemm.plan import TileConfig
 from torch import Tensor
 
 from moe_fp8.kernels import block
 
-#: weight blocks of the specialised kernel
+#: weight blocks of the warp-specialised kernel
 HOPPER_BLOCKS = ((128, 128), (64, 128), (128, 64), (64, 64))
 
 
@@ -44,10 +44,10 @@ def block_weight(
     """
     block_n, block_k = block_shape
     aligned, columns = is_aligned(weights), weights.shape[2]
-    specialised = None
+    warp_specialised = None
     if block_shape in HOPPER_BLOCKS:
         strides = scales.stride(0), scales.stride(1)
-        specialised = SpecialisedGemm(weights, partial(_multiply, block_n), (scales, *strides), block_k)
+        warp_specialised = WarpSpecialisedGemm(weights, partial(_multiply, block_n), (scales, *strides), block_k)
     return GemmWeight(
         (weights, scales, weights.stride(0), weights.stride(1), scales.stride(0), scales.stride(1), block_n),
         rows,
@@ -57,7 +57,7 @@ def block_weight(
         bias,
         weight_descriptor(weights),
         aligned,
-        specialised=specialised,
+        warp_specialised=warp_specialised,
         tile_config=partial(_tile_config, block_n),
     )
 
@@ -85,6 +85,6 @@ def _tile_config(block_n: int, config: TileConfig) -> TileConfig:
 
     Scales that differ among the columns of a tile leave no registers for 128 rows of gate and up.
     """
-    if config.specialised and block_n < config.block_n:
+    if config.warp_specialised and block_n < config.block_n:
         return replace(config, block_m=min(config.block_m, 64))
     return config

@@ -184,7 +184,7 @@ def functions_of(group_size: int, *, zero_points: bool) -> RowFunctions:
         load_weights=load_packed,
         prefetch_weights=None,
         multiply=multiply,
-        specialised=None,
+        warp_specialised=None,
         packed=2,
     )
     if group_size == -1:

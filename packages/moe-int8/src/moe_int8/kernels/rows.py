@@ -166,13 +166,13 @@ def finish_zero(acc, a_state, b_state, SWAP: tl.constexpr):
 # ------------------------------------------------------------------ as values
 
 
-def _specialised() -> Any:
+def _warp_specialised() -> Any:
     from moe_core.gemm.hopper_rows import multiply_integer_rows
 
     return multiply_integer_rows
 
 
-def _specialised_zero() -> Any:
+def _warp_specialised_zero() -> Any:
     from moe_int8.kernels.hopper_rows import multiply_integer_rows_zero
 
     return multiply_integer_rows_zero
@@ -188,7 +188,7 @@ INT8 = RowFunctions(
     quantize_static=quantize_static,
     quantize_static_rows=quantize_static_rows,
     quantize_by_amax=quantize_by_amax,
-    specialised=_specialised,
+    warp_specialised=_warp_specialised,
     open_values=open_values,
     accumulate=tl.int32,
     marks=True,
@@ -201,7 +201,7 @@ INT8_ZERO = RowFunctions(
     quantize_row=quantize_row_zero,
     quantize_static=quantize_static_zero,
     quantize_static_rows=quantize_static_rows_zero,
-    specialised=_specialised_zero,
+    warp_specialised=_warp_specialised_zero,
     open_values=open_values_zero,
     open_weights=open_weights_sums,
     finish=finish_zero,

@@ -30,7 +30,7 @@ def w4a8_plan(
     if capability < 90 or capability >= 120:
         # about 100 KB of shared memory per program
         rows, warps = (16, 4) if mean <= 12 else (32, 8) if mean <= 24 or stepwise else (64, 8)
-        config = TileConfig(rows, BLOCK_N, warps, 2, 1 if rows == 16 else 8, swap=True)
+        config = TileConfig(rows, BLOCK_N, warps, 2, 1 if rows == 16 else 8, swap_ab=True)
         return TilePlan(config, config, capability >= 90)
     if mean <= 12:
         tiles = min(tokens * top_k, num_experts)
@@ -44,15 +44,15 @@ def w4a8_plan(
         up = TileConfig(16, BLOCK_N, warps, 4, 1, True, True, up_split)
         down = TileConfig(16, BLOCK_N, warps, 2 if down_steps <= 2 else 3, 1, True, True, down_split)
         # where launches are a good part of the time; else programs that come early only take bandwidth
-        return TilePlan(up, down, up.split > 1 or (tokens * top_k <= 64 and down_steps > 2))
+        return TilePlan(up, down, up.split_k > 1 or (tokens * top_k <= 64 and down_steps > 2))
     if mean <= 24:
         config = TileConfig(32, BLOCK_N, 4, 3, 1, True, True)
         return TilePlan(config, config)
-    few = TileConfig(64, BLOCK_N, 8, 3, 8, swap=True, tma=True)
+    few = TileConfig(64, BLOCK_N, 8, 3, 8, swap_ab=True, tma=True)
     if mean <= 48 or capability != 90:
         # beyond sm_90 Triton multiplies int8 as sm_80 does, with both operands in registers
         return TilePlan(few, few)
-    many = TileConfig(128, BLOCK_N, 8, 3, 8, swap=True, tma=True)
+    many = TileConfig(128, BLOCK_N, 8, 3, 8, swap_ab=True, tma=True)
     # two accumulators of 128 x 128 leave no registers for the product of a step
     return TilePlan(few if stepwise else many, many if mean > 384 else few)
 

@@ -138,6 +138,6 @@ E2M1 = replace(
     load_weights=load_words,
     prefetch_weights=prefetch_words,
     multiply=multiply_words,
-    specialised=None,
+    warp_specialised=None,
     packed=8,
 )

@@ -34,7 +34,7 @@ def e4m3_plan(
     if capability < 90 or capability >= 120:
         # about 100 KB of shared memory per program
         rows, warps = (16, 4) if mean <= 12 else (32, 4) if mean <= 24 else (64, 8)
-        config = TileConfig(rows, BLOCK_N, warps, 2, 1 if rows == 16 else 8, swap=True)
+        config = TileConfig(rows, BLOCK_N, warps, 2, 1 if rows == 16 else 8, swap_ab=True)
         return TilePlan(config, config, capability >= 90)
     if mean <= 24:
         rows, stages = (16, 4) if mean <= 12 else (32, 3)

@@ -39,5 +39,5 @@ def e2m1_plan(
         return plan
     if mean <= 24:
         few = TileConfig(32, BLOCK_N, 4, 4, 8, True, True)
-        return TilePlan(few, few if plan.down.block_m == 32 else plan.down)
-    return replace(plan, up=TileConfig(64, BLOCK_N, 4, 3, 8, swap=True))
+        return TilePlan(few, few if plan.gemm2.block_m == 32 else plan.gemm2)
+    return replace(plan, gemm1=TileConfig(64, BLOCK_N, 4, 3, 8, swap_ab=True))

@@ -88,8 +88,8 @@ class GroupScheme(ActivationScheme):
             return Rows((values, static, values.stride(0), 0, 1), which)
         if scales is None:
             return Rows((values, values.stride(0)), which)
-        specialised = (scales, scales.stride(0))
-        return Rows((values, scales, values.stride(0), scales.stride(0)), which, specialised=specialised)
+        warp_specialised = (scales, scales.stride(0))
+        return Rows((values, scales, values.stride(0), scales.stride(0)), which, warp_specialised=warp_specialised)
 
     def quantize_x(self, call: Call) -> tuple[Order, Rows]:
         work, routing = call.workspace, call.routing
@@ -113,7 +113,7 @@ class GroupScheme(ActivationScheme):
             return False
         if self.static:
             return True
-        fits = self.scatters and call.specialises(call.plan.up, call.layer.w13)
+        fits = self.scatters and call.warp_specialises(call.plan.gemm1, call.layer.w13)
         return fits and 0 < call.pairs <= call.workspace["sorted_values"].shape[0]
 
     def result(self, call: Call) -> Result:

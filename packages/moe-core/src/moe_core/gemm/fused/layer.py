@@ -89,7 +89,7 @@ class FusedLayer:
         adapters = None
         if lora is not None:
             # launches of the adapters lie between those of the layer
-            plan = TilePlan(self.w13.tile_config(plan.up), self.w2.tile_config(plan.down))
+            plan = TilePlan(self.w13.tile_config(plan.gemm1), self.w2.tile_config(plan.gemm2))
             adapters = Adapters(lora, routing, workspace)
         call = Call(self, x, routing, plan, workspace, adapters)
         order, a = self.scheme.quantize_x(call)
@@ -139,25 +139,25 @@ class Call:
             pdl=plan.pdl,
         )
 
-    def specialises(self, config: TileConfig, weight: GemmWeight) -> bool:
+    def warp_specialises(self, config: TileConfig, weight: GemmWeight) -> bool:
         """Whether the warp-specialised kernel computes a GEMM whose rows lie as it wants them."""
-        return weight.specialised is not None and self.adapters is None and hopper_fits(config, weight)
+        return weight.warp_specialised is not None and self.adapters is None and hopper_fits(config, weight)
 
     def gemm1(self, order: Order, a: Rows) -> Rows:
         """h as operand A of gemm2."""
-        layer, config, routing = self.layer, self.plan.up, self.routing
+        layer, config, routing = self.layer, self.plan.gemm1, self.routing
         weight, activation = layer.w13, layer.activation
         added = None if self.adapters is None else self.adapters.addition("w13", self.x, by_pair=False)
         # the rows of adapters have an order of their own
         by_pair = self.by_pair if added is not None or layer.scheme.h_by_pair else POSITION.value
         h = layer.scheme.result(self)
-        if config.split > 1 and isinstance(routing, Routing):
+        if config.split_k > 1 and isinstance(routing, Routing):
             by_pair = PAIR.value
-            parts = self.parts(config.split, weight.rows * (2 if activation.gated else 1))
+            parts = self.parts(config.split_k, weight.rows * (2 if activation.gated else 1))
             self.product(config, weight, order, a, Result(parts), activation, by_pair, added)
             combine_parts(
                 parts=parts,
-                split=config.split,
+                split=config.split_k,
                 bias=weight.bias,
                 out=h,
                 routing=routing,
@@ -173,13 +173,13 @@ class Call:
 
     def gemm2(self, order: Order, a: Rows, out: Tensor) -> tuple[Tensor, int]:
         """(y [pairs * split, K], split); batched: the output itself."""
-        weight, config = self.layer.w2, self.plan.down
+        weight, config = self.layer.w2, self.plan.gemm2
         added = None if self.adapters is None else self.adapters.addition("w2", self.workspace["h"], by_pair=True)
         y = out
         if isinstance(self.routing, Routing):
-            y = self.workspace["y"] if config.split == 1 else self.parts(config.split, weight.rows)
+            y = self.workspace["y"] if config.split_k == 1 else self.parts(config.split_k, weight.rows)
         self.product(config, weight, order, a, Result(y), None, PAIR.value, added)
-        return y, config.split
+        return y, config.split_k
 
     def parts(self, split: int, columns: int) -> Tensor:
         """[pairs * split, columns] float32 of programs that share k loops."""
@@ -197,12 +197,12 @@ class Call:
         added: Addition | None,
     ) -> None:
         """One GEMM, by the warp-specialised kernel where that fits, else by the tile kernel."""
-        if a.specialised is not None and a.which == POSITION.value and self.specialises(config, weight):
+        if a.warp_specialised is not None and a.which == POSITION.value and self.warp_specialises(config, weight):
             hopper_product(
                 config,
                 weight=weight,
                 values=a.arguments[0][: self.pairs],
-                scales=a.specialised,
+                scales=a.warp_specialised,
                 out=out,
                 pairs=order,
                 routing=self.routing,

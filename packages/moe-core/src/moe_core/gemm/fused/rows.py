@@ -46,7 +46,7 @@ class RowFunctions:
       several), ``quantize_by_amax`` (one scale for all rows)
     - ``open_raw``, ``load_raw``, and by static scales ``load_raw_static``: rows that are quantised while they are
       loaded; None where they cannot be
-    - ``specialised``: gives the k loop for `moe_core.gemm.hopper`, imported on use; None: there is none
+    - ``warp_specialised``: gives the k loop for `moe_core.gemm.hopper`, imported on use; None: there is none
     - ``open_values``, ``load_values``, ``open_weights``, ``load_weights``, ``finish``, ``prefetch_weights`` (or None):
       those of `moe_core.gemm.rows`, or what goes with other scales and weights
     - ``marks``: values have no NaN: what `open_values` takes ends with marks of rows; see `moe_core.gemm.rows.marked`
@@ -62,7 +62,7 @@ class RowFunctions:
     open_raw: Any = None
     load_raw: Any = None
     load_raw_static: Any = None
-    specialised: Callable[[], Any] | None = None
+    warp_specialised: Callable[[], Any] | None = None
     open_values: Any = device.open_values
     load_values: Any = device.load_values
     open_weights: Any = device.open_weights
@@ -122,7 +122,7 @@ class RowScheme(ActivationScheme):
         return self.raw and load is not None and call.plan.block_m <= MAX_RAW_ROWS
 
     def _loads_raw_h(self, call: Call) -> bool:
-        few_launches = call.plan.up.split > 1  # where launches are a good part of the time
+        few_launches = call.plan.gemm1.split_k > 1  # where launches are a good part of the time
         # one scale for all says nothing of a row, and who loads a part of it can't know
         kinds = ("token",) if self.functions.marks else ("token", "tensor")
         return (
@@ -151,7 +151,7 @@ class RowScheme(ActivationScheme):
         arguments: tuple[Any, ...] = (values, scales, values.stride(0), by_row, by_expert)
         if self.functions.marks:
             arguments = (*arguments, marks)
-        return Rows(arguments, which, specialised=(scales, by_row or None, marks))
+        return Rows(arguments, which, warp_specialised=(scales, by_row or None, marks))
 
     def _raw_rows(
         self, values: Tensor, scales: Tensor, which: int, columns: int, *, by_row: int, by_expert: int = 0,
@@ -165,9 +165,9 @@ class RowScheme(ActivationScheme):
     def quantize_x(self, call: Call) -> tuple[Order, Rows]:
         if isinstance(call.routing, Batch):
             return self._batched_x(call, call.routing)
-        # the specialised kernel wants the rows of a tile side by side; a scale per expert every pair by itself
+        # the warp-specialised kernel wants the rows of a tile side by side; a scale per expert every pair by itself
         scatters = not self._loads_raw(call) and (
-            self.granularity == "static" or call.specialises(call.plan.up, call.layer.w13)
+            self.granularity == "static" or call.warp_specialises(call.plan.gemm1, call.layer.w13)
         )
         return self._scattered_x(call, call.routing) if scatters else self._x_by_token(call, call.routing)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_core.gemm.fused.rows import Granularity, RowFunctions
 from moe_core.gemm.fused.scheme import Rows
-from moe_core.gemm.launch import GemmWeight, SpecialisedGemm, TileFunctions, is_aligned, weight_descriptor
+from moe_core.gemm.launch import GemmWeight, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
 from moe_core.gemm.plan import TileConfig
 
 
@@ -48,9 +48,9 @@ def row_weight(
             functions.accumulate,
         )
 
-    specialised = None
-    if functions.specialised is not None:
-        specialised = SpecialisedGemm(weights, functions.specialised, (scales, *strides))
+    warp_specialised = None
+    if functions.warp_specialised is not None:
+        warp_specialised = WarpSpecialisedGemm(weights, functions.warp_specialised, (scales, *strides))
     return GemmWeight(
         (weights, scales, weights.stride(0), weights.stride(1), *strides),
         rows,
@@ -60,7 +60,7 @@ def row_weight(
         bias,
         packed_descriptor(weights, functions.packed),
         aligned,
-        specialised=specialised,
+        warp_specialised=warp_specialised,
     )
 
 

@@ -34,14 +34,14 @@ class Rows:
     - ``form``: which `load_a` reads it; the weight's functions know these names: "values" are padded to whole tiles,
       "raw" are quantised while they are loaded, "masked" have no padding, "indexed" are read column by column
     - ``aligned``: every row starts at a multiple of 16 bytes
-    - ``specialised``: the tuple `A` of the warp-specialised kernel; None: it can't read these rows
+    - ``warp_specialised``: the tuple `A` of the warp-specialised kernel; None: it can't read these rows
     """
 
     arguments: tuple[Any, ...]
     which: int
     form: str = "values"
     aligned: bool = True
-    specialised: tuple[Any, ...] | None = None
+    warp_specialised: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,12 @@ def marlin_plan(
     mean = pairs / num_experts
     if dtype_bytes == 4:
         # no tensor cores: a small tile keeps the operands in registers
-        config = TileConfig(16, BLOCK_N, 8, 1, 1, swap=True)
+        config = TileConfig(16, BLOCK_N, 8, 1, 1, swap_ab=True)
         return TilePlan(config, config)
     if capability < 90 or capability >= 120:
         # about 100 KB of shared memory per program
         rows, warps = (16, 4) if mean <= 12 else (32, 8) if mean <= 24 else (64, 8)
-        config = TileConfig(rows, BLOCK_N, warps, 2, 1 if rows == 16 else 8, swap=True)
+        config = TileConfig(rows, BLOCK_N, warps, 2, 1 if rows == 16 else 8, swap_ab=True)
         return TilePlan(config, config, capability >= 90)
     down_steps = _steps(intermediate_size)
     if mean <= 12:
@@ -70,8 +70,8 @@ def marlin_plan(
         # where launches are a good part of the time; else programs that come early only take bandwidth
         return TilePlan(up, down, pairs <= 64 and tiles <= 2 * _RESIDENT)
     few = TileConfig(32, BLOCK_N, 4, 3, 1 if mean <= 24 else 8, True, True)
-    some = TileConfig(64, BLOCK_N, 4, 3, 8, swap=True)
-    many = TileConfig(128, BLOCK_N, 4, 3, 8, swap=True)
+    some = TileConfig(64, BLOCK_N, 4, 3, 8, swap_ab=True)
+    many = TileConfig(128, BLOCK_N, 4, 3, 8, swap_ab=True)
     if mean <= 24:
         # short programs: what they are made of matters more than how many products a weight enters
         return TilePlan(few, TileConfig(16, BLOCK_N, 4, 3, 1, True, True) if down_steps <= 4 else few)
@@ -104,8 +104,8 @@ class VectorConfig:
 class VectorPlan:
     """The layer without tensor cores: up product, down product."""
 
-    up: VectorConfig
-    down: VectorConfig
+    gemm1: VectorConfig
+    gemm2: VectorConfig
     pdl: bool = False
 
 

@@ -37,14 +37,14 @@ def portable_plan(
     mean = tokens * top_k / num_experts
     if dtype_bytes == 4:
         # no tensor cores: a small tile keeps the operands in registers
-        config = TileConfig(16, BLOCK_N, 8, 1, 1, swap=True)
+        config = TileConfig(16, BLOCK_N, 8, 1, 1, swap_ab=True)
         return TilePlan(config, config)
     if capability < 90 or capability >= 120 or permuted:
         # about 100 KB of shared memory per program; scales of columns are gathered, which no pipeline hides
         # where no NVIDIA GPU is meant, products of a step spill beside sums of 32 rows
         narrow = stepwise or scaled_numbers
         rows = 16 if mean <= 12 or (narrow and not capability) else 32 if mean <= 24 or narrow else 64
-        config = TileConfig(rows, BLOCK_N, 8, 2, 1 if rows == 16 else 8, swap=True)
+        config = TileConfig(rows, BLOCK_N, 8, 2, 1 if rows == 16 else 8, swap_ab=True)
         return TilePlan(config, config, capability >= 90)
     if mean <= 12:
         tiles = min(tokens * top_k, num_experts)
@@ -57,16 +57,16 @@ def portable_plan(
         up = TileConfig(16, BLOCK_N, warps, 4, 1, True, True, up_split)
         down = TileConfig(16, BLOCK_N, warps, 2 if down_steps <= 2 else 3, 1, True, True, down_split)
         # where launches are a good part of the time; else programs that come early only take bandwidth
-        return TilePlan(up, down, up.split > 1 or (tokens * top_k <= 64 and down_steps > 2))
+        return TilePlan(up, down, up.split_k > 1 or (tokens * top_k <= 64 and down_steps > 2))
     if mean <= 24:
         # four products of a step, or scales of its columns, take the registers of four warps
         config = TileConfig(32, BLOCK_N, 8 if group_size == 32 or scaled_steps else 4, 3, 1, True, True)
         return TilePlan(config, config)
-    few = TileConfig(64, BLOCK_N, 8, 3, 8, swap=True, tma=True)
+    few = TileConfig(64, BLOCK_N, 8, 3, 8, swap_ab=True, tma=True)
     if mean <= 48 or stepwise:
         # two accumulators of 128 x 128 leave no registers for the product of a step
         return TilePlan(few, few)
-    many = TileConfig(128, BLOCK_N, 8, 3, 8, swap=True, tma=True)
+    many = TileConfig(128, BLOCK_N, 8, 3, 8, swap_ab=True, tma=True)
     return TilePlan(many, many if mean > 384 else few)
 
 
