@@ -21,15 +21,15 @@ ROWS, COLUMNS = 16, 128
 
 
 @triton.jit
-def _quantize_kernel(x, out, scales, Q, quantize: tl.constexpr, AXIS: tl.constexpr, ROWS: tl.constexpr):
+def _quantize_kernel(x, out, scales, quant_args, quantize: tl.constexpr, AXIS: tl.constexpr, ROWS: tl.constexpr):
     """`quantize` of [ROWS, 128]: one expert for all rows (AXIS 0), or each its own."""
     row = tl.arange(0, ROWS)
     place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
     tile = tl.load(x + place)
     if AXIS == 1:
-        values, scale = quantize(tile, Q, (row % 2)[:, None], 1)
+        values, scale = quantize(tile, quant_args, (row % 2)[:, None], 1)
     else:
-        values, scale = quantize(tl.trans(tile), Q, 1, 0)
+        values, scale = quantize(tl.trans(tile), quant_args, 1, 0)
         values = tl.trans(values)
     tl.store(out + place, values.to(tl.float32))
     if scales is not None:

@@ -18,8 +18,8 @@ TOKENS, TOP_K, EXPERTS, HIDDEN, SIZE, BLOCK = 5, 2, 3, 32, 40, 32
 
 
 @triton.jit
-def open_a(A, rows, expert):
-    values, stride, factors = A
+def open_a(a_args, rows, expert):
+    values, stride, factors = a_args
     return values + rows * stride, tl.load(factors + expert)
 
 
@@ -29,8 +29,8 @@ def load_a(state, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def open_b(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    values, stride_e, stride_n = B
+def open_b(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    values, stride_e, stride_n = b_args
     columns = n + tl.arange(0, BLOCK_N)
     return values + expert * stride_e + (half * N + columns) * stride_n, columns < N
 
@@ -42,31 +42,31 @@ def load_b(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVE
 
 
 @triton.jit
-def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
-    if SWAP:
+def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
+    if SWAP_AB:
         return tl.dot(b, tl.trans(a), acc, input_precision="ieee")
     else:
         return tl.dot(a, tl.trans(b), acc, input_precision="ieee")
 
 
 @triton.jit
-def finish(acc, a_state, b_state, SWAP: tl.constexpr):
+def finish(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     return acc * a_state[1]
 
 
 @triton.jit
-def halves(tile, Q, expert, AXIS: tl.constexpr):
+def halves(tile, quant_args, expert, AXIS: tl.constexpr):
     """Values plus the expert's offset; as scales the sums of both halves of the columns."""
     if AXIS == 1:
         scale = tl.sum(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), axis=2)
     else:
         scale = tl.sum(tl.reshape(tile, (2, tile.shape[0] // 2, tile.shape[1])), axis=1)
-    return tile + tl.load(Q[0] + expert), scale
+    return tile + tl.load(quant_args[0] + expert), scale
 
 
 @triton.jit
-def shifted(tile, Q, expert, AXIS: tl.constexpr):
-    return tile + tl.load(Q[0] + expert), 0.0
+def shifted(tile, quant_args, expert, AXIS: tl.constexpr):
+    return tile + tl.load(quant_args[0] + expert), 0.0
 
 
 class Product:

@@ -12,9 +12,9 @@ from moe_core.workspace import Workspace, workspace_nbytes
 
 
 @triton.jit
-def by_expert(tile, Q, expert, AXIS: tl.constexpr):
+def by_expert(tile, quant_args, expert, AXIS: tl.constexpr):
     """Values times the expert's factor; as scale the largest value of the group."""
-    return tile * tl.load(Q[0] + expert), tl.max(tile, axis=AXIS)
+    return tile * tl.load(quant_args[0] + expert), tl.max(tile, axis=AXIS)
 
 
 def run(counts, capacity, block_m, device, **arguments):

@@ -98,7 +98,7 @@ def test_max_tiles_is_a_bound_that_is_met_by_some_routing(pairs, experts):
 
 
 @triton.jit
-def _row_maximum(tile, Q, token, AXIS: tl.constexpr):
+def _row_maximum(tile, quant_args, token, AXIS: tl.constexpr):
     """No values; as scale the row's largest element, plus 1000 times the token."""
     return tile, tl.max(tile, axis=AXIS) + 1000.0 * tl.max(token, axis=AXIS)
 

@@ -1,7 +1,6 @@
 """Finish an up product whose k loop was split: add the parts, bias, activation, quantisation.
 
-ADDED is that of `moe_core.gemm.tile_kernel`.
-`quantize`, Q, GROUPS and AMAX are those of `moe_core.gemm.tile_kernel`, for a tile of one row.
+`quantize`, `quant_args`, `lora_args`, GROUPS and AMAX are those of `moe_core.gemm.tile_kernel`, for a tile of one row.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from moe_core.ops._sort_kernels import local_expert
 
 
 @triton.jit
-def _sum_parts(parts, columns, inside, stride, SPLIT: tl.constexpr):
-    index = tl.arange(0, SPLIT)
+def _sum_parts(parts, columns, inside, stride, SPLIT_K: tl.constexpr):
+    index = tl.arange(0, SPLIT_K)
     tile = tl.load(parts + index[:, None] * stride + columns[None, :], mask=inside[None, :], other=0.0)
     return tl.sum(tile, axis=0)
 
@@ -28,11 +27,11 @@ def combine_kernel(
     ids,
     expert_map,
     bias,
-    ADDED,
+    lora_args,
     out,
     out_scale,
     amax,
-    Q,
+    quant_args,
     N,
     num_ids,
     num_experts,
@@ -44,7 +43,7 @@ def combine_kernel(
     beta,
     limit,
     quantize: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
     AMAX: tl.constexpr,
@@ -55,7 +54,7 @@ def combine_kernel(
     HAS_MAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """COLUMNS of one pair; parts [pairs * SPLIT, N or 2N] float32, grid (pairs, blocks of COLUMNS).
+    """COLUMNS of one pair; parts [pairs * SPLIT_K, N or 2N] float32, grid (pairs, blocks of COLUMNS).
 
     Columns beyond N become zeros: rows of the result have room for whole blocks.
     """
@@ -69,21 +68,21 @@ def combine_kernel(
         return
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < N
-    first = parts + pair * SPLIT * stride_parts
-    value = _sum_parts(first, columns, inside, stride_parts, SPLIT)
-    if ADDED is not None:
-        added, stride_added, numbers = ADDED
-        row_added = added + pair * stride_added
-        some = tl.load(numbers + pair) >= 0
-        value += tl.load(row_added + columns, mask=inside & some, other=0.0).to(tl.float32)
+    first = parts + pair * SPLIT_K * stride_parts
+    value = _sum_parts(first, columns, inside, stride_parts, SPLIT_K)
+    if lora_args is not None:
+        values, stride_lora, lora_ids = lora_args
+        delta = values + pair * stride_lora
+        some = tl.load(lora_ids + pair) >= 0
+        value += tl.load(delta + columns, mask=inside & some, other=0.0).to(tl.float32)
     bias_row = bias
     if HAS_BIAS:
         bias_row += expert.to(tl.int64) * stride_bias
         value += tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32)
     if GATED:
-        up = _sum_parts(first + N, columns, inside, stride_parts, SPLIT)
-        if ADDED is not None:
-            up += tl.load(row_added + N + columns, mask=inside & some, other=0.0).to(tl.float32)
+        up = _sum_parts(first + N, columns, inside, stride_parts, SPLIT_K)
+        if lora_args is not None:
+            up += tl.load(delta + N + columns, mask=inside & some, other=0.0).to(tl.float32)
         if HAS_BIAS:
             up += tl.load(bias_row + N + columns, mask=inside, other=0.0).to(tl.float32)
         value = activate_gated(value, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
@@ -101,7 +100,7 @@ def combine_kernel(
     else:
         if AMAX == "nan":
             mark_nan(amax, value, pair + one, inside[None, :], 1)
-        values, scale = quantize(value, Q, expert, 1)
+        values, scale = quantize(value, quant_args, expert, 1)
         tl.store(row, values)
         if out_scale is not None:
             scales = out_scale + pair * stride_out_scale + block * GROUPS

@@ -29,11 +29,11 @@ from moe_core.jit.activation import activate_plain
 
 @gluon.jit
 def _consume(
-    S,
-    A,
-    B,
-    T,
-    E,
+    schedule,
+    a_args,
+    b_args,
+    out_args,
+    epilogue_args,
     a_tiles,
     b_tiles,
     full,
@@ -51,14 +51,14 @@ def _consume(
     ACTIVATION: gl.constexpr,
     HAS_LIMIT: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    WEIGHT: gl.constexpr,
+    ROUTER_WEIGHT: gl.constexpr,
     OUT: gl.constexpr,
     AMAX: gl.constexpr,
 ):
     """Multiply rows 64 * WHICH .. 64 * WHICH + 63 of every tile, scale, finish and store."""
-    tiles_ptr, offsets, pairs = S
-    out = T[0]
-    bias, stride_bias, weights, alpha, beta, limit = E
+    tiles_ptr, offsets, pairs = schedule
+    out = out_args[0]
+    bias, stride_bias, weights, alpha, beta, limit = epilogue_args
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
     bits: gl.constexpr = out.dtype.element_ty.primitive_bitwidth
@@ -68,23 +68,25 @@ def _consume(
     store: gl.constexpr = layout if bits == 32 else rows_first
     BLOCKS: gl.constexpr = 1 if GATED else 2
     turn = 0
-    expert, start, end, block_n = find(gl.program_id(0), S, tiles, blocks_n, GROUP_M)
+    expert, start, end, block_n = find(gl.program_id(0), schedule, tiles, blocks_n, GROUP_M)
     for index in range(gl.program_id(0), tiles * blocks_n, gl.num_programs(0)):
         # what the next tile is arrives while this one is multiplied
-        next_expert, next_start, next_end, next_block = find(index + gl.num_programs(0), S, tiles, blocks_n, GROUP_M)
+        following = index + gl.num_programs(0)
+        next_expert, next_start, next_end, next_block = find(following, schedule, tiles, blocks_n, GROUP_M)
         first = start + WHICH * HALF
         row = gl.minimum(first + gl.arange(0, HALF, layout=rows_layout), end - 1)
         target = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, store))
         place = target
         if not UP and pairs is not None:
             place = gl.load(pairs + gl.minimum(target, end - 1))
-        if WEIGHT != 0:
+        if ROUTER_WEIGHT != 0:
             weight = gl.load(weights + gl.load(pairs + row))
         acc_0, acc_1, turn = multiply(
-            turn, row, expert, block_n, A, B, a_tiles, b_tiles, full, empty, steps, N, layout, WHICH, STAGES, GATED
-        )
+            turn, row, expert, block_n, a_args, b_args, a_tiles, b_tiles, full, empty, steps, N, layout, WHICH, STAGES,
+            GATED,
+        )  # fmt: skip
         if first < end:
-            if WEIGHT == 1:
+            if ROUTER_WEIGHT == 1:
                 acc_0 = acc_0 * weight[:, None]
                 acc_1 = acc_1 * weight[:, None]
             column = block_n * (TILE * BLOCKS) + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
@@ -99,19 +101,19 @@ def _consume(
                 row = first + gl.arange(0, HALF, layout=rows_layout)
                 if GATED:
                     value = activate(acc_0, acc_1, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
-                    store_activated(value, T, expert, row, target, end, block_n, N, store, OUT, AMAX)
+                    store_activated(value, out_args, expert, row, target, end, block_n, N, store, OUT, AMAX)
                 else:
                     value = activate_plain(acc_0, limit, ACTIVATION, HAS_LIMIT)
-                    store_activated(value, T, expert, row, target, end, block_n * 2, N, store, OUT, AMAX)
+                    store_activated(value, out_args, expert, row, target, end, block_n * 2, N, store, OUT, AMAX)
                     value = activate_plain(acc_1, limit, ACTIVATION, HAS_LIMIT)
-                    store_activated(value, T, expert, row, target, end, block_n * 2 + 1, N, store, OUT, AMAX)
+                    store_activated(value, out_args, expert, row, target, end, block_n * 2 + 1, N, store, OUT, AMAX)
             else:
-                if WEIGHT == 2:
+                if ROUTER_WEIGHT == 2:
                     acc_0 = acc_0 * weight[:, None]
                     acc_1 = acc_1 * weight[:, None]
                 first_column = block_n * (TILE * BLOCKS)
-                store_block(acc_0.to(out.dtype.element_ty), T, place, target < end, first_column, store)
-                store_block(acc_1.to(out.dtype.element_ty), T, place, target < end, first_column + TILE, store)
+                store_block(acc_0.to(out.dtype.element_ty), out_args, place, target < end, first_column, store)
+                store_block(acc_1.to(out.dtype.element_ty), out_args, place, target < end, first_column + TILE, store)
         expert = next_expert
         start = next_start
         end = next_end
@@ -122,11 +124,11 @@ def _consume(
 def hopper_kernel(
     a_desc,
     b_desc,
-    S,
-    A,
-    B,
-    T,
-    E,
+    schedule,
+    a_args,
+    b_args,
+    out_args,
+    epilogue_args,
     N,
     K,
     rows_per_expert,
@@ -138,20 +140,20 @@ def hopper_kernel(
     ACTIVATION: gl.constexpr,
     HAS_LIMIT: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    WEIGHT: gl.constexpr,
+    ROUTER_WEIGHT: gl.constexpr,
     OUT: gl.constexpr,
     AMAX: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """One program per multiprocessor.
 
-    UP: out [P, width] = quantize(act(A w13^T + bias)), rows in sorted order.  Otherwise out[pair] = A w2^T + bias.
+    UP, gemm1: out [P, width] = quantize(act(A w13^T + bias)), rows in sorted order; gemm2: out[pair] = A w2^T + bias.
 
     - a_desc [P, K], b_desc [E * rows_per_expert, K]: descriptors with blocks of 128 x depth of a step
-    - S the schedule, see `hopper_pipeline.find`; A, B the scales, see `multiply`; T the output, see `hopper_finish`
-    - E = (bias [E, rows] or None, its stride, router weights by pair or None, alpha, beta, limit)
+    - schedule, see `hopper_pipeline.find`; a_args and b_args, the scales, see `multiply`; out_args, see `hopper_finish`
+    - epilogue_args = (bias [E, rows] or None, its stride, router weights by pair or None, alpha, beta, limit)
     - N columns of the result, of one half when GATED
-    - WEIGHT: router weights multiply nothing (0), the product (1), or the product and its bias (2)
+    - ROUTER_WEIGHT: router weights multiply nothing (0), the product (1), or the product and its bias (2)
     """
     if PDL:
         gdc_wait()
@@ -165,7 +167,7 @@ def hopper_kernel(
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
     fence_async_shared()
-    tiles = gl.load(S[0])
+    tiles = gl.load(schedule[0])
     steps = gl.cdiv(K, DEPTH)
     BLOCKS: gl.constexpr = 1 if GATED else 2
     blocks_n = gl.cdiv(N, BLOCKS * TILE)
@@ -176,22 +178,24 @@ def hopper_kernel(
             (
                 _consume,
                 (
-                    S, A, B, T, E, a_tiles, b_tiles, full, empty, tiles, blocks_n, steps, N, multiply, gl.constexpr(0),
-                    STAGES, GROUP_M, UP, GATED, ACTIVATION, HAS_LIMIT, HAS_BIAS, WEIGHT, OUT, AMAX,
+                    schedule, a_args, b_args, out_args, epilogue_args, a_tiles, b_tiles, full, empty, tiles, blocks_n,
+                    steps, N, multiply, gl.constexpr(0), STAGES, GROUP_M, UP, GATED, ACTIVATION, HAS_LIMIT, HAS_BIAS,
+                    ROUTER_WEIGHT, OUT, AMAX,
                 ),
             ),
             (
                 _consume,
                 (
-                    S, A, B, T, E, a_tiles, b_tiles, full, empty, tiles, blocks_n, steps, N, multiply, gl.constexpr(1),
-                    STAGES, GROUP_M, UP, GATED, ACTIVATION, HAS_LIMIT, HAS_BIAS, WEIGHT, OUT, AMAX,
+                    schedule, a_args, b_args, out_args, epilogue_args, a_tiles, b_tiles, full, empty, tiles, blocks_n,
+                    steps, N, multiply, gl.constexpr(1), STAGES, GROUP_M, UP, GATED, ACTIVATION, HAS_LIMIT, HAS_BIAS,
+                    ROUTER_WEIGHT, OUT, AMAX,
                 ),
             ),
             (
                 produce,
                 (
-                    a_desc, b_desc, S, a_tiles, b_tiles, full, empty, tiles, blocks_n, steps, rows_per_expert, second,
-                    STAGES, GROUP_M, BLOCKS,
+                    a_desc, b_desc, schedule, a_tiles, b_tiles, full, empty, tiles, blocks_n, steps, rows_per_expert,
+                    second, STAGES, GROUP_M, BLOCKS,
                 ),
             ),
         ],

@@ -1,6 +1,6 @@
 """The end of a tile in `moe_core.gemm.hopper`: bias, activation, quantisation, and the way to memory.
 
-T = (out, scales or None, amax or None, their row strides, columns of out), of which a row of out has whole 16 bytes.
+out_args = (out, scales or None, amax or None, their row strides, columns of out); rows of out are whole 16 bytes.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def add_bias(acc, bias, column, N):
 
 
 @gluon.jit
-def store_block(value, T, target, exists, first_column, layout: gl.constexpr):
+def store_block(value, out_args, target, exists, first_column, layout: gl.constexpr):
     """Store [64, 128] in rows `target`, from column `first_column` on."""
-    out, scales, amax, stride, stride_scale, width = T
+    out, scales, amax, stride, stride_scale, width = out_args
     column = first_column + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
     pointers = out + target.to(gl.int64)[:, None] * stride + column[None, :]
     gl.store(pointers, gl.convert_layout(value, layout), mask=exists[:, None] & (column < width)[None, :])
@@ -60,7 +60,7 @@ def store_block(value, T, target, exists, first_column, layout: gl.constexpr):
 
 @gluon.jit
 def store_activated(
-    value, T, expert, row, target, end, block, N, layout: gl.constexpr, OUT: gl.constexpr, AMAX: gl.constexpr
+    value, out_args, expert, row, target, end, block, N, layout: gl.constexpr, OUT: gl.constexpr, AMAX: gl.constexpr
 ):
     """Block `block` of 128 columns of h, [64, 128], by sorted row.
 
@@ -69,7 +69,7 @@ def store_activated(
     AMAX "row" or "tensor": the bits of the largest magnitude of each row or of all that is finite; "nan", with
     "static": those of NaN for the rows that hold one.
     """
-    out, scales, amax, stride, stride_scale, width = T
+    out, scales, amax, stride, stride_scale, width = out_args
     column = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, value.type.layout))
     # what a row has beyond the last column is 0, so that the next product may read it
     value = gl.where((column < N)[None, :], value, 0.0)
@@ -113,4 +113,4 @@ def store_activated(
             gl.atomic_max(amax, gl.max(gl.where(row < end, bits, 0), axis=0), sem="relaxed")
     if OUT != "static":
         codes = value.to(out.dtype.element_ty)
-    store_block(codes, T, target, target < end, block * TILE, layout)
+    store_block(codes, out_args, target, target < end, block * TILE, layout)

@@ -106,7 +106,7 @@ def hopper_product(
         ACTIVATION=activation.kind if activation is not None else "",
         HAS_LIMIT=limit is not None,
         HAS_BIAS=b.bias is not None,
-        WEIGHT=router,
+        ROUTER_WEIGHT=router,
         OUT=out.kind,
         AMAX=out.amax_kind,
         pdl=pdl,

@@ -31,12 +31,12 @@ def tile_of(index, tiles, blocks_n, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def find(index, S, tiles, blocks_n, GROUP_M: gl.constexpr):
+def find(index, schedule, tiles, blocks_n, GROUP_M: gl.constexpr):
     """Expert, first and last row and column block of a tile; of the last tile for an index beyond it.
 
-    S = (tiles, offsets, pairs or None), as `moe_core.ops.sort` and `moe_core.ops.batch` write them.
+    schedule = (tiles, offsets, pairs or None), as `moe_core.ops.sort` and `moe_core.ops.batch` write them.
     """
-    tiles_ptr, offsets, pairs = S
+    tiles_ptr, offsets, pairs = schedule
     tile, block_n = tile_of(gl.minimum(index, tiles * blocks_n - 1), tiles, blocks_n, GROUP_M)
     exists = tiles > 0
     expert = gl.load(tiles_ptr + 2 + 2 * tile, mask=exists, other=0)
@@ -49,7 +49,7 @@ def find(index, S, tiles, blocks_n, GROUP_M: gl.constexpr):
 def produce(
     a_desc,
     b_desc,
-    S,
+    schedule,
     a_tiles,
     b_tiles,
     full,
@@ -64,7 +64,7 @@ def produce(
     BLOCKS: gl.constexpr,
 ):
     """Request every tile that this program multiplies, as far ahead as there is room."""
-    tiles_ptr, offsets, pairs = S
+    tiles_ptr, offsets, pairs = schedule
     DEPTH: gl.constexpr = a_desc.block_shape[1]
     turn = 0
     for index in range(gl.program_id(0), tiles * blocks_n, gl.num_programs(0)):

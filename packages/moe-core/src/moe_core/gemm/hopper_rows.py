@@ -2,8 +2,8 @@
 
 It returns the scaled float32 products [64, 128] of both blocks, and the number of steps that were taken so far.
 
-    A = (scales, whether each row has one or None: each expert, marks of rows or None: see `moe_core.gemm.rows.marked`)
-    B = (scales, stride per expert, per half of a gated product, per column)
+    a_args = (scales, whether each row has one or None: each expert, marks of rows or None: see `gemm.rows.marked`)
+    b_args = (scales, stride per expert, per half of a gated product, per column)
 
 with strides of 0 where the scale is the same.
 """
@@ -18,9 +18,9 @@ from moe_core.gemm.hopper_pipeline import HALF, TILE, barrier
 
 
 @gluon.jit
-def column_scales(expert, block_n, B, N, layout: gl.constexpr, GATED: gl.constexpr):
+def column_scales(expert, block_n, b_args, N, layout: gl.constexpr, GATED: gl.constexpr):
     """What belongs to the columns [128] of both blocks."""
-    b_scale, stride_expert, stride_half, stride_column = B
+    b_scale, stride_expert, stride_half, stride_column = b_args
     column = block_n * (TILE if GATED else 2 * TILE) + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
     # beyond the last column: any scale
     scales = b_scale + expert.to(gl.int64) * stride_expert
@@ -33,9 +33,9 @@ def column_scales(expert, block_n, B, N, layout: gl.constexpr, GATED: gl.constex
 
 
 @gluon.jit
-def row_scales(row, expert, A):
+def row_scales(row, expert, a_args):
     """Scales of the rows; marks are `marked_rows`' matter where scales hold zero points too."""
-    a_scale, by_row, marks = A
+    a_scale, by_row, marks = a_args
     if by_row is None:
         return gl.load(a_scale + expert + gl.zeros_like(row))
     else:
@@ -43,9 +43,9 @@ def row_scales(row, expert, A):
 
 
 @gluon.jit
-def marked_rows(scale, row, A):
+def marked_rows(scale, row, a_args):
     """The rows' scales, NaN for those that are marked."""
-    marks = A[2]
+    marks = a_args[2]
     if marks is not None:
         scale = gl.where(gl.load(marks + row) > 0x7F800000, float("nan"), scale)
     return scale
@@ -97,8 +97,8 @@ def multiply_rows(
     row,
     expert,
     block_n,
-    A,
-    B,
+    a_args,
+    b_args,
     a_tiles,
     b_tiles,
     full,
@@ -112,8 +112,8 @@ def multiply_rows(
 ):
     """e4m3: summed in the tensor cores, in float32, scaled once."""
     wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 32])
-    scale_0, scale_1 = column_scales(expert, block_n, B, N, layout, GATED)
-    row_scale = row_scales(row, expert, A)
+    scale_0, scale_1 = column_scales(expert, block_n, b_args, N, layout, GATED)
+    row_scale = row_scales(row, expert, a_args)
     acc = gl.zeros([HALF, 2 * TILE], gl.float32, wide)
     for k in range(steps):
         slot = turn % STAGES
@@ -140,8 +140,8 @@ def multiply_integer_rows(
     row,
     expert,
     block_n,
-    A,
-    B,
+    a_args,
+    b_args,
     a_tiles,
     b_tiles,
     full,
@@ -154,8 +154,8 @@ def multiply_integer_rows(
     GATED: gl.constexpr,
 ):
     """int8: summed in int32, exactly, scaled once."""
-    scale_0, scale_1 = column_scales(expert, block_n, B, N, layout, GATED)
-    row_scale = marked_rows(row_scales(row, expert, A), row, A)
+    scale_0, scale_1 = column_scales(expert, block_n, b_args, N, layout, GATED)
+    row_scale = marked_rows(row_scales(row, expert, a_args), row, a_args)
     acc_0 = gl.zeros([HALF, TILE], gl.int32, layout)
     acc_1 = gl.zeros([HALF, TILE], gl.int32, layout)
     acc_0, acc_1, turn = sum_integer_rows(

@@ -51,7 +51,7 @@ def _no_functions(config: TileConfig, a: Rows) -> TileFunctions:
 class GemmWeight:
     """The weight of one GEMM, made once per layer: what kernels get of it, and how many rows and columns there are.
 
-    - ``arguments``: the tuple `B` of the tile kernel's `open_b`
+    - ``arguments``: the tuple `b_args` of the tile kernel's `open_b`
     - ``rows`` of one half (gate or up) where gated, ``columns`` K; ``bias`` [E, rows of all halves], any float dtype
     - ``functions``: the device functions for a launch configuration and an operand A
     - ``block_k``: columns of a step of the k loop
@@ -150,12 +150,12 @@ class TileFunctions:
 class Result:
     """Where the result of a product goes, and how it is quantised; see `moe_core.gemm.tile_kernel`.
 
-    ``values`` [rows, columns]; of an up product with room for whole tiles in every row.  ``quantize`` None stores them
-    as they are, else ``arguments`` are its tuple Q, and ``scales`` [rows, groups of a row] hold ``groups`` scales per
+    ``values`` [rows, columns]; of gemm1 with room for whole tiles in every row.  ``quantize`` None stores them as they
+    are; else ``arguments`` are its `quant_args`, and ``scales`` [rows, groups of a row] hold ``groups`` scales per
     tile, or are None for static ones.  ``amax`` int32, zeroed, receives what ``amax_kind`` says: "row" [rows] and
     "tensor" [1] largest magnitudes of what is stored as it is; "nan" [rows] marks of rows of what is quantised that
     hold a NaN; "" nothing.  ``kind`` says in the warp-specialised kernel's words what ``quantize`` does, see
-    `moe_core.gemm.hopper_finish`; ``block`` columns are a tile of a split product's sum.
+    `moe_core.gemm.hopper_finish`; ``block`` columns are a tile of the split-K reduction.
     """
 
     values: Tensor
@@ -170,19 +170,19 @@ class Result:
 
 
 @dataclass(frozen=True, eq=False)
-class Addition:
-    """Rows that are added to a product before bias and activation.
+class LoRADelta:
+    """LoRA deltas of a GEMM, which are added before bias and activation.
 
-    ``values`` [pairs, columns] (of an up product: those of both halves), ``ids`` [pairs] int32: negative where nothing
-    is to be added, and the row of ``values`` is anything.
+    ``values`` [pairs, columns] (of gemm1: of both halves), ``ids`` [pairs] int32: negative where there is none,
+    and the row of ``values`` is undefined.
     """
 
     values: Tensor
     ids: Tensor
 
     @property
-    def device(self) -> tuple[Any, ...]:
-        """The tuple `ADDED` of the kernels."""
+    def kernel_args(self) -> tuple[Any, ...]:
+        """`lora_args` of the kernels."""
         return (self.values, self.values.stride(0), self.ids)
 
 
@@ -201,7 +201,7 @@ def grouped_product(
     a_rows: int | None = None,
     out_rows: int | None = None,
     aligned: bool = True,
-    added: Addition | None = None,
+    lora: LoRADelta | None = None,
 ) -> None:
     """One product over sorted pairs, or over batched rows: the up product with an ``activation``, the down without.
 
@@ -210,14 +210,14 @@ def grouped_product(
     ``out.values`` [pairs * split, 2N] float32, which `combine_parts` finishes; A of the down product is then in that
     order (``a_rows`` PAIR).  ``out_rows`` PAIR: an unsplit up product writes by pair too.  A split down product writes
     [pairs * split, K] float32.  Batched rows are all the same: [E * T_max, columns].  ``aligned``: rows
-    of A start at multiples of 16 bytes.  ``added``: see `Addition`.
+    of A start at multiples of 16 bytes.  ``lora``: see `LoRADelta`.
     """
     up = activation is not None
     weight, bias = 0, b.bias
     if isinstance(routing, Routing) and routing.weights is not None:
         weight = 0 if up != routing.weight_on_input else (1 if up else 2)
-    pieces = pairs.block_m // config.block_m
-    tiles = routing.max_tiles(pairs.block_m) * pieces
+    subtiles = pairs.block_m // config.block_m
+    tiles = routing.max_tiles(pairs.block_m) * subtiles
     limit = activation.limit if activation is not None else None
     batched = isinstance(pairs, BatchedRows)
     whole = config.split_k == 1
@@ -234,7 +234,7 @@ def grouped_product(
         (pairs.tiles, pairs.offsets) if isinstance(pairs, BatchedRows) else (pairs.tiles, pairs.offsets, pairs.pairs),
         out.arguments if whole else None,
         bias,
-        None if added is None else added.device,
+        None if lora is None else lora.kernel_args,
         routing.weights if isinstance(routing, Routing) else None,
         b.rows,
         b.columns,
@@ -261,23 +261,23 @@ def grouped_product(
         GROUP_M=config.group_m,
         EVEN_N=rows % config.block_n == 0,
         EVEN_K=b.columns % block_k == 0,
-        SWAP=config.swap_ab,
+        SWAP_AB=config.swap_ab,
         GATED=activation is not None and activation.gated,
         INTERLEAVED=b.interleaved,
         ACTIVATION=activation.kind if activation is not None else "",
         HAS_LIMIT=limit is not None,
         HAS_BIAS=bias is not None,
-        WEIGHT=weight,
+        ROUTER_WEIGHT=weight,
         A_ROWS=a_rows if a_rows is not None else (TOKEN if up else POSITION).value,
         OUT_ROWS=out_rows if out_rows is not None else (POSITION if up and whole else PAIR).value,
         GROUPS=out.groups,
         AMAX=out.amax_kind if whole else "",
         PAD=up,
-        SPLIT=config.split_k,
-        PIECES=pieces,
+        SPLIT_K=config.split_k,
+        SUBTILES=subtiles,
         # the up product before it has waited for the sort, and whatever that depended on
-        EARLY=pdl and not up,
-        ACC=functions.accumulate,
+        OVERLAP_PROLOGUE=pdl and not up,
+        ACC_TYPE=functions.accumulate,
         pdl=pdl,
         # rows that 16-byte copies cannot reach go through registers: share them among more threads
         num_warps=config.num_warps if aligned and b.aligned else 8,
@@ -296,7 +296,7 @@ def combine_parts(
     columns: int,
     block: int,
     pdl: bool,
-    added: Addition | None = None,
+    lora: LoRADelta | None = None,
 ) -> None:
     """Finish a split up product: out[pair] = act(sum of parts + bias), quantised as ``out`` says.
 
@@ -309,7 +309,7 @@ def combine_parts(
         routing.ids,
         routing.expert_map,
         bias,
-        None if added is None else added.device,
+        None if lora is None else lora.kernel_args,
         out.values,
         out.scales,
         out.amax,
@@ -325,7 +325,7 @@ def combine_parts(
         activation.beta,
         activation.limit if activation.limit is not None else 0.0,
         quantize=out.quantize,
-        SPLIT=split,
+        SPLIT_K=split,
         COLUMNS=block,
         GROUPS=out.groups,
         AMAX=out.amax_kind,

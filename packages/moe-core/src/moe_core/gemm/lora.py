@@ -1,11 +1,11 @@
-"""What LoRA adapters add to the products of a fused layer, as two more grouped products each.
+"""The LoRA deltas of a fused layer: two more grouped GEMMs for each of its GEMMs.
 
     numbers    of adapter and expert, for every pair                  (one launch)
     sort       pairs by them                                          (one, two for many pairs)
     low        [pairs, parts * R] = x A^T
     added      [pairs, columns]   = low B^T                           (one launch for each part)
 
-The tile kernel adds `Addition` in its epilogue, before bias, activation and router weight.
+The tile kernel adds `LoRADelta` in its epilogue, before bias, activation and router weight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from moe_core.gemm import lora_kernels as device
-from moe_core.gemm.launch import Addition, GemmWeight, Result, Routing, TileFunctions, grouped_product, is_aligned
+from moe_core.gemm.launch import GemmWeight, LoRADelta, Result, Routing, TileFunctions, grouped_product, is_aligned
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.tile_kernel import PAIR, TOKEN
 from moe_core.gemm.workspaces import LORA
@@ -64,8 +64,8 @@ class Adapters:
         scratch = {name.removeprefix(LORA): t for name, t in workspace.items() if name.startswith(LORA)}
         self.order = sort_pairs(self.routing.ids, total, self.block_m, workspace=scratch)
 
-    def addition(self, name: str, x: Tensor, by_pair: bool) -> Addition:
-        """What ``name`` ("w13", "w2") of the adapters adds to its product of ``x``: a row for each token, or pair."""
+    def delta(self, name: str, x: Tensor, by_pair: bool) -> LoRADelta:
+        """The delta of ``name`` ("w13", "w2") for ``x``, which has a row for each token, or pair."""
         a: Tensor = getattr(self.lora.weights, f"{name}_a").flatten(0, 1)
         b: Tensor = getattr(self.lora.weights, f"{name}_b").flatten(0, 1)
         pairs, rank = self.routing.num_pairs, b.shape[2]
@@ -77,7 +77,7 @@ class Adapters:
         for part in range(parts):
             rows = slice(part * each, (part + 1) * each)
             self._product(low[:, part * rank : (part + 1) * rank], b[:, rows], added[:, rows], True)
-        return Addition(added, self.routing.ids)
+        return LoRADelta(added, self.routing.ids)
 
     def _product(self, x: Tensor, weights: Tensor, out: Tensor, by_pair: bool) -> None:
         rows, columns = weights.shape[1:]

@@ -54,9 +54,9 @@ def adapted_pairs_kernel(
 
 
 @triton.jit
-def open_rows(A, rows, expert):
-    """A = (values, row stride, columns)."""
-    values, stride, columns = A
+def open_rows(a_args, rows, expert):
+    """a_args = (values, row stride, columns)."""
+    values, stride, columns = a_args
     return values + rows * stride, columns
 
 
@@ -69,9 +69,9 @@ def load_rows(state, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def open_matrix(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """B = (weights, expert and row stride)."""
-    weights, stride_e, stride_n = B
+def open_matrix(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """b_args = (weights, expert and row stride)."""
+    weights, stride_e, stride_n = b_args
     return weight_rows(weights, stride_e, stride_n, expert, half, n, N, BLOCK_N)
 
 
@@ -82,7 +82,7 @@ def load_matrix(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
 
 
 @triton.jit
-def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + a @ b.T, in float32 where a is."""
     if INTERPRET:
         a = a.to(tl.float32)  # the interpreter multiplies the bits of bfloat16

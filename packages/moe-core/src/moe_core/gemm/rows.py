@@ -66,9 +66,9 @@ def marked(scale, marks, rows):
 
 
 @triton.jit
-def open_values(A, rows, expert):
-    """A = (values, scales, values' row stride, scales' stride per row and per expert)."""
-    values, scales, stride, scale_row, scale_expert = A
+def open_values(a_args, rows, expert):
+    """a_args = (values, scales, values' row stride, scales' stride per row and per expert)."""
+    values, scales, stride, scale_row, scale_expert = a_args
     return values + rows * stride, tl.load(scales + rows * scale_row + expert * scale_expert)
 
 
@@ -79,9 +79,9 @@ def load_values(state, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def open_wide(A, rows, expert, MAX: tl.constexpr):
+def open_wide(a_args, rows, expert, MAX: tl.constexpr):
     """As `open_values`, of values in a wider type; scales may be magnitudes (bits, int32).  A ends with K and marks."""
-    values, scales, stride, scale_row, scale_expert, columns, marks = A
+    values, scales, stride, scale_row, scale_expert, columns, marks = a_args
     scale = tl.load(scales + rows * scale_row + expert * scale_expert)
     if scale.dtype == tl.int32:
         scale = scale_of(scale, MAX)
@@ -104,9 +104,9 @@ def load_wide(state, k, BLOCK_K: tl.constexpr, STATIC: tl.constexpr):
 
 
 @triton.jit
-def open_weights(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """B = (weights, scales, weights' expert and row stride, scales' stride per expert, half and row)."""
-    weights, scales, stride_e, stride_n, scale_e, scale_half, scale_n = B
+def open_weights(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """b_args = (weights, scales, weights' expert and row stride, scales' stride per expert, half and row)."""
+    weights, scales, stride_e, stride_n, scale_e, scale_half, scale_n = b_args
     rows, inside, first = weight_rows(weights, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
     scale = tl.load(scales + expert.to(tl.int64) * scale_e + half * scale_half + columns * scale_n)
@@ -126,11 +126,11 @@ def prefetch_weights(state, K):
 
 
 @triton.jit
-def finish(acc, a_state, b_state, SWAP: tl.constexpr):
+def finish(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the row * scale of the column, in float32."""
     a_scale = a_state[1]
     b_scale = b_state[2]
-    if SWAP:
+    if SWAP_AB:
         return acc.to(tl.float32) * (a_scale[None, :] * b_scale[:, None])
     else:
         return acc.to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
@@ -140,17 +140,17 @@ def finish(acc, a_state, b_state, SWAP: tl.constexpr):
 
 
 @triton.jit
-def scale_of_parts(Q, MAX: tl.constexpr):
-    """One scale for everything, Q = (largest magnitudes [count] of parts as bits in int32, count up to 1024)."""
-    amaxes, count = Q
+def scale_of_parts(quant_args, MAX: tl.constexpr):
+    """One scale for everything; quant_args = (magnitudes [count] of parts as bits in int32, count up to 1024)."""
+    amaxes, count = quant_args
     index = tl.arange(0, 1024)
     return scale_of(tl.max(tl.load(amaxes + index, mask=index < count, other=0), axis=0), MAX)
 
 
 @triton.jit
-def routed(row, inside, R):
-    """Which tokens have a local expert; R = (ids, expert_map, top_k, num_ids, num_experts)."""
-    ids, expert_map, top_k, num_ids, num_experts = R
+def routed(row, inside, routing_args):
+    """Which tokens have a local expert; routing_args = (ids, expert_map, top_k, num_ids, num_experts)."""
+    ids, expert_map, top_k, num_ids, num_experts = routing_args
     found = row < 0
     for slot in range(top_k):
         expert = local_expert(ids, expert_map, row * top_k + slot, inside, num_ids, num_experts, expert_map is not None)
@@ -159,13 +159,13 @@ def routed(row, inside, R):
 
 
 @triton.jit
-def row_amax(tile, Q, token, AXIS: tl.constexpr):
+def row_amax(tile, quant_args, token, AXIS: tl.constexpr):
     """The largest finite magnitude of each token (bits in int32) as its scale, 0 without a local expert; values stay.
 
-    Q = (number of tokens, R of `routed`, amax [1] to raise as well or None)
+    quant_args = (number of tokens, routing_args of `routed`, amax [1] to raise as well or None)
     """
-    tokens, R, amax = Q
-    bits = tl.where(routed(token, token < tokens, R), finite_bits(tile), 0)
+    tokens, routing_args, amax = quant_args
+    bits = tl.where(routed(token, token < tokens, routing_args), finite_bits(tile), 0)
     found = tl.max(bits, axis=AXIS)
     if amax is not None:
         tl.atomic_max(amax, tl.max(found, axis=0), sem="relaxed")
@@ -173,7 +173,7 @@ def row_amax(tile, Q, token, AXIS: tl.constexpr):
 
 
 @triton.jit
-def row_marks(tile, Q, token, AXIS: tl.constexpr):
+def row_marks(tile, quant_args, token, AXIS: tl.constexpr):
     """What `marked` takes of each row, as its scale; values stay."""
     return tile, largest(tile, AXIS)
 
@@ -182,31 +182,31 @@ def row_marks(tile, Q, token, AXIS: tl.constexpr):
 
 
 @triton.jit
-def rows_in_use(row, rows, S, WHICH: tl.constexpr):
-    """Whether rows are in use.  WHICH "tokens", "pairs": S as `routed` takes it; "sorted": S = (their number,).
+def rows_in_use(row, rows, row_args, WHICH: tl.constexpr):
+    """Whether rows are in use.  WHICH "tokens", "pairs": row_args as `routed` takes it; "sorted": (their number,).
 
-    "batched": S = (row behind the last one in use [E + 1], capacity); "all": S = ().
+    "batched": (row behind the last one in use [E + 1], capacity); "all": ().
     """
     inside = row < rows
     if WHICH == "tokens" or WHICH == "pairs":
-        return inside & routed(row, inside, S)
+        return inside & routed(row, inside, row_args)
     elif WHICH == "sorted":
-        return inside & (row < tl.load(S[0]))
+        return inside & (row < tl.load(row_args[0]))
     elif WHICH == "all":
         return inside
     else:
-        return inside & (row < tl.load(S[0] + 1 + row // S[1], mask=inside, other=0))
+        return inside & (row < tl.load(row_args[0] + 1 + row // row_args[1], mask=inside, other=0))
 
 
 @triton.jit
-def expert_of(row, used, S, WHICH: tl.constexpr):
+def expert_of(row, used, row_args, WHICH: tl.constexpr):
     """Local expert of each row in use, 0 where a row has several or none."""
     if WHICH == "pairs":
-        ids, expert_map, top_k, num_ids, num_experts = S
+        ids, expert_map, top_k, num_ids, num_experts = row_args
         found = local_expert(ids, expert_map, row, used, num_ids, num_experts, expert_map is not None)
         return tl.maximum(found, 0)
     elif WHICH == "batched":
-        return tl.where(used, row // S[1], 0).to(tl.int32)
+        return tl.where(used, row // row_args[1], 0).to(tl.int32)
     else:
         return tl.zeros_like(row).to(tl.int32)
 
@@ -215,7 +215,7 @@ def expert_of(row, used, S, WHICH: tl.constexpr):
 def amax_kernel(
     x,
     amax,
-    S,
+    row_args,
     rows,
     columns,
     stride_x,
@@ -232,7 +232,7 @@ def amax_kernel(
     found = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
     for first in range(tl.program_id(0) * BLOCK_R, rows, tl.num_programs(0) * BLOCK_R):
         row = first + tl.arange(0, BLOCK_R).to(tl.int64)
-        used = rows_in_use(row, rows, S, WHICH)
+        used = rows_in_use(row, rows, row_args, WHICH)
         mask = used[:, None] & (column < columns)[None, :]
         value = tl.load(x + row[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
         found = tl.maximum(found, finite_bits(value))
@@ -244,8 +244,8 @@ def quantize_rows_kernel(
     x,
     values,
     scales,
-    Q,
-    S,
+    quant_args,
+    row_args,
     rows,
     columns,
     width,
@@ -262,13 +262,13 @@ def quantize_rows_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    used = rows_in_use(row, rows, S, WHICH)
+    used = rows_in_use(row, rows, row_args, WHICH)
     if tl.sum(used.to(tl.int32), axis=0) == 0:
         return
     column = tl.arange(0, BLOCK_C)
     mask = used[:, None] & (column < columns)[None, :]
     tile = tl.load(x + row[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    quantized, scale = quantize(tile, Q, expert_of(row, used, S, WHICH)[:, None], 1)
+    quantized, scale = quantize(tile, quant_args, expert_of(row, used, row_args, WHICH)[:, None], 1)
     mask = used[:, None] & (column < width)[None, :]
     tl.store(values + row[:, None] * stride_values + column[None, :], quantized, mask=mask)
     tl.store(scales + row, scale, mask=used)

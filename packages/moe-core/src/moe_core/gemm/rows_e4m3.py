@@ -30,9 +30,9 @@ def saturate(x):
 
 
 @triton.jit
-def open_raw(A, rows, expert):
+def open_raw(a_args, rows, expert):
     """`open_wide`."""
-    return open_wide(A, rows, expert, E4M3_MAX)
+    return open_wide(a_args, rows, expert, E4M3_MAX)
 
 
 @triton.jit
@@ -48,39 +48,39 @@ def load_raw_static(state, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + a @ b.T"""
     a, b = factor_e4m3(a), factor_e4m3(b)
-    if SWAP:
+    if SWAP_AB:
         return acc + tl.dot(b, tl.trans(a), out_dtype=tl.float32)
     else:
         return acc + tl.dot(a, tl.trans(b), out_dtype=tl.float32)
 
 
 @triton.jit
-def quantize_row(tile, Q, expert, AXIS: tl.constexpr):
+def quantize_row(tile, quant_args, expert, AXIS: tl.constexpr):
     """A tile whose whole AXIS is a row: e4m3 values and one float32 scale, amax / 448."""
     scale = scale_of(largest(tile, AXIS), E4M3_MAX)
     return narrow_e4m3(divide(tile, tl.expand_dims(scale, AXIS))), scale
 
 
 @triton.jit
-def quantize_static(tile, Q, expert, AXIS: tl.constexpr):
-    """A tile of one expert, by its own scale: Q = (scales [E] float32,)."""
-    return saturate(divide_all(tile, tl.load(Q[0] + expert))), 0.0
+def quantize_static(tile, quant_args, expert, AXIS: tl.constexpr):
+    """A tile of one expert, by its own scale: quant_args = (scales [E] float32,)."""
+    return saturate(divide_all(tile, tl.load(quant_args[0] + expert))), 0.0
 
 
 @triton.jit
-def quantize_static_rows(tile, Q, expert, AXIS: tl.constexpr):
+def quantize_static_rows(tile, quant_args, expert, AXIS: tl.constexpr):
     """As `quantize_static` for rows of several experts, `expert` [rows, 1]; their scales are kept."""
-    scale = tl.load(Q[0] + expert)
+    scale = tl.load(quant_args[0] + expert)
     return saturate(divide_all(tile, scale)), tl.max(scale, axis=1)
 
 
 @triton.jit
-def quantize_by_amax(tile, Q, expert, AXIS: tl.constexpr):
-    """By one scale for everything, Q = (largest magnitudes [count] of parts as bits in int32, count up to 1024)."""
-    scale = scale_of_parts(Q, E4M3_MAX)
+def quantize_by_amax(tile, quant_args, expert, AXIS: tl.constexpr):
+    """By one scale for everything; quant_args as for `scale_of_parts`."""
+    scale = scale_of_parts(quant_args, E4M3_MAX)
     return saturate(divide(tile, scale)), tl.zeros((tile.shape[1 - AXIS],), tl.float32) + scale
 
 

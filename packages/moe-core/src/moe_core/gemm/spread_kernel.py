@@ -20,7 +20,7 @@ def spread_kernel(
     positions,
     values,
     scales,
-    Q,
+    quant_args,
     rows,
     columns,
     width,
@@ -55,13 +55,13 @@ def spread_kernel(
     offset = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tile = tl.load(x + row[:, None] * stride_x + offset, mask=inside[:, None] & (offset < columns), other=0.0)
     if not BY_EXPERT:
-        quantized, scale = quantize(tile.to(tl.float32), Q, 0, 1)
+        quantized, scale = quantize(tile.to(tl.float32), quant_args, 0, 1)
     for slot in tl.static_range(TOP_K):
         pair = row * TOP_K + slot
         expert = local_expert(ids, expert_map, pair, inside, num_ids, num_experts, HAS_MAP)
         known = expert >= 0
         if BY_EXPERT:
-            quantized, scale = quantize(tile.to(tl.float32), Q, tl.maximum(expert, 0)[:, None], 1)
+            quantized, scale = quantize(tile.to(tl.float32), quant_args, tl.maximum(expert, 0)[:, None], 1)
         position = tl.load(positions + pair, mask=known, other=0).to(tl.int64)
         stored = known[:, None]
         if not EVEN:

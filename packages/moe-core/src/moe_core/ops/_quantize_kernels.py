@@ -112,13 +112,13 @@ def encode(x, CODE: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def row_places(S, index, rows, HAS_COUNTS: tl.constexpr):
+def row_places(layout, index, rows, HAS_COUNTS: tl.constexpr):
     """(offset of x, offset of the bias, offset of out, offset of scales, whether the row is in use) of rows `index`.
 
-    S = (tokens per batch, strides of x, out and scales per batch and token, bias stride, experts of rows or None,
+    layout = (tokens per batch, strides of x, out and scales per batch and token, bias stride, experts of rows or None,
     number of bias rows, counts of rows in use or None).
     """
-    tokens, x_b, x_t, out_b, out_t, scale_b, scale_t, bias_stride, experts, num_bias, counts = S
+    tokens, x_b, x_t, out_b, out_t, scale_b, scale_t, bias_stride, experts, num_bias, counts = layout
     batch = (index // tokens).to(tl.int64)
     token = (index % tokens).to(tl.int64)
     valid = index < rows
@@ -142,7 +142,7 @@ def row_places(S, index, rows, HAS_COUNTS: tl.constexpr):
 def load_values(
     x,
     bias,
-    P,
+    activation_args,
     place,
     bias_place,
     column,
@@ -153,9 +153,9 @@ def load_values(
 ):
     """float32 values [R, C] of columns `column` [1 or R, C]: x, plus bias, through the activation; 0 where masked.
 
-    P = (output columns, column stride of x, alpha, beta, limit).
+    activation_args = (output columns, column stride of x, alpha, beta, limit).
     """
-    columns, stride, alpha, beta, limit = P
+    columns, stride, alpha, beta, limit = activation_args
     first = tl.load(x + place + column * stride, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
         first += tl.load(bias + bias_place + column, mask=mask & (bias_place >= 0), other=0.0).to(tl.float32)
@@ -175,8 +175,8 @@ def load_values(
 def group_kernel(
     x,
     bias,
-    S,
-    P,
+    layout,
+    activation_args,
     out,
     scales,
     fixed,
@@ -203,15 +203,15 @@ def group_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    columns = P[0]
+    columns = activation_args[0]
     groups = tl.cdiv(columns, GROUP)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
     row = index // groups
     group = index % groups
-    place, bias_place, out_place, scale_place, valid = row_places(S, row, rows, HAS_COUNTS)
+    place, bias_place, out_place, scale_place, valid = row_places(layout, row, rows, HAS_COUNTS)
     column = group * GROUP + tl.arange(0, GROUP)[None, :]
     mask = valid & (column < columns)
-    values = load_values(x, bias, P, place, bias_place, column, mask, ACTIVATION, GATED, HAS_LIMIT)
+    values = load_values(x, bias, activation_args, place, bias_place, column, mask, ACTIVATION, GATED, HAS_LIMIT)
     if CODE != "":
         if SCALE == "fixed":
             scale = tl.load(fixed + tl.zeros([1, 1], dtype=tl.int32)).to(tl.float32)
@@ -242,8 +242,8 @@ def store_row(out, place, values, divisor, inverse, zero, column, mask, CODE: tl
 def row_kernel(
     x,
     bias,
-    S,
-    P,
+    layout,
+    activation_args,
     out,
     scales,
     zero_points,
@@ -264,13 +264,13 @@ def row_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    columns = P[0]
+    columns = activation_args[0]
     index = tl.program_id(0) + tl.zeros([1, 1], dtype=tl.int32)
-    place, bias_place, out_place, scale_place, valid = row_places(S, index, rows, HAS_COUNTS)
+    place, bias_place, out_place, scale_place, valid = row_places(layout, index, rows, HAS_COUNTS)
     column = tl.arange(0, BLOCK)[None, :]
     if CHUNKS == 1:
         mask = valid & (column < columns)
-        values = load_values(x, bias, P, place, bias_place, column, mask, ACTIVATION, GATED, HAS_LIMIT)
+        values = load_values(x, bias, activation_args, place, bias_place, column, mask, ACTIVATION, GATED, HAS_LIMIT)
         largest = tl.max(magnitude_bits(values), axis=1, keep_dims=True)
         if zero_points is not None:
             low = tl.min(values, axis=1, keep_dims=True)
@@ -282,7 +282,7 @@ def row_kernel(
         for chunk in range(CHUNKS):
             here = chunk * BLOCK + column
             mask = valid & (here < columns)
-            values = load_values(x, bias, P, place, bias_place, here, mask, ACTIVATION, GATED, HAS_LIMIT)
+            values = load_values(x, bias, activation_args, place, bias_place, here, mask, ACTIVATION, GATED, HAS_LIMIT)
             largest = tl.maximum(largest, tl.max(magnitude_bits(values), axis=1, keep_dims=True))
             if zero_points is not None:
                 low = tl.minimum(low, tl.min(values, axis=1, keep_dims=True))
@@ -311,7 +311,7 @@ def row_kernel(
         for chunk in range(CHUNKS):
             here = chunk * BLOCK + column
             mask = valid & (here < columns)
-            values = load_values(x, bias, P, place, bias_place, here, mask, ACTIVATION, GATED, HAS_LIMIT)
+            values = load_values(x, bias, activation_args, place, bias_place, here, mask, ACTIVATION, GATED, HAS_LIMIT)
             store_row(out, out_place, values, divisor, inverse, zero, here, mask, CODE, zero_points is not None)
 
 
@@ -319,8 +319,8 @@ def row_kernel(
 def amax_kernel(
     x,
     bias,
-    S,
-    P,
+    layout,
+    activation_args,
     partials,
     rows,
     ACTIVATION: tl.constexpr,
@@ -339,16 +339,16 @@ def amax_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    columns = P[0]
+    columns = activation_args[0]
     groups = tl.cdiv(columns, GROUP)
     largest = tl.zeros([BLOCK, GROUP], dtype=tl.int32)
     for step in range(STEPS):
         tile = tl.program_id(0) + step * tl.num_programs(0)
         index = tile * BLOCK + tl.arange(0, BLOCK)[:, None]
         row = index // groups
-        place, bias_place, _, _, valid = row_places(S, row, rows, HAS_COUNTS)
+        place, bias_place, _, _, valid = row_places(layout, row, rows, HAS_COUNTS)
         column = (index % groups) * GROUP + tl.arange(0, GROUP)[None, :]
         mask = valid & (column < columns)
-        values = load_values(x, bias, P, place, bias_place, column, mask, ACTIVATION, GATED, HAS_LIMIT)
+        values = load_values(x, bias, activation_args, place, bias_place, column, mask, ACTIVATION, GATED, HAS_LIMIT)
         largest = tl.maximum(largest, finite_bits(values))
     tl.store(partials + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))

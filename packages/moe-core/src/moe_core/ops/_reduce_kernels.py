@@ -23,13 +23,13 @@ def reduce_kernel(
     stride_y,
     stride_out,
     TOP_K: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     HAS_MAP: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[m] = sum over j of weights[m, j] * y[m * TOP_K + j] (of its SPLIT parts), in float32, j ascending.
+    """out[m] = sum over j of weights[m, j] * y[m * TOP_K + j] (of its SPLIT_K parts), in float32, j ascending.
 
     Dropped pairs count nothing.  With rows, pair p is row rows[p] of y.
     """
@@ -49,7 +49,7 @@ def reduce_kernel(
         place = pair
         if rows is not None:
             place = tl.load(rows + pair, mask=expert >= 0, other=0).to(tl.int64)
-        for part in tl.static_range(SPLIT):
-            row = y + (place * SPLIT + part) * stride_y
+        for part in tl.static_range(SPLIT_K):
+            row = y + (place * SPLIT_K + part) * stride_y
             total += weight * tl.load(row + column, mask=column < end, other=0.0).to(tl.float32)
     tl.store(out + token * stride_out + column, narrow(total, out.dtype.element_ty), mask=inside)

@@ -88,7 +88,7 @@ def quantize_groups(
     x,
     values,
     scales,
-    Q,
+    quant_args,
     rows,
     columns,
     width,
@@ -112,7 +112,7 @@ def quantize_groups(
     inside = row < rows
     offset = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tile = tl.load(x + row[:, None] * stride_x + offset, mask=inside[:, None] & (offset < columns), other=0.0)
-    quantized, scale = quantize(tile.to(tl.float32), Q, row[:, None] if expert is None else expert, 1)
+    quantized, scale = quantize(tile.to(tl.float32), quant_args, row[:, None] if expert is None else expert, 1)
     if values is not None:
         stored = inside[:, None]
         if not EVEN:
@@ -140,7 +140,7 @@ def sort_kernel(
     x,
     values,
     scales,
-    Q,
+    quant_args,
     rows,
     columns,
     width,
@@ -176,7 +176,7 @@ def sort_kernel(
                 x,
                 values,
                 scales,
-                Q,
+                quant_args,
                 rows,
                 columns,
                 width,

@@ -51,7 +51,7 @@ def reduce_pairs(
         y.stride(0),
         out.stride(0),
         TOP_K=topk_ids.shape[1],
-        SPLIT=split,
+        SPLIT_K=split,
         HAS_MAP=expert_map is not None,
         HAS_WEIGHTS=topk_weights is not None,
         BLOCK=block,

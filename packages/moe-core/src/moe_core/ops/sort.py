@@ -45,9 +45,9 @@ class SortedPairs:
 class QuantizeRows:
     """Rows to quantise in the launch that sorts: `x` [M, K] to `values` [M, K padded] and `scales` [M, groups].
 
-    ``quantize`` is a `@triton.jit` function as `moe_core.gemm.tile_kernel` describes it, ``arguments`` its tuple Q,
-    ``group`` its group size: a power of two; `whole_row` of K for one scale per row.  Columns from K to the width of
-    ``values`` become zeros.  Without ``values`` the scales alone are kept.
+    ``quantize`` is a `@triton.jit` function as `moe_core.gemm.tile_kernel` describes it, ``arguments`` are its
+    `quant_args`, ``group`` its group size: a power of two; `whole_row` of K for one scale per row.  Columns from K to
+    the width of ``values`` become zeros.  Without ``values`` the scales alone are kept.
     """
 
     x: Tensor

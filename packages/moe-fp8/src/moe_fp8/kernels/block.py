@@ -25,9 +25,9 @@ AMAX_FLOOR = tl.constexpr(1e-10)
 
 
 @triton.jit
-def open_activations(A, rows, expert):
-    """A = (values, scales, values' row stride, scales' row stride); the values are padded to whole groups."""
-    values, scales, stride, stride_scale = A
+def open_activations(a_args, rows, expert):
+    """a_args = (values, scales, values' row stride, scales' row stride); the values are padded to whole groups."""
+    values, scales, stride, stride_scale = a_args
     return values + rows * stride, scales + rows * stride_scale
 
 
@@ -42,23 +42,23 @@ def load_activations(state, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def open_weights(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+def open_weights(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """A tile that lies within one row of scale blocks.
 
-    B = (weights, scales, weights' expert and row stride, scales' expert and row stride, block_n); the last dimension
-    of both is contiguous.  The up half starts at row N of the weights and at row ceil(N / block_n) of the scales.
+    b_args = (weights, scales, weights' expert and row stride, scales' expert and row stride, block_n); columns of both
+    are contiguous.  The up half starts at row N of the weights and at row ceil(N / block_n) of the scales.
     """
-    weights, scales, stride_e, stride_n, scale_e, scale_n, block_n = B
+    weights, scales, stride_e, stride_n, scale_e, scale_n, block_n = b_args
     rows, inside, first = weight_rows(weights, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     scale = scales + expert.to(tl.int64) * scale_e + (n // block_n + half * tl.cdiv(N, block_n)) * scale_n
     return rows, inside, scale, first
 
 
 @triton.jit
-def open_weights_mixed(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+def open_weights_mixed(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """As `open_weights` for a tile that spans several rows of scale blocks: scales are vectors [BLOCK_N]."""
-    weights, scales, stride_e, stride_n, scale_e, scale_n, block_n = B
-    rows, inside, _, first = open_weights(B, expert, half, n, N, BLOCK_N)
+    weights, scales, stride_e, stride_n, scale_e, scale_n, block_n = b_args
+    rows, inside, _, first = open_weights(b_args, expert, half, n, N, BLOCK_N)
     columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
     scale_rows = columns // block_n + half * tl.cdiv(N, block_n)
     return rows, inside, scales + expert.to(tl.int64) * scale_e + scale_rows * scale_n, first
@@ -83,29 +83,29 @@ def prefetch_weights(state, K):
 
 
 @triton.jit
-def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (a @ b.T) * scales; a_scale [BLOCK_M], b_scale a scalar."""
     # never infinity: weights of zero may have any scale, and 0 * infinity is no number
     scale = tl.minimum(a_scale * b_scale, FLOAT32_MAX, propagate_nan=NAN)
     a, b = factor_e4m3(a), factor_e4m3(b)
-    if SWAP:
+    if SWAP_AB:
         return acc + tl.dot(b, tl.trans(a), out_dtype=tl.float32) * scale[None, :]
     else:
         return acc + tl.dot(a, tl.trans(b), out_dtype=tl.float32) * scale[:, None]
 
 
 @triton.jit
-def multiply_mixed(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_mixed(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (a @ b.T) * scales; a_scale [BLOCK_M], b_scale [BLOCK_N]."""
     a, b = factor_e4m3(a), factor_e4m3(b)
-    if SWAP:
+    if SWAP_AB:
         return acc + tl.dot(b, tl.trans(a), out_dtype=tl.float32) * a_scale[None, :] * b_scale[:, None]
     else:
         return acc + tl.dot(a, tl.trans(b), out_dtype=tl.float32) * a_scale[:, None] * b_scale[None, :]
 
 
 @triton.jit
-def quantize(tile, Q, expert, AXIS: tl.constexpr):
+def quantize(tile, quant_args, expert, AXIS: tl.constexpr):
     """Quantise a float32 tile whose whole AXIS is one group: e4m3 values and one float32 scale, amax / 448."""
     amax = tl.maximum(tl.max(tl.abs(tile), axis=AXIS), AMAX_FLOOR)
     scale = tl.div_rn(amax, E4M3_MAX)

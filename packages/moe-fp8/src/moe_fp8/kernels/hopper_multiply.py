@@ -1,8 +1,9 @@
 """The k loop of one consumer in `moe_core.gemm.hopper`, with scales by block: 64 rows times two blocks of 128 columns.
 
 One float32 scale per row and step, and per weight block, whose depth is that of a step: each step's product is added,
-scaled.  A = (scales [P, steps], row stride), B = (scales [E, rows / block rows, steps], expert stride, row stride).
-It returns the scaled float32 products [64, 128] of both blocks, and the number of steps that were taken so far.
+scaled.  a_args = (scales [P, steps], row stride), b_args = (scales [E, rows / block rows, steps], expert stride, row
+stride).  It returns the scaled float32 products [64, 128] of both blocks, and the number of steps that were taken so
+far.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from moe_fp8.kernels.block import FLOAT32_MAX
 
 
 @gluon.jit
-def _scale_rows(block_n, B, N, ROWS: gl.constexpr, GATED: gl.constexpr):
+def _scale_rows(block_n, b_args, N, ROWS: gl.constexpr, GATED: gl.constexpr):
     """Offsets of the scales of rows 0, 64, 128 and 192 of a tile's weights; rows beyond the last column have any."""
-    _, _, stride = B
+    _, _, stride = b_args
     PER_TILE: gl.constexpr = TILE // ROWS
     last = gl.cdiv(N, ROWS) - 1
     if GATED:
@@ -79,8 +80,8 @@ def _multiply(
     row,
     expert,
     block_n,
-    A,
-    B,
+    a_args,
+    b_args,
     a_tiles,
     b_tiles,
     full,
@@ -93,11 +94,11 @@ def _multiply(
     GATED: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    a_scale, stride_a_scale = A
-    b_scale, stride_b_scale_e, _ = B
+    a_scale, stride_a_scale = a_args
+    b_scale, stride_b_scale_e, _ = b_args
     scales = a_scale + row.to(gl.int64) * stride_a_scale
     b_scales = b_scale + expert.to(gl.int64) * stride_b_scale_e
-    rows = _scale_rows(block_n, B, N, ROWS, GATED)
+    rows = _scale_rows(block_n, b_args, N, ROWS, GATED)
     zero = gl.zeros([HALF, TILE], gl.float32, layout)
     if ROWS == TILE:
         acc_0, acc_1, acc_2, acc_3 = zero, zero, zero, zero
@@ -147,8 +148,8 @@ def multiply_blocks(
     row,
     expert,
     block_n,
-    A,
-    B,
+    a_args,
+    b_args,
     a_tiles,
     b_tiles,
     full,
@@ -162,8 +163,9 @@ def multiply_blocks(
 ):
     """Weight blocks of 128 rows."""
     return _multiply(
-        turn, row, expert, block_n, A, B, a_tiles, b_tiles, full, empty, steps, N, layout, WHICH, STAGES, GATED, TILE
-    )
+        turn, row, expert, block_n, a_args, b_args, a_tiles, b_tiles, full, empty, steps, N, layout, WHICH, STAGES,
+        GATED, TILE,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -172,8 +174,8 @@ def multiply_half_blocks(
     row,
     expert,
     block_n,
-    A,
-    B,
+    a_args,
+    b_args,
     a_tiles,
     b_tiles,
     full,
@@ -187,5 +189,6 @@ def multiply_half_blocks(
 ):
     """Weight blocks of 64 rows."""
     return _multiply(
-        turn, row, expert, block_n, A, B, a_tiles, b_tiles, full, empty, steps, N, layout, WHICH, STAGES, GATED, HALF
-    )
+        turn, row, expert, block_n, a_args, b_args, a_tiles, b_tiles, full, empty, steps, N, layout, WHICH, STAGES,
+        GATED, HALF,
+    )  # fmt: skip

@@ -132,8 +132,8 @@ def _second(start, BLOCK_N: tl.constexpr, TURNS: tl.constexpr):
 
 
 @triton.jit
-def _open_blocks(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr, TURNS: tl.constexpr):
-    words, scales, factors, stride_e, stride_n, scale_e, scale_t, factor_e, tiles = B
+def _open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr, TURNS: tl.constexpr):
+    words, scales, factors, stride_e, stride_n, scale_e, scale_t, factor_e, tiles = b_args
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     row = n + tl.arange(0, BLOCK_N)
     base = expert.to(tl.int64)
@@ -146,15 +146,15 @@ def _open_blocks(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr, TUR
 
 
 @triton.jit
-def open_turns(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+def open_turns(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """As `open_groups`, for scales of blocks and rows of gate and up in turns; besides pointers to pairs."""
-    return _open_blocks(B, expert, half, n, N, BLOCK_N, True)
+    return _open_blocks(b_args, expert, half, n, N, BLOCK_N, True)
 
 
 @triton.jit
-def open_blocks(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+def open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """As `open_turns`, for other rows."""
-    return _open_blocks(B, expert, half, n, N, BLOCK_N, False)
+    return _open_blocks(b_args, expert, half, n, N, BLOCK_N, False)
 
 
 @triton.jit
@@ -212,23 +212,23 @@ def load_groups_2(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constex
 
 
 @triton.jit
-def multiply_rows(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_rows(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + b @ a.T, without scales."""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     return add_product(acc, e4m3(b, a.dtype), a, acc.shape[1] <= FEW)
 
 
 @triton.jit
-def multiply_group(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b @ a.T) * scale."""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     return add_scaled_product(acc, e4m3(b, a.dtype), a, b_scale)
 
 
 @triton.jit
-def multiply_groups(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b * scale) @ a.T, the weights rounded to the activations' type."""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     if INTERPRET or a.dtype == tl.float32:
         scale = b_scale
     elif a.dtype == tl.float16:
@@ -240,9 +240,9 @@ def multiply_groups(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
 
 
 @triton.jit
-def multiply_mxfp8(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_mxfp8(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b with its scales) @ a.T, exact numbers of bfloat16 or float32."""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     numbers = e4m3_scaled(b, per_word(step_powers(b_scale, LARGEST, a.dtype), b.shape[1], 2), a.dtype)
     return add_product(acc, numbers, a, acc.shape[1] <= FEW)
 

@@ -14,8 +14,8 @@ def multiply_integer_rows_zero(
     row,
     expert,
     block_n,
-    A,
-    B,
+    a_args,
+    b_args,
     a_tiles,
     b_tiles,
     full,
@@ -28,10 +28,10 @@ def multiply_integer_rows_zero(
     GATED: gl.constexpr,
 ):
     """As `multiply_integer_rows`; A's scales are int64, B ends with sums of rows [E, rows] and their expert stride."""
-    b_scale, stride_expert, stride_half, stride_column, sums, sums_expert = B
+    b_scale, stride_expert, stride_half, stride_column, sums, sums_expert = b_args
     # the sums start at what the zero points take away: behind the loop no registers are left for it
-    row_scale, zero = scale_and_zero(row_scales(row, expert, A))
-    row_scale = marked_rows(row_scale, row, A)
+    row_scale, zero = scale_and_zero(row_scales(row, expert, a_args))
+    row_scale = marked_rows(row_scale, row, a_args)
     sum_0, sum_1 = column_scales(expert, block_n, (sums, sums_expert, N, 1), N, layout, GATED)
     acc_0 = -zero[:, None] * sum_0[None, :]
     acc_1 = -zero[:, None] * sum_1[None, :]

@@ -65,9 +65,9 @@ def load_raw_halves(state, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def product(acc, x, w, SWAP: tl.constexpr):
+def product(acc, x, w, SWAP_AB: tl.constexpr):
     """acc + x @ w.T, int32."""
-    if SWAP:
+    if SWAP_AB:
         return tl.dot(w, tl.trans(x), acc, out_dtype=tl.int32)
     else:
         return tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)
@@ -83,19 +83,19 @@ def load_packed(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
 
 
 @triton.jit
-def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + 16 a @ b.T, int32."""
     low, high = unpack(b)
-    return wait_for_mma(product(product(acc, a[0], low, SWAP), a[1], high, SWAP))
+    return wait_for_mma(product(product(acc, a[0], low, SWAP_AB), a[1], high, SWAP_AB))
 
 
 # ------------------------------------------------------------------ scales by group
 
 
 @triton.jit
-def open_groups(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """B = (bytes, scales [E, groups, rows], bytes' expert and row stride, scales' per expert, -, per group)."""
-    words, scales, stride_e, stride_n, scale_e, _, scale_g = B
+def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """b_args = (bytes, scales [E, groups, rows], bytes' expert and row stride, scales' per expert, -, per group)."""
+    words, scales, stride_e, stride_n, scale_e, _, scale_g = b_args
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     columns = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
     return rows, inside, scales + expert.to(tl.int64) * scale_e + columns, first, scale_g
@@ -118,38 +118,38 @@ def load_two_groups(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.const
 
 
 @triton.jit
-def scaled(sums, scale, SWAP: tl.constexpr):
+def scaled(sums, scale, SWAP_AB: tl.constexpr):
     """int32 sums in float32, times a scale for each channel."""
-    return sums.to(tl.float32) * (scale[:, None] if SWAP else scale[None, :])
+    return sums.to(tl.float32) * (scale[:, None] if SWAP_AB else scale[None, :])
 
 
 @triton.jit
-def multiply_group(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (16 a @ b.T) * scale."""
     low, high = unpack(b)
-    sums = product(tl.zeros(acc.shape, tl.int32), a[0], low, SWAP)
-    return acc + scaled(product(sums, a[1], high, SWAP), b_scale, SWAP)
+    sums = product(tl.zeros(acc.shape, tl.int32), a[0], low, SWAP_AB)
+    return acc + scaled(product(sums, a[1], high, SWAP_AB), b_scale, SWAP_AB)
 
 
 @triton.jit
-def multiply_two_groups(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_two_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """As `multiply_group`, each half of the step with scales of its own."""
     low, high = unpack(b)
-    acc += scaled(product(tl.zeros(acc.shape, tl.int32), a[0], low, SWAP), b_scale[0], SWAP)
-    return acc + scaled(product(tl.zeros(acc.shape, tl.int32), a[1], high, SWAP), b_scale[1], SWAP)
+    acc += scaled(product(tl.zeros(acc.shape, tl.int32), a[0], low, SWAP_AB), b_scale[0], SWAP_AB)
+    return acc + scaled(product(tl.zeros(acc.shape, tl.int32), a[1], high, SWAP_AB), b_scale[1], SWAP_AB)
 
 
 @triton.jit
-def finish_rows(acc, a_state, b_state, SWAP: tl.constexpr):
+def finish_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the row."""
     scale = a_state[1]
-    return acc * (scale[None, :] if SWAP else scale[:, None])
+    return acc * (scale[None, :] if SWAP_AB else scale[:, None])
 
 
 @triton.jit
-def open_groups_sums(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+def open_groups_sums(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """As `open_groups`; B ends with the sums of the weights' rows [E, rows] float32 and their expert stride."""
-    words, scales, stride_e, stride_n, scale_e, scale_h, scale_g, sums, sums_e = B
+    words, scales, stride_e, stride_n, scale_e, scale_h, scale_g, sums, sums_e = b_args
     state = open_groups((words, scales, stride_e, stride_n, scale_e, scale_h, scale_g), expert, half, n, N, BLOCK_N)
     columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
     own = tl.load(sums + expert.to(tl.int64) * sums_e + half * N + columns)
@@ -157,11 +157,11 @@ def open_groups_sums(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr)
 
 
 @triton.jit
-def finish_rows_zero(acc, a_state, b_state, SWAP: tl.constexpr):
+def finish_rows_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """(acc - zero point * sum of the weights) * scale of the row."""
     scale, zero = a_state[1], a_state[2].to(tl.float32)
     own = b_state[5]
-    if SWAP:
+    if SWAP_AB:
         return (acc - zero[None, :] * own[:, None]) * scale[None, :]
     else:
         return (acc - zero[:, None] * own[None, :]) * scale[:, None]

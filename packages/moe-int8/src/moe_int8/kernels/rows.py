@@ -38,26 +38,26 @@ _NAN_AND_ZERO = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
-def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + a @ b.T, int32."""
-    if SWAP:
+    if SWAP_AB:
         return tl.dot(b, tl.trans(a), acc, out_dtype=tl.int32)
     else:
         return tl.dot(a, tl.trans(b), acc, out_dtype=tl.int32)
 
 
 @triton.jit
-def open_values(A, rows, expert):
-    """A = (values, scales, values' row stride, scales' stride per row and per expert, marks of rows or None)."""
-    values, scales, stride, scale_row, scale_expert, marks = A
+def open_values(a_args, rows, expert):
+    """a_args = (values, scales, values' row stride, scales' stride per row and per expert, marks of rows or None)."""
+    values, scales, stride, scale_row, scale_expert, marks = a_args
     scale = tl.load(scales + rows * scale_row + expert * scale_expert)
     return values + rows * stride, marked(scale, marks, rows)
 
 
 @triton.jit
-def open_raw(A, rows, expert):
+def open_raw(a_args, rows, expert):
     """`open_wide`."""
-    return open_wide(A, rows, expert, INT8_MAX)
+    return open_wide(a_args, rows, expert, INT8_MAX)
 
 
 @triton.jit
@@ -73,30 +73,30 @@ def load_raw_static(state, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def quantize_row(tile, Q, expert, AXIS: tl.constexpr):
+def quantize_row(tile, quant_args, expert, AXIS: tl.constexpr):
     """A tile whose whole AXIS is a row: int8 codes and one float32 scale, amax / 127."""
     scale = scale_of(largest(tile, AXIS), INT8_MAX)
     return round_int8(divide(tile, tl.expand_dims(scale, AXIS))), scale
 
 
 @triton.jit
-def quantize_static(tile, Q, expert, AXIS: tl.constexpr):
-    """A tile of one expert, by its own scale: Q = (scales [E] float32,)."""
-    return round_int8(divide_all(tile, tl.load(Q[0] + expert))), 0.0
+def quantize_static(tile, quant_args, expert, AXIS: tl.constexpr):
+    """A tile of one expert, by its own scale: quant_args = (scales [E] float32,)."""
+    return round_int8(divide_all(tile, tl.load(quant_args[0] + expert))), 0.0
 
 
 @triton.jit
-def quantize_static_rows(tile, Q, expert, AXIS: tl.constexpr):
+def quantize_static_rows(tile, quant_args, expert, AXIS: tl.constexpr):
     """As `quantize_static` for rows of several experts, `expert` [rows, 1]; their scales are kept."""
-    scale = tl.load(Q[0] + expert)
+    scale = tl.load(quant_args[0] + expert)
     found = tl.where(has_nan(tile, AXIS), float("nan"), tl.max(scale, axis=1))
     return round_int8(divide_all(tile, scale)), found
 
 
 @triton.jit
-def quantize_by_amax(tile, Q, expert, AXIS: tl.constexpr):
+def quantize_by_amax(tile, quant_args, expert, AXIS: tl.constexpr):
     """By one scale for everything, Q as `scale_of_parts` takes it."""
-    scale = scale_of_parts(Q, INT8_MAX)
+    scale = scale_of_parts(quant_args, INT8_MAX)
     return round_int8(divide(tile, scale)), tl.where(largest(tile, AXIS) < INFINITY_BITS, scale, float("nan"))
 
 
@@ -104,7 +104,7 @@ def quantize_by_amax(tile, Q, expert, AXIS: tl.constexpr):
 
 
 @triton.jit
-def quantize_row_zero(tile, Q, expert, AXIS: tl.constexpr):
+def quantize_row_zero(tile, quant_args, expert, AXIS: tl.constexpr):
     """A tile whose whole AXIS is a row: scale = (max - min) / 255 and a zero point; the range includes 0."""
     low = tl.minimum(tl.min(tile, axis=AXIS), 0.0)
     width = tl.maximum(tl.max(tile, axis=AXIS), 0.0) - low
@@ -118,32 +118,32 @@ def quantize_row_zero(tile, Q, expert, AXIS: tl.constexpr):
 
 
 @triton.jit
-def quantize_static_zero(tile, Q, expert, AXIS: tl.constexpr):
-    """A tile of one expert, by its own scale and zero point: Q = (`with_zero` [E],)."""
-    scale, zero = scale_and_zero(tl.load(Q[0] + expert))
+def quantize_static_zero(tile, quant_args, expert, AXIS: tl.constexpr):
+    """A tile of one expert, by its own scale and zero point: quant_args = (`with_zero` [E],)."""
+    scale, zero = scale_and_zero(tl.load(quant_args[0] + expert))
     return shifted(tile, scale, zero), 0.0
 
 
 @triton.jit
-def quantize_static_rows_zero(tile, Q, expert, AXIS: tl.constexpr):
+def quantize_static_rows_zero(tile, quant_args, expert, AXIS: tl.constexpr):
     """As `quantize_static_zero` for rows of several experts, `expert` [rows, 1]."""
-    both = tl.load(Q[0] + expert)
+    both = tl.load(quant_args[0] + expert)
     scale, zero = scale_and_zero(both)
     return shifted(tile, scale, zero), tl.where(has_nan(tile, AXIS), _NAN_AND_ZERO, tl.max(both, axis=1))
 
 
 @triton.jit
-def open_values_zero(A, rows, expert):
+def open_values_zero(a_args, rows, expert):
     """As `open_values`; A's scales are `with_zero`."""
-    values, both, stride, scale_row, scale_expert, marks = A
+    values, both, stride, scale_row, scale_expert, marks = a_args
     scale, zero = scale_and_zero(tl.load(both + rows * scale_row + expert * scale_expert))
     return values + rows * stride, marked(scale, marks, rows), zero
 
 
 @triton.jit
-def open_weights_sums(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+def open_weights_sums(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """As `open_weights`; B ends with the sums of the weights' rows [E, rows] int32 and their expert stride."""
-    weights, scales, stride_e, stride_n, scale_e, scale_half, scale_n, sums, sums_e = B
+    weights, scales, stride_e, stride_n, scale_e, scale_half, scale_n, sums, sums_e = b_args
     state = open_weights(
         (weights, scales, stride_e, stride_n, scale_e, scale_half, scale_n), expert, half, n, N, BLOCK_N
     )
@@ -153,11 +153,11 @@ def open_weights_sums(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr
 
 
 @triton.jit
-def finish_zero(acc, a_state, b_state, SWAP: tl.constexpr):
+def finish_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """(acc - zero point * sum of the weights) * scale of the row * scale of the column."""
     a_scale, a_zero = a_state[1], a_state[2]
     b_scale, b_sum = b_state[2], b_state[4]
-    if SWAP:
+    if SWAP_AB:
         return (acc - a_zero[None, :] * b_sum[:, None]).to(tl.float32) * (a_scale[None, :] * b_scale[:, None])
     else:
         return (acc - a_zero[:, None] * b_sum[None, :]).to(tl.float32) * (a_scale[:, None] * b_scale[None, :])

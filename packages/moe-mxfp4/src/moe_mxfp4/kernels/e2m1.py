@@ -63,13 +63,13 @@ def numbers(words, scales, dtype: tl.constexpr):
 
 
 @triton.jit
-def open_e2m1(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+def open_e2m1(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """State of a tile: pointers to its rows, which of them exist, the first, words of a row, scales, factors.
 
-    B = (words, scales, factors, words' expert and row stride, words of a row, scales' expert and step stride, factors'
-    expert stride).
+    b_args = (words, scales, factors, words' expert and row stride, words of a row, scales' expert and step stride,
+    factors' expert stride).
     """
-    words, scales, factors, stride_e, stride_n, row_words, scale_e, scale_k, factor_e = B
+    words, scales, factors, stride_e, stride_n, row_words, scale_e, scale_k, factor_e = b_args
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     column = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
     factor = tl.load(factors + expert.to(tl.int64) * factor_e + column)
@@ -89,27 +89,27 @@ def load_e2m1(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, 
 
 
 @triton.jit
-def multiply(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + weights @ a.T"""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     return add_product(acc, numbers(b, b_scale, a.dtype), a)
 
 
 @triton.jit
-def multiply_blocks(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_blocks(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (weights @ a.T) * scales of the step's activations."""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     return acc + product(numbers(b, b_scale, a.dtype), a) * a_scale[None, :]
 
 
 @triton.jit
-def finish(acc, a_state, b_state, SWAP: tl.constexpr):
+def finish(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * factor of the weights' row."""
     return acc * b_state[6][:, None]
 
 
 @triton.jit
-def finish_rows(acc, a_state, b_state, SWAP: tl.constexpr):
+def finish_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * factor of the weights' row * scale of the activations' row."""
     # one after the other: the product of both may be too large or too small where the result is not
     return acc * a_state[1][None, :] * b_state[6][:, None]

@@ -95,9 +95,9 @@ def widened(words, power):
 
 
 @triton.jit
-def open_words(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+def open_words(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """As `moe_core.gemm.rows.open_weights`; B ends with (powers, their stride per expert and per step)."""
-    words, scales, stride_e, stride_n, scale_e, scale_half, scale_n, powers, power_e, power_k = B
+    words, scales, stride_e, stride_n, scale_e, scale_half, scale_n, powers, power_e, power_k = b_args
     given = (words, scales, stride_e, stride_n, scale_e, scale_half, scale_n)
     rows, inside, scale, first = open_weights(given, expert, half, n, N, BLOCK_N)
     columns = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
@@ -118,9 +118,9 @@ def prefetch_words(state, K):
 
 
 @triton.jit
-def multiply_words(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_words(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + a @ b.T"""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     numbers = factor_e4m3(widened(b, per_word(step_bytes(b_scale), b.shape[1], 1)))
     a = factor_e4m3(a)
     if acc.shape[1] <= FEW:

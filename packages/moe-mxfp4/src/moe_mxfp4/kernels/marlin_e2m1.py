@@ -115,9 +115,9 @@ def e2m1_scaled(words, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def multiply_mxfp4(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_mxfp4(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b with its scales) @ a.T, exact numbers of bfloat16."""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     numbers = e2m1_scaled(b, per_word(step_powers(b_scale, LARGEST, a.dtype), b.shape[1], 1), a.dtype)
     return add_product(acc, numbers, a, acc.shape[1] <= FEW)
 

@@ -20,9 +20,9 @@ GROUP = tl.constexpr(32)
 
 
 @triton.jit
-def open_codes(A, rows, expert):
-    """A = (codes, scales, codes' row stride, scales' row stride)."""
-    codes, scales, stride, scale_stride = A
+def open_codes(a_args, rows, expert):
+    """a_args = (codes, scales, codes' row stride, scales' row stride)."""
+    codes, scales, stride, scale_stride = a_args
     return codes + rows * stride, scales + rows * scale_stride
 
 
@@ -35,13 +35,13 @@ def load_codes(state, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def open_scaled(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+def open_scaled(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """State of a tile: pointers to its rows, which of them exist, the first, bytes of a row, scales, factors.
 
-    B = (weights, scales, factors, weights' expert and row stride, bytes of a row, scales' expert and row stride,
+    b_args = (weights, scales, factors, weights' expert and row stride, bytes of a row, scales' expert and row stride,
     factors' expert stride).
     """
-    weights, scales, factors, stride_e, stride_n, row_bytes, scale_e, scale_n, factor_e = B
+    weights, scales, factors, stride_e, stride_n, row_bytes, scale_e, scale_n, factor_e = b_args
     rows, inside, first = weight_rows(weights, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     column = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
     factor = tl.load(factors + expert.to(tl.int64) * factor_e + column)
@@ -66,7 +66,7 @@ def _own(scales):
 
 
 @triton.jit
-def multiply_scaled(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_scaled(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + weights @ a.T, with scales."""
-    tl.static_assert(SWAP, "weights are the rows of the product, whose number tensor cores fix")
+    tl.static_assert(SWAP_AB, "weights are the rows of the product, whose number tensor cores fix")
     return tl.dot_scaled(b, b_scale, "e2m1", tl.trans(a), _own(a_scale), "e4m3", acc)

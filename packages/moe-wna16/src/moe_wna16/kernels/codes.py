@@ -69,22 +69,22 @@ def numbers(words, zero, P: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def open_rows(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+def open_rows(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """State of a tile: pointers to its rows, which of them exist, the first, words of a row, scales[, zero points].
 
-    B = (words, scales, zero points or None, column groups or None, words' expert and row stride, words of a row,
+    b_args = (words, scales, zero points or None, column groups or None, words' expert and row stride, words of a row,
     scales' expert and group stride, column groups' expert stride, number of groups).
     """
-    rows, inside, first, row_words, scales, scale_g, zeros = _opened(B, expert, half, n, N, BLOCK_N)
-    if B[2] is None:
+    rows, inside, first, row_words, scales, scale_g, zeros = _opened(b_args, expert, half, n, N, BLOCK_N)
+    if b_args[2] is None:
         return rows, inside, first, row_words, tl.load(scales).to(tl.float32)
     else:
         return rows, inside, first, row_words, tl.load(scales).to(tl.float32), tl.load(zeros).to(tl.float32)
 
 
 @triton.jit
-def _opened(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    words, scales, zeros, _, stride_e, stride_n, row_words, scale_e, scale_g, _, _ = B
+def _opened(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    words, scales, zeros, _, stride_e, stride_n, row_words, scale_e, scale_g, _, _ = b_args
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     offset = expert.to(tl.int64) * scale_e + half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
     # a state holds no None
@@ -106,27 +106,27 @@ def load_rows_8(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
 
 
 @triton.jit
-def multiply_rows(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_rows(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (codes - zero points) @ a.T"""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     values = numbers(b, b_scale[:, None], a.shape[1] // b.shape[1], a.dtype)
     return add_product(acc, values, a)
 
 
 @triton.jit
-def finish_rows(acc, a_state, b_state, SWAP: tl.constexpr):
+def finish_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the weights' row."""
     return acc * b_state[4][:, None]
 
 
 @triton.jit
-def finish_tokens(acc, a_state, b_state, SWAP: tl.constexpr):
+def finish_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the token."""
     return acc * a_state[1][None, :]
 
 
 @triton.jit
-def finish_rows_tokens(acc, a_state, b_state, SWAP: tl.constexpr):
+def finish_rows_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the weights' row * scale of the token."""
     return acc * (b_state[4][:, None] * a_state[1][None, :])
 
@@ -153,13 +153,13 @@ def load_quarters(state, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def open_groups(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """As `open_rows`, with pointers to the first group's scales[, zero points], between them stride and groups."""
-    rows, inside, first, row_words, scales, scale_g, zeros = _opened(B, expert, half, n, N, BLOCK_N)
-    if B[2] is None:
-        return rows, inside, first, row_words, scales, scale_g, B[10]
+    rows, inside, first, row_words, scales, scale_g, zeros = _opened(b_args, expert, half, n, N, BLOCK_N)
+    if b_args[2] is None:
+        return rows, inside, first, row_words, scales, scale_g, b_args[10]
     else:
-        return rows, inside, first, row_words, scales, scale_g, B[10], zeros
+        return rows, inside, first, row_words, scales, scale_g, b_args[10], zeros
 
 
 @triton.jit
@@ -237,25 +237,25 @@ def _add_group(acc, words, group, x):
 
 
 @triton.jit
-def multiply_group(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + the step's one group."""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     return _add_group(acc, b, b_scale[0], a)
 
 
 @triton.jit
-def multiply_two_groups(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_two_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + both groups of the step."""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     # a thread holds words of every group: nothing moves
     low, high = b.reshape(b.shape[0], 2, b.shape[1] // 2).permute(0, 2, 1).split()
     return _add_group(_add_group(acc, low, b_scale[0], a[0]), high, b_scale[1], a[1])
 
 
 @triton.jit
-def multiply_four_groups(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_four_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + the four groups of the step."""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     even, odd = b.reshape(b.shape[0], 2, 2, b.shape[1] // 4).permute(0, 3, 1, 2).split()
     words_0, words_2 = even.split()
     words_1, words_3 = odd.split()
@@ -269,11 +269,11 @@ def multiply_four_groups(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
 
 
 @triton.jit
-def open_columns(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+def open_columns(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """As `open_groups`, with a pointer to the columns' groups behind the stride."""
-    rows, inside, first, row_words, scales, scale_g, zeros = _opened(B, expert, half, n, N, BLOCK_N)
-    groups = B[3] + expert.to(tl.int64) * B[9]
-    if B[2] is None:
+    rows, inside, first, row_words, scales, scale_g, zeros = _opened(b_args, expert, half, n, N, BLOCK_N)
+    groups = b_args[3] + expert.to(tl.int64) * b_args[9]
+    if b_args[2] is None:
         return rows, inside, first, row_words, scales, scale_g, groups
     else:
         return rows, inside, first, row_words, scales, scale_g, groups, zeros
@@ -298,9 +298,9 @@ def load_columns_8(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.conste
 
 
 @triton.jit
-def multiply_columns(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_columns(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + ((codes - zero points) * scales) @ a.T"""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     scale, zero = b_scale
     codes = numbers(b, tl.zeros((b.shape[0], 1), tl.float32), a.shape[1] // b.shape[1], tl.float32)
     values = (codes - zero) * scale.to(tl.float32)

@@ -77,7 +77,7 @@ class GroupScheme(ActivationScheme):
         return (WorkspaceSpec(name, (rows, columns // self.scale_group), self.scale_dtype),)
 
     def arguments(self, values: Tensor, scale: Tensor | None) -> tuple[Tensor, ...] | None:
-        """The tuple Q of ``quantize``."""
+        """The tuple `quant_args` of ``quantize``."""
         if not self.takes_values:
             return None
         return (values,) if scale is None else (values, scale)

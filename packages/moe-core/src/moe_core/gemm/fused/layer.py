@@ -28,8 +28,8 @@ from moe_core.gemm.fused.scheme import ActivationScheme, Order, Rows
 from moe_core.gemm.hopper_launch import hopper_fits, hopper_product
 from moe_core.gemm.launch import (
     Activation,
-    Addition,
     GemmWeight,
+    LoRADelta,
     Result,
     Routing,
     combine_parts,
@@ -147,14 +147,14 @@ class Call:
         """h as operand A of gemm2."""
         layer, config, routing = self.layer, self.plan.gemm1, self.routing
         weight, activation = layer.w13, layer.activation
-        added = None if self.adapters is None else self.adapters.addition("w13", self.x, by_pair=False)
+        lora = None if self.adapters is None else self.adapters.delta("w13", self.x, by_pair=False)
         # the rows of adapters have an order of their own
-        by_pair = self.by_pair if added is not None or layer.scheme.h_by_pair else POSITION.value
+        by_pair = self.by_pair if lora is not None or layer.scheme.h_by_pair else POSITION.value
         h = layer.scheme.result(self)
         if config.split_k > 1 and isinstance(routing, Routing):
             by_pair = PAIR.value
             parts = self.parts(config.split_k, weight.rows * (2 if activation.gated else 1))
-            self.product(config, weight, order, a, Result(parts), activation, by_pair, added)
+            self.product(config, weight, order, a, Result(parts), activation, by_pair, lora)
             combine_parts(
                 parts=parts,
                 split=config.split_k,
@@ -165,20 +165,20 @@ class Call:
                 columns=weight.rows,
                 block=h.block,
                 pdl=self.plan.pdl,
-                added=added,
+                lora=lora,
             )
         else:
-            self.product(config, weight, order, a, h, activation, by_pair, added)
+            self.product(config, weight, order, a, h, activation, by_pair, lora)
         return layer.scheme.h(self, order, by_pair)
 
     def gemm2(self, order: Order, a: Rows, out: Tensor) -> tuple[Tensor, int]:
         """(y [pairs * split, K], split); batched: the output itself."""
         weight, config = self.layer.w2, self.plan.gemm2
-        added = None if self.adapters is None else self.adapters.addition("w2", self.workspace["h"], by_pair=True)
+        lora = None if self.adapters is None else self.adapters.delta("w2", self.workspace["h"], by_pair=True)
         y = out
         if isinstance(self.routing, Routing):
             y = self.workspace["y"] if config.split_k == 1 else self.parts(config.split_k, weight.rows)
-        self.product(config, weight, order, a, Result(y), None, PAIR.value, added)
+        self.product(config, weight, order, a, Result(y), None, PAIR.value, lora)
         return y, config.split_k
 
     def parts(self, split: int, columns: int) -> Tensor:
@@ -194,7 +194,7 @@ class Call:
         out: Result,
         activation: Activation | None,
         out_rows: int,
-        added: Addition | None,
+        lora: LoRADelta | None,
     ) -> None:
         """One GEMM, by the warp-specialised kernel where that fits, else by the tile kernel."""
         if a.warp_specialised is not None and a.which == POSITION.value and self.warp_specialises(config, weight):
@@ -225,5 +225,5 @@ class Call:
             a_rows=a.which,
             out_rows=out_rows,
             aligned=a.aligned,
-            added=added,
+            lora=lora,
         )

@@ -162,7 +162,7 @@ def _scaled(
 
 @triton.jit
 def _row_sums(
-    B,
+    b_args,
     expert,
     x,
     rows,
@@ -177,7 +177,7 @@ def _row_sums(
     EVEN: tl.constexpr,
 ):
     """[BLOCK_N, BLOCK_W / 4] whose sums along the last axis are the `rows` [BLOCK_N] of one expert times x."""
-    words, scales, factors, stride_e, stride_n, scale_e, scale_g, factor_e, groups = B
+    words, scales, factors, stride_e, stride_n, scale_e, scale_g, factor_e, groups = b_args
     base = expert.to(tl.int64)
     inside = rows < N
     width = tl.cdiv(K, 128) * (4 * BITS)
@@ -204,7 +204,7 @@ def _row_sums(
 def vector_kernel(
     out,
     x,
-    B,
+    b_args,
     ids,
     expert_map,
     weights,
@@ -233,13 +233,13 @@ def vector_kernel(
     HAS_LIMIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_MAP: tl.constexpr,
-    WEIGHT: tl.constexpr,
+    ROUTER_WEIGHT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[pair] = act(w x[pair // pairs_per_row] + bias), N columns; programs by pair and BLOCK_N rows of w.
 
-    GATED: rows are gate and up in turns of 8.  ACTIVATION "" leaves the product as it is.  WEIGHT multiplies the router
-    weight: 0 never, 1 before bias and activation, 2 at the end.
+    GATED: rows are gate and up in turns of 8.  ACTIVATION "" leaves the product as it is.  ROUTER_WEIGHT multiplies the
+    router weight: 0 never, 1 before bias and activation, 2 at the end.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -253,11 +253,11 @@ def vector_kernel(
         return
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     x_row = x + pair // pairs_per_row * stride_x
-    total = _row_sums(B, expert, x_row, rows, rows_all, K, numbers, BITS, PLACED, SCALES, GROUP, BLOCK_W, EVEN)
+    total = _row_sums(b_args, expert, x_row, rows, rows_all, K, numbers, BITS, PLACED, SCALES, GROUP, BLOCK_W, EVEN)
     value = tl.sum(total, axis=1)
-    if WEIGHT != 0:
+    if ROUTER_WEIGHT != 0:
         weight = tl.load(weights + pair)
-    if WEIGHT == 1:
+    if ROUTER_WEIGHT == 1:
         value *= weight
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     columns = block * WIDTH + tl.arange(0, WIDTH)
@@ -278,6 +278,6 @@ def vector_kernel(
             value += tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32)
         if ACTIVATION != "":
             value = activate_plain(value, limit, ACTIVATION, HAS_LIMIT)
-    if WEIGHT == 2:
+    if ROUTER_WEIGHT == 2:
         value *= weight
     tl.store(out + pair * stride_out + columns, narrow(value, out.dtype.element_ty), mask=inside)

@@ -113,25 +113,25 @@ def _numbers(words, scales, BITS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def multiply_rows(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_rows(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + b @ a.T, without scales."""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     numbers = _numbers(b, b_scale, 32 * b.shape[1] // a.shape[1], a.dtype)
     return add_product(acc, numbers, a, acc.shape[1] <= FEW)
 
 
 @triton.jit
-def multiply_group(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b @ a.T) * scale."""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     numbers = _numbers(b, b_scale, 32 * b.shape[1] // a.shape[1], a.dtype)
     return add_scaled_product(acc, numbers, a, scale_of(b_scale))
 
 
 @triton.jit
-def multiply_groups(acc, a, a_scale, b, b_scale, SWAP: tl.constexpr):
+def multiply_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b * scale) @ a.T, the weights rounded to the activations' type."""
-    tl.static_assert(SWAP, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
     W: tl.constexpr = b.shape[1]
     BITS: tl.constexpr = 32 * W // a.shape[1]
     scale = scale_of(b_scale)

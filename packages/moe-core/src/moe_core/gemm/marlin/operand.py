@@ -6,8 +6,8 @@
     row factors   float32 [E, rows] that multiply finished sums, or None
     activations   bfloat16, float16 or float32 [rows, K]
 
-The product is always transposed (SWAP): weights go from registers into the tensor cores, or beside float32 activations,
-for which there are none, into float32 multiplications.  Scales are applied
+Operands are always swapped (SWAP_AB): weights go from registers into the tensor cores or, beside float32 activations,
+into float32 multiplications.  Scales are applied
 
 - to the finished sum, where a row has one (`open_rows`, `finish_rows`);
 - to the sum of each step in float32, where a step is one group (`load_step`, `add_scaled_product`), which is exact and
@@ -31,9 +31,9 @@ FEW = tl.constexpr(32)
 
 
 @triton.jit
-def open_activations(A, rows, expert):
-    """A = (values, row stride, columns)."""
-    values, stride, columns = A
+def open_activations(a_args, rows, expert):
+    """a_args = (values, row stride, columns)."""
+    values, stride, columns = a_args
     return values + rows * stride, columns
 
 
@@ -53,9 +53,9 @@ def load_padded(state, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def open_indexed(A, rows, expert):
-    """A = (values, row stride, columns, index [E, columns], its stride, factors [E, K] or None, their stride)."""
-    values, stride, columns, index, stride_index, factors, stride_factor = A
+def open_indexed(a_args, rows, expert):
+    """a_args = (values, row stride, columns, index [E, columns], its stride, factors [E, K] or None, their stride)."""
+    values, stride, columns, index, stride_index, factors, stride_factor = a_args
     base = expert.to(tl.int64)
     if factors is None:
         return values + rows * stride, columns, index + base * stride_index
@@ -77,13 +77,13 @@ def load_indexed(state, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def open_groups(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """State of a tile: pointers to the rows' scales.
 
-    B = (words, scales, row factors or None, strides of the words' experts and rows, of the scales' experts and groups,
-    of the factors' experts, number of groups).
+    b_args = (words, scales, row factors or None, strides of the words' experts and rows, of the scales' experts and
+    groups, of the factors' experts, number of groups).
     """
-    words, scales, factors, stride_e, stride_n, scale_e, scale_g, factor_e, groups = B
+    words, scales, factors, stride_e, stride_n, scale_e, scale_g, factor_e, groups = b_args
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     columns = half * N + n + tl.arange(0, BLOCK_N)
     scale = scales + expert.to(tl.int64) * scale_e + columns
@@ -93,9 +93,9 @@ def open_groups(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def open_rows(B, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+def open_rows(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """As `open_groups`, with the scales of rows that have one each."""
-    rows, inside, first, scale, scale_g, groups, factor = open_groups(B, expert, half, n, N, BLOCK_N)
+    rows, inside, first, scale, scale_g, groups, factor = open_groups(b_args, expert, half, n, N, BLOCK_N)
     return rows, inside, first, tl.load(scale, mask=inside, other=0), scale_g, groups, factor
 
 
@@ -225,12 +225,12 @@ def add_scaled_product(acc, numbers, x, scale):
 
 
 @triton.jit
-def finish_rows(acc, a_state, b_state, SWAP: tl.constexpr):
+def finish_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc times the scale of each row."""
     return acc * scale_of(b_state[3])[:, None]
 
 
 @triton.jit
-def finish_factors(acc, a_state, b_state, SWAP: tl.constexpr):
+def finish_factors(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc times the factor of each row."""
     return acc * tl.load(b_state[6], mask=b_state[1], other=0.0)[:, None]

@@ -58,8 +58,10 @@ class GemvLayer:
         h, on_input, pdl = workspace["h"], routing.weight_on_input, plan.pdl
         y = workspace["parts"][: routing.num_pairs * self.w2.outputs].view(-1, self.w2.outputs)
         up, down = _constants(self.functions, self.w13, plan.gemm1), _constants(self.functions, self.w2, plan.gemm2)
-        _product(x, self.w13, h, routing, self.activation, routing.top_k, up | {"WEIGHT": int(on_input)}, pdl=pdl)
-        _product(h, self.w2, y, routing, None, 1, down | {"WEIGHT": 0 if on_input else 2}, pdl=pdl)
+        _product(
+            x, self.w13, h, routing, self.activation, routing.top_k, up | {"ROUTER_WEIGHT": int(on_input)}, pdl=pdl
+        )
+        _product(h, self.w2, y, routing, None, 1, down | {"ROUTER_WEIGHT": 0 if on_input else 2}, pdl=pdl)
         reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, pdl=pdl)
 
 

@@ -51,7 +51,7 @@ class MarlinMatrix:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The tuple B of the device functions, see `moe_core.gemm.marlin.operand`."""
+        """The tuple `b_args` of the device functions, see `moe_core.gemm.marlin.operand`."""
         words, scales, factors = self.words, self.scales, self.factors
         strides = (words.stride(0), words.stride(1), scales.stride(0), scales.stride(1))
         return words, scales, factors, *strides, 0 if factors is None else factors.stride(0), scales.shape[1]

@@ -22,19 +22,19 @@ MX_GROUP = tl.constexpr(32)
 
 
 @triton.jit
-def arrange_4(tile, Q, expert, AXIS: tl.constexpr):
+def arrange_4(tile, quant_args, expert, AXIS: tl.constexpr):
     """Values as they are, beside codes of 4 bits."""
-    return arrange(narrow(tile, Q[0].dtype.element_ty), 8, AXIS), 0.0
+    return arrange(narrow(tile, quant_args[0].dtype.element_ty), 8, AXIS), 0.0
 
 
 @triton.jit
-def arrange_8(tile, Q, expert, AXIS: tl.constexpr):
+def arrange_8(tile, quant_args, expert, AXIS: tl.constexpr):
     """As `arrange_4`, beside codes of 8 bits."""
-    return arrange(narrow(tile, Q[0].dtype.element_ty), 4, AXIS), 0.0
+    return arrange(narrow(tile, quant_args[0].dtype.element_ty), 4, AXIS), 0.0
 
 
 @triton.jit
-def round_4(tile, Q, expert, AXIS: tl.constexpr):
+def round_4(tile, quant_args, expert, AXIS: tl.constexpr):
     """All columns of the tile as e4m3 numbers and one float32 scale, amax / 448."""
     scale = scale_of(largest(tile, AXIS), E4M3_MAX)
     rounded = round_e4m3(divide(tile, tl.expand_dims(scale, AXIS)))
@@ -42,9 +42,9 @@ def round_4(tile, Q, expert, AXIS: tl.constexpr):
 
 
 @triton.jit
-def round_static_4(tile, Q, expert, AXIS: tl.constexpr):
-    """e4m3 numbers for the expert's scale, saturating; Q = (where they go, float32 scales of experts)."""
-    quotient = divide_all(tile, tl.load(Q[1] + expert))
+def round_static_4(tile, quant_args, expert, AXIS: tl.constexpr):
+    """e4m3 numbers for the expert's scale, saturating; quant_args = (where they go, float32 scales of experts)."""
+    quotient = divide_all(tile, tl.load(quant_args[1] + expert))
     quotient = tl.minimum(quotient, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
     quotient = tl.maximum(quotient, -E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
     return arrange(narrow(round_e4m3(quotient), tl.bfloat16), 8, AXIS), 0.0
@@ -82,7 +82,7 @@ def _round_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, SCALE: tl.constexpr)
 
 
 @triton.jit
-def code_mxfp8(tile, Q, expert, AXIS: tl.constexpr):
+def code_mxfp8(tile, quant_args, expert, AXIS: tl.constexpr):
     """e4m3 codes in their own order, and the bytes of scales of MX_GROUP columns."""
     ROWS: tl.constexpr = tile.shape[1 - AXIS]
     GROUPS: tl.constexpr = tile.shape[AXIS] // MX_GROUP
@@ -98,42 +98,42 @@ def code_mxfp8(tile, Q, expert, AXIS: tl.constexpr):
 
 
 @triton.jit
-def round_mxfp8(tile, Q, expert, AXIS: tl.constexpr):
+def round_mxfp8(tile, quant_args, expert, AXIS: tl.constexpr):
     """Rounded to MXFP8 and back, columns in their own order: bfloat16, which holds e4m3 times a power of two."""
     return narrow(_round_mx(tile, "e4m3", AXIS, "e8m0"), tl.bfloat16), 0.0
 
 
 @triton.jit
-def round_mxfp8_4(tile, Q, expert, AXIS: tl.constexpr):
+def round_mxfp8_4(tile, quant_args, expert, AXIS: tl.constexpr):
     """Rounded to MXFP8 and back: e4m3 numbers times powers of two."""
     return arrange(narrow(_round_mx(tile, "e4m3", AXIS, "e8m0"), tl.bfloat16), 8, AXIS), 0.0
 
 
 @triton.jit
-def round_mxfp8_even_4(tile, Q, expert, AXIS: tl.constexpr):
+def round_mxfp8_even_4(tile, quant_args, expert, AXIS: tl.constexpr):
     """As `round_mxfp8_4`, scales rounded "even"."""
     return arrange(narrow(_round_mx(tile, "e4m3", AXIS, "even"), tl.bfloat16), 8, AXIS), 0.0
 
 
 @triton.jit
-def round_mxfp8_down_4(tile, Q, expert, AXIS: tl.constexpr):
+def round_mxfp8_down_4(tile, quant_args, expert, AXIS: tl.constexpr):
     """As `round_mxfp8_4`, scales rounded "down"."""
     return arrange(narrow(_round_mx(tile, "e4m3", AXIS, "down"), tl.bfloat16), 8, AXIS), 0.0
 
 
 @triton.jit
-def round_mxfp4_4(tile, Q, expert, AXIS: tl.constexpr):
+def round_mxfp4_4(tile, quant_args, expert, AXIS: tl.constexpr):
     """Rounded to MXFP4 and back: e2m1 numbers times powers of two."""
     return arrange(narrow(_round_mx(tile, "e2m1", AXIS, "e8m0"), tl.bfloat16), 8, AXIS), 0.0
 
 
 @triton.jit
-def round_mxfp4_even_4(tile, Q, expert, AXIS: tl.constexpr):
+def round_mxfp4_even_4(tile, quant_args, expert, AXIS: tl.constexpr):
     """As `round_mxfp4_4`, scales rounded "even"."""
     return arrange(narrow(_round_mx(tile, "e2m1", AXIS, "even"), tl.bfloat16), 8, AXIS), 0.0
 
 
 @triton.jit
-def round_mxfp4_down_4(tile, Q, expert, AXIS: tl.constexpr):
+def round_mxfp4_down_4(tile, quant_args, expert, AXIS: tl.constexpr):
     """As `round_mxfp4_4`, scales rounded "down"."""
     return arrange(narrow(_round_mx(tile, "e2m1", AXIS, "down"), tl.bfloat16), 8, AXIS), 0.0

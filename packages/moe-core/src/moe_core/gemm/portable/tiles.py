@@ -4,7 +4,7 @@
     activations   bfloat16, float16 or float32 [rows, K padded to whole steps], columns in the order of `arrange`
 
 The numbers of a word are those that one thread of NVIDIA's tensor cores holds; the activations are written once in the
-order of columns that makes it so, so that the weights stay as they are.  Products are transposed (SWAP): weights go
+order of columns that makes it so, so that the weights stay as they are.  Products are transposed (SWAP_AB): weights go
 from registers into the tensor cores.
 """
 
@@ -50,16 +50,16 @@ def load_words(state, b_desc, k, W: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: 
 
 
 @triton.jit
-def open_plain(A, rows, expert):
-    """A = (values, row stride)."""
-    values, stride = A
+def open_plain(a_args, rows, expert):
+    """a_args = (values, row stride)."""
+    values, stride = a_args
     return values + rows * stride, 0.0
 
 
 @triton.jit
-def open_blocks(A, rows, expert):
-    """A = (values, scales, values' row stride, scales' row stride), a scale for each step."""
-    values, scales, stride, scale_stride = A
+def open_blocks(a_args, rows, expert):
+    """a_args = (values, scales, values' row stride, scales' row stride), a scale for each step."""
+    values, scales, stride, scale_stride = a_args
     return values + rows * stride, scales + rows * scale_stride
 
 
