@@ -18,9 +18,9 @@ from moe_core.config import FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.gemm.fused.layer import FusedLayer
 from moe_core.gemm.fused.scheme import CallShape
+from moe_core.gemm.heuristics import LayerProblem, launch_plan
 from moe_core.gemm.launch import Activation, Routing
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.rule import tile_plan
 from moe_core.gemm.workspaces import split_workspace
 from moe_core.jit.launch import record
 from moe_core.ops.batch import Batch
@@ -72,6 +72,10 @@ def fused_layer(w13, w2, s13, s2, b13=None, b2=None, *, block=(128, 128), activa
 def workspace_specs(tokens, top_k, experts, hidden, size, dtype=torch.bfloat16, block=(128, 128), batched=False):
     shape = CallShape(tokens, top_k, experts, hidden, size, dtype, batched)
     return block_scheme(block[1]).workspaces(shape, split_workspace(batched, max(block[1], 128)))
+
+
+def plan_for(tokens, top_k, experts, hidden, size, **options):
+    return launch_plan(LayerProblem("scaled_mm", "e4m3", experts, top_k, hidden, size, **options), tokens)
 
 
 class Layer:
@@ -128,7 +132,7 @@ class Layer:
             major, minor = torch.cuda.get_device_capability() if out.is_cuda else (0, 0)
             rows, capability = self.block[1], 10 * major + minor
             ids = experts if self.expert_map is None else len(self.expert_map)
-            plan = tile_plan(tokens, top_k, ids, hidden, size, block_n=rows, block_k=rows, capability=capability)
+            plan = plan_for(tokens, top_k, ids, hidden, size, group_size=rows, capability=capability)
         plan = plan if out.is_cuda else replace(plan, pdl=False)
         results = []
         for _ in range(2):
@@ -288,7 +292,7 @@ OTHER_BLOCKS = pytest.mark.parametrize("block", [(64, 64), (128, 64), (64, 128)]
 def test_specialised_for_other_blocks(block, device):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's own")
-    plan = tile_plan(300, 2, 3, 464, 336, block_n=block[1], block_k=block[1])
+    plan = plan_for(300, 2, 3, 464, 336, group_size=block[1])
     for name in ("silu", "relu2_no_mul"):
         Layer(300, 464, 336, 3, 2, name=name, block=block, bias=True, mapped=True, seed=8).check(device, plan)
     # rows that descriptors cannot reach
@@ -308,7 +312,7 @@ def test_zeros_have_any_scale_specialised(block, device):
 @OTHER_BLOCKS
 def test_many_rows_without_the_specialised_kernel(block, device):
     """Rows of no whole 16 bytes: tiles of 128 rows, or of 64 where scales differ among the columns of a tile."""
-    plan = tile_plan(300, 2, 3, 72, 136, block_n=block[1], block_k=block[1])
+    plan = plan_for(300, 2, 3, 72, 136, group_size=block[1])
     assert plan.block_m == 128
     assert plan.gemm1.warp_specialised
     Layer(70, 72, 136, 3, 2, block=block, seed=5).check(device, plan)
@@ -334,7 +338,7 @@ def test_which_kernel_multiplies(block, tokens, products):
 @pytest.mark.parametrize("shape", [(8, 2, 4096, 14336), (256, 8, 7168, 256), (128, 8, 2048, 768), (1, 1, 128, 128)])
 def test_rule_keeps_its_promises(shape, tokens, capability):
     experts, top_k, hidden, size = shape
-    plan = tile_plan(tokens, top_k, experts, hidden, size, capability=capability)
+    plan = plan_for(tokens, top_k, experts, hidden, size, capability=capability)
     assert plan.block_m % plan.gemm1.block_m == 0
     assert plan.block_m % plan.gemm2.block_m == 0
     specs = {s.name: s for s in workspace_specs(tokens, top_k, experts, hidden, size)}

@@ -14,8 +14,6 @@ from moe_core.activation import MoEActivation
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.gemm import experts
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.rule import tile_plan
-from moe_core.gemm.workspaces import split_workspace
 from moe_core.kernel import FusedMoEKernel
 from moe_core.ops import sort
 from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
@@ -168,16 +166,3 @@ def test_no_tokens(kind, device):
     x = torch.empty(0, 32, dtype=torch.bfloat16, device=device)
     ids = torch.empty(0, 1, dtype=torch.int32, device=device)
     assert kernel.apply(x, topk_weights=ids.float(), topk_ids=ids).shape == (0, 32)
-
-
-@pytest.mark.parametrize("capability", [89, 90, 100, 120])
-@pytest.mark.parametrize("tokens", [1, 8, 100, 1000, 10000, 100000])
-@pytest.mark.parametrize("shape", [(8, 2, 4096, 14336), (256, 8, 7168, 256), (128, 6, 2688, 1856), (1, 1, 128, 128)])
-def test_parts_fit(shape, tokens, capability):
-    experts, top_k, hidden, size = shape
-    for gated in (True, False):
-        plan = tile_plan(tokens, top_k, experts, hidden, size, gated=gated, capability=capability)
-        parts = split_workspace(batched=False).shape[0]
-        pairs, halves = tokens * top_k, 2 if gated else 1
-        assert plan.gemm1.split_k == 1 or pairs * plan.gemm1.split_k * halves * size <= parts
-        assert plan.gemm2.split_k == 1 or pairs * plan.gemm2.split_k * hidden <= parts

@@ -15,9 +15,7 @@ import triton.language as tl
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.portable import tiles
-from moe_core.gemm.portable.rule import portable_plan
 from moe_core.gemm.portable.words import as_words
-from moe_core.gemm.workspaces import split_workspace
 from moe_core.kernel import FusedMoEKernel
 from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
@@ -162,22 +160,3 @@ def test_plans(key, plan, device):
 def test_batched(device):
     layer = {"activation_format": BATCHED, "has_bias": True}
     assert error(PLANS["many"], KEYS["two groups"], device, tokens=18, top_k=1, **layer) < TOLERANCE
-
-
-@pytest.mark.parametrize("capability", [0, 80, 90, 100, 120])
-@pytest.mark.parametrize("tokens", [1, 8, 100, 1000, 100000])
-@pytest.mark.parametrize("shape", [(8, 2, 4096, 14336), (256, 8, 7168, 256), (128, 6, 2688, 1856), (1, 1, 128, 128)])
-def test_rule_keeps_its_promises(shape, tokens, capability):
-    experts, top_k, hidden, size = shape
-    for options in ({}, {"group_size": -1}, {"group_size": 32}, {"permuted": True}, {"dtype_bytes": 4}):
-        plan = portable_plan(tokens, top_k, experts, hidden, size, capability=capability, **options)
-        assert plan.gemm1.swap_ab
-        assert plan.gemm2.swap_ab
-        assert plan.block_m % plan.gemm1.block_m == plan.block_m % plan.gemm2.block_m == 0
-        assert capability >= 90 or not (plan.pdl or plan.gemm1.tma or plan.gemm2.tma)
-        # two accumulators of 128 x 128 leave no registers for the product of a step
-        assert plan.gemm1.block_m <= (128 if options.get("group_size") == -1 else 64)
-        parts = split_workspace(batched=False).shape[0]
-        pairs = tokens * top_k
-        assert plan.gemm1.split_k == 1 or pairs * plan.gemm1.split_k * 2 * size <= parts
-        assert plan.gemm2.split_k == 1 or pairs * plan.gemm2.split_k * hidden <= parts

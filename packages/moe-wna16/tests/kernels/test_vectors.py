@@ -8,7 +8,7 @@ import pytest
 import torch
 from moe_core import FusedMoEConfig, Workspace, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym
 from moe_core.device import DeviceInfo
-from moe_core.gemm.marlin.rule import VectorConfig, VectorPlan
+from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.testing.tolerance import expected_output
 from moe_wna16.experts.marlin import MarlinWNA16Experts
@@ -72,8 +72,8 @@ def test_every_kind_of_scales(key, device, launched):
 @pytest.mark.parametrize("block_w", [32, 128, 256])
 def test_blocks_of_every_size(block_n, block_w, device, launched):
     experts = made(LAYER, kInt4Static, device)
-    config = VectorConfig(block_n, block_w, 4)
-    experts.gemv_plan = lambda *arguments: VectorPlan(config, config)
+    config = GemvConfig(block_n, block_w, 4)
+    experts.gemv_plan = lambda *arguments: GemvPlan(config, config)
     out, expected = run(experts, LAYER, kInt4Static, device, tokens=2)
     expected.compare(out, "result")
     assert launched

@@ -2,7 +2,8 @@
 
     experts.py         the base of experts that run through it
     fused/             the pipeline (`layer.py`), activation schemes, weights of scaled_mm
-    plan.py, rule.py   launch configurations as data, and the heuristics that choose them (no Triton)
+    plan.py            launch configurations as data (no Triton)
+    heuristics/        which of them a layer gets, for all families
     launch.py          GEMMs by the tile kernel: the host side
     tile_kernel.py     tiles on the tensor cores, and their epilogue
     combine_kernel.py  finishes gemm1 where its k loop was split

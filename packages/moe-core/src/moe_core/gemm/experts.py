@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -17,8 +18,10 @@ from torch import Tensor
 from moe_core.config import FusedMoEActivationFormat
 from moe_core.errors import TensorError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular
+from moe_core.gemm.heuristics import Family, LayerProblem, launch_plan
+from moe_core.gemm.heuristics.problem import element_of
+from moe_core.gemm.heuristics.scaled_mm import quantizes_while_loading
 from moe_core.gemm.plan import TilePlan
-from moe_core.gemm.rule import quantizes_while_loading, tile_plan
 from moe_core.gemm.workspaces import split_workspace
 from moe_core.lora import LoRA
 from moe_core.weights import KernelWeights
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
     from moe_core.gemm.fused.layer import FusedLayer
     from moe_core.gemm.fused.rows import Granularity, RowFunctions, RowScheme
     from moe_core.gemm.fused.scheme import ActivationScheme, CallShape
+    from moe_core.gemm.heuristics.gemv import GemvPlan
     from moe_core.gemm.launch import GemmWeight
-    from moe_core.gemm.marlin.rule import VectorPlan
     from moe_core.gemm.marlin.vector import GemvLayer
 
 
@@ -37,6 +40,8 @@ class GroupedExperts(FusedMoEExpertsModular):
     """Standard and batched format; weights with ``w1_scale`` and ``w2_scale``."""
 
     launches_only = True
+    #: whose launch heuristics choose its plans
+    family: ClassVar[Family]
     #: bytes per thread that its kernels may spill for any target: of sizes that are multiples of 16, and of others
     accepted_spills: ClassVar[tuple[int, int]] = (0, 0)
 
@@ -47,10 +52,6 @@ class GroupedExperts(FusedMoEExpertsModular):
     @abstractmethod
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
         """What the kernels get of ``name``, "w13" or "w2"."""
-
-    @abstractmethod
-    def chosen_plan(self, num_tokens: int) -> TilePlan:
-        """The launch configurations for so many tokens, or rows T_max of each expert's buffer."""
 
     @property
     def batched(self) -> bool:
@@ -65,18 +66,36 @@ class GroupedExperts(FusedMoEExpertsModular):
         """Scratch memory of the parts of split products."""
         return split_workspace(shape.batched)
 
+    @cached_property
+    def problem(self) -> LayerProblem:
+        """What the launch heuristics know of the layer; subclasses add what is theirs."""
+        config = self.config
+        return LayerProblem(
+            self.family,
+            element_of(self.weight_key),
+            config.num_experts,
+            config.top_k,
+            config.hidden_size,
+            config.intermediate_size,
+            gated=config.is_gated,
+            dtype_bytes=config.dtype.itemsize,
+            capability=self.device_info.capability,
+            may_split=self.splits_loops,
+        )
+
     def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:
-        """Launch configurations; for Triton's interpreter without what it does not know."""
-        plan = self.chosen_plan(num_tokens)
-        if not self.splits_loops:
-            plan = plan.unsplit()
+        """Launch configurations for so many tokens, or rows T_max of each expert's buffer.
+
+        For Triton's interpreter without what it does not know.
+        """
+        plan = launch_plan(self.problem, num_tokens)
         return plan if on_gpu else plan.interpreted()
 
     def gemv_layer(self, weights: KernelWeights) -> GemvLayer | None:
         """The same layer without tensor cores, for one token, where that is ahead."""
         return None
 
-    def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> VectorPlan | None:
+    def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> GemvPlan | None:
         """Its launch configurations, where so many tokens are computed so."""
         return None
 
@@ -154,6 +173,7 @@ class GroupedExperts(FusedMoEExpertsModular):
 class RowExperts(GroupedExperts):
     """8-bit elements whose scales do not change along k: `moe_core.gemm.fused.rows`."""
 
+    family = "scaled_mm"
     #: tile coordinates outside the k loop; rows that 16-byte copies cannot reach pass through registers
     accepted_spills = (256, 256)
 
@@ -179,18 +199,6 @@ class RowExperts(GroupedExperts):
     def extra_arguments(self, name: str, weights: KernelWeights) -> tuple[Any, ...]:
         """What device functions of the scheme's own get of a weight besides."""
         return ()
-
-    def chosen_plan(self, num_tokens: int) -> TilePlan:
-        config = self.config
-        return tile_plan(
-            num_tokens,
-            config.top_k,
-            config.num_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            gated=config.is_gated,
-            capability=self.device_info.capability,
-        )
 
     def activation_scheme(self, weights: KernelWeights | None) -> RowScheme:
         from moe_core.gemm.fused.rows import RowScheme

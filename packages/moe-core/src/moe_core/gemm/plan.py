@@ -1,6 +1,6 @@
-"""Launch parameters of one fused MoE call, and the rule that chooses them.
+"""Launch configurations of one fused MoE call.
 
-No Triton here: plans are plain data, so that a rule can be read, tested and swept without a GPU.
+No Triton here: plans are plain data, so that heuristics can be read, tested and swept without a GPU.
 """
 
 from __future__ import annotations

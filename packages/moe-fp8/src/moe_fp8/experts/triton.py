@@ -10,6 +10,8 @@ over top-k.  On sm_90, with many rows per expert, both products are a warp-speci
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,8 +31,6 @@ from moe_core import (
 )
 from moe_core.errors import TensorError
 from moe_core.gemm.experts import GroupedExperts
-from moe_core.gemm.plan import TilePlan
-from moe_core.gemm.rule import tile_plan
 from moe_core.gemm.workspaces import split_workspace
 from moe_core.numerics import e8m0_to_float32, is_e8m0
 from moe_core.quant_key import GroupShape, kFp8Dynamic64Sym, kFp8Dynamic128Sym, kFp8Static128BlockSym
@@ -38,6 +38,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from moe_core.gemm.fused.scheme import ActivationScheme, CallShape
+    from moe_core.gemm.heuristics import LayerProblem
     from moe_core.gemm.launch import GemmWeight
 
 _WIDE_BLOCKS = (GroupShape(128, 128), GroupShape(64, 128))
@@ -53,6 +54,7 @@ def _float32(scale: Tensor) -> Tensor:
 class TritonFp8BlockExperts(GroupedExperts):
     """Block FP8 through the grouped matrix product of ``moe_core.gemm``."""
 
+    family = "scaled_mm"
     #: two scales per tile of columns beside two accumulators, where blocks are narrower than tiles
     accepted_spills = (448, 448)
 
@@ -109,16 +111,6 @@ class TritonFp8BlockExperts(GroupedExperts):
         tensor = weights.w13 if name == "w13" else weights.w2
         return block_weight(tensor, *self.scales(name, weights), self.sizes(name)[0], self.block_shape)
 
-    def chosen_plan(self, num_tokens: int) -> TilePlan:
-        config, group = self.config, self.block_shape[1]
-        return tile_plan(
-            num_tokens,
-            config.top_k,
-            config.num_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            gated=config.is_gated,
-            block_n=group,
-            block_k=group,
-            capability=self.device_info.capability,
-        )
+    @cached_property
+    def problem(self) -> LayerProblem:
+        return replace(super().problem, group_size=self.block_shape[1])

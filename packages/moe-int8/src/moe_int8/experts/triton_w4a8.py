@@ -7,6 +7,8 @@ Two codes lie in a byte, which halves what the checkpoint's bytes take, and are 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +28,6 @@ from moe_core import (
     make_quant_config,
 )
 from moe_core.errors import TensorError
-from moe_core.gemm.plan import TilePlan
 from moe_core.quant_key import (
     GroupShape,
     kInt4W4A8StaticChannelSym,
@@ -37,12 +38,12 @@ from moe_core.quant_key import (
 from torch import Tensor
 
 from moe_int8.experts.rows import Int8RowExperts
-from moe_int8.kernels.w4a8_rule import w4a8_plan
 from moe_int8.layout import group_scales, nibble_half, pack_nibbles, row_sums, scaled_row_sums
 from moe_int8.sums import sum_reasons
 
 if TYPE_CHECKING:
     from moe_core.gemm.fused.rows import Granularity, RowFunctions
+    from moe_core.gemm.heuristics import LayerProblem
 
 _GROUPS = KeyPattern(
     kInt4W4A8StaticGroup128Sym,
@@ -128,14 +129,6 @@ class TritonW4A8Int8Experts(Int8RowExperts):
 
         return functions_of(self.group_size, zero_points=self.zero_points)
 
-    def chosen_plan(self, num_tokens: int) -> TilePlan:
-        config = self.config
-        return w4a8_plan(
-            num_tokens,
-            config.top_k,
-            config.num_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            stepwise=self.group_size != -1,
-            capability=self.device_info.capability,
-        )
+    @cached_property
+    def problem(self) -> LayerProblem:
+        return replace(super().problem, group_size=self.group_size)

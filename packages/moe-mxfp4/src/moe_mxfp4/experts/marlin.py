@@ -23,7 +23,6 @@ from moe_core import (
 )
 from moe_core.errors import TensorError
 from moe_core.gemm.marlin.experts import MarlinExperts
-from moe_core.gemm.plan import TilePlan
 from torch import Tensor
 
 from moe_mxfp4.groups import GROUP
@@ -80,21 +79,6 @@ class _MarlinMxfp4Experts(MarlinExperts):
             factors=weights.extra[f"{name}_factors"],
             bias=bias,
             interleaved=first and config.is_gated,
-        )
-
-    def chosen_plan(self, num_tokens: int) -> TilePlan:
-        from moe_mxfp4.kernels.marlin_rule import e2m1_plan
-
-        config = self.config
-        return e2m1_plan(
-            num_tokens,
-            config.top_k,
-            config.num_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            gated=config.is_gated,
-            split=self.splits_loops,
-            capability=self.device_info.capability,
         )
 
 

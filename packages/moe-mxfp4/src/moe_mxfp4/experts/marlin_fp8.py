@@ -8,6 +8,7 @@ one scale per token, found at run time, or one per expert (static).  Standard an
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,11 +29,11 @@ from moe_core import (
 )
 from moe_core.errors import TensorError
 from moe_core.gemm.experts import RowExperts
-from moe_core.gemm.plan import TilePlan
 from torch import Tensor
 
 if TYPE_CHECKING:
     from moe_core.gemm.fused.rows import Granularity, RowFunctions
+    from moe_core.gemm.heuristics import LayerProblem
 
 _ACTIVATIONS: dict[QuantKey | None, Granularity] = {kFp8DynamicTokenSym: "token", kFp8StaticTensorSym: "static"}
 
@@ -113,17 +114,6 @@ class MarlinMxfp4Fp8Experts(RowExperts):
         powers = weights.extra[f"{name}_powers"]
         return powers, powers.stride(0), powers.stride(1)
 
-    def chosen_plan(self, num_tokens: int) -> TilePlan:
-        from moe_mxfp4.kernels.e4m3_rule import e4m3_plan
-
-        config = self.config
-        return e4m3_plan(
-            num_tokens,
-            config.top_k,
-            config.num_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            gated=config.is_gated,
-            static=self.granularity == "static",
-            capability=self.device_info.capability,
-        )
+    @cached_property
+    def problem(self) -> LayerProblem:
+        return replace(super().problem, quantizes_h=self.granularity == "static")

@@ -10,6 +10,7 @@ multiply codes with their scales (sm_100 and its family, gfx950), MXFP8 ones sta
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -29,9 +30,7 @@ from moe_core import (
 )
 from moe_core.errors import TensorError
 from moe_core.gemm.experts import GroupedExperts
-from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.portable.kinds import ActivationKind
-from moe_core.gemm.portable.rule import portable_plan
 from moe_core.gemm.portable.words import as_words
 
 from moe_mxfp4.keys import ACTIVATIONS
@@ -39,12 +38,14 @@ from moe_mxfp4.scales import group_scales, has_scaled_units, step_scales
 
 if TYPE_CHECKING:
     from moe_core.gemm.fused.scheme import ActivationScheme
+    from moe_core.gemm.heuristics import LayerProblem
     from moe_core.gemm.launch import GemmWeight
 
 
 class TritonMxfp4Experts(GroupedExperts):
     """e2m1 codes that become numbers in registers, through the grouped matrix product of ``moe_core.gemm``."""
 
+    family = "portable"
     #: scales of each step beside the product; masks of odd sizes
     accepted_spills = (192, 320)
 
@@ -105,20 +106,10 @@ class TritonMxfp4Experts(GroupedExperts):
         """Whether no tensor core multiplies, so that a step of the k loop has 32 columns."""
         return self.config.dtype is torch.float32 and self.kind is ActivationKind.PLAIN
 
-    def chosen_plan(self, num_tokens: int) -> TilePlan:
-        config = self.config
-        return portable_plan(
-            num_tokens,
-            config.top_k,
-            config.num_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            dtype_bytes=4 if self.short_steps else 2,
-            group_size=-1,
-            scaled_numbers=True,
-            scaled_steps=self.kind is ActivationKind.BLOCK,
-            capability=self.device_info.capability,
-        )
+    @cached_property
+    def problem(self) -> LayerProblem:
+        group_size = 128 if self.kind is ActivationKind.BLOCK else -1
+        return replace(super().problem, dtype_bytes=4 if self.short_steps else 2, group_size=group_size)
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
         from moe_core.gemm.portable.scheme import portable_scheme

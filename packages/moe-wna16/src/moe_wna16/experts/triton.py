@@ -8,6 +8,7 @@ scheme, standard and batched format.  ``moe_core.gemm.fused.layer`` says what a 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -28,9 +29,7 @@ from moe_core import (
 )
 from moe_core.errors import TensorError
 from moe_core.gemm.experts import GroupedExperts
-from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.portable.kinds import ActivationKind
-from moe_core.gemm.portable.rule import portable_plan
 from moe_core.gemm.portable.words import as_words
 from torch import Tensor
 
@@ -39,6 +38,7 @@ from moe_wna16.layout import arranged_groups, by_group, zero_points
 
 if TYPE_CHECKING:
     from moe_core.gemm.fused.scheme import ActivationScheme
+    from moe_core.gemm.heuristics import LayerProblem
     from moe_core.gemm.launch import GemmWeight
 
 #: columns that rows of activations are padded to a multiple of
@@ -48,6 +48,7 @@ _STEP = 128
 class TritonWNA16Experts(GroupedExperts):
     """Codes that become numbers in registers, through the grouped matrix product of ``moe_core.gemm``."""
 
+    family = "portable"
     #: four groups of a step, each with a product of its own
     accepted_spills = (256, 256)
 
@@ -136,19 +137,10 @@ class TritonWNA16Experts(GroupedExperts):
         """Whether columns have groups of their own."""
         return self.weight_key is not None and self.weight_key.permuted
 
-    def chosen_plan(self, num_tokens: int) -> TilePlan:
-        config = self.config
-        return portable_plan(
-            num_tokens,
-            config.top_k,
-            config.num_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            dtype_bytes=2 if self.quantized else config.dtype.itemsize,
-            group_size=self.group_size,
-            permuted=self.permuted,
-            capability=self.device_info.capability,
-        )
+    @cached_property
+    def problem(self) -> LayerProblem:
+        dtype_bytes = 2 if self.quantized else self.config.dtype.itemsize
+        return replace(super().problem, dtype_bytes=dtype_bytes, group_size=self.group_size, permuted=self.permuted)
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
         from moe_core.gemm.portable.scheme import portable_scheme

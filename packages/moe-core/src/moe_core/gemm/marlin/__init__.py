@@ -10,7 +10,6 @@ type (`widen`) and say how its scales lie (`MarlinMatrix`); everything else is t
     integers   4- and 8-bit codes; `functions`, which of them a tile gets
     columns    activations in the order of permuted columns
     convert    canonical weights in this layout
-    rule       launch parameters
     layer      the fused layer; `experts`, the base of experts on it
     vector     the layer for one token, without tensor cores; `vector_numbers`, words as its float32 numbers
 

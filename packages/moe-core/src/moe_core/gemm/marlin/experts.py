@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,16 +12,17 @@ from torch import Tensor
 
 from moe_core.errors import TensorError
 from moe_core.gemm.experts import GroupedExperts
-from moe_core.gemm.plan import TilePlan
+from moe_core.gemm.heuristics import LayerProblem, gemv_plan
+from moe_core.gemm.heuristics.mixed_input import MAX_PARTS
 from moe_core.quant_config import make_quant_config
 from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import WorkspaceSpec
 
 if TYPE_CHECKING:
     from moe_core.gemm.fused.scheme import ActivationScheme, CallShape
+    from moe_core.gemm.heuristics.gemv import GemvPlan
     from moe_core.gemm.launch import GemmWeight
     from moe_core.gemm.marlin.convert import Converted
-    from moe_core.gemm.marlin.rule import VectorPlan
     from moe_core.gemm.marlin.vector import GemvLayer, VectorFunctions
     from moe_core.gemm.marlin.weight import Functions, MarlinMatrix
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 class MarlinExperts(GroupedExperts):
     """Subclasses add claims, `convert` and the device functions of their element type."""
 
+    family = "mixed_input"
     #: tile coordinates outside the k loop: 128 rows of activations leave no registers for them; masks of odd sizes
     accepted_spills = (192, 640)
 
@@ -54,49 +57,18 @@ class MarlinExperts(GroupedExperts):
         """The most columns of x and of h that are gathered; 0 where none are."""
         return 0, 0
 
-    def chosen_plan(self, num_tokens: int) -> TilePlan:
-        from moe_core.gemm.marlin.rule import marlin_plan
+    @cached_property
+    def problem(self) -> LayerProblem:
+        return replace(super().problem, dtype_bytes=self.operand_dtype.itemsize)
 
-        config = self.config
-        return marlin_plan(
-            num_tokens,
-            config.top_k,
-            config.num_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            bits=self._bits,
-            dtype_bytes=self.operand_dtype.itemsize,
-            gated=config.is_gated,
-            split=self.splits_loops,
-            capability=self.device_info.capability,
-        )
-
-    @property
-    def _bits(self) -> int:
-        return 8 if self.weight_key is not None and self.weight_key.dtype.bits == 8 else 4
-
-    def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> VectorPlan | None:
+    def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> GemvPlan | None:
         """Launch parameters where so many tokens are multiplied without tensor cores."""
-        from moe_core.gemm.marlin.rule import vector_plan
-
-        config = self.config
-        if self.batched or self.activation_key is not None or config.dtype.itemsize != 2:
+        if self.batched or self.activation_key is not None or self.config.dtype.itemsize != 2:
             return None
-        plan = vector_plan(
-            num_tokens,
-            config.top_k,
-            config.num_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            bits=self._bits,
-            gated=config.is_gated,
-            capability=self.device_info.capability,
-        )
+        plan = gemv_plan(self.problem, num_tokens)
         return plan if on_gpu or plan is None else replace(plan, pdl=False)
 
     def split_workspace(self, shape: CallShape) -> WorkspaceSpec:
-        from moe_core.gemm.marlin.rule import MAX_PARTS
-
         # at most 16 programs share a loop
         numbers = min(MAX_PARTS, 16 * shape.pairs * max(2 * shape.intermediate_size, shape.hidden_size))
         return WorkspaceSpec("parts", (0 if shape.batched else numbers,), torch.float32)

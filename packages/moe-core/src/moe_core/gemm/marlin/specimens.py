@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from moe_core.device import DeviceInfo
-from moe_core.gemm.plan import TilePlan
 from moe_core.jit.specimen import Specimen
 
 #: experts, top-k, hidden size, intermediate size: no multiples of anything
@@ -55,9 +54,10 @@ def _indexed(target: DeviceInfo, tokens: int) -> None:
     from moe_core.gemm.fused.layer import FusedLayer
     from moe_core.gemm.fused.plain import PlainScheme
     from moe_core.gemm.fused.scheme import CallShape
+    from moe_core.gemm.heuristics import LayerProblem, launch_plan
+    from moe_core.gemm.heuristics.mixed_input import MAX_PARTS
     from moe_core.gemm.launch import Activation, Routing
     from moe_core.gemm.marlin.functions import integer_functions
-    from moe_core.gemm.marlin.rule import MAX_PARTS, marlin_plan
     from moe_core.gemm.marlin.weight import MarlinMatrix
     from moe_core.gemm.marlin.words import interleaved_rows, words_of
     from moe_core.workspace import WorkspaceSpec
@@ -84,7 +84,7 @@ def _indexed(target: DeviceInfo, tokens: int) -> None:
     w13, w2 = matrix(interleaved_rows(2 * size), size, hidden, True), matrix(hidden, hidden, size, False)
     scheme = PlainScheme(w13.activation_columns, w2.activation_columns)
     first, second = w13.gemm_weight(integer_functions), w2.gemm_weight(integer_functions)
-    plan: TilePlan = marlin_plan(tokens, top_k, experts, hidden, size, capability=target.capability)
+    problem = LayerProblem("mixed_input", "int4", experts, top_k, hidden, size, capability=target.capability)
     specs = scheme.workspaces(
         CallShape(tokens, top_k, experts, hidden, size, dtype), WorkspaceSpec("parts", (MAX_PARTS,), torch.float32)
     )
@@ -93,6 +93,6 @@ def _indexed(target: DeviceInfo, tokens: int) -> None:
         x,
         torch.empty_like(x),
         routing=Routing(_meta(tokens, top_k, dtype=torch.int32), _meta(tokens, top_k, dtype=torch.float32), experts),
-        plan=plan,
+        plan=launch_plan(problem, tokens),
         workspace={spec.name: _meta(*spec.shape, dtype=spec.dtype) for spec in specs},
     )

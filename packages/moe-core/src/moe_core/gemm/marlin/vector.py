@@ -16,9 +16,9 @@ from typing import Any
 import triton
 from torch import Tensor
 
+from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.gemm.launch import Activation, Routing
 from moe_core.gemm.marlin._vector_kernels import vector_kernel
-from moe_core.gemm.marlin.rule import VectorConfig, VectorPlan
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.jit.launch import launch
 from moe_core.ops.reduce import reduce_pairs
@@ -52,7 +52,7 @@ class GemvLayer:
         return x.data_ptr() % 4 == 0 and x.stride(0) % 2 == 0
 
     def __call__(
-        self, x: Tensor, out: Tensor, *, routing: Routing, plan: VectorPlan, workspace: Mapping[str, Tensor]
+        self, x: Tensor, out: Tensor, *, routing: Routing, plan: GemvPlan, workspace: Mapping[str, Tensor]
     ) -> None:
         """As a `FusedLayer`, for ``x`` of one token, or two, that :meth:`reads` takes."""
         h, on_input, pdl = workspace["h"], routing.weight_on_input, plan.pdl
@@ -108,7 +108,7 @@ def _product(
     )
 
 
-def _constants(functions: VectorFunctions, matrix: MarlinMatrix, config: VectorConfig) -> dict[str, Any]:
+def _constants(functions: VectorFunctions, matrix: MarlinMatrix, config: GemvConfig) -> dict[str, Any]:
     rows, width = matrix.words.shape[1:]
     return {
         "numbers": functions.numbers,

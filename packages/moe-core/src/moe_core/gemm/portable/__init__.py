@@ -6,7 +6,6 @@ multiplied (`PackedMatrix.functions`); everything else is the same for all of th
 
     tiles        the order of columns; words and activations of a tile
     activations  what x and h are rounded to, and how: 16-bit, or quantised and multiplied as 16-bit numbers
-    rule         launch parameters
     layer        the fused layer
     words        canonical weights as words
 

@@ -1,0 +1,42 @@
+"""Launch heuristics of every kernel family: (problem, tokens) -> launch configurations.
+
+    problem.py      what a layer asks: its sizes, element type, scales and device
+    tiles.py        what the families share: split-K, tiles for about 100 KB of shared memory
+    scaled_mm.py    8-bit activations, and weights that become 8-bit in registers
+    mixed_input.py  16-bit activations, weights repacked at load
+    decoded.py      weights decoded by plain Triton operations
+    gemv.py         one token, without tensor cores
+
+The mean number of rows per expert decides.  With few, a call streams weights: tiles of 16 or 32 rows, and programs
+share the k loop of a tile (split-K) where tiles alone do not fill the device.  With many, the tensor cores decide: the
+more rows a tile has, the more products a loaded or dequantised weight enters.  The figures behind the thresholds are
+in docs/design/scaled_mm.md and docs/design/mixed_input.md.  No Triton here: plans are data.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from moe_core.gemm.heuristics.decoded import decoded_plan
+from moe_core.gemm.heuristics.gemv import GemvPlan, choose_gemv
+from moe_core.gemm.heuristics.mixed_input import mixed_input_plan
+from moe_core.gemm.heuristics.problem import Family, LayerProblem
+from moe_core.gemm.heuristics.scaled_mm import scaled_mm_plan
+from moe_core.gemm.plan import TilePlan
+
+__all__ = ["Family", "LayerProblem", "gemv_plan", "launch_plan"]
+
+_HEURISTICS = {"scaled_mm": scaled_mm_plan, "mixed_input": mixed_input_plan, "portable": decoded_plan}
+
+
+@lru_cache(maxsize=4096)
+def launch_plan(problem: LayerProblem, tokens: int) -> TilePlan:
+    """The plan of a layer for ``tokens``: the one look-up of every family, which a table of tuned plans may precede."""
+    plan = _HEURISTICS[problem.family](problem, tokens)
+    return plan if problem.may_split else plan.unsplit()
+
+
+@lru_cache(maxsize=4096)
+def gemv_plan(problem: LayerProblem, tokens: int) -> GemvPlan | None:
+    """As :func:`launch_plan`, without tensor cores: for one token, or two that hardly share an expert; else None."""
+    return choose_gemv(problem, tokens)

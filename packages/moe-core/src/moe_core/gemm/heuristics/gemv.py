@@ -1,0 +1,51 @@
+"""Launch configurations of a layer without tensor cores, for tokens that share nothing that is read of weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_core.gemm.heuristics.mixed_input import MAX_PARTS, RESIDENT
+from moe_core.gemm.heuristics.problem import LayerProblem
+from moe_core.gemm.heuristics.tiles import steps_of
+
+
+@dataclass(frozen=True)
+class GemvConfig:
+    """Launch parameters of a matrix times a vector: ``block_n`` rows, ``block_w`` words of each at a time."""
+
+    block_n: int
+    block_w: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class GemvPlan:
+    """The layer without tensor cores."""
+
+    gemm1: GemvConfig
+    gemm2: GemvConfig
+    pdl: bool = False
+
+
+def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
+    """The plan for one token, or two that hardly share an expert; None for more."""
+    pairs, bits = tokens * problem.top_k, problem.bits
+    hidden, size = problem.hidden_size, problem.intermediate_size
+    shared = tokens > 2 or (tokens == 2 and 8 * pairs > problem.num_experts)
+    if shared or pairs * hidden > MAX_PARTS:
+        return None
+    gemm1 = _config(pairs * size * (2 if problem.gated else 1), steps_of(hidden) * 4 * bits, bits, 16)
+    gemm2 = _config(pairs * hidden, steps_of(size) * 4 * bits, bits, 32)
+    return GemvPlan(gemm1, gemm2, 90 <= problem.capability < 120)
+
+
+def _config(rows: int, words: int, bits: int, block_n: int) -> GemvConfig:
+    """For ``rows`` of so many words; ``block_n`` of 8-bit codes, which are bound by memory, not by instructions."""
+    if words <= 64:
+        return GemvConfig(32, 32, 4)
+    if rows <= 16 * RESIDENT and words >= 256:
+        # few programs: more of a row at a time
+        return GemvConfig(16, 256, 4)
+    if bits == 4:
+        return GemvConfig(16, 256 if words >= 512 and words % 256 == 0 else 128, 2)
+    return GemvConfig(block_n, 128, 4)

@@ -1,0 +1,79 @@
+"""Launch configurations of mixed_input: 16-bit activations, and weights that were repacked at load.
+
+Every product is transposed (`swap_ab`).  Tiles of 4-bit words have 128 rows of weights and four warps: the 16-bit
+numbers of more do not fit their registers.  8-bit words take twice the shared memory: tiles of 128 rows of activations
+would leave one program of four warps on a multiprocessor, and get 256 rows of weights and eight warps, or two stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe_core.gemm.heuristics.problem import LayerProblem
+from moe_core.gemm.heuristics.tiles import BLOCK_N, lacks_shared_memory, small_shared_plan, split_k, steps_of
+from moe_core.gemm.plan import TileConfig, TilePlan
+
+#: float32 numbers that split products may leave for the launch that adds them up
+MAX_PARTS = 1 << 21
+#: programs of four warps that 132 multiprocessors hold at a time
+RESIDENT = 528
+
+
+def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
+    """Of integers and e4m3; e2m1 takes more instructions to dequantise, so that tiles with more rows pay sooner."""
+    mean = problem.rows_per_expert(tokens)
+    if problem.dtype_bytes == 4:
+        # no tensor cores: a small tile keeps the operands in registers
+        config = TileConfig(16, BLOCK_N, 8, 1, 1, swap_ab=True)
+        return TilePlan(config, config)
+    if lacks_shared_memory(problem.capability):
+        return small_shared_plan(problem, tokens)
+    if mean <= 12:
+        return _few_rows(problem, tokens)
+    e2m1, gemm2_steps = problem.element == "e2m1", steps_of(problem.intermediate_size)
+    few = TileConfig(32, BLOCK_N, 4, 3, 1 if mean <= 24 else 8, True, True)
+    some = TileConfig(64, BLOCK_N, 4, 3, 8, swap_ab=True)
+    many = TileConfig(128, BLOCK_N, 4, 3, 8, swap_ab=True)
+    if mean <= 24:
+        few = replace(few, num_stages=4, group_m=8) if e2m1 else few
+        # short programs: what they are made of matters more than how many products a weight enters
+        return TilePlan(few, TileConfig(16, BLOCK_N, 4, 3, 1, True, True) if gemm2_steps <= 4 else few)
+    if problem.bits == 8:
+        wide = TileConfig(64, 2 * BLOCK_N, 8, 3, 8, True, True)
+        gemm2 = wide if mean <= 96 and gemm2_steps > 8 else some
+        if mean <= 384:
+            return TilePlan(few if mean <= 48 else some, gemm2)
+        # h has room for whole tiles of 128 columns, which 256 rows of a product without halves may exceed
+        if problem.gated or gemm2_steps % 2 == 0:
+            return TilePlan(TileConfig(128, 2 * BLOCK_N, 8, 3, 8, True, True), gemm2)
+        return TilePlan(TileConfig(128, BLOCK_N, 4, 2, 8, True, True), gemm2)
+    if mean <= 48:
+        return TilePlan(some if e2m1 else few, TileConfig(64, BLOCK_N, 4, 3, 1, True, True))
+    if mean <= 96:
+        return TilePlan(some, some)
+    return TilePlan(many, many if mean > 384 else some)
+
+
+def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
+    """Tiles of 16 rows, whose k loops may be split."""
+    gemm1, gemm2 = TileConfig(16, BLOCK_N, 4, 4, 1, True, True), TileConfig(16, BLOCK_N, 4, 3, 1, True, True)
+    if not problem.may_split:
+        return TilePlan(gemm1, gemm2)
+    pairs, bits = tokens * problem.top_k, problem.bits
+    experts = min(pairs, problem.num_experts)
+    width = problem.intermediate_size * (2 if problem.gated else 1)
+    gemm1_steps, gemm2_steps = steps_of(problem.hidden_size), steps_of(problem.intermediate_size)
+    # parts of eight steps at least, and up to three rounds; shorter ones only where multiprocessors are left over
+    gemm1_split = _split(experts * steps_of(width), gemm1_steps, pairs * width, (1800, 8), (720, 5), (512, 4))
+    tiles = experts * gemm1_steps
+    limits = ((1056, 28), (400, 5), (264, 3)) if bits == 4 else ((264, 4),)
+    gemm2_split = _split(tiles, gemm2_steps, pairs * problem.hidden_size, *limits)
+    gemm1 = replace(gemm1, num_stages=4 if gemm1_steps > 16 else 3, split_k=gemm1_split)
+    gemm2 = replace(gemm2, num_stages=4 if bits == 8 and gemm2_steps // gemm2_split > 16 else 3, split_k=gemm2_split)
+    # where launches are a good part of the time; else programs that come early only take bandwidth
+    return TilePlan(gemm1, gemm2, pairs <= 64 and tiles <= 2 * RESIDENT)
+
+
+def _split(tiles: int, steps: int, size: int, *limits: tuple[int, int]) -> int:
+    """`split_k`, where multiprocessors are left over and ``size`` numbers of each part's result have room."""
+    return 1 if tiles >= RESIDENT else split_k(tiles, steps, *limits, most=min(16, MAX_PARTS // max(size, 1)))

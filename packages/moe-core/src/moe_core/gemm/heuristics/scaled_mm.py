@@ -1,0 +1,103 @@
+"""Launch configurations of scaled_mm: 8-bit activations with 8-bit weights, or with weights that become 8-bit.
+
+Few rows per expert take transposed tiles (`swap_ab`) with many steps in flight.  Row tiles of many walk through the
+columns together, so that weights and activations are found in L2.
+"""
+
+from __future__ import annotations
+
+from moe_core.gemm.heuristics.decoded import decoded_plan
+from moe_core.gemm.heuristics.problem import LayerProblem
+from moe_core.gemm.heuristics.tiles import (
+    BLOCK_N,
+    RESIDENT,
+    lacks_shared_memory,
+    small_shared_plan,
+    split_k,
+    steps_of,
+)
+from moe_core.gemm.plan import TileConfig, TilePlan
+
+
+def quantizes_while_loading(capability: int) -> bool:
+    """Whether a conversion may stand between load and product: Triton 3.6 cannot pipeline that for sm_100."""
+    return not 100 <= capability < 120
+
+
+def scaled_mm_plan(problem: LayerProblem, tokens: int) -> TilePlan:
+    """A tile's width equals a step's depth: one group of the weights' scales, and of those of h."""
+    if problem.element == "int4":
+        return decoded_plan(problem, tokens)
+    if problem.element == "e2m1":
+        return _e2m1_plan(problem, tokens)
+    block, capability = BLOCK_N if problem.group_size == -1 else problem.group_size, problem.capability
+    mean = problem.rows_per_expert(tokens)
+    if lacks_shared_memory(capability):
+        return _small_shared_plan(mean, block, capability)
+    gemm1_steps, gemm2_steps = steps_of(problem.hidden_size, block), steps_of(problem.intermediate_size, block)
+    if mean <= 24:
+        rows = 16 if mean <= 12 else 32
+        tiles = min(tokens * problem.top_k, problem.num_experts)
+        # few programs leave multiprocessors without work (a tile of one half leaves room for others beside it)
+        gemm1_split = split_k(tiles * gemm2_steps, gemm1_steps, (132 if problem.gated else 396, 4))
+        gemm2_split = split_k(tiles * gemm1_steps, gemm2_steps, (RESIDENT, 4))
+        gemm1_stages = 4 if gemm1_split > 1 or rows == 32 else (6 if gemm1_steps >= 32 else 3)
+        gemm2_stages = 2 if gemm2_steps <= 2 else (3 if gemm2_steps < 16 else 5)
+        most = 3 if rows == 32 else 6
+        return TilePlan(
+            TileConfig(rows, block, 4, min(gemm1_stages, most), 1, True, True, gemm1_split),
+            TileConfig(rows, block, 4, min(gemm2_stages, most), 1, True, True, gemm2_split),
+            # where launches are a good part of the time; else programs that come early only take bandwidth
+            gemm1_split > 1,
+        )
+    if mean <= 48 or capability != 90:
+        few = TileConfig(64, block, 8, 4, 1 if mean <= 64 else 8, tma=True)
+        return TilePlan(few, TileConfig(64, block, 4, 3, 8, tma=True) if mean > 64 else few, False)
+    # Pointers, not descriptors: 128 x 2 x 128 accumulators leave no registers for the descriptors' bookkeeping.
+    # No dependent launch: persistent programs that come early take room from the kernel before them.
+    many = TileConfig(128, block, 8, 3, 8, warp_specialised=True)
+    return TilePlan(many, many, False)
+
+
+def _small_shared_plan(mean: float, block: int, capability: int) -> TilePlan:
+    """The product as it is, with two stages."""
+    pdl = capability >= 90
+    if mean <= 24:
+        config = TileConfig(16, block, 4, 2)
+    elif not capability:
+        # AMD: more rows, or more warps, spill where gfx942 widens e4m3
+        config = TileConfig(16, block, 4, 2, 8)
+    elif mean <= 100:
+        config = TileConfig(32, block, 8 if block >= 128 else 4, 2, 8)
+    else:
+        config = TileConfig(64, block, 8, 2, 8)
+    return TilePlan(config, config, pdl)
+
+
+def _e2m1_plan(problem: LayerProblem, tokens: int) -> TilePlan:
+    """e2m1 weights become e4m3 in registers; every product is transposed."""
+    mean, capability = problem.rows_per_expert(tokens), problem.capability
+    if lacks_shared_memory(capability):
+        return small_shared_plan(problem, tokens, warps=(4, 4, 8))
+    if mean <= 24:
+        rows, stages = (16, 4) if mean <= 12 else (32, 3)
+        tiles = min(tokens * problem.top_k, problem.num_experts)
+        gemm1_steps, gemm2_steps = steps_of(problem.hidden_size), steps_of(problem.intermediate_size)
+        # room for partial sums is that of 528 programs of 16 rows
+        limit = (400 if rows == 16 else RESIDENT, 5)
+        gemm1_split = split_k(tiles * gemm2_steps, gemm1_steps, limit)
+        gemm2_split = split_k(tiles * gemm1_steps, gemm2_steps, limit)
+        return TilePlan(
+            TileConfig(rows, BLOCK_N, 4, stages, 1, True, True, gemm1_split),
+            TileConfig(rows, BLOCK_N, 4, stages, 1, True, True, gemm2_split),
+        )
+    some = TileConfig(64, BLOCK_N, 4, 3, 8, True, True)
+    if mean <= 96:
+        return TilePlan(some, some)
+    # sums of sm_100 lie in tensor memory, but pass through the registers of four warps in one piece
+    warps, stages = (4, 4) if capability < 100 else (8, 3)
+    many = TileConfig(128, BLOCK_N, warps, stages, 8, True, True)
+    # sums of two halves of 64 columns each take the registers that those of one of 128 take; what an epilogue quantises
+    # is padded to whole 128
+    narrow = TileConfig(128, BLOCK_N // 2, 4, 4, 8, True, True) if problem.gated else many
+    return TilePlan(some if problem.quantizes_h else narrow, many)

@@ -1,0 +1,45 @@
+"""What the launch heuristics of several families share."""
+
+from __future__ import annotations
+
+from moe_core.gemm.heuristics.problem import LayerProblem
+from moe_core.gemm.plan import TileConfig, TilePlan
+
+#: columns of a tile, and depth of a step of the k loop, where scales do not ask for others
+BLOCK_N = 128
+#: programs of eight warps that 132 multiprocessors hold at a time, two each
+RESIDENT = 264
+
+
+def steps_of(columns: int, depth: int = 128) -> int:
+    """Steps of a k loop over ``columns``, or tiles over that many rows of weights."""
+    return -(-columns // depth)
+
+
+def split_k(programs: int, steps: int, *limits: tuple[int, int], most: int = 16) -> int:
+    """Programs that share a tile's k loop, a power of two up to ``most``.
+
+    ``limits``: (most programs in all, fewest steps of each), of which one must hold.
+    """
+    split = 1
+    while split * 2 <= most:
+        twice = split * 2
+        if not any(programs * twice <= limit and steps // twice >= least for limit, least in limits):
+            break
+        split = twice
+    return split
+
+
+def lacks_shared_memory(capability: int) -> bool:
+    """Whether a program has about 100 KB of shared memory (sm_89, sm_120), or little is known of the device."""
+    return not 90 <= capability < 120
+
+
+def small_shared_plan(
+    problem: LayerProblem, tokens: int, *, warps: tuple[int, int, int] = (4, 8, 8), most: int = 64
+) -> TilePlan:
+    """The transposed product with two stages; ``warps`` of tiles of 16, 32 and 64 rows, up to ``most``."""
+    mean = problem.rows_per_expert(tokens)
+    rows = min(16 if mean <= 12 else 32 if mean <= 24 else 64, most)
+    config = TileConfig(rows, BLOCK_N, warps[rows // 32], 2, 1 if rows == 16 else 8, swap_ab=True)
+    return TilePlan(config, config, problem.capability >= 90)

@@ -1,0 +1,157 @@
+"""Launch heuristics, for any shape: what every launch relies on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from moe_core.gemm.heuristics import LayerProblem, gemv_plan, launch_plan
+from moe_core.gemm.heuristics.mixed_input import MAX_PARTS
+from moe_core.gemm.heuristics.tiles import BLOCK_N, split_k
+from moe_core.gemm.plan import TilePlan
+from moe_core.gemm.workspaces import split_workspace
+
+SHAPES = (
+    (8, 2, 4096, 14336),
+    (256, 8, 7168, 256),
+    (128, 4, 2880, 2880),
+    (128, 6, 2688, 1856),
+    (1, 1, 7168, 6016),
+    (3, 1, 33, 65),
+)
+TOKENS = (1, 7, 12, 24, 64, 300, 512, 768, 1500, 5000, 40000)
+CAPABILITIES = (0, 80, 89, 90, 100, 120)
+
+#: every family and element type, with what its callers ask for
+KINDS: dict[str, dict[str, Any]] = {
+    "e4m3": {"family": "scaled_mm", "element": "e4m3"},
+    "e4m3 blocks": {"family": "scaled_mm", "element": "e4m3", "group_size": 64},
+    "int8 plain": {"family": "scaled_mm", "element": "int8", "gated": False},
+    "int4 as int8": {"family": "scaled_mm", "element": "int4"},
+    "int4 groups as int8": {"family": "scaled_mm", "element": "int4", "group_size": 128},
+    "e2m1 as e4m3": {"family": "scaled_mm", "element": "e2m1"},
+    "e2m1 as e4m3 static": {"family": "scaled_mm", "element": "e2m1", "quantizes_h": True},
+    "e2m1 as e4m3 plain": {"family": "scaled_mm", "element": "e2m1", "gated": False},
+    "mixed int4": {"family": "mixed_input", "element": "int4"},
+    "mixed int8": {"family": "mixed_input", "element": "int8"},
+    "mixed int8 plain": {"family": "mixed_input", "element": "int8", "gated": False},
+    "mixed e2m1": {"family": "mixed_input", "element": "e2m1"},
+    "mixed float32": {"family": "mixed_input", "element": "int8", "dtype_bytes": 4},
+    "portable": {"family": "portable", "element": "int4"},
+    "portable groups": {"family": "portable", "element": "int8", "group_size": 32},
+    "portable permuted": {"family": "portable", "element": "int4", "group_size": 128, "permuted": True},
+    "portable float32": {"family": "portable", "element": "int4", "dtype_bytes": 4},
+    "portable e2m1": {"family": "portable", "element": "e2m1"},
+    "portable e2m1 blocks": {"family": "portable", "element": "e2m1", "group_size": 128},
+}
+
+
+def problem_of(kind: str, shape: tuple[int, int, int, int] = SHAPES[0], **changes: Any) -> LayerProblem:
+    experts, top_k, hidden, size = shape
+    given = KINDS[kind] | changes
+    return LayerProblem(num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=size, **given)
+
+
+def plan_of(kind: str, tokens: int, *shape: int, **changes: Any) -> TilePlan:
+    """``shape``: top-k, experts, hidden size, intermediate size."""
+    top_k, experts, hidden, size = shape
+    return launch_plan(problem_of(kind, (experts, top_k, hidden, size), **changes), tokens)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_hold_together(kind: str, shape: tuple[int, int, int, int]) -> None:
+    for capability in CAPABILITIES:
+        problem = problem_of(kind, shape, capability=capability)
+        depth = problem.group_size if kind == "e4m3 blocks" else 128
+        room = MAX_PARTS if problem.family == "mixed_input" else split_workspace(batched=False).shape[0]
+        unsplit = problem_of(kind, shape, capability=capability, may_split=False)
+        for tokens in TOKENS:
+            plan, pairs = launch_plan(problem, tokens), tokens * problem.top_k
+            width = problem.intermediate_size * (2 if problem.gated else 1)
+            for config, columns, rows in (
+                (plan.gemm1, problem.hidden_size, width),
+                (plan.gemm2, problem.intermediate_size, problem.hidden_size),
+            ):
+                assert plan.block_m % config.block_m == 0
+                # partial sums have room, and none is without a step
+                assert config.split_k == 1 or pairs * config.split_k * rows <= room
+                assert config.split_k <= max(-(-columns // depth), 1)
+                # neither dependent launches nor descriptors before sm_90
+                assert capability >= 90 or not (plan.pdl or config.tma)
+                # weights that are decoded in registers are rows of the product
+                assert config.swap_ab or (problem.family == "scaled_mm" and problem.bits == 8)
+            # an epilogue that quantises fills h up to whole 128 columns, and h has room for whole tiles of 128
+            if problem.quantizes_h or not problem.gated:
+                assert -(-problem.intermediate_size // BLOCK_N) * BLOCK_N % plan.gemm1.block_n == 0
+            without = launch_plan(unsplit, tokens)
+            assert (without.gemm1.split_k, without.gemm2.split_k) == (1, 1)
+
+
+@pytest.mark.parametrize("size", [65, 768, 1856, 2048])
+def test_tiles_without_halves_end_where_the_room_for_h_does(size: int) -> None:
+    for tokens in (1, 600, 1200, 4000, 40000):
+        plan = plan_of("mixed int8 plain", tokens, 8, 256, 2048, size)
+        assert -(-size // BLOCK_N) * BLOCK_N % plan.gemm1.block_n == 0
+
+
+@pytest.mark.parametrize("kind", ["mixed float32", "portable float32"])
+def test_float32_has_small_tiles(kind: str) -> None:
+    for capability in (80, 90, 100):
+        for tokens in (1, 600, 40000):
+            plan = plan_of(kind, tokens, 8, 256, 2048, 768, capability=capability)
+            assert plan.gemm1 == plan.gemm2
+            assert (plan.gemm1.block_m, plan.gemm1.block_n, plan.gemm1.split_k) == (16, BLOCK_N, 1)
+
+
+def test_products_of_a_step_have_room_in_registers() -> None:
+    """Beside them there is no room for two accumulators of 128 x 128."""
+    for tokens in TOKENS:
+        for kind in ("portable groups", "int4 groups as int8"):
+            assert plan_of(kind, tokens, 2, 8, 4096, 14336).gemm1.block_m <= 64
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "int4 as int8", "e2m1 as e4m3", "mixed int4", "mixed e2m1", "portable"])
+def test_rows_of_a_tile_grow_with_the_rows_of_an_expert(kind: str) -> None:
+    rows = [plan_of(kind, tokens, 4, 128, 2880, 2880).gemm1.block_m for tokens in (1, 128, 512, 1024, 2000, 8000)]
+    assert rows == sorted(rows)
+    assert rows[0] == 16
+    assert rows[-1] == 128
+
+
+def test_few_tiles_share_loops() -> None:
+    assert plan_of("mixed int4", 1, 8, 256, 7168, 256).gemm1.split_k == 8
+    assert plan_of("mixed int4", 1, 2, 8, 4096, 14336).gemm1.split_k == 4
+    assert plan_of("mixed int4", 32, 8, 128, 2048, 768).gemm1.split_k == 1
+    plan = plan_of("mixed e2m1", 1, 4, 128, 2880, 2880)
+    assert (plan.gemm1.split_k, plan.gemm2.split_k) == (4, 4)
+    assert plan_of("e2m1 as e4m3", 1, 4, 128, 2880, 2880).gemm1.split_k == 4
+
+
+def test_one_of_the_limits_of_a_split_must_hold() -> None:
+    assert split_k(10, 56, (132, 4)) == 8
+    # too few steps for more, unless a part may have fewer
+    assert split_k(10, 16, (132, 4)) == 4
+    assert split_k(10, 16, (132, 4), (100, 2)) == 8
+    assert split_k(10, 16, (132, 4), (100, 2), most=3) == 2
+    assert split_k(100, 56, (132, 4)) == 1
+
+
+@pytest.mark.parametrize("kind", ["mixed int4", "mixed int8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_token_needs_no_tensor_cores(shape: tuple[int, int, int, int], kind: str) -> None:
+    plan = gemv_plan(problem_of(kind, shape), 1)
+    assert plan is not None
+    for config in (plan.gemm1, plan.gemm2):
+        # turns of gate and up rows stay whole; a thread has four words
+        assert config.block_n % 16 == 0
+        assert config.block_n * config.block_w >= 4 * 32 * config.num_warps
+    assert gemv_plan(problem_of(kind, shape, capability=80), 1) is not None
+
+
+def test_tokens_that_share_experts_take_tiles() -> None:
+    assert gemv_plan(problem_of("mixed int4", (128, 8, 2048, 768)), 2) is not None
+    assert gemv_plan(problem_of("mixed int4", (8, 2, 4096, 14336)), 2) is None
+    assert gemv_plan(problem_of("mixed int4", (256, 8, 7168, 256)), 3) is None
+    # no room for the results of the pairs
+    assert gemv_plan(problem_of("mixed int4", (256, 64, MAX_PARTS // 64 + 1, 256)), 1) is None
