@@ -65,14 +65,10 @@ def check_output(output: Tensor, hidden_states: Tensor, config: FusedMoEConfig) 
 
 
 def _overlap(output: Tensor, x: Tensor) -> bool:
-    """Whether the bytes from a tensor's first to its last element are also between those of the other."""
-    bounds = []
-    for tensor in (output, x):
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        first = tensor.data_ptr()
-        bounds.append((first, first + (last + 1) * tensor.element_size()))
-    (a, a_end), (b, b_end) = bounds
-    return a < b_end and b < a_end
+    """Whether the bytes of ``output`` [M, K], contiguous, meet those from the first to the last element of ``x``."""
+    a, b = output.data_ptr(), x.data_ptr()
+    b_end = b + ((x.shape[0] - 1) * x.stride(0) + x.shape[1]) * x.element_size()
+    return a < b_end and b < a + output.nbytes
 
 
 def check_beside(hidden_states: Tensor, name: str, tensor: Tensor) -> None:

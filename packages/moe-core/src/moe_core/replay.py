@@ -20,6 +20,8 @@ Nothing is recorded under CUDA-graph capture or for adapters; a record may be us
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,18 +45,6 @@ _ALIGNMENT = 16
 _WORKSPACE = "workspace"
 #: a kind of call that was not seen yet
 _NEW: Any = object()
-
-
-class Address:
-    """An address that is put in before each start; Triton asks whatever it gets for ``data_ptr()``."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def data_ptr(self) -> int:
-        return self.value
 
 
 @dataclass(frozen=True)
@@ -89,9 +79,11 @@ class Record:
         #: the scratch memory's address, where a descriptor holds it
         self.fixed_scratch: int | None = None
         self._spans = spans
-        self._cells: dict[tuple[int | str, int], Address] = {}
+        #: (where an address stands: a list and a place in it; whose memory it is in, how far from its start)
+        self._addresses: list[tuple[list[Any], int, int | str, int]] = []
+        #: tuples that hold addresses: where one stands, and its items; inner ones first
+        self._tuples: list[tuple[list[Any], int, list[Any]]] = []
         self._launches = [self._prepared(one) for one in launched]
-        self._bound = [(cell, owner, offset) for (owner, offset), cell in self._cells.items()]
         self._lock = threading.Lock()
 
     def start(self, addresses: Mapping[int | str, int], stream: int) -> bool:
@@ -99,8 +91,11 @@ class Record:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            for cell, owner, offset in self._bound:
-                cell.value = addresses[owner] + offset
+            # no Python function is called for an address: there are dozens
+            for arguments, place, owner, offset in self._addresses:
+                arguments[place] = addresses[owner] + offset
+            for arguments, place, items in self._tuples:
+                arguments[place] = tuple(items)
             for run, grid, function, metadata, arguments in self._launches:
                 # as Triton's own dispatch ends; None: what hooks around the launch would get, and the hooks
                 run(*grid, stream, function, metadata, None, None, None, *arguments)
@@ -113,27 +108,33 @@ class Record:
         if not (hasattr(compiled, "run") and hasattr(compiled, "function") and hasattr(compiled, "packed_metadata")):
             raise NotReplayable(f"{one.name} was not compiled")  # Triton's interpreter
         grid = (*one.grid, 1, 1)[:3]
-        arguments = tuple(self._argument(value) for value in one.arguments.values())
+        arguments = list(one.arguments.values())
+        self._bind(arguments)
         return compiled.run, grid, compiled.function, compiled.packed_metadata, arguments
 
-    def _argument(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._address(value)
-        if isinstance(value, tuple):
-            return tuple(self._argument(item) for item in value)
-        if isinstance(getattr(value, "base", None), Tensor):  # a descriptor
-            owner, _ = self._owner(value.base)
-            if owner == _WORKSPACE:
-                self.fixed_scratch = next(span.start for span in self._spans if span.owner == _WORKSPACE)
-            elif owner is not None:
-                raise NotReplayable("a descriptor of one of the call's tensors")
-        return value
-
-    def _address(self, tensor: Tensor) -> Address | int:
-        owner, offset = self._owner(tensor)
-        if owner is None:
-            return tensor.data_ptr()
-        return self._cells.setdefault((owner, offset), Address())
+    def _bind(self, arguments: list[Any]) -> bool:
+        """Note where addresses stand in ``arguments``, and put in those that stay; True if some do not."""
+        changes = False
+        for place, value in enumerate(arguments):
+            if isinstance(value, Tensor):
+                owner, offset = self._owner(value)
+                arguments[place] = value.data_ptr()
+                if owner is not None:
+                    self._addresses.append((arguments, place, owner, offset))
+                    changes = True
+            elif isinstance(value, tuple):
+                items = list(value)
+                if self._bind(items):
+                    self._tuples.append((arguments, place, items))
+                    changes = True
+                arguments[place] = tuple(items)
+            elif isinstance(getattr(value, "base", None), Tensor):  # a descriptor
+                owner, _ = self._owner(value.base)
+                if owner == _WORKSPACE:
+                    self.fixed_scratch = next(span.start for span in self._spans if span.owner == _WORKSPACE)
+                elif owner is not None:
+                    raise NotReplayable("a descriptor of one of the call's tensors")
+        return changes
 
     def _owner(self, tensor: Tensor) -> tuple[int | str | None, int]:
         """(whose memory the tensor lies in, how far from its start)."""
@@ -231,7 +232,7 @@ class Replay:
 
     def fits(self, *parts: object) -> bool:
         """Whether the records were made with these parts."""
-        return all(one is other for one, other in zip(parts, self.parts, strict=True))
+        return len(parts) == len(self.parts) and all(map(operator.is_, parts, self.parts))
 
     def reasons(self) -> tuple[str | None, ...]:
         """Of every kind of call that was looked at: None if it is recorded, else why not."""
@@ -318,15 +319,32 @@ def _kind(inputs: Sequence[Tensor | None]) -> tuple[Any, ...]:
     return tuple(kind)
 
 
-def _current_stream() -> int:
+@functools.cache
+def _driver() -> Any:
+    """Triton's driver of the GPU."""
     from triton.runtime import driver
 
-    stream: int = driver.active.get_current_stream(driver.active.get_current_device())
+    return driver.active
+
+
+@functools.cache
+def _runtime_knobs() -> Any:
+    from triton import knobs
+
+    return knobs.runtime
+
+
+def _current_stream() -> int:
+    driver = _driver()
+    stream: int = driver.get_current_stream(driver.get_current_device())
     return stream
 
 
 def _has_hooks() -> bool:
-    from triton import knobs
+    runtime = _runtime_knobs()
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return _is_set(enter) or _is_set(leave)
 
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(hook is not None and bool(getattr(hook, "calls", True)) for hook in hooks)
+
+def _is_set(hook: Any) -> bool:
+    return hook is not None and bool(getattr(hook, "calls", True))
