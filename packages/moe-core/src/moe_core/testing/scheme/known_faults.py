@@ -183,7 +183,10 @@ class KnownFaultTests:
 
     @on(modules=True)
     def test_reloading_gives_the_new_layer_in_place(self, run: Run) -> None:
-        """With all that goes with the weights, and in a CUDA graph that was captured with the old ones."""
+        """With all that goes with the weights, and in a CUDA graph that was captured with the old ones.
+
+        Of the class that the backend selects for the layer; the conformance kit reloads kernels of every class.
+        """
         case, device = run.case, run.place.device
         old, new = (make_problem(case, device, variant=variant) for variant in (0, 1))
         oracle = registry().oracle(self.scheme)
@@ -191,8 +194,6 @@ class KnownFaultTests:
             FusedMoELayer.from_weights(oracle, case.config, problem.weights, backend=run.backend, copy=True)
             for problem in (old, new)
         )
-        if not isinstance(layer.kernel.experts, run.experts):
-            raise AssertionError(f"{run.backend} is {type(layer.kernel.experts).__name__} here")
         arguments = {"topk_weights": new.inputs.topk_weights, "topk_ids": new.inputs.topk_ids}
         # what a backend keeps of the first call must not outlive the weights
         layer(new.inputs.x, **arguments)
