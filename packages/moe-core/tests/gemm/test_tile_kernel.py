@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, TileFunctions, combine_parts, grouped_product
+from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, TileFunctions, grouped_gemm, reduce_split_k
 from moe_core.gemm.plan import TileConfig
 from moe_core.ops.sort import sort_pairs, sort_workspaces
 from moe_core.workspace import Workspace, workspace_nbytes
@@ -95,7 +95,7 @@ class Product:
         operand = GemmWeight((self.w, self.w.stride(0), self.w.stride(1)), SIZE, HIDDEN, aligned=False)
         activation = Activation("relu2_no_mul")
         parts = torch.empty(TOKENS * TOP_K * split, SIZE, device=self.x.device)
-        grouped_product(
+        grouped_gemm(
             TileFunctions(open_a, load_a, open_b, load_b, multiply, finish),
             TileConfig(16, BLOCK, 4, 1, swap_ab=swap, split_k=split),
             a=(self.x, self.x.stride(0), self.factors),
@@ -108,8 +108,8 @@ class Product:
             pdl=False,
         )
         if split > 1:
-            combine_parts(
-                parts=parts,
+            reduce_split_k(
+                partials=parts,
                 split=split,
                 bias=None,
                 out=out,

@@ -114,7 +114,7 @@ SCHEME = SchemeSpec(
             Fp8MoeBackend.TRITON.value,
             (
                 "moe_fp8.experts.triton:TritonFp8BlockExperts",
-                "moe_fp8.experts.triton_rows:TritonFp8Experts",
+                "moe_fp8.experts.triton_scaled_mm:TritonFp8Experts",
                 "moe_fp8.experts.triton_mxfp8:TritonMxfp8Experts",
             ),
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_core.testing import ConformanceTests
-from moe_fp8.experts.triton_rows import TritonFp8Experts
+from moe_fp8.experts.triton_scaled_mm import TritonFp8Experts
 
 
 class TestTritonFp8(ConformanceTests):

@@ -21,7 +21,7 @@ from moe_core.gemm.fused.scheme import CallShape
 from moe_core.gemm.heuristics import LayerProblem, launch_plan
 from moe_core.gemm.launch import Activation, Routing
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.workspaces import split_workspace
+from moe_core.gemm.workspaces import split_k_workspace
 from moe_core.jit.launch import record
 from moe_core.ops.batch import Batch
 from moe_core.quant_key import GroupShape, kFp8Dynamic64Sym, kFp8Dynamic128Sym, kFp8Static128BlockSym
@@ -71,7 +71,7 @@ def fused_layer(w13, w2, s13, s2, b13=None, b2=None, *, block=(128, 128), activa
 
 def workspace_specs(tokens, top_k, experts, hidden, size, dtype=torch.bfloat16, block=(128, 128), batched=False):
     shape = CallShape(tokens, top_k, experts, hidden, size, dtype, batched)
-    return block_scheme(block[1]).workspaces(shape, split_workspace(batched, max(block[1], 128)))
+    return block_scheme(block[1]).workspaces(shape, split_k_workspace(batched, max(block[1], 128)))
 
 
 def plan_for(tokens, top_k, experts, hidden, size, **options):
@@ -330,7 +330,7 @@ def test_which_kernel_multiplies(block, tokens, products):
         call_on_meta(made, tokens)
     names = [launch.name for launch in launches]
     assert names.count("hopper_kernel") == products
-    assert names.count("grouped_tile_kernel") == 2 - products
+    assert names.count("grouped_gemm_kernel") == 2 - products
 
 
 @pytest.mark.parametrize("capability", [0, 89, 90, 100, 120])
@@ -343,8 +343,8 @@ def test_rule_keeps_its_promises(shape, tokens, capability):
     assert plan.block_m % plan.gemm2.block_m == 0
     specs = {s.name: s for s in workspace_specs(tokens, top_k, experts, hidden, size)}
     pairs = tokens * top_k
-    assert plan.gemm1.split_k == 1 or pairs * plan.gemm1.split_k * 2 * size <= specs["parts"].shape[0]
-    assert plan.gemm2.split_k == 1 or pairs * plan.gemm2.split_k * hidden <= specs["parts"].shape[0]
+    assert plan.gemm1.split_k == 1 or pairs * plan.gemm1.split_k * 2 * size <= specs["partials"].shape[0]
+    assert plan.gemm2.split_k == 1 or pairs * plan.gemm2.split_k * hidden <= specs["partials"].shape[0]
     for config, halves in ((plan.gemm1, 2), (plan.gemm2, 1)):
         stage = (config.block_m + halves * config.block_n) * 128
         limit = 227 * 1024 if capability in (90, 100) else 99 * 1024

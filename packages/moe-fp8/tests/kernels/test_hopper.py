@@ -114,7 +114,7 @@ class Product:
         self.result = Result(values, made, None, static, amax=bits, amax_kind=kind, kind=out)
 
     def run(self):
-        from moe_core.gemm.hopper_rows import multiply_rows
+        from moe_core.gemm.hopper_scaled_mm import scaled_mm_e4m3
         from moe_fp8.kernels.hopper_multiply import multiply_blocks, multiply_half_blocks
 
         on = {name: getattr(self, name).to(self.device) for name in ("a", "w", "a_scale", "w_scale")}
@@ -126,12 +126,12 @@ class Product:
         else:
             arguments = (a_scale, None, None), (w_scale, w_scale.stride(0), 1, 0)
         blocks = multiply_blocks if self.block[0] == TILE else multiply_half_blocks
-        multiply = blocks if self.scales == "blocks" else multiply_rows
+        multiply = blocks if self.scales == "blocks" else scaled_mm_e4m3
         bias = None if self.bias is None else self.bias.to(self.device)
         special = WarpSpecialisedGemm(on["w"], lambda: multiply, arguments[1], self.block[1])
         kind = self.activation
         params = None if kind is None else kind.resolve_params(None)
-        hopper_launch.hopper_product(
+        hopper_launch.hopper_gemm(
             CONFIG,
             weight=GemmWeight((), self.columns, self.w.shape[2], bias=bias, warp_specialised=special),
             values=on["a"],

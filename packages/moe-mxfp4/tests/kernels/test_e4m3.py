@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_core.gemm.fused.scaled_mm import row_weight
-from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_product
+from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight
+from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_gemm
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.tile_kernel import POSITION
 from moe_core.gemm.workspaces import order_workspaces
@@ -38,13 +38,13 @@ def widened(
     rows = torch.eye(COLUMNS).to(torch.float8_e4m3fn).to(device)
     y = torch.empty(COLUMNS, ROWS, device=device)
     scales = torch.ones(COLUMNS, device=device)
-    grouped_product(
+    grouped_gemm(
         TileFunctions(
             E2M1.open_values, E2M1.load_values, E2M1.open_weights, E2M1.load_weights, E2M1.multiply, E2M1.finish
         ),
         config,
         a=(rows, scales, rows.stride(0), 1, 0),
-        b=row_weight(E2M1, found.words, found.scales, None, ROWS, COLUMNS, granularity="token", extra=extra),
+        b=scaled_mm_weight(E2M1, found.words, found.scales, None, ROWS, COLUMNS, granularity="token", extra=extra),
         out=Result(y),
         pairs=sort_pairs(ids, 1, config.block_m, workspace=workspace),
         routing=Routing(ids, torch.ones(COLUMNS, 1, device=device), 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_core.gemm.fused.scheme import TILE as STEP
-from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_product
+from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_gemm
 from moe_core.gemm.marlin import operand
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.plan import TileConfig
@@ -38,7 +38,7 @@ def widened(
     ids = torch.zeros(COLUMNS, 1, dtype=torch.int32, device=device)
     rows = (x * torch.eye(COLUMNS)).to(dtype).to(device)
     y = torch.empty(COLUMNS, ROWS, device=device)
-    grouped_product(
+    grouped_gemm(
         TileFunctions(operand.open_activations, operand.load_activations, *e2m1_functions(matrix, config)),
         config,
         a=(rows, rows.stride(0), COLUMNS),

@@ -6,10 +6,10 @@
     heuristics/        which of them a layer gets, for all families
     launch.py          GEMMs by the tile kernel: the host side
     tile_kernel.py     tiles on the tensor cores, and their epilogue
-    combine_kernel.py  finishes gemm1 where its k loop was split
+    split_k_reduce.py  the reduction of gemm1 where its k loop was split
     schedule.py        which rows a program works on
-    spread.py          quantises rows straight into the sorted order
-    rows.py            8-bit elements with scales that do not change along k; rows_launch.py
+    scatter_quantize.py  quantises tokens straight into the sorted order
+    scaled_mm.py       8-bit elements with scales that do not change along k; quantize_rows.py
     hopper.py          the warp-specialised kernel of sm_90, for many rows per expert; hopper_*.py
     lora.py            what adapters add to both GEMMs
     marlin/            mixed_input, repacked at load: 16-bit activations beside int4, int8, e4m3, e2m1; and gemv

@@ -22,14 +22,14 @@ from moe_core.gemm.heuristics import Family, LayerProblem, launch_plan
 from moe_core.gemm.heuristics.problem import element_of
 from moe_core.gemm.heuristics.scaled_mm import quantizes_while_loading
 from moe_core.gemm.plan import TilePlan
-from moe_core.gemm.workspaces import split_workspace
+from moe_core.gemm.workspaces import split_k_workspace
 from moe_core.lora import LoRA
 from moe_core.weights import KernelWeights
 from moe_core.workspace import WorkspaceSpec
 
 if TYPE_CHECKING:
     from moe_core.gemm.fused.layer import FusedLayer
-    from moe_core.gemm.fused.rows import Granularity, RowFunctions, RowScheme
+    from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions, ScaledMMScheme
     from moe_core.gemm.fused.scheme import ActivationScheme, CallShape
     from moe_core.gemm.heuristics.gemv import GemvPlan
     from moe_core.gemm.launch import GemmWeight
@@ -58,13 +58,13 @@ class GroupedExperts(FusedMoEExpertsModular):
         return self.activation_format is FusedMoEActivationFormat.BATCHED
 
     @property
-    def splits_loops(self) -> bool:
+    def supports_split_k(self) -> bool:
         """Whether k loops may be split among programs: their parts have no place in the batched format."""
         return not self.batched
 
-    def split_workspace(self, shape: CallShape) -> WorkspaceSpec:
+    def split_k_workspace(self, shape: CallShape) -> WorkspaceSpec:
         """Scratch memory of the parts of split products."""
-        return split_workspace(shape.batched)
+        return split_k_workspace(shape.batched)
 
     @cached_property
     def problem(self) -> LayerProblem:
@@ -80,7 +80,7 @@ class GroupedExperts(FusedMoEExpertsModular):
             gated=config.is_gated,
             dtype_bytes=config.dtype.itemsize,
             capability=self.device_info.capability,
-            may_split=self.splits_loops,
+            may_split=self.supports_split_k,
         )
 
     def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:
@@ -103,7 +103,7 @@ class GroupedExperts(FusedMoEExpertsModular):
         from moe_core.gemm.fused.scheme import CallShape
 
         shape = CallShape.of(self.config, num_tokens)
-        return self.activation_scheme(None).workspaces(shape, self.split_workspace(shape))
+        return self.activation_scheme(None).workspaces(shape, self.split_k_workspace(shape))
 
     def scales(self, name: str, weights: KernelWeights) -> tuple[Tensor, Tensor | None]:
         """(scales, bias) of "w13" or "w2" in the quant config."""
@@ -170,8 +170,8 @@ class GroupedExperts(FusedMoEExpertsModular):
         layer(hidden_states, output, routing=routing, plan=plan, workspace=workspace, lora=lora)
 
 
-class RowExperts(GroupedExperts):
-    """8-bit elements whose scales do not change along k: `moe_core.gemm.fused.rows`."""
+class ScaledMMExperts(GroupedExperts):
+    """8-bit elements whose scales do not change along k: `moe_core.gemm.fused.scaled_mm`."""
 
     family = "scaled_mm"
     #: tile coordinates outside the k loop; rows that 16-byte copies cannot reach pass through registers
@@ -184,7 +184,7 @@ class RowExperts(GroupedExperts):
 
     @property
     @abstractmethod
-    def functions(self) -> RowFunctions:
+    def functions(self) -> ScaledMMFunctions:
         """The element type's device functions."""
 
     @property
@@ -200,19 +200,19 @@ class RowExperts(GroupedExperts):
         """What device functions of the scheme's own get of a weight besides."""
         return ()
 
-    def activation_scheme(self, weights: KernelWeights | None) -> RowScheme:
-        from moe_core.gemm.fused.rows import RowScheme
+    def activation_scheme(self, weights: KernelWeights | None) -> ScaledMMScheme:
+        from moe_core.gemm.fused.scaled_mm import ScaledMMScheme
 
         static = weights is not None and self.granularity == "static"
         x, h = self.static_scales(weights) if static and weights is not None else (None, None)
         raw = quantizes_while_loading(self.device_info.capability)
-        return RowScheme(self.functions, self.granularity, x, h, self.scale_dtype, raw)
+        return ScaledMMScheme(self.functions, self.granularity, x, h, self.scale_dtype, raw)
 
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
-        from moe_core.gemm.fused.scaled_mm import row_weight
+        from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight
 
         scale, bias = self.scales(name, weights)
-        return row_weight(
+        return scaled_mm_weight(
             self.functions,
             weights.w13 if name == "w13" else weights.w2,
             scale,

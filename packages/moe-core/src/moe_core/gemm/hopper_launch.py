@@ -34,7 +34,7 @@ def _descriptor(matrix: Tensor, depth: int) -> Any:
     return TensorDescriptor.from_tensor(matrix, [TILE, depth], layout)
 
 
-def hopper_product(
+def hopper_gemm(
     config: TileConfig,
     *,
     weight: GemmWeight,

@@ -1,4 +1,4 @@
-"""Start the kernels of the grouped matrix product; the host side of `tile_kernel` and `combine_kernel`."""
+"""Start the kernels of the grouped matrix product; the host side of `tile_kernel` and `split_k_reduce_kernel`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_core.config import FusedMoEConfig
-from moe_core.gemm.combine_kernel import combine_kernel
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.schedule import batched_locate, batched_tiles, sorted_locate, sorted_tiles
-from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN, grouped_tile_kernel
+from moe_core.gemm.split_k_reduce import split_k_reduce_kernel
+from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN, grouped_gemm_kernel
 from moe_core.jit.launch import launch
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
@@ -186,7 +186,7 @@ class LoRADelta:
         return (self.values, self.values.stride(0), self.ids)
 
 
-def grouped_product(
+def grouped_gemm(
     functions: TileFunctions,
     config: TileConfig,
     *,
@@ -207,7 +207,7 @@ def grouped_product(
 
     The up product reads A by token (``a_rows`` POSITION: in sorted order) and writes sorted rows; the down product
     reads sorted rows and writes by pair.  An up product with ``config.split_k`` > 1 writes partial sums by pair, to
-    ``out.values`` [pairs * split, 2N] float32, which `combine_parts` finishes; A of the down product is then in that
+    ``out.values`` [pairs * split, 2N] float32, which `reduce_split_k` finishes; A of the down product is then in that
     order (``a_rows`` PAIR).  ``out_rows`` PAIR: an unsplit up product writes by pair too.  A split down product writes
     [pairs * split, K] float32.  Batched rows are all the same: [E * T_max, columns].  ``aligned``: rows
     of A start at multiples of 16 bytes.  ``lora``: see `LoRADelta`.
@@ -223,7 +223,7 @@ def grouped_product(
     whole = config.split_k == 1
     rows = triton.cdiv(b.rows, 8) * 16 if b.interleaved else b.rows
     launch(
-        grouped_tile_kernel,
+        grouped_gemm_kernel,
         (tiles * triton.cdiv(rows, config.block_n) * config.split_k,),
         out.values,
         out.scales if whole else None,
@@ -285,9 +285,9 @@ def grouped_product(
     )
 
 
-def combine_parts(
+def reduce_split_k(
     *,
-    parts: Tensor,
+    partials: Tensor,
     split: int,
     bias: Tensor | None,
     out: Result,
@@ -298,14 +298,14 @@ def combine_parts(
     pdl: bool,
     lora: LoRADelta | None = None,
 ) -> None:
-    """Finish a split up product: out[pair] = act(sum of parts + bias), quantised as ``out`` says.
+    """The split-K reduction of gemm1: out[pair] = act(sum of partials + bias), quantised as ``out`` says.
 
     ``columns`` N of the result; ``block`` of them, a power of two, make a tile of ``out.groups`` scales.
     """
     launch(
-        combine_kernel,
+        split_k_reduce_kernel,
         (routing.ids.numel(), triton.cdiv(columns, block)),
-        parts,
+        partials,
         routing.ids,
         routing.expert_map,
         bias,
@@ -317,7 +317,7 @@ def combine_parts(
         columns,
         routing.num_ids,
         routing.num_experts,
-        parts.stride(0),
+        partials.stride(0),
         out.values.stride(0),
         0 if out.scales is None else out.scales.stride(0),
         0 if bias is None else bias.stride(0),

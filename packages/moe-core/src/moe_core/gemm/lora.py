@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from moe_core.gemm import lora_kernels as device
-from moe_core.gemm.launch import GemmWeight, LoRADelta, Result, Routing, TileFunctions, grouped_product, is_aligned
+from moe_core.gemm.launch import GemmWeight, LoRADelta, Result, Routing, TileFunctions, grouped_gemm, is_aligned
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.tile_kernel import PAIR, TOKEN
 from moe_core.gemm.workspaces import LORA
@@ -83,7 +83,7 @@ class Adapters:
         rows, columns = weights.shape[1:]
         block_n = min(max(triton.next_power_of_2(rows), 16), 64)
         block_k = min(max(triton.next_power_of_2(columns), 16), 64)
-        grouped_product(
+        grouped_gemm(
             _FUNCTIONS,
             TileConfig(self.block_m, block_n, 4, 3),
             a=(x, x.stride(0), columns),

@@ -25,8 +25,8 @@ pointer to a static scale per expert.  It returns the tile's values and what is 
 the tile's columns, reduced to one scale or to GROUPS of them, next to each other: shape [rows] for GROUPS 1, otherwise
 [rows, GROUPS] for AXIS 1 and [GROUPS, rows] for AXIS 0.  Without an `out_scale` (static scales) the second value is
 ignored.  Rows of x are quantised by functions of the same form, there on tiles [groups, columns] with AXIS 1: by
-`moe_core.ops.batch` with `expert` [groups, 1]; by `moe_core.gemm.spread_kernel` so or, if no expert matters, with 0; by
-`moe_core.ops.sort`, where rows are tokens, with the token's number [groups, 1] in its place.
+`moe_core.ops.batch` with `expert` [groups, 1]; by `moe_core.gemm.scatter_quantize_kernel` so or, if no expert matters,
+with 0; by `moe_core.ops.sort`, where rows are tokens, with the token's number [groups, 1] in its place.
 
 A result that is stored as it is may leave its largest magnitude in `amax`, as the bits of a non-negative float32 in
 int32 (NaN is above infinity): AMAX "row" takes one per row of the result, "tensor" one for all finite numbers.  The
@@ -142,7 +142,7 @@ def _rows(position, pair, top_k, WHICH: tl.constexpr):
 
 
 @triton.jit
-def grouped_tile_kernel(
+def grouped_gemm_kernel(
     out,
     out_scale,
     amax,

@@ -26,9 +26,9 @@ def order_workspaces(pairs: int, num_tokens: int, num_experts: int, batched: boo
     return sort_workspaces(pairs, num_experts, MIN_BLOCK_M)
 
 
-def split_workspace(batched: bool, columns: int = 128) -> WorkspaceSpec:
+def split_k_workspace(batched: bool, columns: int = 128) -> WorkspaceSpec:
     """Parts of split products, which the batched format has none of; ``columns`` of a tile of one half."""
-    return WorkspaceSpec("parts", (0 if batched else MAX_SPLIT_PROGRAMS * MIN_BLOCK_M * 2 * columns,), torch.float32)
+    return WorkspaceSpec("partials", (0 if batched else MAX_SPLIT_PROGRAMS * MIN_BLOCK_M * 2 * columns,), torch.float32)
 
 
 def lora_workspaces(config: FusedMoEConfig, pairs: int) -> tuple[WorkspaceSpec, ...]:

@@ -2,7 +2,7 @@
 
     with record() as launches:
         block_fp8_fused_moe(...)            # on meta tensors: nothing runs
-    print([one.name for one in launches])   # sort_kernel, grouped_tile_kernel, …
+    print([one.name for one in launches])   # sort_kernel, grouped_gemm_kernel, …
 
 `observe` tells of launches that are made.
 """

@@ -31,7 +31,7 @@ from moe_core import (
 )
 from moe_core.errors import TensorError
 from moe_core.gemm.experts import GroupedExperts
-from moe_core.gemm.workspaces import split_workspace
+from moe_core.gemm.workspaces import split_k_workspace
 from moe_core.numerics import e8m0_to_float32, is_e8m0
 from moe_core.quant_key import GroupShape, kFp8Dynamic64Sym, kFp8Dynamic128Sym, kFp8Static128BlockSym
 from torch import Tensor
@@ -97,8 +97,8 @@ class TritonFp8BlockExperts(GroupedExperts):
         shape = self.weight_key.group_shape if self.weight_key is not None else GroupShape(128, 128)
         return shape.row, shape.col
 
-    def split_workspace(self, shape: CallShape) -> WorkspaceSpec:
-        return split_workspace(shape.batched, max(self.block_shape[1], 128))
+    def split_k_workspace(self, shape: CallShape) -> WorkspaceSpec:
+        return split_k_workspace(shape.batched, max(self.block_shape[1], 128))
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
         from moe_fp8.kernels.block_moe import block_scheme

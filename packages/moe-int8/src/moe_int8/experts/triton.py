@@ -4,7 +4,7 @@ Not sm_75, whose tensor cores could: Triton 3.6 to 3.9 compiles no product of in
 
 Weights stay as the checkpoint has them.  Activations have one scale per token, one for all (both found at run time) or
 one per expert (static), and zero points per token or per expert; for these, sums of the weights' rows are kept.
-Standard and batched format.  ``moe_core.gemm.fused.rows`` says what a call consists of.
+Standard and batched format.  ``moe_core.gemm.fused.scaled_mm`` says what a call consists of.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from moe_core.quant_key import (
 )
 from torch import Tensor
 
-from moe_int8.experts.rows import Int8RowExperts
+from moe_int8.experts.scaled_mm import Int8ScaledMMExperts
 from moe_int8.layout import row_sums, scale_and_zero
 from moe_int8.sums import sum_reasons
 
 if TYPE_CHECKING:
-    from moe_core.gemm.fused.rows import Granularity, RowFunctions
+    from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions
 
 _ACTIVATIONS: dict[QuantKey | None, Granularity] = {
     kInt8DynamicTokenSym: "token",
@@ -54,7 +54,7 @@ _ACTIVATIONS: dict[QuantKey | None, Granularity] = {
 }
 
 
-class TritonInt8Experts(Int8RowExperts):
+class TritonInt8Experts(Int8ScaledMMExperts):
     """INT8 per channel through the grouped matrix product of ``moe_core.gemm``."""
 
     claims = Claims(
@@ -121,8 +121,8 @@ class TritonInt8Experts(Int8RowExperts):
         return _ACTIVATIONS[key]
 
     @property
-    def functions(self) -> RowFunctions:
-        from moe_int8.kernels.rows import INT8, INT8_ZERO
+    def functions(self) -> ScaledMMFunctions:
+        from moe_int8.kernels.scaled_mm import INT8, INT8_ZERO
 
         return INT8_ZERO if self.zero_points else INT8
 

@@ -1,8 +1,8 @@
 """Triton, int4 weights with scales by channel or group, int8 activations (W4A8): standard and batched format.
 
 Two codes lie in a byte, which halves what the checkpoint's bytes take, and are unpacked in registers (sm_80 and newer);
-``kernels/nibbles.py`` says how.  Activations have one scale per token, and with the asymmetric key a zero point.
-``moe_core.gemm.fused.rows`` says what a call consists of.
+``kernels/int4.py`` says how.  Activations have one scale per token, and with the asymmetric key a zero point.
+``moe_core.gemm.fused.scaled_mm`` says what a call consists of.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from moe_core.quant_key import (
 )
 from torch import Tensor
 
-from moe_int8.experts.rows import Int8RowExperts
+from moe_int8.experts.scaled_mm import Int8ScaledMMExperts
 from moe_int8.layout import group_scales, nibble_half, pack_nibbles, row_sums, scaled_row_sums
 from moe_int8.sums import sum_reasons
 
 if TYPE_CHECKING:
-    from moe_core.gemm.fused.rows import Granularity, RowFunctions
+    from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions
     from moe_core.gemm.heuristics import LayerProblem
 
 _GROUPS = KeyPattern(
@@ -53,7 +53,7 @@ _GROUPS = KeyPattern(
 _ACTIVATIONS = (kInt8DynamicTokenSym, kInt8DynamicTokenAsym)
 
 
-class TritonW4A8Int8Experts(Int8RowExperts):
+class TritonW4A8Int8Experts(Int8ScaledMMExperts):
     """int4 weights that become int8 in registers."""
 
     claims = Claims(
@@ -124,8 +124,8 @@ class TritonW4A8Int8Experts(Int8RowExperts):
         return "token"
 
     @property
-    def functions(self) -> RowFunctions:
-        from moe_int8.kernels.nibbles import functions_of
+    def functions(self) -> ScaledMMFunctions:
+        from moe_int8.kernels.int4 import functions_of
 
         return functions_of(self.group_size, zero_points=self.zero_points)
 

@@ -2,7 +2,7 @@
 
 Weights become e4m3 in registers, so that FP8 tensor cores multiply, at twice the rate of 16-bit ones.  Activations have
 one scale per token, found at run time, or one per expert (static).  Standard and batched format.
-``moe_core.gemm.fused.rows`` says what a call consists of, ``kernels/e4m3.py`` how weights are widened.
+``moe_core.gemm.fused.scaled_mm`` says what a call consists of, ``kernels/e4m3.py`` how weights are widened.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from moe_core import (
     make_quant_config,
 )
 from moe_core.errors import TensorError
-from moe_core.gemm.experts import RowExperts
+from moe_core.gemm.experts import ScaledMMExperts
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_core.gemm.fused.rows import Granularity, RowFunctions
+    from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions
     from moe_core.gemm.heuristics import LayerProblem
 
 _ACTIVATIONS: dict[QuantKey | None, Granularity] = {kFp8DynamicTokenSym: "token", kFp8StaticTensorSym: "static"}
 
 
-class MarlinMxfp4Fp8Experts(RowExperts):
+class MarlinMxfp4Fp8Experts(ScaledMMExperts):
     """MXFP4 weights, FP8 activations."""
 
     claims = Claims(
@@ -105,7 +105,7 @@ class MarlinMxfp4Fp8Experts(RowExperts):
         return _ACTIVATIONS[key]
 
     @property
-    def functions(self) -> RowFunctions:
+    def functions(self) -> ScaledMMFunctions:
         from moe_mxfp4.kernels.e4m3 import E2M1
 
         return E2M1

@@ -17,8 +17,8 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 from moe_core.gemm.marlin.operand import FEW, per_word, step_bytes
-from moe_core.gemm.rows import open_weights
-from moe_core.gemm.rows_e4m3 import E4M3
+from moe_core.gemm.scaled_mm import open_weights
+from moe_core.gemm.scaled_mm_e4m3 import E4M3
 from moe_core.gemm.weight_tile import prefetch_rows, weight_tile
 from moe_core.jit.casts import INTERPRET, factor_e4m3
 from moe_core.jit.wait import wait_for_mma
@@ -96,7 +96,7 @@ def widened(words, power):
 
 @triton.jit
 def open_words(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `moe_core.gemm.rows.open_weights`; B ends with (powers, their stride per expert and per step)."""
+    """As `moe_core.gemm.scaled_mm.open_weights`; B ends with (powers, their stride per expert and per step)."""
     words, scales, stride_e, stride_n, scale_e, scale_half, scale_n, powers, power_e, power_k = b_args
     given = (words, scales, stride_e, stride_n, scale_e, scale_half, scale_n)
     rows, inside, scale, first = open_weights(given, expert, half, n, N, BLOCK_N)

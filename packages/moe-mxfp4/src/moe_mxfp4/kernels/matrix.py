@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from moe_core.gemm import rows
+from moe_core.gemm import scaled_mm
 from moe_core.gemm.launch import GemmWeight, TileFunctions
 from moe_core.gemm.portable import tiles
 from moe_core.gemm.portable.kinds import ActivationKind
@@ -76,5 +76,5 @@ def _functions(kind: ActivationKind) -> TileFunctions:
         a = (tiles.open_blocks, tiles.load_blocks)
         return make(*a, multiply=e2m1.multiply_blocks, finish=e2m1.finish)
     if kind in (ActivationKind.TOKEN, ActivationKind.EXPERT):
-        return make(rows.open_values, rows.load_values, multiply=e2m1.multiply, finish=e2m1.finish_rows)
-    return make(tiles.open_plain, rows.load_values, multiply=e2m1.multiply, finish=e2m1.finish)
+        return make(scaled_mm.open_values, scaled_mm.load_values, multiply=e2m1.multiply, finish=e2m1.finish_rows)
+    return make(tiles.open_plain, scaled_mm.load_values, multiply=e2m1.multiply, finish=e2m1.finish)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from moe_core.gemm.portable.tiles import add_product, in_order, load_words, product
-from moe_core.gemm.rows import load_values
+from moe_core.gemm.scaled_mm import load_values
 from moe_core.gemm.weight_tile import weight_rows
 from moe_core.jit.casts import INTERPRET
 from moe_core.jit.wait import wait_for_mma

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, Order, Rows, padded
 from moe_core.gemm.launch import Result, Routing
-from moe_core.gemm.rows_launch import quantize_rows
-from moe_core.gemm.spread import spread_rows
+from moe_core.gemm.quantize_rows import quantize_rows
+from moe_core.gemm.scatter_quantize import scatter_quantize
 from moe_core.gemm.tile_kernel import POSITION, TOKEN
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows, SortedPairs
@@ -105,7 +105,7 @@ class GroupScheme(ActivationScheme):
             return call.order(job), self.rows(values, scales, self.x_scale, which)
         order = call.order(positions=True)
         if isinstance(order, SortedPairs) and isinstance(routing, Routing):
-            spread_rows(job, pairs=order, routing=routing, by_expert=self.static, pdl=call.plan.pdl)
+            scatter_quantize(job, pairs=order, routing=routing, by_expert=self.static, pdl=call.plan.pdl)
         return order, self.rows(values, scales, self.x_scale, POSITION.value)
 
     def _scatters(self, call: Call) -> bool:

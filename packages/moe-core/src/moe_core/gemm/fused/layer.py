@@ -6,7 +6,7 @@
     finalize   out[token] = sum over its pairs of y, in float32
 
 In the batched format rows arrive grouped by expert: there is neither sort nor finalize, gemm2 writes the output.  With
-few tokens several programs share the k loop of a tile (split-K); for gemm1 a further launch adds their parts up,
+few tokens several programs share the k loop of a tile (split-K); for gemm1 a further launch adds their partials up,
 activates and quantises.  Router weights multiply gemm2's result, or x (`apply_router_weight_on_input`).  LoRA deltas
 are added before the bias.
 
@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 from moe_core.gemm.fused.scheme import ActivationScheme, Order, Rows
-from moe_core.gemm.hopper_launch import hopper_fits, hopper_product
+from moe_core.gemm.hopper_launch import hopper_fits, hopper_gemm
 from moe_core.gemm.launch import (
     Activation,
     GemmWeight,
     LoRADelta,
     Result,
     Routing,
-    combine_parts,
-    grouped_product,
+    grouped_gemm,
+    reduce_split_k,
 )
 from moe_core.gemm.lora import Adapters
 from moe_core.gemm.plan import TileConfig, TilePlan
@@ -153,10 +153,10 @@ class Call:
         h = layer.scheme.result(self)
         if config.split_k > 1 and isinstance(routing, Routing):
             by_pair = PAIR.value
-            parts = self.parts(config.split_k, weight.rows * (2 if activation.gated else 1))
-            self.product(config, weight, order, a, Result(parts), activation, by_pair, lora)
-            combine_parts(
-                parts=parts,
+            partials = self.partials(config.split_k, weight.rows * (2 if activation.gated else 1))
+            self.product(config, weight, order, a, Result(partials), activation, by_pair, lora)
+            reduce_split_k(
+                partials=partials,
                 split=config.split_k,
                 bias=weight.bias,
                 out=h,
@@ -177,13 +177,13 @@ class Call:
         lora = None if self.adapters is None else self.adapters.delta("w2", self.workspace["h"], by_pair=True)
         y = out
         if isinstance(self.routing, Routing):
-            y = self.workspace["y"] if config.split_k == 1 else self.parts(config.split_k, weight.rows)
+            y = self.workspace["y"] if config.split_k == 1 else self.partials(config.split_k, weight.rows)
         self.product(config, weight, order, a, Result(y), None, PAIR.value, lora)
         return y, config.split_k
 
-    def parts(self, split: int, columns: int) -> Tensor:
+    def partials(self, split: int, columns: int) -> Tensor:
         """[pairs * split, columns] float32 of programs that share k loops."""
-        return self.workspace["parts"][: self.pairs * split * columns].view(-1, columns)
+        return self.workspace["partials"][: self.pairs * split * columns].view(-1, columns)
 
     def product(
         self,
@@ -198,7 +198,7 @@ class Call:
     ) -> None:
         """One GEMM, by the warp-specialised kernel where that fits, else by the tile kernel."""
         if a.warp_specialised is not None and a.which == POSITION.value and self.warp_specialises(config, weight):
-            hopper_product(
+            hopper_gemm(
                 config,
                 weight=weight,
                 values=a.arguments[0][: self.pairs],
@@ -211,7 +211,7 @@ class Call:
             )
             return
         config = weight.tile_config(config)
-        grouped_product(
+        grouped_gemm(
             weight.functions(config, a),
             config,
             a=a.arguments,

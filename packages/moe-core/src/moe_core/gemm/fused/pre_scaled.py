@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, Order, Rows, first_rows, padded
 from moe_core.gemm.launch import Result, Routing
 from moe_core.gemm.marlin.columns import gather_columns
-from moe_core.gemm.rows_launch import InUse, ordered_rows, quantize_rows, routed_pairs
+from moe_core.gemm.quantize_rows import InUse, ordered_rows, quantize_rows, routed_pairs
 from moe_core.gemm.tile_kernel import TOKEN
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows, whole_row

@@ -1,77 +1,281 @@
-"""Weights of 8 bits (or packed in fewer) beside 8-bit rows, with scales that do not change along k."""
+"""Activations of 8 bits whose scales do not change along k: per token, per tensor (both dynamic), or per expert.
+
+Few rows per expert: x is quantised, or its largest magnitude found, beside the sort, and h while gemm2 loads it.  Many:
+both GEMMs read bytes.  Where gemm1 is computed by the warp-specialised kernel, and for static scales, x is scattered
+into the sorted order as it is quantised; a launch between the GEMMs quantises h (static: the epilogue).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+import triton.language as tl
 from torch import Tensor
 
-from moe_core.gemm.fused.rows import Granularity, RowFunctions
-from moe_core.gemm.fused.scheme import Rows
-from moe_core.gemm.launch import GemmWeight, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
-from moe_core.gemm.plan import TileConfig
+from moe_core.gemm import scaled_mm as device
+from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, Order, Rows, padded
+from moe_core.gemm.launch import Result, Routing
+from moe_core.gemm.quantize_rows import find_amax, ordered_rows, quantize_rows, routed_pairs, routed_tokens
+from moe_core.gemm.scatter_quantize import scatter_quantize
+from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
+from moe_core.ops.batch import Batch
+from moe_core.ops.sort import QuantizeRows, SortedPairs, clears_first, whole_row
+from moe_core.workspace import WorkspaceSpec
+
+if TYPE_CHECKING:
+    from moe_core.gemm.fused.layer import Call
+
+#: rows of a tile up to which values may be quantised while they are loaded
+MAX_RAW_ROWS = 32
+#: columns of h up to which programs are so short that a launch of its own quantises it faster
+MAX_SHORT = 512
+
+#: of the activations' scales
+Granularity = Literal["token", "tensor", "static"]
 
 
-def row_weight(
-    functions: RowFunctions,
-    weights: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    rows: int,
-    columns: int,
-    *,
-    granularity: Granularity,
-    extra: tuple[Any, ...] = (),
-) -> GemmWeight:
-    """Weights [E, rows of all halves, K] with scales [E, rows, 1] or [E, halves]; ``rows`` of one half.
+@dataclass(frozen=True, eq=False)
+class ScaledMMFunctions:
+    """An element type of 8 bits, by its `@triton.jit` functions; see `moe_core.gemm.tile_kernel`.
 
-    ``functions.packed`` of the ``columns`` K lie in an element of ``weights``.  ``granularity`` of the rows that they
-    meet.  ``extra`` goes behind what `rows.open_weights` takes, for functions of a scheme's own.
+    - ``multiply``: the product of a step, added to a sum of the type ``accumulate``
+    - ``quantize_row`` (its own scale), ``quantize_static`` (a tile of one expert) and ``quantize_static_rows`` (rows of
+      several), ``quantize_by_amax`` (one scale for all rows)
+    - ``open_raw``, ``load_raw``, and by static scales ``load_raw_static``: rows that are quantised while they are
+      loaded; None where they cannot be
+    - ``warp_specialised``: gives the k loop for `moe_core.gemm.hopper`, imported on use; None: there is none
+    - ``open_values``, ``load_values``, ``open_weights``, ``load_weights``, ``finish``, ``prefetch_weights`` (or None):
+      those of `moe_core.gemm.scaled_mm`, or what goes with other scales and weights
+    - ``marks``: values have no NaN: what `open_values` takes ends with marks of rows; see
+      `moe_core.gemm.scaled_mm.marked`
+    - ``packed``: weights of so many columns lie in a byte; ``block_k``: depth of a step, 128 or a divisor of it
     """
-    half, row = (rows * scales.stride(1), scales.stride(1)) if scales.dim() == 3 else (scales.stride(1), 0)
-    strides = (scales.stride(0), half, row, *extra)
-    aligned = is_aligned(weights)
-    load_raw = functions.load_raw_static if granularity == "static" else functions.load_raw
-    prefetch = functions.prefetch_weights if aligned and columns % 16 == 0 else None
 
-    def tile_functions(config: TileConfig, a: Rows) -> TileFunctions:
-        raw = a.form == "raw"
-        return TileFunctions(
-            functions.open_raw if raw else functions.open_values,
-            load_raw if raw else functions.load_values,
-            functions.open_weights,
-            functions.load_weights,
-            functions.multiply,
-            functions.finish,
-            prefetch,
-            functions.accumulate,
+    dtype: torch.dtype
+    multiply: Any
+    quantize_row: Any
+    quantize_static: Any
+    quantize_static_rows: Any
+    quantize_by_amax: Any = None
+    open_raw: Any = None
+    load_raw: Any = None
+    load_raw_static: Any = None
+    warp_specialised: Callable[[], Any] | None = None
+    open_values: Any = device.open_values
+    load_values: Any = device.load_values
+    open_weights: Any = device.open_weights
+    load_weights: Any = device.load_weights
+    prefetch_weights: Any = device.prefetch_weights
+    finish: Any = device.finish
+    accumulate: Any = tl.float32
+    packed: int = 1
+    block_k: int = 128
+    marks: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledMMScheme(ActivationScheme):
+    """Rows of ``functions``' type with a scale each, or one for all.
+
+    ``x_scale`` and ``h_scale`` [E] of static ones.  ``scale_dtype`` of scales in scratch memory.  ``raw``: few rows may
+    be quantised while they are loaded, if ``functions`` can.  ``takes_values``: ``quantize_row`` gets the tensor that
+    values go to, for its type.  A dynamic scale per tensor spans the tokens, then the pairs, that have a local expert,
+    as far as they are finite.
+    """
+
+    functions: ScaledMMFunctions
+    granularity: Granularity
+    x_scale: Tensor | None = None
+    h_scale: Tensor | None = None
+    scale_dtype: torch.dtype = torch.float32
+    raw: bool = True
+
+    def weights_first(self, has_lora: bool) -> bool:
+        # what shares a scale with others must have its weight before it is quantised
+        return has_lora or self.granularity != "token"
+
+    def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
+        element, scale, kind = self.functions.dtype, self.scale_dtype, self.granularity
+        width, inner, dynamic = padded(shape.hidden_size), padded(shape.intermediate_size), kind != "static"
+        rows, pairs = shape.rows, shape.pairs
+        found = kind == "tensor" or (not dynamic and self.functions.marks)
+        return (
+            WorkspaceSpec("x_values", (rows if dynamic or shape.batched else 0, width), element),
+            WorkspaceSpec("x_scales", (rows,), scale),
+            WorkspaceSpec("x_amax", (rows if found else 0,), torch.int32),
+            WorkspaceSpec("sorted_values", (0 if shape.batched else pairs, width), element),
+            WorkspaceSpec("sorted_scales", (0 if shape.batched else pairs,), scale),
+            WorkspaceSpec("amax", (max(pairs, 2),), torch.int32),
+            WorkspaceSpec("h", (pairs if dynamic or shape.lora is not None else 0, inner), shape.wide),
+            WorkspaceSpec("h_values", (pairs, inner), element),
+            WorkspaceSpec("h_scales", (pairs,), scale),
         )
 
-    warp_specialised = None
-    if functions.warp_specialised is not None:
-        warp_specialised = WarpSpecialisedGemm(weights, functions.warp_specialised, (scales, *strides))
-    return GemmWeight(
-        (weights, scales, weights.stride(0), weights.stride(1), *strides),
-        rows,
-        columns,
-        tile_functions,
-        functions.block_k,
-        bias,
-        packed_descriptor(weights, functions.packed),
-        aligned,
-        warp_specialised=warp_specialised,
-    )
+    # -------------------------------------------------------------- what a call makes of it
 
+    def _loads_raw(self, call: Call) -> bool:
+        """Whether rows are few, and may be quantised while they are loaded."""
+        static = self.granularity == "static"
+        load = self.functions.load_raw_static if static else self.functions.load_raw
+        return self.raw and load is not None and call.plan.block_m <= MAX_RAW_ROWS
 
-def packed_descriptor(weights: Tensor, packed: int) -> Callable[[int, int], Any] | None:
-    """As `weight_descriptor`, for tiles of so many columns, of which ``packed`` lie in an element of ``weights``."""
-    make: Callable[[int, int], Any] | None = weight_descriptor(weights)
-    if make is None or packed == 1:
-        return make
-    whole = make
+    def _loads_raw_h(self, call: Call) -> bool:
+        few_launches = call.plan.gemm1.split_k > 1  # where launches are a good part of the time
+        # one scale for all says nothing of a row, and who loads a part of it can't know
+        kinds = ("token",) if self.functions.marks else ("token", "tensor")
+        return (
+            self.granularity in kinds and self._loads_raw(call) and (few_launches or call.layer.w2.columns > MAX_SHORT)
+        )
 
-    def descriptor(block_rows: int, block_columns: int) -> Any:
-        return whole(block_rows, block_columns // packed)
+    def _amax(self, call: Call) -> Tensor | None:
+        """Largest magnitudes of h, per row or [1]; or marks of rows that hold a NaN."""
+        amax, kind = call.workspace["amax"], self.granularity
+        if kind == "tensor":
+            return amax[:1]
+        wanted = self.functions.marks if kind == "static" else self._loads_raw_h(call)
+        return amax[: call.pairs] if wanted else None
 
-    return descriptor
+    def _rows(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        which: int,
+        *,
+        by_row: int,
+        by_expert: int = 0,
+        marks: Tensor | None = None,
+    ) -> Rows:
+        """Operand A of 8-bit values."""
+        arguments: tuple[Any, ...] = (values, scales, values.stride(0), by_row, by_expert)
+        if self.functions.marks:
+            arguments = (*arguments, marks)
+        return Rows(arguments, which, warp_specialised=(scales, by_row or None, marks))
+
+    def _raw_rows(
+        self, values: Tensor, scales: Tensor, which: int, columns: int, *, by_row: int, by_expert: int = 0,
+        marks: Tensor | None = None,
+    ) -> Rows:  # fmt: skip
+        """Operand A that is quantised while it is loaded; ``scales`` may be the bits of largest magnitudes."""
+        return Rows((values, scales, values.stride(0), by_row, by_expert, columns, marks), which, form="raw")
+
+    # -------------------------------------------------------------- x
+
+    def quantize_x(self, call: Call) -> tuple[Order, Rows]:
+        if isinstance(call.routing, Batch):
+            return self._batched_x(call, call.routing)
+        # the warp-specialised kernel wants the rows of a tile side by side; a scale per expert every pair by itself
+        scatters = not self._loads_raw(call) and (
+            self.granularity == "static" or call.warp_specialises(call.plan.gemm1, call.layer.w13)
+        )
+        return self._scattered_x(call, call.routing) if scatters else self._x_by_token(call, call.routing)
+
+    def _zeroed(self, call: Call) -> Tensor | None:
+        """What is to be cleared before gemm1."""
+        return call.workspace["amax"][:2] if self.granularity == "tensor" else self._amax(call)
+
+    def _x_by_token(self, call: Call, routing: Routing) -> tuple[Order, Rows]:
+        """Quantised beside the sort or behind it, or raw."""
+        x, work, zero, which = call.x, call.workspace, self._zeroed(call), TOKEN.value
+        values, found = work["x_values"], work["x_scales"]
+        if self.granularity == "static":
+            if self.x_scale is None:
+                raise TypeError("static activations have scales")
+            marks = work["x_amax"] if self.functions.marks else None
+            marking = None if marks is None else QuantizeRows(x, None, marks, device.row_marks, whole_row(x.shape[1]))
+            order = call.order(marking, zero=zero)
+            return order, self._raw_rows(x, self.x_scale, which, x.shape[1], by_row=0, by_expert=1, marks=marks)
+        if self.granularity == "token" or x.shape[0] == 1:
+            job = QuantizeRows(x, values, found, self.functions.quantize_row, whole_row(values.shape[1]))
+            return call.order(job, zero=zero), self._rows(values, found, which, by_row=1)
+        order, arguments = self._order_with_amax(call, routing)
+        in_use = routed_tokens(routing)
+        quantize_rows(x, values, found, self.functions.quantize_by_amax, arguments, in_use, pdl=call.plan.pdl)
+        return order, self._rows(values, found, which, by_row=1)
+
+    def _scattered_x(self, call: Call, routing: Routing) -> tuple[Order, Rows]:
+        """Quantised into the sorted order: an expert's own scale costs nothing then."""
+        work = call.workspace
+        values, found = work["sorted_values"][: call.pairs], work["sorted_scales"]
+        quantize, arguments = self._row_quantizer(call)
+        if self.granularity == "tensor":
+            order, arguments = self._order_with_amax(call, routing, positions=True)
+        else:
+            order = call.order(positions=True, zero=self._zeroed(call))
+        job = QuantizeRows(call.x, values, found, quantize, whole_row(values.shape[1]), arguments)
+        if isinstance(order, SortedPairs):
+            by_expert = self.granularity == "static"
+            scatter_quantize(job, pairs=order, routing=routing, by_expert=by_expert, pdl=call.plan.pdl)
+        return order, self._rows(values, found, POSITION.value, by_row=1)
+
+    def _order_with_amax(self, call: Call, routing: Routing, positions: bool = False) -> tuple[Order, tuple[Any, ...]]:
+        """The order, and the magnitudes of x as `quantize_by_amax` takes them."""
+        x, work = call.x, call.workspace
+        raised = work["amax"][1:2] if clears_first(call.pairs) else None
+        found = work["x_amax"]
+        arguments = (x.shape[0], routed_tokens(routing)[1], raised)
+        job = QuantizeRows(x, None, found, device.row_amax, whole_row(x.shape[1]), arguments)
+        order = call.order(job, positions=positions, zero=self._zeroed(call))
+        return order, ((raised, 1) if raised is not None else (found, x.shape[0]))
+
+    def _batched_x(self, call: Call, batch: Batch) -> tuple[Order, Rows]:
+        """Quantised where it is."""
+        x, work, pdl = call.x, call.workspace, call.plan.pdl
+        values, found = work["x_values"], work["x_scales"]
+        quantize, arguments = self._row_quantizer(call)
+        job = None
+        if self.granularity != "tensor":
+            job = QuantizeRows(x, values, found, quantize, whole_row(values.shape[1]), arguments)
+        order = call.order(job, zero=self._zeroed(call))
+        if self.granularity == "tensor":
+            in_use = ordered_rows(order, batch)
+            find_amax(x, work["amax"][1:2], in_use, pdl=pdl)
+            quantize_rows(x, values, found, quantize, arguments, in_use, pdl=pdl)
+        return order, self._rows(values, found, POSITION.value, by_row=1)
+
+    def _row_quantizer(self, call: Call) -> tuple[Any, tuple[Any, ...] | None]:
+        """Device function and arguments for rows of x, with a scale for each row."""
+        if self.granularity == "static":
+            return self.functions.quantize_static_rows, (self.x_scale,)
+        if self.granularity == "token":
+            return self.functions.quantize_row, None
+        return self.functions.quantize_by_amax, (call.workspace["amax"][1:2], 1)
+
+    # -------------------------------------------------------------- h
+
+    def _in_epilogue(self, call: Call) -> bool:
+        """Whether gemm1's epilogue quantises h; adapters read it before that."""
+        return self.granularity == "static" and call.adapters is None
+
+    def result(self, call: Call) -> Result:
+        amax = self._amax(call)
+        if self._in_epilogue(call):
+            kind = "" if amax is None else "nan"
+            function, arguments = self.functions.quantize_static, (self.h_scale,)
+            values = call.workspace["h_values"]
+            return Result(values, None, function, arguments, amax=amax, amax_kind=kind, kind="static")
+        if self.granularity == "static":
+            amax = None
+        kind = "" if amax is None else "row" if self.granularity == "token" else "tensor"
+        return Result(call.workspace["h"], amax=amax, amax_kind=kind)
+
+    def h(self, call: Call, order: Order, which: int) -> Rows:
+        work, amax = call.workspace, self._amax(call)
+        values, wide, found = work["h_values"], work["h"], work["h_scales"]
+        if self._in_epilogue(call) and self.h_scale is not None:
+            return self._rows(values, self.h_scale, which, by_row=0, by_expert=1, marks=amax)
+        if self._loads_raw_h(call) and amax is not None:
+            by_row = 1 if self.granularity == "token" else 0
+            return self._raw_rows(wide, amax, which, wide.shape[1], by_row=by_row)
+        quantize: Any = self.functions.quantize_row
+        arguments: tuple[Any, ...] | None = None
+        if self.granularity == "tensor":
+            quantize, arguments = self.functions.quantize_by_amax, (amax, 1)
+        elif self.granularity == "static":
+            quantize, arguments = self.functions.quantize_static_rows, (self.h_scale,)
+        routed = which == PAIR.value and isinstance(call.routing, Routing)
+        in_use = routed_pairs(call.routing) if routed else ordered_rows(order, call.routing)
+        quantize_rows(wide[: call.pairs], values, found, quantize, arguments, in_use, pdl=call.plan.pdl)
+        return self._rows(values, found, which, by_row=1)

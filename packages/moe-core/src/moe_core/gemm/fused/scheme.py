@@ -121,14 +121,14 @@ class ActivationScheme(ABC):
         """
         return has_lora
 
-    def workspaces(self, shape: CallShape, parts: WorkspaceSpec) -> tuple[WorkspaceSpec, ...]:
-        """All scratch memory of the layer; ``parts`` of products whose k loop is split."""
+    def workspaces(self, shape: CallShape, partials: WorkspaceSpec) -> tuple[WorkspaceSpec, ...]:
+        """All scratch memory of the layer; ``partials`` of products whose k loop is split."""
         lora, weighted = shape.lora, shape.weight_on_input and self.weights_first(shape.lora is not None)
         return (
             *order_workspaces(shape.pairs, shape.num_tokens, shape.num_experts, shape.batched),
             WorkspaceSpec("x_weighted", (shape.rows if weighted else 0, shape.hidden_size), torch.float32),
             *self.operands(shape),
-            parts,
+            partials,
             WorkspaceSpec("y", (0 if shape.batched else shape.pairs, shape.hidden_size), shape.dtype),
             *(() if lora is None else lora_workspaces(lora, shape.pairs)),
         )

@@ -68,10 +68,10 @@ class MarlinExperts(GroupedExperts):
         plan = gemv_plan(self.problem, num_tokens)
         return plan if on_gpu or plan is None else replace(plan, pdl=False)
 
-    def split_workspace(self, shape: CallShape) -> WorkspaceSpec:
+    def split_k_workspace(self, shape: CallShape) -> WorkspaceSpec:
         # at most 16 programs share a loop
         numbers = min(MAX_PARTS, 16 * shape.pairs * max(2 * shape.intermediate_size, shape.hidden_size))
-        return WorkspaceSpec("parts", (0 if shape.batched else numbers,), torch.float32)
+        return WorkspaceSpec("partials", (0 if shape.batched else numbers,), torch.float32)
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
         from moe_core.gemm.fused.plain import Columns, PlainScheme

@@ -86,7 +86,7 @@ def _indexed(target: DeviceInfo, tokens: int) -> None:
     first, second = w13.gemm_weight(integer_functions), w2.gemm_weight(integer_functions)
     problem = LayerProblem("mixed_input", "int4", experts, top_k, hidden, size, capability=target.capability)
     specs = scheme.workspaces(
-        CallShape(tokens, top_k, experts, hidden, size, dtype), WorkspaceSpec("parts", (MAX_PARTS,), torch.float32)
+        CallShape(tokens, top_k, experts, hidden, size, dtype), WorkspaceSpec("partials", (MAX_PARTS,), torch.float32)
     )
     x = _meta(tokens, hidden, dtype=dtype)
     FusedLayer(first, second, scheme, Activation("silu"))(

@@ -56,7 +56,7 @@ class GemvLayer:
     ) -> None:
         """As a `FusedLayer`, for ``x`` of one token, or two, that :meth:`reads` takes."""
         h, on_input, pdl = workspace["h"], routing.weight_on_input, plan.pdl
-        y = workspace["parts"][: routing.num_pairs * self.w2.outputs].view(-1, self.w2.outputs)
+        y = workspace["partials"][: routing.num_pairs * self.w2.outputs].view(-1, self.w2.outputs)
         up, down = _constants(self.functions, self.w13, plan.gemm1), _constants(self.functions, self.w2, plan.gemm2)
         _product(
             x, self.w13, h, routing, self.activation, routing.top_k, up | {"ROUTER_WEIGHT": int(on_input)}, pdl=pdl

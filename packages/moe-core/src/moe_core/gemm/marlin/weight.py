@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_core.gemm.fused.plain import Columns
-from moe_core.gemm.fused.scaled_mm import packed_descriptor
+from moe_core.gemm.fused.scaled_mm_weight import packed_descriptor
 from moe_core.gemm.fused.scheme import Rows
 from moe_core.gemm.launch import GemmWeight, TileFunctions
 from moe_core.gemm.marlin import operand

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_core.errors import TensorError
 from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.fused.pre_scaled import PreScaledScheme
-from moe_core.gemm.fused.scaled_mm import packed_descriptor
+from moe_core.gemm.fused.scaled_mm_weight import packed_descriptor
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import GemmWeight, TileFunctions, is_aligned
 from moe_core.gemm.portable import activations

@@ -1,16 +1,16 @@
-"""Start `spread_kernel`: quantise rows straight into the sorted order."""
+"""Start `scatter_quantize_kernel`: quantise rows straight into the sorted order."""
 
 from __future__ import annotations
 
 import triton
 
 from moe_core.gemm.launch import Routing
-from moe_core.gemm.spread_kernel import spread_kernel
+from moe_core.gemm.scatter_quantize_kernel import scatter_quantize_kernel
 from moe_core.jit.launch import launch
 from moe_core.ops.sort import QuantizeRows, SortedPairs
 
 
-def spread_rows(
+def scatter_quantize(
     rows: QuantizeRows, *, pairs: SortedPairs, routing: Routing, by_expert: bool = False, pdl: bool
 ) -> None:
     """Quantise ``rows.x`` [M, K] into the sorted order: ``rows.values`` [P, K padded], ``rows.scales`` [P, groups].
@@ -21,7 +21,7 @@ def spread_rows(
     # 16 groups of 128: programs enough for many rows, bytes enough for each
     block_g = max(2048 // rows.group, 1)
     launch(
-        spread_kernel,
+        scatter_quantize_kernel,
         (triton.cdiv(rows.num_groups, block_g),),
         rows.x,
         routing.ids,

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 from moe_core.config import FusedMoEConfig
-from moe_core.gemm.fused.scaled_mm import row_weight
-from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_product
+from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight
+from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_gemm
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.rows import open_values, open_weights
+from moe_core.gemm.scaled_mm import open_values, open_weights
 from moe_core.kernel import FusedMoEKernel
 from moe_core.ops.sort import sort_pairs, sort_workspaces
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
@@ -27,7 +27,7 @@ from moe_core.reference import fused_moe_reference
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.workspace import Workspace, workspace_nbytes
 from moe_int8.experts.triton_w4a8 import TritonW4A8Int8Experts
-from moe_int8.kernels import nibbles
+from moe_int8.kernels import int4
 from moe_int8.layout import pack_nibbles
 
 TOLERANCE = 2 * 2**-7 + 2**-8
@@ -54,10 +54,10 @@ def test_sums_are_those_of_float64(swap, device):
         16,
         workspace={spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs},
     )
-    functions = nibbles.functions_of(-1, zero_points=False)
+    functions = int4.functions_of(-1, zero_points=False)
     ones = torch.ones(experts, count, 1, device=device)
     sums = torch.full((tokens, count), -7, dtype=torch.int32, device=device)
-    grouped_product(
+    grouped_gemm(
         TileFunctions(
             open_values,
             functions.load_values,
@@ -68,7 +68,7 @@ def test_sums_are_those_of_float64(swap, device):
         ),
         TileConfig(16, 64, 4, 2, swap_ab=swap),
         a=(x.to(device), ones, x.stride(0), 1, 0),
-        b=row_weight(functions, pack_nibbles(w, 64).to(device), ones, None, count, depth, granularity="token"),
+        b=scaled_mm_weight(functions, pack_nibbles(w, 64).to(device), ones, None, count, depth, granularity="token"),
         out=Result(sums),
         pairs=order,
         routing=Routing(ids, None, experts),

@@ -2,7 +2,7 @@
 
 It returns the scaled float32 products [64, 128] of both blocks, and the number of steps that were taken so far.
 
-    a_args = (scales, whether each row has one or None: each expert, marks of rows or None: see `gemm.rows.marked`)
+    a_args = (scales, whether each row has one or None: each expert, marks of rows or None: see `gemm.scaled_mm.marked`)
     b_args = (scales, stride per expert, per half of a gated product, per column)
 
 with strides of 0 where the scale is the same.
@@ -52,7 +52,7 @@ def marked_rows(scale, row, a_args):
 
 
 @gluon.jit
-def sum_integer_rows(
+def accumulate_int8(
     turn,
     acc_0,
     acc_1,
@@ -92,7 +92,7 @@ def sum_integer_rows(
 
 
 @gluon.jit
-def multiply_rows(
+def scaled_mm_e4m3(
     turn,
     row,
     expert,
@@ -135,7 +135,7 @@ def multiply_rows(
 
 
 @gluon.jit
-def multiply_integer_rows(
+def scaled_mm_int8(
     turn,
     row,
     expert,
@@ -158,7 +158,7 @@ def multiply_integer_rows(
     row_scale = marked_rows(row_scales(row, expert, a_args), row, a_args)
     acc_0 = gl.zeros([HALF, TILE], gl.int32, layout)
     acc_1 = gl.zeros([HALF, TILE], gl.int32, layout)
-    acc_0, acc_1, turn = sum_integer_rows(
+    acc_0, acc_1, turn = accumulate_int8(
         turn, acc_0, acc_1, a_tiles, b_tiles, full, empty, steps, WHICH, STAGES, gl.constexpr(True)
     )
     product_0 = acc_0.to(gl.float32) * (row_scale[:, None] * scale_0[None, :])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.gemm.hopper_rows import column_scales, marked_rows, row_scales, sum_integer_rows
+from moe_core.gemm.hopper_scaled_mm import accumulate_int8, column_scales, marked_rows, row_scales
 from moe_core.gemm.zero_points import scale_and_zero
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,7 +27,7 @@ def multiply_integer_rows_zero(
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """As `multiply_integer_rows`; A's scales are int64, B ends with sums of rows [E, rows] and their expert stride."""
+    """As `scaled_mm_int8`; A's scales are int64, B ends with sums of rows [E, rows] and their expert stride."""
     b_scale, stride_expert, stride_half, stride_column, sums, sums_expert = b_args
     # the sums start at what the zero points take away: behind the loop no registers are left for it
     row_scale, zero = scale_and_zero(row_scales(row, expert, a_args))
@@ -37,7 +37,7 @@ def multiply_integer_rows_zero(
     acc_1 = -zero[:, None] * sum_1[None, :]
     columns = (b_scale, stride_expert, stride_half, stride_column)
     scale_0, scale_1 = column_scales(expert, block_n, columns, N, layout, GATED)
-    acc_0, acc_1, turn = sum_integer_rows(
+    acc_0, acc_1, turn = accumulate_int8(
         turn, acc_0, acc_1, a_tiles, b_tiles, full, empty, steps, WHICH, STAGES, gl.constexpr(False)
     )
     product_0 = acc_0.to(gl.float32) * (row_scale[:, None] * scale_0[None, :])

@@ -1,4 +1,5 @@
-"""e4m3 with scales that do not change along k: what the layer of `moe_core.gemm.fused.rows` needs of an element type.
+"""e4m3 with scales that do not change along k: what the layer of `moe_core.gemm.fused.scaled_mm` needs of an element
+type.
 
 The product of a step is summed in the tensor cores and added in float32, since Hopper's units keep fewer bits of a
 running sum.
@@ -12,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_core.gemm.fused.rows import RowFunctions
-from moe_core.gemm.rows import largest, load_wide, open_wide, scale_of, scale_of_parts
+from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions
+from moe_core.gemm.scaled_mm import largest, load_wide, open_wide, scale_of, scale_of_parts
 from moe_core.jit.casts import INTERPRET, divide, divide_all, factor_e4m3, narrow_e4m3
 from moe_core.ops._quantize_kernels import encode
 
@@ -85,12 +86,12 @@ def quantize_by_amax(tile, quant_args, expert, AXIS: tl.constexpr):
 
 
 def _warp_specialised() -> Any:
-    from moe_core.gemm.hopper_rows import multiply_rows
+    from moe_core.gemm.hopper_scaled_mm import scaled_mm_e4m3
 
-    return multiply_rows
+    return scaled_mm_e4m3
 
 
-E4M3 = RowFunctions(
+E4M3 = ScaledMMFunctions(
     dtype=torch.float8_e4m3fn,
     open_raw=open_raw,
     load_raw=load_raw,

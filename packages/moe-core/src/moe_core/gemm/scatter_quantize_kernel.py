@@ -13,7 +13,7 @@ from moe_core.ops._sort_kernels import local_expert
 
 
 @triton.jit
-def spread_kernel(
+def scatter_quantize_kernel(
     x,
     ids,
     expert_map,

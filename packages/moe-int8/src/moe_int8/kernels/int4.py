@@ -2,12 +2,12 @@
 
     weights       uint8 [E, rows, bytes], two codes of -8 .. 7 in a byte, in the order of `moe_int8.layout.pack_nibbles`
     scales        by channel float32 [E, rows, 1]; by group float32 [E, groups, rows]
-    activations   int8 [M, K padded to whole steps], as `moe_int8.kernels.rows` quantises them
+    activations   int8 [M, K padded to whole steps], as `moe_int8.kernels.scaled_mm` quantises them
 
 A nibble in the upper half of a byte is 16 times its code as int8, sign included: an AND takes the upper nibbles of four
 bytes at a time, a shift and an AND the lower ones, and 1 / 16 goes into the scale.  A step of 2 P columns lies in P
 bytes, the first P columns in the lower nibbles: both halves meet a tile of the activations that is read as it lies.
-Sums of codes are exact in int32: 16 * 8 is the 128 of `moe_int8.kernels.rows`.
+Sums of codes are exact in int32: 16 * 8 is the 128 of `moe_int8.kernels.scaled_mm`.
 
 With scales by group each group's sum is scaled and added in float32.
 """
@@ -18,13 +18,13 @@ from dataclasses import replace
 
 import triton
 import triton.language as tl
-from moe_core.gemm.fused.rows import RowFunctions
-from moe_core.gemm.rows import load_values, load_wide
+from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions
+from moe_core.gemm.scaled_mm import load_values, load_wide
 from moe_core.gemm.weight_tile import weight_rows, weight_tile
 from moe_core.jit.casts import INTERPRET, round_int8
 from moe_core.jit.wait import wait_for_mma
 
-from moe_int8.kernels.rows import INT8, INT8_ZERO
+from moe_int8.kernels.scaled_mm import INT8, INT8_ZERO
 
 _UNPACK = tl.constexpr(
     """
@@ -170,7 +170,7 @@ def finish_rows_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
 # ------------------------------------------------------------------ as values
 
 
-def functions_of(group_size: int, *, zero_points: bool) -> RowFunctions:
+def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
     """For groups of 32, 64 or 128 columns, or -1 for scales by channel.
 
     With ``zero_points`` operands end with the sums of the weights' rows: int32, times 16 (by channel) or float32,

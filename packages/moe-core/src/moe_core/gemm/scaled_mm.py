@@ -4,8 +4,8 @@
     activations   one float32 scale per row, per expert (static) or for all; or values still to be quantised
 
 Scales come once, after the loop (`finish`).  What depends on the element type is a scheme's own and short: how a value
-becomes a code, and the product of a step (`moe_core.gemm.rows_e4m3`, `moe_int8.kernels.rows`).  MAX is the magnitude
-that the largest value of a dynamic scale's group becomes.
+becomes a code, and the product of a step (`moe_core.gemm.scaled_mm_e4m3`, `moe_int8.kernels.scaled_mm`).  MAX is the
+magnitude that the largest value of a dynamic scale's group becomes.
 
 A token whose values are not finite where its scale is made of them, or NaN where the scale is static, has a result
 of NaN.  Codes of e4m3 carry that.  Codes of integers don't: the row's scale becomes NaN, or, where programs that see a

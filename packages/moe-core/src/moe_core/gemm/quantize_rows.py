@@ -1,4 +1,4 @@
-"""Start the kernels of `moe_core.gemm.rows` that work on whole rows."""
+"""Start the kernels of `moe_core.gemm.scaled_mm` that work on whole rows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from moe_core.gemm import rows
+from moe_core.gemm import scaled_mm
 from moe_core.gemm.launch import Routing
 from moe_core.jit.launch import launch
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs, whole_row
 
-#: which rows count: (name, arguments) of `rows.rows_in_use`
+#: which rows count: (name, arguments) of `scaled_mm.rows_in_use`
 InUse = tuple[str, tuple[Any, ...]]
 
 
@@ -43,7 +43,7 @@ def find_amax(x: Tensor, amax: Tensor, in_use: InUse, *, pdl: bool) -> None:
     block_r = 2048 // block_c
     across = triton.cdiv(columns, block_c)
     launch(
-        rows.amax_kernel,
+        scaled_mm.amax_kernel,
         (min(triton.cdiv(count, block_r), max(1056 // across, 1)), across),
         x,
         amax,
@@ -75,7 +75,7 @@ def quantize_rows(
     block_c = whole_row(width)
     block_r = max(4096 // block_c, 1)
     launch(
-        rows.quantize_rows_kernel,
+        scaled_mm.quantize_rows_kernel,
         (triton.cdiv(count, block_r),),
         x,
         values,

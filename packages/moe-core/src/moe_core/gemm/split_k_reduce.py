@@ -1,4 +1,4 @@
-"""Finish an up product whose k loop was split: add the parts, bias, activation, quantisation.
+"""Finish an up product whose k loop was split: add the partials, bias, activation, quantisation.
 
 `quantize`, `quant_args`, `lora_args`, GROUPS and AMAX are those of `moe_core.gemm.tile_kernel`, for a tile of one row.
 """
@@ -15,15 +15,15 @@ from moe_core.ops._sort_kernels import local_expert
 
 
 @triton.jit
-def _sum_parts(parts, columns, inside, stride, SPLIT_K: tl.constexpr):
+def _sum_partials(partials, columns, inside, stride, SPLIT_K: tl.constexpr):
     index = tl.arange(0, SPLIT_K)
-    tile = tl.load(parts + index[:, None] * stride + columns[None, :], mask=inside[None, :], other=0.0)
+    tile = tl.load(partials + index[:, None] * stride + columns[None, :], mask=inside[None, :], other=0.0)
     return tl.sum(tile, axis=0)
 
 
 @triton.jit
-def combine_kernel(
-    parts,
+def split_k_reduce_kernel(
+    partials,
     ids,
     expert_map,
     bias,
@@ -35,7 +35,7 @@ def combine_kernel(
     N,
     num_ids,
     num_experts,
-    stride_parts,
+    stride_partials,
     stride_out,
     stride_out_scale,
     stride_bias,
@@ -54,7 +54,7 @@ def combine_kernel(
     HAS_MAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """COLUMNS of one pair; parts [pairs * SPLIT_K, N or 2N] float32, grid (pairs, blocks of COLUMNS).
+    """COLUMNS of one pair; partials [pairs * SPLIT_K, N or 2N] float32, grid (pairs, blocks of COLUMNS).
 
     Columns beyond N become zeros: rows of the result have room for whole blocks.
     """
@@ -68,8 +68,8 @@ def combine_kernel(
         return
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < N
-    first = parts + pair * SPLIT_K * stride_parts
-    value = _sum_parts(first, columns, inside, stride_parts, SPLIT_K)
+    first = partials + pair * SPLIT_K * stride_partials
+    value = _sum_partials(first, columns, inside, stride_partials, SPLIT_K)
     if lora_args is not None:
         values, stride_lora, lora_ids = lora_args
         delta = values + pair * stride_lora
@@ -80,7 +80,7 @@ def combine_kernel(
         bias_row += expert.to(tl.int64) * stride_bias
         value += tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32)
     if GATED:
-        up = _sum_parts(first + N, columns, inside, stride_parts, SPLIT_K)
+        up = _sum_partials(first + N, columns, inside, stride_partials, SPLIT_K)
         if lora_args is not None:
             up += tl.load(delta + N + columns, mask=inside & some, other=0.0).to(tl.float32)
         if HAS_BIAS:

@@ -1,4 +1,5 @@
-"""int8 with scales that do not change along k: what the layer of `moe_core.gemm.fused.rows` needs of an element type.
+"""int8 with scales that do not change along k: what the layer of `moe_core.gemm.fused.scaled_mm` needs of an element
+type.
 
 Products of codes are summed over all of k in int32, which is exact: 128 * 128 * k stays below 2^31 up to k = 131071
 (with zero points 255 * 128 * k up to 65793; `moe_int8.sums` refuses more).  Scales are applied to the finished sum;
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.fused.rows import RowFunctions
-from moe_core.gemm.rows import (
+from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions
+from moe_core.gemm.scaled_mm import (
     AMAX_FLOOR,
     INFINITY_BITS,
     has_nan,
@@ -167,18 +168,18 @@ def finish_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
 
 
 def _warp_specialised() -> Any:
-    from moe_core.gemm.hopper_rows import multiply_integer_rows
+    from moe_core.gemm.hopper_scaled_mm import scaled_mm_int8
 
-    return multiply_integer_rows
+    return scaled_mm_int8
 
 
 def _warp_specialised_zero() -> Any:
-    from moe_int8.kernels.hopper_rows import multiply_integer_rows_zero
+    from moe_int8.kernels.hopper_scaled_mm import multiply_integer_rows_zero
 
     return multiply_integer_rows_zero
 
 
-INT8 = RowFunctions(
+INT8 = ScaledMMFunctions(
     dtype=torch.int8,
     open_raw=open_raw,
     load_raw=load_raw,
@@ -195,7 +196,7 @@ INT8 = RowFunctions(
 )
 
 #: activations with zero points: `ActivationScales` and scratch scales are `with_zero`, operands have `row_sums`
-INT8_ZERO = RowFunctions(
+INT8_ZERO = ScaledMMFunctions(
     dtype=torch.int8,
     multiply=multiply,
     quantize_row=quantize_row_zero,

@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from moe_core.activation import MoEActivation
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
-from moe_core.gemm.fused.scaled_mm import row_weight
-from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_product
+from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight
+from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_gemm
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.rows import load_values, load_weights, open_values, open_weights
-from moe_core.gemm.rows_launch import quantize_rows
+from moe_core.gemm.quantize_rows import quantize_rows
+from moe_core.gemm.scaled_mm import load_values, load_weights, open_values, open_weights
 from moe_core.kernel import FusedMoEKernel
 from moe_core.ops.sort import sort_pairs, sort_workspaces
 from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
@@ -38,7 +38,7 @@ from moe_core.reference import fused_moe_reference
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.workspace import Workspace, workspace_nbytes
 from moe_int8.experts.triton import TritonInt8Experts
-from moe_int8.kernels import rows
+from moe_int8.kernels import scaled_mm
 from moe_int8.layout import row_sums, scale_and_zero
 
 KEYS = {
@@ -98,15 +98,15 @@ def test_sums_are_those_of_float64(split, swap, device):
     )
     sums = torch.full((tokens * split, count), -7, dtype=torch.int32, device=device)
     functions = TileFunctions(
-        open_values, load_values, open_weights, load_weights, rows.multiply, accumulate=rows.INT8.accumulate
+        open_values, load_values, open_weights, load_weights, scaled_mm.multiply, accumulate=scaled_mm.INT8.accumulate
     )
     ones = torch.ones(max(experts * count, tokens), device=device)
     scales = ones[: experts * count].view(experts, count, 1)
-    grouped_product(
+    grouped_gemm(
         functions,
         TileConfig(16, 64, 4, 2, swap_ab=swap, split_k=split),
         a=(x, ones, x.stride(0), 1, 0),
-        b=row_weight(rows.INT8, w, scales, None, count, w.shape[2], granularity="token"),
+        b=scaled_mm_weight(scaled_mm.INT8, w, scales, None, count, w.shape[2], granularity="token"),
         out=Result(sums),
         pairs=order,
         routing=Routing(ids, None, experts),
@@ -125,7 +125,7 @@ def test_sums_of_the_specialised_kernel(zero_points, device):
     """Unit scales: the float32 result is the exact sum, rounded once."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's own")
-    from moe_core.gemm.hopper_launch import hopper_product
+    from moe_core.gemm.hopper_launch import hopper_gemm
 
     generator = torch.Generator().manual_seed(0)
     experts, pairs, count, depth = 3, 700, 400, 3216
@@ -154,10 +154,12 @@ def test_sums_of_the_specialised_kernel(zero_points, device):
     if zero_points:
         a_scale = scale_and_zero(torch.ones(pairs), zero).to(device)
         sums = (row_sums(w).to(device), count)
-    functions = rows.INT8_ZERO if zero_points else rows.INT8
+    functions = scaled_mm.INT8_ZERO if zero_points else scaled_mm.INT8
     weight_scale = torch.ones(experts, count, 1, device=device)
-    weight = row_weight(functions, w.to(device), weight_scale, None, count, depth, granularity="token", extra=sums)
-    hopper_product(
+    weight = scaled_mm_weight(
+        functions, w.to(device), weight_scale, None, count, depth, granularity="token", extra=sums
+    )
+    hopper_gemm(
         TileConfig(128, 128, 8, 3, 8, warp_specialised=True),
         weight=weight,
         values=x.to(device),
@@ -191,7 +193,7 @@ def test_codes_are_those_of_the_reference(zero_points, device):
     expected = quantize_tensor(x, KEYS["token-zero" if zero_points else "token"])
     values = torch.empty(len(x), 128, dtype=torch.int8, device=device)
     scales = torch.empty(len(x), dtype=torch.int64 if zero_points else torch.float32, device=device)
-    functions = rows.INT8_ZERO if zero_points else rows.INT8
+    functions = scaled_mm.INT8_ZERO if zero_points else scaled_mm.INT8
     in_use = ("sorted", (torch.tensor([len(x)], dtype=torch.int32, device=device),))
     quantize_rows(x.to(device), values, scales, functions.quantize_row, None, in_use, pdl=False)
     assert torch.equal(values.cpu()[:, : x.shape[1]], expected.values)
@@ -219,7 +221,7 @@ def test_static_codes_saturate(zero, device):
     expected = quantize_tensor(x, key, scale=scale[0], zero_point=None if zero is None else zero_point[0]).values
     packed = scale if zero is None else scale_and_zero(scale, zero_point)
     out = torch.empty(16, 128, dtype=torch.int8, device=device)
-    functions = rows.INT8 if zero is None else rows.INT8_ZERO
+    functions = scaled_mm.INT8 if zero is None else scaled_mm.INT8_ZERO
     static_kernel[(1,)](x.to(device), packed.to(device), out, 16, 128, functions.quantize_static)
     assert torch.equal(out.cpu(), expected)
 

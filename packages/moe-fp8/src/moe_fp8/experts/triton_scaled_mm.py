@@ -2,7 +2,7 @@
 
 Weights stay as the checkpoint has them; gate and up keep scales of their own.  Activations have one scale per token,
 one for all (both found at run time) or one per expert (static).  Standard and batched format.
-``moe_core.gemm.fused.rows`` says what a call consists of.
+``moe_core.gemm.fused.scaled_mm`` says what a call consists of.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_core import (
     make_quant_config,
 )
 from moe_core.errors import TensorError
-from moe_core.gemm.experts import RowExperts
+from moe_core.gemm.experts import ScaledMMExperts
 from moe_core.quant_key import (
     QuantKey,
     kFp8DynamicTensorSym,
@@ -33,7 +33,7 @@ from moe_core.quant_key import (
 )
 
 if TYPE_CHECKING:
-    from moe_core.gemm.fused.rows import Granularity, RowFunctions
+    from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions
 
 _WEIGHTS = (kFp8StaticTensorSym, kFp8StaticChannelSym)
 _ACTIVATIONS: dict[QuantKey | None, Granularity] = {
@@ -43,7 +43,7 @@ _ACTIVATIONS: dict[QuantKey | None, Granularity] = {
 }
 
 
-class TritonFp8Experts(RowExperts):
+class TritonFp8Experts(ScaledMMExperts):
     """FP8 per tensor or channel through the grouped matrix product of ``moe_core.gemm``."""
 
     claims = Claims(
@@ -93,7 +93,7 @@ class TritonFp8Experts(RowExperts):
         return _ACTIVATIONS[key]
 
     @property
-    def functions(self) -> RowFunctions:
-        from moe_core.gemm.rows_e4m3 import E4M3
+    def functions(self) -> ScaledMMFunctions:
+        from moe_core.gemm.scaled_mm_e4m3 import E4M3
 
         return E4M3

@@ -27,7 +27,7 @@ from moe_core.quant_key import (
 from moe_core.reference import fused_moe_reference
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.workspace import Workspace, workspace_nbytes
-from moe_fp8.experts.triton_rows import TritonFp8Experts
+from moe_fp8.experts.triton_scaled_mm import TritonFp8Experts
 
 KINDS = {"token": kFp8DynamicTokenSym, "tensor": kFp8DynamicTensorSym, "static": kFp8StaticTensorSym}
 BATCHED = FusedMoEActivationFormat.BATCHED

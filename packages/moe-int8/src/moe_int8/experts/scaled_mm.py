@@ -1,4 +1,4 @@
-"""What W8A8 and W4A8 share on `moe_core.gemm.fused.rows`: int8 activations, with zero points or without."""
+"""What W8A8 and W4A8 share on `moe_core.gemm.fused.scaled_mm`: int8 activations, with zero points or without."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from moe_core import KernelWeights
-from moe_core.gemm.experts import RowExperts
+from moe_core.gemm.experts import ScaledMMExperts
 
 
-class Int8RowExperts(RowExperts):
+class Int8ScaledMMExperts(ScaledMMExperts):
     """int8 activations; with zero points, sums of the weights' rows are kept as ``w13_sums`` and ``w2_sums``."""
 
     @property
@@ -17,9 +17,9 @@ class Int8RowExperts(RowExperts):
         return self.activation_key is not None and not self.activation_key.symmetric
 
     @property
-    def splits_loops(self) -> bool:
+    def supports_split_k(self) -> bool:
         # the sums of rows are those of the whole k loop
-        return super().splits_loops and not self.zero_points
+        return super().supports_split_k and not self.zero_points
 
     @property
     def scale_dtype(self) -> torch.dtype:

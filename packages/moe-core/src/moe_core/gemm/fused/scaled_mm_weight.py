@@ -1,0 +1,77 @@
+"""Weights of 8 bits (or packed in fewer) beside 8-bit rows, with scales that do not change along k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions
+from moe_core.gemm.fused.scheme import Rows
+from moe_core.gemm.launch import GemmWeight, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
+from moe_core.gemm.plan import TileConfig
+
+
+def scaled_mm_weight(
+    functions: ScaledMMFunctions,
+    weights: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    rows: int,
+    columns: int,
+    *,
+    granularity: Granularity,
+    extra: tuple[Any, ...] = (),
+) -> GemmWeight:
+    """Weights [E, rows of all halves, K] with scales [E, rows, 1] or [E, halves]; ``rows`` of one half.
+
+    ``functions.packed`` of the ``columns`` K lie in an element of ``weights``.  ``granularity`` of the rows that they
+    meet.  ``extra`` goes behind what `rows.open_weights` takes, for functions of a scheme's own.
+    """
+    half, row = (rows * scales.stride(1), scales.stride(1)) if scales.dim() == 3 else (scales.stride(1), 0)
+    strides = (scales.stride(0), half, row, *extra)
+    aligned = is_aligned(weights)
+    load_raw = functions.load_raw_static if granularity == "static" else functions.load_raw
+    prefetch = functions.prefetch_weights if aligned and columns % 16 == 0 else None
+
+    def tile_functions(config: TileConfig, a: Rows) -> TileFunctions:
+        raw = a.form == "raw"
+        return TileFunctions(
+            functions.open_raw if raw else functions.open_values,
+            load_raw if raw else functions.load_values,
+            functions.open_weights,
+            functions.load_weights,
+            functions.multiply,
+            functions.finish,
+            prefetch,
+            functions.accumulate,
+        )
+
+    warp_specialised = None
+    if functions.warp_specialised is not None:
+        warp_specialised = WarpSpecialisedGemm(weights, functions.warp_specialised, (scales, *strides))
+    return GemmWeight(
+        (weights, scales, weights.stride(0), weights.stride(1), *strides),
+        rows,
+        columns,
+        tile_functions,
+        functions.block_k,
+        bias,
+        packed_descriptor(weights, functions.packed),
+        aligned,
+        warp_specialised=warp_specialised,
+    )
+
+
+def packed_descriptor(weights: Tensor, packed: int) -> Callable[[int, int], Any] | None:
+    """As `weight_descriptor`, for tiles of so many columns, of which ``packed`` lie in an element of ``weights``."""
+    make: Callable[[int, int], Any] | None = weight_descriptor(weights)
+    if make is None or packed == 1:
+        return make
+    whole = make
+
+    def descriptor(block_rows: int, block_columns: int) -> Any:
+        return whole(block_rows, block_columns // packed)
+
+    return descriptor
