@@ -27,8 +27,9 @@ from moe_core.lora import LoRA, LoRAWeights
 from moe_core.memory import specimen as meta_weights
 from moe_core.quant_key import KeyPattern, QuantKey
 from moe_core.registry import registry
+from moe_core.weights import KernelWeights
 
-#: name, experts, top-k, hidden size, intermediate size; few experts, which are converted one by one
+#: name, experts, top-k, hidden size, intermediate size
 LAYERS = (
     ("deepseek-v3", 16, 8, 7168, 2048),
     ("qwen3", 16, 8, 2048, 768),
@@ -145,7 +146,7 @@ def _with(config: FusedMoEConfig, feature: Feature) -> FusedMoEConfig | None:
 def call_on_meta(experts: GroupedExperts, tokens: int, *, mapped: bool = False) -> None:
     """One call on meta tensors: its launches are those of a GPU, and `moe_core.jit.launch.record` collects them."""
     config = experts.config
-    weights = experts.convert(meta_weights(config, experts.weight_key, experts.activation_key, "meta"))
+    weights = _weights(experts)
     workspace = {spec.name: _meta(*spec.shape, dtype=spec.dtype) for spec in experts.workspaces(tokens)}
     shape = (config.local_experts, tokens) if experts.batched else (tokens,)
     x = _meta(*shape, config.hidden_size, dtype=config.dtype)
@@ -163,6 +164,25 @@ def call_on_meta(experts: GroupedExperts, tokens: int, *, mapped: bool = False) 
         expert_map=_meta(config.num_experts, dtype=torch.int32) if mapped else None,
         expert_tokens=ExpertTokensMetadata(_meta(config.local_experts, dtype=torch.int32)),
         lora=lora,
+    )
+
+
+def _weights(experts: GroupedExperts) -> KernelWeights:
+    """Converted weights: of one expert, as many times as there are experts, which are alike."""
+    weight_key, activation_key, config = experts.weight_key, experts.activation_key, experts.config
+    one = replace(config, num_local_experts=1)
+    made = type(experts)(one, weight_key=weight_key, activation_key=activation_key, device=experts.device_info)
+    converted = made.convert(meta_weights(one, weight_key, activation_key, "meta"))
+
+    def stacked(tensor: Tensor) -> Tensor:
+        shape = (experts.config.local_experts, *tensor.shape[1:])
+        return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    return KernelWeights(
+        w13=stacked(converted.w13),
+        w2=stacked(converted.w2),
+        quant_config=converted.quant_config.map(stacked),
+        extra={name: stacked(tensor) for name, tensor in converted.extra.items()},
     )
 
 
