@@ -37,12 +37,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixed int8 plain": {"family": "mixed_input", "element": "int8", "gated": False},
     "mixed e2m1": {"family": "mixed_input", "element": "e2m1"},
     "mixed float32": {"family": "mixed_input", "element": "int8", "dtype_bytes": 4},
-    "portable": {"family": "portable", "element": "int4"},
-    "portable groups": {"family": "portable", "element": "int8", "group_size": 32},
-    "portable permuted": {"family": "portable", "element": "int4", "group_size": 128, "permuted": True},
-    "portable float32": {"family": "portable", "element": "int4", "dtype_bytes": 4},
-    "portable e2m1": {"family": "portable", "element": "e2m1"},
-    "portable e2m1 blocks": {"family": "portable", "element": "e2m1", "group_size": 128},
+    "as_stored": {"family": "as_stored", "element": "int4"},
+    "as stored groups": {"family": "as_stored", "element": "int8", "group_size": 32},
+    "as stored permuted": {"family": "as_stored", "element": "int4", "group_size": 128, "permuted": True},
+    "as stored float32": {"family": "as_stored", "element": "int4", "dtype_bytes": 4},
+    "as stored e2m1": {"family": "as_stored", "element": "e2m1"},
+    "as stored e2m1 blocks": {"family": "as_stored", "element": "e2m1", "group_size": 128},
 }
 
 
@@ -95,7 +95,7 @@ def test_tiles_without_halves_end_where_the_room_for_h_does(size: int) -> None:
         assert -(-size // BLOCK_N) * BLOCK_N % plan.gemm1.block_n == 0
 
 
-@pytest.mark.parametrize("kind", ["mixed float32", "portable float32"])
+@pytest.mark.parametrize("kind", ["mixed float32", "as stored float32"])
 def test_float32_has_small_tiles(kind: str) -> None:
     for capability in (80, 90, 100):
         for tokens in (1, 600, 40000):
@@ -107,11 +107,11 @@ def test_float32_has_small_tiles(kind: str) -> None:
 def test_products_of_a_step_have_room_in_registers() -> None:
     """Beside them there is no room for two accumulators of 128 x 128."""
     for tokens in TOKENS:
-        for kind in ("portable groups", "int4 groups as int8"):
+        for kind in ("as stored groups", "int4 groups as int8"):
             assert plan_of(kind, tokens, 2, 8, 4096, 14336).gemm1.block_m <= 64
 
 
-@pytest.mark.parametrize("kind", ["e4m3", "int4 as int8", "e2m1 as e4m3", "mixed int4", "mixed e2m1", "portable"])
+@pytest.mark.parametrize("kind", ["e4m3", "int4 as int8", "e2m1 as e4m3", "mixed int4", "mixed e2m1", "as_stored"])
 def test_rows_of_a_tile_grow_with_the_rows_of_an_expert(kind: str) -> None:
     rows = [plan_of(kind, tokens, 4, 128, 2880, 2880).gemm1.block_m for tokens in (1, 128, 512, 1024, 2000, 8000)]
     assert rows == sorted(rows)

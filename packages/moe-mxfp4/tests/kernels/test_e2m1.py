@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from moe_core.config import FusedMoEConfig
+from moe_core.gemm.as_stored.words import as_words
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.portable.words import as_words
 from moe_core.kernel import FusedMoEKernel
 from moe_core.numerics import E2M1_VALUES
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel

@@ -13,7 +13,7 @@
     hopper.py          the warp-specialised kernel of sm_90, for many rows per expert; hopper_*.py
     lora.py            what adapters add to both GEMMs
     marlin/            mixed_input, repacked at load: 16-bit activations beside int4, int8, e4m3, e2m1; and gemv
-    portable/          mixed_input, as stored
+    as_stored/         mixed_input, weights as stored
     workspaces.py      scratch memory
 
 A scheme writes how its operands are loaded and scaled (`moe_fp8.kernels.block` is the model) and nothing else.

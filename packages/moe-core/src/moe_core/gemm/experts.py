@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from moe_core.gemm.fused.scheme import ActivationScheme, CallShape
     from moe_core.gemm.heuristics.gemv import GemvPlan
     from moe_core.gemm.launch import GemmWeight
-    from moe_core.gemm.marlin.vector import GemvLayer
+    from moe_core.gemm.marlin.gemv import GemvLayer
 
 
 class GroupedExperts(FusedMoEExpertsModular):
@@ -205,8 +205,8 @@ class ScaledMMExperts(GroupedExperts):
 
         static = weights is not None and self.granularity == "static"
         x, h = self.static_scales(weights) if static and weights is not None else (None, None)
-        raw = quantizes_while_loading(self.device_info.capability)
-        return ScaledMMScheme(self.functions, self.granularity, x, h, self.scale_dtype, raw)
+        on_load = quantizes_while_loading(self.device_info.capability)
+        return ScaledMMScheme(self.functions, self.granularity, x, h, self.scale_dtype, on_load)
 
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
         from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight

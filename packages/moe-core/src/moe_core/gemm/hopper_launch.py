@@ -64,7 +64,7 @@ def hopper_gemm(
     experts, rows, columns = special.tensor.shape
     tensor = special.tensor
     found = out.arguments[0] if out.kind == "static" and out.arguments is not None else out.scales
-    most = routing.max_tiles(pairs.block_m) * triton.cdiv(b.rows, TILE if gated else 2 * TILE)
+    most = routing.max_tiles(pairs.block_m) * triton.cdiv(b.n, TILE if gated else 2 * TILE)
     result = out.values
     processors = torch.cuda.get_device_properties(result.device).multi_processor_count if result.is_cuda else 132
     limit = activation.limit if activation is not None else None
@@ -95,7 +95,7 @@ def hopper_gemm(
             activation.beta if activation is not None else 0.0,
             limit if limit is not None else 0.0,
         ),
-        b.rows,
+        b.n,
         columns,
         rows,
         multiply=special.multiply(),

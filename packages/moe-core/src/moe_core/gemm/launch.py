@@ -52,7 +52,8 @@ class GemmWeight:
     """The weight of one GEMM, made once per layer: what kernels get of it, and how many rows and columns there are.
 
     - ``arguments``: the tuple `b_args` of the tile kernel's `open_b`
-    - ``rows`` of one half (gate or up) where gated, ``columns`` K; ``bias`` [E, rows of all halves], any float dtype
+    - ``n`` rows, of one half (gate or up) where gated, and ``k`` columns; ``bias`` [E, rows of all halves], any float
+      dtype
     - ``functions``: the device functions for a launch configuration and an operand A
     - ``block_k``: columns of a step of the k loop
     - ``descriptor`` makes the host-side tensor descriptor for a tile of so many rows and columns; None: the weight must
@@ -64,8 +65,8 @@ class GemmWeight:
     """
 
     arguments: tuple[Any, ...]
-    rows: int
-    columns: int
+    n: int
+    k: int
     functions: Callable[[TileConfig, Rows], TileFunctions] = _no_functions
     block_k: int = 128
     bias: Tensor | None = None
@@ -221,7 +222,7 @@ def grouped_gemm(
     limit = activation.limit if activation is not None else None
     batched = isinstance(pairs, BatchedRows)
     whole = config.split_k == 1
-    rows = triton.cdiv(b.rows, 8) * 16 if b.interleaved else b.rows
+    rows = triton.cdiv(b.n, 8) * 16 if b.interleaved else b.n
     launch(
         grouped_gemm_kernel,
         (tiles * triton.cdiv(rows, config.block_n) * config.split_k,),
@@ -236,8 +237,8 @@ def grouped_gemm(
         bias,
         None if lora is None else lora.kernel_args,
         routing.weights if isinstance(routing, Routing) else None,
-        b.rows,
-        b.columns,
+        b.n,
+        b.k,
         out.values.stride(0),
         0 if out.scales is None else out.scales.stride(0),
         0 if bias is None else bias.stride(0),
@@ -260,7 +261,7 @@ def grouped_gemm(
         BLOCK_K=block_k,
         GROUP_M=config.group_m,
         EVEN_N=rows % config.block_n == 0,
-        EVEN_K=b.columns % block_k == 0,
+        EVEN_K=b.k % block_k == 0,
         SWAP_AB=config.swap_ab,
         GATED=activation is not None and activation.gated,
         INTERLEAVED=b.interleaved,

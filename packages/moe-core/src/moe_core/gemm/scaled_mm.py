@@ -11,9 +11,9 @@ A token whose values are not finite where its scale is made of them, or NaN wher
 of NaN.  Codes of e4m3 carry that.  Codes of integers don't: the row's scale becomes NaN, or, where programs that see a
 part of a row make codes for a static scale, the row is marked, and who reads it makes its scale NaN (`marked`).
 
-Few rows are quantised while they are loaded (`open_wide`, `load_wide`): their tile is small beside that of the weights,
-and the scale, which needs the whole row or tensor, is known by then: static, or the magnitude that the kernel before
-has left.
+Few rows are quantised while they are loaded (`open_unquantized_rows`, `load_scaled_rows`): their tile is small beside
+that of the weights, and the scale, which needs the whole row or tensor, is known by then: static, or the magnitude that
+the kernel before has left.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def load_values(state, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def open_wide(a_args, rows, expert, MAX: tl.constexpr):
+def open_unquantized_rows(a_args, rows, expert, MAX: tl.constexpr):
     """As `open_values`, of values in a wider type; scales may be magnitudes (bits, int32).  A ends with K and marks."""
     values, scales, stride, scale_row, scale_expert, columns, marks = a_args
     scale = tl.load(scales + rows * scale_row + expert * scale_expert)
@@ -89,7 +89,7 @@ def open_wide(a_args, rows, expert, MAX: tl.constexpr):
 
 
 @triton.jit
-def load_wide(state, k, BLOCK_K: tl.constexpr, STATIC: tl.constexpr):
+def load_scaled_rows(state, k, BLOCK_K: tl.constexpr, STATIC: tl.constexpr):
     """Tile [BLOCK_M, BLOCK_K], float32, divided by its scales; infinities become NaN, or stay where they are STATIC."""
     values, scale, columns = state
     column = k * BLOCK_K + tl.arange(0, BLOCK_K)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions
-from moe_core.gemm.scaled_mm import largest, load_wide, open_wide, scale_of, scale_of_parts
+from moe_core.gemm.scaled_mm import largest, load_scaled_rows, open_unquantized_rows, scale_of, scale_of_parts
 from moe_core.jit.casts import INTERPRET, divide, divide_all, factor_e4m3, narrow_e4m3
 from moe_core.ops._quantize_kernels import encode
 
@@ -31,21 +31,21 @@ def saturate(x):
 
 
 @triton.jit
-def open_raw(a_args, rows, expert):
-    """`open_wide`."""
-    return open_wide(a_args, rows, expert, E4M3_MAX)
+def open_unquantized(a_args, rows, expert):
+    """`open_unquantized_rows`."""
+    return open_unquantized_rows(a_args, rows, expert, E4M3_MAX)
 
 
 @triton.jit
-def load_raw(state, k, BLOCK_K: tl.constexpr):
+def load_and_quantize(state, k, BLOCK_K: tl.constexpr):
     """Tile [BLOCK_M, BLOCK_K], quantised in registers."""
-    return saturate(load_wide(state, k, BLOCK_K, False)), 0.0
+    return saturate(load_scaled_rows(state, k, BLOCK_K, False)), 0.0
 
 
 @triton.jit
-def load_raw_static(state, k, BLOCK_K: tl.constexpr):
-    """As `load_raw`, by static scales."""
-    return saturate(load_wide(state, k, BLOCK_K, True)), 0.0
+def load_and_quantize_static(state, k, BLOCK_K: tl.constexpr):
+    """As `load_and_quantize`, by static scales."""
+    return saturate(load_scaled_rows(state, k, BLOCK_K, True)), 0.0
 
 
 @triton.jit
@@ -93,9 +93,9 @@ def _warp_specialised() -> Any:
 
 E4M3 = ScaledMMFunctions(
     dtype=torch.float8_e4m3fn,
-    open_raw=open_raw,
-    load_raw=load_raw,
-    load_raw_static=load_raw_static,
+    open_unquantized=open_unquantized,
+    load_and_quantize=load_and_quantize,
+    load_and_quantize_static=load_and_quantize_static,
     multiply=multiply,
     quantize_row=quantize_row,
     quantize_static=quantize_static,

@@ -33,7 +33,7 @@ from moe_core.quant_key import (
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_core.gemm.marlin.vector import VectorFunctions
+    from moe_core.gemm.marlin.gemv import GemvFunctions
     from moe_core.gemm.marlin.weight import MarlinMatrix
 
 _BLOCKS = (GroupShape(128, 128), GroupShape(64, 128), GroupShape(64, 64), GroupShape(128, 64))
@@ -78,10 +78,10 @@ class MarlinE4M3Experts(MarlinExperts):
 
         return e4m3_functions
 
-    def vectors(self, matrix: MarlinMatrix) -> VectorFunctions | None:
-        from moe_fp8.kernels.marlin_e4m3 import e4m3_vectors
+    def gemv_functions(self, matrix: MarlinMatrix) -> GemvFunctions | None:
+        from moe_fp8.kernels.marlin_e4m3 import e4m3_gemv
 
-        return e4m3_vectors(matrix)
+        return e4m3_gemv(matrix)
 
     def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
         from moe_core.gemm.marlin.weight import MarlinMatrix

@@ -42,7 +42,7 @@ class TritonMxfp8Experts(MarlinE4M3Experts):
         return torch.bfloat16
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
+        from moe_core.gemm.as_stored.activations import MX_GROUP, round_mxfp8
         from moe_core.gemm.fused.groups import GroupScheme
-        from moe_core.gemm.portable.activations import MX_GROUP, round_mxfp8
 
         return GroupScheme(round_mxfp8, torch.bfloat16, MX_GROUP.value, keeps_range=False)

@@ -20,6 +20,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.operand import (
     FEW,
     STEP,
@@ -35,7 +36,6 @@ from moe_core.gemm.marlin.operand import (
     step_powers,
     tile_words,
 )
-from moe_core.gemm.marlin.vector import VectorFunctions
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.marlin.widen import byte_columns, byte_values, pair
 from moe_core.gemm.plan import TileConfig
@@ -261,6 +261,6 @@ def e4m3_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, 
     return opened, {128: load_groups_1, 64: load_groups_2}[size], multiply_groups, finish_factors
 
 
-def e4m3_vectors(matrix: MarlinMatrix) -> VectorFunctions | None:
+def e4m3_gemv(matrix: MarlinMatrix) -> GemvFunctions | None:
     """For one token; None where scales change along a row, whose tiles were measured ahead."""
-    return VectorFunctions(e4m3_values, "row") if matrix.group_size == -1 else None
+    return GemvFunctions(e4m3_values, "row") if matrix.group_size == -1 else None

@@ -19,7 +19,7 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions
-from moe_core.gemm.scaled_mm import load_values, load_wide
+from moe_core.gemm.scaled_mm import load_scaled_rows, load_values
 from moe_core.gemm.weight_tile import weight_rows, weight_tile
 from moe_core.jit.casts import INTERPRET, round_int8
 from moe_core.jit.wait import wait_for_mma
@@ -57,10 +57,10 @@ def load_halves(state, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def load_raw_halves(state, k, BLOCK_K: tl.constexpr):
+def load_and_quantize_halves(state, k, BLOCK_K: tl.constexpr):
     """As `load_halves`, quantised in registers."""
-    low = round_int8(load_wide(state, 2 * k, BLOCK_K // 2, False))
-    high = round_int8(load_wide(state, 2 * k + 1, BLOCK_K // 2, False))
+    low = round_int8(load_scaled_rows(state, 2 * k, BLOCK_K // 2, False))
+    high = round_int8(load_scaled_rows(state, 2 * k + 1, BLOCK_K // 2, False))
     return (low, high), 0.0
 
 
@@ -179,8 +179,8 @@ def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
     base = replace(
         INT8_ZERO if zero_points else INT8,
         load_values=load_halves,
-        load_raw=None if zero_points else load_raw_halves,
-        load_raw_static=None,
+        load_and_quantize=None if zero_points else load_and_quantize_halves,
+        load_and_quantize_static=None,
         load_weights=load_packed,
         prefetch_weights=None,
         multiply=multiply,

@@ -23,10 +23,10 @@ from moe_core.gemm.scaled_mm import (
     INFINITY_BITS,
     has_nan,
     largest,
-    load_wide,
+    load_scaled_rows,
     marked,
+    open_unquantized_rows,
     open_weights,
-    open_wide,
     scale_of,
     scale_of_parts,
 )
@@ -56,21 +56,21 @@ def open_values(a_args, rows, expert):
 
 
 @triton.jit
-def open_raw(a_args, rows, expert):
-    """`open_wide`."""
-    return open_wide(a_args, rows, expert, INT8_MAX)
+def open_unquantized(a_args, rows, expert):
+    """`open_unquantized_rows`."""
+    return open_unquantized_rows(a_args, rows, expert, INT8_MAX)
 
 
 @triton.jit
-def load_raw(state, k, BLOCK_K: tl.constexpr):
+def load_and_quantize(state, k, BLOCK_K: tl.constexpr):
     """Tile [BLOCK_M, BLOCK_K], quantised in registers."""
-    return round_int8(load_wide(state, k, BLOCK_K, False)), 0.0
+    return round_int8(load_scaled_rows(state, k, BLOCK_K, False)), 0.0
 
 
 @triton.jit
-def load_raw_static(state, k, BLOCK_K: tl.constexpr):
-    """As `load_raw`, by static scales."""
-    return round_int8(load_wide(state, k, BLOCK_K, True)), 0.0
+def load_and_quantize_static(state, k, BLOCK_K: tl.constexpr):
+    """As `load_and_quantize`, by static scales."""
+    return round_int8(load_scaled_rows(state, k, BLOCK_K, True)), 0.0
 
 
 @triton.jit
@@ -181,9 +181,9 @@ def _warp_specialised_zero() -> Any:
 
 INT8 = ScaledMMFunctions(
     dtype=torch.int8,
-    open_raw=open_raw,
-    load_raw=load_raw,
-    load_raw_static=load_raw_static,
+    open_unquantized=open_unquantized,
+    load_and_quantize=load_and_quantize,
+    load_and_quantize_static=load_and_quantize_static,
     multiply=multiply,
     quantize_row=quantize_row,
     quantize_static=quantize_static,

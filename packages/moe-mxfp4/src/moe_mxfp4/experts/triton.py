@@ -29,9 +29,9 @@ from moe_core import (
     make_quant_config,
 )
 from moe_core.errors import TensorError
+from moe_core.gemm.as_stored.kinds import ActivationKind
+from moe_core.gemm.as_stored.words import as_words
 from moe_core.gemm.experts import GroupedExperts
-from moe_core.gemm.portable.kinds import ActivationKind
-from moe_core.gemm.portable.words import as_words
 
 from moe_mxfp4.keys import ACTIVATIONS
 from moe_mxfp4.scales import group_scales, has_scaled_units, step_scales
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 class TritonMxfp4Experts(GroupedExperts):
     """e2m1 codes that become numbers in registers, through the grouped matrix product of ``moe_core.gemm``."""
 
-    family = "portable"
+    family = "as_stored"
     #: scales of each step beside the product; masks of odd sizes
     accepted_spills = (192, 320)
 
@@ -112,14 +112,14 @@ class TritonMxfp4Experts(GroupedExperts):
         return replace(super().problem, dtype_bytes=4 if self.short_steps else 2, group_size=group_size)
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
-        from moe_core.gemm.portable.scheme import portable_scheme
+        from moe_core.gemm.as_stored.scheme import as_stored_scheme
 
         quant = None if weights is None else weights.quant_config
         static = (None, None) if quant is None else (quant.a1_scale, quant.a2_scale)
-        return portable_scheme(self.kind, 4, self.config.dtype, scaled=self.scaled, static=static)
+        return as_stored_scheme(self.kind, 4, self.config.dtype, scaled=self.scaled, static=static)
 
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
-        from moe_core.gemm.portable.scheme import STEP
+        from moe_core.gemm.as_stored.scheme import STEP
 
         from moe_mxfp4.kernels.matrix import SHORT_STEP, e2m1_weight, scaled_weight
 

@@ -3,7 +3,7 @@
     weights       int32 words [E, rows, words], the checkpoint's bytes: 8 codes, low bits first
     scales        int32 [E, steps of 128 columns, rows]: the bytes of four groups, relative to the row's largest
     factors       float32 [E, rows]: the row's largest scale, which multiplies the finished sums
-    activations   bfloat16, float16 or float32; see `moe_core.gemm.portable`
+    activations   bfloat16, float16 or float32; see `moe_core.gemm.as_stored`
 
 An e2m1 code's three bits in the place of the lowest two of an exponent and the highest of a mantissa are that number
 times 2^-126 (bfloat16, float32) or 2^-14 (float16), subnormals included.  One multiplication by a power of two makes it
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.gemm.portable.tiles import add_product, in_order, load_words, product
+from moe_core.gemm.as_stored.tiles import add_product, in_order, load_words, product
 from moe_core.gemm.weight_tile import weight_rows
 from moe_core.jit.casts import INTERPRET
 

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from moe_core.gemm import scaled_mm
+from moe_core.gemm.as_stored import tiles
+from moe_core.gemm.as_stored.kinds import ActivationKind
+from moe_core.gemm.as_stored.scheme import STEP, packed_weight
 from moe_core.gemm.launch import GemmWeight, TileFunctions
-from moe_core.gemm.portable import tiles
-from moe_core.gemm.portable.kinds import ActivationKind
-from moe_core.gemm.portable.scheme import STEP, packed_weight
 from torch import Tensor
 
 from moe_mxfp4.kernels import e2m1, scaled

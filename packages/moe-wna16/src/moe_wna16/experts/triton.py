@@ -28,9 +28,9 @@ from moe_core import (
     make_quant_config,
 )
 from moe_core.errors import TensorError
+from moe_core.gemm.as_stored.kinds import ActivationKind
+from moe_core.gemm.as_stored.words import as_words
 from moe_core.gemm.experts import GroupedExperts
-from moe_core.gemm.portable.kinds import ActivationKind
-from moe_core.gemm.portable.words import as_words
 from torch import Tensor
 
 from moe_wna16.keys import BASES, every_key, in_order
@@ -48,7 +48,7 @@ _STEP = 128
 class TritonWNA16Experts(GroupedExperts):
     """Codes that become numbers in registers, through the grouped matrix product of ``moe_core.gemm``."""
 
-    family = "portable"
+    family = "as_stored"
     #: four groups of a step, each with a product of its own
     accepted_spills = (256, 256)
 
@@ -143,10 +143,10 @@ class TritonWNA16Experts(GroupedExperts):
         return replace(super().problem, dtype_bytes=dtype_bytes, group_size=self.group_size, permuted=self.permuted)
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
-        from moe_core.gemm.portable.scheme import portable_scheme
+        from moe_core.gemm.as_stored.scheme import as_stored_scheme
 
         quant, key = None if weights is None else weights.quant_config, self.weight_key
-        return portable_scheme(
+        return as_stored_scheme(
             self.kind,
             self.bits,
             self.config.dtype,
@@ -155,7 +155,7 @@ class TritonWNA16Experts(GroupedExperts):
         )
 
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
-        from moe_core.gemm.portable.scheme import STEP
+        from moe_core.gemm.as_stored.scheme import STEP
 
         from moe_wna16.kernels.matrix import SHORT_STEP, code_weight
 

@@ -6,7 +6,7 @@
 
 A code minus its zero point is an integer of at most 8 bits and a sign, which every such type holds.  It is made in the
 low bits of a mantissa and what the bits around it are worth is subtracted: exact, without a conversion.
-`moe_core.gemm.portable.tiles` has the order of columns.
+`moe_core.gemm.as_stored.tiles` has the order of columns.
 
 Where a row has one scale it multiplies the finished sum, that of a group the group's sum, both in float32.
 Columns in any order have scales of their own: the product of number and scale then enters as a sum of two numbers of
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.gemm.portable.tiles import add_product, in_order, load_words, product
+from moe_core.gemm.as_stored.tiles import add_product, in_order, load_words, product
 from moe_core.gemm.scaled_mm import load_values
 from moe_core.gemm.weight_tile import weight_rows
 from moe_core.jit.casts import INTERPRET

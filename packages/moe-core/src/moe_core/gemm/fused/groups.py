@@ -145,7 +145,7 @@ class GroupScheme(ActivationScheme):
                 ("all", ()),
                 pdl=False,
             )
-        rows, columns = self.rows(work["h_values"], work.get("h_scales"), self.h_scale, which), call.layer.w2.columns
+        rows, columns = self.rows(work["h_values"], work.get("h_scales"), self.h_scale, which), call.layer.w2.k
         if call.layer.w13.interleaved and columns % self.block:
             # a tile of gemm1 is half as wide in h, so that columns of the last one may not be written
             return replace(rows, arguments=(*rows.arguments, columns), form="masked")

@@ -44,7 +44,7 @@ from moe_core.ops.reduce import reduce_pairs
 from moe_core.ops.sort import QuantizeRows, sort_pairs
 
 if TYPE_CHECKING:
-    from moe_core.gemm.marlin.vector import GemvLayer
+    from moe_core.gemm.marlin.gemv import GemvLayer
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,7 @@ class Call:
         h = layer.scheme.result(self)
         if config.split_k > 1 and isinstance(routing, Routing):
             by_pair = PAIR.value
-            partials = self.partials(config.split_k, weight.rows * (2 if activation.gated else 1))
+            partials = self.partials(config.split_k, weight.n * (2 if activation.gated else 1))
             self.product(config, weight, order, a, Result(partials), activation, by_pair, lora)
             reduce_split_k(
                 partials=partials,
@@ -162,7 +162,7 @@ class Call:
                 out=h,
                 routing=routing,
                 activation=activation,
-                columns=weight.rows,
+                columns=weight.n,
                 block=h.block,
                 pdl=self.plan.pdl,
                 lora=lora,
@@ -177,7 +177,7 @@ class Call:
         lora = None if self.adapters is None else self.adapters.delta("w2", self.workspace["h"], by_pair=True)
         y = out
         if isinstance(self.routing, Routing):
-            y = self.workspace["y"] if config.split_k == 1 else self.partials(config.split_k, weight.rows)
+            y = self.workspace["y"] if config.split_k == 1 else self.partials(config.split_k, weight.n)
         self.product(config, weight, order, a, Result(y), None, PAIR.value, lora)
         return y, config.split_k
 

@@ -73,7 +73,7 @@ class PlainScheme(ActivationScheme):
 
     def _rows(self, call: Call, x: Tensor, columns: Columns, which: int, *, by_token: bool) -> Rows:
         """Operand A: ``x`` itself, or gathered by pair."""
-        present = call.layer.w2.rows if by_token else call.layer.w13.rows
+        present = call.layer.w2.n if by_token else call.layer.w13.n
         count, index, factors = columns.count, columns.index, columns.factors
         form = "masked" if by_token or present % TILE else "values"
         if columns.gathers(present):

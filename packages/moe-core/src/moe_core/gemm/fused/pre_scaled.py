@@ -58,7 +58,7 @@ class PreScaledScheme(ActivationScheme):
         values, scales = work["x_values"], work["x_scales"]
         if self.pre_scaled:
             order = call.order()
-            self._enter(call, order, call.x, self.x_factors, values, scales, by_token=True)
+            self._quantize(call, order, call.x, self.x_factors, values, scales, by_token=True)
             return order, self._rows(values, scales, call.by_pair)
         job = QuantizeRows(call.x, values, scales, self.quantize, whole_row(values.shape[1]), (values,))
         which = TOKEN.value if isinstance(call.routing, Routing) else call.by_pair
@@ -70,14 +70,14 @@ class PreScaledScheme(ActivationScheme):
     def h(self, call: Call, order: Order, which: int) -> Rows:
         work = call.workspace
         values, scales = work["h_values"], work["h_scales"]
-        self._enter(call, order, work["h"][:, : call.layer.w2.columns], self.h_factors, values, scales, by_token=False)
+        self._quantize(call, order, work["h"][:, : call.layer.w2.k], self.h_factors, values, scales, by_token=False)
         return self._rows(values, scales, which)
 
     def _rows(self, values: Tensor, scales: Tensor, which: int) -> Rows:
         arguments = (values, scales, values.stride(0), 1, 0) if self.by_token else (values, values.stride(0))
         return Rows(arguments, which)
 
-    def _enter(
+    def _quantize(
         self,
         call: Call,
         order: Order,

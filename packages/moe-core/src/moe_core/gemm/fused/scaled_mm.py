@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moe_core.gemm.fused.layer import Call
 
 #: rows of a tile up to which values may be quantised while they are loaded
-MAX_RAW_ROWS = 32
+MAX_ROWS_QUANTIZED_ON_LOAD = 32
 #: columns of h up to which programs are so short that a launch of its own quantises it faster
 MAX_SHORT = 512
 
@@ -44,8 +44,8 @@ class ScaledMMFunctions:
     - ``multiply``: the product of a step, added to a sum of the type ``accumulate``
     - ``quantize_row`` (its own scale), ``quantize_static`` (a tile of one expert) and ``quantize_static_rows`` (rows of
       several), ``quantize_by_amax`` (one scale for all rows)
-    - ``open_raw``, ``load_raw``, and by static scales ``load_raw_static``: rows that are quantised while they are
-      loaded; None where they cannot be
+    - ``open_unquantized``, ``load_and_quantize``, and by static scales ``load_and_quantize_static``: rows that are
+      quantised while they are loaded; None where they cannot be
     - ``warp_specialised``: gives the k loop for `moe_core.gemm.hopper`, imported on use; None: there is none
     - ``open_values``, ``load_values``, ``open_weights``, ``load_weights``, ``finish``, ``prefetch_weights`` (or None):
       those of `moe_core.gemm.scaled_mm`, or what goes with other scales and weights
@@ -60,9 +60,9 @@ class ScaledMMFunctions:
     quantize_static: Any
     quantize_static_rows: Any
     quantize_by_amax: Any = None
-    open_raw: Any = None
-    load_raw: Any = None
-    load_raw_static: Any = None
+    open_unquantized: Any = None
+    load_and_quantize: Any = None
+    load_and_quantize_static: Any = None
     warp_specialised: Callable[[], Any] | None = None
     open_values: Any = device.open_values
     load_values: Any = device.load_values
@@ -80,10 +80,10 @@ class ScaledMMFunctions:
 class ScaledMMScheme(ActivationScheme):
     """Rows of ``functions``' type with a scale each, or one for all.
 
-    ``x_scale`` and ``h_scale`` [E] of static ones.  ``scale_dtype`` of scales in scratch memory.  ``raw``: few rows may
-    be quantised while they are loaded, if ``functions`` can.  ``takes_values``: ``quantize_row`` gets the tensor that
-    values go to, for its type.  A dynamic scale per tensor spans the tokens, then the pairs, that have a local expert,
-    as far as they are finite.
+    ``x_scale`` and ``h_scale`` [E] of static ones.  ``scale_dtype`` of scales in scratch memory.  ``quantize_on_load``:
+    few rows may be quantised while they are loaded, if ``functions`` can.  ``takes_values``: ``quantize_row`` gets the
+    tensor that values go to, for its type.  A dynamic scale per tensor spans the tokens, then the pairs, that have a
+    local expert, as far as they are finite.
     """
 
     functions: ScaledMMFunctions
@@ -91,7 +91,7 @@ class ScaledMMScheme(ActivationScheme):
     x_scale: Tensor | None = None
     h_scale: Tensor | None = None
     scale_dtype: torch.dtype = torch.float32
-    raw: bool = True
+    quantize_on_load: bool = True
 
     def weights_first(self, has_lora: bool) -> bool:
         # what shares a scale with others must have its weight before it is quantised
@@ -116,18 +116,20 @@ class ScaledMMScheme(ActivationScheme):
 
     # -------------------------------------------------------------- what a call makes of it
 
-    def _loads_raw(self, call: Call) -> bool:
+    def _quantizes_on_load(self, call: Call) -> bool:
         """Whether rows are few, and may be quantised while they are loaded."""
         static = self.granularity == "static"
-        load = self.functions.load_raw_static if static else self.functions.load_raw
-        return self.raw and load is not None and call.plan.block_m <= MAX_RAW_ROWS
+        load = self.functions.load_and_quantize_static if static else self.functions.load_and_quantize
+        return self.quantize_on_load and load is not None and call.plan.block_m <= MAX_ROWS_QUANTIZED_ON_LOAD
 
-    def _loads_raw_h(self, call: Call) -> bool:
+    def _quantizes_h_on_load(self, call: Call) -> bool:
         few_launches = call.plan.gemm1.split_k > 1  # where launches are a good part of the time
         # one scale for all says nothing of a row, and who loads a part of it can't know
         kinds = ("token",) if self.functions.marks else ("token", "tensor")
         return (
-            self.granularity in kinds and self._loads_raw(call) and (few_launches or call.layer.w2.columns > MAX_SHORT)
+            self.granularity in kinds
+            and self._quantizes_on_load(call)
+            and (few_launches or call.layer.w2.k > MAX_SHORT)
         )
 
     def _amax(self, call: Call) -> Tensor | None:
@@ -135,7 +137,7 @@ class ScaledMMScheme(ActivationScheme):
         amax, kind = call.workspace["amax"], self.granularity
         if kind == "tensor":
             return amax[:1]
-        wanted = self.functions.marks if kind == "static" else self._loads_raw_h(call)
+        wanted = self.functions.marks if kind == "static" else self._quantizes_h_on_load(call)
         return amax[: call.pairs] if wanted else None
 
     def _rows(
@@ -154,12 +156,12 @@ class ScaledMMScheme(ActivationScheme):
             arguments = (*arguments, marks)
         return Rows(arguments, which, warp_specialised=(scales, by_row or None, marks))
 
-    def _raw_rows(
+    def _unquantized_rows(
         self, values: Tensor, scales: Tensor, which: int, columns: int, *, by_row: int, by_expert: int = 0,
         marks: Tensor | None = None,
     ) -> Rows:  # fmt: skip
         """Operand A that is quantised while it is loaded; ``scales`` may be the bits of largest magnitudes."""
-        return Rows((values, scales, values.stride(0), by_row, by_expert, columns, marks), which, form="raw")
+        return Rows((values, scales, values.stride(0), by_row, by_expert, columns, marks), which, form="unquantized")
 
     # -------------------------------------------------------------- x
 
@@ -167,7 +169,7 @@ class ScaledMMScheme(ActivationScheme):
         if isinstance(call.routing, Batch):
             return self._batched_x(call, call.routing)
         # the warp-specialised kernel wants the rows of a tile side by side; a scale per expert every pair by itself
-        scatters = not self._loads_raw(call) and (
+        scatters = not self._quantizes_on_load(call) and (
             self.granularity == "static" or call.warp_specialises(call.plan.gemm1, call.layer.w13)
         )
         return self._scattered_x(call, call.routing) if scatters else self._x_by_token(call, call.routing)
@@ -177,7 +179,7 @@ class ScaledMMScheme(ActivationScheme):
         return call.workspace["amax"][:2] if self.granularity == "tensor" else self._amax(call)
 
     def _x_by_token(self, call: Call, routing: Routing) -> tuple[Order, Rows]:
-        """Quantised beside the sort or behind it, or raw."""
+        """Quantised beside the sort or behind it, or left as it is."""
         x, work, zero, which = call.x, call.workspace, self._zeroed(call), TOKEN.value
         values, found = work["x_values"], work["x_scales"]
         if self.granularity == "static":
@@ -186,7 +188,7 @@ class ScaledMMScheme(ActivationScheme):
             marks = work["x_amax"] if self.functions.marks else None
             marking = None if marks is None else QuantizeRows(x, None, marks, device.row_marks, whole_row(x.shape[1]))
             order = call.order(marking, zero=zero)
-            return order, self._raw_rows(x, self.x_scale, which, x.shape[1], by_row=0, by_expert=1, marks=marks)
+            return order, self._unquantized_rows(x, self.x_scale, which, x.shape[1], by_row=0, by_expert=1, marks=marks)
         if self.granularity == "token" or x.shape[0] == 1:
             job = QuantizeRows(x, values, found, self.functions.quantize_row, whole_row(values.shape[1]))
             return call.order(job, zero=zero), self._rows(values, found, which, by_row=1)
@@ -266,9 +268,9 @@ class ScaledMMScheme(ActivationScheme):
         values, wide, found = work["h_values"], work["h"], work["h_scales"]
         if self._in_epilogue(call) and self.h_scale is not None:
             return self._rows(values, self.h_scale, which, by_row=0, by_expert=1, marks=amax)
-        if self._loads_raw_h(call) and amax is not None:
+        if self._quantizes_h_on_load(call) and amax is not None:
             by_row = 1 if self.granularity == "token" else 0
-            return self._raw_rows(wide, amax, which, wide.shape[1], by_row=by_row)
+            return self._unquantized_rows(wide, amax, which, wide.shape[1], by_row=by_row)
         quantize: Any = self.functions.quantize_row
         arguments: tuple[Any, ...] | None = None
         if self.granularity == "tensor":

@@ -32,14 +32,14 @@ def scaled_mm_weight(
     half, row = (rows * scales.stride(1), scales.stride(1)) if scales.dim() == 3 else (scales.stride(1), 0)
     strides = (scales.stride(0), half, row, *extra)
     aligned = is_aligned(weights)
-    load_raw = functions.load_raw_static if granularity == "static" else functions.load_raw
+    load_and_quantize = functions.load_and_quantize_static if granularity == "static" else functions.load_and_quantize
     prefetch = functions.prefetch_weights if aligned and columns % 16 == 0 else None
 
     def tile_functions(config: TileConfig, a: Rows) -> TileFunctions:
-        raw = a.form == "raw"
+        unquantized = a.form == "unquantized"
         return TileFunctions(
-            functions.open_raw if raw else functions.open_values,
-            load_raw if raw else functions.load_values,
+            functions.open_unquantized if unquantized else functions.open_values,
+            load_and_quantize if unquantized else functions.load_values,
             functions.open_weights,
             functions.load_weights,
             functions.multiply,

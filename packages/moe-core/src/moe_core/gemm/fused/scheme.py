@@ -32,7 +32,7 @@ class Rows:
     - ``arguments``: the tuple `a_args` of the tile kernel's `open_a`
     - ``which``: the row of A that a row of a tile is: `POSITION`, `TOKEN` or `PAIR` of the tile kernel
     - ``form``: which `load_a` reads it; the weight's functions know these names: "values" are padded to whole tiles,
-      "raw" are quantised while they are loaded, "masked" have no padding, "indexed" are read column by column
+      "unquantized" are quantised while they are loaded, "masked" have no padding, "indexed" are read column by column
     - ``aligned``: every row starts at a multiple of 16 bytes
     - ``warp_specialised``: the tuple `a_args` of the warp-specialised kernel; None: it can't read these rows
     """

@@ -26,7 +26,7 @@ from moe_core.gemm.plan import TilePlan
 
 __all__ = ["Family", "LayerProblem", "gemv_plan", "launch_plan"]
 
-_HEURISTICS = {"scaled_mm": scaled_mm_plan, "mixed_input": mixed_input_plan, "portable": decoded_plan}
+_HEURISTICS = {"scaled_mm": scaled_mm_plan, "mixed_input": mixed_input_plan, "as_stored": decoded_plan}
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Launch configurations of weights that plain Triton operations decode: int4 to int8, and the portable layout.
+"""Launch configurations of weights that plain Triton operations decode: int4 to int8, and the as_stored layout.
 
 Every product is transposed (`swap_ab`).  A number that was made of a code should enter as many products as registers
 allow.
@@ -19,15 +19,15 @@ from moe_core.gemm.plan import TileConfig, TilePlan
 
 
 def decoded_plan(problem: LayerProblem, tokens: int) -> TilePlan:
-    """Of 8-bit activations (scaled_mm), or of wider ones (portable)."""
-    portable, stepwise = problem.family == "portable", problem.group_size != -1
+    """Of 8-bit activations (scaled_mm), or of wider ones (as_stored)."""
+    as_stored, stepwise = problem.family == "as_stored", problem.group_size != -1
     mean, capability = problem.rows_per_expert(tokens), problem.capability
-    if portable and problem.dtype_bytes == 4:
+    if as_stored and problem.dtype_bytes == 4:
         # no tensor cores: a small tile keeps the operands in registers
         config = TileConfig(16, BLOCK_N, 8, 1, 1, swap_ab=True)
         return TilePlan(config, config)
     if lacks_shared_memory(capability) or problem.permuted:
-        if not portable:
+        if not as_stored:
             return small_shared_plan(problem, tokens, most=32 if stepwise else 64)
         # scales of columns are gathered, which no pipeline hides; e2m1's enter the numbers
         most = 64 if not stepwise and problem.element != "e2m1" else 32 if capability else 16
@@ -46,13 +46,13 @@ def decoded_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         return TilePlan(gemm1, gemm2, gemm1_split > 1 or (tokens * problem.top_k <= 64 and gemm2_steps > 2))
     if mean <= 24:
         # four products of a step, or scales of its columns, take the registers of four warps
-        wide = portable and (problem.group_size == 32 or (stepwise and problem.element == "e2m1"))
+        wide = as_stored and (problem.group_size == 32 or (stepwise and problem.element == "e2m1"))
         config = TileConfig(32, BLOCK_N, 8 if wide else 4, 3, 1, True, True)
         return TilePlan(config, config)
     few = TileConfig(64, BLOCK_N, 8, 3, 8, swap_ab=True, tma=True)
     # beyond sm_90 Triton multiplies int8 as sm_80 does, with both operands in registers; two accumulators of
     # 128 x 128 leave no registers for the product of a step
-    if mean <= 48 or (stepwise if portable else capability != 90):
+    if mean <= 48 or (stepwise if as_stored else capability != 90):
         return TilePlan(few, few)
     many = TileConfig(128, BLOCK_N, 8, 3, 8, swap_ab=True, tma=True)
     return TilePlan(few if stepwise else many, many if mean > 384 else few)

@@ -8,8 +8,8 @@ from typing import Literal
 from moe_core.numerics import NumberKind
 from moe_core.quant_key import QuantKey
 
-#: kernel families; "portable" decodes weights as checkpoints store them
-Family = Literal["scaled_mm", "mixed_input", "portable"]
+#: kernel families; "as_stored" decodes weights as checkpoints store them
+Family = Literal["scaled_mm", "mixed_input", "as_stored"]
 #: weights
 Element = Literal["int4", "int8", "e2m1", "e4m3"]
 

@@ -1,4 +1,4 @@
-"""Weights that are widened in registers, for products with 16-bit activations: a family of kernels.
+"""mixed_input, repacked at load: weights are dequantised in registers and multiplied with 16-bit activations.
 
 Weights of 4 and 8 bits are put at load into the order in which the registers of the tensor cores hold them, and become
 16-bit numbers there, by a few instructions on a word: no number passes through shared memory.  Schemes add the element
@@ -10,8 +10,8 @@ type (`widen`) and say how its scales lie (`MarlinMatrix`); everything else is t
     integers   4- and 8-bit codes; `functions`, which of them a tile gets
     columns    activations in the order of permuted columns
     convert    canonical weights in this layout
-    layer      the fused layer; `experts`, the base of experts on it
-    vector     the layer for one token, without tensor cores; `vector_numbers`, words as its float32 numbers
+    weight     what the tile kernel gets of a weight; `experts`, the base of experts
+    gemv       the layer for one token, without tensor cores; `gemv_int4`, words as its float32 numbers
 
 The name is that of the first kernel of this kind (Frantar et al., 2024, arXiv:2408.11743).
 """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moe_core.gemm.heuristics.gemv import GemvPlan
     from moe_core.gemm.launch import GemmWeight
     from moe_core.gemm.marlin.convert import Converted
-    from moe_core.gemm.marlin.vector import GemvLayer, VectorFunctions
+    from moe_core.gemm.marlin.gemv import GemvFunctions, GemvLayer
     from moe_core.gemm.marlin.weight import Functions, MarlinMatrix
 
 
@@ -43,7 +43,7 @@ class MarlinExperts(GroupedExperts):
     def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
         """What the kernels get of ``name``, w13 or w2."""
 
-    def vectors(self, matrix: MarlinMatrix) -> VectorFunctions | None:
+    def gemv_functions(self, matrix: MarlinMatrix) -> GemvFunctions | None:
         """What one token's products take of the element type, or None where tensor cores are ahead."""
         return None
 
@@ -91,10 +91,10 @@ class MarlinExperts(GroupedExperts):
 
     def gemv_layer(self, weights: KernelWeights) -> GemvLayer | None:
         from moe_core.gemm.launch import Activation
-        from moe_core.gemm.marlin.vector import GemvLayer
+        from moe_core.gemm.marlin.gemv import GemvLayer
 
         w13, w2 = (self.named_matrix(name, weights) for name in ("w13", "w2"))
-        functions = self.vectors(w13)
+        functions = self.gemv_functions(w13)
         return None if functions is None else GemvLayer(functions, w13, w2, Activation.of(self.config))
 
 
@@ -149,10 +149,10 @@ class MarlinIntegerExperts(MarlinExperts):
 
         return integer_functions
 
-    def vectors(self, matrix: MarlinMatrix) -> VectorFunctions | None:
-        from moe_core.gemm.marlin.functions import integer_vectors
+    def gemv_functions(self, matrix: MarlinMatrix) -> GemvFunctions | None:
+        from moe_core.gemm.marlin.functions import integer_gemv
 
-        return integer_vectors(matrix)
+        return integer_gemv(matrix)
 
     @property
     def gathered_columns(self) -> tuple[int, int]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from moe_core.gemm.marlin import integers, operand
-from moe_core.gemm.marlin.vector import VectorFunctions
-from moe_core.gemm.marlin.vector_numbers import int4_placed
+from moe_core.gemm.marlin.gemv import GemvFunctions
+from moe_core.gemm.marlin.gemv_int4 import int4_placed
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.marlin.widen import int8_values
 from moe_core.gemm.plan import TileConfig
@@ -26,7 +26,7 @@ _LOADS = {
         {128: integers.load_groups_8_1, 64: integers.load_groups_8_2, 32: integers.load_groups_8_4},
     ),
 }
-#: outputs up to which bytes with scales of groups need no tiles for one token: a scale comes with every 16 bytes
+#: n up to which bytes with scales of groups need no tiles for one token: a scale comes with every 16 bytes
 _LARGEST_BYTES = 1024
 
 
@@ -42,11 +42,11 @@ def integer_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, An
     return operand.open_groups, load_groups[size], integers.multiply_groups, finish
 
 
-def integer_vectors(matrix: MarlinMatrix) -> VectorFunctions | None:
+def integer_gemv(matrix: MarlinMatrix) -> GemvFunctions | None:
     """4- and 8-bit codes with or without zero points, one token; None where tiles were measured ahead."""
     scales = "zero" if matrix.scales.dtype == torch.int32 else "row" if matrix.group_size == -1 else "group"
     if matrix.bits == 4:
-        return VectorFunctions(int4_placed, scales, placed=True)
-    if scales != "row" and matrix.outputs > _LARGEST_BYTES:
+        return GemvFunctions(int4_placed, scales, placed=True)
+    if scales != "row" and matrix.n > _LARGEST_BYTES:
         return None
-    return VectorFunctions(int8_values, scales)
+    return GemvFunctions(int8_values, scales)

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_core.gemm.as_stored.tiles import open_plain
 from moe_core.gemm.fused.plain import Columns
 from moe_core.gemm.fused.scaled_mm_weight import packed_descriptor
 from moe_core.gemm.fused.scheme import Rows
 from moe_core.gemm.launch import GemmWeight, TileFunctions
 from moe_core.gemm.marlin import operand
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.portable.tiles import open_plain
 
 #: open_a and load_a for the forms of operand A
 _ROWS = {
@@ -29,18 +29,18 @@ class MarlinMatrix:
     """One of the two weights of a layer's experts.
 
     - ``words`` int32 [E, rows, words], see `moe_core.gemm.marlin.words`: whole steps of 128 columns; ``bits`` of a code
-    - ``outputs``: columns of the result, of one half where gate and up rows lie in turns (``interleaved``)
-    - ``columns`` of x or h as the words have them; ``group_size`` of them share a scale, -1: all of a row
+    - ``n`` columns of the result, of one half where gate and up rows lie in turns (``interleaved``)
+    - ``k`` columns of x or h as the words have them; ``group_size`` of them share a scale, -1: all of a row
     - ``scales`` [E, groups, rows] float32, or int32 with zero points (`moe_core.gemm.marlin.operand`)
     - ``factors`` float32 [E, rows]: multiply the finished sums; or None
-    - ``bias`` [E, outputs], of interleaved rows [E, 2 * outputs]: gate, then up; any float dtype
+    - ``bias`` [E, n], of interleaved rows [E, 2 * n]: gate, then up; any float dtype
     - ``index`` int32 [E, columns], ``column_factors`` float32 [E, K]: see `moe_core.gemm.marlin.columns`
     """
 
     words: Tensor
     bits: int
-    outputs: int
-    columns: int
+    n: int
+    k: int
     group_size: int
     scales: Tensor
     factors: Tensor | None = None
@@ -59,7 +59,7 @@ class MarlinMatrix:
     @property
     def activation_columns(self) -> Columns:
         """How the columns of activations stand."""
-        return Columns(self.columns, self.index, self.column_factors)
+        return Columns(self.k, self.index, self.column_factors)
 
     def gemm_weight(self, functions: Functions) -> GemmWeight:
         """What the tile kernel gets, with the ``functions`` of the element type."""
@@ -69,8 +69,8 @@ class MarlinMatrix:
 
         return GemmWeight(
             self.arguments,
-            self.outputs,
-            self.columns,
+            self.n,
+            self.k,
             tile_functions,
             bias=self.bias,
             descriptor=packed_descriptor(self.words, 32 // self.bits),

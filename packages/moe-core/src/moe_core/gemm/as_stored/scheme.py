@@ -1,4 +1,4 @@
-"""What the portable layouts give the fused layer: activations in the order of `tiles.arrange`, and a weight's words."""
+"""What weights as stored give the fused layer: activations in the order of `tiles.arrange`, and a weight's words."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from moe_core.errors import TensorError
+from moe_core.gemm.as_stored import activations
+from moe_core.gemm.as_stored.kinds import ActivationKind
 from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.fused.pre_scaled import PreScaledScheme
 from moe_core.gemm.fused.scaled_mm_weight import packed_descriptor
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import GemmWeight, TileFunctions, is_aligned
-from moe_core.gemm.portable import activations
-from moe_core.gemm.portable.kinds import ActivationKind
 
 #: depth of a step of the k loop, and columns that a step of MXFP8 scales spans
 STEP, UNIT = 128, 32
@@ -41,7 +41,7 @@ def quantizer(kind: ActivationKind, bits: int) -> Any:
     return _QUANTIZE[kind]
 
 
-def portable_scheme(
+def as_stored_scheme(
     kind: ActivationKind,
     bits: int,
     dtype: torch.dtype,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.portable.tiles import arrange
+from moe_core.gemm.as_stored.tiles import arrange
 from moe_core.gemm.scaled_mm import largest, scale_of
 from moe_core.jit.casts import divide, divide_all, narrow, narrow_e4m3, round_e2m1, round_e4m3
 from moe_core.ops._quantize_kernels import magnitude_bits

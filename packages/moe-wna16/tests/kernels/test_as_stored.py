@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.gemm.as_stored import tiles
+from moe_core.gemm.as_stored.words import as_words
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.portable import tiles
-from moe_core.gemm.portable.words import as_words
 from moe_core.kernel import FusedMoEKernel
 from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel

@@ -1,4 +1,4 @@
-"""What x and h are rounded to by the portable layer: the same numbers as the reference's quantiser."""
+"""What x and h are rounded to beside weights as stored: the same numbers as the reference's quantiser."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from moe_core.errors import ConfigError
-from moe_core.gemm.portable.activations import code_mxfp8
-from moe_core.gemm.portable.kinds import ActivationKind
-from moe_core.gemm.portable.scheme import quantizer
+from moe_core.gemm.as_stored.activations import code_mxfp8
+from moe_core.gemm.as_stored.kinds import ActivationKind
+from moe_core.gemm.as_stored.scheme import quantizer
 from moe_core.jit.casts import round_e2m1
 from moe_core.numerics import E2M1_VALUES
 from moe_core.quant_key import kFp8DynamicTensorSym, kMxfp4Dynamic, kMxfp8Dynamic

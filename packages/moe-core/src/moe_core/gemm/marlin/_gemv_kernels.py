@@ -201,7 +201,7 @@ def _row_sums(
 
 
 @triton.jit
-def vector_kernel(
+def gemv_kernel(
     out,
     x,
     b_args,

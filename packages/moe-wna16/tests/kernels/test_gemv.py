@@ -51,11 +51,11 @@ def run(experts, config, key, device, *, tokens=1, ids=None):
 @pytest.fixture
 def launched(monkeypatch):
     """How often the kernels without tensor cores were started."""
-    from moe_core.gemm.marlin import vector
+    from moe_core.gemm.marlin import gemv
 
     calls = []
-    whole = vector.GemvLayer.__call__
-    monkeypatch.setattr(vector.GemvLayer, "__call__", lambda *given, **named: calls.append(1) or whole(*given, **named))
+    whole = gemv.GemvLayer.__call__
+    monkeypatch.setattr(gemv.GemvLayer, "__call__", lambda *given, **named: calls.append(1) or whole(*given, **named))
     return calls
 
 

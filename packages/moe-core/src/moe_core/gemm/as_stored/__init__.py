@@ -1,4 +1,4 @@
-"""Packed codes that become numbers in registers by plain Triton operations: the layer of the portable backends.
+"""Packed codes that become numbers in registers by plain Triton operations: weights as stored.
 
 Checkpoints' bytes stay as they are, read as 32-bit words; the activations are written once in the order of columns in
 which a thread of the tensor cores holds the numbers of a word.  Schemes add how a tile of words is loaded, scaled and

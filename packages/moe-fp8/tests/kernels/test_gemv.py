@@ -23,12 +23,12 @@ KEYS = [kFp8StaticTensorSym, kFp8StaticChannelSym, kFp8Static128BlockSym, kMxfp8
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_every_kind_of_scales(key, dtype, device, monkeypatch):
-    from moe_core.gemm.marlin import vector
+    from moe_core.gemm.marlin import gemv
 
     launched = []
-    whole = vector.GemvLayer.__call__
+    whole = gemv.GemvLayer.__call__
     monkeypatch.setattr(
-        vector.GemvLayer, "__call__", lambda *given, **named: launched.append(1) or whole(*given, **named)
+        gemv.GemvLayer, "__call__", lambda *given, **named: launched.append(1) or whole(*given, **named)
     )
     config = FusedMoEConfig(num_experts=5, top_k=3, hidden_size=224, intermediate_size=160, dtype=dtype, has_bias=True)
     target = DeviceInfo.current(device) if device.type == "cuda" else DeviceInfo.parse("sm90")

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.gemm.launch import Activation, Routing
-from moe_core.gemm.marlin._vector_kernels import vector_kernel
+from moe_core.gemm.marlin._gemv_kernels import gemv_kernel
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.jit.launch import launch
 from moe_core.ops.reduce import reduce_pairs
 
 
 @dataclass(frozen=True, eq=False)
-class VectorFunctions:
-    """An element type's device function, and what its scales are; see `moe_core.gemm.marlin._vector_kernels`.
+class GemvFunctions:
+    """An element type's device function, and what its scales are; see `moe_core.gemm.marlin._gemv_kernels`.
 
     ``placed``: numbers are as large as their places in a word say.
     """
@@ -40,14 +40,14 @@ class VectorFunctions:
 class GemvLayer:
     """The layer whose ``w13`` and ``w2`` are multiplied by vectors; made once, like a `FusedLayer`."""
 
-    functions: VectorFunctions
+    functions: GemvFunctions
     w13: MarlinMatrix
     w2: MarlinMatrix
     activation: Activation
 
     def reads(self, x: Tensor) -> bool:
         """Whether the kernels can read the activations: two numbers at a time, in the order of their columns."""
-        if any(m.index is not None or m.column_factors is not None or m.columns % 2 for m in (self.w13, self.w2)):
+        if any(m.index is not None or m.column_factors is not None or m.k % 2 for m in (self.w13, self.w2)):
             return False
         return x.data_ptr() % 4 == 0 and x.stride(0) % 2 == 0
 
@@ -56,7 +56,7 @@ class GemvLayer:
     ) -> None:
         """As a `FusedLayer`, for ``x`` of one token, or two, that :meth:`reads` takes."""
         h, on_input, pdl = workspace["h"], routing.weight_on_input, plan.pdl
-        y = workspace["partials"][: routing.num_pairs * self.w2.outputs].view(-1, self.w2.outputs)
+        y = workspace["partials"][: routing.num_pairs * self.w2.n].view(-1, self.w2.n)
         up, down = _constants(self.functions, self.w13, plan.gemm1), _constants(self.functions, self.w2, plan.gemm2)
         _product(
             x, self.w13, h, routing, self.activation, routing.top_k, up | {"ROUTER_WEIGHT": int(on_input)}, pdl=pdl
@@ -78,7 +78,7 @@ def _product(
 ) -> None:
     bias, limit = matrix.bias, None if activation is None else activation.limit
     launch(
-        vector_kernel,
+        gemv_kernel,
         (routing.num_pairs * triton.cdiv(matrix.words.shape[1], constants["BLOCK_N"]),),
         out,
         x,
@@ -87,8 +87,8 @@ def _product(
         routing.expert_map,
         routing.weights,
         bias,
-        matrix.outputs,
-        matrix.columns,
+        matrix.n,
+        matrix.k,
         routing.num_ids,
         routing.num_experts,
         out.stride(0),
@@ -108,7 +108,7 @@ def _product(
     )
 
 
-def _constants(functions: VectorFunctions, matrix: MarlinMatrix, config: GemvConfig) -> dict[str, Any]:
+def _constants(functions: GemvFunctions, matrix: MarlinMatrix, config: GemvConfig) -> dict[str, Any]:
     rows, width = matrix.words.shape[1:]
     return {
         "numbers": functions.numbers,
