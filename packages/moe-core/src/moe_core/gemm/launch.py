@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -21,9 +21,6 @@ from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
 
-if TYPE_CHECKING:
-    from moe_core.gemm.fused.scheme import Rows
-
 
 @dataclass(frozen=True, eq=False)
 class WarpSpecialisedGemm:
@@ -37,6 +34,25 @@ class WarpSpecialisedGemm:
     multiply: Callable[[], Any]
     weight_scales: tuple[Any, ...]
     depth: int = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Operand A of a GEMM.
+
+    - ``arguments``: the tuple `a_args` of the tile kernel's `open_a`
+    - ``which``: the row of A that a row of a tile is: `POSITION`, `TOKEN` or `PAIR` of the tile kernel
+    - ``form``: which `load_a` reads it; the weight's functions know these names: "values" are padded to whole tiles,
+      "unquantized" are quantised while they are loaded, "masked" have no padding, "indexed" are read column by column
+    - ``aligned``: every row starts at a multiple of 16 bytes
+    - ``warp_specialised``: the tuple `a_args` of the warp-specialised kernel; None: it can't read these rows
+    """
+
+    arguments: tuple[Any, ...]
+    which: int
+    form: str = "values"
+    aligned: bool = True
+    warp_specialised: tuple[Any, ...] | None = None
 
 
 def _same(config: TileConfig) -> TileConfig:

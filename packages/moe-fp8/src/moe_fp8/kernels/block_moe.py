@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from moe_core.gemm.fused.groups import GroupScheme
-from moe_core.gemm.fused.scheme import Rows
 from moe_core.gemm.hopper_launch import TILE
-from moe_core.gemm.launch import GemmWeight, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
+from moe_core.gemm.launch import GemmWeight, Rows, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
 from moe_core.gemm.plan import TileConfig
 from torch import Tensor
 

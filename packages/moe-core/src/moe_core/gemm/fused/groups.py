@@ -6,22 +6,20 @@ The groups of a tile have their scales in the program that computes it, so that 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, Order, Rows, padded
-from moe_core.gemm.launch import Result, Routing
+from moe_core.gemm.fused.call import Call, Order
+from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded
+from moe_core.gemm.launch import Result, Routing, Rows
 from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.gemm.scatter_quantize import scatter_quantize
 from moe_core.gemm.tile_kernel import POSITION, TOKEN
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows, SortedPairs
 from moe_core.workspace import WorkspaceSpec
-
-if TYPE_CHECKING:
-    from moe_core.gemm.fused.layer import Call
 
 #: scatters rows into the sorted order only above this many pairs
 MIN_SCATTERED_PAIRS = 256
@@ -113,7 +111,7 @@ class GroupScheme(ActivationScheme):
             return False
         if self.static:
             return True
-        fits = self.scatters and call.warp_specialises(call.plan.gemm1, call.layer.w13)
+        fits = self.scatters and call.warp_specialises(call.plan.gemm1, call.w13)
         return fits and 0 < call.pairs <= call.workspace["sorted_values"].shape[0]
 
     def result(self, call: Call) -> Result:
@@ -145,8 +143,8 @@ class GroupScheme(ActivationScheme):
                 ("all", ()),
                 pdl=False,
             )
-        rows, columns = self.rows(work["h_values"], work.get("h_scales"), self.h_scale, which), call.layer.w2.k
-        if call.layer.w13.interleaved and columns % self.block:
+        rows, columns = self.rows(work["h_values"], work.get("h_scales"), self.h_scale, which), call.w2.k
+        if call.w13.interleaved and columns % self.block:
             # a tile of gemm1 is half as wide in h, so that columns of the last one may not be written
             return replace(rows, arguments=(*rows.arguments, columns), form="masked")
         return rows

@@ -24,14 +24,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_core.gemm.fused.scheme import ActivationScheme, Order, Rows
-from moe_core.gemm.hopper_launch import hopper_fits, hopper_gemm
+from moe_core.gemm.fused.call import Call, Order
+from moe_core.gemm.fused.scheme import ActivationScheme
+from moe_core.gemm.hopper_launch import hopper_gemm
 from moe_core.gemm.launch import (
     Activation,
     GemmWeight,
     LoRADelta,
     Result,
     Routing,
+    Rows,
     grouped_gemm,
     reduce_split_k,
 )
@@ -39,9 +41,8 @@ from moe_core.gemm.lora import Adapters
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.tile_kernel import PAIR, POSITION
 from moe_core.lora import LoRA
-from moe_core.ops.batch import Batch, batch_rows
+from moe_core.ops.batch import Batch
 from moe_core.ops.reduce import reduce_pairs
-from moe_core.ops.sort import QuantizeRows, sort_pairs
 
 if TYPE_CHECKING:
     from moe_core.gemm.marlin.gemv import GemvLayer
@@ -91,70 +92,26 @@ class FusedLayer:
             # launches of the adapters lie between those of the layer
             plan = TilePlan(self.w13.tile_config(plan.gemm1), self.w2.tile_config(plan.gemm2))
             adapters = Adapters(lora, routing, workspace)
-        call = Call(self, x, routing, plan, workspace, adapters)
+        call = Call(self.w13, self.w2, x, routing, plan, workspace, adapters)
         order, a = self.scheme.quantize_x(call)
-        a = call.gemm1(order, a)
-        y, split = call.gemm2(order, a, out)
+        a = self._gemm1(call, order, a)
+        y, split = self._gemm2(call, order, a, out)
         if isinstance(routing, Routing):
             expert_map = routing.expert_map
             reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=expert_map, split=split, pdl=plan.pdl)
 
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One call of a layer; ``x`` [rows, K]."""
-
-    layer: FusedLayer
-    x: Tensor
-    routing: Routing | Batch
-    plan: TilePlan
-    workspace: Mapping[str, Tensor]
-    adapters: Adapters | None
-
-    @property
-    def pairs(self) -> int:
-        """Rows of h; batched: of all buffers."""
-        return self.routing.num_pairs
-
-    @property
-    def by_pair(self) -> int:
-        """What a row of a tensor by pair is to the tile kernel; batched rows are all the same."""
-        found: int = (PAIR if isinstance(self.routing, Routing) else POSITION).value
-        return found
-
-    def order(self, rows: QuantizeRows | None = None, *, positions: bool = False, zero: Tensor | None = None) -> Order:
-        """Sort the pairs (batched: list the tiles), and quantise ``rows`` and clear ``zero`` beside that."""
-        routing, plan, work = self.routing, self.plan, self.workspace
-        if isinstance(routing, Batch):
-            return batch_rows(routing, plan.block_m, workspace=work, rows=rows, zero=zero, pdl=plan.pdl)
-        return sort_pairs(
-            routing.ids,
-            routing.num_experts,
-            plan.block_m,
-            workspace=work,
-            expert_map=routing.expert_map,
-            rows=rows,
-            positions=positions,
-            zero=zero,
-            pdl=plan.pdl,
-        )
-
-    def warp_specialises(self, config: TileConfig, weight: GemmWeight) -> bool:
-        """Whether the warp-specialised kernel computes a GEMM whose rows lie as it wants them."""
-        return weight.warp_specialised is not None and self.adapters is None and hopper_fits(config, weight)
-
-    def gemm1(self, order: Order, a: Rows) -> Rows:
+    def _gemm1(self, call: Call, order: Order, a: Rows) -> Rows:
         """h as operand A of gemm2."""
-        layer, config, routing = self.layer, self.plan.gemm1, self.routing
-        weight, activation = layer.w13, layer.activation
-        lora = None if self.adapters is None else self.adapters.delta("w13", self.x, by_pair=False)
+        config, routing = call.plan.gemm1, call.routing
+        weight, activation = self.w13, self.activation
+        lora = None if call.adapters is None else call.adapters.delta("w13", call.x, by_pair=False)
         # the rows of adapters have an order of their own
-        by_pair = self.by_pair if lora is not None or layer.scheme.h_by_pair else POSITION.value
-        h = layer.scheme.result(self)
+        by_pair = call.by_pair if lora is not None or self.scheme.h_by_pair else POSITION.value
+        h = self.scheme.result(call)
         if config.split_k > 1 and isinstance(routing, Routing):
             by_pair = PAIR.value
-            partials = self.partials(config.split_k, weight.n * (2 if activation.gated else 1))
-            self.product(config, weight, order, a, Result(partials), activation, by_pair, lora)
+            partials = call.partials(config.split_k, weight.n * (2 if activation.gated else 1))
+            self._product(call, config, weight, order, a, Result(partials), activation, by_pair, lora)
             reduce_split_k(
                 partials=partials,
                 split=config.split_k,
@@ -164,29 +121,26 @@ class Call:
                 activation=activation,
                 columns=weight.n,
                 block=h.block,
-                pdl=self.plan.pdl,
+                pdl=call.plan.pdl,
                 lora=lora,
             )
         else:
-            self.product(config, weight, order, a, h, activation, by_pair, lora)
-        return layer.scheme.h(self, order, by_pair)
+            self._product(call, config, weight, order, a, h, activation, by_pair, lora)
+        return self.scheme.h(call, order, by_pair)
 
-    def gemm2(self, order: Order, a: Rows, out: Tensor) -> tuple[Tensor, int]:
+    def _gemm2(self, call: Call, order: Order, a: Rows, out: Tensor) -> tuple[Tensor, int]:
         """(y [pairs * split, K], split); batched: the output itself."""
-        weight, config = self.layer.w2, self.plan.gemm2
-        lora = None if self.adapters is None else self.adapters.delta("w2", self.workspace["h"], by_pair=True)
+        weight, config = self.w2, call.plan.gemm2
+        lora = None if call.adapters is None else call.adapters.delta("w2", call.workspace["h"], by_pair=True)
         y = out
-        if isinstance(self.routing, Routing):
-            y = self.workspace["y"] if config.split_k == 1 else self.partials(config.split_k, weight.n)
-        self.product(config, weight, order, a, Result(y), None, PAIR.value, lora)
+        if isinstance(call.routing, Routing):
+            y = call.workspace["y"] if config.split_k == 1 else call.partials(config.split_k, weight.n)
+        self._product(call, config, weight, order, a, Result(y), None, PAIR.value, lora)
         return y, config.split_k
 
-    def partials(self, split: int, columns: int) -> Tensor:
-        """[pairs * split, columns] float32 of programs that share k loops."""
-        return self.workspace["partials"][: self.pairs * split * columns].view(-1, columns)
-
-    def product(
+    def _product(
         self,
+        call: Call,
         config: TileConfig,
         weight: GemmWeight,
         order: Order,
@@ -197,17 +151,17 @@ class Call:
         lora: LoRADelta | None,
     ) -> None:
         """One GEMM, by the warp-specialised kernel where that fits, else by the tile kernel."""
-        if a.warp_specialised is not None and a.which == POSITION.value and self.warp_specialises(config, weight):
+        if a.warp_specialised is not None and a.which == POSITION.value and call.warp_specialises(config, weight):
             hopper_gemm(
                 config,
                 weight=weight,
-                values=a.arguments[0][: self.pairs],
+                values=a.arguments[0][: call.pairs],
                 scales=a.warp_specialised,
                 out=out,
                 pairs=order,
-                routing=self.routing,
+                routing=call.routing,
                 activation=activation,
-                pdl=self.plan.pdl,
+                pdl=call.plan.pdl,
             )
             return
         config = weight.tile_config(config)
@@ -218,10 +172,10 @@ class Call:
             b=weight,
             out=out,
             pairs=order,
-            routing=self.routing,
+            routing=call.routing,
             activation=activation,
             block_k=weight.block_k,
-            pdl=self.plan.pdl,
+            pdl=call.plan.pdl,
             a_rows=a.which,
             out_rows=out_rows,
             aligned=a.aligned,

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, Order, Rows, first_rows, padded
-from moe_core.gemm.launch import Result, Routing
+from moe_core.gemm.fused.call import Call, Order
+from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, first_rows, padded
+from moe_core.gemm.launch import Result, Routing, Rows
 from moe_core.gemm.marlin.columns import gather_columns
 from moe_core.gemm.tile_kernel import POSITION, TOKEN
 from moe_core.workspace import WorkspaceSpec
-
-if TYPE_CHECKING:
-    from moe_core.gemm.fused.layer import Call
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +70,7 @@ class PlainScheme(ActivationScheme):
 
     def _rows(self, call: Call, x: Tensor, columns: Columns, which: int, *, by_token: bool) -> Rows:
         """Operand A: ``x`` itself, or gathered by pair."""
-        present = call.layer.w2.n if by_token else call.layer.w13.n
+        present = call.w2.n if by_token else call.w13.n
         count, index, factors = columns.count, columns.index, columns.factors
         form = "masked" if by_token or present % TILE else "values"
         if columns.gathers(present):

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, Order, Rows, first_rows, padded
-from moe_core.gemm.launch import Result, Routing
+from moe_core.gemm.fused.call import Call, Order
+from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, first_rows, padded
+from moe_core.gemm.launch import Result, Routing, Rows
 from moe_core.gemm.marlin.columns import gather_columns
 from moe_core.gemm.quantize_rows import InUse, ordered_rows, quantize_rows, routed_pairs
 from moe_core.gemm.tile_kernel import TOKEN
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows, whole_row
 from moe_core.workspace import WorkspaceSpec
-
-if TYPE_CHECKING:
-    from moe_core.gemm.fused.layer import Call
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +68,7 @@ class PreScaledScheme(ActivationScheme):
     def h(self, call: Call, order: Order, which: int) -> Rows:
         work = call.workspace
         values, scales = work["h_values"], work["h_scales"]
-        self._quantize(call, order, work["h"][:, : call.layer.w2.k], self.h_factors, values, scales, by_token=False)
+        self._quantize(call, order, work["h"][:, : call.w2.k], self.h_factors, values, scales, by_token=False)
         return self._rows(values, scales, which)
 
     def _rows(self, values: Tensor, scales: Tensor, which: int) -> Rows:

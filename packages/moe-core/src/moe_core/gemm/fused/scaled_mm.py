@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from moe_core.gemm import scaled_mm as device
-from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, Order, Rows, padded
-from moe_core.gemm.launch import Result, Routing
+from moe_core.gemm.fused.call import Call, Order
+from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, padded
+from moe_core.gemm.launch import Result, Routing, Rows
 from moe_core.gemm.quantize_rows import find_amax, ordered_rows, quantize_rows, routed_pairs, routed_tokens
 from moe_core.gemm.scatter_quantize import scatter_quantize
 from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows, SortedPairs, clears_first, whole_row
 from moe_core.workspace import WorkspaceSpec
-
-if TYPE_CHECKING:
-    from moe_core.gemm.fused.layer import Call
 
 #: rows of a tile up to which values may be quantised while they are loaded
 MAX_ROWS_QUANTIZED_ON_LOAD = 32
@@ -126,11 +124,7 @@ class ScaledMMScheme(ActivationScheme):
         few_launches = call.plan.gemm1.split_k > 1  # where launches are a good part of the time
         # one scale for all says nothing of a row, and who loads a part of it can't know
         kinds = ("token",) if self.functions.marks else ("token", "tensor")
-        return (
-            self.granularity in kinds
-            and self._quantizes_on_load(call)
-            and (few_launches or call.layer.w2.k > MAX_SHORT)
-        )
+        return self.granularity in kinds and self._quantizes_on_load(call) and (few_launches or call.w2.k > MAX_SHORT)
 
     def _amax(self, call: Call) -> Tensor | None:
         """Largest magnitudes of h, per row or [1]; or marks of rows that hold a NaN."""
@@ -170,7 +164,7 @@ class ScaledMMScheme(ActivationScheme):
             return self._batched_x(call, call.routing)
         # the warp-specialised kernel wants the rows of a tile side by side; a scale per expert every pair by itself
         scatters = not self._quantizes_on_load(call) and (
-            self.granularity == "static" or call.warp_specialises(call.plan.gemm1, call.layer.w13)
+            self.granularity == "static" or call.warp_specialises(call.plan.gemm1, call.w13)
         )
         return self._scattered_x(call, call.routing) if scatters else self._x_by_token(call, call.routing)
 

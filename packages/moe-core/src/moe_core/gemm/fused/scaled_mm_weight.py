@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions
-from moe_core.gemm.fused.scheme import Rows
-from moe_core.gemm.launch import GemmWeight, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
+from moe_core.gemm.launch import GemmWeight, Rows, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
 from moe_core.gemm.plan import TileConfig
 
 

@@ -4,44 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.gemm.fused.call import Call, Order
+from moe_core.gemm.launch import Result, Rows
 from moe_core.gemm.workspaces import lora_workspaces, order_workspaces
-from moe_core.ops.batch import BatchedRows
-from moe_core.ops.sort import SortedPairs
 from moe_core.workspace import WorkspaceSpec
 
-if TYPE_CHECKING:
-    from moe_core.gemm.fused.layer import Call
-    from moe_core.gemm.launch import Result
-
-#: the sorted pairs, or the rows of the batched format
-Order = SortedPairs | BatchedRows
 #: columns of a tile of gemm1, and what rows of x and h are padded to a multiple of
 TILE = 128
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Operand A of a GEMM.
-
-    - ``arguments``: the tuple `a_args` of the tile kernel's `open_a`
-    - ``which``: the row of A that a row of a tile is: `POSITION`, `TOKEN` or `PAIR` of the tile kernel
-    - ``form``: which `load_a` reads it; the weight's functions know these names: "values" are padded to whole tiles,
-      "unquantized" are quantised while they are loaded, "masked" have no padding, "indexed" are read column by column
-    - ``aligned``: every row starts at a multiple of 16 bytes
-    - ``warp_specialised``: the tuple `a_args` of the warp-specialised kernel; None: it can't read these rows
-    """
-
-    arguments: tuple[Any, ...]
-    which: int
-    form: str = "values"
-    aligned: bool = True
-    warp_specialised: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True)

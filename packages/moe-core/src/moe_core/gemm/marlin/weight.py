@@ -11,8 +11,7 @@ from torch import Tensor
 from moe_core.gemm.as_stored.tiles import open_plain
 from moe_core.gemm.fused.plain import Columns
 from moe_core.gemm.fused.scaled_mm_weight import packed_descriptor
-from moe_core.gemm.fused.scheme import Rows
-from moe_core.gemm.launch import GemmWeight, TileFunctions
+from moe_core.gemm.launch import GemmWeight, Rows, TileFunctions
 from moe_core.gemm.marlin import operand
 from moe_core.gemm.plan import TileConfig
 

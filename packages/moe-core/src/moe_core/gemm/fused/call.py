@@ -1,0 +1,68 @@
+"""One call of a fused layer: its tensors, and what activation schemes ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_core.gemm.hopper_launch import hopper_fits
+from moe_core.gemm.launch import GemmWeight, Routing
+from moe_core.gemm.lora import Adapters
+from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm.tile_kernel import PAIR, POSITION
+from moe_core.ops.batch import Batch, BatchedRows, batch_rows
+from moe_core.ops.sort import QuantizeRows, SortedPairs, sort_pairs
+
+#: the sorted pairs, or the rows of the batched format
+Order = SortedPairs | BatchedRows
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a layer of two weights; ``x`` [rows, K]."""
+
+    w13: GemmWeight
+    w2: GemmWeight
+    x: Tensor
+    routing: Routing | Batch
+    plan: TilePlan
+    workspace: Mapping[str, Tensor]
+    adapters: Adapters | None
+
+    @property
+    def pairs(self) -> int:
+        """Rows of h; batched: of all buffers."""
+        return self.routing.num_pairs
+
+    @property
+    def by_pair(self) -> int:
+        """What a row of a tensor by pair is to the tile kernel; batched rows are all the same."""
+        found: int = (PAIR if isinstance(self.routing, Routing) else POSITION).value
+        return found
+
+    def order(self, rows: QuantizeRows | None = None, *, positions: bool = False, zero: Tensor | None = None) -> Order:
+        """Sort the pairs (batched: list the tiles), and quantise ``rows`` and clear ``zero`` beside that."""
+        routing, plan, work = self.routing, self.plan, self.workspace
+        if isinstance(routing, Batch):
+            return batch_rows(routing, plan.block_m, workspace=work, rows=rows, zero=zero, pdl=plan.pdl)
+        return sort_pairs(
+            routing.ids,
+            routing.num_experts,
+            plan.block_m,
+            workspace=work,
+            expert_map=routing.expert_map,
+            rows=rows,
+            positions=positions,
+            zero=zero,
+            pdl=plan.pdl,
+        )
+
+    def warp_specialises(self, config: TileConfig, weight: GemmWeight) -> bool:
+        """Whether the warp-specialised kernel computes a GEMM whose rows lie as it wants them."""
+        return weight.warp_specialised is not None and self.adapters is None and hopper_fits(config, weight)
+
+    def partials(self, split: int, columns: int) -> Tensor:
+        """[pairs * split, columns] float32 of programs that share k loops."""
+        return self.workspace["partials"][: self.pairs * split * columns].view(-1, columns)
