@@ -115,7 +115,7 @@ class Product:
 
     def run(self):
         from moe_core.gemm.hopper_scaled_mm import scaled_mm_e4m3
-        from moe_fp8.kernels.hopper_multiply import multiply_blocks, multiply_half_blocks
+        from moe_fp8.kernels.hopper_blockwise import scaled_mm_blockwise, scaled_mm_half_blockwise
 
         on = {name: getattr(self, name).to(self.device) for name in ("a", "w", "a_scale", "w_scale")}
         a_scale, w_scale = on["a_scale"], on["w_scale"]
@@ -125,7 +125,7 @@ class Product:
             arguments = (a_scale, 1, None), (w_scale, w_scale.stride(0), self.columns, 1)
         else:
             arguments = (a_scale, None, None), (w_scale, w_scale.stride(0), 1, 0)
-        blocks = multiply_blocks if self.block[0] == TILE else multiply_half_blocks
+        blocks = scaled_mm_blockwise if self.block[0] == TILE else scaled_mm_half_blockwise
         multiply = blocks if self.scales == "blocks" else scaled_mm_e4m3
         bias = None if self.bias is None else self.bias.to(self.device)
         special = WarpSpecialisedGemm(on["w"], lambda: multiply, arguments[1], self.block[1])

@@ -63,7 +63,7 @@ class GroupedExperts(FusedMoEExpertsModular):
         return not self.batched
 
     def split_k_workspace(self, shape: CallShape) -> WorkspaceSpec:
-        """Scratch memory of the parts of split products."""
+        """Scratch memory of the partial sums of split-K."""
         return split_k_workspace(shape.batched)
 
     @cached_property

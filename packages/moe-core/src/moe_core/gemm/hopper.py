@@ -10,7 +10,7 @@ computes two blocks of 128 columns: gate and up, joined in the epilogue, or neig
 
     hopper_pipeline   the order of the tiles, and the warp that requests them
     hopper_scaled_mm       the k loop for scales that do not change along k; a scheme may pass another
-    hopper_finish     bias, activation, quantisation, stores
+    hopper_epilogue     bias, activation, quantisation, stores
 
 Written in Gluon, because the order of waits is the point; there is no interpreter for it.
 """
@@ -22,13 +22,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moe_core.gemm.hopper_finish import activate, add_bias, store_activated, store_block
-from moe_core.gemm.hopper_pipeline import HALF, TILE, find, produce
+from moe_core.gemm.hopper_epilogue import activate, add_bias, store_activated, store_block
+from moe_core.gemm.hopper_pipeline import HALF, TILE, locate_tile, producer
 from moe_core.jit.activation import activate_plain
 
 
 @gluon.jit
-def _consume(
+def _consumer(
     schedule,
     a_args,
     b_args,
@@ -43,10 +43,10 @@ def _consume(
     steps,
     N,
     multiply: gl.constexpr,
-    WHICH: gl.constexpr,
+    WARPGROUP: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
-    UP: gl.constexpr,
+    GEMM1: gl.constexpr,
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     HAS_LIMIT: gl.constexpr,
@@ -55,7 +55,7 @@ def _consume(
     OUT: gl.constexpr,
     AMAX: gl.constexpr,
 ):
-    """Multiply rows 64 * WHICH .. 64 * WHICH + 63 of every tile, scale, finish and store."""
+    """Multiply rows 64 * WARPGROUP .. 64 * WARPGROUP + 63 of every tile, scale, finish and store."""
     tiles_ptr, offsets, pairs = schedule
     out = out_args[0]
     bias, stride_bias, weights, alpha, beta, limit = epilogue_args
@@ -68,22 +68,22 @@ def _consume(
     store: gl.constexpr = layout if bits == 32 else rows_first
     BLOCKS: gl.constexpr = 1 if GATED else 2
     turn = 0
-    expert, start, end, block_n = find(gl.program_id(0), schedule, tiles, blocks_n, GROUP_M)
+    expert, start, end, block_n = locate_tile(gl.program_id(0), schedule, tiles, blocks_n, GROUP_M)
     for index in range(gl.program_id(0), tiles * blocks_n, gl.num_programs(0)):
         # what the next tile is arrives while this one is multiplied
         following = index + gl.num_programs(0)
-        next_expert, next_start, next_end, next_block = find(following, schedule, tiles, blocks_n, GROUP_M)
-        first = start + WHICH * HALF
+        next_expert, next_start, next_end, next_block = locate_tile(following, schedule, tiles, blocks_n, GROUP_M)
+        first = start + WARPGROUP * HALF
         row = gl.minimum(first + gl.arange(0, HALF, layout=rows_layout), end - 1)
         target = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, store))
         place = target
-        if not UP and pairs is not None:
+        if not GEMM1 and pairs is not None:
             place = gl.load(pairs + gl.minimum(target, end - 1))
         if ROUTER_WEIGHT != 0:
             weight = gl.load(weights + gl.load(pairs + row))
         acc_0, acc_1, turn = multiply(
-            turn, row, expert, block_n, a_args, b_args, a_tiles, b_tiles, full, empty, steps, N, layout, WHICH, STAGES,
-            GATED,
+            turn, row, expert, block_n, a_args, b_args, a_tiles, b_tiles, full, empty, steps, N, layout, WARPGROUP,
+            STAGES, GATED,
         )  # fmt: skip
         if first < end:
             if ROUTER_WEIGHT == 1:
@@ -97,7 +97,7 @@ def _consume(
                     acc_1 = add_bias(acc_1, bias_row + N, column, N)
                 else:
                     acc_1 = add_bias(acc_1, bias_row, column + TILE, N)
-            if UP:
+            if GEMM1:
                 row = first + gl.arange(0, HALF, layout=rows_layout)
                 if GATED:
                     value = activate(acc_0, acc_1, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
@@ -135,7 +135,7 @@ def hopper_kernel(
     multiply: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
-    UP: gl.constexpr,
+    GEMM1: gl.constexpr,
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     HAS_LIMIT: gl.constexpr,
@@ -147,10 +147,11 @@ def hopper_kernel(
 ):
     """One program per multiprocessor.
 
-    UP, gemm1: out [P, width] = quantize(act(A w13^T + bias)), rows in sorted order; gemm2: out[pair] = A w2^T + bias.
+    GEMM1: out [P, width] = quantize(act(A w13^T + bias)), rows in sorted order; gemm2: out[pair] = A w2^T + bias.
 
     - a_desc [P, K], b_desc [E * rows_per_expert, K]: descriptors with blocks of 128 x depth of a step
-    - schedule, see `hopper_pipeline.find`; a_args and b_args, the scales, see `multiply`; out_args, see `hopper_finish`
+    - schedule, see `hopper_pipeline.locate_tile`; a_args and b_args, the scales, see `multiply`; out_args, see
+      `hopper_epilogue`
     - epilogue_args = (bias [E, rows] or None, its stride, router weights by pair or None, alpha, beta, limit)
     - N columns of the result, of one half when GATED
     - ROUTER_WEIGHT: router weights multiply nothing (0), the product (1), or the product and its bias (2)
@@ -176,23 +177,23 @@ def hopper_kernel(
     gl.warp_specialize(
         [
             (
-                _consume,
+                _consumer,
                 (
                     schedule, a_args, b_args, out_args, epilogue_args, a_tiles, b_tiles, full, empty, tiles, blocks_n,
-                    steps, N, multiply, gl.constexpr(0), STAGES, GROUP_M, UP, GATED, ACTIVATION, HAS_LIMIT, HAS_BIAS,
+                    steps, N, multiply, gl.constexpr(0), STAGES, GROUP_M, GEMM1, GATED, ACTIVATION, HAS_LIMIT, HAS_BIAS,
                     ROUTER_WEIGHT, OUT, AMAX,
                 ),
             ),
             (
-                _consume,
+                _consumer,
                 (
                     schedule, a_args, b_args, out_args, epilogue_args, a_tiles, b_tiles, full, empty, tiles, blocks_n,
-                    steps, N, multiply, gl.constexpr(1), STAGES, GROUP_M, UP, GATED, ACTIVATION, HAS_LIMIT, HAS_BIAS,
+                    steps, N, multiply, gl.constexpr(1), STAGES, GROUP_M, GEMM1, GATED, ACTIVATION, HAS_LIMIT, HAS_BIAS,
                     ROUTER_WEIGHT, OUT, AMAX,
                 ),
             ),
             (
-                produce,
+                producer,
                 (
                     a_desc, b_desc, schedule, a_tiles, b_tiles, full, empty, tiles, blocks_n, steps, rows_per_expert,
                     second, STAGES, GROUP_M, BLOCKS,

@@ -101,7 +101,7 @@ def hopper_gemm(
         multiply=special.multiply(),
         STAGES=STAGES * TILE // depth,
         GROUP_M=config.group_m,
-        UP=up,
+        GEMM1=up,
         GATED=gated,
         ACTIVATION=activation.kind if activation is not None else "",
         HAS_LIMIT=limit is not None,

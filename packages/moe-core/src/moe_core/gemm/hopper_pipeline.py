@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 # the names of Triton 3.6, where newer ones are missing
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-request = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 # rows of a tile, columns of one of its two blocks
 TILE = gl.constexpr(128)
@@ -31,7 +31,7 @@ def tile_of(index, tiles, blocks_n, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def find(index, schedule, tiles, blocks_n, GROUP_M: gl.constexpr):
+def locate_tile(index, schedule, tiles, blocks_n, GROUP_M: gl.constexpr):
     """Expert, first and last row and column block of a tile; of the last tile for an index beyond it.
 
     schedule = (tiles, offsets, pairs or None), as `moe_core.ops.sort` and `moe_core.ops.batch` write them.
@@ -46,7 +46,7 @@ def find(index, schedule, tiles, blocks_n, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def produce(
+def producer(
     a_desc,
     b_desc,
     schedule,
@@ -77,7 +77,7 @@ def produce(
             mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
             ready = full.index(slot)
             mbarrier.expect(ready, 3 * TILE * DEPTH)
-            request(a_desc, [first, k * DEPTH], ready, a_tiles.index(slot))
-            request(b_desc, [row, k * DEPTH], ready, b_tiles.index(slot).slice(0, TILE, 0))
-            request(b_desc, [row + second, k * DEPTH], ready, b_tiles.index(slot).slice(TILE, TILE, 0))
+            tma_load(a_desc, [first, k * DEPTH], ready, a_tiles.index(slot))
+            tma_load(b_desc, [row, k * DEPTH], ready, b_tiles.index(slot).slice(0, TILE, 0))
+            tma_load(b_desc, [row + second, k * DEPTH], ready, b_tiles.index(slot).slice(TILE, TILE, 0))
             turn += 1

@@ -61,7 +61,7 @@ def accumulate_int8(
     full,
     empty,
     steps,
-    WHICH: gl.constexpr,
+    WARPGROUP: gl.constexpr,
     STAGES: gl.constexpr,
     ZERO: gl.constexpr,
 ):
@@ -72,7 +72,7 @@ def accumulate_int8(
     for k in range(steps):
         slot = turn % STAGES
         mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
-        a = a_tiles.index(slot).slice(WHICH * HALF, HALF, 0)
+        a = a_tiles.index(slot).slice(WARPGROUP * HALF, HALF, 0)
         b = b_tiles.index(slot)
         acc_0 = warpgroup_mma(
             a, b.slice(0, TILE, 0).permute((1, 0)), acc_0, use_acc=(k > 0) if ZERO else True, is_async=True
@@ -106,7 +106,7 @@ def scaled_mm_e4m3(
     steps,
     N,
     layout: gl.constexpr,
-    WHICH: gl.constexpr,
+    WARPGROUP: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
 ):
@@ -118,7 +118,7 @@ def scaled_mm_e4m3(
     for k in range(steps):
         slot = turn % STAGES
         mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
-        a = a_tiles.index(slot).slice(WHICH * HALF, HALF, 0)
+        a = a_tiles.index(slot).slice(WARPGROUP * HALF, HALF, 0)
         acc = warpgroup_mma(a, b_tiles.index(slot).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
         # the step before this one is done: its slot is free
         acc = warpgroup_mma_wait(1, deps=[acc])
@@ -149,7 +149,7 @@ def scaled_mm_int8(
     steps,
     N,
     layout: gl.constexpr,
-    WHICH: gl.constexpr,
+    WARPGROUP: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
 ):
@@ -159,7 +159,7 @@ def scaled_mm_int8(
     acc_0 = gl.zeros([HALF, TILE], gl.int32, layout)
     acc_1 = gl.zeros([HALF, TILE], gl.int32, layout)
     acc_0, acc_1, turn = accumulate_int8(
-        turn, acc_0, acc_1, a_tiles, b_tiles, full, empty, steps, WHICH, STAGES, gl.constexpr(True)
+        turn, acc_0, acc_1, a_tiles, b_tiles, full, empty, steps, WARPGROUP, STAGES, gl.constexpr(True)
     )
     product_0 = acc_0.to(gl.float32) * (row_scale[:, None] * scale_0[None, :])
     product_1 = acc_1.to(gl.float32) * (row_scale[:, None] * scale_1[None, :])

@@ -1,4 +1,4 @@
-"""Start the kernels of the grouped matrix product; the host side of `tile_kernel` and `split_k_reduce_kernel`."""
+"""Launches the grouped GEMM; the host side of `tile_kernel` and `split_k_reduce_kernel`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WarpSpecialisedGemm:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class OperandA:
     """Operand A of a GEMM.
 
     - ``arguments``: the tuple `a_args` of the tile kernel's `open_a`
@@ -59,7 +59,7 @@ def _same(config: TileConfig) -> TileConfig:
     return config
 
 
-def _no_functions(config: TileConfig, a: Rows) -> TileFunctions:
+def _no_functions(config: TileConfig, a: OperandA) -> TileFunctions:
     raise TypeError("this weight is multiplied by functions that come with the call")
 
 
@@ -74,8 +74,8 @@ class GemmWeight:
     - ``block_k``: columns of a step of the k loop
     - ``descriptor`` makes the host-side tensor descriptor for a tile of so many rows and columns; None: the weight must
       be read through pointers
-    - ``aligned``: every row starts at a multiple of 16 bytes; ``interleaved``: gate and up rows lie in turns of 8, see
-      the tile kernel
+    - ``aligned``: every row starts at a multiple of 16 bytes; ``interleaved``: gate and up rows are interleaved in
+      blocks of 8, see the tile kernel
     - ``warp_specialised``: how the warp-specialised kernel multiplies it, if it can; ``tile_config``: the launch
       configuration of the tile kernel where that one was chosen and can't
     """
@@ -83,7 +83,7 @@ class GemmWeight:
     arguments: tuple[Any, ...]
     n: int
     k: int
-    functions: Callable[[TileConfig, Rows], TileFunctions] = _no_functions
+    functions: Callable[[TileConfig, OperandA], TileFunctions] = _no_functions
     block_k: int = 128
     bias: Tensor | None = None
     descriptor: Callable[[int, int], Any] | None = None
@@ -172,7 +172,7 @@ class Result:
     tile, or are None for static ones.  ``amax`` int32, zeroed, receives what ``amax_kind`` says: "row" [rows] and
     "tensor" [1] largest magnitudes of what is stored as it is; "nan" [rows] marks of rows of what is quantised that
     hold a NaN; "" nothing.  ``kind`` says in the warp-specialised kernel's words what ``quantize`` does, see
-    `moe_core.gemm.hopper_finish`; ``block`` columns are a tile of the split-K reduction.
+    `moe_core.gemm.hopper_epilogue`; ``block`` columns are a tile of the split-K reduction.
     """
 
     values: Tensor
@@ -220,14 +220,14 @@ def grouped_gemm(
     aligned: bool = True,
     lora: LoRADelta | None = None,
 ) -> None:
-    """One product over sorted pairs, or over batched rows: the up product with an ``activation``, the down without.
+    """A grouped GEMM over sorted pairs, or over batched rows: gemm1 with an ``activation``, gemm2 without.
 
-    The up product reads A by token (``a_rows`` POSITION: in sorted order) and writes sorted rows; the down product
-    reads sorted rows and writes by pair.  An up product with ``config.split_k`` > 1 writes partial sums by pair, to
-    ``out.values`` [pairs * split, 2N] float32, which `reduce_split_k` finishes; A of the down product is then in that
-    order (``a_rows`` PAIR).  ``out_rows`` PAIR: an unsplit up product writes by pair too.  A split down product writes
-    [pairs * split, K] float32.  Batched rows are all the same: [E * T_max, columns].  ``aligned``: rows
-    of A start at multiples of 16 bytes.  ``lora``: see `LoRADelta`.
+    gemm1 reads A by token (``a_rows`` POSITION: in sorted order) and writes sorted rows; gemm2 reads sorted rows and
+    writes by pair.  With ``config.split_k`` > 1 gemm1 writes float32 partial sums by pair instead, to ``out.values``
+    [pairs * split_k, 2N], which `reduce_split_k` reduces; A of gemm2 is then by pair (``a_rows`` PAIR).  ``out_rows``
+    PAIR: gemm1 without split-K writes by pair too.  Split-K gemm2 writes [pairs * split_k, K] float32.  Batched rows
+    are all the same: [E * T_max, columns].  ``aligned``: rows of A start at multiples of 16 bytes.  ``lora``: see
+    `LoRADelta`.
     """
     up = activation is not None
     weight, bias = 0, b.bias
@@ -292,7 +292,7 @@ def grouped_gemm(
         PAD=up,
         SPLIT_K=config.split_k,
         SUBTILES=subtiles,
-        # the up product before it has waited for the sort, and whatever that depended on
+        # gemm2: the kernel before it, gemm1, has waited for the sort and whatever that depended on
         OVERLAP_PROLOGUE=pdl and not up,
         ACC_TYPE=functions.accumulate,
         pdl=pdl,

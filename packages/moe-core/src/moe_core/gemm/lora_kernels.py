@@ -1,4 +1,4 @@
-"""LoRA adapters as the grouped matrix product sees them: every pair of adapter and expert is an expert of its own.
+"""LoRA adapters as a grouped GEMM: each pair of adapter and expert is an expert of its own.
 
     adapter a, local expert e  ->  number a * E + e, weights of [L * E, rows, columns]
 

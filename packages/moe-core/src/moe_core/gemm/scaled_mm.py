@@ -1,4 +1,4 @@
-"""One-byte elements with scales that do not change along k, as the grouped matrix product sees them.
+"""One-byte elements with scales that do not change along k, as the grouped GEMM sees them.
 
     weights       [E, rows, K], one float32 scale per output row, or one per matrix (gate and up apart)
     activations   one float32 scale per row, per expert (static) or for all; or values still to be quantised

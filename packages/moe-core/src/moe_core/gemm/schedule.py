@@ -1,4 +1,4 @@
-"""Which rows a program of the grouped matrix product works on.
+"""Which rows a program of the grouped GEMM works on.
 
 A schedule is a pair of things: a tuple of tensors (the kernel's argument `schedule`) and a `@triton.jit` function
 `locate(schedule, subtile, BLOCK_M, SUBTILES)` that turns the number of a subtile into
@@ -9,7 +9,7 @@ A schedule is a pair of things: a tuple of tensors (the kernel's argument `sched
     mask        [BLOCK_M] bool, rows that exist; the others repeat the last one, so that they may be read
 
 plus `tiles(schedule)`, the number of tiles; each has SUBTILES subtiles of BLOCK_M rows, of which the last may be empty.
-The matrix product knows nothing else about routing, so another activation format needs another schedule and no other
+The kernel knows nothing else about routing, so another activation format needs another schedule and no other
 kernel.  Both schedules read the same list of tiles; `moe_core.ops.sort` and `moe_core.ops.batch` write it.
 """
 

@@ -1,4 +1,4 @@
-"""Finish an up product whose k loop was split: add the partials, bias, activation, quantisation.
+"""The split-K reduction of gemm1: the sum of the partial sums, then the epilogue: bias, activation, quantisation.
 
 `quantize`, `quant_args`, `lora_args`, GROUPS and AMAX are those of `moe_core.gemm.tile_kernel`, for a tile of one row.
 """

@@ -211,7 +211,7 @@ def grouped_gemm_kernel(
     """
     if PDL and not OVERLAP_PROLOGUE:
         tl.extra.cuda.gdc_wait()
-    # rows of the weights that a tile may have: of one half, or of both in turns
+    # rows of the weights that a tile may have: of one half, or of both, interleaved
     rows = tl.cdiv(N, 8) * 16 if INTERLEAVED else N
     blocks_n = tl.cdiv(rows, BLOCK_N)
     subtiles = tiles_of(schedule) * SUBTILES

@@ -1,4 +1,4 @@
-"""Scratch memory that fused layers of the grouped matrix product need, by the names that they look for."""
+"""Scratch memory that fused layers of the grouped GEMM need, by the names that they look for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def order_workspaces(pairs: int, num_tokens: int, num_experts: int, batched: boo
 
 
 def split_k_workspace(batched: bool, columns: int = 128) -> WorkspaceSpec:
-    """Parts of split products, which the batched format has none of; ``columns`` of a tile of one half."""
+    """Partial sums of split-K, which the batched format does not use; ``columns`` of a tile of one half."""
     return WorkspaceSpec("partials", (0 if batched else MAX_SPLIT_PROGRAMS * MIN_BLOCK_M * 2 * columns,), torch.float32)
 
 

@@ -1,6 +1,6 @@
 """Rows by expert with every expert's first row at a multiple of the tile height.
 
-Grouped matrix products of libraries want it so: each tile of rows belongs to one expert.  The tiles are those of
+Grouped GEMMs of libraries want it so: each tile of rows belongs to one expert.  The tiles are those of
 `moe_core.ops.sort`, so the number of rows is bounded by shapes alone: CUDA-graph safe, no host synchronisation.
 """
 

@@ -52,7 +52,7 @@ def _float32(scale: Tensor) -> Tensor:
 
 
 class TritonFp8BlockExperts(GroupedExperts):
-    """Block FP8 through the grouped matrix product of ``moe_core.gemm``."""
+    """Block FP8 through the grouped GEMM of ``moe_core.gemm``."""
 
     family = "scaled_mm"
     #: two scales per tile of columns beside two accumulators, where blocks are narrower than tiles

@@ -44,7 +44,7 @@ _ACTIVATIONS: dict[QuantKey | None, Granularity] = {
 
 
 class TritonFp8Experts(ScaledMMExperts):
-    """FP8 per tensor or channel through the grouped matrix product of ``moe_core.gemm``."""
+    """FP8 per tensor or channel through the grouped GEMM of ``moe_core.gemm``."""
 
     claims = Claims(
         devices=(cuda(min=89), hip("gfx942", "gfx950")),

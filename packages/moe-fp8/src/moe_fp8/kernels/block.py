@@ -1,4 +1,4 @@
-"""Block FP8 as the grouped matrix product sees it: how a tile is loaded, scaled and quantised.
+"""Block FP8 as the grouped GEMM sees it: how a tile is loaded, scaled and quantised.
 
     weights       e4m3 [E, rows, K], one float32 scale per block_n x block_k
     activations   e4m3 [M, K padded to whole groups], one float32 scale per row and group of block_k columns

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.hopper_launch import TILE
-from moe_core.gemm.launch import GemmWeight, Rows, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
+from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
 from moe_core.gemm.plan import TileConfig
 from torch import Tensor
 
@@ -62,12 +62,12 @@ def block_weight(
 
 
 def _multiply(block_n: int) -> Any:
-    from moe_fp8.kernels.hopper_multiply import multiply_blocks, multiply_half_blocks
+    from moe_fp8.kernels.hopper_blockwise import scaled_mm_blockwise, scaled_mm_half_blockwise
 
-    return multiply_blocks if block_n == TILE else multiply_half_blocks
+    return scaled_mm_blockwise if block_n == TILE else scaled_mm_half_blockwise
 
 
-def _functions(block_n: int, prefetches: bool, config: TileConfig, a: Rows) -> TileFunctions:
+def _functions(block_n: int, prefetches: bool, config: TileConfig, a: OperandA) -> TileFunctions:
     uniform = block_n % config.block_n == 0
     return TileFunctions(
         block.open_activations,

@@ -24,7 +24,7 @@ _LARGEST = 247
 def convert_e4m3(weights: Tensor, scale: Tensor, key: QuantKey, *, gated: bool = False) -> Converted:
     """One of the two matrices of canonical weights; see :class:`moe_core.weights.MoEWeights` for the tensors.
 
-    ``weights`` e4m3 [E, rows, K]; ``gated``: rows are gate, then up, and are put in turns of 8.
+    ``weights`` e4m3 [E, rows, K]; ``gated``: rows are gate, then up, and are interleaved in blocks of 8.
     """
     codes, parts, shape = weights.view(torch.uint8), 2 if gated else 1, key.group_shape
     rows, columns = codes.shape[1:]

@@ -5,7 +5,7 @@ An e4m3 byte shifted into the place of a 16-bit number's exponent is that number
 
     per row       float32 [E, 1, rows], for the finished sum
     per block     float32 [E, tiles of 128 rows, 2 * groups of 128 or 64 columns]: a pair for each group, of 64 rows
-                  each: gate and up where these lie in turns, else one half of the tile and the other
+                  each: gate and up where these are interleaved, else one half of the tile and the other
     MXFP8         int32 [E, steps of 128 columns, rows], the bytes of a step's four groups: 247 + exponent
 
 The last two are relative to powers of two, one for each row, that multiply its finished sum (`MarlinMatrix.factors`):
@@ -20,6 +20,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from moe_core.gemm.marlin.dequant import byte_columns, byte_values, pair
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.operand import (
     FEW,
@@ -37,7 +38,6 @@ from moe_core.gemm.marlin.operand import (
     tile_words,
 )
 from moe_core.gemm.marlin.weight import MarlinMatrix
-from moe_core.gemm.marlin.widen import byte_columns, byte_values, pair
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.weight_tile import weight_rows
 from moe_core.jit.casts import INTERPRET
@@ -91,7 +91,7 @@ def _byte(words):
 
 @triton.jit
 def e4m3_values(words, dtype: tl.constexpr):
-    """The four numbers of `words` [N, W], as `moe_core.gemm.marlin.widen.byte_values`; float32 in the interpreter."""
+    """The four numbers of `words` [N, W], as `moe_core.gemm.marlin.dequant.byte_values`; float32 in the interpreter."""
     if INTERPRET or dtype == tl.float32:
         return _byte(words), _byte(words >> 16), _byte(words >> 8), _byte(words >> 24)
     else:
@@ -125,14 +125,14 @@ def e4m3_scaled(words, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def _second(start, BLOCK_N: tl.constexpr, TURNS: tl.constexpr):
+def _second(start, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr):
     """[BLOCK_N]: 1 for rows that have the second scale of a pair; `start` of the tile within the pair's rows."""
-    # rows of gate and up are in turns of 8
-    return (start + tl.arange(0, BLOCK_N)) // (8 if TURNS else PAIR_ROWS // 2) % 2
+    # rows of gate and up are interleaved in blocks of 8
+    return (start + tl.arange(0, BLOCK_N)) // (8 if INTERLEAVED else PAIR_ROWS // 2) % 2
 
 
 @triton.jit
-def _open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr, TURNS: tl.constexpr):
+def _open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr):
     words, scales, factors, stride_e, stride_n, scale_e, scale_t, factor_e, tiles = b_args
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     row = n + tl.arange(0, BLOCK_N)
@@ -141,27 +141,27 @@ def _open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr
     pair = scales + base * scale_e + n // PAIR_ROWS * scale_t
     # a tile of 256 rows may end before the second pair
     after = scales + base * scale_e + tl.minimum(n // PAIR_ROWS + 1, tiles - 1) * scale_t
-    scale = scales + base * scale_e + row // PAIR_ROWS * scale_t + _second(start, BLOCK_N, TURNS)
+    scale = scales + base * scale_e + row // PAIR_ROWS * scale_t + _second(start, BLOCK_N, INTERLEAVED)
     return rows, inside, first, scale, 2, scale_t // 2, factors + base * factor_e + row, pair, after, start
 
 
 @triton.jit
-def open_turns(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_groups`, for scales of blocks and rows of gate and up in turns; besides pointers to pairs."""
+def open_interleaved(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_groups`, for scales of blocks and rows of interleaved gate and up; besides pointers to pairs."""
     return _open_blocks(b_args, expert, half, n, N, BLOCK_N, True)
 
 
 @triton.jit
 def open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_turns`, for other rows."""
+    """As `open_interleaved`, for other rows."""
     return _open_blocks(b_args, expert, half, n, N, BLOCK_N, False)
 
 
 @triton.jit
-def _load_pairs(state, k, TURNS: tl.constexpr):
+def _load_pairs(state, k, INTERLEAVED: tl.constexpr):
     """Scales [BLOCK_N] of step k, made of scalars: a vector would pass through shared memory and take registers."""
     BLOCK_N: tl.constexpr = state[1].shape[0]
-    first = _second(state[9], BLOCK_N, TURNS) == 0
+    first = _second(state[9], BLOCK_N, INTERLEAVED) == 0
     scale = tl.where(first, tl.load(state[7] + 2 * k), tl.load(state[7] + 2 * k + 1))
     if BLOCK_N > PAIR_ROWS:
         tl.static_assert(BLOCK_N == 2 * PAIR_ROWS, "a tile has one pair of scales or two")
@@ -214,21 +214,21 @@ def load_groups_2(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constex
 @triton.jit
 def multiply_rows(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + b @ a.T, without scales."""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     return add_product(acc, e4m3(b, a.dtype), a, acc.shape[1] <= FEW)
 
 
 @triton.jit
 def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b @ a.T) * scale."""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     return add_scaled_product(acc, e4m3(b, a.dtype), a, b_scale)
 
 
 @triton.jit
 def multiply_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b * scale) @ a.T, the weights rounded to the activations' type."""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     if INTERPRET or a.dtype == tl.float32:
         scale = b_scale
     elif a.dtype == tl.float16:
@@ -242,7 +242,7 @@ def multiply_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 @triton.jit
 def multiply_mxfp8(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b with its scales) @ a.T, exact numbers of bfloat16 or float32."""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     numbers = e4m3_scaled(b, per_word(step_powers(b_scale, LARGEST, a.dtype), b.shape[1], 2), a.dtype)
     return add_product(acc, numbers, a, acc.shape[1] <= FEW)
 
@@ -254,7 +254,7 @@ def e4m3_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, 
         return open_rows, load_rows, multiply_rows, finish_rows
     if size == 32:
         return open_groups, load_powers, multiply_mxfp8, finish_factors
-    opened = open_turns if matrix.interleaved else open_blocks
+    opened = open_interleaved if matrix.interleaved else open_blocks
     if size == STEP.value and config.block_m <= FEW.value:
         # each step's product is scaled by itself: beyond, its sums take too many registers
         return opened, load_turns if matrix.interleaved else load_block, multiply_group, finish_factors

@@ -55,7 +55,7 @@ _ACTIVATIONS: dict[QuantKey | None, Granularity] = {
 
 
 class TritonInt8Experts(Int8ScaledMMExperts):
-    """INT8 per channel through the grouped matrix product of ``moe_core.gemm``."""
+    """INT8 per channel through the grouped GEMM of ``moe_core.gemm``."""
 
     claims = Claims(
         devices=(cuda(min=80), hip("gfx942", "gfx950")),

@@ -23,7 +23,7 @@ def multiply_integer_rows_zero(
     steps,
     N,
     layout: gl.constexpr,
-    WHICH: gl.constexpr,
+    WARPGROUP: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
 ):
@@ -38,7 +38,7 @@ def multiply_integer_rows_zero(
     columns = (b_scale, stride_expert, stride_half, stride_column)
     scale_0, scale_1 = column_scales(expert, block_n, columns, N, layout, GATED)
     acc_0, acc_1, turn = accumulate_int8(
-        turn, acc_0, acc_1, a_tiles, b_tiles, full, empty, steps, WHICH, STAGES, gl.constexpr(False)
+        turn, acc_0, acc_1, a_tiles, b_tiles, full, empty, steps, WARPGROUP, STAGES, gl.constexpr(False)
     )
     product_0 = acc_0.to(gl.float32) * (row_scale[:, None] * scale_0[None, :])
     product_1 = acc_1.to(gl.float32) * (row_scale[:, None] * scale_1[None, :])

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class TritonMxfp4Experts(GroupedExperts):
-    """e2m1 codes that become numbers in registers, through the grouped matrix product of ``moe_core.gemm``."""
+    """e2m1 codes that become numbers in registers, through the grouped GEMM of ``moe_core.gemm``."""
 
     family = "as_stored"
     #: scales of each step beside the product; masks of odd sizes

@@ -91,14 +91,14 @@ def load_e2m1(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, 
 @triton.jit
 def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + weights @ a.T"""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     return add_product(acc, numbers(b, b_scale, a.dtype), a)
 
 
 @triton.jit
-def multiply_blocks(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
+def scaled_mm_blockwise(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (weights @ a.T) * scales of the step's activations."""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     return acc + product(numbers(b, b_scale, a.dtype), a) * a_scale[None, :]
 
 

@@ -120,7 +120,7 @@ def prefetch_words(state, K):
 @triton.jit
 def multiply_words(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + a @ b.T"""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     numbers = factor_e4m3(widened(b, per_word(step_bytes(b_scale), b.shape[1], 1)))
     a = factor_e4m3(a)
     if acc.shape[1] <= FEW:

@@ -15,7 +15,7 @@ from moe_mxfp4.scales import LARGEST
 def convert_e2m1(codes: Tensor, scale: Tensor, columns: int, *, gated: bool = False) -> Converted:
     """One of the two matrices of canonical weights; see :class:`moe_core.weights.MoEWeights` for the tensors.
 
-    ``codes`` uint8 [E, rows, ceil(columns / 2)]; ``gated``: rows are gate, then up, and are put in turns of 8.
+    ``codes`` uint8 [E, rows, ceil(columns / 2)]; ``gated``: rows are gate, then up, and are interleaved in blocks of 8.
     """
     words = order_words(codes, columns, 4, order="e2m1", interleaved=gated)
     scales, factors = relative_powers(scale.view(torch.uint8), counting_groups(codes, columns), LARGEST)

@@ -16,10 +16,10 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from moe_core.gemm.marlin.dequant import nibble_columns, nibble_numbers
 from moe_core.gemm.marlin.integers import load_group_4
 from moe_core.gemm.marlin.operand import FEW, add_product, finish_factors, open_groups, per_word, step_powers
 from moe_core.gemm.marlin.weight import MarlinMatrix
-from moe_core.gemm.marlin.widen import nibble_columns, nibble_numbers
 from moe_core.gemm.plan import TileConfig
 from moe_core.jit.casts import INTERPRET
 
@@ -117,7 +117,7 @@ def e2m1_scaled(words, scale, dtype: tl.constexpr):
 @triton.jit
 def multiply_mxfp4(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b with its scales) @ a.T, exact numbers of bfloat16."""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     numbers = e2m1_scaled(b, per_word(step_powers(b_scale, LARGEST, a.dtype), b.shape[1], 1), a.dtype)
     return add_product(acc, numbers, a, acc.shape[1] <= FEW)
 

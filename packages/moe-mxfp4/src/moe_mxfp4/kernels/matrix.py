@@ -74,7 +74,7 @@ def _functions(kind: ActivationKind) -> TileFunctions:
     make = partial(TileFunctions, open_b=e2m1.open_e2m1, load_b=e2m1.load_e2m1)
     if kind is ActivationKind.BLOCK:
         a = (tiles.open_blocks, tiles.load_blocks)
-        return make(*a, multiply=e2m1.multiply_blocks, finish=e2m1.finish)
+        return make(*a, multiply=e2m1.scaled_mm_blockwise, finish=e2m1.finish)
     if kind in (ActivationKind.TOKEN, ActivationKind.EXPERT):
         return make(scaled_mm.open_values, scaled_mm.load_values, multiply=e2m1.multiply, finish=e2m1.finish_rows)
     return make(tiles.open_plain, scaled_mm.load_values, multiply=e2m1.multiply, finish=e2m1.finish)

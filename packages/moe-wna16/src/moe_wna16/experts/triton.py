@@ -46,7 +46,7 @@ _STEP = 128
 
 
 class TritonWNA16Experts(GroupedExperts):
-    """Codes that become numbers in registers, through the grouped matrix product of ``moe_core.gemm``."""
+    """Codes that become numbers in registers, through the grouped GEMM of ``moe_core.gemm``."""
 
     family = "as_stored"
     #: four groups of a step, each with a product of its own

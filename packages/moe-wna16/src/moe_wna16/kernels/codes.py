@@ -108,7 +108,7 @@ def load_rows_8(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
 @triton.jit
 def multiply_rows(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (codes - zero points) @ a.T"""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     values = numbers(b, b_scale[:, None], a.shape[1] // b.shape[1], a.dtype)
     return add_product(acc, values, a)
 
@@ -239,14 +239,14 @@ def _add_group(acc, words, group, x):
 @triton.jit
 def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + the step's one group."""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     return _add_group(acc, b, b_scale[0], a)
 
 
 @triton.jit
 def multiply_two_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + both groups of the step."""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     # a thread holds words of every group: nothing moves
     low, high = b.reshape(b.shape[0], 2, b.shape[1] // 2).permute(0, 2, 1).split()
     return _add_group(_add_group(acc, low, b_scale[0], a[0]), high, b_scale[1], a[1])
@@ -255,7 +255,7 @@ def multiply_two_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 @triton.jit
 def multiply_four_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + the four groups of the step."""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     even, odd = b.reshape(b.shape[0], 2, 2, b.shape[1] // 4).permute(0, 3, 1, 2).split()
     words_0, words_2 = even.split()
     words_1, words_3 = odd.split()
@@ -300,7 +300,7 @@ def load_columns_8(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.conste
 @triton.jit
 def multiply_columns(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + ((codes - zero points) * scales) @ a.T"""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     scale, zero = b_scale
     codes = numbers(b, tl.zeros((b.shape[0], 1), tl.float32), a.shape[1] // b.shape[1], tl.float32)
     values = (codes - zero) * scale.to(tl.float32)

@@ -1,4 +1,4 @@
-"""How x and h become what is multiplied: `quantize` functions of the grouped matrix product, one for each kind.
+"""How x and h become what is multiplied: `quantize` functions of the grouped GEMM, one for each kind.
 
 Q starts with the tensor that values go to, whose type they get.  But for `code_mxfp8` codes of e4m3 and e2m1 are not
 made: the numbers are rounded to what those hold, in float32, which needs no hardware for either.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded
-from moe_core.gemm.launch import Result, Routing, Rows
+from moe_core.gemm.launch import OperandA, Result, Routing
 from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.gemm.scatter_quantize import scatter_quantize
 from moe_core.gemm.tile_kernel import POSITION, TOKEN
@@ -80,16 +80,16 @@ class GroupScheme(ActivationScheme):
             return None
         return (values,) if scale is None else (values, scale)
 
-    def rows(self, values: Tensor, scales: Tensor | None, static: Tensor | None, which: int) -> Rows:
+    def rows(self, values: Tensor, scales: Tensor | None, static: Tensor | None, which: int) -> OperandA:
         """Operand A."""
         if static is not None:
-            return Rows((values, static, values.stride(0), 0, 1), which)
+            return OperandA((values, static, values.stride(0), 0, 1), which)
         if scales is None:
-            return Rows((values, values.stride(0)), which)
+            return OperandA((values, values.stride(0)), which)
         warp_specialised = (scales, scales.stride(0))
-        return Rows((values, scales, values.stride(0), scales.stride(0)), which, warp_specialised=warp_specialised)
+        return OperandA((values, scales, values.stride(0), scales.stride(0)), which, warp_specialised=warp_specialised)
 
-    def quantize_x(self, call: Call) -> tuple[Order, Rows]:
+    def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
         work, routing = call.workspace, call.routing
         scatter = self._scatters(call)
         prefix = "sorted" if scatter and not self.static else "x"
@@ -130,7 +130,7 @@ class GroupScheme(ActivationScheme):
             block=self.block,
         )
 
-    def h(self, call: Call, order: Order, which: int) -> Rows:
+    def h(self, call: Call, order: Order, which: int) -> OperandA:
         work = call.workspace
         if call.adapters is not None:
             # every group of every pair is a row here

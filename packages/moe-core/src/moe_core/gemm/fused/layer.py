@@ -31,9 +31,9 @@ from moe_core.gemm.launch import (
     Activation,
     GemmWeight,
     LoRADelta,
+    OperandA,
     Result,
     Routing,
-    Rows,
     grouped_gemm,
     reduce_split_k,
 )
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class FusedLayer:
-    """What a layer's calls share: ``w13`` (gate rows, then up rows, or in turns) and ``w2``, scheme and activation.
+    """What a layer's calls share: ``w13`` (gate rows, then up rows, or interleaved) and ``w2``, scheme and activation.
 
     ``gemv``: the same layer for one token, without tensor cores, where the family has one.
     """
@@ -100,7 +100,7 @@ class FusedLayer:
             expert_map = routing.expert_map
             reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=expert_map, split=split, pdl=plan.pdl)
 
-    def _gemm1(self, call: Call, order: Order, a: Rows) -> Rows:
+    def _gemm1(self, call: Call, order: Order, a: OperandA) -> OperandA:
         """h as operand A of gemm2."""
         config, routing = call.plan.gemm1, call.routing
         weight, activation = self.w13, self.activation
@@ -128,7 +128,7 @@ class FusedLayer:
             self._product(call, config, weight, order, a, h, activation, by_pair, lora)
         return self.scheme.h(call, order, by_pair)
 
-    def _gemm2(self, call: Call, order: Order, a: Rows, out: Tensor) -> tuple[Tensor, int]:
+    def _gemm2(self, call: Call, order: Order, a: OperandA, out: Tensor) -> tuple[Tensor, int]:
         """(y [pairs * split, K], split); batched: the output itself."""
         weight, config = self.w2, call.plan.gemm2
         lora = None if call.adapters is None else call.adapters.delta("w2", call.workspace["h"], by_pair=True)
@@ -144,7 +144,7 @@ class FusedLayer:
         config: TileConfig,
         weight: GemmWeight,
         order: Order,
-        a: Rows,
+        a: OperandA,
         out: Result,
         activation: Activation | None,
         out_rows: int,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, first_rows, padded
-from moe_core.gemm.launch import Result, Routing, Rows
+from moe_core.gemm.launch import OperandA, Result, Routing
 from moe_core.gemm.marlin.columns import gather_columns
 from moe_core.gemm.tile_kernel import POSITION, TOKEN
 from moe_core.workspace import WorkspaceSpec
@@ -57,7 +57,7 @@ class PlainScheme(ActivationScheme):
             WorkspaceSpec("gathered", (pairs if most else 0, padded(most)), shape.dtype),
         )
 
-    def quantize_x(self, call: Call) -> tuple[Order, Rows]:
+    def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
         order = call.order()
         which = (TOKEN if isinstance(call.routing, Routing) else POSITION).value
         return order, self._rows(call, call.x, self.x, which, by_token=True)
@@ -65,10 +65,10 @@ class PlainScheme(ActivationScheme):
     def result(self, call: Call) -> Result:
         return Result(call.workspace["h"])
 
-    def h(self, call: Call, order: Order, which: int) -> Rows:
+    def h(self, call: Call, order: Order, which: int) -> OperandA:
         return self._rows(call, call.workspace["h"], self.h_columns, which, by_token=False)
 
-    def _rows(self, call: Call, x: Tensor, columns: Columns, which: int, *, by_token: bool) -> Rows:
+    def _rows(self, call: Call, x: Tensor, columns: Columns, which: int, *, by_token: bool) -> OperandA:
         """Operand A: ``x`` itself, or gathered by pair."""
         present = call.w2.n if by_token else call.w13.n
         count, index, factors = columns.count, columns.index, columns.factors
@@ -82,9 +82,9 @@ class PlainScheme(ActivationScheme):
         aligned = present % 8 == 0 and not columns.indexes(present) and all(size % 16 == 0 for size in sizes)
         if not columns.indexes(present):
             arguments = (x, x.stride(0), count) if form == "masked" else (x, x.stride(0))
-            return Rows(arguments, which, form, aligned)
+            return OperandA(arguments, which, form, aligned)
         if index is None:
             raise TypeError(f"the weight has {count} columns, the activations {present}, and there is no index")
         stride = 0 if factors is None else factors.stride(0)
         indexed = (x, x.stride(0), count, index, index.stride(0), factors, stride)
-        return Rows(indexed, which, "indexed", aligned)
+        return OperandA(indexed, which, "indexed", aligned)

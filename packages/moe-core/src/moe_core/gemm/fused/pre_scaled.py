@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, first_rows, padded
-from moe_core.gemm.launch import Result, Routing, Rows
+from moe_core.gemm.launch import OperandA, Result, Routing
 from moe_core.gemm.marlin.columns import gather_columns
 from moe_core.gemm.quantize_rows import InUse, ordered_rows, quantize_rows, routed_pairs
 from moe_core.gemm.tile_kernel import TOKEN
@@ -51,7 +51,7 @@ class PreScaledScheme(ActivationScheme):
             WorkspaceSpec("h_scales", (pairs,), torch.float32),
         )
 
-    def quantize_x(self, call: Call) -> tuple[Order, Rows]:
+    def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
         work = call.workspace
         values, scales = work["x_values"], work["x_scales"]
         if self.pre_scaled:
@@ -65,15 +65,15 @@ class PreScaledScheme(ActivationScheme):
     def result(self, call: Call) -> Result:
         return Result(call.workspace["h"])
 
-    def h(self, call: Call, order: Order, which: int) -> Rows:
+    def h(self, call: Call, order: Order, which: int) -> OperandA:
         work = call.workspace
         values, scales = work["h_values"], work["h_scales"]
         self._quantize(call, order, work["h"][:, : call.w2.k], self.h_factors, values, scales, by_token=False)
         return self._rows(values, scales, which)
 
-    def _rows(self, values: Tensor, scales: Tensor, which: int) -> Rows:
+    def _rows(self, values: Tensor, scales: Tensor, which: int) -> OperandA:
         arguments = (values, scales, values.stride(0), 1, 0) if self.by_token else (values, values.stride(0))
-        return Rows(arguments, which)
+        return OperandA(arguments, which)
 
     def _quantize(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_core.gemm import scaled_mm as device
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, padded
-from moe_core.gemm.launch import Result, Routing, Rows
+from moe_core.gemm.launch import OperandA, Result, Routing
 from moe_core.gemm.quantize_rows import find_amax, ordered_rows, quantize_rows, routed_pairs, routed_tokens
 from moe_core.gemm.scatter_quantize import scatter_quantize
 from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
@@ -143,23 +143,25 @@ class ScaledMMScheme(ActivationScheme):
         by_row: int,
         by_expert: int = 0,
         marks: Tensor | None = None,
-    ) -> Rows:
+    ) -> OperandA:
         """Operand A of 8-bit values."""
         arguments: tuple[Any, ...] = (values, scales, values.stride(0), by_row, by_expert)
         if self.functions.marks:
             arguments = (*arguments, marks)
-        return Rows(arguments, which, warp_specialised=(scales, by_row or None, marks))
+        return OperandA(arguments, which, warp_specialised=(scales, by_row or None, marks))
 
     def _unquantized_rows(
         self, values: Tensor, scales: Tensor, which: int, columns: int, *, by_row: int, by_expert: int = 0,
         marks: Tensor | None = None,
-    ) -> Rows:  # fmt: skip
+    ) -> OperandA:  # fmt: skip
         """Operand A that is quantised while it is loaded; ``scales`` may be the bits of largest magnitudes."""
-        return Rows((values, scales, values.stride(0), by_row, by_expert, columns, marks), which, form="unquantized")
+        return OperandA(
+            (values, scales, values.stride(0), by_row, by_expert, columns, marks), which, form="unquantized"
+        )
 
     # -------------------------------------------------------------- x
 
-    def quantize_x(self, call: Call) -> tuple[Order, Rows]:
+    def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
         if isinstance(call.routing, Batch):
             return self._batched_x(call, call.routing)
         # the warp-specialised kernel wants the rows of a tile side by side; a scale per expert every pair by itself
@@ -172,7 +174,7 @@ class ScaledMMScheme(ActivationScheme):
         """What is to be cleared before gemm1."""
         return call.workspace["amax"][:2] if self.granularity == "tensor" else self._amax(call)
 
-    def _x_by_token(self, call: Call, routing: Routing) -> tuple[Order, Rows]:
+    def _x_by_token(self, call: Call, routing: Routing) -> tuple[Order, OperandA]:
         """Quantised beside the sort or behind it, or left as it is."""
         x, work, zero, which = call.x, call.workspace, self._zeroed(call), TOKEN.value
         values, found = work["x_values"], work["x_scales"]
@@ -191,7 +193,7 @@ class ScaledMMScheme(ActivationScheme):
         quantize_rows(x, values, found, self.functions.quantize_by_amax, arguments, in_use, pdl=call.plan.pdl)
         return order, self._rows(values, found, which, by_row=1)
 
-    def _scattered_x(self, call: Call, routing: Routing) -> tuple[Order, Rows]:
+    def _scattered_x(self, call: Call, routing: Routing) -> tuple[Order, OperandA]:
         """Quantised into the sorted order: an expert's own scale costs nothing then."""
         work = call.workspace
         values, found = work["sorted_values"][: call.pairs], work["sorted_scales"]
@@ -216,7 +218,7 @@ class ScaledMMScheme(ActivationScheme):
         order = call.order(job, positions=positions, zero=self._zeroed(call))
         return order, ((raised, 1) if raised is not None else (found, x.shape[0]))
 
-    def _batched_x(self, call: Call, batch: Batch) -> tuple[Order, Rows]:
+    def _batched_x(self, call: Call, batch: Batch) -> tuple[Order, OperandA]:
         """Quantised where it is."""
         x, work, pdl = call.x, call.workspace, call.plan.pdl
         values, found = work["x_values"], work["x_scales"]
@@ -257,7 +259,7 @@ class ScaledMMScheme(ActivationScheme):
         kind = "" if amax is None else "row" if self.granularity == "token" else "tensor"
         return Result(call.workspace["h"], amax=amax, amax_kind=kind)
 
-    def h(self, call: Call, order: Order, which: int) -> Rows:
+    def h(self, call: Call, order: Order, which: int) -> OperandA:
         work, amax = call.workspace, self._amax(call)
         values, wide, found = work["h_values"], work["h"], work["h_scales"]
         if self._in_epilogue(call) and self.h_scale is not None:

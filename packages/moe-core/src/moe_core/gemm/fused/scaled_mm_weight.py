@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions
-from moe_core.gemm.launch import GemmWeight, Rows, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
+from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
 from moe_core.gemm.plan import TileConfig
 
 
@@ -34,7 +34,7 @@ def scaled_mm_weight(
     load_and_quantize = functions.load_and_quantize_static if granularity == "static" else functions.load_and_quantize
     prefetch = functions.prefetch_weights if aligned and columns % 16 == 0 else None
 
-    def tile_functions(config: TileConfig, a: Rows) -> TileFunctions:
+    def tile_functions(config: TileConfig, a: OperandA) -> TileFunctions:
         unquantized = a.form == "unquantized"
         return TileFunctions(
             functions.open_unquantized if unquantized else functions.open_values,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.gemm.fused.call import Call, Order
-from moe_core.gemm.launch import Result, Rows
+from moe_core.gemm.launch import OperandA, Result
 from moe_core.gemm.workspaces import lora_workspaces, order_workspaces
 from moe_core.workspace import WorkspaceSpec
 
@@ -77,7 +77,7 @@ class ActivationScheme(ABC):
         """Scratch memory of x and h as they are multiplied."""
 
     @abstractmethod
-    def quantize_x(self, call: Call) -> tuple[Order, Rows]:
+    def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
         """Sort the pairs (batched: list the tiles); x as operand A of gemm1."""
 
     @abstractmethod
@@ -85,7 +85,7 @@ class ActivationScheme(ABC):
         """Where gemm1's epilogue leaves h, and how it is quantised there."""
 
     @abstractmethod
-    def h(self, call: Call, order: Order, which: int) -> Rows:
+    def h(self, call: Call, order: Order, which: int) -> OperandA:
         """h as operand A of gemm2; its rows are ``which`` of the tile kernel's."""
 
     def weights_first(self, has_lora: bool) -> bool:
@@ -96,7 +96,7 @@ class ActivationScheme(ABC):
         return has_lora
 
     def workspaces(self, shape: CallShape, partials: WorkspaceSpec) -> tuple[WorkspaceSpec, ...]:
-        """All scratch memory of the layer; ``partials`` of products whose k loop is split."""
+        """All scratch memory of the layer; ``partials``: of split-K."""
         lora, weighted = shape.lora, shape.weight_on_input and self.weights_first(shape.lora is not None)
         return (
             *order_workspaces(shape.pairs, shape.num_tokens, shape.num_experts, shape.batched),

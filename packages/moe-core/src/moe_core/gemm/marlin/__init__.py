@@ -2,10 +2,10 @@
 
 Weights of 4 and 8 bits are put at load into the order in which the registers of the tensor cores hold them, and become
 16-bit numbers there, by a few instructions on a word: no number passes through shared memory.  Schemes add the element
-type (`widen`) and say how its scales lie (`MarlinMatrix`); everything else is the same for all of them.
+type (`dequant`) and say how its scales lie (`MarlinMatrix`); everything else is the same for all of them.
 
     words      the order of codes in words
-    widen      words as 16-bit numbers
+    dequant    words as 16-bit numbers
     operand    how words, scales and zero points of a tile are loaded, multiplied and scaled
     integers   4- and 8-bit codes; `functions`, which of them a tile gets
     columns    activations in the order of permuted columns

@@ -5,8 +5,8 @@ has four consecutive words of several rows; the numbers of the vector that it mu
 each for all its rows.  There is nothing to wait for but memory: no sorting, no tiles, no sums that programs share.
 
 `numbers(words, dtype)` makes of words [N, W] a tuple of their eight (4 bits) or four numbers, each [N, W], in the order
-of `moe_core.gemm.marlin.widen.nibble_values`; they are exact but for a scale.  Those that are PLACED are larger, by the
-powers of two that `_placed` takes from the vector.  SCALES says what scales there are:
+of `moe_core.gemm.marlin.dequant.nibble_values`; they are exact but for a scale.  Those that are PLACED are larger, by
+the powers of two that `_placed` takes from the vector.  SCALES says what scales there are:
 
     "row"       float32, one per row: multiplies the finished sum
     "group"     float32, one per GROUP columns (-1: all)
@@ -238,8 +238,8 @@ def gemv_kernel(
 ):
     """out[pair] = act(w x[pair // pairs_per_row] + bias), N columns; programs by pair and BLOCK_N rows of w.
 
-    GATED: rows are gate and up in turns of 8.  ACTIVATION "" leaves the product as it is.  ROUTER_WEIGHT multiplies the
-    router weight: 0 never, 1 before bias and activation, 2 at the end.
+    GATED: rows are gate and up interleaved in blocks of 8.  ACTIVATION "" leaves the product as it is.  ROUTER_WEIGHT
+    multiplies the router weight: 0 never, 1 before bias and activation, 2 at the end.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -16,11 +16,11 @@ def order_scales_kernel(
     rows,
     groups,
     width,
-    HALVES: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
     ZERO_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """[E, rows, groups] to [E, groups, width]; HALVES: rows go to turns of 8, see `words.interleave`.
+    """[E, rows, groups] to [E, groups, width]; INTERLEAVE: rows are interleaved in blocks of 8, see `words.interleave`.
 
     With zero points the result is int32: their bits in place of the last of a float32, which is rounded to fit.
     """
@@ -32,7 +32,7 @@ def order_scales_kernel(
     source = expert * rows * groups + row[:, None] * groups + group[None, :]
     value = tl.load(scale + source, mask=inside, other=0.0).to(tl.float32)
     place = row
-    if HALVES:
+    if INTERLEAVE:
         half = rows // 2
         place = row % half // 8 * 16 + row // half * 8 + row % half % 8
     target = expert * groups * width + group[None, :] * width + place[:, None]

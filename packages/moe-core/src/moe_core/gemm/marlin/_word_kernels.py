@@ -71,13 +71,13 @@ def order_kernel(
     half,
     BITS: tl.constexpr,
     ORDER: tl.constexpr,
-    HALVES: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """int32 [units, 16] of canonical codes to int32 [units, 16] in the order of `words`; a row has `width` units.
 
-    HALVES: the `rows` of an expert, of which `half` are gates, go to turns of 8 (`rows.interleave`).
+    INTERLEAVE: the `rows` of an expert, of which `half` are gates, are interleaved in blocks of 8 (`words.interleave`).
     """
     unit = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (unit < units)[:, None]
@@ -112,7 +112,7 @@ def order_kernel(
     if ORDER == "e2m1":
         words = _spread(words)
     place = unit
-    if HALVES:
+    if INTERLEAVE:
         number = unit // width
         expert = number // rows
         within = number % rows

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from moe_core.gemm.marlin import integers, operand
+from moe_core.gemm.marlin.dequant import int8_values
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.gemv_int4 import int4_placed
 from moe_core.gemm.marlin.weight import MarlinMatrix
-from moe_core.gemm.marlin.widen import int8_values
 from moe_core.gemm.plan import TileConfig
 
 #: by bits: loads for rows with one scale, for a group per step, and by columns of a group

@@ -8,18 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.marlin.operand import (
-    FEW,
-    add_product,
-    add_scaled_product,
-    load_groups,
-    load_step,
-    per_word,
-    scale_of,
-    tile_words,
-    zero_of,
-)
-from moe_core.gemm.marlin.widen import (
+from moe_core.gemm.marlin.dequant import (
     int4,
     int4_scaled,
     int8,
@@ -30,6 +19,17 @@ from moe_core.gemm.marlin.widen import (
     uint8,
     uint8_scaled,
     zero_offset,
+)
+from moe_core.gemm.marlin.operand import (
+    FEW,
+    add_product,
+    add_scaled_product,
+    load_groups,
+    load_step,
+    per_word,
+    scale_of,
+    tile_words,
+    zero_of,
 )
 from moe_core.jit.casts import INTERPRET
 
@@ -115,7 +115,7 @@ def _numbers(words, scales, BITS: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def multiply_rows(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + b @ a.T, without scales."""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     numbers = _numbers(b, b_scale, 32 * b.shape[1] // a.shape[1], a.dtype)
     return add_product(acc, numbers, a, acc.shape[1] <= FEW)
 
@@ -123,7 +123,7 @@ def multiply_rows(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 @triton.jit
 def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b @ a.T) * scale."""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     numbers = _numbers(b, b_scale, 32 * b.shape[1] // a.shape[1], a.dtype)
     return add_scaled_product(acc, numbers, a, scale_of(b_scale))
 
@@ -131,7 +131,7 @@ def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 @triton.jit
 def multiply_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b * scale) @ a.T, the weights rounded to the activations' type."""
-    tl.static_assert(SWAP_AB, "weights come from registers: the product is transposed")
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     W: tl.constexpr = b.shape[1]
     BITS: tl.constexpr = 32 * W // a.shape[1]
     scale = scale_of(b_scale)

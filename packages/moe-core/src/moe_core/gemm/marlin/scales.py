@@ -18,8 +18,8 @@ def order_scales(
     """``scale`` [E, rows, groups] of any float dtype as [E, groups, rows]: float32, with zero points int32.
 
     ``zero_point`` uint8 or int32 of the same shape, 0 to 256: int32 has the bits of the float32 scale, rounded to 14
-    bits of mantissa, and zero points in the last ones.  ``interleaved``: the rows are two halves, put in turns of 8
-    (:func:`moe_core.gemm.marlin.words.interleave`).  ``backend`` "torch" or "triton" insists.
+    bits of mantissa, and zero points in the last ones.  ``interleaved``: the rows are two halves, interleaved in blocks
+    of 8 (:func:`moe_core.gemm.marlin.words.interleave`).  ``backend`` "torch" or "triton" insists.
     """
     if use_triton(scale, backend):
         return _launch(scale.contiguous(), zero_point, interleaved)
@@ -56,7 +56,7 @@ def _launch(scale: Tensor, zero_point: Tensor | None, interleaved: bool) -> Tens
             rows,
             groups,
             width,
-            HALVES=interleaved,
+            INTERLEAVE=interleaved,
             ZERO_BITS=ZERO_BITS,
             num_warps=4,
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_core.gemm.as_stored.tiles import open_plain
 from moe_core.gemm.fused.plain import Columns
 from moe_core.gemm.fused.scaled_mm_weight import packed_descriptor
-from moe_core.gemm.launch import GemmWeight, Rows, TileFunctions
+from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions
 from moe_core.gemm.marlin import operand
 from moe_core.gemm.plan import TileConfig
 
@@ -28,7 +28,7 @@ class MarlinMatrix:
     """One of the two weights of a layer's experts.
 
     - ``words`` int32 [E, rows, words], see `moe_core.gemm.marlin.words`: whole steps of 128 columns; ``bits`` of a code
-    - ``n`` columns of the result, of one half where gate and up rows lie in turns (``interleaved``)
+    - ``n`` columns of the result, of one half where gate and up rows are interleaved
     - ``k`` columns of x or h as the words have them; ``group_size`` of them share a scale, -1: all of a row
     - ``scales`` [E, groups, rows] float32, or int32 with zero points (`moe_core.gemm.marlin.operand`)
     - ``factors`` float32 [E, rows]: multiply the finished sums; or None
@@ -63,7 +63,7 @@ class MarlinMatrix:
     def gemm_weight(self, functions: Functions) -> GemmWeight:
         """What the tile kernel gets, with the ``functions`` of the element type."""
 
-        def tile_functions(config: TileConfig, a: Rows) -> TileFunctions:
+        def tile_functions(config: TileConfig, a: OperandA) -> TileFunctions:
             return TileFunctions(*_ROWS[a.form], *functions(self, config))
 
         return GemmWeight(

@@ -54,7 +54,7 @@ def order_words(
 ) -> Tensor:
     """int32 [E, rows, words] of ``codes`` uint8 [E, rows, ceil(columns * bits / 8)], 4-bit ones with even k low.
 
-    ``order``: one of :data:`ORDERS`; ``interleaved``: the rows are two halves, put in turns of 8
+    ``order``: one of :data:`ORDERS`; ``interleaved``: the rows are two halves, interleaved in blocks of 8
     (:func:`interleave`).  Any device, at the memory's speed on a GPU; ``backend`` "torch" or "triton" insists.
     Raises TensorError for codes of another shape or dtype.
     """
@@ -95,12 +95,12 @@ def _empty(experts: int, rows: int, width: int, like: Tensor, *, filled: bool) -
 
 
 def interleaved_rows(rows: int) -> int:
-    """Rows of two halves in turns of 8."""
+    """Rows of two halves interleaved in blocks of 8."""
     return -(-(rows // 2) // 8) * 16
 
 
 def interleave(x: Tensor) -> Tensor:
-    """[E, 2N, ...] with the rows of both halves in turns of 8, each half filled up with zeros to whole turns."""
+    """[E, 2N, ...] with gate and up rows interleaved in blocks of 8, each half padded with zeros to whole blocks."""
     experts, rows = x.shape[:2]
     half = rows // 2
     turns = -(-half // 8)
@@ -184,7 +184,7 @@ def _launch(codes: Tensor, out: Tensor, bits: int, interleaved: bool, order: str
         codes.shape[1] // 2,
         BITS=bits,
         ORDER=order,
-        HALVES=interleaved,
+        INTERLEAVE=interleaved,
         BLOCK=block,
         num_warps=4,
     )

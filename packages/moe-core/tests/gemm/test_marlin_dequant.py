@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.marlin.widen import (
+from moe_core.gemm.marlin.dequant import (
     int4,
     int4_scaled,
     int8,

@@ -89,7 +89,7 @@ def _multiply(
     steps,
     N,
     layout: gl.constexpr,
-    WHICH: gl.constexpr,
+    WARPGROUP: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     ROWS: gl.constexpr,
@@ -118,7 +118,7 @@ def _multiply(
         row_scale = gl.load(scales + following)
         scale_0, scale_1, scale_2, scale_3 = _scales(b_scales, rows, following, ROWS)
         mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
-        a = a_tiles.index(slot).slice(WHICH * HALF, HALF, 0)
+        a = a_tiles.index(slot).slice(WARPGROUP * HALF, HALF, 0)
         b = b_tiles.index(slot)
         product = warpgroup_mma(a, b.slice(0, TILE, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
@@ -143,7 +143,7 @@ def _whole(low, high, layout: gl.constexpr):
 
 
 @gluon.jit
-def multiply_blocks(
+def scaled_mm_blockwise(
     turn,
     row,
     expert,
@@ -157,19 +157,19 @@ def multiply_blocks(
     steps,
     N,
     layout: gl.constexpr,
-    WHICH: gl.constexpr,
+    WARPGROUP: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
 ):
     """Weight blocks of 128 rows."""
     return _multiply(
-        turn, row, expert, block_n, a_args, b_args, a_tiles, b_tiles, full, empty, steps, N, layout, WHICH, STAGES,
+        turn, row, expert, block_n, a_args, b_args, a_tiles, b_tiles, full, empty, steps, N, layout, WARPGROUP, STAGES,
         GATED, TILE,
     )  # fmt: skip
 
 
 @gluon.jit
-def multiply_half_blocks(
+def scaled_mm_half_blockwise(
     turn,
     row,
     expert,
@@ -183,12 +183,12 @@ def multiply_half_blocks(
     steps,
     N,
     layout: gl.constexpr,
-    WHICH: gl.constexpr,
+    WARPGROUP: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
 ):
     """Weight blocks of 64 rows."""
     return _multiply(
-        turn, row, expert, block_n, a_args, b_args, a_tiles, b_tiles, full, empty, steps, N, layout, WHICH, STAGES,
+        turn, row, expert, block_n, a_args, b_args, a_tiles, b_tiles, full, empty, steps, N, layout, WARPGROUP, STAGES,
         GATED, HALF,
     )  # fmt: skip
