@@ -19,7 +19,7 @@ def test_symmetric_scales_are_turned_and_widened() -> None:
     scale = torch.randn(2, 24, 2).bfloat16()
     found = convert_integers(_codes(2, 24, 128), scale, kInt4Static, 256)
     assert torch.equal(found.scales, scale.float().transpose(1, 2))
-    assert (found.group_size, found.factors, found.index) == (128, None, None)
+    assert (found.group_size, found.channel_scales, found.index) == (128, None, None)
 
 
 def test_interleaved_scales_follow_their_rows() -> None:
@@ -74,9 +74,9 @@ def test_the_kernel_for_scales_does_what_its_twin_does(
 def test_float16_layers_hold_scales_relative_to_a_rows_largest() -> None:
     scale = torch.tensor([[[1e-30, 3e-31], [2e20, 1e20], [0.0, 0.0]]])
     found = convert_integers(_codes(1, 3, 128), scale, kInt4Static, 256, dtype=torch.float16)
-    assert found.factors is not None
+    assert found.channel_scales is not None
     relative = found.scales.transpose(1, 2)
-    assert torch.equal(relative * found.factors[:, :, None], scale)
+    assert torch.equal(relative * found.channel_scales[:, :, None], scale)
     assert float(relative[0, :2].amax(dim=1).min()) >= 0.5
     assert float(relative.max()) < 1
 

@@ -23,4 +23,4 @@ def test_activations_are_read_two_at_a_time() -> None:
     assert not reads_gemv(x[:, :31], odd, even)
     assert not reads_gemv(torch.zeros(2, 33, dtype=torch.bfloat16)[:, :32], even, even)
     assert not reads_gemv(x[:, :32], even, replace(even, index=torch.zeros(1, 32, dtype=torch.int32)))
-    assert not reads_gemv(x[:, :32], replace(even, column_factors=torch.ones(1, 32)), even)
+    assert not reads_gemv(x[:, :32], replace(even, pre_scales=torch.ones(1, 32)), even)

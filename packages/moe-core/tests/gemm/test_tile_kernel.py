@@ -50,7 +50,7 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 
 
 @triton.jit
-def finish(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+def scale_acc(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     return acc * a_state[1]
 
 
@@ -96,7 +96,7 @@ class Product:
         activation = Activation("relu2_no_mul")
         parts = torch.empty(TOKENS * TOP_K * split, SIZE, device=self.x.device)
         grouped_gemm(
-            TileFunctions(open_a, load_a, open_b, load_b, multiply, finish),
+            TileFunctions(open_a, load_a, open_b, load_b, multiply, scale_acc),
             TileConfig(16, BLOCK, 4, 1, swap_ab=swap, split_k=split),
             a=(self.x, self.x.stride(0), self.factors),
             b=operand,
@@ -110,7 +110,7 @@ class Product:
         if split > 1:
             reduce_split_k(
                 partials=parts,
-                split=split,
+                split_k=split,
                 bias=None,
                 out=out,
                 routing=self.routing,

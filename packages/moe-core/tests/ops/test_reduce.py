@@ -34,7 +34,7 @@ def test_parts(split, device):
     parts = torch.randint(-8, 9, (6, split, 40), generator=generator).float().to(device)
     ids = torch.zeros(3, 2, dtype=torch.int32, device=device)
     out = torch.empty(3, 40, device=device)
-    reduce_pairs(parts.view(-1, 40), ids, 1, out, split=split)
+    reduce_pairs(parts.view(-1, 40), ids, 1, out, split_k=split)
     assert torch.equal(out, parts.view(3, -1, 40).sum(1))
 
 

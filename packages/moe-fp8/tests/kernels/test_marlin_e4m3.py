@@ -35,7 +35,7 @@ def widened(
     """float32 [rows, COLUMNS]: what the product makes of weights [rows, COLUMNS] and unit vectors times ``x``."""
     found = convert_e4m3(codes.to(device)[None], scale.to(device)[None], key)
     count = codes.shape[0]
-    matrix = MarlinMatrix(found.words, 8, count, COLUMNS, found.group_size, found.scales, found.factors)
+    matrix = MarlinMatrix(found.words, 8, count, COLUMNS, found.group_size, found.scales, found.channel_scales)
     workspace = Workspace(device).take(order_workspaces(COLUMNS, COLUMNS, 1, False))
     ids = torch.zeros(COLUMNS, 1, dtype=torch.int32, device=device)
     rows = (x * torch.eye(COLUMNS)).to(dtype).to(device)
@@ -133,9 +133,9 @@ def test_gate_and_up_of_a_tile_have_a_pair_of_scales(rows: int) -> None:
     scale = torch.rand(1, 2 * -(-half // rows), groups) + 0.5
     ones = torch.ones(1, 2 * half, groups * 128).to(torch.float8_e4m3fn)
     found = convert_e4m3(ones, scale, kFp8Static128BlockSym.with_group(rows, 128), gated=True)
-    assert found.factors is not None
+    assert found.channel_scales is not None
     tiles = found.scales.view(1, 4, groups + 1, 2)[0, :, :groups]
-    factors = found.factors[0].view(-1, 2, 8)[:, :, 0]
+    factors = found.channel_scales[0].view(-1, 2, 8)[:, :, 0]
     gate, up = scale[0].chunk(2)
     for tile in range(4):
         assert torch.equal(tiles[tile, :, 0] * factors[8 * tile, 0], gate[64 * tile // rows])

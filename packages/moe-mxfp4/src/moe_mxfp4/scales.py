@@ -20,18 +20,19 @@ def has_scaled_units(device: DeviceInfo) -> bool:
 
 
 def step_scales(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """(int32 [E, ceil(columns / 128), rows], float32 factors [E, rows]) of canonical weights ``codes`` and ``scale``.
+    """(int32 [E, ceil(columns / 128), rows], float32 channel scales [E, rows]) of canonical weights ``codes`` and
+    ``scale``.
 
     The bytes of four groups of a row, the first in the low bits, relative to the row's largest, which is its factor.
     """
-    powers, factors = _relative(codes, scale, columns, LARGEST)
-    return powers.transpose(1, 2).contiguous(), factors
+    powers, channel_scales = _relative(codes, scale, columns, LARGEST)
+    return powers.transpose(1, 2).contiguous(), channel_scales
 
 
 def group_scales(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """As :func:`step_scales`, uint8 [E, rows, groups padded to 4]: bytes that tensor cores multiply."""
-    powers, factors = _relative(codes, scale, columns, LARGEST_SCALED)
-    return powers.view(torch.uint8), factors
+    powers, channel_scales = _relative(codes, scale, columns, LARGEST_SCALED)
+    return powers.view(torch.uint8), channel_scales
 
 
 def _relative(codes: Tensor, scale: Tensor, columns: int, largest: int) -> tuple[Tensor, Tensor]:

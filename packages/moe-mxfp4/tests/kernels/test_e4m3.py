@@ -40,7 +40,7 @@ def widened(
     scales = torch.ones(COLUMNS, device=device)
     grouped_gemm(
         TileFunctions(
-            E2M1.open_values, E2M1.load_values, E2M1.open_weights, E2M1.load_weights, E2M1.multiply, E2M1.finish
+            E2M1.open_values, E2M1.load_values, E2M1.open_weights, E2M1.load_weights, E2M1.multiply, E2M1.scale_acc
         ),
         config,
         a=(rows, scales, rows.stride(0), 1, 0),

@@ -33,7 +33,7 @@ def widened(
     """float32 [ROWS, COLUMNS]: what the product makes of codes [ROWS, COLUMNS] and unit vectors times ``x``."""
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
     found = convert_e2m1(packed.to(device)[None], exponents.to(torch.uint8).to(device)[None], COLUMNS)
-    matrix = MarlinMatrix(found.words, 4, ROWS, COLUMNS, found.group_size, found.scales, found.factors)
+    matrix = MarlinMatrix(found.words, 4, ROWS, COLUMNS, found.group_size, found.scales, found.channel_scales)
     workspace = Workspace(device).take(order_workspaces(COLUMNS, COLUMNS, 1, False))
     ids = torch.zeros(COLUMNS, 1, dtype=torch.int32, device=device)
     rows = (x * torch.eye(COLUMNS)).to(dtype).to(device)

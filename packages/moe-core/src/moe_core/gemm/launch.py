@@ -158,7 +158,7 @@ class TileFunctions:
     open_b: Any
     load_b: Any
     multiply: Any
-    finish: Any = None
+    scale_acc: Any = None
     prefetch_b: Any = None
     accumulate: Any = tl.float32
 
@@ -270,7 +270,7 @@ def grouped_gemm(
         load_b=functions.load_b,
         prefetch_b=functions.prefetch_b if pdl and not up else None,
         multiply=functions.multiply,
-        finish=functions.finish,
+        scale_acc=functions.scale_acc,
         quantize=out.quantize if whole else None,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -305,7 +305,7 @@ def grouped_gemm(
 def reduce_split_k(
     *,
     partials: Tensor,
-    split: int,
+    split_k: int,
     bias: Tensor | None,
     out: Result,
     routing: Routing,
@@ -342,7 +342,7 @@ def reduce_split_k(
         activation.beta,
         activation.limit if activation.limit is not None else 0.0,
         quantize=out.quantize,
-        SPLIT_K=split,
+        SPLIT_K=split_k,
         COLUMNS=block,
         GROUPS=out.groups,
         AMAX=out.amax_kind,

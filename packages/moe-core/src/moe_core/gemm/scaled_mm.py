@@ -3,9 +3,9 @@
     weights       [E, rows, K], one float32 scale per output row, or one per matrix (gate and up apart)
     activations   one float32 scale per row, per expert (static) or for all; or values still to be quantised
 
-Scales come once, after the loop (`finish`).  What depends on the element type is a scheme's own and short: how a value
-becomes a code, and the product of a step (`moe_core.gemm.scaled_mm_e4m3`, `moe_int8.kernels.scaled_mm`).  MAX is the
-magnitude that the largest value of a dynamic scale's group becomes.
+Scales come once, after the loop (`scale_acc`).  What depends on the element type is a scheme's own and short: how a
+value becomes a code, and the product of a step (`moe_core.gemm.scaled_mm_e4m3`, `moe_int8.kernels.scaled_mm`).  MAX is
+the magnitude that the largest value of a dynamic scale's group becomes.
 
 A token whose values are not finite where its scale is made of them, or NaN where the scale is static, has a result
 of NaN.  Codes of e4m3 carry that.  Codes of integers don't: the row's scale becomes NaN, or, where programs that see a
@@ -126,7 +126,7 @@ def prefetch_weights(state, K):
 
 
 @triton.jit
-def finish(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+def scale_acc(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the row * scale of the column, in float32."""
     a_scale = a_state[1]
     b_scale = b_state[2]

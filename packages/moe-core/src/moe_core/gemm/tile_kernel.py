@@ -11,7 +11,7 @@ bias, activation, quantisation of the result and router weights.  A scheme passe
     load_b(state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K)        -> tile [BLOCK_N, BLOCK_K], scale
     prefetch_b(state, K)                                        prefetches the tile's first weights to L2; may be None
     multiply(acc, a, a_scale, b, b_scale, SWAP_AB)              -> acc
-    finish(acc, a_state, b_state, SWAP_AB)                      -> acc, once after the loop, where scales do not change
+    scale_acc(acc, a_state, b_state, SWAP_AB)                   -> acc, once after the loop, where scales do not change
                                                                    along k; may be None
     quantize(tile, quant_args, expert, AXIS)                    -> values, scale of the result; None to store it as is
 
@@ -171,7 +171,7 @@ def grouped_gemm_kernel(
     load_b: tl.constexpr,
     prefetch_b: tl.constexpr,
     multiply: tl.constexpr,
-    finish: tl.constexpr,
+    scale_acc: tl.constexpr,
     quantize: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -207,7 +207,7 @@ def grouped_gemm_kernel(
     - OVERLAP_PROLOGUE, with PDL: schedule and weights may be read before the kernel before this one has ended
     - SPLIT_K > 1: gemm1 stores its halves side by side, [gate N | up N], without bias and activation
     - lora_args, see `lora_deltas`: deltas are added before the bias, in columns [gate N | up N]
-    - ACC_TYPE of the accumulator; `finish` makes float32 of any other
+    - ACC_TYPE of the accumulator; `scale_acc` makes float32 of any other
     """
     if PDL and not OVERLAP_PROLOGUE:
         tl.extra.cuda.gdc_wait()
@@ -255,10 +255,10 @@ def grouped_gemm_kernel(
     inside = columns < N
     target = _rows(position, pair, top_k, OUT_ROWS)
     stored = _column(mask, SWAP_AB) & _row(inside, SWAP_AB)
-    if finish is not None:
-        acc = finish(acc, a_state, b_state, SWAP_AB)
+    if scale_acc is not None:
+        acc = scale_acc(acc, a_state, b_state, SWAP_AB)
         if DUAL:
-            acc_up = finish(acc_up, a_state, up_state, SWAP_AB)
+            acc_up = scale_acc(acc_up, a_state, up_state, SWAP_AB)
     if INTERLEAVED:
         acc, acc_up = _deinterleave(acc, SWAP_AB)
     if lora_args is not None and (SPLIT_K == 1 or ACTIVATION == ""):

@@ -17,14 +17,14 @@ def reduce_pairs(
     topk_weights: Tensor | None = None,
     expert_map: Tensor | None = None,
     rows: Tensor | None = None,
-    split: int = 1,
+    split_k: int = 1,
     pdl: bool = False,
 ) -> Tensor:
     """out[m] = sum over j of topk_weights[m, j] * y[m * k + j], with the Triton kernel.
 
     ``y`` [M * k, K] and ``out`` [M, K] of any float dtype with contiguous columns, ``topk_ids`` [M, k] contiguous,
     ``topk_weights`` [M, k] float32 contiguous or None for weights already applied.  Sums in float32, slots ascending:
-    the same on every run.  With ``split`` parts per pair ``y`` is [M * k * split, K].  A pair of no local
+    the same on every run.  With ``split_k`` partial sums per pair ``y`` is [M * k * split_k, K].  A pair of no local
     expert (see `moe_core.ops.sort`) is not read and adds nothing.  With ``rows`` [M * k] int32, ``y`` has any number of
     rows and pair p is row ``rows[p]``.
     """
@@ -51,7 +51,7 @@ def reduce_pairs(
         y.stride(0),
         out.stride(0),
         TOP_K=topk_ids.shape[1],
-        SPLIT_K=split,
+        SPLIT_K=split_k,
         HAS_MAP=expert_map is not None,
         HAS_WEIGHTS=topk_weights is not None,
         BLOCK=block,

@@ -57,7 +57,7 @@ class MarlinE4M3Experts(MarlinExperts):
             raise TensorError("FP8 weights come with w13_scale and w2_scale")
         w13 = convert_e4m3(weights.w13, weights.w13_scale, key, gated=self.config.is_gated)
         w2 = convert_e4m3(weights.w2, weights.w2_scale, key)
-        factors = {"w13_factors": w13.factors, "w2_factors": w2.factors}
+        channel_scales = {"w13_channel_scales": w13.channel_scales, "w2_channel_scales": w2.channel_scales}
         return KernelWeights(
             w13=w13.words,
             w2=w2.words,
@@ -69,7 +69,7 @@ class MarlinE4M3Experts(MarlinExperts):
                 w1_bias=weights.w13_bias,
                 w2_bias=weights.w2_bias,
             ),
-            extra={name: tensor for name, tensor in factors.items() if tensor is not None},
+            extra={name: tensor for name, tensor in channel_scales.items() if tensor is not None},
         )
 
     @property
@@ -97,7 +97,7 @@ class MarlinE4M3Experts(MarlinExperts):
             config.hidden_size if first else config.intermediate_size,
             -1 if shape.is_per_tensor or shape.is_per_row else shape.col,
             scales,
-            factors=weights.extra.get(f"{name}_factors"),
+            channel_scales=weights.extra.get(f"{name}_channel_scales"),
             bias=bias,
             interleaved=first and config.is_gated,
         )

@@ -30,8 +30,8 @@ def convert_e4m3(weights: Tensor, scale: Tensor, key: QuantKey, *, gated: bool =
     rows, columns = codes.shape[1:]
     words = order_words(codes, columns, 8, interleaved=gated)
     if key == kMxfp8Static:
-        scales, factors = relative_powers(scale.view(torch.uint8), _counting(codes, shape, parts), _LARGEST)
-        return Converted(words, _by_row(scales, gated), 32, interleave(factors) if gated else factors)
+        scales, channel_scales = relative_powers(scale.view(torch.uint8), _counting(codes, shape, parts), _LARGEST)
+        return Converted(words, _by_row(scales, gated), 32, interleave(channel_scales) if gated else channel_scales)
     wide = e8m0_to_float32(scale) if is_e8m0(scale.dtype) else scale
     if shape.is_per_tensor:
         return Converted(words, _by_row(wide.repeat_interleave(rows // parts, 1)[:, :, None], gated), -1)
@@ -41,9 +41,11 @@ def convert_e4m3(weights: Tensor, scale: Tensor, key: QuantKey, *, gated: bool =
     _, exponent = torch.frexp(wide.abs().amax(dim=2))
     power = torch.exp2(exponent.float() - 1)
     # each part has its own last row of blocks
-    factors = _repeat(power[:, :, None], shape.row, rows // parts, parts)[:, :, 0]
+    channel_scales = _repeat(power[:, :, None], shape.row, rows // parts, parts)[:, :, 0]
     scales = _repeat(wide / power[:, :, None], shape.row // _ROWS, -(-(rows // parts) // _ROWS), parts)
-    return Converted(words, _in_pairs(scales, gated), shape.col, interleave(factors) if gated else factors)
+    return Converted(
+        words, _in_pairs(scales, gated), shape.col, interleave(channel_scales) if gated else channel_scales
+    )
 
 
 def _in_pairs(scales: Tensor, gated: bool) -> Tensor:

@@ -8,10 +8,10 @@ An e4m3 byte shifted into the place of a 16-bit number's exponent is that number
                   each: gate and up where these are interleaved, else one half of the tile and the other
     MXFP8         int32 [E, steps of 128 columns, rows], the bytes of a step's four groups: 247 + exponent
 
-The last two are relative to powers of two, one for each row, that multiply its finished sum (`MarlinMatrix.factors`):
-the largest MXFP8 scale of a row is 1 and its byte 247, so that the byte is that of a bfloat16 number 2^120 times as
-large, and float16 loses only what is 2^-23 of a row's largest group.  NaN codes (0x7f, 0xff) become 480: checkpoints
-are checked for them.
+The last two are relative to powers of two, one for each row, that multiply its finished sum
+(`MarlinMatrix.channel_scales`): the largest MXFP8 scale of a row is 1 and its byte 247, so that the byte is that of a
+bfloat16 number 2^120 times as large, and float16 loses only what is 2^-23 of a row's largest group.  NaN codes (0x7f,
+0xff) become 480: checkpoints are checked for them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from moe_core.gemm.marlin.operand import (
     STEP,
     add_product,
     add_scaled_product,
-    finish_factors,
-    finish_rows,
     load_groups,
     load_step,
     open_groups,
     open_rows,
     per_word,
+    scale_acc_channels,
+    scale_acc_rows,
     step_powers,
     tile_words,
 )
@@ -133,7 +133,7 @@ def _second(start, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr):
-    words, scales, factors, stride_e, stride_n, scale_e, scale_t, factor_e, tiles = b_args
+    words, scales, channel_scales, stride_e, stride_n, scale_e, scale_t, channel_e, tiles = b_args
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     row = n + tl.arange(0, BLOCK_N)
     base = expert.to(tl.int64)
@@ -142,7 +142,7 @@ def _open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr
     # a tile of 256 rows may end before the second pair
     after = scales + base * scale_e + tl.minimum(n // PAIR_ROWS + 1, tiles - 1) * scale_t
     scale = scales + base * scale_e + row // PAIR_ROWS * scale_t + _second(start, BLOCK_N, INTERLEAVED)
-    return rows, inside, first, scale, 2, scale_t // 2, factors + base * factor_e + row, pair, after, start
+    return rows, inside, first, scale, 2, scale_t // 2, channel_scales + base * channel_e + row, pair, after, start
 
 
 @triton.jit
@@ -186,7 +186,7 @@ def load_block(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
 
 @triton.jit
 def load_rows(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of a step, for scales that `finish_rows` applies."""
+    """Words of a step, for scales that `scale_acc_rows` applies."""
     return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), 0.0
 
 
@@ -248,17 +248,17 @@ def multiply_mxfp8(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 
 
 def e4m3_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, Any, Any]:
-    """(open_b, load_b, multiply, finish) for one of the kinds of scales; group sizes -1, 128, 64 and 32 (MXFP8)."""
+    """(open_b, load_b, multiply, scale_acc) for one of the kinds of scales; group sizes -1, 128, 64 and 32 (MXFP8)."""
     size = matrix.group_size
     if size == -1:
-        return open_rows, load_rows, multiply_rows, finish_rows
+        return open_rows, load_rows, multiply_rows, scale_acc_rows
     if size == 32:
-        return open_groups, load_powers, multiply_mxfp8, finish_factors
+        return open_groups, load_powers, multiply_mxfp8, scale_acc_channels
     opened = open_interleaved if matrix.interleaved else open_blocks
     if size == STEP.value and config.block_m <= FEW.value:
         # each step's product is scaled by itself: beyond, its sums take too many registers
-        return opened, load_turns if matrix.interleaved else load_block, multiply_group, finish_factors
-    return opened, {128: load_groups_1, 64: load_groups_2}[size], multiply_groups, finish_factors
+        return opened, load_turns if matrix.interleaved else load_block, multiply_group, scale_acc_channels
+    return opened, {128: load_groups_1, 64: load_groups_2}[size], multiply_groups, scale_acc_channels
 
 
 def e4m3_gemv(matrix: MarlinMatrix) -> GemvFunctions | None:

@@ -140,7 +140,7 @@ def multiply_two_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 
 
 @triton.jit
-def finish_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+def scale_acc_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the row."""
     scale = a_state[1]
     return acc * (scale[None, :] if SWAP_AB else scale[:, None])
@@ -157,7 +157,7 @@ def open_groups_sums(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.const
 
 
 @triton.jit
-def finish_rows_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+def scale_acc_rows_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """(acc - zero point * sum of the weights) * scale of the row."""
     scale, zero = a_state[1], a_state[2].to(tl.float32)
     own = b_state[5]
@@ -195,7 +195,7 @@ def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
         open_weights=open_groups_sums if zero_points else open_groups,
         load_weights=load_group if one else load_two_groups,
         multiply=multiply_group if one else multiply_two_groups,
-        finish=finish_rows_zero if zero_points else finish_rows,
+        scale_acc=scale_acc_rows_zero if zero_points else scale_acc_rows,
         accumulate=tl.float32,
         block_k=min(2 * group_size, 128),
     )

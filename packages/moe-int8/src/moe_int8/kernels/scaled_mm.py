@@ -154,7 +154,7 @@ def open_weights_sums(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.cons
 
 
 @triton.jit
-def finish_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+def scale_acc_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """(acc - zero point * sum of the weights) * scale of the row * scale of the column."""
     a_scale, a_zero = a_state[1], a_state[2]
     b_scale, b_sum = b_state[2], b_state[4]
@@ -205,7 +205,7 @@ INT8_ZERO = ScaledMMFunctions(
     warp_specialised=_warp_specialised_zero,
     open_values=open_values_zero,
     open_weights=open_weights_sums,
-    finish=finish_zero,
+    scale_acc=scale_acc_zero,
     accumulate=tl.int32,
     marks=True,
 )

@@ -44,7 +44,7 @@ class _MarlinMxfp4Experts(MarlinExperts):
         config = self.config
         w13 = convert_e2m1(weights.w13, weights.w13_scale, config.hidden_size, gated=config.is_gated)
         w2 = convert_e2m1(weights.w2, weights.w2_scale, config.intermediate_size)
-        factors = {"w13_factors": w13.factors, "w2_factors": w2.factors}
+        channel_scales = {"w13_channel_scales": w13.channel_scales, "w2_channel_scales": w2.channel_scales}
         return KernelWeights(
             w13=w13.words,
             w2=w2.words,
@@ -56,7 +56,7 @@ class _MarlinMxfp4Experts(MarlinExperts):
                 w1_bias=weights.w13_bias,
                 w2_bias=weights.w2_bias,
             ),
-            extra={name: tensor for name, tensor in factors.items() if tensor is not None},
+            extra={name: tensor for name, tensor in channel_scales.items() if tensor is not None},
         )
 
     @property
@@ -76,7 +76,7 @@ class _MarlinMxfp4Experts(MarlinExperts):
             config.hidden_size if first else config.intermediate_size,
             GROUP,
             scales,
-            factors=weights.extra[f"{name}_factors"],
+            channel_scales=weights.extra[f"{name}_channel_scales"],
             bias=bias,
             interleaved=first and config.is_gated,
         )

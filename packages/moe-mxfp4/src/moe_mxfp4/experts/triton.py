@@ -67,8 +67,8 @@ class TritonMxfp4Experts(GroupedExperts):
         if weights.w13_scale is None or weights.w2_scale is None:
             raise TensorError("MXFP4 weights come with w13_scale and w2_scale")
         config, scales = self.config, group_scales if self.scaled else step_scales
-        w13_scale, w13_factors = scales(weights.w13, weights.w13_scale, config.hidden_size)
-        w2_scale, w2_factors = scales(weights.w2, weights.w2_scale, config.intermediate_size)
+        w13_scale, w13_channel_scales = scales(weights.w13, weights.w13_scale, config.hidden_size)
+        w2_scale, w2_channel_scales = scales(weights.w2, weights.w2_scale, config.intermediate_size)
         inputs = {"w13_input_scale": weights.w13_input_scale, "w2_input_scale": weights.w2_input_scale}
         if self.kind is ActivationKind.EXPERT:
             for name, scale in inputs.items():
@@ -88,7 +88,7 @@ class TritonMxfp4Experts(GroupedExperts):
                 a1_scale=inputs["w13_input_scale"],
                 a2_scale=inputs["w2_input_scale"],
             ),
-            extra={"w13_factors": w13_factors, "w2_factors": w2_factors},
+            extra={"w13_channel_scales": w13_channel_scales, "w2_channel_scales": w2_channel_scales},
         )
 
     @cached_property
@@ -125,7 +125,7 @@ class TritonMxfp4Experts(GroupedExperts):
 
         scales, bias = self.scales(name, weights)
         codes = weights.w13 if name == "w13" else weights.w2
-        given = (codes, *self.sizes(name), scales, weights.extra[f"{name}_factors"])
+        given = (codes, *self.sizes(name), scales, weights.extra[f"{name}_channel_scales"])
         if self.scaled:
             return scaled_weight(*given, bias=bias)
         step = SHORT_STEP if self.short_steps and weights.device.type != "cpu" else STEP

@@ -2,7 +2,7 @@
 
     weights       int32 words [E, rows, words], the checkpoint's bytes: 8 codes, low bits first
     scales        int32 [E, steps of 128 columns, rows]: the bytes of four groups, relative to the row's largest
-    factors       float32 [E, rows]: the row's largest scale, which multiplies the finished sums
+    channel_scales       float32 [E, rows]: the row's largest scale, which multiplies the finished sums
     activations   bfloat16, float16 or float32; see `moe_core.gemm.as_stored`
 
 An e2m1 code's three bits in the place of the lowest two of an exponent and the highest of a mantissa are that number
@@ -64,15 +64,15 @@ def numbers(words, scales, dtype: tl.constexpr):
 
 @triton.jit
 def open_e2m1(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """State of a tile: pointers to its rows, which of them exist, the first, words of a row, scales, factors.
+    """State of a tile: pointers to its rows, which of them exist, the first, words of a row, scales, channel_scales.
 
-    b_args = (words, scales, factors, words' expert and row stride, words of a row, scales' expert and step stride,
-    factors' expert stride).
+    b_args = (words, scales, channel_scales, words' expert and row stride, words of a row, scales' expert and step
+    stride, channel scales' expert stride).
     """
-    words, scales, factors, stride_e, stride_n, row_words, scale_e, scale_k, factor_e = b_args
+    words, scales, channel_scales, stride_e, stride_n, row_words, scale_e, scale_k, channel_e = b_args
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     column = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
-    factor = tl.load(factors + expert.to(tl.int64) * factor_e + column)
+    factor = tl.load(channel_scales + expert.to(tl.int64) * channel_e + column)
     return rows, inside, first, row_words, scales + expert.to(tl.int64) * scale_e + column, scale_k, factor
 
 
@@ -103,13 +103,13 @@ def scaled_mm_blockwise(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 
 
 @triton.jit
-def finish(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+def scale_acc(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * factor of the weights' row."""
     return acc * b_state[6][:, None]
 
 
 @triton.jit
-def finish_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+def scale_acc_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * factor of the weights' row * scale of the activations' row."""
     # one after the other: the product of both may be too large or too small where the result is not
     return acc * a_state[1][None, :] * b_state[6][:, None]

@@ -18,7 +18,7 @@ def convert_e2m1(codes: Tensor, scale: Tensor, columns: int, *, gated: bool = Fa
     ``codes`` uint8 [E, rows, ceil(columns / 2)]; ``gated``: rows are gate, then up, and are interleaved in blocks of 8.
     """
     words = order_words(codes, columns, 4, order="e2m1", interleaved=gated)
-    scales, factors = relative_powers(scale.view(torch.uint8), counting_groups(codes, columns), LARGEST)
+    scales, channel_scales = relative_powers(scale.view(torch.uint8), counting_groups(codes, columns), LARGEST)
     if gated:
-        scales, factors = interleave(scales), interleave(factors)
-    return Converted(words, scales.transpose(1, 2).contiguous(), GROUP, factors)
+        scales, channel_scales = interleave(scales), interleave(channel_scales)
+    return Converted(words, scales.transpose(1, 2).contiguous(), GROUP, channel_scales)

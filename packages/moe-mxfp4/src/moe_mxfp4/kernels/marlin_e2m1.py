@@ -4,7 +4,7 @@ A code in the place of a 16-bit number's sign, last exponent bits and first mant
 (bfloat16) or 2^-14 (float16), subnormals included; one multiplication makes it exact and applies the scale.
 
     scales    int32 [E, steps of 128 columns, rows], the bytes of a step's four groups: 253 + exponent
-    factors   float32 [E, rows], powers of two that multiply finished sums (`MarlinMatrix.factors`)
+    channel_scales   float32 [E, rows], powers of two that multiply finished sums (`MarlinMatrix.channel_scales`)
 
 Scales are relative to the largest of their row: its byte is 253, the exponent of a bfloat16 number 2^126 times as
 large.  float16 loses only what is 2^-23 of a row's largest group.
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from moe_core.gemm.marlin.dequant import nibble_columns, nibble_numbers
 from moe_core.gemm.marlin.integers import load_group_4
-from moe_core.gemm.marlin.operand import FEW, add_product, finish_factors, open_groups, per_word, step_powers
+from moe_core.gemm.marlin.operand import FEW, add_product, open_groups, per_word, scale_acc_channels, step_powers
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.plan import TileConfig
 from moe_core.jit.casts import INTERPRET
@@ -123,5 +123,5 @@ def multiply_mxfp4(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 
 
 def e2m1_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, Any, Any]:
-    """(open_b, load_b, multiply, finish)."""
-    return open_groups, load_group_4, multiply_mxfp4, finish_factors
+    """(open_b, load_b, multiply, scale_acc)."""
+    return open_groups, load_group_4, multiply_mxfp4, scale_acc_channels

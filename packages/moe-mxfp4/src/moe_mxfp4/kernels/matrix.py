@@ -23,7 +23,7 @@ def e2m1_weight(
     rows: int,
     columns: int,
     scales: Tensor,
-    factors: Tensor,
+    channel_scales: Tensor,
     *,
     kind: ActivationKind,
     bias: Tensor | None = None,
@@ -32,18 +32,20 @@ def e2m1_weight(
     """A weight for activations of any kind; ``rows`` of one half.
 
     - ``words`` int32 [E, rows, words]: 8 codes each, low bits first
-    - ``scales`` int32 [E, ceil(columns / 128), rows], ``factors`` float32 [E, rows]: see `moe_mxfp4.kernels.e2m1`
+    - ``scales`` int32 [E, ceil(columns / 128), rows], ``channel_scales`` float32 [E, rows]: see
+      `moe_mxfp4.kernels.e2m1`
     """
-    arguments = _arguments(words, scales, factors)
+    arguments = _arguments(words, scales, channel_scales)
     return packed_weight(words, 4, rows, columns, arguments, _functions(kind), bias=bias, step=step)
 
 
 def scaled_weight(
-    codes: Tensor, rows: int, columns: int, scales: Tensor, factors: Tensor, *, bias: Tensor | None = None
+    codes: Tensor, rows: int, columns: int, scales: Tensor, channel_scales: Tensor, *, bias: Tensor | None = None
 ) -> GemmWeight:
     """A weight for MXFP8 activations, multiplied with its scales; see `moe_mxfp4.kernels.scaled`.
 
-    - ``codes`` uint8 [E, rows, bytes], ``scales`` uint8 [E, rows, groups padded to 4], ``factors`` float32 [E, rows]
+    - ``codes`` uint8 [E, rows, bytes], ``scales`` uint8 [E, rows, groups padded to 4], ``channel_scales`` float32 [E,
+      rows]
     """
     functions = TileFunctions(
         scaled.open_codes,
@@ -51,22 +53,22 @@ def scaled_weight(
         scaled.open_scaled,
         scaled.load_scaled,
         scaled.multiply_scaled,
-        e2m1.finish,
+        e2m1.scale_acc,
     )
-    return packed_weight(codes, 4, rows, columns, _arguments(codes, scales, factors), functions, bias=bias)
+    return packed_weight(codes, 4, rows, columns, _arguments(codes, scales, channel_scales), functions, bias=bias)
 
 
-def _arguments(codes: Tensor, scales: Tensor, factors: Tensor) -> tuple[Any, ...]:
+def _arguments(codes: Tensor, scales: Tensor, channel_scales: Tensor) -> tuple[Any, ...]:
     return (
         codes,
         scales,
-        factors,
+        channel_scales,
         codes.stride(0),
         codes.stride(1),
         codes.shape[2],
         scales.stride(0),
         scales.stride(1),
-        factors.stride(0),
+        channel_scales.stride(0),
     )
 
 
@@ -74,7 +76,7 @@ def _functions(kind: ActivationKind) -> TileFunctions:
     make = partial(TileFunctions, open_b=e2m1.open_e2m1, load_b=e2m1.load_e2m1)
     if kind is ActivationKind.BLOCK:
         a = (tiles.open_blocks, tiles.load_blocks)
-        return make(*a, multiply=e2m1.scaled_mm_blockwise, finish=e2m1.finish)
+        return make(*a, multiply=e2m1.scaled_mm_blockwise, scale_acc=e2m1.scale_acc)
     if kind in (ActivationKind.TOKEN, ActivationKind.EXPERT):
-        return make(scaled_mm.open_values, scaled_mm.load_values, multiply=e2m1.multiply, finish=e2m1.finish_rows)
-    return make(tiles.open_plain, scaled_mm.load_values, multiply=e2m1.multiply, finish=e2m1.finish)
+        return make(scaled_mm.open_values, scaled_mm.load_values, multiply=e2m1.multiply, scale_acc=e2m1.scale_acc_rows)
+    return make(tiles.open_plain, scaled_mm.load_values, multiply=e2m1.multiply, scale_acc=e2m1.scale_acc)

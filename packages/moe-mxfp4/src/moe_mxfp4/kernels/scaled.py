@@ -2,7 +2,7 @@
 
     weights       uint8 [E, rows, bytes]: two codes, the even column's in the low nibble
     scales        uint8 [E, rows, groups padded to whole steps], relative to the row's largest, which is 127: 2^0
-    factors       float32 [E, rows]: the row's largest scale, which multiplies the finished sums
+    channel_scales       float32 [E, rows]: the row's largest scale, which multiplies the finished sums
     activations   e4m3 [rows, K padded to whole steps], uint8 scales [rows, groups]
 
 For tensor cores that have it (sm_100 and its family, gfx950); elsewhere Triton widens both operands to bfloat16.
@@ -36,15 +36,15 @@ def load_codes(state, k, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def open_scaled(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """State of a tile: pointers to its rows, which of them exist, the first, bytes of a row, scales, factors.
+    """State of a tile: pointers to its rows, which of them exist, the first, bytes of a row, scales, channel_scales.
 
-    b_args = (weights, scales, factors, weights' expert and row stride, bytes of a row, scales' expert and row stride,
-    factors' expert stride).
+    b_args = (weights, scales, channel_scales, weights' expert and row stride, bytes of a row, scales' expert and row
+    stride, channel scales' expert stride).
     """
-    weights, scales, factors, stride_e, stride_n, row_bytes, scale_e, scale_n, factor_e = b_args
+    weights, scales, channel_scales, stride_e, stride_n, row_bytes, scale_e, scale_n, channel_e = b_args
     rows, inside, first = weight_rows(weights, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     column = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
-    factor = tl.load(factors + expert.to(tl.int64) * factor_e + column)
+    factor = tl.load(channel_scales + expert.to(tl.int64) * channel_e + column)
     return rows, inside, first, row_bytes, scales + expert.to(tl.int64) * scale_e + column * scale_n, scale_n, factor
 
 

@@ -151,7 +151,7 @@ class TritonWNA16Experts(GroupedExperts):
             self.bits,
             self.config.dtype,
             pre_scaled=key is not None and key.pre_scaled,
-            factors=(None, None) if quant is None else (quant.w1_pre_scale, quant.w2_pre_scale),
+            pre_scales=(None, None) if quant is None else (quant.w1_pre_scale, quant.w2_pre_scale),
         )
 
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:

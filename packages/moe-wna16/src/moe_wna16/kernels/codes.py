@@ -114,19 +114,19 @@ def multiply_rows(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 
 
 @triton.jit
-def finish_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+def scale_acc_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the weights' row."""
     return acc * b_state[4][:, None]
 
 
 @triton.jit
-def finish_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+def scale_acc_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the token."""
     return acc * a_state[1][None, :]
 
 
 @triton.jit
-def finish_rows_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+def scale_acc_rows_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the weights' row * scale of the token."""
     return acc * (b_state[4][:, None] * a_state[1][None, :])
 

@@ -67,13 +67,13 @@ def _functions(kind: ActivationKind, *, bits: int, group_size: int, per_column: 
     quantized = kind is ActivationKind.TOKEN
     open_a = scaled_mm.open_values if quantized else tiles.open_plain
     load_a, four = scaled_mm.load_values, bits == 4
-    finish = codes.finish_tokens if quantized else None
+    scale_acc = codes.scale_acc_tokens if quantized else None
     if per_column:
         load = codes.load_columns_4 if four else codes.load_columns_8
-        return TileFunctions(open_a, load_a, codes.open_columns, load, codes.multiply_columns, finish)
+        return TileFunctions(open_a, load_a, codes.open_columns, load, codes.multiply_columns, scale_acc)
     if group_size == -1:
         load = codes.load_rows_4 if four else codes.load_rows_8
-        finish = codes.finish_rows_tokens if quantized else codes.finish_rows
-        return TileFunctions(open_a, load_a, codes.open_rows, load, codes.multiply_rows, finish)
+        scale_acc = codes.scale_acc_rows_tokens if quantized else codes.scale_acc_rows
+        return TileFunctions(open_a, load_a, codes.open_rows, load, codes.multiply_rows, scale_acc)
     load_a, load, multiply = _GROUPS[bits, step // group_size]
-    return TileFunctions(open_a, load_a, codes.open_groups, load, multiply, finish)
+    return TileFunctions(open_a, load_a, codes.open_groups, load, multiply, scale_acc)

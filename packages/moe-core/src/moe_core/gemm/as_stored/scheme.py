@@ -48,13 +48,13 @@ def as_stored_scheme(
     *,
     scaled: bool = False,
     pre_scaled: bool = False,
-    factors: tuple[Tensor | None, Tensor | None] = (None, None),
+    pre_scales: tuple[Tensor | None, Tensor | None] = (None, None),
     static: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> ActivationScheme:
     """Activations of ``kind`` beside codes of ``bits``, in a layer of ``dtype``.
 
     ``scaled``: the tensor cores multiply e4m3 codes with e8m0 bytes, for kind MXFP8; ``pre_scaled``: columns of x and
-    h have ``factors`` float32 [E, columns]; ``static`` scales [E] of x and h, for kind EXPERT.
+    h have ``pre_scales`` float32 [E, columns]; ``static`` scales [E] of x and h, for kind EXPERT.
     """
     if scaled:
         e4m3, e8m0 = torch.float8_e4m3fn, torch.uint8
@@ -70,7 +70,7 @@ def as_stored_scheme(
     quantize, stored = quantizer(kind, bits), dtype if kind is ActivationKind.PLAIN else torch.bfloat16
     by_token = kind is ActivationKind.TOKEN
     if by_token or pre_scaled:
-        return PreScaledScheme(quantize, stored, by_token, pre_scaled, *factors)
+        return PreScaledScheme(quantize, stored, by_token, pre_scaled, *pre_scales)
     block = kind is ActivationKind.BLOCK
     return GroupScheme(
         quantize,

@@ -76,7 +76,7 @@ class FusedLayer:
         - ``x`` [M, K] bfloat16, float16 or float32, columns contiguous, any row stride; ``out`` [M, K] likewise
         - ``routing``: an id that is negative, too large, or mapped to no local expert adds nothing
         - or a `Batch`: ``x`` and ``out`` [E, T_max, K]; rows beyond an expert's number are neither read nor written,
-          results are not weighted, and the plan splits no loops
+          results are not weighted, and there is no split-K
         - ``workspace``: the tensors of the scheme's ``workspaces``, by name, for at least M tokens
         - ``lora``: adapters, with the number of each token's (batched: row's)
         """
@@ -95,10 +95,10 @@ class FusedLayer:
         call = Call(self.w13, self.w2, x, routing, plan, workspace, adapters)
         order, a = self.scheme.quantize_x(call)
         a = self._gemm1(call, order, a)
-        y, split = self._gemm2(call, order, a, out)
+        y, split_k = self._gemm2(call, order, a, out)
         if isinstance(routing, Routing):
             expert_map = routing.expert_map
-            reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=expert_map, split=split, pdl=plan.pdl)
+            reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=expert_map, split_k=split_k, pdl=plan.pdl)
 
     def _gemm1(self, call: Call, order: Order, a: OperandA) -> OperandA:
         """h as operand A of gemm2."""
@@ -114,7 +114,7 @@ class FusedLayer:
             self._product(call, config, weight, order, a, Result(partials), activation, by_pair, lora)
             reduce_split_k(
                 partials=partials,
-                split=config.split_k,
+                split_k=config.split_k,
                 bias=weight.bias,
                 out=h,
                 routing=routing,
@@ -129,7 +129,7 @@ class FusedLayer:
         return self.scheme.h(call, order, by_pair)
 
     def _gemm2(self, call: Call, order: Order, a: OperandA, out: Tensor) -> tuple[Tensor, int]:
-        """(y [pairs * split, K], split); batched: the output itself."""
+        """(y [pairs * split_k, K], split_k); batched: the output itself."""
         weight, config = self.w2, call.plan.gemm2
         lora = None if call.adapters is None else call.adapters.delta("w2", call.workspace["h"], by_pair=True)
         y = out

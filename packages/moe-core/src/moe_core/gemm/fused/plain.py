@@ -18,20 +18,20 @@ from moe_core.workspace import WorkspaceSpec
 class Columns:
     """Columns of activations as a weight has them.
 
-    ``count`` of them; ``index`` int32 [E, count] and ``factors`` float32 [E, K]: see `gather_columns`, None: the same.
+    ``k`` of them; ``index`` int32 [E, k] and ``pre_scales`` float32 [E, K]: see `gather_columns`, None: the same.
     """
 
-    count: int
+    k: int
     index: Tensor | None = None
-    factors: Tensor | None = None
+    pre_scales: Tensor | None = None
 
     def gathers(self, columns: int) -> bool:
         """Whether activations of so many columns are gathered before the GEMM."""
-        return (self.index is not None or self.factors is not None) and self.count == columns
+        return (self.index is not None or self.pre_scales is not None) and self.k == columns
 
     def indexes(self, columns: int) -> bool:
         """Whether the GEMM reads them column by column: groups were filled up to whole ones."""
-        return self.count != columns
+        return self.k != columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class PlainScheme(ActivationScheme):
 
     @property
     def h_by_pair(self) -> bool:  # type: ignore[override]
-        return self.h_columns.index is not None or self.h_columns.factors is not None
+        return self.h_columns.index is not None or self.h_columns.pre_scales is not None
 
     def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
         pairs, most = shape.pairs, max(self.gathered)
@@ -71,20 +71,20 @@ class PlainScheme(ActivationScheme):
     def _rows(self, call: Call, x: Tensor, columns: Columns, which: int, *, by_token: bool) -> OperandA:
         """Operand A: ``x`` itself, or gathered by pair."""
         present = call.w2.n if by_token else call.w13.n
-        count, index, factors = columns.count, columns.index, columns.factors
+        k, index, pre_scales = columns.k, columns.index, columns.pre_scales
         form = "masked" if by_token or present % TILE else "values"
         if columns.gathers(present):
-            out = first_rows(call.workspace["gathered"], call.pairs, padded(count))
+            out = first_rows(call.workspace["gathered"], call.pairs, padded(k))
             routing, pdl = call.routing, call.plan.pdl
-            gather_columns(x[:, :present], out, routing, by_token=by_token, index=index, factor=factors, pdl=pdl)
+            gather_columns(x[:, :present], out, routing, by_token=by_token, index=index, factor=pre_scales, pdl=pdl)
             x, which, form = out, call.by_pair, "values"
         sizes = (x.data_ptr(), x.stride(0) * x.element_size())
         aligned = present % 8 == 0 and not columns.indexes(present) and all(size % 16 == 0 for size in sizes)
         if not columns.indexes(present):
-            arguments = (x, x.stride(0), count) if form == "masked" else (x, x.stride(0))
+            arguments = (x, x.stride(0), k) if form == "masked" else (x, x.stride(0))
             return OperandA(arguments, which, form, aligned)
         if index is None:
-            raise TypeError(f"the weight has {count} columns, the activations {present}, and there is no index")
-        stride = 0 if factors is None else factors.stride(0)
-        indexed = (x, x.stride(0), count, index, index.stride(0), factors, stride)
+            raise TypeError(f"the weight has {k} columns, the activations {present}, and there is no index")
+        stride = 0 if pre_scales is None else pre_scales.stride(0)
+        indexed = (x, x.stride(0), k, index, index.stride(0), pre_scales, stride)
         return OperandA(indexed, which, "indexed", aligned)

@@ -1,4 +1,4 @@
-"""Activations that are multiplied by factors of their columns, pair by pair, and then rounded or put in order."""
+"""Activations that are multiplied by pre-scales of their columns, pair by pair, and then rounded or put in order."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class PreScaledScheme(ActivationScheme):
 
     - ``quantize``: `@triton.jit` function of the tile kernel's form; gets the tensor that values go to
     - ``by_token``: rows have a float32 scale each
-    - ``pre_scaled``: rows have factors: ``x_factors`` [E, K] and ``h_factors`` [E, N] float32
+    - ``pre_scaled``: rows have pre-scales: ``x_pre_scales`` [E, K] and ``h_pre_scales`` [E, N] float32
     """
 
     quantize: Any
     dtype: torch.dtype
     by_token: bool
     pre_scaled: bool
-    x_factors: Tensor | None = None
-    h_factors: Tensor | None = None
+    x_pre_scales: Tensor | None = None
+    h_pre_scales: Tensor | None = None
     h_by_pair = True
 
     def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
@@ -56,7 +56,7 @@ class PreScaledScheme(ActivationScheme):
         values, scales = work["x_values"], work["x_scales"]
         if self.pre_scaled:
             order = call.order()
-            self._quantize(call, order, call.x, self.x_factors, values, scales, by_token=True)
+            self._quantize(call, order, call.x, self.x_pre_scales, values, scales, by_token=True)
             return order, self._rows(values, scales, call.by_pair)
         job = QuantizeRows(call.x, values, scales, self.quantize, whole_row(values.shape[1]), (values,))
         which = TOKEN.value if isinstance(call.routing, Routing) else call.by_pair
@@ -68,7 +68,7 @@ class PreScaledScheme(ActivationScheme):
     def h(self, call: Call, order: Order, which: int) -> OperandA:
         work = call.workspace
         values, scales = work["h_values"], work["h_scales"]
-        self._quantize(call, order, work["h"][:, : call.w2.k], self.h_factors, values, scales, by_token=False)
+        self._quantize(call, order, work["h"][:, : call.w2.k], self.h_pre_scales, values, scales, by_token=False)
         return self._rows(values, scales, which)
 
     def _rows(self, values: Tensor, scales: Tensor, which: int) -> OperandA:
@@ -80,7 +80,7 @@ class PreScaledScheme(ActivationScheme):
         call: Call,
         order: Order,
         x: Tensor,
-        factors: Tensor | None,
+        pre_scales: Tensor | None,
         values: Tensor,
         scales: Tensor,
         *,
@@ -88,9 +88,9 @@ class PreScaledScheme(ActivationScheme):
     ) -> None:
         """Rows of ``x``, of tokens or of pairs, as ``values`` of pairs."""
         routing, pairs, pdl = call.routing, call.pairs, call.plan.pdl
-        if factors is not None:
+        if pre_scales is not None:
             room = first_rows(call.workspace["multiplied"], pairs, x.shape[1])
-            gather_columns(x, room, routing, by_token=by_token, index=None, factor=factors, pdl=pdl)
+            gather_columns(x, room, routing, by_token=by_token, index=None, factor=pre_scales, pdl=pdl)
             x = room
         in_use: InUse = ordered_rows(order, routing) if isinstance(routing, Batch) else routed_pairs(routing)
         quantize_rows(x[:pairs], values[:pairs], scales, self.quantize, (values,), in_use, pdl=pdl)

@@ -45,8 +45,8 @@ class ScaledMMFunctions:
     - ``open_unquantized``, ``load_and_quantize``, and by static scales ``load_and_quantize_static``: rows that are
       quantised while they are loaded; None where they cannot be
     - ``warp_specialised``: gives the k loop for `moe_core.gemm.hopper`, imported on use; None: there is none
-    - ``open_values``, ``load_values``, ``open_weights``, ``load_weights``, ``finish``, ``prefetch_weights`` (or None):
-      those of `moe_core.gemm.scaled_mm`, or what goes with other scales and weights
+    - ``open_values``, ``load_values``, ``open_weights``, ``load_weights``, ``scale_acc``, ``prefetch_weights`` (or
+      None): those of `moe_core.gemm.scaled_mm`, or what goes with other scales and weights
     - ``marks``: values have no NaN: what `open_values` takes ends with marks of rows; see
       `moe_core.gemm.scaled_mm.marked`
     - ``packed``: weights of so many columns lie in a byte; ``block_k``: depth of a step, 128 or a divisor of it
@@ -67,7 +67,7 @@ class ScaledMMFunctions:
     open_weights: Any = device.open_weights
     load_weights: Any = device.load_weights
     prefetch_weights: Any = device.prefetch_weights
-    finish: Any = device.finish
+    scale_acc: Any = device.scale_acc
     accumulate: Any = tl.float32
     packed: int = 1
     block_k: int = 128

@@ -42,7 +42,7 @@ def scaled_mm_weight(
             functions.open_weights,
             functions.load_weights,
             functions.multiply,
-            functions.finish,
+            functions.scale_acc,
             prefetch,
             functions.accumulate,
         )

@@ -177,7 +177,7 @@ def _row_sums(
     EVEN: tl.constexpr,
 ):
     """[BLOCK_N, BLOCK_W / 4] whose sums along the last axis are the `rows` [BLOCK_N] of one expert times x."""
-    words, scales, factors, stride_e, stride_n, scale_e, scale_g, factor_e, groups = b_args
+    words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups = b_args
     base = expert.to(tl.int64)
     inside = rows < N
     width = tl.cdiv(K, 128) * (4 * BITS)
@@ -195,8 +195,8 @@ def _row_sums(
         total += _scaled(sums, x_sums, scale, k, scale_g, groups, inside, BITS, SCALES, GROUP)
     if SCALES == "row":
         total *= tl.load(scale, mask=inside, other=0.0)[:, None]
-    if factors is not None:
-        total *= tl.load(factors + base * factor_e + rows, mask=inside, other=0.0)[:, None]
+    if channel_scales is not None:
+        total *= tl.load(channel_scales + base * channel_e + rows, mask=inside, other=0.0)[:, None]
     return total
 
 

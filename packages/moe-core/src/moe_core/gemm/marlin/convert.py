@@ -24,7 +24,7 @@ class Converted:
     words: Tensor
     scales: Tensor
     group_size: int
-    factors: Tensor | None = None
+    channel_scales: Tensor | None = None
     index: Tensor | None = None
 
 
@@ -65,12 +65,12 @@ def convert_integers(
         words = order_words(codes, columns, bits, interleaved=interleaved)
     if signed:
         words.bitwise_xor_(_SIGNS)
-    wide, factors = scale, None
+    wide, channel_scales = scale, None
     if dtype is torch.float16 and size != -1:
-        wide, factors = _relative(scale.float())
-        factors = interleave(factors) if interleaved else factors
+        wide, channel_scales = _relative(scale.float())
+        channel_scales = interleave(channel_scales) if interleaved else channel_scales
     index = None if grouped is None else grouped.index
-    return Converted(words, order_scales(wide, zero_point, interleaved=interleaved), size, factors, index)
+    return Converted(words, order_scales(wide, zero_point, interleaved=interleaved), size, channel_scales, index)
 
 
 def _by_group(values: Tensor, grouped: Grouped) -> Tensor:

@@ -182,14 +182,14 @@ class MarlinIntegerExperts(MarlinExperts):
             columns,
             size,
             scales,
-            factors=weights.extra.get(f"{name}_factors"),
+            channel_scales=weights.extra.get(f"{name}_channel_scales"),
             bias=bias,
             interleaved=first and config.is_gated,
             index=index,
-            column_factors=quant.w1_pre_scale if first else quant.w2_pre_scale,
+            pre_scales=quant.w1_pre_scale if first else quant.w2_pre_scale,
         )
 
 
 def _extra(name: str, converted: Converted) -> dict[str, Tensor]:
-    tensors = {"factors": converted.factors, "index": converted.index}
+    tensors = {"channel_scales": converted.channel_scales, "index": converted.index}
     return {f"{name}_{suffix}": tensor for suffix, tensor in tensors.items() if tensor is not None}

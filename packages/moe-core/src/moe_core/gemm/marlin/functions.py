@@ -31,15 +31,15 @@ _LARGEST_BYTES = 1024
 
 
 def integer_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, Any, Any]:
-    """4- and 8-bit codes with or without zero points: (open_b, load_b, multiply, finish)."""
+    """4- and 8-bit codes with or without zero points: (open_b, load_b, multiply, scale_acc)."""
     load_rows, load_group, load_groups = _LOADS[matrix.bits]
-    size, finish = matrix.group_size, None if matrix.factors is None else operand.finish_factors
+    size, scale_acc = matrix.group_size, None if matrix.channel_scales is None else operand.scale_acc_channels
     if size == -1:
-        return operand.open_rows, load_rows, integers.multiply_rows, operand.finish_rows
+        return operand.open_rows, load_rows, integers.multiply_rows, operand.scale_acc_rows
     if size == operand.STEP.value and config.block_m <= operand.FEW.value:
         # each step's product is scaled by itself: beyond, its sums take too many registers
-        return operand.open_groups, load_group, integers.multiply_group, finish
-    return operand.open_groups, load_groups[size], integers.multiply_groups, finish
+        return operand.open_groups, load_group, integers.multiply_group, scale_acc
+    return operand.open_groups, load_groups[size], integers.multiply_groups, scale_acc
 
 
 def integer_gemv(matrix: MarlinMatrix) -> GemvFunctions | None:

@@ -47,7 +47,7 @@ class GemvLayer:
 
     def reads(self, x: Tensor) -> bool:
         """Whether the kernels can read the activations: two numbers at a time, in the order of their columns."""
-        if any(m.index is not None or m.column_factors is not None or m.k % 2 for m in (self.w13, self.w2)):
+        if any(m.index is not None or m.pre_scales is not None or m.k % 2 for m in (self.w13, self.w2)):
             return False
         return x.data_ptr() % 4 == 0 and x.stride(0) % 2 == 0
 

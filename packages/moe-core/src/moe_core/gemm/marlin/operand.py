@@ -3,13 +3,13 @@
     weights       int32 words [E, rows, words of K], see `moe_core.gemm.marlin.words`
     scales        float32 [E, groups of K, rows]; beside zero points int32: the bits of a float32 whose last nine are 0,
                   and the zero point in their place.  Four bytes, so that they too are copied ahead of time.
-    row factors   float32 [E, rows] that multiply finished sums, or None
+    channel scales   float32 [E, rows] that multiply finished sums, or None
     activations   bfloat16, float16 or float32 [rows, K]
 
 Operands are always swapped (SWAP_AB): weights go from registers into the tensor cores or, beside float32 activations,
 into float32 multiplications.  Scales are applied
 
-- to the finished sum, where a row has one (`open_rows`, `finish_rows`);
+- to the finished sum, where a row has one (`open_rows`, `scale_acc_rows`);
 - to the sum of each step in float32, where a step is one group (`load_step`, `add_scaled_product`), which is exact and
   costs little beside few tokens;
 - to the numbers, rounded to the activations' type, otherwise (`load_groups`): half an instruction more for each number.
@@ -54,18 +54,18 @@ def load_padded(state, k, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def open_indexed(a_args, rows, expert):
-    """a_args = (values, row stride, columns, index [E, columns], its stride, factors [E, K] or None, their stride)."""
-    values, stride, columns, index, stride_index, factors, stride_factor = a_args
+    """a_args = (values, row stride, columns, index [E, columns], stride, pre_scales [E, K] or None, stride)."""
+    values, stride, columns, index, stride_index, pre_scales, stride_pre = a_args
     base = expert.to(tl.int64)
-    if factors is None:
+    if pre_scales is None:
         return values + rows * stride, columns, index + base * stride_index
     else:
-        return values + rows * stride, columns, index + base * stride_index, factors + base * stride_factor
+        return values + rows * stride, columns, index + base * stride_index, pre_scales + base * stride_pre
 
 
 @triton.jit
 def load_indexed(state, k, BLOCK_K: tl.constexpr):
-    """Tile [BLOCK_M, BLOCK_K] of the columns that `index` names (-1: zeros), times their factors."""
+    """Tile [BLOCK_M, BLOCK_K] of the columns that `index` names (-1: zeros), times their pre_scales."""
     column = k * BLOCK_K + tl.arange(0, BLOCK_K)
     source = tl.load(state[2] + column, mask=column < state[1], other=-1)
     some = source >= 0
@@ -80,15 +80,15 @@ def load_indexed(state, k, BLOCK_K: tl.constexpr):
 def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """State of a tile: pointers to the rows' scales.
 
-    b_args = (words, scales, row factors or None, strides of the words' experts and rows, of the scales' experts and
-    groups, of the factors' experts, number of groups).
+    b_args = (words, scales, channel scales or None, strides of the words' experts and rows, of the scales' experts and
+    groups, of the channel_scales' experts, number of groups).
     """
-    words, scales, factors, stride_e, stride_n, scale_e, scale_g, factor_e, groups = b_args
+    words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups = b_args
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     columns = half * N + n + tl.arange(0, BLOCK_N)
     scale = scales + expert.to(tl.int64) * scale_e + columns
-    # a state holds no None: without factors, anything
-    factor = scale if factors is None else factors + expert.to(tl.int64) * factor_e + columns
+    # a state holds no None: without channel_scales, anything
+    factor = scale if channel_scales is None else channel_scales + expert.to(tl.int64) * channel_e + columns
     return rows, inside, first, scale, scale_g, groups, factor
 
 
@@ -225,12 +225,12 @@ def add_scaled_product(acc, numbers, x, scale):
 
 
 @triton.jit
-def finish_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+def scale_acc_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc times the scale of each row."""
     return acc * scale_of(b_state[3])[:, None]
 
 
 @triton.jit
-def finish_factors(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+def scale_acc_channels(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc times the factor of each row."""
     return acc * tl.load(b_state[6], mask=b_state[1], other=0.0)[:, None]

@@ -13,11 +13,11 @@ _NAN = 255
 
 
 def relative_powers(scale: Tensor, counting: Tensor, largest: int) -> tuple[Tensor, Tensor]:
-    """(int32 [E, rows, steps], float32 factors [E, rows]) of e8m0 bytes ``scale`` uint8 [E, rows, groups].
+    """(int32 [E, rows, steps], float32 channel scales [E, rows]) of e8m0 bytes ``scale`` uint8 [E, rows, groups].
 
-    A row's bytes are relative to its largest scale, whose byte becomes ``largest`` and whose value the row's factor;
-    groups that are not ``counting`` (bool, of the scale's shape), all zeros, do not decide which that is.  Code 255
-    stays NaN.
+    A row's bytes are relative to its largest scale, whose byte becomes ``largest`` and whose value the scale of its
+    channel; groups that are not ``counting`` (bool, of the scale's shape), all zeros, do not decide which that is.
+    Code 255 stays NaN.
     """
     exponents = torch.where(counting | (scale == _NAN), scale, 0).short()
     top = exponents.amax(dim=2)

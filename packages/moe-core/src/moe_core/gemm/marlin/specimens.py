@@ -74,11 +74,11 @@ def _indexed(target: DeviceInfo, tokens: int) -> None:
             wide,
             32,
             _meta(experts, -(-wide // 32), rows, dtype=torch.float32),
-            factors=_meta(experts, rows, dtype=torch.float32),
+            channel_scales=_meta(experts, rows, dtype=torch.float32),
             bias=_meta(experts, outputs * (2 if interleaved else 1), dtype=dtype),
             interleaved=interleaved,
             index=_meta(experts, wide, dtype=torch.int32),
-            column_factors=_meta(experts, columns, dtype=torch.float32),
+            pre_scales=_meta(experts, columns, dtype=torch.float32),
         )
 
     w13, w2 = matrix(interleaved_rows(2 * size), size, hidden, True), matrix(hidden, hidden, size, False)

@@ -31,9 +31,9 @@ class MarlinMatrix:
     - ``n`` columns of the result, of one half where gate and up rows are interleaved
     - ``k`` columns of x or h as the words have them; ``group_size`` of them share a scale, -1: all of a row
     - ``scales`` [E, groups, rows] float32, or int32 with zero points (`moe_core.gemm.marlin.operand`)
-    - ``factors`` float32 [E, rows]: multiply the finished sums; or None
+    - ``channel_scales`` float32 [E, rows]: multiply the finished sums; or None
     - ``bias`` [E, n], of interleaved rows [E, 2 * n]: gate, then up; any float dtype
-    - ``index`` int32 [E, columns], ``column_factors`` float32 [E, K]: see `moe_core.gemm.marlin.columns`
+    - ``index`` int32 [E, columns], ``pre_scales`` float32 [E, K]: see `moe_core.gemm.marlin.columns`
     """
 
     words: Tensor
@@ -42,23 +42,30 @@ class MarlinMatrix:
     k: int
     group_size: int
     scales: Tensor
-    factors: Tensor | None = None
+    channel_scales: Tensor | None = None
     bias: Tensor | None = None
     interleaved: bool = False
     index: Tensor | None = None
-    column_factors: Tensor | None = None
+    pre_scales: Tensor | None = None
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The tuple `b_args` of the device functions, see `moe_core.gemm.marlin.operand`."""
-        words, scales, factors = self.words, self.scales, self.factors
+        words, scales, channel_scales = self.words, self.scales, self.channel_scales
         strides = (words.stride(0), words.stride(1), scales.stride(0), scales.stride(1))
-        return words, scales, factors, *strides, 0 if factors is None else factors.stride(0), scales.shape[1]
+        return (
+            words,
+            scales,
+            channel_scales,
+            *strides,
+            0 if channel_scales is None else channel_scales.stride(0),
+            scales.shape[1],
+        )
 
     @property
     def activation_columns(self) -> Columns:
         """How the columns of activations stand."""
-        return Columns(self.k, self.index, self.column_factors)
+        return Columns(self.k, self.index, self.pre_scales)
 
     def gemm_weight(self, functions: Functions) -> GemmWeight:
         """What the tile kernel gets, with the ``functions`` of the element type."""
@@ -77,5 +84,5 @@ class MarlinMatrix:
         )
 
 
-#: the tile kernel's open_b, load_b, multiply and finish for a matrix and a tile
+#: the tile kernel's open_b, load_b, multiply and scale_acc for a matrix and a tile
 Functions = Callable[[MarlinMatrix, TileConfig], tuple[Any, Any, Any, Any]]
