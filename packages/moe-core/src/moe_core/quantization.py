@@ -13,9 +13,9 @@ With ``amax`` over the elements that share a scale, all in float32:
 with zero points always includes 0.  A scale narrower than float32 is rounded before it is used.
 
 NaN stays NaN.  Where its code can't say so (integers), its scale does, and where others' values have that scale too,
-:func:`fake_quantize` and :func:`row_scales` do.  An infinity saturates like any value that is too large for a scale
-that is given; a scale found from it makes it and its group NaN.  One dynamic scale for a whole tensor of activations
-spans its finite values, so that what is not finite makes no other token NaN.
+:func:`fake_quantize` and :func:`integer_row_scales` do.  An infinity saturates like any value that is too large for a
+scale that is given; a scale found from it makes it and its group NaN.  One dynamic scale for a whole tensor of
+activations spans its finite values, so that what is not finite makes no other token NaN.
 
 Tensors are weights ``[E, rows, K]``, where ``parts`` stacked matrices (gate and up: 2) own their scale rows (see
 :func:`moe_core.weights.scale_shape`), or activations ``[M, K]``.  This is the reference that kernels are measured
@@ -158,7 +158,7 @@ def fake_quantize(x: Tensor, key: QuantKey, *, scale: Tensor | None = None, zero
     return values if key.dtype.kind is NumberKind.FLOAT else values.masked_fill_(_lost(x, key), torch.nan)
 
 
-def row_scales(scale: Tensor, x: Tensor, key: QuantKey) -> Tensor:
+def integer_row_scales(scale: Tensor, x: Tensor, key: QuantKey) -> Tensor:
     """[R, 1]: the scales of the rows of ``x`` [R, K] of integer activations, NaN where codes lose a NaN of the row.
 
     ``scale`` as :func:`quantize_tensor` returns it for ``x``, one per row or for all.

@@ -157,7 +157,7 @@ class TorchExperts(FusedMoEExpertsModular):
             x = x * topk_weights[tokens]
         result = torch.zeros_like(x)
         adapters = None if lora is None else Adapters(lora.weights, lora.adapter_ids[tokens][rows])
-        for place, y in self._results(x, rows, counts[1:], weights, adapters):
+        for place, y in self.results(x, rows, counts[1:], weights, adapters):
             if not config.apply_router_weight_on_input:
                 y = y * router[place]
             result.index_add_(0, rows[place], y)
@@ -181,10 +181,10 @@ class TorchExperts(FusedMoEExpertsModular):
         rows = torch.arange(len(used), device=used.device)
         output.zero_()
         adapters = None if lora is None else Adapters(lora.weights, lora.adapter_ids.flatten()[used])
-        for place, y in self._results(x, rows, counts.tolist(), weights, adapters):
+        for place, y in self.results(x, rows, counts.tolist(), weights, adapters):
             output.view(-1, output.shape[2])[used[place]] = y.to(output.dtype)
 
-    def _results(
+    def results(
         self, x: Tensor, rows: Tensor, counts: list[int], weights: KernelWeights, adapters: Adapters | None
     ) -> Iterator[tuple[slice, Tensor]]:
         """Unweighted results, expert by expert: where its pairs are among all, and their [R, K] float32.

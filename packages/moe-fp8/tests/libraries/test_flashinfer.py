@@ -21,7 +21,14 @@ from moe_core import (
     RoutingMethodType,
 )
 from moe_core.device import DeviceInfo
-from moe_core.libraries.trtllm_layout import ordered, ordered_blocks, ordered_scales, row_order, shuffled_rows
+from moe_core.libraries.flashinfer_cutlass import ACTIVATION_TYPES
+from moe_core.libraries.trtllm_layout import (
+    shuffled_rows,
+    trtllm_block_weights,
+    trtllm_row_order,
+    trtllm_scales,
+    trtllm_weights,
+)
 from moe_core.quantization import fake_quantize
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.workspace import Workspace
@@ -166,7 +173,7 @@ def test_numbers_of_enums(fused_moe):
         MoEActivation.SILU_NO_MUL: ActivationType.Silu,
         MoEActivation.RELU2_NO_MUL: ActivationType.Relu2,
     }
-    for table in (flashinfer_cutlass.ACTIVATION_TYPES, flashinfer_trtllm.ACTIVATION_TYPES):
+    for table in (ACTIVATION_TYPES, flashinfer_trtllm.ACTIVATION_TYPES):
         for activation, number in table.items():
             assert number == int(names[activation])
             assert activation.is_gated == names[activation].is_gated
@@ -200,9 +207,11 @@ def test_w13_of_fused_activations_is_what_the_library_s_helpers_make(rows):
     theirs = [
         shuffle_matrix_a(reorder_rows_for_gated_act_gemm(torch.cat((u, g))), 128) for g, u in zip(gate, up, strict=True)
     ]
-    assert torch.equal(ordered(w13, row_order(rows, 128, gated=True), rows // 2, 48, parts=2), torch.stack(theirs))
+    assert torch.equal(
+        trtllm_weights(w13, trtllm_row_order(rows, 128, gated=True), rows // 2, 48, parts=2), torch.stack(theirs)
+    )
     plain = torch.stack([shuffle_matrix_a(w, 128) for w in w13])
-    assert torch.equal(ordered(w13, row_order(rows, 128), rows, 48), plain)
+    assert torch.equal(trtllm_weights(w13, trtllm_row_order(rows, 128), rows, 48), plain)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(256, 128), (512, 384)])
@@ -215,7 +224,7 @@ def test_block_major_weights_are_what_the_library_s_helpers_make(rows, columns):
     theirs = [
         convert_to_block_layout(shuffle_matrix_a(torch.cat((u, g)), 64), 128) for g, u in zip(gate, up, strict=True)
     ]
-    ours = ordered_blocks(w13, row_order(rows, 64, gated=True, in_turns=False))
+    ours = trtllm_block_weights(w13, trtllm_row_order(rows, 64, gated=True, in_turns=False))
     assert torch.equal(ours, torch.stack(theirs))
 
 
@@ -226,7 +235,7 @@ def test_scales_are_read_back_by_the_library_s_reference(rows, groups):
     from flashinfer.utils import get_shuffle_matrix_sf_a_row_indices
 
     scale = matrix(rows, groups)
-    ours = ordered_scales(scale, row_order(rows, 128, gated=True))
+    ours = trtllm_scales(scale, trtllm_row_order(rows, 128, gated=True))
     for mine, given in zip(ours, scale, strict=True):
         gate, up = given.chunk(2)
         turns = reorder_rows_for_gated_act_gemm(torch.cat((up, gate)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from moe_core import DeviceInfo
+from moe_core.experts_api import relative_powers
 from torch import Tensor
 
 from moe_mxfp4.groups import counting_groups
@@ -36,7 +37,4 @@ def group_scales(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Te
 
 
 def _relative(codes: Tensor, scale: Tensor, columns: int, largest: int) -> tuple[Tensor, Tensor]:
-    # device code, which looking at a backend must not load
-    from moe_core.gemm.marlin.powers import relative_powers
-
     return relative_powers(scale.view(torch.uint8), counting_groups(codes, columns), largest)

@@ -28,6 +28,7 @@ from moe_core import (
     kMxfp8Dynamic,
 )
 from moe_core.device import DeviceInfo
+from moe_core.libraries.flashinfer_cutlass import ACTIVATION_TYPES
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.workspace import Workspace
 from moe_mxfp4.experts import flashinfer_cutlass, flashinfer_trtllm
@@ -124,7 +125,7 @@ def test_calls_with_a_routing_fit_the_library(activation_key):
 
 
 @pytest.mark.parametrize("experts", CUTLASS, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("activation", sorted(flashinfer_cutlass.ACTIVATION_TYPES, key=lambda a: a.value))
+@pytest.mark.parametrize("activation", sorted(ACTIVATION_TYPES, key=lambda a: a.value))
 def test_cutlass_calls_fit_the_library(activation, experts):
     ((_, activation_key),) = experts.claims.keys
     for config in (LAYER, replace(LAYER, has_bias=False)):

@@ -62,9 +62,14 @@ class GroupedExperts(FusedMoEExpertsModular):
         """Whether k loops may be split among programs: their parts have no place in the batched format."""
         return not self.batched
 
+    @property
+    def split_k_columns(self) -> int:
+        """Columns of a tile of one half, for the scratch memory of split products."""
+        return 128
+
     def split_k_workspace(self, shape: CallShape) -> WorkspaceSpec:
         """Scratch memory of the partial sums of split-K."""
-        return split_k_workspace(shape.batched)
+        return split_k_workspace(shape.batched, self.split_k_columns)
 
     @cached_property
     def problem(self) -> LayerProblem:

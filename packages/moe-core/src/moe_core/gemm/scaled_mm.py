@@ -54,6 +54,12 @@ def has_nan(tile, AXIS: tl.constexpr):
 
 
 @triton.jit
+def is_finite(tile, AXIS: tl.constexpr):
+    """Whether everything along AXIS is finite."""
+    return largest(tile, AXIS) < INFINITY_BITS
+
+
+@triton.jit
 def marked(scale, marks, rows):
     """Scales of `rows`, NaN where `marks` [rows] int32, bits of magnitudes, are NaN's; None marks nothing."""
     if marks is None:

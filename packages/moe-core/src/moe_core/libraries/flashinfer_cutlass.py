@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_core.activation import MoEActivation
-from moe_core.device import DeviceRange, cuda
+from moe_core.claims import Claims
+from moe_core.device import cuda
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular
 from moe_core.ops.layout import pad_matrices, swap_halves
 from moe_core.weights import KernelWeights, MoEWeights
@@ -33,17 +34,32 @@ ACTIVATION_TYPES = {
     MoEActivation.SILU_NO_MUL: 2,  # Silu
     MoEActivation.RELU2_NO_MUL: 6,  # Relu2
 }
-#: activations whose limit the library takes
-LIMITED_ACTIVATIONS = frozenset({MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUSTEP})
-DEVICES: tuple[DeviceRange, ...] = (cuda(min=90, max=90), cuda(min=100, max=109), cuda(min=120, max=129))
 #: what users have to know of it
-NOTES = (
+_NOTES = (
     "FlashInfer compiles its kernels when they are first used, and takes its first tile for every call "
     "(up to 7 times slower) unless one has run inside flashinfer.autotuner.autotune()"
 )
 
 #: bytes at whose multiples x and the output lie: the library reads and writes 16 bytes at a time
 ALIGNMENT = 16
+
+
+def cutlass_claims(notes: str, **own: Any) -> Claims:
+    """What all adapters claim, and an adapter's ``own`` fields, of which ``keys`` and ``requires`` are needed.
+
+    The library's notes follow ``notes``.
+    """
+    fields = {
+        "devices": (cuda(min=90, max=90), cuda(min=100, max=109), cuda(min=120, max=129)),
+        "activations": frozenset(ACTIVATION_TYPES),
+        "activation_limit": frozenset({MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUSTEP}),
+        "dtypes": frozenset({torch.bfloat16}),
+        "bias": True,
+        "rounds_products": True,
+        "allocates": True,
+        "keeps_nan": False,
+    }
+    return Claims(**{**fields, **own}, notes=f"{notes}; {_NOTES}")
 
 
 class FlashInferCutlassExperts(FusedMoEExpertsModular):

@@ -9,7 +9,7 @@ from moe_core.activation import MoEActivation
 from moe_core.config import FusedMoEConfig
 
 
-def activation_parameters(config: FusedMoEConfig, experts: int, device: torch.device) -> dict[str, Tensor]:
+def trtllm_activation_parameters(config: FusedMoEConfig, experts: int, device: torch.device) -> dict[str, Tensor]:
     """Per-expert parameters [E] float32 of a gated activation, by the library's names; none that it has not."""
     params = config.params
     wanted = {"gemm1_clamp_limit": params.limit}

@@ -31,13 +31,13 @@ def up_gate_rows(rows: int, *, in_turns: bool) -> Tensor:
     return torch.stack((up, gate), dim=1 if in_turns else 0).flatten()
 
 
-def row_order(rows: int, tile: int, *, gated: bool = False, in_turns: bool = True) -> Tensor:
+def trtllm_row_order(rows: int, tile: int, *, gated: bool = False, in_turns: bool = True) -> Tensor:
     """[rows] int64: the order of a whole matrix; ``gated``: of canonical w13."""
     order = shuffled_rows(rows, tile)
     return up_gate_rows(rows, in_turns=in_turns)[order] if gated else order
 
 
-def ordered(w: Tensor, order: Tensor, rows: int, cols: int, *, parts: int = 1) -> Tensor:
+def trtllm_weights(w: Tensor, order: Tensor, rows: int, cols: int, *, parts: int = 1) -> Tensor:
     """``w`` [E, parts * R, C] with zeros below and beside each of the stacked matrices, then in ``order``.
 
     [E, parts * rows, cols]; padded some experts after the others, so that one copy of all is made.
@@ -52,12 +52,12 @@ def ordered(w: Tensor, order: Tensor, rows: int, cols: int, *, parts: int = 1) -
     return by_experts(step, w, w.new_empty(w.shape[0], parts * rows, cols))
 
 
-def ordered_blocks(w: Tensor, order: Tensor, block: int = 128) -> Tensor:
+def trtllm_block_weights(w: Tensor, order: Tensor, block: int = 128) -> Tensor:
     """[E, K / block, rows, block]: rows in ``order``, then ``block`` columns of all rows together."""
     return block_major(w, block, index=order.to(w.device))
 
 
-def ordered_scales(scale: Tensor, order: Tensor) -> Tensor:
+def trtllm_scales(scale: Tensor, order: Tensor) -> Tensor:
     """``scale`` [E, rows, groups] with rows in ``order``, in tiles of 128 rows and 4 columns: [E, rows, groups].
 
     ``rows`` is a multiple of 128 and ``groups`` of 4; the shape and dtype (e8m0, bfloat16) stay, the elements are in

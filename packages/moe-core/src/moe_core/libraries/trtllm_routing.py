@@ -21,7 +21,7 @@ from moe_core.quant_key import QuantKey
 from moe_core.routing import RoutingMethodType
 
 #: what the library's routing kernels compute
-ROUTING_METHODS = frozenset(
+TRTLLM_ROUTING_METHODS = frozenset(
     {
         RoutingMethodType.DeepSeekV3,
         RoutingMethodType.Renormalize,
@@ -36,7 +36,7 @@ SCALED_METHODS = frozenset({RoutingMethodType.DeepSeekV3, RoutingMethodType.Mini
 #: experts that one block of threads routes among
 MOST_EXPERTS = 512
 #: local experts of kernels that are told the routing: of 512, some live elsewhere (:func:`declared_experts`)
-MOST_ROUTED_EXPERTS = 504
+TRTLLM_MAX_LOCAL_EXPERTS = 504
 
 
 def declared_experts(config: FusedMoEConfig) -> int:
@@ -49,7 +49,7 @@ def declared_experts(config: FusedMoEConfig) -> int:
     return -(-most // 4) * 4
 
 
-def given_routing(config: FusedMoEConfig) -> dict[str, Any]:
+def trtllm_given_routing(config: FusedMoEConfig) -> dict[str, Any]:
     """Arguments of a kernel that is told ids of local experts, and router weights, by the library's names."""
     return {
         "num_experts": declared_experts(config),

@@ -29,15 +29,24 @@ from moe_core import (
     KernelWeights,
     MoEWeights,
     QuantKey,
+    TensorError,
     WorkspaceSpec,
     cuda,
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
     kMxfp8Dynamic,
     kMxfp8Static,
+    make_quant_config,
 )
-from moe_core.errors import TensorError
-from moe_core.quant_config import make_quant_config
+from moe_core.libraries_api import (
+    activate_and_quantize,
+    align_pairs,
+    align_workspaces,
+    aligned_rows,
+    gather_rows,
+    quantize_activation,
+    reduce_pairs,
+)
 from torch import Tensor
 
 from moe_fp8.libraries import DEEP_GEMM
@@ -117,8 +126,6 @@ class DeepGemmExperts(FusedMoEExpertsModular):
         )
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        from moe_core.ops.align import align_workspaces, aligned_rows
-
         config, group = self.config, self.group
         hidden, inter = config.hidden_size, config.intermediate_size
         pairs = num_tokens * config.top_k
@@ -146,11 +153,6 @@ class DeepGemmExperts(FusedMoEExpertsModular):
         hidden_states_scale: Tensor | None = None,
         expert_tokens: ExpertTokensMetadata | None = None,
     ) -> None:
-        from moe_core.ops.align import align_pairs
-        from moe_core.ops.permute import gather_rows
-        from moe_core.ops.quantize import activate_and_quantize, quantize_activation
-        from moe_core.ops.reduce import reduce_pairs
-
         config, key, pow2 = self.config, self.row_key, self.power_of_two
         tokens, hidden, inter = hidden_states.shape[0], config.hidden_size, config.intermediate_size
         rows = align_pairs(topk_ids, config.local_experts, TILE, workspace=workspace, expert_map=expert_map)

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from moe_core import ExpertTokensMetadata, FusedMoEActivationFormat, KernelWeights, WorkspaceSpec
-from moe_core.errors import TensorError
+from moe_core import ExpertTokensMetadata, FusedMoEActivationFormat, KernelWeights, TensorError, WorkspaceSpec
+from moe_core.libraries_api import activate_and_quantize, quantize_activation
 from torch import Tensor
 
 from moe_fp8.experts.deep_gemm import TILE, DeepGemmFp8BlockExperts, _scales, recipe
@@ -53,8 +53,6 @@ class BatchedDeepGemmFp8BlockExperts(DeepGemmFp8BlockExperts):
         hidden_states_scale: Tensor | None = None,
         expert_tokens: ExpertTokensMetadata | None = None,
     ) -> None:
-        from moe_core.ops.quantize import activate_and_quantize, quantize_activation
-
         if expert_tokens is None:
             raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
         config, key, pow2 = self.config, self.row_key, self.power_of_two

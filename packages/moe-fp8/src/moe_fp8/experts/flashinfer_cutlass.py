@@ -16,46 +16,36 @@ from typing import Any
 import torch
 from moe_core import (
     TRITON,
-    Claims,
     KernelWeights,
     MoEWeights,
+    TensorError,
     WorkspaceSpec,
     cuda,
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
     kFp8StaticTensorSym,
+    make_quant_config,
 )
-from moe_core.errors import TensorError
-from moe_core.libraries.flashinfer_cutlass import (
-    ACTIVATION_TYPES,
-    DEVICES,
-    LIMITED_ACTIVATIONS,
-    NOTES,
+from moe_core.experts_api import quantize_tensor
+from moe_core.libraries_api import (
     FlashInferCutlassExperts,
+    cutlass_claims,
+    pad_matrices,
+    quantize_activation,
+    swap_halves,
 )
-from moe_core.ops.layout import pad_matrices, swap_halves
-from moe_core.quant_config import make_quant_config
-from moe_core.quantization import quantize_tensor
 from torch import Tensor
 
 from moe_fp8.libraries import FLASHINFER
 from moe_fp8.libraries.requantize import expert_slices, rescaled, shared_ratio, shared_scale
 
-_CLAIMS = Claims(
-    devices=DEVICES,
+_CLAIMS = cutlass_claims(
+    "gate and up are quantised anew under the larger of their scales, and x under the largest of the experts' "
+    "input scales",
     keys=((kFp8StaticTensorSym, kFp8StaticTensorSym),),
-    activations=frozenset(ACTIVATION_TYPES),
-    activation_limit=LIMITED_ACTIVATIONS,
-    dtypes=frozenset({torch.bfloat16}),
-    bias=True,
     hidden_multiple=32,
-    rounds_products=True,
-    allocates=True,
-    keeps_nan=False,
     requires=(FLASHINFER, TRITON),
     verified_on=("NVIDIA H200 (sm90)",),
-    notes="gate and up are quantised anew under the larger of their scales, and x under the largest of the experts' "
-    "input scales; " + NOTES,
 )
 
 
@@ -141,8 +131,6 @@ class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
     def library_input(
         self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        from moe_core.ops.quantize import quantize_activation
-
         x = workspace["x_values"][: hidden_states.numel()].view(hidden_states.shape)
         quantize_activation(hidden_states, kFp8StaticTensorSym, static_scale=weights.extra["x_scale"].view(1), out=x)
         return {"input": x}

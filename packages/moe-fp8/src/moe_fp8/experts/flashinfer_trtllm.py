@@ -26,6 +26,7 @@ from moe_core import (
     KernelWeights,
     MoEActivation,
     MoEWeights,
+    TensorError,
     WorkspaceSpec,
     cuda,
     kFp8Dynamic128Sym,
@@ -33,12 +34,17 @@ from moe_core import (
     kFp8StaticTensorSym,
     kMxfp8Dynamic,
     kMxfp8Static,
+    make_quant_config,
 )
-from moe_core.errors import TensorError
-from moe_core.libraries.trtllm_activation import activation_parameters
-from moe_core.libraries.trtllm_layout import ordered, ordered_blocks, ordered_scales, row_order
-from moe_core.ops.layout import swap_halves
-from moe_core.quant_config import make_quant_config
+from moe_core.libraries_api import (
+    quantize_activation,
+    swap_halves,
+    trtllm_activation_parameters,
+    trtllm_block_weights,
+    trtllm_row_order,
+    trtllm_scales,
+    trtllm_weights,
+)
 from torch import Tensor
 
 from moe_fp8.libraries import FLASHINFER
@@ -165,11 +171,11 @@ class TrtLlmFp8TensorExperts(TrtLlmFp8Experts):
             raise TensorError("per-tensor FP8 weights come with w13_scale, w2_scale and both input scales")
         gated, size, hidden = self.config.is_gated, self.intermediate_size, self.hidden_size
         parts = 2 if gated else 1
-        order13, order2 = row_order(parts * size, 128, gated=gated), row_order(hidden, 128)
+        order13, order2 = trtllm_row_order(parts * size, 128, gated=gated), trtllm_row_order(hidden, 128)
         first, second = w13_scale.float() * a1.float()[:, None], w2_scale[:, 0].float() * a2.float()
         return KernelWeights(
-            w13=ordered(weights.w13, order13, size, hidden, parts=parts),
-            w2=ordered(weights.w2, order2, hidden, size),
+            w13=trtllm_weights(weights.w13, order13, size, hidden, parts=parts),
+            w2=trtllm_weights(weights.w2, order2, hidden, size),
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
@@ -189,8 +195,6 @@ class TrtLlmFp8TensorExperts(TrtLlmFp8Experts):
     def quantized_input(
         self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        from moe_core.ops.quantize import quantize_activation
-
         x = workspace["x_values"][: hidden_states.numel()].view(hidden_states.shape)
         quantize_activation(hidden_states, kFp8StaticTensorSym, static_scale=weights.extra["x_scale"], out=x)
         return {"hidden_states": x}
@@ -214,22 +218,20 @@ class TrtLlmFp8BlockExperts(TrtLlmFp8Experts):
             raise TensorError("block FP8 weights come with w13_scale and w2_scale")
         rows = weights.w13.shape[1]
         return KernelWeights(
-            w13=ordered_blocks(weights.w13, row_order(rows, 64, gated=True, in_turns=False)),
-            w2=ordered_blocks(weights.w2, row_order(self.hidden_size, 64)),
+            w13=trtllm_block_weights(weights.w13, trtllm_row_order(rows, 64, gated=True, in_turns=False)),
+            w2=trtllm_block_weights(weights.w2, trtllm_row_order(self.hidden_size, 64)),
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
                 w1_scale=swap_halves(weights.w13_scale),
                 w2_scale=weights.w2_scale.clone(),
             ),
-            extra=activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
+            extra=trtllm_activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
         )
 
     def quantized_input(
         self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        from moe_core.ops.quantize import quantize_activation
-
         tokens, hidden = hidden_states.shape
         x = workspace["x_values"][: tokens * hidden].view(tokens, hidden)
         scale = workspace["x_scales"][: tokens * hidden // 128].view(hidden // 128, tokens)
@@ -255,24 +257,22 @@ class TrtLlmMxfp8Experts(TrtLlmFp8Experts):
         parts = 2 if gated else 1
         if (size, hidden) != (self.config.intermediate_size, self.config.hidden_size):
             s13, s2 = _padded_scales(s13, size, hidden // 32, parts), _padded_scales(s2, hidden, size // 32, 1)
-        first, second = row_order(parts * size, 128, gated=gated), row_order(hidden, 128)
+        first, second = trtllm_row_order(parts * size, 128, gated=gated), trtllm_row_order(hidden, 128)
         return KernelWeights(
-            w13=ordered(weights.w13, first, size, hidden, parts=parts),
-            w2=ordered(weights.w2, second, hidden, size),
+            w13=trtllm_weights(weights.w13, first, size, hidden, parts=parts),
+            w2=trtllm_weights(weights.w2, second, hidden, size),
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
-                w1_scale=ordered_scales(s13, first),
-                w2_scale=ordered_scales(s2, second),
+                w1_scale=trtllm_scales(s13, first),
+                w2_scale=trtllm_scales(s2, second),
             ),
-            extra=activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
+            extra=trtllm_activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
         )
 
     def quantized_input(
         self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        from moe_core.ops.quantize import quantize_activation
-
         (tokens, columns), hidden = hidden_states.shape, self.hidden_size
         x = workspace["x_values"][: tokens * hidden].view(tokens, hidden)
         groups = hidden // 32

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_core import ExpertTokensMetadata, FusedMoEExpertsModular, KernelWeights
-from moe_core.libraries.trtllm_routing import MOST_ROUTED_EXPERTS, given_routing
+from moe_core.libraries_api import TRTLLM_MAX_LOCAL_EXPERTS, local_ids, trtllm_given_routing
 from torch import Tensor
 
 from moe_fp8.experts.flashinfer_trtllm import (
@@ -41,7 +41,7 @@ class TrtLlmModular(TrtLlmFp8Experts, FusedMoEExpertsModular):
         return {
             "topk_ids": (local_ids, topk_weights),
             "routing_bias": None,
-            **given_routing(self.config),
+            **trtllm_given_routing(self.config),
             "intermediate_size": self.intermediate_size,
             "output": output,
             **inputs,
@@ -62,8 +62,6 @@ class TrtLlmModular(TrtLlmFp8Experts, FusedMoEExpertsModular):
         hidden_states_scale: Tensor | None = None,
         expert_tokens: ExpertTokensMetadata | None = None,
     ) -> None:
-        from moe_core.ops.align import local_ids
-
         config = self.config
         ids = workspace["ids"][: topk_ids.numel()].view(topk_ids.shape)
         local_ids(topk_ids, config.local_experts, ids, none=config.local_experts, expert_map=expert_map)
@@ -78,16 +76,16 @@ class TrtLlmModular(TrtLlmFp8Experts, FusedMoEExpertsModular):
 class TrtLlmFp8TensorExpertsModular(TrtLlmModular, TrtLlmFp8TensorExperts):
     """Per tensor."""
 
-    claims = replace(TENSOR_CLAIMS, max_experts=MOST_ROUTED_EXPERTS)
+    claims = replace(TENSOR_CLAIMS, max_experts=TRTLLM_MAX_LOCAL_EXPERTS)
 
 
 class TrtLlmFp8BlockExpertsModular(TrtLlmModular, TrtLlmFp8BlockExperts):
     """Block FP8."""
 
-    claims = replace(BLOCK_CLAIMS, max_experts=MOST_ROUTED_EXPERTS)
+    claims = replace(BLOCK_CLAIMS, max_experts=TRTLLM_MAX_LOCAL_EXPERTS)
 
 
 class TrtLlmMxfp8ExpertsModular(TrtLlmModular, TrtLlmMxfp8Experts):
     """MXFP8."""
 
-    claims = replace(MXFP8_CLAIMS, max_experts=MOST_ROUTED_EXPERTS)
+    claims = replace(MXFP8_CLAIMS, max_experts=TRTLLM_MAX_LOCAL_EXPERTS)

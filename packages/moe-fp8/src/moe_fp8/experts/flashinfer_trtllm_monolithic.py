@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_core import KernelWeights, kMxfp8Static
-from moe_core.libraries.trtllm_routing import ROUTING_METHODS, TrtLlmRouting
+from moe_core.libraries_api import TRTLLM_ROUTING_METHODS, TrtLlmRouting
 from torch import Tensor
 
 from moe_fp8.experts.flashinfer_trtllm import (
@@ -69,16 +69,16 @@ class TrtLlmMonolithic(TrtLlmFp8Experts, TrtLlmRouting):
 class TrtLlmFp8TensorExpertsMonolithic(TrtLlmMonolithic, TrtLlmFp8TensorExperts):
     """Per tensor."""
 
-    claims = replace(TENSOR_CLAIMS, routing_methods=ROUTING_METHODS)
+    claims = replace(TENSOR_CLAIMS, routing_methods=TRTLLM_ROUTING_METHODS)
 
 
 class TrtLlmFp8BlockExpertsMonolithic(TrtLlmMonolithic, TrtLlmFp8BlockExperts):
     """Block FP8."""
 
-    claims = replace(BLOCK_CLAIMS, routing_methods=ROUTING_METHODS)
+    claims = replace(BLOCK_CLAIMS, routing_methods=TRTLLM_ROUTING_METHODS)
 
 
 class TrtLlmMxfp8ExpertsMonolithic(TrtLlmMonolithic, TrtLlmMxfp8Experts):
     """MXFP8."""
 
-    claims = replace(MXFP8_CLAIMS, routing_methods=ROUTING_METHODS)
+    claims = replace(MXFP8_CLAIMS, routing_methods=TRTLLM_ROUTING_METHODS)

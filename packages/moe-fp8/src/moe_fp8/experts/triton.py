@@ -21,25 +21,25 @@ from moe_core import (
     TRITON,
     Claims,
     FusedMoEActivationFormat,
+    GroupShape,
     KernelWeights,
     KeyPattern,
     MoEWeights,
-    WorkspaceSpec,
+    TensorError,
     cuda,
+    e8m0_to_float32,
     hip,
+    is_e8m0,
+    kFp8Dynamic64Sym,
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
     make_quant_config,
 )
-from moe_core.errors import TensorError
-from moe_core.gemm.experts import GroupedExperts
-from moe_core.gemm.workspaces import split_k_workspace
-from moe_core.numerics import e8m0_to_float32, is_e8m0
-from moe_core.quant_key import GroupShape, kFp8Dynamic64Sym, kFp8Dynamic128Sym, kFp8Static128BlockSym
+from moe_core.experts_api import GroupedExperts, LayerProblem
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_core.gemm.fused.scheme import ActivationScheme, CallShape
-    from moe_core.gemm.heuristics import LayerProblem
-    from moe_core.gemm.launch import GemmWeight
+    from moe_core.kernel_api import ActivationScheme, GemmWeight
 
 _WIDE_BLOCKS = (GroupShape(128, 128), GroupShape(64, 128))
 _NARROW_BLOCKS = (GroupShape(64, 64), GroupShape(128, 64))
@@ -97,8 +97,9 @@ class TritonFp8BlockExperts(GroupedExperts):
         shape = self.weight_key.group_shape if self.weight_key is not None else GroupShape(128, 128)
         return shape.row, shape.col
 
-    def split_k_workspace(self, shape: CallShape) -> WorkspaceSpec:
-        return split_k_workspace(shape.batched, max(self.block_shape[1], 128))
+    @property
+    def split_k_columns(self) -> int:
+        return max(self.block_shape[1], 128)
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
         from moe_fp8.kernels.block_moe import block_scheme

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from moe_core.ops.layout import CHUNK_BYTES
 from torch import Tensor
 
+#: bytes of weights that are copied at a time; one expert at least
+_CHUNK_BYTES = 256 << 20
 #: values that are float32 at a time: few enough for a cache of 50 MB
 _WIDENED = 1 << 23
 
@@ -59,7 +60,7 @@ def rescaled(w: Tensor, ratio: Tensor) -> Tensor:
 def expert_slices(w: Tensor) -> Iterator[slice]:
     """Some experts of ``w`` [E, rows, K] after the others, few enough to hold two copies of them beside the result."""
     one = max(1, w[:1].numel() * w.element_size())
-    step = max(1, min(CHUNK_BYTES // (2 * one), w.shape[0] // 32))
+    step = max(1, min(_CHUNK_BYTES // (2 * one), w.shape[0] // 32))
     for start in range(0, w.shape[0], step):
         yield slice(start, start + step)
 

@@ -17,15 +17,14 @@ from moe_core import (
     Claims,
     FusedMoEActivationFormat,
     FusedMoEQuantDesc,
+    GroupShape,
     KernelWeights,
     KeyPattern,
     MoEWeights,
     TensorError,
+    TorchExperts,
     any_device,
     apply_moe_activation,
-)
-from moe_core.quant_key import (
-    GroupShape,
     kInt4W4A8StaticChannelSym,
     kInt4W4A8StaticGroup128Sym,
     kInt8DynamicTensorSym,
@@ -35,8 +34,7 @@ from moe_core.quant_key import (
     kInt8StaticTensorAsym,
     kInt8StaticTensorSym,
 )
-from moe_core.quantization import quantize_tensor, row_scales
-from moe_core.torch_experts import Adapters, TorchExperts, expert_slices, of_expert
+from moe_core.experts_api import Adapters, expert_slices, integer_row_scales, of_expert, quantize_tensor
 from torch import Tensor
 
 from moe_int8.exact import scaled_product
@@ -76,7 +74,7 @@ class Codes:
         zero_point = found.zero_point
         if zero_point is not None:
             zero_point = zero_point.reshape(-1, 1).expand(len(x), 1).int()
-        return Codes(found.values, row_scales(found.scale, x, desc.key), zero_point)
+        return Codes(found.values, integer_row_scales(found.scale, x, desc.key), zero_point)
 
     def __getitem__(self, rows: Tensor | slice) -> Codes:
         zero_point = self.zero_point
@@ -118,13 +116,13 @@ class TorchInt8Experts(TorchExperts):
         }
         return replace(converted, extra=sums)
 
-    def _results(
+    def results(
         self, x: Tensor, rows: Tensor, counts: list[int], weights: KernelWeights, adapters: Adapters | None
     ) -> Iterator[tuple[slice, Tensor]]:
         quant = weights.quant_config
         key = quant.a1.key
         if key is None:
-            yield from super()._results(x, rows, counts, weights, adapters)
+            yield from super().results(x, rows, counts, weights, adapters)
             return
 
         def hidden(expert: int, place: slice, codes: Codes | None) -> Tensor:

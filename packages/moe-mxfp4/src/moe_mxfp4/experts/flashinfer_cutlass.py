@@ -15,17 +15,26 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from moe_core import TRITON, Claims, KernelWeights, MoEWeights, WorkspaceSpec, cuda, kMxfp4Static, kMxfp8Dynamic
-from moe_core.errors import TensorError
-from moe_core.libraries.flashinfer_cutlass import (
-    ACTIVATION_TYPES,
-    LIMITED_ACTIVATIONS,
-    NOTES,
-    FlashInferCutlassExperts,
+from moe_core import (
+    TRITON,
+    Claims,
+    KernelWeights,
+    MoEWeights,
+    TensorError,
+    WorkspaceSpec,
+    cuda,
+    kMxfp4Static,
+    kMxfp8Dynamic,
+    make_quant_config,
 )
-from moe_core.libraries.trtllm_layout import ordered_scales
-from moe_core.ops.layout import by_experts, pad_matrices, swap_halves
-from moe_core.quant_config import make_quant_config
+from moe_core.libraries_api import (
+    FlashInferCutlassExperts,
+    by_experts,
+    cutlass_claims,
+    pad_matrices,
+    swap_halves,
+    trtllm_scales,
+)
 from torch import Tensor
 
 from moe_mxfp4.groups import GROUP, without_groups
@@ -34,23 +43,15 @@ from moe_mxfp4.libraries.hopper_layout import mixed_gemm_scales, mixed_gemm_weig
 from moe_mxfp4.libraries.mxfp8_input import mxfp8_input, mxfp8_workspaces
 from moe_mxfp4.padding import PaddedExperts, round_up
 
-_NOTES = f"biases are rounded to bfloat16; {NOTES}"
 
-_CLAIMS = Claims(
-    devices=(cuda(min=90, max=90),),
-    keys=((kMxfp4Static, None),),
-    activations=frozenset(ACTIVATION_TYPES),
-    activation_limit=LIMITED_ACTIVATIONS,
-    dtypes=frozenset({torch.bfloat16}),
-    bias=True,
-    hidden_multiple=GROUP,
-    intermediate_multiple=GROUP,
-    rounds_products=True,
-    allocates=True,
-    keeps_nan=False,
-    requires=(FLASHINFER, TRITON),
-    notes=f"layouts are compared with what FlashInfer's sources write; {_NOTES}",
-)
+def _claims(notes: str, **own: Any) -> Claims:
+    return cutlass_claims(
+        f"{notes}; biases are rounded to bfloat16",
+        hidden_multiple=GROUP,
+        intermediate_multiple=GROUP,
+        requires=(FLASHINFER, TRITON),
+        **own,
+    )
 
 
 class FlashInferCutlassMxfp4Experts(FlashInferCutlassExperts, PaddedExperts):
@@ -114,7 +115,11 @@ class FlashInferCutlassMxfp4Experts(FlashInferCutlassExperts, PaddedExperts):
 class FlashInferCutlassMxfp4Bf16Experts(FlashInferCutlassMxfp4Experts):
     """bfloat16 activations, on sm_90."""
 
-    claims = replace(_CLAIMS, notes=f"the scale 2^-127 counts as 0; {_CLAIMS.notes}")
+    claims = _claims(
+        "the scale 2^-127 counts as 0; layouts are compared with what FlashInfer's sources write",
+        devices=(cuda(min=90, max=90),),
+        keys=((kMxfp4Static, None),),
+    )
     flag = "use_w4_group_scaling"
     weight_dtype = torch.uint8
 
@@ -156,11 +161,10 @@ class FlashInferCutlassMxfp4Bf16Experts(FlashInferCutlassMxfp4Experts):
 class FlashInferCutlassMxfp4Mxfp8Experts(FlashInferCutlassMxfp4Experts):
     """MXFP8 activations, on the sm_100 family."""
 
-    claims = replace(
-        _CLAIMS,
+    claims = _claims(
+        "calls are bound against FlashInfer's signatures, and layouts compared with its helpers",
         devices=(cuda(min=100, max=109),),
         keys=((kMxfp4Static, kMxfp8Dynamic),),
-        notes=f"calls are bound against FlashInfer's signatures, and layouts compared with its helpers; {_NOTES}",
     )
     flag = "use_mxfp8_act_scaling"
     weight_dtype = torch.int64
@@ -171,7 +175,7 @@ class FlashInferCutlassMxfp4Mxfp8Experts(FlashInferCutlassMxfp4Experts):
 
     @staticmethod
     def folded(scale: Tensor) -> Tensor:
-        return ordered_scales(scale, torch.arange(scale.shape[1]))
+        return trtllm_scales(scale, torch.arange(scale.shape[1]))
 
     @property
     def input_dtype(self) -> torch.dtype:

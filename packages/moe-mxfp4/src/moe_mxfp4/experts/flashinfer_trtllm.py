@@ -28,17 +28,25 @@ from moe_core import (
     KernelWeights,
     MoEActivation,
     MoEWeights,
+    TensorError,
     WorkspaceSpec,
     cuda,
     kMxfp4Static,
     kMxfp8Dynamic,
+    make_quant_config,
 )
-from moe_core.errors import TensorError
-from moe_core.libraries.trtllm_activation import activation_parameters
-from moe_core.libraries.trtllm_layout import ordered, ordered_scales, row_order
-from moe_core.libraries.trtllm_routing import MOST_ROUTED_EXPERTS, ROUTING_METHODS, TrtLlmRouting, given_routing
-from moe_core.ops.layout import pad_matrices
-from moe_core.quant_config import make_quant_config
+from moe_core.libraries_api import (
+    TRTLLM_MAX_LOCAL_EXPERTS,
+    TRTLLM_ROUTING_METHODS,
+    TrtLlmRouting,
+    local_ids,
+    pad_matrices,
+    trtllm_activation_parameters,
+    trtllm_given_routing,
+    trtllm_row_order,
+    trtllm_scales,
+    trtllm_weights,
+)
 from torch import Tensor
 
 from moe_mxfp4.groups import GROUP
@@ -94,23 +102,23 @@ class TrtLlmMxfp4Experts(FusedMoEExperts, PaddedExperts):
         if w13_scale is None or w2_scale is None:
             raise TensorError(f"w13_scale and w2_scale are missing: the weights are {weights.weight_key}")
         hidden, size = self.sizes
-        first, second = row_order(2 * size, 128, gated=True), row_order(hidden, 128)
+        first, second = trtllm_row_order(2 * size, 128, gated=True), trtllm_row_order(hidden, 128)
         biases: dict[str, Any] = {}
         if weights.w13_bias is not None and weights.w2_bias is not None:
             w13_bias, w2_bias = weights.w13_bias.float().unsqueeze(2), weights.w2_bias.float().unsqueeze(2)
-            biases["w1_bias"] = ordered(w13_bias, first, size, 1, parts=2).squeeze(2)
-            biases["w2_bias"] = ordered(w2_bias, second, hidden, 1).squeeze(2)
+            biases["w1_bias"] = trtllm_weights(w13_bias, first, size, 1, parts=2).squeeze(2)
+            biases["w2_bias"] = trtllm_weights(w2_bias, second, hidden, 1).squeeze(2)
         return KernelWeights(
-            w13=ordered(weights.w13, first, size, hidden // 2, parts=2),
-            w2=ordered(weights.w2, second, hidden, size // 2),
+            w13=trtllm_weights(weights.w13, first, size, hidden // 2, parts=2),
+            w2=trtllm_weights(weights.w2, second, hidden, size // 2),
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
-                w1_scale=ordered_scales(pad_matrices(w13_scale, size, hidden // GROUP, parts=2), first),
-                w2_scale=ordered_scales(pad_matrices(w2_scale, hidden, size // GROUP), second),
+                w1_scale=trtllm_scales(pad_matrices(w13_scale, size, hidden // GROUP, parts=2), first),
+                w2_scale=trtllm_scales(pad_matrices(w2_scale, hidden, size // GROUP), second),
                 **biases,
             ),
-            extra=activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
+            extra=trtllm_activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
         )
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
@@ -175,7 +183,9 @@ class TrtLlmMxfp4ExpertsMonolithic(TrtLlmMxfp4Experts, TrtLlmRouting):
     """A call with router logits."""
 
     claims = replace(
-        _CLAIMS, routing_methods=ROUTING_METHODS, notes=f"{_CLAIMS.notes}; router weights are rounded to bfloat16"
+        _CLAIMS,
+        routing_methods=TRTLLM_ROUTING_METHODS,
+        notes=f"{_CLAIMS.notes}; router weights are rounded to bfloat16",
     )
 
     def arguments(
@@ -216,7 +226,7 @@ class TrtLlmMxfp4ExpertsMonolithic(TrtLlmMxfp4Experts, TrtLlmRouting):
 class TrtLlmMxfp4ExpertsModular(TrtLlmMxfp4Experts, FusedMoEExpertsModular):
     """A call with ids and router weights."""
 
-    claims = replace(_CLAIMS, max_experts=MOST_ROUTED_EXPERTS)
+    claims = replace(_CLAIMS, max_experts=TRTLLM_MAX_LOCAL_EXPERTS)
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
         ids = WorkspaceSpec("ids", (num_tokens * self.config.top_k,), torch.int32)
@@ -231,7 +241,7 @@ class TrtLlmMxfp4ExpertsModular(TrtLlmMxfp4Experts, FusedMoEExpertsModular):
             **self.weight_arguments(weights),
             "topk_ids": (local_ids, topk_weights),
             "routing_bias": None,
-            **given_routing(self.config),
+            **trtllm_given_routing(self.config),
         }
 
     def apply(
@@ -247,8 +257,6 @@ class TrtLlmMxfp4ExpertsModular(TrtLlmMxfp4Experts, FusedMoEExpertsModular):
         hidden_states_scale: Tensor | None = None,
         expert_tokens: ExpertTokensMetadata | None = None,
     ) -> None:
-        from moe_core.ops.align import local_ids
-
         ids = workspace["ids"][: topk_ids.numel()].view(topk_ids.shape)
         local = self.config.local_experts
         local_ids(topk_ids, local, ids, none=local, expert_map=expert_map)

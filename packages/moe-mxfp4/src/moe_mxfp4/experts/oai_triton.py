@@ -31,13 +31,21 @@ from moe_core import (
     KernelWeights,
     MoEActivation,
     MoEWeights,
+    TensorError,
     WorkspaceSpec,
     cuda,
     kMxfp4Static,
+    make_quant_config,
 )
-from moe_core.errors import TensorError
-from moe_core.ops.layout import by_experts, interleave_halves, pad_matrices
-from moe_core.quant_config import make_quant_config
+from moe_core.libraries_api import (
+    by_experts,
+    fused_activation,
+    interleave_halves,
+    pad_matrices,
+    reduce_pairs,
+    sort_pairs,
+    sort_workspaces,
+)
 from torch import Tensor
 
 from moe_mxfp4.groups import GROUP
@@ -151,8 +159,6 @@ class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
         return {"routing_data": calls.RoutingData(None, counts, experts, self.config.top_k, expt_data=data)}
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        from moe_core.ops.sort import sort_workspaces
-
         config = self.config
         pairs = num_tokens * config.top_k
         (rows, _), (hidden, inter) = self._shapes["w13"], self._shapes["w2"]
@@ -177,10 +183,6 @@ class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
         hidden_states_scale: Tensor | None = None,
         expert_tokens: ExpertTokensMetadata | None = None,
     ) -> None:
-        from moe_core.ops.activation import fused_activation
-        from moe_core.ops.reduce import reduce_pairs
-        from moe_core.ops.sort import sort_pairs
-
         config, experts, total = self.config, self.config.local_experts, topk_ids.numel()
         (rows, _), (hidden, inter) = self._shapes["w13"], self._shapes["w2"]
         order = sort_pairs(topk_ids, experts, _TILE, workspace=workspace, expert_map=expert_map, positions=True)

@@ -13,10 +13,10 @@ from moe_core import (
     FusedMoEActivationFormat,
     FusedMoEQuantDesc,
     TensorError,
+    TorchExperts,
     any_device,
     kMxfp4Static,
 )
-from moe_core.torch_experts import TorchExperts
 from torch import Tensor
 
 from moe_mxfp4 import blocks

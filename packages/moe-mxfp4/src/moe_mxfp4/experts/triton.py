@@ -23,23 +23,19 @@ from moe_core import (
     FusedMoEActivationFormat,
     KernelWeights,
     MoEWeights,
+    TensorError,
     cuda,
     hip,
     kMxfp4Static,
     make_quant_config,
 )
-from moe_core.errors import TensorError
-from moe_core.gemm.as_stored.kinds import ActivationKind
-from moe_core.gemm.as_stored.words import as_words
-from moe_core.gemm.experts import GroupedExperts
+from moe_core.experts_api import ActivationKind, GroupedExperts, LayerProblem, as_words
 
 from moe_mxfp4.keys import ACTIVATIONS
 from moe_mxfp4.scales import group_scales, has_scaled_units, step_scales
 
 if TYPE_CHECKING:
-    from moe_core.gemm.fused.scheme import ActivationScheme
-    from moe_core.gemm.heuristics import LayerProblem
-    from moe_core.gemm.launch import GemmWeight
+    from moe_core.kernel_api import ActivationScheme, GemmWeight
 
 
 class TritonMxfp4Experts(GroupedExperts):
@@ -112,14 +108,14 @@ class TritonMxfp4Experts(GroupedExperts):
         return replace(super().problem, dtype_bytes=4 if self.short_steps else 2, group_size=group_size)
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
-        from moe_core.gemm.as_stored.scheme import as_stored_scheme
+        from moe_core.kernel_api import as_stored_scheme
 
         quant = None if weights is None else weights.quant_config
         static = (None, None) if quant is None else (quant.a1_scale, quant.a2_scale)
         return as_stored_scheme(self.kind, 4, self.config.dtype, scaled=self.scaled, static=static)
 
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
-        from moe_core.gemm.as_stored.scheme import STEP
+        from moe_core.kernel_api import STEP
 
         from moe_mxfp4.kernels.matrix import SHORT_STEP, e2m1_weight, scaled_weight
 

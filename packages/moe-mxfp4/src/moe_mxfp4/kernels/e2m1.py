@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.gemm.as_stored.tiles import add_product, in_order, load_words, product
-from moe_core.gemm.weight_tile import weight_rows
-from moe_core.jit.casts import INTERPRET
+from moe_core.kernel_api import INTERPRET, add_swap_ab_dot, in_order, load_words, swap_ab_dot, weight_rows
 
 #: columns of which an int32 holds the scales
 STEP = tl.constexpr(128)
@@ -92,14 +90,14 @@ def load_e2m1(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, 
 def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + weights @ a.T"""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    return add_product(acc, numbers(b, b_scale, a.dtype), a)
+    return add_swap_ab_dot(acc, numbers(b, b_scale, a.dtype), a)
 
 
 @triton.jit
 def scaled_mm_blockwise(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (weights @ a.T) * scales of the step's activations."""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    return acc + product(numbers(b, b_scale, a.dtype), a) * a_scale[None, :]
+    return acc + swap_ab_dot(numbers(b, b_scale, a.dtype), a) * a_scale[None, :]
 
 
 @triton.jit

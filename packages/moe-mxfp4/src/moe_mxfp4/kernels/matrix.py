@@ -5,11 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from moe_core.gemm import scaled_mm
-from moe_core.gemm.as_stored import tiles
-from moe_core.gemm.as_stored.kinds import ActivationKind
-from moe_core.gemm.as_stored.scheme import STEP, packed_weight
-from moe_core.gemm.launch import GemmWeight, TileFunctions
+from moe_core.experts_api import ActivationKind
+from moe_core.kernel_api import (
+    STEP,
+    GemmWeight,
+    TileFunctions,
+    load_blocks,
+    load_values,
+    open_blocks,
+    open_plain,
+    open_values,
+    packed_weight,
+)
 from torch import Tensor
 
 from moe_mxfp4.kernels import e2m1, scaled
@@ -75,8 +82,8 @@ def _arguments(codes: Tensor, scales: Tensor, channel_scales: Tensor) -> tuple[A
 def _functions(kind: ActivationKind) -> TileFunctions:
     make = partial(TileFunctions, open_b=e2m1.open_e2m1, load_b=e2m1.load_e2m1)
     if kind is ActivationKind.BLOCK:
-        a = (tiles.open_blocks, tiles.load_blocks)
+        a = (open_blocks, load_blocks)
         return make(*a, multiply=e2m1.scaled_mm_blockwise, scale_acc=e2m1.scale_acc)
     if kind in (ActivationKind.TOKEN, ActivationKind.EXPERT):
-        return make(scaled_mm.open_values, scaled_mm.load_values, multiply=e2m1.multiply, scale_acc=e2m1.scale_acc_rows)
-    return make(tiles.open_plain, scaled_mm.load_values, multiply=e2m1.multiply, scale_acc=e2m1.scale_acc)
+        return make(open_values, load_values, multiply=e2m1.multiply, scale_acc=e2m1.scale_acc_rows)
+    return make(open_plain, load_values, multiply=e2m1.multiply, scale_acc=e2m1.scale_acc)

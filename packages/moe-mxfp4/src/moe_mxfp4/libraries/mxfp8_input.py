@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from moe_core import WorkspaceSpec, kMxfp8Dynamic
+from moe_core.libraries_api import quantize_activation
 from torch import Tensor
 
 from moe_mxfp4.groups import GROUP
@@ -24,8 +25,6 @@ def mxfp8_workspaces(num_tokens: int, hidden: int) -> tuple[WorkspaceSpec, ...]:
 
 def mxfp8_input(hidden_states: Tensor, hidden: int, workspace: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(codes [M, hidden] e4m3, scales [M, hidden / 32] uint8) of ``hidden_states`` [M, K], zeros from column K."""
-    from moe_core.ops.quantize import quantize_activation
-
     (tokens, columns), groups = hidden_states.shape, hidden // GROUP
     x = workspace["x_values"][: tokens * hidden].view(tokens, hidden)
     scale = workspace["x_scales"][: tokens * groups].view(tokens, groups)

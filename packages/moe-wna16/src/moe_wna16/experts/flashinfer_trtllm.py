@@ -28,21 +28,25 @@ from moe_core import (
     KernelWeights,
     MoEActivation,
     MoEWeights,
+    TensorError,
     WorkspaceSpec,
     cuda,
     kInt4Static32,
+    make_quant_config,
 )
-from moe_core.errors import TensorError
-from moe_core.libraries.trtllm_activation import activation_parameters
-from moe_core.libraries.trtllm_layout import ordered_scales, row_order
-from moe_core.libraries.trtllm_routing import (
-    MOST_ROUTED_EXPERTS,
-    ROUTING_METHODS,
+from moe_core.libraries_api import (
+    TRTLLM_MAX_LOCAL_EXPERTS,
+    TRTLLM_ROUTING_METHODS,
     TrtLlmRouting,
-    given_routing,
+    block_major,
+    by_experts,
+    local_ids,
+    pad_matrices,
+    trtllm_activation_parameters,
+    trtllm_given_routing,
+    trtllm_row_order,
+    trtllm_scales,
 )
-from moe_core.ops.layout import block_major, by_experts, pad_matrices
-from moe_core.quant_config import make_quant_config
 from torch import Tensor
 
 from moe_wna16.libraries import FLASHINFER
@@ -97,17 +101,17 @@ class TrtLlmMxint4Experts(FusedMoEExperts):
         if size != self.config.intermediate_size:
             w13_scale = pad_matrices(w13_scale, size, hidden // GROUP, parts=2)
             w2_scale = pad_matrices(w2_scale, hidden, size // GROUP)
-        first, second = row_order(2 * size, 128, gated=True), row_order(hidden, 128)
+        first, second = trtllm_row_order(2 * size, 128, gated=True), trtllm_row_order(hidden, 128)
         return KernelWeights(
             w13=_blocks(weights.w13, first, size, hidden, parts=2),
             w2=_blocks(weights.w2, second, hidden, size),
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=None,
-                w1_scale=ordered_scales(w13_scale, first),
-                w2_scale=ordered_scales(w2_scale, second),
+                w1_scale=trtllm_scales(w13_scale, first),
+                w2_scale=trtllm_scales(w2_scale, second),
             ),
-            extra=activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
+            extra=trtllm_activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
         )
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
@@ -145,7 +149,7 @@ class TrtLlmMxint4Experts(FusedMoEExperts):
 class TrtLlmMxint4ExpertsMonolithic(TrtLlmMxint4Experts, TrtLlmRouting):
     """A call with router logits."""
 
-    claims = replace(_CLAIMS, routing_methods=ROUTING_METHODS)
+    claims = replace(_CLAIMS, routing_methods=TRTLLM_ROUTING_METHODS)
 
     def arguments(
         self,
@@ -193,7 +197,7 @@ class TrtLlmMxint4ExpertsModular(TrtLlmMxint4Experts, FusedMoEExpertsModular):
         _CLAIMS,
         activations=frozenset({MoEActivation.SILU}),
         activation_limit=False,
-        max_experts=MOST_ROUTED_EXPERTS,
+        max_experts=TRTLLM_MAX_LOCAL_EXPERTS,
         keeps_nan=False,
         requires=(FLASHINFER, TRITON),
     )
@@ -213,7 +217,7 @@ class TrtLlmMxint4ExpertsModular(TrtLlmMxint4Experts, FusedMoEExpertsModular):
             **matrices,
             **self.weight_arguments(weights),
             "topk_ids": packed_routing,
-            **given_routing(self.config),
+            **trtllm_given_routing(self.config),
         }
 
     def apply(
@@ -229,8 +233,6 @@ class TrtLlmMxint4ExpertsModular(TrtLlmMxint4Experts, FusedMoEExpertsModular):
         hidden_states_scale: Tensor | None = None,
         expert_tokens: ExpertTokensMetadata | None = None,
     ) -> None:
-        from moe_core.ops.align import local_ids
-
         ids = workspace["ids"][: topk_ids.numel()].view(topk_ids.shape)
         local = self.config.local_experts
         packed = pack_routing(local_ids(topk_ids, local, ids, none=local, expert_map=expert_map), topk_weights)

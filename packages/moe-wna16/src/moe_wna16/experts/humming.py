@@ -25,6 +25,7 @@ from moe_core import (
     NON_GATED,
     TRITON,
     Claims,
+    ConfigError,
     DeviceInfo,
     ExpertTokensMetadata,
     FusedMoEConfig,
@@ -33,11 +34,12 @@ from moe_core import (
     KeyPattern,
     MoEWeights,
     QuantKey,
+    TensorError,
     WorkspaceSpec,
     cuda,
+    make_quant_config,
 )
-from moe_core.errors import ConfigError, TensorError
-from moe_core.quant_config import make_quant_config
+from moe_core.libraries_api import fused_activation, gather_rows, reduce_pairs, sort_pairs, sort_workspaces
 from torch import Tensor
 
 from moe_wna16.keys import BASES, GROUPS
@@ -203,8 +205,6 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
         )
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        from moe_core.ops.sort import sort_workspaces
-
         config = self.config
         pairs = num_tokens * config.top_k
         hidden, inter = config.hidden_size, config.intermediate_size
@@ -227,11 +227,6 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
         hidden_states_scale: Tensor | None = None,
         expert_tokens: ExpertTokensMetadata | None = None,
     ) -> None:
-        from moe_core.ops.activation import fused_activation
-        from moe_core.ops.permute import gather_rows
-        from moe_core.ops.reduce import reduce_pairs
-        from moe_core.ops.sort import sort_pairs
-
         config, experts, pairs = self.config, self.config.local_experts, topk_ids.numel()
         order = sort_pairs(topk_ids, experts, _TILE, workspace=workspace, expert_map=expert_map, positions=True)
         offsets = order.offsets[: experts + 1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 from moe_core import GATED, NON_GATED, TRITON, Claims, FusedMoEActivationFormat, cuda
-from moe_core.gemm.marlin.experts import MarlinIntegerExperts
+from moe_core.experts_api import MarlinIntegerExperts
 
 from moe_wna16.keys import BASES, every_key
 

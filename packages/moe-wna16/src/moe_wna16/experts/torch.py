@@ -20,11 +20,11 @@ from moe_core import (
     MoEWeights,
     QuantKey,
     TensorError,
+    TorchExperts,
     any_device,
     kFp8DynamicTokenSym,
     kInt4Static,
 )
-from moe_core.torch_experts import TorchExperts
 from torch import Tensor
 
 from moe_wna16 import int4pack

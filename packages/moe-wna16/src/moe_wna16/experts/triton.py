@@ -21,25 +21,21 @@ from moe_core import (
     FusedMoEActivationFormat,
     KernelWeights,
     MoEWeights,
+    TensorError,
     cuda,
     hip,
     kFp8DynamicTokenSym,
     kInt4Static,
     make_quant_config,
 )
-from moe_core.errors import TensorError
-from moe_core.gemm.as_stored.kinds import ActivationKind
-from moe_core.gemm.as_stored.words import as_words
-from moe_core.gemm.experts import GroupedExperts
+from moe_core.experts_api import ActivationKind, GroupedExperts, LayerProblem, as_words
 from torch import Tensor
 
 from moe_wna16.keys import BASES, every_key, in_order
 from moe_wna16.layout import arranged_groups, by_group, zero_points
 
 if TYPE_CHECKING:
-    from moe_core.gemm.fused.scheme import ActivationScheme
-    from moe_core.gemm.heuristics import LayerProblem
-    from moe_core.gemm.launch import GemmWeight
+    from moe_core.kernel_api import ActivationScheme, GemmWeight
 
 #: columns that rows of activations are padded to a multiple of
 _STEP = 128
@@ -143,7 +139,7 @@ class TritonWNA16Experts(GroupedExperts):
         return replace(super().problem, dtype_bytes=dtype_bytes, group_size=self.group_size, permuted=self.permuted)
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
-        from moe_core.gemm.as_stored.scheme import as_stored_scheme
+        from moe_core.kernel_api import as_stored_scheme
 
         quant, key = None if weights is None else weights.quant_config, self.weight_key
         return as_stored_scheme(
@@ -155,7 +151,7 @@ class TritonWNA16Experts(GroupedExperts):
         )
 
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
-        from moe_core.gemm.as_stored.scheme import STEP
+        from moe_core.kernel_api import STEP
 
         from moe_wna16.kernels.matrix import SHORT_STEP, code_weight
 

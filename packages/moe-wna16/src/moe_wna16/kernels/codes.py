@@ -17,11 +17,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.gemm.as_stored.tiles import add_product, in_order, load_words, product
-from moe_core.gemm.scaled_mm import load_values
-from moe_core.gemm.weight_tile import weight_rows
-from moe_core.jit.casts import INTERPRET
-from moe_core.jit.wait import wait_for_mma
+from moe_core.kernel_api import (
+    INTERPRET,
+    add_swap_ab_dot,
+    in_order,
+    load_values,
+    load_words,
+    swap_ab_dot,
+    wait_for_mma,
+    weight_rows,
+)
 
 # ------------------------------------------------------------------ codes as numbers
 
@@ -110,7 +115,7 @@ def multiply_rows(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (codes - zero points) @ a.T"""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     values = numbers(b, b_scale[:, None], a.shape[1] // b.shape[1], a.dtype)
-    return add_product(acc, values, a)
+    return add_swap_ab_dot(acc, values, a)
 
 
 @triton.jit
@@ -233,7 +238,7 @@ def load_groups_8x4(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.const
 def _add_group(acc, words, group, x):
     """acc + ((codes - zero points) @ x.T) * scales"""
     values = numbers(words, group[1].to(tl.float32)[:, None], x.shape[1] // words.shape[1], x.dtype)
-    return acc + product(values, x) * group[0].to(tl.float32)[:, None]
+    return acc + swap_ab_dot(values, x) * group[0].to(tl.float32)[:, None]
 
 
 @triton.jit
@@ -305,8 +310,8 @@ def multiply_columns(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     codes = numbers(b, tl.zeros((b.shape[0], 1), tl.float32), a.shape[1] // b.shape[1], tl.float32)
     values = (codes - zero) * scale.to(tl.float32)
     if INTERPRET or a.dtype == tl.float32:
-        return acc + product(values, a)
+        return acc + swap_ab_dot(values, a)
     else:
         high = values.to(a.dtype)
         low = (values - high.to(tl.float32)).to(a.dtype)
-        return wait_for_mma(acc + product(high, a) + product(low, a))
+        return wait_for_mma(acc + swap_ab_dot(high, a) + swap_ab_dot(low, a))

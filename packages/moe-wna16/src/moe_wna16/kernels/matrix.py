@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from moe_core.gemm import scaled_mm
-from moe_core.gemm.as_stored import tiles
-from moe_core.gemm.as_stored.kinds import ActivationKind
-from moe_core.gemm.as_stored.scheme import STEP, packed_weight
-from moe_core.gemm.launch import GemmWeight, TileFunctions
+from moe_core.experts_api import ActivationKind
+from moe_core.kernel_api import STEP, GemmWeight, TileFunctions, load_values, open_plain, open_values, packed_weight
 from torch import Tensor
 
 from moe_wna16.kernels import codes
@@ -16,10 +13,10 @@ SHORT_STEP = 32
 
 #: load_a, load_b and multiply by bits and groups of a step
 _GROUPS = {
-    (4, 1): (scaled_mm.load_values, codes.load_groups_4x1, codes.multiply_group),
+    (4, 1): (load_values, codes.load_groups_4x1, codes.multiply_group),
     (4, 2): (codes.load_halves, codes.load_groups_4x2, codes.multiply_two_groups),
     (4, 4): (codes.load_quarters, codes.load_groups_4x4, codes.multiply_four_groups),
-    (8, 1): (scaled_mm.load_values, codes.load_groups_8x1, codes.multiply_group),
+    (8, 1): (load_values, codes.load_groups_8x1, codes.multiply_group),
     (8, 2): (codes.load_halves, codes.load_groups_8x2, codes.multiply_two_groups),
     (8, 4): (codes.load_quarters, codes.load_groups_8x4, codes.multiply_four_groups),
 }
@@ -65,8 +62,8 @@ def code_weight(
 
 def _functions(kind: ActivationKind, *, bits: int, group_size: int, per_column: bool, step: int) -> TileFunctions:
     quantized = kind is ActivationKind.TOKEN
-    open_a = scaled_mm.open_values if quantized else tiles.open_plain
-    load_a, four = scaled_mm.load_values, bits == 4
+    open_a = open_values if quantized else open_plain
+    load_a, four = load_values, bits == 4
     scale_acc = codes.scale_acc_tokens if quantized else None
     if per_column:
         load = codes.load_columns_4 if four else codes.load_columns_8

@@ -71,7 +71,7 @@ def load_blocks(state, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def product(values, x):
+def swap_ab_dot(values, x):
     """values [N, K] @ x [M, K].T, float32."""
     if INTERPRET or x.dtype == tl.float32:
         # the interpreter multiplies bfloat16 as if it were integers
@@ -81,11 +81,11 @@ def product(values, x):
 
 
 @triton.jit
-def add_product(acc, values, x):
+def add_swap_ab_dot(acc, values, x):
     """acc + values [N, K] @ x [M, K].T"""
     if INTERPRET or x.dtype == tl.float32 or acc.shape[1] <= 32:
         # each step's product by itself: ptxas makes every `wgmma` wait for the one before where it cannot tell that
         # nobody else sets a running sum meanwhile (as `fma`: Triton would turn a sum into a running one)
-        return tl.fma(product(values, x), tl.full(acc.shape, 1.0, tl.float32), acc)
+        return tl.fma(swap_ab_dot(values, x), tl.full(acc.shape, 1.0, tl.float32), acc)
     else:
         return wait_for_mma(tl.dot(values, tl.trans(x), acc))

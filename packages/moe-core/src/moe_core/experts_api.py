@@ -1,0 +1,60 @@
+"""Bases of experts, for packages that bring a backend, beside the names of :mod:`moe_core` itself.
+
+Nothing here imports Triton, so a module that defines experts may import this at its top.  What runs inside kernels is
+in :mod:`moe_core.kernel_api`, which experts import when they make a kernel.  Names change their meaning, or go, with a
+new :data:`moe_core.PROTOCOL_VERSION` only.
+
+**Experts on the kernels of core**: a subclass of :class:`GroupedExperts` adds claims, the conversion of weights, an
+activation scheme and its weights as the kernels read them.  :class:`ScaledMMExperts` is the base for 8-bit weights and
+activations whose scales do not change along k, :class:`MarlinExperts` that for weights that are repacked at load and
+dequantised in registers; :class:`MarlinIntegerExperts` has 4- and 8-bit integers already.
+
+**Activations**: :class:`ActivationKind` says what the kernels that read weights as stored make of an activation key.
+
+**Launch heuristics** choose a :class:`TilePlan`, a :class:`TileConfig` for each GEMM, by the :class:`LayerProblem`: the
+experts' ``problem``, to which a subclass adds what is its own.
+
+**Weights in other layouts**: :func:`as_words` for those that are read as stored; :func:`order_words`,
+:func:`interleave` and :func:`relative_powers` for those of the Marlin family.
+
+**Experts in plain torch**: what a subclass of :class:`moe_core.TorchExperts` needs that overrides how one expert's
+tokens are computed (``results``), and quantised activations as the reference defines them.
+"""
+
+from __future__ import annotations
+
+from moe_core.gemm.as_stored.kinds import ActivationKind
+from moe_core.gemm.as_stored.words import as_words
+from moe_core.gemm.experts import GroupedExperts, ScaledMMExperts
+from moe_core.gemm.heuristics import LayerProblem
+from moe_core.gemm.marlin.experts import MarlinExperts, MarlinIntegerExperts
+from moe_core.gemm.marlin.powers import relative_powers
+from moe_core.gemm.marlin.words import interleave, order_words
+from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.quantization import integer_row_scales, quantize_tensor
+from moe_core.torch_experts import Adapters, expert_slices, of_expert
+
+__all__ = [
+    # experts on the kernels of core
+    "GroupedExperts",
+    "MarlinExperts",
+    "MarlinIntegerExperts",
+    "ScaledMMExperts",
+    # activations
+    "ActivationKind",
+    # launch heuristics
+    "LayerProblem",
+    "TileConfig",
+    "TilePlan",
+    # weights in other layouts
+    "as_words",
+    "interleave",
+    "order_words",
+    "relative_powers",
+    # experts in plain torch
+    "Adapters",
+    "expert_slices",
+    "integer_row_scales",
+    "of_expert",
+    "quantize_tensor",
+]

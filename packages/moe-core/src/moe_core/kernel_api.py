@@ -1,0 +1,164 @@
+"""What packages may use of core in kernels, beside :mod:`moe_core.experts_api`; imports Triton.
+
+A scheme adds an element type: `@triton.jit` functions that load, dequantise and scale the tiles of its weights, in the
+forms that the docstring of `moe_core.gemm.tile_kernel` gives.  Import functions and constants by name: then they are
+globals of the functions that use them, which is how Triton finds them.  Names change their meaning, or go, with a new
+:data:`moe_core.PROTOCOL_VERSION` only.
+
+**Weights and activations of a layer**: a :class:`GemmWeight` is what one GEMM gets of a weight, with its device
+functions (:class:`TileFunctions`); an :class:`ActivationScheme` says how x and h become operands, a
+:class:`GroupScheme` quantises them in groups of columns.
+
+**scaled_mm**, 8-bit GEMMs with scales of whole rows: an element type is a :class:`ScaledMMFunctions`, whose activations
+have scales of a :data:`Granularity`; ``E4M3`` is one.
+
+**Marlin GEMMs** dequantise weights in the order of register fragments: a :class:`MarlinMatrix` is such a weight,
+:class:`Converted` its tensors; a step of the k loop has ``STEP`` columns, and up to ``FEW`` rows of activations leave
+registers for the product of a step.  :class:`GemvFunctions` are the element type of the GEMV kernels for one token.
+
+**As-stored GEMMs** dequantise weights as checkpoints store them.
+
+**Tiles of weights**: pointers to rows, the tile itself by pointers or a tensor descriptor, prefetch.
+
+**Rows with a scale each**: how activations and weights are loaded, scales found from magnitudes, and NaN kept.
+
+**Zero points** of int8 activations travel with their scale in an int64.
+
+**Casts and arithmetic** that are exact on every target and in the interpreter (``INTERPRET``); ``wait_for_mma`` is
+needed where an MMA reads registers that the program has written.
+"""
+
+from __future__ import annotations
+
+from moe_core.gemm.as_stored.activations import round_mxfp8
+from moe_core.gemm.as_stored.scheme import STEP, as_stored_scheme, packed_weight
+from moe_core.gemm.as_stored.tiles import (
+    add_swap_ab_dot,
+    in_order,
+    load_blocks,
+    load_words,
+    open_blocks,
+    open_plain,
+    swap_ab_dot,
+)
+from moe_core.gemm.fused.groups import GroupScheme
+from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions
+from moe_core.gemm.fused.scheme import ActivationScheme
+from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
+from moe_core.gemm.marlin.convert import Converted
+from moe_core.gemm.marlin.dequant import byte_columns, byte_values, nibble_columns, nibble_numbers, pair
+from moe_core.gemm.marlin.gemv import GemvFunctions
+from moe_core.gemm.marlin.integers import load_group_4
+from moe_core.gemm.marlin.operand import (
+    FEW,
+    add_product,
+    add_scaled_product,
+    load_groups,
+    load_step,
+    open_groups,
+    open_rows,
+    per_word,
+    scale_acc_channels,
+    scale_acc_rows,
+    step_bytes,
+    step_powers,
+    tile_words,
+)
+from moe_core.gemm.marlin.weight import MarlinMatrix
+from moe_core.gemm.scaled_mm import (
+    has_nan,
+    is_finite,
+    largest,
+    load_scaled_rows,
+    load_values,
+    marked,
+    open_unquantized_rows,
+    open_values,
+    open_weights,
+    scale_of,
+    scale_of_parts,
+)
+from moe_core.gemm.scaled_mm_e4m3 import E4M3
+from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
+from moe_core.gemm.zero_points import scale_and_zero, shifted, with_zero
+from moe_core.jit.casts import INTERPRET, divide, divide_all, factor_e4m3, narrow_e4m3, round_int8
+from moe_core.jit.wait import wait_for_mma
+
+__all__ = [
+    # weights and activations of a layer
+    "ActivationScheme",
+    "GemmWeight",
+    "GroupScheme",
+    "OperandA",
+    "WarpSpecialisedGemm",
+    "TileFunctions",
+    "is_aligned",
+    "round_mxfp8",
+    "weight_descriptor",
+    # scaled_mm
+    "E4M3",
+    "Granularity",
+    "ScaledMMFunctions",
+    # Marlin GEMMs
+    "FEW",
+    "STEP",
+    "Converted",
+    "GemvFunctions",
+    "MarlinMatrix",
+    "add_product",
+    "add_scaled_product",
+    "byte_columns",
+    "byte_values",
+    "load_group_4",
+    "load_groups",
+    "load_step",
+    "nibble_columns",
+    "nibble_numbers",
+    "open_groups",
+    "open_rows",
+    "pair",
+    "per_word",
+    "scale_acc_channels",
+    "scale_acc_rows",
+    "step_bytes",
+    "step_powers",
+    "tile_words",
+    # as-stored GEMMs
+    "add_swap_ab_dot",
+    "in_order",
+    "load_blocks",
+    "load_words",
+    "open_blocks",
+    "open_plain",
+    "packed_weight",
+    "as_stored_scheme",
+    "swap_ab_dot",
+    # tiles of weights
+    "prefetch_rows",
+    "weight_rows",
+    "weight_tile",
+    # rows with a scale each
+    "has_nan",
+    "is_finite",
+    "largest",
+    "load_values",
+    "load_scaled_rows",
+    "marked",
+    "open_values",
+    "open_weights",
+    "open_unquantized_rows",
+    "scale_of",
+    "scale_of_parts",
+    # zero points
+    "scale_and_zero",
+    "shifted",
+    "with_zero",
+    # casts and arithmetic
+    "INTERPRET",
+    "divide",
+    "divide_all",
+    "factor_e4m3",
+    "narrow_e4m3",
+    "round_int8",
+    "wait_for_mma",
+]
