@@ -15,26 +15,23 @@ from moe_core import (
     TRITON,
     Claims,
     FusedMoEActivationFormat,
+    GroupShape,
     KernelWeights,
     KeyPattern,
     MoEWeights,
+    TensorError,
     cuda,
-    make_quant_config,
-)
-from moe_core.errors import TensorError
-from moe_core.gemm.marlin.experts import MarlinExperts
-from moe_core.quant_key import (
-    GroupShape,
     kFp8Static128BlockSym,
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
     kMxfp8Static,
+    make_quant_config,
 )
+from moe_core.experts_api import MarlinExperts
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_core.gemm.marlin.gemv import GemvFunctions
-    from moe_core.gemm.marlin.weight import MarlinMatrix
+    from moe_core.kernel_api import GemvFunctions, MarlinMatrix
 
 _BLOCKS = (GroupShape(128, 128), GroupShape(64, 128), GroupShape(64, 64), GroupShape(128, 64))
 _KEYS = (
@@ -84,7 +81,7 @@ class MarlinE4M3Experts(MarlinExperts):
         return e4m3_gemv(matrix)
 
     def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
-        from moe_core.gemm.marlin.weight import MarlinMatrix
+        from moe_core.kernel_api import MarlinMatrix
 
         key, config = self.weight_key, self.config
         if key is None:

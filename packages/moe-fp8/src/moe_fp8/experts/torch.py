@@ -7,9 +7,15 @@ matrix products, so results carry the format's error and next to none of the ari
 from __future__ import annotations
 
 import torch
-from moe_core import GATED, NON_GATED, Claims, FusedMoEActivationFormat, KeyPattern, any_device
-from moe_core.quant_key import (
+from moe_core import (
+    GATED,
+    NON_GATED,
+    Claims,
+    FusedMoEActivationFormat,
     GroupShape,
+    KeyPattern,
+    TorchExperts,
+    any_device,
     kFp8Dynamic64Sym,
     kFp8Dynamic128Sym,
     kFp8DynamicTensorSym,
@@ -20,7 +26,6 @@ from moe_core.quant_key import (
     kMxfp8Dynamic,
     kMxfp8Static,
 )
-from moe_core.torch_experts import TorchExperts
 
 _SCALES = (torch.float32, torch.uint8)
 #: blocks by their width, which is that of the activation groups

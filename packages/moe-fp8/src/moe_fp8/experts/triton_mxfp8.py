@@ -10,14 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from moe_core import GATED, NON_GATED, TRITON, Claims, FusedMoEActivationFormat, cuda
-from moe_core.quant_key import kMxfp8Dynamic, kMxfp8Static
+from moe_core import GATED, NON_GATED, TRITON, Claims, FusedMoEActivationFormat, cuda, kMxfp8Dynamic, kMxfp8Static
 
 from moe_fp8.experts.marlin import MarlinE4M3Experts
 
 if TYPE_CHECKING:
     from moe_core import KernelWeights
-    from moe_core.gemm.fused.scheme import ActivationScheme
+    from moe_core.kernel_api import ActivationScheme
 
 
 class TritonMxfp8Experts(MarlinE4M3Experts):
@@ -42,7 +41,6 @@ class TritonMxfp8Experts(MarlinE4M3Experts):
         return torch.bfloat16
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
-        from moe_core.gemm.as_stored.activations import MX_GROUP, round_mxfp8
-        from moe_core.gemm.fused.groups import GroupScheme
+        from moe_core.kernel_api import GroupScheme, round_mxfp8
 
-        return GroupScheme(round_mxfp8, torch.bfloat16, MX_GROUP.value, keeps_range=False)
+        return GroupScheme(round_mxfp8, torch.bfloat16, kMxfp8Dynamic.group_size, keeps_range=False)

@@ -18,22 +18,20 @@ from moe_core import (
     FusedMoEActivationFormat,
     KernelWeights,
     MoEWeights,
+    QuantKey,
+    TensorError,
     cuda,
     hip,
-    make_quant_config,
-)
-from moe_core.errors import TensorError
-from moe_core.gemm.experts import ScaledMMExperts
-from moe_core.quant_key import (
-    QuantKey,
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
+    make_quant_config,
 )
+from moe_core.experts_api import ScaledMMExperts
 
 if TYPE_CHECKING:
-    from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions
+    from moe_core.kernel_api import Granularity, ScaledMMFunctions
 
 _WEIGHTS = (kFp8StaticTensorSym, kFp8StaticChannelSym)
 _ACTIVATIONS: dict[QuantKey | None, Granularity] = {
@@ -94,6 +92,6 @@ class TritonFp8Experts(ScaledMMExperts):
 
     @property
     def functions(self) -> ScaledMMFunctions:
-        from moe_core.gemm.scaled_mm_e4m3 import E4M3
+        from moe_core.kernel_api import E4M3
 
         return E4M3

@@ -14,10 +14,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
-from moe_core.jit.activation import NAN
-from moe_core.jit.casts import divide, factor_e4m3, narrow_e4m3
+from moe_core.kernel_api import divide, factor_e4m3, narrow_e4m3, prefetch_rows, weight_rows, weight_tile
 
+NAN = tl.constexpr(tl.PropagateNan.ALL)
 E4M3_MAX = tl.constexpr(448.0)
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 # the smallest amax that a scale is made from: keeps the scale of an all-zero group normal and finite

@@ -7,14 +7,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from moe_core.gemm.fused.groups import GroupScheme
-from moe_core.gemm.hopper_launch import TILE
-from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
-from moe_core.gemm.plan import TileConfig
+from moe_core.experts_api import TileConfig
+from moe_core.kernel_api import (
+    GemmWeight,
+    GroupScheme,
+    OperandA,
+    TileFunctions,
+    WarpSpecialisedGemm,
+    is_aligned,
+    weight_descriptor,
+)
 from torch import Tensor
 
 from moe_fp8.kernels import block
 
+#: columns of a block of its tiles
+_TILE = 128
 #: weight blocks of the warp-specialised kernel
 HOPPER_BLOCKS = ((128, 128), (64, 128), (128, 64), (64, 64))
 
@@ -29,7 +37,7 @@ def block_scheme(block_k: int) -> GroupScheme:
         scale_dtype=torch.float32,
         scale_group=block_k,
         scatters=True,
-        epilogue="groups" if block_k == TILE else "groups_64",
+        epilogue="groups" if block_k == _TILE else "groups_64",
     )
 
 
@@ -64,7 +72,7 @@ def block_weight(
 def _multiply(block_n: int) -> Any:
     from moe_fp8.kernels.hopper_blockwise import scaled_mm_blockwise, scaled_mm_half_blockwise
 
-    return scaled_mm_blockwise if block_n == TILE else scaled_mm_half_blockwise
+    return scaled_mm_blockwise if block_n == _TILE else scaled_mm_half_blockwise
 
 
 def _functions(block_n: int, prefetches: bool, config: TileConfig, a: OperandA) -> TileFunctions:

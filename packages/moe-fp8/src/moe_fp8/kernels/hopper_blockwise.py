@@ -8,13 +8,12 @@ far.
 
 from __future__ import annotations
 
-from moe_core.gemm.hopper_pipeline import HALF, TILE, barrier
-from moe_core.jit.activation import NAN
+from moe_core.hopper_api import HALF, TILE, barrier
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from moe_fp8.kernels.block import FLOAT32_MAX
+from moe_fp8.kernels.block import FLOAT32_MAX, NAN
 
 
 @gluon.jit

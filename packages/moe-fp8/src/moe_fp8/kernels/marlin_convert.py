@@ -7,11 +7,9 @@ to.  A scale that is not finite stays so.
 from __future__ import annotations
 
 import torch
-from moe_core.gemm.marlin.convert import Converted
-from moe_core.gemm.marlin.powers import relative_powers
-from moe_core.gemm.marlin.words import interleave, order_words
-from moe_core.numerics import e8m0_to_float32, is_e8m0
-from moe_core.quant_key import GroupShape, QuantKey, kMxfp8Static
+from moe_core import GroupShape, QuantKey, e8m0_to_float32, is_e8m0, kMxfp8Static
+from moe_core.experts_api import interleave, order_words, relative_powers
+from moe_core.kernel_api import Converted
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -20,27 +20,29 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from moe_core.gemm.marlin.dequant import byte_columns, byte_values, pair
-from moe_core.gemm.marlin.gemv import GemvFunctions
-from moe_core.gemm.marlin.operand import (
+from moe_core.experts_api import TileConfig
+from moe_core.kernel_api import (
     FEW,
+    INTERPRET,
     STEP,
+    GemvFunctions,
+    MarlinMatrix,
     add_product,
     add_scaled_product,
+    byte_columns,
+    byte_values,
     load_groups,
     load_step,
     open_groups,
     open_rows,
+    pair,
     per_word,
     scale_acc_channels,
     scale_acc_rows,
     step_powers,
     tile_words,
+    weight_rows,
 )
-from moe_core.gemm.marlin.weight import MarlinMatrix
-from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.weight_tile import weight_rows
-from moe_core.jit.casts import INTERPRET
 
 # the byte of a row's largest MXFP8 scale, as `convert_e4m3` makes it
 LARGEST = tl.constexpr(247)
@@ -255,7 +257,7 @@ def e4m3_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, 
     if size == 32:
         return open_groups, load_powers, multiply_mxfp8, scale_acc_channels
     opened = open_interleaved if matrix.interleaved else open_blocks
-    if size == STEP.value and config.block_m <= FEW.value:
+    if size == STEP and config.block_m <= FEW.value:
         # each step's product is scaled by itself: beyond, its sums take too many registers
         return opened, load_turns if matrix.interleaved else load_block, multiply_group, scale_acc_channels
     return opened, {128: load_groups_1, 64: load_groups_2}[size], multiply_groups, scale_acc_channels

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from moe_core import KernelWeights
-from moe_core.gemm.experts import ScaledMMExperts
+from moe_core.experts_api import ScaledMMExperts
 
 
 class Int8ScaledMMExperts(ScaledMMExperts):

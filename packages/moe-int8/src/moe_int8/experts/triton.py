@@ -23,18 +23,16 @@ from moe_core import (
     KernelWeights,
     MoEWeights,
     QuantKey,
+    TensorError,
     cuda,
     hip,
-    make_quant_config,
-)
-from moe_core.errors import TensorError
-from moe_core.quant_key import (
     kInt8DynamicTensorSym,
     kInt8DynamicTokenAsym,
     kInt8DynamicTokenSym,
     kInt8StaticChannelSym,
     kInt8StaticTensorAsym,
     kInt8StaticTensorSym,
+    make_quant_config,
 )
 from torch import Tensor
 
@@ -43,7 +41,7 @@ from moe_int8.layout import row_sums, scale_and_zero
 from moe_int8.sums import sum_reasons
 
 if TYPE_CHECKING:
-    from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions
+    from moe_core.kernel_api import Granularity, ScaledMMFunctions
 
 _ACTIVATIONS: dict[QuantKey | None, Granularity] = {
     kInt8DynamicTokenSym: "token",

@@ -20,21 +20,20 @@ from moe_core import (
     DeviceInfo,
     FusedMoEActivationFormat,
     FusedMoEConfig,
+    GroupShape,
     KernelWeights,
     KeyPattern,
     MoEWeights,
     QuantKey,
+    TensorError,
     cuda,
-    make_quant_config,
-)
-from moe_core.errors import TensorError
-from moe_core.quant_key import (
-    GroupShape,
     kInt4W4A8StaticChannelSym,
     kInt4W4A8StaticGroup128Sym,
     kInt8DynamicTokenAsym,
     kInt8DynamicTokenSym,
+    make_quant_config,
 )
+from moe_core.experts_api import LayerProblem
 from torch import Tensor
 
 from moe_int8.experts.scaled_mm import Int8ScaledMMExperts
@@ -42,8 +41,7 @@ from moe_int8.layout import group_scales, nibble_half, pack_nibbles, row_sums, s
 from moe_int8.sums import sum_reasons
 
 if TYPE_CHECKING:
-    from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions
-    from moe_core.gemm.heuristics import LayerProblem
+    from moe_core.kernel_api import Granularity, ScaledMMFunctions
 
 _GROUPS = KeyPattern(
     kInt4W4A8StaticGroup128Sym,

@@ -7,9 +7,8 @@ there (sm_80 and newer): see ``moe_core.gemm.marlin``.
 from __future__ import annotations
 
 import torch
-from moe_core import GATED, NON_GATED, TRITON, Claims, FusedMoEActivationFormat, cuda
-from moe_core.gemm.marlin.experts import MarlinIntegerExperts
-from moe_core.quant_key import kInt8StaticChannelSym
+from moe_core import GATED, NON_GATED, TRITON, Claims, FusedMoEActivationFormat, cuda, kInt8StaticChannelSym
+from moe_core.experts_api import MarlinIntegerExperts
 
 
 class TritonInt8WeightOnlyExperts(MarlinIntegerExperts):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moe_core.gemm.hopper_scaled_mm import accumulate_int8, column_scales, marked_rows, row_scales
-from moe_core.gemm.zero_points import scale_and_zero
+from moe_core.hopper_api import accumulate_int8, column_scales, marked_rows, row_scales
+from moe_core.kernel_api import scale_and_zero
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

@@ -18,11 +18,16 @@ from dataclasses import replace
 
 import triton
 import triton.language as tl
-from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions
-from moe_core.gemm.scaled_mm import load_scaled_rows, load_values
-from moe_core.gemm.weight_tile import weight_rows, weight_tile
-from moe_core.jit.casts import INTERPRET, round_int8
-from moe_core.jit.wait import wait_for_mma
+from moe_core.kernel_api import (
+    INTERPRET,
+    ScaledMMFunctions,
+    load_scaled_rows,
+    load_values,
+    round_int8,
+    wait_for_mma,
+    weight_rows,
+    weight_tile,
+)
 
 from moe_int8.kernels.scaled_mm import INT8, INT8_ZERO
 

@@ -17,21 +17,24 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions
-from moe_core.gemm.scaled_mm import (
-    AMAX_FLOOR,
-    INFINITY_BITS,
+from moe_core.kernel_api import (
+    ScaledMMFunctions,
+    divide,
+    divide_all,
     has_nan,
+    is_finite,
     largest,
     load_scaled_rows,
     marked,
     open_unquantized_rows,
     open_weights,
+    round_int8,
+    scale_and_zero,
     scale_of,
     scale_of_parts,
+    shifted,
+    with_zero,
 )
-from moe_core.gemm.zero_points import scale_and_zero, shifted, with_zero
-from moe_core.jit.casts import divide, divide_all, round_int8
 
 INT8_MAX = tl.constexpr(127.0)
 # scale and zero point of a row that holds a NaN
@@ -98,7 +101,7 @@ def quantize_static_rows(tile, quant_args, expert, AXIS: tl.constexpr):
 def quantize_by_amax(tile, quant_args, expert, AXIS: tl.constexpr):
     """By one scale for everything, Q as `scale_of_parts` takes it."""
     scale = scale_of_parts(quant_args, INT8_MAX)
-    return round_int8(divide(tile, scale)), tl.where(largest(tile, AXIS) < INFINITY_BITS, scale, float("nan"))
+    return round_int8(divide(tile, scale)), tl.where(is_finite(tile, AXIS), scale, float("nan"))
 
 
 # ------------------------------------------------------------------ zero points
@@ -109,9 +112,8 @@ def quantize_row_zero(tile, quant_args, expert, AXIS: tl.constexpr):
     """A tile whose whole AXIS is a row: scale = (max - min) / 255 and a zero point; the range includes 0."""
     low = tl.minimum(tl.min(tile, axis=AXIS), 0.0)
     width = tl.maximum(tl.max(tile, axis=AXIS), 0.0) - low
-    width = tl.where(width < AMAX_FLOOR, AMAX_FLOOR, width)
-    scale = tl.div_rn(width, 255.0)
-    scale = tl.where(largest(tile, AXIS) < INFINITY_BITS, scale, float("nan"))
+    scale = scale_of(width, 255.0)
+    scale = tl.where(is_finite(tile, AXIS), scale, float("nan"))
     zero = -128.0 - tl.div_rn(low, scale)
     zero = tl.maximum(tl.minimum(tl.where(zero == zero, zero, 0.0), 127.0), -128.0)
     zero = (zero + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
@@ -168,7 +170,7 @@ def scale_acc_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
 
 
 def _warp_specialised() -> Any:
-    from moe_core.gemm.hopper_scaled_mm import scaled_mm_int8
+    from moe_core.hopper_api import scaled_mm_int8
 
     return scaled_mm_int8
 

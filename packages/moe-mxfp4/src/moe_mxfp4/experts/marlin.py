@@ -17,18 +17,18 @@ from moe_core import (
     FusedMoEActivationFormat,
     KernelWeights,
     MoEWeights,
+    TensorError,
     cuda,
     kMxfp4Static,
     make_quant_config,
 )
-from moe_core.errors import TensorError
-from moe_core.gemm.marlin.experts import MarlinExperts
+from moe_core.experts_api import MarlinExperts
 from torch import Tensor
 
 from moe_mxfp4.groups import GROUP
 
 if TYPE_CHECKING:
-    from moe_core.gemm.marlin.weight import MarlinMatrix
+    from moe_core.kernel_api import MarlinMatrix
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 
@@ -66,7 +66,7 @@ class _MarlinMxfp4Experts(MarlinExperts):
         return e2m1_functions
 
     def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
-        from moe_core.gemm.marlin.weight import MarlinMatrix
+        from moe_core.kernel_api import MarlinMatrix
 
         config, first = self.config, name == "w13"
         return MarlinMatrix(

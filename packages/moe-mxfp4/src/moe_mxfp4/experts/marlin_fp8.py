@@ -21,19 +21,18 @@ from moe_core import (
     KernelWeights,
     MoEWeights,
     QuantKey,
+    TensorError,
     cuda,
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
     kMxfp4Static,
     make_quant_config,
 )
-from moe_core.errors import TensorError
-from moe_core.gemm.experts import ScaledMMExperts
+from moe_core.experts_api import LayerProblem, ScaledMMExperts
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions
-    from moe_core.gemm.heuristics import LayerProblem
+    from moe_core.kernel_api import Granularity, ScaledMMFunctions
 
 _ACTIVATIONS: dict[QuantKey | None, Granularity] = {kFp8DynamicTokenSym: "token", kFp8StaticTensorSym: "static"}
 

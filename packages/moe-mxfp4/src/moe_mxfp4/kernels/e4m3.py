@@ -16,12 +16,18 @@ from dataclasses import replace
 
 import triton
 import triton.language as tl
-from moe_core.gemm.marlin.operand import FEW, per_word, step_bytes
-from moe_core.gemm.scaled_mm import open_weights
-from moe_core.gemm.scaled_mm_e4m3 import E4M3
-from moe_core.gemm.weight_tile import prefetch_rows, weight_tile
-from moe_core.jit.casts import INTERPRET, factor_e4m3
-from moe_core.jit.wait import wait_for_mma
+from moe_core.kernel_api import (
+    E4M3,
+    FEW,
+    INTERPRET,
+    factor_e4m3,
+    open_weights,
+    per_word,
+    prefetch_rows,
+    step_bytes,
+    wait_for_mma,
+    weight_tile,
+)
 
 # $0, $1: the codes of the lower and of the upper half of the word $2, a byte each, as e4m3 numbers of the power $3.
 # The table is that of 2^-5: bytes 0, 0x08, 0x10, 0x14 and 0x18, 0x1c, 0x20, 0x24 are 0, 0.5, 1, 1.5 and 2, 3, 4, 6.

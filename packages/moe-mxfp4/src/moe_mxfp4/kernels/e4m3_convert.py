@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from moe_core.gemm.marlin.words import order_words
-from moe_core.numerics import e8m0_to_float32
+from moe_core import e8m0_to_float32
+from moe_core.experts_api import order_words
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from moe_core.gemm.marlin.convert import Converted
-from moe_core.gemm.marlin.powers import relative_powers
-from moe_core.gemm.marlin.words import interleave, order_words
+from moe_core.experts_api import interleave, order_words, relative_powers
+from moe_core.kernel_api import Converted
 from torch import Tensor
 
 from moe_mxfp4.groups import GROUP, counting_groups

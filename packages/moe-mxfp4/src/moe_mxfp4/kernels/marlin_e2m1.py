@@ -16,12 +16,20 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from moe_core.gemm.marlin.dequant import nibble_columns, nibble_numbers
-from moe_core.gemm.marlin.integers import load_group_4
-from moe_core.gemm.marlin.operand import FEW, add_product, open_groups, per_word, scale_acc_channels, step_powers
-from moe_core.gemm.marlin.weight import MarlinMatrix
-from moe_core.gemm.plan import TileConfig
-from moe_core.jit.casts import INTERPRET
+from moe_core.experts_api import TileConfig
+from moe_core.kernel_api import (
+    FEW,
+    INTERPRET,
+    MarlinMatrix,
+    add_product,
+    load_group_4,
+    nibble_columns,
+    nibble_numbers,
+    open_groups,
+    per_word,
+    scale_acc_channels,
+    step_powers,
+)
 
 from moe_mxfp4 import scales
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.gemm.weight_tile import weight_rows, weight_tile
-from moe_core.jit.casts import INTERPRET
+from moe_core.kernel_api import INTERPRET, weight_rows, weight_tile
 
 #: columns that share a scale
 GROUP = tl.constexpr(32)
