@@ -124,11 +124,12 @@ PROTOCOL_2 = {
         "ActivationScheme Converted E4M3 FEW GemmWeight GemvFunctions Granularity GroupScheme INTERPRET MarlinMatrix "
         "OperandA STEP ScaledMMFunctions TileFunctions WarpSpecialisedGemm add_product add_scaled_product "
         "add_swap_ab_dot as_stored_scheme byte_columns byte_values divide divide_all factor_e4m3 scale_acc_channels "
-        "scale_acc_rows has_nan in_order is_aligned is_finite largest load_blocks load_group_4 load_groups "
-        "load_scaled_rows load_step load_values load_words marked narrow_e4m3 nibble_columns nibble_numbers "
-        "open_blocks open_groups open_plain open_rows open_unquantized_rows open_values open_weights packed_weight "
-        "pair per_word prefetch_rows round_int8 round_mxfp8 scale_and_zero scale_of scale_of_parts shifted step_bytes "
-        "step_powers swap_ab_dot tile_words wait_for_mma weight_descriptor weight_rows weight_tile with_zero"
+        "scale_acc_rows has_nan in_order is_aligned is_finite largest load_blocks load_group_4 load_group_8 "
+        "load_groups_8_1 load_groups_8_2 load_rows_8 load_scaled_rows load_values load_words marked narrow_e4m3 "
+        "nibble_columns nibble_numbers open_blocks open_groups open_plain open_rows open_unquantized_rows open_values "
+        "open_weights packed_weight pair per_word prefetch_rows round_int8 round_mxfp8 scale_and_zero scale_of "
+        "scale_of_parts shifted step_bytes step_powers swap_ab_dot tile_words wait_for_mma weight_descriptor "
+        "weight_rows weight_tile with_zero"
     ),
     "moe_core.libraries_api": (
         "FlashInferCutlassExperts TRTLLM_MAX_LOCAL_EXPERTS TRTLLM_ROUTING_METHODS TrtLlmRouting activate_and_quantize "

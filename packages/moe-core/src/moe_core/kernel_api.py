@@ -48,13 +48,17 @@ from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecia
 from moe_core.gemm.marlin.convert import Converted
 from moe_core.gemm.marlin.dequant import byte_columns, byte_values, nibble_columns, nibble_numbers, pair
 from moe_core.gemm.marlin.gemv import GemvFunctions
-from moe_core.gemm.marlin.integers import load_group_4
+from moe_core.gemm.marlin.integers import (
+    load_group_4,
+    load_group_8,
+    load_groups_8_1,
+    load_groups_8_2,
+    load_rows_8,
+)
 from moe_core.gemm.marlin.operand import (
     FEW,
     add_product,
     add_scaled_product,
-    load_groups,
-    load_step,
     open_groups,
     open_rows,
     per_word,
@@ -110,8 +114,10 @@ __all__ = [
     "byte_columns",
     "byte_values",
     "load_group_4",
-    "load_groups",
-    "load_step",
+    "load_group_8",
+    "load_groups_8_1",
+    "load_groups_8_2",
+    "load_rows_8",
     "nibble_columns",
     "nibble_numbers",
     "open_groups",

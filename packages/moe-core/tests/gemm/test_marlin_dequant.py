@@ -6,18 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.marlin.dequant import (
-    int4,
-    int4_scaled,
-    int8,
-    int8_scaled,
-    pair,
-    uint4,
-    uint4_scaled,
-    uint8,
-    uint8_scaled,
-    zero_offset,
-)
+from moe_core.gemm.marlin.dequant import integers, pair, zero_offset
 from moe_core.gemm.marlin.words import order_words
 from moe_core.jit.casts import INTERPRET
 from torch import Tensor
@@ -37,24 +26,14 @@ def widen_kernel(words, zeros, scales, out, BITS: tl.constexpr, ZERO: tl.constex
     if not INTERPRET and dtype != tl.float32:
         scale = pair(scale, dtype)
     scale = tl.broadcast_to(scale[:, None], (N, W))
-    if BITS == 4:
-        if ZERO and SCALE:
-            numbers = uint4_scaled(tile, offset, scale, dtype)
-        elif ZERO:
-            numbers = uint4(tile, offset, dtype)
-        elif SCALE:
-            numbers = int4_scaled(tile, scale, dtype)
-        else:
-            numbers = int4(tile, dtype)
+    if ZERO and SCALE:
+        numbers = integers(tile, offset, scale, BITS, dtype)
+    elif ZERO:
+        numbers = integers(tile, offset, None, BITS, dtype)
+    elif SCALE:
+        numbers = integers(tile, None, scale, BITS, dtype)
     else:
-        if ZERO and SCALE:
-            numbers = uint8_scaled(tile, offset, scale, dtype)
-        elif ZERO:
-            numbers = uint8(tile, offset, dtype)
-        elif SCALE:
-            numbers = int8_scaled(tile, scale, dtype)
-        else:
-            numbers = int8(tile, dtype)
+        numbers = integers(tile, None, None, BITS, dtype)
     tl.store(out + row[:, None] * 256 + tl.arange(0, 256)[None, :], numbers.to(dtype))
 
 

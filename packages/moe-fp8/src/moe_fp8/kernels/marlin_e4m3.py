@@ -31,8 +31,10 @@ from moe_core.kernel_api import (
     add_scaled_product,
     byte_columns,
     byte_values,
-    load_groups,
-    load_step,
+    load_group_8,
+    load_groups_8_1,
+    load_groups_8_2,
+    load_rows_8,
     open_groups,
     open_rows,
     pair,
@@ -187,33 +189,6 @@ def load_block(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
 
 
 @triton.jit
-def load_rows(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of a step, for scales that `scale_acc_rows` applies."""
-    return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), 0.0
-
-
-@triton.jit
-def load_powers(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of a step, and int32 [BLOCK_N] with its four scales of MXFP8."""
-    scales = load_step(state, k, EVEN_N)
-    return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), scales
-
-
-@triton.jit
-def load_groups_1(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of a step that is one group, and its scales [BLOCK_N, 1]."""
-    scales = load_groups(state, k, 1, EVEN_N)
-    return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), scales
-
-
-@triton.jit
-def load_groups_2(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of a step of two blocks of columns."""
-    scales = load_groups(state, k, 2, EVEN_N)
-    return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), scales
-
-
-@triton.jit
 def multiply_rows(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + b @ a.T, without scales."""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
@@ -253,14 +228,14 @@ def e4m3_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, 
     """(open_b, load_b, multiply, scale_acc) for one of the kinds of scales; group sizes -1, 128, 64 and 32 (MXFP8)."""
     size = matrix.group_size
     if size == -1:
-        return open_rows, load_rows, multiply_rows, scale_acc_rows
+        return open_rows, load_rows_8, multiply_rows, scale_acc_rows
     if size == 32:
-        return open_groups, load_powers, multiply_mxfp8, scale_acc_channels
+        return open_groups, load_group_8, multiply_mxfp8, scale_acc_channels
     opened = open_interleaved if matrix.interleaved else open_blocks
     if size == STEP and config.block_m <= FEW.value:
         # each step's product is scaled by itself: beyond, its sums take too many registers
         return opened, load_turns if matrix.interleaved else load_block, multiply_group, scale_acc_channels
-    return opened, {128: load_groups_1, 64: load_groups_2}[size], multiply_groups, scale_acc_channels
+    return opened, {128: load_groups_8_1, 64: load_groups_8_2}[size], multiply_groups, scale_acc_channels
 
 
 def e4m3_gemv(matrix: MarlinMatrix) -> GemvFunctions | None:

@@ -52,6 +52,15 @@ def _placed(x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7):
 
 
 @triton.jit
+def _summed(numbers, x):
+    """float32 [N, W]: the sum of `numbers` [N, W] times those of `x` [W], of which there are as many."""
+    total = numbers[0].to(tl.float32) * x[0][None, :]
+    for i in tl.static_range(1, len(numbers)):
+        total = tl.fma(numbers[i].to(tl.float32), tl.broadcast_to(x[i][None, :], total.shape), total)
+    return total
+
+
+@triton.jit
 def _dot(words, x, k, K, numbers: tl.constexpr, BITS: tl.constexpr, PLACED: tl.constexpr):
     """[N, W] sums over each word's numbers times those of `x`, and the sums [W] of the latter.
 
@@ -75,26 +84,15 @@ def _dot(words, x, k, K, numbers: tl.constexpr, BITS: tl.constexpr, PLACED: tl.c
         x_6, x_7 = _wide(pair_3, dtype)
         x_sums = ((x_0 + x_1) + (x_2 + x_3)) + ((x_4 + x_5) + (x_6 + x_7))
         if PLACED:
-            x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7 = _placed(x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)
-        total = n[0].to(tl.float32) * x_0[None, :]
-        total = tl.fma(n[1].to(tl.float32), tl.broadcast_to(x_1[None, :], words.shape), total)
-        total = tl.fma(n[2].to(tl.float32), tl.broadcast_to(x_2[None, :], words.shape), total)
-        total = tl.fma(n[3].to(tl.float32), tl.broadcast_to(x_3[None, :], words.shape), total)
-        total = tl.fma(n[4].to(tl.float32), tl.broadcast_to(x_4[None, :], words.shape), total)
-        total = tl.fma(n[5].to(tl.float32), tl.broadcast_to(x_5[None, :], words.shape), total)
-        total = tl.fma(n[6].to(tl.float32), tl.broadcast_to(x_6[None, :], words.shape), total)
-        total = tl.fma(n[7].to(tl.float32), tl.broadcast_to(x_7[None, :], words.shape), total)
-        return total, x_sums
+            return _summed(n, _placed(x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)), x_sums
+        else:
+            return _summed(n, (x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)), x_sums
     else:
         # unit, s, j, t to unit, t, s, j
         pair_0, pair_1 = pairs.reshape(W // 16, 4, 2, 4).permute(0, 3, 1, 2).reshape(W, 2).split()
         x_0, x_1 = _wide(pair_0, dtype)
         x_2, x_3 = _wide(pair_1, dtype)
-        total = n[0].to(tl.float32) * x_0[None, :]
-        total = tl.fma(n[1].to(tl.float32), tl.broadcast_to(x_1[None, :], words.shape), total)
-        total = tl.fma(n[2].to(tl.float32), tl.broadcast_to(x_2[None, :], words.shape), total)
-        total = tl.fma(n[3].to(tl.float32), tl.broadcast_to(x_3[None, :], words.shape), total)
-        return total, (x_0 + x_1) + (x_2 + x_3)
+        return _summed(n, (x_0, x_1, x_2, x_3)), (x_0 + x_1) + (x_2 + x_3)
 
 
 @triton.jit

@@ -1,12 +1,8 @@
-"""Words of codes as 16-bit numbers, in the columns' order: one function for each element type.
+"""Words of integers as 16-bit numbers, in the columns' order; what other element types share with them.
 
-    widen(words [N, W] int32, offset, dtype) -> numbers [N, columns] of `dtype` (float32 in the interpreter), exact
-
-`dtype` is bfloat16 or float16, whose numbers are made in pairs by assembly, or float32.
-
-`offset` is what a type with zero points gets of them (`offsets`), else 0.  The two numbers of a 16-bit pair in a
-register are those that a thread of the tensor cores holds side by side, so that nothing moves between registers or
-threads; `moe_core.gemm.marlin.words` says which columns they are.
+`dtype` is bfloat16 or float16, whose numbers are made in pairs by assembly, or float32.  Numbers are exact.  The two
+numbers of a 16-bit pair in a register are those that a thread of the tensor cores holds side by side, so that nothing
+moves between registers or threads; `moe_core.gemm.marlin.words` says which columns they are.
 
 Integers are made in the low bits of a mantissa: a bfloat16 of exponent 7 counts ones from 128 on, a float16 of exponent
 10 from 1024 on, and one `fma` subtracts what the bits around the code are worth.
@@ -19,20 +15,22 @@ import triton.language as tl
 
 from moe_core.jit.casts import INTERPRET
 
+BF16 = tl.bfloat16
+
 # In the texts below $0, $1, ... are the pairs' numbers, then comes the word; with zero points a pair to be added, and
 # last, where numbers are scaled, a pair of factors.  -0.0 as addend keeps the sign of zeros.
 
 
-def _text(lines: list[str], bits: int) -> tl.constexpr:
+def _text(lines: list[str], bits: int) -> str:
     """Lines of asm with names for operands, as one block."""
     count = 32 // bits
     text = "{ .reg .b32 w, p, q, one, zero; mov.b32 zero, 0x80008000; " + " ".join(lines) + " }"
     for name, number in (("WORD", count), ("FIRST", count + 1), ("SECOND", count + 2)):
         text = text.replace(name, f"${number}")
-    return tl.constexpr(text)
+    return text
 
 
-def _nibbles(*, scaled: bool, symmetric: bool, float16: bool) -> tl.constexpr:
+def _nibbles(*, scaled: bool, symmetric: bool, float16: bool) -> str:
     """Nibbles p and p + 4 of a word as pair p: 128 + nibble (float16: 1024 + nibble), minus as much."""
     kind, ones, one = ("f16x2", "0x64006400", "0x3c003c00") if float16 else ("bf16x2", "0x43004300", "0x3f803f80")
     lines = [f"mov.b32 one, {one};"]
@@ -50,7 +48,7 @@ def _nibbles(*, scaled: bool, symmetric: bool, float16: bool) -> tl.constexpr:
     return _text(lines, 4)
 
 
-def _bytes(*, scaled: bool, symmetric: bool, float16: bool) -> tl.constexpr:
+def _bytes(*, scaled: bool, symmetric: bool, float16: bool) -> str:
     """Bytes p and p + 2 of a word as pair p.
 
     float16: 1024 + byte, minus as much.  bfloat16 has 7 bits of mantissa: 128 + (low 7 bits), minus 256, or 128 where
@@ -79,22 +77,16 @@ def _bytes(*, scaled: bool, symmetric: bool, float16: bool) -> tl.constexpr:
     return _text(lines, 8)
 
 
-_INT4_BFLOAT16 = _nibbles(scaled=False, symmetric=True, float16=False)
-_INT4_FLOAT16 = _nibbles(scaled=False, symmetric=True, float16=True)
-_INT4_BFLOAT16_SCALED = _nibbles(scaled=True, symmetric=True, float16=False)
-_INT4_FLOAT16_SCALED = _nibbles(scaled=True, symmetric=True, float16=True)
-_UINT4_BFLOAT16 = _nibbles(scaled=False, symmetric=False, float16=False)
-_UINT4_FLOAT16 = _nibbles(scaled=False, symmetric=False, float16=True)
-_UINT4_BFLOAT16_SCALED = _nibbles(scaled=True, symmetric=False, float16=False)
-_UINT4_FLOAT16_SCALED = _nibbles(scaled=True, symmetric=False, float16=True)
-_INT8_BFLOAT16 = _bytes(scaled=False, symmetric=True, float16=False)
-_INT8_FLOAT16 = _bytes(scaled=False, symmetric=True, float16=True)
-_INT8_BFLOAT16_SCALED = _bytes(scaled=True, symmetric=True, float16=False)
-_INT8_FLOAT16_SCALED = _bytes(scaled=True, symmetric=True, float16=True)
-_UINT8_BFLOAT16 = _bytes(scaled=False, symmetric=False, float16=False)
-_UINT8_FLOAT16 = _bytes(scaled=False, symmetric=False, float16=True)
-_UINT8_BFLOAT16_SCALED = _bytes(scaled=True, symmetric=False, float16=False)
-_UINT8_FLOAT16_SCALED = _bytes(scaled=True, symmetric=False, float16=True)
+# by 8 bits, scaled, with zero points, float16
+_TEXTS = tl.constexpr(
+    tuple(
+        make(scaled=scaled, symmetric=symmetric, float16=float16)
+        for make in (_nibbles, _bytes)
+        for scaled in (False, True)
+        for symmetric in (True, False)
+        for float16 in (False, True)
+    )
+)
 
 
 @triton.jit
@@ -165,16 +157,7 @@ def nibble_values(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.c
             ASM,
             "=h,=h,=h,=h,=h,=h,=h,=h," + INPUTS,
             operands,
-            dtype=(
-                tl.float16,
-                tl.float16,
-                tl.float16,
-                tl.float16,
-                tl.float16,
-                tl.float16,
-                tl.float16,
-                tl.float16,
-            ),
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
             pack=1,
         )
@@ -229,13 +212,6 @@ def byte_values(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.con
 
 
 @triton.jit
-def _byte_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
-    """[N, 4 W] numbers of `byte_values`."""
-    v0, v1, v2, v3 = byte_values(ASM, INPUTS, operands, dtype)
-    return byte_columns(v0, v1, v2, v3)
-
-
-@triton.jit
 def int8_values(words, dtype: tl.constexpr):
     """8-bit codes minus 128, as `byte_values`; float32 in the interpreter."""
     if INTERPRET or dtype == tl.float32:
@@ -246,135 +222,38 @@ def int8_values(words, dtype: tl.constexpr):
             ((words >> 24) & 255).to(tl.float32) - 128.0,
         )
     else:
-        asm: tl.constexpr = _INT8_FLOAT16 if dtype == tl.float16 else _INT8_BFLOAT16
-        return byte_values(asm, "r", (words,), dtype)
+        return byte_values(_TEXTS[8 + (dtype == tl.float16)], "r", (words,), dtype)
 
 
 @triton.jit
-def int4(words, dtype: tl.constexpr):
-    """4-bit codes minus 8."""
+def integers(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr):
+    """Codes less their zero points, or less the middle code where `offset` is None, times `scale` if there is one.
+
+    - `offset` [N, W], see `zero_offset`
+    - `scale` [N, W]: a `pair` of `dtype`, by which numbers are rounded; float32 where numbers are
+    """
     if INTERPRET or dtype == tl.float32:
-        return _interpreted(words, 8.0, 1.0, 4)
+        middle = 8.0 if BITS == 4 else 128.0
+        zero = middle if offset is None else offset[:, :, None]
+        factor = 1.0 if scale is None else scale[:, :, None]
+        return _interpreted(words, zero, factor, 4 if BITS == 4 else 8)
     else:
-        asm: tl.constexpr = _INT4_FLOAT16 if dtype == tl.float16 else _INT4_BFLOAT16
-        return nibble_numbers(asm, "r", (words,), dtype)
+        SCALED: tl.constexpr = scale is not None
+        ZEROS: tl.constexpr = offset is not None
+        asm: tl.constexpr = _TEXTS[(BITS == 8) * 8 + SCALED * 4 + ZEROS * 2 + (dtype == tl.float16)]
+        if SCALED and ZEROS:
+            return _columns(asm, "r,r,r", (words, offset, scale), BITS, dtype)
+        elif SCALED or ZEROS:
+            return _columns(asm, "r,r", (words, scale if SCALED else offset), BITS, dtype)
+        else:
+            return _columns(asm, "r", (words,), BITS, dtype)
 
 
 @triton.jit
-def int4_scaled(words, scale, dtype: tl.constexpr):
-    """`int4` times `scale` [N, W], rounded: a `pair` of `dtype`, or float32 where numbers are."""
-    if INTERPRET or dtype == tl.float32:
-        return _interpreted(words, 8.0, scale[:, :, None], 4)
+def _columns(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, BITS: tl.constexpr, dtype: tl.constexpr):
+    """[N, 32 / BITS * W] numbers of `nibble_values` or `byte_values`."""
+    if BITS == 4:
+        return nibble_numbers(ASM, INPUTS, operands, dtype)
     else:
-        asm: tl.constexpr = _INT4_FLOAT16_SCALED if dtype == tl.float16 else _INT4_BFLOAT16_SCALED
-        return nibble_numbers(
-            asm,
-            "r,r",
-            (
-                words,
-                scale,
-            ),
-            dtype,
-        )
-
-
-@triton.jit
-def uint4(words, offset, dtype: tl.constexpr):
-    """4-bit codes minus their zero points, of which `offset` [N, W] is made (`zero_offset`)."""
-    if INTERPRET or dtype == tl.float32:
-        return _interpreted(words, offset[:, :, None], 1.0, 4)
-    else:
-        asm: tl.constexpr = _UINT4_FLOAT16 if dtype == tl.float16 else _UINT4_BFLOAT16
-        return nibble_numbers(
-            asm,
-            "r,r",
-            (
-                words,
-                offset,
-            ),
-            dtype,
-        )
-
-
-@triton.jit
-def uint4_scaled(words, offset, scale, dtype: tl.constexpr):
-    """`uint4` times `scale`, as `int4_scaled`."""
-    if INTERPRET or dtype == tl.float32:
-        return _interpreted(words, offset[:, :, None], scale[:, :, None], 4)
-    else:
-        asm: tl.constexpr = _UINT4_FLOAT16_SCALED if dtype == tl.float16 else _UINT4_BFLOAT16_SCALED
-        return nibble_numbers(
-            asm,
-            "r,r,r",
-            (
-                words,
-                offset,
-                scale,
-            ),
-            dtype,
-        )
-
-
-@triton.jit
-def int8(words, dtype: tl.constexpr):
-    """8-bit codes minus 128."""
-    if INTERPRET or dtype == tl.float32:
-        return _interpreted(words, 128.0, 1.0, 8)
-    else:
-        asm: tl.constexpr = _INT8_FLOAT16 if dtype == tl.float16 else _INT8_BFLOAT16
-        return _byte_numbers(asm, "r", (words,), dtype)
-
-
-@triton.jit
-def int8_scaled(words, scale, dtype: tl.constexpr):
-    """`int8` times `scale`, as `int4_scaled`."""
-    if INTERPRET or dtype == tl.float32:
-        return _interpreted(words, 128.0, scale[:, :, None], 8)
-    else:
-        asm: tl.constexpr = _INT8_FLOAT16_SCALED if dtype == tl.float16 else _INT8_BFLOAT16_SCALED
-        return _byte_numbers(
-            asm,
-            "r,r",
-            (
-                words,
-                scale,
-            ),
-            dtype,
-        )
-
-
-@triton.jit
-def uint8(words, offset, dtype: tl.constexpr):
-    """8-bit codes minus their zero points, as `uint4`."""
-    if INTERPRET or dtype == tl.float32:
-        return _interpreted(words, offset[:, :, None], 1.0, 8)
-    else:
-        asm: tl.constexpr = _UINT8_FLOAT16 if dtype == tl.float16 else _UINT8_BFLOAT16
-        return _byte_numbers(
-            asm,
-            "r,r",
-            (
-                words,
-                offset,
-            ),
-            dtype,
-        )
-
-
-@triton.jit
-def uint8_scaled(words, offset, scale, dtype: tl.constexpr):
-    """`uint8` times `scale`, as `int4_scaled`."""
-    if INTERPRET or dtype == tl.float32:
-        return _interpreted(words, offset[:, :, None], scale[:, :, None], 8)
-    else:
-        asm: tl.constexpr = _UINT8_FLOAT16_SCALED if dtype == tl.float16 else _UINT8_BFLOAT16_SCALED
-        return _byte_numbers(
-            asm,
-            "r,r,r",
-            (
-                words,
-                offset,
-                scale,
-            ),
-            dtype,
-        )
+        v0, v1, v2, v3 = byte_values(ASM, INPUTS, operands, dtype)
+        return byte_columns(v0, v1, v2, v3)

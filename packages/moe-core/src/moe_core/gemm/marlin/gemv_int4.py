@@ -54,16 +54,7 @@ def int4_placed(words, dtype: tl.constexpr):
             _TEXT,
             "=f,=f,=f,=f,=f,=f,=f,=f,r",
             [words],
-            dtype=(
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-            ),
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
             is_pure=True,
             pack=1,
         )

@@ -8,18 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.marlin.dequant import (
-    int4,
-    int4_scaled,
-    int8,
-    int8_scaled,
-    pair,
-    uint4,
-    uint4_scaled,
-    uint8,
-    uint8_scaled,
-    zero_offset,
-)
+from moe_core.gemm.marlin.dequant import integers, pair, zero_offset
 from moe_core.gemm.marlin.operand import (
     FEW,
     add_product,
@@ -107,9 +96,9 @@ def _numbers(words, scales, BITS: tl.constexpr, dtype: tl.constexpr):
     """Codes minus zero points, of scales [N]."""
     if scales.dtype == tl.int32:
         offset = tl.broadcast_to(zero_offset(zero_of(scales), BITS, dtype)[:, None], words.shape)
-        return uint4(words, offset, dtype) if BITS == 4 else uint8(words, offset, dtype)
+        return integers(words, offset, None, BITS, dtype)
     else:
-        return int4(words, dtype) if BITS == 4 else int8(words, dtype)
+        return integers(words, None, None, BITS, dtype)
 
 
 @triton.jit
@@ -140,12 +129,7 @@ def multiply_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     scale = per_word(scale, W, W // 16)
     if b_scale.dtype == tl.int32:
         offset = per_word(zero_offset(zero_of(b_scale), BITS, a.dtype), W, W // 16)
-        if BITS == 4:
-            numbers = uint4_scaled(b, offset, scale, a.dtype)
-        else:
-            numbers = uint8_scaled(b, offset, scale, a.dtype)
-    elif BITS == 4:
-        numbers = int4_scaled(b, scale, a.dtype)
+        numbers = integers(b, offset, scale, BITS, a.dtype)
     else:
-        numbers = int8_scaled(b, scale, a.dtype)
+        numbers = integers(b, None, scale, BITS, a.dtype)
     return add_product(acc, numbers, a, acc.shape[1] <= FEW)
