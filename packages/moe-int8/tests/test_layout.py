@@ -6,11 +6,11 @@ import pytest
 import torch
 from moe_int8.layout import (
     group_scales,
-    nibble_half,
-    pack_nibbles,
+    int4_half,
+    pack_int4,
     row_sums,
     scaled_row_sums,
-    unpack_nibbles,
+    unpack_int4,
 )
 
 
@@ -22,16 +22,16 @@ def codes(*shape):
 @pytest.mark.parametrize("half", [32, 64])
 def test_nibbles_come_back(half, columns):
     w = codes(3, 5, columns)
-    packed = pack_nibbles(w, half)
+    packed = pack_int4(w, half)
     assert packed.shape == (3, 5, -(-columns // (2 * half)) * half)
-    assert torch.equal(unpack_nibbles(packed, half, columns), w)
-    assert not unpack_nibbles(packed, half, 2 * packed.shape[2])[:, :, columns:].any()
+    assert torch.equal(unpack_int4(packed, half, columns), w)
+    assert not unpack_int4(packed, half, 2 * packed.shape[2])[:, :, columns:].any()
 
 
 def test_where_a_nibble_lies():
     w = torch.zeros(1, 1, 256, dtype=torch.int8)
     w[0, 0, 128 + 3], w[0, 0, 128 + 64 + 3] = -8, 5
-    packed = pack_nibbles(w, 64)
+    packed = pack_int4(w, 64)
     assert int(packed[0, 0, 64 + 3]) == 0x58
     assert int(packed.count_nonzero()) == 1
 
@@ -39,7 +39,7 @@ def test_where_a_nibble_lies():
 @pytest.mark.parametrize(("group_size", "groups", "padded"), [(128, 3, 3), (64, 3, 4), (32, 5, 6)])
 def test_scales_lie_by_step(group_size, groups, padded):
     scale = torch.rand(2, 7, groups, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = group_scales(scale, nibble_half(group_size), group_size)
+    found = group_scales(scale, int4_half(group_size), group_size)
     assert found.shape == (2, padded, 7)
     assert torch.equal(found[:, :groups].transpose(1, 2) * 16, scale.float())
     assert not found[:, groups:].any()

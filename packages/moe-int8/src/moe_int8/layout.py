@@ -21,12 +21,12 @@ def scale_and_zero(scale: Tensor, zero: Tensor) -> Tensor:
     return (zero.long() << 32) | low
 
 
-def nibble_half(group_size: int) -> int:
+def int4_half(group_size: int) -> int:
     """Columns of a step in lower nibbles, and in upper ones; ``group_size`` -1: scales by channel."""
     return 64 if group_size == -1 else min(group_size, 64)
 
 
-def pack_nibbles(codes: Tensor, half: int) -> Tensor:
+def pack_int4(codes: Tensor, half: int) -> Tensor:
     """Codes of -8 .. 7, int8 [E, rows, K], two in a byte: uint8 [E, rows, steps * half].
 
     A step is ``2 * half`` columns in ``half`` bytes: column c in the lower nibble of byte c, column c + half in the
@@ -42,8 +42,8 @@ def pack_nibbles(codes: Tensor, half: int) -> Tensor:
     return packed
 
 
-def unpack_nibbles(packed: Tensor, half: int, columns: int) -> Tensor:
-    """The inverse of :func:`pack_nibbles`: int8 [E, rows, columns]."""
+def unpack_int4(packed: Tensor, half: int, columns: int) -> Tensor:
+    """The inverse of :func:`pack_int4`: int8 [E, rows, columns]."""
     experts, rows, size = packed.shape
     pairs = packed.view(torch.int8).view(experts, rows, size // half, 1, half)
     # an arithmetic shift brings the sign along

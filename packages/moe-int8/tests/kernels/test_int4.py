@@ -28,7 +28,7 @@ from moe_core.testing.data import make_inputs, make_weights
 from moe_core.workspace import Workspace, workspace_nbytes
 from moe_int8.experts.triton_w4a8 import TritonW4A8Int8Experts
 from moe_int8.kernels import int4
-from moe_int8.layout import pack_nibbles
+from moe_int8.layout import pack_int4
 
 TOLERANCE = 2 * 2**-7 + 2**-8
 KEYS = {-1: kInt4W4A8StaticChannelSym} | {g: kInt4W4A8StaticGroup128Sym.with_group(1, g) for g in (32, 64, 128)}
@@ -68,7 +68,7 @@ def test_sums_are_those_of_float64(swap, device):
         ),
         TileConfig(16, 64, 4, 2, swap_ab=swap),
         a=(x.to(device), ones, x.stride(0), 1, 0),
-        b=scaled_mm_weight(functions, pack_nibbles(w, 64).to(device), ones, None, count, depth, granularity="token"),
+        b=scaled_mm_weight(functions, pack_int4(w, 64).to(device), ones, None, count, depth, granularity="token"),
         out=Result(sums),
         pairs=order,
         routing=Routing(ids, None, experts),

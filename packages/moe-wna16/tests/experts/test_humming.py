@@ -30,7 +30,7 @@ from moe_core.testing.data import make_weights
 from moe_wna16.experts.humming import HummingWNA16Experts
 from moe_wna16.keys import BASES
 from moe_wna16.libraries import HUMMING
-from moe_wna16.libraries.humming_layout import ordered_scales, packed_bytes, packed_nibbles
+from moe_wna16.libraries.humming_layout import ordered_scales, packed_bytes, packed_int4
 
 MISSING = Environment.current().reason_against(HUMMING)
 needs_humming = pytest.mark.skipif(MISSING is not None, reason="Humming is not installed")
@@ -94,7 +94,7 @@ def test_every_code_has_its_place():
 @pytest.mark.parametrize(("rows", "cols"), [(64, 32), (192, 96), (128, 256)])
 def test_codes_are_packed_into_their_places(rows, cols):
     nibbles = torch.randint(0, 16, (3, rows, cols), dtype=torch.uint8)
-    packed = packed_nibbles(nibbles[..., 0::2] | nibbles[..., 1::2] << 4)
+    packed = packed_int4(nibbles[..., 0::2] | nibbles[..., 1::2] << 4)
     assert packed.shape == (3, cols // 16, 2 * rows)
     codes = torch.randint(0, 256, (3, rows, cols), dtype=torch.uint8)
     plain, distances = packed_bytes(codes, distances=False), packed_bytes(codes, distances=True)
@@ -118,7 +118,7 @@ def test_sizes_that_are_no_whole_blocks_are_refused():
         with pytest.raises(TensorError, match="expected multiples of 64 rows and 32 columns"):
             packed_bytes(w.byte(), distances=False)
     with pytest.raises(TensorError, match="holds 96 x 64 codes per expert, expected multiples"):
-        packed_nibbles(torch.zeros(2, 96, 32, dtype=torch.uint8))
+        packed_int4(torch.zeros(2, 96, 32, dtype=torch.uint8))
     with pytest.raises(TensorError, match="96 rows, expected a multiple of 64"):
         ordered_scales(torch.zeros(2, 96, 2), whole_rows=False)
 

@@ -57,23 +57,23 @@ def hopper_gemm(
 
     special = weight.warp_specialised
     if special is None:
-        raise TypeError("the weight has no warp-specialised product")
+        raise TypeError("the weight has no warp-specialised kernel")
     depth, b = special.depth, weight
-    up = activation is not None
+    gemm1 = activation is not None
     gated = activation is not None and activation.gated
     experts, rows, columns = special.tensor.shape
     tensor = special.tensor
     found = out.arguments[0] if out.kind == "static" and out.arguments is not None else out.scales
-    most = routing.max_tiles(pairs.block_m) * triton.cdiv(b.n, TILE if gated else 2 * TILE)
+    max_tiles = routing.max_tiles(pairs.block_m) * triton.cdiv(b.n, TILE if gated else 2 * TILE)
     result = out.values
-    processors = torch.cuda.get_device_properties(result.device).multi_processor_count if result.is_cuda else 132
+    num_sms = torch.cuda.get_device_properties(result.device).multi_processor_count if result.is_cuda else 132
     limit = activation.limit if activation is not None else None
-    router = 0
+    router_weight = 0
     if isinstance(routing, Routing) and routing.weights is not None:
-        router = 0 if up != routing.weight_on_input else (1 if up else 2)
+        router_weight = 0 if gemm1 != routing.weight_on_input else (1 if gemm1 else 2)
     launch(
         hopper_kernel,
-        (min(processors, most),),
+        (min(num_sms, max_tiles),),
         _descriptor(values, depth),
         _descriptor(torch.as_strided(tensor, (experts * rows, columns), (tensor.stride(1), 1)), depth),
         (pairs.tiles, pairs.offsets, pairs.pairs if isinstance(pairs, SortedPairs) else None),
@@ -90,7 +90,7 @@ def hopper_gemm(
         (
             b.bias,
             0 if b.bias is None else b.bias.stride(0),
-            routing.weights if router and isinstance(routing, Routing) else None,
+            routing.weights if router_weight and isinstance(routing, Routing) else None,
             activation.alpha if activation is not None else 0.0,
             activation.beta if activation is not None else 0.0,
             limit if limit is not None else 0.0,
@@ -101,12 +101,12 @@ def hopper_gemm(
         multiply=special.multiply(),
         STAGES=STAGES * TILE // depth,
         GROUP_M=config.group_m,
-        GEMM1=up,
+        GEMM1=gemm1,
         GATED=gated,
         ACTIVATION=activation.kind if activation is not None else "",
         HAS_LIMIT=limit is not None,
         HAS_BIAS=b.bias is not None,
-        ROUTER_WEIGHT=router,
+        ROUTER_WEIGHT=router_weight,
         OUT=out.kind,
         AMAX=out.amax_kind,
         pdl=pdl,

@@ -229,27 +229,27 @@ def grouped_gemm(
     are all the same: [E * T_max, columns].  ``aligned``: rows of A start at multiples of 16 bytes.  ``lora``: see
     `LoRADelta`.
     """
-    up = activation is not None
-    weight, bias = 0, b.bias
+    gemm1 = activation is not None
+    router_weight, bias = 0, b.bias
     if isinstance(routing, Routing) and routing.weights is not None:
-        weight = 0 if up != routing.weight_on_input else (1 if up else 2)
+        router_weight = 0 if gemm1 != routing.weight_on_input else (1 if gemm1 else 2)
     subtiles = pairs.block_m // config.block_m
     tiles = routing.max_tiles(pairs.block_m) * subtiles
     limit = activation.limit if activation is not None else None
     batched = isinstance(pairs, BatchedRows)
-    whole = config.split_k == 1
+    unsplit = config.split_k == 1
     rows = triton.cdiv(b.n, 8) * 16 if b.interleaved else b.n
     launch(
         grouped_gemm_kernel,
         (tiles * triton.cdiv(rows, config.block_n) * config.split_k,),
         out.values,
-        out.scales if whole else None,
-        out.amax if whole else None,
+        out.scales if unsplit else None,
+        out.amax if unsplit else None,
         a,
         b.arguments,
         b.descriptor(config.block_n, block_k) if config.tma and b.descriptor is not None else None,
         (pairs.tiles, pairs.offsets) if isinstance(pairs, BatchedRows) else (pairs.tiles, pairs.offsets, pairs.pairs),
-        out.arguments if whole else None,
+        out.arguments if unsplit else None,
         bias,
         None if lora is None else lora.kernel_args,
         routing.weights if isinstance(routing, Routing) else None,
@@ -268,10 +268,10 @@ def grouped_gemm(
         load_a=functions.load_a,
         open_b=functions.open_b,
         load_b=functions.load_b,
-        prefetch_b=functions.prefetch_b if pdl and not up else None,
+        prefetch_b=functions.prefetch_b if pdl and not gemm1 else None,
         multiply=functions.multiply,
         scale_acc=functions.scale_acc,
-        quantize=out.quantize if whole else None,
+        quantize=out.quantize if unsplit else None,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
@@ -284,16 +284,16 @@ def grouped_gemm(
         ACTIVATION=activation.kind if activation is not None else "",
         HAS_LIMIT=limit is not None,
         HAS_BIAS=bias is not None,
-        ROUTER_WEIGHT=weight,
-        A_ROWS=a_rows if a_rows is not None else (TOKEN if up else POSITION).value,
-        OUT_ROWS=out_rows if out_rows is not None else (POSITION if up and whole else PAIR).value,
+        ROUTER_WEIGHT=router_weight,
+        A_ROWS=a_rows if a_rows is not None else (TOKEN if gemm1 else POSITION).value,
+        OUT_ROWS=out_rows if out_rows is not None else (POSITION if gemm1 and unsplit else PAIR).value,
         GROUPS=out.groups,
-        AMAX=out.amax_kind if whole else "",
-        PAD=up,
+        AMAX=out.amax_kind if unsplit else "",
+        PAD=gemm1,
         SPLIT_K=config.split_k,
         SUBTILES=subtiles,
         # gemm2: the kernel before it, gemm1, has waited for the sort and whatever that depended on
-        OVERLAP_PROLOGUE=pdl and not up,
+        OVERLAP_PROLOGUE=pdl and not gemm1,
         ACC_TYPE=functions.accumulate,
         pdl=pdl,
         # rows that 16-byte copies cannot reach go through registers: share them among more threads

@@ -188,30 +188,30 @@ def row_marks(tile, quant_args, token, AXIS: tl.constexpr):
 
 
 @triton.jit
-def rows_in_use(row, rows, row_args, WHICH: tl.constexpr):
-    """Whether rows are in use.  WHICH "tokens", "pairs": row_args as `routed` takes it; "sorted": (their number,).
+def rows_in_use(row, rows, row_args, IN_USE: tl.constexpr):
+    """Whether rows are in use.  IN_USE "tokens", "pairs": row_args as `routed` takes it; "sorted": (their number,).
 
     "batched": (row behind the last one in use [E + 1], capacity); "all": ().
     """
     inside = row < rows
-    if WHICH == "tokens" or WHICH == "pairs":
+    if IN_USE == "tokens" or IN_USE == "pairs":
         return inside & routed(row, inside, row_args)
-    elif WHICH == "sorted":
+    elif IN_USE == "sorted":
         return inside & (row < tl.load(row_args[0]))
-    elif WHICH == "all":
+    elif IN_USE == "all":
         return inside
     else:
         return inside & (row < tl.load(row_args[0] + 1 + row // row_args[1], mask=inside, other=0))
 
 
 @triton.jit
-def expert_of(row, used, row_args, WHICH: tl.constexpr):
+def expert_of(row, used, row_args, IN_USE: tl.constexpr):
     """Local expert of each row in use, 0 where a row has several or none."""
-    if WHICH == "pairs":
+    if IN_USE == "pairs":
         ids, expert_map, top_k, num_ids, num_experts = row_args
         found = local_expert(ids, expert_map, row, used, num_ids, num_experts, expert_map is not None)
         return tl.maximum(found, 0)
-    elif WHICH == "batched":
+    elif IN_USE == "batched":
         return tl.where(used, row // row_args[1], 0).to(tl.int32)
     else:
         return tl.zeros_like(row).to(tl.int32)
@@ -225,7 +225,7 @@ def amax_kernel(
     rows,
     columns,
     stride_x,
-    WHICH: tl.constexpr,
+    IN_USE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
@@ -238,7 +238,7 @@ def amax_kernel(
     found = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
     for first in range(tl.program_id(0) * BLOCK_R, rows, tl.num_programs(0) * BLOCK_R):
         row = first + tl.arange(0, BLOCK_R).to(tl.int64)
-        used = rows_in_use(row, rows, row_args, WHICH)
+        used = rows_in_use(row, rows, row_args, IN_USE)
         mask = used[:, None] & (column < columns)[None, :]
         value = tl.load(x + row[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
         found = tl.maximum(found, finite_bits(value))
@@ -258,7 +258,7 @@ def quantize_rows_kernel(
     stride_x,
     stride_values,
     quantize: tl.constexpr,
-    WHICH: tl.constexpr,
+    IN_USE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
@@ -268,13 +268,13 @@ def quantize_rows_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    used = rows_in_use(row, rows, row_args, WHICH)
+    used = rows_in_use(row, rows, row_args, IN_USE)
     if tl.sum(used.to(tl.int32), axis=0) == 0:
         return
     column = tl.arange(0, BLOCK_C)
     mask = used[:, None] & (column < columns)[None, :]
     tile = tl.load(x + row[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    quantized, scale = quantize(tile, quant_args, expert_of(row, used, row_args, WHICH)[:, None], 1)
+    quantized, scale = quantize(tile, quant_args, expert_of(row, used, row_args, IN_USE)[:, None], 1)
     mask = used[:, None] & (column < width)[None, :]
     tl.store(values + row[:, None] * stride_values + column[None, :], quantized, mask=mask)
     tl.store(scales + row, scale, mask=used)

@@ -37,7 +37,7 @@ from moe_core.experts_api import LayerProblem
 from torch import Tensor
 
 from moe_int8.experts.scaled_mm import Int8ScaledMMExperts
-from moe_int8.layout import group_scales, nibble_half, pack_nibbles, row_sums, scaled_row_sums
+from moe_int8.layout import group_scales, int4_half, pack_int4, row_sums, scaled_row_sums
 from moe_int8.sums import sum_reasons
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class TritonW4A8Int8Experts(Int8ScaledMMExperts):
         w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
         if w13_scale is None or w2_scale is None:
             raise TensorError("int4 weights come with w13_scale and w2_scale")
-        half = nibble_half(self.group_size)
+        half = int4_half(self.group_size)
         extra: dict[str, Tensor] = {}
         if self.zero_points and self.group_size == -1:
             extra = {"w13_sums": row_sums(weights.w13) * 16, "w2_sums": row_sums(weights.w2) * 16}
@@ -93,8 +93,8 @@ class TritonW4A8Int8Experts(Int8ScaledMMExperts):
                 "w2_sums": scaled_row_sums(weights.w2, w2_scale),
             }
         return KernelWeights(
-            w13=pack_nibbles(weights.w13, half),
-            w2=pack_nibbles(weights.w2, half),
+            w13=pack_int4(weights.w13, half),
+            w2=pack_int4(weights.w2, half),
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,

@@ -1,6 +1,6 @@
 """int4 weights that become int8 in registers, for products with int8 activations (W4A8).
 
-    weights       uint8 [E, rows, bytes], two codes of -8 .. 7 in a byte, in the order of `moe_int8.layout.pack_nibbles`
+    weights       uint8 [E, rows, bytes], two codes of -8 .. 7 in a byte, in the order of `moe_int8.layout.pack_int4`
     scales        by channel float32 [E, rows, 1]; by group float32 [E, groups, rows]
     activations   int8 [M, K padded to whole steps], as `moe_int8.kernels.scaled_mm` quantises them
 

@@ -50,7 +50,7 @@ from moe_core.libraries_api import (
 from torch import Tensor
 
 from moe_wna16.libraries import FLASHINFER
-from moe_wna16.libraries.signed import signed_nibbles
+from moe_wna16.libraries.signed import signed_int4
 
 #: columns of a block of weights: 128 bytes
 BLOCK = 256
@@ -262,7 +262,7 @@ def _blocks(w: Tensor, order: Tensor, rows: int, cols: int, *, parts: int = 1) -
 
     def step(given: Tensor, target: Tensor) -> None:
         # signed first: a nibble of zeros is 0 then
-        values = signed_nibbles(given)
+        values = signed_int4(given)
         if values.shape[1:] != (height, width):
             values = pad_matrices(values, rows, width, parts=parts)
         block_major(values, BLOCK // 2, index=index, out=target)

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from moe_wna16.keys import BASES, GROUPS
 from moe_wna16.libraries import HUMMING
-from moe_wna16.libraries.humming_layout import ordered_scales, packed_bytes, packed_nibbles
+from moe_wna16.libraries.humming_layout import ordered_scales, packed_bytes, packed_int4
 
 _DTYPES = (torch.bfloat16, torch.float16)
 #: rows of sorted pairs that belong together: any number, since the library cuts experts into tiles itself
@@ -117,7 +117,7 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
 
     def _packed(self, w: Tensor) -> Tensor:
         if self._key.packing is not None:
-            return packed_nibbles(w)
+            return packed_int4(w)
         # around a zero point that is the same for all
         return packed_bytes(w, distances=self._key.symmetric and self.config.dtype is torch.bfloat16)
 

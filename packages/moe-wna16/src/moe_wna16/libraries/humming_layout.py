@@ -28,7 +28,7 @@ from torch import Tensor
 ROWS, COLUMNS = 64, 16
 
 
-def packed_nibbles(w: Tensor) -> Tensor:
+def packed_int4(w: Tensor) -> Tensor:
     """``w`` [E, N, K / 2] uint8, two codes in a byte, the even column low: [E, K / 16, 2 N] int32."""
     experts, rows, cols = w.shape[0], w.shape[1], 2 * w.shape[2]
     _check(w, rows, cols)

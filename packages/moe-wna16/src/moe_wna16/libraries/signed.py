@@ -11,6 +11,6 @@ from torch import Tensor
 _HIGHEST = 0x88
 
 
-def signed_nibbles(w: Tensor) -> Tensor:
+def signed_int4(w: Tensor) -> Tensor:
     """Bytes of two unsigned nibbles (value = code - 8) as bytes of two signed ones: a new tensor of the same shape."""
     return w ^ _HIGHEST

@@ -1,12 +1,12 @@
-"""One token, without tensor cores: rows of words times a vector, in float32.
+"""GEMV for one token, without tensor cores: rows of packed words times a vector, in float32.
 
 A program takes BLOCK_N rows of one expert's words and goes through their columns, BLOCK_W words at a time.  A thread
 has four consecutive words of several rows; the numbers of the vector that it multiplies them with are in registers,
 each for all its rows.  There is nothing to wait for but memory: no sorting, no tiles, no sums that programs share.
 
-`numbers(words, dtype)` makes of words [N, W] a tuple of their eight (4 bits) or four numbers, each [N, W], in the order
-of `moe_core.gemm.marlin.dequant.nibble_values`; they are exact but for a scale.  Those that are PLACED are larger, by
-the powers of two that `_placed` takes from the vector.  SCALES says what scales there are:
+`dequantize(words, dtype)` makes of words [N, W] a tuple of their eight (4 bits) or four numbers, each [N, W], in the
+order of `moe_core.gemm.marlin.dequant.nibble_values`; they are exact but for a scale.  Those that are PLACED are
+larger, by the powers of two that `_placed` takes from the vector.  SCALES says what scales there are:
 
     "row"       float32, one per row: multiplies the finished sum
     "group"     float32, one per GROUP columns (-1: all)
@@ -61,7 +61,7 @@ def _summed(numbers, x):
 
 
 @triton.jit
-def _dot(words, x, k, K, numbers: tl.constexpr, BITS: tl.constexpr, PLACED: tl.constexpr):
+def _dot(words, x, k, K, dequantize: tl.constexpr, BITS: tl.constexpr, PLACED: tl.constexpr):
     """[N, W] sums over each word's numbers times those of `x`, and the sums [W] of the latter.
 
     `words` [N, W] are those from word k of a row on, `x` points to K numbers.
@@ -71,7 +71,7 @@ def _dot(words, x, k, K, numbers: tl.constexpr, BITS: tl.constexpr, PLACED: tl.c
     dtype: tl.constexpr = x.dtype.element_ty
     column = k * PAIRS + tl.arange(0, W * PAIRS)
     pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + column, mask=column < K // 2, other=0)
-    n = numbers(words, dtype)
+    n = dequantize(words, dtype)
     if BITS == 4:
         # unit, u, s and j, t to unit, t, u, s and j: see `moe_core.gemm.marlin.words`
         pairs = pairs.reshape(W // 16, 4, 4, 4).permute(0, 3, 1, 2).reshape(W, 2, 2)
@@ -166,7 +166,7 @@ def _row_sums(
     rows,
     N,
     K,
-    numbers: tl.constexpr,
+    dequantize: tl.constexpr,
     BITS: tl.constexpr,
     PLACED: tl.constexpr,
     SCALES: tl.constexpr,
@@ -189,7 +189,7 @@ def _row_sums(
             tile = tl.load(pointers)
         else:
             tile = tl.load(pointers, mask=inside[:, None] & (column < width)[None, :], other=0)
-        sums, x_sums = _dot(tile, x, k, K, numbers, BITS, PLACED)
+        sums, x_sums = _dot(tile, x, k, K, dequantize, BITS, PLACED)
         total += _scaled(sums, x_sums, scale, k, scale_g, groups, inside, BITS, SCALES, GROUP)
     if SCALES == "row":
         total *= tl.load(scale, mask=inside, other=0.0)[:, None]
@@ -218,7 +218,7 @@ def gemv_kernel(
     alpha,
     beta,
     limit,
-    numbers: tl.constexpr,
+    dequantize: tl.constexpr,
     BITS: tl.constexpr,
     PLACED: tl.constexpr,
     SCALES: tl.constexpr,
@@ -251,7 +251,7 @@ def gemv_kernel(
         return
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     x_row = x + pair // pairs_per_row * stride_x
-    total = _row_sums(b_args, expert, x_row, rows, rows_all, K, numbers, BITS, PLACED, SCALES, GROUP, BLOCK_W, EVEN)
+    total = _row_sums(b_args, expert, x_row, rows, rows_all, K, dequantize, BITS, PLACED, SCALES, GROUP, BLOCK_W, EVEN)
     value = tl.sum(total, axis=1)
     if ROUTER_WEIGHT != 0:
         weight = tl.load(weights + pair)

@@ -1,8 +1,8 @@
-"""The layer for a single token, whose products are those of matrices with vectors.
+"""The layer for a single token: two GEMVs, without tensor cores.
 
-    up        h[pair] = act(w13 x)
-    down      y[pair] = weight * (w2 h[pair])
-    reduce    out = sum over pairs of y, in float32
+    gemm1     h[pair] = act(w13 x)
+    gemm2     y[pair] = weight * (w2 h[pair])
+    finalize  out = sum over pairs of y, in float32
 
 Pairs are not sorted: each reads its expert's weights.  These are those of `moe_core.gemm.marlin.weight`.
 """
@@ -31,7 +31,7 @@ class GemvFunctions:
     ``placed``: numbers are as large as their places in a word say.
     """
 
-    numbers: Any
+    dequantize: Any
     scales: str
     placed: bool = False
 
@@ -57,15 +57,15 @@ class GemvLayer:
         """As a `FusedLayer`, for ``x`` of one token, or two, that :meth:`reads` takes."""
         h, on_input, pdl = workspace["h"], routing.weight_on_input, plan.pdl
         y = workspace["partials"][: routing.num_pairs * self.w2.n].view(-1, self.w2.n)
-        up, down = _constants(self.functions, self.w13, plan.gemm1), _constants(self.functions, self.w2, plan.gemm2)
-        _product(
-            x, self.w13, h, routing, self.activation, routing.top_k, up | {"ROUTER_WEIGHT": int(on_input)}, pdl=pdl
+        gemm1, gemm2 = _constants(self.functions, self.w13, plan.gemm1), _constants(self.functions, self.w2, plan.gemm2)
+        _gemv(
+            x, self.w13, h, routing, self.activation, routing.top_k, gemm1 | {"ROUTER_WEIGHT": int(on_input)}, pdl=pdl
         )
-        _product(h, self.w2, y, routing, None, 1, down | {"ROUTER_WEIGHT": 0 if on_input else 2}, pdl=pdl)
+        _gemv(h, self.w2, y, routing, None, 1, gemm2 | {"ROUTER_WEIGHT": 0 if on_input else 2}, pdl=pdl)
         reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, pdl=pdl)
 
 
-def _product(
+def _gemv(
     x: Tensor,
     matrix: MarlinMatrix,
     out: Tensor,
@@ -111,7 +111,7 @@ def _product(
 def _constants(functions: GemvFunctions, matrix: MarlinMatrix, config: GemvConfig) -> dict[str, Any]:
     rows, width = matrix.words.shape[1:]
     return {
-        "numbers": functions.numbers,
+        "dequantize": functions.dequantize,
         "BITS": matrix.bits,
         "PLACED": functions.placed,
         "SCALES": functions.scales,
