@@ -1,8 +1,10 @@
 """What packages may use of core to read checkpoints, beside the names of :mod:`moe_core` itself.
 
-A package that brings checkpoint formats or a scheme imports from here and from :mod:`moe_core` (quant keys, errors,
-weights, quantisers, registration), and from no other module: whatever else core holds may change at any time.  Names of
-both change their meaning, or go, with a new :data:`moe_core.PROTOCOL_VERSION` only.  Nothing here imports Triton.
+A package that brings checkpoint formats imports from here and from :mod:`moe_core` (quant keys, errors, weights,
+quantisers, registration); experts and kernels have modules of their own (:mod:`moe_core.experts_api`,
+:mod:`moe_core.kernel_api`, :mod:`moe_core.hopper_api`, :mod:`moe_core.libraries_api`).  Whatever else core holds may
+change at any time.  Names of these modules change their meaning, or go, with a new :data:`moe_core.PROTOCOL_VERSION`
+only.  Nothing here imports Triton.
 
 **A format** looks at one layer (:class:`LayerExperts`: its tensors by expert, projection and suffix) and returns an
 :class:`ExpertLayout`, which has the keys and loads canonical weights, or the reason against::
