@@ -17,6 +17,8 @@ SHAPES = (
     (128, 4, 2880, 2880),
     (128, 6, 2688, 1856),
     (1, 1, 7168, 6016),
+    # as many partial sums as there is room for
+    (1, 1, 32768, 6016),
     (3, 1, 33, 65),
 )
 TOKENS = (1, 7, 12, 24, 64, 300, 512, 768, 1500, 5000, 40000)
@@ -81,8 +83,10 @@ def test_plans_hold_together(kind: str, shape: tuple[int, int, int, int]) -> Non
                 assert capability >= 90 or not (plan.pdl or config.tma)
                 # weights that are decoded in registers are rows of the product
                 assert config.swap_ab or (problem.family == "scaled_mm" and problem.bits == 8)
-            # an epilogue that quantises fills h up to whole 128 columns, and h has room for whole tiles of 128
-            if problem.quantizes_h or not problem.gated:
+            # an epilogue that quantises fills h up to whole 128 columns
+            assert plan.gemm1.block_n == BLOCK_N or not problem.quantizes_h
+            # h has room for whole tiles of 128
+            if not problem.gated:
                 assert -(-problem.intermediate_size // BLOCK_N) * BLOCK_N % plan.gemm1.block_n == 0
             without = launch_plan(unsplit, tokens)
             assert (without.gemm1.split_k, without.gemm2.split_k) == (1, 1)
