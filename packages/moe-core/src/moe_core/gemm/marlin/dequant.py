@@ -222,7 +222,8 @@ def int8_values(words, dtype: tl.constexpr):
             ((words >> 24) & 255).to(tl.float32) - 128.0,
         )
     else:
-        return byte_values(_TEXTS[8 + (dtype == tl.float16)], "r", (words,), dtype)
+        asm: tl.constexpr = _TEXTS[8 + (dtype == tl.float16)]  # Triton 3.6 takes no text from an expression
+        return byte_values(asm, "r", (words,), dtype)
 
 
 @triton.jit
