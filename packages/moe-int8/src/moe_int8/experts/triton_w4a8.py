@@ -54,6 +54,9 @@ _ACTIVATIONS = (kInt8DynamicTokenSym, kInt8DynamicTokenAsym)
 class TritonW4A8Int8Experts(Int8ScaledMMExperts):
     """int4 weights that become int8 in registers."""
 
+    #: LoRA deltas added beside two accumulators: most on sm90 384
+    accepted_spills = (384, 384)
+
     claims = Claims(
         devices=(cuda(min=80),),
         keys=tuple((weight, key) for weight in (kInt4W4A8StaticChannelSym, _GROUPS) for key in _ACTIVATIONS),

@@ -46,7 +46,7 @@ class TritonWNA16Experts(GroupedExperts):
 
     family = "as_stored"
     #: four groups of a step, each with a product of its own
-    accepted_spills = (256, 256)
+    accepted_spills = (256, 320)
 
     claims = Claims(
         devices=(cuda(min=80), hip("gfx942", "gfx950")),
