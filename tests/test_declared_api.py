@@ -21,6 +21,7 @@ SOURCES = sorted(
 #: what they may import of core
 DECLARED = (
     "moe_core",
+    "moe_core.engine_api",
     "moe_core.experts_api",
     "moe_core.format_api",
     "moe_core.hopper_api",
@@ -107,6 +108,7 @@ def test_declared_uses_are_none(code: str) -> None:
 
 #: names that packages of protocol 2 may count on, beside those of `moe_core`
 PROTOCOL_2 = {
+    "moe_core.engine_api": "Engine log_once",
     "moe_core.experts_api": (
         "ActivationKind Adapters GroupedExperts LayerProblem MarlinExperts MarlinIntegerExperts ScaledMMExperts "
         "TileConfig TilePlan as_words expert_slices integer_row_scales interleave of_expert order_words "

@@ -1,0 +1,99 @@
+"""What packages share that bring the experts into an inference engine, beside the names of :mod:`moe_core` itself.
+
+Such a package replaces a part of an engine that is only known to be there in some of its versions, for the schemes that
+the user leaves on: an :class:`Engine` says both, and :meth:`Engine.start` decides, in one line of the log.  Names
+change their meaning, or go, with a new :data:`moe_core.PROTOCOL_VERSION` only.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moe_core.environment import parse_version
+from moe_core.errors import ConfigError, did_you_mean
+from moe_core.registry import registry
+
+__all__ = ["Engine", "log_once"]
+
+_OFF = ("0", "off", "false", "no", "none")
+_ON = ("", "1", "on", "true", "yes", "all")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that a package brings the experts to.
+
+    - ``package``: the one that does ("moe-sglang"); ``distribution``: the engine's ("sglang")
+    - ``lowest`` version that was tested, and the first that was not: ``below``
+    - ``switch``: the environment variable that turns the package off ("MOE_SGLANG"), or leaves some ``schemes`` on
+    """
+
+    package: str
+    distribution: str
+    lowest: str
+    below: str
+    switch: str
+    schemes: tuple[str, ...]
+
+    def reason_against_version(self, version: str | None = None) -> str | None:
+        """Why the engine's ``version`` (default: the installed one) is not among those that were tested, or None."""
+        tested = f"{self.package} was tested with {self.lowest} or newer, below {self.below}"
+        if version is None:
+            try:
+                version = importlib.metadata.version(self.distribution)
+            except importlib.metadata.PackageNotFoundError:
+                return f"{self.distribution} is not installed; {tested}"
+        if parse_version(self.lowest) <= parse_version(version) < parse_version(self.below):
+            return None
+        return f"{self.distribution} is {version}; {tested}"
+
+    def switched_on(self, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+        """The schemes that the switch leaves on: all where it is unset or "on", none for "off", else those it lists.
+
+        ``environ``: default the process's.  Raises ConfigError for a word that is no scheme.
+        """
+        text = (os.environ if environ is None else environ).get(self.switch, "")
+        names = [name.strip().lower() for name in text.split(",")]
+        if names in ([word] for word in _ON):
+            return self.schemes
+        if names in ([word] for word in _OFF):
+            return ()
+        for name in names:
+            if name not in self.schemes:
+                raise ConfigError(
+                    f"{self.switch}={text!r} names {name!r}{did_you_mean(name, self.schemes)}, "
+                    f"expected on, off, or some of {','.join(self.schemes)}"
+                )
+        return tuple(scheme for scheme in self.schemes if scheme in names)
+
+    def start(self, logger: logging.Logger) -> tuple[str, ...]:
+        """The schemes to bring, those that are switched on and installed; () with the reason in the log where none is.
+
+        One line is logged either way.  Raises ConfigError for a switch that says nothing known.
+        """
+        wanted = self.switched_on()
+        if not wanted:
+            logger.info("%s is off: %s=%s", self.package, self.switch, os.environ.get(self.switch))
+            return ()
+        reason = self.reason_against_version()
+        if reason is not None:
+            logger.warning("%s is off: %s", self.package, reason)
+            return ()
+        installed = registry().scheme_names()
+        found = tuple(scheme for scheme in wanted if scheme in installed)
+        if found:
+            logger.info("%s is on for %s (%s=off turns it off)", self.package, ", ".join(found), self.switch)
+        else:
+            logger.warning("%s is off: none of the schemes %s is installed", self.package, ", ".join(wanted))
+        return found
+
+
+@functools.cache
+def log_once(logger: logging.Logger, message: str, level: int = logging.INFO) -> None:
+    """Log ``message``, the first time that this process has it for ``logger``."""
+    logger.log(level, "%s", message)
