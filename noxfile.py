@@ -22,7 +22,10 @@ nox.options.error_on_missing_interpreters = False
 
 ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
-SCHEMES = [path.name for path in PACKAGES if path.name != "moe-core"]
+PROJECTS = {path.name: nox.project.load_toml(path / "pyproject.toml")["project"] for path in PACKAGES}
+SCHEMES = [name for name, project in PROJECTS.items() if "moe_core.schemes" in project.get("entry-points", {})]
+#: packages for a framework, which has sessions of its own: the others test these packages without it
+INTEGRATIONS = sorted(PROJECTS.keys() - {"moe-core", *SCHEMES})
 GROUPS = nox.project.load_toml("pyproject.toml")
 
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -44,6 +47,7 @@ nox.options.sessions = [
     "tests_lowest",
     "libraries",
     "families(newest)",
+    "transformers(newest)",
     "compile_cover",
     "docs",
     "bench",
@@ -57,14 +61,19 @@ def group(name: str) -> tuple[str, ...]:
 
 
 def install(session: nox.Session, *groups: str) -> None:
-    """Installs all five packages in editable form, and the tools of ``groups``.
+    """Installs all packages in editable form, and the tools of ``groups``; no frameworks.
 
     With ``--no-venv`` nothing is installed: what the interpreter has is used.
     """
     if session.venv_backend == "none":
         return
-    editable = [argument for path in PACKAGES for argument in ("--editable", str(path))]
-    session.install(*editable, *[requirement for name in groups for requirement in group(name)])
+    session.install(*editable("moe-core", *SCHEMES), *[requirement for name in groups for requirement in group(name)])
+    session.install("--no-deps", *editable(*INTEGRATIONS))
+
+
+def editable(*names: str) -> list[str]:
+    """Arguments that install packages of the workspace in editable form."""
+    return [argument for name in names for argument in ("--editable", str(ROOT / "packages" / name))]
 
 
 @nox.session(download_python="never")
@@ -99,10 +108,10 @@ def tests_lowest(session: nox.Session) -> None:
     Of parametrised tests every eighth case: what a version changes shows in any of them.  Of what kernels are compiled
     for: each kernel for each target, each value of its arguments for one of them.
     """
-    paths = [argument for path in PACKAGES for argument in ("--editable", str(path))]
     # the workspace's constraints pin the newest versions: uv must not find them from where it runs
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
-        session.install("--upgrade", "--resolution", "lowest-direct", *paths, *group("test"))
+        session.install("--upgrade", "--resolution", "lowest-direct", *editable("moe-core", *SCHEMES), *group("test"))
+        session.install("--no-deps", *editable(*INTEGRATIONS))
     session.run("python", "-c", "import torch, triton; print('torch', torch.__version__, 'triton', triton.__version__)")
     run_tests(session, "--every", "8")
     if not session.posargs:
@@ -144,12 +153,26 @@ def families(session: nox.Session, release: str) -> None:
 
     A family that a release adds fails here until it stands in moe_core.checkpoint.families.
     """
+    install_transformers(session, release)
+    run_tests(session, "packages/moe-core/tests/families")
+
+
+@nox.session(download_python="never")
+@releases
+def transformers(session: nox.Session, release: str) -> None:
+    """Whole tiny models in transformers with their experts run by moe-core; the examples of that package's README."""
+    install_transformers(session, release)
+    run_tests(session, "packages/moe-transformers/tests")
+    run_examples(session, ROOT / "packages/moe-transformers/README.md")
+
+
+def install_transformers(session: nox.Session, release: str) -> None:
+    """Installs the packages, the tests' tools, and a release of transformers."""
     install(session, "test", "families")
     if release != "newest" and session.venv_backend != "none":
         # away from the workspace, whose constraints pin the newest
         with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
             session.install(f"transformers=={release}")
-    run_tests(session, "packages/moe-core/tests/families")
 
 
 @nox.session(download_python="never")
@@ -195,6 +218,11 @@ def docs(session: nox.Session) -> None:
     install(session, "test")
     session.run("python", "tools/generate_docs.py", *(session.posargs or ["--check"]))
     documents = [path for pattern in ("*.md", "docs/**/*.md", "packages/*/*.md") for path in sorted(ROOT.glob(pattern))]
+    run_examples(session, *(path for path in documents if path.parent.name not in INTEGRATIONS))
+
+
+def run_examples(session: nox.Session, *documents: Path) -> None:
+    """Runs the Python examples of documents."""
     session.run("python", "tools/run_examples.py", *(str(path.relative_to(ROOT)) for path in documents))
 
 
@@ -208,7 +236,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(download_python="never")
 def wheels(session: nox.Session) -> None:
-    """Builds every wheel, then proves each scheme with core alone."""
+    """Builds every wheel, then proves each scheme, and each package for a framework, with core alone."""
     session.install("packaging")
     work = Path(session.create_tmp())
     shutil.rmtree(work, ignore_errors=True)
@@ -218,7 +246,7 @@ def wheels(session: nox.Session) -> None:
     environment = work / "environment"
     python = environment / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     session.run("uv", "venv", "--quiet", "--python", str(session.virtualenv.bin) + "/python", str(environment))
-    for names in (["moe-core"], *(["moe-core", scheme] for scheme in SCHEMES)):
+    for names in (["moe-core"], *(["moe-core", name] for name in [*SCHEMES, *INTEGRATIONS])):
         wheels = [str(next(dist.glob(f"{name.replace('-', '_')}-*.whl"))) for name in names]
         # exact: what these do not require is removed, as if the environment were new
         session.run("uv", "pip", "install", "--exact", "--quiet", "--python", str(python), *wheels)

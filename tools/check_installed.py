@@ -1,7 +1,8 @@
-"""Checks an environment that holds moe-core and at most one scheme, installed from wheels.
+"""Checks an environment that holds moe-core and at most one other package, installed from wheels.
 
-Usage: ``python -I tools/check_installed.py moe-core [moe-SCHEME]``, with that environment's interpreter: exactly the
-named packages are there, the registry finds the scheme, nothing of the others is imported, and ``moe quickstart`` runs.
+Usage: ``python -I tools/check_installed.py moe-core [moe-NAME]``, with that environment's interpreter: exactly the
+named packages are there and importable, the registry finds a scheme, nothing of the others is imported, and
+``moe quickstart`` runs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-ALL = ("moe-core", "moe-fp8", "moe-int8", "moe-mxfp4", "moe-wna16")
+ALL = ("moe-core", "moe-fp8", "moe-int8", "moe-mxfp4", "moe-transformers", "moe-wna16")
 MOE = str(Path(sys.executable).with_name("moe"))
 
 
@@ -39,6 +40,8 @@ def check_imports(packages: list[str]) -> bool:
     for name in set(ALL) - set(packages):
         expect(importlib.util.find_spec(name.replace("-", "_")) is None, f"{name} is importable, but not installed")
 
+    for name in packages:
+        modules_of(f"import {name.replace('-', '_')}")
     points = [
         (point.name, point.value)
         for point in importlib.metadata.entry_points(group="moe_core.schemes")

@@ -1,0 +1,14 @@
+"""Quantised mixture-of-experts models in transformers, their experts run by moe-core."""
+
+from __future__ import annotations
+
+from moe_transformers.experts import MoeCoreExperts
+from moe_transformers.version import TransformersVersionError, check_version
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MoeCoreExperts",
+    "TransformersVersionError",
+    "check_version",
+]

@@ -1,0 +1,38 @@
+"""A layer of moe-core where a block of transformers has its experts."""
+
+from __future__ import annotations
+
+from moe_core import FusedMoELayer
+from torch import Tensor, nn
+
+
+class MoeCoreExperts(nn.Module):
+    """The routed experts of one block; routing stays with the block.
+
+    Its weights are no parameters: they are in the layout of the layer's backend, so ``state_dict()`` and
+    ``save_pretrained`` refuse them (see :class:`moe_core.FusedMoELayer`).
+    """
+
+    def __init__(self, layer: FusedMoELayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The experts' sum weighted by ``top_k_weights`` of ``hidden_states`` [..., K], of the same shape.
+
+        ``top_k_index`` [..., k] int64 and ``top_k_weights`` [..., k] in float32 or 16 bits are what the router chose;
+        an id that is no expert's selects nothing.
+
+        Raises TensorError for arguments of another shape, dtype or device, and outside ``torch.no_grad()`` for those
+        that require grad: no gradients are computed.
+        """
+        return run_experts(self.layer, hidden_states, top_k_index, top_k_weights)
+
+
+def run_experts(layer: FusedMoELayer, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What :meth:`MoeCoreExperts.forward` returns, by any ``layer``."""
+    k = layer.config.top_k
+    output: Tensor = layer(
+        hidden_states, topk_weights=top_k_weights.reshape(-1, k), topk_ids=top_k_index.reshape(-1, k)
+    )
+    return output
