@@ -141,9 +141,12 @@ from moe_core.workspace import Workspace, WorkspaceSpec
 if TYPE_CHECKING:
     from moe_core.checkpoint import Checkpoint
     from moe_core.layer import FusedMoELayer, experts_left_out, load_layer
+    from moe_core.memory import LayerMemory, layer_memory
+    from moe_core.model_setup import share_workspace, warm_up
     from moe_core.online import OnlineQuantization
     from moe_core.quantization import dequantize_weight, quantize_moe_weights, quantize_weight
     from moe_core.reference import fused_moe_reference
+    from moe_core.shard import LayerShard, shard_layer
     from moe_core.torch_experts import TorchExperts, local_expert_ids
 
 __version__ = "0.1.0"
@@ -153,6 +156,12 @@ _LAZY = {
     "FusedMoELayer": "moe_core.layer",
     "experts_left_out": "moe_core.layer",
     "load_layer": "moe_core.layer",
+    "LayerMemory": "moe_core.memory",
+    "layer_memory": "moe_core.memory",
+    "share_workspace": "moe_core.model_setup",
+    "warm_up": "moe_core.model_setup",
+    "LayerShard": "moe_core.shard",
+    "shard_layer": "moe_core.shard",
     "fused_moe_reference": "moe_core.reference",
     "OnlineQuantization": "moe_core.online",
     "dequantize_weight": "moe_core.quantization",
@@ -210,6 +219,8 @@ __all__ = [
     "INT8_DTYPE",
     "KernelWeights",
     "KeyPattern",
+    "LayerMemory",
+    "LayerShard",
     "LoRA",
     "LoRAWeights",
     "MoEActivation",
@@ -309,6 +320,7 @@ __all__ = [
     "kMxfp8DynamicDown",
     "kMxfp8DynamicEven",
     "kMxfp8Static",
+    "layer_memory",
     "load_layer",
     "local_expert_ids",
     "make_quant_config",
@@ -320,5 +332,8 @@ __all__ = [
     "registry",
     "route",
     "scale_shape",
+    "shard_layer",
+    "share_workspace",
+    "warm_up",
     "wna16_moe_quant_config",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moe_core._autocast import autocast_off, without_autocast
 from moe_core.call_arguments import check_beside, check_width, refuse_gradients
-from moe_core.config import FusedMoEConfig, whole_number
+from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig, whole_number
 from moe_core.device import as_torch_device
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_tensor
 from moe_core.kernel import FusedMoEKernel
@@ -22,6 +22,7 @@ from moe_core.oracle import Oracle
 from moe_core.registry import registry
 from moe_core.routing import LOGIT_DTYPES, RoutingConfig
 from moe_core.selection import Selection
+from moe_core.shard import map_of
 from moe_core.weights import KernelWeights, MoEWeights
 
 if TYPE_CHECKING:
@@ -297,6 +298,7 @@ class FusedMoELayer(nn.Module):
             activation_key=origin.activation_key,
             stack=origin.stack,
             given=origin.given,
+            parallel=self.config.parallel,
         )
         for name in _SAME_LAYER:
             old, new = getattr(self.config, name), getattr(source.config, name)
@@ -432,6 +434,7 @@ def load_layer(
     backend: str = "auto",
     dtype: torch.dtype = torch.bfloat16,
     experts: Sequence[int] | None = None,
+    parallel: FusedMoEParallelConfig | None = None,
     quantize: str | OnlineQuantization | None = None,
     activation_key: QuantKey | str | None = "checkpoint",
     max_loras: int = 0,
@@ -445,7 +448,9 @@ def load_layer(
     """One MoE layer of a checkpoint folder: format, scheme, selection and conversion.
 
     ``layer``: index in the model, default the first MoE layer.  ``experts``: global ids to load
-    (expert parallelism), default all; with some of them the layer gets the matching expert map.
+    (expert parallelism), default all; with some of them the layer gets the matching expert map.  ``parallel``: the rank
+    whose experts (consecutive ones, unless ``experts`` names them) and whose columns of them (tensor parallelism) are
+    loaded; the outputs of the ranks add up to the layer's.
     ``quantize``: what to make of 16-bit experts, by the name that a scheme gives it ("fp8_per_channel"); they are
     quantised expert by expert while they are read.  ``activation_key``: what activations are quantised as, a key or its
     name, None for 16 bits; default what the checkpoint says.  ``max_loras`` > 0: a backend that applies LoRA adapters,
@@ -474,6 +479,7 @@ def load_layer(
         activation_key=activation_key,
         stack=stack,
         given=given,
+        parallel=parallel,
     )
     # selection comes before the weights are read: an impossible request costs no gigabytes
     oracle = registry().oracle(source.scheme)
@@ -496,11 +502,8 @@ def load_layer(
         return None if tensor is None else tensor.to(target)
 
     expert_map = None
-    if experts is not None:
-        expert_map = torch.full((source.config.num_experts,), -1, dtype=torch.int32, device=target)
-        expert_map[torch.tensor(source.experts, device=target)] = torch.arange(
-            len(source.experts), dtype=torch.int32, device=target
-        )
+    if experts is not None or len(source.experts) < source.config.num_experts:
+        expert_map = map_of(source.experts, source.config.num_experts, target)
     return FusedMoELayer(
         kernel,
         selection,

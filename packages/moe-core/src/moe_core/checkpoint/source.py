@@ -17,12 +17,13 @@ from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout
 from moe_core.checkpoint.model import Given, read_model
 from moe_core.checkpoint.online import detect
 from moe_core.checkpoint.reader import Checkpoint
-from moe_core.config import FusedMoEConfig, whole_number
+from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig, whole_number
 from moe_core.errors import CheckpointWarning, ConfigError, MoEError, RegistryError
 from moe_core.online import OnlineQuantization
 from moe_core.plugins import Raised, attempt
 from moe_core.quant_key import QuantKey, as_quant_key
 from moe_core.registry import KNOWN_SCHEMES, Registry
+from moe_core.shard import column_range, cut_columns, local_expert_range
 from moe_core.weights import MoEWeights
 
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class LayerSource:
     - ``format`` that reads it, ``layout`` that it found
     - ``config``, ``weight_key``, ``activation_key`` (as the checkpoint says, or as was asked for), ``scheme``: what
       selection needs
+    - ``whole``: the config before a tensor-parallel rank's columns were cut
     - ``experts``: global ids of the experts to load
     - ``router_weight`` [E, K], ``router_bias`` [E] float32: None where the checkpoint has none
     - ``correction_bias`` [E] float32: where the routing has one
@@ -57,6 +59,7 @@ class LayerSource:
     scheme: str
     format: CheckpointFormat
     layout: ExpertLayout
+    whole: FusedMoEConfig
     experts: tuple[int, ...]
     router_weight: Tensor | None
     router_bias: Tensor | None
@@ -70,19 +73,22 @@ class LayerSource:
         return self.layout.layer
 
     def weights(self, device: torch.device | str = "cpu") -> MoEWeights:
-        """Canonical weights of ``experts`` on ``device``; CheckpointError names a tensor that is broken."""
-        load = functools.partial(self.layout.load, self.config, experts=self.experts, device=device)
+        """Canonical weights of ``experts`` on ``device``, this rank's columns of them.
+
+        CheckpointError names a tensor that is broken.
+        """
+        load = functools.partial(self.layout.load, self.whole, experts=self.experts, device=device)
         weights = _of_format(self.format, load)
-        if weights.activation_key == self.activation_key:
-            return weights
-        return replace(
-            weights,
-            activation_key=self.activation_key,
-            w13_input_scale=None,
-            w2_input_scale=None,
-            w13_input_zero_point=None,
-            w2_input_zero_point=None,
-        )
+        if weights.activation_key != self.activation_key:
+            weights = replace(
+                weights,
+                activation_key=self.activation_key,
+                w13_input_scale=None,
+                w2_input_scale=None,
+                w13_input_zero_point=None,
+                w2_input_zero_point=None,
+            )
+        return cut_columns(self.whole, weights, self.config.parallel)[1]
 
 
 def read_layer(
@@ -95,6 +101,7 @@ def read_layer(
     activation_key: QuantKey | str | None = AS_STORED,
     stack: str | None = None,
     given: Given | None = None,
+    parallel: FusedMoEParallelConfig | None = None,
     plugins: Registry | None = None,
 ) -> LayerSource:
     """Layer ``layer`` of the model, default the first with experts: names, shapes, config, format; no weights yet.
@@ -102,24 +109,29 @@ def read_layer(
     ``dtype`` of hidden states; ``experts``: global ids to load, default all; ``quantize``: what to make of 16-bit
     experts, by the name that an installed scheme gives it; ``activation_key``: what activations are quantised as, None
     for 16 bits, instead of what the checkpoint says; ``stack``: of a model with several stacks of layers, the first
-    part of the tensors' names ("talker"); ``given``: routing and activation, which an unknown model_type needs.
+    part of the tensors' names ("talker"); ``given``: routing and activation, which an unknown model_type needs;
+    ``parallel``: of which rank the experts, unless they are named, and their columns are.
     Raises CheckpointError, SchemeNotInstalledError, ConfigError for static activations, whose scales only a checkpoint
     that has them brings; warns with CheckpointWarning of what is guessed.
     """
     if layer is not None:
         layer = whole_number("layer", layer, 0)
     tensors = find_layer(checkpoint, layer, stack)
-    chosen = _chosen(experts, tensors.num_experts)
+    parallel = parallel or FusedMoEParallelConfig()
+    chosen = _chosen(experts, tensors.num_experts, parallel)
     model = read_model(tensors, dtype=dtype, num_local_experts=len(chosen), given=given)
     scheme, adapter, layout = detect(checkpoint, tensors, quantize, plugins)
     if model.assumed is not None:
         warnings.warn(model.assumed, CheckpointWarning, stacklevel=2)
+    weight_key, activations = layout.weight_key, _activations(activation_key, layout.activation_key)
+    begin, end = column_range(model.config.intermediate_size, weight_key, activations, parallel)
     return LayerSource(
         index=tensors.index,
         prefix=tensors.prefix,
-        config=model.config,
-        weight_key=layout.weight_key,
-        activation_key=_activations(activation_key, layout.activation_key),
+        config=replace(model.config, intermediate_size=end - begin, parallel=parallel),
+        whole=model.config,
+        weight_key=weight_key,
+        activation_key=activations,
         scheme=scheme,
         format=adapter,
         layout=layout,
@@ -159,9 +171,9 @@ def _activations(wanted: QuantKey | str | None, stored: QuantKey | None) -> Quan
     return key
 
 
-def _chosen(experts: Sequence[int] | None, count: int) -> tuple[int, ...]:
+def _chosen(experts: Sequence[int] | None, count: int, parallel: FusedMoEParallelConfig) -> tuple[int, ...]:
     if experts is None:
-        return tuple(range(count))
+        return local_expert_range(count, parallel)
     try:
         given: tuple[object, ...] = tuple(experts)
     except TypeError:

@@ -1,0 +1,89 @@
+"""What an engine sets up once for all layers: one workspace, kernels that are compiled before they are needed."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from moe_core import ConfigError, FusedMoEKernel, FusedMoELayer, LoRAWeights, shard_layer, share_workspace, warm_up
+from moe_core.config import FusedMoEParallelConfig
+from moe_core_layers import Kind, some_kinds
+from torch import nn
+
+
+def kind() -> Kind:
+    return some_kinds()[0]
+
+
+def model() -> nn.Module:
+    """Two layers that are alike, and one that is not."""
+    return nn.Sequential(nn.Linear(4, 4), kind().layer(0), kind().layer(1), kind().layer(2, intermediate_size=256))
+
+
+def kernels(layers: nn.Module) -> list[FusedMoEKernel]:
+    return [layer.kernel for layer in layers.modules() if isinstance(layer, FusedMoELayer)]
+
+
+def test_layers_share_one_workspace_of_the_largest() -> None:
+    layers = model()
+    before = [kernel.apply(**arguments(kernel, 3)) for kernel in kernels(layers)]
+    with pytest.MonkeyPatch.context() as patched:
+        # scratch memory of the CPU's backend is none: a size that every layer states
+        sizes = {id(kernel): 1000 * (i + 1) for i, kernel in enumerate(kernels(layers))}
+        patched.setattr(FusedMoEKernel, "workspace_nbytes", lambda self, tokens: sizes[id(self)] * tokens)
+        workspace = share_workspace(layers, 16)
+    assert workspace.nbytes == 16 * 3000
+    assert all(kernel.workspace is workspace for kernel in kernels(layers))
+    for kernel, expected in zip(kernels(layers), before, strict=True):
+        assert torch.equal(kernel.apply(**arguments(kernel, 3)), expected)
+
+
+def arguments(kernel: FusedMoEKernel, tokens: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, kernel.config.hidden_size, generator=generator).to(kernel.config.dtype)
+    weights, ids = torch.rand(tokens, kernel.config.num_experts, generator=generator).topk(kernel.config.top_k)
+    return {"hidden_states": x, "topk_weights": weights, "topk_ids": ids}
+
+
+def called(layers: object, counts: list[int]) -> list[tuple[int, int, bool]]:
+    """(intermediate size, tokens, adapters) of each call of the experts that warming up makes."""
+    calls = []
+    run = FusedMoEKernel._run
+
+    def noted(self: FusedMoEKernel, output: torch.Tensor, *rest: torch.Tensor | None) -> None:
+        calls.append((self.config.intermediate_size, output.shape[0], rest[-1] is not None))
+        run(self, output, *rest)  # type: ignore[arg-type]
+
+    with patch.object(FusedMoEKernel, "_run", noted):
+        warm_up(layers, counts)  # type: ignore[arg-type]
+    return calls
+
+
+def test_one_of_the_layers_that_are_alike_is_called() -> None:
+    assert called(model(), [1, 5]) == [(128, 1, False), (128, 5, False), (256, 1, False), (256, 5, False)]
+    assert called(kernels(model())[2], [2]) == [(256, 2, False)]
+    assert called(iter(kernels(model())[:2]), [2]) == [(128, 2, False)]
+
+
+def test_layers_of_a_rank_and_with_adapters_are_called_as_they_will_be() -> None:
+    layer = kind().layer(is_lora_enabled=True, max_loras=2)
+    assert isinstance(layer.lora, LoRAWeights)
+    assert called([layer], [3]) == [(128, 3, False), (128, 3, True)]
+    whole = kind().config()
+    shard = shard_layer(whole, kind().weights(whole), FusedMoEParallelConfig(ep_size=2, ep_rank=1))
+    layer = FusedMoELayer.from_weights(kind().scheme, shard.config, shard.weights)
+    assert called([layer.kernel], [3]) == [(128, 3, False)]
+
+
+@pytest.mark.parametrize("function", [lambda layers: share_workspace(layers, 4), lambda layers: warm_up(layers, [4])])
+def test_what_holds_no_layer_is_refused(function: object) -> None:
+    for nothing in (nn.Linear(2, 2), []):
+        with pytest.raises(ConfigError, match="there is no FusedMoELayer among the layers"):
+            function(nothing)  # type: ignore[operator]
+    with pytest.raises(ConfigError, match="layers holds a Linear, expected a FusedMoELayer or a FusedMoEKernel"):
+        function([nn.Linear(2, 2)])  # type: ignore[operator]
+    with pytest.raises(ConfigError, match="must be a positive integer"):
+        share_workspace(model(), 0)
+    with pytest.raises(ConfigError, match="must be a positive integer"):
+        warm_up(model(), [0])
