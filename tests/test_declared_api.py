@@ -115,11 +115,12 @@ PROTOCOL_2 = {
         "quantize_tensor relative_powers"
     ),
     "moe_core.format_api": (
-        "BadValuesError CheckpointFormat ExpertLayout ExpertMatrices ExpertStorage GptqSettings INPUT_SCALES "
-        "LayerExperts QuantArgs QuantEntries QuantGroup QuantizedFormat QuantizedLayout QuarkArgs QuarkLayer Values "
-        "ZERO_POINTS auto_round_settings check_expert_tensor check_stated_shape gate_rows_first gptq_settings "
-        "is_interleaved is_transposed load_checked load_stacked missing module_name one_suffix quant_algo quant_group "
-        "quantizers quark_layer refuse_lost_weights refuse_mixed refuse_zero_points short stored_matrix unknown_algo"
+        "AutoRoundSettings BadValuesError CheckpointFormat ExpertLayout ExpertMatrices ExpertStorage GptqSettings "
+        "INPUT_SCALES LayerExperts QuantArgs QuantEntries QuantGroup QuantizedFormat QuantizedLayout QuarkArgs "
+        "QuarkLayer Values ZERO_POINTS auto_round_settings check_expert_tensor check_stated_shape gate_rows_first "
+        "gptq_settings is_interleaved is_transposed load_checked load_stacked missing module_name one_suffix "
+        "quant_algo quant_group quantizers quark_layer refuse_lost_weights refuse_mixed refuse_zero_points short "
+        "stored_matrix unknown_algo"
     ),
     "moe_core.hopper_api": "HALF TILE accumulate_int8 barrier column_scales marked_rows row_scales scaled_mm_int8",
     "moe_core.kernel_api": (
@@ -129,9 +130,9 @@ PROTOCOL_2 = {
         "scale_acc_rows has_nan in_order is_aligned is_finite largest load_blocks load_group_4 load_group_8 "
         "load_groups_8_1 load_groups_8_2 load_rows_8 load_scaled_rows load_values load_words marked narrow_e4m3 "
         "nibble_columns nibble_numbers open_blocks open_groups open_plain open_rows open_unquantized_rows open_values "
-        "open_weights packed_weight pair per_word prefetch_rows round_int8 round_mxfp8 scale_and_zero scale_of "
-        "scale_of_parts shifted step_bytes step_powers swap_ab_dot tile_words wait_for_mma weight_descriptor "
-        "weight_rows weight_tile with_zero"
+        "open_weights packed_weight pair per_word prefetch_rows round_int8 round_mxfp8 round_mxfp8_down "
+        "round_mxfp8_even scale_and_zero scale_of scale_of_parts shifted step_bytes step_powers swap_ab_dot tile_words "
+        "wait_for_mma weight_descriptor weight_rows weight_tile with_zero"
     ),
     "moe_core.libraries_api": (
         "FlashInferCutlassExperts TRTLLM_MAX_LOCAL_EXPERTS TRTLLM_ROUTING_METHODS TrtLlmRouting activate_and_quantize "

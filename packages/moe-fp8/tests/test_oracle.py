@@ -23,6 +23,8 @@ from moe_core import (
     kFp8StaticChannelSym,
     kInt8StaticChannelSym,
     kMxfp8Dynamic,
+    kMxfp8DynamicDown,
+    kMxfp8DynamicEven,
     kMxfp8Static,
 )
 from moe_core.quantization import quantize_moe_weights
@@ -53,6 +55,17 @@ def test_auto_follows_the_device(device: str, backend: Fp8MoeBackend, experts: t
     selection = select_fp8_moe_backend(CONFIG, device=device, environment=WITH_TRITON)
     assert selection.backend == backend.value
     assert selection.experts is experts
+
+
+@pytest.mark.parametrize("key", [kMxfp8DynamicDown, kMxfp8DynamicEven], ids=str)
+@pytest.mark.parametrize(("device", "backend"), [("sm90", "triton"), ("sm100", "triton"), ("cpu", "torch")])
+def test_scales_that_tools_round_otherwise(key: QuantKey, device: str, backend: str) -> None:
+    """Libraries round activations' scales up: they are refused, and the project's kernels taken."""
+    libraries = Environment({"triton": "3.6.0", "flashinfer": "99.0", "deep_gemm": "99.0"})
+    selection = select_fp8_moe_backend(
+        CONFIG, weight_key=kMxfp8Static, activation_key=key, device=device, environment=libraries
+    )
+    assert selection.backend == backend
 
 
 @pytest.mark.parametrize("device", ["sm80", "sm90", "sm100"])

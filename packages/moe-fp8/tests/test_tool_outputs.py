@@ -128,7 +128,7 @@ SAME: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Tensors]]] = {
         ),
     ),
     "MiniMax": ("qwen3_mo_mxfp8", {"quant_method": "mxfp8"}, replaced("weight_scale", "weight_scale_inv")),
-    "AutoRound": ("nemotron_ct_mxfp8", {**AUTO_ROUND, "act_bits": 8, "act_data_type": "mx_fp"}, dict),
+    "AutoRound": ("nemotron_ct_mxfp8", {**AUTO_ROUND, "act_bits": 8, "act_data_type": "mx_fp_rceil"}, dict),
     "e8m0 under quant_method fp8": (
         "qwen3_mo_mxfp8",
         {"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},

@@ -33,6 +33,7 @@ refuses values that a checkpoint must not hold.
 
 from __future__ import annotations
 
+from moe_core.checkpoint.auto_round import AutoRoundSettings, auto_round_settings
 from moe_core.checkpoint.compressed_tensors import QuantArgs, QuantGroup, quant_group
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.format import (
@@ -42,7 +43,7 @@ from moe_core.checkpoint.format import (
     check_expert_tensor,
     load_stacked,
 )
-from moe_core.checkpoint.gptq import GptqSettings, auto_round_settings, gptq_settings
+from moe_core.checkpoint.gptq import GptqSettings, gptq_settings
 from moe_core.checkpoint.matrices import (
     ExpertMatrices,
     gate_rows_first,
@@ -70,6 +71,7 @@ from moe_core.checkpoint.values import Values, load_checked, refuse_lost_weights
 __all__ = [
     "INPUT_SCALES",
     "ZERO_POINTS",
+    "AutoRoundSettings",
     "BadValuesError",
     "CheckpointFormat",
     "ExpertLayout",

@@ -30,7 +30,7 @@ needed where an MMA reads registers that the program has written.
 
 from __future__ import annotations
 
-from moe_core.gemm.as_stored.activations import round_mxfp8
+from moe_core.gemm.as_stored.activations import round_mxfp8, round_mxfp8_down, round_mxfp8_even
 from moe_core.gemm.as_stored.scheme import STEP, as_stored_scheme, packed_weight
 from moe_core.gemm.as_stored.tiles import (
     add_swap_ab_dot,
@@ -98,6 +98,8 @@ __all__ = [
     "TileFunctions",
     "is_aligned",
     "round_mxfp8",
+    "round_mxfp8_down",
+    "round_mxfp8_even",
     "weight_descriptor",
     # scaled_mm
     "E4M3",

@@ -129,7 +129,7 @@ SCHEME = SchemeSpec(
         "moe_fp8.formats.mxfp8:AutoRoundMxfp8Format",
         "moe_fp8.formats.quark:QuarkFp8Format",
     ),
-    quant_methods=("fp8", "compressed-tensors", "modelopt", "mxfp8", "auto-round", "quark"),
+    quant_methods=("fp8", "compressed-tensors", "modelopt", "mxfp8", "auto-round", "intel/auto-round", "quark"),
     quickstart="moe_fp8.quickstart:write_checkpoint",
     online=ONLINE,
     kinds=(

@@ -7,31 +7,43 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core.quant_key import kMxfp8Dynamic, kMxfp8Static
+from moe_core import QuantKey, kMxfp8Dynamic, kMxfp8DynamicDown, kMxfp8Static
 from moe_core.testing.checkpoints import MX, PREFIX, Experts, check, exponents, refused, said_against, source
 from moe_fp8.formats.mxfp8 import AutoRoundMxfp8Format, Mxfp8Format
 
 AUTO_ROUND = {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 8, "group_size": 32}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "MiniMax": {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]},
-    "MiniMax with blocks": {"quant_method": "mxfp8", "weight_block_size": [1, 32], "activation_scheme": "dynamic"},
-    "AutoRound": {**AUTO_ROUND, "act_bits": 8, "act_data_type": "mx_fp_rceil", "extra_config": {}},
-    "AutoRound's other layers": {**AUTO_ROUND, "act_bits": 8, "extra_config": {"lm_head": {"bits": 16}}},
-    "AutoRound's experts": {
-        **AUTO_ROUND,
-        "bits": 4,
-        "act_bits": 4,
-        "extra_config": {"experts": {"bits": 8, "act_bits": 8}},
-    },
+CONFIGS: dict[str, tuple[dict[str, Any], QuantKey]] = {
+    "MiniMax": ({"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}, kMxfp8Dynamic),
+    "MiniMax with blocks": (
+        {"quant_method": "mxfp8", "weight_block_size": [1, 32], "activation_scheme": "dynamic"},
+        kMxfp8Dynamic,
+    ),
+    "AutoRound rounded up": (
+        {**AUTO_ROUND, "act_bits": 8, "act_data_type": "mx_fp_rceil", "extra_config": {}},
+        kMxfp8Dynamic,
+    ),
+    "AutoRound": (
+        {**AUTO_ROUND, "quant_method": "intel/auto-round", "act_bits": 8, "act_data_type": "mx_fp"},
+        kMxfp8DynamicDown,
+    ),
+    "AutoRound's other layers": (
+        {**AUTO_ROUND, "act_bits": 8, "extra_config": {"lm_head": {"bits": 16}}},
+        kMxfp8DynamicDown,
+    ),
+    "AutoRound's experts": (
+        {**AUTO_ROUND, "bits": 4, "act_bits": 4, "extra_config": {"experts": {"bits": 8, "act_bits": 8}}},
+        kMxfp8DynamicDown,
+    ),
 }
 
 
 @pytest.mark.parametrize("suffix", ["weight_scale", "weight_scale_inv"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configs(tmp_path: Path, name: str, suffix: str) -> None:
+    quantization, activation_key = CONFIGS[name]
     experts = Experts(MX)
     tensors = experts.tensors(exponents, suffix)
-    check(source(tmp_path, tensors, CONFIGS[name]), experts, kMxfp8Static, kMxfp8Dynamic)
+    check(source(tmp_path, tensors, quantization), experts, kMxfp8Static, activation_key)
 
 
 @pytest.mark.parametrize("change", [{}, {"act_bits": 16}], ids=str)
@@ -64,6 +76,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "data_type is 'mx_fp' with 4 bits, e",
     ),
     "group": ({**AUTO_ROUND, "group_size": 16}, "group_size is 16, expected 32"),
+    "e5m2": ({**AUTO_ROUND, "data_type": "mx_fp8e5m2"}, "data_type is 'mx_fp8e5m2' with 8 bits, expected 'mx_fp'"),
+    "groups of activations": (
+        {**AUTO_ROUND, "act_bits": 8, "act_group_size": 64},
+        "act_group_size is 64, expected 32",
+    ),
+    "static activations": (
+        {**AUTO_ROUND, "act_bits": 8, "act_dynamic": False},
+        "act_dynamic is false, expected true",
+    ),
     "activations": ({**AUTO_ROUND, "act_bits": 4}, "act_data_type is 'mx_fp' with 4 bits, expected 'mx_fp' with 8"),
 }
 
@@ -78,4 +99,4 @@ def test_what_is_refused(tmp_path: Path, name: str) -> None:
 def test_scales_that_are_no_exponents(tmp_path: Path) -> None:
     tensors = Experts(MX).tensors()
     name = f"{PREFIX}.0.gate_proj.weight_scale"
-    refused(tmp_path, tensors, CONFIGS["MiniMax"], f"{name} has dtype float32, expected uint8 or float8_e8m0fnu")
+    refused(tmp_path, tensors, CONFIGS["MiniMax"][0], f"{name} has dtype float32, expected uint8 or float8_e8m0fnu")

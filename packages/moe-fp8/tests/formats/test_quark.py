@@ -15,7 +15,8 @@ from moe_core.quant_key import (
     kFp8Static128BlockSym,
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
-    kMxfp8Dynamic,
+    kMxfp8DynamicDown,
+    kMxfp8DynamicEven,
     kMxfp8Static,
 )
 from moe_core.testing.checkpoints import (
@@ -57,7 +58,9 @@ INPUTS: dict[str, tuple[dict[str, Any] | None, QuantKey | None]] = {
     "channel": (spec("per_channel", is_dynamic=True), kFp8DynamicTokenSym),
     "token": (spec("per_token", is_dynamic=True), kFp8DynamicTokenSym),
     "group": (spec("per_group", group_size=128, is_dynamic=True), kFp8Dynamic128Sym),
-    "mxfp8": ({**MX_SPEC, "is_dynamic": True}, kMxfp8Dynamic),
+    "mxfp8": ({**MX_SPEC, "is_dynamic": True}, kMxfp8DynamicEven),
+    "mxfp8 even": ({**MX_SPEC, "is_dynamic": True, "scale_calculation_mode": "even"}, kMxfp8DynamicEven),
+    "mxfp8 floor": ({**MX_SPEC, "is_dynamic": True, "scale_calculation_mode": "floor"}, kMxfp8DynamicDown),
 }
 
 
@@ -112,6 +115,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "int8 inputs": (config(spec("per_tensor"), spec("per_tensor", dtype="int8")), "input_tensors: dtype is 'int8'"),
     "static tokens": (config(spec("per_tensor"), spec("per_channel")), "static activations have qscheme 'per_channel'"),
     "inputs": (config(spec("per_tensor"), spec("fancy", is_dynamic=True)), "qscheme is 'fancy', expected 'per_tensor'"),
+    "rounding": (
+        config(MX_SPEC, {**MX_SPEC, "is_dynamic": True, "scale_calculation_mode": "ceil"}),
+        "input_tensors: scale_calculation_mode is 'ceil', expected 'even' or 'floor'",
+    ),
     "projections": (
         config(spec("per_tensor"), layer_quant_config={"*down_proj": {"weight": spec("per_channel")}}),
         f"the experts of {PREFIX} are quantised differently",

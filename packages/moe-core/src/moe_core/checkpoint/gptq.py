@@ -1,4 +1,4 @@
-"""What the configs of GPTQ, AWQ and AutoRound say of one layer's experts: the three share their words.
+"""What the configs of GPTQ and AWQ say of one layer's experts; AutoRound (`auto_round`) has the same entries and more.
 
 The tools have settings for some modules only (:mod:`moe_core.checkpoint.overrides`); AutoRound's stand in the forms of
 GPTQ and AWQ too.
@@ -43,30 +43,9 @@ class GptqSettings:
         return size
 
     @property
-    def data_type(self) -> str | None:
-        """AutoRound: "int", "mx_fp" …"""
-        return self.entries.text("data_type", "int")
-
-    @property
     def act_bits(self) -> int | None:
         """Bits of the activations, 16 where nothing is said."""
         return self.entries.integer("act_bits", 16)
-
-    @property
-    def act_data_type(self) -> str | None:
-        """AutoRound: that of the activations, the weights' where nothing is said."""
-        return self.entries.text("act_data_type", self.data_type)
-
-    def wrong_group(self, name: str, size: int) -> str | None:
-        """Why ``name`` ("group_size", "act_group_size") is not ``size``, which it is where nothing is said."""
-        found = self.entries.integer(name, size, least=-1)
-        return None if found == size else f"{name} is {found}, expected {size}"
-
-    def not_microscaling(self, bits: int, size: int) -> str | None:
-        """Why weights of AutoRound are not floats of ``bits`` in groups of ``size`` (OCP MX), in one clause."""
-        if self.data_type is None or not self.data_type.startswith("mx_fp") or self.bits != bits:
-            return f"data_type is {self.data_type!r} with {self.bits} bits, expected 'mx_fp' with {bits}"
-        return self.wrong_group("group_size", size)
 
     @property
     def quantised_inputs(self) -> str | None:
@@ -85,21 +64,13 @@ def gptq_settings(quantization: Mapping[str, Any], layer: LayerExperts) -> GptqS
     return layer.understood(quantization, _gptq)
 
 
-def auto_round_settings(quantization: Mapping[str, Any], layer: LayerExperts) -> GptqSettings:
-    """Those of AutoRound; CheckpointError where experts or projections would differ."""
-    return layer.understood(quantization, _auto_round)
-
-
 def _gptq(quantization: Mapping[str, Any], layer: LayerExperts) -> GptqSettings:
-    return _settings(quantization, layer, "dynamic", "extra_config")
+    return GptqSettings(settings_entries(quantization, layer, "dynamic", "extra_config"))
 
 
-def _auto_round(quantization: Mapping[str, Any], layer: LayerExperts) -> GptqSettings:
-    return _settings(quantization, layer, "extra_config")
-
-
-def _settings(quantization: Mapping[str, Any], layer: LayerExperts, *overrides: str) -> GptqSettings:
+def settings_entries(quantization: Mapping[str, Any], layer: LayerExperts, *overrides: str) -> QuantEntries:
+    """The entries as they hold for the layer's experts, with what the objects ``overrides`` say of some modules."""
     entries = QuantEntries(quantization, f"{layer.checkpoint.path / 'config.json'}: quantization_config")
     for part in overrides:
         entries = with_overrides(entries, part, layer)
-    return GptqSettings(entries)
+    return entries

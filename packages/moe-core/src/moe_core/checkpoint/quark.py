@@ -11,6 +11,19 @@ from moe_core.checkpoint.matrices import expert_modules
 from moe_core.checkpoint.patterns import NamePatterns
 from moe_core.checkpoint.quant_args import QuantEntries
 from moe_core.errors import CheckpointError
+from moe_core.quant_key import (
+    QuantKey,
+    kMxfp4DynamicDown,
+    kMxfp4DynamicEven,
+    kMxfp8DynamicDown,
+    kMxfp8DynamicEven,
+)
+
+#: activations in groups of 32 with e8m0 scales, by ``scale_calculation_mode``: MXFP4 and MXFP8
+_MX_ACTIVATIONS = {
+    "even": (kMxfp4DynamicEven, kMxfp8DynamicEven),
+    "floor": (kMxfp4DynamicDown, kMxfp8DynamicDown),
+}
 
 
 @dataclass(frozen=True)
@@ -66,14 +79,19 @@ class QuarkArgs:
         return self.entries.text("scale_format") == "e8m0"
 
     @property
-    def rounding(self) -> str | None:
-        """How exponents are rounded: "even" or "floor"."""
-        return self.entries.text("scale_calculation_mode")
-
-    @property
     def is_microscaling(self) -> bool:
         """Whether groups of 32 share an e8m0 exponent (OCP MX)."""
         return self.scheme == "per_group" and self.group_size == 32 and self.exponents
+
+    @property
+    def mx_activation(self) -> QuantKey | str | None:
+        """The key of dynamic MXFP4 or MXFP8 activations, in one clause why it is not read, None for other types."""
+        if not (self.dynamic and self.is_microscaling and (self.is_e4m3 or self.dtype == "fp4")):
+            return None
+        mode = self.entries.text("scale_calculation_mode", "even")
+        if mode not in _MX_ACTIVATIONS:
+            return f"{self.where}: scale_calculation_mode is {mode!r}, expected 'even' or 'floor'"
+        return _MX_ACTIVATIONS[mode][self.is_e4m3]
 
     def __str__(self) -> str:
         size = self.entries.integer("group_size", least=-1)

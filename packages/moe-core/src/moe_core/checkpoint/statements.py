@@ -137,7 +137,7 @@ OWNERS: Mapping[str, Sequence[str]] = {
     "config_groups": ("compressed-tensors", "modelopt"),
     **dict.fromkeys(("weight_block_size", "activation_scheme"), ("fp8", "mxfp8", "auto-round")),
     **dict.fromkeys(("dynamic", "extra_config", "desc_act", "checkpoint_format"), _INTEGERS),
-    **dict.fromkeys(("act_bits", "act_data_type"), (*_INTEGERS, "fp8", "mxfp8")),
+    **dict.fromkeys(("act_bits", "act_data_type"), (*_INTEGERS, "fp8")),
 }
 _TOOLS = frozenset(name for names in OWNERS.values() for name in names) | {"mxfp4"}
 

@@ -24,6 +24,8 @@ from moe_core import (
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
     kMxfp8Dynamic,
+    kMxfp8DynamicDown,
+    kMxfp8DynamicEven,
     kMxfp8Static,
 )
 
@@ -45,8 +47,7 @@ class TorchFp8Experts(TorchExperts):
             (_WIDE, None),
             (_NARROW, None),
             *((weight, a) for weight in (kFp8StaticTensorSym, kFp8StaticChannelSym) for a in _ACTIVATIONS),
-            (kMxfp8Static, kMxfp8Dynamic),
-            (kMxfp8Static, None),
+            *((kMxfp8Static, a) for a in (kMxfp8Dynamic, kMxfp8DynamicEven, kMxfp8DynamicDown, None)),
         ),
         activations=GATED | NON_GATED,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),

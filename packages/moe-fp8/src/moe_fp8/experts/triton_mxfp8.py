@@ -10,7 +10,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from moe_core import GATED, NON_GATED, TRITON, Claims, FusedMoEActivationFormat, cuda, kMxfp8Dynamic, kMxfp8Static
+from moe_core import (
+    GATED,
+    NON_GATED,
+    TRITON,
+    Claims,
+    FusedMoEActivationFormat,
+    cuda,
+    kMxfp8Dynamic,
+    kMxfp8DynamicDown,
+    kMxfp8DynamicEven,
+    kMxfp8Static,
+)
 
 from moe_fp8.experts.marlin import MarlinE4M3Experts
 
@@ -22,12 +33,12 @@ if TYPE_CHECKING:
 class TritonMxfp8Experts(MarlinE4M3Experts):
     """MXFP8 weights and activations."""
 
-    #: an epilogue that quantises 256 columns, without a gate: most on sm90 328
-    accepted_spills = (336, 640)
+    #: an epilogue that quantises 256 columns, without a gate: most on sm100 488
+    accepted_spills = (496, 640)
 
     claims = Claims(
         devices=(cuda(min=89),),
-        keys=((kMxfp8Static, kMxfp8Dynamic),),
+        keys=tuple((kMxfp8Static, key) for key in (kMxfp8Dynamic, kMxfp8DynamicEven, kMxfp8DynamicDown)),
         activations=GATED | NON_GATED,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         bias=True,
@@ -36,7 +47,8 @@ class TritonMxfp8Experts(MarlinE4M3Experts):
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),
-        notes="products in bfloat16, which holds MXFP8 values exactly",
+        notes="products in bfloat16, which holds MXFP8 values exactly; activation scales rounded even or "
+        "down were compiled, not run",
     )
 
     @property
@@ -44,6 +56,8 @@ class TritonMxfp8Experts(MarlinE4M3Experts):
         return torch.bfloat16
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
-        from moe_core.kernel_api import GroupScheme, round_mxfp8
+        from moe_core.kernel_api import GroupScheme, round_mxfp8, round_mxfp8_down, round_mxfp8_even
 
-        return GroupScheme(round_mxfp8, torch.bfloat16, kMxfp8Dynamic.group_size, keeps_range=False)
+        rounding = "up" if self.activation_key is None else self.activation_key.scale.rounding
+        quantize = {"up": round_mxfp8, "even": round_mxfp8_even, "down": round_mxfp8_down}[rounding]
+        return GroupScheme(quantize, torch.bfloat16, kMxfp8Dynamic.group_size, keeps_range=False)

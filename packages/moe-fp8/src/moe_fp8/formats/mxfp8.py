@@ -1,8 +1,8 @@
 """MXFP8 by its own name: ``quant_method: mxfp8`` (MiniMax) and AutoRound's ``auto_round:llm_compressor`` export.
 
 Per expert and projection: ``weight`` e4m3 [N, K] and ``weight_scale`` or ``weight_scale_inv`` uint8 [N, K/32], e8m0
-exponents.  Activations are MXFP8, except where AutoRound's ``act_bits`` says 16; its ``extra_config`` has other
-settings for some layers.
+exponents.  Activations are MXFP8, MiniMax's with scales rounded up; AutoRound's as ``act_data_type`` says (mx_fp down,
+mx_fp_rceil up), or in 16 bits by ``act_bits``.  Its ``extra_config`` has other settings for some layers.
 """
 
 from __future__ import annotations
@@ -39,18 +39,15 @@ class AutoRoundMxfp8Format(QuantizedFormat):
     """``quant_method: auto-round`` with ``data_type: mx_fp`` and 8 bits."""
 
     name = "AutoRound MXFP8"
-    quant_methods = ("auto-round",)
+    quant_methods = ("auto-round", "intel/auto-round")
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Fp8Storage | str:
         settings = auto_round_settings(quantization, layer)
-        data_type = settings.data_type
-        reason = settings.not_microscaling(8, MX_GROUP.col)
+        reason = settings.not_mx_weights(8)
         if reason is not None:
             return reason
-        why = f"{_WHY}: data_type {data_type} with 8 bits"
-        if settings.act_bits == 16:
-            return Fp8Storage(MX_GROUP, None, f"{why}, act_bits 16", microscaling=True)
-        act_type = settings.act_data_type
-        if settings.act_bits != 8 or act_type is None or not act_type.startswith("mx_fp"):
-            return f"act_data_type is {act_type!r} with {settings.act_bits} bits, expected 'mx_fp' with 8"
-        return Fp8Storage(MX_GROUP, kMxfp8Dynamic, why, microscaling=True)
+        activation = settings.mx_activation(8)
+        if isinstance(activation, str):
+            return activation
+        why = f"{_WHY}: data_type {settings.data_type} with 8 bits, act_bits {settings.act_bits}"
+        return Fp8Storage(MX_GROUP, activation, why, microscaling=True)

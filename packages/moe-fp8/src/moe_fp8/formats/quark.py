@@ -3,7 +3,8 @@
 Per expert and projection ``weight`` e4m3 [N, K] and ``weight_scale``: a scalar (``per_tensor``), [N] (``per_channel``),
 [ceil(N/bn), ceil(K/bk)] float32 or e8m0 (``per_block``), uint8 [N, K/32] (``per_group`` of 32 with ``scale_format:
 e8m0``).  ``input_tensors``: null leaves activations in 16 bits; static per tensor has ``input_scale``; dynamic is per
-tensor, per token (which Quark calls ``per_channel`` or ``per_token``), or in groups.
+tensor, per token (which Quark calls ``per_channel`` or ``per_token``), or in groups; MXFP8 scales are rounded as
+``scale_calculation_mode`` says.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from moe_core import (
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
-    kMxfp8Dynamic,
 )
 from moe_core.format_api import LayerExperts, QuantizedFormat, QuarkArgs, quark_layer
 
@@ -77,8 +77,9 @@ def _activation(inputs: QuarkArgs) -> QuantKey | str:
         return kFp8DynamicTensorSym
     if scheme in ("per_channel", "per_token"):
         return kFp8DynamicTokenSym
-    if inputs.is_microscaling:
-        return kMxfp8Dynamic
+    microscaling = inputs.mx_activation
+    if microscaling is not None:
+        return microscaling
     if scheme == "per_group" and inputs.group_size is not None:
         return kFp8Dynamic128Sym.with_group(1, inputs.group_size)
     return f"{inputs.where}: qscheme is {scheme!r}, expected 'per_tensor', 'per_channel' or 'per_group'"

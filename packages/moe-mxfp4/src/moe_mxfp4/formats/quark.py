@@ -13,27 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core import (
-    QuantKey,
-    kFp8Dynamic128Sym,
-    kFp8DynamicTokenSym,
-    kFp8StaticTensorSym,
-    kMxfp4DynamicDown,
-    kMxfp4DynamicEven,
-    kMxfp8DynamicDown,
-    kMxfp8DynamicEven,
-)
+from moe_core import QuantKey, kFp8Dynamic128Sym, kFp8DynamicTokenSym, kFp8StaticTensorSym
 from moe_core.format_api import LayerExperts, QuantizedFormat, QuarkArgs, quark_layer
 
 from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 from moe_mxfp4.groups import GROUP
-
-#: by ``scale_calculation_mode``: MXFP4 and MXFP8
-_MODES = {
-    None: (kMxfp4DynamicEven, kMxfp8DynamicEven),
-    "even": (kMxfp4DynamicEven, kMxfp8DynamicEven),
-    "floor": (kMxfp4DynamicDown, kMxfp8DynamicDown),
-}
 
 
 class QuarkMxfp4Format(QuantizedFormat):
@@ -62,10 +46,9 @@ class QuarkMxfp4Format(QuantizedFormat):
 def _activation(inputs: QuarkArgs) -> QuantKey | str:
     """The activation key, or why there is none."""
     scheme, dynamic, e4m3 = inputs.scheme, inputs.dynamic, inputs.is_e4m3
-    if dynamic and inputs.is_microscaling and (e4m3 or inputs.dtype == "fp4"):
-        if inputs.rounding not in _MODES:
-            return f"{inputs.where}: scale_calculation_mode is {inputs.rounding!r}, expected 'even' or 'floor'"
-        return _MODES[inputs.rounding][e4m3]
+    microscaling = inputs.mx_activation
+    if microscaling is not None:
+        return microscaling
     if e4m3 and not dynamic and scheme == "per_tensor":
         return kFp8StaticTensorSym
     if e4m3 and dynamic and scheme in ("per_channel", "per_token"):

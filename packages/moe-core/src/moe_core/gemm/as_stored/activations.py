@@ -104,6 +104,18 @@ def round_mxfp8(tile, quant_args, expert, AXIS: tl.constexpr):
 
 
 @triton.jit
+def round_mxfp8_even(tile, quant_args, expert, AXIS: tl.constexpr):
+    """As `round_mxfp8`, scales rounded "even"."""
+    return narrow(_round_mx(tile, "e4m3", AXIS, "even"), tl.bfloat16), 0.0
+
+
+@triton.jit
+def round_mxfp8_down(tile, quant_args, expert, AXIS: tl.constexpr):
+    """As `round_mxfp8`, scales rounded "down"."""
+    return narrow(_round_mx(tile, "e4m3", AXIS, "down"), tl.bfloat16), 0.0
+
+
+@triton.jit
 def round_mxfp8_4(tile, quant_args, expert, AXIS: tl.constexpr):
     """Rounded to MXFP8 and back: e4m3 numbers times powers of two."""
     return arrange(narrow(_round_mx(tile, "e4m3", AXIS, "e8m0"), tl.bfloat16), 8, AXIS), 0.0
