@@ -17,6 +17,8 @@ from moe_core.gemm.plan import TileConfig, TilePlan
 MAX_PARTS = 1 << 21
 #: programs of four warps that 132 multiprocessors hold at a time
 RESIDENT = 528
+#: programs up to which there are two for each multiprocessor at most, which eight warps use better than four
+FEW_PROGRAMS = 264
 
 
 def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
@@ -36,6 +38,9 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     many = TileConfig(128, BLOCK_N, 4, 3, 8, swap_ab=True)
     if mean <= 24:
         few = replace(few, num_stages=4, group_m=8) if e2m1 else few
+        if problem.bits == 8:
+            few = replace(few, group_m=8)
+            return TilePlan(few, few)
         # short programs: what they are made of matters more than how many products a weight enters
         return TilePlan(few, TileConfig(16, BLOCK_N, 4, 3, 1, True, True) if gemm2_steps <= 4 else few)
     if problem.bits == 8:
@@ -69,9 +74,26 @@ def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
     limits = ((1056, 28), (400, 5), (264, 3)) if bits == 4 else ((264, 4),)
     gemm2_split = _split(tiles, gemm2_steps, pairs * problem.hidden_size, *limits)
     gemm1 = replace(gemm1, num_stages=4 if gemm1_steps > 16 else 3, split_k=gemm1_split)
-    gemm2 = replace(gemm2, num_stages=4 if bits == 8 and gemm2_steps // gemm2_split > 16 else 3, split_k=gemm2_split)
+    gemm2 = replace(gemm2, num_stages=3, split_k=gemm2_split)
+    if bits == 8:
+        gemm1 = _few_rows_8_bit(gemm1, experts * steps_of(width), gemm1_steps)
+        depth = gemm2_steps // gemm2_split
+        gemm2 = replace(gemm2, num_stages=4 if depth > 16 else 3)
+        if tiles * gemm2_split <= FEW_PROGRAMS and depth <= 32:
+            gemm2 = replace(gemm2, num_warps=8)
     # where launches are a good part of the time; else programs that come early only take bandwidth
     return TilePlan(gemm1, gemm2, pairs <= 64 and tiles <= 2 * RESIDENT)
+
+
+def _few_rows_8_bit(gemm1: TileConfig, tiles: int, steps: int) -> TileConfig:
+    """gemm1 of 8-bit words, ``tiles`` in all, whose k loop has ``steps``."""
+    if tiles * gemm1.split_k <= FEW_PROGRAMS:
+        return replace(gemm1, num_warps=8, num_stages=3)
+    if steps <= 16:
+        # short loops: fetching a tensor map costs more than the addresses that it saves
+        return replace(gemm1, tma=tiles > 2 * RESIDENT)
+    # four stages take the room of a fourth program, which parts of a loop need
+    return gemm1 if gemm1.split_k == 1 else replace(gemm1, num_stages=3)
 
 
 def _split(tiles: int, steps: int, size: int, *limits: tuple[int, int]) -> int:
