@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_core.testing.compile_cover import Launch, choose, describe
+from triton.language import constexpr
 
 
 @st.composite
@@ -78,6 +79,8 @@ def tiles() -> None: ...
         (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2).half(), 32, 64), {}), False),
         (((torch.zeros(2), 32, 64), {}), ((None, 32, 64), {}), False),
         (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2), 32, 128), {}), False),
+        (((torch.zeros(2), (32, constexpr(4)), 64), {}), ((torch.zeros(2), (48, constexpr(4)), 64), {}), True),
+        (((torch.zeros(2), (32, constexpr(4)), 64), {}), ((torch.zeros(2), (32, constexpr(8)), 64), {}), False),
         (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2), 32, 64), {"F": tiles}), False),
         (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2), 32, 64), {"num_warps": 8}), False),
         ((((torch.zeros(2), 32), 1, 1), {}), (((torch.zeros(2), 64), 1, 1), {}), True),

@@ -43,6 +43,8 @@ def describe(kernel: Any, arguments: Sequence[Any], keywords: Mapping[str, Any])
 
 
 def _parts(name: Value, value: Any, *, constant: bool) -> set[Value]:
+    if type(value).__name__ == "constexpr":  # a constant in a tuple, which Triton wraps
+        value, constant = value.value, True
     if not constant and isinstance(value, tuple):
         return {part for i, item in enumerate(value) for part in _parts((*name, i), item, constant=False)}
     return {(*name, _text(value, constant=constant))}
