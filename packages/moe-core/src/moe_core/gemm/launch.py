@@ -149,17 +149,9 @@ class Routing:
         return max_tiles(self.ids.numel(), self.num_experts, block_m)
 
 
-def constants(*values: Any) -> tuple[Any, ...]:
-    """Values that a kernel is specialised by, in a tuple of its arguments."""
-    return tuple(tl.constexpr(value) for value in values)
-
-
 @dataclass(frozen=True, eq=False)
 class TileFunctions:
-    """A scheme's `@triton.jit` functions, and the type of the sum that ``multiply`` adds to; see the tile kernel.
-
-    :func:`constants` are the last parameters of ``load_b``.
-    """
+    """A scheme's `@triton.jit` functions, and the type of the sum that ``multiply`` adds to; see the tile kernel."""
 
     open_a: Any
     load_a: Any
@@ -169,7 +161,6 @@ class TileFunctions:
     scale_acc: Any = None
     prefetch_b: Any = None
     accumulate: Any = tl.float32
-    constants: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +248,6 @@ def grouped_gemm(
         a,
         b.arguments,
         b.descriptor(config.block_n, block_k) if config.tma and b.descriptor is not None else None,
-        functions.constants,
         (pairs.tiles, pairs.offsets) if isinstance(pairs, BatchedRows) else (pairs.tiles, pairs.offsets, pairs.pairs),
         out.arguments if unsplit else None,
         bias,

@@ -8,7 +8,7 @@ bias, activation, quantisation of the result and router weights.  A scheme passe
     open_a(a_args, rows, expert)                                -> state of a row tile, made once
     load_a(state, k, BLOCK_K)                                   -> tile [BLOCK_M, BLOCK_K], scale
     open_b(b_args, expert, half, n, N, BLOCK_N)                 -> state of a weight tile, made once per half
-    load_b(state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K, *b_constants)   -> tile [BLOCK_N, BLOCK_K], scale
+    load_b(state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K)        -> tile [BLOCK_N, BLOCK_K], scale
     prefetch_b(state, K)                                        prefetches the tile's first weights to L2; may be None
     multiply(acc, a, a_scale, b, b_scale, SWAP_AB)              -> acc
     scale_acc(acc, a_state, b_state, SWAP_AB)                   -> acc, once after the loop, where scales do not change
@@ -17,9 +17,8 @@ bias, activation, quantisation of the result and router weights.  A scheme passe
 
 `rows` [BLOCK_M] int64 are rows of the operand A, `expert` is the tile's local expert, `k` counts blocks of BLOCK_K, `n`
 is the first column of the tile, `half` is 0 for gate (or the only half) and 1 for up.  States are tuples.  A scale is
-whatever `multiply` of the same scheme understands (0.0 where there is none).  `b_constants` are what a `load_b` is
-specialised by, such as the bits of a code; tuples of arguments may hold constants too.  `open_b` reads nothing but
-weights and their scales: it runs before the kernel that made A has ended.  `open_a` may read anything.
+whatever `multiply` of the same scheme understands (0.0 where there is none).  `open_b` reads nothing but weights and
+their scales: it runs before the kernel that made A has ended.  `open_a` may read anything.
 
 `quantize` gets a float32 tile and the scheme's own arguments `quant_args` (None if there are none), for example a
 pointer to a static scale per expert.  It returns the tile's values and what is to be stored as their scales, with AXIS,
@@ -150,7 +149,6 @@ def grouped_gemm_kernel(
     a_args,
     b_args,
     b_desc,
-    b_constants,
     schedule,
     quant_args,
     bias,
@@ -242,9 +240,9 @@ def grouped_gemm_kernel(
     steps = tl.cdiv(K, BLOCK_K)
     for k in range(steps * k_part // SPLIT_K, steps * (k_part + 1) // SPLIT_K):
         a, a_scale = load_a(a_state, k, BLOCK_K)
-        b, b_scale = load_b(b_state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K, *b_constants)
+        b, b_scale = load_b(b_state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K)
         if DUAL:
-            b_up, b_up_scale = load_b(up_state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K, *b_constants)
+            b_up, b_up_scale = load_b(up_state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K)
             acc = multiply(acc, a, a_scale, b, b_scale, SWAP_AB)
             acc_up = multiply(acc_up, a, a_scale, b_up, b_up_scale, SWAP_AB)
         else:
