@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 from moe_core.environment import parse_version
 from moe_core.errors import ConfigError, did_you_mean
+from moe_core.kernel_choice import select_kernel
 from moe_core.registry import registry
 
-__all__ = ["Engine", "log_once"]
+__all__ = ["Engine", "log_once", "select_kernel"]
 
 _OFF = ("0", "off", "false", "no", "none")
 _ON = ("", "1", "on", "true", "yes", "all")
