@@ -161,14 +161,14 @@ def families(session: nox.Session, release: str) -> None:
 @releases
 def transformers(session: nox.Session, release: str) -> None:
     """Whole tiny models in transformers with their experts run by moe-core; the examples of that package's README."""
-    install_transformers(session, release)
+    install_transformers(session, release, "transformers")
     run_tests(session, "packages/moe-transformers/tests")
     run_examples(session, ROOT / "packages/moe-transformers/README.md")
 
 
-def install_transformers(session: nox.Session, release: str) -> None:
-    """Installs the packages, the tests' tools, and a release of transformers."""
-    install(session, "test", "families")
+def install_transformers(session: nox.Session, release: str, *groups: str) -> None:
+    """Installs the packages, the tests' tools, those of ``groups``, and a release of transformers."""
+    install(session, "test", "families", *groups)
     if release != "newest" and session.venv_backend != "none":
         # away from the workspace, whose constraints pin the newest
         with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):

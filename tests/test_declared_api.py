@@ -27,6 +27,7 @@ DECLARED = (
     "moe_core.hopper_api",
     "moe_core.kernel_api",
     "moe_core.libraries_api",
+    "moe_core.model_api",
 )
 
 
@@ -133,6 +134,10 @@ PROTOCOL_2 = {
         "open_weights packed_weight pair per_word prefetch_rows round_int8 round_mxfp8 round_mxfp8_down "
         "round_mxfp8_even scale_and_zero scale_of scale_of_parts shifted step_bytes step_powers swap_ab_dot tile_words "
         "wait_for_mma weight_descriptor weight_rows weight_tile with_zero"
+    ),
+    "moe_core.model_api": (
+        "PER_CALL Given LayerSource QuantizedLinear find_layer names_experts quantized_linears read_layer "
+        "unquantized_reason"
     ),
     "moe_core.libraries_api": (
         "FlashInferCutlassExperts TRTLLM_MAX_LOCAL_EXPERTS TRTLLM_ROUTING_METHODS TrtLlmRouting activate_and_quantize "

@@ -33,7 +33,7 @@ BUDGET = 0.06
 
 
 #: what packages may import that does not import Triton
-LIGHT = ("moe_core", "moe_core.experts_api", "moe_core.format_api", "moe_core.libraries_api")
+LIGHT = ("moe_core", "moe_core.experts_api", "moe_core.format_api", "moe_core.libraries_api", "moe_core.model_api")
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from moe_transformers.experts import MoeCoreExperts
+from moe_transformers.loading import loading
+from moe_transformers.refusals import RefusedError
 from moe_transformers.version import TransformersVersionError, check_version
 
 __version__ = "0.1.0"
 
 __all__ = [
     "MoeCoreExperts",
+    "RefusedError",
     "TransformersVersionError",
     "check_version",
+    "loading",
 ]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from moe_core import FusedMoELayer
+from moe_core import ConfigError, FusedMoELayer
 from torch import Tensor, nn
 
 
 class MoeCoreExperts(nn.Module):
     """The routed experts of one block; routing stays with the block.
 
-    Its weights are no parameters: they are in the layout of the layer's backend, so ``state_dict()`` and
-    ``save_pretrained`` refuse them (see :class:`moe_core.FusedMoELayer`).
+    Without a ``layer`` it keeps their place while the rest of a model is loaded.  Its weights are no parameters: they
+    are in the layout of the layer's backend, so ``state_dict()`` and ``save_pretrained`` refuse them (see
+    :class:`moe_core.FusedMoELayer`).
     """
 
-    def __init__(self, layer: FusedMoELayer) -> None:
+    layer: FusedMoELayer | None
+
+    def __init__(self, layer: FusedMoELayer | None = None) -> None:
         super().__init__()
         self.layer = layer
 
@@ -26,6 +29,8 @@ class MoeCoreExperts(nn.Module):
         Raises TensorError for arguments of another shape, dtype or device, and outside ``torch.no_grad()`` for those
         that require grad: no gradients are computed.
         """
+        if self.layer is None:
+            raise ConfigError("the experts are not loaded yet")
         return run_experts(self.layer, hidden_states, top_k_index, top_k_weights)
 
 

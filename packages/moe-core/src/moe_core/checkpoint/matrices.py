@@ -12,7 +12,7 @@ from moe_core.checkpoint.experts import LayerExperts
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointError
 
-_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def unquantized_reason(layer: LayerExperts) -> str | None:
     """
     for projection in layer.projections:
         for suffix in layer.suffixes(projection):
-            if suffix not in ("weight", "bias") or layer.dtype(projection, suffix) not in _PLAIN:
+            if suffix not in ("weight", "bias") or layer.dtype(projection, suffix) not in PLAIN_DTYPES:
                 return None
         if not layer.has(projection, "weight"):
             return None

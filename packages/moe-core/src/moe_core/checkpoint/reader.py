@@ -124,6 +124,11 @@ class Checkpoint:
             self._layers[stack] = by_layer(self._stacks.get(stack, ()), self.path)
         return self._layers[stack]
 
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """First parts of the names of expert tensors: several where a model has several stacks of layers."""
+        return tuple(self._stacks)
+
     @functools.cached_property
     def _stacks(self) -> dict[str, list[Named]]:
         return by_stack(self.names)

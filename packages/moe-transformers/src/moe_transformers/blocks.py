@@ -1,0 +1,53 @@
+"""The experts of a model's blocks, as transformers builds them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moe_core import ConfigError, FusedMoEConfig
+from torch import nn
+
+#: parts of an experts module that compute nothing which a layer of moe-core does not
+_KNOWN_PARTS = ("act_fn",)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Where a model has experts.
+
+    - ``name`` of the experts' module ("model.layers.3.mlp.experts"), the ``module`` itself
+    - ``index`` of the layer, by which a checkpoint's names know it
+    """
+
+    name: str
+    module: nn.Module
+    index: int
+
+    def check(self, config: FusedMoEConfig) -> None:
+        """ConfigError unless the module computes what a layer of ``config`` does."""
+        kind, module = type(self.module).__name__, self.module
+        parts = [name for name, _ in module.named_children() if name not in _KNOWN_PARTS]
+        if getattr(module, "has_post_expert_norm", False) or parts:
+            what = ", ".join(parts) or "a norm after each expert"
+            raise ConfigError(f"{self.name} ({kind}) computes with {what}, which the experts of moe-core do not")
+        weights = sum(tensor.numel() for name, tensor in module.named_parameters() if "bias" not in name)
+        size = config.hidden_size * config.intermediate_size * (3 if config.is_gated else 2)
+        if weights != config.num_experts * size:
+            raise ConfigError(
+                f"{self.name} ({kind}) has {weights} weights, but the checkpoint's config.json describes "
+                f"{config.num_experts} experts of {size}: load the model with the checkpoint's own config"
+            )
+
+
+def blocks(model: nn.Module) -> Iterator[Block]:
+    """All places where ``model`` has experts that are called with the router's choice.
+
+    transformers marks their classes (``use_experts_implementation``).
+    """
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "is_transposed", None), bool) and hasattr(module, "has_gate"):
+            numbers = re.findall(r"\.(\d+)(?=\.)", f".{name}")
+            if numbers:
+                yield Block(name, module, int(numbers[-1]))

@@ -1,0 +1,145 @@
+"""``with loading():`` models of transformers get the quantised experts of their checkpoints as layers of moe-core.
+
+transformers has no place for a package to take part in ``from_pretrained`` of any checkpoint: quantisers are known by
+``quant_method``, need the packages of the tools, and some leave experts out.  So two functions of it are replaced while
+some thread is within :func:`loading`: the one that chooses the quantiser, and the one that reads the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from moe_core import ConfigError, QuantKey, registry
+from moe_core.model_api import names_experts
+from transformers import PreTrainedModel, modeling_utils
+
+from moe_transformers.options import Options
+from moe_transformers.quantizer import MoeCoreQuantizer
+from moe_transformers.refusals import RefusedError
+from moe_transformers.version import check_version
+
+_OPTIONS: ContextVar[Options | None] = ContextVar("moe_transformers_options", default=None)
+
+
+@contextlib.contextmanager
+def loading(
+    *, backend: str = "auto", quantize: str | None = None, activation_key: QuantKey | str | None = "checkpoint"
+) -> Iterator[None]:
+    """Within it, ``from_pretrained`` loads quantised experts as layers of moe-core.
+
+    Everything else is transformers': the model's classes, routing, names of tensors, ``device_map``.  Linear layers
+    that the checkpoint has quantised too become weights in the model's ``dtype``, without the package of the tool that
+    quantised them.  Experts in 16 bits stay transformers', unless ``quantize`` names what to make of them
+    ("fp8_per_channel").  ``backend``, ``quantize`` and ``activation_key`` are those of :func:`moe_core.load_layer`.
+
+    ``from_pretrained`` raises RefusedError, before it reads weights, for experts that moe-core does not run, and
+    ConfigError for arguments that don't go with it.  Peak memory is the model's and one layer more.
+
+    It holds for the thread that entered it; other threads load as ever, at the same time too.  What it changes in
+    transformers is as before when the last thread has left it, whatever was raised.  Raises TransformersVersionError
+    for a release that was not tested, RegistryError for an unknown ``quantize``.
+    """
+    check_version()
+    if quantize is not None:
+        registry().online(quantize)
+    with _HOOKS:
+        token = _OPTIONS.set(Options(backend, quantize, activation_key))
+        try:
+            yield
+        finally:
+            _OPTIONS.reset(token)
+
+
+def _get_hf_quantizer(
+    original: Callable[..., Any], config: Any, quantization_config: Any, device_map: Any, *rest: Any, **named: Any
+) -> Any:
+    """transformers' ``get_hf_quantizer``: (quantiser, config, device_map)."""
+    options = _OPTIONS.get()
+    entries = _quantization_of(config)
+    if options is None or named.get("gguf_file") is not None or not names_experts(config.to_dict()):
+        return original(config, quantization_config, device_map, *rest, **named)
+    if quantization_config is not None:
+        raise ConfigError(
+            "quantization_config is given within moe_transformers.loading(), where the checkpoint's own holds: leave "
+            "it out, or quantise 16-bit experts with loading(quantize=…)"
+        )
+    _check_method(entries)
+    return MoeCoreQuantizer(options, entries), config, device_map
+
+
+def _quantization_of(config: Any) -> Mapping[str, Any]:
+    """The ``quantization_config`` of a model's config, {} where it has none."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if found is None:
+        return {}
+    return found if isinstance(found, Mapping) else found.to_dict()
+
+
+def _check_method(entries: Mapping[str, Any]) -> None:
+    """RefusedError for a ``quant_method`` that no installed scheme reads."""
+    method = entries.get("quant_method")
+    known = {name for scheme in registry().schemes() for name in scheme.quant_methods}
+    if method is not None and str(method).removesuffix("_mixed") not in known:
+        error = ConfigError(f"quant_method {method!r} is not one that moe-core reads ({', '.join(sorted(known))})")
+        raise RefusedError.of(error, entries)
+
+
+def _load_pretrained_model(
+    original: Callable[..., Any], model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any, **named: Any
+) -> Any:
+    """``PreTrainedModel._load_pretrained_model``: reads the files into the model."""
+    quantizer = load_config.hf_quantizer
+    if not isinstance(quantizer, MoeCoreQuantizer):
+        return original(model, state_dict, files, load_config, *rest, **named)
+    if load_config.device_mesh is not None:
+        raise ConfigError(
+            "tensor parallel models are not loaded with experts of moe-core: leave distributed_config out"
+        )
+    tensors = quantizer.tensors(model, load_config.device_map)
+    plain = dataclasses.replace(load_config, hf_quantizer=None)
+    return original(model, tensors, files, plain, *rest, **named)
+
+
+class _Hooks:
+    """Replaces transformers' functions while any thread is within."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._replace(modeling_utils, "get_hf_quantizer", _get_hf_quantizer)
+                self._replace(PreTrainedModel, "_load_pretrained_model", _load_pretrained_model)
+            self._users += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                while self._replaced:
+                    owner, name, before, mine = self._replaced.pop()
+                    # another package's replacement, made meanwhile, calls ours, which then changes nothing
+                    if vars(owner)[name] is mine:
+                        setattr(owner, name, before)
+
+    def _replace(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
+        before = vars(owner)[name]
+        mine: Any = functools.partial(hook, getattr(owner, name))
+        if isinstance(before, staticmethod):
+            mine = staticmethod(mine)
+        self._replaced.append((owner, name, before, mine))
+        setattr(owner, name, mine)
+
+
+_HOOKS = _Hooks()

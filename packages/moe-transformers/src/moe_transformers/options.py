@@ -1,0 +1,16 @@
+"""What a caller of :func:`moe_transformers.loading` asks of the experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_core import QuantKey
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of :func:`moe_core.load_layer` for every layer: see there."""
+
+    backend: str = "auto"
+    quantize: str | None = None
+    activation_key: QuantKey | str | None = "checkpoint"

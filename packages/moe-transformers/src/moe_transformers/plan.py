@@ -1,0 +1,218 @@
+"""Which layers of a model's experts moe-core runs, settled before anything big is read."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from moe_core import (
+    Checkpoint,
+    ConfigError,
+    FusedMoELayer,
+    MoEError,
+    Selection,
+    layer_memory,
+    load_layer,
+    oracle,
+    share_workspace,
+)
+from moe_core.model_api import (
+    PER_CALL,
+    Given,
+    LayerSource,
+    find_layer,
+    read_layer,
+    unquantized_reason,
+)
+from torch import nn
+from transformers.integrations.accelerate import get_device
+from transformers.utils import logging as transformers_logging
+
+from moe_transformers.blocks import Block, blocks
+from moe_transformers.experts import MoeCoreExperts
+from moe_transformers.options import Options
+from moe_transformers.refusals import RefusedError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer whose experts moe-core runs: the ``block`` that calls them, and what the checkpoint has of them.
+
+    - ``stack``: first part of their names, where the checkpoint has several stacks of layers
+    - ``quantize``: what to make of 16-bit experts
+    """
+
+    block: Block
+    source: LayerSource
+    stack: str | None
+    quantize: str | None
+
+    def select(self, options: Options, device: torch.device) -> Selection:
+        """The backend that would run it on ``device``; SelectionError where none does."""
+        source = self.source
+        return oracle(source.scheme).select(
+            source.config,
+            weight_key=source.weight_key,
+            activation_key=source.activation_key,
+            moe_backend=options.backend,
+            device=device,
+        )
+
+
+@dataclass
+class Plan:
+    """The layers that are moe-core's, of a model that ``checkpoint`` is loaded into.
+
+    - ``dtype`` of the hidden states
+    - ``left_out``: names of the experts' tensors, which transformers must not look for a place for
+    - ``devices``: where each layer is put, by name, once that is known
+    """
+
+    checkpoint: Checkpoint
+    options: Options
+    dtype: torch.dtype
+    layers: list[Layer]
+    left_out: set[str]
+    devices: dict[str, torch.device] = field(default_factory=dict)
+
+    @staticmethod
+    def of(model: nn.Module, folder: Path, options: Options, dtype: torch.dtype) -> Plan:
+        """Looks at the headers of ``folder``; RefusedError where quantised experts are not what moe-core runs."""
+        checkpoint = Checkpoint.open(folder)
+        found = Plan(checkpoint, options, dtype, [], set())
+        places = list(blocks(model))
+        with found._refusing():
+            for block in places:
+                found._add(block)
+            if not places:
+                found._refuse_without_blocks(model)
+        for layer in found.layers:
+            model.set_submodule(layer.block.name, MoeCoreExperts())
+        return found
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Errors say what transformers would do instead."""
+        try:
+            yield
+        except MoEError as error:
+            raise RefusedError.of(error, self.checkpoint.quantization) from error
+
+    def _add(self, block: Block) -> None:
+        """Takes a block's experts, unless they are in 16 bits and stay so, which leaves them to transformers."""
+        checkpoint, options = self.checkpoint, self.options
+        first = block.name.partition(".")[0]
+        stack = first if len(checkpoint.stacks) > 1 and first in checkpoint.stacks else None
+        experts = find_layer(checkpoint, block.index, stack)
+        plain = unquantized_reason(experts) is not None
+        if plain and options.quantize is None:
+            return
+        quantize = options.quantize if plain else None
+        source = read_layer(
+            checkpoint,
+            block.index,
+            dtype=self.dtype,
+            quantize=quantize,
+            activation_key=options.activation_key,
+            stack=stack,
+            given=Given(routing=PER_CALL),
+        )
+        block.check(source.config)
+        self.layers.append(Layer(block, source, stack, quantize))
+        self.left_out.update(named for named, _ in checkpoint.expert_tensors(stack)[block.index])
+
+    def _refuse_without_blocks(self, model: nn.Module) -> None:
+        """ConfigError for a model whose blocks call their experts otherwise, where these are quantised."""
+        checkpoint = self.checkpoint
+        for index in checkpoint.moe_layers[:1]:
+            if unquantized_reason(find_layer(checkpoint, index)) is None or self.options.quantize is not None:
+                raise ConfigError(
+                    f"{type(model).__name__} does not call its experts with the router's choice, as moe-core's are "
+                    "called (no class of it is marked by transformers' use_experts_implementation)"
+                )
+
+    def reserve(self, model: nn.Module, device: torch.device) -> int:
+        """Lets empty tensors stand for the layers' bytes while transformers divides the model among devices.
+
+        Returns the bytes that loading needs besides: what the largest layer takes before it is converted.
+        """
+        beside = 0
+        for layer in self.layers:
+            memory = layer_memory(layer.select(self.options, device), 1)
+            size = torch.empty(memory.weights, dtype=torch.uint8, device="meta")
+            model.get_submodule(layer.block.name).register_parameter("weights", nn.Parameter(size, requires_grad=False))
+            beside = max(beside, memory.load_peak - memory.weights)
+        return beside
+
+    def release(self, model: nn.Module) -> None:
+        """Takes the tensors of :meth:`reserve` away."""
+        for layer in self.layers:
+            model.get_submodule(layer.block.name)._parameters.pop("weights", None)
+
+    def place(self, device_map: Mapping[str, Any] | None) -> None:
+        """Takes each layer's device from ``device_map``, names of modules to devices.
+
+        Raises RefusedError where no backend runs a layer there, ConfigError for experts that are not where the hidden
+        states will be.
+        """
+        for layer in self.layers:
+            name = layer.block.name
+            self.devices[name] = device_of(device_map, name)
+        kinds = {device.type for device in self.devices.values()}
+        if len(kinds) > 1 or "meta" in kinds:
+            aside = next(name for name, device in self.devices.items() if device.type in ("cpu", "meta"))
+            raise ConfigError(
+                f"the device map puts {aside} on {(device_map or {}).get(aside, 'cpu or disk')}, and other layers on a "
+                "GPU: experts are run where they are kept; leave more memory to the GPUs (max_memory), or take more"
+            )
+        chosen: dict[str, None] = {}
+        with self._refusing():
+            for layer in self.layers:
+                selection = layer.select(self.options, self.devices[layer.block.name])
+                chosen[f"{layer.source.scheme} by {selection.backend}"] = None
+        if chosen:
+            logger.info("experts of %d layers are run by moe-core: %s", len(self.layers), ", ".join(chosen))
+
+    def load(self, model: nn.Module) -> None:
+        """Reads the layers' experts, one after the other, and puts them into their places.
+
+        On a GPU the layers share one workspace per device, so one call of the model runs at a time.
+        """
+        by_device: dict[torch.device, list[FusedMoELayer]] = {}
+        for layer in transformers_logging.tqdm(self.layers, desc="Loading experts"):
+            name = layer.block.name
+            loaded = load_layer(
+                self.checkpoint,
+                layer=layer.source.index,
+                device=self.devices[name],
+                dtype=self.dtype,
+                backend=self.options.backend,
+                quantize=layer.quantize,
+                activation_key=self.options.activation_key,
+                stack=layer.stack,
+                routing=PER_CALL,
+            )
+            # the block routes: its router would be here twice
+            loaded.router_weight = loaded.router_bias = loaded.correction_bias = None
+            model.get_submodule(name).layer = loaded
+            by_device.setdefault(self.devices[name], []).append(loaded)
+        for device, layers in by_device.items():
+            if device.type != "cpu":
+                share_workspace(layers, 1)
+
+
+def device_of(device_map: Mapping[str, Any] | None, name: str) -> torch.device:
+    """Where ``device_map`` puts the module ``name``: "disk" is the meta device, no map the CPU."""
+    device = get_device(device_map or {"": "cpu"}, f"{name}.weights")
+    if device == "disk":
+        return torch.device("meta")
+    if isinstance(device, int):
+        return torch.device(str(torch.accelerator.current_accelerator() or "cuda"), device)
+    return torch.device(device)

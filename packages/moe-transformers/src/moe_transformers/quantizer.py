@@ -1,0 +1,118 @@
+"""What transformers sees of moe-core while it loads a model: one of its quantisers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from moe_core import ConfigError
+from torch import nn
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moe_transformers.dense import LazyTensor, dense_tensors
+from moe_transformers.options import Options
+from moe_transformers.plan import Plan, device_of
+from moe_transformers.settings import fetch_settings
+
+#: dtypes of hidden states; others are storage, which a checkpoint's first tensor may have
+_COMPUTED = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class CheckpointQuantization(QuantizationConfigMixin):
+    """The checkpoint's own ``quantization_config``, which stays in the model's config as it is."""
+
+    # no quant_method of transformers: what it does for those is not for modules that are loaded here
+    quant_method = "moe_core"
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self.entries = entries
+
+    def to_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(dict(self.entries))
+
+
+class MoeCoreQuantizer(HfQuantizer):
+    """Puts layers of moe-core where a model has quantised experts, and reads all else as if it had 16 bits.
+
+    A model whose experts are in 16 bits, and stay so, is left as transformers makes it.
+    """
+
+    requires_calibration = False
+
+    def __init__(self, options: Options, entries: Mapping[str, Any]) -> None:
+        super().__init__(CheckpointQuantization(entries), pre_quantized=True)
+        self.options = options
+        self._plan: Plan | None = None
+        self._beside = 0
+
+    @property
+    def plan(self) -> Plan:
+        """The layers that are moe-core's, once the model is known."""
+        if self._plan is None:
+            raise ConfigError("the model is not prepared yet")
+        return self._plan
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if dtype in _COMPUTED else torch.bfloat16
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module | None = None) -> list[Any]:
+        # the model's own: tensors come as of a checkpoint in 16 bits
+        return weight_conversions
+
+    def _process_model_before_weight_loading(
+        self,
+        model: Any,
+        checkpoint_files: Sequence[str] | None = None,
+        device_map: Any = None,
+        **arguments: Any,
+    ) -> None:
+        if not checkpoint_files:
+            raise ConfigError("state_dict is given: experts are read from a checkpoint's files; give its folder")
+        folder = Path(checkpoint_files[0]).parent
+        fetch_settings(folder, model.config.name_or_path)
+        # transformers builds models on the meta device, where small tensors of a checkpoint would have no values
+        with torch.device("cpu"):
+            self._plan = Plan.of(model, folder, self.options, model.dtype)
+            if isinstance(device_map, str):
+                device = torch.accelerator.current_accelerator() or torch.device("cpu")
+                self._beside = self._plan.reserve(model, device)
+
+    def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
+        return {
+            place: max(room - self._beside, 0) if isinstance(room, int) and place not in ("cpu", "disk") else room
+            for place, room in max_memory.items()
+        }
+
+    def tensors(self, model: nn.Module, device_map: Mapping[str, Any] | None) -> Mapping[str, LazyTensor]:
+        """What transformers shall load, once every module's device is known."""
+        plan = self.plan
+        plan.release(model)
+        plan.place(device_map)
+        places = {device_of({"": place}, "") for place in (device_map or {"": "cpu"}).values()}
+        device = next((place for place in sorted(places, key=str) if place.type not in ("cpu", "meta")), "cpu")
+        return dense_tensors(plan.checkpoint, plan.left_out, plan.dtype, device)
+
+    def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
+        self.plan.load(model)
+        if not self.plan.checkpoint.quantization and not self.plan.layers:
+            self.remove_quantization_config(model)
+        return model
+
+    def is_serializable(self, *arguments: Any, **keywords: Any) -> bool:
+        raise ConfigError(
+            "a model whose experts are moe-core's is not written: they are in the layout of a backend, which no "
+            f"checkpoint has. Keep the checkpoint that it came from, {self.plan.checkpoint.path}; what it has beside "
+            "its experts is written within moe_core.experts_left_out(model), from model.state_dict()"
+        )
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True

@@ -1,0 +1,35 @@
+"""What to say of a model whose experts moe-core does not run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_core import MoEError
+
+#: what transformers makes of experts by itself, by the checkpoint's quant_method
+_INSTEAD = {
+    "fp8": "runs such experts on GPUs from sm89 by kernels that it downloads, and dequantises them elsewhere",
+    "mxfp8": "runs such experts on GPUs from sm89 by kernels that it downloads, and dequantises them elsewhere",
+    "mxfp4": "runs such experts by kernels that it downloads, or dequantises them where it has none",
+    "compressed-tensors": "dequantises such experts to 16 bits, with the package compressed-tensors",
+    "gptq": "leaves such experts at random values, with a warning",
+    "awq": "leaves such experts at random values, with a warning",
+    "auto-round": "needs the package auto-round, which runs such experts one by one",
+    "quark": "needs the package amd-quark",
+    "modelopt": "does not know this quant_method, and takes the codes for weights",
+}
+
+
+class RefusedError(MoEError, ValueError):
+    """Quantised experts that moe-core does not run: the reason, and what transformers would do without it."""
+
+    @staticmethod
+    def of(error: MoEError, quantization: Mapping[str, Any]) -> RefusedError:
+        """``error`` of a checkpoint with ``quantization``, as config.json has it."""
+        method = quantization.get("quant_method")
+        instead = _INSTEAD.get(str(method).removesuffix("_mixed"), "loads the model as it does without this package")
+        return RefusedError(
+            f"{error.message.rstrip('.')}. Outside of moe_transformers.loading(), transformers {instead}",
+            details=error.details,
+        )

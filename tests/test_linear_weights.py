@@ -1,0 +1,118 @@
+"""Quantised linear layers as 16-bit weights: what formats make of experts they make of any matrix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import moe_core as mc
+import pytest
+import torch
+from moe_core.checkpoint import Checkpoint, read_layer
+from moe_core.model_api import quantized_linears
+from moe_core.testing.checkpoints import raw_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+ROOT = Path(__file__).parents[1]
+#: checkpoints of the tools whose experts have names of their own
+CASES = [
+    path.parent
+    for path in sorted(ROOT.glob("packages/*/tests/data/*/config.json"))
+    if any(".experts.0." in name for name in load_file(path.with_name("model.safetensors")))
+]
+
+
+def first_expert(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Names of the tensors of layer 0's first expert by projection."""
+    found: dict[str, list[str]] = {}
+    for name, parsed in checkpoint.expert_tensors()[0]:
+        if parsed.expert == 0:
+            found.setdefault(parsed.projection, []).append(name)
+    return found
+
+
+def values(weights: mc.MoEWeights, name: str, parts: int, cols: int) -> Tensor:
+    """Canonical values [rows, cols] of the first expert in float32, with what is multiplied with its inputs."""
+    key = weights.weight_key
+    assert key is not None
+    tensors = {n: getattr(weights, f"{name}_{n}") for n in ("scale", "zero_point", "g_idx", "pre_scale")}
+    scale, zero_point, g_idx, factors = tensors.values()
+    exact = mc.dequantize_weight(
+        getattr(weights, name), scale, key, parts=parts, zero_point=zero_point, g_idx=g_idx, cols=cols
+    )
+    return (exact if factors is None else exact * factors[:, None])[0]
+
+
+@pytest.mark.filterwarnings("ignore::moe_core.CheckpointWarning")
+@pytest.mark.parametrize("folder", CASES, ids=lambda path: path.name)
+def test_an_experts_matrices_read_as_linear_layers(folder: Path) -> None:
+    checkpoint = Checkpoint.open(folder)
+    source = read_layer(checkpoint, dtype=torch.float32)
+    weights = source.weights()
+    gated = source.config.is_gated
+    w13 = values(weights, "w13", 2 if gated else 1, source.config.hidden_size)
+    w2 = values(weights, "w2", 1, source.config.intermediate_size)
+    gate, up = w13.chunk(2) if gated else (w13[:0], w13)
+    for projection, names in first_expert(checkpoint).items():
+        if projection == "gate_up":
+            continue  # gpt-oss's rows of gate and up in turns, which experts alone have
+        (linear,) = quantized_linears(checkpoint, names)
+        expected = {"gate": gate, "up": up, "down": w2}[projection]
+        assert linear.name == names[0].rpartition(".")[0]
+        assert set(linear.tensors) == {name for name in names if not name.endswith(".bias")}
+        assert linear.shape == tuple(expected.shape)
+        found = linear.dequantize(torch.float32)
+        assert torch.equal(found, expected), projection
+        assert torch.equal(linear.dequantize(), found.bfloat16())
+
+
+def folder_of(path: Path, tensors: dict[str, Tensor], **quantization: object) -> Checkpoint:
+    config = {"model_type": "qwen3_moe", "quantization_config": quantization}
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors")
+    return Checkpoint.open(path)
+
+
+def test_weights_in_16_bits_are_none(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(2, 2).bfloat16(), "a.bias": torch.ones(2), "norm.weight": torch.ones(2)}
+    checkpoint = folder_of(tmp_path, tensors, quant_method="fp8", weight_block_size=[128, 128])
+    assert not list(quantized_linears(checkpoint, checkpoint.names))
+
+
+def test_biases_stay(tmp_path: Path) -> None:
+    tensors = {
+        "a.weight": torch.ones(4, 8).to(torch.float8_e4m3fn),
+        "a.weight_scale_inv": torch.full((1, 1), 0.5),
+        "a.bias": torch.ones(4),
+    }
+    checkpoint = folder_of(tmp_path, tensors, quant_method="fp8", weight_block_size=[128, 128])
+    (linear,) = quantized_linears(checkpoint, checkpoint.names)
+    assert set(linear.tensors) == {"a.weight", "a.weight_scale_inv"}
+    assert torch.equal(linear.dequantize(torch.float16), torch.full((4, 8), 0.5, dtype=torch.float16))
+
+
+def test_tensors_that_fit_no_shape_are_refused(tmp_path: Path) -> None:
+    tensors = {"a.b.weight": torch.ones(4, 8).to(torch.float8_e4m3fn), "a.b.weight_scale_inv": torch.ones(2, 1)}
+    checkpoint = folder_of(tmp_path, tensors, quant_method="fp8", weight_block_size=[128, 128])
+    expected = (
+        r"the tensors of a\.b fit no shape of a linear layer; the nearest: a\.b\.weight_scale_inv has shape \[2, 1\]"
+    )
+    with pytest.raises(mc.CheckpointError, match=expected):
+        list(quantized_linears(checkpoint, checkpoint.names))
+
+
+def test_a_weight_that_no_format_reads_is_refused(tmp_path: Path) -> None:
+    tensors = {"a.b.weight": torch.ones(4, 8, dtype=torch.uint8), "a.b.absmax": torch.ones(2)}
+    checkpoint = folder_of(tmp_path, tensors, quant_method="bitsandbytes")
+    with pytest.raises(mc.CheckpointError, match=r"a\.b is quantised as bitsandbytes \(.*\), which is not supported"):
+        list(quantized_linears(checkpoint, checkpoint.names))
+
+
+def test_a_tensor_whose_type_torch_has_not_is_refused(tmp_path: Path) -> None:
+    checkpoint = folder_of(tmp_path, {"a.weight": torch.ones(2, 2)}, quant_method="gptq")
+    header = {"a.weight": {"dtype": "F4", "shape": [2, 2], "data_offsets": [0, 2]}}
+    (tmp_path / "model.safetensors").write_bytes(raw_file(header, b"\0\0"))
+    checkpoint = Checkpoint.open(tmp_path)
+    with pytest.raises(mc.CheckpointError, match=r"a is not read by any installed format|a\.weight"):
+        list(quantized_linears(checkpoint, checkpoint.names))
