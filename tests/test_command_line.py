@@ -20,8 +20,9 @@ import pytest
 import torch
 from moe_core import registry
 from moe_core.claims import expand_key
-from moe_core.cli import _machine, _timing, main
+from moe_core.cli import _machine, _timing
 from moe_core.quant_key import key_by_name, key_name
+from moe_core_cli.main import main
 from safetensors.torch import save_file
 
 SCHEMES = ("fp8", "int8", "mxfp4", "wna16")

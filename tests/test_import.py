@@ -53,9 +53,10 @@ def test_scheme_loads_neither_triton_nor_another_scheme(package: str, run_python
 
 def test_commands_that_look_load_no_kernels(run_python: Callable[..., str]) -> None:
     code = """
-import sys, moe_core.cli as cli
+import sys
+from moe_core_cli.main import main
 for arguments in (["backends"], ["doctor"]):
-    assert cli.main(arguments) == 0
+    assert main(arguments) == 0
 print("triton" in sys.modules)
 """
     assert run_python(code).splitlines()[-1] == "False"

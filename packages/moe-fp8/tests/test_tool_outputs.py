@@ -11,8 +11,8 @@ import pytest
 import torch
 from moe_core import kFp8DynamicTensorSym, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.cli import main
 from moe_core.testing.checkpoints import CONFIG, Cases, Experts, Tensors, relative, run, write
+from moe_core_cli.main import main
 from safetensors.torch import load_file
 from torch import Tensor
 

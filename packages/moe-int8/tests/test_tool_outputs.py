@@ -11,9 +11,9 @@ import pytest
 import torch
 from moe_core import fused_moe_reference, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.cli import main
 from moe_core.quantization import dequantize_weight
 from moe_core.testing.checkpoints import Cases, Tensors, relative, run
+from moe_core_cli.main import main
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -23,8 +23,8 @@ from moe_core import (
     load_layer,
 )
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.cli import main
 from moe_core.testing.checkpoints import Cases, Tensors, relative, routed, run
+from moe_core_cli.main import main
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

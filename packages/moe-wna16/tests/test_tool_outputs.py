@@ -11,8 +11,8 @@ import pytest
 import torch
 from moe_core import fused_moe_reference, kFp8DynamicTokenSym, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.cli import main
 from moe_core.testing.checkpoints import Cases, Tensors, relative, routed, run
+from moe_core_cli.main import main
 from moe_wna16_words import (
     Matrix,
     auto_round,

@@ -1,4 +1,5 @@
-"""The command line ``moe``: its grammar, signals, and what reaches the terminal; :mod:`moe_core.cli` does the work.
+"""The command line ``moe``: its grammar and :mod:`main <moe_core_cli.main>`, above :mod:`moe_core.cli`, which does the
+work, and :mod:`moe_core_cli.terminal`, below it.
 
 Apart from ``moe_core``, so that help, completion and refused arguments take no import of torch, and a Ctrl-C during
 that import ends in a line as any other does.
@@ -7,56 +8,3 @@ Results go to stdout, progress (on a terminal) and errors to stderr.  Exit codes
 something installed is broken, 2 what was asked for can't be done (one paragraph says why), 128 + n ended by signal n
 (130: Ctrl-C, 141: whoever read stdout has gone, 143: SIGTERM).
 """
-
-from __future__ import annotations
-
-import os
-from collections.abc import Sequence
-
-from moe_core_cli import console, signals
-from moe_core_cli.grammar import COMMANDS, build, parse
-
-__all__ = ["COMMANDS", "main"]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code.  SystemExit for help and for arguments that are refused."""
-    if "_ARGCOMPLETE" in os.environ:
-        _complete()
-    with signals.ending_quietly() as ending:
-        console.prepare()
-        arguments = parse(argv)
-        try:
-            code = _execute(arguments.command, arguments, ending)
-        except KeyboardInterrupt as interrupt:
-            number = signals.number_of(interrupt)
-            console.complain(f"moe: {signals.NAMES[number]}")
-            return 128 + number
-        except BrokenPipeError:
-            console.abandon_stdout()
-            return 141
-        return ending.exit_code(code)
-
-
-def _execute(command: str, arguments: object, ending: signals.Ending) -> int:
-    from moe_core.cli import execute, paragraph
-
-    ending.imported()
-    try:
-        return execute(arguments)  # type: ignore[arg-type]
-    except BrokenPipeError:
-        raise
-    except Exception as error:
-        if os.environ.get("MOE_TRACEBACK"):
-            raise
-        console.complain(f"moe {command}: {paragraph(error, verbose=getattr(arguments, 'verbose', False))}")
-        return 2
-
-
-def _complete() -> None:
-    """Answer a shell that asks what may come next, and end."""
-    try:
-        import argcomplete
-    except ImportError:
-        return
-    argcomplete.autocomplete(build())

@@ -196,10 +196,17 @@ def _scheme(parser: Any, text: str) -> None:
     action.completer = lambda **_: sorted(importlib.metadata.entry_points(group="moe_core.schemes").names)
 
 
-def _dtype(parser: argparse.ArgumentParser) -> None:
-    _choice(
-        parser, "--dtype", "bf16", (*DTYPES, *DTYPES.values()), "|".join(DTYPES), "of hidden states (default: bf16)"
-    )
+def _dtype(parser: Any) -> None:
+    names = (*DTYPES, *DTYPES.values())
+    named = one_of(*names)
+
+    def of_torch(text: str) -> str:
+        name = named(text)
+        return DTYPES.get(name, name)
+
+    text = "of hidden states (default: bf16)"
+    action = parser.add_argument("--dtype", type=of_torch, default="bf16", metavar="|".join(DTYPES), help=text)
+    action.completer = lambda **_: names
 
 
 def _choice(parser: Any, name: str, default: str, names: Sequence[str], metavar: str, text: str) -> None:

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from moe_core_cli.console import complain
+from moe_core_cli.terminal.console import complain
 
 
 class Paragraphs(argparse.HelpFormatter):

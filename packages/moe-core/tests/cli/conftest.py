@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core.cli import main
 from moe_core.registry import KNOWN_SCHEMES, registry
 from moe_core_checkpoints import entry_points, layer_tensors, write
+from moe_core_cli.main import main
 
 
 @dataclass

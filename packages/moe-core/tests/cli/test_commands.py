@@ -18,12 +18,13 @@ import pytest
 import torch
 from moe_core import CheckpointError, Requirement, Verified, __version__
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.cli import COMMANDS, _machine, _output
+from moe_core.cli import _machine, _output
 from moe_core.cli import quickstart as quickstart_command
 from moe_core.cli._output import write_whole, written_folder
 from moe_core.cli.backends import describe, details
 from moe_core.registry import registry
 from moe_core_checkpoints import write_quickstart
+from moe_core_cli.grammar import COMMANDS
 from moe_core_toys import GpuToyExperts
 
 SHAPE = ("--scheme", "plain", "--shape", "8,2,64,32")

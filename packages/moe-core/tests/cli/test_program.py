@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moe_core_cli import COMMANDS, console, main, signals
+from moe_core_cli.grammar import COMMANDS
+from moe_core_cli.main import main
+from moe_core_cli.terminal import console, signals
 
 # a signal comes when `module` is imported
 SIGNAL_AT_IMPORT = """
 import os, sys
-from moe_core_cli import main
+from moe_core_cli.main import main
 
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
@@ -81,7 +83,8 @@ def test_ignored_signals_stay_ignored() -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["rnu"], ["run", "--tokens", "x"]])
 def test_arguments_import_nothing_heavy(arguments: list[str]) -> None:
-    code = f"import sys\nfrom moe_core_cli import main\ntry:\n    main({arguments})\nfinally:\n    print(*sys.modules)"
+    code = "import sys\nfrom moe_core_cli.main import main\n"
+    code += f"try:\n    main({arguments})\nfinally:\n    print(*sys.modules)"
     loaded = python(code).stdout.splitlines()[-1].split()
     assert not {"torch", "numpy", "moe_core"} & set(loaded)
 

@@ -1,6 +1,6 @@
 """The commands of ``moe``, one module each: ``run(arguments)`` returns the exit code.
 
-:mod:`moe_core_cli` reads the arguments and calls :func:`execute`.
+:mod:`moe_core_cli.main` reads the arguments and calls :func:`execute`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from moe_core_cli import COMMANDS, main
-from moe_core_cli.console import complain
+from moe_core_cli.terminal.console import complain
 
 from moe_core.errors import CheckpointWarning, FallbackWarning, MoEError, PluginWarning, printable
 from moe_core.plugins import printing_aside
 
-__all__ = ["COMMANDS", "execute", "main", "paragraph"]
+__all__ = ["execute", "paragraph"]
 
 #: warnings for users; ``doctor`` lists what they say
 _TOLD = (PluginWarning, FallbackWarning)

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from moe_core_cli.console import complain
+from moe_core_cli.terminal.console import complain
 
 from moe_core.checkpoint.experts import ranges
 from moe_core.cli import _arguments, _report
 from moe_core.cli._output import bytes_text, emit, progress, table
+from moe_core.cli._select import select
 from moe_core.errors import ConfigError, MoEError
 
 if TYPE_CHECKING:
@@ -60,8 +61,6 @@ def explain_all(args: argparse.Namespace) -> int:
 
 
 def _explained(args: argparse.Namespace, checkpoint: Checkpoint, indices: Sequence[int]) -> Iterator[_Layer]:
-    from moe_core.cli.explain import selected
-
     known: dict[Any, tuple[SelectionReport, LayerMemory | None]] = {}
     for index in indices:
         try:
@@ -71,7 +70,7 @@ def _explained(args: argparse.Namespace, checkpoint: Checkpoint, indices: Sequen
             continue
         request = source.scheme, source.config, source.weight_key, source.activation_key
         if request not in known:
-            known[request] = selected(args, *request)
+            known[request] = select(args, *request)
         yield _Layer(index, source.format.name, *known[request])
 
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moe_core_cli.grammar import DTYPES
-
 from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,9 +84,10 @@ def check_seed(seed: int) -> None:
 
 
 def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype of that name."""
     import torch
 
-    found: torch.dtype = getattr(torch, DTYPES.get(name, name))
+    found: torch.dtype = getattr(torch, name)
     return found
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_core_cli.console import say
+from moe_core_cli.terminal.console import say
 
 from moe_core.errors import ConfigError, printable
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from moe_core_cli.console import complain
+from moe_core_cli.terminal.console import complain
 
 from moe_core.cli import _arguments, _report
+from moe_core.cli._all_layers import explain_all
 from moe_core.cli._output import emit
+from moe_core.cli._select import select
 from moe_core.errors import ConfigError
-from moe_core.selection import BackendRefusedError, NoBackendError
 
 if TYPE_CHECKING:
-    from moe_core.config import FusedMoEConfig
     from moe_core.memory import LayerMemory
-    from moe_core.quant_key import QuantKey
     from moe_core.selection import SelectionReport
 
 
@@ -23,8 +22,6 @@ def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code."""
     _arguments.check_tokens(args.tokens)
     if args.all_layers:
-        from moe_core.cli._all_layers import explain_all
-
         return explain_all(args)
     found: dict[str, Any] = {}
     if args.path is not None:
@@ -45,43 +42,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         config, weight_key, activation_key = _arguments.request_of(args)
         scheme, keys = args.scheme, (weight_key, activation_key)
-    report, memory = selected(args, scheme, config, *keys)
+    report, memory = select(args, scheme, config, *keys)
     told = None if memory is None else vars(memory)
     emit(args.json, {**found, **report.as_dict(), "memory": told}, _text(found, report, memory, args.verbose))
     if report.chosen is None:
         complain("moe explain: no backend fits; the report says why")
     return 0 if report.chosen is not None else 2
-
-
-def selected(
-    args: argparse.Namespace,
-    scheme: str,
-    config: FusedMoEConfig,
-    weight_key: QuantKey | None,
-    activation_key: QuantKey | None,
-) -> tuple[SelectionReport, LayerMemory | None]:
-    """What selection says, and the memory of what it chose; None where nothing fits."""
-    from moe_core.memory import layer_memory
-    from moe_core.registry import registry
-
-    if args.activation_format == "batched":
-        config = _arguments.batched(config, args.tokens)
-    try:
-        selection = (
-            registry()
-            .oracle(scheme)
-            .select(
-                config,
-                weight_key=weight_key,
-                activation_key=activation_key,
-                moe_backend=args.backend,
-                device=args.device,
-            )
-        )
-    except (NoBackendError, BackendRefusedError) as error:
-        # the reasons are what was asked for
-        return error.report, None
-    return selection.report, layer_memory(selection, args.tokens)
 
 
 def _text(found: dict[str, Any], report: SelectionReport, memory: LayerMemory | None, verbose: bool) -> str:

@@ -12,10 +12,11 @@ from typing import ClassVar
 
 import pytest
 import torch
+from moe_core_cli.main import main
 from torch import Tensor
 
 from moe_core.checkpoint import Checkpoint, LayerSource, read_layer
-from moe_core.cli import _machine, main
+from moe_core.cli import _machine
 from moe_core.device import DeviceInfo
 from moe_core.quant_key import key_name
 from moe_core.registry import registry

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from moe_core_cli.main import main
 from torch import Tensor
 
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.cli import main
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointError, TensorError
 from moe_core.layer import FusedMoELayer
