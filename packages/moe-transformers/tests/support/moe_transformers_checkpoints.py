@@ -217,6 +217,8 @@ def _sizes_of(model_type: str) -> dict[str, Any]:
     heads = {"head_dim": 32, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 32, "qk_nope_head_dim": 32}
     # DeepSeek-V3 and GLM choose experts of the better groups
     heads |= {"n_group": 2, "topk_group": 1}
+    # Nemotron-H's layers without experts
+    heads |= {"ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 16}
     found = {**dict.fromkeys(counts, E), **dict.fromkeys(wide, N), **heads, "qk_rope_head_dim": 32}
     return {name: size for name, size in found.items() if name in own}
 
@@ -270,7 +272,7 @@ def checkpoint(folder: Path, model_type: str, form: str, **entries: Any) -> tupl
 def logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """[batch, tokens, vocabulary] in float64."""
     with torch.no_grad():
-        return model(tokens).logits.double()
+        return model(tokens, use_cache=False).logits.double()
 
 
 def tokens(batch: int = 2, count: int = 9) -> Tensor:
