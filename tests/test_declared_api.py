@@ -113,7 +113,7 @@ PROTOCOL_2 = {
     "moe_core.experts_api": (
         "ActivationKind Adapters GroupedExperts LayerProblem MarlinExperts MarlinIntegerExperts ScaledMMExperts "
         "TileConfig TilePlan as_words expert_slices integer_row_scales interleave of_expert order_words "
-        "quantize_tensor relative_powers"
+        "quantize_tensor relative_e8m0"
     ),
     "moe_core.format_api": (
         "AutoRoundSettings BadValuesError CheckpointFormat ExpertLayout ExpertMatrices ExpertStorage GptqSettings "
@@ -125,15 +125,15 @@ PROTOCOL_2 = {
     ),
     "moe_core.hopper_api": "HALF TILE accumulate_int8 barrier column_scales marked_rows row_scales scaled_mm_int8",
     "moe_core.kernel_api": (
-        "ActivationScheme Converted E4M3 FEW GemmWeight GemvFunctions Granularity GroupScheme INTERPRET MarlinMatrix "
-        "OperandA STEP ScaledMMFunctions TileFunctions WarpSpecialisedGemm add_product add_scaled_product "
-        "add_swap_ab_dot as_stored_scheme byte_columns byte_values divide divide_all factor_e4m3 scale_acc_channels "
-        "scale_acc_rows has_nan in_order is_aligned is_finite largest load_blocks load_group_4 load_group_8 "
-        "load_groups_8_1 load_groups_8_2 load_rows_8 load_scaled_rows load_values load_words marked narrow_e4m3 "
-        "nibble_columns nibble_numbers open_blocks open_groups open_plain open_rows open_unquantized_rows open_values "
-        "open_weights packed_weight pair per_word prefetch_rows round_int8 round_mxfp8 round_mxfp8_down "
-        "round_mxfp8_even scale_and_zero scale_of scale_of_parts shifted step_bytes step_powers swap_ab_dot tile_words "
-        "wait_for_mma weight_descriptor weight_rows weight_tile with_zero"
+        "ActivationScheme Converted E4M3 FEW GemmWeight GemvFunctions Granularity GroupScheme INTERPRET "
+        "LOAD_WORDS MarlinMatrix OperandA STEP ScaledMMFunctions TileFunctions WarpSpecialisedGemm "
+        "add_swap_ab_dot as_stored_scheme asm_values divide divide_all factor_e4m3 has_nan in_columns in_order "
+        "is_aligned is_finite largest load_blocks load_scaled_rows load_values load_words marked multiply "
+        "multiply_group narrow_e4m3 open_blocks open_groups open_plain open_rows open_unquantized_rows "
+        "open_values open_weights packed_weight pair per_word prefetch_rows round_int8 round_mxfp8 "
+        "round_mxfp8_down round_mxfp8_even scale_acc_channels scale_acc_rows scale_and_zero scale_of "
+        "scale_of_parts shifted specialize step_bytes step_e8m0 swap_ab_dot tile_words wait_for_mma "
+        "weight_descriptor weight_rows weight_tile with_zero"
     ),
     "moe_core.model_api": (
         "PER_CALL Given LayerSource QuantizedLinear find_layer names_experts quantized_linears read_layer "

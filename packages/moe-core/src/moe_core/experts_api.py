@@ -15,7 +15,7 @@ dequantised in registers; :class:`MarlinIntegerExperts` has 4- and 8-bit integer
 experts' ``problem``, to which a subclass adds what is its own.
 
 **Weights in other layouts**: :func:`as_words` for those that are read as stored; :func:`order_words`,
-:func:`interleave` and :func:`relative_powers` for those of the Marlin family.
+:func:`interleave` and :func:`relative_e8m0` for those of the Marlin family.
 
 **Experts in plain torch**: what a subclass of :class:`moe_core.TorchExperts` needs that overrides how one expert's
 tokens are computed (``results``), and quantised activations as the reference defines them.
@@ -27,8 +27,8 @@ from moe_core.gemm.as_stored.kinds import ActivationKind
 from moe_core.gemm.as_stored.words import as_words
 from moe_core.gemm.experts import GroupedExperts, ScaledMMExperts
 from moe_core.gemm.heuristics import LayerProblem
+from moe_core.gemm.marlin.e8m0 import relative_e8m0
 from moe_core.gemm.marlin.experts import MarlinExperts, MarlinIntegerExperts
-from moe_core.gemm.marlin.powers import relative_powers
 from moe_core.gemm.marlin.words import interleave, order_words
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.quantization import integer_row_scales, quantize_tensor
@@ -50,7 +50,7 @@ __all__ = [
     "as_words",
     "interleave",
     "order_words",
-    "relative_powers",
+    "relative_e8m0",
     # experts in plain torch
     "Adapters",
     "expert_slices",

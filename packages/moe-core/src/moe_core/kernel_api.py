@@ -14,7 +14,9 @@ have scales of a :data:`Granularity`; ``E4M3`` is one.
 
 **Marlin GEMMs** dequantise weights in the order of register fragments: a :class:`MarlinMatrix` is such a weight,
 :class:`Converted` its tensors; a step of the k loop has ``STEP`` columns, and up to ``FEW`` rows of activations leave
-registers for the product of a step.  :class:`GemvFunctions` are the element type of the GEMV kernels for one token.
+registers for the product of a step.  An element type is a function that dequantises words: copies of ``multiply`` and
+``multiply_group`` with it as ``dequantize`` multiply, ``LOAD_WORDS`` load.  :class:`GemvFunctions` are the element type
+of the GEMV kernels for one token.
 
 **As-stored GEMMs** dequantise weights as checkpoints store them.
 
@@ -23,6 +25,8 @@ registers for the product of a step.  :class:`GemvFunctions` are the element typ
 **Rows with a scale each**: how activations and weights are loaded, scales found from magnitudes, and NaN kept.
 
 **Zero points** of int8 activations travel with their scale in an int64.
+
+**Copies of device functions** with other constants, or with another function in them, are made by ``specialize``.
 
 **Casts and arithmetic** that are exact on every target and in the interpreter (``INTERPRET``); ``wait_for_mma`` is
 needed where an MMA reads registers that the program has written.
@@ -46,26 +50,20 @@ from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
 from moe_core.gemm.marlin.convert import Converted
-from moe_core.gemm.marlin.dequant import byte_columns, byte_values, nibble_columns, nibble_numbers, pair
+from moe_core.gemm.marlin.dequant import asm_values, in_columns, pair
 from moe_core.gemm.marlin.gemv import GemvFunctions
-from moe_core.gemm.marlin.integers import (
-    load_group_4,
-    load_group_8,
-    load_groups_8_1,
-    load_groups_8_2,
-    load_rows_8,
-)
 from moe_core.gemm.marlin.operand import (
     FEW,
-    add_product,
-    add_scaled_product,
+    LOAD_WORDS,
+    multiply,
+    multiply_group,
     open_groups,
     open_rows,
     per_word,
     scale_acc_channels,
     scale_acc_rows,
     step_bytes,
-    step_powers,
+    step_e8m0,
     tile_words,
 )
 from moe_core.gemm.marlin.weight import MarlinMatrix
@@ -86,6 +84,7 @@ from moe_core.gemm.scaled_mm_e4m3 import E4M3
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
 from moe_core.gemm.zero_points import scale_and_zero, shifted, with_zero
 from moe_core.jit.casts import INTERPRET, divide, divide_all, factor_e4m3, narrow_e4m3, round_int8
+from moe_core.jit.specialize import specialize
 from moe_core.jit.wait import wait_for_mma
 
 __all__ = [
@@ -107,21 +106,15 @@ __all__ = [
     "ScaledMMFunctions",
     # Marlin GEMMs
     "FEW",
+    "LOAD_WORDS",
     "STEP",
     "Converted",
     "GemvFunctions",
     "MarlinMatrix",
-    "add_product",
-    "add_scaled_product",
-    "byte_columns",
-    "byte_values",
-    "load_group_4",
-    "load_group_8",
-    "load_groups_8_1",
-    "load_groups_8_2",
-    "load_rows_8",
-    "nibble_columns",
-    "nibble_numbers",
+    "asm_values",
+    "in_columns",
+    "multiply",
+    "multiply_group",
     "open_groups",
     "open_rows",
     "pair",
@@ -129,7 +122,7 @@ __all__ = [
     "scale_acc_channels",
     "scale_acc_rows",
     "step_bytes",
-    "step_powers",
+    "step_e8m0",
     "tile_words",
     # as-stored GEMMs
     "add_swap_ab_dot",
@@ -169,4 +162,6 @@ __all__ = [
     "narrow_e4m3",
     "round_int8",
     "wait_for_mma",
+    # copies of device functions
+    "specialize",
 ]

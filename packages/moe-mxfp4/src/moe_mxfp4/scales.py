@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from moe_core import DeviceInfo
-from moe_core.experts_api import relative_powers
+from moe_core.experts_api import relative_e8m0
 from torch import Tensor
 
 from moe_mxfp4.groups import counting_groups
@@ -37,4 +37,4 @@ def group_scales(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Te
 
 
 def _relative(codes: Tensor, scale: Tensor, columns: int, largest: int) -> tuple[Tensor, Tensor]:
-    return relative_powers(scale.view(torch.uint8), counting_groups(codes, columns), largest)
+    return relative_e8m0(scale.view(torch.uint8), counting_groups(codes, columns), largest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from moe_core import GroupShape, QuantKey, e8m0_to_float32, is_e8m0, kMxfp8Static
-from moe_core.experts_api import interleave, order_words, relative_powers
+from moe_core.experts_api import interleave, order_words, relative_e8m0
 from moe_core.kernel_api import Converted
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,7 +28,7 @@ def convert_e4m3(weights: Tensor, scale: Tensor, key: QuantKey, *, gated: bool =
     rows, columns = codes.shape[1:]
     words = order_words(codes, columns, 8, interleaved=gated)
     if key == kMxfp8Static:
-        scales, channel_scales = relative_powers(scale.view(torch.uint8), _counting(codes, shape, parts), _LARGEST)
+        scales, channel_scales = relative_e8m0(scale.view(torch.uint8), _counting(codes, shape, parts), _LARGEST)
         return Converted(words, _by_row(scales, gated), 32, interleave(channel_scales) if gated else channel_scales)
     wide = e8m0_to_float32(scale) if is_e8m0(scale.dtype) else scale
     if shape.is_per_tensor:

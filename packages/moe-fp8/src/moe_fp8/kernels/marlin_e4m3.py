@@ -24,24 +24,22 @@ from moe_core.experts_api import TileConfig
 from moe_core.kernel_api import (
     FEW,
     INTERPRET,
+    LOAD_WORDS,
     STEP,
     GemvFunctions,
     MarlinMatrix,
-    add_product,
-    add_scaled_product,
-    byte_columns,
-    byte_values,
-    load_group_8,
-    load_groups_8_1,
-    load_groups_8_2,
-    load_rows_8,
+    asm_values,
+    in_columns,
+    multiply,
+    multiply_group,
     open_groups,
     open_rows,
     pair,
     per_word,
     scale_acc_channels,
     scale_acc_rows,
-    step_powers,
+    specialize,
+    step_e8m0,
     tile_words,
     weight_rows,
 )
@@ -50,6 +48,8 @@ from moe_core.kernel_api import (
 LARGEST = tl.constexpr(247)
 # rows of words to which a pair of scales per block belongs
 PAIR_ROWS = tl.constexpr(128)
+# whether rows are gate and up in turns, or others; set by `specialize`
+INTERLEAVED = tl.constexpr(False)
 
 
 def _widening(*, float16: bool, scaled: bool) -> tl.constexpr:
@@ -95,37 +95,50 @@ def _byte(words):
 
 @triton.jit
 def e4m3_values(words, dtype: tl.constexpr):
-    """The four numbers of `words` [N, W], as `moe_core.gemm.marlin.dequant.byte_values`; float32 in the interpreter."""
+    """The four numbers of `words` [N, W], as `moe_core.gemm.marlin.dequant.asm_values`; float32 in the interpreter."""
     if INTERPRET or dtype == tl.float32:
         return _byte(words), _byte(words >> 16), _byte(words >> 8), _byte(words >> 24)
     else:
-        tl.static_assert(dtype == tl.float16 or dtype == tl.bfloat16, "activations are bfloat16, float16 or float32")
         asm: tl.constexpr = _FLOAT16 if dtype == tl.float16 else _BFLOAT16
-        return byte_values(asm, "r", (words,), dtype)
+        return asm_values(asm, 4, "r", (words,), dtype)
 
 
 @triton.jit
-def e4m3(words, dtype: tl.constexpr):
-    """[N, 4 W] numbers of `words` [N, W]."""
-    v0, v1, v2, v3 = e4m3_values(words, dtype)
-    return byte_columns(v0, v1, v2, v3)
+def e4m3(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
+    """[N, COLUMNS] numbers of `words` [N, W], without scales."""
+    return in_columns(e4m3_values(words, dtype))
 
 
 @triton.jit
-def e4m3_scaled(words, scale, dtype: tl.constexpr):
-    """`e4m3` times `scale` [N, W], rounded: pairs of `dtype` in int32 that are 2^120 (float16: 2^8) times the scale.
+def _times(words, scale, dtype: tl.constexpr):
+    """Numbers of `words` times `scale` [N, W], rounded: pairs of `dtype`, 2^120 (float16: 2^8) times the scale.
 
     For float32, and in the interpreter, the scale itself.
     """
     if INTERPRET or dtype == tl.float32:
-        return byte_columns(
-            _byte(words) * scale, _byte(words >> 16) * scale, _byte(words >> 8) * scale, _byte(words >> 24) * scale
-        )
+        v0, v1, v2, v3 = e4m3_values(words, dtype)
+        return in_columns((v0 * scale, v1 * scale, v2 * scale, v3 * scale))
     else:
-        tl.static_assert(dtype == tl.float16 or dtype == tl.bfloat16, "activations are bfloat16, float16 or float32")
         asm: tl.constexpr = _FLOAT16_SCALED if dtype == tl.float16 else _BFLOAT16_SCALED
-        v0, v1, v2, v3 = byte_values(asm, "r,r", (words, scale), dtype)
-        return byte_columns(v0, v1, v2, v3)
+        return in_columns(asm_values(asm, 4, "r,r", (words, scale), dtype))
+
+
+@triton.jit
+def e4m3_scaled(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
+    """`e4m3` times the float32 scales [N, groups], rounded."""
+    if INTERPRET or dtype == tl.float32:
+        scale = scales
+    elif dtype == tl.float16:
+        scale = pair(scales * 256.0, dtype)
+    else:
+        scale = pair(scales * 1.329227995784916e36, dtype)
+    return _times(words, per_word(scale, words.shape[1], 2), dtype)
+
+
+@triton.jit
+def mxfp8(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
+    """`e4m3` times the scales int32 [N] of a step, exact in bfloat16 and float32."""
+    return _times(words, per_word(step_e8m0(scales, LARGEST, dtype), words.shape[1], 2), dtype)
 
 
 @triton.jit
@@ -136,7 +149,8 @@ def _second(start, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr):
+def open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_groups`, for scales of blocks; besides pointers to pairs."""
     words, scales, channel_scales, stride_e, stride_n, scale_e, scale_t, channel_e, tiles = b_args
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     row = n + tl.arange(0, BLOCK_N)
@@ -150,20 +164,11 @@ def _open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr
 
 
 @triton.jit
-def open_interleaved(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_groups`, for scales of blocks and rows of interleaved gate and up; besides pointers to pairs."""
-    return _open_blocks(b_args, expert, half, n, N, BLOCK_N, True)
+def load_block(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step that is one group, and the scales [BLOCK_N] of its blocks.
 
-
-@triton.jit
-def open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_interleaved`, for other rows."""
-    return _open_blocks(b_args, expert, half, n, N, BLOCK_N, False)
-
-
-@triton.jit
-def _load_pairs(state, k, INTERLEAVED: tl.constexpr):
-    """Scales [BLOCK_N] of step k, made of scalars: a vector would pass through shared memory and take registers."""
+    They are made of scalars: a vector would pass through shared memory and take registers.
+    """
     BLOCK_N: tl.constexpr = state[1].shape[0]
     first = _second(state[9], BLOCK_N, INTERLEAVED) == 0
     scale = tl.where(first, tl.load(state[7] + 2 * k), tl.load(state[7] + 2 * k + 1))
@@ -171,71 +176,32 @@ def _load_pairs(state, k, INTERLEAVED: tl.constexpr):
         tl.static_assert(BLOCK_N == 2 * PAIR_ROWS, "a tile has one pair of scales or two")
         after = tl.where(first, tl.load(state[8] + 2 * k), tl.load(state[8] + 2 * k + 1))
         scale = tl.where(tl.arange(0, BLOCK_N) < PAIR_ROWS, scale, after)
-    return scale
-
-
-@triton.jit
-def load_turns(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of a step that is one group, and the scales [BLOCK_N] of its blocks of gate and up."""
-    scale = _load_pairs(state, k, True)
     return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), scale
 
 
-@triton.jit
-def load_block(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """As `load_turns`, for other rows."""
-    scale = _load_pairs(state, k, False)
-    return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), scale
-
-
-@triton.jit
-def multiply_rows(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + b @ a.T, without scales."""
-    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    return add_product(acc, e4m3(b, a.dtype), a, acc.shape[1] <= FEW)
-
-
-@triton.jit
-def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + (b @ a.T) * scale."""
-    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    return add_scaled_product(acc, e4m3(b, a.dtype), a, b_scale)
-
-
-@triton.jit
-def multiply_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + (b * scale) @ a.T, the weights rounded to the activations' type."""
-    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    if INTERPRET or a.dtype == tl.float32:
-        scale = b_scale
-    elif a.dtype == tl.float16:
-        scale = pair(b_scale * 256.0, a.dtype)
-    else:
-        scale = pair(b_scale * 1.329227995784916e36, a.dtype)
-    numbers = e4m3_scaled(b, per_word(scale, b.shape[1], 2), a.dtype)
-    return add_product(acc, numbers, a, acc.shape[1] <= FEW)
-
-
-@triton.jit
-def multiply_mxfp8(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + (b with its scales) @ a.T, exact numbers of bfloat16 or float32."""
-    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    numbers = e4m3_scaled(b, per_word(step_powers(b_scale, LARGEST, a.dtype), b.shape[1], 2), a.dtype)
-    return add_product(acc, numbers, a, acc.shape[1] <= FEW)
+#: open_b and load_b of blocks, by whether rows are interleaved
+_BLOCKS = {
+    interleaved: (specialize(open_blocks, INTERLEAVED=interleaved), specialize(load_block, INTERLEAVED=interleaved))
+    for interleaved in (False, True)
+}
+_MULTIPLY = specialize(multiply, dequantize=e4m3)
+_MULTIPLY_GROUP = specialize(multiply_group, dequantize=e4m3)
+_MULTIPLY_SCALED = specialize(multiply, dequantize=e4m3_scaled)
+_MULTIPLY_MXFP8 = specialize(multiply, dequantize=mxfp8)
 
 
 def e4m3_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, Any, Any]:
     """(open_b, load_b, multiply, scale_acc) for one of the kinds of scales; group sizes -1, 128, 64 and 32 (MXFP8)."""
     size = matrix.group_size
     if size == -1:
-        return open_rows, load_rows_8, multiply_rows, scale_acc_rows
+        return open_rows, LOAD_WORDS[8, -1], _MULTIPLY, scale_acc_rows
     if size == 32:
-        return open_groups, load_group_8, multiply_mxfp8, scale_acc_channels
-    opened = open_interleaved if matrix.interleaved else open_blocks
+        return open_groups, LOAD_WORDS[8, 0], _MULTIPLY_MXFP8, scale_acc_channels
+    opened, load = _BLOCKS[matrix.interleaved]
     if size == STEP and config.block_m <= FEW.value:
         # each step's product is scaled by itself: beyond, its sums take too many registers
-        return opened, load_turns if matrix.interleaved else load_block, multiply_group, scale_acc_channels
-    return opened, {128: load_groups_8_1, 64: load_groups_8_2}[size], multiply_groups, scale_acc_channels
+        return opened, load, _MULTIPLY_GROUP, scale_acc_channels
+    return opened, LOAD_WORDS[8, STEP // size], _MULTIPLY_SCALED, scale_acc_channels
 
 
 def e4m3_gemv(matrix: MarlinMatrix) -> GemvFunctions | None:

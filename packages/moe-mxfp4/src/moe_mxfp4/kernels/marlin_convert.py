@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from moe_core.experts_api import interleave, order_words, relative_powers
+from moe_core.experts_api import interleave, order_words, relative_e8m0
 from moe_core.kernel_api import Converted
 from torch import Tensor
 
@@ -17,7 +17,7 @@ def convert_e2m1(codes: Tensor, scale: Tensor, columns: int, *, gated: bool = Fa
     ``codes`` uint8 [E, rows, ceil(columns / 2)]; ``gated``: rows are gate, then up, and are interleaved in blocks of 8.
     """
     words = order_words(codes, columns, 4, order="e2m1", interleaved=gated)
-    scales, channel_scales = relative_powers(scale.view(torch.uint8), counting_groups(codes, columns), LARGEST)
+    scales, channel_scales = relative_e8m0(scale.view(torch.uint8), counting_groups(codes, columns), LARGEST)
     if gated:
         scales, channel_scales = interleave(scales), interleave(channel_scales)
     return Converted(words, scales.transpose(1, 2).contiguous(), GROUP, channel_scales)

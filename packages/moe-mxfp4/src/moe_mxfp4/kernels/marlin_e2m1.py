@@ -1,4 +1,4 @@
-"""e2m1 weights as the functions of `moe_core.gemm.marlin`: spread words, widened in registers.
+"""e2m1 weights as the functions of `moe_core.gemm.marlin`: widened in registers.
 
 A code in the place of a 16-bit number's sign, last exponent bits and first mantissa bit is that number times 2^-126
 (bfloat16) or 2^-14 (float16), subnormals included; one multiplication makes it exact and applies the scale.
@@ -18,17 +18,17 @@ import triton
 import triton.language as tl
 from moe_core.experts_api import TileConfig
 from moe_core.kernel_api import (
-    FEW,
     INTERPRET,
+    LOAD_WORDS,
     MarlinMatrix,
-    add_product,
-    load_group_4,
-    nibble_columns,
-    nibble_numbers,
+    asm_values,
+    in_columns,
+    multiply,
     open_groups,
     per_word,
     scale_acc_channels,
-    step_powers,
+    specialize,
+    step_e8m0,
 )
 
 from moe_mxfp4 import scales
@@ -73,63 +73,35 @@ _FLOAT16 = _widening(float16=True)
 
 
 @triton.jit
-def _low(pairs):
-    """float32 of the bfloat16 numbers in the lower halves of int32 words."""
-    return (pairs << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _high(pairs):
-    return (pairs & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _interpreted(words, scale):
     """As the asm for bfloat16 does it, in float32."""
-    factor = scale * 8.507059173023462e37
     p0 = words & -2118090304
     p1 = (words << 3) & -2118090304
     p2 = (words << 6) & -2118090304
     p3 = ((words >> 3) & 0x01800180) | ((words >> 7) & 0x00400040) | ((words << 1) & -2147450880)
-    return nibble_columns(
-        _low(p0) * factor,
-        _high(p0) * factor,
-        _low(p1) * factor,
-        _high(p1) * factor,
-        _low(p2) * factor,
-        _high(p2) * factor,
-        _low(p3) * factor,
-        _high(p3) * factor,
-    )
+    factor = scale * 8.507059173023462e37
+    values: Any = ()
+    for pair in (p0, p1, p2, p3):
+        # the bfloat16 numbers in both halves
+        low = (pair << 16).to(tl.float32, bitcast=True) * factor
+        values = (*values, low, (pair & -65536).to(tl.float32, bitcast=True) * factor)
+    return in_columns(values)
 
 
 @triton.jit
-def e2m1_scaled(words, scale, dtype: tl.constexpr):
-    """[N, 8 W] numbers of `words` [N, W] times `scale` [N, W], rounded; `scale` as `step_powers` makes it."""
+def e2m1_scaled(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
+    """[N, COLUMNS] numbers of `words` [N, W] times their `scales` int32 [N], exact in bfloat16."""
+    scale = per_word(step_e8m0(scales, LARGEST, dtype), words.shape[1], 1)
     if INTERPRET:
         return _interpreted(words, scale)
     else:
-        tl.static_assert(dtype == tl.float16 or dtype == tl.bfloat16, "activations are bfloat16 or float16")
         asm: tl.constexpr = _FLOAT16 if dtype == tl.float16 else _BFLOAT16
-        return nibble_numbers(
-            asm,
-            "r,r",
-            (
-                words,
-                scale,
-            ),
-            dtype,
-        )
+        return in_columns(asm_values(asm, 8, "r,r", (words, scale), dtype))
 
 
-@triton.jit
-def multiply_mxfp4(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + (b with its scales) @ a.T, exact numbers of bfloat16."""
-    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    numbers = e2m1_scaled(b, per_word(step_powers(b_scale, LARGEST, a.dtype), b.shape[1], 1), a.dtype)
-    return add_product(acc, numbers, a, acc.shape[1] <= FEW)
+_MULTIPLY = specialize(multiply, dequantize=e2m1_scaled)
 
 
 def e2m1_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, Any, Any]:
     """(open_b, load_b, multiply, scale_acc)."""
-    return open_groups, load_group_4, multiply_mxfp4, scale_acc_channels
+    return open_groups, LOAD_WORDS[4, 0], _MULTIPLY, scale_acc_channels

@@ -83,9 +83,11 @@ def swap_ab_dot(values, x):
 @triton.jit
 def add_swap_ab_dot(acc, values, x):
     """acc + values [N, K] @ x [M, K].T"""
-    if INTERPRET or x.dtype == tl.float32 or acc.shape[1] <= 32:
+    if INTERPRET or x.dtype == tl.float32:
+        return tl.dot(values.to(tl.float32), tl.trans(x.to(tl.float32)), acc, input_precision="ieee")
+    elif acc.shape[1] <= 32:
         # each step's product by itself: ptxas makes every `wgmma` wait for the one before where it cannot tell that
         # nobody else sets a running sum meanwhile (as `fma`: Triton would turn a sum into a running one)
-        return tl.fma(swap_ab_dot(values, x), tl.full(acc.shape, 1.0, tl.float32), acc)
+        return tl.fma(tl.dot(values, tl.trans(x)), tl.full(acc.shape, 1.0, tl.float32), acc)
     else:
         return wait_for_mma(tl.dot(values, tl.trans(x), acc))

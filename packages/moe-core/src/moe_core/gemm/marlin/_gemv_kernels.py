@@ -5,8 +5,8 @@ has four consecutive words of several rows; the numbers of the vector that it mu
 each for all its rows.  There is nothing to wait for but memory: no sorting, no tiles, no sums that programs share.
 
 `dequantize(words, dtype)` makes of words [N, W] a tuple of their eight (4 bits) or four numbers, each [N, W], in the
-order of `moe_core.gemm.marlin.dequant.nibble_values`; they are exact but for a scale.  Those that are PLACED are
-larger, by the powers of two that `_placed` takes from the vector.  SCALES says what scales there are:
+order of `moe_core.gemm.marlin.dequant.asm_values`; they are exact but for a scale, and 2 to the power of their PLACES
+as large, which the vector's are made smaller by.  SCALES says what scales there are:
 
     "row"       float32, one per row: multiplies the finished sum
     "group"     float32, one per GROUP columns (-1: all)
@@ -37,31 +37,7 @@ def _wide(pairs, dtype: tl.constexpr):
 
 
 @triton.jit
-def _placed(x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7):
-    """Numbers of the vector for codes that are as large as the bits at which `int4_placed` leaves them say."""
-    return (
-        x_0,
-        x_1 * 2.0**-16,
-        x_2 * 2.0**-4,
-        x_3 * 2.0**-8,
-        x_4 * 2.0**-8,
-        x_5 * 2.0**-12,
-        x_6 * 2.0**-12,
-        x_7 * 2.0**-16,
-    )
-
-
-@triton.jit
-def _summed(numbers, x):
-    """float32 [N, W]: the sum of `numbers` [N, W] times those of `x` [W], of which there are as many."""
-    total = numbers[0].to(tl.float32) * x[0][None, :]
-    for i in tl.static_range(1, len(numbers)):
-        total = tl.fma(numbers[i].to(tl.float32), tl.broadcast_to(x[i][None, :], total.shape), total)
-    return total
-
-
-@triton.jit
-def _dot(words, x, k, K, dequantize: tl.constexpr, BITS: tl.constexpr, PLACED: tl.constexpr):
+def _dot(words, x, k, K, dequantize: tl.constexpr, BITS: tl.constexpr, PLACES: tl.constexpr):
     """[N, W] sums over each word's numbers times those of `x`, and the sums [W] of the latter.
 
     `words` [N, W] are those from word k of a row on, `x` points to K numbers.
@@ -71,28 +47,25 @@ def _dot(words, x, k, K, dequantize: tl.constexpr, BITS: tl.constexpr, PLACED: t
     dtype: tl.constexpr = x.dtype.element_ty
     column = k * PAIRS + tl.arange(0, W * PAIRS)
     pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + column, mask=column < K // 2, other=0)
-    n = dequantize(words, dtype)
+    numbers = dequantize(words, dtype)
+    # unit, u, s and j, t to unit, t, u, s and j (8 bits: s, j): see `moe_core.gemm.marlin.words`
+    pairs = pairs.reshape(W // 16, 4, PAIRS, 4).permute(0, 3, 1, 2)
     if BITS == 4:
-        # unit, u, s and j, t to unit, t, u, s and j: see `moe_core.gemm.marlin.words`
-        pairs = pairs.reshape(W // 16, 4, 4, 4).permute(0, 3, 1, 2).reshape(W, 2, 2)
-        even, odd = pairs.split()
+        even, odd = pairs.reshape(W, 2, 2).split()
         pair_0, pair_2 = even.split()
         pair_1, pair_3 = odd.split()
-        x_0, x_1 = _wide(pair_0, dtype)
-        x_2, x_3 = _wide(pair_1, dtype)
-        x_4, x_5 = _wide(pair_2, dtype)
-        x_6, x_7 = _wide(pair_3, dtype)
-        x_sums = ((x_0 + x_1) + (x_2 + x_3)) + ((x_4 + x_5) + (x_6 + x_7))
-        if PLACED:
-            return _summed(n, _placed(x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)), x_sums
-        else:
-            return _summed(n, (x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)), x_sums
+        values = _wide(pair_0, dtype) + _wide(pair_1, dtype) + _wide(pair_2, dtype) + _wide(pair_3, dtype)
     else:
-        # unit, s, j, t to unit, t, s, j
-        pair_0, pair_1 = pairs.reshape(W // 16, 4, 2, 4).permute(0, 3, 1, 2).reshape(W, 2).split()
-        x_0, x_1 = _wide(pair_0, dtype)
-        x_2, x_3 = _wide(pair_1, dtype)
-        return _summed(n, (x_0, x_1, x_2, x_3)), (x_0 + x_1) + (x_2 + x_3)
+        pair_0, pair_1 = pairs.reshape(W, 2).split()
+        values = _wide(pair_0, dtype) + _wide(pair_1, dtype)
+    x_sums = (values[0] + values[1]) + (values[2] + values[3])
+    if BITS == 4:
+        x_sums += (values[4] + values[5]) + (values[6] + values[7])
+    total = numbers[0].to(tl.float32) * (values[0] * 2.0 ** -PLACES[0])[None, :]
+    for i in tl.static_range(1, len(numbers)):
+        value = values[i] * 2.0 ** -PLACES[i]
+        total = tl.fma(numbers[i].to(tl.float32), tl.broadcast_to(value[None, :], total.shape), total)
+    return total, x_sums
 
 
 @triton.jit
@@ -111,8 +84,8 @@ def _by_word(scale, quad, stride, groups, inside, BITS: tl.constexpr, GROUP: tl.
     PARTS: tl.constexpr = (512 // BITS) // GROUP
     first = quad // 4 * PARTS
     if PARTS == 2:
-        halves = tl.join(_group(scale, first, stride, groups, inside), _group(scale, first + 1, stride, groups, inside))
-        return tl.broadcast_to(halves[:, :, :, None], (N, Q, 2, 2)).reshape(N, Q, 4)
+        both = tl.join(_group(scale, first, stride, groups, inside), _group(scale, first + 1, stride, groups, inside))
+        return tl.broadcast_to(both[:, :, :, None], (N, Q, 2, 2)).reshape(N, Q, 4)
     else:
         tl.static_assert(PARTS == 4, "a unit has 1, 2 or 4 groups")
         even = tl.join(_group(scale, first, stride, groups, inside), _group(scale, first + 2, stride, groups, inside))
@@ -168,7 +141,7 @@ def _row_sums(
     K,
     dequantize: tl.constexpr,
     BITS: tl.constexpr,
-    PLACED: tl.constexpr,
+    PLACES: tl.constexpr,
     SCALES: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -189,7 +162,7 @@ def _row_sums(
             tile = tl.load(pointers)
         else:
             tile = tl.load(pointers, mask=inside[:, None] & (column < width)[None, :], other=0)
-        sums, x_sums = _dot(tile, x, k, K, dequantize, BITS, PLACED)
+        sums, x_sums = _dot(tile, x, k, K, dequantize, BITS, PLACES)
         total += _scaled(sums, x_sums, scale, k, scale_g, groups, inside, BITS, SCALES, GROUP)
     if SCALES == "row":
         total *= tl.load(scale, mask=inside, other=0.0)[:, None]
@@ -220,7 +193,7 @@ def gemv_kernel(
     limit,
     dequantize: tl.constexpr,
     BITS: tl.constexpr,
-    PLACED: tl.constexpr,
+    PLACES: tl.constexpr,
     SCALES: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -251,7 +224,7 @@ def gemv_kernel(
         return
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     x_row = x + pair // pairs_per_row * stride_x
-    total = _row_sums(b_args, expert, x_row, rows, rows_all, K, dequantize, BITS, PLACED, SCALES, GROUP, BLOCK_W, EVEN)
+    total = _row_sums(b_args, expert, x_row, rows, rows_all, K, dequantize, BITS, PLACES, SCALES, GROUP, BLOCK_W, EVEN)
     value = tl.sum(total, axis=1)
     if ROUTER_WEIGHT != 0:
         weight = tl.load(weights + pair)

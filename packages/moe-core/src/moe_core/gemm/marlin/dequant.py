@@ -15,73 +15,43 @@ import triton.language as tl
 
 from moe_core.jit.casts import INTERPRET
 
-BF16 = tl.bfloat16
-
 # In the texts below $0, $1, ... are the pairs' numbers, then comes the word; with zero points a pair to be added, and
 # last, where numbers are scaled, a pair of factors.  -0.0 as addend keeps the sign of zeros.
 
 
-def _text(lines: list[str], bits: int) -> str:
-    """Lines of asm with names for operands, as one block."""
-    count = 32 // bits
-    text = "{ .reg .b32 w, p, q, one, zero; mov.b32 zero, 0x80008000; " + " ".join(lines) + " }"
-    for name, number in (("WORD", count), ("FIRST", count + 1), ("SECOND", count + 2)):
-        text = text.replace(name, f"${number}")
-    return text
+def _text(*, bits: int, scaled: bool, symmetric: bool, float16: bool) -> str:
+    """Codes p and p + 16 / bits of a word as pair p: 128 + code (float16: 1024 + code), minus as much.
 
-
-def _nibbles(*, scaled: bool, symmetric: bool, float16: bool) -> str:
-    """Nibbles p and p + 4 of a word as pair p: 128 + nibble (float16: 1024 + nibble), minus as much."""
-    kind, ones, one = ("f16x2", "0x64006400", "0x3c003c00") if float16 else ("bf16x2", "0x43004300", "0x3f803f80")
-    lines = [f"mov.b32 one, {one};"]
-    less = "FIRST"
-    if symmetric:
-        less = "q"
-        lines.append(f"mov.b32 q, {'0xe408e408' if float16 else '0xc308c308'};")
-    for number in range(4):
-        lines.append(f"shr.u32 w, WORD, {4 * number};")
-        lines.append(f"lop3.b32 p, w, 0x000f000f, {ones}, 0xea;")
-        lines.append(f"fma.rn.{kind} p, p, one, {less};")
-        if scaled:
-            lines.append(f"fma.rn.{kind} p, p, {'FIRST' if symmetric else 'SECOND'}, zero;")
-        lines.append(f"mov.b32 {{${2 * number}, ${2 * number + 1}}}, p;")
-    return _text(lines, 4)
-
-
-def _bytes(*, scaled: bool, symmetric: bool, float16: bool) -> str:
-    """Bytes p and p + 2 of a word as pair p.
-
-    float16: 1024 + byte, minus as much.  bfloat16 has 7 bits of mantissa: 128 + (low 7 bits), minus 256, or 128 where
-    the highest bit is set, makes byte - 128, to which 128 - zero point is added.
+    bfloat16 has 7 bits of mantissa.  Bytes are 128 + (low 7 bits) there, minus 256, or 128 where the highest bit is
+    set, makes byte - 128, to which 128 - zero point is added.
     """
-    kind, one = ("f16x2", "0x3c003c00") if float16 else ("bf16x2", "0x3f803f80")
+    kind, ones, one = ("f16x2", "0x64006400", "0x3c003c00") if float16 else ("bf16x2", "0x43004300", "0x3f803f80")
+    count, high_bits = 32 // bits, bits == 8 and not float16
+    word, first, second = f"${count}", f"${count + 1}", f"${count + 2}"
+    mask = "0x007f007f" if high_bits else "0x000f000f" if bits == 4 else "0x00ff00ff"
     lines = [f"mov.b32 one, {one};"]
-    for number in range(2):
-        lines.append(f"shr.u32 w, WORD, {8 * number};")
-        if float16:
-            lines.append("lop3.b32 p, w, 0x00ff00ff, 0x64006400, 0xea;")
-            less = "FIRST"
-            if symmetric:
-                less = "q"
-                lines.append("mov.b32 q, 0xe480e480;")
-            lines.append(f"fma.rn.{kind} p, p, one, {less};")
-        else:
-            lines.append("lop3.b32 p, w, 0x007f007f, 0x43004300, 0xea;")
+    if symmetric and not high_bits:
+        lines.append(f"mov.b32 q, {'0xc308c308' if not float16 else '0xe408e408' if bits == 4 else '0xe480e480'};")
+    for number in range(count // 2):
+        lines.append(f"shr.u32 w, {word}, {bits * number};")
+        lines.append(f"lop3.b32 p, w, {mask}, {ones}, 0xea;")
+        if high_bits:
             lines.append("lop3.b32 q, w, 0x00800080, 0xc300c300, 0xae;")
+        if high_bits or symmetric:
             lines.append(f"fma.rn.{kind} p, p, one, q;")
-            if not symmetric:
-                lines.append(f"fma.rn.{kind} p, p, one, FIRST;")
+        if not symmetric:
+            lines.append(f"fma.rn.{kind} p, p, one, {first};")
         if scaled:
-            lines.append(f"fma.rn.{kind} p, p, {'FIRST' if symmetric else 'SECOND'}, zero;")
+            lines.append(f"fma.rn.{kind} p, p, {first if symmetric else second}, zero;")
         lines.append(f"mov.b32 {{${2 * number}, ${2 * number + 1}}}, p;")
-    return _text(lines, 8)
+    return "{ .reg .b32 w, p, q, one, zero; mov.b32 zero, 0x80008000; " + " ".join(lines) + " }"
 
 
 # by 8 bits, scaled, with zero points, float16
 _TEXTS = tl.constexpr(
     tuple(
-        make(scaled=scaled, symmetric=symmetric, float16=float16)
-        for make in (_nibbles, _bytes)
+        _text(bits=bits, scaled=scaled, symmetric=symmetric, float16=float16)
+        for bits in (4, 8)
         for scaled in (False, True)
         for symmetric in (True, False)
         for float16 in (False, True)
@@ -109,27 +79,17 @@ def zero_offset(zero, BITS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7):
-    """[N, W] numbers of the eight nibbles (p and p + 4 of each pair) as [N, 8 W] in the columns' order."""
-    N: tl.constexpr = v0.shape[0]
-    W: tl.constexpr = v0.shape[1]
-    # of a word: its pair i, half j, step s; units of 4 threads t x 4 words u
-    first = tl.join(tl.join(v0, v1), tl.join(v2, v3))
-    second = tl.join(tl.join(v4, v5), tl.join(v6, v7))
-    numbers = tl.join(first, second).reshape(N, W // 16, 4, 4, 2, 2, 2)
-    #                 unit, u, s, j, t, i
-    return numbers.permute(0, 1, 3, 6, 5, 2, 4).reshape(N, 8 * W)
-
-
-@triton.jit
-def byte_columns(v0, v1, v2, v3):
-    """[N, W] numbers of the four bytes (p and p + 2 of each pair) as [N, 4 W] in the columns' order."""
-    N: tl.constexpr = v0.shape[0]
-    W: tl.constexpr = v0.shape[1]
-    # of a word: its pair i, half j; units of 4 threads t x 4 words s
-    numbers = tl.join(tl.join(v0, v1), tl.join(v2, v3)).reshape(N, W // 16, 4, 4, 2, 2)
-    #                 unit, s, j, t, i
-    return numbers.permute(0, 1, 3, 5, 2, 4).reshape(N, 4 * W)
+def in_columns(values):
+    """[N, 8 W] or [N, 4 W] in the columns' order, of the eight or four numbers [N, W] of words (`asm_values`)."""
+    N: tl.constexpr = values[0].shape[0]
+    W: tl.constexpr = values[0].shape[1]
+    S: tl.constexpr = len(values) // 4
+    numbers = tl.join(tl.join(values[0], values[1]), tl.join(values[2], values[3]))
+    if S == 2:
+        numbers = tl.join(numbers, tl.join(tl.join(values[4], values[5]), tl.join(values[6], values[7])))
+    # of a word: its pair i, half j, step s; units of 4 threads t x 4 words u: [unit, t, u, i, j, s]
+    numbers = numbers.reshape(N, W // 16, 4, 4, 2, 2, S).permute(0, 1, 3, 6, 5, 2, 4)
+    return numbers.reshape(N, 4 * S * W)
 
 
 @triton.jit
@@ -140,80 +100,33 @@ def _interpreted(words, zero, scale, BITS: tl.constexpr):
     CODES: tl.constexpr = 32 // BITS
     codes = (words[:, :, None] >> (BITS * tl.arange(0, CODES))[None, None, :]) & ((1 << BITS) - 1)
     numbers = (codes.to(tl.float32) - zero) * scale
-    if BITS == 4:
-        # nibble 4i + 2s + j of word 4t + u: [unit, t, u, i, s, j] to [unit, u, s, j, t, i]
-        numbers = numbers.reshape(N, W // 16, 4, 4, 2, 2, 2).permute(0, 1, 3, 5, 6, 2, 4)
-    else:
-        # byte 2i + j of word 4t + s: [unit, t, s, i, j] to [unit, s, j, t, i]
-        numbers = numbers.reshape(N, W // 16, 4, 4, 2, 2).permute(0, 1, 3, 5, 2, 4)
+    # code 4i + 2s + j (8 bits: 2i + j) of a word: [unit, t, u, i, s, j] to [unit, u, s, j, t, i]
+    numbers = numbers.reshape(N, W // 16, 4, 4, 2, CODES // 4, 2).permute(0, 1, 3, 5, 6, 2, 4)
     return numbers.reshape(N, CODES * W)
 
 
 @triton.jit
-def nibble_values(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
-    """Eight times [N, W], four pairs: $0 to $7 of asm with the `operands`, the first of which are words [N, W]."""
-    if dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            ASM,
-            "=h,=h,=h,=h,=h,=h,=h,=h," + INPUTS,
-            operands,
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            ASM,
-            "=h,=h,=h,=h,=h,=h,=h,=h," + INPUTS,
-            operands,
-            dtype=(
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-            ),
-            is_pure=True,
-            pack=1,
-        )
+def asm_values(ASM: tl.constexpr, COUNT: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
+    """COUNT times [N, W] of `dtype`: $0, $1, ... of asm with the `operands`, the first of which are words [N, W].
 
-
-@triton.jit
-def nibble_numbers(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
-    """[N, 8 W] numbers of `nibble_values`."""
-    v0, v1, v2, v3, v4, v5, v6, v7 = nibble_values(ASM, INPUTS, operands, dtype)
-    return nibble_columns(v0, v1, v2, v3, v4, v5, v6, v7)
-
-
-@triton.jit
-def byte_values(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
-    """Four times [N, W], two pairs: as `nibble_values`, of bytes."""
-    if dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            ASM,
-            "=h,=h,=h,=h," + INPUTS,
-            operands,
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            ASM,
-            "=h,=h,=h,=h," + INPUTS,
-            operands,
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=1,
-        )
+    Of 4-bit codes the eight are codes p and p + 4 of each pair p, of 8-bit ones the four are p and p + 2.
+    """
+    tl.static_assert(dtype == tl.float16 or dtype == tl.bfloat16, "numbers are bfloat16 or float16")
+    OPERANDS: tl.constexpr = "=h," * COUNT + INPUTS
+    return tl.inline_asm_elementwise(
+        ASM,
+        OPERANDS,
+        operands,
+        # no variable: Triton would make a tensor of it
+        dtype=[tl.float16] * COUNT if dtype == tl.float16 else [tl.bfloat16] * COUNT,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
 def int8_values(words, dtype: tl.constexpr):
-    """8-bit codes minus 128, as `byte_values`; float32 in the interpreter."""
+    """The four 8-bit codes of words minus 128, as `asm_values`; float32 in the interpreter."""
     if INTERPRET or dtype == tl.float32:
         return (
             ((words >> 0) & 255).to(tl.float32) - 128.0,
@@ -223,7 +136,7 @@ def int8_values(words, dtype: tl.constexpr):
         )
     else:
         asm: tl.constexpr = _TEXTS[8 + (dtype == tl.float16)]  # Triton 3.6 takes no text from an expression
-        return byte_values(asm, "r", (words,), dtype)
+        return asm_values(asm, 4, "r", (words,), dtype)
 
 
 @triton.jit
@@ -243,18 +156,8 @@ def integers(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr):
         ZEROS: tl.constexpr = offset is not None
         asm: tl.constexpr = _TEXTS[(BITS == 8) * 8 + SCALED * 4 + ZEROS * 2 + (dtype == tl.float16)]
         if SCALED and ZEROS:
-            return _columns(asm, "r,r,r", (words, offset, scale), BITS, dtype)
+            return in_columns(asm_values(asm, 32 // BITS, "r,r,r", (words, offset, scale), dtype))
         elif SCALED or ZEROS:
-            return _columns(asm, "r,r", (words, scale if SCALED else offset), BITS, dtype)
+            return in_columns(asm_values(asm, 32 // BITS, "r,r", (words, scale if SCALED else offset), dtype))
         else:
-            return _columns(asm, "r", (words,), BITS, dtype)
-
-
-@triton.jit
-def _columns(ASM: tl.constexpr, INPUTS: tl.constexpr, operands, BITS: tl.constexpr, dtype: tl.constexpr):
-    """[N, 32 / BITS * W] numbers of `nibble_values` or `byte_values`."""
-    if BITS == 4:
-        return nibble_numbers(ASM, INPUTS, operands, dtype)
-    else:
-        v0, v1, v2, v3 = byte_values(ASM, INPUTS, operands, dtype)
-        return byte_columns(v0, v1, v2, v3)
+            return in_columns(asm_values(asm, 32 // BITS, "r", (words,), dtype))

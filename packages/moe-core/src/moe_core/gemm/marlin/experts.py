@@ -145,12 +145,12 @@ class MarlinIntegerExperts(MarlinExperts):
 
     @property
     def functions(self) -> Any:
-        from moe_core.gemm.marlin.functions import integer_functions
+        from moe_core.gemm.marlin.integers import integer_functions
 
         return integer_functions
 
     def gemv_functions(self, matrix: MarlinMatrix) -> GemvFunctions | None:
-        from moe_core.gemm.marlin.functions import integer_gemv
+        from moe_core.gemm.marlin.integers import integer_gemv
 
         return integer_gemv(matrix)
 

@@ -28,12 +28,12 @@ from moe_core.ops.reduce import reduce_pairs
 class GemvFunctions:
     """An element type's device function, and what its scales are; see `moe_core.gemm.marlin._gemv_kernels`.
 
-    ``placed``: numbers are as large as their places in a word say.
+    ``places``: the powers of two by which numbers are too large.
     """
 
     dequantize: Any
     scales: str
-    placed: bool = False
+    places: tuple[int, ...] = (0,) * 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ def _constants(functions: GemvFunctions, matrix: MarlinMatrix, config: GemvConfi
     return {
         "dequantize": functions.dequantize,
         "BITS": matrix.bits,
-        "PLACED": functions.placed,
+        "PLACES": functions.places,
         "SCALES": functions.scales,
         "GROUP": matrix.group_size,
         "BLOCK_N": config.block_n,

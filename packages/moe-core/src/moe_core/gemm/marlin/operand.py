@@ -10,24 +10,34 @@ Operands are always swapped (SWAP_AB): weights go from registers into the tensor
 into float32 multiplications.  Scales are applied
 
 - to the finished sum, where a row has one (`open_rows`, `scale_acc_rows`);
-- to the sum of each step in float32, where a step is one group (`load_step`, `add_scaled_product`), which is exact and
-  costs little beside few tokens;
-- to the numbers, rounded to the activations' type, otherwise (`load_groups`): half an instruction more for each number.
+- to the sum of each step in float32, where a step is one group (`multiply_group`), which is exact and costs little
+  beside few tokens;
+- to the numbers, rounded to the activations' type, otherwise: half an instruction more for each number.
+
+An element type is functions ``dequantize(words, scales, COLUMNS, dtype)``, for `multiply` and `multiply_group`: words
+[N, W] as numbers [N, COLUMNS] of `dtype`, or float32 in the interpreter; times their scales where those are of groups.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
+from moe_core.gemm.as_stored.tiles import add_swap_ab_dot, swap_ab_dot
 from moe_core.gemm.weight_tile import weight_rows, weight_tile
 from moe_core.jit.casts import INTERPRET, narrow
-from moe_core.jit.wait import wait_for_mma
+from moe_core.jit.specialize import specialize
 
 #: columns of a step
 STEP = tl.constexpr(128)
 # rows of activations up to which registers are left for the product of a step
 FEW = tl.constexpr(32)
+# set by `specialize`: bits of a code, groups of a step (see `LOAD_WORDS`), and an element type
+BITS = tl.constexpr(4)
+GROUPS = tl.constexpr(0)
+dequantize: Any = None
 
 
 @triton.jit
@@ -43,13 +53,6 @@ def load_activations(state, k, BLOCK_K: tl.constexpr):
     values, columns = state
     column = k * BLOCK_K + tl.arange(0, BLOCK_K)
     return tl.load(values[:, None] + column[None, :], mask=(column < columns)[None, :], other=0.0), 0.0
-
-
-@triton.jit
-def load_padded(state, k, BLOCK_K: tl.constexpr):
-    """As `load_activations`, of rows that are padded to whole steps."""
-    values, _ = state
-    return tl.load(values[:, None] + (k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]), 0.0
 
 
 @triton.jit
@@ -107,7 +110,7 @@ def tile_words(state, b_desc, k, K, BLOCK_K: tl.constexpr, BITS: tl.constexpr, E
 
 
 @triton.jit
-def load_step(state, group, EVEN_N: tl.constexpr):
+def _group_scales(state, group, EVEN_N: tl.constexpr):
     """Scales [BLOCK_N] of one group."""
     # the last step may have columns of no group, whose activations are zeros
     pointers = state[3] + tl.minimum(group, state[5] - 1) * state[4]
@@ -118,20 +121,31 @@ def load_step(state, group, EVEN_N: tl.constexpr):
 
 
 @triton.jit
-def load_groups(state, k, GROUPS: tl.constexpr, EVEN_N: tl.constexpr):
-    """Scales [BLOCK_N, GROUPS] of step k, which has 1, 2 or 4 groups."""
-    tl.static_assert(GROUPS == 1 or GROUPS == 2 or GROUPS == 4, "a step has 1, 2 or 4 groups")
-    scale_0 = load_step(state, k * GROUPS, EVEN_N)
-    if GROUPS == 1:
-        return scale_0[:, None]
+def _load_words(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step and its scales."""
+    if GROUPS == -1:
+        scales = state[3]
+    elif GROUPS == 0:
+        scales = _group_scales(state, k, EVEN_N)
+    elif GROUPS == 1:
+        scales = _group_scales(state, k, EVEN_N)[:, None]
+    elif GROUPS == 2:
+        scale_0 = _group_scales(state, k * 2, EVEN_N)
+        scales = tl.join(scale_0, _group_scales(state, k * 2 + 1, EVEN_N))
     else:
-        scale_1 = load_step(state, k * GROUPS + 1, EVEN_N)
-        if GROUPS == 2:
-            return tl.join(scale_0, scale_1)
-        else:
-            scale_2 = load_step(state, k * GROUPS + 2, EVEN_N)
-            scale_3 = load_step(state, k * GROUPS + 3, EVEN_N)
-            return tl.join(tl.join(scale_0, scale_2), tl.join(scale_1, scale_3)).reshape(scale_0.shape[0], 4)
+        tl.static_assert(GROUPS == 4, "a step has 1, 2 or 4 groups")
+        scale_0 = _group_scales(state, k * 4, EVEN_N)
+        scale_1 = _group_scales(state, k * 4 + 1, EVEN_N)
+        scale_2 = _group_scales(state, k * 4 + 2, EVEN_N)
+        scale_3 = _group_scales(state, k * 4 + 3, EVEN_N)
+        scales = tl.join(tl.join(scale_0, scale_2), tl.join(scale_1, scale_3)).reshape(scale_0.shape[0], 4)
+    return tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N), scales
+
+
+#: load_b by bits of a code and groups of a step; scales are [N, groups], or [N] for -1 (rows) and 0 (steps)
+LOAD_WORDS = {
+    (bits, groups): specialize(_load_words, BITS=bits, GROUPS=groups) for bits in (4, 8) for groups in (-1, 0, 1, 2, 4)
+}
 
 
 @triton.jit
@@ -160,15 +174,15 @@ def per_word(groups, W: tl.constexpr, UNITS: tl.constexpr):
     G: tl.constexpr = groups.shape[1]
     tl.static_assert(W == UNITS * 16)
     if UNITS == 1:
-        spread = tl.broadcast_to(groups[:, None, :, None], (N, 4, G, 4 // G))
+        values = tl.broadcast_to(groups[:, None, :, None], (N, 4, G, 4 // G))
     else:
         tl.static_assert(UNITS == 2, "a step has one or two units")
         if G == 1:
-            spread = tl.broadcast_to(groups[:, :, None], (N, 1, W))
+            values = tl.broadcast_to(groups[:, :, None], (N, 1, W))
         else:
-            halves = groups.reshape(N, 2, G // 2)
-            spread = tl.broadcast_to(halves[:, :, None, :, None], (N, 2, 4, G // 2, 8 // G))
-    return spread.reshape(N, W)
+            by_unit = groups.reshape(N, 2, G // 2)
+            values = tl.broadcast_to(by_unit[:, :, None, :, None], (N, 2, 4, G // 2, 8 // G))
+    return values.reshape(N, W)
 
 
 @triton.jit
@@ -181,7 +195,7 @@ def step_bytes(words):
 
 
 @triton.jit
-def step_powers(words, LARGEST: tl.constexpr, dtype: tl.constexpr):
+def step_e8m0(words, LARGEST: tl.constexpr, dtype: tl.constexpr):
     """Scales [N, 4] of a step's groups of 32 columns, of `words` int32 [N] that hold a byte for each.
 
     A byte is LARGEST plus the exponent of a scale that is at most 1.  The result is a pair of `dtype` numbers in int32:
@@ -199,29 +213,17 @@ def step_powers(words, LARGEST: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def add_product(acc, numbers, x, STEPWISE: tl.constexpr):
-    """acc [N, M] + numbers [N, K] @ x [M, K].T; STEPWISE: the step's product by itself, then added.
-
-    ptxas makes every `wgmma` wait for the one before where it cannot tell that nobody else sets a running sum
-    meanwhile; a step's own product has none.  (As `fma`: Triton would turn a sum into a running one.)
-    """
-    if INTERPRET or x.dtype == tl.float32:
-        # the interpreter multiplies bfloat16 as if it were integers
-        return tl.dot(numbers, tl.trans(x.to(tl.float32)), acc, input_precision="ieee")
-    elif STEPWISE:
-        step = tl.dot(numbers, tl.trans(x))
-        return tl.fma(step, tl.full(acc.shape, 1.0, tl.float32), acc)
-    else:
-        return wait_for_mma(tl.dot(numbers, tl.trans(x), acc))
+def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
+    """acc + b @ a.T"""
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
+    return add_swap_ab_dot(acc, dequantize(b, b_scale, a.shape[1], a.dtype), a)
 
 
 @triton.jit
-def add_scaled_product(acc, numbers, x, scale):
-    """acc [N, M] + (numbers [N, K] @ x [M, K].T) * scale [N]."""
-    if INTERPRET or x.dtype == tl.float32:
-        return acc + tl.dot(numbers, tl.trans(x.to(tl.float32)), input_precision="ieee") * scale[:, None]
-    else:
-        return acc + tl.dot(numbers, tl.trans(x)) * scale[:, None]
+def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
+    """acc + (b @ a.T) * scale of the step's one group."""
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
+    return acc + swap_ab_dot(dequantize(b, b_scale, a.shape[1], a.dtype), a) * scale_of(b_scale)[:, None]
 
 
 @triton.jit

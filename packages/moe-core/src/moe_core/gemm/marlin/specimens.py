@@ -57,7 +57,7 @@ def _indexed(target: DeviceInfo, tokens: int) -> None:
     from moe_core.gemm.heuristics import LayerProblem, launch_plan
     from moe_core.gemm.heuristics.mixed_input import MAX_PARTS
     from moe_core.gemm.launch import Activation, Routing
-    from moe_core.gemm.marlin.functions import integer_functions
+    from moe_core.gemm.marlin.integers import integer_functions
     from moe_core.gemm.marlin.weight import MarlinMatrix
     from moe_core.gemm.marlin.words import interleaved_rows, words_of
     from moe_core.workspace import WorkspaceSpec

@@ -14,11 +14,12 @@ from moe_core.gemm.fused.scaled_mm_weight import packed_descriptor
 from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions
 from moe_core.gemm.marlin import operand
 from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.scaled_mm import load_values
 
 #: open_a and load_a for the forms of operand A
 _ROWS = {
     "masked": (operand.open_activations, operand.load_activations),
-    "values": (open_plain, operand.load_padded),
+    "values": (open_plain, load_values),
     "indexed": (operand.open_indexed, operand.load_indexed),
 }
 
