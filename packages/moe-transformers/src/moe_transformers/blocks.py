@@ -28,10 +28,7 @@ class Block:
     def check(self, config: FusedMoEConfig) -> None:
         """ConfigError unless the module computes what a layer of ``config`` does."""
         kind, module = type(self.module).__name__, self.module
-        parts = [name for name, _ in module.named_children() if name not in _KNOWN_PARTS]
-        if getattr(module, "has_post_expert_norm", False) or parts:
-            what = ", ".join(parts) or "a norm after each expert"
-            raise ConfigError(f"{self.name} ({kind}) computes with {what}, which the experts of moe-core do not")
+        refuse_parts(module, self.name)
         weights = sum(tensor.numel() for name, tensor in module.named_parameters() if "bias" not in name)
         size = config.hidden_size * config.intermediate_size * (3 if config.is_gated else 2)
         if weights != config.num_experts * size:
@@ -41,13 +38,28 @@ class Block:
             )
 
 
-def blocks(model: nn.Module) -> Iterator[Block]:
-    """All places where ``model`` has experts that are called with the router's choice.
+def refuse_parts(module: nn.Module, name: str) -> None:
+    """ConfigError where the experts' ``module``, ``name``, computes with more than projections and an activation."""
+    parts = [part for part, _ in module.named_children() if part not in _KNOWN_PARTS]
+    if getattr(module, "has_post_expert_norm", False) or parts:
+        what = ", ".join(parts) or "a norm after each expert"
+        kind = type(module).__name__
+        raise ConfigError(f"{name} ({kind}) computes with {what}, which the experts of moe-core do not")
+
+
+def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of all experts of ``model`` that are called with the router's choice.
 
     transformers marks their classes (``use_experts_implementation``).
     """
     for name, module in model.named_modules():
         if isinstance(getattr(module, "is_transposed", None), bool) and hasattr(module, "has_gate"):
-            numbers = re.findall(r"\.(\d+)(?=\.)", f".{name}")
-            if numbers:
-                yield Block(name, module, int(numbers[-1]))
+            yield name, module
+
+
+def blocks(model: nn.Module) -> Iterator[Block]:
+    """All of them that are in a layer with a number."""
+    for name, module in experts_modules(model):
+        numbers = re.findall(r"\.(\d+)(?=\.)", f".{name}")
+        if numbers:
+            yield Block(name, module, int(numbers[-1]))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from moe_core import ConfigError, FusedMoELayer
+from collections.abc import Iterable
+
+import torch
+from moe_core import ConfigError, FusedMoELayer, share_workspace
 from torch import Tensor, nn
 
 
@@ -41,3 +44,13 @@ def run_experts(layer: FusedMoELayer, hidden_states: Tensor, top_k_index: Tensor
         hidden_states, topk_weights=top_k_weights.reshape(-1, k), topk_ids=top_k_index.reshape(-1, k)
     )
     return output
+
+
+def share_workspaces(layers: Iterable[FusedMoELayer]) -> None:
+    """On GPUs, one workspace per device for all ``layers`` of a model: one call of the model runs at a time."""
+    by_device: dict[torch.device, list[FusedMoELayer]] = {}
+    for layer in layers:
+        by_device.setdefault(layer.weights.device, []).append(layer)
+    for device, there in by_device.items():
+        if device.type != "cpu":
+            share_workspace(there, 1)

@@ -19,7 +19,6 @@ from moe_core import (
     layer_memory,
     load_layer,
     oracle,
-    share_workspace,
 )
 from moe_core.model_api import (
     PER_CALL,
@@ -34,7 +33,7 @@ from transformers.integrations.accelerate import get_device
 from transformers.utils import logging as transformers_logging
 
 from moe_transformers.blocks import Block, blocks
-from moe_transformers.experts import MoeCoreExperts
+from moe_transformers.experts import MoeCoreExperts, share_workspaces
 from moe_transformers.options import Options
 from moe_transformers.refusals import RefusedError
 
@@ -183,9 +182,9 @@ class Plan:
     def load(self, model: nn.Module) -> None:
         """Reads the layers' experts, one after the other, and puts them into their places.
 
-        On a GPU the layers share one workspace per device, so one call of the model runs at a time.
+        On GPUs they share workspaces, so one call of the model runs at a time.
         """
-        by_device: dict[torch.device, list[FusedMoELayer]] = {}
+        layers: list[FusedMoELayer] = []
         for layer in transformers_logging.tqdm(self.layers, desc="Loading experts"):
             name = layer.block.name
             loaded = load_layer(
@@ -202,10 +201,8 @@ class Plan:
             # the block routes: its router would be here twice
             loaded.router_weight = loaded.router_bias = loaded.correction_bias = None
             model.get_submodule(name).layer = loaded
-            by_device.setdefault(self.devices[name], []).append(loaded)
-        for device, layers in by_device.items():
-            if device.type != "cpu":
-                share_workspace(layers, 1)
+            layers.append(loaded)
+        share_workspaces(layers)
 
 
 def device_of(device_map: Mapping[str, Any] | None, name: str) -> torch.device:

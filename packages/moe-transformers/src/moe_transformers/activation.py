@@ -1,0 +1,98 @@
+"""Which activation function of moe-core a module of transformers computes: found in what it computes, not in its names.
+
+Experts of transformers hold an activation function, some a limit beside it, and a dozen families write the gate out in
+code of their own.  So each candidate of moe-core, with the numbers that the module holds, is compared with the module
+on values that reach past its limits; the module's own result decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from moe_core import ActivationParams, ConfigError, MoEActivation, apply_moe_activation
+from torch import Tensor, nn
+
+#: float32 functions that are the same but for their order of operations agree to a few units in the last place
+_RELATIVE = 1e-5
+
+
+def activation_of(module: nn.Module, name: str) -> tuple[MoEActivation, ActivationParams | None]:
+    """The activation between the two products of ``module``, an experts module that transformers filled, ``name``.
+
+    Raises ConfigError, which names the function, where moe-core has none that computes the same.
+    """
+    softcaps = [cap for cap in ("gate_softcap", "up_softcap") if getattr(module, cap, None) is not None]
+    if softcaps:
+        raise ConfigError(f"{name} caps gate and up softly ({', '.join(softcaps)}): moe-core has no such activation")
+    values = _values(max([20.0, *_numbers(module, "limit")]))
+    # every gate beside every up
+    gate, up = (part.reshape(1, -1) for part in torch.meshgrid(values, values, indexing="ij"))
+    with torch.no_grad():
+        found = _computed(module, name, gate, up)
+        for activation, params in _candidates(module):
+            inputs = torch.cat((gate, up), dim=-1) if activation.is_gated else gate
+            if _same(apply_moe_activation(activation, inputs, params), found):
+                return activation, params
+    known = ", ".join(kind.value for kind in MoEActivation if kind.is_gated is _is_gated(module))
+    raise ConfigError(f"{name} computes {_described(module)}, which is no activation of moe-core: {known}")
+
+
+def _is_gated(module: nn.Module) -> bool:
+    return bool(getattr(module, "has_gate", True))
+
+
+def _values(largest: float) -> Tensor:
+    """Arguments from small ones to well past ``largest``, of both signs."""
+    sizes = torch.cat((torch.linspace(0.05, 4.0, 12), torch.linspace(0.2, 3.0, 8) * largest))
+    return torch.cat((-sizes, torch.zeros(1), sizes))
+
+
+def _computed(module: nn.Module, name: str, gate: Tensor, up: Tensor) -> Tensor:
+    """What ``module`` makes of ``gate`` and ``up`` [1, P], which lie as its own matrix product returns them."""
+    try:
+        if not _is_gated(module):
+            result = module.act_fn(gate)  # type: ignore[operator]
+        elif getattr(module, "is_concatenated", True):
+            result = module._apply_gate(torch.cat((gate, up), dim=-1))  # type: ignore[operator]
+        else:
+            result = module._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))  # type: ignore[operator]
+    except Exception as error:  # code of a family that nobody has looked at
+        raise ConfigError(f"the activation function of {name} cannot be called: {error}") from error
+    if not isinstance(result, Tensor) or result.shape != gate.shape:
+        raise ConfigError(f"{name} computes {_described(module)}, which does not give one value per gate")
+    return result
+
+
+def _candidates(module: nn.Module) -> Iterator[tuple[MoEActivation, ActivationParams | None]]:
+    """Activations of the module's kind: as they are by default, then with every number that the module has."""
+    kinds = [kind for kind in MoEActivation if kind.is_gated is _is_gated(module)]
+    for kind in kinds:
+        yield kind, None
+    alphas, betas, limits = (_numbers(module, word) for word in ("alpha", "beta", "limit"))
+    for kind in kinds:
+        for alpha in alphas if "alpha" in kind.parameters else [None]:
+            for beta in [None, *betas] if "beta" in kind.parameters else [None]:
+                for limit in [None, *limits]:
+                    yield kind, ActivationParams(alpha=alpha, beta=beta, limit=limit)
+
+
+def _numbers(module: nn.Module, word: str) -> list[float]:
+    """Positive numbers that the module, or its activation function, holds under names with ``word`` in them."""
+    holders = (vars(module), vars(getattr(module, "act_fn", None) or nn.Identity()))
+    found = [value for holder in holders for key, value in holder.items() if word in key]
+    return [float(v) for v in dict.fromkeys(v for v in found if isinstance(v, int | float)) if v > 0]
+
+
+def _same(ours: Tensor, theirs: Tensor) -> bool:
+    return bool(torch.allclose(ours, theirs.float(), rtol=_RELATIVE, atol=_RELATIVE))
+
+
+def _described(module: nn.Module) -> str:
+    """The activation as the module's source names it."""
+    function = getattr(module, "act_fn", None)
+    text = "" if function is None else getattr(function, "__name__", type(function).__name__)
+    own = type(module).__dict__.get("_apply_gate")
+    if own is not None and own.__module__ != "transformers.integrations.moe":
+        return f"{type(module).__name__}._apply_gate{f' with {text}' if text else ''}"
+    return text or "an unnamed function"

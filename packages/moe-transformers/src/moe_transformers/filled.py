@@ -1,0 +1,214 @@
+"""Experts that transformers filled, as canonical weights of moe-core.
+
+transformers keeps the experts of a block in 3-D parameters of one module.  Two kinds are known: 16-bit tensors, under
+the flags that the decorator ``use_experts_implementation`` sets, and the e4m3 tensors of ``FP8Experts``.  What is
+canonical already is taken as it is: the weights here share its memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from moe_core import (
+    ConfigError,
+    FusedMoEConfig,
+    GroupShape,
+    MoEWeights,
+    QuantKey,
+    TensorError,
+    e8m0_to_float32,
+    is_e8m0,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
+    kFp8Static128BlockSym,
+    kFp8StaticTensorSym,
+    kMxfp8Dynamic,
+    kMxfp8Static,
+)
+from torch import Tensor, nn
+
+from moe_transformers.activation import activation_of
+from moe_transformers.blocks import refuse_parts
+
+#: what the decorator says of a module, the value of releases that do not know it
+_FLAGS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+#: static activation scales of FP8Experts, which names those of experts without a gate as of those with one
+_STATIC = ("gate_up_proj_activation_scale", "down_proj_activation_scale")
+#: where configurations say how many experts a token has
+_TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def tensors_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are experts of ``module``, by name; the order is that of the module."""
+    return {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether the experts of ``module`` are 8-bit numbers with scales."""
+    return module.down_proj.element_size() == 1  # type: ignore[operator]
+
+
+def top_k_of(module: nn.Module, name: str) -> int:
+    """Experts of each token, as the module's configuration says.  Raises ConfigError where it does not."""
+    config = getattr(module, "config", None)
+    for key in _TOP_K:
+        found = getattr(config, key, None)
+        if isinstance(found, int):
+            return found
+    raise ConfigError(f"the configuration of {name} does not say how many experts a token has: give top_k=")
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What a module holds: ``config`` of the layer for moe-core, and its flags."""
+
+    module: nn.Module
+    name: str
+    config: FusedMoEConfig
+
+    @staticmethod
+    def of(module: nn.Module, name: str, *, top_k: int, dtype: torch.dtype) -> Filled:
+        """The experts of ``module``, called ``name`` in errors, for hidden states of ``dtype``.
+
+        Nothing is converted.  Raises ConfigError for what moe-core does not compute, by name, and for tensors that are
+        elsewhere (offloaded, not loaded).
+        """
+        refuse_parts(module, name)
+        _refuse_unknown(module, name)
+        down = module.get_parameter("down_proj")
+        flags = {flag: bool(getattr(module, flag, default)) for flag, default in _FLAGS.items()}
+        hidden, inter = down.shape[:0:-1] if flags["is_transposed"] else down.shape[1:]
+        activation, params = activation_of(module, name)
+        config = FusedMoEConfig(
+            num_experts=down.shape[0],
+            top_k=top_k,
+            hidden_size=hidden,
+            intermediate_size=inter,
+            activation=activation,
+            activation_params=params,
+            dtype=dtype,
+            has_bias=flags["has_bias"],
+        )
+        return Filled(module, name, config)
+
+    def weights(self) -> MoEWeights:
+        """Canonical weights; of e4m3 ones the values, and scales where they are canonical, in the module's memory."""
+        tensors = {name: tensor.detach() for name, tensor in tensors_of(self.module).items()}
+        return self._fp8(tensors) if is_quantized(self.module) else self._sixteen_bit(tensors)
+
+    @property
+    def _first(self) -> str:
+        return "gate_up_proj" if self.config.is_gated else "up_proj"
+
+    def _sixteen_bit(self, tensors: Mapping[str, Tensor]) -> MoEWeights:
+        module = self.module
+        w13, w2 = tensors[self._first], tensors["down_proj"]
+        if getattr(module, "is_transposed", False):
+            w13, w2 = w13.mT, w2.mT
+        bias = tensors.get(f"{self._first}_bias")
+        if not getattr(module, "is_concatenated", True):
+            w13 = _gate_rows_first(w13)
+            bias = None if bias is None else _gate_rows_first(bias)
+        return MoEWeights(
+            weight_key=None,
+            activation_key=None,
+            w13=w13,
+            w2=w2,
+            w13_bias=bias,
+            w2_bias=tensors.get("down_proj_bias"),
+        )
+
+    def _fp8(self, tensors: Mapping[str, Tensor]) -> MoEWeights:
+        module = self.module
+        block: tuple[int, int] | None = getattr(module, "block_size", None)
+        static = getattr(module, "activation_scheme", "dynamic") == "static"
+        w13_scale, w2_scale = tensors[f"{self._first}_scale_inv"], tensors["down_proj_scale_inv"]
+        weight_key, activation_key = _fp8_keys(block, w2_scale.dtype, static)
+        if weight_key == kMxfp8Static:
+            w13_scale, w2_scale = w13_scale.view(torch.uint8), w2_scale.view(torch.uint8)
+        elif block is None:
+            w13_scale, w2_scale = w13_scale.flatten(1), w2_scale.flatten(1)
+        if weight_key != kMxfp8Static:
+            w13_scale, w2_scale = _float32(w13_scale), _float32(w2_scale)
+        if static:
+            self._check_static(tensors)
+        if self.config.is_gated and block is not None:
+            weight_key, w13_scale, w2_scale = self._with_own_rows(weight_key, w13_scale, w2_scale)
+        return MoEWeights(
+            weight_key=weight_key,
+            activation_key=activation_key,
+            w13=tensors[self._first],
+            w2=tensors["down_proj"],
+            w13_scale=w13_scale,
+            w2_scale=w2_scale,
+            w13_input_scale=tensors[_STATIC[0]] if static else None,
+            w2_input_scale=tensors[_STATIC[1]] if static else None,
+        )
+
+    def _check_static(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise TensorError for scales that cannot be: transformers does not load those of every checkpoint."""
+        for name in _STATIC:
+            scale = tensors[name]
+            if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+                raise TensorError(
+                    f"{name} of {self.name} has values that are no scales: transformers' load report says whether it "
+                    "was MISSING; load the checkpoint within moe_transformers.loading()"
+                )
+
+    def _with_own_rows(self, key: QuantKey, w13_scale: Tensor, w2_scale: Tensor) -> tuple[QuantKey, Tensor, Tensor]:
+        """Scales of which gate and up have rows of their own; a block of both is repeated for smaller blocks."""
+        inter, rows = self.config.intermediate_size, key.group_shape.row
+        stacked = -(-2 * inter // rows)
+        if w13_scale.shape[1] != stacked or stacked == 2 * -(-inter // rows):
+            return key, w13_scale, w2_scale
+        small = math.gcd(inter, rows)
+        w13_scale = w13_scale.repeat_interleave(rows // small, dim=1)[:, : 2 * inter // small].contiguous()
+        hidden = self.config.hidden_size
+        w2_scale = w2_scale.repeat_interleave(rows // small, dim=1)[:, : -(-hidden // small)].contiguous()
+        return key.with_group(small, key.group_shape.col), w13_scale, w2_scale
+
+
+def _refuse_unknown(module: nn.Module, name: str) -> None:
+    """Raise ConfigError for parameters that moe-core would leave out, or that have no values here."""
+    known = {f"{part}{end}" for part in ("gate_up_proj", "up_proj", "down_proj") for end in _ENDS}
+    for own, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if own not in known:
+            raise ConfigError(f"{name} has {own}, which no projection has: moe-core would leave it out")
+        if tensor.is_meta or getattr(getattr(module, "_hf_hook", None), "offload", False):
+            raise ConfigError(
+                f"{own} of {name} is offloaded, or was not loaded: moe-core needs it on the device that it runs on"
+            )
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise TensorError(f"{own} of {name} is a {type(tensor).__name__}, expected a plain tensor")
+    down = module.get_parameter("down_proj")
+    if down.dtype is torch.int8:
+        raise ConfigError(f"{name} holds FP4 experts packed by two: moe-core does not read that form")
+    if down.dtype not in (*_SIXTEEN_BITS, torch.float8_e4m3fn):
+        raise ConfigError(f"{name} holds {down.dtype}, expected 16-bit weights or float8_e4m3fn")
+
+
+_ENDS = ("", "_bias", "_scale_inv", "_activation_scale")
+
+
+def _fp8_keys(block: tuple[int, int] | None, scale: torch.dtype, static: bool) -> tuple[QuantKey, QuantKey]:
+    """(weight key, activation key) of ``FP8Experts``: as checkpoints of the same kind are read."""
+    if block is None:
+        return kFp8StaticTensorSym, kFp8StaticTensorSym if static else kFp8DynamicTokenSym
+    rows, cols = block
+    if GroupShape(rows, cols) == kMxfp8Static.group_shape and is_e8m0(scale) and not static:
+        return kMxfp8Static, kMxfp8Dynamic
+    dynamic = kFp8Dynamic128Sym.with_group(1, cols)
+    return kFp8Static128BlockSym.with_group(rows, cols), kFp8StaticTensorSym if static else dynamic
+
+
+def _float32(scale: Tensor) -> Tensor:
+    return e8m0_to_float32(scale) if is_e8m0(scale.dtype) else scale.float()
+
+
+def _gate_rows_first(rows: Tensor) -> Tensor:
+    """[E, 2N, ...] of gate and up in turns as gate rows, then up rows; a copy."""
+    return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)

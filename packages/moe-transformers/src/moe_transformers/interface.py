@@ -1,0 +1,195 @@
+"""``experts_implementation="moe_core"``: experts that transformers filled, run by moe-core.
+
+Importing this module registers the name, so that ``from_pretrained(..., experts_implementation="moe_core")`` and
+``model.set_experts_implementation("moe_core")`` take it.  A module's layer is made in its first call, or by
+:func:`prepare_experts`.  The module keeps its tensors, whose memory the layer shares where its backend's layout is
+theirs, so ``set_experts_implementation("eager")`` goes back at any time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from moe_core import ConfigError, FusedMoELayer, MoEWeights, TensorError, registry
+from torch import Tensor, nn
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moe_transformers.blocks import experts_modules
+from moe_transformers.experts import MoeCoreExperts, run_experts, share_workspaces
+from moe_transformers.filled import Filled, is_quantized, tensors_of, top_k_of
+
+#: the name by which models choose these experts
+IMPLEMENTATION = "moe_core"
+#: attribute of an experts module
+_HELD = "_moe_core_held"
+
+
+class ExpertsMemoryWarning(UserWarning):
+    """Experts are in memory twice: as transformers filled them, and in the layout of a backend."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The layer of one module; the tensors that it was made of, where they were, and their versions."""
+
+    layer: FusedMoELayer
+    tensors: Mapping[str, nn.Parameter]
+    places: tuple[int, ...]
+    versions: tuple[int, ...]
+
+    @staticmethod
+    def of(layer: FusedMoELayer, module: nn.Module) -> _Held:
+        tensors = tensors_of(module)
+        places = tuple(tensor.data_ptr() for tensor in tensors.values())
+        return _Held(layer, tensors, places, tuple(map(_version, tensors.values())))
+
+    def is_of(self, module: nn.Module, top_k: int, dtype: torch.dtype) -> bool:
+        """Whether the module still holds these tensors, in the same memory, and the layer is for such calls."""
+        own, config = module._parameters, self.layer.config
+        return (
+            config.top_k == top_k
+            and config.dtype is dtype
+            and all(own.get(name) is tensor for name, tensor in self.tensors.items())
+            and all(map(int.__eq__, (tensor.data_ptr() for tensor in self.tensors.values()), self.places))
+        )
+
+    def is_current(self) -> bool:
+        """Whether torch counted no change of the tensors since."""
+        return all(map(int.__eq__, map(_version, self.tensors.values()), self.versions))
+
+    def __reduce__(self) -> Any:
+        # a copy of the module has tensors of its own, and makes a layer of them
+        return type(None), ()
+
+
+def moe_core_experts_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The experts of ``module``, as transformers calls them: ``hidden_states`` [T, K] -> [T, K].
+
+    ``top_k_index`` and ``top_k_weights`` [T, k] are what the router chose; an id that is no expert's selects nothing.
+
+    Raises ConfigError where moe-core does not compute what the module does, or the experts are in 16 bits;
+    TensorError for gradients.
+    """
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+        raise TensorError(
+            "hidden_states requires grad, and moe_core computes no gradients: call the model under torch.no_grad() or "
+            'torch.inference_mode(), or train with model.set_experts_implementation("eager")'
+        )
+    held: _Held | None = getattr(module, _HELD, None)
+    # what a compiler traces it guards itself, except memory and versions: prepare_experts renews the layer then
+    if not torch.compiler.is_compiling():
+        held = _current(module, top_k_index.shape[-1], hidden_states.dtype)
+    elif held is None:
+        held = _current_untraced(module, top_k_index.shape[-1], hidden_states.dtype)
+    return run_experts(held.layer, hidden_states, top_k_index, top_k_weights)
+
+
+def prepare_experts(model: nn.Module, *, backend: str = "auto") -> None:
+    """Make the layers of all experts of ``model`` now, or bring them up to date with the modules' tensors.
+
+    Not needed for ordinary calls, which do so by themselves.  Call it
+
+    - before ``torch.compile(fullgraph=True)``, and before capturing a CUDA graph
+    - after weights were written where torch counts no change (``parameter.data.copy_(...)``), or that a compiled model
+      or a captured graph reads: while the parameters stay where they are, layers are renewed in place
+    - to choose a ``backend`` by name
+
+    On GPUs the layers share workspaces, so one call of the model runs at a time.
+
+    Raises ConfigError for a model without experts that transformers filled, and what the first call would raise, before
+    any layer is made.
+    """
+    found = list(experts_modules(model))
+    if not found:
+        kinds = sum(isinstance(module, MoeCoreExperts) for module in model.modules())
+        why = "all of its experts are moe-core's already" if kinds else "no module of it dispatches experts"
+        raise ConfigError(f"{type(model).__name__} has no experts that transformers filled: {why}")
+    dtype = hidden_dtype(model)
+    filled = [_filled(module, name, top_k_of(module, name), dtype) for name, module in found]
+    share_workspaces(_renew(experts, backend).layer for experts in filled)
+
+
+def hidden_dtype(model: nn.Module) -> torch.dtype:
+    """What hidden states of ``model`` are in: the dtype of its embedding, or of its first 16-bit parameter."""
+    for tensor in model.parameters():
+        if tensor.is_floating_point() and tensor.element_size() > 1:
+            return tensor.dtype
+    raise ConfigError(f"{type(model).__name__} has no parameter in 16 bits: the dtype of its hidden states is unknown")
+
+
+def _filled(module: nn.Module, name: str, top_k: int, dtype: torch.dtype) -> Filled:
+    """What the module holds, if it can be run as it is."""
+    filled = Filled.of(module, name, top_k=top_k, dtype=dtype)
+    if not is_quantized(module):
+        names = ", ".join(registry().online_names())
+        held = str(filled.module.get_parameter("down_proj").dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"{name} holds experts in {held}, which moe-core quantises only where it is asked to: "
+            'moe_transformers.quantize_experts(model, "fp8_per_channel"), or load a quantised checkpoint within '
+            "moe_transformers.loading(), also where transformers dequantised it",
+            details=f"names: {names}",
+        )
+    return filled
+
+
+def _current(module: nn.Module, top_k: int, dtype: torch.dtype) -> _Held:
+    """The module's layer, made or renewed where its tensors are others, or were written, since."""
+    held: _Held | None = module.__dict__.get(_HELD)
+    if held is not None and held.is_of(module, top_k, dtype) and held.is_current():
+        return held
+    return _renew(_filled(module, type(module).__name__, top_k, dtype), "auto")
+
+
+_current_untraced = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    _current,
+    reason="the layers of moe-core are not made yet: call moe_transformers.prepare_experts(model) before "
+    "torch.compile(fullgraph=True), or the model once without it",
+)
+
+
+def _renew(filled: Filled, backend: str) -> _Held:
+    module, config = filled.module, filled.config
+    held: _Held | None = module.__dict__.get(_HELD)
+    # tensors made in inference mode could not be written in place later
+    with torch.inference_mode(False), torch.no_grad():
+        weights = filled.weights()
+        if held is not None and held.is_of(module, config.top_k, config.dtype) and _is_of(backend, held.layer):
+            layer = held.layer
+            layer.kernel.weights.copy_(layer.kernel.experts.convert(weights.row_major()))
+        else:
+            layer = FusedMoELayer.from_weights("fp8", config, weights, backend=backend)
+            _tell_of_copies(filled, weights, layer)
+    held = _Held.of(layer, module)
+    setattr(module, _HELD, held)
+    return held
+
+
+def _is_of(backend: str, layer: FusedMoELayer) -> bool:
+    return backend in ("auto", layer.selection.backend)
+
+
+def _tell_of_copies(filled: Filled, weights: MoEWeights, layer: FusedMoELayer) -> None:
+    """Warn where the layer holds the weights in memory of its own."""
+    if layer.weights.w13.data_ptr() != weights.w13.data_ptr():
+        warnings.warn(
+            f"the backend {layer.selection.backend} has a layout of its own, so experts are in memory twice; "
+            "moe_transformers.loading() holds them once, prepare_experts(model, backend=...) chooses another",
+            ExpertsMemoryWarning,
+            stacklevel=4,
+        )
+
+
+def _version(tensor: Tensor) -> int:
+    """How often torch saw ``tensor`` written; what was made in inference mode is not counted."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, moe_core_experts_forward)
+ALL_FP8_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, moe_core_experts_forward)
