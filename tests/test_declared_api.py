@@ -123,7 +123,7 @@ PROTOCOL_2 = {
         "quant_algo quant_group quantizers quark_layer refuse_lost_weights refuse_mixed refuse_zero_points short "
         "stored_matrix unknown_algo"
     ),
-    "moe_core.hopper_api": "HALF TILE accumulate_int8 barrier column_scales marked_rows row_scales scaled_mm_int8",
+    "moe_core.hopper_api": "HALF LAYOUT TILE free_slot wait_for_slot",
     "moe_core.kernel_api": (
         "ActivationScheme Converted E4M3 FEW GemmWeight GemvFunctions Granularity GroupScheme INTERPRET "
         "LOAD_WORDS MarlinMatrix OperandA STEP ScaledMMFunctions TileFunctions WarpSpecialisedGemm "

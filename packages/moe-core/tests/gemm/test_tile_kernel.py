@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, TileFunctions, grouped_gemm, reduce_split_k
 from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
 from moe_core.ops.sort import sort_pairs, sort_workspaces
 from moe_core.workspace import Workspace, workspace_nbytes
 
@@ -106,6 +107,8 @@ class Product:
             activation=activation,
             block_k=16,
             pdl=False,
+            a_rows=TOKEN.value,
+            out_rows=(POSITION if split == 1 else PAIR).value,
         )
         if split > 1:
             reduce_split_k(

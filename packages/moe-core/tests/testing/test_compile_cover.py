@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_core.testing.compile_cover import Launch, choose, describe
@@ -70,6 +71,9 @@ class Kernel:
 def tiles() -> None: ...
 
 
+def rows() -> None: ...
+
+
 @pytest.mark.parametrize(
     ("first", "second", "equal"),
     [
@@ -85,6 +89,8 @@ def tiles() -> None: ...
         (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2), 32, 64), {"num_warps": 8}), False),
         ((((torch.zeros(2), 32), 1, 1), {}), (((torch.zeros(2), 64), 1, 1), {}), True),
         ((((torch.zeros(2), 32), 1, 1), {}), (((torch.zeros(2), 65), 1, 1), {}), False),
+        ((((torch.zeros(2), tiles), 1, 1), {}), (((torch.zeros(2), rows), 1, 1), {}), False),
+        ((((torch.zeros(2), tl.constexpr(2)), 1, 1), {}), (((torch.zeros(2), tl.constexpr(3)), 1, 1), {}), False),
     ],
 )
 def test_launches_are_equal_where_they_compile_the_same(first, second, equal) -> None:

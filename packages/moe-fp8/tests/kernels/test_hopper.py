@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton.language as tl
 from moe_core.activation import MoEActivation, apply_moe_activation
 from moe_core.gemm import hopper_launch
 from moe_core.gemm.hopper_launch import TILE, hopper_fits
@@ -114,19 +115,19 @@ class Product:
         self.result = Result(values, made, None, static, amax=bits, amax_kind=kind, kind=out)
 
     def run(self):
-        from moe_core.gemm.hopper_scaled_mm import scaled_mm_e4m3
-        from moe_fp8.kernels.hopper_blockwise import scaled_mm_blockwise, scaled_mm_half_blockwise
+        from moe_core.gemm.hopper_scaled_mm import scaled_mm
+        from moe_fp8.kernels.hopper_blockwise import scaled_mm_blockwise
 
         on = {name: getattr(self, name).to(self.device) for name in ("a", "w", "a_scale", "w_scale")}
         a_scale, w_scale = on["a_scale"], on["w_scale"]
         if self.scales == "blocks":
-            arguments = (a_scale, a_scale.stride(0)), (w_scale, w_scale.stride(0), w_scale.stride(1))
+            rows = tl.constexpr(self.block[0])
+            arguments = (a_scale, a_scale.stride(0)), (w_scale, w_scale.stride(0), w_scale.stride(1), rows)
         elif self.scales == "rows":
             arguments = (a_scale, 1, None), (w_scale, w_scale.stride(0), self.columns, 1)
         else:
             arguments = (a_scale, None, None), (w_scale, w_scale.stride(0), 1, 0)
-        blocks = scaled_mm_blockwise if self.block[0] == TILE else scaled_mm_half_blockwise
-        multiply = blocks if self.scales == "blocks" else scaled_mm_e4m3
+        multiply = scaled_mm_blockwise if self.scales == "blocks" else scaled_mm
         bias = None if self.bias is None else self.bias.to(self.device)
         special = WarpSpecialisedGemm(on["w"], lambda: multiply, arguments[1], self.block[1])
         kind = self.activation

@@ -8,9 +8,9 @@ Programs are persistent: one per multiprocessor, which walks through the tiles w
 The operand A has the rows of a tile next to each other ([P, K] in sorted order, or [E * T_max, K]).  Each program
 computes two blocks of 128 columns: gate and up, joined in the epilogue, or neighbours n and n + 128 of a plain product.
 
-    hopper_pipeline   the order of the tiles, and the warp that requests them
-    hopper_scaled_mm       the k loop for scales that do not change along k; a scheme may pass another
-    hopper_epilogue     bias, activation, quantisation, stores
+    hopper_pipeline    the order of the tiles, and the warp that requests them
+    hopper_scaled_mm   the k loop for scales that do not change along k; a scheme may pass another
+    hopper_epilogue    bias, activation, quantisation, stores
 
 Written in Gluon, because the order of waits is the point; there is no interpreter for it.
 """
@@ -23,8 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe_core.gemm.hopper_epilogue import activate, add_bias, store_activated, store_block
-from moe_core.gemm.hopper_pipeline import HALF, TILE, locate_tile, producer
-from moe_core.jit.activation import activate_plain
+from moe_core.gemm.hopper_pipeline import HALF, LAYOUT, TILE, locate_tile, producer
 
 
 @gluon.jit
@@ -32,40 +31,28 @@ def _consumer(
     schedule,
     a_args,
     b_args,
-    out_args,
-    epilogue_args,
-    a_tiles,
-    b_tiles,
-    full,
-    empty,
+    result,
+    epilogue,
+    ring,
     tiles,
     blocks_n,
     steps,
     N,
     multiply: gl.constexpr,
     WARPGROUP: gl.constexpr,
-    STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
-    GEMM1: gl.constexpr,
-    GATED: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    HAS_LIMIT: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    ROUTER_WEIGHT: gl.constexpr,
-    OUT: gl.constexpr,
-    AMAX: gl.constexpr,
 ):
     """Multiply rows 64 * WARPGROUP .. 64 * WARPGROUP + 63 of every tile, scale, finish and store."""
-    tiles_ptr, offsets, pairs = schedule
-    out = out_args[0]
-    bias, stride_bias, weights, alpha, beta, limit = epilogue_args
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    bits: gl.constexpr = out.dtype.element_ty.primitive_bitwidth
+    pairs = schedule[2]
+    dtype: gl.constexpr = result.out.dtype.element_ty
+    GEMM1: gl.constexpr = epilogue.activation != ""
+    GATED: gl.constexpr = epilogue.gated
+    rows_layout: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    bits: gl.constexpr = dtype.primitive_bitwidth
     # float32 goes as it lies, whole sectors at a time; else 16 bytes per thread, by way of shared memory
     width: gl.constexpr = 128 // bits
     rows_first: gl.constexpr = gl.BlockedLayout([1, width], [32 * width // 128, 128 // width], [4, 1], [1, 0])
-    store: gl.constexpr = layout if bits == 32 else rows_first
+    store: gl.constexpr = LAYOUT if bits == 32 else rows_first
     BLOCKS: gl.constexpr = 1 if GATED else 2
     turn = 0
     expert, start, end, block_n = locate_tile(gl.program_id(0), schedule, tiles, blocks_n, GROUP_M)
@@ -79,41 +66,37 @@ def _consumer(
         place = target
         if not GEMM1 and pairs is not None:
             place = gl.load(pairs + gl.minimum(target, end - 1))
-        if ROUTER_WEIGHT != 0:
-            weight = gl.load(weights + gl.load(pairs + row))
+        if epilogue.weights is not None:
+            weight = gl.load(epilogue.weights + gl.load(pairs + row))
         acc_0, acc_1, turn = multiply(
-            turn, row, expert, block_n, a_args, b_args, a_tiles, b_tiles, full, empty, steps, N, layout, WARPGROUP,
-            STAGES, GATED,
+            turn, row, expert, block_n, a_args, b_args, ring, steps, N, WARPGROUP, GATED
         )  # fmt: skip
         if first < end:
-            if ROUTER_WEIGHT == 1:
+            if GEMM1 and epilogue.weights is not None:
                 acc_0 = acc_0 * weight[:, None]
                 acc_1 = acc_1 * weight[:, None]
-            column = block_n * (TILE * BLOCKS) + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
-            if HAS_BIAS:
-                bias_row = bias + expert.to(gl.int64) * stride_bias
-                acc_0 = add_bias(acc_0, bias_row, column, N)
+            column = block_n * (TILE * BLOCKS) + gl.arange(0, TILE, layout=gl.SliceLayout(0, LAYOUT))
+            if epilogue.bias is not None:
+                bias = epilogue.bias + expert.to(gl.int64) * epilogue.stride_bias
+                acc_0 = add_bias(acc_0, bias, column, N)
                 if GATED:
-                    acc_1 = add_bias(acc_1, bias_row + N, column, N)
+                    acc_1 = add_bias(acc_1, bias + N, column, N)
                 else:
-                    acc_1 = add_bias(acc_1, bias_row, column + TILE, N)
+                    acc_1 = add_bias(acc_1, bias, column + TILE, N)
             if GEMM1:
                 row = first + gl.arange(0, HALF, layout=rows_layout)
-                if GATED:
-                    value = activate(acc_0, acc_1, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
-                    store_activated(value, out_args, expert, row, target, end, block_n, N, store, OUT, AMAX)
-                else:
-                    value = activate_plain(acc_0, limit, ACTIVATION, HAS_LIMIT)
-                    store_activated(value, out_args, expert, row, target, end, block_n * 2, N, store, OUT, AMAX)
-                    value = activate_plain(acc_1, limit, ACTIVATION, HAS_LIMIT)
-                    store_activated(value, out_args, expert, row, target, end, block_n * 2 + 1, N, store, OUT, AMAX)
+                value = activate(acc_0, acc_1, epilogue)
+                store_activated(value, result, expert, row, target, end, block_n * BLOCKS, N, store)
+                if not GATED:
+                    value = activate(acc_1, acc_1, epilogue)
+                    store_activated(value, result, expert, row, target, end, block_n * 2 + 1, N, store)
             else:
-                if ROUTER_WEIGHT == 2:
+                if epilogue.weights is not None:
                     acc_0 = acc_0 * weight[:, None]
                     acc_1 = acc_1 * weight[:, None]
                 first_column = block_n * (TILE * BLOCKS)
-                store_block(acc_0.to(out.dtype.element_ty), out_args, place, target < end, first_column, store)
-                store_block(acc_1.to(out.dtype.element_ty), out_args, place, target < end, first_column + TILE, store)
+                store_block(acc_0.to(dtype), result, place, target < end, first_column, store)
+                store_block(acc_1.to(dtype), result, place, target < end, first_column + TILE, store)
         expert = next_expert
         start = next_start
         end = next_end
@@ -127,22 +110,14 @@ def hopper_kernel(
     schedule,
     a_args,
     b_args,
-    out_args,
-    epilogue_args,
+    result,
+    epilogue,
     N,
     K,
     rows_per_expert,
     multiply: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
-    GEMM1: gl.constexpr,
-    GATED: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    HAS_LIMIT: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    ROUTER_WEIGHT: gl.constexpr,
-    OUT: gl.constexpr,
-    AMAX: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """One program per multiprocessor.
@@ -150,11 +125,8 @@ def hopper_kernel(
     GEMM1: out [P, width] = quantize(act(A w13^T + bias)), rows in sorted order; gemm2: out[pair] = A w2^T + bias.
 
     - a_desc [P, K], b_desc [E * rows_per_expert, K]: descriptors with blocks of 128 x depth of a step
-    - schedule, see `hopper_pipeline.locate_tile`; a_args and b_args, the scales, see `multiply`; out_args, see
-      `hopper_epilogue`
-    - epilogue_args = (bias [E, rows] or None, its stride, router weights by pair or None, alpha, beta, limit)
-    - N columns of the result, of one half when GATED
-    - ROUTER_WEIGHT: router weights multiply nothing (0), the product (1), or the product and its bias (2)
+    - a_args and b_args, the scales, see `multiply`; schedule, result and epilogue as in the tile kernel
+    - N columns of the result, of one half where gated
     """
     if PDL:
         gdc_wait()
@@ -168,36 +140,32 @@ def hopper_kernel(
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
     fence_async_shared()
+    ring = (a_tiles, b_tiles, full, empty)
     tiles = gl.load(schedule[0])
     steps = gl.cdiv(K, DEPTH)
-    BLOCKS: gl.constexpr = 1 if GATED else 2
+    BLOCKS: gl.constexpr = 1 if epilogue.gated else 2
     blocks_n = gl.cdiv(N, BLOCKS * TILE)
-    second = N if GATED else TILE  # rows from one weight block to the other
+    second = N if epilogue.gated else TILE  # rows from one weight block to the other
     # arguments stand here and not in variables, which would turn constants into values
     gl.warp_specialize(
         [
             (
                 _consumer,
                 (
-                    schedule, a_args, b_args, out_args, epilogue_args, a_tiles, b_tiles, full, empty, tiles, blocks_n,
-                    steps, N, multiply, gl.constexpr(0), STAGES, GROUP_M, GEMM1, GATED, ACTIVATION, HAS_LIMIT, HAS_BIAS,
-                    ROUTER_WEIGHT, OUT, AMAX,
+                    schedule, a_args, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, multiply,
+                    gl.constexpr(0), GROUP_M,
                 ),
             ),
             (
                 _consumer,
                 (
-                    schedule, a_args, b_args, out_args, epilogue_args, a_tiles, b_tiles, full, empty, tiles, blocks_n,
-                    steps, N, multiply, gl.constexpr(1), STAGES, GROUP_M, GEMM1, GATED, ACTIVATION, HAS_LIMIT, HAS_BIAS,
-                    ROUTER_WEIGHT, OUT, AMAX,
+                    schedule, a_args, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, multiply,
+                    gl.constexpr(1), GROUP_M,
                 ),
             ),
             (
                 producer,
-                (
-                    a_desc, b_desc, schedule, a_tiles, b_tiles, full, empty, tiles, blocks_n, steps, rows_per_expert,
-                    second, STAGES, GROUP_M, BLOCKS,
-                ),
+                (a_desc, b_desc, schedule, ring, tiles, blocks_n, steps, rows_per_expert, second, GROUP_M, BLOCKS),
             ),
         ],
         [4, 1],

@@ -1,6 +1,6 @@
 """The end of a tile in `moe_core.gemm.hopper`: bias, activation, quantisation, and the way to memory.
 
-out_args = (out, scales or None, amax or None, their row strides, columns of out); rows of out are whole 16 bytes.
+`result` and `epilogue` as in the tile kernel; rows of the result are whole 16 bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from moe_core.gemm.hopper_pipeline import HALF, TILE
 from moe_core.gemm.zero_points import scale_and_zero, shifted
-from moe_core.jit.activation import activate_gated
+from moe_core.jit import activation
 from moe_core.jit.casts import divide, divide_all, round_int8
 
 E4M3_MAX = gl.constexpr(448.0)
@@ -18,9 +18,9 @@ AMAX_FLOOR = gl.constexpr(1e-10)
 
 
 @gluon.jit
-def activate(gate, up, alpha, beta, limit, KIND: gl.constexpr, HAS_LIMIT: gl.constexpr):
-    """`activate_gated`; nothing overlaps with it, so that silu, the most frequent, is worth half the instructions."""
-    if KIND == "silu" and not HAS_LIMIT:
+def activate(gate, up, epilogue):
+    """`activation.activate`; nothing overlaps with it, so that gated silu is worth half the instructions."""
+    if epilogue.gated and epilogue.activation == "silu" and epilogue.limit is None:
         silu = gl.inline_asm_elementwise(
             """
             {
@@ -40,7 +40,7 @@ def activate(gate, up, alpha, beta, limit, KIND: gl.constexpr, HAS_LIMIT: gl.con
         )
         return silu * up
     else:
-        return activate_gated(gate, up, alpha, beta, limit, KIND, HAS_LIMIT)
+        return activation.activate(gate, up, epilogue)
 
 
 @gluon.jit
@@ -50,58 +50,58 @@ def add_bias(acc, bias, column, N):
 
 
 @gluon.jit
-def store_block(value, out_args, target, exists, first_column, layout: gl.constexpr):
+def store_block(value, result, target, exists, first_column, layout: gl.constexpr):
     """Store [64, 128] in rows `target`, from column `first_column` on."""
-    out, scales, amax, stride, stride_scale, width = out_args
     column = first_column + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
-    pointers = out + target.to(gl.int64)[:, None] * stride + column[None, :]
-    gl.store(pointers, gl.convert_layout(value, layout), mask=exists[:, None] & (column < width)[None, :])
+    pointers = result.out + target.to(gl.int64)[:, None] * result.stride + column[None, :]
+    gl.store(pointers, gl.convert_layout(value, layout), mask=exists[:, None] & (column < result.width)[None, :])
 
 
 @gluon.jit
-def store_activated(
-    value, out_args, expert, row, target, end, block, N, layout: gl.constexpr, OUT: gl.constexpr, AMAX: gl.constexpr
-):
+def store_activated(value, result, expert, row, target, end, block, N, layout: gl.constexpr):
     """Block `block` of 128 columns of h, [64, 128], by sorted row.
 
-    OUT "groups": e4m3 and one scale per row and block, amax / 448; "groups_64": one per 64 columns; "static": e4m3 or
-    int8 by the scale that the expert was given, int64 with a zero point; "values": as they are.
-    AMAX "row" or "tensor": the bits of the largest magnitude of each row or of all that is finite; "nan", with
-    "static": those of NaN for the rows that hold one.
+    `kind` of the result "groups": e4m3 and one scale per row and block, amax / 448; "groups_64": one per 64 columns;
+    "static": e4m3 or int8 by the scale that the expert was given, int64 with a zero point; "values": as they are.
     """
-    out, scales, amax, stride, stride_scale, width = out_args
+    amax = result.amax
+    dtype: gl.constexpr = result.out.dtype.element_ty
+    OUT: gl.constexpr = result.kind
+    AMAX: gl.constexpr = result.amax_kind
     column = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, value.type.layout))
     # what a row has beyond the last column is 0, so that the next product may read it
     value = gl.where((column < N)[None, :], value, 0.0)
     if OUT == "groups":
         scale = gl.div_rn(gl.maximum(gl.max(gl.abs(value), axis=1), AMAX_FLOOR), E4M3_MAX)
-        gl.store(scales + row.to(gl.int64) * stride_scale + block, scale, mask=(row < end) & (block * TILE < N))
+        pointers = result.scales + row.to(gl.int64) * result.stride_scales + block
+        gl.store(pointers, scale, mask=(row < end) & (block * TILE < N))
         value = divide(value, scale[:, None])
     elif OUT == "groups_64":
         halves = value.reshape([HALF, 2, TILE // 2])
         scale = gl.div_rn(gl.maximum(gl.max(gl.abs(halves), axis=2), AMAX_FLOOR), E4M3_MAX)
         rows = gl.convert_layout(row, gl.SliceLayout(1, scale.type.layout))[:, None]
         group = block * 2 + gl.arange(0, 2, layout=gl.SliceLayout(0, scale.type.layout))[None, :]
-        gl.store(
-            scales + rows.to(gl.int64) * stride_scale + group, scale, mask=(rows < end) & (group * (TILE // 2) < N)
-        )
+        pointers = result.scales + rows.to(gl.int64) * result.stride_scales + group
+        gl.store(pointers, scale, mask=(rows < end) & (group * (TILE // 2) < N))
         value = gl.convert_layout(
             divide(halves, scale[:, :, None]).reshape([HALF, TILE]), value.type.layout, assert_trivial=True
         )
     elif OUT == "static":
-        scale = gl.load(scales + expert + gl.zeros([HALF], gl.int32, gl.SliceLayout(1, value.type.layout)))
+        scale = gl.load(
+            result.quant_args[0] + expert + gl.zeros([HALF], gl.int32, gl.SliceLayout(1, value.type.layout))
+        )
         if AMAX == "nan":
             found = gl.max((value != value).to(gl.int32), axis=1)
             gl.store(amax + row, 0x7FC00000, mask=(row < end) & (found > 0))
         if scale.dtype == gl.int64:
             factor, zero = scale_and_zero(scale)
             codes = shifted(value, factor[:, None], zero[:, None])
-        elif out.dtype.element_ty == gl.int8:
+        elif dtype == gl.int8:
             codes = round_int8(divide_all(value, scale[:, None]))
         else:
-            codes = divide_all(value, scale[:, None]).to(out.dtype.element_ty)
+            codes = divide_all(value, scale[:, None]).to(dtype)
     else:
-        value = value.to(out.dtype.element_ty).to(gl.float32)
+        value = value.to(dtype).to(gl.float32)
     if AMAX == "row" or AMAX == "tensor":
         bits = value.to(gl.int32, bitcast=True) & 0x7FFFFFFF
         if AMAX == "tensor":
@@ -112,5 +112,5 @@ def store_activated(
         else:
             gl.atomic_max(amax, gl.max(gl.where(row < end, bits, 0), axis=0), sem="relaxed")
     if OUT != "static":
-        codes = value.to(out.dtype.element_ty)
-    store_block(codes, out_args, target, target < end, block * TILE, layout)
+        codes = value.to(dtype)
+    store_block(codes, result, target, target < end, block * TILE, layout)

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing
+from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, epilogue_of, schedule_of
 from moe_core.gemm.plan import TileConfig
 from moe_core.jit.launch import launch
 from moe_core.ops.batch import Batch, BatchedRows
@@ -58,57 +58,28 @@ def hopper_gemm(
     special = weight.warp_specialised
     if special is None:
         raise TypeError("the weight has no warp-specialised kernel")
-    depth, b = special.depth, weight
-    gemm1 = activation is not None
-    gated = activation is not None and activation.gated
-    experts, rows, columns = special.tensor.shape
-    tensor = special.tensor
-    found = out.arguments[0] if out.kind == "static" and out.arguments is not None else out.scales
-    max_tiles = routing.max_tiles(pairs.block_m) * triton.cdiv(b.n, TILE if gated else 2 * TILE)
-    result = out.values
-    num_sms = torch.cuda.get_device_properties(result.device).multi_processor_count if result.is_cuda else 132
-    limit = activation.limit if activation is not None else None
-    router_weight = 0
-    if isinstance(routing, Routing) and routing.weights is not None:
-        router_weight = 0 if gemm1 != routing.weight_on_input else (1 if gemm1 else 2)
+    tensor, depth = special.tensor, special.depth
+    experts, rows, columns = tensor.shape
+    blocks = 1 if activation is not None and activation.gated else 2
+    max_tiles = routing.max_tiles(pairs.block_m) * triton.cdiv(weight.n, TILE * blocks)
+    device = out.values.device
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     launch(
         hopper_kernel,
         (min(num_sms, max_tiles),),
         _descriptor(values, depth),
         _descriptor(torch.as_strided(tensor, (experts * rows, columns), (tensor.stride(1), 1)), depth),
-        (pairs.tiles, pairs.offsets, pairs.pairs if isinstance(pairs, SortedPairs) else None),
+        schedule_of(pairs),
         scales,
         special.weight_scales,
-        (
-            result,
-            found,
-            out.amax,
-            result.stride(0),
-            0 if found is None else found.stride(0),
-            result.shape[1],
-        ),
-        (
-            b.bias,
-            0 if b.bias is None else b.bias.stride(0),
-            routing.weights if router_weight and isinstance(routing, Routing) else None,
-            activation.alpha if activation is not None else 0.0,
-            activation.beta if activation is not None else 0.0,
-            limit if limit is not None else 0.0,
-        ),
-        b.n,
+        out.kernel_arguments(),
+        epilogue_of(weight.bias, routing, activation),
+        weight.n,
         columns,
         rows,
         multiply=special.multiply(),
         STAGES=STAGES * TILE // depth,
         GROUP_M=config.group_m,
-        GEMM1=gemm1,
-        GATED=gated,
-        ACTIVATION=activation.kind if activation is not None else "",
-        HAS_LIMIT=limit is not None,
-        HAS_BIAS=b.bias is not None,
-        ROUTER_WEIGHT=router_weight,
-        OUT=out.kind,
-        AMAX=out.amax_kind,
         pdl=pdl,
         num_warps=4,
     )

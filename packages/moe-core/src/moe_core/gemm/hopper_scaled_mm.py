@@ -1,166 +1,83 @@
 """The k loop of one consumer in `moe_core.gemm.hopper`, where scales do not change along k.
 
-It returns the scaled float32 products [64, 128] of both blocks, and the number of steps that were taken so far.
-
     a_args = (scales, whether each row has one or None: each expert, marks of rows or None: see `gemm.scaled_mm.marked`)
     b_args = (scales, stride per expert, per half of a gated product, per column)
 
-with strides of 0 where the scale is the same.
+with strides of 0 where the scale is the same.  Scales of A with zero points are int64 (`moe_core.gemm.zero_points`);
+b_args then ends with the sums of the weights' rows [E, rows] int32 and their expert stride.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from moe_core.gemm.hopper_pipeline import HALF, TILE, barrier
+from moe_core.gemm.hopper_pipeline import HALF, LAYOUT, TILE, free_slot, wait_for_slot
+from moe_core.gemm.zero_points import scale_and_zero
 
 
 @gluon.jit
-def column_scales(expert, block_n, b_args, N, layout: gl.constexpr, GATED: gl.constexpr):
+def _of_columns(pointer, stride_half, stride_column, block_n, N, GATED: gl.constexpr):
     """What belongs to the columns [128] of both blocks."""
-    b_scale, stride_expert, stride_half, stride_column = b_args
-    column = block_n * (TILE if GATED else 2 * TILE) + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
+    column = block_n * (TILE if GATED else 2 * TILE) + gl.arange(0, TILE, layout=gl.SliceLayout(0, LAYOUT))
     # beyond the last column: any scale
-    scales = b_scale + expert.to(gl.int64) * stride_expert
-    scale_0 = gl.load(scales + gl.minimum(column, N - 1) * stride_column)
+    found = gl.load(pointer + gl.minimum(column, N - 1) * stride_column)
     if GATED:
-        scale_1 = gl.load(scales + stride_half + gl.minimum(column, N - 1) * stride_column)
+        return found, gl.load(pointer + stride_half + gl.minimum(column, N - 1) * stride_column)
     else:
-        scale_1 = gl.load(scales + gl.minimum(column + TILE, N - 1) * stride_column)
-    return scale_0, scale_1
+        return found, gl.load(pointer + gl.minimum(column + TILE, N - 1) * stride_column)
 
 
 @gluon.jit
-def row_scales(row, expert, a_args):
-    """Scales of the rows; marks are `marked_rows`' matter where scales hold zero points too."""
-    a_scale, by_row, marks = a_args
-    if by_row is None:
-        return gl.load(a_scale + expert + gl.zeros_like(row))
-    else:
-        return gl.load(a_scale + row)
+def scaled_mm(turn, row, expert, block_n, a_args, b_args, ring, steps, N, WARPGROUP: gl.constexpr, GATED: gl.constexpr):
+    """(scaled float32 products [64, 128] of both blocks, number of steps that were taken so far).
 
-
-@gluon.jit
-def marked_rows(scale, row, a_args):
-    """The rows' scales, NaN for those that are marked."""
-    marks = a_args[2]
-    if marks is not None:
-        scale = gl.where(gl.load(marks + row) > 0x7F800000, float("nan"), scale)
-    return scale
-
-
-@gluon.jit
-def accumulate_int8(
-    turn,
-    acc_0,
-    acc_1,
-    a_tiles,
-    b_tiles,
-    full,
-    empty,
-    steps,
-    WARPGROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    ZERO: gl.constexpr,
-):
-    """acc + the sums over all steps in int32, exact, and the number of steps taken so far; ZERO: acc are zeros.
-
-    Triton has no integer instruction of 256 columns: two of 128.
+    int8 is summed in int32, exactly, and scaled once; e4m3 in float32, in the tensor cores.
     """
+    INT8: gl.constexpr = ring[0].dtype == gl.int8
+    a_scales, by_row, marks = a_args
+    place = row
+    if by_row is None:
+        place = expert + gl.zeros_like(row)
+    row_scale = gl.load(a_scales + place)
+    ZERO: gl.constexpr = row_scale.dtype == gl.int64
+    scales = b_args[0] + expert.to(gl.int64) * b_args[1]
+    if ZERO:
+        # the sums start at what the zero points take away: behind the loop no registers are left for it
+        row_scale, zero = scale_and_zero(row_scale)
+        sums = b_args[4] + expert.to(gl.int64) * b_args[5]
+        sum_0, sum_1 = _of_columns(sums, N, 1, block_n, N, GATED)
+        acc = (-zero[:, None] * sum_0[None, :], -zero[:, None] * sum_1[None, :])
+    elif INT8:
+        acc = (gl.zeros([HALF, TILE], gl.int32, LAYOUT), gl.zeros([HALF, TILE], gl.int32, LAYOUT))
+    else:
+        WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 32])
+        acc = gl.zeros([HALF, 2 * TILE], gl.float32, WIDE)
+    if marks is not None:
+        row_scale = gl.where(gl.load(marks + row) > 0x7F800000, float("nan"), row_scale)
+    scale_0, scale_1 = _of_columns(scales, b_args[2], b_args[3], block_n, N, GATED)
     for k in range(steps):
-        slot = turn % STAGES
-        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
-        a = a_tiles.index(slot).slice(WARPGROUP * HALF, HALF, 0)
-        b = b_tiles.index(slot)
-        acc_0 = warpgroup_mma(
-            a, b.slice(0, TILE, 0).permute((1, 0)), acc_0, use_acc=(k > 0) if ZERO else True, is_async=True
-        )
-        acc_1 = warpgroup_mma(
-            a, b.slice(TILE, TILE, 0).permute((1, 0)), acc_1, use_acc=(k > 0) if ZERO else True, is_async=True
-        )
-        # the two products of the step before are done: its slot is free
-        acc_0, acc_1 = warpgroup_mma_wait(2, deps=[acc_0, acc_1])
-        barrier()
-        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=k > 0)
-        turn += 1
-    acc_0, acc_1 = warpgroup_mma_wait(0, deps=[acc_0, acc_1])
-    barrier()
-    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
-    return acc_0, acc_1, turn
-
-
-@gluon.jit
-def scaled_mm_e4m3(
-    turn,
-    row,
-    expert,
-    block_n,
-    a_args,
-    b_args,
-    a_tiles,
-    b_tiles,
-    full,
-    empty,
-    steps,
-    N,
-    layout: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    GATED: gl.constexpr,
-):
-    """e4m3: summed in the tensor cores, in float32, scaled once."""
-    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 32])
-    scale_0, scale_1 = column_scales(expert, block_n, b_args, N, layout, GATED)
-    row_scale = row_scales(row, expert, a_args)
-    acc = gl.zeros([HALF, 2 * TILE], gl.float32, wide)
-    for k in range(steps):
-        slot = turn % STAGES
-        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
-        a = a_tiles.index(slot).slice(WARPGROUP * HALF, HALF, 0)
-        acc = warpgroup_mma(a, b_tiles.index(slot).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
+        a, b = wait_for_slot(ring, turn, WARPGROUP)
+        more = True if ZERO else k > 0
+        if INT8:
+            # Triton has no integer instruction of 256 columns: two of 128
+            acc_0 = warpgroup_mma(a, b.slice(0, TILE, 0).permute((1, 0)), acc[0], use_acc=more, is_async=True)
+            acc_1 = warpgroup_mma(a, b.slice(TILE, TILE, 0).permute((1, 0)), acc[1], use_acc=more, is_async=True)
+            acc = warpgroup_mma_wait(2, deps=[acc_0, acc_1])
+        else:
+            acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=more, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
         # the step before this one is done: its slot is free
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        barrier()
-        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=k > 0)
+        free_slot(ring, turn + ring[3].shape[0] - 1, k > 0)
         turn += 1
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    barrier()
-    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
-    acc_0, acc_1 = acc.reshape([HALF, 2, TILE]).permute([0, 2, 1]).split()
-    acc_0 = gl.convert_layout(acc_0, layout, assert_trivial=True) * row_scale[:, None] * scale_0[None, :]
-    acc_1 = gl.convert_layout(acc_1, layout, assert_trivial=True) * row_scale[:, None] * scale_1[None, :]
+    acc = warpgroup_mma_wait(0, deps=acc if INT8 else [acc])
+    free_slot(ring, turn + ring[3].shape[0] - 1, True)
+    if INT8:
+        acc_0 = acc[0].to(gl.float32) * (row_scale[:, None] * scale_0[None, :])
+        acc_1 = acc[1].to(gl.float32) * (row_scale[:, None] * scale_1[None, :])
+    else:
+        acc_0, acc_1 = acc.reshape([HALF, 2, TILE]).permute([0, 2, 1]).split()
+        acc_0 = gl.convert_layout(acc_0, LAYOUT, assert_trivial=True) * row_scale[:, None] * scale_0[None, :]
+        acc_1 = gl.convert_layout(acc_1, LAYOUT, assert_trivial=True) * row_scale[:, None] * scale_1[None, :]
     return acc_0, acc_1, turn
-
-
-@gluon.jit
-def scaled_mm_int8(
-    turn,
-    row,
-    expert,
-    block_n,
-    a_args,
-    b_args,
-    a_tiles,
-    b_tiles,
-    full,
-    empty,
-    steps,
-    N,
-    layout: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    GATED: gl.constexpr,
-):
-    """int8: summed in int32, exactly, scaled once."""
-    scale_0, scale_1 = column_scales(expert, block_n, b_args, N, layout, GATED)
-    row_scale = marked_rows(row_scales(row, expert, a_args), row, a_args)
-    acc_0 = gl.zeros([HALF, TILE], gl.int32, layout)
-    acc_1 = gl.zeros([HALF, TILE], gl.int32, layout)
-    acc_0, acc_1, turn = accumulate_int8(
-        turn, acc_0, acc_1, a_tiles, b_tiles, full, empty, steps, WARPGROUP, STAGES, gl.constexpr(True)
-    )
-    product_0 = acc_0.to(gl.float32) * (row_scale[:, None] * scale_0[None, :])
-    product_1 = acc_1.to(gl.float32) * (row_scale[:, None] * scale_1[None, :])
-    return product_0, product_1, turn

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,13 +14,16 @@ from torch import Tensor
 
 from moe_core.config import FusedMoEConfig
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.schedule import batched_locate, batched_tiles, sorted_locate, sorted_tiles
 from moe_core.gemm.split_k_reduce import split_k_reduce_kernel
-from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN, grouped_gemm_kernel
+from moe_core.gemm.tile_kernel import PAIR, grouped_gemm_kernel
 from moe_core.jit.launch import launch
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
+
+#: as Triton takes constants inside a tuple
+constant = cache(tl.constexpr)
+FLOAT32 = tl.constexpr(tl.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +122,11 @@ class Activation:
     def kind(self) -> str:
         return self.name.removesuffix("_no_mul")
 
+    @cached_property
+    def arguments(self) -> tuple[Any, ...]:
+        """The last fields of `Epilogue`."""
+        return constant(self.kind), tl.constexpr(self.gated), self.alpha, self.beta, self.limit
+
 
 @dataclass(frozen=True, eq=False)
 class Routing:
@@ -149,8 +158,7 @@ class Routing:
         return max_tiles(self.ids.numel(), self.num_experts, block_m)
 
 
-@dataclass(frozen=True, eq=False)
-class TileFunctions:
+class TileFunctions(NamedTuple):
     """A scheme's `@triton.jit` functions, and the type of the sum that ``multiply`` adds to; see the tile kernel."""
 
     open_a: Any
@@ -160,7 +168,7 @@ class TileFunctions:
     multiply: Any
     scale_acc: Any = None
     prefetch_b: Any = None
-    accumulate: Any = tl.float32
+    accumulate: tl.constexpr = FLOAT32
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,6 +193,38 @@ class Result:
     kind: str = "values"
     block: int = 128
 
+    def kernel_arguments(self) -> ResultArguments:
+        scales = self.scales
+        return ResultArguments(
+            self.values,
+            self.values.stride(0),
+            scales,
+            0 if scales is None else scales.stride(0),
+            self.amax,
+            self.arguments,
+            self.quantize,
+            constant(self.groups),
+            constant(self.amax_kind),
+            constant(self.kind),
+            self.values.shape[1],
+        )
+
+
+class ResultArguments(NamedTuple):
+    """`Result` as kernels get it, with row strides, and the columns of ``out``."""
+
+    out: Tensor
+    stride: int
+    scales: Tensor | None
+    stride_scales: int
+    amax: Tensor | None
+    quant_args: tuple[Any, ...] | None
+    quantize: Any
+    groups: tl.constexpr
+    amax_kind: tl.constexpr
+    kind: tl.constexpr
+    width: int
+
 
 @dataclass(frozen=True, eq=False)
 class LoRADelta:
@@ -197,10 +237,39 @@ class LoRADelta:
     values: Tensor
     ids: Tensor
 
-    @property
-    def kernel_args(self) -> tuple[Any, ...]:
-        """`lora_args` of the kernels."""
-        return (self.values, self.values.stride(0), self.ids)
+
+class Epilogue(NamedTuple):
+    """What a kernel does with a finished tile: bias, activation (see `moe_core.jit.activation`), router weights, LoRA.
+
+    ``bias`` [E, rows of all halves]; router ``weights`` by pair, which multiply gemm1's product before bias and
+    activation, or gemm2's result; ``lora``: (values, row stride, ids) of a `LoRADelta`.  gemm2 has the activation "".
+    """
+
+    bias: Tensor | None
+    stride_bias: int
+    weights: Tensor | None
+    lora: tuple[Any, ...] | None
+    activation: tl.constexpr = constant("")
+    gated: tl.constexpr = tl.constexpr(False)
+    alpha: float = 0.0
+    beta: float = 0.0
+    limit: float | None = None
+
+
+def epilogue_of(
+    bias: Tensor | None, routing: Routing | Batch | None, activation: Activation | None, lora: LoRADelta | None = None
+) -> Epilogue:
+    """The epilogue of gemm1 (with an ``activation``) or gemm2; ``routing`` None: without router weights."""
+    weights = None
+    if isinstance(routing, Routing) and routing.weight_on_input == (activation is not None):
+        weights = routing.weights
+    return Epilogue(
+        bias,
+        0 if bias is None else bias.stride(0),
+        weights,
+        None if lora is None else (lora.values, lora.values.stride(0), lora.ids),
+        *(() if activation is None else activation.arguments),
+    )
 
 
 def grouped_gemm(
@@ -215,63 +284,34 @@ def grouped_gemm(
     activation: Activation | None,
     block_k: int,
     pdl: bool,
-    a_rows: int | None = None,
-    out_rows: int | None = None,
+    a_rows: int,
+    out_rows: int = PAIR.value,
     aligned: bool = True,
     lora: LoRADelta | None = None,
 ) -> None:
     """A grouped GEMM over sorted pairs, or over batched rows: gemm1 with an ``activation``, gemm2 without.
 
-    gemm1 reads A by token (``a_rows`` POSITION: in sorted order) and writes sorted rows; gemm2 reads sorted rows and
-    writes by pair.  With ``config.split_k`` > 1 gemm1 writes float32 partial sums by pair instead, to ``out.values``
-    [pairs * split_k, 2N], which `reduce_split_k` reduces; A of gemm2 is then by pair (``a_rows`` PAIR).  ``out_rows``
-    PAIR: gemm1 without split-K writes by pair too.  Split-K gemm2 writes [pairs * split_k, K] float32.  Batched rows
-    are all the same: [E * T_max, columns].  ``aligned``: rows of A start at multiples of 16 bytes.  ``lora``: see
-    `LoRADelta`.
+    ``a_rows`` and ``out_rows``: which rows of A and of the result the rows of a tile are, `POSITION`, `TOKEN` or `PAIR`
+    of the tile kernel; batched rows, [E * T_max, columns], are all the same.  With ``config.split_k`` > 1 ``out`` gets
+    float32 partial sums by pair, [pairs * split_k, columns of all halves]; gemm1's `reduce_split_k` reduces.
+    ``aligned``: rows of A start at multiples of 16 bytes.  ``lora``: see `LoRADelta`.
     """
-    gemm1 = activation is not None
-    router_weight, bias = 0, b.bias
-    if isinstance(routing, Routing) and routing.weights is not None:
-        router_weight = 0 if gemm1 != routing.weight_on_input else (1 if gemm1 else 2)
     subtiles = pairs.block_m // config.block_m
     tiles = routing.max_tiles(pairs.block_m) * subtiles
-    limit = activation.limit if activation is not None else None
-    batched = isinstance(pairs, BatchedRows)
-    unsplit = config.split_k == 1
     rows = triton.cdiv(b.n, 8) * 16 if b.interleaved else b.n
     launch(
         grouped_gemm_kernel,
         (tiles * triton.cdiv(rows, config.block_n) * config.split_k,),
-        out.values,
-        out.scales if unsplit else None,
-        out.amax if unsplit else None,
+        out.kernel_arguments(),
         a,
         b.arguments,
         b.descriptor(config.block_n, block_k) if config.tma and b.descriptor is not None else None,
-        (pairs.tiles, pairs.offsets) if isinstance(pairs, BatchedRows) else (pairs.tiles, pairs.offsets, pairs.pairs),
-        out.arguments if unsplit else None,
-        bias,
-        None if lora is None else lora.kernel_args,
-        routing.weights if isinstance(routing, Routing) else None,
+        schedule_of(pairs),
+        epilogue_of(b.bias, routing, activation, lora),
+        functions,
         b.n,
         b.k,
-        out.values.stride(0),
-        0 if out.scales is None else out.scales.stride(0),
-        0 if bias is None else bias.stride(0),
         routing.top_k,
-        activation.alpha if activation is not None else 0.0,
-        activation.beta if activation is not None else 0.0,
-        limit if limit is not None else 0.0,
-        tiles_of=batched_tiles if batched else sorted_tiles,
-        locate=batched_locate if batched else sorted_locate,
-        open_a=functions.open_a,
-        load_a=functions.load_a,
-        open_b=functions.open_b,
-        load_b=functions.load_b,
-        prefetch_b=functions.prefetch_b if pdl and not gemm1 else None,
-        multiply=functions.multiply,
-        scale_acc=functions.scale_acc,
-        quantize=out.quantize if unsplit else None,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
@@ -279,27 +319,21 @@ def grouped_gemm(
         EVEN_N=rows % config.block_n == 0,
         EVEN_K=b.k % block_k == 0,
         SWAP_AB=config.swap_ab,
-        GATED=activation is not None and activation.gated,
         INTERLEAVED=b.interleaved,
-        ACTIVATION=activation.kind if activation is not None else "",
-        HAS_LIMIT=limit is not None,
-        HAS_BIAS=bias is not None,
-        ROUTER_WEIGHT=router_weight,
-        A_ROWS=a_rows if a_rows is not None else (TOKEN if gemm1 else POSITION).value,
-        OUT_ROWS=out_rows if out_rows is not None else (POSITION if gemm1 and unsplit else PAIR).value,
-        GROUPS=out.groups,
-        AMAX=out.amax_kind if unsplit else "",
-        PAD=gemm1,
+        A_ROWS=a_rows,
+        OUT_ROWS=out_rows,
         SPLIT_K=config.split_k,
         SUBTILES=subtiles,
-        # gemm2: the kernel before it, gemm1, has waited for the sort and whatever that depended on
-        OVERLAP_PROLOGUE=pdl and not gemm1,
-        ACC_TYPE=functions.accumulate,
         pdl=pdl,
         # rows that 16-byte copies cannot reach go through registers: share them among more threads
         num_warps=config.num_warps if aligned and b.aligned else 8,
         num_stages=config.num_stages,
     )
+
+
+def schedule_of(pairs: SortedPairs | BatchedRows) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`schedule` of the kernels, see `moe_core.gemm.schedule`."""
+    return pairs.tiles, pairs.offsets, pairs.pairs if isinstance(pairs, SortedPairs) else None
 
 
 def reduce_split_k(
@@ -325,32 +359,14 @@ def reduce_split_k(
         partials,
         routing.ids,
         routing.expert_map,
-        bias,
-        None if lora is None else lora.kernel_args,
-        out.values,
-        out.scales,
-        out.amax,
-        out.arguments,
+        epilogue_of(bias, None, activation, lora),
+        out.kernel_arguments(),
         columns,
         routing.num_ids,
         routing.num_experts,
         partials.stride(0),
-        out.values.stride(0),
-        0 if out.scales is None else out.scales.stride(0),
-        0 if bias is None else bias.stride(0),
-        activation.alpha,
-        activation.beta,
-        activation.limit if activation.limit is not None else 0.0,
-        quantize=out.quantize,
         SPLIT_K=split_k,
         COLUMNS=block,
-        GROUPS=out.groups,
-        AMAX=out.amax_kind,
-        GATED=activation.gated,
-        ACTIVATION=activation.kind,
-        HAS_LIMIT=activation.limit is not None,
-        HAS_BIAS=bias is not None,
-        HAS_MAP=routing.expert_map is not None,
         pdl=pdl,
         num_warps=1,
     )

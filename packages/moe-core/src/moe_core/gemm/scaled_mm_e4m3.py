@@ -7,8 +7,6 @@ running sum.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -85,12 +83,6 @@ def quantize_by_amax(tile, quant_args, expert, AXIS: tl.constexpr):
     return saturate(divide(tile, scale)), tl.zeros((tile.shape[1 - AXIS],), tl.float32) + scale
 
 
-def _warp_specialised() -> Any:
-    from moe_core.gemm.hopper_scaled_mm import scaled_mm_e4m3
-
-    return scaled_mm_e4m3
-
-
 E4M3 = ScaledMMFunctions(
     dtype=torch.float8_e4m3fn,
     open_unquantized=open_unquantized,
@@ -101,5 +93,4 @@ E4M3 = ScaledMMFunctions(
     quantize_static=quantize_static,
     quantize_static_rows=quantize_static_rows,
     quantize_by_amax=quantize_by_amax,
-    warp_specialised=_warp_specialised,
 )

@@ -75,3 +75,14 @@ def activate_plain(x, limit, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr):
     if HAS_LIMIT:
         x = _at_most(x, limit)
     return _plain(x, KIND)
+
+
+@triton.jit
+def activate(x, up, epilogue):
+    """`activate_gated` of the gate `x` and of `up`, or `activate_plain` of `x`, as an `Epilogue` says."""
+    HAS_LIMIT: tl.constexpr = epilogue.limit is not None
+    limit = epilogue.limit if HAS_LIMIT else 0.0
+    if epilogue.gated:
+        return activate_gated(x, up, epilogue.alpha, epilogue.beta, limit, epilogue.activation, HAS_LIMIT)
+    else:
+        return activate_plain(x, limit, epilogue.activation, HAS_LIMIT)

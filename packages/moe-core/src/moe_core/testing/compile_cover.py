@@ -52,6 +52,8 @@ def _parts(name: Value, value: Any, *, constant: bool) -> set[Value]:
 
 def _text(value: Any, *, constant: bool) -> str:
     """The value as far as Triton specialises a kernel for it; constants wholly."""
+    # functions and constants may lie in tuples too
+    constant = constant or hasattr(value, "__name__") or type(value).__name__ == "constexpr"
     if constant or value is None or isinstance(value, bool):
         return str(getattr(value, "__name__", None) or repr(value))
     if isinstance(value, int):

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton.language as tl
 from moe_core.experts_api import TileConfig
 from moe_core.kernel_api import (
     GemmWeight,
@@ -53,8 +54,8 @@ def block_weight(
     aligned, columns = is_aligned(weights), weights.shape[2]
     warp_specialised = None
     if block_shape in HOPPER_BLOCKS:
-        strides = scales.stride(0), scales.stride(1)
-        warp_specialised = WarpSpecialisedGemm(weights, partial(_multiply, block_n), (scales, *strides), block_k)
+        blocks = (scales, scales.stride(0), scales.stride(1), tl.constexpr(block_n))
+        warp_specialised = WarpSpecialisedGemm(weights, _multiply, blocks, block_k)
     return GemmWeight(
         (weights, scales, weights.stride(0), weights.stride(1), scales.stride(0), scales.stride(1), block_n),
         rows,
@@ -69,10 +70,10 @@ def block_weight(
     )
 
 
-def _multiply(block_n: int) -> Any:
-    from moe_fp8.kernels.hopper_blockwise import scaled_mm_blockwise, scaled_mm_half_blockwise
+def _multiply() -> Any:
+    from moe_fp8.kernels.hopper_blockwise import scaled_mm_blockwise
 
-    return scaled_mm_blockwise if block_n == _TILE else scaled_mm_half_blockwise
+    return scaled_mm_blockwise
 
 
 def _functions(block_n: int, prefetches: bool, config: TileConfig, a: OperandA) -> TileFunctions:

@@ -2,24 +2,22 @@
 
 One float32 scale per row and step, and per weight block, whose depth is that of a step: each step's product is added,
 scaled.  a_args = (scales [P, steps], row stride), b_args = (scales [E, rows / block rows, steps], expert stride, row
-stride).  It returns the scaled float32 products [64, 128] of both blocks, and the number of steps that were taken so
-far.
+stride, rows of a block as a constant).
 """
 
 from __future__ import annotations
 
-from moe_core.hopper_api import HALF, TILE, barrier
+from moe_core.hopper_api import HALF, LAYOUT, TILE, free_slot, wait_for_slot
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from moe_fp8.kernels.block import FLOAT32_MAX, NAN
 
 
 @gluon.jit
-def _scale_rows(block_n, b_args, N, ROWS: gl.constexpr, GATED: gl.constexpr):
+def _scale_rows(block_n, stride, N, ROWS: gl.constexpr, GATED: gl.constexpr):
     """Offsets of the scales of rows 0, 64, 128 and 192 of a tile's weights; rows beyond the last column have any."""
-    _, _, stride = b_args
     PER_TILE: gl.constexpr = TILE // ROWS
     last = gl.cdiv(N, ROWS) - 1
     if GATED:
@@ -74,31 +72,22 @@ def _halves(tile):
 
 
 @gluon.jit
-def _multiply(
-    turn,
-    row,
-    expert,
-    block_n,
-    a_args,
-    b_args,
-    a_tiles,
-    b_tiles,
-    full,
-    empty,
-    steps,
-    N,
-    layout: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    GATED: gl.constexpr,
-    ROWS: gl.constexpr,
+def _whole(low, high):
+    """The opposite of `_halves`."""
+    tile = gl.join(low, high).permute([0, 2, 1]).reshape([HALF, TILE])
+    return gl.convert_layout(tile, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def scaled_mm_blockwise(
+    turn, row, expert, block_n, a_args, b_args, ring, steps, N, WARPGROUP: gl.constexpr, GATED: gl.constexpr
 ):
-    a_scale, stride_a_scale = a_args
-    b_scale, stride_b_scale_e, _ = b_args
-    scales = a_scale + row.to(gl.int64) * stride_a_scale
-    b_scales = b_scale + expert.to(gl.int64) * stride_b_scale_e
-    rows = _scale_rows(block_n, b_args, N, ROWS, GATED)
-    zero = gl.zeros([HALF, TILE], gl.float32, layout)
+    """(scaled float32 products [64, 128] of both blocks, number of steps that were taken so far)."""
+    ROWS: gl.constexpr = b_args[3]
+    scales = a_args[0] + row.to(gl.int64) * a_args[1]
+    b_scales = b_args[0] + expert.to(gl.int64) * b_args[1]
+    rows = _scale_rows(block_n, b_args[2], N, ROWS, GATED)
+    zero = gl.zeros([HALF, TILE], gl.float32, LAYOUT)
     if ROWS == TILE:
         acc_0, acc_1, acc_2, acc_3 = zero, zero, zero, zero
     else:
@@ -107,7 +96,6 @@ def _multiply(
     row_scale = gl.load(scales)
     scale_0, scale_1, scale_2, scale_3 = _scales(b_scales, rows, 0, ROWS)
     for k in range(steps):
-        slot = turn % STAGES
         by_0 = _factor(row_scale, scale_0)
         by_1 = _factor(row_scale, scale_1)
         by_2 = _factor(row_scale, scale_2)
@@ -116,78 +104,16 @@ def _multiply(
         following = gl.minimum(k + 1, steps - 1)
         row_scale = gl.load(scales + following)
         scale_0, scale_1, scale_2, scale_3 = _scales(b_scales, rows, following, ROWS)
-        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
-        a = a_tiles.index(slot).slice(WARPGROUP * HALF, HALF, 0)
-        b = b_tiles.index(slot)
+        a, b = wait_for_slot(ring, turn, WARPGROUP)
         product = warpgroup_mma(a, b.slice(0, TILE, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
         acc_0, acc_1 = _add(acc_0, acc_1, product, by_0, by_1, ROWS)
         product = warpgroup_mma(a, b.slice(TILE, TILE, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
-        barrier()  # all four warps have read the slot
-        mbarrier.arrive(empty.index(slot))
+        free_slot(ring, turn, True)
         acc_2, acc_3 = _add(acc_2, acc_3, product, by_2, by_3, ROWS)
         turn += 1
     if ROWS == TILE:
         return acc_0, acc_2, turn
     else:
-        return _whole(acc_0, acc_1, layout), _whole(acc_2, acc_3, layout), turn
-
-
-@gluon.jit
-def _whole(low, high, layout: gl.constexpr):
-    """The opposite of `_halves`."""
-    tile = gl.join(low, high).permute([0, 2, 1]).reshape([HALF, TILE])
-    return gl.convert_layout(tile, layout, assert_trivial=True)
-
-
-@gluon.jit
-def scaled_mm_blockwise(
-    turn,
-    row,
-    expert,
-    block_n,
-    a_args,
-    b_args,
-    a_tiles,
-    b_tiles,
-    full,
-    empty,
-    steps,
-    N,
-    layout: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    GATED: gl.constexpr,
-):
-    """Weight blocks of 128 rows."""
-    return _multiply(
-        turn, row, expert, block_n, a_args, b_args, a_tiles, b_tiles, full, empty, steps, N, layout, WARPGROUP, STAGES,
-        GATED, TILE,
-    )  # fmt: skip
-
-
-@gluon.jit
-def scaled_mm_half_blockwise(
-    turn,
-    row,
-    expert,
-    block_n,
-    a_args,
-    b_args,
-    a_tiles,
-    b_tiles,
-    full,
-    empty,
-    steps,
-    N,
-    layout: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    GATED: gl.constexpr,
-):
-    """Weight blocks of 64 rows."""
-    return _multiply(
-        turn, row, expert, block_n, a_args, b_args, a_tiles, b_tiles, full, empty, steps, N, layout, WARPGROUP, STAGES,
-        GATED, HALF,
-    )  # fmt: skip
+        return _whole(acc_0, acc_1), _whole(acc_2, acc_3), turn

@@ -189,7 +189,6 @@ def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
         load_weights=load_packed,
         prefetch_weights=None,
         multiply=multiply,
-        warp_specialised=None,
         packed=2,
     )
     if group_size == -1:
@@ -201,6 +200,6 @@ def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
         load_weights=load_group if one else load_two_groups,
         multiply=multiply_group if one else multiply_two_groups,
         scale_acc=scale_acc_rows_zero if zero_points else scale_acc_rows,
-        accumulate=tl.float32,
+        accumulate=tl.constexpr(tl.float32),
         block_k=min(2 * group_size, 128),
     )

@@ -12,8 +12,6 @@ whatever moves a scale moves both.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -169,18 +167,6 @@ def scale_acc_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
 # ------------------------------------------------------------------ as values
 
 
-def _warp_specialised() -> Any:
-    from moe_core.hopper_api import scaled_mm_int8
-
-    return scaled_mm_int8
-
-
-def _warp_specialised_zero() -> Any:
-    from moe_int8.kernels.hopper_scaled_mm import multiply_integer_rows_zero
-
-    return multiply_integer_rows_zero
-
-
 INT8 = ScaledMMFunctions(
     dtype=torch.int8,
     open_unquantized=open_unquantized,
@@ -191,9 +177,8 @@ INT8 = ScaledMMFunctions(
     quantize_static=quantize_static,
     quantize_static_rows=quantize_static_rows,
     quantize_by_amax=quantize_by_amax,
-    warp_specialised=_warp_specialised,
     open_values=open_values,
-    accumulate=tl.int32,
+    accumulate=tl.constexpr(tl.int32),
     marks=True,
 )
 
@@ -204,10 +189,9 @@ INT8_ZERO = ScaledMMFunctions(
     quantize_row=quantize_row_zero,
     quantize_static=quantize_static_zero,
     quantize_static_rows=quantize_static_rows_zero,
-    warp_specialised=_warp_specialised_zero,
     open_values=open_values_zero,
     open_weights=open_weights_sums,
     scale_acc=scale_acc_zero,
-    accumulate=tl.int32,
+    accumulate=tl.constexpr(tl.int32),
     marks=True,
 )

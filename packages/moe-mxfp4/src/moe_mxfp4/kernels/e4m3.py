@@ -144,6 +144,5 @@ E2M1 = replace(
     load_weights=load_words,
     prefetch_weights=prefetch_words,
     multiply=multiply_words,
-    warp_specialised=None,
     packed=8,
 )

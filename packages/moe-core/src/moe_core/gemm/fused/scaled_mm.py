@@ -7,7 +7,6 @@ into the sorted order as it is quantised; a launch between the GEMMs quantises h
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from moe_core.gemm import scaled_mm as device
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, padded
-from moe_core.gemm.launch import OperandA, Result, Routing
+from moe_core.gemm.launch import FLOAT32, OperandA, Result, Routing
 from moe_core.gemm.quantize_rows import find_amax, ordered_rows, quantize_rows, routed_pairs, routed_tokens
 from moe_core.gemm.scatter_quantize import scatter_quantize
 from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
@@ -44,12 +43,12 @@ class ScaledMMFunctions:
       several), ``quantize_by_amax`` (one scale for all rows)
     - ``open_unquantized``, ``load_and_quantize``, and by static scales ``load_and_quantize_static``: rows that are
       quantised while they are loaded; None where they cannot be
-    - ``warp_specialised``: gives the k loop for `moe_core.gemm.hopper`, imported on use; None: there is none
     - ``open_values``, ``load_values``, ``open_weights``, ``load_weights``, ``scale_acc``, ``prefetch_weights`` (or
       None): those of `moe_core.gemm.scaled_mm`, or what goes with other scales and weights
     - ``marks``: values have no NaN: what `open_values` takes ends with marks of rows; see
       `moe_core.gemm.scaled_mm.marked`
-    - ``packed``: weights of so many columns lie in a byte; ``block_k``: depth of a step, 128 or a divisor of it
+    - ``packed``: weights of so many columns lie in an element; where it is one, the warp-specialised kernel reads them
+      too; ``block_k``: depth of a step, 128 or a divisor of it
     """
 
     dtype: torch.dtype
@@ -61,14 +60,13 @@ class ScaledMMFunctions:
     open_unquantized: Any = None
     load_and_quantize: Any = None
     load_and_quantize_static: Any = None
-    warp_specialised: Callable[[], Any] | None = None
     open_values: Any = device.open_values
     load_values: Any = device.load_values
     open_weights: Any = device.open_weights
     load_weights: Any = device.load_weights
     prefetch_weights: Any = device.prefetch_weights
     scale_acc: Any = device.scale_acc
-    accumulate: Any = tl.float32
+    accumulate: tl.constexpr = FLOAT32
     packed: int = 1
     block_k: int = 128
     marks: bool = False

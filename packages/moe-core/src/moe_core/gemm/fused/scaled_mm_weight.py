@@ -48,8 +48,8 @@ def scaled_mm_weight(
         )
 
     warp_specialised = None
-    if functions.warp_specialised is not None:
-        warp_specialised = WarpSpecialisedGemm(weights, functions.warp_specialised, (scales, *strides))
+    if functions.packed == 1:
+        warp_specialised = WarpSpecialisedGemm(weights, _warp_specialised, (scales, *strides))
     return GemmWeight(
         (weights, scales, weights.stride(0), weights.stride(1), *strides),
         rows,
@@ -61,6 +61,12 @@ def scaled_mm_weight(
         aligned,
         warp_specialised=warp_specialised,
     )
+
+
+def _warp_specialised() -> Any:
+    from moe_core.gemm.hopper_scaled_mm import scaled_mm
+
+    return scaled_mm
 
 
 def packed_descriptor(weights: Tensor, packed: int) -> Callable[[int, int], Any] | None:
