@@ -225,7 +225,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 def outcome(plugins: Registry, checkpoints: dict[str, Checkpoint]) -> tuple[dict[str, Any], list[str]]:
     """(what each checkpoint is and what runs it, what selections say of plug-ins)."""
     found: dict[str, Any] = {}
-    said: list[str] = []
+    messages: list[str] = []
     for name in KNOWN_SCHEMES:
         source = read_layer(checkpoints[name], experts=[0], plugins=plugins)
         weights = source.weights()
@@ -239,7 +239,7 @@ def outcome(plugins: Registry, checkpoints: dict[str, Checkpoint]) -> tuple[dict
                 ("sm90", "auto", Environment({"triton": "3.7"})),
             )
         ]
-        said += [str(text) for s in selections for text in (*s.report.left_out, *s.report.notes)]
+        messages += [str(text) for s in selections for text in (*s.report.left_out, *s.report.notes)]
         oracle.convert(selections[0], weights)
         found[name] = (
             source.scheme,
@@ -249,7 +249,7 @@ def outcome(plugins: Registry, checkpoints: dict[str, Checkpoint]) -> tuple[dict
             hash(weights.w13.view(torch.uint8).numpy().tobytes()),
         )
     found["online"] = plugins.online_names()
-    return found, said
+    return found, messages
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +293,7 @@ def test_a_faulty_plugin_is_left_out_and_named(
     plugins = install(fault)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found, said = outcome(plugins, checkpoints)
+        found, messages = outcome(plugins, checkpoints)
         plugins.oracles()
         # no format reads this, so that all are asked
         with pytest.raises(CheckpointError) as nobody:
@@ -302,9 +302,9 @@ def test_a_faulty_plugin_is_left_out_and_named(
     assert found == again == expected
     told = [str(w.message) for w in caught if issubclass(w.category, PluginWarning)]
     assert len(told) == len(set(told))  # once each
-    said += [*map(str, plugins.faults()), str(nobody.value)]
-    mine = [text for text in said if fault.named in text]
-    assert mine, said
+    messages += [*map(str, plugins.faults()), str(nobody.value)]
+    mine = [text for text in messages if fault.named in text]
+    assert mine, messages
     assert all("moe-faulty 1.0" in text for text in mine)
     at_selection = name.startswith("backend reasons")
     assert at_selection or any(fault.named in text for text in told)
@@ -362,7 +362,7 @@ def test_other_plugins_are_in_nobodys_way(
 #: of a scheme that reads what nobody else does, and can be asked for
 READS = """
 KEYS = mc.kFp8Static128BlockSym, mc.kFp8Dynamic128Sym
-Format.resolve = lambda self, said, layer: Layout(layer, *KEYS) if said["quant_method"] == "nobody" else "no"
+Format.resolve = lambda self, entries, layer: Layout(layer, *KEYS) if entries["quant_method"] == "nobody" else "no"
 """
 
 

@@ -202,7 +202,7 @@ def expected(experts: type[FusedMoEExperts], made: Draw) -> intervals.Ball:
     keys = {"weight_key": made.weights.weight_key, "activation_key": made.weights.activation_key}
     instance = experts(made.config, **keys, device=place.target)
     weights = instance.requantized(made.weights)
-    return intervals.layer(instance.off_boundaries(made.x), weights, made.config, **made.call)
+    return intervals.layer(instance.break_ties(made.x), weights, made.config, **made.call)
 
 
 def drawn(experts: type[FusedMoEExperts], seed: str) -> Draw:

@@ -103,11 +103,11 @@ def dumped(run: dict[str, Any]) -> str:
 
 
 def added(
-    data: Any, old: dict[str, Any], title: str, pattern: str, names: dict[str, str] | None = None, **said: str
+    data: Any, old: dict[str, Any], title: str, pattern: str, names: dict[str, str] | None = None, **given: str
 ) -> dict[str, Any]:
     """The content of a file of docs/results from a benchmark's.
 
-    ``said`` of a run (commit, date, hardware, software) goes before what ``data`` says, that before what ``old`` says.
+    ``given`` of a run (commit, date, hardware, software) goes before what ``data`` says, that before what ``old`` says.
     Raises ValueError where nothing says it, and where nothing was measured.
     """
     measured = rows(data, pattern, names or {})
@@ -125,7 +125,7 @@ def added(
     before = old.get("run", {})
     found_out = {"date": meta.get("started", "")[:10], "hardware": meta.get("gpu", ""), "software": software(meta)}
     run = {
-        name: said.get(name) or found_out.get(name) or before.get(name)
+        name: given.get(name) or found_out.get(name) or before.get(name)
         for name in ("date", "commit", "hardware", "software")
     }
     if missing := [name for name, value in run.items() if not value]:
@@ -159,13 +159,13 @@ def main() -> int:
     if not old and not arguments.title:
         parser.error(f"{arguments.target} is new: it needs a --title")
     data = json.loads(arguments.source.read_text(encoding="utf-8"))
-    said = {name: getattr(arguments, name) for name in ("commit", "date", "hardware", "software")}
-    said["commit"] = said["commit"] or head()
-    if isinstance(data, list) and not said["date"]:
-        said["date"] = datetime.date.today().isoformat()
+    given = {name: getattr(arguments, name) for name in ("commit", "date", "hardware", "software")}
+    given["commit"] = given["commit"] or head()
+    if isinstance(data, list) and not given["date"]:
+        given["date"] = datetime.date.today().isoformat()
     try:
         names = dict(pair.rsplit("=", 1) for pair in arguments.rename)
-        new = added(data, old, arguments.title, arguments.only, names, **said)
+        new = added(data, old, arguments.title, arguments.only, names, **given)
     except ValueError as error:
         parser.error(str(error))
     arguments.target.write_text(dumped(new), encoding="utf-8")

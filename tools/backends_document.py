@@ -47,12 +47,12 @@ def targets() -> str:
 
 def device_table(oracles: list[Oracle]) -> str:
     """All schemes' backends beside the GPUs that they claim."""
-    marks = {"run": "**run**", "claimed": "yes", "no": ""}
+    cells = {"run": "**run**", "claimed": "yes", "no": ""}
     text = f"| scheme | backend | {' | '.join(DEVICES)} |\n|---|---|{'---|' * len(DEVICES)}\n"
     for oracle in oracles:
         scheme = f"[{oracle.scheme}](#{oracle.scheme})"
         for name, found in support(oracle).items():
-            text += f"| {scheme} | `{name}` | {' | '.join(marks[found[arch]] for arch in DEVICES)} |\n"
+            text += f"| {scheme} | `{name}` | {' | '.join(cells[found[arch]] for arch in DEVICES)} |\n"
             scheme = ""
     return text
 

@@ -100,9 +100,9 @@ def _layer(request: Request) -> list[_Change]:
             (Alternative("no batch invariance", "", "batch_invariant=False"), replace(request, config=without))
         )
     if config.dtype is torch.float32:
-        narrow = replace(config, dtype=torch.bfloat16)
+        in_bfloat16 = replace(config, dtype=torch.bfloat16)
         change = Alternative("hidden states in bfloat16", "", "dtype=torch.bfloat16", "--dtype bfloat16")
-        changes.append((change, replace(request, config=narrow)))
+        changes.append((change, replace(request, config=in_bfloat16)))
     return changes
 
 

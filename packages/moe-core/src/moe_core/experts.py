@@ -130,10 +130,10 @@ class FusedMoEExperts(ABC):
         """
         return weights
 
-    def off_boundaries(self, x: Tensor) -> Tensor:
+    def break_ties(self, x: Tensor) -> Tensor:
         """Hidden states [M, K] as this backend's quantiser sees them: those given, unless it breaks ties its own way.
 
-        A library that multiplies by the reciprocal of a float32 scale rounds values on the boundary between two codes
+        A library that multiplies by the reciprocal of a float32 scale rounds values halfway between two codes
         to one side; here they are moved there, by at most 2**-20 of themselves.  The conformance kit measures a result
         against the hidden states that this returns.
         """

@@ -355,7 +355,7 @@ def _best_groups(choice: Tensor, config: RoutingConfig, *, top2: bool) -> Tensor
         score = torch.where(score.isnan(), float("-inf"), score)
     else:
         score = grouped.amax(dim=2)
-    numbers = torch.arange(config.groups, device=choice.device)
-    keys = ordered_int(score).long() * 2**20 + (config.groups - 1 - numbers)
+    groups = torch.arange(config.groups, device=choice.device)
+    keys = ordered_int(score).long() * 2**20 + (config.groups - 1 - groups)
     best_groups = keys.topk(config.topk_group or 1, dim=1).indices
     return torch.zeros_like(score, dtype=torch.bool).scatter_(1, best_groups, True)

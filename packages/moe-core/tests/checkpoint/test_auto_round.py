@@ -34,9 +34,9 @@ NAMES: dict[tuple[int, str], QuantKey] = {
 
 @pytest.mark.parametrize(("bits", "name"), NAMES, ids=str)
 def test_names(bits: int, name: str) -> None:
-    said = settings(data_type=name, bits=bits, act_bits=bits)
-    assert said.mx_activation(4, 8) == NAMES[bits, name]
-    assert said.not_mx_weights(bits) is None
+    found = settings(data_type=name, bits=bits, act_bits=bits)
+    assert found.mx_activation(4, 8) == NAMES[bits, name]
+    assert found.not_mx_weights(bits) is None
 
 
 def test_every_name_is_tested() -> None:
@@ -53,16 +53,16 @@ def test_activations_in_16_bits(act_bits: int | None) -> None:
     [(8, "mx_fp8e5m2"), (8, "mx_fp4"), (4, "mx_fp8"), (6, "mx_fp"), (8, "mx_fp6"), (8, "nv_fp"), (4, "mx_int4")],
 )
 def test_other_types(bits: int, name: str) -> None:
-    said = settings(data_type=name, bits=bits, act_bits=bits)
-    assert said.mx_activation(4, 8) == f"act_data_type is {name!r} with {bits} bits, expected 'mx_fp' with 4, 8 or 16"
-    assert f"data_type is {name!r} with {bits} bits, expected 'mx_fp' with" in (said.not_mx_weights(bits) or "")
+    found = settings(data_type=name, bits=bits, act_bits=bits)
+    assert found.mx_activation(4, 8) == f"act_data_type is {name!r} with {bits} bits, expected 'mx_fp' with 4, 8 or 16"
+    assert f"data_type is {name!r} with {bits} bits, expected 'mx_fp' with" in (found.not_mx_weights(bits) or "")
 
 
 def test_stored_scales_may_be_computed_otherwise() -> None:
     """A rounding of AutoRound's that no key has: weights come with their scales, activations do not."""
-    said = settings(data_type="mx_fp4_rceil_v2", bits=4, act_bits=4)
-    assert said.not_mx_weights(4) is None
-    assert said.mx_activation(4) == "act_data_type is 'mx_fp4_rceil_v2' with 4 bits, expected 'mx_fp' with 4 or 16"
+    found = settings(data_type="mx_fp4_rceil_v2", bits=4, act_bits=4)
+    assert found.not_mx_weights(4) is None
+    assert found.mx_activation(4) == "act_data_type is 'mx_fp4_rceil_v2' with 4 bits, expected 'mx_fp' with 4 or 16"
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,10 @@ def test_arguments(layer: LayerExperts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "strategy"), [({}, "tensor"), ({"group_size": -1}, "channel"), ({"group_size": 32}, "group")]
+    ("entries", "strategy"), [({}, "tensor"), ({"group_size": -1}, "channel"), ({"group_size": 32}, "group")]
 )
-def test_strategies_that_are_implied(layer: LayerExperts, said: dict[str, Any], strategy: str) -> None:
-    assert quant_group(groups(group("Linear", **said)), layer).weights.strategy == strategy
+def test_strategies_that_are_implied(layer: LayerExperts, entries: dict[str, Any], strategy: str) -> None:
+    assert quant_group(groups(group("Linear", **entries)), layer).weights.strategy == strategy
 
 
 def test_names_win_over_patterns_over_classes(layer: LayerExperts) -> None:

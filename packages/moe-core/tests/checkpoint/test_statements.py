@@ -87,7 +87,7 @@ def test_what_one_file_leaves_out_is_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "also", "message"),
+    ("config", "also", "message"),
     [
         (
             GPTQ,
@@ -125,14 +125,14 @@ def test_what_one_file_leaves_out_is_the_others(tmp_path: Path) -> None:
         ({"quant_method": "quark"}, {"activation_scheme": "static"}, "an entry of fp8 or mxfp8 or auto-round, but"),
     ],
 )
-def test_entries_that_contradict_each_other(tmp_path: Path, said: Json, also: Json, message: str) -> None:
-    read(tmp_path / "alone", {"quantization_config": said})
+def test_entries_that_contradict_each_other(tmp_path: Path, config: Json, also: Json, message: str) -> None:
+    read(tmp_path / "alone", {"quantization_config": config})
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        read(tmp_path / "both", {"quantization_config": {**said, **also}})
+        read(tmp_path / "both", {"quantization_config": {**config, **also}})
 
 
 @pytest.mark.parametrize(
-    ("said", "file", "other", "message"),
+    ("config", "file", "other", "message"),
     [
         (GPTQ, "quantize_config", {"checkpoint_format": "gptq"}, "quantize_config.json.checkpoint_format is 'gptq'"),
         (GPTQ, "quantize_config", {"desc_act": True, "bits": 8}, "quantize_config.json.bits is 8"),
@@ -165,9 +165,9 @@ def test_entries_that_contradict_each_other(tmp_path: Path, said: Json, also: Js
         ),
     ],
 )
-def test_files_that_contradict_each_other(tmp_path: Path, said: Json, file: str, other: Json, message: str) -> None:
+def test_files_that_contradict_each_other(tmp_path: Path, config: Json, file: str, other: Json, message: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        read(tmp_path, {"quantization_config": said}, **{file: other})
+        read(tmp_path, {"quantization_config": config}, **{file: other})
 
 
 def test_a_method_is_a_name(tmp_path: Path) -> None:

@@ -96,11 +96,11 @@ def test_quark_by_name_class_and_globally(layer: LayerExperts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("entries", "reason"),
     [({"weight": None}, "weight is null"), ({"weight": {}, "output_tensors": {}}, "output_tensors are quantised")],
 )
-def test_quark_experts_that_nothing_reads(layer: LayerExperts, said: dict[str, Any], reason: str) -> None:
-    found = quark_layer({"global_quant_config": said}, layer)
+def test_quark_experts_that_nothing_reads(layer: LayerExperts, entries: dict[str, Any], reason: str) -> None:
+    found = quark_layer({"global_quant_config": entries}, layer)
     assert isinstance(found, str)
     assert f"global_quant_config: {reason}" in found
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from moe_core import FusedMoEConfig, MoEWeights, kFp8StaticChannelSym, kFp8StaticTensorSym
 from moe_core.registry import registry
-from moe_core.testing.checkpoints import PER_CHANNEL, E, Experts, K, N, check, refused, said_against, source
+from moe_core.testing.checkpoints import PER_CHANNEL, E, Experts, K, N, check, reason_against, refused, source
 from moe_core.testing.fuzz import Folder, fuzz
 from moe_core_checkpoints import CONFIG, PlainFormat, entry_points, layer_tensors
 from torch import Tensor
@@ -71,11 +71,11 @@ def test_refusals_are_what_the_test_says(tmp_path: Path) -> None:
         refused(tmp_path, tensors, {"quant_method": "other"}, "quant_method 'mine'", **sizes)
     with pytest.raises(AssertionError, match="the layer loads"):
         refused(tmp_path, tensors, PLAIN, **sizes)
-    assert said_against(PlainFormat(), tmp_path, tensors, {"quant_method": "other"}) == (
+    assert reason_against(PlainFormat(), tmp_path, tensors, {"quant_method": "other"}) == (
         "quant_method is 'other', expected 'plain'"
     )
     with pytest.raises(AssertionError, match="plain 16-bit reads the layer"):
-        said_against(PlainFormat(), tmp_path, tensors, PLAIN)
+        reason_against(PlainFormat(), tmp_path, tensors, PLAIN)
 
 
 def test_a_format_that_raises_other_errors_fails_the_fuzzer() -> None:

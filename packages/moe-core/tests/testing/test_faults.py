@@ -101,7 +101,7 @@ class CutsIdsToInt32(Sound):
 
 
 class OnlyMinusOneIsElsewhere(Sound):
-    """Reads other negative local numbers as counted from the last expert."""
+    """Reads other negative local ids as counted from the last expert."""
 
     def apply(self, *arguments: Any, expert_map: Tensor | None = None, **named: Any) -> None:
         if expert_map is not None:
@@ -110,7 +110,7 @@ class OnlyMinusOneIsElsewhere(Sound):
         super().apply(*arguments, expert_map=expert_map, **named)
 
 
-class TrustsLocalNumbers(Sound):
+class TrustsLocalIds(Sound):
     """Reads whatever lies behind the weights: here, those of the last expert."""
 
     def apply(self, *arguments: Any, expert_map: Tensor | None = None, **named: Any) -> None:
@@ -406,7 +406,7 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (LargeIdsWrap, "outside their bounds"),
     (CutsIdsToInt32, "outside their bounds"),
     (OnlyMinusOneIsElsewhere, "outside their bounds"),
-    (TrustsLocalNumbers, "outside their bounds"),
+    (TrustsLocalIds, "outside their bounds"),
     (LeavesIdleRows, "depends on what output or workspace held before"),
     (AddsToWorkspace, "depends on what output or workspace held before"),
     (WritesBehindTheWorkspace, "bytes behind the workspace"),
@@ -447,8 +447,8 @@ MISTAKES: dict[type[FusedMoEExperts], str] = {
     MinusOneIsTheLastExpert: "negative ids select an expert",
     LargeIdsWrap: "ids beyond the last expert select an expert",
     CutsIdsToInt32: "ids are cut to 32 bits",
-    OnlyMinusOneIsElsewhere: "negative local numbers count from the last expert",
-    TrustsLocalNumbers: "local numbers beyond the last expert select an expert",
+    OnlyMinusOneIsElsewhere: "negative local ids count from the last expert",
+    TrustsLocalIds: "local ids beyond the last expert select an expert",
     NoLimit: "the clamp limit of the activation is ignored",
     DefaultParameters: "the activation's parameters are ignored",
     ClaimsMoreActivations: "the activation is silu_no_mul",

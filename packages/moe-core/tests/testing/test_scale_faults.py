@@ -133,7 +133,7 @@ class MovesHiddenStates(TorchExperts):
 
     claims = claims(TOKEN)
 
-    def off_boundaries(self, x: Tensor) -> Tensor:
+    def break_ties(self, x: Tensor) -> Tensor:
         return x * 1.001
 
 
@@ -448,7 +448,7 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (Requantises, NORM),
     (RequantisesFurtherOff, "requantized w2 of expert 0 is further off than one rounding explains"),
     (MovesBiases, "requantized w2_bias is further off than rounding to torch."),
-    (MovesHiddenStates, "off_boundaries moves hidden states by more than 2**-20 of themselves"),
+    (MovesHiddenStates, "break_ties moves hidden states by more than 2**-20 of themselves"),
     (RequantisesToWeightOnly, "requantized activations are None, asked for was kFp8DynamicTokenSym"),
     (InputScaleOfTheFirstExpert, NORM),
     (LargestSecondInputScale, NORM),

@@ -372,7 +372,7 @@ def test_values_between_two_codes_go_where_the_library_rounds_them():
     instance = experts(config, weight_key=weight_key, activation_key=activation_key, device=DeviceInfo.parse("sm90"))
     x = torch.randn(500, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     x[0] = 0
-    told = instance.off_boundaries(x)
+    told = instance.break_ties(x)
     assert told.dtype is torch.float32
     assert torch.allclose(fake_quantize(told, activation_key), in_groups(x.float()), rtol=1e-5, atol=0)
     assert not torch.allclose(fake_quantize(x.float(), activation_key), in_groups(x.float()), rtol=1e-5, atol=0)

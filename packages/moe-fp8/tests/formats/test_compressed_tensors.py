@@ -28,8 +28,8 @@ from moe_core.testing.checkpoints import (
     Experts,
     check,
     exponents,
+    reason_against,
     refused,
-    said_against,
     source,
 )
 from moe_fp8.formats.compressed_tensors import CompressedTensorsFp8Format
@@ -175,7 +175,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     quantization, message = REFUSED[name]
-    assert message in said_against(CompressedTensorsFp8Format(), tmp_path, Experts(PER_CHANNEL).tensors(), quantization)
+    assert message in reason_against(
+        CompressedTensorsFp8Format(), tmp_path, Experts(PER_CHANNEL).tensors(), quantization
+    )
 
 
 @pytest.mark.parametrize(

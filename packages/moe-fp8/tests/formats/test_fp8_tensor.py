@@ -9,7 +9,7 @@ import pytest
 import torch
 from moe_core import QuantKey
 from moe_core.quant_key import kFp8DynamicTensorSym, kFp8DynamicTokenSym, kFp8StaticTensorSym
-from moe_core.testing.checkpoints import PER_TENSOR, PREFIX, Experts, check, refused, said_against, source
+from moe_core.testing.checkpoints import PER_TENSOR, PREFIX, Experts, check, reason_against, refused, source
 from moe_fp8.formats.fp8_tensor import Fp8TensorFormat
 
 FP8 = {"quant_method": "fp8"}
@@ -48,7 +48,7 @@ def test_both_tools(tmp_path: Path, scale: str, activation: str, dynamic: QuantK
 )
 def test_other_formats(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     tensors = Experts(PER_TENSOR).tensors()
-    assert message in said_against(Fp8TensorFormat(), tmp_path, tensors, {**FP8, **change})
+    assert message in reason_against(Fp8TensorFormat(), tmp_path, tensors, {**FP8, **change})
 
 
 def test_tensors_in_blocks(tmp_path: Path) -> None:

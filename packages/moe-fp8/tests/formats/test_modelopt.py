@@ -29,8 +29,8 @@ from moe_core.testing.checkpoints import (
     Experts,
     check,
     exponents,
+    reason_against,
     refused,
-    said_against,
     source,
     write,
 )
@@ -81,11 +81,11 @@ def test_its_own_file(tmp_path: Path, algorithm: str) -> None:
 
 def test_config_groups_are_not_believed(tmp_path: Path) -> None:
     """ModelOpt writes dynamic: false for every activation there."""
-    said = {"dynamic": False, "num_bits": 8, "type": "float"}
+    args = {"dynamic": False, "num_bits": 8, "type": "float"}
     quantization = {
         "quant_method": "modelopt",
         "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN",
-        "config_groups": {"group_0": {"input_activations": said, "weights": said, "targets": ["Linear"]}},
+        "config_groups": {"group_0": {"input_activations": args, "weights": args, "targets": ["Linear"]}},
         "ignore": ["lm_head.\0backbone.pt_name_sentinel", f"{PREFIX}*"],
     }
     experts = Experts(PER_CHANNEL)
@@ -148,14 +148,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     change, message = REFUSED[name]
     tensors = tensors_of("FP8", Experts(PER_TENSOR))
-    assert message in said_against(ModelOptFp8Format(), tmp_path, tensors, {"quant_method": "modelopt", **change})
+    assert message in reason_against(ModelOptFp8Format(), tmp_path, tensors, {"quant_method": "modelopt", **change})
 
 
-@pytest.mark.parametrize(("stored", "said"), list(itertools.permutations(ALGORITHMS, 2)))
-def test_tensors_of_another_algorithm(tmp_path: Path, stored: str, said: str) -> None:
+@pytest.mark.parametrize(("stored", "stated"), list(itertools.permutations(ALGORITHMS, 2)))
+def test_tensors_of_another_algorithm(tmp_path: Path, stored: str, stated: str) -> None:
     tensors = tensors_of(stored, Experts(ALGORITHMS[stored][0]))
     name = f"{PREFIX}.0.gate_proj.weight_scale"
-    refused(tmp_path, tensors, {"quant_method": "modelopt", "quant_algo": said}, name, "expected", f"quant_algo {said}")
+    refused(
+        tmp_path, tensors, {"quant_method": "modelopt", "quant_algo": stated}, name, "expected", f"quant_algo {stated}"
+    )
 
 
 def test_experts_without_activation_scales(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import QuantKey, kMxfp8Dynamic, kMxfp8DynamicDown, kMxfp8Static
-from moe_core.testing.checkpoints import MX, PREFIX, Experts, check, exponents, refused, said_against, source
+from moe_core.testing.checkpoints import MX, PREFIX, Experts, check, exponents, reason_against, refused, source
 from moe_fp8.formats.mxfp8 import AutoRoundMxfp8Format, Mxfp8Format
 
 AUTO_ROUND = {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 8, "group_size": 32}
@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     quantization, message = REFUSED[name]
     adapter = Mxfp8Format() if quantization["quant_method"] == "mxfp8" else AutoRoundMxfp8Format()
-    assert message in said_against(adapter, tmp_path, Experts(MX).tensors(exponents), quantization)
+    assert message in reason_against(adapter, tmp_path, Experts(MX).tensors(exponents), quantization)
 
 
 def test_scales_that_are_no_exponents(tmp_path: Path) -> None:

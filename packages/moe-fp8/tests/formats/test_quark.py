@@ -27,7 +27,7 @@ from moe_core.testing.checkpoints import (
     Experts,
     check,
     exponents,
-    said_against,
+    reason_against,
     source,
 )
 from moe_fp8.formats.quark import QuarkFp8Format
@@ -136,4 +136,4 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     quantization, message = REFUSED[name]
-    assert message in said_against(QuarkFp8Format(), tmp_path, Experts(PER_TENSOR).tensors(), quantization)
+    assert message in reason_against(QuarkFp8Format(), tmp_path, Experts(PER_TENSOR).tensors(), quantization)

@@ -23,8 +23,8 @@ from moe_core.testing.checkpoints import (
     check,
     int4_codes,
     int8_codes,
+    reason_against,
     refused,
-    said_against,
     source,
 )
 from moe_int8.formats.compressed_tensors import CompressedTensorsInt8Format
@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     quantization, message = REFUSED[name]
-    assert message in said_against(CompressedTensorsInt8Format(), tmp_path, w8().tensors(), quantization)
+    assert message in reason_against(CompressedTensorsInt8Format(), tmp_path, w8().tensors(), quantization)
 
 
 @pytest.mark.parametrize("name", ["weights per tensor", "static activations", "dynamic per tensor", "static tokens"])

@@ -9,7 +9,16 @@ import pytest
 import torch
 from moe_core import CheckpointWarning
 from moe_core.quant_key import kInt8StaticChannelSym, kInt8StaticTensorSym
-from moe_core.testing.checkpoints import PER_CHANNEL, PREFIX, Experts, check, int8_codes, refused, said_against, source
+from moe_core.testing.checkpoints import (
+    PER_CHANNEL,
+    PREFIX,
+    Experts,
+    check,
+    int8_codes,
+    reason_against,
+    refused,
+    source,
+)
 from moe_int8.formats.modelopt import ModelOptInt8Format
 from torch import Tensor
 
@@ -60,8 +69,8 @@ def test_a_scale_that_is_not_used_is_told(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     wanted = "expected W8A8_SQ_PER_CHANNEL or W8A16"
     tensors = smooth()
-    assert wanted in said_against(ModelOptInt8Format(), tmp_path / "a", tensors, config("FP8"))
-    assert "expected 'modelopt'" in said_against(
+    assert wanted in reason_against(ModelOptInt8Format(), tmp_path / "a", tensors, config("FP8"))
+    assert "expected 'modelopt'" in reason_against(
         ModelOptInt8Format(), tmp_path / "b", tensors, {"quant_method": "quark"}
     )
     algorithm = config("W8A8_SQ_PER_CHANNEL")

@@ -23,8 +23,8 @@ from moe_core.testing.checkpoints import (
     Experts,
     check,
     int8_codes,
+    reason_against,
     refused,
-    said_against,
     source,
 )
 from moe_int8.formats.quark import QuarkInt8Format
@@ -163,4 +163,4 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     quantization, message = REFUSED[name]
-    assert message in said_against(QuarkInt8Format(), tmp_path, experts().tensors(), quantization)
+    assert message in reason_against(QuarkInt8Format(), tmp_path, experts().tensors(), quantization)

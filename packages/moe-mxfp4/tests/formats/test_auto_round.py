@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from moe_core import QuantKey, kMxfp4Dynamic, kMxfp4DynamicDown, kMxfp8Dynamic, kMxfp8DynamicDown
-from moe_core.testing.checkpoints import PREFIX, refused, said_against, source
+from moe_core.testing.checkpoints import PREFIX, reason_against, refused, source
 from moe_mxfp4.formats.auto_round import AutoRoundMxfp4Format
 from moe_mxfp4_pairs import SIZES, Experts, check, packed
 
@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     quantization, message = REFUSED[name]
-    assert message in said_against(AutoRoundMxfp4Format(), tmp_path, Experts().tensors(packed), quantization)
+    assert message in reason_against(AutoRoundMxfp4Format(), tmp_path, Experts().tensors(packed), quantization)
 
 
 def test_projections_that_differ(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from moe_core import (
     kMxfp4DynamicEven,
     kMxfp8Dynamic,
 )
-from moe_core.testing.checkpoints import PREFIX, refused, said_against, source
+from moe_core.testing.checkpoints import PREFIX, reason_against, refused, source
 from moe_mxfp4.formats.compressed_tensors import CompressedTensorsMxfp4Format
 from moe_mxfp4_pairs import GPT_OSS, SIZES, Experts, check, packed
 
@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     quantization, message = REFUSED[name]
     tensors = Experts().tensors(packed)
-    assert message in said_against(CompressedTensorsMxfp4Format(), tmp_path, tensors, quantization)
+    assert message in reason_against(CompressedTensorsMxfp4Format(), tmp_path, tensors, quantization)
 
 
 def test_no_activation_scales(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from moe_core import ActivationParams, CheckpointWarning, MoEActivation
 from moe_core.checkpoint import Checkpoint, LayerSource, read_layer
-from moe_core.testing.checkpoints import CONFIG, PREFIX, refused, said_against, source, write
+from moe_core.testing.checkpoints import CONFIG, PREFIX, reason_against, refused, source, write
 from moe_mxfp4.formats.gpt_oss import GptOssMxfp4Format
 from moe_mxfp4_pairs import GPT_OSS, SIZES, E, Experts, K, N, check, packed, plain
 from torch import Tensor
@@ -214,7 +214,7 @@ def test_scales_of_activations_are_not_used(tmp_path: Path) -> None:
 
 
 def test_other_methods(tmp_path: Path) -> None:
-    reason = said_against(GptOssMxfp4Format(), tmp_path, Experts(bias=True).gpt_oss(), {"quant_method": "fp8"})
+    reason = reason_against(GptOssMxfp4Format(), tmp_path, Experts(bias=True).gpt_oss(), {"quant_method": "fp8"})
     assert reason == "quant_method is 'fp8', expected 'mxfp4'"
 
 

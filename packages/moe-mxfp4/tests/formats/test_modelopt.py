@@ -10,7 +10,7 @@ import pytest
 import torch
 from moe_core import QuantKey, kFp8DynamicTokenSym, kFp8StaticTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.testing.checkpoints import CONFIG, PREFIX, refused, said_against, source, write
+from moe_core.testing.checkpoints import CONFIG, PREFIX, reason_against, refused, source, write
 from moe_mxfp4.formats.modelopt import ModelOptMxfp4Format
 from moe_mxfp4_pairs import SIZES, Experts, check, plain
 
@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     quantization, message = REFUSED[name]
-    assert message in said_against(ModelOptMxfp4Format(), tmp_path, Experts().tensors(plain), quantization)
+    assert message in reason_against(ModelOptMxfp4Format(), tmp_path, Experts().tensors(plain), quantization)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from moe_core import (
     kMxfp8DynamicDown,
     kMxfp8DynamicEven,
 )
-from moe_core.testing.checkpoints import PREFIX, refused, said_against, source
+from moe_core.testing.checkpoints import PREFIX, reason_against, refused, source
 from moe_mxfp4.formats.quark import QuarkMxfp4Format
 from moe_mxfp4_pairs import GPT_OSS, SIZES, Experts, check, plain
 
@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     quantization, message = REFUSED[name]
-    assert message in said_against(QuarkMxfp4Format(), tmp_path, Experts().tensors(plain), quantization)
+    assert message in reason_against(QuarkMxfp4Format(), tmp_path, Experts().tensors(plain), quantization)
 
 
 def test_experts_that_quark_left_alone(tmp_path: Path) -> None:

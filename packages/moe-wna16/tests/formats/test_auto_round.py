@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym
-from moe_core.testing.checkpoints import PREFIX, refused, said_against, source
+from moe_core.testing.checkpoints import PREFIX, reason_against, refused, source
 from moe_wna16.formats.auto_round import AutoRoundFormat
 from moe_wna16_words import SIZES, Codes, Matrix, Tensors, auto_round, awq, check, gptq
 
@@ -119,7 +119,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     changes, message = REFUSED[name]
     experts = Codes()
-    assert message in said_against(AutoRoundFormat(), tmp_path, experts.tensors(auto_round), config(experts, **changes))
+    assert message in reason_against(
+        AutoRoundFormat(), tmp_path, experts.tensors(auto_round), config(experts, **changes)
+    )
 
 
 def test_a_missing_symmetry_is_the_tools_default(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import kInt4Static, kInt4StaticAsym
-from moe_core.testing.checkpoints import PREFIX, refused, said_against, source
+from moe_core.testing.checkpoints import PREFIX, reason_against, refused, source
 from moe_wna16.formats.awq import AwqFormat
 from moe_wna16_words import SIZES, Codes, Matrix, Tensors, awq, check
 from torch import Tensor
@@ -88,7 +88,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     changes, message = REFUSED[name]
     experts = Codes(symmetric=False)
-    assert message in said_against(AwqFormat(), tmp_path, experts.tensors(awq), config(experts, **changes))
+    assert message in reason_against(AwqFormat(), tmp_path, experts.tensors(awq), config(experts, **changes))
 
 
 BROKEN: dict[str, tuple[str, Any, str]] = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import QuantKey, kFp8DynamicTokenSym, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym
-from moe_core.testing.checkpoints import PREFIX, refused, said_against, source
+from moe_core.testing.checkpoints import PREFIX, reason_against, refused, source
 from moe_wna16.formats.compressed_tensors import CompressedTensorsWNA16Format
 from moe_wna16_words import (
     SIZES,
@@ -288,13 +288,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     quantization, message = REFUSED[name]
-    assert message in said_against(CompressedTensorsWNA16Format(), tmp_path, Codes().tensors(words), quantization)
+    assert message in reason_against(CompressedTensorsWNA16Format(), tmp_path, Codes().tensors(words), quantization)
 
 
 def test_what_is_the_scheme_int8s(tmp_path: Path) -> None:
     experts = Codes(8, -1)
     adapter, quantization = CompressedTensorsWNA16Format(), config(weights_of(experts), None, "int-quantized")
-    reason = said_against(adapter, tmp_path, experts.tensors(signed_bytes), quantization)
+    reason = reason_against(adapter, tmp_path, experts.tensors(signed_bytes), quantization)
     assert reason == "config_groups.group_0 has int8 weights by channel in bytes: those are the scheme int8's"
 
 

@@ -19,7 +19,7 @@ from moe_core import (
     kInt8StaticAsym,
 )
 from moe_core.checkpoint import Checkpoint, LayerExperts, read_layer
-from moe_core.testing.checkpoints import CONFIG, PREFIX, refused, said_against, source, write
+from moe_core.testing.checkpoints import CONFIG, PREFIX, reason_against, refused, source, write
 from moe_wna16.formats.gptq import GptqFormat
 from moe_wna16_words import SIZES, Codes, K, N, check, gptq, gptq_2, word
 from torch import Tensor
@@ -57,12 +57,12 @@ def test_groups_of_columns_are_read_once(tmp_path: Path, order: bool, monkeypatc
         read[self.name(expert, projection, suffix)] += 1
         return plain(self, expert, projection, suffix)
 
-    def said(self: GptqFormat, *given: Any) -> object:
+    def counted(self: GptqFormat, *given: Any) -> object:
         parsed.append(given)
         return storage(self, *given)
 
     monkeypatch.setattr(LayerExperts, "tensor", tensor)
-    monkeypatch.setattr(GptqFormat, "storage", said)
+    monkeypatch.setattr(GptqFormat, "storage", counted)
     found = source(tmp_path, tensors, config(experts), **SIZES)
     check(found, experts, key_of(experts, permuted=order))
     names = {name for name in tensors if name.endswith("g_idx")}
@@ -344,7 +344,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     changes, message = REFUSED[name]
     experts = Codes()
-    assert message in said_against(GptqFormat(), tmp_path, experts.tensors(gptq), config(experts, **changes))
+    assert message in reason_against(GptqFormat(), tmp_path, experts.tensors(gptq), config(experts, **changes))
 
 
 def test_bits_are_refused_by_name(tmp_path: Path) -> None:

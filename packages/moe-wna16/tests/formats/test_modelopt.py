@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import kInt4Static
-from moe_core.testing.checkpoints import NAMES, PREFIX, refused, said_against, source
+from moe_core.testing.checkpoints import NAMES, PREFIX, reason_against, refused, source
 from moe_wna16.formats.modelopt import ModelOptAwqFormat
 from moe_wna16_words import SIZES, Codes, K, N, check, row_pairs
 
@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     changes, message = REFUSED[name]
     tensors = Codes(dtype=torch.float32).tensors(row_pairs)
-    assert message in said_against(ModelOptAwqFormat(), tmp_path, tensors, {**CONFIG, **changes})
+    assert message in reason_against(ModelOptAwqFormat(), tmp_path, tensors, {**CONFIG, **changes})
 
 
 UP = f"{PREFIX}.0.up_proj"

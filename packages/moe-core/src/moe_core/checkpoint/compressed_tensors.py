@@ -92,7 +92,7 @@ class QuantGroup:
         return None
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """The weights and activations, and where that is said."""
         inputs = "16-bit activations" if self.inputs is None else f"{self.inputs} activations"
         return f"{self.weights} weights with {inputs}: {self.where}"

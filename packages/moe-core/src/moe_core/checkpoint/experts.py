@@ -266,10 +266,10 @@ def _refuse_others(checkpoint: Checkpoint, prefix: str) -> None:
             )
 
 
-def ranges(numbers: Iterable[int]) -> str:
+def ranges(layers: Iterable[int]) -> str:
     """ "3-60", "0, 2, 4-7"."""
     parts: list[list[int]] = []
-    for number in sorted(numbers):
+    for number in sorted(layers):
         if parts and number == parts[-1][1] + 1:
             parts[-1][1] = number
         else:

@@ -53,7 +53,7 @@ class GptqSettings:
         return None if self.act_bits in (16, 32) else f"act_bits is {self.act_bits}, expected 16"
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """The bits and groups, and where they are said."""
         size = self.group_size
         return f"{self.bits} bits {'by channel' if size == -1 else f'in groups of {size}'}: {self.where}"

@@ -80,12 +80,12 @@ def quantized_linears(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[
 
 
 def _resolve(checkpoint: Checkpoint, module: str, found: Mapping[str, str]) -> QuantizedLinear:
-    numbers = [int(part) for part in module.split(".") if part.isdecimal()]
+    indices = [int(part) for part in module.split(".") if part.isdecimal()]
     layer = LayerExperts(
         checkpoint,
         prefix=module,
         block=module.rpartition(".")[0],
-        index=numbers[-1] if numbers else 0,
+        index=indices[-1] if indices else 0,
         num_experts=1,
         stacked_names=False,
         _names={(0, _ONLY, suffix): name for suffix, name in found.items()},

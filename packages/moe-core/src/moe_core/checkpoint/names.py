@@ -65,13 +65,13 @@ def parse_name(name: str) -> ExpertName | None:
         match, projections = _PER_EXPERT.fullmatch(name) or _STACKED.fullmatch(name), PROJECTIONS
     if match is None or _ASIDE.search(name):
         return None
-    numbers = _LAYER.findall(match["experts"])
-    if not numbers:
+    indices = _LAYER.findall(match["experts"])
+    if not indices:
         return None
     expert = match.groupdict().get("expert")
     return ExpertName(
         prefix=match["experts"],
-        layer=int(numbers[-1]),
+        layer=int(indices[-1]),
         expert=None if expert is None else int(expert),
         projection=projections[match["proj"]],
         suffix=match["suffix"] or "weight",

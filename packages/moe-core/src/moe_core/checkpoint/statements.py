@@ -206,12 +206,12 @@ def check_statements(folder: Path, found: Sequence[Statement], method: str | Non
                 meaning = None if value is None else means(value)
                 if meaning is None:
                     continue
-                said = f"{statement.where}.{name} is {short(value)}"
+                text = f"{statement.where}.{name} is {short(value)}"
                 if first is None:
-                    first = said, type(meaning).__name__, meaning
+                    first = text, type(meaning).__name__, meaning
                 elif (type(meaning).__name__, meaning) != first[1:]:
                     raise CheckpointError(
-                        f"{folder}: {first[0]}, but {said}: these contradict each other, expected the same in both; "
+                        f"{folder}: {first[0]}, but {text}: these contradict each other, expected the same in both; "
                         "correct or remove the one that the tensors are not of"
                     )
     if named not in _TOOLS:

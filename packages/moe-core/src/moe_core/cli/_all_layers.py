@@ -109,14 +109,14 @@ def _text(args: argparse.Namespace, layers: list[_Layer]) -> str:
     groups = list(by_kind.values())
     rows = []
     for group in groups:
-        first, count, numbers = group[0], len(group), _numbers(group)
+        first, count, indices = group[0], len(group), _indices(group)
         if first.report is None:
-            rows.append([numbers, "not read", "", "", ""])
+            rows.append([indices, "not read", "", "", ""])
             continue
         each = "" if first.memory is None else bytes_text(first.memory.weights)
         all_of_them = "" if first.memory is None else bytes_text(count * first.memory.weights)
         chosen = "none" if first.report.chosen is None else first.report.chosen.backend
-        rows.append([numbers, first.report.scheme, chosen, each, all_of_them])
+        rows.append([indices, first.report.scheme, chosen, each, all_of_them])
     total = _totals(layers)
     lines = [
         f"{args.path}: {len(layers)} MoE layer{'s' * (len(layers) > 1)}",
@@ -134,7 +134,7 @@ def _text(args: argparse.Namespace, layers: list[_Layer]) -> str:
     return "\n".join(lines)
 
 
-def _numbers(group: list[_Layer]) -> str:
+def _indices(group: list[_Layer]) -> str:
     text = ranges(layer.index for layer in group)
     return text if len(text) <= 24 else f"{text[:20].rpartition(',')[0]} … ({len(group)})"
 
@@ -142,7 +142,7 @@ def _numbers(group: list[_Layer]) -> str:
 def _about(group: list[_Layer], verbose: bool) -> list[str]:
     """What there is to say of layers that are alike."""
     first = group[0]
-    head = f"layer{'s' * (len(group) > 1)} {_numbers(group)}"
+    head = f"layer{'s' * (len(group) > 1)} {_indices(group)}"
     if first.report is None:
         return [f"{head}: {first.fault}"]
     if verbose:

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from moe_core.experts import FusedMoEExperts
@@ -61,19 +60,17 @@ def check_output(
 
     ``weights``: the checkpoint's, canonical; with ``expert_map`` [E], of the experts that it names, as ``config`` is.
     """
-    from moe_core.testing.tolerance import expected_output
+    from moe_core.testing.tolerance import expected_output, yardstick_dtype
 
     experts = layer.kernel.experts
-    # tensor cores of 8-bit operands add up with fewer bits than float32 has
-    narrow = layer.weights.device.type != "cpu" and layer.selection.activation_key is not None
     expected = expected_output(
-        experts.off_boundaries(x),
+        experts.break_ties(x),
         experts.requantized(weights),
         config,
         topk_weights=topk_weights.float(),
         topk_ids=topk_ids.long(),
         expert_map=expert_map,
-        compute_dtype=torch.bfloat16 if narrow and config.dtype is torch.float32 else config.dtype,
+        compute_dtype=yardstick_dtype(config.dtype, layer.weights.device, layer.selection.activation_key),
         rounds_products=experts.claims.rounds_products,
     )
     fault = None

@@ -81,7 +81,7 @@ def _table(oracles: Sequence[Oracle], devices: dict[str, dict[str, dict[str, str
     from moe_core.environment import Environment
 
     environment = Environment.current()
-    marks = {"run": "run", "claimed": "yes", "no": "-"}
+    cells = {"run": "run", "claimed": "yes", "no": "-"}
     rows = []
     for oracle in oracles:
         rows.append([oracle.scheme, *("" for _ in DEVICES)])
@@ -91,7 +91,7 @@ def _table(oracles: Sequence[Oracle], devices: dict[str, dict[str, dict[str, str
                 for experts in backend.load()
             )
             found = devices[oracle.scheme][backend.name]
-            rows.append([f"  {backend.name}{'*' * lacks}", *(marks[found[arch]] for arch in DEVICES)])
+            rows.append([f"  {backend.name}{'*' * lacks}", *(cells[found[arch]] for arch in DEVICES)])
     return table(["backend", *DEVICES], rows)
 
 

@@ -1,7 +1,7 @@
 """FlashInfer's `cutlass_fused_moe`: what its adapters share, whatever the weights are.
 
 One call of the library does everything from x to the weighted sum.  w13 holds up rows, then gate rows, and so do its
-scales and biases.  Ids become numbers of local experts before the call (-1: none, which the library skips), so that any
+scales and biases.  Ids become those of local experts before the call (-1: none, which the library skips), so that any
 expert map works.  The sum over top-k is the library's deterministic one, not the one with atomics.
 """
 

@@ -42,7 +42,7 @@ TRTLLM_MAX_LOCAL_EXPERTS = 504
 def declared_experts(config: FusedMoEConfig) -> int:
     """Experts that a kernel is told of whose routing is given: those here, at least one elsewhere, more than top-k.
 
-    Four at a time.  The library knows no "no expert", but experts that live elsewhere: where ids are numbers of local
+    Four at a time.  The library knows no "no expert", but experts that live elsewhere: where ids are those of local
     experts, an id that selects none becomes the first of those.
     """
     most = max(config.local_experts, config.top_k) + 1
@@ -142,7 +142,7 @@ class TrtLlmRouting(FusedMoEExpertsMonolithic):
         number = torch.arange(self.config.num_experts, dtype=torch.int32, device=expert_map.device)
         number -= self.config.parallel.ep_rank * local
 
-        def known(numbers: Tensor) -> Tensor:
-            return torch.where((numbers >= 0) & (numbers < local), numbers, -1)
+        def known(ids: Tensor) -> Tensor:
+            return torch.where((ids >= 0) & (ids < local), ids, -1)
 
         return (known(expert_map) != known(number)).any()

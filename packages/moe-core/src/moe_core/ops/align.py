@@ -98,7 +98,7 @@ def local_ids(
     none: int = -1,
     expert_map: Tensor | None = None,
 ) -> Tensor:
-    """``topk_ids`` [M, k] (int32 or int64, contiguous) as numbers of local experts, in ``out`` [M, k] int32.
+    """``topk_ids`` [M, k] (int32 or int64, contiguous) as ids of local experts, in ``out`` [M, k] int32.
 
     An id that is negative, at least the number of global experts, or mapped by ``expert_map`` [E global] to no local
     expert becomes ``none``: for libraries that take one contiguous range of experts, or trust their input.

@@ -108,8 +108,8 @@ def pad_matrices(w: Tensor, rows: int, cols: int, *, parts: int = 1, out: Tensor
     here, across = height // parts, source.shape[2]
     grid[:, :, here:].zero_()
     grid[:, :, :here, across:].zero_()
-    narrow = grid[:, :, :here, :across]
-    given, target = _words(source.view(experts, parts, here, across), narrow, unit=across)
+    inner = grid[:, :, :here, :across]
+    given, target = _words(source.view(experts, parts, here, across), inner, unit=across)
     target.copy_(given)
     return out
 

@@ -48,7 +48,7 @@ class Inputs:
         return replace(self, **{name: t.to(device) for name, t in moved.items() if t is not None})
 
     def strided(self) -> Inputs:
-        """The same values in rows that lie apart, with NaN (huge ids, local numbers) between; columns stay dense."""
+        """The same values in rows that lie apart, with NaN (huge ids, local ids) between; columns stay dense."""
         return replace(
             self,
             x=_apart(self.x, math.nan),
@@ -105,9 +105,9 @@ def make_inputs(
 def _mislead(
     ids: Tensor, expert_map: Tensor | None, config: FusedMoEConfig, routing: str, ids_dtype: torch.dtype
 ) -> None:
-    """Numbers that select no expert but, handled carelessly, one on this rank or memory behind the weights; in place.
+    """Ids that select no expert but, handled carelessly, one on this rank or memory behind the weights; in place.
 
-    Ids that lose their upper half become a local expert's; maps give experts that live elsewhere local numbers other
+    Ids that lose their upper half become a local expert's; maps give experts that live elsewhere local ids other
     than -1.  Both go to tokens without any expert, where every contribution shows.
     """
     held, wide, elsewhere = min(1, config.num_experts - 1), [], []
@@ -115,9 +115,9 @@ def _mislead(
         local = config.local_experts
         held = int((expert_map == 0).nonzero()[0])
         elsewhere = (expert_map < 0).nonzero().flatten().tolist()
-        numbers = (local, -7, local + 90) if routing == "invalid" else (-7, local + 90, local)
-        for expert, number in zip(elsewhere, itertools.cycle(numbers), strict=False):
-            expert_map[expert] = number
+        invalid = (local, -7, local + 90) if routing == "invalid" else (-7, local + 90, local)
+        for expert, local_id in zip(elsewhere, itertools.cycle(invalid), strict=False):
+            expert_map[expert] = local_id
     if ids_dtype is torch.int64:
         wide = [2**32 + held, held - 2**33]
     misleading = [i for pair in itertools.zip_longest(wide, elsewhere) for i in pair if i is not None]

@@ -20,7 +20,7 @@ from moe_core.prepare_finalize import BatchedPrepareAndFinalize, FusedMoEPrepare
 from moe_core.routing import route
 from moe_core.testing.cases import Case
 from moe_core.testing.data import Inputs, make_inputs, make_lora, make_weights
-from moe_core.testing.tolerance import Expected, expected_output
+from moe_core.testing.tolerance import Expected, expected_output, yardstick_dtype
 from moe_core.weights import MoEWeights
 from moe_core.workspace import Workspace, workspace_nbytes
 
@@ -68,14 +68,11 @@ class Problem:
     lora: LoRAWeights | None = None
 
     def expected(self, place: Place, *, rounds_products: bool = False) -> Expected:
-        """The reference; the Triton interpreter truncates where hardware rounds.  ``rounds_products``: see the claims.
+        """The reference; the Triton interpreter truncates where hardware rounds.
 
-        With float32 outputs the yardstick still multiplies in bfloat16 on a GPU: tensor cores of 8-bit operands add
-        up with fewer bits than float32 has (Hopper's e4m3: about 14), so float32 products are nobody's measure there.
+        ``rounds_products``: see the claims.
         """
         inputs, config = self.inputs, self.case.config
-        narrow = place.device.type != "cpu" and self.case.activation_key is not None
-        dtype = torch.bfloat16 if narrow and config.dtype is torch.float32 else config.dtype
         with one_thread():
             return expected_output(
                 inputs.x,
@@ -84,7 +81,7 @@ class Problem:
                 topk_weights=inputs.topk_weights,
                 topk_ids=inputs.topk_ids,
                 expert_map=inputs.expert_map,
-                compute_dtype=dtype,
+                compute_dtype=yardstick_dtype(config.dtype, place.device, self.case.activation_key),
                 truncates=place.interpreted,
                 rounds_products=rounds_products,
                 lora=self.applied,

@@ -95,7 +95,7 @@ def _other_expert(shift: int) -> Change:
             return
         valid = (ids >= 0) & (ids < config.num_experts)
         yield with_inputs(problem, topk_ids=torch.where(valid, (ids + shift) % config.num_experts, ids))
-        # of those on this rank, by their local numbers
+        # of those on this rank, by their local ids
         order = torch.arange(config.local_experts, device=ids.device).roll(-shift)
         yield _experts_in_order(problem, order)
 
@@ -130,10 +130,10 @@ def _ignored_map(problem: Problem) -> Iterator[Problem]:
     config = problem.case.config
     if problem.inputs.expert_map is None:
         return
-    numbers = torch.arange(config.num_experts, dtype=torch.int32, device=problem.inputs.expert_map.device)
-    yield with_inputs(problem, expert_map=numbers)
-    yield with_inputs(problem, expert_map=numbers % config.local_experts)
-    yield with_inputs(problem, expert_map=numbers.clamp(max=config.local_experts - 1))
+    identity = torch.arange(config.num_experts, dtype=torch.int32, device=problem.inputs.expert_map.device)
+    yield with_inputs(problem, expert_map=identity)
+    yield with_inputs(problem, expert_map=identity % config.local_experts)
+    yield with_inputs(problem, expert_map=identity.clamp(max=config.local_experts - 1))
 
 
 def _inverse_map(problem: Problem) -> Iterator[Problem]:
@@ -157,7 +157,7 @@ def _shifted_map(problem: Problem) -> Iterator[Problem]:
         yield with_inputs(problem, expert_map=moved)
 
 
-def _negative_local_numbers(problem: Problem) -> Iterator[Problem]:
+def _negative_local_ids(problem: Problem) -> Iterator[Problem]:
     config, given = problem.case.config, problem.inputs.expert_map
     if given is not None:
         for first in (-1, -2):
@@ -166,7 +166,7 @@ def _negative_local_numbers(problem: Problem) -> Iterator[Problem]:
             )
 
 
-def _large_local_numbers(problem: Problem) -> Iterator[Problem]:
+def _large_local_ids(problem: Problem) -> Iterator[Problem]:
     config, given = problem.case.config, problem.inputs.expert_map
     if given is not None:
         yield with_inputs(problem, expert_map=given.clamp(max=config.local_experts - 1))
@@ -307,8 +307,8 @@ CALL_MISTAKES: tuple[Mistake, ...] = (
     Mistake("the expert map is ignored", _ignored_map),
     Mistake("the expert map is read the other way round, from local to global", _inverse_map),
     Mistake("the expert map is off by one", _shifted_map),
-    Mistake("negative local numbers count from the last expert", _negative_local_numbers),
-    Mistake("local numbers beyond the last expert select an expert", _large_local_numbers),
+    Mistake("negative local ids count from the last expert", _negative_local_ids),
+    Mistake("local ids beyond the last expert select an expert", _large_local_ids),
     Mistake("negative ids select an expert", _negative_ids),
     Mistake("ids beyond the last expert select an expert", _large_ids),
     Mistake("ids are cut to 32 bits", _cut_ids),

@@ -1,6 +1,6 @@
 """What a backend says that it computes with, where that is not exactly what it is given.
 
-See :meth:`moe_core.experts.FusedMoEExperts.requantized` and ``off_boundaries``.
+See :meth:`moe_core.experts.FusedMoEExperts.requantized` and ``break_ties``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def computed_with(experts: type[FusedMoEExperts], problem: Problem, place: Place
     """The weights and the hidden states that the backend says it computes with, which may differ by a rounding."""
     case, given = problem.case, problem.inputs
     instance = make_instance(experts, case, place)
-    x = instance.off_boundaries(given.x)
+    x = instance.break_ties(given.x)
     if not bool(((x.double() - given.x.double()).abs() <= 2.0**-20 * given.x.double().abs()).all()):
-        raise AssertionError("off_boundaries moves hidden states by more than 2**-20 of themselves")
+        raise AssertionError("break_ties moves hidden states by more than 2**-20 of themselves")
     weights = instance.requantized(problem.weights)
     check_requantized(weights, problem.weights, case)
     return replace(problem, weights=weights, inputs=replace(given, x=x))

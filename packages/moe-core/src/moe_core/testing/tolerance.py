@@ -130,6 +130,16 @@ class Rounding:
         return (x.to(self.dtype).double() - x).square() * (4.0 if self.truncates else 1.0)
 
 
+def yardstick_dtype(dtype: torch.dtype, device: torch.device, activation_key: QuantKey | None) -> torch.dtype:
+    """What the yardstick of a layer of ``dtype`` multiplies in: bfloat16 where a GPU quantises float32 activations.
+
+    Tensor cores of 8-bit operands add up with fewer bits than float32 has (Hopper's e4m3: about 14), so float32
+    products are nobody's measure there.
+    """
+    quantised = device.type != "cpu" and activation_key is not None
+    return torch.bfloat16 if quantised and dtype is torch.float32 else dtype
+
+
 def expected_output(
     x: Tensor,
     weights: MoEWeights,

@@ -161,7 +161,7 @@ class FlashInferCutlassFp8BlockExperts(FlashInferCutlassExperts):
     def options(self) -> dict[str, Any]:
         return {**super().options, "use_deepseek_fp8_block_scale": True}
 
-    def off_boundaries(self, x: Tensor) -> Tensor:
+    def break_ties(self, x: Tensor) -> Tensor:
         wide = x.float()
         groups = wide.reshape(-1, x.shape[1] // 128, 128)
         amax = groups.abs().amax(dim=2, keepdim=True)

@@ -1,6 +1,6 @@
 """FlashInfer's TRTLLM kernels, told which token goes where.
 
-Ids become numbers of local experts before the call, so that any expert map works: see
+Ids become those of local experts before the call, so that any expert map works: see
 `moe_core.libraries.trtllm_routing.declared_experts`.
 """
 

@@ -59,7 +59,7 @@ def _storage(group: QuantGroup) -> Fp8Storage | str:
     activation = None if group.inputs is None else _activation(group.inputs, group.format)
     if isinstance(activation, str):
         return activation
-    return Fp8Storage(shape, activation, group.said, microscaling=mx)
+    return Fp8Storage(shape, activation, group.summary, microscaling=mx)
 
 
 def is_microscaling(args: QuantArgs, layout: str | None) -> bool:

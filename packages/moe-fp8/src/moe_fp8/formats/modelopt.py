@@ -39,15 +39,15 @@ class ModelOptFp8Format(QuantizedFormat):
         algorithm, entries = quant_algo(quantization, layer)
         if algorithm not in _ALGORITHMS:
             return unknown_algo(algorithm, _ALGORITHMS)
-        said = f"quant_algo {algorithm}"
+        named = f"quant_algo {algorithm}"
         if algorithm == "FP8":
-            return Fp8Storage(PER_TENSOR, kFp8StaticTensorSym, f"one scale per tensor: {said}")
+            return Fp8Storage(PER_TENSOR, kFp8StaticTensorSym, f"one scale per tensor: {named}")
         if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
-            return Fp8Storage(PER_CHANNEL, kFp8DynamicTokenSym, f"one scale per output channel: {said}")
+            return Fp8Storage(PER_CHANNEL, kFp8DynamicTokenSym, f"one scale per output channel: {named}")
         if algorithm == "MXFP8":
             size = entries.integer("group_size", 32, least=0)
             if size not in (0, MX_GROUP.col):
                 return f"group_size is {size} for MXFP8, expected 32"
-            return Fp8Storage(MX_GROUP, kMxfp8Dynamic, f"one e8m0 scale per 32 columns: {said}", microscaling=True)
+            return Fp8Storage(MX_GROUP, kMxfp8Dynamic, f"one e8m0 scale per 32 columns: {named}", microscaling=True)
         size = entries.integer("group_size", 128, least=0) or 128
-        return Fp8Storage(GroupShape(size, size), None, f"one scale per block of {size}x{size}: {said}")
+        return Fp8Storage(GroupShape(size, size), None, f"one scale per block of {size}x{size}: {named}")

@@ -51,7 +51,7 @@ def _storage(group: QuantGroup) -> Int8Storage | str:
     size = _group_size(weights)
     if isinstance(size, str):
         return size
-    return Int8Storage(weights.num_bits, activation, group.said, group=size)
+    return Int8Storage(weights.num_bits, activation, group.summary, group=size)
 
 
 def _group_size(args: QuantArgs) -> int | str:

@@ -61,7 +61,7 @@ class CompressedTensorsMxfp4Format(QuantizedFormat):
         activation = None if group.inputs is None else _activation(group.inputs)
         if isinstance(activation, str):
             return activation
-        return Mxfp4Storage(activation, group.said, weight="weight_packed")
+        return Mxfp4Storage(activation, group.summary, weight="weight_packed")
 
 
 def _exponents(args: QuantArgs) -> bool:

@@ -18,9 +18,9 @@ from typing import Any
 
 from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, auto_round_settings
 
-from moe_wna16.formats.awq_tensors import AwqTensors
-from moe_wna16.formats.gptq_tensors import GptqTensors, ZeroPoints
-from moe_wna16.formats.stored import BITS, Stored
+from moe_wna16.formats.awq_packing import AwqPacking
+from moe_wna16.formats.gptq_packing import GptqPacking, ZeroPoints
+from moe_wna16.formats.packing import BITS, Packing
 from moe_wna16.formats.wna16_layout import WNA16Storage
 
 
@@ -37,21 +37,21 @@ class AutoRoundFormat(QuantizedFormat):
             return f"data_type is {settings.data_type!r} with {bits} bits, expected 'int' with 4 or 8"
         if settings.quantised_inputs is not None:
             return settings.quantised_inputs
-        stored = _stored(settings.entries, bits)
-        if isinstance(stored, str):
-            return stored
+        packing = _packing(settings.entries, bits)
+        if isinstance(packing, str):
+            return packing
         # AutoRound quantises symmetrically unless told otherwise
-        return WNA16Storage(stored, settings.group_size, settings.entries.boolean("sym", True), settings.said)
+        return WNA16Storage(packing, settings.group_size, settings.entries.boolean("sym", True), settings.summary)
 
 
-def _stored(entries: QuantEntries, bits: int) -> Stored | str:
+def _packing(entries: QuantEntries, bits: int) -> Packing | str:
     name = entries.name_of("packing_format", "backend")
-    packing = (entries.text(name, "auto_round:auto_gptq") or "").lower().replace("-", "_")
-    if "awq" in packing:
-        return AwqTensors(4) if bits == 4 else f"{name} is {packing!r} with {bits} bits, expected 4"
-    if "gptq" in packing:
-        return GptqTensors(bits, ZeroPoints.MINUS_ONE)
-    tool, _, kernel = packing.partition(":")
+    named = (entries.text(name, "auto_round:auto_gptq") or "").lower().replace("-", "_")
+    if "awq" in named:
+        return AwqPacking(4) if bits == 4 else f"{name} is {named!r} with {bits} bits, expected 4"
+    if "gptq" in named:
+        return GptqPacking(bits, ZeroPoints.MINUS_ONE)
+    tool, _, kernel = named.partition(":")
     if tool in ("auto_round", "autoround") and kernel.partition(":")[0] in ("", "exllamav2", "triton", "tritonv2"):
-        return GptqTensors(bits, ZeroPoints.AS_IT_IS)
-    return f"{name} is {packing!r}, expected 'auto_round:auto_gptq' or 'auto_round:auto_awq'"
+        return GptqPacking(bits, ZeroPoints.AS_IT_IS)
+    return f"{name} is {named!r}, expected 'auto_round:auto_gptq' or 'auto_round:auto_awq'"

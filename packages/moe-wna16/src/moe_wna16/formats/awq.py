@@ -1,6 +1,6 @@
 """AWQ, as AutoAWQ and GPTQModel write it: ``quant_method`` "awq", ``version`` (or ``format``) "gemm", 4 bits.
 
-Tensors: :mod:`moe_wna16.formats.awq_tensors`.  Zero points are as they are; ``zero_point`` false: every one is 8.
+Tensors: :mod:`moe_wna16.formats.awq_packing`.  Zero points are as they are; ``zero_point`` false: every one is 8.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_core.format_api import LayerExperts, QuantizedFormat, gptq_settings
 
-from moe_wna16.formats.awq_tensors import AwqTensors
+from moe_wna16.formats.awq_packing import AwqPacking
 from moe_wna16.formats.wna16_layout import WNA16Storage
 
 
@@ -31,4 +31,6 @@ class AwqFormat(QuantizedFormat):
             return f"bits is {settings.bits}, expected 4"
         if settings.quantised_inputs is not None:
             return settings.quantised_inputs
-        return WNA16Storage(AwqTensors(4), settings.group_size, not entries.boolean("zero_point", True), settings.said)
+        return WNA16Storage(
+            AwqPacking(4), settings.group_size, not entries.boolean("zero_point", True), settings.summary
+        )

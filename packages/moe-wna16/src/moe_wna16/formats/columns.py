@@ -10,7 +10,7 @@ from moe_core import CheckpointError
 from moe_core.format_api import LayerExperts
 from torch import Tensor
 
-from moe_wna16.formats.stored import Stored
+from moe_wna16.formats.packing import Packing
 
 #: what tools keep groups of columns in
 DTYPES = (torch.int32, torch.int64)
@@ -28,32 +28,32 @@ class ColumnGroups:
     """
 
     layer: LayerExperts
-    stored: Stored
+    packing: Packing
     group: int
     permuted: bool
     _in_order: frozenset[tuple[int, str]]
     _first: tuple[int, str, Tensor] | None
 
     @staticmethod
-    def of(layer: LayerExperts, stored: Stored, group: int) -> ColumnGroups:
+    def of(layer: LayerExperts, packing: Packing, group: int) -> ColumnGroups:
         """Reads ``g_idx`` of the whole layer, since tools write it for columns that lie in order, too.
 
         It is not checked here; what is broken counts as permuted.
         """
-        suffix = stored.g_idx
+        suffix = packing.g_idx
         same: set[tuple[int, str]] = set()
         for projection in sorted(layer.projections):
             if suffix is None or not layer.has(projection, suffix):
                 continue
             if layer.dtype(projection, suffix) not in DTYPES:
-                return ColumnGroups(layer, stored, group, True, frozenset(same), None)
+                return ColumnGroups(layer, packing, group, True, frozenset(same), None)
             expected = in_order(layer.shape(projection, suffix)[-1:], group)
             for expert in range(layer.num_experts):
                 found = layer.tensor(expert, projection, suffix)
-                if not torch.equal(found.long(), expected) and not _is_unset(found, stored):
-                    return ColumnGroups(layer, stored, group, True, frozenset(same), (expert, projection, found))
+                if not torch.equal(found.long(), expected) and not _is_unset(found, packing):
+                    return ColumnGroups(layer, packing, group, True, frozenset(same), (expert, projection, found))
                 same.add((expert, projection))
-        return ColumnGroups(layer, stored, group, False, frozenset(same), None)
+        return ColumnGroups(layer, packing, group, False, frozenset(same), None)
 
     def load(
         self,
@@ -68,14 +68,14 @@ class ColumnGroups:
 
         Raises CheckpointError for one out of range, for groups without a column, and for projections that differ.
         """
-        layer, suffix = self.layer, self.stored.g_idx or "g_idx"
+        layer, suffix = self.layer, self.packing.g_idx or "g_idx"
         out = torch.empty(len(experts), cols, dtype=torch.int32)
         for slot, expert in enumerate(experts):
             for projection in projections:
                 own = self._read(expert, projection)
                 found = in_order((cols,), self.group) if own is None else own.long()
                 if own is not None:
-                    scale = layer.name(expert, projection, self.stored.scale)
+                    scale = layer.name(expert, projection, self.packing.scale)
                     _check(found, layer.name(expert, projection, suffix), groups, scale)
                 if projection == projections[0]:
                     out[slot].copy_(found)
@@ -90,13 +90,13 @@ class ColumnGroups:
 
     def _read(self, expert: int, projection: str) -> Tensor | None:
         """The group of each column as stored; None where columns lie in order."""
-        suffix = self.stored.g_idx
+        suffix = self.packing.g_idx
         if suffix is None or (expert, projection) in self._in_order or not self.layer.has(projection, suffix):
             return None
         if self._first is not None and self._first[:2] == (expert, projection):
             return self._first[2]
         found = self.layer.tensor(expert, projection, suffix)
-        return None if _is_unset(found, self.stored) else found
+        return None if _is_unset(found, self.packing) else found
 
 
 def in_order(shape: Sequence[int], group: int) -> Tensor:
@@ -105,8 +105,8 @@ def in_order(shape: Sequence[int], group: int) -> Tensor:
     return columns // group if group > 0 else torch.zeros_like(columns)
 
 
-def _is_unset(g_idx: Tensor, stored: Stored) -> bool:
-    return stored.unset_g_idx and bool((g_idx == -1).all())
+def _is_unset(g_idx: Tensor, packing: Packing) -> bool:
+    return packing.unset_g_idx and bool((g_idx == -1).all())
 
 
 def _check(g_idx: Tensor, name: str, groups: int, scale: str) -> None:

@@ -10,7 +10,7 @@ W4AFP8    int-quantized, pack-quantized,       float8, dynamic per     int4, sym
           int4-quantized                       token
 ========  ===================================  ======================  ==============================================
 
-Tensors: :mod:`moe_wna16.formats.row_tensors`; which of them, is read off their types.  ``actorder`` "group" comes with
+Tensors: :mod:`moe_wna16.formats.row_packing`; which of them, is read off their types.  ``actorder`` "group" comes with
 ``weight_g_idx``, the group of each column; "weight" and "static" leave groups in order.  int8 activations, and int8
 weights by channel that are not packed, are the scheme int8's.
 """
@@ -24,8 +24,8 @@ import torch
 from moe_core import QuantKey, kFp8DynamicTokenSym
 from moe_core.format_api import LayerExperts, QuantArgs, QuantGroup, QuantizedFormat, quant_group
 
-from moe_wna16.formats.row_tensors import Bytes, Pairs, Words
-from moe_wna16.formats.stored import BITS, Stored
+from moe_wna16.formats.packing import BITS, Packing
+from moe_wna16.formats.row_packing import Int4Quantized, IntQuantized, PackQuantized
 from moe_wna16.formats.wna16_layout import WNA16Storage
 
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "int4-quantized", None)
@@ -51,26 +51,26 @@ class CompressedTensorsWNA16Format(QuantizedFormat):
         activation = _activation(group)
         if isinstance(activation, str):
             return activation
-        stored = _stored(weights.num_bits, layer)
-        if isinstance(stored, Bytes) and weights.num_bits == 8 and size == -1:
+        packing = _packing(weights.num_bits, layer)
+        if isinstance(packing, IntQuantized) and weights.num_bits == 8 and size == -1:
             return f"{group.where} has int8 weights by channel in bytes: those are the scheme int8's"
         return WNA16Storage(
-            stored,
+            packing,
             size,
             weights.symmetric,
-            group.said,
+            group.summary,
             activation,
             ordered=weights.actorder in ("group", "dynamic"),
         )
 
 
-def _stored(bits: int, layer: LayerExperts) -> Stored:
+def _packing(bits: int, layer: LayerExperts) -> Packing:
     """How the tensors are kept: tools' formats name the same layout differently."""
     for projection in sorted(layer.projections):
         if layer.has(projection, "weight_packed"):
             in_pairs = bits == 4 and layer.dtype(projection, "weight_packed") in (torch.int8, torch.uint8)
-            return Pairs(4) if in_pairs else Words(bits)
-    return Bytes(bits)
+            return Int4Quantized(4) if in_pairs else PackQuantized(bits)
+    return IntQuantized(bits)
 
 
 def _group_size(args: QuantArgs) -> int | str:

@@ -1,6 +1,6 @@
 """GPTQ, as AutoGPTQ and GPTQModel write it: ``quant_method`` "gptq", 4 or 8 bits.
 
-Tensors: :mod:`moe_wna16.formats.gptq_tensors`.  ``checkpoint_format`` "gptq" (or none) keeps zero points minus one,
+Tensors: :mod:`moe_wna16.formats.gptq_packing`.  ``checkpoint_format`` "gptq" (or none) keeps zero points minus one,
 "gptq_v2" as they are; ``sym`` true: every zero point is the middle of the codes.  Whether columns are grouped out of
 order is read off ``g_idx``, which GPTQModel writes with ``desc_act`` false, too.
 """
@@ -12,8 +12,8 @@ from typing import Any
 
 from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, gptq_settings, quantizers
 
-from moe_wna16.formats.gptq_tensors import GptqTensors, ZeroPoints
-from moe_wna16.formats.stored import BITS
+from moe_wna16.formats.gptq_packing import GptqPacking, ZeroPoints
+from moe_wna16.formats.packing import BITS
 from moe_wna16.formats.wna16_layout import WNA16Storage
 
 
@@ -38,17 +38,17 @@ class GptqFormat(QuantizedFormat):
         if settings.quantised_inputs is not None:
             return settings.quantised_inputs
         version_1 = ZeroPoints.WORDS_MINUS_ONE if _is_gptqmodels(quantization) else ZeroPoints.MINUS_ONE
-        stored = GptqTensors(bits, ZeroPoints.AS_IT_IS if named == "gptq_v2" else version_1)
+        stored = GptqPacking(bits, ZeroPoints.AS_IT_IS if named == "gptq_v2" else version_1)
         return WNA16Storage(
             stored,
             settings.group_size,
             _is_symmetric(entries, layer, stored),
-            settings.said,
+            settings.summary,
             ordered=entries.boolean("desc_act"),
         )
 
 
-def _is_symmetric(entries: QuantEntries, layer: LayerExperts, stored: GptqTensors) -> bool:
+def _is_symmetric(entries: QuantEntries, layer: LayerExperts, stored: GptqPacking) -> bool:
     """Whether ``sym`` says that weights are symmetric; where it says nothing, whether there are no zero points."""
     if entries.entries.get("sym") is not None:
         return entries.boolean("sym")

@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_core.format_api import LayerExperts, QuantizedFormat, quant_algo, unknown_algo
 
-from moe_wna16.formats.row_tensors import RowPairs
+from moe_wna16.formats.row_packing import ModelOptPacking
 from moe_wna16.formats.wna16_layout import WNA16Storage
 
 
@@ -29,4 +29,4 @@ class ModelOptAwqFormat(QuantizedFormat):
         if entries.boolean("has_zero_point"):
             return f"{entries.where}: has_zero_point is true, expected false"
         size = entries.integer("group_size", 128) or 128
-        return WNA16Storage(RowPairs(4), size, True, f"int4 in groups of {size}: quant_algo {algorithm}")
+        return WNA16Storage(ModelOptPacking(4), size, True, f"int4 in groups of {size}: quant_algo {algorithm}")

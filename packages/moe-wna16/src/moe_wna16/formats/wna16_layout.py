@@ -40,7 +40,7 @@ from moe_core.format_api import (
 from torch import Tensor
 
 from moe_wna16.formats.columns import DTYPES, ColumnGroups
-from moe_wna16.formats.stored import Shape, Stored
+from moe_wna16.formats.packing import Packing, Shape
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,12 +49,12 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class WNA16Storage(ExpertStorage):
     """How one layer's int4 and int8 experts are quantised; see the base class.
 
-    - ``stored``: how the tool keeps tensors; ``group``: columns that share a scale, -1 for all of a row
+    - ``packing``: how the tool keeps tensors; ``group``: columns that share a scale, -1 for all of a row
     - ``symmetric``: the zero point is the middle of the codes; zero points that are there all the same must say so
     - ``ordered``: the config says that columns are grouped in another order, so that ``g_idx`` must be there
     """
 
-    stored: Stored
+    packing: Packing
     group: int
     symmetric: bool
     why: str
@@ -62,12 +62,12 @@ class WNA16Storage(ExpertStorage):
     ordered: bool = False
 
     def layout(self, layer: LayerExperts) -> WNA16Layout:
-        stored = self.stored
-        columns = ColumnGroups.of(layer, stored, self.group)
-        symmetric, zero_points = (kInt4Static, kInt4StaticAsym) if stored.bits == 4 else (kInt8Static, kInt8StaticAsym)
+        packing = self.packing
+        columns = ColumnGroups.of(layer, packing, self.group)
+        symmetric, zero_points = (kInt4Static, kInt4StaticAsym) if packing.bits == 4 else (kInt8Static, kInt8StaticAsym)
         key = symmetric if self.symmetric else zero_points
-        pre_scaled = stored.pre_scale is not None and any(layer.has(p, stored.pre_scale) for p in layer.projections)
-        key = key.with_group(1, self.group).with_scale_dtype(_scale_dtype(layer, stored.scale))
+        pre_scaled = packing.pre_scale is not None and any(layer.has(p, packing.pre_scale) for p in layer.projections)
+        key = key.with_group(1, self.group).with_scale_dtype(_scale_dtype(layer, packing.scale))
         key = replace(key, permuted=columns.permuted, pre_scaled=pre_scaled)
         return WNA16Layout(layer, key, self.activation, self, columns)
 
@@ -89,33 +89,33 @@ class WNA16Layout(QuantizedLayout):
     # ------------------------------------------------------------------ names, shapes and dtypes
 
     def check(self, projection: str, size: tuple[int, int], experts: Sequence[int], *, has_bias: bool) -> None:
-        layer, storage, stored = self.layer, self.storage, self.storage.stored
+        layer, storage, packing = self.layer, self.storage, self.storage.packing
         rows, cols = size
         groups = self._groups(cols)
-        if not layer.has(projection, stored.weight):
-            raise self._missing(projection, stored.weight)
-        if layer.dtype(projection, stored.weight) in _FLOATS:
+        if not layer.has(projection, packing.weight):
+            raise self._missing(projection, packing.weight)
+        if layer.dtype(projection, packing.weight) in _FLOATS:
             self._refuse_unquantised(projection)
-        unfit = stored.unfit(rows, cols)
+        unfit = packing.unfit(rows, cols)
         if unfit is not None:
-            raise CheckpointError(f"{layer.name(0, projection, stored.weight)}: {unfit} ({self.sized})")
+            raise CheckpointError(f"{layer.name(0, projection, packing.weight)}: {unfit} ({self.sized})")
         self._check_tensor(
             projection,
-            stored.weight,
-            [stored.weight_shape(rows, cols)],
-            stored.weight_dtypes,
+            packing.weight,
+            [packing.weight_shape(rows, cols)],
+            packing.weight_dtypes,
             f"{storage.why}; {self.sized}",
         )
-        self._check_tensor(projection, stored.scale, stored.scale_shapes(rows, groups), _FLOATS, storage.why)
-        if stored.zero is not None and not storage.symmetric:
+        self._check_tensor(projection, packing.scale, packing.scale_shapes(rows, groups), _FLOATS, storage.why)
+        if packing.zero is not None and not storage.symmetric:
             self._check_zero_points(projection, rows, groups)
-        if stored.g_idx is not None:
-            if layer.has(projection, stored.g_idx):
-                self._check_tensor(projection, stored.g_idx, [(cols,)], DTYPES, "one per column")
+        if packing.g_idx is not None:
+            if layer.has(projection, packing.g_idx):
+                self._check_tensor(projection, packing.g_idx, [(cols,)], DTYPES, "one per column")
             elif storage.ordered and storage.group != -1:
-                raise self._missing(projection, stored.g_idx)
-        if stored.pre_scale is not None and layer.has(projection, stored.pre_scale):
-            self._check_tensor(projection, stored.pre_scale, [(cols,)], _FLOATS, "one per column")
+                raise self._missing(projection, packing.g_idx)
+        if packing.pre_scale is not None and layer.has(projection, packing.pre_scale):
+            self._check_tensor(projection, packing.pre_scale, [(cols,)], _FLOATS, "one per column")
         if has_bias:
             self._check_tensor(projection, "bias", [(rows,)], _FLOATS, self.sized)
         self._check_others(projection, size, experts)
@@ -136,16 +136,16 @@ class WNA16Layout(QuantizedLayout):
         check_expert_tensor(self.layer, projection, suffix, shapes[0], dtypes, why, also=shapes[1:])
 
     def _check_zero_points(self, projection: str, rows: int, groups: int) -> None:
-        stored, layer = self.storage.stored, self.layer
-        if stored.zero is None or not layer.has(projection, stored.zero):
-            raise self._missing(projection, stored.zero or "zero_point")
-        shapes = stored.zero_shapes(rows, groups, layer.dtype(projection, stored.zero))
-        self._check_tensor(projection, stored.zero, shapes, stored.zero_dtypes, self.storage.why)
+        packing, layer = self.storage.packing, self.layer
+        if packing.zero is None or not layer.has(projection, packing.zero):
+            raise self._missing(projection, packing.zero or "zero_point")
+        shapes = packing.zero_shapes(rows, groups, layer.dtype(projection, packing.zero))
+        self._check_tensor(projection, packing.zero, shapes, packing.zero_dtypes, self.storage.why)
 
     def _check_others(self, projection: str, size: tuple[int, int], experts: Sequence[int]) -> None:
         """No tensor is left out that would change the values."""
-        layer, stored = self.layer, self.storage.stored
-        used = {stored.weight, "bias", stored.scale, stored.zero, stored.g_idx, stored.pre_scale}
+        layer, packing = self.layer, self.storage.packing
+        used = {packing.weight, "bias", packing.scale, packing.zero, packing.g_idx, packing.pre_scale}
         for suffix in layer.suffixes(projection):
             if suffix in used:
                 continue
@@ -167,7 +167,7 @@ class WNA16Layout(QuantizedLayout):
 
     def _refuse_unquantised(self, projection: str) -> None:
         """CheckpointError for a projection in 16 bits beside quantised ones."""
-        layer, suffix = self.layer, self.storage.stored.weight
+        layer, suffix = self.layer, self.storage.packing.weight
         if not layer.has(projection, "weight") or layer.dtype(projection, "weight") not in _FLOATS:
             return
         name = layer.name(0, projection, "weight")
@@ -192,7 +192,7 @@ class WNA16Layout(QuantizedLayout):
         *,
         has_bias: bool,
     ) -> dict[str, Tensor]:
-        layer, storage, stored, key = self.layer, self.storage, self.storage.stored, self.weight_key
+        layer, storage, packing, key = self.layer, self.storage, self.storage.packing, self.weight_key
         rows, cols = matrices.sizes[projections[0]]
 
         def checked(suffix: str, arrange: Callable[[Tensor], Tensor]) -> Tensor:
@@ -202,9 +202,9 @@ class WNA16Layout(QuantizedLayout):
 
         tensors = {
             name: self._codes(projections, cols, experts, device),
-            f"{name}_scale": checked(stored.scale, lambda found: stored.scales(found, rows).to(key.scale.dtype)),
+            f"{name}_scale": checked(packing.scale, lambda found: packing.scales(found, rows).to(key.scale.dtype)),
         }
-        if not storage.symmetric and stored.zero is not None:
+        if not storage.symmetric and packing.zero is not None:
             tensors[f"{name}_zero_point"] = self._zeros(projections, rows, experts, device)
         else:
             self._check_symmetric(projections, rows, cols, experts)
@@ -223,59 +223,59 @@ class WNA16Layout(QuantizedLayout):
         self, projections: tuple[str, ...], cols: int, experts: Sequence[int], device: torch.device | str
     ) -> Tensor:
         """Canonical codes; in bytes of four bits, those that are no such code are refused."""
-        layer, stored = self.layer, self.storage.stored
+        layer, packing = self.layer, self.storage.packing
 
         def arrange(found: Tensor) -> Tensor:
-            bad = stored.refused_codes(found)
+            bad = packing.refused_codes(found)
             if bad is not None and bool(bad.any()):
                 raise BadValuesError("", int(bad.sum()), found.numel())
-            return stored.codes(found, cols)
+            return packing.codes(found, cols)
 
         try:
             return load_stacked(
-                layer, projections, stored.weight, experts=experts, device=device, arrange=arrange, on_device=True
+                layer, projections, packing.weight, experts=experts, device=device, arrange=arrange, on_device=True
             )
         except BadValuesError:
             raise self._bad_codes(projections, experts) from None
 
     def _bad_codes(self, projections: tuple[str, ...], experts: Sequence[int]) -> CheckpointError:
-        layer, stored = self.layer, self.storage.stored
+        layer, packing = self.layer, self.storage.packing
         for expert in experts:
             for projection in projections:
-                found = layer.tensor(expert, projection, stored.weight)
-                bad = stored.refused_codes(found)
+                found = layer.tensor(expert, projection, packing.weight)
+                bad = packing.refused_codes(found)
                 if bad is not None and bool(bad.any()):
                     at = [int(i) for i in bad.nonzero()[0]]
-                    name, half = layer.name(expert, projection, stored.weight), 1 << (stored.bits - 1)
+                    name, half = layer.name(expert, projection, packing.weight), 1 << (packing.bits - 1)
                     return CheckpointError(
                         f"{name} has {int(bad.sum())} of {found.numel()} values outside {-half} to {half - 1}, first "
-                        f"{int(found[tuple(at)])} at {at}: expected {stored.bits}-bit codes ({self.storage.why})"
+                        f"{int(found[tuple(at)])} at {at}: expected {packing.bits}-bit codes ({self.storage.why})"
                     )
-        return CheckpointError(f"{layer.prefix} holds codes of more than {stored.bits} bits")
+        return CheckpointError(f"{layer.prefix} holds codes of more than {packing.bits} bits")
 
     def _zeros(
         self, projections: Sequence[str], rows: int, experts: Sequence[int], device: torch.device | str
     ) -> Tensor:
-        stored = self.storage.stored
-        suffix = stored.zero or ""
+        packing = self.storage.packing
+        suffix = packing.zero or ""
         return load_stacked(
             self.layer,
             projections,
             suffix,
             experts=experts,
             device=device,
-            arrange=lambda found: stored.zeros(found, rows),
+            arrange=lambda found: packing.zeros(found, rows),
         )
 
     def _check_symmetric(self, projections: tuple[str, ...], rows: int, cols: int, experts: Sequence[int]) -> None:
         """Zero points that a symmetric type has in the file all the same are the middle of the codes."""
-        layer, stored = self.layer, self.storage.stored
-        half = 1 << (stored.bits - 1)
+        layer, packing = self.layer, self.storage.packing
+        half = 1 << (packing.bits - 1)
         for projection in projections:
-            if stored.zero is None or not layer.has(projection, stored.zero):
+            if packing.zero is None or not layer.has(projection, packing.zero):
                 continue
-            if layer.dtype(projection, stored.zero) is not torch.int32:
-                refuse_zero_points(layer, projection, stored.zero, experts)
+            if layer.dtype(projection, packing.zero) is not torch.int32:
+                refuse_zero_points(layer, projection, packing.zero, experts)
                 continue
             self._check_zero_points(projection, rows, self._groups(cols))
             zeros = self._zeros((projection,), rows, experts, "cpu")
@@ -283,8 +283,8 @@ class WNA16Layout(QuantizedLayout):
             if not bool(bad.any()):
                 continue
             slot, row, group = (int(i) for i in bad.nonzero()[0])
-            name = layer.name(experts[slot], projection, stored.zero)
-            mistaken = stored.other_version(zeros)
+            name = layer.name(experts[slot], projection, packing.zero)
+            mistaken = packing.other_version(zeros)
             if mistaken is not None:
                 text = f"{name} and others {mistaken}; weights are symmetric, so that the zero point is {half}"
                 warnings.warn(text, CheckpointWarning, stacklevel=2)
@@ -298,7 +298,7 @@ class WNA16Layout(QuantizedLayout):
         self, projections: tuple[str, ...], cols: int, experts: Sequence[int], device: torch.device | str
     ) -> Tensor:
         """Factors of the inputs' columns, float32 [E, cols]; 1 for projections that have none."""
-        layer, suffix = self.layer, self.storage.stored.pre_scale or ""
+        layer, suffix = self.layer, self.storage.packing.pre_scale or ""
         own = [
             load_checked(
                 layer, (projection,), suffix, Values.FINITE, experts=experts, device="cpu", arrange=Tensor.float
@@ -327,7 +327,7 @@ class WNA16Layout(QuantizedLayout):
         experts: Sequence[int],
     ) -> None:
         """CheckpointError for a scale of 0 over weights that are not 0: what it stood for can't be recovered."""
-        scale, layer, stored = tensors[f"{name}_scale"], self.layer, self.storage.stored
+        scale, layer, packing = tensors[f"{name}_scale"], self.layer, self.storage.packing
         empty = scale == 0
         for slot in empty.flatten(1).any(dim=1).nonzero().flatten().tolist():
             one = slice(slot, slot + 1)
@@ -344,7 +344,7 @@ class WNA16Layout(QuantizedLayout):
                 continue
             row, column = (int(i) for i in lost.nonzero()[0])
             part, rows = divmod(row, lost.shape[0] // len(projections))
-            names = [layer.name(experts[slot], projections[part], suffix) for suffix in (stored.scale, stored.weight)]
+            names = [layer.name(experts[slot], projections[part], suffix) for suffix in (packing.scale, packing.weight)]
             raise CheckpointError(
                 f"{names[0]} is 0 where {names[1]} is not ({int((lost != 0).sum())} weights, first row {rows}, column "
                 f"{column}): expected a scale other than 0"

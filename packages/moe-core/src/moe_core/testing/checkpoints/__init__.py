@@ -26,7 +26,7 @@ from moe_core.testing.checkpoints.experts import (
     unchanged,
 )
 from moe_core.testing.checkpoints.folders import raw_file, write, write_index
-from moe_core.testing.checkpoints.reading import check, refused, said_against, source
+from moe_core.testing.checkpoints.reading import check, reason_against, refused, source
 from moe_core.testing.checkpoints.tool_outputs import Cases, relative, routed, run
 
 __all__ = [
@@ -53,7 +53,7 @@ __all__ = [
     "relative",
     "routed",
     "run",
-    "said_against",
+    "reason_against",
     "source",
     "unchanged",
     "write",

@@ -59,7 +59,7 @@ def refused(folder: Path, tensors: Tensors, quantization: Mapping[str, Any], *pa
         raise AssertionError(f"the layer loads, expected a CheckpointError: {', '.join(parts)}")
 
 
-def said_against(adapter: CheckpointFormat, folder: Path, tensors: Tensors, quantization: Mapping[str, Any]) -> str:
+def reason_against(adapter: CheckpointFormat, folder: Path, tensors: Tensors, quantization: Mapping[str, Any]) -> str:
     """Why ``adapter`` doesn't read the layer: its reason, or the error of a config that is broken."""
     checkpoint = _opened(folder, tensors, quantization)
     try:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_core.testing.fuzz.mutations import Files
-from moe_core.testing.fuzz.reading import MISSING, Stored, statements, stored_tensors
+from moe_core.testing.fuzz.reading import MISSING, StoredTensor, statements, stored_tensors
 
 Allowed = set[str]
 
@@ -183,11 +183,11 @@ def allowed_differences(before: Files, after: Files, num_experts: int) -> Allowe
 
 def contradictions(files: Files) -> Iterator[str]:
     """Entries of which the tools' settings say different things in one place and in another: none is to be believed."""
-    said = {name: statements(content) or {} for name, content in files.items() if name.endswith(".json")}
+    by_file = {name: statements(content) or {} for name, content in files.items() if name.endswith(".json")}
     for names in SYNONYMS:
         values = {
             str(value).lower()
-            for entries in said.values()
+            for entries in by_file.values()
             for path, value in entries.items()
             if path and path[-1] in names and len(path) <= _TOP and value is not None
         }
@@ -236,20 +236,20 @@ def changed_entries(old: bytes, new: bytes) -> Iterator[tuple[tuple[str, ...], A
                     yield path[:end], MISSING
 
 
-def _changed_tensors(old: bytes, new: bytes) -> Iterator[tuple[str, Stored | None, Stored | None]]:
+def _changed_tensors(old: bytes, new: bytes) -> Iterator[tuple[str, StoredTensor | None, StoredTensor | None]]:
     mine, theirs = _by_projection(old), _by_projection(new)
     for name in mine.keys() | theirs.keys():
         if mine.get(name) != theirs.get(name):
             yield name, mine.get(name), theirs.get(name)
 
 
-def _by_projection(content: bytes) -> dict[str, Stored]:
+def _by_projection(content: bytes) -> dict[str, StoredTensor]:
     """Tensors by name, in one of the namings that a model may have."""
     found = stored_tensors(content) or {}
     return {_MIXTRAL.sub(lambda m: f".{_PROJECTIONS[m[1]]}.", name): tensor for name, tensor in found.items()}
 
 
-def _of_tensor(name: str, old: Stored | None, new: Stored | None, num_experts: int) -> Iterator[str]:
+def _of_tensor(name: str, old: StoredTensor | None, new: StoredTensor | None, num_experts: int) -> Iterator[str]:
     """What the tensor is part of; nothing for one that is gone or new, whose loss or coming must be noticed."""
     if name.endswith(_ROUTER):
         # an engine may bring the router itself; what belongs to it must not go alone

@@ -221,11 +221,11 @@ def _another_file(files: Files, rng: random.Random) -> tuple[str, bytes, str]:
     """A file of some tool beside config.json that repeats what that says, mostly with something changed."""
     name = rng.choice(BESIDE)
     try:
-        said = json.loads(files["config.json"]).get("quantization_config", {})
+        entries = json.loads(files["config.json"]).get("quantization_config", {})
     except (ValueError, AttributeError):
-        said = {}
-    said = {} if not isinstance(said, dict) else said
-    kept = {key: value for key, value in said.items() if rng.random() < 0.7}
+        entries = {}
+    entries = {} if not isinstance(entries, dict) else entries
+    kept = {key: value for key, value in entries.items() if rng.random() < 0.7}
     what = _replace(kept, rng) if rng.random() < 0.8 else "as it is"
     content: Any = {"quantization": kept} if name == "hf_quant_config.json" else kept
     return name, json.dumps(content).encode(), f"is added, {_text(content)} ({what})"

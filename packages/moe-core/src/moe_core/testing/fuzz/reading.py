@@ -144,7 +144,7 @@ def statements(content: bytes) -> dict[tuple[str, ...], Any] | None:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor as a header has it: its type's name, shape and bytes."""
 
     dtype: Any
@@ -152,14 +152,14 @@ class Stored:
     data: bytes
 
 
-def stored_tensors(content: bytes) -> dict[str, Stored] | None:
+def stored_tensors(content: bytes) -> dict[str, StoredTensor] | None:
     """The tensors of a safetensors file, by the definition of the format; None for what is none."""
     length = int.from_bytes(content[:HEADER], "little")
     try:
         header = json.loads(content[HEADER : HEADER + length])
         data = content[HEADER + length :]
         return {
-            name: Stored(entry["dtype"], entry["shape"], data[slice(*entry["data_offsets"])])
+            name: StoredTensor(entry["dtype"], entry["shape"], data[slice(*entry["data_offsets"])])
             for name, entry in header.items()
             if name != "__metadata__"
         }

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_wna16.formats.codes import fields
-from moe_wna16.formats.stored import Shape, Stored
+from moe_wna16.formats.packing import Packing, Shape
 
 
 class ZeroPoints(Enum):
@@ -36,7 +36,7 @@ class ZeroPoints(Enum):
 
 
 @dataclass(frozen=True)
-class GptqTensors(Stored):
+class GptqPacking(Packing):
     """See the module docstring."""
 
     zero_points: ZeroPoints

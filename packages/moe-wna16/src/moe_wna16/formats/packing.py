@@ -21,7 +21,7 @@ BITS = (4, 8)
 
 
 @dataclass(frozen=True)
-class Stored(ABC):
+class Packing(ABC):
     """The tensors of one matrix [rows, cols] whose columns form ``groups``, as they lie in the file.
 
     - ``bits`` of a code: 4 or 8

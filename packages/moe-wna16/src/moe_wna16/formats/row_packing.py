@@ -1,12 +1,12 @@
 """Tensors whose rows are output channels: compressed-tensors' and ModelOpt's.
 
 ========================  ======  ========================  =====================================================
-kind                      dtype   shape                     codes
+format                    dtype   shape                     codes
 ========================  ======  ========================  =====================================================
-words (pack-quantized)    int32   [N, ceil(K * bits / 32)]  plus 2**(bits-1), the lowest bits first
-bytes (int-quantized)     int8    [N, K]                    signed, one in a byte
-pairs (int4-quantized)    int8    [N, K / 2]                signed, two columns in a byte, the even one low
-rows (ModelOpt)           uint8   [N / 2, K]                signed, two output channels in a byte, the even one low
+pack-quantized            int32   [N, ceil(K * bits / 32)]  plus 2**(bits-1), the lowest bits first
+int-quantized             int8    [N, K]                    signed, one in a byte
+int4-quantized            int8    [N, K / 2]                signed, two columns in a byte, the even one low
+ModelOpt's W4A16_AWQ      uint8   [N / 2, K]                signed, two output channels in a byte, the even one low
 ========================  ======  ========================  =====================================================
 
 Scales are [N, groups].  compressed-tensors' zero points are int32 [ceil(N * bits / 32), groups], packed along N (not K)
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from moe_wna16.formats.codes import fields, packed, rows_of_words
-from moe_wna16.formats.stored import Shape, Stored
+from moe_wna16.formats.packing import Packing, Shape
 
 
 @dataclass(frozen=True)
-class _CompressedTensors(Stored):
+class _CompressedTensors(Packing):
     scale = "weight_scale"
     zero = "weight_zero_point"
     g_idx = "weight_g_idx"
@@ -49,7 +49,7 @@ class _CompressedTensors(Stored):
 
 
 @dataclass(frozen=True)
-class Words(_CompressedTensors):
+class PackQuantized(_CompressedTensors):
     """``pack-quantized``."""
 
     weight = "weight_packed"
@@ -62,7 +62,7 @@ class Words(_CompressedTensors):
 
 
 @dataclass(frozen=True)
-class Bytes(_CompressedTensors):
+class IntQuantized(_CompressedTensors):
     """``int-quantized``."""
 
     weight = "weight"
@@ -81,7 +81,7 @@ class Bytes(_CompressedTensors):
 
 
 @dataclass(frozen=True)
-class Pairs(_CompressedTensors):
+class Int4Quantized(_CompressedTensors):
     """``int4-quantized``."""
 
     weight = "weight_packed"
@@ -98,7 +98,7 @@ class Pairs(_CompressedTensors):
 
 
 @dataclass(frozen=True)
-class RowPairs(Stored):
+class ModelOptPacking(Packing):
     """ModelOpt's W4A16_AWQ."""
 
     weight = "weight"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_wna16.formats.codes import fields
-from moe_wna16.formats.stored import Shape, Stored
+from moe_wna16.formats.packing import Packing, Shape
 
 #: rows whose codes are in the lower and in the upper fields of a word's bytes
 _LOW, _HIGH = [0, 4, 1, 5], [2, 6, 3, 7]
@@ -27,7 +27,7 @@ _FIELD = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 @dataclass(frozen=True)
-class AwqTensors(Stored):
+class AwqPacking(Packing):
     """See the module docstring; ``bits`` is 4."""
 
     weight = "qweight"
