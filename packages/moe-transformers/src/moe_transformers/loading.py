@@ -1,8 +1,8 @@
 """``with loading():`` models of transformers get the quantised experts of their checkpoints as layers of moe-core.
 
 transformers has no place for a package to take part in ``from_pretrained`` of any checkpoint: quantisers are known by
-``quant_method``, need the packages of the tools, and some leave experts out.  So two functions of it are replaced while
-some thread is within :func:`loading`: the one that chooses the quantiser, and the one that reads the files.
+``quant_method``, need the packages of the tools, and some leave experts out.  So three functions of it are replaced
+while some thread is within :func:`loading`: those that choose the quantiser, find the files, and read them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from moe_core import ConfigError, QuantKey, registry
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel, modeling_utils
 from moe_transformers.options import Options
 from moe_transformers.quantizer import MoeCoreQuantizer
 from moe_transformers.refusals import RefusedError
+from moe_transformers.settings import fetch_settings
 from moe_transformers.version import check_version
 
 _OPTIONS: ContextVar[Options | None] = ContextVar("moe_transformers_options", default=None)
@@ -92,6 +94,14 @@ def _check_method(entries: Mapping[str, Any]) -> None:
         raise RefusedError.of(error, entries)
 
 
+def _get_resolved_checkpoint_files(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """transformers' function of that name: (files, metadata)."""
+    files, metadata = original(*arguments, **named)
+    if _OPTIONS.get() is not None and files:
+        fetch_settings(Path(files[0]), str(named["pretrained_model_name_or_path"]), named["download_kwargs"] or {})
+    return files, metadata
+
+
 def _load_pretrained_model(
     original: Callable[..., Any], model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any, **named: Any
 ) -> Any:
@@ -120,6 +130,7 @@ class _Hooks:
         with self._lock:
             if self._users == 0:
                 self._replace(modeling_utils, "get_hf_quantizer", _get_hf_quantizer)
+                self._replace(modeling_utils, "_get_resolved_checkpoint_files", _get_resolved_checkpoint_files)
                 self._replace(PreTrainedModel, "_load_pretrained_model", _load_pretrained_model)
             self._users += 1
 

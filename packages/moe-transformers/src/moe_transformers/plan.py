@@ -166,9 +166,9 @@ class Plan:
             self.devices[name] = device_of(device_map, name)
         kinds = {device.type for device in self.devices.values()}
         if len(kinds) > 1 or "meta" in kinds:
-            aside = next(name for name, device in self.devices.items() if device.type in ("cpu", "meta"))
+            name, device = next((n, d) for n, d in self.devices.items() if d.type in ("cpu", "meta"))
             raise ConfigError(
-                f"the device map puts {aside} on {(device_map or {}).get(aside, 'cpu or disk')}, and other layers on a "
+                f"the device map puts {name} on {'disk' if device.type == 'meta' else device}, and other layers on a "
                 "GPU: experts are run where they are kept; leave more memory to the GPUs (max_memory), or take more"
             )
         chosen: dict[str, None] = {}
@@ -211,5 +211,10 @@ def device_of(device_map: Mapping[str, Any] | None, name: str) -> torch.device:
     if device == "disk":
         return torch.device("meta")
     if isinstance(device, int):
-        return torch.device(str(torch.accelerator.current_accelerator() or "cuda"), device)
+        return torch.device(accelerator().type, device)
     return torch.device(device)
+
+
+def accelerator() -> torch.device:
+    """The kind of GPU that torch has here, else the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -15,8 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moe_transformers.dense import LazyTensor, dense_tensors
 from moe_transformers.options import Options
-from moe_transformers.plan import Plan, device_of
-from moe_transformers.settings import fetch_settings
+from moe_transformers.plan import Plan, accelerator, device_of
 
 #: dtypes of hidden states; others are storage, which a checkpoint's first tensor may have
 _COMPUTED = (torch.bfloat16, torch.float16, torch.float32)
@@ -73,13 +72,11 @@ class MoeCoreQuantizer(HfQuantizer):
         if not checkpoint_files:
             raise ConfigError("state_dict is given: experts are read from a checkpoint's files; give its folder")
         folder = Path(checkpoint_files[0]).parent
-        fetch_settings(folder, model.config.name_or_path)
         # transformers builds models on the meta device, where small tensors of a checkpoint would have no values
         with torch.device("cpu"):
             self._plan = Plan.of(model, folder, self.options, model.dtype)
             if isinstance(device_map, str):
-                device = torch.accelerator.current_accelerator() or torch.device("cpu")
-                self._beside = self._plan.reserve(model, device)
+                self._beside = self._plan.reserve(model, accelerator())
 
     def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
         return {
