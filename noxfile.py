@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import nox
@@ -40,6 +41,9 @@ targets = nox.parametrize("target", [nox.param(target, id=target) for target in 
 OLDER_TRANSFORMERS = ["5.17.0"]
 releases = nox.parametrize("release", [nox.param(version, id=version) for version in ["newest", *OLDER_TRANSFORMERS]])
 
+# whose Python moe-vllm is tested with; nothing of it is installed
+VLLM = "vllm==0.33.0"
+
 nox.options.sessions = [
     "lint",
     "types",
@@ -48,6 +52,7 @@ nox.options.sessions = [
     "libraries",
     "families(newest)",
     "transformers(newest)",
+    "vllm",
     "compile_cover",
     "docs",
     "bench",
@@ -118,13 +123,13 @@ def tests_lowest(session: nox.Session) -> None:
         compile_kernels(session, *COVERED, "--cover", "1")
 
 
-def run_tests(session: nox.Session, *arguments: str) -> None:
+def run_tests(session: nox.Session, *arguments: str, environment: Mapping[str, str | None] | None = None) -> None:
     """Runs pytest on what needs no GPU, wherever the machine has one or not."""
-    environment = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    variables: dict[str, str | None] = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     # one process per core, so one thread each
-    environment["OMP_NUM_THREADS"] = "1"
+    variables["OMP_NUM_THREADS"] = "1"
     options = ["-m", "not gpu", "-n", "auto", "--dist", "worksteal", "--durations", "15", *arguments]
-    session.run("python", "-m", "pytest", *options, *session.posargs, env=environment)
+    session.run("python", "-m", "pytest", *options, *session.posargs, env={**variables, **(environment or {})})
 
 
 @nox.session(download_python="never")
@@ -164,6 +169,15 @@ def transformers(session: nox.Session, release: str) -> None:
     install_transformers(session, release, "transformers")
     run_tests(session, "packages/moe-transformers/tests")
     run_examples(session, ROOT / "packages/moe-transformers/README.md")
+
+
+@nox.session(download_python="never")
+def vllm(session: nox.Session) -> None:
+    """vLLM's own selection, layers and modular kernel with the experts in them; vLLM's compiled parts are stand-ins."""
+    install(session, "test", "families", "vllm-imports")
+    files = ROOT / ".nox" / VLLM
+    session.run("python", "tools/unpack_python.py", VLLM, str(files))
+    run_tests(session, "packages/moe-vllm/tests", environment={"PYTHONPATH": str(files)})
 
 
 def install_transformers(session: nox.Session, release: str, *groups: str) -> None:

@@ -11,7 +11,7 @@ import functools
 import importlib.metadata
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from moe_core.environment import parse_version
@@ -72,25 +72,39 @@ class Engine:
                 )
         return tuple(scheme for scheme in self.schemes if scheme in names)
 
-    def start(self, logger: logging.Logger) -> tuple[str, ...]:
-        """The schemes to bring, those that are switched on and installed; () with the reason in the log where none is.
+    def status(self, environ: Mapping[str, str] | None = None) -> tuple[tuple[str, ...], str]:
+        """(the schemes to bring, those that are switched on and installed; the same in words, with the reason if none).
 
-        One line is logged either way.  Raises ConfigError for a switch that says nothing known.
+        Raises ConfigError for a switch that says nothing known.
         """
-        wanted = self.switched_on()
+        environ = os.environ if environ is None else environ
+        wanted = self.switched_on(environ)
         if not wanted:
-            logger.info("%s is off: %s=%s", self.package, self.switch, os.environ.get(self.switch))
-            return ()
+            return (), f"{self.package} is off: {self.switch}={environ.get(self.switch)}"
         reason = self.reason_against_version()
         if reason is not None:
-            logger.warning("%s is off: %s", self.package, reason)
-            return ()
+            return (), f"{self.package} is off: {reason}"
         installed = registry().scheme_names()
         found = tuple(scheme for scheme in wanted if scheme in installed)
-        if found:
-            logger.info("%s is on for %s (%s=off turns it off)", self.package, ", ".join(found), self.switch)
-        else:
-            logger.warning("%s is off: none of the schemes %s is installed", self.package, ", ".join(wanted))
+        if not found:
+            return (), f"{self.package} is off: none of the schemes {', '.join(wanted)} is installed"
+        return found, f"{self.package} is on for {', '.join(found)} ({self.switch}=off turns it off)"
+
+    def start(
+        self, logger: logging.Logger, bring: Callable[[tuple[str, ...]], str | None] | None = None
+    ) -> tuple[str, ...]:
+        """The schemes to bring; () with the reason in the log where there are none.
+
+        ``bring`` does so: it gets them, and returns the reason if it can't.  One line is logged either way, a warning
+        where the user did not ask for what it says.  Raises ConfigError for a switch that says nothing known.
+        """
+        found, text = self.status()
+        asked = bool(found) or not self.switched_on()
+        if found and bring is not None:
+            reason = bring(found)
+            if reason is not None:
+                found, text, asked = (), f"{self.package} is off: {reason}", False
+        logger.log(logging.INFO if asked else logging.WARNING, "%s", text)
         return found
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 PACKAGES = ("moe-core", "torch", "triton", "safetensors", "numpy", "flashinfer-python", "matplotlib")
 
+#: entry points of packages that bring the experts into other programs: functions that return what there is to say
+INTEGRATION_GROUP = "moe_core.integrations"
+
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code: 1 where something installed does not work."""
@@ -26,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
     plugins = registry()
     schemes, faults, notes = _schemes(plugins)
+    integrations = _integrations(faults)
     versions = {name: _version(name) for name in (*PACKAGES, *KNOWN_SCHEMES.values())}
     data = {
         "python": platform.python_version(),
@@ -34,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         "versions": versions,
         "devices": _devices(),
         "schemes": schemes,
+        "integrations": integrations,
         "missing": _missing(versions, plugins),
         "faults": faults,
         "notes": notes,
@@ -84,6 +89,30 @@ def _schemes(plugins: Registry) -> tuple[list[dict[str, Any]], list[str], list[s
         broken += _broken_claims(oracle)
     plugins.online_names()
     return found, [str(fault) for fault in dict.fromkeys((*plugins.faults(), *broken))], notes
+
+
+def _integrations(faults: list[str]) -> dict[str, list[str]]:
+    """What packages say that bring the experts into other programs, by the names of their entry points.
+
+    Each is a function without arguments that returns lines of text; what it raises is added to ``faults``.
+    """
+    from moe_core.entry_points import installed, load
+    from moe_core.plugins import PluginFault
+
+    found: dict[str, list[str]] = {}
+    for point in installed(INTEGRATION_GROUP):
+        if isinstance(point, PluginFault):  # the registry has named it
+            continue
+        says = load(point, "integration", _called)
+        if isinstance(says, PluginFault):
+            faults.append(str(says))
+        else:
+            found[point.name] = says
+    return dict(sorted(found.items()))
+
+
+def _called(function: Any) -> list[str]:
+    return [str(line) for line in function()]
 
 
 def _broken_claims(oracle: Oracle) -> Iterator[PluginFault]:
@@ -157,6 +186,13 @@ def _text(data: dict[str, Any]) -> str:
         lines.append(f"  {device['device']:<18} {device['name']} ({device['arch']}{memory}{fp8})")
     lines += ["", "schemes"]
     lines += [f"  {s['scheme']:<18} backends: {', '.join(s['backends'])}" for s in data["schemes"]] or ["  none"]
+    if data["integrations"]:
+        lines += ["", "integrations"]
+        lines += [
+            f"  {name if not i else '':<18} {line}"
+            for name, says in data["integrations"].items()
+            for i, line in enumerate(says)
+        ]
     if data["missing"]:
         lines += ["", "missing"]
         lines += [f"  {m['what']:<18} {m['why']}\n{'':<21}{m['command']}" for m in data["missing"]]

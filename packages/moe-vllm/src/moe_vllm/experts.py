@@ -1,0 +1,223 @@
+"""moe-core's experts as a class of vLLM's modular kernel."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, ClassVar
+
+import torch
+from moe_core import ConfigError, FusedMoEKernel, KernelWeights, MoEError, QuantKey, Selection, Workspace, oracle
+from moe_core.engine_api import select_kernel
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat, FusedMoEExpertsModular
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.platforms import current_platform
+
+from moe_vllm.engine import ENGINE
+from moe_vllm.layer import layer_config
+from moe_vllm.weights import adopt, bound, canonical_weights, stored_group
+
+
+class MoeCoreExperts(FusedMoEExpertsModular):
+    """Experts of one layer.
+
+    vLLM hands a class, not an instance, from its selection to the place that builds the kernel.  So every layer has a
+    class of its own (:meth:`of`), which carries what was asked for and what was chosen.
+    """
+
+    scheme: ClassVar[str]
+    #: vLLM's keys of weights and activations, and moe-core's
+    asked: ClassVar[tuple[Any, Any]]
+    keys: ClassVar[tuple[QuantKey | None, QuantKey | None]]
+    #: the layer whose parameters hold the weights; None outside of vLLM's own loading
+    layer: ClassVar[weakref.ref[torch.nn.Module] | None] = None
+    selection: ClassVar[Selection]
+
+    @classmethod
+    def of(
+        cls,
+        scheme: str,
+        asked: tuple[Any, Any],
+        keys: tuple[QuantKey | None, QuantKey | None],
+        layer: torch.nn.Module | None,
+    ) -> type[MoeCoreExperts]:
+        """A class for one layer."""
+        body = {
+            "__module__": cls.__module__,
+            "scheme": scheme,
+            "asked": asked,
+            "keys": keys,
+            "layer": None if layer is None else weakref.ref(layer),
+        }
+        return type(f"MoeCore{scheme.capitalize()}Experts", (cls,), body)
+
+    # ---- what vLLM's selection asks
+
+    @staticmethod
+    def is_supported_config(
+        cls: type[MoeCoreExperts],
+        moe_config: Any,
+        weight_key: Any,
+        activation_key: Any,
+        activation_format: FusedMoEActivationFormat,
+    ) -> tuple[bool, str | None]:
+        """vLLM's own chain of questions, then moe-core's selection, whose reasons are all given."""
+        supported, reason = FusedMoEExpertsModular.is_supported_config(
+            cls, moe_config, weight_key, activation_key, activation_format
+        )
+        if not supported:
+            return False, reason
+        try:
+            cls.selection = select_kernel(cls.scheme, layer_config(moe_config), *cls.keys, device=moe_config.device)
+        except MoEError as error:
+            return False, error.message
+        return True, None
+
+    @staticmethod
+    def activation_format() -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return bool(current_platform.is_cuda_alike())  # vLLM has kernels for CPUs; which GPU, the selection asks
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @classmethod
+    def _supports_quant_scheme(cls, weight_key: Any, activation_key: Any) -> bool:
+        if cls.scheme == "fp8" and current_platform.is_fp8_fnuz():
+            return False  # other codes than e4m3's
+        return (weight_key, activation_key) == cls.asked
+
+    @classmethod
+    def _supports_activation(cls, activation: Any) -> bool:
+        # its gate and up rows alternate in some checkpoints; only the conversion of MXFP4 says in which
+        return activation.value != "swigluoai" or cls.scheme == "mxfp4"
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        # what moves tokens between ranks must leave their quantisation to the experts
+        return not moe_parallel_config.use_all2all_kernels or bool(
+            moe_parallel_config.use_ag_rs_all2all_kernels
+            or moe_parallel_config.use_deepep_ht_kernels
+            or moe_parallel_config.use_deepep_v2_kernels
+        )
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        return TopKWeightAndReduceNoOP()
+
+    # ---- the layer
+
+    def __init__(self, moe_config: Any, quant_config: Any, **batched: int | None) -> None:
+        """Converts the layer's weights, in vLLM's own parameters, and builds the kernel: before CUDA graphs."""
+        super().__init__(moe_config, quant_config, **batched)
+        layer = self._present_layer()
+        self._names: dict[str, str] = {}
+        self._kernel: FusedMoEKernel | None = None
+        if layer is not None:
+            converted = self._convert(layer.w13_weight.detach(), layer.w2_weight.detach())
+            self._names = adopt(layer, converted, quant_config)
+            self._check_rearranging(converted)
+            self._kernel = self._make_kernel(bound(layer, converted, self._names))
+
+    def _present_layer(self) -> Any:
+        reference = type(self).layer
+        return None if reference is None else reference()
+
+    def _convert(self, w13: Tensor, w2: Tensor) -> KernelWeights:
+        """The weights in the layout of the kernel that fits them as they were loaded."""
+        quant, moe = self.quant_config, self.moe_config
+        has_bias = quant.w1_bias is not None or quant.w2_bias is not None
+        config = layer_config(moe, has_bias=has_bias, params=self.activation_config)
+        weight_key, activation_key = self.keys
+        if self.scheme == "wna16" and weight_key is not None:
+            weight_key = stored_group(weight_key, config.hidden_size, quant.w1_scale)
+        # sizes may have been rounded up, and biases found, since the layer was asked for
+        if (config, weight_key) != (self.selection.config, self.selection.weight_key):
+            type(self).selection = select_kernel(self.scheme, config, weight_key, activation_key, device=moe.device)
+        weights = canonical_weights(config, weight_key, activation_key, w13, w2, quant)
+        return oracle(self.scheme).convert(self.selection, weights)
+
+    def _check_rearranging(self, weights: KernelWeights) -> None:
+        """vLLM's load balancing between ranks copies experts: every tensor must have a part of each."""
+        if self.moe_config.moe_parallel_config.enable_eplb:
+            for name, tensor in weights.tensors():
+                if tensor.shape[:1] != (self.moe_config.num_local_experts,):
+                    raise ConfigError(
+                        f"{name} {list(tensor.shape)} of {self.selection.backend} is not per expert, which EPLB needs: "
+                        f"{ENGINE.switch}=off leaves the layer to vLLM"
+                    )
+
+    def _make_kernel(self, weights: KernelWeights) -> FusedMoEKernel:
+        self._workspace_elements = functools.lru_cache(maxsize=None)(self._elements)
+        return oracle(self.scheme).make_kernel(self.selection, weights)
+
+    def _bound_kernel(self, w13: Tensor, w2: Tensor) -> FusedMoEKernel:
+        """The kernel on the tensors of this call: vLLM places others when it has loaded new weights."""
+        if self._kernel is None:  # not by vLLM's loading: the converted weights are the kernel's own
+            self._kernel = self._make_kernel(self._convert(w13.detach(), w2.detach()))
+        elif self._names and self._kernel.weights.w13.data_ptr() != w13.data_ptr():
+            layer = self._present_layer()
+            if layer is not None:
+                self._kernel = self._make_kernel(bound(layer, self._kernel.weights, self._names))
+        return self._kernel
+
+    def _elements(self, num_tokens: int) -> int:
+        """Elements of the hidden states' dtype that hold the kernel's scratch memory."""
+        if self._kernel is None:
+            return 0
+        itemsize: int = self.moe_config.in_dtype.itemsize
+        return -(-self._kernel.workspace_nbytes(num_tokens) // itemsize)
+
+    # ---- a call
+
+    def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
+        """(experts, tokens, rows of w13, K, top-k): from the layer, since a layout may have other shapes."""
+        config = self.selection.config
+        return config.local_experts, a1.shape[0], config.w13_rows, a1.shape[-1], topk_ids.shape[1]
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Scratch memory of vLLM's, beside the output: the first one may share the output's."""
+        return (0,), (0,) if self._kernel is None else (self._workspace_elements(M),), (M, K)
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """The weighted sum of the experts of each token, into ``output`` [M, K]."""
+        kernel = self._bound_kernel(w1, w2)
+        if apply_router_weight_on_input:  # prepare has done it
+            topk_weights = torch.ones_like(topk_weights)
+        kernel.workspace = Workspace(workspace2.device, workspace2.view(torch.uint8)) if workspace2.numel() else None
+        kernel.apply(hidden_states, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, output=output)

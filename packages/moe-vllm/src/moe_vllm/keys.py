@@ -1,0 +1,57 @@
+"""vLLM's quant keys as moe-core's: by the names of its constants, never from flags or shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import moe_core
+import torch
+from moe_core import ConfigError, QuantKey
+from vllm.model_executor.layers.quantization.utils import quant_utils
+
+#: constants that have one meaning in both; a missing one is an AttributeError when this module is imported
+_NAMES = (
+    "kFp8StaticTensorSym",
+    "kFp8DynamicTensorSym",
+    "kFp8StaticChannelSym",
+    "kFp8DynamicTokenSym",
+    "kFp8Static128BlockSym",
+    "kFp8Dynamic128Sym",
+    "kMxfp8Static",
+    "kMxfp8Dynamic",
+    "kMxfp4Static",
+    "kInt8StaticChannelSym",
+    "kInt8StaticTensorSym",
+    "kInt8DynamicTokenSym",
+    "kInt8DynamicTensorSym",
+)
+_KEYS: dict[Any, QuantKey] = {getattr(quant_utils, name): getattr(moe_core, name) for name in _NAMES}
+
+#: constants of integer weights for 16-bit activations, which leave the size of the groups to the checkpoint's config;
+#: (without zero points, with them)
+_INTEGERS: dict[Any, tuple[QuantKey, QuantKey]] = {
+    getattr(quant_utils, name): (getattr(moe_core, f"kInt{bits}Static"), getattr(moe_core, f"kInt{bits}StaticAsym"))
+    for name, bits in (
+        ("kInt4Static", 4),
+        ("kInt4Static32", 4),
+        ("kInt4StaticAsym", 4),
+        ("kInt4Static32Asym", 4),
+        ("kInt8Static", 8),
+    )
+}
+
+
+def quant_key(key: Any) -> QuantKey | None:
+    """The key of weights or activations; None for 16 bits.  Raises ConfigError for one that is none of the above."""
+    if key is None:
+        return None
+    if key not in _KEYS:
+        raise ConfigError(f"vLLM's {key} is none of the quant keys that are known here")
+    return _KEYS[key]
+
+
+def integer_key(key: Any, *, group_size: int, zero_points: bool, scale_dtype: torch.dtype) -> QuantKey:
+    """The key of integer weights in groups of ``group_size`` columns (-1: the whole row).  Raises ConfigError."""
+    if key not in _INTEGERS:
+        raise ConfigError(f"vLLM's {key} is none of the integer weights that are known here")
+    return _INTEGERS[key][zero_points].with_group(1, group_size).with_scale_dtype(scale_dtype)

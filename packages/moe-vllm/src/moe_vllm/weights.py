@@ -1,0 +1,154 @@
+"""A layer's tensors: from vLLM's parameters to moe-core's canonical weights, and back into the parameters.
+
+What the kernels read lives in the layer's parameters, so that vLLM counts it, moves it between ranks, and writes new
+weights into it in place; there is no second copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from moe_core import ConfigError, FusedMoEConfig, KernelWeights, MoEWeights, QuantKey, scale_shape
+from torch import Tensor
+from vllm.model_executor.utils import replace_parameter
+
+#: what vLLM's quant config calls the tensors that kernel weights have too
+_IN_QUANT_CONFIG = {
+    "w1_scale": "w1_scale",
+    "w2_scale": "w2_scale",
+    "w1_zero_point": "w1_zp",
+    "w2_zero_point": "w2_zp",
+    "w1_bias": "w1_bias",
+    "w2_bias": "w2_bias",
+    "a1_scale": "a1_scale",
+    "a2_scale": "a2_scale",
+}
+
+
+def canonical_weights(
+    config: FusedMoEConfig,
+    weight_key: QuantKey | None,
+    activation_key: QuantKey | None,
+    w13: Tensor,
+    w2: Tensor,
+    quant_config: Any,
+) -> MoEWeights:
+    """The layer's weights as vLLM holds them where its own Triton kernels would run them, without a copy of any.
+
+    ``w13`` [E, 2N, K] and ``w2`` [E, K, N], packed types two to a byte along K; the rest from vLLM's ``quant_config``.
+    """
+    experts, hidden, inter = config.local_experts, config.hidden_size, config.intermediate_size
+    parts = 2 if config.is_gated else 1
+    tensors: dict[str, Tensor | None] = {}
+    for name, mine, rows, cols, stacked in (
+        ("w13", "w1", config.w13_rows, hidden, parts),
+        ("w2", "w2", hidden, inter, 1),
+    ):
+        scale, zero_point = getattr(quant_config, f"{mine}_scale"), getattr(quant_config, f"{mine}_zp")
+        if weight_key is not None and scale is not None:
+            tensors[f"{name}_scale"] = _scale(scale.detach(), scale_shape(weight_key, experts, rows, cols, stacked))
+        if zero_point is not None and weight_key is not None and not weight_key.symmetric:
+            tensors[f"{name}_zero_point"] = _zero_points(zero_point.detach(), weight_key, rows)
+        static = getattr(quant_config, f"a{mine[-1]}_scale")
+        if activation_key is not None and activation_key.is_static and static is not None:
+            tensors[f"{name}_input_scale"] = static.detach().float().reshape(-1).expand(experts).contiguous()
+        if config.has_bias:
+            bias = getattr(quant_config, f"{mine}_bias")
+            tensors[f"{name}_bias"] = (
+                w13.new_zeros((experts, rows), dtype=config.dtype) if bias is None else bias.detach()
+            )
+    return MoEWeights(weight_key=weight_key, activation_key=activation_key, w13=w13, w2=w2, **tensors)
+
+
+def stored_group(key: QuantKey, columns: int, scale: Tensor | None) -> QuantKey:
+    """``key`` with the groups that ``scale`` [E, rows, groups] has: vLLM splits those that a rank's shard would cut."""
+    if scale is None or key.group_size == -1 or scale.shape[-1] == -(-columns // key.group_size):
+        return key
+    if columns % scale.shape[-1]:
+        raise ConfigError(f"the scales have {scale.shape[-1]} groups, which do not divide {columns} columns")
+    return key.with_group(1, columns // scale.shape[-1])
+
+
+def rows_in_order(tensor: Tensor) -> Tensor:
+    """[E, 2N, ...] whose rows are gate, up, gate, up … (gpt-oss) -> gate rows, then up rows."""
+    experts, rows = tensor.shape[:2]
+    return tensor.reshape(experts, rows // 2, 2, *tensor.shape[2:]).transpose(1, 2).reshape(tensor.shape).contiguous()
+
+
+def adopt(layer: torch.nn.Module, weights: KernelWeights, quant_config: Any) -> dict[str, str]:
+    """Put ``weights`` into the parameters of ``layer``: the name of the parameter of each of their tensors.
+
+    Those that vLLM has already are given the new data, where it is not theirs; what only the kernels have becomes a
+    parameter of its own.  Parameters whose contents went into others are emptied.
+    """
+    known = {"w13": "w13_weight", "w2": "w2_weight"}
+    for mine, theirs in _IN_QUANT_CONFIG.items():
+        held = getattr(quant_config, theirs)
+        name = None if held is None else _name_of(layer, held)
+        if name is not None:
+            known[mine] = name
+    names = {}
+    for mine, tensor in weights.tensors():
+        names[mine] = name = known.get(mine, f"moe_core_{mine}")
+        held = getattr(layer, name, None)
+        if held is None:
+            layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        elif held.data_ptr() != tensor.data_ptr() or held.nbytes != tensor.nbytes:
+            replace_parameter(layer, name, tensor)
+    for name in known.keys() - names.keys():
+        # folded into other tensors: nothing reads it any more
+        parameter = getattr(layer, known[name])
+        parameter.data = parameter.data.new_empty(0)
+    return names
+
+
+def bound(layer: torch.nn.Module, weights: KernelWeights, names: dict[str, str]) -> KernelWeights:
+    """``weights`` with the present tensors of the parameters that hold them."""
+    held = {id(tensor): getattr(layer, names[mine]).detach() for mine, tensor in weights.tensors()}
+
+    def present(tensor: Tensor) -> Tensor:
+        found: Tensor = held[id(tensor)]
+        return (
+            found
+            if found.dtype is tensor.dtype and found.shape == tensor.shape
+            else found.view(tensor.dtype).view(tensor.shape)
+        )
+
+    return mapped(weights, present)
+
+
+def mapped(weights: KernelWeights, change: Callable[[Tensor], Tensor]) -> KernelWeights:
+    """The same description of changed tensors."""
+    return replace(
+        weights,
+        w13=change(weights.w13),
+        w2=change(weights.w2),
+        quant_config=weights.quant_config.map(change),
+        extra={name: change(tensor) for name, tensor in weights.extra.items()},
+    )
+
+
+def _name_of(layer: torch.nn.Module, tensor: Tensor) -> str | None:
+    """The name of the parameter of ``layer`` that is ``tensor``, or lies in the same memory."""
+    for name, parameter in layer.named_parameters(recurse=False):
+        if parameter is tensor or (parameter.numel() and parameter.data_ptr() == tensor.data_ptr()):
+            return name
+    return None
+
+
+def _scale(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``scale`` in the canonical ``shape``; one number for gate and up becomes one for each."""
+    if scale.numel() * 2 == shape[0] * shape[1] and len(shape) == 2:
+        return scale.reshape(-1, 1).expand(shape).contiguous()
+    return scale.reshape(shape)
+
+
+def _zero_points(zero_point: Tensor, key: QuantKey, rows: int) -> Tensor:
+    """vLLM's zero points [E, rows / 2, groups], two rows to a byte -> [E, rows, groups]; of 8 bits as they are."""
+    if key.dtype.bits == 8 or zero_point.shape[1] == rows:
+        return zero_point
+    halves = torch.stack((zero_point & 15, zero_point >> 4), dim=2)
+    return halves.reshape(zero_point.shape[0], rows, zero_point.shape[2])

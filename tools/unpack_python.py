@@ -1,0 +1,35 @@
+"""Puts the Python files of a wheel into a folder: without its compiled parts, and without what it depends on.
+
+Usage: ``python tools/unpack_python.py NAME==VERSION FOLDER``. For tests against the Python of a package whose
+installation takes gigabytes, or a GPU. Needs pip.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+#: wheels for this one are taken on every machine: their Python files are the same
+PLATFORM = "manylinux_2_28_x86_64"
+
+
+def unpack(requirement: str, folder: Path) -> None:
+    """Downloads the wheel and unpacks it, unless ``folder`` holds it."""
+    done = folder / "unpacked.txt"
+    if done.is_file() and done.read_text() == requirement:
+        return
+    with tempfile.TemporaryDirectory() as download:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        subprocess.run([*command, "--platform", PLATFORM, "--dest", download, requirement], check=True)
+        (wheel,) = Path(download).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith((".py", ".dist-info/METADATA"))]
+            archive.extractall(folder, names)
+    done.write_text(requirement)
+
+
+if __name__ == "__main__":
+    unpack(sys.argv[1], Path(sys.argv[2]))
