@@ -105,6 +105,32 @@ def test_starting_logs_one_line(
     assert [record.getMessage() for record in caplog.records] == [line]
 
 
+@pytest.mark.parametrize("reason", [None, "it lacks a name"])
+def test_what_brings_the_schemes_may_refuse(
+    installed: dict[str, str], caplog: pytest.LogCaptureFixture, reason: str | None
+) -> None:
+    installed["an-engine"] = "0.5.23"
+    asked = []
+
+    def bring(schemes: tuple[str, ...]) -> str | None:
+        asked.append(schemes)
+        return reason
+
+    brought = ENGINE.start(LOGGER, bring)
+    (line,) = caplog.records
+    assert asked == [ENGINE.schemes]
+    if reason is None:
+        assert (brought, line.levelname) == (ENGINE.schemes, "INFO")
+    else:
+        assert (brought, line.levelname) == ((), "WARNING")
+        assert line.getMessage() == "moe-engine is off: it lacks a name"
+
+
+def test_nothing_is_brought_where_the_engine_is_another(installed: dict[str, str]) -> None:
+    installed["an-engine"] = "0.6"
+    assert ENGINE.start(LOGGER, lambda schemes: pytest.fail("it was asked")) == ()
+
+
 def test_schemes_that_are_not_installed_are_left_out(
     installed: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:

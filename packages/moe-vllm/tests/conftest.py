@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import importlib.util
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["in_vllm/*"]
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["in_vllm"]

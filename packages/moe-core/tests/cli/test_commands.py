@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core import CheckpointError, Requirement, Verified, __version__
+from moe_core import CheckpointError, Requirement, Verified, __version__, entry_points
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli import _machine, _output
 from moe_core.cli import quickstart as quickstart_command
 from moe_core.cli._output import write_whole, written_folder
 from moe_core.cli.backends import describe, details
+from moe_core.cli.doctor import INTEGRATION_GROUP
 from moe_core.registry import registry
 from moe_core_checkpoints import write_quickstart
 from moe_core_cli.grammar import COMMANDS
@@ -152,6 +154,27 @@ def test_doctor(moe: Any) -> None:
     assert all(item["command"] for item in data["missing"])
     out = moe("doctor").out
     assert "backends: gpu, plain" in out
+
+
+def test_doctor_asks_integrations(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they say is shown; one that fails is named, and keeps nobody else from speaking."""
+    module = types.ModuleType("some_integrations")
+    module.works = lambda: ["on", "fp8: triton"]  # type: ignore[attr-defined]
+    module.fails = lambda: 1 / 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "some_integrations", module)
+    points = [
+        importlib.metadata.EntryPoint(name, f"some_integrations:{name}", INTEGRATION_GROUP)
+        for name in ("fails", "lacks", "works")
+    ]
+    monkeypatch.setattr(entry_points, "installed", lambda group: points if group == INTEGRATION_GROUP else [])
+    result = moe("doctor", "--json")
+    assert result.code == 1
+    assert result.data["integrations"] == {"works": ["on", "fp8: triton"]}
+    fails, lacks = result.data["faults"]
+    assert "integration 'fails'" in fails
+    assert "ZeroDivisionError" in fails
+    assert "integration 'lacks'" in lacks
+    assert "integrations\n  works              on\n                     fp8: triton\n" in moe("doctor").out
 
 
 def test_doctor_names_a_library_once(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:

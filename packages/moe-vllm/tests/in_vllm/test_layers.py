@@ -9,7 +9,7 @@ from moe_core.engine_api import select_kernel
 from moe_vllm.experts import MoeCoreExperts
 from torch import Tensor
 from vllm_formats import FORMATS, Format, Loaded
-from vllm_layers import E, K, N, TOP_K, experts_of, fill, make_layer, moe_config, process, run
+from vllm_layers import TOP_K, E, K, N, experts_of, fill, make_layer, moe_config, process, run
 
 pytestmark = pytest.mark.usefixtures("brought")
 

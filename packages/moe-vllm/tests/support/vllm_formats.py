@@ -31,7 +31,7 @@ ops.scaled_fp8_quant = quantize_fp8
 
 @dataclass(frozen=True)
 class Loaded:
-    """``tensors`` by the names of vLLM's parameters; ``weights``: the same, canonical, as moe-core's own layer has it."""
+    """``tensors`` by the names of vLLM's parameters; ``weights``: the same, canonical."""
 
     tensors: Mapping[str, Tensor]
     weights: mc.MoEWeights
@@ -39,7 +39,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Format:
-    """``shared``: the names of vLLM's parameters whose memory the kernel's w13 and w2 are, on any backend."""
+    """A format: vLLM's config, what is loaded, and what else the layer is (arguments of its config)."""
 
     scheme: str
     config: Callable[[], Any]

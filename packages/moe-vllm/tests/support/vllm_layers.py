@@ -1,4 +1,4 @@
-"""vLLM's own MoE layers, small, on the CPU: made by its configs and methods, filled and processed as its loader does."""
+"""vLLM's own MoE layers, small, on the CPU: made, filled and processed as its loader does."""
 
 from __future__ import annotations
 
