@@ -126,7 +126,7 @@ PROTOCOL_2 = {
     "moe_core.hopper_api": "HALF LAYOUT TILE free_slot wait_for_slot",
     "moe_core.kernel_api": (
         "ActivationScheme Converted E4M3 FEW GemmWeight GemvFunctions Granularity GroupScheme INTERPRET "
-        "LOAD_WORDS MarlinMatrix OperandA STEP ScaledMMFunctions TileFunctions WarpSpecialisedGemm "
+        "LOAD_PARTS LOAD_WORDS MarlinMatrix OperandA STEP ScaledMMFunctions TileFunctions WarpSpecialisedGemm "
         "add_swap_ab_dot as_stored_scheme asm_values divide divide_all factor_e4m3 has_nan in_columns in_order "
         "is_aligned is_finite largest load_blocks load_scaled_rows load_values load_words marked multiply "
         "multiply_group narrow_e4m3 open_blocks open_groups open_plain open_rows open_unquantized_rows "

@@ -68,6 +68,7 @@ from moe_core.gemm.marlin.operand import (
 )
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.scaled_mm import (
+    LOAD_PARTS,
     has_nan,
     is_finite,
     largest,
@@ -139,6 +140,7 @@ __all__ = [
     "weight_rows",
     "weight_tile",
     # rows with a scale each
+    "LOAD_PARTS",
     "has_nan",
     "is_finite",
     "largest",

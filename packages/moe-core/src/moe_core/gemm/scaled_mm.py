@@ -23,11 +23,14 @@ import triton.language as tl
 
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
 from moe_core.jit.casts import divide, divide_all
+from moe_core.jit.specialize import specialize
 from moe_core.ops._quantize_kernels import finite_bits, magnitude_bits
 from moe_core.ops._sort_kernels import local_expert
 
 # the smallest amax that a scale is made from: keeps the scale of zeros normal and finite
 AMAX_FLOOR = tl.constexpr(1e-10)
+# tiles that `_load_parts` makes of a step, set by `specialize`
+PARTS = tl.constexpr(1)
 # what lies above is NaN
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
@@ -82,6 +85,20 @@ def open_values(a_args, rows, expert):
 def load_values(state, k, BLOCK_K: tl.constexpr):
     """Tile [BLOCK_M, BLOCK_K] of values that are padded to whole steps; `state` starts with pointers to the rows."""
     return tl.load(state[0][:, None] + (k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]), 0.0
+
+
+@triton.jit
+def _load_parts(state, k, BLOCK_K: tl.constexpr):
+    """Tiles [BLOCK_M, BLOCK_K / PARTS] of the columns of a step, as `load_values`."""
+    tiles = ()
+    for i in tl.static_range(PARTS):
+        tile, _ = load_values(state, PARTS * k + i, BLOCK_K // PARTS)
+        tiles += (tile,)  # type: ignore[assignment]
+    return tiles, 0.0
+
+
+#: load_a by the number of tiles that the columns of a step make
+LOAD_PARTS = {parts: specialize(_load_parts, PARTS=parts) for parts in (1, 2, 4)}
 
 
 @triton.jit

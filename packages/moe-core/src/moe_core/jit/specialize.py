@@ -35,8 +35,10 @@ def specialize(function: Any, **values: Any) -> Any:
     if not read >= set(values):
         unknown, known = ", ".join(sorted(set(values) - read)), ", ".join(sorted(read))
         raise ConfigError(f"{fn.__qualname__} reads no {unknown} of its module, expected some of {known}")
-    constants = {name: value if hasattr(value, "fn") else tl.constexpr(value) for name, value in values.items()}
-    copy = FunctionType(fn.__code__, fn.__globals__ | constants, fn.__name__, fn.__defaults__)
+    # in the interpreter, what a constant multiplies would become a constant
+    functions = {name: value for name, value in values.items() if INTERPRET or hasattr(value, "fn")}
+    constants = {name: tl.constexpr(value) for name, value in values.items() if name not in functions}
+    copy = FunctionType(fn.__code__, fn.__globals__ | functions | constants, fn.__name__, fn.__defaults__)
     copy.__annotations__, copy.__doc__, copy.__module__ = fn.__annotations__, fn.__doc__, fn.__module__
     # the name by which Triton tells the functions of a kernel apart
     said = (value.fn.__qualname__ if hasattr(value, "fn") else str(value) for value in values.values())

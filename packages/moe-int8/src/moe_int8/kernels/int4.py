@@ -4,9 +4,9 @@
     scales        by channel float32 [E, rows, 1]; by group float32 [E, groups, rows]
     activations   int8 [M, K padded to whole steps], as `moe_int8.kernels.scaled_mm` quantises them
 
-A nibble in the upper half of a byte is 16 times its code as int8, sign included: an AND takes the upper nibbles of four
+A code in the upper half of a byte is 16 times as much as int8, sign included: an AND takes the upper codes of four
 bytes at a time, a shift and an AND the lower ones, and 1 / 16 goes into the scale.  A step of 2 P columns lies in P
-bytes, the first P columns in the lower nibbles: both halves meet a tile of the activations that is read as it lies.
+bytes, the first P columns in the lower codes: both halves meet a tile of the activations that is read as it lies.
 Sums of codes are exact in int32: 16 * 8 is the 128 of `moe_int8.kernels.scaled_mm`.
 
 With scales by group each group's sum is scaled and added in float32.
@@ -20,16 +20,20 @@ import triton
 import triton.language as tl
 from moe_core.kernel_api import (
     INTERPRET,
+    LOAD_PARTS,
     ScaledMMFunctions,
     load_scaled_rows,
-    load_values,
     round_int8,
+    specialize,
     wait_for_mma,
     weight_rows,
     weight_tile,
 )
 
 from moe_int8.kernels.scaled_mm import INT8, INT8_ZERO
+
+# groups of a step, 1 or 2; 0: a row has one scale.  Set by `specialize`
+GROUPS = tl.constexpr(0)
 
 _UNPACK = tl.constexpr(
     """
@@ -45,7 +49,7 @@ _UNPACK = tl.constexpr(
 
 @triton.jit
 def unpack(words):
-    """(lower, upper) nibbles of uint8, as int8 of 16 times their codes."""
+    """(lower, upper) codes of uint8, as int8 numbers 16 times as large."""
     if INTERPRET:
         wide = words.to(tl.int32)
         return (wide << 4).to(tl.int8), (wide & 0xF0).to(tl.int8)
@@ -54,16 +58,8 @@ def unpack(words):
 
 
 @triton.jit
-def load_halves(state, k, BLOCK_K: tl.constexpr):
-    """Tiles [BLOCK_M, BLOCK_K / 2] of the columns in lower and in upper nibbles."""
-    low, _ = load_values(state, 2 * k, BLOCK_K // 2)
-    high, _ = load_values(state, 2 * k + 1, BLOCK_K // 2)
-    return (low, high), 0.0
-
-
-@triton.jit
-def load_and_quantize_halves(state, k, BLOCK_K: tl.constexpr):
-    """As `load_halves`, quantised in registers."""
+def load_and_quantize(state, k, BLOCK_K: tl.constexpr):
+    """Tiles [BLOCK_M, BLOCK_K / 2] of the columns in lower and in upper codes, quantised in registers."""
     low = round_int8(load_scaled_rows(state, 2 * k, BLOCK_K // 2, False))
     high = round_int8(load_scaled_rows(state, 2 * k + 1, BLOCK_K // 2, False))
     return (low, high), 0.0
@@ -78,25 +74,6 @@ def product(acc, x, w, SWAP_AB: tl.constexpr):
         return tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)
 
 
-# ------------------------------------------------------------------ scales by channel
-
-
-@triton.jit
-def load_packed(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Tile [BLOCK_N, BLOCK_K / 2] of bytes; rows are padded to whole steps."""
-    return weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K // 2, EVEN_N, True), 0.0
-
-
-@triton.jit
-def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + 16 a @ b.T, int32."""
-    low, high = unpack(b)
-    return wait_for_mma(product(product(acc, a[0], low, SWAP_AB), a[1], high, SWAP_AB))
-
-
-# ------------------------------------------------------------------ scales by group
-
-
 @triton.jit
 def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """b_args = (bytes, scales [E, groups, rows], bytes' expert and row stride, scales' per expert, -, per group)."""
@@ -107,41 +84,34 @@ def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr)
 
 
 @triton.jit
-def load_group(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """As `load_packed`, with the scales [BLOCK_N] of the step's one group."""
-    scale = tl.load(state[2] + k * state[4])
-    return weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K // 2, EVEN_N, True), scale
-
-
-@triton.jit
-def load_two_groups(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """As `load_packed`, with the scales [BLOCK_N] of the groups in lower and in upper nibbles."""
-    first = tl.load(state[2] + 2 * k * state[4])
-    second = tl.load(state[2] + (2 * k + 1) * state[4])
+def load_packed(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Tile [BLOCK_N, BLOCK_K / 2] of bytes, and the scales [BLOCK_N] of each group; rows are padded to whole steps."""
+    scales = ()
+    for i in tl.static_range(GROUPS):
+        scales += (tl.load(state[2] + (GROUPS * k + i) * state[4]),)  # type: ignore[assignment]
     tile = weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K // 2, EVEN_N, True)
-    return tile, (first, second)
+    return tile, (0.0 if GROUPS == 0 else scales)
 
 
 @triton.jit
-def scaled(sums, scale, SWAP_AB: tl.constexpr):
+def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
+    """acc + 16 a @ b.T, int32; with groups the sums of each, times its scales, in float32."""
+    low, high = unpack(b)
+    if GROUPS == 0:
+        return wait_for_mma(product(product(acc, a[0], low, SWAP_AB), a[1], high, SWAP_AB))
+    else:
+        zeros = tl.zeros(acc.shape, tl.int32)
+        sums = product(zeros, a[0], low, SWAP_AB)
+        if GROUPS == 2:
+            acc += _scaled(sums, b_scale[0], SWAP_AB)
+            sums = zeros
+        return acc + _scaled(product(sums, a[1], high, SWAP_AB), b_scale[GROUPS - 1], SWAP_AB)
+
+
+@triton.jit
+def _scaled(sums, scale, SWAP_AB: tl.constexpr):
     """int32 sums in float32, times a scale for each channel."""
     return sums.to(tl.float32) * (scale[:, None] if SWAP_AB else scale[None, :])
-
-
-@triton.jit
-def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + (16 a @ b.T) * scale."""
-    low, high = unpack(b)
-    sums = product(tl.zeros(acc.shape, tl.int32), a[0], low, SWAP_AB)
-    return acc + scaled(product(sums, a[1], high, SWAP_AB), b_scale, SWAP_AB)
-
-
-@triton.jit
-def multiply_two_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """As `multiply_group`, each half of the step with scales of its own."""
-    low, high = unpack(b)
-    acc += scaled(product(tl.zeros(acc.shape, tl.int32), a[0], low, SWAP_AB), b_scale[0], SWAP_AB)
-    return acc + scaled(product(tl.zeros(acc.shape, tl.int32), a[1], high, SWAP_AB), b_scale[1], SWAP_AB)
 
 
 @triton.jit
@@ -172,7 +142,10 @@ def scale_acc_rows_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
         return (acc - zero[:, None] * own[None, :]) * scale[:, None]
 
 
-# ------------------------------------------------------------------ as values
+#: load_b and multiply by groups of a step
+_GROUPS = {
+    groups: (specialize(load_packed, GROUPS=groups), specialize(multiply, GROUPS=groups)) for groups in (0, 1, 2)
+}
 
 
 def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
@@ -181,24 +154,22 @@ def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
     With ``zero_points`` operands end with the sums of the weights' rows: int32, times 16 (by channel) or float32,
     scaled (by group).
     """
+    load_weights, multiplied = _GROUPS[0 if group_size == -1 else 1 if group_size == 128 else 2]
     base = replace(
         INT8_ZERO if zero_points else INT8,
-        load_values=load_halves,
-        load_and_quantize=None if zero_points else load_and_quantize_halves,
+        load_values=LOAD_PARTS[2],
+        load_and_quantize=None if zero_points else load_and_quantize,
         load_and_quantize_static=None,
-        load_weights=load_packed,
+        load_weights=load_weights,
         prefetch_weights=None,
-        multiply=multiply,
+        multiply=multiplied,
         packed=2,
     )
     if group_size == -1:
         return base
-    one = group_size == 128
     return replace(
         base,
         open_weights=open_groups_sums if zero_points else open_groups,
-        load_weights=load_group if one else load_two_groups,
-        multiply=multiply_group if one else multiply_two_groups,
         scale_acc=scale_acc_rows_zero if zero_points else scale_acc_rows,
         accumulate=tl.constexpr(tl.float32),
         block_k=min(2 * group_size, 128),

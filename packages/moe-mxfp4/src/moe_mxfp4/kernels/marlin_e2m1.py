@@ -80,11 +80,11 @@ def _interpreted(words, scale):
     p2 = (words << 6) & -2118090304
     p3 = ((words >> 3) & 0x01800180) | ((words >> 7) & 0x00400040) | ((words << 1) & -2147450880)
     factor = scale * 8.507059173023462e37
-    values: Any = ()
+    values = ()
     for pair in (p0, p1, p2, p3):
         # the bfloat16 numbers in both halves
         low = (pair << 16).to(tl.float32, bitcast=True) * factor
-        values = (*values, low, (pair & -65536).to(tl.float32, bitcast=True) * factor)
+        values = (*values, low, (pair & -65536).to(tl.float32, bitcast=True) * factor)  # type: ignore[assignment]
     return in_columns(values)
 
 

@@ -21,12 +21,16 @@ from moe_core.kernel_api import (
     INTERPRET,
     add_swap_ab_dot,
     in_order,
-    load_values,
     load_words,
+    specialize,
     swap_ab_dot,
     wait_for_mma,
     weight_rows,
 )
+
+# set by `specialize`: bits of a code, groups of a step
+BITS = tl.constexpr(4)
+GROUPS = tl.constexpr(1)
 
 # ------------------------------------------------------------------ codes as numbers
 
@@ -70,7 +74,16 @@ def numbers(words, zero, P: tl.constexpr, dtype: tl.constexpr):
     return in_order(pairs, N, W, P)
 
 
-# ------------------------------------------------------------------ one scale for each row
+# ------------------------------------------------------------------ states and loads
+
+
+@triton.jit
+def _opened(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    words, scales, zeros, _, stride_e, stride_n, row_words, scale_e, scale_g, _, _ = b_args
+    rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
+    offset = expert.to(tl.int64) * scale_e + half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
+    # a state holds no None
+    return rows, inside, first, row_words, scales + offset, scale_g, (scales if zeros is None else zeros) + offset
 
 
 @triton.jit
@@ -88,26 +101,59 @@ def open_rows(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _opened(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    words, scales, zeros, _, stride_e, stride_n, row_words, scale_e, scale_g, _, _ = b_args
-    rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
-    offset = expert.to(tl.int64) * scale_e + half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
-    # a state holds no None
-    return rows, inside, first, row_words, scales + offset, scale_g, (scales if zeros is None else zeros) + offset
+def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_rows`, with pointers to the first group's scales[, zero points].
+
+    Between them the groups' stride, and how many there are or a pointer to the columns' groups.
+    """
+    rows, inside, first, row_words, scales, scale_g, zeros = _opened(b_args, expert, half, n, N, BLOCK_N)
+    groups = b_args[10] if b_args[3] is None else b_args[3] + expert.to(tl.int64) * b_args[9]
+    if b_args[2] is None:
+        return rows, inside, first, row_words, scales, scale_g, groups
+    else:
+        return rows, inside, first, row_words, scales, scale_g, groups, zeros
 
 
 @triton.jit
-def load_rows_4(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of 8 codes; their zero points."""
-    words = load_words(state, b_desc, k, BLOCK_K // 8, EVEN_N, EVEN_K)
-    return words, (state[5] if len(state) == 6 else tl.full((words.shape[0],), 8.0, tl.float32))
+def _load_rows(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step, and zero points of rows."""
+    words = load_words(state, b_desc, k, BLOCK_K * BITS // 32, EVEN_N, EVEN_K)
+    return words, (state[5] if len(state) == 6 else tl.full((words.shape[0],), 2.0 ** (BITS - 1), tl.float32))
 
 
 @triton.jit
-def load_rows_8(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of 4 codes; their zero points."""
-    words = load_words(state, b_desc, k, BLOCK_K // 4, EVEN_N, EVEN_K)
-    return words, (state[5] if len(state) == 6 else tl.full((words.shape[0],), 128.0, tl.float32))
+def _load_groups(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step, and (scales, zero points) [BLOCK_N] of each of its GROUPS."""
+    # before the tile: nothing waits for them until the words have come
+    scales = ()
+    for i in tl.static_range(GROUPS):
+        # the last step may have columns of no group, which meet zeros
+        offset = tl.minimum(GROUPS * k + i, state[6] - 1) * state[5]
+        scale = tl.load(state[4] + offset)
+        zero = tl.load(state[7] + offset) if len(state) == 8 else tl.full(scale.shape, 2.0 ** (BITS - 1), tl.float32)
+        scales += ((scale, zero),)  # type: ignore[assignment]
+    return load_words(state, b_desc, k, BLOCK_K * BITS // 32, EVEN_N, EVEN_K), scales
+
+
+@triton.jit
+def _load_columns(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step, and scales and zero points [BLOCK_N, BLOCK_K] of its columns."""
+    words = load_words(state, b_desc, k, BLOCK_K * BITS // 32, EVEN_N, EVEN_K)
+    group = tl.load(state[6] + k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :] * state[5]
+    scale = tl.load(state[4][:, None] + group)
+    return words, (scale, tl.load(state[7][:, None] + group) if len(state) == 8 else 2.0 ** (BITS - 1))
+
+
+#: load_b by bits of a code, of rows with one scale each, and of columns with groups of their own
+LOAD_ROWS = {bits: specialize(_load_rows, BITS=bits) for bits in (4, 8)}
+LOAD_COLUMNS = {bits: specialize(_load_columns, BITS=bits) for bits in (4, 8)}
+#: load_b by bits of a code and groups of a step
+LOAD_GROUPS = {
+    (bits, groups): specialize(_load_groups, BITS=bits, GROUPS=groups) for bits in (4, 8) for groups in (1, 2, 4)
+}
+
+
+# ------------------------------------------------------------------ products and scales
 
 
 @triton.jit
@@ -116,6 +162,50 @@ def multiply_rows(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     values = numbers(b, b_scale[:, None], a.shape[1] // b.shape[1], a.dtype)
     return add_swap_ab_dot(acc, values, a)
+
+
+@triton.jit
+def _parts(words, COUNT: tl.constexpr):
+    """Words [N, W] of each of a step's groups."""
+    # a thread holds words of every group: nothing moves
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1] // COUNT
+    if COUNT == 1:
+        return (words,)
+    elif COUNT == 2:
+        return words.reshape(N, 2, W).permute(0, 2, 1).split()
+    else:
+        even, odd = words.reshape(N, 2, 2, W).permute(0, 3, 1, 2).split()
+        words_0, words_2 = even.split()
+        words_1, words_3 = odd.split()
+        return words_0, words_1, words_2, words_3
+
+
+@triton.jit
+def multiply_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
+    """acc + the step's groups: ((codes - zero points) @ a.T) * scales of each."""
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
+    words = _parts(b, len(b_scale))
+    for i in tl.static_range(len(b_scale)):
+        zero = b_scale[i][1].to(tl.float32)[:, None]
+        values = numbers(words[i], zero, a[i].shape[1] // words[i].shape[1], a[i].dtype)
+        acc += swap_ab_dot(values, a[i]) * b_scale[i][0].to(tl.float32)[:, None]
+    return acc
+
+
+@triton.jit
+def multiply_columns(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
+    """acc + ((codes - zero points) * scales) @ a.T"""
+    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
+    scale, zero = b_scale
+    codes = numbers(b, tl.zeros((b.shape[0], 1), tl.float32), a.shape[1] // b.shape[1], tl.float32)
+    values = (codes - zero) * scale.to(tl.float32)
+    if INTERPRET or a.dtype == tl.float32:
+        return acc + swap_ab_dot(values, a)
+    else:
+        high = values.to(a.dtype)
+        low = (values - high.to(tl.float32)).to(a.dtype)
+        return wait_for_mma(acc + swap_ab_dot(high, a) + swap_ab_dot(low, a))
 
 
 @triton.jit
@@ -134,184 +224,3 @@ def scale_acc_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
 def scale_acc_rows_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the weights' row * scale of the token."""
     return acc * (b_state[4][:, None] * a_state[1][None, :])
-
-
-# ------------------------------------------------------------------ groups of a step
-
-
-@triton.jit
-def load_halves(state, k, BLOCK_K: tl.constexpr):
-    """Two tiles [BLOCK_M, BLOCK_K / 2]."""
-    low, _ = load_values(state, 2 * k, BLOCK_K // 2)
-    high, _ = load_values(state, 2 * k + 1, BLOCK_K // 2)
-    return (low, high), 0.0
-
-
-@triton.jit
-def load_quarters(state, k, BLOCK_K: tl.constexpr):
-    """Four tiles [BLOCK_M, BLOCK_K / 4]."""
-    tile_0, _ = load_values(state, 4 * k, BLOCK_K // 4)
-    tile_1, _ = load_values(state, 4 * k + 1, BLOCK_K // 4)
-    tile_2, _ = load_values(state, 4 * k + 2, BLOCK_K // 4)
-    tile_3, _ = load_values(state, 4 * k + 3, BLOCK_K // 4)
-    return (tile_0, tile_1, tile_2, tile_3), 0.0
-
-
-@triton.jit
-def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_rows`, with pointers to the first group's scales[, zero points], between them stride and groups."""
-    rows, inside, first, row_words, scales, scale_g, zeros = _opened(b_args, expert, half, n, N, BLOCK_N)
-    if b_args[2] is None:
-        return rows, inside, first, row_words, scales, scale_g, b_args[10]
-    else:
-        return rows, inside, first, row_words, scales, scale_g, b_args[10], zeros
-
-
-@triton.jit
-def _group(state, group, MIDDLE: tl.constexpr):
-    """(scales, zero points) [BLOCK_N] of a group; the last step may have columns of no group, which meet zeros."""
-    offset = tl.minimum(group, state[6] - 1) * state[5]
-    scale = tl.load(state[4] + offset)
-    return scale, (tl.load(state[7] + offset) if len(state) == 8 else tl.full(scale.shape, MIDDLE, tl.float32))
-
-
-@triton.jit
-def _groups(state, k, GROUPS: tl.constexpr, MIDDLE: tl.constexpr):
-    """(scales, zero points) of each group of step `k`."""
-    if GROUPS == 1:
-        return (_group(state, k, MIDDLE),)
-    elif GROUPS == 2:
-        return _group(state, 2 * k, MIDDLE), _group(state, 2 * k + 1, MIDDLE)
-    else:
-        return (
-            _group(state, 4 * k, MIDDLE),
-            _group(state, 4 * k + 1, MIDDLE),
-            _group(state, 4 * k + 2, MIDDLE),
-            _group(state, 4 * k + 3, MIDDLE),
-        )
-
-
-@triton.jit
-def load_groups_4x1(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of 8 codes, in one group."""
-    # before the tile: nothing waits for them until the words have come
-    scales = _groups(state, k, 1, 8.0)
-    return load_words(state, b_desc, k, BLOCK_K // 8, EVEN_N, EVEN_K), scales
-
-
-@triton.jit
-def load_groups_4x2(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """As `load_groups_4x1`, in two groups."""
-    scales = _groups(state, k, 2, 8.0)
-    return load_words(state, b_desc, k, BLOCK_K // 8, EVEN_N, EVEN_K), scales
-
-
-@triton.jit
-def load_groups_4x4(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """As `load_groups_4x1`, in four groups."""
-    scales = _groups(state, k, 4, 8.0)
-    return load_words(state, b_desc, k, BLOCK_K // 8, EVEN_N, EVEN_K), scales
-
-
-@triton.jit
-def load_groups_8x1(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of 4 codes, in one group."""
-    scales = _groups(state, k, 1, 128.0)
-    return load_words(state, b_desc, k, BLOCK_K // 4, EVEN_N, EVEN_K), scales
-
-
-@triton.jit
-def load_groups_8x2(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """As `load_groups_8x1`, in two groups."""
-    scales = _groups(state, k, 2, 128.0)
-    return load_words(state, b_desc, k, BLOCK_K // 4, EVEN_N, EVEN_K), scales
-
-
-@triton.jit
-def load_groups_8x4(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """As `load_groups_8x1`, in four groups."""
-    scales = _groups(state, k, 4, 128.0)
-    return load_words(state, b_desc, k, BLOCK_K // 4, EVEN_N, EVEN_K), scales
-
-
-@triton.jit
-def _add_group(acc, words, group, x):
-    """acc + ((codes - zero points) @ x.T) * scales"""
-    values = numbers(words, group[1].to(tl.float32)[:, None], x.shape[1] // words.shape[1], x.dtype)
-    return acc + swap_ab_dot(values, x) * group[0].to(tl.float32)[:, None]
-
-
-@triton.jit
-def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + the step's one group."""
-    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    return _add_group(acc, b, b_scale[0], a)
-
-
-@triton.jit
-def multiply_two_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + both groups of the step."""
-    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    # a thread holds words of every group: nothing moves
-    low, high = b.reshape(b.shape[0], 2, b.shape[1] // 2).permute(0, 2, 1).split()
-    return _add_group(_add_group(acc, low, b_scale[0], a[0]), high, b_scale[1], a[1])
-
-
-@triton.jit
-def multiply_four_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + the four groups of the step."""
-    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    even, odd = b.reshape(b.shape[0], 2, 2, b.shape[1] // 4).permute(0, 3, 1, 2).split()
-    words_0, words_2 = even.split()
-    words_1, words_3 = odd.split()
-    acc = _add_group(acc, words_0, b_scale[0], a[0])
-    acc = _add_group(acc, words_1, b_scale[1], a[1])
-    acc = _add_group(acc, words_2, b_scale[2], a[2])
-    return _add_group(acc, words_3, b_scale[3], a[3])
-
-
-# ------------------------------------------------------------------ a group for each column
-
-
-@triton.jit
-def open_columns(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_groups`, with a pointer to the columns' groups behind the stride."""
-    rows, inside, first, row_words, scales, scale_g, zeros = _opened(b_args, expert, half, n, N, BLOCK_N)
-    groups = b_args[3] + expert.to(tl.int64) * b_args[9]
-    if b_args[2] is None:
-        return rows, inside, first, row_words, scales, scale_g, groups
-    else:
-        return rows, inside, first, row_words, scales, scale_g, groups, zeros
-
-
-@triton.jit
-def load_columns_4(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of 8 codes; scales and zero points [BLOCK_N, BLOCK_K] of the step's columns."""
-    words = load_words(state, b_desc, k, BLOCK_K // 8, EVEN_N, EVEN_K)
-    group = tl.load(state[6] + k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :] * state[5]
-    scale = tl.load(state[4][:, None] + group)
-    return words, (scale, tl.load(state[7][:, None] + group) if len(state) == 8 else 8.0)
-
-
-@triton.jit
-def load_columns_8(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of 4 codes; scales and zero points [BLOCK_N, BLOCK_K] of the step's columns."""
-    words = load_words(state, b_desc, k, BLOCK_K // 4, EVEN_N, EVEN_K)
-    group = tl.load(state[6] + k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :] * state[5]
-    scale = tl.load(state[4][:, None] + group)
-    return words, (scale, tl.load(state[7][:, None] + group) if len(state) == 8 else 128.0)
-
-
-@triton.jit
-def multiply_columns(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + ((codes - zero points) * scales) @ a.T"""
-    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    scale, zero = b_scale
-    codes = numbers(b, tl.zeros((b.shape[0], 1), tl.float32), a.shape[1] // b.shape[1], tl.float32)
-    values = (codes - zero) * scale.to(tl.float32)
-    if INTERPRET or a.dtype == tl.float32:
-        return acc + swap_ab_dot(values, a)
-    else:
-        high = values.to(a.dtype)
-        low = (values - high.to(tl.float32)).to(a.dtype)
-        return wait_for_mma(acc + swap_ab_dot(high, a) + swap_ab_dot(low, a))

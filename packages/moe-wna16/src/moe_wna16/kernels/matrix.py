@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from moe_core.experts_api import ActivationKind
-from moe_core.kernel_api import STEP, GemmWeight, TileFunctions, load_values, open_plain, open_values, packed_weight
+from moe_core.kernel_api import (
+    LOAD_PARTS,
+    STEP,
+    GemmWeight,
+    TileFunctions,
+    load_values,
+    open_plain,
+    open_values,
+    packed_weight,
+)
 from torch import Tensor
 
 from moe_wna16.kernels import codes
 
 #: depth where columns have groups of their own, and of float32 products, which no tensor core computes
 SHORT_STEP = 32
-
-#: load_a, load_b and multiply by bits and groups of a step
-_GROUPS = {
-    (4, 1): (load_values, codes.load_groups_4x1, codes.multiply_group),
-    (4, 2): (codes.load_halves, codes.load_groups_4x2, codes.multiply_two_groups),
-    (4, 4): (codes.load_quarters, codes.load_groups_4x4, codes.multiply_four_groups),
-    (8, 1): (load_values, codes.load_groups_8x1, codes.multiply_group),
-    (8, 2): (codes.load_halves, codes.load_groups_8x2, codes.multiply_two_groups),
-    (8, 4): (codes.load_quarters, codes.load_groups_8x4, codes.multiply_four_groups),
-}
 
 
 def code_weight(
@@ -63,14 +62,14 @@ def code_weight(
 def _functions(kind: ActivationKind, *, bits: int, group_size: int, per_column: bool, step: int) -> TileFunctions:
     quantized = kind is ActivationKind.TOKEN
     open_a = open_values if quantized else open_plain
-    load_a, four = load_values, bits == 4
     scale_acc = codes.scale_acc_tokens if quantized else None
     if per_column:
-        load = codes.load_columns_4 if four else codes.load_columns_8
-        return TileFunctions(open_a, load_a, codes.open_columns, load, codes.multiply_columns, scale_acc)
+        load, multiply = codes.LOAD_COLUMNS[bits], codes.multiply_columns
+        return TileFunctions(open_a, load_values, codes.open_groups, load, multiply, scale_acc)
     if group_size == -1:
-        load = codes.load_rows_4 if four else codes.load_rows_8
         scale_acc = codes.scale_acc_rows_tokens if quantized else codes.scale_acc_rows
-        return TileFunctions(open_a, load_a, codes.open_rows, load, codes.multiply_rows, scale_acc)
-    load_a, load, multiply = _GROUPS[bits, step // group_size]
-    return TileFunctions(open_a, load_a, codes.open_groups, load, multiply, scale_acc)
+        load, multiply = codes.LOAD_ROWS[bits], codes.multiply_rows
+        return TileFunctions(open_a, load_values, codes.open_rows, load, multiply, scale_acc)
+    groups = step // group_size
+    load, multiply = codes.LOAD_GROUPS[bits, groups], codes.multiply_groups
+    return TileFunctions(open_a, LOAD_PARTS[groups], codes.open_groups, load, multiply, scale_acc)

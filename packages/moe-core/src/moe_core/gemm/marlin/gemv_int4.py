@@ -7,7 +7,6 @@ less 2^23 + 8 * 2^b it is (code - 8) 2^b, exactly.  That works for b up to 19; o
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -36,10 +35,10 @@ _TEXT = _text()
 def int4_shifted(words, dtype: tl.constexpr):
     """The eight codes of `words` [N, W] minus 8, in the order of `asm_values`, times 2 to the power of their PLACES."""
     if INTERPRET:
-        numbers: Any = ()
+        numbers = ()
         for i in tl.static_range(8):
             code = ((words >> (_SHIFTS[i] + _BITS[i])) & 15) - 8
-            numbers = (*numbers, code.to(tl.float32) * 2.0 ** _BITS[i])
+            numbers = (*numbers, code.to(tl.float32) * 2.0 ** _BITS[i])  # type: ignore[assignment]
         return numbers
     else:
         return tl.inline_asm_elementwise(
