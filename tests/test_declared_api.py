@@ -109,7 +109,7 @@ def test_declared_uses_are_none(code: str) -> None:
 
 #: names that packages of protocol 2 may count on, beside those of `moe_core`
 PROTOCOL_2 = {
-    "moe_core.engine_api": "Engine log_once select_kernel",
+    "moe_core.engine_api": "Engine VersionRange log_once select_kernel",
     "moe_core.experts_api": (
         "ActivationKind Adapters GroupedExperts LayerProblem MarlinExperts MarlinIntegerExperts ScaledMMExperts "
         "TileConfig TilePlan as_words expert_slices integer_row_scales interleave of_expert order_words "

@@ -341,6 +341,14 @@ def test_a_config_of_another_size(folder: Path, reads: dict[str, int]) -> None:
     assert not big(reads)
 
 
+def test_a_config_of_another_activation(folder: Path, reads: dict[str, int]) -> None:
+    config = tiny_causal_model("qwen3_moe", hidden_act="gelu").config
+    config.quantization_config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    with pytest.raises(RefusedError, match=r"layers\.0\.mlp\.experts .* does not compute silu, which the checkpoint's"):
+        load(folder, config=config)
+    assert not big(reads)
+
+
 def test_arguments_that_do_not_go_with_it(folder: Path) -> None:
     with pytest.raises(mc.ConfigError, match="quantization_config is given within"):
         load(folder, quantization_config=FineGrainedFP8Config(dequantize=True))

@@ -19,30 +19,27 @@ from moe_core.errors import ConfigError, did_you_mean
 from moe_core.kernel_choice import select_kernel
 from moe_core.registry import registry
 
-__all__ = ["Engine", "log_once", "select_kernel"]
+__all__ = ["Engine", "VersionRange", "log_once", "select_kernel"]
 
 _OFF = ("0", "off", "false", "no", "none")
 _ON = ("", "1", "on", "true", "yes", "all")
 
 
 @dataclass(frozen=True)
-class Engine:
-    """An engine that a package brings the experts to.
+class VersionRange:
+    """The versions of a library that a package was tested with.
 
-    - ``package``: the one that does ("moe-sglang"); ``distribution``: the engine's ("sglang")
+    - ``package``: the one that relies on it ("moe-sglang"); ``distribution``: the library's ("sglang")
     - ``lowest`` version that was tested, and the first that was not: ``below``
-    - ``switch``: the environment variable that turns the package off ("MOE_SGLANG"), or leaves some ``schemes`` on
     """
 
     package: str
     distribution: str
     lowest: str
     below: str
-    switch: str
-    schemes: tuple[str, ...]
 
     def reason_against_version(self, version: str | None = None) -> str | None:
-        """Why the engine's ``version`` (default: the installed one) is not among those that were tested, or None."""
+        """Why the library's ``version`` (default: the installed one) is not among those that were tested, or None."""
         tested = f"{self.package} was tested with {self.lowest} or newer, below {self.below}"
         if version is None:
             try:
@@ -52,6 +49,17 @@ class Engine:
         if parse_version(self.lowest) <= parse_version(version) < parse_version(self.below):
             return None
         return f"{self.distribution} is {version}; {tested}"
+
+
+@dataclass(frozen=True)
+class Engine(VersionRange):
+    """An engine that a package brings the experts to; see the base class.
+
+    ``switch``: the environment variable that turns the package off ("MOE_SGLANG"), or leaves some ``schemes`` on
+    """
+
+    switch: str
+    schemes: tuple[str, ...]
 
     def switched_on(self, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
         """The schemes that the switch leaves on: all where it is unset or "on", none for "off", else those it lists.

@@ -7,6 +7,7 @@ on values that reach past its limits; the module's own result decides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -25,9 +26,7 @@ def activation_of(module: nn.Module, name: str) -> tuple[MoEActivation, Activati
     softcaps = [cap for cap in ("gate_softcap", "up_softcap") if getattr(module, cap, None) is not None]
     if softcaps:
         raise ConfigError(f"{name} caps gate and up softly ({', '.join(softcaps)}): moe-core has no such activation")
-    values = _values(max([20.0, *_numbers(module, "limit")]))
-    # every gate beside every up
-    gate, up = (part.reshape(1, -1) for part in torch.meshgrid(values, values, indexing="ij"))
+    gate, up = _arguments([20.0, *_numbers(module, "limit")])
     with torch.no_grad():
         found = _computed(module, name, gate, up)
         for activation, params in _candidates(module):
@@ -38,14 +37,37 @@ def activation_of(module: nn.Module, name: str) -> tuple[MoEActivation, Activati
     raise ConfigError(f"{name} computes {_described(module)}, which is no activation of moe-core: {known}")
 
 
+def computes(module: nn.Module, name: str, activation: MoEActivation, params: ActivationParams | None) -> bool:
+    """Whether ``module``, called ``name`` in errors, has this activation, with these numbers.
+
+    Raises ConfigError where its function cannot be called.
+    """
+    gate, up = _arguments([20.0, *_numbers(module, "limit"), params.limit if params and params.limit else 0.0])
+    inputs = torch.cat((gate, up), dim=-1) if activation.is_gated else gate
+    with torch.no_grad():
+        found = _computed(module, name, gate, up)
+        return activation.is_gated is _is_gated(module) and _same(
+            apply_moe_activation(activation, inputs, params), found
+        )
+
+
+def _arguments(limits: list[float]) -> tuple[Tensor, Tensor]:
+    """Gate and up [1, P]: every value beside every other, past the largest of ``limits``."""
+    values = _values(max(limit for limit in limits if math.isfinite(limit)))
+    gate, up = torch.meshgrid(values, values, indexing="ij")
+    return gate.reshape(1, -1), up.reshape(1, -1)
+
+
 def _is_gated(module: nn.Module) -> bool:
     return bool(getattr(module, "has_gate", True))
 
 
 def _values(largest: float) -> Tensor:
     """Arguments from small ones to well past ``largest``, of both signs."""
-    sizes = torch.cat((torch.linspace(0.05, 4.0, 12), torch.linspace(0.2, 3.0, 8) * largest))
-    return torch.cat((-sizes, torch.zeros(1), sizes))
+    # transformers changes torch's default dtype while it builds a model
+    small, large = (torch.linspace(*bounds, dtype=torch.float32) for bounds in ((0.05, 4.0, 12), (0.2, 3.0, 8)))
+    sizes = torch.cat((small, large * largest))
+    return torch.cat((-sizes, torch.zeros_like(sizes[:1]), sizes))
 
 
 def _computed(module: nn.Module, name: str, gate: Tensor, up: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from moe_core import ConfigError, FusedMoEConfig
 from torch import nn
 
+from moe_transformers.activation import computes
+
 #: parts of an experts module that compute nothing which a layer of moe-core does not
 _KNOWN_PARTS = ("act_fn",)
 
@@ -35,6 +37,12 @@ class Block:
             raise ConfigError(
                 f"{self.name} ({kind}) has {weights} weights, but the checkpoint's config.json describes "
                 f"{config.num_experts} experts of {size}: load the model with the checkpoint's own config"
+            )
+        if not computes(module, self.name, config.activation, config.activation_params):
+            given = f" with {config.activation_params}" if config.activation_params is not None else ""
+            raise ConfigError(
+                f"{self.name} ({kind}) does not compute {config.activation.value}{given}, which the checkpoint's "
+                "config.json describes: load the model with the checkpoint's own config"
             )
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
-
 from moe_core import MoEError
+from moe_core.engine_api import VersionRange
 
-#: from the first, before the second: the range of pyproject.toml
-TESTED = ((5, 17), (5, 24))
+#: the range of pyproject.toml
+TRANSFORMERS = VersionRange("moe-transformers", "transformers", "5.17", "5.24")
 
 
 class TransformersVersionError(MoEError, ImportError):
@@ -17,12 +15,10 @@ class TransformersVersionError(MoEError, ImportError):
 
 def check_version() -> None:
     """Raise :class:`TransformersVersionError` unless the installed release of transformers is a tested one."""
-    found = importlib.metadata.version("transformers")
-    numbers = tuple(int(number) for number in re.findall(r"\d+", found)[:2])
-    first, end = (".".join(map(str, bound)) for bound in TESTED)
-    if not TESTED[0] <= numbers < TESTED[1]:
+    reason = TRANSFORMERS.reason_against_version()
+    if reason is not None:
+        bounds = f">={TRANSFORMERS.lowest},<{TRANSFORMERS.below}"
         raise TransformersVersionError(
-            f"transformers {found} is installed, moe-transformers is tested with {first} to before {end}: "
-            f'pip install "transformers>={first},<{end}", or a newer moe-transformers: '
+            f'{reason}: pip install "transformers{bounds}", or a newer moe-transformers: '
             "pip install --upgrade moe-transformers"
         )
