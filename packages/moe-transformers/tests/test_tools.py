@@ -5,7 +5,6 @@ The other model's experts module is filled with the values of the codes, and com
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import moe_core as mc
@@ -15,10 +14,9 @@ import torch
 from moe_core.model_api import PER_CALL, Given, read_layer
 from moe_transformers import MoeCoreExperts
 from moe_transformers.blocks import blocks
-from moe_transformers_checkpoints import logits, tokens
-from safetensors.torch import load_file, save_file
+from moe_transformers_checkpoints import completed, logits, tokens
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 PACKAGES = Path(__file__).parents[2]
 CASES = [path.parent for path in sorted(PACKAGES.glob("moe-*/tests/data/*/manifest.json"))]
@@ -28,35 +26,6 @@ INT8 = ("qwen3_ct_w4a8_int",)
 BOUND = 256 * 15 * 2.0**-24
 #: half a step of int8 activations, whose largest is at most sqrt(K) times their mean square, in two matrices
 BOUND_INT8 = 2 * 256**0.5 / (2 * 127)
-
-
-def completed(case: Path, folder: Path) -> tuple[Path, PreTrainedModel]:
-    """A copy of a case with random weights for what it leaves out, and the model that has these."""
-    config = AutoConfig.from_pretrained(case)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for name, tensor in model.named_parameters():
-        with torch.no_grad():
-            tensor.normal_(0, tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 1.0)
-            if "norm" in name:
-                tensor.fill_(1.0)
-    plain = folder / "plain"
-    model.save_pretrained(plain)
-    stored = load_file(case / "model.safetensors")
-    # what stands for the rest of a model is zeros, to keep cases small
-    router = {name: tensor for name, tensor in stored.items() if ".experts." not in name and bool(tensor.any())}
-    whole = {name: tensor for name, tensor in load_file(plain / "model.safetensors").items() if ".experts." not in name}
-    whole.update({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in router.items()})
-    experts = {name: tensor for name, tensor in stored.items() if ".experts." in name}
-    quantized = folder / "quantized"
-    shutil.copytree(case, quantized, ignore=shutil.ignore_patterns("*.safetensors"))
-    save_file({**whole, **experts}, quantized / "model.safetensors")
-    # names of the checkpoint become those of the model as transformers does it
-    left = {n: t for n, t in load_file(plain / "model.safetensors").items() if ".experts." in n}
-    save_file({**whole, **left}, plain / "model.safetensors")
-    return quantized, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
 
 
 def fill(module: nn.Module, layer: mc.MoEWeights, config: mc.FusedMoEConfig) -> None:

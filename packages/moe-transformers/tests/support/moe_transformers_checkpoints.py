@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from moe_core_transformers import tiny_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 K, N, E, TOP_K, VOCABULARY = 64, 96, 6, 2, 64
 #: experts, and what a tool quantises beside them
@@ -267,6 +268,35 @@ def checkpoint(folder: Path, model_type: str, form: str, **entries: Any) -> tupl
         return of(name) if ".experts." in name else None
 
     return write(folder, tiny_causal_model(model_type, **entries), experts_alone if form == "mxfp4" else of)
+
+
+def completed(case: Path, folder: Path) -> tuple[Path, PreTrainedModel]:
+    """A copy of a case with random weights for what it leaves out, and the model that has these."""
+    config = AutoConfig.from_pretrained(case)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, tensor in model.named_parameters():
+        with torch.no_grad():
+            tensor.normal_(0, tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 1.0)
+            if "norm" in name:
+                tensor.fill_(1.0)
+    plain = folder / "plain"
+    model.save_pretrained(plain)
+    stored = load_file(case / "model.safetensors")
+    # what stands for the rest of a model is zeros, to keep cases small
+    router = {name: tensor for name, tensor in stored.items() if ".experts." not in name and bool(tensor.any())}
+    whole = {name: tensor for name, tensor in load_file(plain / "model.safetensors").items() if ".experts." not in name}
+    whole.update({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in router.items()})
+    experts = {name: tensor for name, tensor in stored.items() if ".experts." in name}
+    quantized = folder / "quantized"
+    shutil.copytree(case, quantized, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file({**whole, **experts}, quantized / "model.safetensors")
+    # names of the checkpoint become those of the model as transformers does it
+    left = {n: t for n, t in load_file(plain / "model.safetensors").items() if ".experts." in n}
+    save_file({**whole, **left}, plain / "model.safetensors")
+    return quantized, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
 
 
 def logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
