@@ -107,8 +107,7 @@ def _wna16(arguments: dict[str, Any]) -> Asked:
 
     stored, zero_points = arguments["quant_config"], arguments["may_have_zp"]
     if isinstance(stored, AutoGPTQConfig):
-        if stored.desc_act:
-            raise ConfigError("weights in activation order come without it from vLLM")
+        # (in activation order it refuses them by itself)
         if zero_points:
             raise ConfigError("GPTQ weights with zero points are left to vLLM")
     elif isinstance(stored, QuantizationArgs):

@@ -8,6 +8,13 @@ import torch
 from moe_core.engine_api import select_kernel
 from moe_vllm.experts import MoeCoreExperts
 from torch import Tensor
+from vllm.model_executor.layers.fused_moe.oracle import fp8
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.quantization.utils import quant_utils
+from vllm.model_executor.model_loader.reload.layerwise import _copy_and_restore_kernel_tensors
+from vllm.model_executor.model_loader.reload.meta import capture_layer_to_meta, materialize_layer, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 from vllm_formats import FORMATS, Format, Loaded
 from vllm_layers import TOP_K, E, K, N, experts_of, fill, make_layer, moe_config, process, run
 
@@ -25,11 +32,15 @@ def calls(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 def own_layer(form: Format, loaded: Loaded, device: str, **others: object) -> mc.FusedMoEKernel:
     """The same weights in moe-core, without vLLM."""
     config = mc.FusedMoEConfig(
-        num_experts=E,
-        top_k=TOP_K,
-        hidden_size=K,
-        intermediate_size=N,
-        **{"activation": "silu", **form.layer, **others},  # type: ignore[arg-type]
+        **{
+            "num_experts": E,
+            "top_k": TOP_K,
+            "hidden_size": K,
+            "intermediate_size": N,
+            "activation": "silu",
+            **form.layer,
+            **others,
+        }  # type: ignore[arg-type]
     )
     weights = loaded.weights
     oracle = mc.oracle(form.scheme)
@@ -48,7 +59,137 @@ def test_formats(name: str, device: str) -> None:
     x, topk_weights, topk_ids = calls(5)
     expected = own_layer(form, loaded, device).apply(x, topk_weights=topk_weights, topk_ids=topk_ids)
     assert torch.equal(run(layer, x, topk_weights, topk_ids), expected)
+    assert not copies(layer)
 
+
+def copies(layer: RoutedExperts) -> list[str]:
+    """The kernel's tensors that lie elsewhere than in the layer's parameters."""
     held = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
     weights = experts_of(layer)._kernel.weights
-    assert {tensor.untyped_storage().data_ptr() for _, tensor in weights.tensors()} <= held
+    return [name for name, tensor in weights.tensors() if tensor.untyped_storage().data_ptr() not in held]
+
+
+#: what runs each format on an H200
+BACKENDS = {
+    "fp8_block": "triton",
+    "fp8_tensor_static": "triton",
+    "fp8_tensor_dynamic": "triton",
+    "fp8_channel": "triton",
+    "int8_channel": "triton",
+    "mxfp4_gpt_oss": "marlin",
+} | {name: "marlin" for name, form in FORMATS.items() if form.scheme == "wna16"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("device", ["h200"], indirect=True)
+def test_memory(name: str, device: str) -> None:
+    """Kernels that read the checkpoint's tensors share them; others' replace them, and nothing is kept besides."""
+    form = FORMATS[name]
+    layer = make_layer(form.config(), moe_config(**form.layer))
+    loaded = form.load()
+    fill(layer, loaded.tensors)
+    before = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+    process(layer)
+    weights, backend = experts_of(layer)._kernel.weights, experts_of(layer).selection.backend
+    assert backend == BACKENDS[name]
+    if backend == "triton":
+        assert weights.w13.data_ptr() == before["w13_weight"]
+        assert weights.w2.data_ptr() == before["w2_weight"]
+    pieces = {parameter.untyped_storage().data_ptr(): parameter.nbytes for parameter in layer.parameters()}
+    own = own_layer(form, loaded, device).weights
+    # beside the kernel's: shapes that compressed-tensors' checkpoints state, GPTQ's unused zero points
+    assert sum(pieces.values()) <= own.nbytes + 4 * E * 4 + loaded.weights.nbytes // 50
+    assert not copies(layer)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "int4_compressed", "mxfp4_gpt_oss"])
+def test_expert_parallel(name: str, device: str) -> None:
+    """Each of two ranks adds its experts' part, which its map names."""
+    form, parts = FORMATS[name], []
+    x, topk_weights, topk_ids = calls(5)
+    loaded = form.load()
+    for rank in range(2):
+        layer = make_layer(form.config(), moe_config(ep=(2, rank), **form.layer))
+        mine = slice(rank * E // 2, (rank + 1) * E // 2)
+        fill(layer, {name: tensor[mine] for name, tensor in loaded.tensors.items()})
+        process(layer)
+        local = {name: tensor[mine] for name, tensor in loaded.weights.tensors()}
+        keys = {"weight_key": loaded.weights.weight_key, "activation_key": loaded.weights.activation_key}
+        own = own_layer(form, Loaded({}, mc.MoEWeights(**keys, **local)), device, num_local_experts=E // 2)
+        expected = own.apply(x, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=layer.expert_map)
+        parts.append(run(layer, x, topk_weights, topk_ids))
+        assert torch.equal(parts[-1], expected)
+    whole = own_layer(form, loaded, device).apply(x, topk_weights=topk_weights, topk_ids=topk_ids)
+    # two roundings to bfloat16 instead of one
+    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=2**-6, atol=2**-6 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_tensor_static", "int4_gptq", "mxfp4_gpt_oss"])
+def test_new_weights_are_loaded_in_place(name: str, device: str) -> None:
+    """As vLLM reloads: new parameters are processed, and copied to where graphs have read the old ones."""
+    form = FORMATS[name]
+    layer = make_layer(form.config(), moe_config(**form.layer))
+    info = LayerReloadingInfo(restore_metadata=capture_layer_to_meta(layer), restore_device=torch.device("cpu"))
+    loaded = form.load()
+    fill(layer, {name: torch.zeros_like(tensor) for name, tensor in loaded.tensors.items()})
+    process(layer)
+    x, topk_weights, topk_ids = calls(5)
+    run(layer, x, topk_weights, topk_ids)
+    places = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+
+    info.kernel_tensors = get_layer_params_buffers(layer)
+    info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+    restore_layer_on_meta(layer, info)
+    materialize_layer(layer, info)
+    fill(layer, loaded.tensors)
+    process(layer)
+    _copy_and_restore_kernel_tensors(layer, info)
+
+    expected = own_layer(form, loaded, device).apply(x, topk_weights=topk_weights, topk_ids=topk_ids)
+    assert torch.equal(run(layer, x, topk_weights, topk_ids), expected)
+    assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == places
+    assert not copies(layer)
+
+
+def test_router_weights_on_the_input(device: str) -> None:
+    """vLLM multiplies the hidden states; the experts must not weight again."""
+    form = FORMATS["fp8_channel"]
+    layer = make_layer(form.config(), moe_config(experts_per_token=1))
+    loaded = form.load()
+    fill(layer, loaded.tensors)
+    process(layer)
+    x, topk_weights, topk_ids = calls(5)
+    topk_weights, topk_ids = topk_weights[:, :1].contiguous(), topk_ids[:, :1].contiguous()
+    layer.apply_router_weight_on_input = True
+    weighted = x * topk_weights.to(x.dtype)
+    own = own_layer(form, loaded, device, top_k=1)
+    expected = own.apply(weighted, topk_weights=torch.ones_like(topk_weights), topk_ids=topk_ids)
+    assert torch.equal(run(layer, x, topk_weights, topk_ids), expected)
+
+
+def test_a_kernel_without_a_layer(device: str) -> None:
+    """Experts that are made outside of vLLM's loading take the weights of their first call."""
+    form = FORMATS["fp8_block"]
+    weights = form.load().weights
+    keys = (quant_utils.kFp8Static128BlockSym, quant_utils.kFp8Dynamic128Sym)
+    config = moe_config()
+    backend, kind = fp8.select_fp8_moe_backend(config, *keys)
+    scales = fp8.make_fp8_moe_quant_config(
+        backend, weights.w13_scale, weights.w2_scale, None, None, block_shape=[128, 128]
+    )
+    kernel = fp8.make_fp8_moe_kernel(scales, config, kind, backend)
+    x, topk_weights, topk_ids = calls(3)
+    for _ in range(2):
+        output = kernel.apply(
+            x,
+            weights.w13,
+            weights.w2,
+            topk_weights,
+            topk_ids,
+            activation=config.activation,
+            global_num_experts=E,
+            expert_map=None,
+            apply_router_weight_on_input=False,
+        )
+        own = own_layer(form, Loaded({}, weights), device)
+        assert torch.equal(output, own.apply(x, topk_weights=topk_weights, topk_ids=topk_ids))
