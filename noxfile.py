@@ -41,8 +41,9 @@ targets = nox.parametrize("target", [nox.param(target, id=target) for target in 
 OLDER_TRANSFORMERS = ["5.17.0"]
 releases = nox.parametrize("release", [nox.param(version, id=version) for version in ["newest", *OLDER_TRANSFORMERS]])
 
-# whose Python moe-vllm is tested with; nothing of it is installed
+# whose Python moe-vllm and moe-sglang are tested with; nothing of it is installed
 VLLM = "vllm==0.33.0"
+SGLANG = "sglang==0.5.23"
 
 nox.options.sessions = [
     "lint",
@@ -53,6 +54,7 @@ nox.options.sessions = [
     "families(newest)",
     "transformers(newest)",
     "vllm",
+    "sglang",
     "compile_cover",
     "docs",
     "bench",
@@ -177,6 +179,15 @@ def vllm(session: nox.Session) -> None:
     files = ROOT / ".nox" / VLLM
     session.run("python", "tools/unpack_python.py", VLLM, str(files))
     run_tests(session, "packages/moe-vllm/tests", environment={"PYTHONPATH": str(files)})
+
+
+@nox.session(download_python="never")
+def sglang(session: nox.Session) -> None:
+    """SGLang's hooks, types and fused kernel with the experts in its place; SGLang's compiled parts are stand-ins."""
+    install(session, "test", "families", "sglang-imports")
+    files = ROOT / ".nox" / SGLANG
+    session.run("python", "tools/unpack_python.py", SGLANG, str(files))
+    run_tests(session, "packages/moe-sglang/tests", environment={"PYTHONPATH": str(files)})
 
 
 def install_transformers(session: nox.Session, release: str, *groups: str) -> None:

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-ALL = ("moe-core", "moe-fp8", "moe-int8", "moe-mxfp4", "moe-transformers", "moe-vllm", "moe-wna16")
+ALL = ("moe-core", "moe-fp8", "moe-int8", "moe-mxfp4", "moe-sglang", "moe-transformers", "moe-vllm", "moe-wna16")
 MOE = str(Path(sys.executable).with_name("moe"))
 
 

@@ -12,8 +12,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-#: wheels for this one are taken on every machine: their Python files are the same
-PLATFORM = "manylinux_2_28_x86_64"
+#: wheels for these are taken on every machine: their Python files are the same
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_34_x86_64")
 
 
 def unpack(requirement: str, folder: Path) -> None:
@@ -23,7 +23,8 @@ def unpack(requirement: str, folder: Path) -> None:
         return
     with tempfile.TemporaryDirectory() as download:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        subprocess.run([*command, "--platform", PLATFORM, "--dest", download, requirement], check=True)
+        platforms = [argument for platform in PLATFORMS for argument in ("--platform", platform)]
+        subprocess.run([*command, *platforms, "--dest", download, requirement], check=True)
         (wheel,) = Path(download).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.endswith((".py", ".dist-info/METADATA"))]

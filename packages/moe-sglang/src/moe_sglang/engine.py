@@ -1,0 +1,19 @@
+"""Which SGLang is meant, how the user switches the package off, and where it logs."""
+
+from __future__ import annotations
+
+import logging
+
+from moe_core.engine_api import Engine
+
+ENGINE = Engine(
+    package="moe-sglang",
+    distribution="sglang",
+    lowest="0.5.23",
+    below="0.5.24",
+    switch="MOE_SGLANG",
+    schemes=("fp8", "int8", "wna16"),
+)
+
+#: below SGLang's own logger, so that its handlers and its level apply
+LOGGER = logging.getLogger("sglang.moe_sglang")

@@ -1,0 +1,166 @@
+"""The function that SGLang calls for a layer's experts: a kernel of moe-core, or SGLang's own function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from moe_core import (
+    DeviceInfo,
+    FusedMoEConfig,
+    FusedMoEKernel,
+    KernelWeights,
+    MoEError,
+    MoEWeights,
+    Selection,
+    oracle,
+)
+from moe_core.engine_api import log_once, select_kernel
+from torch import Tensor
+
+from moe_sglang.engine import ENGINE, LOGGER
+from moe_sglang.kinds import Kind, kind_of
+from moe_sglang.layer import layer_config
+from moe_sglang.weights import canonical
+
+
+class FusedFunction:
+    """What one layer's runner calls with dispatched tokens, its tensors and its description.
+
+    The kernel is made in the first call outside a CUDA graph's capture, which SGLang's warm-up is, and again where the
+    layer's tensors are other ones.  A layer that no kernel of ``schemes`` claims keeps ``original``.
+    """
+
+    def __init__(self, original: Callable[..., Any], schemes: Sequence[str]) -> None:
+        from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
+        from sglang.srt.distributed.device_communicators.pynccl_allocator import is_symmetric_memory_enabled
+        from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+
+        self.original = original
+        self.schemes = tuple(schemes)
+        self.kernel: FusedMoEKernel | None = None
+        self._combine_input = StandardCombineInput
+        self._batch_invariant = is_batch_invariant_mode_enabled
+        self._symmetric_memory = is_symmetric_memory_enabled
+        #: what the kernel, or the refusal, is for: tensors, top-k, dtype
+        self._tensors: tuple[Tensor | None, ...] = ()
+        self._call: tuple[int, torch.dtype] | None = None
+
+    def __call__(self, dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
+        x, topk = dispatch_output.hidden_states, dispatch_output.topk_output
+        if not self._is_made(quant_info, topk.topk_ids.shape[1], x.dtype):
+            if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+                return self.original(dispatch_output, quant_info, runner_config)
+            self._make(quant_info, runner_config, topk.topk_ids.shape[1], x)
+        if self.kernel is None:
+            return self.original(dispatch_output, quant_info, runner_config)
+        weights, factor = topk.topk_weights, runner_config.routed_scaling_factor
+        if factor is not None and factor != 1.0:
+            weights = weights * factor
+        return self._combine_input(
+            hidden_states=self.kernel.apply(x, topk_weights=weights, topk_ids=topk.topk_ids),
+        )
+
+    def _is_made(self, info: Any, top_k: int, dtype: torch.dtype) -> bool:
+        tensors = _tensors(info)
+        return self._call == (top_k, dtype) and all(new is old for new, old in zip(tensors, self._tensors, strict=True))
+
+    def _make(self, info: Any, runner: Any, top_k: int, x: Tensor) -> None:
+        """Make the kernel; the reason is logged, once for all layers, where there is none."""
+        self._tensors, self._call, self.kernel = _tensors(info), (top_k, x.dtype), None
+        try:
+            if self._symmetric_memory():
+                raise MoEError("outputs lie in NCCL's symmetric memory (--enable-symm-mem)")
+            self._refuse_scaled_inputs(runner)
+            kind = kind_of(info)
+            if kind.scheme not in self.schemes:
+                raise MoEError(f"{ENGINE.switch} leaves {kind.scheme} off, or its package is not installed")
+            config = layer_config(
+                runner,
+                info,
+                top_k=top_k,
+                hidden_size=x.shape[1],
+                dtype=x.dtype,
+                batch_invariant=bool(self._batch_invariant()),
+            )
+            weights = canonical(info, kind, 2 if config.is_gated else 1)
+            weights.validate(config)
+            selection = choose(kind, config, weights, DeviceInfo.current(weights.w13.device))
+            of_scheme = oracle(kind.scheme)
+            self.kernel = of_scheme.make_kernel(selection, of_scheme.convert(selection, weights))
+        except MoEError as error:
+            log_once(LOGGER, f"experts by SGLang's own function: {error.message}")
+            return
+        log_once(LOGGER, f"experts by moe-core: {kind.scheme} {selection.backend} ({selection.experts.__name__})")
+        self._tell_what_is_derived(runner, info)
+
+    @staticmethod
+    def _refuse_scaled_inputs(runner: Any) -> None:
+        if runner.apply_router_weight_on_input and runner.routed_scaling_factor not in (None, 1.0):
+            raise MoEError("routed_scaling_factor goes with router weights on the output, these are on the input")
+
+    def _tell_what_is_derived(self, runner: Any, info: Any) -> None:
+        """Have SGLang refuse new weights in place of those of which the kernel holds tensors of another layout."""
+        if self.kernel is None or runner.layer is None:
+            return
+        given = {_memory(tensor) for tensor in _tensors(info) if tensor is not None}
+        derived = [name for name, tensor in self.kernel.weights.tensors() if _memory(tensor) not in given]
+        if derived:
+            runner.layer._derived_weight_cache_error = (
+                f"Online weight updates are not supported while {ENGINE.package} runs the experts: it holds "
+                f"{', '.join(derived)} in a layout of its own. Restart with {ENGINE.switch}=off to use them."
+            )
+
+
+def choose(kind: Kind, config: FusedMoEConfig, weights: MoEWeights, device: DeviceInfo) -> Selection:
+    """The first kernel that reads SGLang's codes where they lie: a GPU's memory is spent when kernels are made.
+
+    Raises MoEError with the reasons where there is none.
+    """
+    keys = kind.weight_key, kind.activation_key
+    first = select_kernel(kind.scheme, config, *keys, device=device)
+    if not device.is_gpu:
+        return first
+    others = []
+    for candidate in first.report.candidates:
+        if not (candidate.fits and candidate.is_kernel):
+            continue
+        selection = select_kernel(kind.scheme, config, *keys, device=device, backend=candidate.backend)
+        if keeps_codes(selection, weights):
+            return selection
+        others.append(candidate.backend)
+    raise MoEError(
+        f"{kind.scheme}: {', '.join(others)} lays weights out anew, for which SGLang has left no memory "
+        f"({first.report.device})"
+    )
+
+
+def keeps_codes(selection: Selection, weights: MoEWeights) -> bool:
+    """Whether the selected kernel's w13 and w2 are the given tensors: tried with one expert."""
+    config = selection.config
+    one = replace(selection, report=replace(selection.report, config=replace(config, num_local_experts=1)))
+    parts: dict[str, Any] = {name: tensor[:1] for name, tensor in weights.tensors()}
+    converted: KernelWeights = oracle(selection.report.scheme).convert(one, replace(weights, **parts))
+    return (_memory(converted.w13), _memory(converted.w2)) == (_memory(weights.w13), _memory(weights.w2))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(info: Any) -> tuple[Tensor | None, ...]:
+    """Everything that SGLang says of a layer's weights."""
+    return (
+        info.w13_weight,
+        info.w2_weight,
+        info.w13_scale,
+        info.w2_scale,
+        info.w13_zp,
+        info.w2_zp,
+        info.b13,
+        info.b2,
+        info.a13_scale,
+        info.a2_scale,
+    )

@@ -1,0 +1,70 @@
+"""SGLang's description of a layer, as moe-core's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from moe_core import ActivationParams, ConfigError, FusedMoEConfig, MoEActivation
+
+#: activations of SGLang's kernel by (name, gated), where no parameter changes them
+_PLAIN = {
+    ("gelu", True): MoEActivation.GELU,
+    ("gelu_tanh", True): MoEActivation.GELU_TANH,
+    ("silu", False): MoEActivation.SILU_NO_MUL,
+    ("gelu", False): MoEActivation.GELU_NO_MUL,
+    ("relu2", False): MoEActivation.RELU2_NO_MUL,
+}
+
+
+def layer_config(
+    runner: Any, info: Any, *, top_k: int, hidden_size: int, dtype: torch.dtype, batch_invariant: bool = False
+) -> FusedMoEConfig:
+    """The layer of SGLang's ``runner`` (its MoeRunnerConfig) and ``info`` on this rank.
+
+    The experts are the local ones: SGLang's dispatcher gives local ids, and -1 for experts of other ranks.  Raises
+    ConfigError for what moe-core does not have.
+    """
+    if runner.no_combine:
+        raise ConfigError("no_combine asks for every expert's output, not for their sum")
+    if (info.b13 is None) != (info.b2 is None):
+        raise ConfigError("one of w13 and w2 has biases, the other has none")
+    activation, params = _activation(runner)
+    rows = int(info.w13_weight.shape[1])
+    return FusedMoEConfig(
+        num_experts=int(info.w13_weight.shape[0]),
+        top_k=top_k,
+        hidden_size=hidden_size,
+        intermediate_size=rows // 2 if activation.is_gated else rows,
+        activation=activation,
+        activation_params=params,
+        dtype=dtype,
+        has_bias=info.b13 is not None,
+        apply_router_weight_on_input=bool(runner.apply_router_weight_on_input),
+        batch_invariant=batch_invariant,
+    )
+
+
+def _activation(runner: Any) -> tuple[MoEActivation, ActivationParams | None]:
+    """The branch that SGLang's kernel takes for a layer's activation and its parameters."""
+    name, gated = str(runner.activation), bool(runner.is_gated)
+    alpha, limit, clamp = runner.gemm1_alpha, runner.gemm1_clamp_limit, runner.swiglu_limit
+    if (name, gated) == ("silu", True):
+        if alpha is not None:
+            if runner.gate_up_interleaved:
+                raise ConfigError("gate and up rows are interleaved (gate_up_interleaved)")
+            if limit is None:
+                raise ConfigError("silu with gemm1_alpha comes with a gemm1_clamp_limit, found none")
+            return MoEActivation.SWIGLUOAI, ActivationParams(alpha=alpha, beta=1.0, limit=limit)
+        if limit is not None:
+            return MoEActivation.SWIGLUSTEP, ActivationParams(limit=limit)
+        return MoEActivation.SILU, ActivationParams(limit=clamp)
+    if (name, gated) == ("situ", True):
+        beta = 4.0 if alpha is None else alpha
+        return MoEActivation.SITU, ActivationParams(beta=beta, limit=math.inf if limit is None else limit)
+    if (name, gated) not in _PLAIN:
+        raise ConfigError(f"activation {name}{'' if gated else ' without a gate'} is none of moe-core's")
+    if not (alpha is None and limit is None and clamp is None):
+        raise ConfigError(f"activation {name} comes with parameters, which SGLang does not define for it")
+    return _PLAIN[name, gated], None

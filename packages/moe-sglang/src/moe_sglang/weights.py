@@ -1,0 +1,62 @@
+"""SGLang's tensors as canonical weights: the same memory, but for small tensors that lie otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from moe_core import MoEWeights, TensorError
+from torch import Tensor
+
+from moe_sglang.kinds import Kind
+
+
+def canonical(info: Any, kind: Kind, parts: int) -> MoEWeights:
+    """The weights of a ``TritonMoeQuantInfo``; ``parts``: 2 where w13 has gate and up.
+
+    Codes, and scales per block, channel or group, are SGLang's tensors themselves.  Raises TensorError for a tensor of
+    a shape that none of its kernels reads.
+    """
+    per_tensor = kind.weight_key.group_shape.is_per_tensor
+    packed = kind.weight_key.packing is not None
+    experts = info.w13_weight.shape[0]
+    tensors: dict[str, Tensor | None] = {
+        "w13": info.w13_weight,
+        "w2": info.w2_weight,
+        "w13_scale": _per_part("w13_scale", info.w13_scale, experts, parts) if per_tensor else info.w13_scale,
+        "w2_scale": _per_part("w2_scale", info.w2_scale, experts, 1) if per_tensor else info.w2_scale,
+        "w13_bias": info.b13,
+        "w2_bias": info.b2,
+    }
+    if not kind.weight_key.symmetric:
+        tensors["w13_zero_point"] = _zero_points(info.w13_zp, packed)
+        tensors["w2_zero_point"] = _zero_points(info.w2_zp, packed)
+    if kind.activation_key is not None and kind.activation_key.is_static:
+        tensors["w13_input_scale"] = _per_expert("a13_scale", info.a13_scale, experts)
+        tensors["w2_input_scale"] = _per_expert("a2_scale", info.a2_scale, experts)
+    given: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return MoEWeights(weight_key=kind.weight_key, activation_key=kind.activation_key, **given).detached()
+
+
+def _per_part(name: str, scale: Tensor, experts: int, parts: int) -> Tensor:
+    """[E, parts] of one scale per expert, [E] or [E, 1], or of one that each part has of its own."""
+    scale = scale.reshape(scale.shape[0], -1) if scale.dim() > 1 else scale[:, None]
+    if tuple(scale.shape) not in ((experts, 1), (experts, parts)):
+        raise TensorError(f"{name} has shape {list(scale.shape)}, expected one scale for each of {experts} experts")
+    return scale.expand(experts, parts)
+
+
+def _per_expert(name: str, scale: Tensor | None, experts: int) -> Tensor:
+    """[E] of one static scale for all experts, or one for each."""
+    if scale is None or scale.numel() not in (1, experts):
+        found = None if scale is None else list(scale.shape)
+        raise TensorError(f"{name} has shape {found}, expected one scale, or one for each of {experts} experts")
+    return scale.reshape(-1).float().expand(experts)
+
+
+def _zero_points(zeros: Tensor, packed: bool) -> Tensor:
+    """[E, rows, groups] of zero points; 4-bit ones lie two rows in a byte, the even row in the low half."""
+    if not packed:
+        return zeros
+    halves = torch.stack((zeros & 0xF, zeros >> 4), dim=2)
+    return halves.flatten(1, 2)

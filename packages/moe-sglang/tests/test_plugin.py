@@ -1,0 +1,75 @@
+"""How the package joins SGLang: its entry point, its hook, its versions and its switch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import types
+
+import moe_sglang
+import pytest
+from moe_core import ConfigError
+from moe_core.engine_api import Engine
+from moe_sglang import plugin
+from moe_sglang.engine import ENGINE
+
+
+def test_sglang_finds_it_by_its_entry_point() -> None:
+    [point] = [p for p in importlib.metadata.entry_points(group="sglang.srt.plugins") if p.name == "moe_sglang"]
+    assert point.load() is moe_sglang.register
+
+
+@pytest.fixture
+def afresh(sglang: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[object]]:
+    """A process in which nothing was brought yet: the hooks that it registers."""
+    hooks: dict[str, list[object]] = {}
+    monkeypatch.setattr(plugin, "_brought", ())
+    monkeypatch.setattr(sglang.HookRegistry, "_hooks", hooks)
+    monkeypatch.setattr(sglang.HookRegistry, "register", lambda target, hook, kind: hooks.setdefault(target, [hook]))
+    monkeypatch.setattr(Engine, "reason_against_version", lambda self: None)
+    monkeypatch.delenv("MOE_SGLANG", raising=False)
+    return hooks
+
+
+def test_one_hook_however_often_it_is_loaded(afresh: dict[str, list[object]], said: list[str]) -> None:
+    moe_sglang.register()
+    moe_sglang.register()
+    assert afresh == {plugin.TARGET: [plugin.get_fused_func]}
+    assert said == ["moe-sglang is on for fp8, int8, wna16 (MOE_SGLANG=off turns it off)"]
+
+
+@pytest.mark.parametrize(
+    ("switch", "reason", "line"),
+    [
+        ("off", None, "moe-sglang is off: MOE_SGLANG=off"),
+        ("on", "sglang is 0.6", "moe-sglang is off: sglang is 0.6"),
+    ],
+)
+def test_nothing_is_changed_where_it_is_off(
+    afresh: dict[str, list[object]],
+    monkeypatch: pytest.MonkeyPatch,
+    said: list[str],
+    switch: str,
+    reason: str | None,
+    line: str,
+) -> None:
+    monkeypatch.setenv("MOE_SGLANG", switch)
+    monkeypatch.setattr(Engine, "reason_against_version", lambda self: reason)
+    moe_sglang.register()
+    assert not afresh
+    assert said == [line]
+
+
+def test_a_switch_that_says_nothing_known_is_an_error(
+    afresh: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_SGLANG", "fp9")
+    with pytest.raises(ConfigError, match="MOE_SGLANG='fp9' names 'fp9'"):
+        moe_sglang.register()
+    assert not afresh
+
+
+def test_versions() -> None:
+    assert ENGINE.reason_against_version("0.5.23") is None
+    assert ENGINE.reason_against_version("0.5.23.post1") is None
+    assert ENGINE.reason_against_version("0.5.22") is not None
+    assert ENGINE.reason_against_version("0.5.24") is not None
