@@ -186,7 +186,8 @@ def sglang(session: nox.Session) -> None:
     """SGLang's hooks, types and fused kernel with the experts in its place; SGLang's compiled parts are stand-ins."""
     install(session, "test", "families", "sglang-imports")
     files = ROOT / ".nox" / SGLANG
-    session.run("python", "tools/unpack_python.py", SGLANG, str(files))
+    # at its import it looks for the folder of its headers
+    session.run("python", "tools/unpack_python.py", SGLANG, str(files), ".cuh")
     run_tests(session, "packages/moe-sglang/tests", environment={"PYTHONPATH": str(files)})
 
 

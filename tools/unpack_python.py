@@ -1,7 +1,7 @@
 """Puts the Python files of a wheel into a folder: without its compiled parts, and without what it depends on.
 
-Usage: ``python tools/unpack_python.py NAME==VERSION FOLDER``. For tests against the Python of a package whose
-installation takes gigabytes, or a GPU. Needs pip.
+Usage: ``python tools/unpack_python.py NAME==VERSION FOLDER [SUFFIX ...]``, with the ends of the names of what else is
+needed. For tests against the Python of a package whose installation takes gigabytes, or a GPU. Needs pip.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from pathlib import Path
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_34_x86_64")
 
 
-def unpack(requirement: str, folder: Path) -> None:
+def unpack(requirement: str, folder: Path, *suffixes: str) -> None:
     """Downloads the wheel and unpacks it, unless ``folder`` holds it."""
-    done = folder / "unpacked.txt"
-    if done.is_file() and done.read_text() == requirement:
+    wanted = (".py", ".dist-info/METADATA", *suffixes)
+    done, what = folder / "unpacked.txt", " ".join((requirement, *suffixes))
+    if done.is_file() and done.read_text() == what:
         return
     with tempfile.TemporaryDirectory() as download:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
@@ -27,10 +28,9 @@ def unpack(requirement: str, folder: Path) -> None:
         subprocess.run([*command, *platforms, "--dest", download, requirement], check=True)
         (wheel,) = Path(download).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.endswith((".py", ".dist-info/METADATA"))]
-            archive.extractall(folder, names)
-    done.write_text(requirement)
+            archive.extractall(folder, [name for name in archive.namelist() if name.endswith(wanted)])
+    done.write_text(what)
 
 
 if __name__ == "__main__":
-    unpack(sys.argv[1], Path(sys.argv[2]))
+    unpack(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
