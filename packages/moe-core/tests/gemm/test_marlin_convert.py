@@ -52,7 +52,7 @@ def test_float32_scales_beside_zero_points_are_rounded_to_14_bits() -> None:
 @pytest.mark.parametrize("zero_dtype", [None, torch.uint8, torch.int32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("rows", "groups", "interleaved"), [(256, 16, True), (36, 18, True), (131, 1, False)])
-def test_the_kernel_for_scales_does_what_its_twin_does(
+def test_scales_lie_by_group(
     rows: int,
     groups: int,
     interleaved: bool,
@@ -62,13 +62,17 @@ def test_the_kernel_for_scales_does_what_its_twin_does(
 ) -> None:
     generator = torch.Generator().manual_seed(rows)
     scale = torch.randn(2, rows, groups, generator=generator).to(device, dtype)
-    zero = None
+    kept = scale.clone()
+    wide, zero = scale.float(), None
     if zero_dtype is not None:
         zero = torch.randint(0, 256, scale.shape, generator=generator).to(device, zero_dtype)
-    found = order_scales(scale, zero, interleaved=interleaved, backend="triton")
-    expected = order_scales(scale, zero, interleaved=interleaved, backend="torch")
-    assert found.dtype is expected.dtype
-    assert torch.equal(found, expected)
+        wide = (((wide.view(torch.int32) + 256) & -512) | zero).view(torch.float32)
+    found = order_scales(scale, zero, interleaved=interleaved)
+    expected = (interleave(wide) if interleaved else wide).transpose(1, 2)
+    assert found.dtype is (torch.float32 if zero is None else torch.int32)
+    assert found.is_contiguous()
+    assert torch.equal(found.view(torch.int32), expected.contiguous().view(torch.int32))
+    assert torch.equal(scale, kept)
 
 
 def test_float16_layers_hold_scales_relative_to_a_rows_largest() -> None:

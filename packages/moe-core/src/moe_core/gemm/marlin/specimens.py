@@ -1,4 +1,4 @@
-"""Launches of the family beside its layers: what puts words and scales in order, and single columns that are read."""
+"""Launches of the family beside its layers: what puts words in order, and single columns that are read."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ _MAX_SPILLS = 640
 
 
 def specimens(target: DeviceInfo) -> Iterator[Specimen]:
-    """The order of words and of scales, and layers with an activation order whose groups were filled up."""
+    """The order of words, and layers with an activation order whose groups were filled up."""
     if target.kind != "cuda" or target.capability < 80:
         return
     for bits, order in ((4, "integers"), (8, "integers"), (4, "e2m1"), (4, "e4m3")):
         for interleaved in (False, True):
             name = f"marlin words {bits} bits {order}{' interleaved' * interleaved}"
             yield Specimen(name, partial(_order, bits, order, interleaved))
-    for dtype, zero_dtype in ((torch.bfloat16, None), (torch.float16, torch.uint8), (torch.float32, torch.int32)):
-        yield Specimen(f"marlin scales {dtype} {zero_dtype}", partial(_scales, dtype, zero_dtype))
     for tokens in (1, 300):
         yield Specimen(f"marlin single columns {tokens}", partial(_indexed, target, tokens), _MAX_SPILLS)
 
@@ -40,13 +38,6 @@ def _order(bits: int, order: str, interleaved: bool) -> None:
 
     codes = _meta(8, 4096, 2048 * bits // 8, dtype=torch.uint8)
     order_words(codes, 2048, bits, order=order, interleaved=interleaved, backend="triton")
-
-
-def _scales(dtype: torch.dtype, zero_dtype: torch.dtype | None) -> None:
-    from moe_core.gemm.marlin.scales import order_scales
-
-    zero = None if zero_dtype is None else _meta(8, 4096, 16, dtype=zero_dtype)
-    order_scales(_meta(8, 4096, 16, dtype=dtype), zero, interleaved=zero is not None, backend="triton")
 
 
 def _indexed(target: DeviceInfo, tokens: int) -> None:

@@ -9,7 +9,7 @@ needs, and the words of a thread follow one another:
 
 for t, u, s (8 bits) of 0 to 3 and i, j, s (4 bits) of 0 and 1.  Rows are filled up with zeros to whole units.
 
-Numbers of e2m1 (a sign, two bits of exponent, one of mantissa) are spread in the 16 bits of their half of a word, so
+Numbers of e2m1 (a sign, two bits of exponent, one of mantissa) lie in the 16 bits of their half of a word, so
 that one shift puts three of the four where bfloat16 has them (sign 15, exponent 8 and 7, mantissa 6):
 
     p = 0   sign 15, the rest 8 to 6        p = 2   sign 9, the rest 2 to 0
@@ -24,11 +24,15 @@ for h of 0 and 1 and j of 0 to 3, so that a half's magnitudes select four bytes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
+from moe_core.gemm.marlin._word_bits import columns_apart, e2m1_bits, signs_apart
 from moe_core.ops._backend import use_triton
+from moe_core.ops.layout import interleave_halves
 
 #: columns of a unit, which is 16 words
 UNIT = {4: 128, 8: 64}
@@ -52,10 +56,10 @@ def order_words(
     step: int = 128,
     backend: str = "auto",
 ) -> Tensor:
-    """int32 [E, rows, words] of ``codes`` uint8 [E, rows, ceil(columns * bits / 8)], 4-bit ones with even k low.
+    """int32 [E, rows, words] of ``codes`` uint8 [E, rows, ceil(columns * bits / 8)], 4-bit ones with even columns low.
 
     ``order``: one of :data:`ORDERS`; ``interleaved``: the rows are two halves, interleaved in blocks of 8
-    (:func:`interleave`).  Any device, at the memory's speed on a GPU; ``backend`` "torch" or "triton" insists.
+    (:func:`interleave`).  Any device, on a GPU one pass; ``backend`` "torch" or "triton" insists.
     Raises TensorError for codes of another shape or dtype.
     """
     if bits not in UNIT:
@@ -70,7 +74,11 @@ def order_words(
     if size != -(-columns * bits // 8):
         raise TensorError(f"codes have {size} bytes a row, expected {-(-columns * bits // 8)} for {columns} columns")
     width = words_of(columns, bits, step)
-    words = _empty(experts, interleaved_rows(rows) if interleaved else rows, width, codes, filled=interleaved)
+    # rows that fill up blocks of 8 are not written
+    make = torch.zeros if interleaved and rows % 16 else torch.empty
+    words = make(
+        experts, interleaved_rows(rows) if interleaved else rows, width, dtype=torch.int32, device=codes.device
+    )
     if words.numel() == 0:
         return words
     on_gpu = use_triton(codes, backend)
@@ -81,17 +89,10 @@ def order_words(
         whole = torch.nn.functional.pad(one, (0, width * 4 - size)).contiguous()
         if on_gpu:
             _launch((whole.clone() if whole.data_ptr() % 4 else whole)[None], out[None], bits, interleaved, order)
-            continue
-        ordered = torch.empty(rows, width, dtype=torch.int32, device=codes.device)
-        _ON_CPU[order, bits](whole, ordered)
-        out.copy_(interleave(ordered[None])[0] if interleaved else ordered)
+        else:
+            ordered = _ordered(whole, bits, order)
+            out.copy_(interleave(ordered[None])[0] if interleaved else ordered)
     return words
-
-
-def _empty(experts: int, rows: int, width: int, like: Tensor, *, filled: bool) -> Tensor:
-    """Room for words; rows that fill up turns are not written."""
-    make = torch.zeros if filled and rows != like.shape[1] else torch.empty
-    return make(experts, rows, width, dtype=torch.int32, device=like.device)
 
 
 def interleaved_rows(rows: int) -> int:
@@ -102,67 +103,32 @@ def interleaved_rows(rows: int) -> int:
 def interleave(x: Tensor) -> Tensor:
     """[E, 2N, ...] with gate and up rows interleaved in blocks of 8, each half padded with zeros to whole blocks."""
     experts, rows = x.shape[:2]
-    half = rows // 2
-    turns = -(-half // 8)
-    out = torch.zeros(experts, turns, 2, 8, *x.shape[2:], dtype=x.dtype, device=x.device)
-    whole = half // 8
-    halves = x.view(experts, 2, half, *x.shape[2:])
-    out[:, :whole].copy_(halves[:, :, : whole * 8].reshape(experts, 2, whole, 8, *x.shape[2:]).transpose(1, 2))
-    if half % 8:
-        out[:, whole, :, : half % 8].copy_(halves[:, :, whole * 8 :])
-    return out.flatten(1, 3)
+    if rows % 16:
+        halves = x.new_zeros(experts, 2, interleaved_rows(rows) // 2, *x.shape[2:])
+        halves[:, :, : rows // 2].copy_(x.view(experts, 2, rows // 2, *x.shape[2:]))
+        x = halves.flatten(1, 2)
+    return interleave_halves(x, group=8)
 
 
-def _order_4(codes: Tensor, out: Tensor) -> None:
-    """``codes`` [rows, units * 64] to ``out`` [rows, units * 16]."""
-    rows = codes.shape[0]
-    # byte t of canonical word 4u + p has columns 32u + 8p + 2t and the next
-    view = codes.view(rows, -1, 4, 4, 4).int()
-    total = torch.zeros(rows, view.shape[1], 4, 4, dtype=torch.int32, device=codes.device)
-    for p in range(4):
-        byte = view[:, :, :, p]
-        total |= (byte & 15) << (4 * p) | (byte >> 4) << (4 * p + 16)
-    out.view(rows, -1, 4, 4).copy_(total.transpose(2, 3))
-
-
-def _order_e2m1(codes: Tensor, out: Tensor) -> None:
-    """As `_order_4`, with the bits of e2m1 spread."""
-    words = torch.empty_like(out)
-    _order_4(codes, words)
-    out.zero_()
-    for p, moves in enumerate((((7, 6), (8, 12)), ((7, 3), (8, 9)), ((7, 0), (8, 6)), ((1, 13), (6, 9), (8, 11)))):
-        nibble = words >> (4 * p) & 0x000F000F
-        for mask, shift in moves:
-            out |= (nibble & (mask | mask << 16)) << shift
-
-
-def _order_e4m3(codes: Tensor, out: Tensor) -> None:
-    """``codes`` [rows, units * 64] to ``out`` [rows, units * 16]."""
-    rows = codes.shape[0]
-    # 16 bits are four columns: [unit, u, h, t]
-    quarters = codes.view(torch.int16).view(rows, -1, 4, 2, 4).int() & 0xFFFF
-    lower, upper = quarters.unbind(3)
-    total = (lower | upper << 16) & 0x77777777
-    for j in range(4):
-        total |= (lower >> (4 * j + 3) & 1) << (8 * j + 7) | (upper >> (4 * j + 3) & 1) << (8 * j + 3)
-    out.view(rows, -1, 4, 4).copy_(total.transpose(2, 3))
-
-
-def _order_8(codes: Tensor, out: Tensor) -> None:
-    """``codes`` [rows, units * 64] to ``out`` [rows, units * 16]."""
-    rows = codes.shape[0]
-    # [unit, s, j, t, i] to [unit, t, s, i, j]
-    view = codes.view(rows, -1, 4, 2, 4, 2)
-    out.view(torch.uint8).view(rows, -1, 4, 4, 2, 2).copy_(view.permute(0, 1, 4, 2, 5, 3))
-
-
-#: by order and bits
-_ON_CPU = {
-    ("integers", 4): _order_4,
-    ("integers", 8): _order_8,
-    ("e2m1", 4): _order_e2m1,
-    ("e4m3", 4): _order_e4m3,
+_Operation = Callable[[Tensor], Tensor]
+#: by order and bits: how a unit's 64 bytes come, in which order of these dimensions words have them, and what is done
+#: with the words then
+ARRANGEMENTS: dict[tuple[str, int], tuple[tuple[int, ...], tuple[int, ...], tuple[_Operation, ...]]] = {
+    ("integers", 4): ((4, 4, 4), (2, 0, 1), (columns_apart,)),  # [u, p, t] to [t, u, p]
+    ("integers", 8): ((4, 2, 4, 2), (2, 0, 3, 1), ()),  # [s, j, t, i] to [t, s, i, j]
+    ("e2m1", 4): ((4, 4, 4), (2, 0, 1), (columns_apart, e2m1_bits)),
+    ("e4m3", 4): ((4, 2, 4, 2), (2, 0, 1, 3), (signs_apart,)),  # [u, h, t, two of j] to [t, u, h, two of j]
 }
+
+
+def _ordered(codes: Tensor, bits: int, order: str) -> Tensor:
+    """int32 [rows, words] of ``codes`` [rows, whole units]."""
+    sizes, dims, operations = ARRANGEMENTS[order, bits]
+    units = codes.view(codes.shape[0], -1, *sizes).permute(0, 1, *(2 + dim for dim in dims))
+    words = units.reshape(codes.shape).view(torch.int32)
+    for operation in operations:
+        words = operation(words)
+    return words
 
 
 def _launch(codes: Tensor, out: Tensor, bits: int, interleaved: bool, order: str) -> None:
@@ -184,7 +150,7 @@ def _launch(codes: Tensor, out: Tensor, bits: int, interleaved: bool, order: str
         codes.shape[1] // 2,
         BITS=bits,
         ORDER=order,
-        INTERLEAVE=interleaved,
+        INTERLEAVED=interleaved,
         BLOCK=block,
         num_warps=4,
     )
