@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import re
 import sys
 import warnings
@@ -16,8 +15,9 @@ from typing import Any
 
 from moe_core_cli.terminal.console import complain
 
-from moe_core.errors import CheckpointWarning, FallbackWarning, MoEError, PluginWarning, printable
-from moe_core.plugins import printing_aside
+from moe_core.entry_points import imported
+from moe_core.errors import CheckpointWarning, FallbackWarning, MoEError, PluginWarning, RegistryError, printable
+from moe_core.plugins import Raised, attempt, printing_aside
 
 __all__ = ["execute", "paragraph"]
 
@@ -38,8 +38,16 @@ def execute(arguments: argparse.Namespace) -> int:
         for category in _TOLD:
             warnings.simplefilter("ignore" if arguments.command == "doctor" else "default", category)
         warnings.showwarning = functools.partial(_show, warnings.showwarning, arguments.command)
-        result: int = importlib.import_module(f"moe_core.cli.{arguments.command}").run(arguments)
+        result: int = _loaded(arguments.command, arguments.run)(arguments)
     return result
+
+
+def _loaded(command: str, path: str) -> Callable[[argparse.Namespace], int]:
+    """What runs a command; RegistryError where the package that brings it does not work."""
+    found: Any = attempt(lambda: imported(path))
+    if isinstance(found, Raised):
+        raise RegistryError(f"{path} cannot be loaded: {found}; what else is missing: moe doctor") from found.error
+    return found  # type: ignore[no-any-return]
 
 
 def _show(

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from moe_core_cli.commands import installed
+
 from moe_core.cli._output import bytes_text, emit
 
 if TYPE_CHECKING:
@@ -88,7 +90,8 @@ def _schemes(plugins: Registry) -> tuple[list[dict[str, Any]], list[str], list[s
         notes += oracle.notes()
         broken += _broken_claims(oracle)
     plugins.online_names()
-    return found, [str(fault) for fault in dict.fromkeys((*plugins.faults(), *broken))], notes
+    faults = [*map(str, dict.fromkeys((*plugins.faults(), *broken))), *map(str, installed.faults())]
+    return found, faults, notes
 
 
 def _integrations(faults: list[str]) -> dict[str, list[str]]:
