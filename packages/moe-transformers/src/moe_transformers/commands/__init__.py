@@ -1,0 +1,1 @@
+"""The commands ``moe generate`` and ``moe perplexity``: ``run(arguments)`` returns the exit code."""

@@ -1,0 +1,135 @@
+"""The model of a command: loaded as the arguments say, with what that took."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from moe_core import CheckpointError, ConfigError, MoEError
+from moe_core.command_api import activation_key_of, bytes_text, device_of, dtype_of, duration, seconds_since
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from moe_transformers.blocks import experts_modules
+from moe_transformers.commands.memory import peak_memory, reset_peak_memory
+from moe_transformers.experts import MoeCoreExperts
+from moe_transformers.interface import IMPLEMENTATION
+from moe_transformers.loading import loading
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready to run.
+
+    - ``experts``: what runs them ("fp8 by triton"), and the number of layers that it runs
+    - ``seconds``: what loading took
+    """
+
+    model: Any
+    experts: dict[str, int]
+    seconds: float
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go in."""
+        found: torch.device = self.model.get_input_embeddings().weight.device
+        return found
+
+    def synchronize(self) -> None:
+        """Wait for what was started on the model's GPUs."""
+        for device in {tensor.device for tensor in self.model.parameters()}:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready form, with the peak of memory so far."""
+        return {
+            "device": str(self.device),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "experts": self.experts,
+            "seconds_load": self.seconds,
+            "peak_memory": peak_memory(self.model),
+        }
+
+
+def summary(data: dict[str, Any]) -> str:
+    """One line on what :meth:`Loaded.as_dict` says."""
+    experts = ", ".join(f"{name} ({count} layers)" for name, count in data["experts"].items()) or "none"
+    peak = "" if data["peak_memory"] is None else f"; at most {bytes_text(data['peak_memory'])} of memory"
+    return f"experts: {experts}; {data['dtype']} on {data['device']}; loaded in {duration(data['seconds_load'])}{peak}"
+
+
+def rate(tokens_per_second: float) -> str:
+    """A speed with three digits, or all before the point."""
+    digits = f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.3g}"
+    return f"{digits} tokens/s"
+
+
+def load(args: argparse.Namespace) -> Loaded:
+    """The model of ``args.path``.  Raises MoEError, with what transformers says where it is that which refuses."""
+    device_map: Any = "auto" if args.device == "auto" else {"": device_of(args.device)}
+    ours = args.experts == IMPLEMENTATION
+    if not ours and (args.quantize is not None or args.backend != "auto" or args.activation_key is not None):
+        raise ConfigError(
+            f"--experts {args.experts} leaves the experts to transformers: --backend, --quantize and --activation-key "
+            f"go with --experts {IMPLEMENTATION}"
+        )
+    options: dict[str, Any] = {} if ours else {"experts_implementation": args.experts}
+    context = (
+        loading(backend=args.backend, quantize=args.quantize, activation_key=activation_key_of(args))
+        if ours
+        else contextlib.nullcontext()
+    )
+    reset_peak_memory()
+    with context, of_transformers(args), _bars():
+        start = time.perf_counter()
+        model = AutoModelForCausalLM.from_pretrained(
+            args.path, dtype=dtype_of(args.dtype), device_map=device_map, **options
+        )
+        loaded = Loaded(model.eval(), _experts(model), 0.0)
+        loaded.synchronize()
+    return Loaded(loaded.model, loaded.experts, seconds_since(start))
+
+
+def _experts(model: nn.Module) -> dict[str, int]:
+    layers = (module.layer for module in model.modules() if isinstance(module, MoeCoreExperts))
+    chosen = (layer.selection for layer in layers if layer is not None)
+    found = Counter(f"{selection.report.scheme} by {selection.backend}" for selection in chosen)
+    for _, module in experts_modules(model):
+        name = module.config._experts_implementation  # type: ignore[union-attr]
+        dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+        found[f"{dtype} by transformers ({name})"] += 1
+    return dict(found)
+
+
+@contextlib.contextmanager
+def of_transformers(args: argparse.Namespace) -> Iterator[None]:
+    """What transformers raises for a folder that it does not read, as CheckpointError."""
+    try:
+        yield
+    except MoEError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"transformers cannot load {args.path}: {type(error).__name__}: {text}") from error
+
+
+@contextlib.contextmanager
+def _bars() -> Iterator[None]:
+    """transformers' progress bars on a terminal, and nowhere else."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,123 @@
+"""moe perplexity: how well a whole model predicts a text."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from moe_core import Checkpoint, ConfigError
+from moe_core.command_api import duration, emit, progress, seconds_since
+from torch import Tensor
+
+from moe_transformers.commands.model import Loaded, load, rate, summary
+from moe_transformers.commands.tokens import tokenizer_of, tokens_of
+
+#: tokens of a window where nothing is said
+WINDOW = 2048
+#: rows of logits that become float32 at once
+_ROWS = 256
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; returns the exit code: 1 where the model's output is not finite."""
+    _check(args)
+    # everything about the text is checked before gigabytes are read
+    Checkpoint.open(args.path)
+    tokens = tokens_of(args, tokenizer_of(args), _read(args), "--text")[: args.max_tokens]
+    if len(tokens) < 2:
+        raise ConfigError(f"--text {args.text} has {len(tokens)} token, expected 2 or more: one to predict another")
+    loaded = load(args)
+    longest = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+    window = args.window or min(WINDOW, longest or WINDOW)
+    if longest is not None and window > longest:
+        raise ConfigError(f"--window {window}: the model takes {longest} tokens (max_position_embeddings)")
+    spans = list(windows(len(tokens), window, args.stride or window))
+    total, scored, start = 0.0, 0, time.perf_counter()
+    for number, (begin, first, end) in enumerate(spans, 1):
+        with progress(f"window {number} of {len(spans)}"):
+            total += negative_log_likelihood(loaded, tokens[begin:end], end - first)
+        scored += end - first
+    seconds = seconds_since(start)
+    mean = total / scored
+    data = {
+        "checkpoint": str(args.path),
+        **loaded.as_dict(),
+        "text": str(args.text),
+        "tokens": len(tokens),
+        "scored_tokens": scored,
+        "window": window,
+        "stride": args.stride or window,
+        "negative_log_likelihood": mean,
+        "perplexity": _exp(mean),
+        "seconds": seconds,
+        "tokens_per_second": sum(end - begin for begin, _, end in spans) / seconds,
+    }
+    emit(args.json, data, _text(data))
+    return 0 if math.isfinite(mean) else 1
+
+
+def windows(count: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, first scored, end) of every window over ``count`` tokens; a token is scored once.
+
+    The first token of a window has nothing before it, so it is scored where an earlier window has it, or not at all.
+    """
+    done = 0
+    for begin in range(0, count, stride):
+        end = min(begin + window, count)
+        first = max(done, begin + 1)
+        if first < end:
+            yield begin, first, end
+        done = end
+        if end == count:
+            return
+
+
+@torch.inference_mode()
+def negative_log_likelihood(loaded: Loaded, tokens: Tensor, count: int) -> float:
+    """Summed over the last ``count`` of ``tokens`` [T], each from those before it; in natural units."""
+    ids = tokens.to(loaded.device)
+    logits = loaded.model(ids[None], use_cache=False).logits[0, -count - 1 : -1]
+    targets = ids[-count:].to(logits.device)
+    total = 0.0
+    for place in range(0, count, _ROWS):
+        rows = slice(place, place + _ROWS)
+        total += float(torch.nn.functional.cross_entropy(logits[rows].float(), targets[rows], reduction="sum"))
+    return total
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ConfigError for numbers that make no windows."""
+    for name, least in (("window", 2), ("stride", 1), ("max_tokens", 2)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
+    if args.stride is not None and args.window is not None and args.stride > args.window:
+        raise ConfigError(f"--stride {args.stride}: expected --window {args.window} or less, or tokens are left out")
+
+
+def _read(args: argparse.Namespace) -> str:
+    try:
+        text: str = args.text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text {args.text} is no text in UTF-8: {error.reason} at byte {error.start}") from None
+    return text
+
+
+def _exp(mean: float) -> float:
+    try:
+        return math.exp(mean)
+    except OverflowError:
+        return math.inf
+
+
+def _text(data: dict[str, Any]) -> str:
+    return (
+        f"perplexity {data['perplexity']:.4f} of {data['scored_tokens']} tokens of {data['text']} "
+        f"(windows of {data['window']}, {data['stride']} apart)\n"
+        f"{summary(data)}\n"
+        f"{data['tokens']} tokens in {duration(data['seconds'])} ({rate(data['tokens_per_second'])})"
+    )

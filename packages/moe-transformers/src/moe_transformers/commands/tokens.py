@@ -1,0 +1,49 @@
+"""Tokens of a text, or given as ids."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from moe_core import CheckpointError, ConfigError
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+
+from moe_transformers.commands.model import of_transformers
+
+
+def tokenizer_of(args: argparse.Namespace) -> Any:
+    """The checkpoint's tokenizer, None where the arguments give ids.  Raises CheckpointError where it has none."""
+    if args.ids:
+        return None
+    none = f"{args.path} has no tokenizer that transformers reads: give token ids with --ids"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.path)
+    except Exception as error:  # what a missing or broken file raises differs from tokenizer to tokenizer
+        text = " ".join(str(error).split())
+        raise CheckpointError(none, details=f"{type(error).__name__}: {text}") from error
+    # without its files there is one with no vocabulary
+    if not any((args.path / name).exists() for name in tokenizer.vocab_files_names.values()):
+        raise CheckpointError(none)
+    return tokenizer
+
+
+def tokens_of(args: argparse.Namespace, tokenizer: Any, text: str, name: str) -> Tensor:
+    """Ids [T] int64 of ``text``, the argument ``name``.  Raises ConfigError for none, or ids that the model has not."""
+    ids = _parsed(text, name) if tokenizer is None else tokenizer(text)["input_ids"]
+    if not ids:
+        raise ConfigError(f"{name} has no tokens")
+    with of_transformers(args):
+        size = AutoConfig.from_pretrained(args.path).get_text_config().vocab_size
+    wrong = next((number for number in ids if not 0 <= number < size), None)
+    if wrong is not None:
+        raise ConfigError(f"{name} has the token {wrong}, expected 0 to {size - 1}: the model's vocabulary")
+    return torch.tensor(ids)
+
+
+def _parsed(text: str, name: str) -> list[int]:
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}; --ids says that it holds token ids: 1 2 3") from None

@@ -1,0 +1,80 @@
+"""What ``moe generate`` and ``moe perplexity`` take.  Nothing here imports torch: help and completion load it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from moe_core_cli.command_api import (
+    Command,
+    add_activation_key,
+    add_backend,
+    add_checkpoint,
+    add_device,
+    add_dtype,
+    add_quantize,
+    add_seed,
+    whole,
+)
+
+_GENERATE = """\
+The model is transformers', its quantised experts are moe-core's, the rest is in 16 bits.  The times are those of a
+second call: the first, on the same prompt, compiles kernels.  Prefill ends with the first new token; decode is the time
+from there to the last.  Without --greedy the checkpoint's generation_config.json says how tokens are chosen."""
+
+_PERPLEXITY = """\
+exp of the mean negative log-likelihood of the tokens of --text, each predicted from those before it in its window.
+Windows begin --stride tokens apart; where they overlap, a token counts in the first that has it.  So two formats, or
+two backends (--backend, --experts), compare on the same text."""
+
+
+def _generate(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser)
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
+    parser.add_argument("--ids", action="store_true", help="the prompt is token ids (1 2 3): needs no tokenizer")
+    parser.add_argument("--max-new-tokens", type=whole, default=64, metavar="N", help="at most (default: 64)")
+    parser.add_argument("--batch", type=whole, default=1, metavar="N", help="continuations at once (default: 1)")
+    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
+    add_seed(parser, "of the tokens that are drawn (default: 0)")
+    _model(parser)
+
+
+def _perplexity(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser)
+    parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="a text in UTF-8")
+    parser.add_argument("--ids", action="store_true", help="FILE holds token ids (1 2 3): needs no tokenizer")
+    parser.add_argument(
+        "--window", type=whole, metavar="N", help="tokens at once (default: 2048, or what the model takes)"
+    )
+    parser.add_argument("--stride", type=whole, metavar="N", help="from window to window (default: the window)")
+    parser.add_argument("--max-tokens", type=whole, metavar="N", help="of the text, the first (default: all)")
+    _model(parser)
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    """How the model is loaded."""
+    add_device(parser, "cpu, cuda, cuda:1 … or auto, over all GPUs (default: cuda if there is one)")
+    add_dtype(parser)
+    add_backend(parser)
+    add_quantize(parser)
+    add_activation_key(parser)
+    parser.add_argument(
+        "--experts",
+        default="moe_core",
+        metavar="NAME",
+        help="eager, grouped_mm … : transformers loads and runs the experts by itself (default: moe_core)",
+    )
+
+
+GENERATE = Command(
+    "text by a whole model, with its speed and memory",
+    _generate,
+    "moe_transformers.commands.generate:run",
+    _GENERATE,
+)
+PERPLEXITY = Command(
+    "how well a whole model predicts a text",
+    _perplexity,
+    "moe_transformers.commands.perplexity:run",
+    _PERPLEXITY,
+)

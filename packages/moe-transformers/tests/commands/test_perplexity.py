@@ -1,0 +1,111 @@
+"""moe perplexity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import moe_transformers
+import pytest
+import torch
+from moe_transformers.commands.perplexity import windows
+from transformers import AutoModelForCausalLM
+
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 2
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.mark.parametrize(("window", "stride"), [(None, None), (32, None), (32, 8), (8, 1), (3, 2)])
+def test_each_token_from_those_before_it(
+    moe: Any, folder: Path, text: Path, letters: Callable[[str], list[int]], window: int | None, stride: int | None
+) -> None:
+    sizes = [word for name, size in (("--window", window), ("--stride", stride)) if size for word in (name, size)]
+    result = moe("perplexity", folder, "--text", text, "--max-tokens", 50, "--json", *sizes)
+    assert result.code == 0, result.err
+    data = result.data
+    with moe_transformers.loading():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16")
+    ids = torch.tensor(letters(TEXT)[:50])
+    ids[ids < 32] = 0  # the end of a line is no letter
+    window, stride = window or 50, stride or window or 50
+    losses, scored = [], set()
+    for begin in range(0, 50, stride):
+        part = ids[begin : begin + window]
+        with torch.no_grad():
+            logits = model(part[None]).logits[0].double().log_softmax(-1)
+        for place in range(1, len(part)):
+            if begin + place not in scored:
+                scored.add(begin + place)
+                losses.append(-float(logits[place - 1, part[place]]))
+    assert data["scored_tokens"] == len(losses)
+    # log-probabilities are summed in float32 there
+    assert data["negative_log_likelihood"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert data["perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+    assert data["experts"] == {"fp8 by torch": 2}
+
+
+@pytest.mark.parametrize("count", [2, 7, 10, 11, 64])
+@pytest.mark.parametrize(("window", "stride"), [(2, 1), (4, 4), (5, 3), (10, 1), (64, 64)])
+def test_windows_score_a_token_once(count: int, window: int, stride: int) -> None:
+    spans = list(windows(count, window, stride))
+    scored = [token for _, first, end in spans for token in range(first, end)]
+    assert len(scored) == len(set(scored))
+    # what begins a window has nothing before it there
+    missing = set(range(count)) - set(scored)
+    assert missing == ({0} if stride < window else set(range(0, count, stride)))
+    assert all(0 <= begin < first < end <= min(begin + window, count) for begin, first, end in spans)
+
+
+def test_formats_compare(moe: Any, plain: Path, text: Path, tmp_path: Path) -> None:
+    ids = tmp_path / "ids.txt"
+    ids.write_text(" ".join(str(token % 100) for token in range(7, 500, 13)))
+
+    def perplexity(*arguments: str) -> float:
+        result = moe("perplexity", plain, "--text", ids, "--ids", "--json", *arguments)
+        assert result.code == 0, result.err
+        found: float = result.data["perplexity"]
+        return found
+
+    exact = perplexity()
+    assert perplexity("--experts", "eager") == pytest.approx(exact, rel=1e-2)
+    assert 0 < abs(perplexity("--quantize", "fp8_per_channel") / exact - 1) < 0.1
+
+
+def test_text_for_people(moe: Any, folder: Path, text: Path) -> None:
+    lines = moe("perplexity", folder, "--text", text, "--window", 40, "--stride", 20).out.splitlines()
+    assert lines[0].startswith("perplexity ")
+    assert lines[0].endswith(f" of 87 tokens of {text} (windows of 40, 20 apart)")
+    assert lines[1].startswith("experts: fp8 by torch (2 layers); ")
+    assert lines[2].startswith("88 tokens in ")
+
+
+def test_refused(moe: Any, folder: Path, bare: Path, text: Path, tmp_path: Path) -> None:
+    def refuses(path: Path, *arguments: object, match: str) -> None:
+        moe.refuses("perplexity", path, *arguments, match=match)
+
+    refuses(folder, "--text", tmp_path / "nowhere", match=r"nowhere: No such file")
+    (tmp_path / "latin").write_bytes(b"caf\xe9 ")
+    refuses(folder, "--text", tmp_path / "latin", match="is no text in UTF-8: .* at byte 3")
+    (tmp_path / "one").write_text("x")
+    refuses(folder, "--text", tmp_path / "one", match="one has 1 token, expected 2 or more")
+    refuses(bare, "--text", text, match="has no tokenizer that transformers reads: give token ids with --ids")
+    refuses(folder, "--text", text, "--window", 1, match="--window 1: expected 2 or more")
+    refuses(folder, "--text", text, "--stride", 0, match="--stride 0: expected 1 or more")
+    refuses(folder, "--text", text, "--window", 8, "--stride", 9, match="--stride 9: expected --window 8 or less")
+    refuses(folder, "--text", text, "--window", 129, match="--window 129: the model takes 128 tokens")
+
+
+def test_a_model_that_gives_no_numbers(moe: Any, plain: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", lambda *_, **__: torch.tensor(math.nan))
+    (text.parent / "ids").write_text("1 2 3")
+    result = moe("perplexity", plain, "--text", text.parent / "ids", "--ids", "--json")
+    assert result.code == 1
+    assert result.data["perplexity"] is None
