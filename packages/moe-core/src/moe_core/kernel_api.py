@@ -46,7 +46,7 @@ from moe_core.gemm.as_stored.tiles import (
     swap_ab_dot,
 )
 from moe_core.gemm.fused.groups import GroupScheme
-from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions
+from moe_core.gemm.fused.scaled_mm import E4M3, Granularity, ScaledMMFunctions
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
 from moe_core.gemm.marlin.convert import Converted
@@ -69,22 +69,16 @@ from moe_core.gemm.marlin.operand import (
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.scaled_mm import (
     LOAD_PARTS,
-    has_nan,
     is_finite,
-    largest,
-    load_scaled_rows,
+    load_unquantized,
     load_values,
-    marked,
-    open_unquantized_rows,
     open_values,
     open_weights,
     scale_of,
-    scale_of_parts,
 )
-from moe_core.gemm.scaled_mm_e4m3 import E4M3
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
-from moe_core.gemm.zero_points import scale_and_zero, shifted, with_zero
-from moe_core.jit.casts import INTERPRET, divide, divide_all, factor_e4m3, narrow_e4m3, round_int8
+from moe_core.gemm.zero_points import shifted, with_zero
+from moe_core.jit.casts import INTERPRET, divide, factor_e4m3, narrow_e4m3
 from moe_core.jit.specialize import specialize
 from moe_core.jit.wait import wait_for_mma
 
@@ -141,28 +135,20 @@ __all__ = [
     "weight_tile",
     # rows with a scale each
     "LOAD_PARTS",
-    "has_nan",
     "is_finite",
-    "largest",
+    "load_unquantized",
     "load_values",
-    "load_scaled_rows",
-    "marked",
     "open_values",
     "open_weights",
-    "open_unquantized_rows",
     "scale_of",
-    "scale_of_parts",
     # zero points
-    "scale_and_zero",
     "shifted",
     "with_zero",
     # casts and arithmetic
     "INTERPRET",
     "divide",
-    "divide_all",
     "factor_e4m3",
     "narrow_e4m3",
-    "round_int8",
     "wait_for_mma",
     # copies of device functions
     "specialize",

@@ -20,7 +20,14 @@ from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight
 from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_gemm
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.quantize_rows import quantize_rows
-from moe_core.gemm.scaled_mm import load_values, load_weights, open_values, open_weights
+from moe_core.gemm.scaled_mm import (
+    load_values,
+    load_weights,
+    multiply_codes,
+    open_values,
+    open_weights,
+    quantize_static,
+)
 from moe_core.kernel import FusedMoEKernel
 from moe_core.ops.sort import sort_pairs, sort_workspaces
 from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
@@ -98,15 +105,15 @@ def test_sums_are_those_of_float64(split, swap, device):
     )
     sums = torch.full((tokens * split, count), -7, dtype=torch.int32, device=device)
     functions = TileFunctions(
-        open_values, load_values, open_weights, load_weights, scaled_mm.multiply, accumulate=scaled_mm.INT8.accumulate
+        open_values, load_values, open_weights, load_weights, multiply_codes, accumulate=scaled_mm.INT8.accumulate
     )
     ones = torch.ones(max(experts * count, tokens), device=device)
     scales = ones[: experts * count].view(experts, count, 1)
     grouped_gemm(
         functions,
         TileConfig(16, 64, 4, 2, swap_ab=swap, split_k=split),
-        a=(x, ones, x.stride(0), 1, 0),
-        b=scaled_mm_weight(scaled_mm.INT8, w, scales, None, count, w.shape[2], granularity="token"),
+        a=(x, ones, x.stride(0), 1, 0, None),
+        b=scaled_mm_weight(scaled_mm.INT8, w, scales, None, count, w.shape[2]),
         out=Result(sums),
         pairs=order,
         routing=Routing(ids, None, experts),
@@ -156,9 +163,7 @@ def test_sums_of_the_specialised_kernel(zero_points, device):
         sums = (row_sums(w).to(device), count)
     functions = scaled_mm.INT8_ZERO if zero_points else scaled_mm.INT8
     weight_scale = torch.ones(experts, count, 1, device=device)
-    weight = scaled_mm_weight(
-        functions, w.to(device), weight_scale, None, count, depth, granularity="token", extra=sums
-    )
+    weight = scaled_mm_weight(functions, w.to(device), weight_scale, None, count, depth, extra=sums)
     hopper_gemm(
         TileConfig(128, 128, 8, 3, 8, warp_specialised=True),
         weight=weight,
@@ -195,7 +200,7 @@ def test_codes_are_those_of_the_reference(zero_points, device):
     scales = torch.empty(len(x), dtype=torch.int64 if zero_points else torch.float32, device=device)
     functions = scaled_mm.INT8_ZERO if zero_points else scaled_mm.INT8
     in_use = ("sorted", (torch.tensor([len(x)], dtype=torch.int32, device=device),))
-    quantize_rows(x.to(device), values, scales, functions.quantize_row, None, in_use, pdl=False)
+    quantize_rows(x.to(device), values, scales, functions.quantize_row, (values,), in_use, pdl=False)
     assert torch.equal(values.cpu()[:, : x.shape[1]], expected.values)
     scales = scales.cpu()
     if zero_points:
@@ -207,7 +212,7 @@ def test_codes_are_those_of_the_reference(zero_points, device):
 @triton.jit
 def static_kernel(x, packed, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, quantize: tl.constexpr):
     place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    values, _ = quantize(tl.load(x + place), (packed,), tl.program_id(0), 1)
+    values, _ = quantize(tl.load(x + place), (out, packed), tl.program_id(0), 1)
     tl.store(out + place, values)
 
 
@@ -221,8 +226,7 @@ def test_static_codes_saturate(zero, device):
     expected = quantize_tensor(x, key, scale=scale[0], zero_point=None if zero is None else zero_point[0]).values
     packed = scale if zero is None else scale_and_zero(scale, zero_point)
     out = torch.empty(16, 128, dtype=torch.int8, device=device)
-    functions = scaled_mm.INT8 if zero is None else scaled_mm.INT8_ZERO
-    static_kernel[(1,)](x.to(device), packed.to(device), out, 16, 128, functions.quantize_static)
+    static_kernel[(1,)](x.to(device), packed.to(device), out, 16, 128, quantize_static)
     assert torch.equal(out.cpu(), expected)
 
 

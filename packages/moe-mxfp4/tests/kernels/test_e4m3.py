@@ -7,6 +7,7 @@ import torch
 from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight
 from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_gemm
 from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.scaled_mm import open_values
 from moe_core.gemm.tile_kernel import POSITION
 from moe_core.gemm.workspaces import order_workspaces
 from moe_core.numerics import E2M1_VALUES
@@ -40,11 +41,11 @@ def widened(
     scales = torch.ones(COLUMNS, device=device)
     grouped_gemm(
         TileFunctions(
-            E2M1.open_values, E2M1.load_values, E2M1.open_weights, E2M1.load_weights, E2M1.multiply, E2M1.scale_acc
+            open_values, E2M1.load_values, E2M1.open_weights, E2M1.load_weights, E2M1.multiply, E2M1.scale_acc
         ),
         config,
-        a=(rows, scales, rows.stride(0), 1, 0),
-        b=scaled_mm_weight(E2M1, found.words, found.scales, None, ROWS, COLUMNS, granularity="token", extra=extra),
+        a=(rows, scales, rows.stride(0), 1, 0, None),
+        b=scaled_mm_weight(E2M1, found.words, found.scales, None, ROWS, COLUMNS, extra=extra),
         out=Result(y),
         pairs=sort_pairs(ids, 1, config.block_m, workspace=workspace),
         routing=Routing(ids, torch.ones(COLUMNS, 1, device=device), 1),

@@ -223,6 +223,5 @@ class ScaledMMExperts(GroupedExperts):
             scale,
             bias,
             *self.sizes(name),
-            granularity=self.granularity,
             extra=self.extra_arguments(name, weights),
         )

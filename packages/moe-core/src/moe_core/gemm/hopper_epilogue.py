@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_core.gemm.hopper_pipeline import HALF, TILE
-from moe_core.gemm.zero_points import scale_and_zero, shifted
+from moe_core.gemm.scaled_mm import by_static_scale
 from moe_core.jit import activation
-from moe_core.jit.casts import divide, divide_all, round_int8
+from moe_core.jit.casts import divide
 
 E4M3_MAX = gl.constexpr(448.0)
 AMAX_FLOOR = gl.constexpr(1e-10)
@@ -88,18 +88,12 @@ def store_activated(value, result, expert, row, target, end, block, N, layout: g
         )
     elif OUT == "static":
         scale = gl.load(
-            result.quant_args[0] + expert + gl.zeros([HALF], gl.int32, gl.SliceLayout(1, value.type.layout))
+            result.quant_args[1] + expert + gl.zeros([HALF], gl.int32, gl.SliceLayout(1, value.type.layout))
         )
         if AMAX == "nan":
             found = gl.max((value != value).to(gl.int32), axis=1)
             gl.store(amax + row, 0x7FC00000, mask=(row < end) & (found > 0))
-        if scale.dtype == gl.int64:
-            factor, zero = scale_and_zero(scale)
-            codes = shifted(value, factor[:, None], zero[:, None])
-        elif dtype == gl.int8:
-            codes = round_int8(divide_all(value, scale[:, None]))
-        else:
-            codes = divide_all(value, scale[:, None]).to(dtype)
+        codes = by_static_scale(value, scale[:, None], result.out)
     else:
         value = value.to(dtype).to(gl.float32)
     if AMAX == "row" or AMAX == "tensor":

@@ -50,7 +50,7 @@ def hopper_gemm(
 
     ``weight.warp_specialised.multiply`` (see `moe_core.gemm.hopper`) gets the rows' ``scales`` and those of the weight.
     With an ``activation`` ``out`` has sorted rows; without, rows by pair.  ``out.kind``: "values", "groups" and
-    "groups_64" (scales [rows, columns / 128 or 64] are written), or "static" (scales [E] are given: the first of
+    "groups_64" (scales [rows, columns / 128 or 64] are written), or "static" (scales [E] are given: the second of
     ``out.arguments``).
     """
     from moe_core.gemm.hopper import hopper_kernel

@@ -3,17 +3,19 @@
     weights       [E, rows, K], one float32 scale per output row, or one per matrix (gate and up apart)
     activations   one float32 scale per row, per expert (static) or for all; or values still to be quantised
 
-Scales come once, after the loop (`scale_acc`).  What depends on the element type is a scheme's own and short: how a
-value becomes a code, and the product of a step (`moe_core.gemm.scaled_mm_e4m3`, `moe_int8.kernels.scaled_mm`).  MAX is
-the magnitude that the largest value of a dynamic scale's group becomes.
+Codes are int8 or e4m3; what `quantize_*` and `load_unquantized` make has the type of a tensor that they are given for
+that, `codes`.  Scales come once, after the loop (`scale_acc`).  int8 is summed over all of k in int32; e4m3 in the
+tensor cores for a step, and from there in float32, since Hopper's units keep fewer bits of a running sum.
+
+Scales of int8 with zero points are int64 (`moe_core.gemm.zero_points`).
 
 A token whose values are not finite where its scale is made of them, or NaN where the scale is static, has a result
 of NaN.  Codes of e4m3 carry that.  Codes of integers don't: the row's scale becomes NaN, or, where programs that see a
 part of a row make codes for a static scale, the row is marked, and who reads it makes its scale NaN (`marked`).
 
-Few rows are quantised while they are loaded (`open_unquantized_rows`, `load_scaled_rows`): their tile is small beside
-that of the weights, and the scale, which needs the whole row or tensor, is known by then: static, or the magnitude that
-the kernel before has left.
+Few rows are quantised while they are loaded (`open_unquantized`, `load_unquantized`): their tile is small beside that
+of the weights, and the scale, which needs the whole row or tensor, is known by then: static, or the magnitude that the
+kernel before has left.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
-from moe_core.jit.casts import divide, divide_all
+from moe_core.gemm.zero_points import scale_and_zero, shifted
+from moe_core.jit.casts import INTERPRET, divide, divide_all, factor_e4m3, narrow_e4m3, round_int8
 from moe_core.jit.specialize import specialize
-from moe_core.ops._quantize_kernels import finite_bits, magnitude_bits
+from moe_core.ops._quantize_kernels import encode, finite_bits, magnitude_bits
 from moe_core.ops._sort_kernels import local_expert
 
 # the smallest amax that a scale is made from: keeps the scale of zeros normal and finite
@@ -33,6 +36,8 @@ AMAX_FLOOR = tl.constexpr(1e-10)
 PARTS = tl.constexpr(1)
 # what lies above is NaN
 INFINITY_BITS = tl.constexpr(0x7F800000)
+# scale and zero point of a row that holds a NaN
+NAN_AND_ZERO = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
@@ -42,6 +47,33 @@ def scale_of(amax, MAX: tl.constexpr):
         amax = amax.to(tl.float32, bitcast=True)
     amax = tl.where(amax < AMAX_FLOOR, AMAX_FLOOR, amax)
     return tl.div_rn(amax, MAX)
+
+
+@triton.jit
+def scale_of_codes(amax, codes):
+    """As `scale_of`, for `codes` of int8 or e4m3."""
+    return scale_of(amax, 127.0 if codes.dtype.element_ty == tl.int8 else 448.0)
+
+
+@triton.jit
+def saturate(x, codes):
+    """float32 to the type of `codes`; what is too large becomes the largest code, NaN stays (int8: 0)."""
+    if codes.dtype.element_ty == tl.int8:
+        return round_int8(x)
+    elif INTERPRET or not tl.target_info.cuda_capability_geq(8, 9):
+        return encode(x, "e4m3", tl.float8e4nv)
+    else:
+        return x.to(tl.float8e4nv)  # NVIDIA's conversion saturates
+
+
+@triton.jit
+def by_static_scale(x, scale, codes):
+    """Codes of float32 x by a static scale."""
+    if scale.dtype == tl.int64:
+        factor, zero = scale_and_zero(scale)
+        return shifted(x, factor, zero)
+    else:
+        return saturate(divide_all(x, scale), codes)
 
 
 @triton.jit
@@ -76,9 +108,17 @@ def marked(scale, marks, rows):
 
 @triton.jit
 def open_values(a_args, rows, expert):
-    """a_args = (values, scales, values' row stride, scales' stride per row and per expert)."""
-    values, scales, stride, scale_row, scale_expert = a_args
-    return values + rows * stride, tl.load(scales + rows * scale_row + expert * scale_expert)
+    """(pointers to rows, scales), and zero points where there are any.
+
+    a_args = (values, scales, values' row stride, scales' stride per row and per expert, marks of rows or None)
+    """
+    values, scales, stride, scale_row, scale_expert, marks = a_args
+    scale = tl.load(scales + rows * scale_row + expert * scale_expert)
+    if scale.dtype == tl.int64:
+        scale, zero = scale_and_zero(scale)
+        return values + rows * stride, marked(scale, marks, rows), zero
+    else:
+        return values + rows * stride, marked(scale, marks, rows)
 
 
 @triton.jit
@@ -102,25 +142,68 @@ LOAD_PARTS = {parts: specialize(_load_parts, PARTS=parts) for parts in (1, 2, 4)
 
 
 @triton.jit
-def open_unquantized_rows(a_args, rows, expert, MAX: tl.constexpr):
-    """As `open_values`, of values in a wider type; scales may be magnitudes (bits, int32).  A ends with K and marks."""
-    values, scales, stride, scale_row, scale_expert, columns, marks = a_args
+def open_unquantized(a_args, rows, expert):
+    """As `open_values`, of values in a wider type; scales may be magnitudes (bits, int32).  A ends with K and codes."""
+    values, scales, stride, scale_row, scale_expert, marks, columns, codes = a_args
     scale = tl.load(scales + rows * scale_row + expert * scale_expert)
     if scale.dtype == tl.int32:
-        scale = scale_of(scale, MAX)
-    return values + rows * stride, marked(scale, marks, rows), columns
+        scale = scale_of_codes(scale, codes)
+    return values + rows * stride, marked(scale, marks, rows), columns, scales, codes
 
 
 @triton.jit
-def load_scaled_rows(state, k, BLOCK_K: tl.constexpr, STATIC: tl.constexpr):
-    """Tile [BLOCK_M, BLOCK_K], float32, divided by its scales; infinities become NaN, or stay where they are STATIC."""
-    values, scale, columns = state
+def load_unquantized(state, k, BLOCK_K: tl.constexpr):
+    """Tile [BLOCK_M, BLOCK_K], quantised in registers; infinities become NaN, or the largest codes by static scales."""
+    values, scale, columns, scales, codes = state
     column = k * BLOCK_K + tl.arange(0, BLOCK_K)
-    tile = tl.load(values[:, None] + column[None, :], mask=(column < columns)[None, :], other=0.0)
-    if STATIC:
-        return divide_all(tile.to(tl.float32), scale[:, None])
+    tile = tl.load(values[:, None] + column[None, :], mask=(column < columns)[None, :], other=0.0).to(tl.float32)
+    if scales.dtype.element_ty == tl.int32:
+        return saturate(divide(tile, scale[:, None]), codes), 0.0
     else:
-        return divide(tile.to(tl.float32), scale[:, None])
+        return saturate(divide_all(tile, scale[:, None]), codes), 0.0
+
+
+@triton.jit
+def quantize_row(tile, quant_args, expert, AXIS: tl.constexpr):
+    """A tile whose whole AXIS is a row: codes and one float32 scale, amax over the largest; quant_args = (codes,)."""
+    codes = quant_args[0]
+    scale = scale_of_codes(largest(tile, AXIS), codes)
+    values = divide(tile, tl.expand_dims(scale, AXIS))
+    if codes.dtype.element_ty == tl.int8:
+        return round_int8(values), scale
+    else:
+        return narrow_e4m3(values), scale
+
+
+@triton.jit
+def quantize_static(tile, quant_args, expert, AXIS: tl.constexpr):
+    """A tile of one expert, by its own scale: quant_args = (codes, scales [E])."""
+    return by_static_scale(tile, tl.load(quant_args[1] + expert), quant_args[0]), 0.0
+
+
+@triton.jit
+def quantize_static_rows(tile, quant_args, expert, AXIS: tl.constexpr):
+    """As `quantize_static` for rows of several experts, `expert` [rows, 1]; their scales are kept."""
+    scale = tl.load(quant_args[1] + expert)
+    found = tl.max(scale, axis=1)
+    if scale.dtype == tl.int64:
+        found = tl.where(has_nan(tile, AXIS), NAN_AND_ZERO, found)
+    elif quant_args[0].dtype.element_ty == tl.int8:
+        found = tl.where(has_nan(tile, AXIS), float("nan"), found)
+    return by_static_scale(tile, scale, quant_args[0]), found
+
+
+@triton.jit
+def quantize_by_amax(tile, quant_args, expert, AXIS: tl.constexpr):
+    """By one scale for everything; quant_args = (codes, magnitudes [count] of parts as bits, count up to 1024)."""
+    codes, amaxes, count = quant_args
+    index = tl.arange(0, 1024)
+    scale = scale_of_codes(tl.max(tl.load(amaxes + index, mask=index < count, other=0), axis=0), codes)
+    values = saturate(divide(tile, scale), codes)
+    if codes.dtype.element_ty == tl.int8:
+        return values, tl.where(is_finite(tile, AXIS), scale, float("nan"))
+    else:
+        return values, tl.zeros((tile.shape[1 - AXIS],), tl.float32) + scale
 
 
 # ------------------------------------------------------------------ weights
@@ -149,6 +232,19 @@ def prefetch_weights(state, K):
 
 
 @triton.jit
+def multiply_codes(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
+    """acc + a @ b.T"""
+    if SWAP_AB:
+        left, right = b, tl.trans(a)
+    else:
+        left, right = a, tl.trans(b)
+    if acc.dtype == tl.int32:
+        return tl.dot(left, right, acc, out_dtype=tl.int32)
+    else:
+        return acc + tl.dot(factor_e4m3(left), factor_e4m3(right), out_dtype=tl.float32)
+
+
+@triton.jit
 def scale_acc(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the row * scale of the column, in float32."""
     a_scale = a_state[1]
@@ -160,14 +256,6 @@ def scale_acc(acc, a_state, b_state, SWAP_AB: tl.constexpr):
 
 
 # ------------------------------------------------------------------ magnitudes
-
-
-@triton.jit
-def scale_of_parts(quant_args, MAX: tl.constexpr):
-    """One scale for everything; quant_args = (magnitudes [count] of parts as bits in int32, count up to 1024)."""
-    amaxes, count = quant_args
-    index = tl.arange(0, 1024)
-    return scale_of(tl.max(tl.load(amaxes + index, mask=index < count, other=0), axis=0), MAX)
 
 
 @triton.jit

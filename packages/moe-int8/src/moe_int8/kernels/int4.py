@@ -22,8 +22,7 @@ from moe_core.kernel_api import (
     INTERPRET,
     LOAD_PARTS,
     ScaledMMFunctions,
-    load_scaled_rows,
-    round_int8,
+    load_unquantized,
     specialize,
     wait_for_mma,
     weight_rows,
@@ -60,8 +59,8 @@ def unpack(words):
 @triton.jit
 def load_and_quantize(state, k, BLOCK_K: tl.constexpr):
     """Tiles [BLOCK_M, BLOCK_K / 2] of the columns in lower and in upper codes, quantised in registers."""
-    low = round_int8(load_scaled_rows(state, 2 * k, BLOCK_K // 2, False))
-    high = round_int8(load_scaled_rows(state, 2 * k + 1, BLOCK_K // 2, False))
+    low, _ = load_unquantized(state, 2 * k, BLOCK_K // 2)
+    high, _ = load_unquantized(state, 2 * k + 1, BLOCK_K // 2)
     return (low, high), 0.0
 
 
@@ -158,8 +157,8 @@ def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
     base = replace(
         INT8_ZERO if zero_points else INT8,
         load_values=LOAD_PARTS[2],
-        load_and_quantize=None if zero_points else load_and_quantize,
-        load_and_quantize_static=None,
+        load_unquantized=None if zero_points else load_and_quantize,
+        static_on_load=False,
         load_weights=load_weights,
         prefetch_weights=None,
         multiply=multiplied,

@@ -1,5 +1,4 @@
-"""int8 with scales that do not change along k: what the layer of `moe_core.gemm.fused.scaled_mm` needs of an element
-type.
+"""int8 with scales that do not change along k, and activations with zero points.
 
 Products of codes are summed over all of k in int32, which is exact: 128 * 128 * k stays below 2^31 up to k = 131071
 (with zero points 255 * 128 * k up to 65793; `moe_int8.sums` refuses more).  Scales are applied to the finished sum;
@@ -12,97 +11,12 @@ whatever moves a scale moves both.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
-from moe_core.kernel_api import (
-    ScaledMMFunctions,
-    divide,
-    divide_all,
-    has_nan,
-    is_finite,
-    largest,
-    load_scaled_rows,
-    marked,
-    open_unquantized_rows,
-    open_weights,
-    round_int8,
-    scale_and_zero,
-    scale_of,
-    scale_of_parts,
-    shifted,
-    with_zero,
-)
-
-INT8_MAX = tl.constexpr(127.0)
-# scale and zero point of a row that holds a NaN
-_NAN_AND_ZERO = tl.constexpr(0x7FC00000)
-
-
-@triton.jit
-def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + a @ b.T, int32."""
-    if SWAP_AB:
-        return tl.dot(b, tl.trans(a), acc, out_dtype=tl.int32)
-    else:
-        return tl.dot(a, tl.trans(b), acc, out_dtype=tl.int32)
-
-
-@triton.jit
-def open_values(a_args, rows, expert):
-    """a_args = (values, scales, values' row stride, scales' stride per row and per expert, marks of rows or None)."""
-    values, scales, stride, scale_row, scale_expert, marks = a_args
-    scale = tl.load(scales + rows * scale_row + expert * scale_expert)
-    return values + rows * stride, marked(scale, marks, rows)
-
-
-@triton.jit
-def open_unquantized(a_args, rows, expert):
-    """`open_unquantized_rows`."""
-    return open_unquantized_rows(a_args, rows, expert, INT8_MAX)
-
-
-@triton.jit
-def load_and_quantize(state, k, BLOCK_K: tl.constexpr):
-    """Tile [BLOCK_M, BLOCK_K], quantised in registers."""
-    return round_int8(load_scaled_rows(state, k, BLOCK_K, False)), 0.0
-
-
-@triton.jit
-def load_and_quantize_static(state, k, BLOCK_K: tl.constexpr):
-    """As `load_and_quantize`, by static scales."""
-    return round_int8(load_scaled_rows(state, k, BLOCK_K, True)), 0.0
-
-
-@triton.jit
-def quantize_row(tile, quant_args, expert, AXIS: tl.constexpr):
-    """A tile whose whole AXIS is a row: int8 codes and one float32 scale, amax / 127."""
-    scale = scale_of(largest(tile, AXIS), INT8_MAX)
-    return round_int8(divide(tile, tl.expand_dims(scale, AXIS))), scale
-
-
-@triton.jit
-def quantize_static(tile, quant_args, expert, AXIS: tl.constexpr):
-    """A tile of one expert, by its own scale: quant_args = (scales [E] float32,)."""
-    return round_int8(divide_all(tile, tl.load(quant_args[0] + expert))), 0.0
-
-
-@triton.jit
-def quantize_static_rows(tile, quant_args, expert, AXIS: tl.constexpr):
-    """As `quantize_static` for rows of several experts, `expert` [rows, 1]; their scales are kept."""
-    scale = tl.load(quant_args[0] + expert)
-    found = tl.where(has_nan(tile, AXIS), float("nan"), tl.max(scale, axis=1))
-    return round_int8(divide_all(tile, scale)), found
-
-
-@triton.jit
-def quantize_by_amax(tile, quant_args, expert, AXIS: tl.constexpr):
-    """By one scale for everything, Q as `scale_of_parts` takes it."""
-    scale = scale_of_parts(quant_args, INT8_MAX)
-    return round_int8(divide(tile, scale)), tl.where(is_finite(tile, AXIS), scale, float("nan"))
-
-
-# ------------------------------------------------------------------ zero points
+from moe_core.kernel_api import ScaledMMFunctions, is_finite, open_weights, scale_of, shifted, with_zero
 
 
 @triton.jit
@@ -116,29 +30,6 @@ def quantize_row_zero(tile, quant_args, expert, AXIS: tl.constexpr):
     zero = tl.maximum(tl.minimum(tl.where(zero == zero, zero, 0.0), 127.0), -128.0)
     zero = (zero + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     return shifted(tile, tl.expand_dims(scale, AXIS), tl.expand_dims(zero, AXIS)), with_zero(scale, zero)
-
-
-@triton.jit
-def quantize_static_zero(tile, quant_args, expert, AXIS: tl.constexpr):
-    """A tile of one expert, by its own scale and zero point: quant_args = (`with_zero` [E],)."""
-    scale, zero = scale_and_zero(tl.load(quant_args[0] + expert))
-    return shifted(tile, scale, zero), 0.0
-
-
-@triton.jit
-def quantize_static_rows_zero(tile, quant_args, expert, AXIS: tl.constexpr):
-    """As `quantize_static_zero` for rows of several experts, `expert` [rows, 1]."""
-    both = tl.load(quant_args[0] + expert)
-    scale, zero = scale_and_zero(both)
-    return shifted(tile, scale, zero), tl.where(has_nan(tile, AXIS), _NAN_AND_ZERO, tl.max(both, axis=1))
-
-
-@triton.jit
-def open_values_zero(a_args, rows, expert):
-    """As `open_values`; A's scales are `with_zero`."""
-    values, both, stride, scale_row, scale_expert, marks = a_args
-    scale, zero = scale_and_zero(tl.load(both + rows * scale_row + expert * scale_expert))
-    return values + rows * stride, marked(scale, marks, rows), zero
 
 
 @triton.jit
@@ -167,31 +58,13 @@ def scale_acc_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
 # ------------------------------------------------------------------ as values
 
 
-INT8 = ScaledMMFunctions(
-    dtype=torch.int8,
-    open_unquantized=open_unquantized,
-    load_and_quantize=load_and_quantize,
-    load_and_quantize_static=load_and_quantize_static,
-    multiply=multiply,
-    quantize_row=quantize_row,
-    quantize_static=quantize_static,
-    quantize_static_rows=quantize_static_rows,
-    quantize_by_amax=quantize_by_amax,
-    open_values=open_values,
-    accumulate=tl.constexpr(tl.int32),
-    marks=True,
-)
+INT8 = ScaledMMFunctions(torch.int8, accumulate=tl.constexpr(tl.int32))
 
 #: activations with zero points: `ActivationScales` and scratch scales are `with_zero`, operands have `row_sums`
-INT8_ZERO = ScaledMMFunctions(
-    dtype=torch.int8,
-    multiply=multiply,
+INT8_ZERO = replace(
+    INT8,
     quantize_row=quantize_row_zero,
-    quantize_static=quantize_static_zero,
-    quantize_static_rows=quantize_static_rows_zero,
-    open_values=open_values_zero,
+    load_unquantized=None,
     open_weights=open_weights_sums,
     scale_acc=scale_acc_zero,
-    accumulate=tl.constexpr(tl.int32),
-    marks=True,
 )

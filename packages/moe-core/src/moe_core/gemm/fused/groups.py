@@ -83,7 +83,7 @@ class GroupScheme(ActivationScheme):
     def rows(self, values: Tensor, scales: Tensor | None, static: Tensor | None, which: int) -> OperandA:
         """Operand A."""
         if static is not None:
-            return OperandA((values, static, values.stride(0), 0, 1), which)
+            return OperandA((values, static, values.stride(0), 0, 1, None), which)
         if scales is None:
             return OperandA((values, values.stride(0)), which)
         warp_specialised = (scales, scales.stride(0))

@@ -72,7 +72,7 @@ class PreScaledScheme(ActivationScheme):
         return self._rows(values, scales, which)
 
     def _rows(self, values: Tensor, scales: Tensor, which: int) -> OperandA:
-        arguments = (values, scales, values.stride(0), 1, 0) if self.by_token else (values, values.stride(0))
+        arguments = (values, scales, values.stride(0), 1, 0, None) if self.by_token else (values, values.stride(0))
         return OperandA(arguments, which)
 
     def _quantize(

@@ -36,40 +36,40 @@ Granularity = Literal["token", "tensor", "static"]
 
 @dataclass(frozen=True, eq=False)
 class ScaledMMFunctions:
-    """An element type of 8 bits, by its `@triton.jit` functions; see `moe_core.gemm.tile_kernel`.
+    """An element type of 8 bits, int8 or e4m3, by its `@triton.jit` functions; see `moe_core.gemm.tile_kernel`.
+
+    Defaults are those of `moe_core.gemm.scaled_mm`; others go with other scales and weights.
 
     - ``multiply``: the product of a step, added to a sum of the type ``accumulate``
-    - ``quantize_row`` (its own scale), ``quantize_static`` (a tile of one expert) and ``quantize_static_rows`` (rows of
-      several), ``quantize_by_amax`` (one scale for all rows)
-    - ``open_unquantized``, ``load_and_quantize``, and by static scales ``load_and_quantize_static``: rows that are
-      quantised while they are loaded; None where they cannot be
-    - ``open_values``, ``load_values``, ``open_weights``, ``load_weights``, ``scale_acc``, ``prefetch_weights`` (or
-      None): those of `moe_core.gemm.scaled_mm`, or what goes with other scales and weights
-    - ``marks``: values have no NaN: what `open_values` takes ends with marks of rows; see
-      `moe_core.gemm.scaled_mm.marked`
+    - ``quantize_row``: a row by a scale of its own
+    - ``load_unquantized``: rows that are quantised while they are loaded (``static_on_load``: by static scales too);
+      None where they cannot be
+    - ``prefetch_weights`` may be None
     - ``packed``: weights of so many columns lie in an element; where it is one, the warp-specialised kernel reads them
       too; ``block_k``: depth of a step, 128 or a divisor of it
     """
 
     dtype: torch.dtype
-    multiply: Any
-    quantize_row: Any
-    quantize_static: Any
-    quantize_static_rows: Any
-    quantize_by_amax: Any = None
-    open_unquantized: Any = None
-    load_and_quantize: Any = None
-    load_and_quantize_static: Any = None
-    open_values: Any = device.open_values
+    multiply: Any = device.multiply_codes
+    quantize_row: Any = device.quantize_row
     load_values: Any = device.load_values
+    load_unquantized: Any = device.load_unquantized
     open_weights: Any = device.open_weights
     load_weights: Any = device.load_weights
     prefetch_weights: Any = device.prefetch_weights
     scale_acc: Any = device.scale_acc
     accumulate: tl.constexpr = FLOAT32
+    static_on_load: bool = True
     packed: int = 1
     block_k: int = 128
-    marks: bool = False
+
+    @property
+    def marks(self) -> bool:
+        """Whether codes have no NaN, so that rows are marked: see `moe_core.gemm.scaled_mm.marked`."""
+        return self.dtype is torch.int8
+
+
+E4M3 = ScaledMMFunctions(torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +77,8 @@ class ScaledMMScheme(ActivationScheme):
     """Rows of ``functions``' type with a scale each, or one for all.
 
     ``x_scale`` and ``h_scale`` [E] of static ones.  ``scale_dtype`` of scales in scratch memory.  ``quantize_on_load``:
-    few rows may be quantised while they are loaded, if ``functions`` can.  ``takes_values``: ``quantize_row`` gets the
-    tensor that values go to, for its type.  A dynamic scale per tensor spans the tokens, then the pairs, that have a
-    local expert, as far as they are finite.
+    few rows may be quantised while they are loaded, if ``functions`` can.  A dynamic scale per tensor spans the tokens,
+    then the pairs, that have a local expert, as far as they are finite.
     """
 
     functions: ScaledMMFunctions
@@ -114,9 +113,9 @@ class ScaledMMScheme(ActivationScheme):
 
     def _quantizes_on_load(self, call: Call) -> bool:
         """Whether rows are few, and may be quantised while they are loaded."""
-        static = self.granularity == "static"
-        load = self.functions.load_and_quantize_static if static else self.functions.load_and_quantize
-        return self.quantize_on_load and load is not None and call.plan.block_m <= MAX_ROWS_QUANTIZED_ON_LOAD
+        functions = self.functions
+        loads = functions.load_unquantized is not None and (functions.static_on_load or self.granularity != "static")
+        return self.quantize_on_load and loads and call.plan.block_m <= MAX_ROWS_QUANTIZED_ON_LOAD
 
     def _quantizes_h_on_load(self, call: Call) -> bool:
         few_launches = call.plan.gemm1.split_k > 1  # where launches are a good part of the time
@@ -133,29 +132,18 @@ class ScaledMMScheme(ActivationScheme):
         return amax[: call.pairs] if wanted else None
 
     def _rows(
-        self,
-        values: Tensor,
-        scales: Tensor,
-        which: int,
-        *,
-        by_row: int,
-        by_expert: int = 0,
-        marks: Tensor | None = None,
+        self, call: Call, values: Tensor, scales: Tensor, which: int, marks: Tensor | None = None, by_row: bool = True
     ) -> OperandA:
-        """Operand A of 8-bit values."""
-        arguments: tuple[Any, ...] = (values, scales, values.stride(0), by_row, by_expert)
-        if self.functions.marks:
-            arguments = (*arguments, marks)
-        return OperandA(arguments, which, warp_specialised=(scales, by_row or None, marks))
+        """Operand A of 8-bit values, or of others, which are quantised while they are loaded.
 
-    def _unquantized_rows(
-        self, values: Tensor, scales: Tensor, which: int, columns: int, *, by_row: int, by_expert: int = 0,
-        marks: Tensor | None = None,
-    ) -> OperandA:  # fmt: skip
-        """Operand A that is quantised while it is loaded; ``scales`` may be the bits of largest magnitudes."""
-        return OperandA(
-            (values, scales, values.stride(0), by_row, by_expert, columns, marks), which, form="unquantized"
-        )
+        ``scales`` of rows, or of experts or all; of values to be quantised they may be the bits of largest magnitudes.
+        """
+        by_expert = 1 if self.granularity == "static" and not by_row else 0
+        arguments = (values, scales, values.stride(0), int(by_row), by_expert, marks)
+        if values.dtype is self.functions.dtype:
+            return OperandA(arguments, which, warp_specialised=(scales, 1 if by_row else None, marks))
+        codes = call.workspace["h_values"]
+        return OperandA((*arguments, values.shape[1], codes), which, form="unquantized")
 
     # -------------------------------------------------------------- x
 
@@ -181,32 +169,35 @@ class ScaledMMScheme(ActivationScheme):
                 raise TypeError("static activations have scales")
             marks = work["x_amax"] if self.functions.marks else None
             marking = None if marks is None else QuantizeRows(x, None, marks, device.row_marks, whole_row(x.shape[1]))
-            order = call.order(marking, zero=zero)
-            return order, self._unquantized_rows(x, self.x_scale, which, x.shape[1], by_row=0, by_expert=1, marks=marks)
+            return call.order(marking, zero=zero), self._rows(call, x, self.x_scale, which, marks, by_row=False)
         if self.granularity == "token" or x.shape[0] == 1:
-            job = QuantizeRows(x, values, found, self.functions.quantize_row, whole_row(values.shape[1]))
-            return call.order(job, zero=zero), self._rows(values, found, which, by_row=1)
-        order, arguments = self._order_with_amax(call, routing)
-        in_use = routed_tokens(routing)
-        quantize_rows(x, values, found, self.functions.quantize_by_amax, arguments, in_use, pdl=call.plan.pdl)
-        return order, self._rows(values, found, which, by_row=1)
+            job = QuantizeRows(x, values, found, self.functions.quantize_row, whole_row(values.shape[1]), (values,))
+            order = call.order(job, zero=zero)
+        else:
+            order, amax = self._order_with_amax(call, routing)
+            quantize, arguments = self._row_quantizer(values, None, *amax)
+            quantize_rows(x, values, found, quantize, arguments, routed_tokens(routing), pdl=call.plan.pdl)
+        return order, self._rows(call, values, found, which)
 
     def _scattered_x(self, call: Call, routing: Routing) -> tuple[Order, OperandA]:
         """Quantised into the sorted order: an expert's own scale costs nothing then."""
         work = call.workspace
+        amax: tuple[Tensor | None, int] = (None, 0)
         values, found = work["sorted_values"][: call.pairs], work["sorted_scales"]
-        quantize, arguments = self._row_quantizer(call)
         if self.granularity == "tensor":
-            order, arguments = self._order_with_amax(call, routing, positions=True)
+            order, amax = self._order_with_amax(call, routing, positions=True)
         else:
             order = call.order(positions=True, zero=self._zeroed(call))
+        quantize, arguments = self._row_quantizer(values, self.x_scale, *amax)
         job = QuantizeRows(call.x, values, found, quantize, whole_row(values.shape[1]), arguments)
         if isinstance(order, SortedPairs):
             by_expert = self.granularity == "static"
             scatter_quantize(job, pairs=order, routing=routing, by_expert=by_expert, pdl=call.plan.pdl)
-        return order, self._rows(values, found, POSITION.value, by_row=1)
+        return order, self._rows(call, values, found, POSITION.value)
 
-    def _order_with_amax(self, call: Call, routing: Routing, positions: bool = False) -> tuple[Order, tuple[Any, ...]]:
+    def _order_with_amax(
+        self, call: Call, routing: Routing, positions: bool = False
+    ) -> tuple[Order, tuple[Tensor | None, int]]:
         """The order, and the magnitudes of x as `quantize_by_amax` takes them."""
         x, work = call.x, call.workspace
         raised = work["amax"][1:2] if clears_first(call.pairs) else None
@@ -219,25 +210,27 @@ class ScaledMMScheme(ActivationScheme):
     def _batched_x(self, call: Call, batch: Batch) -> tuple[Order, OperandA]:
         """Quantised where it is."""
         x, work, pdl = call.x, call.workspace, call.plan.pdl
-        values, found = work["x_values"], work["x_scales"]
-        quantize, arguments = self._row_quantizer(call)
-        job = None
-        if self.granularity != "tensor":
-            job = QuantizeRows(x, values, found, quantize, whole_row(values.shape[1]), arguments)
-        order = call.order(job, zero=self._zeroed(call))
+        values, found, amax = work["x_values"], work["x_scales"], work["amax"][1:2]
+        quantize, arguments = self._row_quantizer(values, self.x_scale, amax, 1)
         if self.granularity == "tensor":
+            order = call.order(zero=self._zeroed(call))
             in_use = ordered_rows(order, batch)
-            find_amax(x, work["amax"][1:2], in_use, pdl=pdl)
+            find_amax(x, amax, in_use, pdl=pdl)
             quantize_rows(x, values, found, quantize, arguments, in_use, pdl=pdl)
-        return order, self._rows(values, found, POSITION.value, by_row=1)
+        else:
+            job = QuantizeRows(x, values, found, quantize, whole_row(values.shape[1]), arguments)
+            order = call.order(job, zero=self._zeroed(call))
+        return order, self._rows(call, values, found, POSITION.value)
 
-    def _row_quantizer(self, call: Call) -> tuple[Any, tuple[Any, ...] | None]:
-        """Device function and arguments for rows of x, with a scale for each row."""
+    def _row_quantizer(
+        self, values: Tensor, static: Tensor | None, amax: Tensor | None, parts: int
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Device function and arguments for rows that become ``values``, with a scale for each row."""
         if self.granularity == "static":
-            return self.functions.quantize_static_rows, (self.x_scale,)
+            return device.quantize_static_rows, (values, static)
         if self.granularity == "token":
-            return self.functions.quantize_row, None
-        return self.functions.quantize_by_amax, (call.workspace["amax"][1:2], 1)
+            return self.functions.quantize_row, (values,)
+        return device.quantize_by_amax, (values, amax, parts)
 
     # -------------------------------------------------------------- h
 
@@ -246,32 +239,25 @@ class ScaledMMScheme(ActivationScheme):
         return self.granularity == "static" and call.adapters is None
 
     def result(self, call: Call) -> Result:
-        amax = self._amax(call)
+        work, amax = call.workspace, self._amax(call)
         if self._in_epilogue(call):
-            kind = "" if amax is None else "nan"
-            function, arguments = self.functions.quantize_static, (self.h_scale,)
-            values = call.workspace["h_values"]
-            return Result(values, None, function, arguments, amax=amax, amax_kind=kind, kind="static")
+            values, kind = work["h_values"], "" if amax is None else "nan"
+            arguments = (values, self.h_scale)
+            return Result(values, None, device.quantize_static, arguments, amax=amax, amax_kind=kind, kind="static")
         if self.granularity == "static":
             amax = None
         kind = "" if amax is None else "row" if self.granularity == "token" else "tensor"
-        return Result(call.workspace["h"], amax=amax, amax_kind=kind)
+        return Result(work["h"], amax=amax, amax_kind=kind)
 
     def h(self, call: Call, order: Order, which: int) -> OperandA:
         work, amax = call.workspace, self._amax(call)
         values, wide, found = work["h_values"], work["h"], work["h_scales"]
         if self._in_epilogue(call) and self.h_scale is not None:
-            return self._rows(values, self.h_scale, which, by_row=0, by_expert=1, marks=amax)
+            return self._rows(call, values, self.h_scale, which, amax, by_row=False)
         if self._quantizes_h_on_load(call) and amax is not None:
-            by_row = 1 if self.granularity == "token" else 0
-            return self._unquantized_rows(wide, amax, which, wide.shape[1], by_row=by_row)
-        quantize: Any = self.functions.quantize_row
-        arguments: tuple[Any, ...] | None = None
-        if self.granularity == "tensor":
-            quantize, arguments = self.functions.quantize_by_amax, (amax, 1)
-        elif self.granularity == "static":
-            quantize, arguments = self.functions.quantize_static_rows, (self.h_scale,)
+            return self._rows(call, wide, amax, which, by_row=self.granularity == "token")
+        quantize, arguments = self._row_quantizer(values, self.h_scale, amax, 1)
         routed = which == PAIR.value and isinstance(call.routing, Routing)
         in_use = routed_pairs(call.routing) if routed else ordered_rows(order, call.routing)
         quantize_rows(wide[: call.pairs], values, found, quantize, arguments, in_use, pdl=call.plan.pdl)
-        return self._rows(values, found, which, by_row=1)
+        return self._rows(call, values, found, which)

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions
+from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions
 from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
 from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.scaled_mm import open_unquantized, open_values
 
 
 def scaled_mm_weight(
@@ -20,25 +21,23 @@ def scaled_mm_weight(
     rows: int,
     columns: int,
     *,
-    granularity: Granularity,
     extra: tuple[Any, ...] = (),
 ) -> GemmWeight:
     """Weights [E, rows of all halves, K] with scales [E, rows, 1] or [E, halves]; ``rows`` of one half.
 
-    ``functions.packed`` of the ``columns`` K lie in an element of ``weights``.  ``granularity`` of the rows that they
-    meet.  ``extra`` goes behind what `rows.open_weights` takes, for functions of a scheme's own.
+    ``functions.packed`` of the ``columns`` K lie in an element of ``weights``.
+    ``extra`` goes behind what `rows.open_weights` takes, for functions of a scheme's own.
     """
     half, row = (rows * scales.stride(1), scales.stride(1)) if scales.dim() == 3 else (scales.stride(1), 0)
     strides = (scales.stride(0), half, row, *extra)
     aligned = is_aligned(weights)
-    load_and_quantize = functions.load_and_quantize_static if granularity == "static" else functions.load_and_quantize
     prefetch = functions.prefetch_weights if aligned and columns % 16 == 0 else None
 
     def tile_functions(config: TileConfig, a: OperandA) -> TileFunctions:
         unquantized = a.form == "unquantized"
         return TileFunctions(
-            functions.open_unquantized if unquantized else functions.open_values,
-            load_and_quantize if unquantized else functions.load_values,
+            open_unquantized if unquantized else open_values,
+            functions.load_unquantized if unquantized else functions.load_values,
             functions.open_weights,
             functions.load_weights,
             functions.multiply,
