@@ -17,7 +17,9 @@ from torch import Tensor
 
 from moe_core.gemm import lora_kernels as device
 from moe_core.gemm.launch import GemmWeight, LoRADelta, Result, Routing, TileFunctions, grouped_gemm, is_aligned
+from moe_core.gemm.marlin.operand import load_activations, open_activations
 from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.scaled_mm import load_weights, open_weights
 from moe_core.gemm.tile_kernel import PAIR, TOKEN
 from moe_core.gemm.workspaces import LORA
 from moe_core.jit.launch import launch
@@ -25,7 +27,7 @@ from moe_core.lora import LoRA
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import sort_pairs
 
-_FUNCTIONS = TileFunctions(device.open_rows, device.load_rows, device.open_matrix, device.load_matrix, device.multiply)
+_FUNCTIONS = TileFunctions(open_activations, load_activations, open_weights, load_weights, device.multiply)
 #: pairs per adapter and expert from which larger tiles pay
 _MANY = 32
 
@@ -83,11 +85,12 @@ class Adapters:
         rows, columns = weights.shape[1:]
         block_n = min(max(triton.next_power_of_2(rows), 16), 64)
         block_k = min(max(triton.next_power_of_2(columns), 16), 64)
+        arguments = (weights, None, weights.stride(0), weights.stride(1), 0, 0, 0)
         grouped_gemm(
             _FUNCTIONS,
             TileConfig(self.block_m, block_n, 4, 3),
             a=(x, x.stride(0), columns),
-            b=GemmWeight((weights, weights.stride(0), weights.stride(1)), rows, columns, aligned=is_aligned(weights)),
+            b=GemmWeight(arguments, rows, columns, aligned=is_aligned(weights)),
             out=Result(out),
             pairs=self.order,
             routing=self.routing,

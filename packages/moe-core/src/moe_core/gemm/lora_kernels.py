@@ -10,7 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.weight_tile import weight_rows, weight_tile
 from moe_core.jit.casts import INTERPRET
 from moe_core.ops._sort_kernels import local_expert
 
@@ -51,34 +50,6 @@ def adapted_pairs_kernel(
     adapter = tl.load(adapter_ids + row, mask=mask, other=-1)
     known = (expert >= 0) & (adapter >= 0) & (adapter < num_adapters)
     tl.store(numbers + pair, tl.where(known, adapter * num_experts + expert, -1), mask=mask)
-
-
-@triton.jit
-def open_rows(a_args, rows, expert):
-    """a_args = (values, row stride, columns)."""
-    values, stride, columns = a_args
-    return values + rows * stride, columns
-
-
-@triton.jit
-def load_rows(state, k, BLOCK_K: tl.constexpr):
-    """Tile [BLOCK_M, BLOCK_K]."""
-    rows, columns = state
-    column = k * BLOCK_K + tl.arange(0, BLOCK_K)
-    return tl.load(rows[:, None] + column[None, :], mask=(column < columns)[None, :], other=0.0), 0.0
-
-
-@triton.jit
-def open_matrix(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """b_args = (weights, expert and row stride)."""
-    weights, stride_e, stride_n = b_args
-    return weight_rows(weights, stride_e, stride_n, expert, half, n, N, BLOCK_N)
-
-
-@triton.jit
-def load_matrix(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Tile [BLOCK_N, BLOCK_K]."""
-    return weight_tile(state[0], state[1], state[2], b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K), 0.0
 
 
 @triton.jit

@@ -211,11 +211,13 @@ def quantize_by_amax(tile, quant_args, expert, AXIS: tl.constexpr):
 
 @triton.jit
 def open_weights(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """b_args = (weights, scales, weights' expert and row stride, scales' stride per expert, half and row)."""
+    """b_args = (weights, scales or None, weights' expert and row stride, scales' stride per expert, half and row)."""
     weights, scales, stride_e, stride_n, scale_e, scale_half, scale_n = b_args
     rows, inside, first = weight_rows(weights, stride_e, stride_n, expert, half, n, N, BLOCK_N)
-    columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
-    scale = tl.load(scales + expert.to(tl.int64) * scale_e + half * scale_half + columns * scale_n)
+    scale = 0.0
+    if scales is not None:
+        columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
+        scale = tl.load(scales + expert.to(tl.int64) * scale_e + half * scale_half + columns * scale_n)
     return rows, inside, scale, first
 
 

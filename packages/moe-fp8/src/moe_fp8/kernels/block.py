@@ -42,25 +42,21 @@ def load_activations(state, k, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def open_weights(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """A tile that lies within one row of scale blocks.
+    """Pointers to the scales of a tile: a scalar within one row of scale blocks, [BLOCK_N] where it spans several.
 
-    b_args = (weights, scales, weights' expert and row stride, scales' expert and row stride, block_n); columns of both
-    are contiguous.  The up half starts at row N of the weights and at row ceil(N / block_n) of the scales.
+    b_args = (weights, scales, weights' expert and row stride, scales' expert and row stride, block_n, a constant);
+    columns of both are contiguous.  The up half starts at row N of the weights and at row ceil(N / block_n) of the
+    scales.
     """
-    weights, scales, stride_e, stride_n, scale_e, scale_n, block_n = b_args
+    weights, scales, stride_e, stride_n, scale_e, scale_n, _ = b_args
+    BLOCK: tl.constexpr = b_args[6]
     rows, inside, first = weight_rows(weights, stride_e, stride_n, expert, half, n, N, BLOCK_N)
-    scale = scales + expert.to(tl.int64) * scale_e + (n // block_n + half * tl.cdiv(N, block_n)) * scale_n
+    if BLOCK % BLOCK_N == 0:
+        row = n // BLOCK
+    else:
+        row = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1) // BLOCK
+    scale = scales + expert.to(tl.int64) * scale_e + (row + half * tl.cdiv(N, BLOCK)) * scale_n
     return rows, inside, scale, first
-
-
-@triton.jit
-def open_weights_mixed(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_weights` for a tile that spans several rows of scale blocks: scales are vectors [BLOCK_N]."""
-    weights, scales, stride_e, stride_n, scale_e, scale_n, block_n = b_args
-    rows, inside, _, first = open_weights(b_args, expert, half, n, N, BLOCK_N)
-    columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
-    scale_rows = columns // block_n + half * tl.cdiv(N, block_n)
-    return rows, inside, scales + expert.to(tl.int64) * scale_e + scale_rows * scale_n, first
 
 
 @triton.jit
@@ -83,24 +79,19 @@ def prefetch_weights(state, K):
 
 @triton.jit
 def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + (a @ b.T) * scales; a_scale [BLOCK_M], b_scale a scalar."""
-    # never infinity: weights of zero may have any scale, and 0 * infinity is no number
-    scale = tl.minimum(a_scale * b_scale, FLOAT32_MAX, propagate_nan=NAN)
+    """acc + (a @ b.T) * scales; a_scale [BLOCK_M], b_scale a scalar or [BLOCK_N]."""
+    ONE: tl.constexpr = len(b_scale.shape) == 0
+    if ONE:
+        # never infinity: weights of zero may have any scale, and 0 * infinity is no number
+        a_scale = tl.minimum(a_scale * b_scale, FLOAT32_MAX, propagate_nan=NAN)
     a, b = factor_e4m3(a), factor_e4m3(b)
     if SWAP_AB:
-        return acc + tl.dot(b, tl.trans(a), out_dtype=tl.float32) * scale[None, :]
+        product = tl.dot(b, tl.trans(a), out_dtype=tl.float32) * a_scale[None, :]
     else:
-        return acc + tl.dot(a, tl.trans(b), out_dtype=tl.float32) * scale[:, None]
-
-
-@triton.jit
-def multiply_mixed(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + (a @ b.T) * scales; a_scale [BLOCK_M], b_scale [BLOCK_N]."""
-    a, b = factor_e4m3(a), factor_e4m3(b)
-    if SWAP_AB:
-        return acc + tl.dot(b, tl.trans(a), out_dtype=tl.float32) * a_scale[None, :] * b_scale[:, None]
-    else:
-        return acc + tl.dot(a, tl.trans(b), out_dtype=tl.float32) * a_scale[:, None] * b_scale[None, :]
+        product = tl.dot(a, tl.trans(b), out_dtype=tl.float32) * a_scale[:, None]
+    if not ONE:
+        product *= b_scale[:, None] if SWAP_AB else b_scale[None, :]
+    return acc + product
 
 
 @triton.jit

@@ -52,15 +52,15 @@ def block_weight(
     """
     block_n, block_k = block_shape
     aligned, columns = is_aligned(weights), weights.shape[2]
+    strides = scales.stride(0), scales.stride(1), tl.constexpr(block_n)
     warp_specialised = None
     if block_shape in HOPPER_BLOCKS:
-        blocks = (scales, scales.stride(0), scales.stride(1), tl.constexpr(block_n))
-        warp_specialised = WarpSpecialisedGemm(weights, _multiply, blocks, block_k)
+        warp_specialised = WarpSpecialisedGemm(weights, _multiply, (scales, *strides), block_k)
     return GemmWeight(
-        (weights, scales, weights.stride(0), weights.stride(1), scales.stride(0), scales.stride(1), block_n),
+        (weights, scales, weights.stride(0), weights.stride(1), *strides),
         rows,
         columns,
-        partial(_functions, block_n, aligned and columns % 16 == 0),
+        partial(_functions, aligned and columns % 16 == 0),
         block_k,
         bias,
         weight_descriptor(weights),
@@ -76,14 +76,13 @@ def _multiply() -> Any:
     return scaled_mm_blockwise
 
 
-def _functions(block_n: int, prefetches: bool, config: TileConfig, a: OperandA) -> TileFunctions:
-    uniform = block_n % config.block_n == 0
+def _functions(prefetches: bool, config: TileConfig, a: OperandA) -> TileFunctions:
     return TileFunctions(
         block.open_activations,
         block.load_activations,
-        block.open_weights if uniform else block.open_weights_mixed,
+        block.open_weights,
         block.load_weights,
-        block.multiply if uniform else block.multiply_mixed,
+        block.multiply,
         prefetch_b=block.prefetch_weights if prefetches else None,
     )
 
