@@ -27,7 +27,7 @@ from moe_transformers_checkpoints import (
 )
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3MoeForCausalLM, modeling_utils
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 HOOKED = [
@@ -108,7 +108,10 @@ def test_an_interrupted_load_leaves_transformers_usable(
             load(folder)
     assert functions() == before
     assert not experts_of(AutoModelForCausalLM.from_pretrained(folders[1]))
-    assert len(experts_of(load(folder))) == 2
+    model = load(folder)
+    assert len(experts_of(model)) == 2
+    # the block routes, so the layers keep no routers
+    assert not [m for m in experts_of(model) if m.layer is None or m.layer.router_weight is not None]
 
 
 def test_others_replacements_made_meanwhile_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,6 +355,13 @@ def test_a_config_of_another_activation(folder: Path, reads: dict[str, int]) -> 
 def test_arguments_that_do_not_go_with_it(folder: Path) -> None:
     with pytest.raises(mc.ConfigError, match="quantization_config is given within"):
         load(folder, quantization_config=FineGrainedFP8Config(dequantize=True))
+    config = AutoConfig.from_pretrained(folder)
+    config.distributed_config = {"tp_plan": "auto"}
+    with pytest.raises(mc.ConfigError, match="not loaded into tensor parallel models"):
+        load(folder, config=config)
+    config = AutoConfig.from_pretrained(folder)
+    with moe_transformers.loading(), pytest.raises(mc.ConfigError, match="experts are read from a checkpoint's files"):
+        Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict={})
 
 
 class Normed(nn.Module):

@@ -66,6 +66,10 @@ def _get_hf_quantizer(
     entries = _quantization_of(config)
     if options is None or named.get("gguf_file") is not None or not names_experts(config.to_dict()):
         return original(config, quantization_config, device_map, *rest, **named)
+    if getattr(config, "distributed_config", None) is not None:
+        raise ConfigError(
+            "experts of moe-core are not loaded into tensor parallel models: leave distributed_config out"
+        )
     if quantization_config is not None:
         raise ConfigError(
             "quantization_config is given within moe_transformers.loading(), where the checkpoint's own holds: leave "

@@ -155,7 +155,7 @@ def find_layer(checkpoint: Checkpoint, index: int | None = None, stack: str | No
         raise ConfigError(f"layer is {index!r}, expected the index of a layer: {ranges(layers)}")
     if index not in layers:
         raise CheckpointError(f"{checkpoint.path}: layer {index} has no MoE; layers that have: {ranges(layers)}")
-    return _collect(checkpoint, index, layers[index])
+    return checkpoint.once((stack, index), lambda: _collect(checkpoint, index, layers[index]))
 
 
 def _no_experts(checkpoint: Checkpoint) -> CheckpointError:
@@ -256,11 +256,11 @@ def _check_projections(prefix: str, found: frozenset[str]) -> None:
 
 def _refuse_others(checkpoint: Checkpoint, prefix: str) -> None:
     """CheckpointError for a tensor under ``prefix`` that is no projection's: experts compute with it."""
-    for name in checkpoint.names:
+    for name in checkpoint.no_projections:
         # Granite's experts lie beside the router, Laguna's correction bias among the experts
         if not prefix.endswith(".experts") or name == f"{prefix}.e_score_correction_bias":
             continue
-        if name.startswith(f"{prefix}.") and parse_name(name) is None:
+        if name.startswith(f"{prefix}."):
             raise CheckpointError(
                 f"{name} in {checkpoint.path} is not understood: it belongs to no expert's projection"
             )

@@ -10,15 +10,15 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
 from moe_core.checkpoint.families import DEFAULT_STACKS
 from moe_core.checkpoint.files import check_folder, check_shards, index_file, shard_path, unindexed_files
-from moe_core.checkpoint.names import Named, by_layer, by_stack
+from moe_core.checkpoint.names import Named, by_layer, by_stack, parse_name
 from moe_core.checkpoint.open_file import FileState
 from moe_core.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
 from moe_core.checkpoint.statements import read_quantization
@@ -29,6 +29,8 @@ from moe_core.errors import CheckpointError, ConfigError
 MOST_OPEN = 16
 
 _LOCK = threading.Lock()
+
+T = TypeVar("T")
 
 
 class Checkpoint:
@@ -50,6 +52,7 @@ class Checkpoint:
         self._opened: dict[Path, SafetensorsFile] = {}
         self._recent: dict[Path, None] = {}
         self._layers: dict[str, dict[int, list[Named]]] = {}
+        self._found: dict[object, object] = {}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -132,6 +135,17 @@ class Checkpoint:
     @functools.cached_property
     def _stacks(self) -> dict[str, list[Named]]:
         return by_stack(self.names)
+
+    @functools.cached_property
+    def no_projections(self) -> tuple[str, ...]:
+        """Names of tensors that lie among experts and are no projection's."""
+        return tuple(name for name in self.names if ".experts." in name and parse_name(name) is None)
+
+    def once(self, key: object, find: Callable[[], T]) -> T:
+        """What ``find()`` returned the first time for ``key``: a layer's names are looked through once."""
+        if key not in self._found:
+            self._found[key] = find()
+        return cast("T", self._found[key])
 
     @property
     def files(self) -> frozenset[Path]:
