@@ -14,6 +14,7 @@ import moe_transformers
 import pytest
 import torch
 from moe_core.checkpoint.safetensors_file import SafetensorsFile
+from moe_core_transformers import tiny_model
 from moe_transformers import MoeCoreExperts, RefusedError
 from moe_transformers_checkpoints import (
     FORMATS,
@@ -430,6 +431,24 @@ def test_layers_in_16_bits_stay_transformers(tmp_path: Path) -> None:
     ]
     expected = logits(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32), tokens())
     assert (logits(model, tokens()) - expected).norm() < 2e-4 * expected.norm()
+
+
+def test_layers_that_the_model_lacks_are_not_looked_at(folder: Path, reads: dict[str, int]) -> None:
+    config = AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers = 1
+    model = load(folder, config=config)
+    assert len(experts_of(model)) == 1
+    assert not [name for name in reads if "layers.1." in name and ".mlp.gate." not in name]
+
+
+def test_blocks_that_call_experts_otherwise_are_refused(tmp_path: Path) -> None:
+    llama4 = tiny_model("llama4_text")
+    llama4.save_pretrained(tmp_path)
+    expected = r"Llama4TextModel does not call its experts with the router's choice, as moe-core's are called"
+    with moe_transformers.loading(quantize="fp8_per_channel"), pytest.raises(RefusedError, match=expected):
+        type(llama4).from_pretrained(tmp_path)
+    with moe_transformers.loading():
+        assert not experts_of(type(llama4).from_pretrained(tmp_path))
 
 
 def test_16_bit_experts_are_quantised_where_that_is_asked_for(folders: tuple[Path, Path]) -> None:

@@ -92,6 +92,7 @@ class Plan:
                 found._add(block)
             if not places:
                 found._refuse_without_blocks(model)
+            found.left_out.update(found._experts_left_out())
         for layer in found.layers:
             model.set_submodule(layer.block.name, MoeCoreExperts())
         return found
@@ -125,7 +126,16 @@ class Plan:
         )
         block.check(source.config)
         self.layers.append(Layer(block, source, stack, quantize))
-        self.left_out.update(named for named, _ in checkpoint.expert_tensors(stack)[block.index])
+
+    def _experts_left_out(self) -> Iterator[str]:
+        """Names of the experts' tensors that are moe-core's, or of layers that the model has not and quantised."""
+        checkpoint = self.checkpoint
+        mine = {layer.source.prefix for layer in self.layers}
+        for stack in checkpoint.stacks:
+            for index, tensors in checkpoint.expert_tensors(stack).items():
+                prefix = tensors[0][1].prefix
+                if prefix in mine or unquantized_reason(find_layer(checkpoint, index, stack)) is None:
+                    yield from (name for name, _ in tensors)
 
     def _refuse_without_blocks(self, model: nn.Module) -> None:
         """ConfigError for a model whose blocks call their experts otherwise, where these are quantised."""
