@@ -11,6 +11,7 @@ from moe_core.quant_key import kFp8Static128BlockSym, kFp8StaticChannelSym, kMxf
 from moe_core.testing.cases import Case
 from moe_core.testing.checks import check_values
 from moe_core.testing.harness import Place
+from moe_core.testing.planned import with_plan
 from moe_fp8.experts.marlin import MarlinFp8Experts
 from moe_fp8.experts.triton_mxfp8 import TritonMxfp8Experts
 
@@ -33,14 +34,10 @@ PLANS = {
 )
 def test_plans(plan: str, weight_key: QuantKey, activation_key: QuantKey | None, device: torch.device) -> None:
     base = MarlinFp8Experts if activation_key is None else TritonMxfp8Experts
-
-    class Planned(base):  # type: ignore[misc, valid-type]
-        def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:
-            return TilePlan(*PLANS[plan], pdl=on_gpu)
-
+    experts = with_plan(base, TilePlan(*PLANS[plan], pdl=True))
     config = FusedMoEConfig(num_experts=2, top_k=2, hidden_size=512, intermediate_size=256, has_bias=True)
     target = DeviceInfo.current() if device.type == "cuda" else DeviceInfo.parse("sm90")
-    check_values(Planned, Case("values", config, weight_key, activation_key, tokens=3), Place(device, target))
+    check_values(experts, Case("values", config, weight_key, activation_key, tokens=3), Place(device, target))
 
 
 def test_the_batched_format_needs_counts() -> None:

@@ -6,8 +6,6 @@ intermediate to bfloat16, 2^-9 at most, sqrt(2^-9 * 2^-3) = 2^-6 is added where 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from moe_core.activation import MoEActivation
@@ -16,7 +14,6 @@ from moe_core.gemm import experts
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.kernel import FusedMoEKernel
 from moe_core.ops import sort
-from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
 from moe_core.quant_key import (
     kFp8DynamicTensorSym,
@@ -24,9 +21,8 @@ from moe_core.quant_key import (
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
 )
-from moe_core.reference import fused_moe_reference
-from moe_core.testing.data import make_inputs, make_weights
-from moe_core.workspace import Workspace, workspace_nbytes
+from moe_core.testing.data import make_weights
+from moe_core.testing.planned import layer_error
 from moe_fp8.experts.triton_scaled_mm import TritonFp8Experts
 
 KINDS = {"token": kFp8DynamicTokenSym, "tensor": kFp8DynamicTensorSym, "static": kFp8StaticTensorSym}
@@ -47,35 +43,8 @@ PLANS = {
 }
 
 
-class OnePlan(TritonFp8Experts):
-    """The experts with a plan of the test's own."""
-
-    chosen: TilePlan | None = None
-
-    def plan(self, num_tokens, on_gpu=True):
-        return replace(self.chosen, pdl=self.chosen.pdl and on_gpu)
-
-
-def error(kind, weight_key, plan, device, *, tokens=5, seed=0, routing="uniform", **layer):
-    """Relative error (Frobenius) of two calls over poisoned memory, which give the same."""
-    config = FusedMoEConfig(**({"num_experts": 3, "top_k": 2, "hidden_size": 144, "intermediate_size": 144} | layer))
-    weights = make_weights(config, weight_key, KINDS[kind], seed=seed)
-    inputs = make_inputs(config, tokens, seed=seed + 1, routing=routing)
-    routed = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids, "expert_map": inputs.expert_map}
-    expected = fused_moe_reference(inputs.x, weights, config, **routed)
-    experts = OnePlan(config, weight_key=weight_key, activation_key=KINDS[kind])
-    experts.chosen = plan
-    movement = BatchedPrepareAndFinalize if config.activation_format is BATCHED else PrepareAndFinalizeNoParallel
-    kernel = FusedMoEKernel(experts, experts.convert(weights.to(device)), movement(config))
-    size = workspace_nbytes(kernel.workspaces(tokens))
-    kernel.workspace = Workspace(device, torch.full((size,), 0xFF, dtype=torch.uint8, device=device))
-    routed = {name: None if tensor is None else tensor.to(device) for name, tensor in routed.items()}
-    # a row stride that is not the width
-    x = torch.nn.functional.pad(inputs.x.to(device), (0, 3))[:, : config.hidden_size]
-    found = [kernel.apply(x, **routed).cpu() for _ in range(2)]
-    assert torch.equal(*found)
-    assert torch.isfinite(found[0]).all()
-    return float((found[0].double() - expected).norm() / expected.norm().clamp_min(1e-30))
+def error(kind, weight_key, plan, device, **given):
+    return layer_error(TritonFp8Experts, plan, weight_key, KINDS[kind], device, **given)
 
 
 TOLERANCE = 2 * 2**-6

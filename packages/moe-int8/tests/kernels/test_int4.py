@@ -5,27 +5,20 @@ The tolerance of layers is that of `test_rows`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from moe_core.config import FusedMoEConfig
 from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight
 from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_gemm
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.scaled_mm import open_values, open_weights
-from moe_core.kernel import FusedMoEKernel
 from moe_core.ops.sort import sort_pairs, sort_workspaces
-from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
 from moe_core.quant_key import (
     kInt4W4A8StaticChannelSym,
     kInt4W4A8StaticGroup128Sym,
     kInt8DynamicTokenAsym,
     kInt8DynamicTokenSym,
 )
-from moe_core.reference import fused_moe_reference
-from moe_core.testing.data import make_inputs, make_weights
-from moe_core.workspace import Workspace, workspace_nbytes
+from moe_core.testing.planned import layer_error
 from moe_int8.experts.triton_w4a8 import TritonW4A8Int8Experts
 from moe_int8.kernels import int4
 from moe_int8.layout import pack_int4
@@ -80,16 +73,6 @@ def test_sums_are_those_of_float64(swap, device):
     assert torch.equal(sums.cpu().double(), exact * 16)
 
 
-class OnePlan(TritonW4A8Int8Experts):
-    """The experts with a plan of the test's own."""
-
-    chosen: TilePlan | None = None
-
-    def plan(self, num_tokens, on_gpu=True):
-        chosen = self.chosen.unsplit() if self.zero_points else self.chosen
-        return replace(chosen, pdl=chosen.pdl and on_gpu)
-
-
 def plan_of(block_m, split=1):
     config = TileConfig(block_m, 128, 4, 2, swap_ab=True, tma=True, split_k=split)
     return TilePlan(config, config, pdl=True)
@@ -101,18 +84,6 @@ def plan_of(block_m, split=1):
 def test_plans(group, zero_points, plan, device):
     """Three groups to a row, which do not fill the last step where a step has two."""
     size = 3 * group if group > 0 else 200
-    config = FusedMoEConfig(num_experts=3, top_k=2, hidden_size=size, intermediate_size=size, has_bias=True)
-    key, activation_key = KEYS[group], kInt8DynamicTokenAsym if zero_points else kInt8DynamicTokenSym
-    weights = make_weights(config, key, activation_key, seed=0)
-    inputs = make_inputs(config, 5, seed=1)
-    routed = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids}
-    expected = fused_moe_reference(inputs.x, weights, config, **routed)
-    experts = OnePlan(config, weight_key=key, activation_key=activation_key)
-    experts.chosen = plan
-    kernel = FusedMoEKernel(experts, experts.convert(weights.to(device)), PrepareAndFinalizeNoParallel(config))
-    size = workspace_nbytes(kernel.workspaces(5))
-    kernel.workspace = Workspace(device, torch.full((size,), 0xFF, dtype=torch.uint8, device=device))
-    routed = {name: tensor.to(device) for name, tensor in routed.items()}
-    found = [kernel.apply(inputs.x.to(device), **routed).cpu() for _ in range(2)]
-    assert torch.equal(*found)
-    assert float((found[0].double() - expected).norm() / expected.norm()) < TOLERANCE
+    keys = KEYS[group], kInt8DynamicTokenAsym if zero_points else kInt8DynamicTokenSym
+    layer = {"hidden_size": size, "intermediate_size": size, "has_bias": True}
+    assert layer_error(TritonW4A8Int8Experts, plan, *keys, device, **layer) < TOLERANCE

@@ -8,8 +8,6 @@ rows share a scale, the largest value is that of hundreds of rows, up to twice a
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import triton
@@ -30,7 +28,6 @@ from moe_core.gemm.scaled_mm import (
 )
 from moe_core.kernel import FusedMoEKernel
 from moe_core.ops.sort import sort_pairs, sort_workspaces
-from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
 from moe_core.quant_key import (
     kInt8DynamicTensorSym,
@@ -41,9 +38,8 @@ from moe_core.quant_key import (
     kInt8StaticTensorSym,
 )
 from moe_core.quantization import quantize_tensor
-from moe_core.reference import fused_moe_reference
-from moe_core.testing.data import make_inputs, make_weights
-from moe_core.workspace import Workspace, workspace_nbytes
+from moe_core.testing.data import make_weights
+from moe_core.testing.planned import layer_error, with_plan
 from moe_int8.experts.triton import TritonInt8Experts
 from moe_int8.kernels import scaled_mm
 from moe_int8.layout import row_sums, scale_and_zero
@@ -233,37 +229,8 @@ def test_static_codes_saturate(zero, device):
 # ------------------------------------------------------------------ layers
 
 
-class OnePlan(TritonInt8Experts):
-    """The experts with a plan of the test's own."""
-
-    chosen: TilePlan | None = None
-
-    def plan(self, num_tokens, on_gpu=True):
-        chosen = self.chosen.unsplit() if self.zero_points or self.batched else self.chosen
-        return replace(chosen, pdl=chosen.pdl and on_gpu)
-
-
-def error(kind, plan, device, *, tokens=5, seed=0, routing="uniform", **layer):
-    """Relative error (Frobenius) of two calls over poisoned memory, which give the same."""
-    config = FusedMoEConfig(**({"num_experts": 3, "top_k": 2, "hidden_size": 144, "intermediate_size": 144} | layer))
-    key = KEYS[kind]
-    weights = make_weights(config, kInt8StaticChannelSym, key, seed=seed)
-    inputs = make_inputs(config, tokens, seed=seed + 1, routing=routing)
-    routed = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids, "expert_map": inputs.expert_map}
-    expected = fused_moe_reference(inputs.x, weights, config, **routed)
-    experts = OnePlan(config, weight_key=kInt8StaticChannelSym, activation_key=key)
-    experts.chosen = plan
-    movement = BatchedPrepareAndFinalize if config.activation_format is BATCHED else PrepareAndFinalizeNoParallel
-    kernel = FusedMoEKernel(experts, experts.convert(weights.to(device)), movement(config))
-    size = workspace_nbytes(kernel.workspaces(tokens))
-    kernel.workspace = Workspace(device, torch.full((size,), 0xFF, dtype=torch.uint8, device=device))
-    routed = {name: None if tensor is None else tensor.to(device) for name, tensor in routed.items()}
-    # a row stride that is not the width
-    x = torch.nn.functional.pad(inputs.x.to(device), (0, 3))[:, : config.hidden_size]
-    found = [kernel.apply(x, **routed).cpu() for _ in range(2)]
-    assert torch.equal(*found)
-    assert torch.isfinite(found[0]).all()
-    return float((found[0].double() - expected).norm() / expected.norm().clamp_min(1e-30))
+def error(kind, plan, device, **given):
+    return layer_error(TritonInt8Experts, plan, kInt8StaticChannelSym, KEYS[kind], device, **given)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -304,8 +271,8 @@ def test_a_single_pair_keeps_its_nan(device):
     """One pair's magnitude is a row's, not one that others share: a NaN stays in it."""
     config = FusedMoEConfig(2, 1, 144, 144)
     weights = make_weights(config, kInt8StaticChannelSym, kInt8DynamicTokenSym, seed=3)
-    experts = OnePlan(config, weight_key=kInt8StaticChannelSym, activation_key=kInt8DynamicTokenSym)
-    experts.chosen = PLANS["split"]
+    split = with_plan(TritonInt8Experts, PLANS["split"])
+    experts = split(config, weight_key=kInt8StaticChannelSym, activation_key=kInt8DynamicTokenSym)
     kernel = FusedMoEKernel(experts, experts.convert(weights.to(device)), PrepareAndFinalizeNoParallel(config))
     x = torch.ones(1, 144, dtype=config.dtype, device=device)
     x[0, 7] = float("nan")

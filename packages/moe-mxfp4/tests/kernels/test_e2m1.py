@@ -6,22 +6,15 @@ result and of the output.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_core.config import FusedMoEConfig
 from moe_core.gemm.as_stored.words import as_words
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.kernel import FusedMoEKernel
 from moe_core.numerics import E2M1_VALUES
-from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
 from moe_core.quant_key import kFp8Dynamic128Sym, kFp8DynamicTokenSym, kFp8StaticTensorSym, kMxfp4Static, kMxfp8Dynamic
-from moe_core.reference import fused_moe_reference
-from moe_core.testing.data import make_inputs, make_weights
-from moe_core.workspace import Workspace, workspace_nbytes
+from moe_core.testing.planned import layer_error
 from moe_mxfp4.experts.triton import TritonMxfp4Experts
 from moe_mxfp4.kernels import e2m1
 from moe_mxfp4.scales import LARGEST, group_scales, step_scales
@@ -99,33 +92,9 @@ KEYS = {
 }
 
 
-class OnePlan(TritonMxfp4Experts):
-    """The experts with a plan of the test's own."""
-
-    chosen: TilePlan | None = None
-
-    def plan(self, num_tokens, on_gpu=True):
-        return replace(self.chosen, pdl=self.chosen.pdl and on_gpu)
-
-
 @pytest.mark.diagonal(2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("key", KEYS)
 def test_plans(key, plan, device):
-    """Two calls over poisoned memory, which give the same."""
-    config = FusedMoEConfig(num_experts=3, top_k=2, hidden_size=288, intermediate_size=160)
-    weights = make_weights(config, kMxfp4Static, KEYS[key], seed=0)
-    inputs = make_inputs(config, 5, seed=1)
-    routed = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids}
-    expected = fused_moe_reference(inputs.x, weights, config, **routed)
-    experts = OnePlan(config, weight_key=kMxfp4Static, activation_key=KEYS[key])
-    experts.chosen = PLANS[plan]
-    kernel = FusedMoEKernel(experts, experts.convert(weights.to(device)), PrepareAndFinalizeNoParallel(config))
-    size = workspace_nbytes(kernel.workspaces(5))
-    kernel.workspace = Workspace(device, torch.full((size,), 0xFF, dtype=torch.uint8, device=device))
-    routed = {name: tensor.to(device) for name, tensor in routed.items()}
-    # a row stride that is not the width
-    x = torch.nn.functional.pad(inputs.x.to(device), (0, 3))[:, : config.hidden_size]
-    found = [kernel.apply(x, **routed).cpu() for _ in range(2)]
-    assert torch.equal(*found)
-    assert float((found[0].double() - expected).norm() / expected.norm()) < TOLERANCE
+    layer = {"hidden_size": 288, "intermediate_size": 160}
+    assert layer_error(TritonMxfp4Experts, PLANS[plan], kMxfp4Static, KEYS[key], device, **layer) < TOLERANCE

@@ -12,17 +12,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.config import FusedMoEActivationFormat
 from moe_core.gemm.as_stored import tiles
 from moe_core.gemm.as_stored.words import as_words
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.kernel import FusedMoEKernel
-from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
-from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
 from moe_core.quant_key import kInt4Static, kInt4StaticAsym, kInt8StaticAsym
-from moe_core.reference import fused_moe_reference
-from moe_core.testing.data import make_inputs, make_weights
-from moe_core.workspace import Workspace, workspace_nbytes
+from moe_core.testing.planned import layer_error
 from moe_wna16.experts.triton import TritonWNA16Experts
 from moe_wna16.kernels import codes
 from moe_wna16.layout import arranged_groups, by_group, zero_points
@@ -118,36 +113,10 @@ KEYS = {
 }
 
 
-class OnePlan(TritonWNA16Experts):
-    """The experts with a plan of the test's own."""
-
-    chosen: TilePlan | None = None
-
-    def plan(self, num_tokens, on_gpu=True):
-        chosen = self.chosen.unsplit() if self.batched else self.chosen
-        return replace(chosen, pdl=chosen.pdl and on_gpu)
-
-
-def error(plan, key, device, *, tokens=5, seed=0, routing="uniform", **layer):
-    """Relative error (Frobenius) of two calls over poisoned memory, which give the same."""
-    config = FusedMoEConfig(**({"num_experts": 3, "top_k": 2, "hidden_size": 288, "intermediate_size": 160} | layer))
-    weights = make_weights(config, key, None, seed=seed)
-    inputs = make_inputs(config, tokens, seed=seed + 1, routing=routing)
-    routed = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids, "expert_map": inputs.expert_map}
-    expected = fused_moe_reference(inputs.x, weights, config, **routed)
-    experts = OnePlan(config, weight_key=key, activation_key=None)
-    experts.chosen = plan
-    movement = BatchedPrepareAndFinalize if config.activation_format is BATCHED else PrepareAndFinalizeNoParallel
-    kernel = FusedMoEKernel(experts, experts.convert(weights.to(device)), movement(config))
-    size = workspace_nbytes(kernel.workspaces(tokens))
-    kernel.workspace = Workspace(device, torch.full((size,), 0xFF, dtype=torch.uint8, device=device))
-    routed = {name: None if tensor is None else tensor.to(device) for name, tensor in routed.items()}
-    # a row stride that is not the width
-    x = torch.nn.functional.pad(inputs.x.to(device), (0, 3))[:, : config.hidden_size]
-    found = [kernel.apply(x, **routed).cpu() for _ in range(2)]
-    assert torch.equal(*found)
-    assert torch.isfinite(found[0]).all()
-    return float((found[0].double() - expected).norm() / expected.norm().clamp_min(1e-30))
+def error(plan, key, device, **given):
+    return layer_error(
+        TritonWNA16Experts, plan, key, None, device, **({"hidden_size": 288, "intermediate_size": 160} | given)
+    )
 
 
 @pytest.mark.diagonal(2)
