@@ -11,8 +11,7 @@ import pytest
 import torch
 from moe_core import kFp8DynamicTensorSym, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.testing.checkpoints import CONFIG, Cases, Experts, Tensors, relative, run, write
-from moe_core_cli.main import main
+from moe_core.testing.checkpoints import CONFIG, Cases, Experts, Tensors, relative, run, run_refuses, with_tensor, write
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -290,14 +289,6 @@ def test_partial_blocks(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ bad input
 
 
-def broken(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensors], Tensors]:
-    def rename(tensors: Tensors) -> Tensors:
-        new = change(tensors[name].clone())
-        return {n: t for n, t in tensors.items() if n != name} | ({} if new is None else {name: new})
-
-    return rename
-
-
 def with_code(code: int) -> Callable[[Tensor], Tensor]:
     def change(tensor: Tensor) -> Tensor:
         tensor.view(torch.uint8)[2, 3] = code
@@ -336,13 +327,8 @@ BROKEN: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], str]] = {
 def test_bad_input(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, and one paragraph that names the tensor, what was found and what was expected."""
     case, tensor, change, message = BROKEN[name]
-    folder = FILES.rewritten(case, tmp_path / "w", change=broken(tensor, change))
-    assert main(["run", str(folder), "--output", str(tmp_path / "out.safetensors")]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("moe run: ")
-    assert f"{tensor} {message}" in err
-    assert not (tmp_path / "out.safetensors").exists()
+    folder = FILES.changed(case, tmp_path / "w", with_tensor(tensor, change))
+    run_refuses(folder, capsys, f"{tensor} {message}")
 
 
 @pytest.mark.parametrize(
@@ -361,5 +347,4 @@ def test_bad_input(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_configs_that_say_something_else(
     case: str, quantization: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", str(FILES.rewritten(case, tmp_path / "w", quantization))]) == 2
-    assert message in capsys.readouterr().err
+    run_refuses(FILES.rewritten(case, tmp_path / "w", quantization), capsys, message)

@@ -12,8 +12,7 @@ import torch
 from moe_core import fused_moe_reference, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.quantization import dequantize_weight
-from moe_core.testing.checkpoints import Cases, Tensors, relative, run
-from moe_core_cli.main import main
+from moe_core.testing.checkpoints import Cases, Tensors, relative, run, run_refuses, with_tensor
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -249,14 +248,6 @@ def test_static_activations(name: str, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ bad input
 
 
-def broken(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensors], Tensors]:
-    def rename(tensors: Tensors) -> Tensors:
-        new = change(tensors[name].clone())
-        return {n: t for n, t in tensors.items() if n != name} | ({} if new is None else {name: new})
-
-    return rename
-
-
 def with_code(tensor: Tensor) -> Tensor:
     tensor[2, 3] = -9
     return tensor
@@ -277,13 +268,8 @@ BROKEN: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], str]] = {
 def test_bad_input(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, and one paragraph that names the tensor, what was found and what was expected."""
     case, tensor, change, message = BROKEN[name]
-    folder = FILES.rewritten(case, tmp_path / "w", change=broken(tensor, change))
-    assert main(["run", str(folder), "--output", str(tmp_path / "out.safetensors")]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("moe run: ")
-    assert f"{tensor} {message}" in err
-    assert not (tmp_path / "out.safetensors").exists()
+    folder = FILES.changed(case, tmp_path / "w", with_tensor(tensor, change))
+    run_refuses(folder, capsys, f"{tensor} {message}")
 
 
 @pytest.mark.parametrize(
@@ -311,8 +297,7 @@ def test_configs_that_say_something_else(
     quantization = fixture_group(case)
     for part, entries in change.items():
         quantization["config_groups"]["group_0"][part].update(entries)
-    assert main(["run", str(FILES.rewritten(case, tmp_path / "w", quantization))]) == 2
-    assert message in capsys.readouterr().err
+    run_refuses(FILES.rewritten(case, tmp_path / "w", quantization), capsys, message)
 
 
 def test_the_lowest_code_is_a_code(tmp_path: Path) -> None:

@@ -23,9 +23,20 @@ from moe_core import (
     load_layer,
 )
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.testing.checkpoints import Cases, Tensors, relative, routed, run
-from moe_core_cli.main import main
-from safetensors.torch import load_file, save_file
+from moe_core.testing.checkpoints import (
+    Cases,
+    Tensors,
+    relative,
+    routed,
+    run,
+    run_refuses,
+    truncated,
+    with_config,
+    with_quantization,
+    with_tensor,
+    with_tensors,
+)
+from safetensors.torch import load_file
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
@@ -274,44 +285,9 @@ def test_the_limit_is_config_jsons(change: dict[str, Any], same: bool, tmp_path:
 # ------------------------------------------------------------------ bad input
 
 
-def with_config(**changes: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"] |= changes
-        (folder / "config.json").write_text(json.dumps(config))
-
-    return change
-
-
-def with_sizes(**changes: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-    return change
-
-
-def with_tensor(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
-    def rewrite(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        new = change(tensors.pop(name).clone())
-        if new is not None:
-            tensors[name] = new.contiguous()
-        save_file(tensors, folder / "model.safetensors")
-
-    return rewrite
-
-
-def cut(folder: Path) -> None:
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[:-1])
-
-
-def other_groups(folder: Path) -> None:
+def other_groups(name: str, tensor: Tensor) -> Tensor:
     """Of all experts: a file whose groups are alike, but not those of its weights."""
-    tensors = load_file(folder / "model.safetensors")
-    changed = {n: t[:, ::2].contiguous() if n.endswith("up_proj.weight_scale") else t for n, t in tensors.items()}
-    save_file(changed, folder / "model.safetensors")
+    return tensor[:, ::2] if name.endswith("up_proj.weight_scale") else tensor
 
 
 def nan(*at: int) -> Callable[[Tensor], Tensor]:
@@ -326,33 +302,33 @@ DOWN = f"{PREFIX}.4.down_proj"
 BROKEN: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "group size": (
         COMPRESSED,
-        with_config(
+        with_quantization(
             config_groups={"group_0": {"targets": ["Linear"], "weights": args(4, "group", group_size=16)}},
         ),
         "dynamic float4 by group 16, expected groups of 32 with torch.uint8 scales",
     ),
-    "method": (GPT_OSS, with_config(quant_method="mxfp5"), "quant_method 'mxfp5'"),
+    "method": (GPT_OSS, with_quantization(quant_method="mxfp5"), "quant_method 'mxfp5'"),
     "hidden size": (
         GPT_OSS,
-        with_sizes(hidden_size=288),
+        with_config(hidden_size=288),
         "mlp.router.weight is BF16 [8, 256], expected [8, 288] (hidden size of",
     ),
     "intermediate size": (
         COMPRESSED,
-        with_sizes(moe_intermediate_size=96),
+        with_config(moe_intermediate_size=96),
         f"{PREFIX}.0.gate_proj.weight_packed has shape [128, 128], expected [96, 128]",
     ),
     "half a block": (
         GPT_OSS,
-        with_sizes(intermediate_size=144),
+        with_config(intermediate_size=144),
         f"{PREFIX}.gate_up_proj_blocks has shape [256, 8, 16], expected [288, 8, 16]",
     ),
-    "experts": (GPT_OSS, with_sizes(num_local_experts=9), "num_local_experts is 9, but"),
-    "limit": (GPT_OSS, with_sizes(swiglu_limit=-1), "activation limit must be positive, got -1"),
-    "limit by name": (GPT_OSS, with_sizes(swiglu_limit="7"), "swiglu_limit is '7', expected a number"),
+    "experts": (GPT_OSS, with_config(num_local_experts=9), "num_local_experts is 9, but"),
+    "limit": (GPT_OSS, with_config(swiglu_limit=-1), "activation limit must be positive, got -1"),
+    "limit by name": (GPT_OSS, with_config(swiglu_limit="7"), "swiglu_limit is '7', expected a number"),
     "groups": (
         COMPRESSED,
-        other_groups,
+        with_tensors(other_groups),
         f"{PREFIX}.0.up_proj.weight_scale has shape [128, 4], expected [128, 8] (one e8m0 scale per 32 columns",
     ),
     "no scales": (COMPRESSED, with_tensor(f"{DOWN}.weight_scale", lambda _: None), f"{DOWN}.weight_scale is missing"),
@@ -388,7 +364,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str]] = {
         with_tensor(f"{PREFIX}.down_proj_bias", lambda t: t * float("nan")),
         f"{PREFIX}.down_proj_bias has 2048 NaN or Inf values of 2048, first at [0, 0]",
     ),
-    "truncated": (GPT_OSS, cut, "model.safetensors is truncated"),
+    "truncated": (GPT_OSS, truncated, "model.safetensors is truncated"),
 }
 
 
@@ -396,15 +372,4 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str]] = {
 def test_bad_input(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, and one paragraph that names the tensor, what was found and what was expected."""
     case, change, message = BROKEN[name]
-    folder = tmp_path / "w"
-    folder.mkdir()
-    for file in ("config.json", "model.safetensors"):
-        (folder / file).write_bytes((DATA / case / file).read_bytes())
-    change(folder)
-    assert main(["run", str(folder), "--output", str(tmp_path / "out.safetensors")]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("moe run: ")
-    assert "Traceback" not in err
-    assert message in err
-    assert not (tmp_path / "out.safetensors").exists()
+    run_refuses(FILES.changed(case, tmp_path / "w", change), capsys, message)

@@ -11,8 +11,18 @@ import pytest
 import torch
 from moe_core import fused_moe_reference, kFp8DynamicTokenSym, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.testing.checkpoints import Cases, Tensors, relative, routed, run
-from moe_core_cli.main import main
+from moe_core.testing.checkpoints import (
+    Cases,
+    Tensors,
+    relative,
+    routed,
+    run,
+    run_refuses,
+    truncated,
+    with_quantization,
+    with_tensor,
+    with_tensors,
+)
 from moe_wna16_words import (
     Matrix,
     auto_round,
@@ -232,40 +242,9 @@ def test_fp8_activations(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ bad input
 
 
-def with_config(case: str, **changes: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"] |= changes
-        (folder / "config.json").write_text(json.dumps(config))
-
-    return change
-
-
-def with_tensor(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
-    def rewrite(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        new = change(tensors.pop(name).clone())
-        if new is not None:
-            tensors[name] = new.contiguous()
-        save_file(tensors, folder / "model.safetensors")
-
-    return rewrite
-
-
-def cut(folder: Path) -> None:
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[:-1])
-
-
 def other_groups(suffix: str) -> Callable[[Path], None]:
     """Of all experts: a file whose groups are alike, but not those of its weights."""
-
-    def rewrite(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        changed = {n: t[:1].contiguous() if n.endswith(suffix) else t for n, t in tensors.items()}
-        save_file(changed, folder / "model.safetensors")
-
-    return rewrite
+    return with_tensors(lambda name, tensor: tensor[:1] if name.endswith(suffix) else tensor)
 
 
 def nan(tensor: Tensor) -> Tensor:
@@ -275,20 +254,20 @@ def nan(tensor: Tensor) -> Tensor:
 
 DOWN = f"{PREFIX}.4.down_proj"
 BROKEN: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "3 bits": (GPTQ, with_config(GPTQ, bits=3), "GPTQ (wna16): bits is 3, expected 4 or 8"),
+    "3 bits": (GPTQ, with_quantization(bits=3), "GPTQ (wna16): bits is 3, expected 4 or 8"),
     "marlin": (
         GPTQ,
-        with_config(GPTQ, checkpoint_format="marlin", format=None),
+        with_quantization(checkpoint_format="marlin", format=None),
         "checkpoint_format is 'marlin', expected 'gptq' or",
     ),
     "gemv": (
         AWQ,
-        with_config(AWQ, version="gemv", format=None, checkpoint_format=None),
+        with_quantization(version="gemv", format=None, checkpoint_format=None),
         "AWQ (wna16): version is 'gemv', expected 'gemm'",
     ),
     "group size": (
         GPTQ,
-        with_config(GPTQ, group_size=64),
+        with_quantization(group_size=64),
         f"{PREFIX}.0.gate_proj.scales has shape [2, 128], expected [4, 128] (4 bits in groups of 64",
     ),
     "groups of zero points": (
@@ -301,7 +280,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str]] = {
         other_groups("gate_proj.scales"),
         f"{PREFIX}.0.gate_proj.scales has shape [1, 128], expected [4, 128]",
     ),
-    "asymmetric": (AWQ, with_config(AWQ, zero_point=False), "expected 8 everywhere: weights are symmetric"),
+    "asymmetric": (AWQ, with_quantization(zero_point=False), "expected 8 everywhere: weights are symmetric"),
     "no scales": (GPTQ, with_tensor(f"{DOWN}.scales", lambda _: None), f"{DOWN}.scales is missing in"),
     "no codes": (
         COMPRESSED,
@@ -315,7 +294,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str]] = {
         with_tensor(f"{PREFIX}.4.up_proj.g_idx", lambda t: t + 1),
         f"{PREFIX}.4.up_proj.g_idx is 2 at [128], expected 0 to 1: {PREFIX}.4.up_proj.scales has 2 groups",
     ),
-    "truncated": (COMPRESSED, cut, "model.safetensors is truncated"),
+    "truncated": (COMPRESSED, truncated, "model.safetensors is truncated"),
 }
 
 
@@ -323,15 +302,4 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str]] = {
 def test_bad_input(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, and one paragraph that names the tensor, what was found and what was expected."""
     case, change, message = BROKEN[name]
-    folder = tmp_path / "w"
-    folder.mkdir()
-    for file in ("config.json", "model.safetensors"):
-        (folder / file).write_bytes((DATA / case / file).read_bytes())
-    change(folder)
-    assert main(["run", str(folder), "--output", str(tmp_path / "out.safetensors")]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("moe run: ")
-    assert "Traceback" not in err
-    assert message in err
-    assert not (tmp_path / "out.safetensors").exists()
+    run_refuses(FILES.changed(case, tmp_path / "w", change), capsys, message)

@@ -6,6 +6,7 @@ check(source(tmp_path, tensors, {"quant_method": "mine"}), experts, weight_key, 
 refused(tmp_path, tensors, {"quant_method": "mine", "bits": 3}, "bits is 3, expected 4 or 8")
 """
 
+from moe_core.testing.checkpoints.changes import truncated, with_config, with_quantization, with_tensor, with_tensors
 from moe_core.testing.checkpoints.experts import (
     CONFIG,
     MX,
@@ -27,7 +28,7 @@ from moe_core.testing.checkpoints.experts import (
 )
 from moe_core.testing.checkpoints.folders import raw_file, write, write_index
 from moe_core.testing.checkpoints.reading import check, reason_against, refused, source
-from moe_core.testing.checkpoints.tool_outputs import Cases, relative, routed, run
+from moe_core.testing.checkpoints.tool_outputs import Cases, relative, routed, run, run_refuses
 
 __all__ = [
     "CONFIG",
@@ -49,13 +50,19 @@ __all__ = [
     "int4_codes",
     "int8_codes",
     "raw_file",
+    "reason_against",
     "refused",
     "relative",
     "routed",
     "run",
-    "reason_against",
+    "run_refuses",
     "source",
+    "truncated",
     "unchanged",
+    "with_config",
+    "with_quantization",
+    "with_tensor",
+    "with_tensors",
     "write",
     "write_index",
 ]

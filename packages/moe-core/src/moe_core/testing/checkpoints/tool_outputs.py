@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from moe_core.testing.checkpoints.changes import FILE, Change
 from moe_core.testing.checkpoints.experts import Tensors
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def relative(found: Tensor, reference: Tensor) -> float:
@@ -33,6 +37,25 @@ def run(folder: Path, inputs: Tensors, scratch: Path, dtype: str = "fp32") -> Te
     if code:
         raise AssertionError(f"moe run {folder} ends with {code}")
     return load_file(scratch / "out.safetensors")["output"]
+
+
+def run_refuses(folder: Path, capsys: pytest.CaptureFixture[str], *parts: str, arguments: tuple[str, ...] = ()) -> None:
+    """``moe run`` on ``folder`` ends with 2, nothing written, and one paragraph on stderr that has all ``parts``."""
+    from moe_core_cli.main import main
+
+    before = sorted(folder.parent.rglob("*"))
+    capsys.readouterr()
+    code = main(["run", str(folder), "--output", str(folder.parent / "out.safetensors"), *arguments])
+    out, err = capsys.readouterr()
+    if (code, out) != (2, ""):
+        raise AssertionError(f"ends with {code}, expected 2 and {parts}: {out}{err}")
+    if not err.startswith("moe run: ") or "Traceback" in err or "\n\n" in err:
+        raise AssertionError(f"stderr is no paragraph of moe run: {err}")
+    missing = [part for part in parts if part not in err]
+    if missing:
+        raise AssertionError(f"{missing} not in: {err}")
+    if sorted(folder.parent.rglob("*")) != before:
+        raise AssertionError("files were written")
 
 
 class Cases:
@@ -73,4 +96,12 @@ class Cases:
         (folder / "config.json").write_text(json.dumps(config))
         tensors = change(load_file(self.path / case / "model.safetensors"))
         save_file({n: t.contiguous().clone() for n, t in tensors.items()}, folder / "model.safetensors")
+        return folder
+
+    def changed(self, case: str, folder: Path, change: Change) -> Path:
+        """A copy of ``case`` with a change."""
+        folder.mkdir()
+        for file in ("config.json", FILE):
+            (folder / file).write_bytes((self.path / case / file).read_bytes())
+        change(folder)
         return folder

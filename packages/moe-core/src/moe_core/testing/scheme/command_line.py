@@ -20,6 +20,7 @@ from moe_core.cli import _machine
 from moe_core.device import DeviceInfo
 from moe_core.quant_key import key_name
 from moe_core.registry import registry
+from moe_core.testing.checkpoints import run_refuses
 from moe_core.testing.scheme._checks import ensure
 from moe_core.testing.tolerance import expected_output
 
@@ -85,15 +86,7 @@ class CommandLineTests:
         """``moe run`` ends with 2, one paragraph with all parts, and nothing written."""
 
         def check(*parts: str, arguments: tuple[str, ...] = ()) -> None:
-            before = sorted(folder.parent.rglob("*"))
-            capsys.readouterr()
-            code = main(["run", str(folder), "--output", str(folder.parent / "out.safetensors"), *arguments])
-            out, err = capsys.readouterr()
-            ensure((code, out) == (2, ""), f"ends with {code}, expected 2 and {parts}: {out}{err}")
-            ensure(err.startswith("moe run: ") and "Traceback" not in err and "\n\n" not in err, err)
-            missing = [part for part in parts if part not in err]
-            ensure(not missing, f"{missing} not in: {err}")
-            ensure(sorted(folder.parent.rglob("*")) == before, "files were written")
+            run_refuses(folder, capsys, *parts, arguments=arguments)
 
         return check
 

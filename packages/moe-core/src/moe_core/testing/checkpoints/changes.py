@@ -1,0 +1,69 @@
+"""Changes of a checkpoint folder with one file of tensors, each a function of the folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+Change = Callable[[Path], None]
+FILE = "model.safetensors"
+
+
+def with_config(**entries: Any) -> Change:
+    """Entries of config.json replaced."""
+
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **entries}))
+
+    return change
+
+
+def with_quantization(**entries: Any) -> Change:
+    """Entries of its ``quantization_config`` replaced."""
+
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        with_config(quantization_config={**config["quantization_config"], **entries})(folder)
+
+    return change
+
+
+def with_tensors(make: Callable[[str, Tensor], Tensor | None]) -> Change:
+    """Each tensor, by its name, replaced by another one; None takes it away."""
+
+    def change(folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        made = {name: make(name, tensor) for name, tensor in load_file(folder / FILE).items()}
+        save_file({name: tensor.contiguous() for name, tensor in made.items() if tensor is not None}, folder / FILE)
+
+    return change
+
+
+def with_tensor(name: str, make: Callable[[Tensor], Tensor | None]) -> Change:
+    """The tensor of that name, which must be there, replaced by another one; None takes it away."""
+
+    def change(folder: Path) -> None:
+        found = []
+
+        def one(other: str, tensor: Tensor) -> Tensor | None:
+            if other != name:
+                return tensor
+            found.append(other)
+            return make(tensor.clone())
+
+        with_tensors(one)(folder)
+        if not found:
+            raise AssertionError(f"{folder / FILE} has no tensor {name}")
+
+    return change
+
+
+def truncated(folder: Path) -> None:
+    """The file of tensors lacks its last byte."""
+    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-1])
