@@ -12,8 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moe_core import (
-    TRITON,
-    ActivationParams,
     FusedMoEConfig,
     FusedMoEKernel,
     MoEActivation,
@@ -21,14 +19,24 @@ from moe_core import (
     kMxfp8Dynamic,
 )
 from moe_core.activation import apply_moe_activation
-from moe_core.config import FusedMoEParallelConfig
 from moe_core.device import DeviceInfo
 from moe_core.numerics import e8m0_to_float32
 from moe_core.oracle import default_prepare_finalize
 from moe_core.quantization import fake_quantize
-from moe_core.routing import RoutingConfig, RoutingMethodType, route
+from moe_core.routing import RoutingConfig, RoutingMethodType
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_inputs, make_weights
+from moe_core.testing.trtllm_double import (
+    activation_parameters,
+    check_ids,
+    check_ranks,
+    doubled,
+    gated,
+    given_routing,
+    kernel_routing,
+    unshuffled,
+    untiled,
+)
 from moe_fp8.experts import flashinfer_cutlass, flashinfer_trtllm_modular, flashinfer_trtllm_monolithic
 
 E4M3 = torch.float8_e4m3fn
@@ -53,11 +61,7 @@ def activate(kind, first, second, alpha=None, beta=None, limit=None):
     activation = CUTLASS_NAMES[kind]
     if second is None:
         return apply_moe_activation(activation, first)
-    if alpha is not None or beta is not None:
-        params = ActivationParams(alpha=alpha, beta=0.0 if beta is None else beta, limit=limit)
-        return apply_moe_activation(MoEActivation.SWIGLUOAI, torch.cat((second, first), 1), params)
-    params = None if limit is None else ActivationParams(limit=limit)
-    return apply_moe_activation(activation, torch.cat((second, first), 1), params)
+    return gated(first, second, alpha, beta, limit, activation=activation)
 
 
 def one(tensor, expert):
@@ -165,21 +169,6 @@ CUTLASS = Cutlass()
 # ------------------------------------------------------------------- TRTLLM
 
 
-def unshuffled(w, tile):
-    """The inverse of the library's shuffle of rows, from its table: row r of a block goes to place map[r]."""
-    block = 32 if tile % 128 == 0 else 16
-    source = torch.arange(block)
-    place = source % (block // 8) * 8 + source // (block // 8)
-    rows = (torch.arange(0, w.shape[0], block)[:, None] + place).flatten()
-    return w[rows]
-
-
-def untiled(scale):
-    rows, groups = scale.shape
-    tiles = scale.view(rows // 128, groups // 4, 32, 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, groups)
-
-
 def matrices(call, expert, gated):
     """(up, gate or the only part, w2) of one expert in float32, from the bytes of the library's layout."""
     w13, w2 = call["gemm1_weights"][expert], call["gemm2_weights"][expert]
@@ -210,9 +199,7 @@ def computed(call, ids, weights):
     elif not per_tensor:
         x = x * e8m0_to_float32(call["hidden_states_scale"]).repeat_interleave(32, 1)
     total = torch.zeros(call["output"].shape)
-    assert call["num_experts"] % 4 == 0
-    assert call["num_experts"] > call["top_k"]
-    assert ((ids >= 0) & (ids < call["num_experts"])).all()
+    check_ids(call, ids)
     for expert in range(call["local_num_experts"]):
         token, slot = (ids == expert + call["local_expert_offset"]).nonzero(as_tuple=True)
         if not len(token):
@@ -227,8 +214,7 @@ def computed(call, ids, weights):
             # a factor of the linear half is one of the product
             y = (h * factor).clamp(-448, 448).to(E4M3).float() @ w2.t() * call["output2_scales_scalar"][expert]
         else:
-            names = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
-            own = [one(call.get(name), expert) for name in names]
+            own = activation_parameters(call, expert)
             second = x[token] @ gate.t()
             h = activate(kind, x[token] @ up.t(), second, *own) if gated else activate(kind, second, None)
             y = fake_quantize(h, kFp8Dynamic128Sym if block else kMxfp8Dynamic) @ w2.t()
@@ -237,30 +223,11 @@ def computed(call, ids, weights):
 
 
 def routed(**call):
-    ids, weights = call["topk_ids"]
-    assert ids.dtype is torch.int32
-    assert call["routing_bias"] is call["n_group"] is call["topk_group"] is call["routed_scaling_factor"] is None
-    computed(call, ids, weights)
+    computed(call, *given_routing(call))
 
 
 def routing(**call):
-    method = RoutingMethodType(call["routing_method_type"])
-    groups = {}
-    if method is RoutingMethodType.DeepSeekV3:
-        groups = {"num_expert_group": call["n_group"], "topk_group": call["topk_group"]}
-    else:
-        assert not call["n_group"]
-        assert not call["topk_group"]
-    factor = 1.0
-    if method in (RoutingMethodType.DeepSeekV3, RoutingMethodType.MiniMax2):
-        factor = call["routed_scaling_factor"]
-    else:
-        assert call["routed_scaling_factor"] is None  # the kernel would not look at it
-    config = RoutingConfig.from_method(method, routed_scaling_factor=factor, **groups)
-    weights, ids = route(
-        call["routing_logits"], top_k=call["top_k"], config=config, correction_bias=call["routing_bias"]
-    )
-    computed(call, ids, weights)
+    computed(call, *kernel_routing(call))
 
 
 TRTLLM = SimpleNamespace(
@@ -269,14 +236,6 @@ TRTLLM = SimpleNamespace(
     trtllm_fp8_per_tensor_scale_moe=routing,
     trtllm_fp8_per_tensor_scale_routed_moe=routed,
 )
-
-
-def doubled(experts, library, **changes):
-    """``experts`` with the double in the library's place, for layers of few experts: it computes one after another."""
-    few = min(experts.claims.max_experts, 12)
-    claims = replace(experts.claims, requires=(TRITON,), max_experts=few, **changes)
-    members = {"claims": claims, "library": staticmethod(lambda: library)}
-    return type(f"Double{experts.__name__}", (experts,), members)
 
 
 MONOLITHIC = [
@@ -294,31 +253,7 @@ def test_ranks_add_up_to_the_whole_layer_and_other_maps_are_no_silent_error(expe
     whole = make_weights(config, weight_key, activation_key, seed=0)
     if whole.w13_input_scale is not None:  # else each rank quantises x under the largest of its own
         whole = replace(whole, w13_input_scale=torch.full((8,), 0.02))
-    torch.manual_seed(0)
-    x = torch.randn(5, 256, dtype=torch.bfloat16)
-    logits = torch.randn(5, 8)
-
-    def run(layer, weights, expert_map):
-        device = DeviceInfo.parse("sm100")
-        instance = doubled(experts, TRTLLM)(layer, weight_key=weight_key, activation_key=activation_key, device=device)
-        kernel = FusedMoEKernel(instance, instance.convert(weights))
-        return kernel.apply_monolithic(x, router_logits=logits, expert_map=expert_map).float()
-
-    expected = run(config, whole, None)
-    parts = []
-    for rank in (0, 1):
-        layer = replace(config, num_local_experts=4, parallel=FusedMoEParallelConfig(ep_size=2, ep_rank=rank))
-        own = slice(4 * rank, 4 * rank + 4)
-        part = replace(whole, **{name: tensor[own] for name, tensor in whole.tensors()})
-        expert_map = torch.full((8,), -1, dtype=torch.int32)
-        expert_map[own] = torch.arange(4, dtype=torch.int32)
-        parts.append(run(layer, part, expert_map))
-        assert run(layer, part, expert_map.roll(1)).isnan().all()
-        expert_map[own] = torch.tensor([1, 0, 2, 3], dtype=torch.int32)
-        assert run(layer, part, expert_map).isnan().all()
-    # each sum is rounded to bfloat16 once: by at most 2^-8 of itself
-    bound = (expected.abs() + parts[0].abs() + parts[1].abs()) * 2**-8
-    assert (parts[0] + parts[1] - expected).abs().le(bound + 2**-20).all()
+    check_ranks(doubled(experts, TRTLLM), config, whole)
 
 
 class TestCutlassTensor(ConformanceTests):

@@ -29,6 +29,7 @@ from moe_core.quantization import fake_quantize
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.testing.tolerance import expected_output
+from moe_core.testing.trtllm_double import untiled
 from moe_mxfp4 import Mxfp4MoeBackend, mxfp4_round_up_hidden_size_and_intermediate_size
 from moe_mxfp4.experts.flashinfer_cutlass import FlashInferCutlassMxfp4Bf16Experts, FlashInferCutlassMxfp4Mxfp8Experts
 from moe_mxfp4.libraries import FLASHINFER
@@ -123,11 +124,6 @@ def test_every_scale_has_its_place():
 
 
 # ------------------------------------------------------------------- double
-
-
-def untiled(scale):
-    rows, groups = scale.shape
-    return scale.view(rows // 128, groups // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, groups)
 
 
 def matrix(w, scale, expert):

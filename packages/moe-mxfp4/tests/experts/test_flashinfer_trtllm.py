@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moe_core import (
-    TRITON,
     ActivationParams,
     Environment,
     FusedMoEConfig,
@@ -25,21 +24,29 @@ from moe_core import (
     kMxfp4Static,
     kMxfp8Dynamic,
 )
-from moe_core.activation import apply_moe_activation
-from moe_core.config import FusedMoEParallelConfig
 from moe_core.device import DeviceInfo
 from moe_core.numerics import E2M1_VALUES, e8m0_to_float32
 from moe_core.oracle import default_prepare_finalize
 from moe_core.quantization import fake_quantize
-from moe_core.routing import route
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.testing.tolerance import expected_output
+from moe_core.testing.trtllm_double import (
+    BLACKWELL,
+    activation_parameters,
+    check_ids,
+    check_ranks,
+    doubled,
+    gated,
+    given_routing,
+    kernel_routing,
+    unshuffled,
+    untiled,
+)
 from moe_mxfp4 import Mxfp4MoeBackend, mxfp4_round_up_hidden_size_and_intermediate_size, select_mxfp4_moe_backend
 from moe_mxfp4.experts.flashinfer_trtllm import LAYOUT_LINEAR, TrtLlmMxfp4ExpertsModular, TrtLlmMxfp4ExpertsMonolithic
 
 INSTALLED = Environment({"flashinfer-python": "0.7.2.post1", "triton": "3.6.0"})
-BLACKWELL = DeviceInfo.parse("sm100")
 RENORMALIZE = RoutingConfig.from_method(RoutingMethodType.Renormalize)
 #: K and N both padded: to 256 and to 128
 LAYER = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=160, intermediate_size=96, routing=RENORMALIZE)
@@ -48,18 +55,6 @@ on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton does not
 
 
 # ------------------------------------------------------------------- double
-
-
-def unshuffled(w):
-    """The inverse of the library's shuffle of rows for a tile of 128: row r of a block of 32 goes to place map[r]."""
-    source = torch.arange(32)
-    place = source % 4 * 8 + source // 4
-    return w[(torch.arange(0, w.shape[0], 32)[:, None] + place).flatten()]
-
-
-def untiled(scale):
-    rows, groups = scale.shape
-    return scale.view(rows // 128, groups // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, groups)
 
 
 def codes(packed):
@@ -74,14 +69,6 @@ def matrix(call, name, expert):
     return unshuffled(codes(call[f"{name}_weights"][expert]) * e8m0_to_float32(scale).repeat_interleave(32, 1))
 
 
-def activated(up, gate, alpha, beta, limit):
-    both = torch.cat((gate, up), 1)
-    if alpha is None:
-        assert beta is None
-        return apply_moe_activation(MoEActivation.SILU, both, None if limit is None else ActivationParams(limit=limit))
-    return apply_moe_activation(MoEActivation.SWIGLUOAI, both, ActivationParams(alpha=alpha, beta=beta, limit=limit))
-
-
 def check_call(call, ids):
     x, output, size = call["hidden_states"], call["output"], call["intermediate_size"]
     local, hidden = call["local_num_experts"], x.shape[1]
@@ -94,9 +81,7 @@ def check_call(call, ids):
     assert output.shape[1] <= hidden
     assert output.shape[1] % 8 == 0
     assert call["activation_type"] == 3
-    assert call["num_experts"] % 4 == 0
-    assert call["num_experts"] > call["top_k"]
-    assert ((ids >= 0) & (ids < call["num_experts"])).all()
+    check_ids(call, ids)
     for name, rows, columns in (("gemm1", 2 * size, hidden), ("gemm2", hidden, size)):
         assert call[f"{name}_weights"].shape == (local, rows, columns // 2)
         assert call[f"{name}_weights"].dtype is torch.uint8
@@ -131,12 +116,8 @@ def computed(call, ids, weights):
         biases = [
             0.0 if bias is None else unshuffled(bias[expert]) for bias in (call["gemm1_bias"], call["gemm2_bias"])
         ]
-        parameters = [
-            None if tensor is None else float(tensor[expert])
-            for tensor in (call["gemm1_alpha"], call["gemm1_beta"], call["gemm1_clamp_limit"])
-        ]
         z = x[token] @ matrix(call, "gemm1", expert).t() + biases[0]
-        h = activated(z[:, 0::2], z[:, 1::2], *parameters)
+        h = gated(z[:, 0::2], z[:, 1::2], *activation_parameters(call, expert))
         h = h.bfloat16().float() if scale is None else fake_quantize(h, kMxfp8Dynamic)
         y = (h @ matrix(call, "gemm2", expert).t() + biases[1]).bfloat16().float()
         total.index_add_(0, token, y[:, : output.shape[1]] * weights[token, slot, None])
@@ -144,51 +125,19 @@ def computed(call, ids, weights):
 
 
 def routing(**call):
-    method, factor = RoutingMethodType(call["routing_method_type"]), call["routed_scaling_factor"]
-    groups = {}
-    if method is RoutingMethodType.DeepSeekV3:
-        groups = {"num_expert_group": call["n_group"], "topk_group": call["topk_group"]}
-    else:
-        assert call["n_group"] is call["topk_group"] is None
-    if method not in (RoutingMethodType.DeepSeekV3, RoutingMethodType.MiniMax2):
-        assert factor is None  # the kernel would not look at it
-        factor = 1.0
-    config = RoutingConfig.from_method(method, routed_scaling_factor=factor, **groups)
-    weights, ids = route(
-        call["routing_logits"], top_k=call["top_k"], config=config, correction_bias=call["routing_bias"]
-    )
+    ids, weights = kernel_routing(call)
     computed(call, ids, weights.bfloat16().float())
 
 
 def routed(**call):
-    ids, weights = call["topk_ids"]
-    assert ids.dtype is torch.int32
+    ids, weights = given_routing(call)
     assert weights.dtype is torch.float32
-    assert call["routing_bias"] is call["n_group"] is call["topk_group"] is call["routed_scaling_factor"] is None
     computed(call, ids, weights)
 
 
 LIBRARY = SimpleNamespace(trtllm_fp4_block_scale_moe=routing, trtllm_fp4_block_scale_routed_moe=routed)
-
-
-class Double(TrtLlmMxfp4ExpertsMonolithic):
-    """The adapter with the double in the library's place."""
-
-    claims = replace(TrtLlmMxfp4ExpertsMonolithic.claims, requires=(TRITON,))
-
-    @staticmethod
-    def library():
-        return LIBRARY
-
-
-class ModularDouble(TrtLlmMxfp4ExpertsModular):
-    """The same for a routing that is given; few experts, since the double computes one after another."""
-
-    claims = replace(TrtLlmMxfp4ExpertsModular.claims, requires=(TRITON,), max_experts=12)
-
-    @staticmethod
-    def library():
-        return LIBRARY
+Double = doubled(TrtLlmMxfp4ExpertsMonolithic, LIBRARY, max_experts=TrtLlmMxfp4ExpertsMonolithic.claims.max_experts)
+ModularDouble = doubled(TrtLlmMxfp4ExpertsModular, LIBRARY)
 
 
 class TestMonolithic(ConformanceTests):
@@ -349,27 +298,7 @@ def test_only_what_the_kernel_reads_is_taken():
 
 
 def test_ranks_add_up_to_the_whole_layer_and_other_maps_are_no_silent_error():
-    whole = make_weights(OAI, kMxfp4Static, None, seed=0)
-    torch.manual_seed(0)
-    x, logits = torch.randn(5, 160, dtype=torch.bfloat16), torch.randn(5, 8)
-
-    def run(layer, weights, expert_map):
-        kernel = FusedMoEKernel(*made(layer, weights))
-        return kernel.apply_monolithic(x, router_logits=logits, expert_map=expert_map).float()
-
-    expected = run(OAI, whole, None)
-    parts = []
-    for rank in (0, 1):
-        layer = replace(OAI, num_local_experts=4, parallel=FusedMoEParallelConfig(ep_size=2, ep_rank=rank))
-        own = slice(4 * rank, 4 * rank + 4)
-        part = replace(whole, **{name: tensor[own] for name, tensor in whole.tensors()})
-        expert_map = torch.full((8,), -1, dtype=torch.int32)
-        expert_map[own] = torch.arange(4, dtype=torch.int32)
-        parts.append(run(layer, part, expert_map))
-        assert run(layer, part, expert_map.roll(1)).isnan().all()
-    # each sum is rounded to bfloat16 once: by at most 2^-8 of itself
-    bound = (expected.abs() + parts[0].abs() + parts[1].abs()) * 2**-8
-    assert (parts[0] + parts[1] - expected).abs().le(bound + 2**-20).all()
+    check_ranks(Double, OAI, make_weights(OAI, kMxfp4Static, None, seed=0))
 
 
 @on_a_cpu

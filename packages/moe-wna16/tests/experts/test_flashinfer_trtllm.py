@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moe_core import (
-    TRITON,
     ActivationParams,
     Environment,
     FusedMoEConfig,
@@ -26,12 +25,20 @@ from moe_core import (
     kInt4Static32,
     kInt4Static32Asym,
 )
-from moe_core.activation import apply_moe_activation
-from moe_core.config import FusedMoEParallelConfig
 from moe_core.device import DeviceInfo
-from moe_core.routing import route
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_weights
+from moe_core.testing.trtllm_double import (
+    BLACKWELL,
+    activation_parameters,
+    check_ids,
+    check_ranks,
+    doubled,
+    gated,
+    kernel_routing,
+    unshuffled,
+    untiled,
+)
 from moe_wna16 import WNA16MoEBackend
 from moe_wna16.experts.flashinfer_trtllm import (
     TrtLlmMxint4ExpertsModular,
@@ -41,24 +48,11 @@ from moe_wna16.experts.flashinfer_trtllm import (
 from moe_wna16.scheme import SCHEME
 
 INSTALLED = Environment({"flashinfer-python": "0.7.2.post1"})
-BLACKWELL = DeviceInfo.parse("sm100")
 RENORMALIZE = RoutingConfig.from_method(RoutingMethodType.Renormalize)
 LAYER = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=96, routing=RENORMALIZE)
 
 
 # ------------------------------------------------------------------- double
-
-
-def unshuffled(w):
-    """The inverse of the library's shuffle of rows for a tile of 128: row r of a block of 32 goes to place map[r]."""
-    source = torch.arange(32)
-    place = source % 4 * 8 + source // 4
-    return w[(torch.arange(0, w.shape[0], 32)[:, None] + place).flatten()]
-
-
-def untiled(scale):
-    rows, groups = scale.shape
-    return scale.view(rows // 128, groups // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, groups)
 
 
 def signed_values(packed):
@@ -74,15 +68,6 @@ def matrix(weights, scale, expert):
     return unshuffled(signed_values(rows) * wide)
 
 
-def activated(up, gate, alpha, beta, limit):
-    if alpha is None:
-        assert beta is None
-        params = None if limit is None else ActivationParams(limit=limit)
-        return apply_moe_activation(MoEActivation.SILU, torch.cat((gate, up), 1), params)
-    params = ActivationParams(alpha=alpha, beta=beta, limit=limit)
-    return apply_moe_activation(MoEActivation.SWIGLUOAI, torch.cat((gate, up), 1), params)
-
-
 def computed(call, ids, weights):
     """The layer's output; experts that live elsewhere count nothing."""
     x, output, size = call["hidden_states"], call["output"], call["intermediate_size"]
@@ -92,9 +77,7 @@ def computed(call, ids, weights):
     assert output.is_contiguous()
     assert x.data_ptr() % 16 == output.data_ptr() % 16 == 0
     assert hidden % 256 == size % 256 == 0
-    assert call["num_experts"] % 4 == 0
-    assert call["num_experts"] > call["top_k"]
-    assert ((ids >= 0) & (ids < call["num_experts"])).all()
+    check_ids(call, ids)
     assert call["gemm1_weights"].shape == (local, hidden // 256, 2 * size, 128)
     assert call["gemm2_weights"].shape == (local, size // 256, hidden, 128)
     assert call["gemm1_weights_scale"].numel() == local * 2 * size * hidden // 32
@@ -111,32 +94,15 @@ def computed(call, ids, weights):
             continue
         w13 = matrix(call["gemm1_weights"], call["gemm1_weights_scale"], expert)
         w2 = matrix(call["gemm2_weights"], call["gemm2_weights_scale"], expert)
-        own = [
-            None if tensor is None else float(tensor[expert])
-            for tensor in (call["gemm1_alpha"], call["gemm1_beta"], call["gemm1_clamp_limit"])
-        ]
         z = x[token].float() @ w13.bfloat16().float().t()
-        h = activated(z[:, 0::2], z[:, 1::2], *own).bfloat16().float()
+        h = gated(z[:, 0::2], z[:, 1::2], *activation_parameters(call, expert)).bfloat16().float()
         y = (h @ w2.bfloat16().float().t()).bfloat16().float()
         total.index_add_(0, token, y * weights[token, slot, None])
     output.copy_(total)
 
 
 def routing(**call):
-    method = RoutingMethodType(call["routing_method_type"])
-    factor = call["routed_scaling_factor"]
-    groups = {}
-    if method is RoutingMethodType.DeepSeekV3:
-        groups = {"num_expert_group": call["n_group"], "topk_group": call["topk_group"]}
-    else:
-        assert call["n_group"] is call["topk_group"] is None
-    if method not in (RoutingMethodType.DeepSeekV3, RoutingMethodType.MiniMax2):
-        assert factor is None  # the kernel would not look at it
-        factor = 1.0
-    config = RoutingConfig.from_method(method, routed_scaling_factor=factor, **groups)
-    weights, ids = route(
-        call["routing_logits"], top_k=call["top_k"], config=config, correction_bias=call["routing_bias"]
-    )
+    ids, weights = kernel_routing(call)
     computed(call, ids, weights.bfloat16().float())
 
 
@@ -148,26 +114,8 @@ def routed(**call):
 
 
 LIBRARY = SimpleNamespace(trtllm_mxint4_block_scale_moe=routing, trtllm_mxint4_block_scale_routed_moe=routed)
-
-
-class Double(TrtLlmMxint4ExpertsMonolithic):
-    """The adapter with the double in the library's place."""
-
-    claims = replace(TrtLlmMxint4ExpertsMonolithic.claims, requires=())
-
-    @staticmethod
-    def library():
-        return LIBRARY
-
-
-class ModularDouble(TrtLlmMxint4ExpertsModular):
-    """The same for a routing that is given; few experts, since the double computes one after another."""
-
-    claims = replace(TrtLlmMxint4ExpertsModular.claims, requires=(TRITON,), max_experts=12)
-
-    @staticmethod
-    def library():
-        return LIBRARY
+Double = doubled(TrtLlmMxint4ExpertsMonolithic, LIBRARY, max_experts=TrtLlmMxint4ExpertsMonolithic.claims.max_experts)
+ModularDouble = doubled(TrtLlmMxint4ExpertsModular, LIBRARY)
 
 
 class TestMonolithic(ConformanceTests):
@@ -322,27 +270,7 @@ def test_only_what_the_kernel_reads_is_taken():
 
 
 def test_ranks_add_up_to_the_whole_layer_and_other_maps_are_no_silent_error():
-    whole = make_weights(LAYER, kInt4Static32, None, seed=0)
-    torch.manual_seed(0)
-    x, logits = torch.randn(5, 256, dtype=torch.bfloat16), torch.randn(5, 8)
-
-    def run(layer, weights, expert_map):
-        kernel = FusedMoEKernel(*made(layer, weights))
-        return kernel.apply_monolithic(x, router_logits=logits, expert_map=expert_map).float()
-
-    expected = run(LAYER, whole, None)
-    parts = []
-    for rank in (0, 1):
-        layer = replace(LAYER, num_local_experts=4, parallel=FusedMoEParallelConfig(ep_size=2, ep_rank=rank))
-        own = slice(4 * rank, 4 * rank + 4)
-        part = replace(whole, **{name: tensor[own] for name, tensor in whole.tensors()})
-        expert_map = torch.full((8,), -1, dtype=torch.int32)
-        expert_map[own] = torch.arange(4, dtype=torch.int32)
-        parts.append(run(layer, part, expert_map))
-        assert run(layer, part, expert_map.roll(1)).isnan().all()
-    # each sum is rounded to bfloat16 once: by at most 2^-8 of itself
-    bound = (expected.abs() + parts[0].abs() + parts[1].abs()) * 2**-8
-    assert (parts[0] + parts[1] - expected).abs().le(bound + 2**-20).all()
+    check_ranks(Double, LAYER, make_weights(LAYER, kInt4Static32, None, seed=0))
 
 
 def test_the_oracle_takes_the_class_that_fits_the_routing():
