@@ -16,6 +16,7 @@ from moe_core.oracle import default_prepare_finalize
 from moe_core.quant_key import QuantKey
 from moe_core.reference import fused_moe_reference
 from moe_core.testing.data import make_inputs, make_weights
+from moe_core.testing.ensure import ensure
 from moe_core.workspace import Workspace, workspace_nbytes
 
 E = TypeVar("E", bound=GroupedExperts)
@@ -62,8 +63,6 @@ def layer_error(
     given = {name: None if tensor is None else tensor.to(device) for name, tensor in given.items()}
     x = F.pad(inputs.x.to(device), (0, 3))[:, : config.hidden_size]
     first, second = (kernel.apply(x, **given).cpu() for _ in range(2))
-    if not torch.equal(first, second):
-        raise AssertionError("the second call gives another result than the first")
-    if not torch.isfinite(first).all():
-        raise AssertionError("the result has NaN or infinite elements")
+    ensure(torch.equal(first, second), "the second call gives another result than the first")
+    ensure(bool(torch.isfinite(first).all()), "the result has NaN or infinite elements")
     return float((first.double() - expected).norm() / expected.norm().clamp_min(1e-30))

@@ -20,7 +20,7 @@ from moe_core.environment import TRITON
 from moe_core.experts import FusedMoEExperts
 from moe_core.kernel import FusedMoEKernel
 from moe_core.routing import RoutingConfig, RoutingMethodType, route
-from moe_core.testing.scheme._checks import ensure
+from moe_core.testing.ensure import ensure
 from moe_core.weights import MoEWeights
 
 BLACKWELL = DeviceInfo.parse("sm100")

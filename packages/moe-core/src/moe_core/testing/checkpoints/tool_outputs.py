@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_core.testing.checkpoints.changes import FILE, Change
 from moe_core.testing.checkpoints.experts import Tensors
+from moe_core.testing.ensure import ensure
 
 if TYPE_CHECKING:
     import pytest
@@ -47,15 +48,11 @@ def run_refuses(folder: Path, capsys: pytest.CaptureFixture[str], *parts: str, a
     capsys.readouterr()
     code = main(["run", str(folder), "--output", str(folder.parent / "out.safetensors"), *arguments])
     out, err = capsys.readouterr()
-    if (code, out) != (2, ""):
-        raise AssertionError(f"ends with {code}, expected 2 and {parts}: {out}{err}")
-    if not err.startswith("moe run: ") or "Traceback" in err or "\n\n" in err:
-        raise AssertionError(f"stderr is no paragraph of moe run: {err}")
+    ensure((code, out) == (2, ""), f"ends with {code}, expected 2 and {parts}: {out}{err}")
+    ensure(err.startswith("moe run: ") and "Traceback" not in err and "\n\n" not in err, err)
     missing = [part for part in parts if part not in err]
-    if missing:
-        raise AssertionError(f"{missing} not in: {err}")
-    if sorted(folder.parent.rglob("*")) != before:
-        raise AssertionError("files were written")
+    ensure(not missing, f"{missing} not in: {err}")
+    ensure(sorted(folder.parent.rglob("*")) == before, "files were written")
 
 
 class Cases:

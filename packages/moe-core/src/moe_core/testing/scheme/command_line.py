@@ -21,7 +21,7 @@ from moe_core.device import DeviceInfo
 from moe_core.quant_key import key_name
 from moe_core.registry import registry
 from moe_core.testing.checkpoints import run_refuses
-from moe_core.testing.scheme._checks import ensure
+from moe_core.testing.ensure import ensure
 from moe_core.testing.tolerance import expected_output
 
 INDEX = "model.safetensors.index.json"

@@ -19,8 +19,8 @@ from moe_core.layer import FusedMoELayer
 from moe_core.quantization import dequantize_weight, quantize_moe_weights
 from moe_core.registry import registry
 from moe_core.testing.checkpoints import CONFIG, write
+from moe_core.testing.ensure import ensure
 from moe_core.testing.harness import same_bits
-from moe_core.testing.scheme._checks import ensure
 from moe_core.testing.tolerance import expected_output
 from moe_core.weights import MoEWeights
 

@@ -1,4 +1,4 @@
-"""What the suites of schemes raise."""
+"""What the kits raise."""
 
 from __future__ import annotations
 
