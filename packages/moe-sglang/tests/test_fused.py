@@ -247,7 +247,7 @@ def test_schemes_that_are_off_and_memory_that_is_sglangs(
     info = info_of(sglang, BLOCK, weights_of(BLOCK, False, config()))
     assert FusedFunction(own, ("int8",))(dispatched(sglang), info, runner(sglang)) == "sglang"
     function = FusedFunction(own, ("fp8",))
-    function._symmetric_memory = lambda: True
+    monkeypatch.setattr(function._names, "is_symmetric_memory_enabled", lambda: True)
     assert function(dispatched(sglang), info, runner(sglang)) == "sglang"
     assert [message.partition(": ")[2] for message in said] == [
         "MOE_SGLANG leaves fp8 off, or its package is not installed",
@@ -256,9 +256,9 @@ def test_schemes_that_are_off_and_memory_that_is_sglangs(
 
 
 def test_a_batch_invariant_engine_gets_batch_invariant_kernels_or_its_own(
-    sglang: types.SimpleNamespace, function: FusedFunction
+    sglang: types.SimpleNamespace, function: FusedFunction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function._batch_invariant = lambda: True
+    monkeypatch.setattr(function._names, "is_batch_invariant_mode_enabled", lambda: True)
     function(dispatched(sglang), info_of(sglang, BLOCK, weights_of(BLOCK, False, config())), runner(sglang))
     assert function.kernel is None or function.kernel.config.batch_invariant
 
@@ -281,3 +281,17 @@ def test_a_gpu_without_such_a_kernel_is_left_to_sglang() -> None:
         fused.choose(KINDS[row], config(), weights_of(row, False, config()), DeviceInfo.parse("h200"))
     with pytest.raises(MoEError, match="no kernel fits on sm80"):
         fused.choose(KINDS[BLOCK], config(), weights_of(BLOCK, False, config()), DeviceInfo.parse("sm80"))
+
+
+def test_a_made_kernel_takes_part_in_torch_compile(
+    sglang: types.SimpleNamespace, function: FusedFunction, own: Own
+) -> None:
+    info, tokens = info_of(sglang, BLOCK, weights_of(BLOCK, False, config())), dispatched(sglang)
+    expected_ = function(tokens, info, runner(sglang)).hidden_states
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return 2 * function(tokens._replace(hidden_states=x), info, runner(sglang)).hidden_states
+
+    assert torch.equal(step(tokens.hidden_states), 2 * expected_)
+    assert not own.calls

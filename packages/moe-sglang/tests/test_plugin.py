@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import types
 
 import moe_sglang
@@ -10,7 +11,9 @@ import pytest
 from moe_core import ConfigError
 from moe_core.engine_api import Engine
 from moe_sglang import plugin
+from moe_sglang.doctor import lines
 from moe_sglang.engine import ENGINE
+from moe_sglang.fused import names
 
 
 def test_sglang_finds_it_by_its_entry_point() -> None:
@@ -57,6 +60,24 @@ def test_nothing_is_changed_where_it_is_off(
     moe_sglang.register()
     assert not afresh
     assert said == [line]
+
+
+def test_an_sglang_without_what_it_needs_is_left_alone(
+    afresh: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    names.cache_clear()
+    monkeypatch.setitem(sys.modules, "sglang.srt.batch_invariant_ops", types.ModuleType("batch_invariant_ops"))
+    moe_sglang.register()
+    assert not afresh
+    [line] = said
+    assert line.startswith("moe-sglang is off: this SGLang lacks what it needs: cannot import name")
+
+
+def test_doctor_says_what_sglang_would_get(afresh: dict[str, list[object]]) -> None:
+    said = lines()
+    assert said[0] == "moe-sglang is on for fp8, int8, wna16 (MOE_SGLANG=off turns it off)"
+    assert "fp8 kFp8Static128BlockSym x kFp8Dynamic128Sym: left to sglang, torch sees no GPU" in said
+    assert len(said) == 5
 
 
 def test_a_switch_that_says_nothing_known_is_an_error(

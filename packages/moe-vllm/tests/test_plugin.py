@@ -99,7 +99,7 @@ def test_doctor_says_what_vllm_would_get(version: pytest.MonkeyPatch) -> None:
     pretend(version, "0.33.0")
     said = lines()
     assert said[0] == "moe-vllm is on for fp8, int8, mxfp4, wna16 (MOE_VLLM=off turns it off)"
-    assert "fp8 kFp8Static128BlockSym x kFp8Dynamic128Sym: left to vLLM, torch sees no GPU" in said
+    assert "fp8 kFp8Static128BlockSym x kFp8Dynamic128Sym: left to vllm, torch sees no GPU" in said
     assert len(said) == 9
 
 

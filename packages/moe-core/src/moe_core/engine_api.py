@@ -11,13 +11,16 @@ import functools
 import importlib.metadata
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from moe_core.config import FusedMoEConfig
 from moe_core.environment import parse_version
 from moe_core.errors import ConfigError, did_you_mean
 from moe_core.kernel_choice import select_kernel
+from moe_core.quant_key import QuantKey, as_quant_key
 from moe_core.registry import registry
+from moe_core.selection import SelectionError
 
 __all__ = ["Engine", "VersionRange", "log_once", "select_kernel"]
 
@@ -114,6 +117,35 @@ class Engine(VersionRange):
                 found, text, asked = (), f"{self.package} is off: {reason}", False
         logger.log(logging.INFO if asked else logging.WARNING, "%s", text)
         return found
+
+    def report(self, usual: Mapping[str, Sequence[tuple[str, str | None]]]) -> list[str]:
+        """What ``moe doctor`` says: a line on the package, then one for each kind of weights that it brings.
+
+        ``usual``: by scheme, the names of weight and activation keys.  A line names the kernel on this machine's device
+        for a layer of usual size, or why the engine keeps its own.
+        """
+        try:
+            schemes, text = self.status()
+        except ConfigError as error:
+            return [error.message]
+        config = FusedMoEConfig(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768)
+        said = [text]
+        for scheme in schemes:
+            for weights, activations in usual.get(scheme, ()):
+                found = self._kernel_here(scheme, config, as_quant_key(weights), as_quant_key(activations))
+                said.append(f"{scheme} {weights} x {activations or '16-bit'}: {found}")
+        return said
+
+    def _kernel_here(
+        self, scheme: str, config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
+    ) -> str:
+        try:
+            selection = select_kernel(scheme, config, weight_key, activation_key)
+        except SelectionError as error:
+            return f"left to {self.distribution}, {error.message.partition(': ')[2]}"
+        if not selection.report.device.is_gpu:
+            return f"left to {self.distribution}, torch sees no GPU"
+        return f"{selection.backend} ({selection.experts.__name__})"
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +28,20 @@ from moe_sglang.layer import layer_config
 from moe_sglang.weights import canonical
 
 
+@functools.cache
+def names() -> types.SimpleNamespace:
+    """What is used of SGLang beside the hook and its arguments."""
+    from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
+    from sglang.srt.distributed.device_communicators.pynccl_allocator import is_symmetric_memory_enabled
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+
+    return types.SimpleNamespace(
+        StandardCombineInput=StandardCombineInput,
+        is_batch_invariant_mode_enabled=is_batch_invariant_mode_enabled,
+        is_symmetric_memory_enabled=is_symmetric_memory_enabled,
+    )
+
+
 class FusedFunction:
     """What one layer's runner calls with dispatched tokens, its tensors and its description.
 
@@ -34,16 +50,10 @@ class FusedFunction:
     """
 
     def __init__(self, original: Callable[..., Any], schemes: Sequence[str]) -> None:
-        from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
-        from sglang.srt.distributed.device_communicators.pynccl_allocator import is_symmetric_memory_enabled
-        from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
-
         self.original = original
         self.schemes = tuple(schemes)
         self.kernel: FusedMoEKernel | None = None
-        self._combine_input = StandardCombineInput
-        self._batch_invariant = is_batch_invariant_mode_enabled
-        self._symmetric_memory = is_symmetric_memory_enabled
+        self._names = names()
         #: what the kernel, or the refusal, is for: tensors, top-k, dtype
         self._tensors: tuple[Tensor | None, ...] = ()
         self._call: tuple[int, torch.dtype] | None = None
@@ -59,9 +69,8 @@ class FusedFunction:
         weights, factor = topk.topk_weights, runner_config.routed_scaling_factor
         if factor is not None and factor != 1.0:
             weights = weights * factor
-        return self._combine_input(
-            hidden_states=self.kernel.apply(x, topk_weights=weights, topk_ids=topk.topk_ids),
-        )
+        found = self.kernel.apply(x, topk_weights=weights, topk_ids=topk.topk_ids)
+        return self._names.StandardCombineInput(hidden_states=found)
 
     def _is_made(self, info: Any, top_k: int, dtype: torch.dtype) -> bool:
         tensors = _tensors(info)
@@ -71,7 +80,7 @@ class FusedFunction:
         """Make the kernel; the reason is logged, once for all layers, where there is none."""
         self._tensors, self._call, self.kernel = _tensors(info), (top_k, x.dtype), None
         try:
-            if self._symmetric_memory():
+            if self._names.is_symmetric_memory_enabled():
                 raise MoEError("outputs lie in NCCL's symmetric memory (--enable-symm-mem)")
             self._refuse_scaled_inputs(runner)
             kind = kind_of(info)
@@ -83,7 +92,7 @@ class FusedFunction:
                 top_k=top_k,
                 hidden_size=x.shape[1],
                 dtype=x.dtype,
-                batch_invariant=bool(self._batch_invariant()),
+                batch_invariant=bool(self._names.is_batch_invariant_mode_enabled()),
             )
             weights = canonical(info, kind, 2 if config.is_gated else 1)
             weights.validate(config)

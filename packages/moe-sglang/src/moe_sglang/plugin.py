@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_sglang.engine import ENGINE, LOGGER
-from moe_sglang.fused import FusedFunction
+from moe_sglang.fused import FusedFunction, names
 
 #: where each layer's runner asks for the function that runs its experts
 TARGET = "sglang.srt.layers.moe.moe_runner.base.FusedOpPool.get_fused_func"
@@ -21,13 +21,20 @@ _brought: tuple[str, ...] = ()
 def register() -> None:
     """Register the hook for the switched-on schemes, once."""
     global _brought
-    if _brought:
-        return
-    _brought = ENGINE.start(LOGGER)
-    if _brought:
+    if not _brought:
+        _brought = ENGINE.start(LOGGER, _bring)
+
+
+def _bring(schemes: tuple[str, ...]) -> str | None:
+    """Register the hook; the reason if a name that this needs is not there, and nothing is changed."""
+    try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        HookRegistry.register(TARGET, get_fused_func, HookType.AROUND)
+        names()
+    except (ImportError, AttributeError) as error:
+        return f"this SGLang lacks what it needs: {error}"
+    HookRegistry.register(TARGET, get_fused_func, HookType.AROUND)
+    return None
 
 
 def get_fused_func(
