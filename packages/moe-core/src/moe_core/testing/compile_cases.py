@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moe_core.activation import MoEActivation
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
@@ -126,6 +127,23 @@ def experts_specimens(experts: type[GroupedExperts], target: DeviceInfo) -> Iter
                 accepted = rows[0] if hidden % 16 == size % 16 == 0 else rows[1]
                 yield Specimen(text, partial(call_on_meta, made, tokens, mapped=wanted.mapped), accepted)
                 break
+        if weight_key is not None and weight_key.permuted and weight_key.group_size != -1:
+            yield from _shards(experts, weight_key, activation_key, target)
+
+
+def _shards(
+    experts: type[GroupedExperts], weight_key: QuantKey, activation_key: QuantKey | None, target: DeviceInfo
+) -> Iterator[Specimen]:
+    """Layers whose columns belong to more groups than their number says: a rank's part of rows with an order."""
+    count, top_k, hidden, size = LAYERS[3][1:]
+    # columns are read one by one: no multiples of anything
+    config = FusedMoEConfig(count, top_k, hidden - 3, size + 3, dtype=torch.float16)
+    if experts.unsupported_reasons(config, weight_key, activation_key, target, Environment.current()):
+        return
+    made = experts(config, weight_key=weight_key, activation_key=activation_key, device=target)
+    for tokens in (1, 300):
+        text = f"{experts.__name__} {str(weight_key).partition(' ')[0]} shard {tokens}"
+        yield Specimen(text, partial(call_on_meta, made, tokens, more_groups=True), experts.accepted_spills[1])
 
 
 def _with(config: FusedMoEConfig, feature: Feature) -> FusedMoEConfig | None:
@@ -143,10 +161,13 @@ def _with(config: FusedMoEConfig, feature: Feature) -> FusedMoEConfig | None:
         return None
 
 
-def call_on_meta(experts: GroupedExperts, tokens: int, *, mapped: bool = False) -> None:
-    """One call on meta tensors: its launches are those of a GPU, and `moe_core.jit.launch.record` collects them."""
+def call_on_meta(experts: GroupedExperts, tokens: int, *, mapped: bool = False, more_groups: bool = False) -> None:
+    """One call on meta tensors: its launches are those of a GPU, and `moe_core.jit.launch.record` collects them.
+
+    ``more_groups``: rows have one more group of columns than their length says.
+    """
     config = experts.config
-    weights = _weights(experts)
+    weights = _weights(experts, more_groups=more_groups)
     workspace = {spec.name: _meta(*spec.shape, dtype=spec.dtype) for spec in experts.workspaces(tokens)}
     shape = (config.local_experts, tokens) if experts.batched else (tokens,)
     x = _meta(*shape, config.hidden_size, dtype=config.dtype)
@@ -167,12 +188,25 @@ def call_on_meta(experts: GroupedExperts, tokens: int, *, mapped: bool = False) 
     )
 
 
-def _weights(experts: GroupedExperts) -> KernelWeights:
+def _weights(experts: GroupedExperts, *, more_groups: bool = False) -> KernelWeights:
     """Converted weights: of one expert, as many times as there are experts, which are alike."""
     weight_key, activation_key, config = experts.weight_key, experts.activation_key, experts.config
     one = replace(config, num_local_experts=1)
     made = type(experts)(one, weight_key=weight_key, activation_key=activation_key, device=experts.device_info)
-    converted = made.convert(meta_weights(one, weight_key, activation_key, "meta"))
+    given = meta_weights(one, weight_key, activation_key, "meta")
+    if more_groups:
+
+        def wider(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else F.pad(tensor, (0, 1))
+
+        given = replace(
+            given,
+            w13_scale=wider(given.w13_scale),
+            w2_scale=wider(given.w2_scale),
+            w13_zero_point=wider(given.w13_zero_point),
+            w2_zero_point=wider(given.w2_zero_point),
+        )
+    converted = made.convert(given)
 
     def stacked(tensor: Tensor) -> Tensor:
         shape = (experts.config.local_experts, *tensor.shape[1:])

@@ -16,22 +16,19 @@ from moe_core import (
     Claims,
     FusedMoEActivationFormat,
     GroupShape,
-    KernelWeights,
     KeyPattern,
     MoEWeights,
-    TensorError,
     cuda,
     kFp8Static128BlockSym,
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
     kMxfp8Static,
-    make_quant_config,
 )
 from moe_core.experts_api import MarlinExperts
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import GemvFunctions, MarlinMatrix
+    from moe_core.kernel_api import Converted, GemvFunctions, MarlinMatrix
 
 _BLOCKS = (GroupShape(128, 128), GroupShape(64, 128), GroupShape(64, 64), GroupShape(128, 64))
 _KEYS = (
@@ -46,28 +43,12 @@ _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 class MarlinE4M3Experts(MarlinExperts):
     """The computation, in both formats; subclasses add claims."""
 
-    def convert(self, weights: MoEWeights) -> KernelWeights:
+    def converted(self, name: str, weights: MoEWeights, scale: Tensor) -> Converted:
         from moe_fp8.kernels.marlin_convert import convert_e4m3
 
-        key = weights.weight_key
-        if key is None or weights.w13_scale is None or weights.w2_scale is None:
-            raise TensorError("FP8 weights come with w13_scale and w2_scale")
-        w13 = convert_e4m3(weights.w13, weights.w13_scale, key, gated=self.config.is_gated)
-        w2 = convert_e4m3(weights.w2, weights.w2_scale, key)
-        channel_scales = {"w13_channel_scales": w13.channel_scales, "w2_channel_scales": w2.channel_scales}
-        return KernelWeights(
-            w13=w13.words,
-            w2=w2.words,
-            quant_config=make_quant_config(
-                weight_key=key,
-                activation_key=weights.activation_key,
-                w1_scale=w13.scales,
-                w2_scale=w2.scales,
-                w1_bias=weights.w13_bias,
-                w2_bias=weights.w2_bias,
-            ),
-            extra={name: tensor for name, tensor in channel_scales.items() if tensor is not None},
-        )
+        if name == "w2":
+            return convert_e4m3(weights.w2, scale, self.quantized_key)
+        return convert_e4m3(weights.w13, scale, self.quantized_key, gated=self.config.is_gated)
 
     @property
     def functions(self) -> Any:
@@ -79,25 +60,6 @@ class MarlinE4M3Experts(MarlinExperts):
         from moe_fp8.kernels.marlin_e4m3 import e4m3_gemv
 
         return e4m3_gemv(matrix)
-
-    def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
-        from moe_core.kernel_api import MarlinMatrix
-
-        key, config = self.weight_key, self.config
-        if key is None:
-            raise TensorError("16-bit weights are not read here")
-        first, shape = name == "w13", key.group_shape
-        return MarlinMatrix(
-            weights.w13 if first else weights.w2,
-            8,
-            config.intermediate_size if first else config.hidden_size,
-            config.hidden_size if first else config.intermediate_size,
-            -1 if shape.is_per_tensor or shape.is_per_row else shape.col,
-            scales,
-            channel_scales=weights.extra.get(f"{name}_channel_scales"),
-            bias=bias,
-            interleaved=first and config.is_gated,
-        )
 
 
 class MarlinFp8Experts(MarlinE4M3Experts):

@@ -15,20 +15,15 @@ from moe_core import (
     TRITON,
     Claims,
     FusedMoEActivationFormat,
-    KernelWeights,
     MoEWeights,
-    TensorError,
     cuda,
     kMxfp4Static,
-    make_quant_config,
 )
 from moe_core.experts_api import MarlinExperts
 from torch import Tensor
 
-from moe_mxfp4.groups import GROUP
-
 if TYPE_CHECKING:
-    from moe_core.kernel_api import MarlinMatrix
+    from moe_core.kernel_api import Converted
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 
@@ -36,50 +31,19 @@ _DTYPES = frozenset({torch.bfloat16, torch.float16})
 class _MarlinMxfp4Experts(MarlinExperts):
     """The computation, in both formats."""
 
-    def convert(self, weights: MoEWeights) -> KernelWeights:
+    def converted(self, name: str, weights: MoEWeights, scale: Tensor) -> Converted:
         from moe_mxfp4.kernels.marlin_convert import convert_e2m1
 
-        if weights.w13_scale is None or weights.w2_scale is None:
-            raise TensorError("MXFP4 weights come with w13_scale and w2_scale")
         config = self.config
-        w13 = convert_e2m1(weights.w13, weights.w13_scale, config.hidden_size, gated=config.is_gated)
-        w2 = convert_e2m1(weights.w2, weights.w2_scale, config.intermediate_size)
-        channel_scales = {"w13_channel_scales": w13.channel_scales, "w2_channel_scales": w2.channel_scales}
-        return KernelWeights(
-            w13=w13.words,
-            w2=w2.words,
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=None,
-                w1_scale=w13.scales,
-                w2_scale=w2.scales,
-                w1_bias=weights.w13_bias,
-                w2_bias=weights.w2_bias,
-            ),
-            extra={name: tensor for name, tensor in channel_scales.items() if tensor is not None},
-        )
+        if name == "w2":
+            return convert_e2m1(weights.w2, scale, config.intermediate_size)
+        return convert_e2m1(weights.w13, scale, config.hidden_size, gated=config.is_gated)
 
     @property
     def functions(self) -> Any:
         from moe_mxfp4.kernels.marlin_e2m1 import e2m1_functions
 
         return e2m1_functions
-
-    def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
-        from moe_core.kernel_api import MarlinMatrix
-
-        config, first = self.config, name == "w13"
-        return MarlinMatrix(
-            weights.w13 if first else weights.w2,
-            4,
-            config.intermediate_size if first else config.hidden_size,
-            config.hidden_size if first else config.intermediate_size,
-            GROUP,
-            scales,
-            channel_scales=weights.extra[f"{name}_channel_scales"],
-            bias=bias,
-            interleaved=first and config.is_gated,
-        )
 
 
 class MarlinMxfp4Experts(_MarlinMxfp4Experts):

@@ -1,4 +1,4 @@
-"""The base of experts whose weights are widened in registers.  Importing this imports no Triton."""
+"""The base of experts whose weights are dequantised in registers.  Importing this imports no Triton."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from moe_core.gemm.experts import GroupedExperts
 from moe_core.gemm.heuristics import LayerProblem, gemv_plan
 from moe_core.gemm.heuristics.mixed_input import MAX_PARTS
 from moe_core.quant_config import make_quant_config
+from moe_core.quant_key import QuantKey
 from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import WorkspaceSpec
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class MarlinExperts(GroupedExperts):
-    """Subclasses add claims, `convert` and the device functions of their element type."""
+    """Subclasses add claims, `converted` and the device functions of their element type."""
 
     family = "mixed_input"
     #: tile coordinates outside the k loop: 128 rows of activations leave no registers for them; masks of odd sizes
@@ -40,8 +41,69 @@ class MarlinExperts(GroupedExperts):
         """The element type's device functions."""
 
     @abstractmethod
+    def converted(self, name: str, weights: MoEWeights, scale: Tensor) -> Converted:
+        """``name``, w13 or w2, of canonical weights as the kernels read it; ``scale`` is its scale."""
+
+    def convert(self, weights: MoEWeights) -> KernelWeights:
+        if weights.w13_scale is None or weights.w2_scale is None:
+            raise TensorError("quantised weights come with w13_scale and w2_scale")
+        w13 = self.converted("w13", weights, weights.w13_scale)
+        w2 = self.converted("w2", weights, weights.w2_scale)
+        extra = {
+            "w13_channel_scales": w13.channel_scales,
+            "w2_channel_scales": w2.channel_scales,
+            "w13_index": w13.index,
+            "w2_index": w2.index,
+        }
+        return KernelWeights(
+            w13=w13.words,
+            w2=w2.words,
+            quant_config=make_quant_config(
+                weight_key=weights.weight_key,
+                activation_key=self.activation_key,
+                w1_scale=w13.scales,
+                w2_scale=w2.scales,
+                w1_pre_scale=weights.w13_pre_scale,
+                w2_pre_scale=weights.w2_pre_scale,
+                w1_bias=weights.w13_bias,
+                w2_bias=weights.w2_bias,
+            ),
+            extra={name: tensor for name, tensor in extra.items() if tensor is not None},
+        )
+
+    @property
+    def quantized_key(self) -> QuantKey:
+        """Of the weights.  Raises TensorError for 16-bit ones."""
+        if self.weight_key is None:
+            raise TensorError("16-bit weights are not read here")
+        return self.weight_key
+
     def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
         """What the kernels get of ``name``, w13 or w2."""
+        from moe_core.gemm.marlin.columns import CHUNK
+        from moe_core.gemm.marlin.weight import MarlinMatrix
+
+        config, key, quant, first = self.config, self.quantized_key, weights.quant_config, name == "w13"
+        sizes = (config.intermediate_size, config.hidden_size)
+        n, columns = sizes if first else sizes[::-1]
+        index, size = weights.extra.get(f"{name}_index"), key.group_size
+        if index is not None:
+            columns = index.shape[1]
+            # groups of other numbers of columns were filled up to smaller ones
+            size = size if scales.shape[1] == -(-columns // size) else CHUNK
+        return MarlinMatrix(
+            weights.w13 if first else weights.w2,
+            key.dtype.bits,
+            n,
+            columns,
+            size,
+            scales,
+            channel_scales=weights.extra.get(f"{name}_channel_scales"),
+            bias=bias,
+            interleaved=first and config.is_gated,
+            index=index,
+            pre_scales=quant.w1_pre_scale if first else quant.w2_pre_scale,
+        )
 
     def gemv_functions(self, matrix: MarlinMatrix) -> GemvFunctions | None:
         """What one token's products take of the element type, or None where tensor cores are ahead."""
@@ -101,46 +163,19 @@ class MarlinExperts(GroupedExperts):
 class MarlinIntegerExperts(MarlinExperts):
     """Experts of 4- and 8-bit integers, with scales of rows or of groups; subclasses add claims."""
 
-    def convert(self, weights: MoEWeights) -> KernelWeights:
+    def converted(self, name: str, weights: MoEWeights, scale: Tensor) -> Converted:
         from moe_core.gemm.marlin.convert import convert_integers
 
-        key, scales = weights.weight_key, (weights.w13_scale, weights.w2_scale)
-        if key is None or scales[0] is None or scales[1] is None:
-            raise TensorError("integers come with w13_scale and w2_scale")
-        config = self.config
-        w13 = convert_integers(
-            weights.w13,
-            scales[0],
-            key,
-            config.hidden_size,
-            zero_point=weights.w13_zero_point,
-            g_idx=weights.w13_g_idx,
-            interleaved=config.is_gated,
+        config, first = self.config, name == "w13"
+        return convert_integers(
+            weights.w13 if first else weights.w2,
+            scale,
+            self.quantized_key,
+            config.hidden_size if first else config.intermediate_size,
+            zero_point=weights.w13_zero_point if first else weights.w2_zero_point,
+            g_idx=weights.w13_g_idx if first else weights.w2_g_idx,
+            interleaved=first and config.is_gated,
             dtype=config.dtype,
-        )
-        w2 = convert_integers(
-            weights.w2,
-            scales[1],
-            key,
-            config.intermediate_size,
-            zero_point=weights.w2_zero_point,
-            g_idx=weights.w2_g_idx,
-            dtype=config.dtype,
-        )
-        return KernelWeights(
-            w13=w13.words,
-            w2=w2.words,
-            quant_config=make_quant_config(
-                weight_key=key,
-                activation_key=None,
-                w1_scale=w13.scales,
-                w2_scale=w2.scales,
-                w1_pre_scale=weights.w13_pre_scale,
-                w2_pre_scale=weights.w2_pre_scale,
-                w1_bias=weights.w13_bias,
-                w2_bias=weights.w2_bias,
-            ),
-            extra={**_extra("w13", w13), **_extra("w2", w2)},
         )
 
     @property
@@ -156,40 +191,6 @@ class MarlinIntegerExperts(MarlinExperts):
 
     @property
     def gathered_columns(self) -> tuple[int, int]:
-        key, config = self.weight_key, self.config
-        if key is None or not (key.permuted or key.pre_scaled):
+        if not (self.quantized_key.permuted or self.quantized_key.pre_scaled):
             return 0, 0
-        return config.hidden_size, config.intermediate_size
-
-    def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
-        from moe_core.gemm.marlin.columns import CHUNK
-        from moe_core.gemm.marlin.weight import MarlinMatrix
-
-        key, config, quant = self.weight_key, self.config, weights.quant_config
-        if key is None:
-            raise TensorError("16-bit weights are not read here")
-        first = name == "w13"
-        index = weights.extra.get(f"{name}_index")
-        columns, size = config.hidden_size if first else config.intermediate_size, key.group_size
-        if index is not None:
-            columns = index.shape[1]
-            # groups of other numbers of columns were filled up to smaller ones
-            size = size if scales.shape[1] == -(-columns // size) else CHUNK
-        return MarlinMatrix(
-            weights.w13 if first else weights.w2,
-            key.dtype.bits,
-            config.intermediate_size if first else config.hidden_size,
-            columns,
-            size,
-            scales,
-            channel_scales=weights.extra.get(f"{name}_channel_scales"),
-            bias=bias,
-            interleaved=first and config.is_gated,
-            index=index,
-            pre_scales=quant.w1_pre_scale if first else quant.w2_pre_scale,
-        )
-
-
-def _extra(name: str, converted: Converted) -> dict[str, Tensor]:
-    tensors = {"channel_scales": converted.channel_scales, "index": converted.index}
-    return {f"{name}_{suffix}": tensor for suffix, tensor in tensors.items() if tensor is not None}
+        return self.config.hidden_size, self.config.intermediate_size
