@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, epilogue_of, schedule_of
@@ -61,7 +60,7 @@ def hopper_gemm(
     tensor, depth = special.tensor, special.depth
     experts, rows, columns = tensor.shape
     blocks = 1 if activation is not None and activation.gated else 2
-    max_tiles = routing.max_tiles(pairs.block_m) * triton.cdiv(weight.n, TILE * blocks)
+    max_tiles = routing.max_tiles(pairs.block_m) * -(-weight.n // (TILE * blocks))
     device = out.values.device
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     launch(

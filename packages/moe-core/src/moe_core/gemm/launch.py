@@ -8,7 +8,6 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -195,7 +194,7 @@ class Result:
 
     def kernel_arguments(self) -> ResultArguments:
         scales = self.scales
-        return ResultArguments(
+        fields = (
             self.values,
             self.values.stride(0),
             scales,
@@ -208,6 +207,7 @@ class Result:
             constant(self.kind),
             self.values.shape[1],
         )
+        return tuple.__new__(ResultArguments, fields)  # in C, in each call of a layer
 
 
 class ResultArguments(NamedTuple):
@@ -249,11 +249,14 @@ class Epilogue(NamedTuple):
     stride_bias: int
     weights: Tensor | None
     lora: tuple[Any, ...] | None
-    activation: tl.constexpr = constant("")
-    gated: tl.constexpr = tl.constexpr(False)
-    alpha: float = 0.0
-    beta: float = 0.0
-    limit: float | None = None
+    activation: tl.constexpr
+    gated: tl.constexpr
+    alpha: float
+    beta: float
+    limit: float | None
+
+
+_NO_ACTIVATION = (constant(""), tl.constexpr(False), 0.0, 0.0, None)
 
 
 def epilogue_of(
@@ -263,13 +266,14 @@ def epilogue_of(
     weights = None
     if isinstance(routing, Routing) and routing.weight_on_input == (activation is not None):
         weights = routing.weights
-    return Epilogue(
+    fields = (
         bias,
         0 if bias is None else bias.stride(0),
         weights,
         None if lora is None else (lora.values, lora.values.stride(0), lora.ids),
-        *(() if activation is None else activation.arguments),
+        *(_NO_ACTIVATION if activation is None else activation.arguments),
     )
+    return tuple.__new__(Epilogue, fields)
 
 
 def grouped_gemm(
@@ -298,10 +302,10 @@ def grouped_gemm(
     """
     subtiles = pairs.block_m // config.block_m
     tiles = routing.max_tiles(pairs.block_m) * subtiles
-    rows = triton.cdiv(b.n, 8) * 16 if b.interleaved else b.n
+    rows = -(-b.n // 8) * 16 if b.interleaved else b.n
     launch(
         grouped_gemm_kernel,
-        (tiles * triton.cdiv(rows, config.block_n) * config.split_k,),
+        (tiles * -(-rows // config.block_n) * config.split_k,),
         out.kernel_arguments(),
         a,
         b.arguments,
@@ -355,7 +359,7 @@ def reduce_split_k(
     """
     launch(
         split_k_reduce_kernel,
-        (routing.ids.numel(), triton.cdiv(columns, block)),
+        (routing.ids.numel(), -(-columns // block)),
         partials,
         routing.ids,
         routing.expert_map,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
 from torch import Tensor
 
 from moe_core.gemm import scaled_mm
@@ -41,10 +40,10 @@ def find_amax(x: Tensor, amax: Tensor, in_use: InUse, *, pdl: bool) -> None:
     count, columns = x.shape
     block_c = min(whole_row(columns), 2048)
     block_r = 2048 // block_c
-    across = triton.cdiv(columns, block_c)
+    across = -(-columns // block_c)
     launch(
         scaled_mm.amax_kernel,
-        (min(triton.cdiv(count, block_r), max(1056 // across, 1)), across),
+        (min(-(-count // block_r), max(1056 // across, 1)), across),
         x,
         amax,
         in_use[1],
@@ -76,7 +75,7 @@ def quantize_rows(
     block_r = max(4096 // block_c, 1)
     launch(
         scaled_mm.quantize_rows_kernel,
-        (triton.cdiv(count, block_r),),
+        (-(-count // block_r),),
         x,
         values,
         scales,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import triton
-
 from moe_core.gemm.launch import Routing
 from moe_core.gemm.scatter_quantize_kernel import scatter_quantize_kernel
 from moe_core.jit.launch import launch
@@ -22,7 +20,7 @@ def scatter_quantize(
     block_g = max(2048 // rows.group, 1)
     launch(
         scatter_quantize_kernel,
-        (triton.cdiv(rows.num_groups, block_g),),
+        (-(-rows.num_groups // block_g),),
         rows.x,
         routing.ids,
         routing.expert_map,

@@ -45,6 +45,7 @@ class ScaledMMFunctions:
     - ``load_unquantized``: rows that are quantised while they are loaded (``static_on_load``: by static scales too);
       None where they cannot be
     - ``prefetch_weights`` may be None
+    - ``marks``: codes have no NaN, so that rows are marked: see `moe_core.gemm.scaled_mm.marked`
     - ``packed``: weights of so many columns lie in an element; where it is one, the warp-specialised kernel reads them
       too; ``block_k``: depth of a step, 128 or a divisor of it
     """
@@ -62,11 +63,7 @@ class ScaledMMFunctions:
     static_on_load: bool = True
     packed: int = 1
     block_k: int = 128
-
-    @property
-    def marks(self) -> bool:
-        """Whether codes have no NaN, so that rows are marked: see `moe_core.gemm.scaled_mm.marked`."""
-        return self.dtype is torch.int8
+    marks: bool = False
 
 
 E4M3 = ScaledMMFunctions(torch.float8_e4m3fn)
