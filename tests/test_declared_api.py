@@ -120,7 +120,7 @@ PROTOCOL_2 = {
     ),
     "moe_core.engine_api": "Engine VersionRange log_once select_kernel",
     "moe_core.experts_api": (
-        "ActivationKind Adapters GroupedExperts LayerProblem MarlinExperts MarlinIntegerExperts ScaledMMExperts "
+        "Adapters GroupedExperts LayerProblem MarlinExperts MarlinIntegerExperts ScaledMMExperts "
         "TileConfig TilePlan as_words expert_slices integer_row_scales interleave of_expert order_words "
         "quantize_tensor relative_e8m0"
     ),
@@ -134,14 +134,13 @@ PROTOCOL_2 = {
     ),
     "moe_core.hopper_api": "HALF LAYOUT TILE free_slot wait_for_slot",
     "moe_core.kernel_api": (
-        "ActivationScheme Converted E4M3 FEW GemmWeight GemvFunctions Granularity GroupScheme INTERPRET "
-        "LOAD_PARTS LOAD_WORDS MarlinMatrix OperandA STEP ScaledMMFunctions TileFunctions WarpSpecialisedGemm "
-        "add_swap_ab_dot as_stored_scheme asm_values divide factor_e4m3 in_columns in_order "
-        "is_aligned is_finite load_blocks load_unquantized load_values load_words multiply multiply_group "
-        "narrow_e4m3 open_blocks open_groups open_plain open_rows open_values open_weights packed_weight pair "
-        "per_word prefetch_rows round_mxfp8 round_mxfp8_down round_mxfp8_even scale_acc_channels "
-        "scale_acc_rows scale_of shifted specialize step_bytes step_e8m0 swap_ab_dot "
-        "tile_words wait_for_mma weight_descriptor weight_rows weight_tile with_zero"
+        "ActivationScheme Converted E4M3 FEW GemmWeight GemvFunctions GroupScheme INTERPRET LOAD_PARTS LOAD_WORDS "
+        "MarlinMatrix OperandA SHORT_STEP STEP ScaledMMFunctions TileFunctions WarpSpecialisedGemm "
+        "activation_functions as_stored_scheme asm_values divide factor_e4m3 in_columns in_order is_aligned "
+        "is_finite load_unquantized load_words multiply multiply_group narrow_e4m3 open_blocks open_codes "
+        "open_groups open_plain open_rows open_weights packed_weight pair per_word prefetch_rows "
+        "scale_acc_channels scale_acc_rows scale_of shifted specialize step_bytes step_e8m0 swap_ab_dot tile_words "
+        "wait_for_mma weight_descriptor weight_rows weight_tile with_zero"
     ),
     "moe_core.model_api": (
         "PER_CALL Given LayerSource QuantizedLinear find_layer names_experts quantized_linears read_layer "

@@ -9,8 +9,6 @@ activation scheme and its weights as the kernels read them.  :class:`ScaledMMExp
 activations whose scales do not change along k, :class:`MarlinExperts` that for weights that are repacked at load and
 dequantised in registers; :class:`MarlinIntegerExperts` has 4- and 8-bit integers already.
 
-**Activations**: :class:`ActivationKind` says what the kernels that read weights as stored make of an activation key.
-
 **Launch heuristics** choose a :class:`TilePlan`, a :class:`TileConfig` for each GEMM, by the :class:`LayerProblem`: the
 experts' ``problem``, to which a subclass adds what is its own.
 
@@ -23,7 +21,6 @@ tokens are computed (``results``), and quantised activations as the reference de
 
 from __future__ import annotations
 
-from moe_core.gemm.as_stored.kinds import ActivationKind
 from moe_core.gemm.as_stored.words import as_words
 from moe_core.gemm.experts import GroupedExperts, ScaledMMExperts
 from moe_core.gemm.heuristics import LayerProblem
@@ -40,8 +37,6 @@ __all__ = [
     "MarlinExperts",
     "MarlinIntegerExperts",
     "ScaledMMExperts",
-    # activations
-    "ActivationKind",
     # launch heuristics
     "LayerProblem",
     "TileConfig",

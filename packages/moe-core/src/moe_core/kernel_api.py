@@ -9,8 +9,7 @@ globals of the functions that use them, which is how Triton finds them.  Names c
 functions (:class:`TileFunctions`); an :class:`ActivationScheme` says how x and h become operands, a
 :class:`GroupScheme` quantises them in groups of columns.
 
-**scaled_mm**, 8-bit GEMMs with scales of whole rows: an element type is a :class:`ScaledMMFunctions`, whose activations
-have scales of a :data:`Granularity`; ``E4M3`` is one.
+**scaled_mm**, 8-bit GEMMs with scales of whole rows: an element type is a :class:`ScaledMMFunctions`; ``E4M3`` is one.
 
 **Marlin GEMMs** dequantise weights in the order of register fragments: a :class:`MarlinMatrix` is such a weight,
 :class:`Converted` its tensors; a step of the k loop has ``STEP`` columns, and up to ``FEW`` rows of activations leave
@@ -34,19 +33,17 @@ needed where an MMA reads registers that the program has written.
 
 from __future__ import annotations
 
-from moe_core.gemm.as_stored.activations import round_mxfp8, round_mxfp8_down, round_mxfp8_even
-from moe_core.gemm.as_stored.scheme import STEP, as_stored_scheme, packed_weight
+from moe_core.gemm.as_stored.scheme import SHORT_STEP, STEP, activation_functions, as_stored_scheme, packed_weight
 from moe_core.gemm.as_stored.tiles import (
-    add_swap_ab_dot,
     in_order,
-    load_blocks,
     load_words,
     open_blocks,
+    open_codes,
     open_plain,
     swap_ab_dot,
 )
 from moe_core.gemm.fused.groups import GroupScheme
-from moe_core.gemm.fused.scaled_mm import E4M3, Granularity, ScaledMMFunctions
+from moe_core.gemm.fused.scaled_mm import E4M3, ScaledMMFunctions
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
 from moe_core.gemm.marlin.convert import Converted
@@ -71,8 +68,6 @@ from moe_core.gemm.scaled_mm import (
     LOAD_PARTS,
     is_finite,
     load_unquantized,
-    load_values,
-    open_values,
     open_weights,
     scale_of,
 )
@@ -91,13 +86,9 @@ __all__ = [
     "WarpSpecialisedGemm",
     "TileFunctions",
     "is_aligned",
-    "round_mxfp8",
-    "round_mxfp8_down",
-    "round_mxfp8_even",
     "weight_descriptor",
     # scaled_mm
     "E4M3",
-    "Granularity",
     "ScaledMMFunctions",
     # Marlin GEMMs
     "FEW",
@@ -120,11 +111,12 @@ __all__ = [
     "step_e8m0",
     "tile_words",
     # as-stored GEMMs
-    "add_swap_ab_dot",
+    "SHORT_STEP",
+    "activation_functions",
     "in_order",
-    "load_blocks",
     "load_words",
     "open_blocks",
+    "open_codes",
     "open_plain",
     "packed_weight",
     "as_stored_scheme",
@@ -137,8 +129,6 @@ __all__ = [
     "LOAD_PARTS",
     "is_finite",
     "load_unquantized",
-    "load_values",
-    "open_values",
     "open_weights",
     "scale_of",
     # zero points

@@ -9,12 +9,17 @@ import torch
 import triton
 import triton.language as tl
 from moe_core.errors import ConfigError
-from moe_core.gemm.as_stored.activations import code_mxfp8
-from moe_core.gemm.as_stored.kinds import ActivationKind
-from moe_core.gemm.as_stored.scheme import quantizer
+from moe_core.gemm.as_stored.activations import code_mxfp8, quantizer
 from moe_core.jit.casts import round_e2m1
 from moe_core.numerics import E2M1_VALUES
-from moe_core.quant_key import kFp8DynamicTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
+from moe_core.quant_key import (
+    kFp8Dynamic128Sym,
+    kFp8DynamicTensorSym,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+    kMxfp4Dynamic,
+    kMxfp8Dynamic,
+)
 from moe_core.quantization import dequantize_tensor, fake_quantize, quantize_tensor
 
 ROWS, COLUMNS = 16, 128
@@ -64,16 +69,17 @@ def original_order(values):
     return values.view(ROWS, COLUMNS // 32, 4, 4, 2).permute(0, 1, 3, 4, 2).reshape(ROWS, COLUMNS)
 
 
-def rounded(kind, x, axis, device, input_scale=None):
-    """(float32 values in their own order, scales [ROWS] where there are any) that the kind makes of float32 ``x``."""
+def rounded(key, x, axis, device, input_scale=None, bits=4):
+    """(float32 values in their own order, scales [ROWS] where there are any) that x and h become for ``key``."""
     values = torch.empty(1, dtype=torch.bfloat16, device=device)
-    quantize, arguments = quantizer(kind, 4), (values,) if input_scale is None else (values, input_scale)
+    quantize, arguments = quantizer(key, bits), (values,) if input_scale is None else (values, input_scale)
     out = torch.empty(ROWS, COLUMNS, device=device)
-    scaled = kind in (ActivationKind.TOKEN, ActivationKind.BLOCK)
+    scaled = key in (kFp8DynamicTokenSym, kFp8Dynamic128Sym)
     scales = torch.empty(ROWS, device=device) if scaled else None
     _quantize_kernel[(1,)](x.to(device), out, scales, arguments, quantize=quantize, AXIS=axis, ROWS=ROWS)
-    order = original_order(torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS)).flatten()
-    found = out.cpu().flatten()[order].view(ROWS, COLUMNS)
+    found = out.cpu()
+    if bits is not None:
+        found = found.flatten()[original_order(torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS))]
     return found, None if scales is None else scales.cpu()
 
 
@@ -90,23 +96,22 @@ def wide_range():
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize(
-    "kind", [kind for kind in ActivationKind if kind.name.startswith("MX")], ids=lambda kind: kind.name
-)
-def test_groups_of_32(kind, axis, device):
-    x = wide_range()
-    found, _ = rounded(kind, x, axis, device)
-    expected = fake_quantize(x, kind.value)
+@pytest.mark.parametrize("rounding", ["up", "even", "down"])
+@pytest.mark.parametrize(("key", "bits"), [(kMxfp8Dynamic, 4), (kMxfp8Dynamic, None), (kMxfp4Dynamic, 4)])
+def test_groups_of_32(key, bits, rounding, axis, device):
+    x, key = wide_range(), key.with_rounding(rounding)
+    found, _ = rounded(key, x, axis, device, bits=bits)
+    expected = fake_quantize(x, key)
     assert torch.equal(found.nan_to_num(7e33), expected.nan_to_num(7e33))
     assert not torch.equal(found, x)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("kind", [ActivationKind.TOKEN, ActivationKind.BLOCK], ids=lambda kind: kind.name)
-def test_whole_tiles(kind, axis, device):
+@pytest.mark.parametrize("key", [kFp8DynamicTokenSym, kFp8Dynamic128Sym], ids=repr)
+def test_whole_tiles(key, axis, device):
     x = wide_range()
-    found, scales = rounded(kind, x, axis, device)
-    codes, scale, _ = quantize_tensor(x, kind.value)
+    found, scales = rounded(key, x, axis, device)
+    codes, scale, _ = quantize_tensor(x, key)
     assert torch.equal(scales.nan_to_num(7e33), scale[:, 0].nan_to_num(7e33))
     finite = scale[:, 0].isfinite()
     assert torch.equal(found[finite], codes[finite].float())
@@ -118,10 +123,10 @@ def test_whole_tiles(kind, axis, device):
 def test_scale_of_an_expert(axis, device):
     x = wide_range()
     scales = torch.tensor([0.01, 0.5])
-    found, _ = rounded(ActivationKind.EXPERT, x, axis, device, scales.to(device))
+    key = kFp8StaticTensorSym
+    found, _ = rounded(key, x, axis, device, scales.to(device))
     for expert, rows in enumerate((slice(0, None, 2), slice(1, None, 2))):
-        key, scale = ActivationKind.EXPERT.value, scales[expert if axis == 1 else 1]
-        quantized = quantize_tensor(x[rows], key, scale=scale)
+        quantized = quantize_tensor(x[rows], key, scale=scales[expert if axis == 1 else 1])
         expected = quantized.values.float()
         assert torch.equal(found[rows].nan_to_num(7e33), expected.nan_to_num(7e33))
         assert expected.abs().nan_to_num(0).max() == 448.0
@@ -158,8 +163,6 @@ def test_every_e2m1_number_and_tie(device):
     assert torch.equal(out.cpu(), fake_quantize(groups, kMxfp4Dynamic)[:, 0])
 
 
-def test_kinds_of_keys():
-    for kind in ActivationKind:
-        assert ActivationKind.of(kind.value) is kind
-    with pytest.raises(ConfigError, match=r"activations are 16-bit here or .*; the key is kFp8DynamicTensorSym"):
-        ActivationKind.of(kFp8DynamicTensorSym)
+def test_other_keys_are_refused():
+    with pytest.raises(ConfigError, match=r"activations are 16-bit here, .*, got kFp8DynamicTensorSym"):
+        quantizer(kFp8DynamicTensorSym, 4)

@@ -1,4 +1,4 @@
-"""e8m0 scales as the portable backend's kernel reads them."""
+"""e8m0 scales beside weights that are read as stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The portable backend: every code with every scale that a type holds, scales of steps, and plans of every kind.
+"""Weights as stored: every code with every scale that a type holds, scales of steps, and plans of every kind.
 
 Layers against float64 over the same weights.  The interpreter truncates to bfloat16, 2^-7 at most: of h, of each pair's
 result and of the output.
@@ -29,7 +29,7 @@ def _numbers_kernel(words, scales, out, dtype: tl.constexpr):
     """`numbers` of int32 [16, 16]."""
     row = tl.arange(0, 16)
     tile = tl.load(words + row[:, None] * 16 + tl.arange(0, 16)[None, :])
-    values = e2m1.numbers(tile, tl.load(scales + row), dtype)
+    values = e2m1.numbers(tile, tl.load(scales + row), 128, dtype)
     tl.store(out + row[:, None] * 128 + tl.arange(0, 128)[None, :], values.to(tl.float32))
 
 

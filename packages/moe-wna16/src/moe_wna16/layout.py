@@ -1,4 +1,4 @@
-"""Scales, zero points and groups of columns of canonical weights as the portable backend reads them.
+"""Scales, zero points and groups of columns of canonical weights beside weights that are read as stored.
 
 Pure, on any device; what already fits is passed through.
 """
@@ -21,7 +21,7 @@ def zero_points(zero_point: Tensor, bits: int) -> Tensor:
 
 
 def arranged_groups(g_idx: Tensor, bits: int, multiple: int) -> Tensor:
-    """The groups of columns, int32 [E, K], in the order of ``kernels.codes.arrange``; padded with zeros."""
+    """The groups of columns, int32 [E, K], in the order of `arrange` of `moe_core.gemm.as_stored.tiles`; padded."""
     codes = 32 // bits
     padded = F.pad(g_idx, (0, -g_idx.shape[1] % multiple))
     units = padded.view(padded.shape[0], -1, 4, 2, codes // 2)

@@ -1,4 +1,4 @@
-"""The portable backend: every code, the order of columns, and layers for plans of every kind.
+"""Weights as stored: every code, the order of columns, and layers for plans of every kind.
 
 Layers against float64 over the same weights.  The interpreter truncates to bfloat16, 2^-7 at most: of h, of each pair's
 result and of the output.
@@ -30,10 +30,10 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 @triton.jit
 def numbers_kernel(words, zeros, out, P: tl.constexpr):
     """`numbers` of int32 [16, 16]."""
-    row = tl.arange(0, 16)[:, None]
-    zero = tl.load(zeros + row).to(tl.float32)
-    values = codes.numbers(tl.load(words + row * 16 + tl.arange(0, 16)[None, :]), zero, P, out.dtype.element_ty)
-    tl.store(out + row * (16 * P) + tl.arange(0, 16 * P)[None, :], values)
+    row = tl.arange(0, 16)
+    tile = tl.load(words + row[:, None] * 16 + tl.arange(0, 16)[None, :])
+    values = codes.numbers(tile, tl.load(zeros + row), 16 * P, out.dtype.element_ty)
+    tl.store(out + row[:, None] * (16 * P) + tl.arange(0, 16 * P)[None, :], values)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from moe_core.gemm.heuristics.scaled_mm import quantizes_while_loading
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.workspaces import split_k_workspace
 from moe_core.lora import LoRA
-from moe_core.weights import KernelWeights
+from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import WorkspaceSpec
 
 if TYPE_CHECKING:
@@ -118,6 +118,16 @@ class GroupedExperts(FusedMoEExpertsModular):
             raise TensorError("the quant config of quantised weights holds w1_scale and w2_scale")
         return scale, bias
 
+    def input_scales(self, weights: MoEWeights) -> tuple[Tensor | None, Tensor | None]:
+        """Of x and h [E]; float32, contiguous, where the activation key is static.  Raises TensorError without them."""
+        scales = weights.w13_input_scale, weights.w2_input_scale
+        if self.activation_key is None or not self.activation_key.is_static:
+            return scales
+        if scales[0] is None or scales[1] is None:
+            name = "w13_input_scale" if scales[0] is None else "w2_input_scale"
+            raise TensorError(f"{name} is missing, the activation key is {self.activation_key}")
+        return scales[0].float().contiguous(), scales[1].float().contiguous()
+
     def sizes(self, name: str) -> tuple[int, int]:
         """(rows of one half, columns) of "w13" or "w2"."""
         hidden, size = self.config.hidden_size, self.config.intermediate_size
@@ -183,9 +193,14 @@ class ScaledMMExperts(GroupedExperts):
     accepted_spills = (256, 256)
 
     @property
-    @abstractmethod
     def granularity(self) -> Granularity:
-        """Of the activations' scales."""
+        """Of the activations' scales, as the activation key has them."""
+        key = self.activation_key
+        if key is not None and key.is_static:
+            return "static"
+        if key is None or not (key.group_shape.is_per_row or key.group_shape.is_per_tensor):
+            raise TensorError(f"activations are quantised per token, per tensor or statically here, the key is {key}")
+        return "token" if key.group_shape.is_per_row else "tensor"
 
     @property
     @abstractmethod

@@ -56,8 +56,6 @@ class TritonMxfp8Experts(MarlinE4M3Experts):
         return torch.bfloat16
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
-        from moe_core.kernel_api import GroupScheme, round_mxfp8, round_mxfp8_down, round_mxfp8_even
+        from moe_core.kernel_api import as_stored_scheme
 
-        rounding = "up" if self.activation_key is None else self.activation_key.scale.rounding
-        quantize = {"up": round_mxfp8, "even": round_mxfp8_even, "down": round_mxfp8_down}[rounding]
-        return GroupScheme(quantize, torch.bfloat16, kMxfp8Dynamic.group_size, keeps_range=False)
+        return as_stored_scheme(self.activation_key, None, torch.bfloat16)

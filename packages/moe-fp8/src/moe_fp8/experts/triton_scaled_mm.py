@@ -18,7 +18,6 @@ from moe_core import (
     FusedMoEActivationFormat,
     KernelWeights,
     MoEWeights,
-    QuantKey,
     TensorError,
     cuda,
     hip,
@@ -31,14 +30,10 @@ from moe_core import (
 from moe_core.experts_api import ScaledMMExperts
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import Granularity, ScaledMMFunctions
+    from moe_core.kernel_api import ScaledMMFunctions
 
 _WEIGHTS = (kFp8StaticTensorSym, kFp8StaticChannelSym)
-_ACTIVATIONS: dict[QuantKey | None, Granularity] = {
-    kFp8DynamicTokenSym: "token",
-    kFp8DynamicTensorSym: "tensor",
-    kFp8StaticTensorSym: "static",
-}
+_ACTIVATIONS = (kFp8DynamicTokenSym, kFp8DynamicTensorSym, kFp8StaticTensorSym)
 
 
 class TritonFp8Experts(ScaledMMExperts):
@@ -61,12 +56,7 @@ class TritonFp8Experts(ScaledMMExperts):
     def convert(self, weights: MoEWeights) -> KernelWeights:
         if weights.w13_scale is None or weights.w2_scale is None:
             raise TensorError("FP8 weights come with w13_scale and w2_scale")
-        inputs = {"w13_input_scale": weights.w13_input_scale, "w2_input_scale": weights.w2_input_scale}
-        if self.granularity == "static":
-            for name, scale in inputs.items():
-                if scale is None:
-                    raise TensorError(f"{name} is missing, the activation key is {weights.activation_key}")
-                inputs[name] = scale.float().contiguous()
+        x_scale, h_scale = self.input_scales(weights)
         return KernelWeights(
             w13=weights.w13,
             w2=weights.w2,
@@ -75,20 +65,12 @@ class TritonFp8Experts(ScaledMMExperts):
                 activation_key=weights.activation_key,
                 w1_scale=weights.w13_scale,
                 w2_scale=weights.w2_scale,
-                a1_scale=inputs["w13_input_scale"],
-                a2_scale=inputs["w2_input_scale"],
+                a1_scale=x_scale,
+                a2_scale=h_scale,
                 w1_bias=weights.w13_bias,
                 w2_bias=weights.w2_bias,
             ),
         )
-
-    @property
-    def granularity(self) -> Granularity:
-        """Of the activations' scales: "token", "tensor" or "static"."""
-        key = self.activation_key
-        if key not in _ACTIVATIONS:
-            raise TensorError(f"activations are quantised per token or tensor here, the key is {key}")
-        return _ACTIVATIONS[key]
 
     @property
     def functions(self) -> ScaledMMFunctions:

@@ -41,15 +41,15 @@ from moe_int8.layout import row_sums, scale_and_zero
 from moe_int8.sums import sum_reasons
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import Granularity, ScaledMMFunctions
+    from moe_core.kernel_api import ScaledMMFunctions
 
-_ACTIVATIONS: dict[QuantKey | None, Granularity] = {
-    kInt8DynamicTokenSym: "token",
-    kInt8DynamicTokenAsym: "token",
-    kInt8DynamicTensorSym: "tensor",
-    kInt8StaticTensorSym: "static",
-    kInt8StaticTensorAsym: "static",
-}
+_ACTIVATIONS = (
+    kInt8DynamicTokenSym,
+    kInt8DynamicTokenAsym,
+    kInt8DynamicTensorSym,
+    kInt8StaticTensorSym,
+    kInt8StaticTensorAsym,
+)
 
 
 class TritonInt8Experts(Int8ScaledMMExperts):
@@ -112,14 +112,6 @@ class TritonInt8Experts(Int8ScaledMMExperts):
             ),
             extra=extra,
         )
-
-    @property
-    def granularity(self) -> Granularity:
-        """Of the activations' scales: "token", "tensor" or "static"."""
-        key = self.activation_key
-        if key not in _ACTIVATIONS:
-            raise TensorError(f"activations are quantised per token or tensor here, the key is {key}")
-        return _ACTIVATIONS[key]
 
     @property
     def functions(self) -> ScaledMMFunctions:

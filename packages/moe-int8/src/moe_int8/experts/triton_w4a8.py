@@ -41,7 +41,7 @@ from moe_int8.layout import group_scales, int4_half, pack_int4, row_sums, scaled
 from moe_int8.sums import sum_reasons
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import Granularity, ScaledMMFunctions
+    from moe_core.kernel_api import ScaledMMFunctions
 
 _GROUPS = KeyPattern(
     kInt4W4A8StaticGroup128Sym,
@@ -119,10 +119,6 @@ class TritonW4A8Int8Experts(Int8ScaledMMExperts):
         if self.weight_key is None:
             raise TensorError("16-bit weights are not read here")
         return self.weight_key.group_size
-
-    @property
-    def granularity(self) -> Granularity:
-        return "token"
 
     @property
     def functions(self) -> ScaledMMFunctions:

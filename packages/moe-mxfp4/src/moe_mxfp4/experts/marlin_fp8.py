@@ -20,7 +20,6 @@ from moe_core import (
     FusedMoEActivationFormat,
     KernelWeights,
     MoEWeights,
-    QuantKey,
     TensorError,
     cuda,
     kFp8DynamicTokenSym,
@@ -29,12 +28,11 @@ from moe_core import (
     make_quant_config,
 )
 from moe_core.experts_api import LayerProblem, ScaledMMExperts
-from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import Granularity, ScaledMMFunctions
+    from moe_core.kernel_api import ScaledMMFunctions
 
-_ACTIVATIONS: dict[QuantKey | None, Granularity] = {kFp8DynamicTokenSym: "token", kFp8StaticTensorSym: "static"}
+_ACTIVATIONS = (kFp8DynamicTokenSym, kFp8StaticTensorSym)
 
 
 class MarlinMxfp4Fp8Experts(ScaledMMExperts):
@@ -69,15 +67,7 @@ class MarlinMxfp4Fp8Experts(ScaledMMExperts):
 
         if weights.w13_scale is None or weights.w2_scale is None:
             raise TensorError("MXFP4 weights come with w13_scale and w2_scale")
-        inputs: dict[str, Tensor | None] = {
-            "w13_input_scale": weights.w13_input_scale,
-            "w2_input_scale": weights.w2_input_scale,
-        }
-        if self.granularity == "static":
-            for name, scale in inputs.items():
-                if scale is None:
-                    raise TensorError(f"{name} is missing, the activation key is {weights.activation_key}")
-                inputs[name] = scale.float().contiguous()
+        x_scale, h_scale = self.input_scales(weights)
         w13 = convert_to_e4m3(weights.w13, weights.w13_scale, self.config.hidden_size)
         w2 = convert_to_e4m3(weights.w2, weights.w2_scale, self.config.intermediate_size)
         return KernelWeights(
@@ -88,20 +78,13 @@ class MarlinMxfp4Fp8Experts(ScaledMMExperts):
                 activation_key=weights.activation_key,
                 w1_scale=w13.scales,
                 w2_scale=w2.scales,
-                a1_scale=inputs["w13_input_scale"],
-                a2_scale=inputs["w2_input_scale"],
+                a1_scale=x_scale,
+                a2_scale=h_scale,
                 w1_bias=weights.w13_bias,
                 w2_bias=weights.w2_bias,
             ),
             extra={"w13_powers": w13.powers, "w2_powers": w2.powers},
         )
-
-    @property
-    def granularity(self) -> Granularity:
-        key = self.activation_key
-        if key not in _ACTIVATIONS:
-            raise TensorError(f"activations are quantised per token or statically here, the key is {key}")
-        return _ACTIVATIONS[key]
 
     @property
     def functions(self) -> ScaledMMFunctions:

@@ -1,8 +1,7 @@
 """Triton, MXFP4 weights with 16-bit or quantised activations.
 
-The portable backend: it reads the checkpoint's codes as they are and makes numbers of them in registers, by plain
-Triton operations; scales are turned once, so that those of a step lie together.  Every key of the scheme, standard and
-batched format.
+Weights are read as stored: the checkpoint's codes become numbers in registers, by plain Triton operations; scales are
+turned once, so that those of a step lie together.  Every key of the scheme, standard and batched format.
 ``moe_core.gemm.fused.layer`` says what a call consists of, ``kernels/e2m1.py`` how exact its products are.
 Quantised activations multiply as bfloat16 numbers, which hold e4m3 and e2m1 times a power of two; where tensor cores
 multiply codes with their scales (sm_100 and its family, gfx950), MXFP8 ones stay codes.
@@ -26,10 +25,12 @@ from moe_core import (
     TensorError,
     cuda,
     hip,
+    kFp8Dynamic128Sym,
     kMxfp4Static,
+    kMxfp8Dynamic,
     make_quant_config,
 )
-from moe_core.experts_api import ActivationKind, GroupedExperts, LayerProblem, as_words
+from moe_core.experts_api import GroupedExperts, LayerProblem, as_words
 
 from moe_mxfp4.keys import ACTIVATIONS
 from moe_mxfp4.scales import group_scales, has_scaled_units, step_scales
@@ -65,12 +66,7 @@ class TritonMxfp4Experts(GroupedExperts):
         config, scales = self.config, group_scales if self.scaled else step_scales
         w13_scale, w13_channel_scales = scales(weights.w13, weights.w13_scale, config.hidden_size)
         w2_scale, w2_channel_scales = scales(weights.w2, weights.w2_scale, config.intermediate_size)
-        inputs = {"w13_input_scale": weights.w13_input_scale, "w2_input_scale": weights.w2_input_scale}
-        if self.kind is ActivationKind.EXPERT:
-            for name, scale in inputs.items():
-                if scale is None:
-                    raise TensorError(f"{name} is missing, the activation key is {weights.activation_key}")
-                inputs[name] = scale.float().contiguous()
+        x_scale, h_scale = self.input_scales(weights)
         return KernelWeights(
             w13=weights.w13 if self.scaled else as_words(weights.w13),
             w2=weights.w2 if self.scaled else as_words(weights.w2),
@@ -81,30 +77,25 @@ class TritonMxfp4Experts(GroupedExperts):
                 w2_scale=w2_scale,
                 w1_bias=weights.w13_bias,
                 w2_bias=weights.w2_bias,
-                a1_scale=inputs["w13_input_scale"],
-                a2_scale=inputs["w2_input_scale"],
+                a1_scale=x_scale,
+                a2_scale=h_scale,
             ),
             extra={"w13_channel_scales": w13_channel_scales, "w2_channel_scales": w2_channel_scales},
         )
 
-    @cached_property
-    def kind(self) -> ActivationKind:
-        """What x and h are rounded to."""
-        return ActivationKind.of(self.activation_key)
-
     @property
     def scaled(self) -> bool:
         """Whether tensor cores multiply codes with their scales."""
-        return self.kind is ActivationKind.MXFP8 and has_scaled_units(self.device_info)
+        return self.activation_key == kMxfp8Dynamic and has_scaled_units(self.device_info)
 
     @property
     def short_steps(self) -> bool:
         """Whether no tensor core multiplies, so that a step of the k loop has 32 columns."""
-        return self.config.dtype is torch.float32 and self.kind is ActivationKind.PLAIN
+        return self.config.dtype is torch.float32 and self.activation_key is None
 
     @cached_property
     def problem(self) -> LayerProblem:
-        group_size = 128 if self.kind is ActivationKind.BLOCK else -1
+        group_size = 128 if self.activation_key == kFp8Dynamic128Sym else -1
         return replace(super().problem, dtype_bytes=4 if self.short_steps else 2, group_size=group_size)
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
@@ -112,17 +103,22 @@ class TritonMxfp4Experts(GroupedExperts):
 
         quant = None if weights is None else weights.quant_config
         static = (None, None) if quant is None else (quant.a1_scale, quant.a2_scale)
-        return as_stored_scheme(self.kind, 4, self.config.dtype, scaled=self.scaled, static=static)
+        return as_stored_scheme(self.activation_key, 4, self.config.dtype, scaled=self.scaled, static=static)
 
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
-        from moe_core.kernel_api import STEP
+        from moe_core.kernel_api import SHORT_STEP, STEP, packed_weight
 
-        from moe_mxfp4.kernels.matrix import SHORT_STEP, e2m1_weight, scaled_weight
+        from moe_mxfp4.kernels.e2m1 import e2m1_functions
+        from moe_mxfp4.kernels.scaled import SCALED
 
         scales, bias = self.scales(name, weights)
-        codes = weights.w13 if name == "w13" else weights.w2
-        given = (codes, *self.sizes(name), scales, weights.extra[f"{name}_channel_scales"])
-        if self.scaled:
-            return scaled_weight(*given, bias=bias)
-        step = SHORT_STEP if self.short_steps and weights.device.type != "cpu" else STEP
-        return e2m1_weight(*given, kind=self.kind, bias=bias, step=step)
+        return packed_weight(
+            weights.w13 if name == "w13" else weights.w2,
+            4,
+            *self.sizes(name),
+            scales.transpose(1, 2) if self.scaled else scales,
+            SCALED if self.scaled else e2m1_functions(self.activation_key),
+            others=weights.extra[f"{name}_channel_scales"],
+            bias=bias,
+            step=SHORT_STEP if self.short_steps and weights.device.type != "cpu" else STEP,
+        )

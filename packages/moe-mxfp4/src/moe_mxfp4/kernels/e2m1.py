@@ -1,9 +1,9 @@
 """e2m1 weights that become numbers in registers by plain Triton operations: how a tile is loaded and multiplied.
 
-    weights       int32 words [E, rows, words], the checkpoint's bytes: 8 codes, low bits first
-    scales        int32 [E, steps of 128 columns, rows]: the bytes of four groups, relative to the row's largest
-    channel_scales       float32 [E, rows]: the row's largest scale, which multiplies the finished sums
-    activations   bfloat16, float16 or float32; see `moe_core.gemm.as_stored`
+    weights          int32 words [E, rows, words], the checkpoint's bytes: 8 codes, low bits first
+    scales           int32 [E, steps of 128 columns, rows]: the bytes of four groups, relative to the row's largest
+    channel scales   float32 [E, rows]: the row's largest scale, which multiplies the finished sums
+    activations      bfloat16, float16 or float32; see `moe_core.gemm.as_stored`
 
 An e2m1 code's three bits in the place of the lowest two of an exponent and the highest of a mantissa are that number
 times 2^-126 (bfloat16, float32) or 2^-14 (float16), subnormals included.  One multiplication by a power of two makes it
@@ -16,7 +16,19 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.kernel_api import INTERPRET, add_swap_ab_dot, in_order, load_words, swap_ab_dot, weight_rows
+from moe_core import QuantKey, kFp8Dynamic128Sym
+from moe_core.kernel_api import (
+    INTERPRET,
+    TileFunctions,
+    activation_functions,
+    in_order,
+    load_words,
+    multiply,
+    open_codes,
+    open_plain,
+    specialize,
+    swap_ab_dot,
+)
 
 #: columns of which an int32 holds the scales
 STEP = tl.constexpr(128)
@@ -36,8 +48,8 @@ def _pair(words, factor, I: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def numbers(words, scales, dtype: tl.constexpr):
-    """Words [N, W] as [N, 8 W] in the order of `tiles.arrange`, times their groups' scales, int32 [N]: four bytes."""
+def numbers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
+    """Words [N, W] as [N, COLUMNS] in the order of `arrange`, times their groups' scales, int32 [N]: four bytes."""
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     # four words are a group
@@ -61,17 +73,10 @@ def numbers(words, scales, dtype: tl.constexpr):
 
 
 @triton.jit
-def open_e2m1(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """State of a tile: pointers to its rows, which of them exist, the first, words of a row, scales, channel_scales.
-
-    b_args = (words, scales, channel_scales, words' expert and row stride, words of a row, scales' expert and step
-    stride, channel scales' expert stride).
-    """
-    words, scales, channel_scales, stride_e, stride_n, row_words, scale_e, scale_k, channel_e = b_args
-    rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
-    column = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
-    factor = tl.load(channel_scales + expert.to(tl.int64) * channel_e + column)
-    return rows, inside, first, row_words, scales + expert.to(tl.int64) * scale_e + column, scale_k, factor
+def open_channels(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_codes`, with the rows' channel scales in place of pointers to them."""
+    state = open_codes(b_args, expert, half, n, N, BLOCK_N)
+    return state[:8] + (tl.load(state[8]),)
 
 
 @triton.jit
@@ -87,27 +92,32 @@ def load_e2m1(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, 
 
 
 @triton.jit
-def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + weights @ a.T"""
-    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    return add_swap_ab_dot(acc, numbers(b, b_scale, a.dtype), a)
-
-
-@triton.jit
 def scaled_mm_blockwise(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (weights @ a.T) * scales of the step's activations."""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    return acc + swap_ab_dot(numbers(b, b_scale, a.dtype), a) * a_scale[None, :]
+    return acc + swap_ab_dot(numbers(b, b_scale, a.shape[1], a.dtype), a) * a_scale[None, :]
 
 
 @triton.jit
-def scale_acc(acc, a_state, b_state, SWAP_AB: tl.constexpr):
-    """acc * factor of the weights' row."""
-    return acc * b_state[6][:, None]
+def scale_acc_channels(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+    """acc * channel scale of the weights' row."""
+    return acc * b_state[8][:, None]
 
 
 @triton.jit
 def scale_acc_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
-    """acc * factor of the weights' row * scale of the activations' row."""
+    """acc * channel scale of the weights' row * scale of the activations' row."""
     # one after the other: the product of both may be too large or too small where the result is not
-    return acc * a_state[1][None, :] * b_state[6][:, None]
+    return acc * a_state[1][None, :] * b_state[8][:, None]
+
+
+_MULTIPLY = specialize(multiply, dequantize=numbers)
+
+
+def e2m1_functions(key: QuantKey | None) -> TileFunctions:
+    """For activations of ``key``, as `as_stored_scheme` has them."""
+    open_a, load_a = activation_functions(key)
+    by_step = key == kFp8Dynamic128Sym
+    scale_acc = scale_acc_channels if by_step or open_a is open_plain else scale_acc_rows
+    product = scaled_mm_blockwise if by_step else _MULTIPLY
+    return TileFunctions(open_a, load_a, open_channels, load_e2m1, product, scale_acc)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from moe_core import e8m0_to_float32
-from moe_core.experts_api import order_words
+from moe_core.experts_api import order_words, relative_e8m0
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_mxfp4.groups import counting_groups, without_groups
 
@@ -16,7 +14,6 @@ from moe_mxfp4.groups import counting_groups, without_groups
 LARGEST = 11
 #: 2 to the power 0 stands for
 _BIAS = 5
-_NAN = 255
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +30,10 @@ def convert_to_e4m3(codes: Tensor, scale: Tensor, columns: int) -> E4m3Matrix:
 
     Groups that :func:`without_small_groups` leaves out become zeros.  Code 255 stays NaN.
     """
-    powers, top = _powers(codes, scale, columns)
-    kept = powers >= 0
-    words = order_words(without_groups(codes, kept), columns, 4, order="e4m3")
-    powers = torch.where(kept, powers, 0).to(torch.uint8)
-    powers = F.pad(powers, (0, -powers.shape[2] % 4)).view(torch.int32)
-    scales = e8m0_to_float32(top.to(torch.uint8)) * 2.0 ** (_BIAS - LARGEST)
-    return E4m3Matrix(words, scales[:, :, None], powers.transpose(1, 2).contiguous())
+    powers, top = _powers(scale, counting_groups(codes, columns))
+    words = order_words(without_groups(codes, powers[:, :, : scale.shape[2]] > 0), columns, 4, order="e4m3")
+    powers = (powers.clamp_min(1) - 1).view(torch.int32)
+    return E4m3Matrix(words, top[:, :, None] * 2.0 ** (_BIAS - LARGEST), powers.transpose(1, 2).contiguous())
 
 
 def without_small_groups(codes: Tensor, scale: Tensor, columns: int) -> Tensor:
@@ -47,14 +41,13 @@ def without_small_groups(codes: Tensor, scale: Tensor, columns: int) -> Tensor:
 
     At most 6/4096 of the largest value that the other groups can hold is lost.  Waits for the device.
     """
-    powers, _ = _powers(codes, scale, columns)
-    small = (powers < 0) & counting_groups(codes, columns)
+    counting = counting_groups(codes, columns)
+    powers, _ = _powers(scale, counting)
+    small = (powers[:, :, : scale.shape[2]] == 0) & counting
     return without_groups(codes, ~small) if bool(small.any()) else codes
 
 
-def _powers(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Powers of groups [E, rows, groups] int16, negative for those that are left out, and each row's largest scale."""
-    exponents = scale.view(torch.uint8).short()
-    counting = counting_groups(codes, columns) | (exponents == _NAN)
-    top = torch.where(counting, exponents, 0).amax(dim=2)
-    return torch.where(counting, exponents - top[:, :, None] + LARGEST, -1), top
+def _powers(scale: Tensor, counting: Tensor) -> tuple[Tensor, Tensor]:
+    """Powers of groups plus one, uint8 [E, rows, groups padded to steps], 0: small; and each row's largest scale."""
+    powers, top = relative_e8m0(scale.view(torch.uint8), counting, LARGEST + 1)
+    return powers.view(torch.uint8), top

@@ -1,9 +1,10 @@
 """e2m1 weights and e4m3 activations through `tl.dot_scaled`, which multiplies codes with the scales of their groups.
 
-    weights       uint8 [E, rows, bytes]: two codes, the even column's in the low nibble
-    scales        uint8 [E, rows, groups padded to whole steps], relative to the row's largest, which is 127: 2^0
-    channel_scales       float32 [E, rows]: the row's largest scale, which multiplies the finished sums
-    activations   e4m3 [rows, K padded to whole steps], uint8 scales [rows, groups]
+    weights          uint8 [E, rows, bytes]: two codes, the even column's in the low nibble
+    scales           uint8 [E, groups padded to whole steps, rows], those of a row next to each other, relative to its
+                     largest, which is 127: 2^0
+    channel scales   float32 [E, rows]: the row's largest scale, which multiplies the finished sums
+    activations      e4m3 [rows, K padded to whole steps], uint8 scales [rows, groups]
 
 For tensor cores that have it (sm_100 and its family, gfx950); elsewhere Triton widens both operands to bfloat16.
 """
@@ -12,17 +13,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.kernel_api import INTERPRET, weight_rows, weight_tile
+from moe_core.kernel_api import INTERPRET, TileFunctions, load_words, open_blocks
+
+from moe_mxfp4.kernels.e2m1 import open_channels, scale_acc_channels
 
 #: columns that share a scale
 GROUP = tl.constexpr(32)
-
-
-@triton.jit
-def open_codes(a_args, rows, expert):
-    """a_args = (codes, scales, codes' row stride, scales' row stride)."""
-    codes, scales, stride, scale_stride = a_args
-    return codes + rows * stride, scales + rows * scale_stride
 
 
 @triton.jit
@@ -34,25 +30,11 @@ def load_codes(state, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def open_scaled(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """State of a tile: pointers to its rows, which of them exist, the first, bytes of a row, scales, channel_scales.
-
-    b_args = (weights, scales, channel_scales, weights' expert and row stride, bytes of a row, scales' expert and row
-    stride, channel scales' expert stride).
-    """
-    weights, scales, channel_scales, stride_e, stride_n, row_bytes, scale_e, scale_n, channel_e = b_args
-    rows, inside, first = weight_rows(weights, stride_e, stride_n, expert, half, n, N, BLOCK_N)
-    column = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
-    factor = tl.load(channel_scales + expert.to(tl.int64) * channel_e + column)
-    return rows, inside, first, row_bytes, scales + expert.to(tl.int64) * scale_e + column * scale_n, scale_n, factor
-
-
-@triton.jit
 def load_scaled(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """Bytes [BLOCK_N, BLOCK_K / 2] and their scales [BLOCK_N, groups]."""
     groups = k * (BLOCK_K // GROUP) + tl.arange(0, BLOCK_K // GROUP)
     scales = tl.load(state[4][:, None] + groups[None, :])
-    return weight_tile(state[0], state[1], state[2], b_desc, k, state[3], BLOCK_K // 2, EVEN_N, EVEN_K), scales
+    return load_words(state, b_desc, k, BLOCK_K // 2, EVEN_N, EVEN_K), scales
 
 
 @triton.jit
@@ -69,3 +51,6 @@ def multiply_scaled(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + weights @ a.T, with scales."""
     tl.static_assert(SWAP_AB, "weights are the rows of the product, whose number tensor cores fix")
     return tl.dot_scaled(b, b_scale, "e2m1", tl.trans(a), _own(a_scale), "e4m3", acc)
+
+
+SCALED = TileFunctions(open_blocks, load_codes, open_channels, load_scaled, multiply_scaled, scale_acc_channels)

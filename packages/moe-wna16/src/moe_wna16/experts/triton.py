@@ -1,9 +1,9 @@
 """Triton, INT4 and INT8 codes in groups with 16-bit activations, and int4 ones with e4m3 activations (W4AFP8).
 
-The portable backend: it reads the checkpoint's codes as they are and makes numbers of them in registers, by plain
-Triton operations; scales and zero points are turned once, so that those of a group lie together.  Every key of the
-scheme, standard and batched format.  ``moe_core.gemm.fused.layer`` says what a call consists of,
-``kernels/codes.py`` how exact its products are.  e4m3 activations multiply as bfloat16 numbers, which hold them.
+Weights are read as stored: the checkpoint's codes become numbers in registers, by plain Triton operations; scales and
+zero points are turned once, so that those of a group lie together.  Every key of the scheme, standard and batched
+format.  ``moe_core.gemm.fused.layer`` says what a call consists of, ``kernels/codes.py`` how exact its products are.
+e4m3 activations multiply as bfloat16 numbers, which hold them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_core import (
     kInt4Static,
     make_quant_config,
 )
-from moe_core.experts_api import ActivationKind, GroupedExperts, LayerProblem, as_words
+from moe_core.experts_api import GroupedExperts, LayerProblem, as_words
 from torch import Tensor
 
 from moe_wna16.keys import BASES, every_key, in_order
@@ -118,11 +118,6 @@ class TritonWNA16Experts(GroupedExperts):
         """As :attr:`group_size`; a short step's columns share a scale."""
         return 32 if self.short_steps and not self.permuted and self.group_size != -1 else self.group_size
 
-    @cached_property
-    def kind(self) -> ActivationKind:
-        """What x and h are rounded to."""
-        return ActivationKind.of(self.activation_key)
-
     @property
     def quantized(self) -> bool:
         """Whether x and h are quantised."""
@@ -143,7 +138,7 @@ class TritonWNA16Experts(GroupedExperts):
 
         quant, key = None if weights is None else weights.quant_config, self.weight_key
         return as_stored_scheme(
-            self.kind,
+            self.activation_key,
             self.bits,
             self.config.dtype,
             pre_scaled=key is not None and key.pre_scaled,
@@ -151,22 +146,24 @@ class TritonWNA16Experts(GroupedExperts):
         )
 
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
-        from moe_core.kernel_api import STEP
+        from moe_core.kernel_api import SHORT_STEP, STEP, packed_weight
 
-        from moe_wna16.kernels.matrix import SHORT_STEP, code_weight
+        from moe_wna16.kernels.codes import code_functions
 
         quant, first, on_gpu = weights.quant_config, name == "w13", weights.device.type != "cpu"
         scales, bias = self.scales(name, weights)
-        return code_weight(
+        column_groups = quant.w1_g_idx if first else quant.w2_g_idx
+        # the interpreter takes time for operations, not for their size
+        step = SHORT_STEP if self.short_steps and (on_gpu or not self.permuted) else STEP
+        groups = -1 if column_groups is not None else max(step // self.kernel_group_size, 0)
+        return packed_weight(
             weights.w13 if first else weights.w2,
             self.bits,
             *self.sizes(name),
-            self.kernel_group_size,
             scales,
-            quant.w1_zp if first else quant.w2_zp,
-            quant.w1_g_idx if first else quant.w2_g_idx,
-            bias,
-            kind=self.kind,
-            # the interpreter takes time for operations, not for their size
-            step=SHORT_STEP if self.short_steps and (on_gpu or not self.permuted) else STEP,
+            code_functions(self.activation_key, self.bits, groups),
+            others=quant.w1_zp if first else quant.w2_zp,
+            column_groups=column_groups,
+            bias=bias,
+            step=step,
         )

@@ -1,1 +1,1 @@
-"""Device code of the portable and the Marlin-class backend's own; see `moe_core.gemm.as_stored`."""
+"""Device code of weights that are read as stored; see `moe_core.gemm.as_stored`."""

@@ -17,15 +17,19 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from moe_core import QuantKey
 from moe_core.kernel_api import (
     INTERPRET,
-    add_swap_ab_dot,
+    LOAD_PARTS,
+    TileFunctions,
+    activation_functions,
     in_order,
     load_words,
+    multiply,
+    open_codes,
     specialize,
     swap_ab_dot,
     wait_for_mma,
-    weight_rows,
 )
 
 # set by `specialize`: bits of a code, groups of a step
@@ -55,11 +59,13 @@ def _pair(words, zero, I: tl.constexpr, P: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def numbers(words, zero, P: tl.constexpr, dtype: tl.constexpr):
-    """Words [N, W] of P codes, less `zero` [N, 1], as [N, P W] in the order of `arrange`; exact."""
+def numbers(words, zero, COLUMNS: tl.constexpr, dtype: tl.constexpr):
+    """Words [N, W] less zero points [N], as [N, COLUMNS] in the order of `arrange`; exact."""
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
+    P: tl.constexpr = COLUMNS // W
     tl.static_assert(P == 4 or P == 8, "a word has 4 or 8 codes")
+    zero = zero.to(tl.float32)[:, None]
     if INTERPRET or dtype == tl.float32:
         # few operations, since the interpreter takes a tenth of a millisecond for each
         shift = tl.arange(0, P) * (32 // P)
@@ -78,40 +84,14 @@ def numbers(words, zero, P: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _opened(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    words, scales, zeros, _, stride_e, stride_n, row_words, scale_e, scale_g, _, _ = b_args
-    rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
-    offset = expert.to(tl.int64) * scale_e + half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
-    # a state holds no None
-    return rows, inside, first, row_words, scales + offset, scale_g, (scales if zeros is None else zeros) + offset
-
-
-@triton.jit
 def open_rows(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """State of a tile: pointers to its rows, which of them exist, the first, words of a row, scales[, zero points].
-
-    b_args = (words, scales, zero points or None, column groups or None, words' expert and row stride, words of a row,
-    scales' expert and group stride, column groups' expert stride, number of groups).
-    """
-    rows, inside, first, row_words, scales, scale_g, zeros = _opened(b_args, expert, half, n, N, BLOCK_N)
-    if b_args[2] is None:
-        return rows, inside, first, row_words, tl.load(scales).to(tl.float32)
+    """As `open_codes`, for rows with one scale each: scales[, zero points] in place of pointers, float32."""
+    state = open_codes(b_args, expert, half, n, N, BLOCK_N)
+    scale = tl.load(state[4]).to(tl.float32)
+    if len(state) == 8:
+        return state[:4] + (scale,)
     else:
-        return rows, inside, first, row_words, tl.load(scales).to(tl.float32), tl.load(zeros).to(tl.float32)
-
-
-@triton.jit
-def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_rows`, with pointers to the first group's scales[, zero points].
-
-    Between them the groups' stride, and how many there are or a pointer to the columns' groups.
-    """
-    rows, inside, first, row_words, scales, scale_g, zeros = _opened(b_args, expert, half, n, N, BLOCK_N)
-    groups = b_args[10] if b_args[3] is None else b_args[3] + expert.to(tl.int64) * b_args[9]
-    if b_args[2] is None:
-        return rows, inside, first, row_words, scales, scale_g, groups
-    else:
-        return rows, inside, first, row_words, scales, scale_g, groups, zeros
+        return state[:4] + (scale, tl.load(state[8]).to(tl.float32))
 
 
 @triton.jit
@@ -130,7 +110,7 @@ def _load_groups(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexp
         # the last step may have columns of no group, which meet zeros
         offset = tl.minimum(GROUPS * k + i, state[6] - 1) * state[5]
         scale = tl.load(state[4] + offset)
-        zero = tl.load(state[7] + offset) if len(state) == 8 else tl.full(scale.shape, 2.0 ** (BITS - 1), tl.float32)
+        zero = tl.load(state[8] + offset) if len(state) == 9 else tl.full(scale.shape, 2.0 ** (BITS - 1), tl.float32)
         scales += ((scale, zero),)  # type: ignore[assignment]
     return load_words(state, b_desc, k, BLOCK_K * BITS // 32, EVEN_N, EVEN_K), scales
 
@@ -139,29 +119,12 @@ def _load_groups(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexp
 def _load_columns(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """Words of a step, and scales and zero points [BLOCK_N, BLOCK_K] of its columns."""
     words = load_words(state, b_desc, k, BLOCK_K * BITS // 32, EVEN_N, EVEN_K)
-    group = tl.load(state[6] + k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :] * state[5]
+    group = tl.load(state[7] + k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :] * state[5]
     scale = tl.load(state[4][:, None] + group)
-    return words, (scale, tl.load(state[7][:, None] + group) if len(state) == 8 else 2.0 ** (BITS - 1))
-
-
-#: load_b by bits of a code, of rows with one scale each, and of columns with groups of their own
-LOAD_ROWS = {bits: specialize(_load_rows, BITS=bits) for bits in (4, 8)}
-LOAD_COLUMNS = {bits: specialize(_load_columns, BITS=bits) for bits in (4, 8)}
-#: load_b by bits of a code and groups of a step
-LOAD_GROUPS = {
-    (bits, groups): specialize(_load_groups, BITS=bits, GROUPS=groups) for bits in (4, 8) for groups in (1, 2, 4)
-}
+    return words, (scale, tl.load(state[8][:, None] + group) if len(state) == 9 else 2.0 ** (BITS - 1))
 
 
 # ------------------------------------------------------------------ products and scales
-
-
-@triton.jit
-def multiply_rows(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + (codes - zero points) @ a.T"""
-    tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    values = numbers(b, b_scale[:, None], a.shape[1] // b.shape[1], a.dtype)
-    return add_swap_ab_dot(acc, values, a)
 
 
 @triton.jit
@@ -187,8 +150,7 @@ def multiply_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     words = _parts(b, len(b_scale))
     for i in tl.static_range(len(b_scale)):
-        zero = b_scale[i][1].to(tl.float32)[:, None]
-        values = numbers(words[i], zero, a[i].shape[1] // words[i].shape[1], a[i].dtype)
+        values = numbers(words[i], b_scale[i][1], a[i].shape[1], a[i].dtype)
         acc += swap_ab_dot(values, a[i]) * b_scale[i][0].to(tl.float32)[:, None]
     return acc
 
@@ -198,7 +160,7 @@ def multiply_columns(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + ((codes - zero points) * scales) @ a.T"""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     scale, zero = b_scale
-    codes = numbers(b, tl.zeros((b.shape[0], 1), tl.float32), a.shape[1] // b.shape[1], tl.float32)
+    codes = numbers(b, tl.zeros((b.shape[0],), tl.float32), a.shape[1], tl.float32)
     values = (codes - zero) * scale.to(tl.float32)
     if INTERPRET or a.dtype == tl.float32:
         return acc + swap_ab_dot(values, a)
@@ -224,3 +186,29 @@ def scale_acc_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
 def scale_acc_rows_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the weights' row * scale of the token."""
     return acc * (b_state[4][:, None] * a_state[1][None, :])
+
+
+#: load_b by bits of a code, of rows with one scale each, and of columns with groups of their own
+_LOAD_ROWS = {bits: specialize(_load_rows, BITS=bits) for bits in (4, 8)}
+_LOAD_COLUMNS = {bits: specialize(_load_columns, BITS=bits) for bits in (4, 8)}
+#: load_b by bits of a code and groups of a step
+_LOAD_GROUPS = {
+    (bits, groups): specialize(_load_groups, BITS=bits, GROUPS=groups) for bits in (4, 8) for groups in (1, 2, 4)
+}
+_MULTIPLY_ROWS = specialize(multiply, dequantize=numbers)
+
+
+def code_functions(key: QuantKey | None, bits: int, groups: int) -> TileFunctions:
+    """For activations of ``key``: None, or beside codes of 4 bits e4m3 with a scale per token.
+
+    ``groups`` 1, 2 or 4 of a step of the k loop; 0: rows have one scale each; -1: columns have groups of their own.
+    """
+    open_a, load_a = activation_functions(key)
+    scale_acc = None if key is None else scale_acc_tokens
+    if groups == -1:
+        return TileFunctions(open_a, load_a, open_codes, _LOAD_COLUMNS[bits], multiply_columns, scale_acc)
+    if groups == 0:
+        scale_acc = scale_acc_rows if key is None else scale_acc_rows_tokens
+        return TileFunctions(open_a, load_a, open_rows, _LOAD_ROWS[bits], _MULTIPLY_ROWS, scale_acc)
+    load_b = _LOAD_GROUPS[bits, groups]
+    return TileFunctions(open_a, LOAD_PARTS[groups], open_codes, load_b, multiply_groups, scale_acc)

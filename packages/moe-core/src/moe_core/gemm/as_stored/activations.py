@@ -1,57 +1,73 @@
-"""How x and h become what is multiplied: `quantize` functions of the grouped GEMM, one for each kind.
+"""How x and h become what is multiplied: `quantize` functions of the grouped GEMM.
 
-Q starts with the tensor that values go to, whose type they get.  But for `code_mxfp8` codes of e4m3 and e2m1 are not
-made: the numbers are rounded to what those hold, in float32, which needs no hardware for either.
+`quant_args` starts with the tensor that values go to.  But for `code_mxfp8` codes of e4m3 and e2m1 are not made: the
+numbers are rounded to what those hold, in float32, which needs no hardware for either, and stored as bfloat16, which
+holds e4m3 and e2m1 times a power of two.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import triton
 import triton.language as tl
 
+from moe_core.errors import ConfigError
 from moe_core.gemm.as_stored.tiles import arrange
 from moe_core.gemm.scaled_mm import largest, scale_of
 from moe_core.jit.casts import divide, divide_all, narrow, narrow_e4m3, round_e2m1, round_e4m3
+from moe_core.jit.specialize import specialize
 from moe_core.ops._quantize_kernels import magnitude_bits
 from moe_core.ops._quantize_kernels import scale_of as group_scale_of
+from moe_core.quant_key import (
+    QuantKey,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+    kMxfp4Dynamic,
+    kMxfp8Dynamic,
+)
 
 E4M3_MAX = tl.constexpr(448.0)
-E2M1_MAX = tl.constexpr(6.0)
 # columns that share a scale of MXFP8 and MXFP4
 MX_GROUP = tl.constexpr(32)
+# set by `specialize`: codes of a word of the weights, 0 for columns in their own order; element type and rounding of
+# scales of MXFP8 and MXFP4
+CODES = tl.constexpr(8)
+CODE = tl.constexpr("e4m3")
+ROUNDING = tl.constexpr("up")
 
 
 @triton.jit
-def arrange_4(tile, quant_args, expert, AXIS: tl.constexpr):
-    """Values as they are, beside codes of 4 bits."""
-    return arrange(narrow(tile, quant_args[0].dtype.element_ty), 8, AXIS), 0.0
+def _saturate(x, MAX: tl.constexpr):
+    x = tl.minimum(x, MAX, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(x, -MAX, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def arrange_8(tile, quant_args, expert, AXIS: tl.constexpr):
-    """As `arrange_4`, beside codes of 8 bits."""
-    return arrange(narrow(tile, quant_args[0].dtype.element_ty), 4, AXIS), 0.0
+def arrange_values(tile, quant_args, expert, AXIS: tl.constexpr):
+    """Values as they are, in the type of the tensor that they go to."""
+    return arrange(narrow(tile, quant_args[0].dtype.element_ty), CODES, AXIS), 0.0
 
 
 @triton.jit
-def round_4(tile, quant_args, expert, AXIS: tl.constexpr):
+def round_tile(tile, quant_args, expert, AXIS: tl.constexpr):
     """All columns of the tile as e4m3 numbers and one float32 scale, amax / 448."""
     scale = scale_of(largest(tile, AXIS), E4M3_MAX)
     rounded = round_e4m3(divide(tile, tl.expand_dims(scale, AXIS)))
-    return arrange(narrow(rounded, tl.bfloat16), 8, AXIS), scale
+    return arrange(narrow(rounded, tl.bfloat16), CODES, AXIS), scale
 
 
 @triton.jit
-def round_static_4(tile, quant_args, expert, AXIS: tl.constexpr):
+def round_static(tile, quant_args, expert, AXIS: tl.constexpr):
     """e4m3 numbers for the expert's scale, saturating; quant_args = (where they go, float32 scales of experts)."""
-    quotient = divide_all(tile, tl.load(quant_args[1] + expert))
-    quotient = tl.minimum(quotient, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
-    quotient = tl.maximum(quotient, -E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
-    return arrange(narrow(round_e4m3(quotient), tl.bfloat16), 8, AXIS), 0.0
+    rounded = round_e4m3(_saturate(divide_all(tile, tl.load(quant_args[1] + expert)), E4M3_MAX))
+    return arrange(narrow(rounded, tl.bfloat16), CODES, AXIS), 0.0
 
 
 @triton.jit
-def _scaled_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, SCALE: tl.constexpr):
+def _scaled_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, ROUNDING: tl.constexpr):
     """(values divided by their scales, scales), float32, of MX_GROUP columns each; scales are powers of two.
 
     Both have the columns split: [ROWS, groups, columns of one] for AXIS 1, [groups, columns of one, ROWS] for AXIS 0.
@@ -63,22 +79,20 @@ def _scaled_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, SCALE: tl.constexpr
     else:
         groups = tile.reshape(GROUPS, MX_GROUP, ROWS)
     bits = tl.max(magnitude_bits(groups), axis=2 if AXIS == 1 else 1, keep_dims=True)
-    scale = group_scale_of(bits, CODE, SCALE)
+    scale = group_scale_of(bits, CODE, ROUNDING)
     # the inverse of a power of two: 254 - exponent; that of NaN is as good as any, products have the scale's NaN
     return groups * (0x7F000000 - magnitude_bits(scale)).to(tl.float32, bitcast=True), scale
 
 
 @triton.jit
-def _round_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, SCALE: tl.constexpr):
-    """float32: MX_GROUP columns each rounded to codes of a scale and multiplied by it again."""
-    scaled, scale = _scaled_mx(tile, CODE, AXIS, SCALE)
-    if SCALE != "e8m0":
+def round_mx(tile, quant_args, expert, AXIS: tl.constexpr):
+    """MX_GROUP columns each rounded to codes of a scale and multiplied by it again."""
+    scaled, scale = _scaled_mx(tile, CODE, AXIS, ROUNDING)
+    if ROUNDING != "up":
         # more than the largest code is possible where scales are not rounded up
-        MOST: tl.constexpr = E4M3_MAX if CODE == "e4m3" else E2M1_MAX
-        scaled = tl.minimum(scaled, MOST, propagate_nan=tl.PropagateNan.ALL)
-        scaled = tl.maximum(scaled, -MOST, propagate_nan=tl.PropagateNan.ALL)
+        scaled = _saturate(scaled, 448.0 if CODE == "e4m3" else 6.0)
     rounded = round_e4m3(scaled) if CODE == "e4m3" else round_e2m1(scaled)
-    return (rounded * scale).reshape(tile.shape)
+    return arrange(narrow((rounded * scale).reshape(tile.shape), tl.bfloat16), CODES, AXIS), 0.0
 
 
 @triton.jit
@@ -86,7 +100,7 @@ def code_mxfp8(tile, quant_args, expert, AXIS: tl.constexpr):
     """e4m3 codes in their own order, and the bytes of scales of MX_GROUP columns."""
     ROWS: tl.constexpr = tile.shape[1 - AXIS]
     GROUPS: tl.constexpr = tile.shape[AXIS] // MX_GROUP
-    scaled, scale = _scaled_mx(tile, "e4m3", AXIS, "e8m0")
+    scaled, scale = _scaled_mx(tile, "e4m3", AXIS, "up")
     exponents = (magnitude_bits(scale) >> 23).to(tl.uint8)
     codes = narrow_e4m3(scaled).reshape(tile.shape)
     if GROUPS == 1:
@@ -97,55 +111,19 @@ def code_mxfp8(tile, quant_args, expert, AXIS: tl.constexpr):
         return codes, exponents.reshape(GROUPS, ROWS)
 
 
-@triton.jit
-def round_mxfp8(tile, quant_args, expert, AXIS: tl.constexpr):
-    """Rounded to MXFP8 and back, columns in their own order: bfloat16, which holds e4m3 times a power of two."""
-    return narrow(_round_mx(tile, "e4m3", AXIS, "e8m0"), tl.bfloat16), 0.0
+@cache
+def quantizer(key: QuantKey | None, bits: int | None) -> Any:
+    """The `quantize` function of an activation key, beside codes of so many bits; None: columns keep their order.
 
-
-@triton.jit
-def round_mxfp8_even(tile, quant_args, expert, AXIS: tl.constexpr):
-    """As `round_mxfp8`, scales rounded "even"."""
-    return narrow(_round_mx(tile, "e4m3", AXIS, "even"), tl.bfloat16), 0.0
-
-
-@triton.jit
-def round_mxfp8_down(tile, quant_args, expert, AXIS: tl.constexpr):
-    """As `round_mxfp8`, scales rounded "down"."""
-    return narrow(_round_mx(tile, "e4m3", AXIS, "down"), tl.bfloat16), 0.0
-
-
-@triton.jit
-def round_mxfp8_4(tile, quant_args, expert, AXIS: tl.constexpr):
-    """Rounded to MXFP8 and back: e4m3 numbers times powers of two."""
-    return arrange(narrow(_round_mx(tile, "e4m3", AXIS, "e8m0"), tl.bfloat16), 8, AXIS), 0.0
-
-
-@triton.jit
-def round_mxfp8_even_4(tile, quant_args, expert, AXIS: tl.constexpr):
-    """As `round_mxfp8_4`, scales rounded "even"."""
-    return arrange(narrow(_round_mx(tile, "e4m3", AXIS, "even"), tl.bfloat16), 8, AXIS), 0.0
-
-
-@triton.jit
-def round_mxfp8_down_4(tile, quant_args, expert, AXIS: tl.constexpr):
-    """As `round_mxfp8_4`, scales rounded "down"."""
-    return arrange(narrow(_round_mx(tile, "e4m3", AXIS, "down"), tl.bfloat16), 8, AXIS), 0.0
-
-
-@triton.jit
-def round_mxfp4_4(tile, quant_args, expert, AXIS: tl.constexpr):
-    """Rounded to MXFP4 and back: e2m1 numbers times powers of two."""
-    return arrange(narrow(_round_mx(tile, "e2m1", AXIS, "e8m0"), tl.bfloat16), 8, AXIS), 0.0
-
-
-@triton.jit
-def round_mxfp4_even_4(tile, quant_args, expert, AXIS: tl.constexpr):
-    """As `round_mxfp4_4`, scales rounded "even"."""
-    return arrange(narrow(_round_mx(tile, "e2m1", AXIS, "even"), tl.bfloat16), 8, AXIS), 0.0
-
-
-@triton.jit
-def round_mxfp4_down_4(tile, quant_args, expert, AXIS: tl.constexpr):
-    """As `round_mxfp4_4`, scales rounded "down"."""
-    return arrange(narrow(_round_mx(tile, "e2m1", AXIS, "down"), tl.bfloat16), 8, AXIS), 0.0
+    Raises ConfigError for keys that there is none for.
+    """
+    codes = 0 if bits is None else 32 // bits
+    if key is None:
+        return specialize(arrange_values, CODES=codes)
+    if key in (kFp8DynamicTokenSym, kFp8Dynamic128Sym):
+        return specialize(round_tile, CODES=codes)
+    if key == kFp8StaticTensorSym:
+        return specialize(round_static, CODES=codes)
+    if key.with_rounding("up") in (kMxfp8Dynamic, kMxfp4Dynamic):
+        return specialize(round_mx, CODES=codes, CODE=key.dtype.name, ROUNDING=key.scale.rounding)
+    raise ConfigError(f"activations are 16-bit here, e4m3 per token, 128 columns or expert, MXFP8 or MXFP4, got {key}")

@@ -7,43 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.errors import TensorError
-from moe_core.gemm.as_stored import activations
-from moe_core.gemm.as_stored.kinds import ActivationKind
+from moe_core.gemm.as_stored import tiles
+from moe_core.gemm.as_stored.activations import code_mxfp8, quantizer
 from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.fused.pre_scaled import PreScaledScheme
 from moe_core.gemm.fused.scaled_mm_weight import packed_descriptor
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import GemmWeight, TileFunctions, is_aligned
+from moe_core.gemm.scaled_mm import load_values, open_values
+from moe_core.quant_key import QuantKey, kFp8Dynamic128Sym, kFp8DynamicTokenSym, kFp8StaticTensorSym
 
-#: depth of a step of the k loop, and columns that a step of MXFP8 scales spans
-STEP, UNIT = 128, 32
-
-_QUANTIZE = {
-    ActivationKind.TOKEN: activations.round_4,
-    ActivationKind.BLOCK: activations.round_4,
-    ActivationKind.EXPERT: activations.round_static_4,
-    ActivationKind.MXFP8: activations.round_mxfp8_4,
-    ActivationKind.MXFP4: activations.round_mxfp4_4,
-    ActivationKind.MXFP4_EVEN: activations.round_mxfp4_even_4,
-    ActivationKind.MXFP4_DOWN: activations.round_mxfp4_down_4,
-    ActivationKind.MXFP8_EVEN: activations.round_mxfp8_even_4,
-    ActivationKind.MXFP8_DOWN: activations.round_mxfp8_down_4,
-}
-
-
-def quantizer(kind: ActivationKind, bits: int) -> Any:
-    """The `quantize` function of a kind, beside codes of so many bits."""
-    if kind is ActivationKind.PLAIN:
-        return activations.arrange_4 if bits == 4 else activations.arrange_8
-    if bits != 4:
-        raise TensorError(f"quantised activations go with codes of 4 bits, got {bits}")
-    return _QUANTIZE[kind]
+#: depth of a step of the k loop; of a short one, where columns have groups of their own, and for float32 products,
+#: which no tensor core computes
+STEP, SHORT_STEP = 128, 32
+#: columns that a scale of MXFP8 spans
+UNIT = 32
 
 
 def as_stored_scheme(
-    kind: ActivationKind,
-    bits: int,
+    key: QuantKey | None,
+    bits: int | None,
     dtype: torch.dtype,
     *,
     scaled: bool = False,
@@ -51,38 +34,38 @@ def as_stored_scheme(
     pre_scales: tuple[Tensor | None, Tensor | None] = (None, None),
     static: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> ActivationScheme:
-    """Activations of ``kind`` beside codes of ``bits``, in a layer of ``dtype``.
+    """Activations of ``key`` (None: 16-bit) beside codes of ``bits``, in a layer of ``dtype``.
 
-    ``scaled``: the tensor cores multiply e4m3 codes with e8m0 bytes, for kind MXFP8; ``pre_scaled``: columns of x and
-    h have ``pre_scales`` float32 [E, columns]; ``static`` scales [E] of x and h, for kind EXPERT.
+    ``bits`` None: weights have their columns in order.  ``scaled``: the tensor cores multiply e4m3 codes with e8m0
+    bytes, for MXFP8; ``pre_scaled``: columns of x and h have ``pre_scales`` float32 [E, columns]; ``static`` scales [E]
+    of x and h, for e4m3 with a scale per expert.  Raises ConfigError for other keys.
     """
     if scaled:
         e4m3, e8m0 = torch.float8_e4m3fn, torch.uint8
-        return GroupScheme(
-            activations.code_mxfp8,
-            e4m3,
-            UNIT,
-            scale_dtype=e8m0,
-            scale_group=UNIT,
-            takes_values=True,
-            keeps_range=False,
-        )
-    quantize, stored = quantizer(kind, bits), dtype if kind is ActivationKind.PLAIN else torch.bfloat16
-    by_token = kind is ActivationKind.TOKEN
+        return GroupScheme(code_mxfp8, e4m3, UNIT, scale_dtype=e8m0, scale_group=UNIT, keeps_range=False)
+    quantize, stored = quantizer(key, bits), dtype if key is None else torch.bfloat16
+    by_token, block = key == kFp8DynamicTokenSym, key == kFp8Dynamic128Sym
     if by_token or pre_scaled:
         return PreScaledScheme(quantize, stored, by_token, pre_scaled, *pre_scales)
-    block = kind is ActivationKind.BLOCK
     return GroupScheme(
         quantize,
         stored,
         STEP if block else UNIT,
         scale_dtype=torch.float32 if block else None,
         takes_values=True,
-        static=kind is ActivationKind.EXPERT,
+        static=key == kFp8StaticTensorSym,
         x_scale=static[0],
         h_scale=static[1],
-        keeps_range=not kind.weighted_first,
+        # router weights change more than scales otherwise, and multiply x before it is rounded
+        keeps_range=key is None or block,
     )
+
+
+def activation_functions(key: QuantKey | None) -> tuple[Any, Any]:
+    """open_a and load_a of the tile kernel for activations of ``key``."""
+    if key == kFp8Dynamic128Sym:
+        return tiles.open_blocks, tiles.load_blocks
+    return open_values if key in (kFp8DynamicTokenSym, kFp8StaticTensorSym) else tiles.open_plain, load_values
 
 
 def packed_weight(
@@ -90,18 +73,29 @@ def packed_weight(
     bits: int,
     rows: int,
     columns: int,
-    arguments: tuple[Any, ...],
+    scales: Tensor,
     functions: TileFunctions,
     *,
+    others: Tensor | None = None,
+    column_groups: Tensor | None = None,
     bias: Tensor | None = None,
     step: int = STEP,
 ) -> GemmWeight:
     """A weight of ``words`` int32 or uint8 [E, rows of all halves, words]: ``columns`` codes of ``bits``.
 
-    Low bits come first; ``rows`` of one half; ``step`` columns of a step of the k loop.
+    Low bits come first; ``rows`` of one half; ``step`` columns of a step of the k loop.  For `tiles.open_codes`:
+    ``scales`` [E, groups, rows of all halves]; ``others``: of that shape, or [E, rows of all halves];
+    ``column_groups`` [E, columns padded to whole steps]: the group of each column.
     """
+    strides = (
+        *(words.stride(0), words.stride(1), words.shape[2]),
+        *scales.stride(),
+        scales.shape[1],
+        0 if others is None else others.stride(0),
+        0 if column_groups is None else column_groups.stride(0),
+    )
     return GemmWeight(
-        arguments,
+        (words, scales, others, column_groups, *strides),
         rows,
         columns,
         lambda config, a: functions,

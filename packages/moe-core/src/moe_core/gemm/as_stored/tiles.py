@@ -14,22 +14,23 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.scaled_mm import load_values
-from moe_core.gemm.weight_tile import weight_tile
+from moe_core.gemm.weight_tile import weight_rows, weight_tile
 from moe_core.jit.casts import INTERPRET
 from moe_core.jit.wait import wait_for_mma
 
 
 @triton.jit
 def arrange(tile, P: tl.constexpr, AXIS: tl.constexpr):
-    """Order the columns (dimension AXIS) of a tile as `in_order` has those of the weights."""
+    """Order the columns (dimension AXIS) of a tile as `in_order` has those of the weights; P 0: leave them."""
     ROWS: tl.constexpr = tile.shape[1 - AXIS]
     COLUMNS: tl.constexpr = tile.shape[AXIS]
-    UNITS: tl.constexpr = COLUMNS // (4 * P)
-    if AXIS == 1:
-        units = tile.reshape(ROWS, UNITS, 4, 2, P // 2).permute(0, 1, 4, 2, 3)
+    if P == 0:
+        return tile
+    elif AXIS == 1:
+        units = tile.reshape(ROWS, COLUMNS // (4 * P), 4, 2, P // 2).permute(0, 1, 4, 2, 3)
         return units.reshape(ROWS, COLUMNS)
     else:
-        units = tile.reshape(UNITS, 4, 2, P // 2, ROWS).permute(0, 3, 1, 2, 4)
+        units = tile.reshape(COLUMNS // (4 * P), 4, 2, P // 2, ROWS).permute(0, 3, 1, 2, 4)
         return units.reshape(COLUMNS, ROWS)
 
 
@@ -41,11 +42,29 @@ def in_order(numbers, N: tl.constexpr, W: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def load_words(state, b_desc, k, W: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """int32 [BLOCK_N, W] of step k; beyond the last word 0, which meets zeros of the activations.
+def open_codes(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """State of a tile, of b_args as `moe_core.gemm.as_stored.scheme.packed_weight` makes them.
 
-    `state` starts with pointers to the tile's rows, which of them exist, the first row and the words of a row.
+    Pointers to the tile's rows, which of them exist, the first, words of a row; pointers to the rows' scales, stride of
+    a group's, number of groups; a pointer to the groups of columns; if there are any, pointers to the rows' `others`.
     """
+    words, scales, others, columns = b_args[:4]
+    stride_e, stride_n, row_words, scale_e, scale_g, scale_n, groups, other_e, column_e = b_args[4:]
+    rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
+    base = expert.to(tl.int64)
+    row = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
+    # a state holds no None
+    column = words if columns is None else columns + base * column_e
+    state = rows, inside, first, row_words, scales + base * scale_e + row * scale_n, scale_g, groups, column
+    if others is None:
+        return state
+    else:
+        return state + (others + base * other_e + row,)
+
+
+@triton.jit
+def load_words(state, b_desc, k, W: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """[BLOCK_N, W] of step k; beyond the last word 0, which meets zeros of the activations."""
     return weight_tile(state[0], state[1], state[2], b_desc, k, state[3], W, EVEN_N, EVEN_K)
 
 
