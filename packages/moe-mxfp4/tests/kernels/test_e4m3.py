@@ -13,8 +13,8 @@ from moe_core.gemm.workspaces import order_workspaces
 from moe_core.numerics import E2M1_VALUES
 from moe_core.ops.sort import sort_pairs
 from moe_core.workspace import Workspace
+from moe_mxfp4.kernels.convert import LARGEST_E4M3, convert_to_e4m3
 from moe_mxfp4.kernels.e4m3 import E2M1
-from moe_mxfp4.kernels.e4m3_convert import LARGEST, convert_to_e4m3
 
 COLUMNS, ROWS = 256, 128
 FEW, MANY = TileConfig(16, 128, 4, 2, swap_ab=True), TileConfig(64, 128, 4, 2, swap_ab=True)
@@ -80,7 +80,7 @@ def test_within_twelve_powers_every_code_is_exact(base: int, config: TileConfig,
 
 @CONFIGS
 def test_smaller_groups_become_zeros(config: TileConfig, device: torch.device) -> None:
-    exponents = (140 - torch.tensor([0, LARGEST, LARGEST + 1, 13, 40, 139, 1, 5])).expand(ROWS, -1)
+    exponents = (140 - torch.tensor([0, LARGEST_E4M3, LARGEST_E4M3 + 1, 13, 40, 139, 1, 5])).expand(ROWS, -1)
     expected = values(every_code(), exponents)
     expected[:, 64:192] = 0.0
     assert torch.equal(widened(every_code(), exponents, device, config).double(), expected)

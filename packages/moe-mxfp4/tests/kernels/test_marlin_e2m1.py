@@ -14,7 +14,7 @@ from moe_core.gemm.workspaces import order_workspaces
 from moe_core.numerics import E2M1_VALUES
 from moe_core.ops.sort import sort_pairs
 from moe_core.workspace import Workspace
-from moe_mxfp4.kernels.marlin_convert import convert_e2m1
+from moe_mxfp4.kernels.convert import convert_e2m1
 from moe_mxfp4.kernels.marlin_e2m1 import e2m1_functions
 
 COLUMNS, ROWS = 256, 128
