@@ -266,5 +266,33 @@ def test_layers_made_in_inference_mode_can_be_renewed(folder: Callable[..., Path
     assert torch.equal(run(module, call), expected)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(folder: Callable[..., Path], call: Call) -> None:
+    """Shared memory, one compiled graph, and a CUDA graph that sees weights which are written afterwards."""
+    model, other = load(folder()).cuda(), load(folder(seed=1)).cuda()
+    module, changed = experts(model), experts(other)
+    x, ids, weights = inputs = tuple(tensor.cuda() for tensor in call)
+    prepare_experts(model)
+    layer = module._moe_core_held.layer
+    own = {tensor.data_ptr() for tensor in module.parameters()}
+    assert {tensor.data_ptr() for _, tensor in layer.weights.tensors()} <= own
+    expected = mc.load_layer(folder(), layer=0, device="cuda")(x, topk_weights=weights, topk_ids=ids)
+    assert torch.equal(run(module, inputs), expected)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(module, fullgraph=True)(*inputs), expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = module(*inputs)
+        graph.replay()
+        assert torch.equal(output, expected)
+        for mine, theirs in zip(module.parameters(), changed.parameters(), strict=True):
+            mine.copy_(theirs)
+        prepare_experts(model)
+        graph.replay()
+        assert torch.equal(output, run(changed, inputs))
+    tokens = model.generate(torch.arange(6, device="cuda")[None], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert tokens.shape == (1, 9)
+
+
 def test_the_names_are_public() -> None:
     assert {"prepare_experts", "quantize_experts", "ExpertsMemoryWarning"} <= set(moe_transformers.__all__)
