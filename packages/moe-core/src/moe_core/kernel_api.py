@@ -73,7 +73,7 @@ from moe_core.gemm.scaled_mm import (
 )
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
 from moe_core.gemm.zero_points import shifted, with_zero
-from moe_core.jit.casts import INTERPRET, divide, factor_e4m3, narrow_e4m3
+from moe_core.jit.casts import INTERPRET, divide, downcast_e4m3, factor_e4m3
 from moe_core.jit.specialize import specialize
 from moe_core.jit.wait import wait_for_mma
 
@@ -138,7 +138,7 @@ __all__ = [
     "INTERPRET",
     "divide",
     "factor_e4m3",
-    "narrow_e4m3",
+    "downcast_e4m3",
     "wait_for_mma",
     # copies of device functions
     "specialize",

@@ -6,17 +6,17 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_core.jit.casts import divide, divide_all, narrow, narrow_e4m3, round_int8
+from moe_core.jit.casts import divide, divide_all, downcast, downcast_e4m3, round_int8
 
 
 @triton.jit
-def _narrow_kernel(x, out, E4M3: tl.constexpr, BLOCK: tl.constexpr):
+def _downcast_kernel(x, out, E4M3: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.arange(0, BLOCK)
     value = tl.load(x + index)
     if E4M3:
-        tl.store(out + index, narrow_e4m3(value))
+        tl.store(out + index, downcast_e4m3(value))
     else:
-        tl.store(out + index, narrow(value, out.dtype.element_ty))
+        tl.store(out + index, downcast(value, out.dtype.element_ty))
 
 
 @triton.jit
@@ -44,12 +44,12 @@ def e4m3_values():
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_narrow(dtype, device):
+def test_downcast(dtype, device):
     random = torch.randn(2048, generator=torch.Generator().manual_seed(0))
     for x in (e4m3_values(), random * 100, random * 1e-3):
         x = x.clamp(-448, 448).to(device)
         out = torch.empty(2048, dtype=dtype, device=device)
-        _narrow_kernel[(1,)](x, out, dtype is torch.float8_e4m3fn, 2048)
+        _downcast_kernel[(1,)](x, out, dtype is torch.float8_e4m3fn, 2048)
         expected = x.to(dtype)
         assert torch.equal(out.float(), expected.float())
 

@@ -26,10 +26,10 @@ SMALLEST = {torch.bfloat16: LARGEST - 132, torch.float16: LARGEST - 23, torch.fl
 
 @triton.jit
 def _numbers_kernel(words, scales, out, dtype: tl.constexpr):
-    """`numbers` of int32 [16, 16]."""
+    """`dequantize_e2m1` of int32 [16, 16]."""
     row = tl.arange(0, 16)
     tile = tl.load(words + row[:, None] * 16 + tl.arange(0, 16)[None, :])
-    values = e2m1.numbers(tile, tl.load(scales + row), 128, dtype)
+    values = e2m1.dequantize_e2m1(tile, tl.load(scales + row), 128, dtype)
     tl.store(out + row[:, None] * 128 + tl.arange(0, 128)[None, :], values.to(tl.float32))
 
 

@@ -29,10 +29,10 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @triton.jit
 def numbers_kernel(words, zeros, out, P: tl.constexpr):
-    """`numbers` of int32 [16, 16]."""
+    """`dequantize_codes` of int32 [16, 16]."""
     row = tl.arange(0, 16)
     tile = tl.load(words + row[:, None] * 16 + tl.arange(0, 16)[None, :])
-    values = codes.numbers(tile, tl.load(zeros + row), 16 * P, out.dtype.element_ty)
+    values = codes.dequantize_codes(tile, tl.load(zeros + row), 16 * P, out.dtype.element_ty)
     tl.store(out + row[:, None] * (16 * P) + tl.arange(0, 16 * P)[None, :], values)
 
 

@@ -1,6 +1,7 @@
 """The k loop of one consumer in `moe_core.gemm.hopper`, where scales do not change along k.
 
-    a_args = (scales, whether each row has one or None: each expert, marks of rows or None: see `gemm.scaled_mm.marked`)
+    a_args = (scales, whether each row has one or None: each expert, NaN flags of rows or None: see
+        `gemm.scaled_mm.scale_or_nan`)
     b_args = (scales, stride per expert, per half of a gated product, per column)
 
 with strides of 0 where the scale is the same.  Scales of A with zero points are int64 (`moe_core.gemm.zero_points`);
@@ -36,7 +37,7 @@ def scaled_mm(turn, row, expert, block_n, a_args, b_args, ring, steps, N, WARPGR
     int8 is summed in int32, exactly, and scaled once; e4m3 in float32, in the tensor cores.
     """
     INT8: gl.constexpr = ring[0].dtype == gl.int8
-    a_scales, by_row, marks = a_args
+    a_scales, by_row, nan_flags = a_args
     place = row
     if by_row is None:
         place = expert + gl.zeros_like(row)
@@ -54,8 +55,8 @@ def scaled_mm(turn, row, expert, block_n, a_args, b_args, ring, steps, N, WARPGR
     else:
         WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 32])
         acc = gl.zeros([HALF, 2 * TILE], gl.float32, WIDE)
-    if marks is not None:
-        row_scale = gl.where(gl.load(marks + row) > 0x7F800000, float("nan"), row_scale)
+    if nan_flags is not None:
+        row_scale = gl.where(gl.load(nan_flags + row) > 0x7F800000, float("nan"), row_scale)
     scale_0, scale_1 = _of_columns(scales, b_args[2], b_args[3], block_n, N, GATED)
     for k in range(steps):
         a, b = wait_for_slot(ring, turn, WARPGROUP)

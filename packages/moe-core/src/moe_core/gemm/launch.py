@@ -177,7 +177,7 @@ class Result:
     ``values`` [rows, columns]; of gemm1 with room for whole tiles in every row.  ``quantize`` None stores them as they
     are; else ``arguments`` are its `quant_args`, and ``scales`` [rows, groups of a row] hold ``groups`` scales per
     tile, or are None for static ones.  ``amax`` int32, zeroed, receives what ``amax_kind`` says: "row" [rows] and
-    "tensor" [1] largest magnitudes of what is stored as it is; "nan" [rows] marks of rows of what is quantised that
+    "tensor" [1] largest magnitudes of what is stored as it is; "nan" [rows] NaN flags of rows of what is quantised that
     hold a NaN; "" nothing.  ``kind`` says in the warp-specialised kernel's words what ``quantize`` does, see
     `moe_core.gemm.hopper_epilogue`; ``block`` columns are a tile of the split-K reduction.
     """

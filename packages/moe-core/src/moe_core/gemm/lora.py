@@ -1,6 +1,6 @@
 """The LoRA deltas of a fused layer: two more grouped GEMMs for each of its GEMMs.
 
-    numbers    of adapter and expert, for every pair                  (one launch)
+    group_ids  of adapter and expert, for every pair                  (one launch)
     sort       pairs by them                                          (one, two for many pairs)
     low        [pairs, parts * R] = x A^T
     added      [pairs, columns]   = low B^T                           (one launch for each part)
@@ -40,14 +40,14 @@ class Adapters:
         self.workspace = workspace
         pairs, experts = routing.num_pairs, routing.num_experts
         total = lora.weights.num_adapters * experts
-        numbers = workspace["lora_numbers"][:pairs]
+        group_ids = workspace["lora_group_ids"][:pairs]
         batched = isinstance(routing, Batch)
         ids = None if isinstance(routing, Batch) else routing.ids
         expert_map = None if isinstance(routing, Batch) else routing.expert_map
         launch(
             device.adapted_pairs_kernel,
             (triton.cdiv(pairs, 256),),
-            numbers,
+            group_ids,
             lora.adapter_ids,
             ids,
             expert_map,
@@ -61,7 +61,7 @@ class Adapters:
             BLOCK=256,
             num_warps=4,
         )
-        self.routing = Routing(numbers.view(-1, 1 if batched else routing.top_k), None, total)
+        self.routing = Routing(group_ids.view(-1, 1 if batched else routing.top_k), None, total)
         self.block_m = 64 if pairs > _MANY * total else 16
         scratch = {name.removeprefix(LORA): t for name, t in workspace.items() if name.startswith(LORA)}
         self.order = sort_pairs(self.routing.ids, total, self.block_m, workspace=scratch)

@@ -16,7 +16,7 @@ from moe_core.ops._sort_kernels import local_expert
 
 @triton.jit
 def adapted_pairs_kernel(
-    numbers,
+    group_ids,
     adapter_ids,
     ids,
     expert_map,
@@ -30,7 +30,7 @@ def adapted_pairs_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """numbers [pairs] int32 of adapter and expert, -1 where there is none.
+    """group_ids [pairs] int32 of adapter and expert, -1 where there is none.
 
     `ids` [pairs] select experts, or None for batched rows, of which `counts` [num_experts] are in use; then `top_k` is
     the capacity of an expert's buffer.
@@ -49,7 +49,7 @@ def adapted_pairs_kernel(
         row = pair
     adapter = tl.load(adapter_ids + row, mask=mask, other=-1)
     known = (expert >= 0) & (adapter >= 0) & (adapter < num_adapters)
-    tl.store(numbers + pair, tl.where(known, adapter * num_experts + expert, -1), mask=mask)
+    tl.store(group_ids + pair, tl.where(known, adapter * num_experts + expert, -1), mask=mask)
 
 
 @triton.jit

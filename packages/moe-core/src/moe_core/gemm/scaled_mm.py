@@ -11,7 +11,7 @@ Scales of int8 with zero points are int64 (`moe_core.gemm.zero_points`).
 
 A token whose values are not finite where its scale is made of them, or NaN where the scale is static, has a result
 of NaN.  Codes of e4m3 carry that.  Codes of integers don't: the row's scale becomes NaN, or, where programs that see a
-part of a row make codes for a static scale, the row is marked, and who reads it makes its scale NaN (`marked`).
+part of a row make codes for a static scale, the row is flagged, and who reads it makes its scale NaN (`scale_or_nan`).
 
 Few rows are quantised while they are loaded (`open_unquantized`, `load_unquantized`): their tile is small beside that
 of the weights, and the scale, which needs the whole row or tensor, is known by then: static, or the magnitude that the
@@ -25,7 +25,7 @@ import triton.language as tl
 
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
 from moe_core.gemm.zero_points import scale_and_zero, shifted
-from moe_core.jit.casts import INTERPRET, divide, divide_all, factor_e4m3, narrow_e4m3, round_int8
+from moe_core.jit.casts import INTERPRET, divide, divide_all, downcast_e4m3, factor_e4m3, round_int8
 from moe_core.jit.specialize import specialize
 from moe_core.ops._quantize_kernels import encode, finite_bits, magnitude_bits
 from moe_core.ops._sort_kernels import local_expert
@@ -95,12 +95,12 @@ def is_finite(tile, AXIS: tl.constexpr):
 
 
 @triton.jit
-def marked(scale, marks, rows):
-    """Scales of `rows`, NaN where `marks` [rows] int32, bits of magnitudes, are NaN's; None marks nothing."""
-    if marks is None:
+def scale_or_nan(scale, nan_flags, rows):
+    """Scales of `rows`, NaN where `nan_flags` [rows] int32, bits of magnitudes, are NaN's; None flags nothing."""
+    if nan_flags is None:
         return scale
     else:
-        return tl.where(tl.load(marks + rows) > INFINITY_BITS, float("nan"), scale)
+        return tl.where(tl.load(nan_flags + rows) > INFINITY_BITS, float("nan"), scale)
 
 
 # ------------------------------------------------------------------ activations
@@ -110,15 +110,15 @@ def marked(scale, marks, rows):
 def open_values(a_args, rows, expert):
     """(pointers to rows, scales), and zero points where there are any.
 
-    a_args = (values, scales, values' row stride, scales' stride per row and per expert, marks of rows or None)
+    a_args = (values, scales, values' row stride, scales' stride per row and per expert, NaN flags of rows or None)
     """
-    values, scales, stride, scale_row, scale_expert, marks = a_args
+    values, scales, stride, scale_row, scale_expert, nan_flags = a_args
     scale = tl.load(scales + rows * scale_row + expert * scale_expert)
     if scale.dtype == tl.int64:
         scale, zero = scale_and_zero(scale)
-        return values + rows * stride, marked(scale, marks, rows), zero
+        return values + rows * stride, scale_or_nan(scale, nan_flags, rows), zero
     else:
-        return values + rows * stride, marked(scale, marks, rows)
+        return values + rows * stride, scale_or_nan(scale, nan_flags, rows)
 
 
 @triton.jit
@@ -144,11 +144,11 @@ LOAD_PARTS = {parts: specialize(_load_parts, PARTS=parts) for parts in (1, 2, 4)
 @triton.jit
 def open_unquantized(a_args, rows, expert):
     """As `open_values`, of values in a wider type; scales may be magnitudes (bits, int32).  A ends with K and codes."""
-    values, scales, stride, scale_row, scale_expert, marks, columns, codes = a_args
+    values, scales, stride, scale_row, scale_expert, nan_flags, columns, codes = a_args
     scale = tl.load(scales + rows * scale_row + expert * scale_expert)
     if scale.dtype == tl.int32:
         scale = scale_of_codes(scale, codes)
-    return values + rows * stride, marked(scale, marks, rows), columns, scales, codes
+    return values + rows * stride, scale_or_nan(scale, nan_flags, rows), columns, scales, codes
 
 
 @triton.jit
@@ -172,7 +172,7 @@ def quantize_row(tile, quant_args, expert, AXIS: tl.constexpr):
     if codes.dtype.element_ty == tl.int8:
         return round_int8(values), scale
     else:
-        return narrow_e4m3(values), scale
+        return downcast_e4m3(values), scale
 
 
 @triton.jit
@@ -286,8 +286,8 @@ def row_amax(tile, quant_args, token, AXIS: tl.constexpr):
 
 
 @triton.jit
-def row_marks(tile, quant_args, token, AXIS: tl.constexpr):
-    """What `marked` takes of each row, as its scale; values stay."""
+def row_nan_flags(tile, quant_args, token, AXIS: tl.constexpr):
+    """What `scale_or_nan` takes of each row, as its scale; values stay."""
     return tile, largest(tile, AXIS)
 
 

@@ -51,7 +51,7 @@ import triton.language as tl
 
 from moe_core.gemm.schedule import locate, tile_of
 from moe_core.jit.activation import activate
-from moe_core.jit.casts import narrow
+from moe_core.jit.casts import downcast
 from moe_core.ops._quantize_kernels import finite_bits, magnitude_bits
 
 # which row of an operand or of the result belongs to a row of the tile
@@ -110,12 +110,12 @@ def _store_amax(amax, value, target, row_mask, value_mask, AXIS: tl.constexpr, A
 
 
 @triton.jit
-def _mark_nan(marks, value, target, value_mask, AXIS: tl.constexpr):
+def _flag_nan(nan_flags, value, target, value_mask, AXIS: tl.constexpr):
     """Write a NaN's bits for the rows `target` of `value` that hold one.
 
     Each NaN writes them by itself: there are none, and looking through whole rows first would cost more.
     """
-    pointers = marks + tl.expand_dims(target, AXIS) + tl.zeros(value.shape, tl.int32)
+    pointers = nan_flags + tl.expand_dims(target, AXIS) + tl.zeros(value.shape, tl.int32)
     tl.store(pointers, 0x7FC00000, mask=value_mask & (value != value))
 
 
@@ -177,13 +177,13 @@ def finish_tile(
         acc = acc * weight
     pointers = result.out + _column(target * result.stride, SWAP_AB) + _row(columns, SWAP_AB)
     if result.quantize is None:
-        values = narrow(acc, result.out.dtype.element_ty)
+        values = downcast(acc, result.out.dtype.element_ty)
         if result.amax_kind != "":
             _store_amax(result.amax, values.to(tl.float32), target, mask, stored, AXIS, result.amax_kind)
         tl.store(pointers, values, mask=stored)
     else:
         if result.amax_kind == "nan":
-            _mark_nan(result.amax, acc, target, stored, AXIS)
+            _flag_nan(result.amax, acc, target, stored, AXIS)
         values, scale = result.quantize(acc, result.quant_args, expert, AXIS)
         tl.store(pointers, values, mask=stored)
         if result.scales is not None:

@@ -38,7 +38,7 @@ def lora_workspaces(config: FusedMoEConfig, pairs: int) -> tuple[WorkspaceSpec, 
     sort = sort_workspaces(pairs, config.max_loras * config.local_experts, MIN_BLOCK_M)
     return (
         *(replace(spec, name=LORA + spec.name) for spec in sort),
-        WorkspaceSpec("lora_numbers", (pairs,), torch.int32),
+        WorkspaceSpec("lora_group_ids", (pairs,), torch.int32),
         WorkspaceSpec("lora_low", (pairs, parts * config.max_lora_rank), wide),
         WorkspaceSpec("lora_w13", (pairs, parts * config.intermediate_size), wide),
         WorkspaceSpec("lora_w2", (pairs, config.hidden_size), wide),

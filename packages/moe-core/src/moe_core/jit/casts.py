@@ -65,7 +65,7 @@ def round_e2m1(x):
 
 
 @triton.jit
-def narrow_e4m3(x):
+def downcast_e4m3(x):
     """float32, |x| <= 448 or NaN, to e4m3 (round to nearest even)."""
     if INTERPRET:
         # the interpreter rounds a NaN's mantissa like a number's: leave it the three ones of e4m3's NaN
@@ -92,7 +92,7 @@ def round_int8(x):
 
 
 @triton.jit
-def narrow(x, dtype: tl.constexpr):
+def downcast(x, dtype: tl.constexpr):
     """float32 to float32, bfloat16 or float16 (round to nearest even)."""
     if INTERPRET and dtype == tl.bfloat16:
         x = _keep_bits(x, 16)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from moe_core import numerics
 from moe_core.jit.activation import activate_gated, activate_plain
-from moe_core.jit.casts import INTERPRET, narrow, narrow_e4m3
+from moe_core.jit.casts import INTERPRET, downcast, downcast_e4m3
 from moe_core.ops._exact_kernels import round_half_even
 
 _AMAX_FLOOR = tl.constexpr(numerics.AMAX_FLOOR)
@@ -103,12 +103,12 @@ def encode(x, CODE: tl.constexpr, dtype: tl.constexpr):
     """Codes of values that are divided by their scale, saturating; NaN stays NaN in e4m3 and is 0 in int8."""
     if CODE == "e4m3":
         x = tl.maximum(tl.minimum(x, 448.0, propagate_nan=_NAN), -448.0, propagate_nan=_NAN)
-        return narrow_e4m3(x)
+        return downcast_e4m3(x)
     elif CODE == "int8":
         x = tl.maximum(tl.minimum(x, 127.0, propagate_nan=_NAN), -128.0, propagate_nan=_NAN)
         return tl.where(x == x, round_half_even(x), 0.0).to(tl.int8)
     else:
-        return narrow(x, dtype)
+        return downcast(x, dtype)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.jit.casts import narrow
+from moe_core.jit.casts import downcast
 from moe_core.ops._sort_kernels import local_expert
 
 
@@ -52,4 +52,4 @@ def reduce_kernel(
         for part in tl.static_range(SPLIT_K):
             row = y + (place * SPLIT_K + part) * stride_y
             total += weight * tl.load(row + column, mask=column < end, other=0.0).to(tl.float32)
-    tl.store(out + token * stride_out + column, narrow(total, out.dtype.element_ty), mask=inside)
+    tl.store(out + token * stride_out + column, downcast(total, out.dtype.element_ty), mask=inside)

@@ -12,7 +12,7 @@ give the same bits.  (Behind an activation the values themselves may differ in t
   products with it are NaN.  A scale per tensor spans the finite values; with it what is not finite has the code of NaN,
   with a static scale an infinity saturates.  Codes of NaN are NaN in e4m3.  int8 has none: there it is 0, and who
   multiplies such codes keeps NaN otherwise (`moe_core.quantization.integer_row_scales`,
-  `moe_core.gemm.scaled_mm.marked`).
+  `moe_core.gemm.scaled_mm.scale_or_nan`).
 """
 
 from __future__ import annotations

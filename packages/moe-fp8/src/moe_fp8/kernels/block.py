@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from moe_core.kernel_api import divide, factor_e4m3, narrow_e4m3, prefetch_rows, weight_rows, weight_tile
+from moe_core.kernel_api import divide, downcast_e4m3, factor_e4m3, prefetch_rows, weight_rows, weight_tile
 
 NAN = tl.constexpr(tl.PropagateNan.ALL)
 E4M3_MAX = tl.constexpr(448.0)
@@ -99,4 +99,4 @@ def quantize(tile, quant_args, expert, AXIS: tl.constexpr):
     """Quantise a float32 tile whose whole AXIS is one group: e4m3 values and one float32 scale, amax / 448."""
     amax = tl.maximum(tl.max(tl.abs(tile), axis=AXIS), AMAX_FLOOR)
     scale = tl.div_rn(amax, E4M3_MAX)
-    return narrow_e4m3(divide(tile, tl.expand_dims(scale, AXIS))), scale
+    return downcast_e4m3(divide(tile, tl.expand_dims(scale, AXIS))), scale

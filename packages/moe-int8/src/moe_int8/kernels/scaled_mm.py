@@ -58,7 +58,7 @@ def scale_acc_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
 # ------------------------------------------------------------------ as values
 
 
-INT8 = ScaledMMFunctions(torch.int8, accumulate=tl.constexpr(tl.int32), marks=True)
+INT8 = ScaledMMFunctions(torch.int8, accumulate=tl.constexpr(tl.int32), flags_nan=True)
 
 #: activations with zero points: `ActivationScales` and scratch scales are `with_zero`, operands have `row_sums`
 INT8_ZERO = replace(

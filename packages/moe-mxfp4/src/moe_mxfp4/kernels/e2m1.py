@@ -48,7 +48,7 @@ def _pair(words, factor, I: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def numbers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
+def dequantize_e2m1(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
     """Words [N, W] as [N, COLUMNS] in the order of `arrange`, times their groups' scales, int32 [N]: four bytes."""
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
@@ -95,7 +95,7 @@ def load_e2m1(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, 
 def scaled_mm_blockwise(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (weights @ a.T) * scales of the step's activations."""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    return acc + swap_ab_dot(numbers(b, b_scale, a.shape[1], a.dtype), a) * a_scale[None, :]
+    return acc + swap_ab_dot(dequantize_e2m1(b, b_scale, a.shape[1], a.dtype), a) * a_scale[None, :]
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def scale_acc_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     return acc * a_state[1][None, :] * b_state[8][:, None]
 
 
-_MULTIPLY = specialize(multiply, dequantize=numbers)
+_MULTIPLY = specialize(multiply, dequantize=dequantize_e2m1)
 
 
 def e2m1_functions(key: QuantKey | None) -> TileFunctions:

@@ -59,7 +59,7 @@ def _pair(words, zero, I: tl.constexpr, P: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def numbers(words, zero, COLUMNS: tl.constexpr, dtype: tl.constexpr):
+def dequantize_codes(words, zero, COLUMNS: tl.constexpr, dtype: tl.constexpr):
     """Words [N, W] less zero points [N], as [N, COLUMNS] in the order of `arrange`; exact."""
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
@@ -150,7 +150,7 @@ def multiply_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     words = _parts(b, len(b_scale))
     for i in tl.static_range(len(b_scale)):
-        values = numbers(words[i], b_scale[i][1], a[i].shape[1], a[i].dtype)
+        values = dequantize_codes(words[i], b_scale[i][1], a[i].shape[1], a[i].dtype)
         acc += swap_ab_dot(values, a[i]) * b_scale[i][0].to(tl.float32)[:, None]
     return acc
 
@@ -160,7 +160,7 @@ def multiply_columns(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + ((codes - zero points) * scales) @ a.T"""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     scale, zero = b_scale
-    codes = numbers(b, tl.zeros((b.shape[0],), tl.float32), a.shape[1], tl.float32)
+    codes = dequantize_codes(b, tl.zeros((b.shape[0],), tl.float32), a.shape[1], tl.float32)
     values = (codes - zero) * scale.to(tl.float32)
     if INTERPRET or a.dtype == tl.float32:
         return acc + swap_ab_dot(values, a)
@@ -195,7 +195,7 @@ _LOAD_COLUMNS = {bits: specialize(_load_columns, BITS=bits) for bits in (4, 8)}
 _LOAD_GROUPS = {
     (bits, groups): specialize(_load_groups, BITS=bits, GROUPS=groups) for bits in (4, 8) for groups in (1, 2, 4)
 }
-_MULTIPLY_ROWS = specialize(multiply, dequantize=numbers)
+_MULTIPLY_ROWS = specialize(multiply, dequantize=dequantize_codes)
 
 
 def code_functions(key: QuantKey | None, bits: int, groups: int) -> TileFunctions:

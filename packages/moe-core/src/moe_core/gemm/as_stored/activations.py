@@ -16,7 +16,7 @@ import triton.language as tl
 from moe_core.errors import ConfigError
 from moe_core.gemm.as_stored.tiles import arrange
 from moe_core.gemm.scaled_mm import largest, scale_of
-from moe_core.jit.casts import divide, divide_all, narrow, narrow_e4m3, round_e2m1, round_e4m3
+from moe_core.jit.casts import divide, divide_all, downcast, downcast_e4m3, round_e2m1, round_e4m3
 from moe_core.jit.specialize import specialize
 from moe_core.ops._quantize_kernels import magnitude_bits
 from moe_core.ops._quantize_kernels import scale_of as group_scale_of
@@ -48,7 +48,7 @@ def _saturate(x, MAX: tl.constexpr):
 @triton.jit
 def arrange_values(tile, quant_args, expert, AXIS: tl.constexpr):
     """Values as they are, in the type of the tensor that they go to."""
-    return arrange(narrow(tile, quant_args[0].dtype.element_ty), CODES, AXIS), 0.0
+    return arrange(downcast(tile, quant_args[0].dtype.element_ty), CODES, AXIS), 0.0
 
 
 @triton.jit
@@ -56,14 +56,14 @@ def round_tile(tile, quant_args, expert, AXIS: tl.constexpr):
     """All columns of the tile as e4m3 numbers and one float32 scale, amax / 448."""
     scale = scale_of(largest(tile, AXIS), E4M3_MAX)
     rounded = round_e4m3(divide(tile, tl.expand_dims(scale, AXIS)))
-    return arrange(narrow(rounded, tl.bfloat16), CODES, AXIS), scale
+    return arrange(downcast(rounded, tl.bfloat16), CODES, AXIS), scale
 
 
 @triton.jit
 def round_static(tile, quant_args, expert, AXIS: tl.constexpr):
     """e4m3 numbers for the expert's scale, saturating; quant_args = (where they go, float32 scales of experts)."""
     rounded = round_e4m3(_saturate(divide_all(tile, tl.load(quant_args[1] + expert)), E4M3_MAX))
-    return arrange(narrow(rounded, tl.bfloat16), CODES, AXIS), 0.0
+    return arrange(downcast(rounded, tl.bfloat16), CODES, AXIS), 0.0
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def round_mx(tile, quant_args, expert, AXIS: tl.constexpr):
         # more than the largest code is possible where scales are not rounded up
         scaled = _saturate(scaled, 448.0 if CODE == "e4m3" else 6.0)
     rounded = round_e4m3(scaled) if CODE == "e4m3" else round_e2m1(scaled)
-    return arrange(narrow((rounded * scale).reshape(tile.shape), tl.bfloat16), CODES, AXIS), 0.0
+    return arrange(downcast((rounded * scale).reshape(tile.shape), tl.bfloat16), CODES, AXIS), 0.0
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def code_mxfp8(tile, quant_args, expert, AXIS: tl.constexpr):
     GROUPS: tl.constexpr = tile.shape[AXIS] // MX_GROUP
     scaled, scale = _scaled_mx(tile, "e4m3", AXIS, "up")
     exponents = (magnitude_bits(scale) >> 23).to(tl.uint8)
-    codes = narrow_e4m3(scaled).reshape(tile.shape)
+    codes = downcast_e4m3(scaled).reshape(tile.shape)
     if GROUPS == 1:
         return codes, exponents.reshape(ROWS)
     elif AXIS == 1:

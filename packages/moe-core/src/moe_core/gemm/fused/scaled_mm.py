@@ -45,7 +45,7 @@ class ScaledMMFunctions:
     - ``load_unquantized``: rows that are quantised while they are loaded (``static_on_load``: by static scales too);
       None where they cannot be
     - ``prefetch_weights`` may be None
-    - ``marks``: codes have no NaN, so that rows are marked: see `moe_core.gemm.scaled_mm.marked`
+    - ``flags_nan``: codes have no NaN, so that rows are flagged: see `moe_core.gemm.scaled_mm.scale_or_nan`
     - ``packed``: weights of so many columns lie in an element; where it is one, the warp-specialised kernel reads them
       too; ``block_k``: depth of a step, 128 or a divisor of it
     """
@@ -63,7 +63,7 @@ class ScaledMMFunctions:
     static_on_load: bool = True
     packed: int = 1
     block_k: int = 128
-    marks: bool = False
+    flags_nan: bool = False
 
 
 E4M3 = ScaledMMFunctions(torch.float8_e4m3fn)
@@ -93,7 +93,7 @@ class ScaledMMScheme(ActivationScheme):
         element, scale, kind = self.functions.dtype, self.scale_dtype, self.granularity
         width, inner, dynamic = padded(shape.hidden_size), padded(shape.intermediate_size), kind != "static"
         rows, pairs = shape.rows, shape.pairs
-        found = kind == "tensor" or (not dynamic and self.functions.marks)
+        found = kind == "tensor" or (not dynamic and self.functions.flags_nan)
         return (
             WorkspaceSpec("x_values", (rows if dynamic or shape.batched else 0, width), element),
             WorkspaceSpec("x_scales", (rows,), scale),
@@ -117,28 +117,34 @@ class ScaledMMScheme(ActivationScheme):
     def _quantizes_h_on_load(self, call: Call) -> bool:
         few_launches = call.plan.gemm1.split_k > 1  # where launches are a good part of the time
         # one scale for all says nothing of a row, and who loads a part of it can't know
-        kinds = ("token",) if self.functions.marks else ("token", "tensor")
+        kinds = ("token",) if self.functions.flags_nan else ("token", "tensor")
         return self.granularity in kinds and self._quantizes_on_load(call) and (few_launches or call.w2.k > MAX_SHORT)
 
     def _amax(self, call: Call) -> Tensor | None:
-        """Largest magnitudes of h, per row or [1]; or marks of rows that hold a NaN."""
+        """Largest magnitudes of h, per row or [1]; or NaN flags of rows that hold a NaN."""
         amax, kind = call.workspace["amax"], self.granularity
         if kind == "tensor":
             return amax[:1]
-        wanted = self.functions.marks if kind == "static" else self._quantizes_h_on_load(call)
+        wanted = self.functions.flags_nan if kind == "static" else self._quantizes_h_on_load(call)
         return amax[: call.pairs] if wanted else None
 
     def _rows(
-        self, call: Call, values: Tensor, scales: Tensor, which: int, marks: Tensor | None = None, by_row: bool = True
+        self,
+        call: Call,
+        values: Tensor,
+        scales: Tensor,
+        which: int,
+        nan_flags: Tensor | None = None,
+        by_row: bool = True,
     ) -> OperandA:
         """Operand A of 8-bit values, or of others, which are quantised while they are loaded.
 
         ``scales`` of rows, or of experts or all; of values to be quantised they may be the bits of largest magnitudes.
         """
         by_expert = 1 if self.granularity == "static" and not by_row else 0
-        arguments = (values, scales, values.stride(0), int(by_row), by_expert, marks)
+        arguments = (values, scales, values.stride(0), int(by_row), by_expert, nan_flags)
         if values.dtype is self.functions.dtype:
-            return OperandA(arguments, which, warp_specialised=(scales, 1 if by_row else None, marks))
+            return OperandA(arguments, which, warp_specialised=(scales, 1 if by_row else None, nan_flags))
         codes = call.workspace["h_values"]
         return OperandA((*arguments, values.shape[1], codes), which, form="unquantized")
 
@@ -164,9 +170,13 @@ class ScaledMMScheme(ActivationScheme):
         if self.granularity == "static":
             if self.x_scale is None:
                 raise TypeError("static activations have scales")
-            marks = work["x_amax"] if self.functions.marks else None
-            marking = None if marks is None else QuantizeRows(x, None, marks, device.row_marks, whole_row(x.shape[1]))
-            return call.order(marking, zero=zero), self._rows(call, x, self.x_scale, which, marks, by_row=False)
+            nan_flags = work["x_amax"] if self.functions.flags_nan else None
+            flagging = (
+                None
+                if nan_flags is None
+                else QuantizeRows(x, None, nan_flags, device.row_nan_flags, whole_row(x.shape[1]))
+            )
+            return call.order(flagging, zero=zero), self._rows(call, x, self.x_scale, which, nan_flags, by_row=False)
         if self.granularity == "token" or x.shape[0] == 1:
             job = QuantizeRows(x, values, found, self.functions.quantize_row, whole_row(values.shape[1]), (values,))
             order = call.order(job, zero=zero)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.jit.casts import narrow
+from moe_core.jit.casts import downcast
 
 
 @triton.jit
@@ -54,6 +54,6 @@ def gather_kernel(
     value = tl.load(x + pair // per_row * stride_x + source, mask=some, other=0.0)
     if factor is not None:
         value = value.to(tl.float32) * tl.load(factor + expert * stride_factor + source, mask=some, other=0.0)
-        value = narrow(value, out.dtype.element_ty)
+        value = downcast(value, out.dtype.element_ty)
     # zeros fill up the row
     tl.store(out + pair * stride_out + column, value, mask=column < stride_out)

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from moe_core.gemm.marlin.operand import scale_of, zero_of
 from moe_core.jit.activation import activate_gated, activate_plain
-from moe_core.jit.casts import narrow
+from moe_core.jit.casts import downcast
 from moe_core.ops._sort_kernels import local_expert
 
 
@@ -251,4 +251,4 @@ def gemv_kernel(
             value = activate_plain(value, limit, ACTIVATION, HAS_LIMIT)
     if ROUTER_WEIGHT == 2:
         value *= weight
-    tl.store(out + pair * stride_out + columns, narrow(value, out.dtype.element_ty), mask=inside)
+    tl.store(out + pair * stride_out + columns, downcast(value, out.dtype.element_ty), mask=inside)

@@ -23,7 +23,7 @@ _LARGEST_BYTES = 1024
 
 
 @triton.jit
-def numbers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
+def dequantize_integers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
     """Codes minus zero points, of scales [N]."""
     BITS: tl.constexpr = 32 * words.shape[1] // COLUMNS
     if scales.dtype == tl.int32:
@@ -34,7 +34,7 @@ def numbers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def scaled_numbers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
+def dequantize_scaled_integers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
     """Codes minus zero points, times the scales [N, groups], rounded."""
     W: tl.constexpr = words.shape[1]
     BITS: tl.constexpr = 32 * W // COLUMNS
@@ -49,9 +49,9 @@ def scaled_numbers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
         return integers(words, None, scale, BITS, dtype)
 
 
-_MULTIPLY = specialize(operand.multiply, dequantize=numbers)
-_MULTIPLY_GROUP = specialize(operand.multiply_group, dequantize=numbers)
-_MULTIPLY_SCALED = specialize(operand.multiply, dequantize=scaled_numbers)
+_MULTIPLY = specialize(operand.multiply, dequantize=dequantize_integers)
+_MULTIPLY_GROUP = specialize(operand.multiply_group, dequantize=dequantize_integers)
+_MULTIPLY_SCALED = specialize(operand.multiply, dequantize=dequantize_scaled_integers)
 
 
 def integer_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, Any, Any]:

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from moe_core.gemm.as_stored.tiles import add_swap_ab_dot, swap_ab_dot
 from moe_core.gemm.weight_tile import weight_rows, weight_tile
-from moe_core.jit.casts import INTERPRET, narrow
+from moe_core.jit.casts import INTERPRET, downcast
 from moe_core.jit.specialize import specialize
 
 #: columns of a step
@@ -75,7 +75,7 @@ def load_indexed(state, k, BLOCK_K: tl.constexpr):
     tile = tl.load(state[0][:, None] + source[None, :], mask=some[None, :], other=0.0)
     if len(state) == 4:
         factor = tl.load(state[3] + source, mask=some, other=0.0)
-        tile = narrow(tile.to(tl.float32) * factor[None, :], tile.dtype)
+        tile = downcast(tile.to(tl.float32) * factor[None, :], tile.dtype)
     return tile, 0.0
 
 
