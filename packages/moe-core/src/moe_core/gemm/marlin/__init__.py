@@ -7,7 +7,7 @@ type (`dequant`) and say how its scales lie (`MarlinMatrix`); everything else is
     words      the order of codes in words
     dequant    words as 16-bit numbers
     operand    how words, scales and zero points of a tile are loaded, multiplied and scaled
-    integers   4- and 8-bit codes; `functions`, which of them a tile gets
+    integers   4- and 8-bit codes
     columns    activations in the order of permuted columns
     convert    canonical weights in this layout
     weight     what the tile kernel gets of a weight; `experts`, the base of experts
