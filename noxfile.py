@@ -53,6 +53,7 @@ nox.options.sessions = [
     "libraries",
     "families(newest)",
     "transformers(newest)",
+    *(f"transformers({version})" for version in OLDER_TRANSFORMERS),
     "vllm",
     "sglang",
     "compile_cover",

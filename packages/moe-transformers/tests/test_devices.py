@@ -1,0 +1,47 @@
+"""Models on the device of the machine: a GPU where there is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import moe_transformers
+import pytest
+import torch
+from moe_transformers import MoeCoreExperts
+from moe_transformers_checkpoints import checkpoint, logits, tokens
+from transformers import AutoModelForCausalLM
+
+#: hidden and intermediate size that kernels take
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256}
+#: each of some forty tensors on the way is rounded to the 8 bits of bfloat16, by at most 2^-9 of itself
+BOUND = 40 * 2.0**-9
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [("qwen3_moe", "fp8 block"), ("mixtral", "gptq"), ("gpt_oss", "mxfp4")], ids=lambda name: name
+)
+def test_16_bit_activations(tmp_path: Path, device: torch.device, family: str, form: str) -> None:
+    sizes = {name: size for name, size in SIZES.items() if family == "qwen3_moe" or name != "moe_intermediate_size"}
+    quantized, plain = checkpoint(tmp_path, family, form, **sizes)
+    with moe_transformers.loading(activation_key=None):
+        model = AutoModelForCausalLM.from_pretrained(quantized, dtype="bfloat16", device_map=device.type)
+    layers = [module.layer for module in model.modules() if isinstance(module, MoeCoreExperts)]
+    assert {layer.weights.device.type for layer in layers if layer is not None} == {device.type}
+    ids = tokens(2, 33).to(device)
+    expected = logits(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).to(device), ids)
+    assert (logits(model, ids) - expected).norm() < BOUND * expected.norm()
+    # a static cache, which transformers compiles for on GPUs
+    prompt = ids[:, :5]
+    found = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=4,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        cache_implementation="static",
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    whole = logits(model, found.sequences[:, :-1])[:, 4:]
+    assert (torch.stack(found.logits, dim=1).double() - whole).norm() < BOUND * whole.norm()
