@@ -11,7 +11,18 @@ import pytest
 import torch
 from moe_core import kFp8DynamicTensorSym, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.testing.checkpoints import CONFIG, Cases, Experts, Tensors, relative, run, run_refuses, with_tensor, write
+from moe_core.testing.checkpoints import (
+    CONFIG,
+    Cases,
+    Experts,
+    Tensors,
+    relative,
+    routed,
+    run,
+    run_refuses,
+    with_tensor,
+    write,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -33,8 +44,7 @@ def test_there_are_cases() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_of_the_tools_own_files(case: str, dtype: str, given: str, tmp_path: Path) -> None:
     tensors = load_file(DATA / case / "io.safetensors")
-    names = ("hidden_states", "router_logits") if given == "logits" else ("hidden_states", "topk_ids", "topk_weights")
-    output = run(DATA / case, {name: tensors[name] for name in names}, tmp_path, dtype)
+    output = run(DATA / case, routed(tensors, given), tmp_path, dtype)
     exact = dtype == "fp32" and case not in REDUCES_ALL
     allowed = FILES.bound(case, "ref_experts_out_f32" if exact else "ref_experts_out_actq_kernel")
     assert relative(output, tensors["ref_experts_out_actq"]) < allowed
@@ -46,7 +56,7 @@ def test_outputs_of_the_tools_own_files(case: str, dtype: str, given: str, tmp_p
 def check(case: str, folder: Path, scratch: Path, *, weight_only: bool = False) -> None:
     """``moe run`` on ``folder`` gives the outputs of ``case``: exactly in fp32, within the bound in bf16."""
     tensors = load_file(DATA / case / "io.safetensors")
-    inputs = {name: tensors[name] for name in ("hidden_states", "topk_ids", "topk_weights")}
+    inputs = routed(tensors)
     reference = tensors["ref_experts_out" if weight_only else "ref_experts_out_actq"]
     in_bf16 = "ref_experts_out_bf16_kernel" if weight_only else "ref_experts_out_actq_kernel"
     assert relative(run(folder, inputs, scratch), reference) < FILES.bound(case, "ref_experts_out_f32")

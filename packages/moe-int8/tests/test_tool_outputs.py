@@ -12,7 +12,7 @@ import torch
 from moe_core import fused_moe_reference, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.quantization import dequantize_weight
-from moe_core.testing.checkpoints import Cases, Tensors, relative, run, run_refuses, with_tensor
+from moe_core.testing.checkpoints import Cases, Tensors, relative, routed, run, run_refuses, with_tensor
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -77,8 +77,7 @@ def test_the_tools_own_reduction(case: str) -> None:
 def test_outputs_of_the_tools_own_files(case: str, dtype: str, given: str, tmp_path: Path) -> None:
     """One activation scale per token, as the config says."""
     tensors = load_file(DATA / case / "io.safetensors")
-    names = ("hidden_states", "router_logits") if given == "logits" else ("hidden_states", "topk_ids", "topk_weights")
-    output = run(DATA / case, {name: tensors[name] for name in names}, tmp_path, dtype)
+    output = run(DATA / case, routed(tensors, given), tmp_path, dtype)
     allowed = FILES.bound(case, "ref_experts_out_f32" if dtype == "fp32" else "ref_experts_out_actq_kernel")
     assert relative(output, reference(DATA / case, tensors)) < allowed
     # not further from the tool's than quantised activations are from others
@@ -92,7 +91,7 @@ def test_outputs_of_the_tools_own_files(case: str, dtype: str, given: str, tmp_p
 def check(case: str, folder: Path, scratch: Path, *, weight_only: bool = False) -> None:
     """``moe run`` on ``folder`` gives the outputs of ``case``: exactly in fp32, within the bound in bf16."""
     tensors = load_file(DATA / case / "io.safetensors")
-    inputs = {name: tensors[name] for name in ("hidden_states", "topk_ids", "topk_weights")}
+    inputs = routed(tensors)
     expected = tensors["ref_experts_out"] if weight_only else reference(DATA / case, tensors)
     in_bf16 = FILES.bound(case, "ref_experts_out_bf16_kernel" if weight_only else "ref_experts_out_actq_kernel")
     assert relative(run(folder, inputs, scratch), expected) < FILES.bound(case, "ref_experts_out_f32")
@@ -240,7 +239,7 @@ def test_static_activations(name: str, tmp_path: Path) -> None:
             gate, up = (w13[expert] @ static_quantised(x[token], scale13 * more, zero)).chunk(2)
             h = static_quantised(torch.nn.functional.silu(gate) * up, scale2 * more, zero)
             expected[token] += (w2[expert] @ h) * tensors["topk_weights"][token, slot]
-    inputs = {key: tensors[key] for key in ("hidden_states", "topk_ids", "topk_weights")}
+    inputs = routed(tensors)
     # a hidden value in some thousand falls on the other side of a rounding boundary in float32
     assert relative(run(folder, inputs, tmp_path), expected) < 2e-3
 

@@ -57,10 +57,7 @@ def test_there_are_cases() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_of_the_tools_own_files(case: str, dtype: str, given: str, tmp_path: Path) -> None:
     tensors = load_file(DATA / case / "io.safetensors")
-    inputs = routed(tensors)
-    if given == "logits":
-        inputs = {name: tensors[name] for name in ("hidden_states", "router_logits")}
-    output = run(DATA / case, inputs, tmp_path, dtype)
+    output = run(DATA / case, routed(tensors, given), tmp_path, dtype)
     assert relative(output, tensors["ref_experts_out"]) < FILES.bound_of_weights(case, dtype)
 
 

@@ -2,51 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
-from moe_core_cli.main import main
+from moe_core.testing.commands import Moe
 from moe_transformers_models import VOCABULARY, qwen3, save_fp8
-
-
-@dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def data(self) -> Any:
-        return json.loads(self.out)
-
-
-class Moe:
-    """``moe(*arguments)`` runs a command in this process."""
-
-    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
-        self.capture = capture
-
-    def __call__(self, *arguments: object) -> Result:
-        self.capture.readouterr()
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as exit_:
-            code = int(exit_.code or 0)
-        out, err = self.capture.readouterr()
-        return Result(code, out, err)
-
-    def refuses(self, *arguments: object, match: str) -> None:
-        """Exit code 2, nothing on stdout, one paragraph on stderr."""
-        result = self(*arguments)
-        assert (result.code, result.out) == (2, ""), result.err
-        assert re.search(match, result.err), result.err
-        assert result.err.count("\n") == 1
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_core.testing.checkpoints.changes import FILE, Change
 from moe_core.testing.checkpoints.experts import Tensors
+from moe_core.testing.commands import Moe
 from moe_core.testing.ensure import ensure
 
 if TYPE_CHECKING:
@@ -22,9 +23,10 @@ def relative(found: Tensor, reference: Tensor) -> float:
     return float((found.double() - reference.double()).norm() / reference.double().norm())
 
 
-def routed(tensors: Tensors) -> Tensors:
-    """Of a case's tensors: hidden states with their top-k pair."""
-    return {name: tensors[name] for name in ("hidden_states", "topk_ids", "topk_weights")}
+def routed(tensors: Tensors, given: str = "topk") -> Tensors:
+    """Of a case's tensors: hidden states with their routing, ``given`` as "topk" pairs or router "logits"."""
+    routing = {"topk": ("topk_ids", "topk_weights"), "logits": ("router_logits",)}[given]
+    return {name: tensors[name] for name in ("hidden_states", *routing)}
 
 
 def run(folder: Path, inputs: Tensors, scratch: Path, dtype: str = "fp32") -> Tensor:
@@ -42,16 +44,8 @@ def run(folder: Path, inputs: Tensors, scratch: Path, dtype: str = "fp32") -> Te
 
 def run_refuses(folder: Path, capsys: pytest.CaptureFixture[str], *parts: str, arguments: tuple[str, ...] = ()) -> None:
     """``moe run`` on ``folder`` ends with 2, nothing written, and one paragraph on stderr that has all ``parts``."""
-    from moe_core_cli.main import main
-
     before = sorted(folder.parent.rglob("*"))
-    capsys.readouterr()
-    code = main(["run", str(folder), "--output", str(folder.parent / "out.safetensors"), *arguments])
-    out, err = capsys.readouterr()
-    ensure((code, out) == (2, ""), f"ends with {code}, expected 2 and {parts}: {out}{err}")
-    ensure(err.startswith("moe run: ") and "Traceback" not in err and "\n\n" not in err, err)
-    missing = [part for part in parts if part not in err]
-    ensure(not missing, f"{missing} not in: {err}")
+    Moe(capsys).refuses("run", folder, "--output", folder.parent / "out.safetensors", *arguments, parts=parts)
     ensure(sorted(folder.parent.rglob("*")) == before, "files were written")
 
 
