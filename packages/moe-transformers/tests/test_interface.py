@@ -38,7 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def write(kind: str = "block", seed: int = 0) -> Path:
         if (kind, seed) not in written:
-            written[kind, seed] = save_fp8(tmp_path_factory.mktemp(kind), qwen3(seed), kind)
+            model = qwen3(seed)
+            for _, module in experts_modules(model):  # other exponents too
+                for tensor in module.parameters():
+                    tensor.data *= 1 + 3 * seed
+            written[kind, seed] = save_fp8(tmp_path_factory.mktemp(kind), model, kind)
         return written[kind, seed]
 
     return write
@@ -287,7 +291,9 @@ def test_on_a_gpu(folder: Callable[..., Path], call: Call) -> None:
         assert torch.equal(output, expected)
         for mine, theirs in zip(module.parameters(), changed.parameters(), strict=True):
             mine.copy_(theirs)
+        workspace = layer.kernel.workspace
         prepare_experts(model)
+        assert layer.kernel.workspace is workspace is not None
         graph.replay()
         assert torch.equal(output, run(changed, inputs))
     tokens = model.generate(torch.arange(6, device="cuda")[None], max_new_tokens=3, do_sample=False, pad_token_id=0)

@@ -47,10 +47,14 @@ def run_experts(layer: FusedMoELayer, hidden_states: Tensor, top_k_index: Tensor
 
 
 def share_workspaces(layers: Iterable[FusedMoELayer]) -> None:
-    """On GPUs, one workspace per device for all ``layers`` of a model: one call of the model runs at a time."""
+    """On GPUs, one workspace per device for all ``layers`` of a model: one call of the model runs at a time.
+
+    A layer that has one keeps it, since captured graphs may write into it.
+    """
     by_device: dict[torch.device, list[FusedMoELayer]] = {}
     for layer in layers:
-        by_device.setdefault(layer.weights.device, []).append(layer)
+        if layer.kernel.workspace is None:
+            by_device.setdefault(layer.weights.device, []).append(layer)
     for device, there in by_device.items():
         if device.type != "cpu":
             share_workspace(there, 1)
