@@ -17,8 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import moe_core_stand_ins
 import torch
 
+#: what SGLang asks for to find out whether it is there
+OPTIONAL = ("aiter", "amdsmi", "deep_gemm", "flashinfer", "mooncake", "torch_npu", "vllm")
 INSTALLED = importlib.util.find_spec("sglang") is not None
 
 
@@ -145,9 +148,7 @@ def prepare() -> types.SimpleNamespace:
     """All of :data:`NAMES`; where SGLang is not installed, its modules are stand-ins from here on."""
     found: dict[str, Any] = {}
     if INSTALLED:
-        import moe_sglang_missing
-
-        moe_sglang_missing.install()
+        moe_core_stand_ins.install("sglang", optional=OPTIONAL)
     else:
         FusedOpPool._fused_funcs["none", "triton"] = fused_experts_none_to_triton
         FusedOpPool._fused_funcs["none", "marlin"] = fused_experts_none_to_triton
