@@ -73,6 +73,9 @@ def test_what_vllm_lacks_is_named(version: pytest.MonkeyPatch, caplog: pytest.Lo
     """Here all of it; nothing is raised, and a later call tries again."""
     pretend(version, "0.33.0")
     version.setitem(sys.modules, "vllm", None)
+    # where vLLM's files are, it may be imported already
+    version.setitem(sys.modules, "moe_vllm.oracles", None)
+    version.delattr(moe_vllm, "oracles", raising=False)
     for _ in range(2):
         caplog.clear()
         with caplog.at_level(logging.INFO, LOGGER.name):
