@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import moe_core as mc
 import pytest
 import torch
 from moe_core.engine_api import select_kernel
 from moe_vllm.experts import MoeCoreExperts
+from moe_vllm.weights import adopt, bound
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.oracle import fp8
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -75,6 +78,7 @@ BACKENDS = {
     "fp8_tensor_static": "triton",
     "fp8_tensor_dynamic": "triton",
     "fp8_channel": "triton",
+    "mxfp8": "triton",
     "int8_channel": "triton",
     "mxfp4_gpt_oss": "marlin",
 } | {name: "marlin" for name, form in FORMATS.items() if form.scheme == "wna16"}
@@ -165,6 +169,49 @@ def test_router_weights_on_the_input(device: str) -> None:
     own = own_layer(form, loaded, device, top_k=1)
     expected = own.apply(weighted, topk_weights=torch.ones_like(topk_weights), topk_ids=topk_ids)
     assert torch.equal(run(layer, x, topk_weights, topk_ids), expected)
+
+
+def test_a_limit_that_the_layer_states(device: str) -> None:
+    """Some models give it to the layer alone: known when the weights are there, not when experts are selected."""
+    form = FORMATS["fp8_block"]
+    layer = make_layer(form.config())
+    loaded = form.load()
+    fill(layer, loaded.tensors)
+    layer.swiglu_limit = 0.25
+    process(layer)
+    x, topk_weights, topk_ids = calls(5)
+    output = run(layer, x, topk_weights, topk_ids)
+    call = {"topk_weights": topk_weights, "topk_ids": topk_ids}
+    limited = own_layer(form, loaded, device, activation_params=mc.ActivationParams(limit=0.25))
+    assert torch.equal(output, limited.apply(x, **call))
+    assert not torch.equal(output, own_layer(form, loaded, device).apply(x, **call))
+
+
+def test_what_was_folded_is_released() -> None:
+    """A parameter whose contents the kernel has in others keeps no memory."""
+    layer = torch.nn.Module()
+    for name in ("w13_weight", "w2_weight", "w13_scales", "w13_qzeros"):
+        layer.register_parameter(name, torch.nn.Parameter(torch.ones(E, 4), requires_grad=False))
+    held = SimpleNamespace(
+        **dict.fromkeys(("w2_scale", "w2_zp", "w1_bias", "w2_bias", "a1_scale", "a2_scale")),
+        w1_scale=layer.w13_scales,
+        w1_zp=layer.w13_qzeros,
+    )
+    packed, scales, sums = torch.zeros(E, 2), torch.full((E, 4), 3.0), torch.ones(E)
+    weights = mc.KernelWeights(
+        w13=packed,
+        w2=layer.w2_weight.detach(),
+        quant_config=mc.FusedMoEQuantConfig(w1=mc.FusedMoEQuantDesc(scale=scales)),
+        extra={"sums": sums},
+    )
+    names = adopt(layer, weights, held)
+    assert names == {"w13": "w13_weight", "w2": "w2_weight", "w1_scale": "w13_scales", "sums": "moe_core_sums"}
+    assert layer.w13_qzeros.numel() == 0
+    assert torch.equal(layer.w13_scales, scales)
+    assert layer.w13_weight.data_ptr() == packed.data_ptr()
+    assert layer.moe_core_sums.data_ptr() == sums.data_ptr()
+    present = bound(layer, weights, names)
+    assert dict(present.tensors())["w1_scale"].data_ptr() == layer.w13_scales.data_ptr()
 
 
 def test_a_kernel_without_a_layer(device: str) -> None:

@@ -198,6 +198,14 @@ def int_args(bits: int, **others: Any) -> dict[str, Any]:
     return {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, **others}
 
 
+MXFP8 = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": 32,
+    "scale_dtype": "torch.uint8",
+}
 GPTQ = {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True, "quant_method": "gptq"}
 
 FORMATS: dict[str, Format] = {
@@ -216,6 +224,11 @@ FORMATS: dict[str, Format] = {
             "float-quantized",
         ),
         lambda: named(quantized(mc.kFp8StaticChannelSym, mc.kFp8DynamicTokenSym), ""),
+    ),
+    "mxfp8": Format(
+        "fp8",
+        lambda: compressed(MXFP8 | {"dynamic": False}, MXFP8 | {"dynamic": True}, "mxfp8-quantized"),
+        lambda: named(quantized(mc.kMxfp8Static, mc.kMxfp8Dynamic), ""),
     ),
     "int8_channel": Format(
         "int8",
