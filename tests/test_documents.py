@@ -22,7 +22,7 @@ DOCUMENTS = sorted(
 )
 SOURCES = sorted(path for path in ROOT.glob("packages/*/src/*") if path.is_dir())
 CORE = ROOT / "packages" / "moe-core" / "src" / "moe_core"
-ENTRY_POINTS = {"moe_core.schemes", "moe_core.backends", "moe_core.formats", "moe_core.commands"}
+ENTRY_POINTS = {f"moe_core.{group}" for group in ("schemes", "backends", "formats", "commands", "integrations")}
 #: what is told of an earlier day may name what is gone
 CODE_DOCUMENTS = [path for path in DOCUMENTS if path.name not in ("CHANGELOG.md", "hardware.md")]
 WRITTEN = [path for path in DOCUMENTS if path.name in ("backends.md", "performance.md")]
