@@ -109,7 +109,7 @@ class Product:
         values = torch.full((rows, width or columns), float("nan"), device=device).to(E4M3 if e4m3_out else dtype)
         group = {"groups": TILE, "groups_64": 64}.get(out)
         made = None if group is None else torch.full((rows, -(-columns // group)), float("nan"), device=device)
-        static = None if self.given is None else (self.given.to(device),)
+        static = None if self.given is None else (values, self.given.to(device))
         bits = torch.zeros(amax, dtype=torch.int32, device=device) if amax else None
         kind = "" if not amax else "tensor" if amax == 1 else "row"
         self.result = Result(values, made, None, static, amax=bits, amax_kind=kind, kind=out)
