@@ -5,16 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_core import QuantKey, kFp8StaticChannelSym, kMxfp8Static
-from moe_core.gemm.fused.scheme import TILE as STEP
-from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_gemm
-from moe_core.gemm.marlin import operand
-from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.tile_kernel import POSITION
-from moe_core.gemm.workspaces import order_workspaces
-from moe_core.ops.sort import sort_pairs
 from moe_core.quant_key import kFp8Static128BlockSym
-from moe_core.workspace import Workspace
+from moe_core.testing.marlin import dequantized_by_gemm
 from moe_fp8.kernels.marlin_convert import convert_e4m3
 from moe_fp8.kernels.marlin_e4m3 import e4m3_functions
 
@@ -34,26 +27,7 @@ def widened(
 ) -> torch.Tensor:
     """float32 [rows, COLUMNS]: what the product makes of weights [rows, COLUMNS] and unit vectors times ``x``."""
     found = convert_e4m3(codes.to(device)[None], scale.to(device)[None], key)
-    count = codes.shape[0]
-    matrix = MarlinMatrix(found.words, 8, count, COLUMNS, found.group_size, found.scales, found.channel_scales)
-    workspace = Workspace(device).take(order_workspaces(COLUMNS, COLUMNS, 1, False))
-    ids = torch.zeros(COLUMNS, 1, dtype=torch.int32, device=device)
-    rows = (x * torch.eye(COLUMNS)).to(dtype).to(device)
-    y = torch.empty(COLUMNS, count, device=device)
-    grouped_gemm(
-        TileFunctions(operand.open_activations, operand.load_activations, *e4m3_functions(matrix, config)),
-        config,
-        a=(rows, rows.stride(0), COLUMNS),
-        b=matrix.gemm_weight(e4m3_functions),
-        out=Result(y),
-        pairs=sort_pairs(ids, 1, config.block_m, workspace=workspace),
-        routing=Routing(ids, torch.ones(COLUMNS, 1, device=device), 1),
-        activation=None,
-        block_k=STEP,
-        pdl=False,
-        a_rows=POSITION.value,
-    )
-    return y.cpu().T
+    return dequantized_by_gemm(found, 8, (codes.shape[0], COLUMNS), e4m3_functions, config, dtype, x)
 
 
 def every_code() -> torch.Tensor:

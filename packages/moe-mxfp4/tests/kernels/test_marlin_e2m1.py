@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_core.gemm.fused.scheme import TILE as STEP
-from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_gemm
-from moe_core.gemm.marlin import operand
-from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.tile_kernel import POSITION
-from moe_core.gemm.workspaces import order_workspaces
 from moe_core.numerics import E2M1_VALUES
-from moe_core.ops.sort import sort_pairs
-from moe_core.workspace import Workspace
+from moe_core.testing.marlin import dequantized_by_gemm
 from moe_mxfp4.kernels.convert import convert_e2m1
 from moe_mxfp4.kernels.marlin_e2m1 import e2m1_functions
 
@@ -33,25 +26,7 @@ def widened(
     """float32 [ROWS, COLUMNS]: what the product makes of codes [ROWS, COLUMNS] and unit vectors times ``x``."""
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
     found = convert_e2m1(packed.to(device)[None], exponents.to(torch.uint8).to(device)[None], COLUMNS)
-    matrix = MarlinMatrix(found.words, 4, ROWS, COLUMNS, found.group_size, found.scales, found.channel_scales)
-    workspace = Workspace(device).take(order_workspaces(COLUMNS, COLUMNS, 1, False))
-    ids = torch.zeros(COLUMNS, 1, dtype=torch.int32, device=device)
-    rows = (x * torch.eye(COLUMNS)).to(dtype).to(device)
-    y = torch.empty(COLUMNS, ROWS, device=device)
-    grouped_gemm(
-        TileFunctions(operand.open_activations, operand.load_activations, *e2m1_functions(matrix, config)),
-        config,
-        a=(rows, rows.stride(0), COLUMNS),
-        b=matrix.gemm_weight(e2m1_functions),
-        out=Result(y),
-        pairs=sort_pairs(ids, 1, config.block_m, workspace=workspace),
-        routing=Routing(ids, torch.ones(COLUMNS, 1, device=device), 1),
-        activation=None,
-        block_k=STEP,
-        pdl=False,
-        a_rows=POSITION.value,
-    )
-    return y.cpu().T
+    return dequantized_by_gemm(found, 4, (ROWS, COLUMNS), e2m1_functions, config, dtype, x)
 
 
 def every_code() -> torch.Tensor:

@@ -1,0 +1,50 @@
+"""What the Marlin GEMM makes of repacked weights, read off products with unit vectors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_core.gemm.fused.scheme import TILE as STEP
+from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_gemm
+from moe_core.gemm.marlin import operand
+from moe_core.gemm.marlin.convert import Converted
+from moe_core.gemm.marlin.weight import Functions, MarlinMatrix
+from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.tile_kernel import POSITION
+from moe_core.gemm.workspaces import order_workspaces
+from moe_core.ops.sort import sort_pairs
+from moe_core.workspace import Workspace
+
+
+def dequantized_by_gemm(
+    weight: Converted,
+    bits: int,
+    shape: tuple[int, int],
+    functions: Functions,
+    config: TileConfig,
+    dtype: torch.dtype,
+    x: float = 1.0,
+) -> Tensor:
+    """float32 ``shape`` [N, K]: one expert's ``weight``, of codes of ``bits``, times ``x`` in ``dtype``."""
+    n, k = shape
+    device = weight.words.device
+    matrix = MarlinMatrix(weight.words, bits, n, k, weight.group_size, weight.scales, weight.channel_scales)
+    workspace = Workspace(device).take(order_workspaces(k, k, 1, False))
+    ids = torch.zeros(k, 1, dtype=torch.int32, device=device)
+    rows = (x * torch.eye(k)).to(dtype).to(device)
+    y = torch.empty(k, n, device=device)
+    grouped_gemm(
+        TileFunctions(operand.open_activations, operand.load_activations, *functions(matrix, config)),
+        config,
+        a=(rows, rows.stride(0), k),
+        b=matrix.gemm_weight(functions),
+        out=Result(y),
+        pairs=sort_pairs(ids, 1, config.block_m, workspace=workspace),
+        routing=Routing(ids, torch.ones(k, 1, device=device), 1),
+        activation=None,
+        block_k=STEP,
+        pdl=False,
+        a_rows=POSITION.value,
+    )
+    return y.cpu().T
