@@ -22,7 +22,12 @@ DOCUMENTS = sorted(
 )
 SOURCES = sorted(path for path in ROOT.glob("packages/*/src/*") if path.is_dir())
 CORE = ROOT / "packages" / "moe-core" / "src" / "moe_core"
-ENTRY_POINTS = {f"moe_core.{group}" for group in ("schemes", "backends", "formats", "commands", "integrations")}
+#: the groups that core looks up: constants of its modules
+ENTRY_POINTS = {
+    group
+    for path in ROOT.glob("packages/moe-core/src/**/*.py")
+    for group in re.findall(r'GROUP = "(moe_core\.\w+)"', path.read_text(encoding="utf-8"))
+}
 #: what is told of an earlier day may name what is gone
 CODE_DOCUMENTS = [path for path in DOCUMENTS if path.name not in ("CHANGELOG.md", "hardware.md")]
 WRITTEN = [path for path in DOCUMENTS if path.name in ("backends.md", "performance.md")]
