@@ -212,6 +212,13 @@ class TestCompiled:
             torch.compile(module, backend="aot_eager", fullgraph=True)(*call)
 
 
+def test_layers_are_for_the_dtype_of_the_embeddings(folder: Callable[..., Path]) -> None:
+    model = load(folder())
+    model.register_parameter("first", nn.Parameter(torch.ones(1)))
+    prepare_experts(model)
+    assert experts(model)._moe_core_held.layer.config.dtype is torch.bfloat16
+
+
 class TestErrors:
     def test_gradients(self, folder: Callable[..., Path], call: Call) -> None:
         module = experts(load(folder()))

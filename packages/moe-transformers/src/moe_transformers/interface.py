@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from moe_core import ConfigError, FusedMoELayer, MoEWeights, TensorError, registry
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -117,8 +118,9 @@ def prepare_experts(model: nn.Module, *, backend: str = "auto") -> None:
 
 
 def hidden_dtype(model: nn.Module) -> torch.dtype:
-    """What hidden states of ``model`` are in: the dtype of its embedding, or of its first 16-bit parameter."""
-    for tensor in model.parameters():
+    """What hidden states of ``model`` are in: the dtype of its embeddings, or of its first 16-bit parameter."""
+    embeddings: nn.Module = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else nn.Identity()
+    for tensor in (*embeddings.parameters(), *model.parameters()):
         if tensor.is_floating_point() and tensor.element_size() > 1:
             return tensor.dtype
     raise ConfigError(f"{type(model).__name__} has no parameter in 16 bits: the dtype of its hidden states is unknown")

@@ -31,7 +31,7 @@ def tokenizer_of(args: argparse.Namespace) -> Any:
 
 def tokens_of(args: argparse.Namespace, tokenizer: Any, text: str, name: str) -> Tensor:
     """Ids [T] int64 of ``text``, the argument ``name``.  Raises ConfigError for none, or ids that the model has not."""
-    ids = _parsed(text, name) if tokenizer is None else tokenizer(text)["input_ids"]
+    ids = _parsed(text, name) if tokenizer is None else tokenizer(text, verbose=False)["input_ids"]
     if not ids:
         raise ConfigError(f"{name} has no tokens")
     with of_transformers(args):
