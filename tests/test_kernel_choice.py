@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from moe_core import (
     BackendRefusedError,
@@ -9,11 +11,12 @@ from moe_core import (
     Environment,
     FusedMoEConfig,
     NoBackendError,
+    engine_api,
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
     oracle,
 )
-from moe_core.engine_api import select_kernel
+from moe_core.engine_api import Engine, select_kernel
 from moe_core.environment import TRITON, Requirement
 
 CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=256)
@@ -42,3 +45,27 @@ def test_a_loop_on_the_host_is_no_kernel_of_a_gpu() -> None:
     assert select_kernel("fp8", CONFIG, *KEYS, device="cpu").backend == "torch"
     with pytest.raises(BackendRefusedError):
         select_kernel("fp8", CONFIG, *KEYS, device="cpu", backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("device", "line"),
+    [
+        ("h200", "fp8 kFp8Static128BlockSym x kFp8Dynamic128Sym: triton (TritonFp8BlockExperts)"),
+        ("sm80", "fp8 kFp8Static128BlockSym x kFp8Dynamic128Sym: left to an-engine, no kernel fits on sm80: triton "),
+        ("cpu", "fp8 kFp8Static128BlockSym x kFp8Dynamic128Sym: left to an-engine, torch sees no GPU"),
+    ],
+)
+def test_a_report_names_the_kernel_or_why_the_engine_keeps_its_own(
+    monkeypatch: pytest.MonkeyPatch, device: str, line: str
+) -> None:
+    engine = Engine("moe-engine", "an-engine", lowest="1", below="2", switch="MOE_ENGINE", schemes=("fp8", "int8"))
+    monkeypatch.setattr(Engine, "reason_against_version", lambda self: None)
+    monkeypatch.setattr(engine_api, "select_kernel", functools.partial(select_kernel, device=device))
+    monkeypatch.delenv("MOE_ENGINE", raising=False)
+    usual = {"fp8": (("kFp8Static128BlockSym", "kFp8Dynamic128Sym"),), "mxfp4": (("kMxfp4Static", None),)}
+    first, second = engine.report(usual)
+    assert first == "moe-engine is on for fp8, int8 (MOE_ENGINE=off turns it off)"
+    assert second.startswith(line)
+    monkeypatch.setenv("MOE_ENGINE", "fp9")
+    [error] = engine.report(usual)
+    assert "MOE_ENGINE='fp9' names 'fp9'" in error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import sys
 import types
 
 import moe_sglang
 import pytest
-from moe_core import ConfigError
+from moe_core import ConfigError, engine_api
 from moe_core.engine_api import Engine
 from moe_sglang import plugin
 from moe_sglang.doctor import lines
@@ -73,7 +74,8 @@ def test_an_sglang_without_what_it_needs_is_left_alone(
     assert line.startswith("moe-sglang is off: this SGLang lacks what it needs: cannot import name")
 
 
-def test_doctor_says_what_sglang_would_get(afresh: dict[str, list[object]]) -> None:
+def test_doctor_says_what_sglang_would_get(afresh: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_api, "select_kernel", functools.partial(engine_api.select_kernel, device="cpu"))
     said = lines()
     assert said[0] == "moe-sglang is on for fp8, int8, wna16 (MOE_SGLANG=off turns it off)"
     assert "fp8 kFp8Static128BlockSym x kFp8Dynamic128Sym: left to sglang, torch sees no GPU" in said

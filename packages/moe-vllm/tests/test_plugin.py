@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import subprocess
@@ -9,7 +10,7 @@ import sys
 
 import moe_vllm
 import pytest
-from moe_core import ConfigError
+from moe_core import ConfigError, engine_api
 from moe_vllm import plugin
 from moe_vllm.doctor import lines
 from moe_vllm.engine import ENGINE, LOGGER
@@ -100,6 +101,7 @@ def test_schemes_are_brought_once(version: pytest.MonkeyPatch, caplog: pytest.Lo
 
 def test_doctor_says_what_vllm_would_get(version: pytest.MonkeyPatch) -> None:
     pretend(version, "0.33.0")
+    version.setattr(engine_api, "select_kernel", functools.partial(engine_api.select_kernel, device="cpu"))
     said = lines()
     assert said[0] == "moe-vllm is on for fp8, int8, mxfp4, wna16 (MOE_VLLM=off turns it off)"
     assert "fp8 kFp8Static128BlockSym x kFp8Dynamic128Sym: left to vllm, torch sees no GPU" in said

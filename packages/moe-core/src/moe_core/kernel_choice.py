@@ -9,6 +9,7 @@ import torch
 from moe_core.config import FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.environment import TRITON, Environment
+from moe_core.experts import FusedMoEExperts
 from moe_core.quant_key import QuantKey
 from moe_core.registry import registry
 from moe_core.selection import NoBackendError, Selection
@@ -26,7 +27,7 @@ def select_kernel(
     """The scheme's first kernel that fits; ``backend``: the one of that name.
 
     Libraries count as not installed: the engine calls those by itself, where it prefers them.  On a GPU a loop that the
-    host drives is no kernel.  Raises SelectionError with every reason, ConfigError.
+    host drives is no kernel.  Raises SelectionError with the reasons against the scheme's own, ConfigError.
     """
     selection = (
         registry()
@@ -46,10 +47,15 @@ def select_kernel(
     reasons = "; ".join(
         f"{candidate.backend} {', '.join(candidate.reasons)}"
         for candidate in report.candidates
-        if candidate.takes_keys and candidate.reasons
+        if candidate.takes_keys and candidate.reasons and (candidate.fault is not None or _is_own(candidate.experts))
     )
     what = f"{scheme}: no kernel fits on {report.device}"
     raise NoBackendError(f"{what}: {reasons}" if reasons else what, report)
+
+
+def _is_own(experts: type[FusedMoEExperts]) -> bool:
+    """Whether it needs no library."""
+    return set(experts.claims.requires) <= {TRITON}
 
 
 @functools.cache
