@@ -74,9 +74,7 @@ def attention(config: Any, prefix: str, linear: Callable[[str, int, int], Tensor
 def qwen3(config: Any, layer: int, linear: Callable[[str, int, int], Tensors]) -> Tensors:
     """One layer of Qwen3-MoE."""
     prefix, hidden, inter = f"model.layers.{layer}", config.hidden_size, config.moe_intermediate_size
-    found: Tensors = {
-        f"{prefix}.{name}.weight": ones(hidden) for name in ("input_layernorm", "post_attention_layernorm")
-    }
+    found = attention(config, prefix, linear, bias=False)
     found |= {f"{prefix}.self_attn.{name}.weight": ones(config.head_dim) for name in ("q_norm", "k_norm")}
     found |= plain(f"{prefix}.mlp.gate", config.num_experts, hidden)
     for expert in range(config.num_experts):
@@ -89,9 +87,7 @@ def gpt_oss(config: Any, layer: int, linear: Callable[[str, int, int], Tensors])
     """One layer of gpt-oss: stacked experts in MXFP4, all else in bfloat16."""
     prefix, hidden, inter = f"model.layers.{layer}", config.hidden_size, config.intermediate_size
     count = config.num_local_experts
-    found: Tensors = {
-        f"{prefix}.{name}.weight": ones(hidden) for name in ("input_layernorm", "post_attention_layernorm")
-    }
+    found = attention(config, prefix, linear, bias=True)
     found[f"{prefix}.self_attn.sinks"] = 0 * ones(config.num_attention_heads)
     found |= plain(f"{prefix}.mlp.router", count, hidden)
     found[f"{prefix}.mlp.router.bias"] = 0 * ones(count)
@@ -138,7 +134,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[..., Tenso
 def make(model: str, folder: Path, layers: int | None) -> None:
     """Writes the checkpoint, a file for each layer."""
     family, entries, quantization, layer, linear = MODELS[model]
-    config = getattr(transformers, f"{family}Config")(**entries, **({"num_hidden_layers": layers} if layers else {}))
+    if layers is not None:
+        entries = {**entries, "num_hidden_layers": layers}
+    config = getattr(transformers, f"{family}Config")(**entries)
     content = {**config.to_dict(), "architectures": [f"{family}ForCausalLM"], "quantization_config": quantization}
     content["torch_dtype"] = content["dtype"] = "bfloat16"
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.reading_threads import in_threads
 from moe_core.checkpoint.statements import tool
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointError
@@ -118,9 +119,8 @@ def load_stacked(
     - ``check``: what is kept, on ``device`` -> bool scalar there, True if it must be refused; all are looked at once,
       so a GPU is waited for once.  The error of a refused one is the caller's: CheckpointError with its name.
     """
-    out: Tensor | None = None
-    bad: list[Tensor] = []
-    where: list[tuple[int, str]] = []
+    if not experts:
+        raise CheckpointError(f"{layer.prefix}: no expert was asked for")
     # as stored, on the CPU: from the file straight to its place
     in_place = arrange is None and torch.device(device).type == "cpu"
     in_place = in_place and all(
@@ -133,30 +133,33 @@ def load_stacked(
             part = part.to(device)
         return part if arrange is None else arrange(part)
 
-    for slot, expert in enumerate(experts):
-        parts = [] if in_place else [arranged(expert, projection) for projection in projections]
-        if out is None:
-            shapes = [layer.shape(p, suffix) for p in projections] if in_place else [part.shape for part in parts]
-            kept = dtype or (layer.dtype(projections[0], suffix) if in_place else parts[0].dtype)
-            shape = (len(experts), sum(shape[0] for shape in shapes), *shapes[0][1:])
-            out = torch.empty(shape, dtype=kept, device=device)
+    first = [] if in_place else [arranged(experts[0], projection) for projection in projections]
+    shapes = [layer.shape(p, suffix) for p in projections] if in_place else [part.shape for part in first]
+    kept = dtype or (layer.dtype(projections[0], suffix) if in_place else first[0].dtype)
+    shape = (len(experts), sum(shape[0] for shape in shapes), *shapes[0][1:])
+    out = torch.empty(shape, dtype=kept, device=device)
+
+    def fill(slot: int) -> list[Tensor]:
+        """What ``check`` says of each projection of one expert, which is put into its place."""
+        found = []
         start = 0
         for number, projection in enumerate(projections):
             place = out[slot, start : start + shapes[number][0]]
             if in_place:
-                layer.read_into(expert, projection, suffix, place)
+                layer.read_into(experts[slot], projection, suffix, place)
             else:
-                place.copy_(parts[number])
+                place.copy_(first[number] if slot == 0 else arranged(experts[slot], projection))
             start += shapes[number][0]
             if check is not None:
-                bad.append(check(place))
-                where.append((expert, projection))
-    if out is None:
-        raise CheckpointError(f"{layer.prefix}: no expert was asked for")
+                found.append(check(place))
+        return found
+
+    bad = [flag for flags in in_threads(fill, len(experts), out.nbytes) for flag in flags]
     if bad:
         refused = torch.stack(bad).nonzero()
         if refused.numel():
-            expert, projection = where[int(refused[0])]
+            slot, number = divmod(int(refused[0]), len(projections))
+            expert, projection = experts[slot], projections[number]
             name = layer.name(expert, projection, suffix) + _entry(layer, expert)
             raise BadValuesError(name, len(refused), len(bad), expert=expert, projection=projection)
     return out
