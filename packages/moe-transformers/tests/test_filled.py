@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from moe_core import ConfigError, dequantize_weight, fused_moe_reference
+from moe_core import ConfigError, MoEActivation, dequantize_weight, fused_moe_reference
 from moe_core.checkpoint.config_keys import TOP_K
 from moe_core.checkpoint.families import family_of
 from moe_core_transformers import E, families, tiny_model
@@ -15,6 +16,7 @@ from moe_transformers.blocks import experts_modules
 from moe_transformers.filled import Filled, top_k_of
 from moe_transformers_models import K, fp8_experts
 from torch import nn
+from transformers import Qwen3MoeConfig
 
 TOKENS = 17
 
@@ -115,13 +117,8 @@ class TestRefused:
 
 def test_a_block_of_gate_and_up_is_repeated_for_each() -> None:
     """As transformers quantises them on the fly: 192 rows of each, three blocks of 128 for both."""
-    from transformers import Qwen3MoeConfig
-
     config = Qwen3MoeConfig(hidden_size=K, moe_intermediate_size=192, num_experts=2)
     module = fp8_experts(config, block_size=(128, 128))
-    generator = torch.Generator().manual_seed(0)
-    for tensor in module.parameters():
-        tensor.data.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
     filled = Filled.of(module, "experts", top_k=1, dtype=torch.bfloat16)
     weights = filled.weights()
     weights.validate(filled.config)
@@ -129,3 +126,17 @@ def test_a_block_of_gate_and_up_is_repeated_for_each() -> None:
     found = dequantize_weight(weights.w13, weights.w13_scale, weights.weight_key, parts=2)
     scale = module.gate_up_proj_scale_inv.repeat_interleave(128, 1).repeat_interleave(128, 2)
     assert torch.equal(found, module.gate_up_proj.float() * scale)
+
+
+@pytest.mark.parametrize("settings", [{"block_size": (128, 128)}, {"activation_scheme": "static"}], ids=str)
+def test_fp8_experts_without_a_gate(settings: dict[str, Any]) -> None:
+    """Nemotron-H: static scales of the first projection have the name of those with a gate."""
+    config = Qwen3MoeConfig(hidden_size=K, moe_intermediate_size=192, num_experts=2, hidden_act="relu2")
+    module = fp8_experts(config, has_gate=False, **settings)
+    filled = Filled.of(module, "experts", top_k=1, dtype=torch.bfloat16)
+    assert filled.config.activation is MoEActivation.RELU2_NO_MUL
+    weights = filled.weights()
+    weights.validate(filled.config)
+    own = {tensor.data_ptr() for tensor in module.parameters()}
+    assert weights.w13.data_ptr() == module.up_proj.data_ptr()
+    assert {tensor.data_ptr() for _, tensor in weights.tensors()} == own

@@ -57,6 +57,17 @@ def test_models_run_and_generate(quantize: str) -> None:
     assert model.get_experts_implementation()[""] == "moe_core"
 
 
+def test_models_compile_in_one_graph() -> None:
+    model = qwen3()
+    quantize_experts(model, "fp8_per_channel")
+    tokens = torch.arange(10).reshape(2, 5)
+    torch.compiler.reset()
+    with torch.no_grad():
+        expected = model(tokens, use_cache=False).logits
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(tokens, use_cache=False).logits, expected)
+
+
 def test_each_modules_tensors_are_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     model = qwen3(num_hidden_layers=3)
     tensors = [weakref.ref(tensor) for _, module in experts_modules(model) for tensor in module.parameters()]

@@ -69,10 +69,18 @@ def save_fp8(folder: Path, model: PreTrainedModel, kind: str = "block") -> Path:
     return folder
 
 
-def fp8_experts(config: Any, **settings: Any) -> nn.Module:
-    """The module that transformers puts in the place of a block's experts of an FP8 checkpoint, not filled."""
-    kind = use_experts_implementation(experts_class=FP8Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
-    module: nn.Module = kind(config, **settings)
+def fp8_experts(config: Any, *, has_gate: bool = True, **settings: Any) -> nn.Module:
+    """The module that transformers puts in the place of a block's experts of an FP8 checkpoint, with random values."""
+    kind = use_experts_implementation(
+        # transformers wraps the class itself each time, which this process shares
+        experts_class=type("FP8Experts", (FP8Experts,), {}),
+        experts_interface=ALL_FP8_EXPERTS_FUNCTIONS,
+        has_gate=has_gate,
+    )
+    module: nn.Module = kind(config, has_gate=has_gate, **settings)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in module.parameters():
+        tensor.data.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
     return module
 
 
