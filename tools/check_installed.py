@@ -58,10 +58,13 @@ def check_imports(packages: list[str]) -> bool:
 
 
 def check_command_line(kernels: bool) -> str:
-    """Runs ``moe backends`` and ``moe quickstart``; returns what to say of the latter."""
+    """Runs ``moe backends``, the help of added commands and ``moe quickstart``; returns what to say of the latter."""
     done = subprocess.run([MOE, "backends", "--json"], capture_output=True, text=True)
     expect(done.returncode == 0, f"moe backends failed:\n{done.stderr}")
     json.loads(done.stdout)
+    for point in importlib.metadata.entry_points(group="moe_core.commands"):
+        done = subprocess.run([MOE, point.name, "--help"], capture_output=True, text=True)
+        expect(done.returncode == 0, f"moe {point.name} --help failed:\n{done.stderr}")
     start = time.perf_counter()
     done = subprocess.run([MOE, "quickstart"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     seconds = time.perf_counter() - start
