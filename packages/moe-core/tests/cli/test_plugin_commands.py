@@ -76,15 +76,16 @@ def test_own_commands_have_their_names_reserved() -> None:
 
 
 def test_a_command_runs(install: Callable[..., None], moe: Any) -> None:
-    install(("greet", "greet:COMMAND"), ("broken", "broken:COMMAND"))
+    install(("greet", "greet:COMMAND"), ("other", "other:COMMAND"))
     assert moe("greet", "--times", 2).out == "greet greet \n"
     assert moe("greet", "--json").data == {"times": 1}
     assert moe("greet", "--times", 3).code == 1
     moe.refuses("greet", "--times", 0, parts=("--times 0: expected 1 or more",))
     moe.refuses("greet", "--times", "x", parts=("expected an integer",))
     moe.refuses("greet", "--time", parts=("expected one argument",))
+    assert moe("backends").code == 0
     # nobody asked for it
-    assert "broken" not in sys.modules
+    assert "other" not in sys.modules
 
 
 def test_help(install: Callable[..., None], moe: Any) -> None:
