@@ -14,7 +14,6 @@ import moe_transformers
 import pytest
 import torch
 from moe_core.checkpoint.safetensors_file import SafetensorsFile
-from moe_core_transformers import tiny_model
 from moe_transformers import MoeCoreExperts, RefusedError
 from moe_transformers.dense import dense_tensors
 from moe_transformers_checkpoints import (
@@ -454,16 +453,6 @@ def test_layers_that_the_model_lacks_are_not_looked_at(
     # hundreds of experts would be taken for linear layers
     assert not [name for name in given if ".experts." in name]
     assert not [name for name in reads if "layers.1." in name and ".mlp.gate." not in name]
-
-
-def test_blocks_that_call_experts_otherwise_are_refused(tmp_path: Path) -> None:
-    llama4 = tiny_model("llama4_text")
-    llama4.save_pretrained(tmp_path)
-    expected = r"Llama4TextModel does not call its experts with the router's choice, as moe-core's are called"
-    with moe_transformers.loading(quantize="fp8_per_channel"), pytest.raises(RefusedError, match=expected):
-        type(llama4).from_pretrained(tmp_path)
-    with moe_transformers.loading():
-        assert not experts_of(type(llama4).from_pretrained(tmp_path))
 
 
 def test_16_bit_experts_are_quantised_where_that_is_asked_for(folders: tuple[Path, Path]) -> None:

@@ -94,7 +94,7 @@ class Plan:
                 found._refuse_without_blocks(model)
             found.left_out.update(found._experts_left_out())
         for layer in found.layers:
-            model.set_submodule(layer.block.name, MoeCoreExperts())
+            _put(model, layer.block.name)
         return found
 
     @contextlib.contextmanager
@@ -213,6 +213,17 @@ class Plan:
             model.get_submodule(name).layer = loaded
             layers.append(loaded)
         share_workspaces(layers)
+
+
+def _put(model: nn.Module, name: str) -> None:
+    """An empty :class:`MoeCoreExperts` in the place ``name``, which transformers does not initialise."""
+    experts = MoeCoreExperts()
+    model.set_submodule(name, experts)
+    block = model.get_submodule(name.rpartition(".")[0])
+    for module in (experts, block):
+        # a block that has no tensors itself needs none, and some fill those of their experts
+        if not [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            module._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def device_of(device_map: Mapping[str, Any] | None, name: str) -> torch.device:
