@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import moe_core as mc
 import moe_transformers
 import pytest
 import torch
@@ -56,3 +57,18 @@ def test_logits_are_those_of_the_codes_values(tmp_path: Path, family: str, form:
     expected = logits(reference, tokens())
     error = (logits(model, tokens()) - expected).norm() / expected.norm()
     assert error < (BOUND_INT8 if int8 else BOUND)
+
+
+#: e4m3 rounds a value to 4 significant bits, by at most 2^-4 of itself, in two matrices of two layers
+BOUND_FP8 = 4 * 2.0**-4
+
+
+def test_activations_are_what_the_checkpoint_says(tmp_path: Path) -> None:
+    quantized, plain = checkpoint(tmp_path, "mixtral", "compressed-tensors fp8")
+    with moe_transformers.loading():
+        model = AutoModelForCausalLM.from_pretrained(quantized, dtype=torch.float32)
+    layers = [module.layer for module in model.modules() if isinstance(module, MoeCoreExperts)]
+    assert {layer.selection.activation_key for layer in layers if layer is not None} == {mc.kFp8DynamicTokenSym}
+    expected = logits(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32), tokens())
+    error = (logits(model, tokens()) - expected).norm() / expected.norm()
+    assert 10 * BOUND < error < BOUND_FP8

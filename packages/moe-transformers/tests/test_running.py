@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,12 @@ def test_saving_is_refused(model: PreTrainedModel, folder: Path, tmp_path: Path)
 def test_the_config_keeps_the_checkpoints_entry(model: PreTrainedModel) -> None:
     entry = model.config.to_dict()["quantization_config"]
     assert (entry["quant_method"], entry["bits"]) == ("gptq", 4)
+
+
+def test_copies_compute_the_same(model: PreTrainedModel) -> None:
+    twin = copy.deepcopy(model)
+    assert torch.equal(logits(twin, tokens()), logits(model, tokens()))
+    assert twin.hf_quantizer._plan is None, "files stay open"
 
 
 def test_moving_is_refused(model: PreTrainedModel) -> None:

@@ -46,13 +46,14 @@ class MoeCoreQuantizer(HfQuantizer):
         super().__init__(CheckpointQuantization(entries), pre_quantized=True)
         self.options = options
         self._plan: Plan | None = None
+        self._folder: Path | None = None
         self._beside = 0
 
     @property
     def plan(self) -> Plan:
-        """The layers that are moe-core's, once the model is known."""
+        """The layers that are moe-core's, while the model is loaded."""
         if self._plan is None:
-            raise ConfigError("the model is not prepared yet")
+            raise ConfigError("no model is being loaded")
         return self._plan
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -71,7 +72,7 @@ class MoeCoreQuantizer(HfQuantizer):
     ) -> None:
         if not checkpoint_files:
             raise ConfigError("state_dict is given: experts are read from a checkpoint's files; give its folder")
-        folder = Path(checkpoint_files[0]).parent
+        self._folder = folder = Path(checkpoint_files[0]).parent
         # transformers builds models on the meta device, where small tensors of a checkpoint would have no values
         with torch.device("cpu"):
             self._plan = Plan.of(model, folder, self.options, model.dtype)
@@ -94,15 +95,18 @@ class MoeCoreQuantizer(HfQuantizer):
         return dense_tensors(plan.checkpoint, plan.left_out, plan.dtype, device)
 
     def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
-        self.plan.load(model)
-        if not self.plan.checkpoint.quantization and not self.plan.layers:
+        plan = self.plan
+        plan.load(model)
+        if not plan.checkpoint.quantization and not plan.layers:
             self.remove_quantization_config(model)
+        # the model keeps this object: files are closed, and what was known of their tensors is forgotten
+        self._plan = None
         return model
 
     def is_serializable(self, *arguments: Any, **keywords: Any) -> bool:
         raise ConfigError(
             "a model whose experts are moe-core's is not written: they are in the layout of a backend, which no "
-            f"checkpoint has. Keep the checkpoint that it came from, {self.plan.checkpoint.path}; what it has beside "
+            f"checkpoint has. Keep the checkpoint that it came from, {self._folder}; what it has beside "
             "its experts is written within moe_core.experts_left_out(model), from model.state_dict()"
         )
 
