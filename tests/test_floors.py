@@ -99,9 +99,9 @@ def needed(path: Path, files: Mapping[str, Path]) -> set[str]:
 
 
 def folder(module: str, path: Path) -> str:
-    """The folder of a module; kernels' families under ``gemm`` share one pipeline and count as one."""
+    """The folder of a module; one in the root of ``gemm``, which its families share, stands for itself."""
     found = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    return "moe_core.gemm" if inside(found, "moe_core.gemm") else found
+    return module if found == "moe_core.gemm" else found
 
 
 def parents(module: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_core import TensorError, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticChannelSym
-from moe_core.gemm.marlin.columns import CHUNK, group_columns
+from moe_core.gemm.columns import CHUNK, group_columns
 from moe_core.gemm.marlin.convert import convert_integers
 from moe_core.gemm.marlin.scales import order_scales
 from moe_core.gemm.marlin.words import interleave, order_words

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_core.device import DeviceInfo
-from moe_core.gemm.marlin.operand import load_indexed
+from moe_core.gemm.activation_tile import load_indexed
 from moe_core.jit.launch import record
 from moe_core.testing import ConformanceTests
 from moe_core.testing.compile_cases import experts_specimens

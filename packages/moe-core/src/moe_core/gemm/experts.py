@@ -28,12 +28,11 @@ from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import WorkspaceSpec
 
 if TYPE_CHECKING:
-    from moe_core.gemm.fused.layer import FusedLayer
+    from moe_core.gemm.fused.layer import FusedLayer, GemvLayer
     from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions, ScaledMMScheme
     from moe_core.gemm.fused.scheme import ActivationScheme, CallShape
     from moe_core.gemm.heuristics.gemv import GemvPlan
     from moe_core.gemm.launch import GemmWeight
-    from moe_core.gemm.marlin.gemv import GemvLayer
 
 
 class GroupedExperts(FusedMoEExpertsModular):

@@ -16,8 +16,8 @@ import triton
 from torch import Tensor
 
 from moe_core.gemm import lora_kernels as device
+from moe_core.gemm.activation_tile import load_activations, open_activations
 from moe_core.gemm.launch import GemmWeight, LoRADelta, Result, Routing, TileFunctions, grouped_gemm, is_aligned
-from moe_core.gemm.marlin.operand import load_activations, open_activations
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.scaled_mm import load_weights, open_weights
 from moe_core.gemm.tile_kernel import PAIR, TOKEN

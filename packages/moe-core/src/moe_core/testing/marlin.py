@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_core.gemm.activation_tile import load_activations, open_activations
 from moe_core.gemm.fused.scheme import TILE as STEP
 from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_gemm
-from moe_core.gemm.marlin import operand
 from moe_core.gemm.marlin.convert import Converted
 from moe_core.gemm.marlin.weight import Functions, MarlinMatrix
 from moe_core.gemm.plan import TileConfig
@@ -35,7 +35,7 @@ def dequantized_by_gemm(
     rows = (x * torch.eye(k)).to(dtype).to(device)
     y = torch.empty(k, n, device=device)
     grouped_gemm(
-        TileFunctions(operand.open_activations, operand.load_activations, *functions(matrix, config)),
+        TileFunctions(open_activations, load_activations, *functions(matrix, config)),
         config,
         a=(rows, rows.stride(0), k),
         b=matrix.gemm_weight(functions),

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -45,14 +45,26 @@ from moe_core.ops.batch import Batch
 from moe_core.ops.reduce import reduce_pairs
 
 if TYPE_CHECKING:
-    from moe_core.gemm.marlin.gemv import GemvLayer
+    from moe_core.gemm.heuristics.gemv import GemvPlan
+
+
+class GemvLayer(Protocol):
+    """The same layer for one token or two, without tensor cores."""
+
+    def reads(self, x: Tensor) -> bool:
+        """Whether it takes activations that lie in memory like ``x``."""
+
+    def __call__(
+        self, x: Tensor, out: Tensor, *, routing: Routing, plan: GemvPlan, workspace: Mapping[str, Tensor]
+    ) -> None:
+        """As a `FusedLayer`."""
 
 
 @dataclass(frozen=True, eq=False)
 class FusedLayer:
     """What a layer's calls share: ``w13`` (gate rows, then up rows, or interleaved) and ``w2``, scheme and activation.
 
-    ``gemv``: the same layer for one token, without tensor cores, where the family has one.
+    ``gemv``: where the family has one.
     """
 
     w13: GemmWeight

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from moe_core.gemm.columns import gather_columns
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, first_rows, padded
 from moe_core.gemm.launch import OperandA, Result, Routing
-from moe_core.gemm.marlin.columns import gather_columns
 from moe_core.gemm.tile_kernel import POSITION, TOKEN
 from moe_core.workspace import WorkspaceSpec
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_core.gemm.columns import gather_columns
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, first_rows, padded
 from moe_core.gemm.launch import OperandA, Result, Routing
-from moe_core.gemm.marlin.columns import gather_columns
 from moe_core.gemm.quantize_rows import InUse, ordered_rows, quantize_rows, routed_pairs
 from moe_core.gemm.tile_kernel import TOKEN
 from moe_core.ops.batch import Batch

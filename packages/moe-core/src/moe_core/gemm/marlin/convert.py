@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_core.errors import TensorError
-from moe_core.gemm.marlin.columns import Grouped, group_columns
+from moe_core.gemm.columns import Grouped, group_columns
 from moe_core.gemm.marlin.scales import order_scales
 from moe_core.gemm.marlin.words import interleave, order_words
 from moe_core.quant_key import QuantKey

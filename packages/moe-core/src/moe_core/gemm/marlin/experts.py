@@ -80,7 +80,7 @@ class MarlinExperts(GroupedExperts):
 
     def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
         """What the kernels get of ``name``, w13 or w2."""
-        from moe_core.gemm.marlin.columns import CHUNK
+        from moe_core.gemm.columns import CHUNK
         from moe_core.gemm.marlin.weight import MarlinMatrix
 
         config, key, quant, first = self.config, self.quantized_key, weights.quant_config, name == "w13"

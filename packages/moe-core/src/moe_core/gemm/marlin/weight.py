@@ -8,19 +8,19 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_core.gemm.activation_tile import load_activations, load_indexed, open_activations, open_indexed
 from moe_core.gemm.as_stored.tiles import open_plain
 from moe_core.gemm.fused.plain import Columns
 from moe_core.gemm.fused.scaled_mm_weight import packed_descriptor
 from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions
-from moe_core.gemm.marlin import operand
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.scaled_mm import load_values
 
 #: open_a and load_a for the forms of operand A
 _ROWS = {
-    "masked": (operand.open_activations, operand.load_activations),
+    "masked": (open_activations, load_activations),
     "values": (open_plain, load_values),
-    "indexed": (operand.open_indexed, operand.load_indexed),
+    "indexed": (open_indexed, load_indexed),
 }
 
 
@@ -34,7 +34,7 @@ class MarlinMatrix:
     - ``scales`` [E, groups, rows] float32, or int32 with zero points (`moe_core.gemm.marlin.operand`)
     - ``channel_scales`` float32 [E, rows]: multiply the finished sums; or None
     - ``bias`` [E, n], of interleaved rows [E, 2 * n]: gate, then up; any float dtype
-    - ``index`` int32 [E, columns], ``pre_scales`` float32 [E, K]: see `moe_core.gemm.marlin.columns`
+    - ``index`` int32 [E, columns], ``pre_scales`` float32 [E, K]: see `moe_core.gemm.columns`
     """
 
     words: Tensor

@@ -81,7 +81,7 @@ def gather_columns(
     C] (-1: 0) or None for the same columns, ``factor`` float32 [E, K] or None.  Pairs without a local expert (batched:
     rows beyond those in use) stay as they are.
     """
-    from moe_core.gemm.marlin._column_kernels import gather_kernel
+    from moe_core.gemm._column_kernels import gather_kernel
 
     pairs = routing.num_pairs
     columns = x.shape[1] if index is None else index.shape[1]
