@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 import run_examples
+from moe_transformers import MoeCoreExperts
+from moe_transformers.quantize import QuantizedExperts
 from moe_transformers_checkpoints import completed
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 PACKAGE = Path(__file__).parents[1]
+FRONT_PAGE = PACKAGE.parents[1] / "README.md"
 #: written by transformers' own quantiser
 CASE = PACKAGE.parent / "moe-fp8" / "tests" / "data" / "qwen3_hf_fp8_block"
 
@@ -31,4 +35,23 @@ def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized.rename(model)
     write_tokenizer(model, 128)
     monkeypatch.chdir(tmp_path)
-    assert run_examples.run(PACKAGE / "README.md") >= 1
+    called = set()
+    forward = MoeCoreExperts.forward
+
+    def recorded(module: MoeCoreExperts, *arguments: Tensor) -> Tensor:
+        called.add(type(module))
+        return forward(module, *arguments)
+
+    monkeypatch.setattr(MoeCoreExperts, "forward", recorded)
+    run_examples.run(PACKAGE / "README.md")
+    assert called == {MoeCoreExperts, QuantizedExperts}
+
+
+def test_the_first_example_is_the_front_pages_too() -> None:
+    front = FRONT_PAGE.read_text(encoding="utf-8")
+    own = run_examples.BLOCK.search((PACKAGE / "README.md").read_text(encoding="utf-8"))
+    first = run_examples.BLOCK.search(front)
+    assert own is not None
+    assert first is not None
+    assert first.group(2) == own.group(2)
+    assert front.index("moe quickstart") < first.start()

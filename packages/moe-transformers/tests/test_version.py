@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import sys
 import tomllib
 from pathlib import Path
 
@@ -20,6 +22,16 @@ def test_others_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> No
         moe_transformers.check_version()
     assert isinstance(caught.value, MoEError)
     assert isinstance(caught.value, ImportError)
+
+
+def test_the_import_says_so_before_it_needs_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.57.1")
+    monkeypatch.delitem(sys.modules, "moe_transformers")
+    # a module that cannot be imported
+    for name in ("experts", "interface", "loading", "quantize"):
+        monkeypatch.setitem(sys.modules, f"moe_transformers.{name}", None)  # type: ignore[arg-type]
+    with pytest.raises(moe_transformers.TransformersVersionError, match=r"transformers is 4\.57\.1"):
+        importlib.import_module("moe_transformers")
 
 
 @pytest.mark.parametrize("version", ["5.17.0", "5.23.4"])

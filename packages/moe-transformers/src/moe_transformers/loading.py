@@ -24,7 +24,6 @@ from moe_transformers.options import Options
 from moe_transformers.quantizer import MoeCoreQuantizer
 from moe_transformers.refusals import RefusedError
 from moe_transformers.settings import fetch_settings
-from moe_transformers.version import check_version
 
 _OPTIONS: ContextVar[Options | None] = ContextVar("moe_transformers_options", default=None)
 
@@ -44,10 +43,9 @@ def loading(
     ConfigError for arguments that don't go with it.  Peak memory is the model's and one layer more.
 
     It holds for the thread that entered it; other threads load as ever, at the same time too.  What it changes in
-    transformers is as before when the last thread has left it, whatever was raised.  Raises TransformersVersionError
-    for a release that was not tested, RegistryError for an unknown ``quantize``.
+    transformers is as before when the last thread has left it, whatever was raised.  Raises RegistryError for an
+    unknown ``quantize``.
     """
-    check_version()
     if quantize is not None:
         registry().online(quantize)
     with _HOOKS:
