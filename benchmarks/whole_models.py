@@ -1,30 +1,35 @@
 """Whole models in transformers: how long they take to load, what memory, and how many tokens a second.
 
+    python benchmarks/whole_models.py all DIR --json FILE             # every model, by moe-core and in bfloat16
     python benchmarks/whole_models.py make qwen3-30b-a3b-fp8 DIR      # random weights in a model's real shapes
     python benchmarks/whole_models.py run DIR --by moe-core           # within moe_transformers.loading()
     python benchmarks/whole_models.py run DIR --by transformers       # experts dequantised by transformers, grouped_mm
+    python benchmarks/whole_models.py run DIR --by bf16               # the same on random weights: nothing is loaded
 
-One JSON object per run.  Loading is timed a second time too, from the page cache.  Decoding is what `generate` does
-with a static cache, which it compiles for; prefill is one call of the model.
+`all` has one checkpoint at a time on the disk: at most 31 GB.  What was just made is loaded from the page cache.
+Prefill is one call of the model; `generate` has a prompt of 16 tokens; a decode step is timed in a CUDA graph with a
+static cache too.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import moe_transformers
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, StaticCache
 
 Tensors = dict[str, Tensor]
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -120,6 +125,20 @@ QWEN3 = {
 }
 #: transformers' defaults are gpt-oss-120b's
 GPT_OSS = {"num_hidden_layers": 24, "num_local_experts": 32, "tie_word_embeddings": False}
+#: sizes with which everything is tried out on a CPU
+TINY = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 4,
+    "vocab_size": 1024,
+}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
@@ -131,29 +150,42 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[..., Tenso
 }
 
 
-def make(model: str, folder: Path, layers: int | None) -> None:
-    """Writes the checkpoint, a file for each layer."""
+def make(model: str, folder: Path, tiny: bool) -> None:
+    """Writes the checkpoint, a file for each layer.  All layers have the first one's numbers."""
     family, entries, quantization, layer, linear = MODELS[model]
-    if layers is not None:
-        entries = {**entries, "num_hidden_layers": layers}
-    config = getattr(transformers, f"{family}Config")(**entries)
+    kind = getattr(transformers, f"{family}Config")
+    if tiny:
+        known = kind().to_dict()
+        entries = {**entries, **{name: value for name, value in TINY.items() if name in known}}
+    config = kind(**entries)
     content = {**config.to_dict(), "architectures": [f"{family}ForCausalLM"], "quantization_config": quantization}
     content["torch_dtype"] = content["dtype"] = "bfloat16"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content))
+    first = {name: tensor.cpu().contiguous() for name, tensor in layer(config, 0, linear).items()}
+    data = save(first, metadata={"format": "pt"})
+    size = 8 + int.from_bytes(data[:8], "little")
     weight_map: dict[str, str] = {}
 
-    def write(file: str, tensors: Tensors) -> None:
-        here = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(here, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(here, file))
+    def write(index: int) -> None:
+        """The first layer's file under the names of another: their length changes the header's."""
+        header = data[8:size].replace(b"model.layers.0.", f"model.layers.{index}.".encode())
+        header += b" " * (-len(header) % 8)
+        file = f"model-{index + 1:05d}.safetensors"
+        with (folder / file).open("wb", buffering=0) as out:
+            for part in (len(header).to_bytes(8, "little") + header, memoryview(data)[size:]):
+                while part:
+                    part = part[out.write(part) :]
+        names = (name.replace("model.layers.0.", f"model.layers.{index}.") for name in first)
+        weight_map.update(dict.fromkeys(names, file))
 
-    count = config.num_hidden_layers + 1
-    for index in range(config.num_hidden_layers):
-        write(f"model-{index + 1:05d}-of-{count:05d}.safetensors", layer(config, index, linear))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(config.num_hidden_layers)))
     ends = plain("model.embed_tokens", config.vocab_size, config.hidden_size)
     ends |= plain("lm_head", config.vocab_size, config.hidden_size)
-    write(f"model-{count:05d}-of-{count:05d}.safetensors", {**ends, "model.norm.weight": ones(config.hidden_size)})
+    ends = {name: tensor.cpu() for name, tensor in ends.items()} | {"model.norm.weight": ones(config.hidden_size)}
+    save_file(ends, folder / "model-ends.safetensors", metadata={"format": "pt"})
+    weight_map.update(dict.fromkeys(ends, "model-ends.safetensors"))
     index_file = folder / "model.safetensors.index.json"
     index_file.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}))
 
@@ -166,10 +198,15 @@ def load(folder: Path, by: str) -> Any:
     if by == "moe-core":
         with moe_transformers.loading():
             return AutoModelForCausalLM.from_pretrained(folder, **arguments)
-    method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
+    config = AutoConfig.from_pretrained(folder)
+    method = config.quantization_config["quant_method"]
+    if by == "bf16":
+        del config.quantization_config
+        with DEVICE:
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     kinds = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
     if method not in kinds:
-        raise SystemExit(f"transformers does not load experts of quant_method {method!r} by itself")
+        raise SystemExit(f"transformers does not load experts of quant_method {method!r} by itself: --by bf16")
     dequantize = getattr(transformers, kinds[method])(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(folder, **arguments, quantization_config=dequantize)
 
@@ -180,77 +217,148 @@ def synchronized() -> float:
     return time.perf_counter()
 
 
-def seconds(call: Callable[[], object], repeats: int = 5) -> float:
-    """The median of ``repeats`` calls after one that is not counted."""
+def seconds(call: Callable[[], object], repeats: int) -> float:
+    """The mean of ``repeats`` calls after one that is not counted."""
     call()
-    times = []
+    start = synchronized()
     for _ in range(repeats):
-        start = synchronized()
         call()
-        times.append(synchronized() - start)
-    return sorted(times)[repeats // 2]
+    return (synchronized() - start) / repeats
+
+
+#: tokens before those that are decoded: a sliding window stays unfilled, since full ones cannot be captured
+PROMPT, CACHE = 16, 128
 
 
 def generation(model: Any, batch: int, count: int) -> Callable[[], object]:
-    settings = GenerationConfig(
-        max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, cache_implementation="static"
-    )
-    prompt = torch.randint(0, model.config.vocab_size, (batch, 128), device=DEVICE)
+    settings = GenerationConfig(max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+    prompt = torch.randint(0, model.config.vocab_size, (batch, PROMPT), device=DEVICE)
     return lambda: model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+
+
+def captured_step(model: Any, batch: int) -> Callable[[], object]:
+    """One decode step of ``batch`` sequences with a static cache, in a CUDA graph; on a CPU the step itself."""
+    cache = StaticCache(config=model.config, max_cache_len=CACHE)
+    prompt = torch.randint(0, model.config.vocab_size, (batch, PROMPT), device=DEVICE)
+    model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    token, position = prompt[:, :1].clone(), torch.full((batch, 1), PROMPT, device=DEVICE)
+
+    def step() -> object:
+        return model(token, past_key_values=cache, use_cache=True, position_ids=position, logits_to_keep=1).logits
+
+    if DEVICE.type != "cuda":
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
+
+    def replay() -> object:
+        graph.replay()
+        return logits
+
+    return replay
 
 
 def measure(folder: Path, by: str, count: int) -> Iterator[tuple[str, object]]:
     yield "versions", {"transformers": transformers.__version__, "torch": torch.__version__}
     yield "by", by
     yield "device", torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
-    yield "disk_free", shutil.disk_usage(folder).free
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    yield "checkpoint_bytes", size
-    model: Any = None
-    for name in ("load_s", "load_again_s"):
-        model = None
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        start = synchronized()
-        model = load(folder, by)
-        yield name, synchronized() - start
+    yield "checkpoint_bytes", sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    start = synchronized()
+    model = load(folder, by)
+    took = synchronized() - start
+    if by != "bf16":
+        yield "load_s", took
     yield "host_peak_bytes", 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if DEVICE.type == "cuda":
         yield "device_bytes", torch.cuda.memory_allocated()
-        yield "device_peak_bytes", torch.cuda.max_memory_allocated()
-    with torch.no_grad():
-        for tokens in (128, 2048):
+        yield "load_device_peak_bytes", torch.cuda.max_memory_allocated()
+    yield "experts", _experts(model)
+    with torch.inference_mode():
+        for tokens in (128, 4096):
             ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=DEVICE)
-            took = seconds(lambda ids=ids: model(ids, use_cache=False, logits_to_keep=1))  # type: ignore[misc]
+            took = seconds(lambda ids=ids: model(ids, use_cache=False, logits_to_keep=1), 3)  # type: ignore[misc]
             yield f"prefill_{tokens}_tokens_per_s", tokens / took
-        for batch in (1, 8, 32):
-            few, many = (seconds(generation(model, batch, n), 3) for n in (1, count + 1))
-            yield f"decode_batch_{batch}_tokens_per_s", batch * count / (many - few)
+        for batch in (1, 32):
+            yield f"generate_batch_{batch}_tokens_per_s", batch * count / seconds(generation(model, batch, count), 1)
+            try:
+                took = seconds(captured_step(model, batch), 20)
+            except RuntimeError as error:
+                yield f"graph_batch_{batch}_error", str(error)
+            else:
+                yield f"graph_batch_{batch}_tokens_per_s", batch / took
+    if DEVICE.type == "cuda":
+        yield "device_peak_bytes", torch.cuda.max_memory_allocated()
+
+
+def _experts(model: Any) -> str:
+    """What runs the experts."""
+    for module in model.modules():
+        if isinstance(module, moe_transformers.MoeCoreExperts) and module.layer is not None:
+            selection = module.layer.selection
+            return f"{selection.report.scheme} by {selection.backend}"
+    return f"transformers: {model.config._experts_implementation}"
+
+
+def run(folder: Path, by: str, tokens: int) -> dict[str, object]:
+    """All measurements, each printed when it is there."""
+    found: dict[str, object] = {}
+    for name, value in measure(folder, by, tokens):
+        found[name] = value
+        print(f"{name}: {value}", flush=True)
+    return found
+
+
+def run_all(folder: Path, tokens: int, tiny: bool) -> Iterator[dict[str, object]]:
+    """Every model by moe-core, and each of their architectures in bfloat16."""
+    seen = set()
+    for model, (family, *_) in MODELS.items():
+        start = time.perf_counter()
+        make(model, folder / model, tiny)
+        print(f"{model}: made in {time.perf_counter() - start:.1f} s", flush=True)
+        try:
+            for by in ("moe-core",) if family in seen else ("moe-core", "bf16"):
+                gc.collect()
+                yield {"model": model, **run(folder / model, by, tokens)}
+        finally:
+            shutil.rmtree(folder / model)
+        seen.add(family)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
-    making = actions.add_parser("make")
+    making, running, whole = (actions.add_parser(name) for name in ("make", "run", "all"))
     making.add_argument("model", choices=MODELS)
-    making.add_argument("folder", type=Path)
-    making.add_argument("--layers", type=int)
-    running = actions.add_parser("run")
-    running.add_argument("folder", type=Path)
-    running.add_argument("--by", choices=("moe-core", "transformers"), default="moe-core")
-    running.add_argument("--tokens", type=int, default=64, help="tokens that are decoded")
-    running.add_argument("--json", type=Path)
+    for action in (making, running, whole):
+        action.add_argument("folder", type=Path)
+    for action in (making, whole):
+        action.add_argument("--tiny", action="store_true", help="of small sizes: tries everything out on a CPU")
+    for action in (running, whole):
+        action.add_argument("--tokens", type=int, default=32, help="tokens that are decoded")
+        action.add_argument("--json", type=Path)
+    running.add_argument("--by", choices=("moe-core", "transformers", "bf16"), default="moe-core")
     given = parser.parse_args()
     if given.action == "make":
-        make(given.model, given.folder, given.layers)
+        make(given.model, given.folder, given.tiny)
         return
-    found: dict[str, object] = {}
-    for name, value in measure(given.folder, given.by, given.tokens):
-        found[name] = value
-        print(f"{name}: {value}", flush=True)
+    results = []
+    single = given.action == "run"
+    for found in (
+        [run(given.folder, given.by, given.tokens)] if single else run_all(given.folder, given.tokens, given.tiny)
+    ):
+        results.append(found)
         if given.json is not None:
-            given.json.write_text(json.dumps(found, indent=1))
+            given.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
