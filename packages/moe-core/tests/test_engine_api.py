@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+from dataclasses import dataclass
 
 import pytest
-from moe_core.engine_api import Engine, log_once
+from moe_core.engine_api import Engine, EngineChanged, log_once, require
 from moe_core.errors import ConfigError
 
 ENGINE = Engine(
@@ -105,25 +106,56 @@ def test_starting_logs_one_line(
     assert [record.getMessage() for record in caplog.records] == [line]
 
 
-@pytest.mark.parametrize("reason", [None, "it lacks a name"])
-def test_what_brings_the_schemes_may_refuse(
-    installed: dict[str, str], caplog: pytest.LogCaptureFixture, reason: str | None
+@pytest.mark.parametrize("error", [None, ImportError("no x"), AttributeError("no y"), EngineChanged("no z")])
+def test_an_engine_that_lacks_what_is_needed_is_left_alone(
+    installed: dict[str, str], caplog: pytest.LogCaptureFixture, error: Exception | None
 ) -> None:
     installed["an-engine"] = "0.5.23"
     asked = []
 
-    def bring(schemes: tuple[str, ...]) -> str | None:
+    def bring(schemes: tuple[str, ...]) -> None:
         asked.append(schemes)
-        return reason
+        if error is not None:
+            raise error
 
     brought = ENGINE.start(LOGGER, bring)
     (line,) = caplog.records
     assert asked == [ENGINE.schemes]
-    if reason is None:
+    if error is None:
         assert (brought, line.levelname) == (ENGINE.schemes, "INFO")
     else:
         assert (brought, line.levelname) == ((), "WARNING")
-        assert line.getMessage() == "moe-engine is off: it lacks a name"
+        assert line.getMessage() == f"moe-engine is off: an-engine 0.5.23 lacks what it needs: {error}"
+
+
+def test_an_error_of_the_package_is_not_the_engines(installed: dict[str, str]) -> None:
+    installed["an-engine"] = "0.5.23"
+    with pytest.raises(ConfigError, match="of its own"):
+        ENGINE.start(LOGGER, lambda schemes: (_ for _ in ()).throw(ConfigError("of its own")))
+
+
+@dataclass
+class Layer:
+    """What an engine describes a layer by."""
+
+    experts: int
+
+    @property
+    def whole(self) -> bool:
+        return True
+
+
+def select(layer: Layer, *, key: str) -> None:
+    """What an engine asks."""
+
+
+def test_what_an_engine_must_have_is_named() -> None:
+    require(Layer, "experts", "whole")
+    require(select, "layer", "key")
+    with pytest.raises(EngineChanged, match=rf"^{__name__}.Layer has no size, rank$"):
+        require(Layer, "size", "experts", "rank")
+    with pytest.raises(EngineChanged, match=rf"^{__name__}.select takes no config$"):
+        require(select, "config", "key")
 
 
 def test_nothing_is_brought_where_the_engine_is_another(installed: dict[str, str]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
 import importlib.metadata
-import sys
 import types
+from typing import Any
 
 import moe_sglang
 import pytest
@@ -14,12 +16,18 @@ from moe_core.engine_api import Engine
 from moe_sglang import plugin
 from moe_sglang.doctor import lines
 from moe_sglang.engine import ENGINE
-from moe_sglang.fused import names
+from moe_sglang.fused import TENSORS, names
+from moe_sglang.kinds import FLAGS
 
 
 def test_sglang_finds_it_by_its_entry_point() -> None:
     [point] = [p for p in importlib.metadata.entry_points(group="sglang.srt.plugins") if p.name == "moe_sglang"]
     assert point.load() is moe_sglang.register
+
+
+def record(*fields: str) -> type:
+    """A type of SGLang's with other fields."""
+    return dataclasses.make_dataclass("Other", fields)
 
 
 @pytest.fixture
@@ -29,7 +37,8 @@ def afresh(sglang: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> di
     monkeypatch.setattr(plugin, "_brought", ())
     monkeypatch.setattr(sglang.HookRegistry, "_hooks", hooks)
     monkeypatch.setattr(sglang.HookRegistry, "register", lambda target, hook, kind: hooks.setdefault(target, [hook]))
-    monkeypatch.setattr(Engine, "reason_against_version", lambda self: None)
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.23" if name == "sglang" else version(name))
     monkeypatch.delenv("MOE_SGLANG", raising=False)
     return hooks
 
@@ -63,15 +72,36 @@ def test_nothing_is_changed_where_it_is_off(
     assert said == [line]
 
 
+CHANGED: dict[str, tuple[str, str, Any, str]] = {
+    "no such function": ("batch_invariant_ops", "is_batch_invariant_mode_enabled", None, "cannot import name"),
+    "a field of a layer": ("layers.moe.moe_runner.base", "MoeRunnerConfig", record("activation"), "has no is_gated, "),
+    "a field of its weights": (
+        "layers.moe.moe_runner.triton",
+        "TritonMoeQuantInfo",
+        record(*(name for name in (*FLAGS, *TENSORS) if name != "w13_zp"), "per_channel_quant", "block_shape"),
+        "has no w13_zp",
+    ),
+    "a field of the tokens": ("layers.moe.topk", "StandardTopKOutput", record("topk_ids"), "has no topk_weights"),
+    "the hook's place": ("layers.moe.moe_runner.base", "FusedOpPool", record(), "has no get_fused_func"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
 def test_an_sglang_without_what_it_needs_is_left_alone(
-    afresh: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch, said: list[str]
+    afresh: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch, said: list[str], case: str
 ) -> None:
+    module, name, changed, reason = CHANGED[case]
+    place = importlib.import_module(f"sglang.srt.{module}")
+    if changed is None:
+        monkeypatch.delattr(place, name)
+    else:
+        monkeypatch.setattr(place, name, changed)
     names.cache_clear()
-    monkeypatch.setitem(sys.modules, "sglang.srt.batch_invariant_ops", types.ModuleType("batch_invariant_ops"))
     moe_sglang.register()
     assert not afresh
     [line] = said
-    assert line.startswith("moe-sglang is off: this SGLang lacks what it needs: cannot import name")
+    assert line.startswith("moe-sglang is off: sglang 0.5.23 lacks what it needs: ")
+    assert reason in line
 
 
 def test_doctor_says_what_sglang_would_get(afresh: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch) -> None:

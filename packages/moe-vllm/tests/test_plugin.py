@@ -82,7 +82,7 @@ def test_what_vllm_lacks_is_named(version: pytest.MonkeyPatch, caplog: pytest.Lo
         with caplog.at_level(logging.INFO, LOGGER.name):
             moe_vllm.register()
         (line,) = caplog.records
-        assert line.getMessage().startswith("moe-vllm is off: this vLLM lacks what it needs: ")
+        assert line.getMessage().startswith("moe-vllm is off: vllm 0.33.0 lacks what it needs: ")
 
 
 def test_schemes_are_brought_once(version: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

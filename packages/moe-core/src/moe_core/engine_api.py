@@ -9,23 +9,41 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moe_core.config import FusedMoEConfig
 from moe_core.environment import parse_version
-from moe_core.errors import ConfigError, did_you_mean
+from moe_core.errors import ConfigError, MoEError, did_you_mean
 from moe_core.kernel_choice import select_kernel
 from moe_core.quant_key import QuantKey, as_quant_key
 from moe_core.registry import registry
 from moe_core.selection import SelectionError
 
-__all__ = ["Engine", "VersionRange", "log_once", "select_kernel"]
+__all__ = ["Engine", "EngineChanged", "VersionRange", "log_once", "require", "select_kernel"]
 
 _OFF = ("0", "off", "false", "no", "none")
 _ON = ("", "1", "on", "true", "yes", "all")
+
+
+class EngineChanged(MoEError):  # noqa: N818 - an answer, no fault of a caller's
+    """Something of an engine's is not as it was tested."""
+
+
+def require(owner: Any, *names: str) -> None:
+    """Checks that an engine's function takes parameters of these names, or its class has them as fields or attributes.
+
+    Raises EngineChanged with those that are lacking.
+    """
+    has = inspect.signature(owner).parameters
+    lacking = [name for name in names if name not in has and not hasattr(owner, name)]
+    if lacking:
+        verb = "has" if inspect.isclass(owner) else "takes"
+        raise EngineChanged(f"{owner.__module__}.{owner.__qualname__} {verb} no {', '.join(lacking)}")
 
 
 @dataclass(frozen=True)
@@ -102,19 +120,23 @@ class Engine(VersionRange):
         return found, f"{self.package} is on for {', '.join(found)} ({self.switch}=off turns it off)"
 
     def start(
-        self, logger: logging.Logger, bring: Callable[[tuple[str, ...]], str | None] | None = None
+        self, logger: logging.Logger, bring: Callable[[tuple[str, ...]], object] | None = None
     ) -> tuple[str, ...]:
         """The schemes to bring; () with the reason in the log where there are none.
 
-        ``bring`` does so: it gets them, and returns the reason if it can't.  One line is logged either way, a warning
-        where the user did not ask for what it says.  Raises ConfigError for a switch that says nothing known.
+        ``bring`` gets them, and raises ImportError, AttributeError or EngineChanged, before it changes anything, where
+        the engine lacks what it needs.  One line is logged either way, a warning where the user did not ask for what it
+        says.  Raises ConfigError for a switch that says nothing known.
         """
         found, text = self.status()
         asked = bool(found) or not self.switched_on()
         if found and bring is not None:
-            reason = bring(found)
-            if reason is not None:
-                found, text, asked = (), f"{self.package} is off: {reason}", False
+            try:
+                bring(found)
+            except (ImportError, AttributeError, EngineChanged) as error:
+                version = importlib.metadata.version(self.distribution)
+                text = f"{self.package} is off: {self.distribution} {version} lacks what it needs: {error}"
+                found, asked = (), False
         logger.log(logging.INFO if asked else logging.WARNING, "%s", text)
         return found
 

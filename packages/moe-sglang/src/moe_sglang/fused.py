@@ -19,22 +19,42 @@ from moe_core import (
     Selection,
     oracle,
 )
-from moe_core.engine_api import log_once, select_kernel
+from moe_core.engine_api import log_once, require, select_kernel
 from torch import Tensor
 
 from moe_sglang.engine import ENGINE, LOGGER
-from moe_sglang.kinds import Kind, kind_of
+from moe_sglang.kinds import FLAGS, Kind, kind_of
 from moe_sglang.layer import layer_config
 from moe_sglang.weights import canonical
+
+#: what SGLang says of a layer's weights
+TENSORS = ("w13_weight", "w2_weight", "w13_scale", "w2_scale", "w13_zp", "w2_zp", "b13", "b2", "a13_scale", "a2_scale")
 
 
 @functools.cache
 def names() -> types.SimpleNamespace:
-    """What is used of SGLang beside the hook and its arguments."""
+    """What is used of SGLang beside the hook and its arguments, whose fields are checked.
+
+    Raises ImportError, EngineChanged for what is not there.
+    """
     from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
     from sglang.srt.distributed.device_communicators.pynccl_allocator import is_symmetric_memory_enabled
-    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+    from sglang.srt.layers.moe.moe_runner.base import FusedOpPool, MoeRunnerConfig
+    from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput, StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
 
+    require(FusedOpPool, "get_fused_func")
+    require(FusedOpPool.get_fused_func, "dispatch_name", "runner_name")
+    require(TritonMoeQuantInfo, *FLAGS, "per_channel_quant", "block_shape", *TENSORS)
+    require(
+        MoeRunnerConfig,
+        *("activation", "is_gated", "apply_router_weight_on_input", "no_combine", "routed_scaling_factor", "layer"),
+        *("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit", "gate_up_interleaved"),
+    )
+    require(StandardDispatchOutput, "hidden_states", "topk_output")
+    require(StandardTopKOutput, "topk_weights", "topk_ids")
+    require(StandardCombineInput, "hidden_states")
     return types.SimpleNamespace(
         StandardCombineInput=StandardCombineInput,
         is_batch_invariant_mode_enabled=is_batch_invariant_mode_enabled,
@@ -161,15 +181,4 @@ def _memory(tensor: Tensor) -> int:
 
 def _tensors(info: Any) -> tuple[Tensor | None, ...]:
     """Everything that SGLang says of a layer's weights."""
-    return (
-        info.w13_weight,
-        info.w2_weight,
-        info.w13_scale,
-        info.w2_scale,
-        info.w13_zp,
-        info.w2_zp,
-        info.b13,
-        info.b2,
-        info.a13_scale,
-        info.a2_scale,
-    )
+    return tuple([getattr(info, name) for name in TENSORS])

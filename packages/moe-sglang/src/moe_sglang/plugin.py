@@ -25,16 +25,12 @@ def register() -> None:
         _brought = ENGINE.start(LOGGER, _bring)
 
 
-def _bring(schemes: tuple[str, ...]) -> str | None:
-    """Register the hook; the reason if a name that this needs is not there, and nothing is changed."""
-    try:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+def _bring(schemes: tuple[str, ...]) -> None:
+    """Register the hook.  Raises ImportError, EngineChanged, before that, for a name that this needs."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        names()
-    except (ImportError, AttributeError) as error:
-        return f"this SGLang lacks what it needs: {error}"
+    names()
     HookRegistry.register(TARGET, get_fused_func, HookType.AROUND)
-    return None
 
 
 def get_fused_func(

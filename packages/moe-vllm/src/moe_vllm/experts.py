@@ -99,6 +99,8 @@ class MoeCoreExperts(FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        if moe_parallel_config.use_passthrough_all2all:
+            return False  # whatever the ranks, experts are to move tokens themselves
         # what moves tokens between ranks must leave their quantisation to the experts
         return not moe_parallel_config.use_all2all_kernels or bool(
             moe_parallel_config.use_ag_rs_all2all_kernels

@@ -19,15 +19,19 @@ from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from compressed_tensors.quantization import QuantizationArgs
 from moe_core import ConfigError, MoEError, QuantKey
-from moe_core.engine_api import log_once
+from moe_core.engine_api import log_once, require
 from torch import Tensor
 from vllm import envs
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.oracle import fp8, int8, int_wna16, mxfp4, mxfp8
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
+from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static, kMxfp8Dynamic, kMxfp8Static
 
+from moe_vllm import needs
 from moe_vllm.engine import LOGGER
 from moe_vllm.experts import MoeCoreExperts
 from moe_vllm.keys import integer_key, quant_key
@@ -61,10 +65,6 @@ class Selector:
     asked: Callable[[dict[str, Any]], Asked]
     reads: tuple[str, ...] = ()
     names: tuple[str, ...] = ("auto", "triton")
-
-
-class NamesChanged(MoEError):  # noqa: N818 - an answer, no fault of a caller's
-    """A function of vLLM's is not as it was tested."""
 
 
 # ---- what the functions that select are asked
@@ -101,10 +101,6 @@ def _mxfp4(arguments: dict[str, Any]) -> Asked:
 
 
 def _wna16(arguments: dict[str, Any]) -> Asked:
-    from compressed_tensors.quantization import QuantizationArgs
-    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
-    from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config
-
     stored, zero_points = arguments["quant_config"], arguments["may_have_zp"]
     if isinstance(stored, AutoGPTQConfig):
         # (in activation order it refuses them by itself)
@@ -297,7 +293,8 @@ class Change:
 
 
 def install(schemes: tuple[str, ...]) -> tuple[Change, ...]:
-    """Replace what concerns ``schemes``.  Raises NamesChanged, AttributeError before anything is replaced."""
+    """Replace what concerns ``schemes``.  Raises EngineChanged, AttributeError before anything is replaced."""
+    needs.check()
     changes = tuple(_changes(schemes))
     for change in changes:
         _put(change.owner, change.name, change.original, change.replacement)
@@ -346,9 +343,7 @@ def _changes(schemes: tuple[str, ...]) -> Iterator[Change]:
 
 
 def _taking(owner: Any, name: str, *parameters: str) -> Any:
-    """The function of that name, which takes ``parameters``.  Raises NamesChanged, AttributeError."""
+    """The function of that name, which takes ``parameters``.  Raises EngineChanged, AttributeError."""
     original = getattr(owner, name)
-    lacking = set(parameters) - inspect.signature(original).parameters.keys()
-    if lacking:
-        raise NamesChanged(f"{owner.__name__}.{name} takes no {', '.join(sorted(lacking))}")
+    require(original, *parameters)
     return original

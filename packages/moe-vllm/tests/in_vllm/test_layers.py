@@ -65,6 +65,20 @@ def test_formats(name: str, device: str) -> None:
     assert not copies(layer)
 
 
+def test_layers_of_several_formats(device: str) -> None:
+    """A checkpoint may have another format in each layer; vLLM makes all layers, then fills them in any order."""
+    forms = {name: FORMATS[name] for name in ("fp8_block", "int4_compressed", "int8_channel", "mxfp4_gpt_oss")}
+    layers = {name: make_layer(form.config(), moe_config(**form.layer)) for name, form in forms.items()}
+    loaded = {name: form.load() for name, form in forms.items()}
+    for name in reversed(forms):
+        fill(layers[name], loaded[name].tensors)
+        process(layers[name])
+    x, topk_weights, topk_ids = calls(3)
+    for name, form in forms.items():
+        expected = own_layer(form, loaded[name], device).apply(x, topk_weights=topk_weights, topk_ids=topk_ids)
+        assert torch.equal(run(layers[name], x, topk_weights, topk_ids), expected)
+
+
 def copies(layer: RoutedExperts) -> list[str]:
     """The kernel's tensors that lie elsewhere than in the layer's parameters."""
     held = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}

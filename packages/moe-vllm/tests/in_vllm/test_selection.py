@@ -10,10 +10,12 @@ import pytest
 import torch
 import vllm.plugins
 from compressed_tensors.quantization import QuantizationArgs
-from moe_vllm import experts, oracles, plugin
+from moe_vllm import needs, oracles, plugin
 from moe_vllm.experts import MoeCoreExperts
 from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
 from vllm.model_executor.layers.fused_moe.oracle import fp8, int8, int_wna16, mxfp4
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization import auto_gptq
@@ -105,10 +107,19 @@ def all2all(config: Any, backend: str = "mori_high_throughput") -> Any:
     return config
 
 
+def passthrough(config: Any) -> Any:
+    config.moe_parallel_config.all2all_backend = "passthrough"
+    return config
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "another backend": (lambda: moe_config(moe_backend="marlin"), "--moe-backend marlin asks for vLLM's"),
     "LoRA": (lambda: lora(moe_config()), "kernel does not support LoRA"),
     "tokens moved by others": (lambda: all2all(moe_config()), "kernel does not support parallel config"),
+    "tokens moved by the experts": (
+        lambda: passthrough(moe_config()),
+        "kernel does not support parallel config",
+    ),
     "batched tokens": (
         lambda: all2all(moe_config(), "deepep_low_latency"),
         "kernel does not support parallel config",
@@ -254,35 +265,48 @@ def test_schemes_that_are_switched_off() -> None:
     oracles.undo(changes)
 
 
-@pytest.mark.parametrize(
-    ("name", "changed", "reason"),
-    [
-        ("select_fp8_moe_backend", None, "has no attribute 'select_fp8_moe_backend'"),
-        (
-            "select_fp8_moe_backend",
-            lambda layer: None,
-            "takes no activation_key, config, weight_key",
-        ),
-    ],
-)
-def test_a_name_that_changed(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    name: str,
-    changed: Callable[..., Any] | None,
-    reason: str,
-) -> None:
+def more(self: Any, num_tokens: int) -> None:
+    """A method of vLLM's that takes something else."""
+
+
+#: what another vLLM may have changed: (its place, its name, what stands there then; None: it went), what is said
+CHANGED: dict[str, tuple[Any, str, Any, str]] = {
+    "no such function": (fp8, "select_fp8_moe_backend", None, "has no attribute 'select_fp8_moe_backend'"),
+    "other parameters": (
+        fp8,
+        "select_fp8_moe_backend",
+        lambda layer: None,
+        "takes no config, weight_key, activation_key",
+    ),
+    "a field of a layer": (needs, "FusedMoEConfig", type("Config", (), {}), "Config has no num_experts, "),
+    "how tokens move": (FusedMoEParallelConfig, "use_deepep_v2_kernels", None, "has no use_deepep_v2_kernels"),
+    "a tensor": (FusedMoEQuantConfig, "w2_zp", None, "FusedMoEQuantConfig has no w2_zp"),
+    "a call": (FusedMoEExpertsModular, "apply", more, "apply takes self, num_tokens, expected self, output, "),
+    "a question": (
+        FusedMoEExpertsModular,
+        "_supports_parallel_config",
+        staticmethod(lambda config: True),
+        "_supports_parallel_config takes config, expected moe_parallel_config",
+    ),
+    "one more method": (MoeCoreExperts, "__abstractmethods__", frozenset({"more"}), "Modular asks for more"),
+    "a variable": (envs, "environment_variables", {}, "has no attribute 'VLLM_USE_DEEP_GEMM'"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_vllm_that_changed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str) -> None:
     """Nothing is replaced, and one line says why."""
+    owner, name, changed, reason = CHANGED[case]
     monkeypatch.setattr(plugin, "_brought", ())
     before = (int8.select_int8_moe_backend, RoutedExperts._get_quant_method)
     if changed is None:
-        monkeypatch.delattr(fp8, name)
+        monkeypatch.delattr(owner, name)
     else:
-        monkeypatch.setattr(fp8, name, changed)
+        monkeypatch.setattr(owner, name, changed)
     caplog.set_level("INFO", "vllm.moe_vllm")
     plugin.register()
     (line,) = said(caplog)
-    assert line.startswith("moe-vllm is off: this vLLM lacks what it needs: ")
+    assert line.startswith("moe-vllm is off: vllm 0.33.0 lacks what it needs: ")
     assert reason in line
     assert before == (int8.select_int8_moe_backend, RoutedExperts._get_quant_method)
 
@@ -325,7 +349,3 @@ def test_a_refused_layout_of_load_balancing(device: str, brought: pytest.LogCapt
     )
     with pytest.raises(mc.ConfigError, match=r"locks \[3\] of .* is not per expert, which EPLB needs: MOE_VLLM=off"):
         instance._check_rearranging(shared)
-
-
-def test_experts_are_of_vllms_kind() -> None:
-    assert not experts.MoeCoreExperts.__abstractmethods__
