@@ -152,6 +152,7 @@ def select(layer: Layer, *, key: str) -> None:
 def test_what_an_engine_must_have_is_named() -> None:
     require(Layer, "experts", "whole")
     require(select, "layer", "key")
+    require(lambda *arguments, **named: None, "layer")
     with pytest.raises(EngineChanged, match=rf"^{__name__}.Layer has no size, rank$"):
         require(Layer, "size", "experts", "rank")
     with pytest.raises(EngineChanged, match=rf"^{__name__}.select takes no config$"):

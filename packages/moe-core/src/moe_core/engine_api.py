@@ -37,9 +37,11 @@ class EngineChanged(MoEError):  # noqa: N818 - an answer, no fault of a caller's
 def require(owner: Any, *names: str) -> None:
     """Checks that an engine's function takes parameters of these names, or its class has them as fields or attributes.
 
-    Raises EngineChanged with those that are lacking.
+    A function that takes any names, as wrappers do, takes these.  Raises EngineChanged with those that are lacking.
     """
     has = inspect.signature(owner).parameters
+    if not inspect.isclass(owner) and any(found.kind is found.VAR_KEYWORD for found in has.values()):
+        return
     lacking = [name for name in names if name not in has and not hasattr(owner, name)]
     if lacking:
         verb = "has" if inspect.isclass(owner) else "takes"
