@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import moe_core as mc
 import pytest
 import torch
 from moe_transformers import MoeCoreExperts
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 E, TOP_K, K, N, TOKENS = 4, 2, 256, 128, 6
 
@@ -34,6 +37,28 @@ def test_is_the_layer_with_the_blocks_routing(layer: mc.FusedMoELayer, call: tup
     expected = layer(x, topk_weights=weights.float(), topk_ids=ids)
     assert expected.abs().max() > 0
     assert torch.equal(MoeCoreExperts(layer)(x, ids, weights), expected)
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that torch runs within it, without views, which start nothing on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_starts_nothing_that_the_layer_does_not(layer: mc.FusedMoELayer, call: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, ids, weights = call
+    with Operators() as own:
+        MoeCoreExperts(layer)(x, ids, weights)
+    with Operators() as expected:
+        layer(x, topk_weights=weights, topk_ids=ids)
+    assert own.names == expected.names
 
 
 def test_leading_dimensions_stay(layer: mc.FusedMoELayer, call: tuple[Tensor, Tensor, Tensor]) -> None:

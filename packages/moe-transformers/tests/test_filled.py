@@ -23,7 +23,7 @@ TOKENS = 17
 
 #: families with experts that moe-core does not compute, and what is said of them
 REFUSED = {
-    "inkling2_text": r"layers\.0\.mlp\.experts computes Inkling2Experts\._apply_gate with Inkling2SoftcappedSwiGLU",
+    "inkling2_text": r"layers\.0\.mlp\.experts \(Inkling2Experts\) computes with gate_softcap, up_softcap",
     "muse_spark_text": r"layers\.0\.mlp\.experts \(MuseSparkExperts\) computes with .*norm",
 }
 
@@ -74,7 +74,7 @@ class TestRefused:
 
     def test_soft_caps(self, module: nn.Module) -> None:
         module.gate_softcap = 10.0
-        with pytest.raises(ConfigError, match=r"layers\.0\.experts caps gate and up softly \(gate_softcap\)"):
+        with pytest.raises(ConfigError, match=r"layers\.0\.experts \(\w+\) computes with gate_softcap, which"):
             self.fill(module)
 
     def test_a_function_of_no_name(self, module: nn.Module) -> None:

@@ -388,7 +388,9 @@ def test_experts_that_compute_something_else_are_refused_by_name() -> None:
     soft = model["layers"][0]["experts"]
     soft.has_post_expert_norm = False
     soft.gate_softcap = nn.Identity()
-    with pytest.raises(mc.ConfigError, match=r"computes with gate_softcap, which the experts of moe-core do not"):
+    soft.up_softcap = 30.0
+    expected = r"computes with gate_softcap, up_softcap, which the experts of moe-core do not"
+    with pytest.raises(mc.ConfigError, match=expected):
         block.check(config)
 
 

@@ -23,9 +23,6 @@ def activation_of(module: nn.Module, name: str) -> tuple[MoEActivation, Activati
 
     Raises ConfigError, which names the function, where moe-core has none that computes the same.
     """
-    softcaps = [cap for cap in ("gate_softcap", "up_softcap") if getattr(module, cap, None) is not None]
-    if softcaps:
-        raise ConfigError(f"{name} caps gate and up softly ({', '.join(softcaps)}): moe-core has no such activation")
     gate, up = _arguments([20.0, *_numbers(module, "limit")])
     with torch.no_grad():
         found = _computed(module, name, gate, up)

@@ -13,6 +13,8 @@ from moe_transformers.activation import computes
 
 #: parts of an experts module that compute nothing which a layer of moe-core does not
 _KNOWN_PARTS = ("act_fn",)
+#: soft caps of what goes into the activation, modules or numbers
+_SOFT_CAPS = ("gate_softcap", "up_softcap")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class Block:
 
 def refuse_parts(module: nn.Module, name: str) -> None:
     """ConfigError where the experts' ``module``, ``name``, computes with more than projections and an activation."""
-    parts = [part for part, _ in module.named_children() if part not in _KNOWN_PARTS]
+    holders = (module, getattr(module, "act_fn", None))
+    parts = [cap for cap in _SOFT_CAPS if any(getattr(holder, cap, None) is not None for holder in holders)]
+    parts += [part for part, _ in module.named_children() if part not in (*_KNOWN_PARTS, *parts)]
     if getattr(module, "has_post_expert_norm", False) or parts:
         what = ", ".join(parts) or "a norm after each expert"
         kind = type(module).__name__
