@@ -118,7 +118,7 @@ PROTOCOL_2 = {
     "moe_core_cli.command_api": (
         "Command add_activation_key add_backend add_checkpoint add_device add_dtype add_quantize add_seed whole"
     ),
-    "moe_core.engine_api": "Engine EngineChanged VersionRange log_once require select_kernel",
+    "moe_core.engine_api": "Engine EngineChanged VersionRange log_once require select_kernel unpack_row_pairs",
     "moe_core.experts_api": (
         "Adapters GroupedExperts LayerProblem MarlinExperts MarlinIntegerExperts ScaledMMExperts "
         "TileConfig TilePlan as_words expert_slices integer_row_scales interleave of_expert order_words "

@@ -7,7 +7,8 @@ import logging
 from dataclasses import dataclass
 
 import pytest
-from moe_core.engine_api import Engine, EngineChanged, log_once, require
+import torch
+from moe_core.engine_api import Engine, EngineChanged, log_once, require, unpack_row_pairs
 from moe_core.errors import ConfigError
 
 ENGINE = Engine(
@@ -181,3 +182,8 @@ def test_a_message_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         log_once(LOGGER, "said once: 100 %")
         log_once(LOGGER, "said beside it", logging.WARNING)
     assert [record.getMessage() for record in caplog.records] == ["said once: 100 %", "said beside it"]
+
+
+def test_zero_points_of_two_rows_in_a_byte() -> None:
+    packed = torch.tensor([[[0x21, 0x43], [0x65, 0x87]]], dtype=torch.uint8)
+    assert unpack_row_pairs(packed).tolist() == [[[1, 3], [2, 4], [5, 7], [6, 8]]]

@@ -16,6 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from moe_core.config import FusedMoEConfig
 from moe_core.environment import parse_version
 from moe_core.errors import ConfigError, MoEError, did_you_mean
@@ -24,7 +27,7 @@ from moe_core.quant_key import QuantKey, as_quant_key
 from moe_core.registry import registry
 from moe_core.selection import SelectionError
 
-__all__ = ["Engine", "EngineChanged", "VersionRange", "log_once", "require", "select_kernel"]
+__all__ = ["Engine", "EngineChanged", "VersionRange", "log_once", "require", "select_kernel", "unpack_row_pairs"]
 
 _OFF = ("0", "off", "false", "no", "none")
 _ON = ("", "1", "on", "true", "yes", "all")
@@ -176,3 +179,10 @@ class Engine(VersionRange):
 def log_once(logger: logging.Logger, message: str, level: int = logging.INFO) -> None:
     """Log ``message``, the first time that this process has it for ``logger``."""
     logger.log(level, "%s", message)
+
+
+def unpack_row_pairs(zero_points: Tensor) -> Tensor:
+    """4-bit zero points as engines' Triton kernels read them, uint8 [E, rows / 2, groups] with the even row in the low
+    half of a byte -> canonical uint8 [E, rows, groups].
+    """
+    return torch.stack((zero_points & 15, zero_points >> 4), dim=2).flatten(1, 2)

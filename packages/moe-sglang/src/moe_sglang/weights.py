@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from moe_core import MoEWeights, TensorError
+from moe_core.engine_api import unpack_row_pairs
 from torch import Tensor
 
 from moe_sglang.kinds import Kind
@@ -29,8 +29,8 @@ def canonical(info: Any, kind: Kind, parts: int) -> MoEWeights:
         "w2_bias": info.b2,
     }
     if not kind.weight_key.symmetric:
-        tensors["w13_zero_point"] = _zero_points(info.w13_zp, packed)
-        tensors["w2_zero_point"] = _zero_points(info.w2_zp, packed)
+        tensors["w13_zero_point"] = unpack_row_pairs(info.w13_zp) if packed else info.w13_zp
+        tensors["w2_zero_point"] = unpack_row_pairs(info.w2_zp) if packed else info.w2_zp
     if kind.activation_key is not None and kind.activation_key.is_static:
         tensors["w13_input_scale"] = _per_expert("a13_scale", info.a13_scale, experts)
         tensors["w2_input_scale"] = _per_expert("a2_scale", info.a2_scale, experts)
@@ -52,11 +52,3 @@ def _per_expert(name: str, scale: Tensor | None, experts: int) -> Tensor:
         found = None if scale is None else list(scale.shape)
         raise TensorError(f"{name} has shape {found}, expected one scale, or one for each of {experts} experts")
     return scale.reshape(-1).float().expand(experts)
-
-
-def _zero_points(zeros: Tensor, packed: bool) -> Tensor:
-    """[E, rows, groups] of zero points; 4-bit ones lie two rows in a byte, the even row in the low half."""
-    if not packed:
-        return zeros
-    halves = torch.stack((zeros & 0xF, zeros >> 4), dim=2)
-    return halves.flatten(1, 2)

@@ -8,15 +8,24 @@ from typing import Any, ClassVar
 
 import torch
 from moe_core import ConfigError, FusedMoEKernel, KernelWeights, MoEError, QuantKey, Selection, Workspace, oracle
-from moe_core.engine_api import select_kernel
+from moe_core.engine_api import log_once, select_kernel
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat, FusedMoEExpertsModular
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
-from moe_vllm.engine import ENGINE
+from moe_vllm.engine import ENGINE, LOGGER
 from moe_vllm.layer import layer_config
 from moe_vllm.weights import adopt, bound, canonical_weights, stored_group
+
+
+def log_choice(selection: Selection) -> None:
+    """Say what runs a layer: once for all that are alike."""
+    weights, activations = selection.weight_key, selection.activation_key
+    what = f"{selection.report.scheme} experts ({weights} x {activations or '16-bit'})"
+    by = f"{selection.backend} ({selection.experts.__name__})"
+    log_once(LOGGER, f"{ENGINE.package} runs {what} by {by} on {selection.report.device}")
+    LOGGER.debug("%s", selection.report)
 
 
 class MoeCoreExperts(FusedMoEExpertsModular):
@@ -124,7 +133,11 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         self._names: dict[str, str] = {}
         self._kernel: FusedMoEKernel | None = None
         if layer is not None:
-            converted = self._convert(layer.w13_weight.detach(), layer.w2_weight.detach())
+            try:
+                converted = self._convert(layer.w13_weight.detach(), layer.w2_weight.detach())
+            except MoEError as error:  # vLLM's own experts were passed over when the layer was made
+                reason = f"{self.scheme} experts: {error.message}. {ENGINE.switch}=off leaves them to vLLM"
+                raise ConfigError(reason, details=error.details) from error
             self._names = adopt(layer, converted, quant_config)
             self._check_rearranging(converted)
             self._kernel = self._make_kernel(bound(layer, converted, self._names))
@@ -144,6 +157,7 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         # sizes may have been rounded up, and biases found, since the layer was asked for
         if (config, weight_key) != (self.selection.config, self.selection.weight_key):
             type(self).selection = select_kernel(self.scheme, config, weight_key, activation_key, device=moe.device)
+            log_choice(self.selection)
         weights = canonical_weights(config, weight_key, activation_key, w13, w2, quant)
         return oracle(self.scheme).convert(self.selection, weights)
 

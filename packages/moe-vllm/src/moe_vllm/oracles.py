@@ -33,7 +33,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Stat
 
 from moe_vllm import needs
 from moe_vllm.engine import LOGGER
-from moe_vllm.experts import MoeCoreExperts
+from moe_vllm.experts import MoeCoreExperts, log_choice
 from moe_vllm.keys import integer_key, quant_key
 from moe_vllm.weights import rows_in_order
 
@@ -179,7 +179,7 @@ def _offer(selector: Selector, arguments: dict[str, Any]) -> type[MoeCoreExperts
                 ours, config, asked.weight_key, asked.activation_key, _activation_format(config)
             )
             if fits:
-                _log_choice(ours)
+                log_choice(ours.selection)
                 return ours
         except MoEError as error:
             reason = error.message
@@ -190,17 +190,6 @@ def _offer(selector: Selector, arguments: dict[str, Any]) -> type[MoeCoreExperts
 def _activation_format(config: Any) -> Any:
     batched = config.moe_parallel_config.use_batched_activation_format
     return mk.FusedMoEActivationFormat.BatchedExperts if batched else mk.FusedMoEActivationFormat.Standard
-
-
-def _log_choice(ours: type[MoeCoreExperts]) -> None:
-    selection = ours.selection
-    weights, activations = selection.weight_key, selection.activation_key
-    what = f"{selection.report.scheme} experts ({weights} x {activations or '16-bit'})"
-    log_once(
-        LOGGER,
-        f"moe-vllm runs {what} by {selection.backend} ({selection.experts.__name__}) on {selection.report.device}",
-    )
-    LOGGER.debug("%s", selection.report)
 
 
 def _noting_the_layer(original: Callable[..., Any]) -> Callable[..., Any]:

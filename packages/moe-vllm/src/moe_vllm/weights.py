@@ -6,12 +6,14 @@ weights into it in place; there is no second copy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from moe_core import ConfigError, FusedMoEConfig, KernelWeights, MoEWeights, QuantKey, scale_shape
+from moe_core import ConfigError, FusedMoEConfig, KernelWeights, MoEWeights, QuantKey, TensorError, scale_shape
+from moe_core.engine_api import unpack_row_pairs
 from torch import Tensor
 from vllm.model_executor.utils import replace_parameter
 
@@ -49,7 +51,9 @@ def canonical_weights(
     ):
         scale, zero_point = getattr(quant_config, f"{mine}_scale"), getattr(quant_config, f"{mine}_zp")
         if weight_key is not None and scale is not None:
-            tensors[f"{name}_scale"] = _scale(scale.detach(), scale_shape(weight_key, experts, rows, cols, stacked))
+            tensors[f"{name}_scale"] = _scale(
+                f"{name}_scale", scale.detach(), scale_shape(weight_key, experts, rows, cols, stacked)
+            )
         if zero_point is not None and weight_key is not None and not weight_key.symmetric:
             tensors[f"{name}_zero_point"] = _zero_points(zero_point.detach(), weight_key, rows)
         static = getattr(quant_config, f"a{mine[-1]}_scale")
@@ -139,10 +143,12 @@ def _name_of(layer: torch.nn.Module, tensor: Tensor) -> str | None:
     return None
 
 
-def _scale(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``scale`` in the canonical ``shape``; one number for gate and up becomes one for each."""
+def _scale(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``scale`` in the canonical ``shape``; one number for gate and up becomes one for each.  Raises TensorError."""
     if scale.numel() * 2 == shape[0] * shape[1] and len(shape) == 2:
         return scale.reshape(-1, 1).expand(shape).contiguous()
+    if scale.numel() != math.prod(shape):
+        raise TensorError(f"{name} has shape {list(scale.shape)}, expected {list(shape)}")
     return scale.reshape(shape)
 
 
@@ -150,5 +156,4 @@ def _zero_points(zero_point: Tensor, key: QuantKey, rows: int) -> Tensor:
     """vLLM's zero points [E, rows / 2, groups], two rows to a byte -> [E, rows, groups]; of 8 bits as they are."""
     if key.dtype.bits == 8 or zero_point.shape[1] == rows:
         return zero_point
-    halves = torch.stack((zero_point & 15, zero_point >> 4), dim=2)
-    return halves.reshape(zero_point.shape[0], rows, zero_point.shape[2])
+    return unpack_row_pairs(zero_point)

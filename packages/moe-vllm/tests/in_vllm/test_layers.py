@@ -79,6 +79,34 @@ def test_layers_of_several_formats(device: str) -> None:
         assert torch.equal(run(layers[name], x, topk_weights, topk_ids), expected)
 
 
+def test_tensors_that_do_not_fit(device: str) -> None:
+    """Loading stops with what is wrong, and what to do: vLLM's own experts were passed over by then."""
+    form = FORMATS["fp8_block"]
+    layer = make_layer(form.config(), moe_config(**form.layer))
+    fill(layer, form.load().tensors)
+    layer.w13_weight_scale_inv.data = torch.ones(E, 3, 2)
+    with pytest.raises(mc.ConfigError) as caught:
+        process(layer)
+    assert caught.value.message == (
+        "fp8 experts: w13_scale has shape [8, 3, 2], expected [8, 2, 2]. MOE_VLLM=off leaves them to vLLM"
+    )
+
+
+@pytest.mark.parametrize("device", ["h200"], indirect=True)
+def test_what_is_chosen_at_load_is_logged(device: str, brought: pytest.LogCaptureFixture) -> None:
+    """Groups that vLLM has split for a rank's shard, say: another key than the layer was asked for with."""
+    form = FORMATS["int4_moe_wna16"]
+    layer = make_layer(form.config(), moe_config(**form.layer))
+    brought.clear()
+    for name in ("w13_scales", "w2_scales"):
+        split = getattr(layer, name).repeat_interleave(2, -1)
+        setattr(layer, name, torch.nn.Parameter(split, requires_grad=False))
+    process(layer)
+    (line,) = (record.getMessage() for record in brought.records if record.name == "vllm.moe_vllm")
+    assert "1x32" in line
+    assert line.startswith("moe-vllm runs wna16 experts (kInt4Static")
+
+
 def copies(layer: RoutedExperts) -> list[str]:
     """The kernel's tensors that lie elsewhere than in the layer's parameters."""
     held = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
