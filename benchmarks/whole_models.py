@@ -309,16 +309,24 @@ def _experts(model: Any) -> str:
     return f"transformers: {model.config._experts_implementation}"
 
 
-def run(folder: Path, by: str, tokens: int) -> dict[str, object]:
-    """All measurements, each printed when it is there."""
-    found: dict[str, object] = {}
-    for name, value in measure(folder, by, tokens):
-        found[name] = value
-        print(f"{name}: {value}", flush=True)
-    return found
+class Results(list[dict[str, object]]):
+    """What was measured, one object for each run; ``file`` has all of it as soon as it is there."""
+
+    def __init__(self, file: Path | None) -> None:
+        super().__init__()
+        self.file = file
+
+    def measure(self, folder: Path, by: str, tokens: int) -> None:
+        found: dict[str, object] = {"checkpoint": folder.name}
+        self.append(found)
+        for name, value in measure(folder, by, tokens):
+            found[name] = value
+            print(f"{name}: {value}", flush=True)
+            if self.file is not None:
+                self.file.write_text(json.dumps(self, indent=1))
 
 
-def run_all(folder: Path, tokens: int, tiny: bool) -> Iterator[dict[str, object]]:
+def run_all(folder: Path, tokens: int, tiny: bool, results: Results) -> None:
     """Every model by moe-core, and each of their architectures in bfloat16."""
     seen = set()
     for model, (family, *_) in MODELS.items():
@@ -328,7 +336,7 @@ def run_all(folder: Path, tokens: int, tiny: bool) -> Iterator[dict[str, object]
         try:
             for by in ("moe-core",) if family in seen else ("moe-core", "bf16"):
                 gc.collect()
-                yield {"model": model, **run(folder / model, by, tokens)}
+                results.measure(folder / model, by, tokens)
         finally:
             shutil.rmtree(folder / model)
         seen.add(family)
@@ -351,14 +359,11 @@ def main() -> None:
     if given.action == "make":
         make(given.model, given.folder, given.tiny)
         return
-    results = []
-    single = given.action == "run"
-    for found in (
-        [run(given.folder, given.by, given.tokens)] if single else run_all(given.folder, given.tokens, given.tiny)
-    ):
-        results.append(found)
-        if given.json is not None:
-            given.json.write_text(json.dumps(results, indent=1))
+    results = Results(given.json)
+    if given.action == "run":
+        results.measure(given.folder, given.by, given.tokens)
+    else:
+        run_all(given.folder, given.tokens, given.tiny, results)
 
 
 if __name__ == "__main__":

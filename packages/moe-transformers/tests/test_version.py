@@ -11,7 +11,7 @@ from pathlib import Path
 import moe_transformers
 import pytest
 from moe_core import MoEError
-from moe_transformers.version import TRANSFORMERS
+from moe_transformers.version import TRANSFORMERS, check_version
 
 
 @pytest.mark.parametrize("version", ["5.16.2", "4.57.1", "5.24.0", "5.24.0.dev0", "6.0"])
@@ -19,7 +19,7 @@ def test_others_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     expected = rf"transformers is {version}; .* tested with 5\.17 or newer, below 5\.24: pip install"
     with pytest.raises(moe_transformers.TransformersVersionError, match=expected) as caught:
-        moe_transformers.check_version()
+        check_version()
     assert isinstance(caught.value, MoEError)
     assert isinstance(caught.value, ImportError)
 
@@ -37,7 +37,7 @@ def test_the_import_says_so_before_it_needs_what_they_lack(monkeypatch: pytest.M
 @pytest.mark.parametrize("version", ["5.17.0", "5.23.4"])
 def test_tested_ones_are_not(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    moe_transformers.check_version()
+    check_version()
 
 
 def test_the_range_is_that_of_the_package() -> None:

@@ -19,7 +19,6 @@ __all__ = [
     "MoeCoreExperts",
     "RefusedError",
     "TransformersVersionError",
-    "check_version",
     "loading",
     "prepare_experts",
     "quantize_experts",
