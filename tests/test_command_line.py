@@ -156,7 +156,7 @@ LINES: list[tuple[str, int, str]] = [
     ),
     ("explain --quantize fp8_per_channel --shape 8,2,256,256 --device sm90", 0, "kFp8StaticChannelSym"),
     (f"bench {SHAPE} --tokens 1,2 --budget 0.01", 0, "spread"),
-    ("bench int8 --tokens 1 --budget 0.01 --json", 0, '"seconds_quartiles"'),
+    ("bench int8 --tokens 1 --budget 0.01 --json", 0, '"seconds_p10_p90"'),
     # what is not there
     ("", 2, "required: COMMAND"),
     ("rnu fp8", 2, "did you mean run?"),
@@ -304,7 +304,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--quantize": ("fp8_per_channel", "mxfp8"),
     "--input": ("in.safetensors", "narrow.safetensors", "garbage.safetensors", "fp8"),
     "--output": ("out.tmp", "nowhere/o", "fp8/config.json", "empty"),
-    "--plot": ("nowhere/p.png",),
+    "--svg": ("nowhere/p.svg",),
+    "--compare": ("nowhere/b.json", "fp8/config.json"),
     "--budget": ("0.001", "0", "-1"),
     "--keep": ("fp8", "text"),
     "--routing": ("softmax", "sigmoid,renormalize", "per_call", "softmax,,"),

@@ -111,6 +111,14 @@ def _is_there(module: str) -> bool:
 _LIVE = _LiveEnvironment()
 
 
+def distribution_version(name: str) -> str | None:
+    """The version of an installed distribution, None where it is not there."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 @functools.cache
 def parse_version(text: str) -> tuple[int, ...]:
     """Release numbers of a version, enough to compare: "3.6.0+git1" -> (3, 6, 0)."""

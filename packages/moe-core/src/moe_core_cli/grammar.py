@@ -49,9 +49,12 @@ A table for each scheme: backends in order of preference, GPUs, and whether a ba
 _BENCH = """\
 The layer is one of a checkpoint folder, or described by --scheme and --shape (random weights).  The floor is the larger
 of bytes over bandwidth (weights of the experts that have tokens, hidden states, output) and operations over the rate of
-a dense product, both measured on this machine.  On a GPU calls are CUDA graphs over rotating inputs.
-Times are medians, after as many calls as it takes until they get no faster; the spread is half the distance of the
-quartiles."""
+a dense product, both measured on this machine, or given (--bandwidth, --rate).  On a GPU eight calls, on inputs that
+take turns, are a CUDA graph.  Times are medians, after as many calls as it takes until they get no faster; the spread
+reaches from the 10th to the 90th percentile.
+
+--compare FILE puts the times of an earlier run beside, which --output wrote, and says which moved: "slower" where even
+the 10th percentile is above the 90th of then.  --fail-slower makes that exit code 1."""
 
 
 def build() -> argparse.ArgumentParser:
@@ -175,7 +178,18 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     parser.add_argument("--budget", type=seconds, default=1.0, metavar="S", help="seconds per measurement (default: 1)")
     parser.add_argument("--output", type=Path, metavar="F.json", help="write the results there as well")
-    parser.add_argument("--plot", type=Path, metavar="F.png", help="draw the results (needs matplotlib)")
+    parser.add_argument("--svg", type=Path, metavar="F.svg", help="draw times and floor over token counts")
+    parser.add_argument("--compare", type=Path, metavar="F.json", help="an earlier run's --output: what has moved")
+    parser.add_argument(
+        "--fail-slower",
+        type=seconds,
+        nargs="?",
+        const=0.0,
+        metavar="P",
+        help="with --compare: exit code 1 where a time is longer, beyond the spread and by more than P %% (default: 0)",
+    )
+    parser.add_argument("--bandwidth", type=seconds, metavar="GB/s", help="of the floor (default: measured)")
+    parser.add_argument("--rate", type=seconds, metavar="TFLOP/s", help="of the floor (default: measured)")
     add_dtype(parser)
     _shape(parser)
 

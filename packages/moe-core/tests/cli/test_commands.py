@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
+import itertools
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -14,12 +15,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from moe_core import CheckpointError, Requirement, Verified, __version__, entry_points
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.cli import _machine, _output
+from moe_core.cli import _machine, _output, _picture
 from moe_core.cli import quickstart as quickstart_command
 from moe_core.cli._output import write_whole, written_folder
 from moe_core.cli.backends import describe, details
@@ -416,9 +418,9 @@ def test_bench(moe: Any, tmp_path: Path, known_limits: None) -> None:
     result = moe("bench", *SHAPE, "--tokens", "1,4", "--budget", "0.01", "--output", file)
     assert result.code == 0
     header, _, *rows = result.out.splitlines()[3:]
-    assert header.split() == ["tokens", "experts", "floor", "backend", "time", "spread", "calls", "floor/time"]
+    assert header.split() == ["tokens", "experts", "floor", "backend", "time", "spread", "time/floor", "calls"]
     assert [row.split()[0] for row in rows] == ["1", "4"]
-    assert all("±" in row for row in rows)
+    assert all(re.search(r"-\d+/\+\d+ %", row) for row in rows)
     assert max(map(len, result.out.splitlines()[3:])) <= 80
     data = json.loads(file.read_text())
     assert [(r["backend"], r["tokens"]) for r in data["results"]] == [("plain", 1), ("plain", 4)]
@@ -427,7 +429,8 @@ def test_bench(moe: Any, tmp_path: Path, known_limits: None) -> None:
     # one token, two experts: bf16 matrices of 2 x 32 x 64 and 64 x 32, x in and out; three products of 64 x 32 each
     moved = 2 * (2 * 32 * 64 + 64 * 32) * 2 + 2 * 64 * 2
     assert first["floor_seconds"] == pytest.approx(max(moved, 2 * 2 * 3 * 64 * 32) / 1e9)
-    low, high = first["seconds_quartiles"]
+    assert first["time_over_floor"] == pytest.approx(first["seconds"] / first["floor_seconds"])
+    low, high = first["seconds_p10_p90"]
     assert 0 < low <= first["seconds"] <= high
     assert first["calls"] >= 5
 
@@ -464,21 +467,102 @@ def test_bench_measures_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--budget", "0"), "--budget 0.0: expected a positive number"),
         (("--backend", "gpu"), "needs sm90 or newer"),
         (("--output", "/nowhere/b.json"), "the folder /nowhere does not exist"),
+        (("--svg", "/nowhere/b.svg"), "the folder /nowhere does not exist"),
+        (("--rate", "-1"), "--rate -1.0: expected a positive number of TFLOP/s"),
+        (("--bandwidth", "nan"), "--bandwidth nan: expected a positive number of GB/s"),
+        (("--fail-slower",), "expected a percentage, beside --compare FILE"),
     ],
 )
 def test_bench_refuses(moe: Any, arguments: tuple[str, ...], part: str) -> None:
     moe.refuses("bench", *SHAPE, *arguments, parts=(part,))
 
 
-def test_plot_needs_matplotlib(moe: Any, tmp_path: Path, known_limits: None) -> None:
-    picture = tmp_path / "b.png"
-    arguments = ("bench", *SHAPE, "--tokens", "1,2", "--budget", "0.01", "--plot", picture)
-    if importlib.util.find_spec("matplotlib") is None:
-        moe.refuses(*arguments, parts=("--plot needs matplotlib", "pip install matplotlib"))
-        assert not picture.exists()
-    else:
-        assert moe(*arguments).code == 0
-        assert picture.read_bytes().startswith(b"\x89PNG")
+def test_bench_with_given_limits_measures_none(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_machine, "measure_limits", None)
+    given = ("--bandwidth", 2, "--rate", 0.001)
+    result = moe("bench", *SHAPE, "--tokens", 1, "--budget", "0.01", *given)
+    assert "limits: 2 GB/s (given), 1 billion operations/s (given)" in result.out
+    data = moe("bench", *SHAPE, "--tokens", 1, "--budget", "0.01", *given, "--json").data
+    assert (data["bandwidth_bytes_per_second"], data["operations_per_second"]) == (2e9, 1e9)
+
+
+def test_bench_with_one_limit_measures_the_other(moe: Any, known_limits: None) -> None:
+    data = moe("bench", *SHAPE, "--tokens", 1, "--budget", "0.01", "--rate", 5, "--json").data
+    assert (data["bandwidth_bytes_per_second"], data["operations_per_second"], data["given"]) == (1e9, 5e12, ["rate"])
+
+
+def test_bench_beside_an_earlier_run(moe: Any, tmp_path: Path, known_limits: None) -> None:
+    """Times that moved beyond the spread are marked; slower ones are the exit code, if it is asked for."""
+    file = tmp_path / "before.json"
+    arguments = ("bench", *SHAPE, "--tokens", "1,2,4,8", "--budget", "0.01")
+    assert moe(*arguments, "--output", file).code == 0
+    before = json.loads(file.read_text())
+
+    def then(factors: tuple[float, ...], spread: float = 1.0) -> None:
+        data = json.loads(json.dumps(before))
+        data["results"] = data["results"][: len(factors)]
+        for result, factor in zip(data["results"], factors, strict=True):
+            result["seconds"] *= factor
+            result["seconds_p10_p90"] = [factor * t for t in result["seconds_p10_p90"]]
+            result["seconds_p10_p90"][0] /= spread
+            result["seconds_p10_p90"][1] *= spread
+        file.write_text(json.dumps(data))
+
+    then((1e-4, 1e4, 1.0))
+    result = moe(*arguments, "--compare", file)
+    assert result.code == 0
+    header, _, *rows = result.out.splitlines()[4:]
+    assert header.split()[-2:] == ["before", "now/before"]
+    assert [row.split()[-1] for row in rows[:2]] == ["slower", "faster"]
+    found = moe(*arguments, "--compare", file, "--json").data["results"]
+    assert [r.get("moved") for r in found][:2] == ["slower", "faster"]
+    assert "ratio" not in found[3]
+    assert found[0]["ratio"] == pytest.approx(found[0]["seconds"] / (1e-4 * before["results"][0]["seconds"]))
+    assert moe(*arguments, "--compare", file, "--fail-slower").code == 1
+    assert moe(*arguments, "--compare", file, "--fail-slower", "1e9").code == 0
+    # within the spread nothing has moved
+    then((1e-4, 1e4, 1.0, 1.0), spread=1e6)
+    found = moe(*arguments, "--compare", file, "--fail-slower", "--json")
+    assert (found.code, {r["moved"] for r in found.data["results"]}) == (0, {""})
+
+
+def test_bench_compares_one_layer_with_itself_alone(moe: Any, tmp_path: Path, known_limits: None) -> None:
+    file = tmp_path / "before.json"
+    arguments = ("bench", *SHAPE, "--tokens", "1", "--budget", "0.01")
+    assert moe(*arguments, "--output", file).code == 0
+    moe.refuses(*arguments, "--activation", "gelu", "--compare", file, parts=("activation is 'silu' there",))
+    good = file.read_bytes()
+    moe.refuses(*arguments, "--compare", file, "--output", file, parts=("is the input itself",))
+    assert file.read_bytes() == good
+    for content, part in (
+        (b"{", "before.json"),
+        (b"{}", "holds no results"),
+        (good.replace(b'"seconds"', b'"second"'), "holds no results"),
+        (good.replace(b'"seconds": ', b'"seconds": -'), "holds no results"),
+    ):
+        file.write_bytes(content)
+        moe.refuses(*arguments, "--compare", file, parts=(part,))
+    moe.refuses(*arguments, "--compare", tmp_path / "nothing.json", parts=("nothing.json", "can't be read"))
+
+
+def test_bench_draws(moe: Any, tmp_path: Path, known_limits: None) -> None:
+    """Every time, and the floor, at its place: doubling a time moves it as far up wherever it is."""
+    picture = tmp_path / "b.svg"
+    assert moe("bench", *SHAPE, "--tokens", "1,2,4", "--budget", "0.01", "--svg", picture).code == 0
+    root = ElementTree.fromstring(picture.read_text())
+    name = "{http://www.w3.org/2000/svg}"
+    assert len(root.findall(f"{name}circle")) == 3
+    assert len(root.findall(f"{name}polyline")) == 2
+    texts = [element.text for element in root.iter(f"{name}text")]
+    assert {"1", "2", "4", "tokens", "µs per call", "floor", "plain"} <= set(texts)
+    result = {"backend": "<&\x00>", "seconds_p10_p90": [1e-5, 4e-5], "floor_seconds": 1e-6}
+    results = [{**result, "tokens": count, "seconds": 1e-5 * count} for count in (1, 2, 4)]
+    data = {"scheme": "a", "layer": "b", "device_name": "c", "torch": "d", "results": results}
+    root = ElementTree.fromstring(_picture.svg(data))
+    points = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in root.findall(f"{name}circle")]
+    steps = [(x2 - x1, y1 - y2) for (x1, y1), (x2, y2) in itertools.pairwise(points)]
+    assert steps[0] == pytest.approx(steps[1], abs=0.2)
+    assert min(steps[0]) > 0
 
 
 # ------------------------------------------------------------------ shared

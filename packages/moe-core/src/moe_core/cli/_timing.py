@@ -11,13 +11,15 @@ import torch
 
 #: seconds that one measurement may take, and the number of calls that it consists of
 BUDGET, FEWEST, MOST = 1.0, 10, 200
+#: calls of a CUDA graph at least: one by itself is timed with the gap that its launch leaves
+IN_GRAPH = 8
 #: a round of calls this much faster than all before it says that the next may be faster still
 FASTER = 0.95
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call: the median, and the quartiles around it."""
+    """Seconds per call: the median, and the 10th and 90th percentile."""
 
     median: float
     low: float
@@ -31,8 +33,9 @@ def measure(
 ) -> Timing:
     """Time ``calls`` in turn: the same work on different inputs, so that none finds its own in a cache.
 
-    On a GPU each call is a CUDA graph where ``graph``, timed by events; elsewhere by the host's clock.  Before,
-    they are called until they get no faster, so that no figure is that of a first call: caches, clocks, threads.
+    On a GPU all of them are one CUDA graph where ``graph``, again and again up to `IN_GRAPH` calls, and events time its
+    replays; without a graph they time each call; elsewhere the host's clock does.  Before, calls are made until they
+    get no faster, so that no figure is that of a first call: caches, clocks, threads.
     """
     for call in calls:
         call()
@@ -72,19 +75,24 @@ def _host_seconds(call: Callable[[], object]) -> float:
 
 def _measure_cuda(calls: Sequence[Callable[[], object]], graph: bool, budget: float) -> Timing:
     torch.cuda.synchronize()
-    launches: Sequence[Callable[[], object]] = [_captured(call) for call in calls] if graph else calls
-    return _summary(_settled(launches, _event_seconds, budget), graph)
+    if not graph:
+        return _summary(_settled(calls, _event_seconds, budget), graph)
+    held = [*calls] * -(-IN_GRAPH // len(calls))
+    times = _settled([_captured(held)], _event_seconds, budget)
+    return _summary([seconds / len(held) for seconds in times], graph)
 
 
-def _captured(call: Callable[[], object]) -> Callable[[], object]:
+def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """All ``calls`` as one launch."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call()
+        calls[0]()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
+        for call in calls:
+            call()
     return graph.replay
 
 
@@ -105,5 +113,5 @@ def _event() -> torch.cuda.Event:
 
 
 def _summary(times: list[float], graph: bool) -> Timing:
-    low, median, high = statistics.quantiles(times, n=4)
-    return Timing(median, low, high, len(times), graph)
+    tenths = statistics.quantiles(times, n=10, method="inclusive")
+    return Timing(statistics.median(times), tenths[0], tenths[-1], len(times), graph)

@@ -2,13 +2,13 @@
 
 The layer is one of a checkpoint folder, or described by --scheme and --shape (random weights).  The floor is the larger
 of bytes over bandwidth (weights of the experts that have tokens, hidden states, output) and operations over the rate of
-a dense product, both measured on this machine.  On a GPU calls are CUDA graphs over rotating inputs; times are medians.
+a dense product, both measured on this machine or given.  On a GPU calls are CUDA graphs over rotating inputs; times are
+medians.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_core.cli import _arguments
 from moe_core.cli._output import check_spares, check_writable, duration, emit, progress, table, write_whole
+from moe_core.environment import distribution_version
 from moe_core.errors import ConfigError
 from moe_core.selection import SelectionError
 
@@ -51,18 +52,21 @@ def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code."""
     import torch
 
-    from moe_core.cli._machine import measure_limits
+    from moe_core.cli._comparison import compare, read_results, slower
     from moe_core.quant_key import key_name
 
     counts = _counts(args.tokens)
-    if not 0 < args.budget < math.inf:
-        raise ConfigError(f"--budget {args.budget}: expected a positive number of seconds")
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed; add it with: pip install matplotlib")
-    for path in (args.output, args.plot):
+    for option, unit in (("budget", "seconds"), ("bandwidth", "GB/s"), ("rate", "TFLOP/s")):
+        value = getattr(args, option)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{option} {value}: expected a positive number of {unit}")
+    if args.fail_slower is not None and (args.compare is None or not 0 <= args.fail_slower < math.inf):
+        raise ConfigError(f"--fail-slower {args.fail_slower:g}: expected a percentage, beside --compare FILE")
+    earlier = None if args.compare is None else read_results(args.compare)
+    for path in (args.output, args.svg):
         if path is not None:
             check_writable(path)
-            check_spares(path, args.path)
+            check_spares(path, args.path, args.compare)
     device = _arguments.device_of(args.device)
     layer = _from_checkpoint(args, device) if args.path is not None else _from_shape(args, device)
     if args.activation_format == "batched":
@@ -71,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     selections = _selections(layer, device, args.backend)
     with torch.inference_mode():
         with progress("measuring the machine"):
-            limits = measure_limits(device, layer.config, layer.activation_key)
+            limits = _limits(args, layer, device)
         with progress("loading the weights"):
             weights = layer.weights()
         results = [
@@ -79,27 +83,50 @@ def run(args: argparse.Namespace) -> int:
             for selection in selections
             for count in counts
         ]
+    config = layer.config
     data = {
         "layer": layer.what,
         "scheme": layer.scheme,
         "weight_key": key_name(layer.weight_key),
         "activation_key": key_name(layer.activation_key),
+        "num_experts": config.num_experts,
+        "top_k": config.top_k,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "activation": config.activation.value,
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "activation_format": config.activation_format.value,
         "device": selections[0].device.arch,
         "device_name": selections[0].device.name,
-        "torch": torch.__version__,
+        **{name.replace("-", "_"): distribution_version(name) for name in ("moe-core", "torch", "triton")},
         "bandwidth_bytes_per_second": limits.bandwidth,
         "operations_per_second": limits.rate,
         "operations_of": limits.product,
+        "given": [name for name in ("bandwidth", "rate") if getattr(args, name) is not None],
         "results": results,
     }
+    if earlier is not None:
+        compare(data, earlier, args.compare)
     if args.output is not None:
         write_whole(args.output, (json.dumps(data, indent=2) + "\n").encode())
-    if args.plot is not None:
-        from moe_core.cli._plot import draw
+    if args.svg is not None:
+        from moe_core.cli._picture import svg
 
-        draw(data, args.plot)
+        write_whole(args.svg, svg(data).encode())
     emit(args.json, data, _text(data))
-    return 0
+    return 1 if args.fail_slower is not None and slower(data, args.fail_slower) else 0
+
+
+def _limits(args: argparse.Namespace, layer: _Layer, device: torch.device) -> Limits:
+    """Those given; others are measured."""
+    from moe_core.cli import _machine
+
+    bandwidth = None if args.bandwidth is None else 1e9 * args.bandwidth
+    rate = None if args.rate is None else 1e12 * args.rate
+    if bandwidth is not None and rate is not None:
+        return _machine.Limits(bandwidth, rate, product="")
+    measured = _machine.measure_limits(device, layer.config, layer.activation_key)
+    return replace(measured, bandwidth=bandwidth or measured.bandwidth, rate=rate or measured.rate)
 
 
 def _counts(text: str) -> list[int]:
@@ -242,11 +269,11 @@ def _measure(
         "tokens": count,
         "active_experts": active,
         "seconds": timing.median,
-        "seconds_quartiles": [timing.low, timing.high],
+        "seconds_p10_p90": [timing.low, timing.high],
         "calls": timing.calls,
         "cuda_graph": timing.graph,
         "floor_seconds": floor,
-        "floor_fraction": floor / timing.median,
+        "time_over_floor": timing.median / floor,
     }
 
 
@@ -269,31 +296,46 @@ def _work(config: FusedMoEConfig, weights: MoEWeights, count: int, active: float
 
 
 def _text(data: dict[str, Any]) -> str:
+    compared = data.get("compared_with")
     rows = []
     for count in dict.fromkeys(result["tokens"] for result in data["results"]):
         here = [result for result in data["results"] if result["tokens"] == count]
         for number, result in enumerate(here):
-            low, high = result["seconds_quartiles"]
             shared = [str(count), f"{result['active_experts']:.0f}", duration(result["floor_seconds"])]
             rows.append(
                 [
                     *(shared if number == 0 else ["", "", ""]),
                     result["backend"],
                     duration(result["seconds"]),
-                    f"±{50 * (high - low) / result['seconds']:.0f} %",
-                    str(result["calls"]),
-                    f"{100 * result['floor_fraction']:.2g} %",
+                    _spread(result),
+                    f"{result['time_over_floor']:.3g}",
+                    *(["", ""] if compared is not None else [str(result["calls"])]),
                 ]
             )
-    header = ["tokens", "experts", "floor", "backend", "time", "spread", "calls", "floor/time"]
-    return "\n".join(
-        [
-            f"{data['scheme']}, {data['layer']}, on {data['device_name']} ({data['device']}), torch {data['torch']}",
-            (
-                f"limits measured here: {data['bandwidth_bytes_per_second'] / 1e9:.0f} GB/s, "
-                f"{data['operations_per_second'] / 1e9:.0f} billion {data['operations_of']} operations/s"
-            ),
-            "",
-            table(header, rows),
-        ]
-    )
+            if compared is not None and "ratio" in result:
+                rows[-1][-2:] = [duration(result["before_seconds"]), f"{result['ratio']:.2f} {result['moved']}".strip()]
+    more = ["calls"] if compared is None else ["before", "now/before"]
+    header = ["tokens", "experts", "floor", "backend", "time", "spread", "time/floor", *more]
+    lines = [
+        f"{data['scheme']}, {data['layer']}, on {data['device_name']} ({data['device']}), torch {data['torch']}",
+        _limits_text(data),
+    ]
+    if compared is not None:
+        then = f"{compared['device_name']}, torch {compared['torch']}, moe-core {compared['moe_core']}"
+        lines.append(f"before: {compared['file']} ({then})")
+    return "\n".join([*lines, "", table(header, rows)])
+
+
+def _spread(result: dict[str, Any]) -> str:
+    """ "-1/+4 %": from the median to the 10th and to the 90th percentile."""
+    low, high = (100 * (bound / result["seconds"] - 1) for bound in result["seconds_p10_p90"])
+    return f"-{abs(low):.0f}/+{abs(high):.0f} %"
+
+
+def _limits_text(data: dict[str, Any]) -> str:
+    of = f"{data['operations_of']} " if data["operations_of"] else ""
+    bandwidth = f"{data['bandwidth_bytes_per_second'] / 1e9:.0f} GB/s"
+    rate = f"{data['operations_per_second'] / 1e9:.0f} billion {of}operations/s"
+    given = {"bandwidth": bandwidth, "rate": rate}
+    parts = [f"{text} ({'given' if name in data['given'] else 'measured here'})" for name, text in given.items()]
+    return f"limits: {', '.join(parts)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from moe_core.plugins import PluginFault
     from moe_core.registry import Registry
 
-PACKAGES = ("moe-core", "torch", "triton", "safetensors", "numpy", "flashinfer-python", "matplotlib")
+PACKAGES = ("moe-core", "torch", "triton", "safetensors", "numpy", "flashinfer-python")
 
 #: entry points of packages that bring the experts into other programs: functions that return what there is to say
 INTEGRATION_GROUP = "moe_core.integrations"
@@ -27,12 +26,13 @@ INTEGRATION_GROUP = "moe_core.integrations"
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code: 1 where something installed does not work."""
+    from moe_core.environment import distribution_version
     from moe_core.registry import KNOWN_SCHEMES, registry
 
     plugins = registry()
     schemes, faults, notes = _schemes(plugins)
     integrations = _integrations(faults)
-    versions = {name: _version(name) for name in (*PACKAGES, *KNOWN_SCHEMES.values())}
+    versions = {name: distribution_version(name) for name in (*PACKAGES, *KNOWN_SCHEMES.values())}
     data = {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -47,13 +47,6 @@ def run(args: argparse.Namespace) -> int:
     }
     emit(args.json, data, _text(data))
     return 1 if faults else 0
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -169,8 +162,6 @@ def _missing(versions: dict[str, str | None], plugins: Registry) -> list[dict[st
     for distribution, requirements in lacking.items():
         reasons = dict.fromkeys(str(environment.reason_against(r)).partition(" (")[0] for r in requirements)
         add(distribution, "; ".join(reasons), pip_requirements(requirements))
-    if versions["matplotlib"] is None:
-        add("matplotlib", "draws the picture of moe bench --plot", "pip install matplotlib")
     if not torch.cuda.is_available():
         why = "torch sees none: kernels for GPUs won't run here"
         if torch.version.cuda is None and torch.version.hip is None:
