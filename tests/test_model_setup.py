@@ -6,7 +6,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from moe_core import ConfigError, FusedMoEKernel, FusedMoELayer, LoRAWeights, shard_layer, share_workspace, warm_up
+from moe_core import (
+    ConfigError,
+    FusedMoEKernel,
+    FusedMoELayer,
+    LoRAWeights,
+    model_setup,
+    shard_layer,
+    share_workspace,
+    warm_up,
+)
 from moe_core.config import FusedMoEParallelConfig
 from moe_core_layers import Kind, some_kinds
 from torch import nn
@@ -46,8 +55,8 @@ def arguments(kernel: FusedMoEKernel, tokens: int) -> dict[str, torch.Tensor]:
     return {"hidden_states": x, "topk_weights": weights, "topk_ids": ids}
 
 
-def called(layers: object, counts: list[int]) -> list[tuple[int, int, bool]]:
-    """(intermediate size, tokens, adapters) of each call of the experts that warming up makes."""
+def called(layers: object, most: int) -> list[tuple[int, int, bool]]:
+    """(intermediate size, tokens, adapters) of each call that warming up makes of experts that are a library's."""
     calls = []
     run = FusedMoEKernel._run
 
@@ -55,28 +64,35 @@ def called(layers: object, counts: list[int]) -> list[tuple[int, int, bool]]:
         calls.append((self.config.intermediate_size, output.shape[0], rest[-1] is not None))
         run(self, output, *rest)  # type: ignore[arg-type]
 
-    with patch.object(FusedMoEKernel, "_run", noted):
-        warm_up(layers, counts)  # type: ignore[arg-type]
+    with patch.object(FusedMoEKernel, "_run", noted), patch.object(model_setup, "_compiles", lambda kernel: True):
+        # the routing of a layer is not looked at here
+        with patch.object(model_setup, "routing_launches", lambda layer, most: []):
+            assert warm_up(layers, most) == 0  # type: ignore[arg-type]
     return calls
 
 
 def test_one_of_the_layers_that_are_alike_is_called() -> None:
-    assert called(model(), [1, 5]) == [(128, 1, False), (128, 5, False), (256, 1, False), (256, 5, False)]
-    assert called(kernels(model())[2], [2]) == [(256, 2, False)]
-    assert called(iter(kernels(model())[:2]), [2]) == [(128, 2, False)]
+    assert called(model(), 5) == [(size, tokens, False) for size in (128, 256) for tokens in (1, 2, 4, 5)]
+    assert called(kernels(model())[2], 1) == [(256, 1, False)]
+    assert called(iter(kernels(model())[:2]), 2) == [(128, 1, False), (128, 2, False)]
+
+
+def test_nothing_is_called_on_a_cpu() -> None:
+    with patch.object(FusedMoEKernel, "_run", lambda *_: pytest.fail("a call")):
+        assert warm_up(model(), 5) == 0
 
 
 def test_layers_of_a_rank_and_with_adapters_are_called_as_they_will_be() -> None:
     layer = kind().layer(is_lora_enabled=True, max_loras=2)
     assert isinstance(layer.lora, LoRAWeights)
-    assert called([layer], [3]) == [(128, 3, False), (128, 3, True)]
+    assert called([layer], 1) == [(128, 1, False), (128, 1, True)]
     whole = kind().config()
     shard = shard_layer(whole, kind().weights(whole), FusedMoEParallelConfig(ep_size=2, ep_rank=1))
     layer = FusedMoELayer.from_weights(kind().scheme, shard.config, shard.weights)
-    assert called([layer.kernel], [3]) == [(128, 3, False)]
+    assert called([layer.kernel], 1) == [(128, 1, False)]
 
 
-@pytest.mark.parametrize("function", [lambda layers: share_workspace(layers, 4), lambda layers: warm_up(layers, [4])])
+@pytest.mark.parametrize("function", [lambda layers: share_workspace(layers, 4), lambda layers: warm_up(layers, 4)])
 def test_what_holds_no_layer_is_refused(function: object) -> None:
     for nothing in (nn.Linear(2, 2), []):
         with pytest.raises(ConfigError, match="there is no FusedMoELayer among the layers"):
@@ -86,4 +102,4 @@ def test_what_holds_no_layer_is_refused(function: object) -> None:
     with pytest.raises(ConfigError, match="must be a positive integer"):
         share_workspace(model(), 0)
     with pytest.raises(ConfigError, match="must be a positive integer"):
-        warm_up(model(), [0])
+        warm_up(model(), 0)

@@ -23,7 +23,7 @@ The contract of both:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -145,6 +145,14 @@ class FusedMoEExperts(ABC):
 
         Tensors whose layout stays are passed through, not copied.
         """
+
+    def launch_choice(self, num_tokens: int) -> Hashable:
+        """What experts whose ``apply`` launches only choose for ``num_tokens`` tokens, found without a device.
+
+        Between numbers of tokens with the same choice, launches differ by thresholds alone (see
+        :mod:`moe_core.call_launches`); what warms up asks it for every number.
+        """
+        return None
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
         """Scratch tensors that ``apply`` needs for at most ``num_tokens`` tokens."""

@@ -32,6 +32,7 @@ from moe_core.experts import (
     FusedMoEExpertsMonolithic,
     output_shape,
 )
+from moe_core.jit.compile_ahead import Progress
 from moe_core.lora import LoRA, LoRAWeights
 from moe_core.prepare_finalize.base import (
     FusedMoEPrepareAndFinalizeModular,
@@ -141,6 +142,12 @@ class FusedMoEKernel:
         _KERNELS[self._handle] = self
         self._replay = Replay(self.weights, (None, None, None))
 
+    def warm_up(self, max_tokens: int, *, progress: Progress | None = None) -> int:
+        """Compile what calls with up to ``max_tokens`` tokens need: :func:`moe_core.warm_up` of this layer alone."""
+        from moe_core.model_setup import warm_up
+
+        return warm_up(self, max_tokens, progress=progress)
+
     def workspace_nbytes(self, num_tokens: int) -> int:
         """Bytes of a workspace buffer for at most ``num_tokens`` tokens."""
         return workspace_nbytes(self.workspaces(num_tokens))
@@ -234,6 +241,12 @@ class FusedMoEKernel:
         """The layer's workspace, or one of this call's own."""
         return self.workspace if self.workspace is not None else Workspace(self.weights.device)
 
+    def _modular_parts(self) -> tuple[FusedMoEExpertsModular, FusedMoEPrepareAndFinalizeModular]:
+        experts, movement = self.experts, self.prepare_finalize
+        if not isinstance(experts, FusedMoEExpertsModular) or movement is None:
+            raise ConfigError(f"{type(experts).__name__} is not modular")
+        return experts, movement
+
     def _run(
         self,
         output: Tensor,
@@ -243,16 +256,20 @@ class FusedMoEKernel:
         expert_map: Tensor | None,
         adapter_ids: Tensor | None,
     ) -> None:
-        experts, movement = self.experts, self.prepare_finalize
-        if not isinstance(experts, FusedMoEExpertsModular) or movement is None:
-            raise ConfigError(f"{type(experts).__name__} is not modular")
+        experts, movement = self._modular_parts()
         if hidden_states.shape[0] == 0 and not movement.collective:
             return
 
         def call(workspace: Workspace) -> None:
             with autocast_off(output.device.type):
-                self._run_parts(
-                    workspace, experts, movement, output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids
+                self.run_parts(
+                    workspace,
+                    output,
+                    hidden_states,
+                    topk_weights=topk_weights,
+                    topk_ids=topk_ids,
+                    expert_map=expert_map,
+                    adapter_ids=adapter_ids,
                 )
 
         if adapter_ids is None and output.is_cuda and experts.launches_only and movement.launches_only:
@@ -262,19 +279,19 @@ class FusedMoEKernel:
         else:
             call(self._scratch())
 
-    def _run_parts(
+    def run_parts(
         self,
         workspace: Workspace,
-        experts: FusedMoEExpertsModular,
-        movement: FusedMoEPrepareAndFinalizeModular,
         output: Tensor,
         hidden_states: Tensor,
+        *,
         topk_weights: Tensor,
         topk_ids: Tensor,
         expert_map: Tensor | None,
         adapter_ids: Tensor | None,
     ) -> None:
-        """Prepare, experts, finalize, with checked arguments."""
+        """Prepare, modular experts, finalize: :meth:`apply` behind its checks, on any device, meta too."""
+        experts, movement = self._modular_parts()
         topk_weights, topk_ids = topk_weights.to(torch.float32).contiguous(), topk_ids.contiguous()
         expert_map = None if expert_map is None else expert_map.contiguous()
         carried = {} if adapter_ids is None else {"adapter_ids": adapter_ids.contiguous()}

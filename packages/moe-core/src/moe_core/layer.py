@@ -16,6 +16,7 @@ from moe_core.call_arguments import check_beside, check_width, refuse_gradients
 from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig, whole_number
 from moe_core.device import as_torch_device
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_tensor
+from moe_core.jit.compile_ahead import Progress
 from moe_core.kernel import FusedMoEKernel
 from moe_core.lora import LoRAWeights
 from moe_core.oracle import Oracle
@@ -231,6 +232,12 @@ class FusedMoELayer(nn.Module):
             x, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=self.expert_map, adapter_ids=adapter_ids
         )
         return out.view(hidden_states.shape)
+
+    def warm_up(self, max_tokens: int, *, progress: Progress | None = None) -> int:
+        """Compile what calls with up to ``max_tokens`` tokens need: :func:`moe_core.warm_up` of this layer alone."""
+        from moe_core.model_setup import warm_up
+
+        return warm_up([self], max_tokens, progress=progress)
 
     def router_logits(self, x: Tensor) -> Tensor:
         """float32 logits [M, E] of ``x`` [M, K] by the layer's router weight and bias."""

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from moe_core.call_launches import launches_up_to, records_launches, routing_launches
 from moe_core.config import whole_number
 from moe_core.errors import ConfigError
+from moe_core.jit.compile_ahead import Progress, compile_ahead, distinct
+from moe_core.jit.launch import Launch
 from moe_core.kernel import FusedMoEKernel
 from moe_core.layer import FusedMoELayer
 from moe_core.shard import map_of
@@ -40,25 +43,66 @@ def share_workspace(layers: Layers, max_tokens: int) -> Workspace:
 
 
 @torch.no_grad()
-def warm_up(layers: Layers, num_tokens: Iterable[int]) -> None:
-    """Call ``layers`` with each number of tokens, so that no kernel is compiled later, in a CUDA graph's capture say.
+def warm_up(layers: Layers, max_tokens: int, *, progress: Progress | None = None) -> int:
+    """Compile every kernel that calls of ``layers`` with 1 to ``max_tokens`` tokens launch, several at a time.
 
-    ``layers``: the model, or its layers or kernels; those that are alike share their kernels, so one of them is called.
-    Where tokens cross ranks, every rank warms up with the same numbers.  Adapters of LoRA take part where a layer has
-    places for them.  Raises ConfigError where there is no layer.
+    ``layers``: the model, or its layers or kernels; those that are alike share their kernels.  No later call compiles,
+    in a CUDA graph's capture say, as long as its tensors start at multiples of 16 bytes and their rows follow each
+    other.  Expert ids of 32 and 64 bits are provided for, calls with and without adapters where a layer has places for
+    them, and the layer's routing, of logits in float32 or its own dtype.  Nothing runs, and no memory is taken but that
+    of the kernels.
+
+    Experts that call a kernel library are called instead, with 1, 2, 4 … ``max_tokens`` random tokens, since only a
+    call makes the library compile or load what it needs.  Where tokens cross ranks, every rank warms up with the same
+    number.  On a CPU there is nothing to do.
+
+    ``progress`` is told how many kernels are ready, and of how many; it may be called by other threads.  Returns that
+    number, without what libraries compile.  Raises ConfigError where there is no layer, and what Triton raises for a
+    kernel that it cannot compile.
     """
-    counts = [whole_number("num_tokens", count) for count in num_tokens]
+    whole_number("max_tokens", max_tokens)
+    launches: dict[torch.device, list[Launch]] = {}
     done = set()
-    for kernel, expert_map in _kernels(layers):
+    for kernel, layer in _kernels(layers):
         experts, weights = kernel.experts, kernel.weights
         tensors = tuple((name, tensor.shape, tensor.dtype) for name, tensor in weights.tensors())
-        keys = experts.weight_key, experts.activation_key
-        kind = (type(experts), type(kernel.prepare_finalize), kernel.config, keys, weights.device, tensors)
-        if kind in done:
+        keys, expert_map = (experts.weight_key, experts.activation_key), None if layer is None else layer.expert_map
+        lora, routing = kernel.lora is not None, None if layer is None else layer.routing
+        movement, mapped = type(kernel.prepare_finalize), expert_map is not None
+        kind = (type(experts), movement, kernel.config, keys, weights.device, tensors, mapped, lora, routing)
+        if kind in done or not _compiles(kernel):
             continue
         done.add(kind)
-        for count in counts:
-            _call(kernel, expert_map, count)
+        found = launches.setdefault(weights.device, [])
+        if records_launches(kernel):
+            found += launches_up_to(kernel, max_tokens, mapped=mapped)
+        else:
+            for count in sorted({*(1 << power for power in range(max_tokens.bit_length())), max_tokens}):
+                _call(kernel, expert_map, count)
+        if layer is not None and routing is not None and not kernel.is_monolithic:
+            found += routing_launches(layer, max_tokens)
+    total, ready = sum(len(distinct(found)) for found in launches.values()), 0
+
+    def told(count: int, _: int) -> None:
+        if progress is not None:
+            progress(ready + count, total)
+
+    for device, found in launches.items():
+        if not found:
+            continue
+        with on_device(device):
+            ready += compile_ahead(found, progress=told)
+    return ready
+
+
+def on_device(device: torch.device) -> torch.cuda.device:
+    """Makes ``device`` the one that Triton compiles for."""
+    return torch.cuda.device(device)
+
+
+def _compiles(kernel: FusedMoEKernel) -> bool:
+    """Whether calls compile anything: there is a GPU."""
+    return kernel.weights.device.type == "cuda"
 
 
 def _call(kernel: FusedMoEKernel, expert_map: Tensor | None, count: int) -> None:
@@ -83,13 +127,13 @@ def _call(kernel: FusedMoEKernel, expert_map: Tensor | None, count: int) -> None
         kernel.apply(x, topk_weights=weights, topk_ids=ids.int(), expert_map=expert_map, adapter_ids=adapters)
 
 
-def _kernels(layers: Layers) -> Iterator[tuple[FusedMoEKernel, Tensor | None]]:
-    """(kernel, expert map) of each layer; ConfigError where there is none."""
+def _kernels(layers: Layers) -> Iterator[tuple[FusedMoEKernel, FusedMoELayer | None]]:
+    """(kernel, its layer if it has one) of each; ConfigError where there is none."""
     given = layers.modules() if isinstance(layers, nn.Module) else layers
     found = 0
     for item in (given,) if isinstance(given, FusedMoEKernel) else given:
         if isinstance(item, FusedMoELayer):
-            yield item.kernel, item.expert_map
+            yield item.kernel, item
         elif isinstance(item, FusedMoEKernel):
             yield item, None
         elif not isinstance(layers, nn.Module):

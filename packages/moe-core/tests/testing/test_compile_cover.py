@@ -5,12 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
-import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_core.testing.compile_cover import Launch, choose, describe
-from triton.language import constexpr
+from moe_core.testing.compile_cover import Launch, choose
 
 
 @st.composite
@@ -56,42 +53,3 @@ def test_values_are_spread_over_the_targets() -> None:
     assert len(chosen) == 64
     assert 16 < sum(launch.target == "sm80" for launch in chosen) < 48
     assert choose(found, 2) == chosen
-
-
-class Parameter:
-    def __init__(self, name: str, *, is_constexpr: bool = False, default: object = None) -> None:
-        self.name, self.is_constexpr, self.default = name, is_constexpr, default
-
-
-class Kernel:
-    params = (Parameter("x"), Parameter("n"), Parameter("B", is_constexpr=True), Parameter("F", is_constexpr=True))
-    arg_names = ("x", "n", "B", "F")
-
-
-def tiles() -> None: ...
-
-
-def rows() -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "equal"),
-    [
-        (((torch.zeros(2), 32, 64), {}), ((torch.zeros(5), 48, 64), {}), True),  # sizes that are not specialised for
-        (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2), 33, 64), {}), False),
-        (((torch.zeros(2), 1, 64), {}), ((torch.zeros(2), 33, 64), {}), False),
-        (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2).half(), 32, 64), {}), False),
-        (((torch.zeros(2), 32, 64), {}), ((None, 32, 64), {}), False),
-        (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2), 32, 128), {}), False),
-        (((torch.zeros(2), (32, constexpr(4)), 64), {}), ((torch.zeros(2), (48, constexpr(4)), 64), {}), True),
-        (((torch.zeros(2), (32, constexpr(4)), 64), {}), ((torch.zeros(2), (32, constexpr(8)), 64), {}), False),
-        (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2), 32, 64), {"F": tiles}), False),
-        (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2), 32, 64), {"num_warps": 8}), False),
-        ((((torch.zeros(2), 32), 1, 1), {}), (((torch.zeros(2), 64), 1, 1), {}), True),
-        ((((torch.zeros(2), 32), 1, 1), {}), (((torch.zeros(2), 65), 1, 1), {}), False),
-        ((((torch.zeros(2), tiles), 1, 1), {}), (((torch.zeros(2), rows), 1, 1), {}), False),
-        ((((torch.zeros(2), tl.constexpr(2)), 1, 1), {}), (((torch.zeros(2), tl.constexpr(3)), 1, 1), {}), False),
-    ],
-)
-def test_launches_are_equal_where_they_compile_the_same(first, second, equal) -> None:
-    assert (describe(Kernel, *first) == describe(Kernel, *second)) is equal

@@ -7,7 +7,7 @@ no Triton.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -102,6 +102,9 @@ class GroupedExperts(FusedMoEExpertsModular):
     def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> GemvPlan | None:
         """Its launch configurations, where so many tokens are computed so."""
         return None
+
+    def launch_choice(self, num_tokens: int) -> Hashable:
+        return self.plan(num_tokens), self.gemv_plan(num_tokens)
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
         from moe_core.gemm.fused.scheme import CallShape

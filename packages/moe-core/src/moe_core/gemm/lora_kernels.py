@@ -14,7 +14,7 @@ from moe_core.jit.casts import INTERPRET
 from moe_core.ops._sort_kernels import local_expert
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def adapted_pairs_kernel(
     group_ids,
     adapter_ids,

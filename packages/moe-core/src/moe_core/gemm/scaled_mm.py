@@ -324,7 +324,7 @@ def expert_of(row, used, row_args, IN_USE: tl.constexpr):
         return tl.zeros_like(row).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def amax_kernel(
     x,
     amax,
@@ -352,7 +352,7 @@ def amax_kernel(
     tl.atomic_max(amax, tl.max(tl.max(found, axis=1), axis=0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def quantize_rows_kernel(
     x,
     values,

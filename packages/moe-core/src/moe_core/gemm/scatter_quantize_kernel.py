@@ -12,7 +12,7 @@ import triton.language as tl
 from moe_core.ops._sort_kernels import local_expert
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def scatter_quantize_kernel(
     x,
     ids,

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from moe_core.jit.describe import Value, describe
 
 #: Triton's options of a launch, which are no parameters of the kernel
 _OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "launch_pdl", "enable_fp_fusion", "maxnreg"})
@@ -24,12 +26,15 @@ class Launch:
     """One launch: the kernel's name, the grid, and all arguments in the order of the kernel's parameters.
 
     ``compiled``: Triton's compiled kernel; None from its interpreter, and where the launch was recorded only.
+    ``kernel`` is what was launched, ``options`` are Triton's (warps, stages …).
     """
 
     name: str
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     compiled: Any = None
+    kernel: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -37,7 +42,15 @@ class Launch:
     ) -> Launch:
         values = dict(zip(kernel.arg_names, args, strict=False))
         values |= {name: value for name, value in keywords.items() if name not in _OPTIONS}
-        return Launch(kernel.fn.__name__, grid, {name: values[name] for name in kernel.arg_names}, compiled)
+        options = {name: value for name, value in keywords.items() if name in _OPTIONS}
+        arguments = {name: values[name] for name in kernel.arg_names}
+        return Launch(kernel.fn.__name__, grid, arguments, compiled, kernel, options)
+
+    def compiled_for(self) -> tuple[str, frozenset[Value]]:
+        """The kernel and what it is compiled for: launches of which these are equal run one compiled kernel."""
+        fn = self.kernel.fn
+        described = describe(self.kernel, tuple(self.arguments.values()), self.options)
+        return f"{fn.__module__}.{fn.__qualname__}", described
 
 
 _RECORDING: ContextVar[list[Launch] | None] = ContextVar("moe_core_recording", default=None)
@@ -53,6 +66,11 @@ def record() -> Iterator[list[Launch]]:
         yield found
     finally:
         _RECORDING.reset(token)
+
+
+def is_recording() -> bool:
+    """Whether launches are recorded instead of made."""
+    return _RECORDING.get() is not None
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 from torch import Tensor
 
 from moe_core.errors import ConfigError, UnsupportedDeviceError
+from moe_core.jit.launch import is_recording
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -19,14 +20,15 @@ def interpreting() -> bool:
 def use_triton(tensor: Tensor, backend: str, *, unsupported: str | None = None) -> bool:
     """Whether the kernel runs on ``tensor``.
 
-    ``auto`` takes the kernel on a GPU if it covers the request, else the twin; ``triton`` insists on it.
+    ``auto`` takes the kernel on a GPU if it covers the request, else the twin; ``triton`` insists on it.  Meta tensors
+    whose launches are recorded stand for those of a GPU.
     ``unsupported`` says why the kernel does not cover the request.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend {backend!r} is unknown; known: {', '.join(BACKENDS)}")
     if backend == "torch":
         return False
-    on_gpu = tensor.device.type == "cuda"
+    on_gpu = tensor.device.type == "cuda" or (tensor.is_meta and is_recording())
     if backend == "auto":
         return on_gpu and unsupported is None
     if unsupported is not None:

@@ -72,7 +72,7 @@ def _keep_best_groups(keys, TOP2: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP
     return tl.reshape(tl.where(kept[:, :, None] != 0, grouped, _NONE), [rows, BLOCK_G * size])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def route_kernel(
     logits,
     bias,

@@ -122,7 +122,7 @@ def quantize_groups(
         tl.store(scales + row * stride_scales + group, scale, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_zeros", "rows"])
 def sort_kernel(
     ids,
     expert_map,

@@ -41,9 +41,10 @@ from typing import Any
 
 from moe_core.device import DeviceInfo
 from moe_core.errors import ConfigError, MoEError
+from moe_core.jit.describe import Value, describe
 from moe_core.jit.specimen import Specimen
 from moe_core.testing.compile_cases import backend_specimens
-from moe_core.testing.compile_cover import Launch, Value, choose, describe
+from moe_core.testing.compile_cover import Launch, choose
 from moe_core.testing.in_flight import register_products_in_flight
 
 

@@ -167,7 +167,7 @@ def call_on_meta(experts: GroupedExperts, tokens: int, *, mapped: bool = False, 
     ``more_groups``: rows have one more group of columns than their length says.
     """
     config = experts.config
-    weights = _weights(experts, more_groups=more_groups)
+    weights = meta_layer_weights(experts, more_groups=more_groups)
     workspace = {spec.name: _meta(*spec.shape, dtype=spec.dtype) for spec in experts.workspaces(tokens)}
     shape = (config.local_experts, tokens) if experts.batched else (tokens,)
     x = _meta(*shape, config.hidden_size, dtype=config.dtype)
@@ -188,7 +188,7 @@ def call_on_meta(experts: GroupedExperts, tokens: int, *, mapped: bool = False, 
     )
 
 
-def _weights(experts: GroupedExperts, *, more_groups: bool = False) -> KernelWeights:
+def meta_layer_weights(experts: GroupedExperts, *, more_groups: bool = False) -> KernelWeights:
     """Converted weights: of one expert, as many times as there are experts, which are alike."""
     weight_key, activation_key, config = experts.weight_key, experts.activation_key, experts.config
     one = replace(config, num_local_experts=1)

@@ -13,12 +13,10 @@ import heapq
 import itertools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-#: (parameter, position inside a tuple, …, value)
-Value = tuple[Hashable, ...]
+from moe_core.jit.describe import Value
 
 
 @dataclass(frozen=True)
@@ -30,37 +28,6 @@ class Launch:
     number: int
     kernel: str
     values: frozenset[Value]
-
-
-def describe(kernel: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> frozenset[Value]:
-    """What a Triton kernel is compiled for when it is called so."""
-    given = dict(zip(kernel.arg_names, arguments, strict=False)) | dict(keywords)
-    values: set[Value] = set()
-    for parameter in kernel.params:
-        value = given.pop(parameter.name, parameter.default)
-        values |= _parts((parameter.name,), value, constant=parameter.is_constexpr)
-    return frozenset(values.union(*(_parts((name,), value, constant=True) for name, value in given.items())))
-
-
-def _parts(name: Value, value: Any, *, constant: bool) -> set[Value]:
-    if type(value).__name__ == "constexpr":  # a constant in a tuple, which Triton wraps
-        value, constant = value.value, True
-    if not constant and isinstance(value, tuple):
-        return {part for i, item in enumerate(value) for part in _parts((*name, i), item, constant=False)}
-    return {(*name, _text(value, constant=constant))}
-
-
-def _text(value: Any, *, constant: bool) -> str:
-    """The value as far as Triton specialises a kernel for it; constants wholly."""
-    # functions and constants may lie in tuples too
-    constant = constant or hasattr(value, "__name__") or type(value).__name__ == "constexpr"
-    if constant or value is None or isinstance(value, bool):
-        return str(getattr(value, "__name__", None) or repr(value))
-    if isinstance(value, int):
-        return "1" if value == 1 else "multiple of 16" if value % 16 == 0 else "integer"
-    if hasattr(value, "block_shape"):  # a tensor descriptor
-        return f"{value.base.dtype} {list(value.block_shape)}"
-    return str(getattr(value, "dtype", type(value).__name__))
 
 
 def choose(launches: Sequence[Launch], strength: int) -> list[Launch]:
