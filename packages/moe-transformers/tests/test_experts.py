@@ -7,6 +7,10 @@ from typing import Any
 import moe_core as mc
 import pytest
 import torch
+from moe_core.gemm.experts import GroupedExperts
+from moe_core.oracle import default_prepare_finalize
+from moe_core.testing.conformance import place_for
+from moe_core_replays import as_if_compiled, python_calls
 from moe_transformers import MoeCoreExperts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,13 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 E, TOP_K, K, N, TOKENS = 4, 2, 256, 128, 6
 
 
+CONFIG = mc.FusedMoEConfig(num_experts=E, top_k=TOP_K, hidden_size=K, intermediate_size=N)
+
+
 @pytest.fixture(scope="module")
-def layer() -> mc.FusedMoELayer:
+def weights() -> mc.MoEWeights:
     generator = torch.Generator().manual_seed(0)
-    config = mc.FusedMoEConfig(num_experts=E, top_k=TOP_K, hidden_size=K, intermediate_size=N)
     w13, w2 = (torch.randn(E, *shape, generator=generator) / 16 for shape in ((2 * N, K), (K, N)))
-    weights = mc.quantize_moe_weights(w13, w2, gated=True, weight_key=mc.kFp8Static128BlockSym)
-    return mc.FusedMoELayer.from_weights("fp8", config, weights, copy=True)
+    return mc.quantize_moe_weights(w13, w2, gated=True, weight_key=mc.kFp8Static128BlockSym)
+
+
+@pytest.fixture(scope="module")
+def layer(weights: mc.MoEWeights) -> mc.FusedMoELayer:
+    return mc.FusedMoELayer.from_weights("fp8", CONFIG, weights, copy=True)
 
 
 @pytest.fixture
@@ -59,6 +69,36 @@ def test_starts_nothing_that_the_layer_does_not(layer: mc.FusedMoELayer, call: t
     with Operators() as expected:
         layer(x, topk_weights=weights, topk_ids=ids)
     assert own.names == expected.names
+
+
+def test_calls_that_repeat_are_replayed(
+    weights: mc.MoEWeights,
+    layer: mc.FusedMoELayer,
+    call: tuple[Tensor, Tensor, Tensor],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With routing as transformers gives it, the module adds to the layer's calls what costs microseconds."""
+    if device.type == "cpu":
+        as_if_compiled(monkeypatch)
+    (triton,) = [backend for backend in mc.registry().oracle("fp8").table() if backend.name == "triton"]
+    kind = triton.load()[0]
+    place = place_for(kind.claims, device.type)
+    assert place is not None
+    keys = {"weight_key": weights.weight_key, "activation_key": weights.activation_key}
+    instance = kind(CONFIG, **keys, device=place.target)
+    kernel = mc.FusedMoEKernel(instance, instance.convert(weights.to(device)), default_prepare_finalize(CONFIG))
+    module = MoeCoreExperts(mc.FusedMoELayer(kernel, layer.selection))
+    x, ids, top = (tensor.to(device) for tensor in call)
+    for _ in range(2):
+        module(x.clone(), ids.clone(), top.clone())
+    assert kernel._replay.reasons() == (None,)
+    monkeypatch.setattr(GroupedExperts, "apply", lambda *_, **__: pytest.fail("dispatched again"))
+    of_layer = python_calls(lambda: module.layer(x, topk_weights=top, topk_ids=ids))
+    of_module = python_calls(lambda: module(x, ids, top))
+    assert of_layer < 80
+    # nn.Module's own among them
+    assert of_module - of_layer < 10
 
 
 def test_leading_dimensions_stay(layer: mc.FusedMoELayer, call: tuple[Tensor, Tensor, Tensor]) -> None:

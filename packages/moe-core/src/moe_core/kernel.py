@@ -259,6 +259,9 @@ class FusedMoEKernel:
         experts, movement = self._modular_parts()
         if hidden_states.shape[0] == 0 and not movement.collective:
             return
+        # here and not among the launches: a recorded call has no work of torch's in it
+        topk_weights, topk_ids = topk_weights.to(torch.float32).contiguous(), topk_ids.contiguous()
+        expert_map = None if expert_map is None else expert_map.contiguous()
 
         def call(workspace: Workspace) -> None:
             with autocast_off(output.device.type):
@@ -290,10 +293,11 @@ class FusedMoEKernel:
         expert_map: Tensor | None,
         adapter_ids: Tensor | None,
     ) -> None:
-        """Prepare, modular experts, finalize: :meth:`apply` behind its checks, on any device, meta too."""
+        """Prepare, modular experts, finalize: :meth:`apply` behind its checks, on any device, meta too.
+
+        Routing is contiguous, ``topk_weights`` in float32.
+        """
         experts, movement = self._modular_parts()
-        topk_weights, topk_ids = topk_weights.to(torch.float32).contiguous(), topk_ids.contiguous()
-        expert_map = None if expert_map is None else expert_map.contiguous()
         carried = {} if adapter_ids is None else {"adapter_ids": adapter_ids.contiguous()}
         quantize_as = None if experts.claims.expects_unquantized_inputs else experts.activation_key
         static_scale = self.weights.quant_config.a1_scale if quantize_as is not None else None

@@ -1,0 +1,74 @@
+"""Calls as engines make them are replayed: nothing of what they bring makes torch work among the launches.
+
+Routers bring weights in 16 bits, ids as int64, and both as columns of wider tensors.  Where there is no GPU,
+interpreted kernels are recorded as if they had been compiled; what is started then computes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from moe_core import FusedMoEActivationFormat, FusedMoEConfig, registry
+from moe_core.claims import expand_key
+from moe_core.environment import Environment
+from moe_core.experts import FusedMoEExperts
+from moe_core.testing.cases import Case
+from moe_core.testing.conformance import place_for
+from moe_core.testing.harness import make_kernel, make_problem
+from moe_core_replays import as_if_compiled
+
+
+def replayed() -> list[Any]:
+    """Classes that only launch kernels, and run here."""
+    environment, found = Environment.current(), {}
+    for scheme in registry().scheme_names():
+        for backend in registry().oracle(scheme).table():
+            for experts in backend.load():
+                if not experts.launches_only or FusedMoEActivationFormat.STANDARD not in experts.claims.formats:
+                    continue
+                if not any(environment.reason_against(requirement) for requirement in experts.claims.requires):
+                    found[f"{scheme}-{experts.__name__}"] = experts
+    return [pytest.param(experts, id=name) for name, experts in found.items()]
+
+
+def case_of(experts: type[FusedMoEExperts], device: torch.device, tokens: int) -> Case | None:
+    """A small layer that the class accepts here."""
+    place = place_for(experts.claims, device.type)
+    config = FusedMoEConfig(num_experts=4, top_k=2, hidden_size=128, intermediate_size=128)
+    for weights, activations in experts.claims.keys:
+        for weight_key in expand_key(weights):
+            for activation_key in expand_key(activations):
+                arguments = {"weight_key": weight_key, "activation_key": activation_key}
+                if (
+                    place is not None
+                    and experts.is_supported_config(
+                        config, **arguments, device=place.target, environment=Environment.current()
+                    )[0]
+                ):
+                    return Case("values", config, **arguments, tokens=tokens)
+    return None
+
+
+@pytest.fixture
+def recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cpu":
+        as_if_compiled(monkeypatch)
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("experts", replayed())
+def test_whatever_routing_is_given_as(device: torch.device, experts: type[FusedMoEExperts], tokens: int) -> None:
+    case = case_of(experts, device, tokens)
+    place = place_for(experts.claims, device.type)
+    if case is None or place is None:
+        pytest.skip("runs no such layer on this machine")
+    problem = make_problem(case, device)
+    kernel, inputs = make_kernel(experts, problem, place), problem.inputs
+    for _ in range(3):
+        weights = torch.cat((inputs.topk_weights.bfloat16(),) * 2, dim=1)[:, : inputs.topk_weights.shape[1]]
+        ids = torch.cat((inputs.topk_ids.long(),) * 2, dim=1)[:, : inputs.topk_ids.shape[1]]
+        kernel.apply(inputs.x.clone(), topk_weights=weights, topk_ids=ids)
+    assert kernel._replay.reasons() == (None,)
