@@ -36,19 +36,32 @@ class Raises(Mine):
 """
 
 
+#: a plug-in that is installed beside, as any environment may have some, and stops every pytest that loads it
+FOREIGN = """
+def pytest_configure():
+    raise RuntimeError("a plug-in of another package was loaded")
+"""
+
 Run = Callable[..., pytest.RunResult]
 
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """pytest in a folder with the experts and a test of its own: in this process, or in one of its own."""
-    pytester.makepyfile(mine=EXPERTS, test_other="def test_other():\n    pass\n")
+    """pytest in a folder with the experts and a test of its own: in this process, or in one of its own.
+
+    Of the plug-ins that are installed only the kit's is loaded, by the name of its entry point.
+    """
+    pytester.makepyfile(mine=EXPERTS, foreign=FOREIGN, test_other="def test_other():\n    pass\n")
+    installed = pytester.mkdir("foreign-1.0.dist-info")
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[pytest11]\nforeign = foreign\n")
     pytester.syspathinsert()
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
     def once(*arguments: str, apart: bool = False) -> pytest.RunResult:
         start = pytester.runpytest_subprocess if apart else pytester.runpytest_inprocess
-        return start("-q", "-p", "no:cacheprovider", "--moe-device", "cpu", *arguments)
+        return start("-q", "-p", "no:cacheprovider", "-p", "moe-conformance", "--moe-device", "cpu", *arguments)
 
     return once
 
