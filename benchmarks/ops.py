@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from graph_time import captured, heat_up, replay_times
 from moe_core.activation import MoEActivation
 from moe_core.ops.activation import fused_activation
 from moe_core.ops.permute import batch_tokens, gather_rows
@@ -217,28 +218,9 @@ def time_case(case: Case) -> tuple[float, float]:
     """(median, 90th percentile) microseconds per call."""
     for call in case.calls:
         call("triton")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        for call in case.calls:
-            call("triton")
-    times = []
-    for _ in range(25):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(case.calls))
-    times.sort()
-    return statistics.median(times[5:]), times[-3]
-
-
-def heat_up() -> None:
-    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    for _ in range(400):
-        a @ a
-    torch.cuda.synchronize()
+    graph, _ = captured([partial(call, "triton") for call in case.calls])
+    times = sorted(replay_times(graph, len(case.calls), 20))
+    return statistics.median(times), times[-3]
 
 
 def main() -> int:

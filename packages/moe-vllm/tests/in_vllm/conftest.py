@@ -19,8 +19,12 @@ vllm_stand_ins.install()
 
 with warnings.catch_warnings():  # vLLM's own, of the packages around it
     warnings.simplefilter("ignore")
-    import vllm_formats  # noqa: F401 - all of vLLM that is used here
+    import vllm._custom_ops as ops
+    import vllm_formats  # all of vLLM that is used here
     from moe_vllm import experts, oracles
+
+# its compiled operators are not there
+ops.scaled_fp8_quant = vllm_formats.quantize_fp8
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,48 +7,18 @@ from types import SimpleNamespace
 import moe_core as mc
 import pytest
 import torch
-from moe_core.engine_api import select_kernel
 from moe_vllm.experts import MoeCoreExperts
 from moe_vllm.weights import adopt, bound
-from torch import Tensor
 from vllm.model_executor.layers.fused_moe.oracle import fp8
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.model_executor.model_loader.reload.layerwise import _copy_and_restore_kernel_tensors
 from vllm.model_executor.model_loader.reload.meta import capture_layer_to_meta, materialize_layer, restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
-from vllm_formats import FORMATS, Format, Loaded
-from vllm_layers import TOP_K, E, K, N, experts_of, fill, make_layer, moe_config, process, run
+from vllm_formats import FORMATS, Loaded, own_layer
+from vllm_layers import E, calls, copies, experts_of, fill, make_layer, moe_config, process, run
 
 pytestmark = pytest.mark.usefixtures("brought")
-
-
-def calls(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, router weights, experts."""
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, K, generator=generator).bfloat16()
-    topk_weights, topk_ids = torch.rand(tokens, E, generator=generator).topk(TOP_K)
-    return x, topk_weights, topk_ids.to(torch.int32)
-
-
-def own_layer(form: Format, loaded: Loaded, device: str, **others: object) -> mc.FusedMoEKernel:
-    """The same weights in moe-core, without vLLM."""
-    config = mc.FusedMoEConfig(
-        **{
-            "num_experts": E,
-            "top_k": TOP_K,
-            "hidden_size": K,
-            "intermediate_size": N,
-            "activation": "silu",
-            **form.layer,
-            **others,
-        }  # type: ignore[arg-type]
-    )
-    weights = loaded.weights
-    oracle = mc.oracle(form.scheme)
-    selection = select_kernel(form.scheme, config, weights.weight_key, weights.activation_key, device=device)
-    return oracle.make_kernel(selection, oracle.convert(selection, weights))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -105,13 +75,6 @@ def test_what_is_chosen_at_load_is_logged(device: str, brought: pytest.LogCaptur
     (line,) = (record.getMessage() for record in brought.records if record.name == "vllm.moe_vllm")
     assert "1x32" in line
     assert line.startswith("moe-vllm runs wna16 experts (kInt4Static")
-
-
-def copies(layer: RoutedExperts) -> list[str]:
-    """The kernel's tensors that lie elsewhere than in the layer's parameters."""
-    held = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    weights = experts_of(layer)._kernel.weights
-    return [name for name, tensor in weights.tensors() if tensor.untyped_storage().data_ptr() not in held]
 
 
 #: formats whose w13 and w2 the kernels of an H200 read as they are

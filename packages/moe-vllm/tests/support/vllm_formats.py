@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import moe_core as mc
 import torch
-import vllm._custom_ops as ops
+from moe_core.engine_api import select_kernel
 from torch import Tensor
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
-from vllm_layers import E, K, N
+from vllm_layers import SMALL, E, K, N, Sizes
 
 GROUP = 64
 
@@ -23,10 +23,6 @@ GROUP = 64
 def quantize_fp8(x: Tensor, scale: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """vLLM's compiled operator: codes of ``x`` by a given scale."""
     return (x.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn), scale
-
-
-# its compiled operators are not there
-ops.scaled_fp8_quant = quantize_fp8
 
 
 @dataclass(frozen=True)
@@ -38,28 +34,44 @@ class Loaded:
 
 
 @dataclass(frozen=True)
+class Random:
+    """Random weights of a layer, on a device."""
+
+    sizes: Sizes = SMALL
+    device: str = "cpu"
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "generator", torch.Generator(self.device).manual_seed(0))
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.device)
+
+    def quantized(self, weight_key: mc.QuantKey, activation_key: mc.QuantKey | None) -> mc.MoEWeights:
+        """By moe-core."""
+        count, inter, hidden = self.sizes.experts, self.sizes.intermediate, self.sizes.hidden
+        w13 = self.normal(count, 2 * inter, hidden) / hidden**0.5
+        w2 = self.normal(count, hidden, inter) / inter**0.5
+        weights = mc.quantize_moe_weights(w13, w2, gated=True, weight_key=weight_key)
+        return replace(weights, activation_key=activation_key)
+
+
+@dataclass(frozen=True)
 class Format:
     """A format: vLLM's config, what is loaded, and what else the layer is (arguments of its config)."""
 
     scheme: str
     config: Callable[[], Any]
-    load: Callable[[], Loaded]
+    make: Callable[[Random], Loaded]
     layer: Mapping[str, Any] = field(default_factory=dict)
 
-
-def quantized(weight_key: mc.QuantKey, activation_key: mc.QuantKey | None, **others: Any) -> mc.MoEWeights:
-    """Random weights, quantised by moe-core."""
-    generator = torch.Generator().manual_seed(0)
-    w13 = torch.randn(E, 2 * N, K, generator=generator) / K**0.5
-    w2 = torch.randn(E, K, N, generator=generator) / N**0.5
-    weights = mc.quantize_moe_weights(w13, w2, gated=True, weight_key=weight_key)
-    return mc.MoEWeights(
-        **{**dict(weights.tensors()), "weight_key": weight_key, "activation_key": activation_key, **others}
-    )
+    def load(self, sizes: Sizes = SMALL, device: str = "cpu") -> Loaded:
+        """Random weights, the same ones in each call."""
+        return self.make(Random(sizes, device))
 
 
-def fp8_block() -> Loaded:
-    weights = quantized(mc.kFp8Static128BlockSym, mc.kFp8Dynamic128Sym)
+def fp8_block(random: Random) -> Loaded:
+    weights = random.quantized(mc.kFp8Static128BlockSym, mc.kFp8Dynamic128Sym)
     return Loaded(
         {
             "w13_weight": weights.w13,
@@ -71,9 +83,9 @@ def fp8_block() -> Loaded:
     )
 
 
-def fp8_tensor(static: bool) -> Loaded:
+def fp8_tensor(random: Random, static: bool) -> Loaded:
     """Gate and up have scales of their own, of which vLLM keeps the larger."""
-    weights = quantized(mc.kFp8StaticTensorSym, mc.kFp8StaticTensorSym if static else mc.kFp8DynamicTensorSym)
+    weights = random.quantized(mc.kFp8StaticTensorSym, mc.kFp8StaticTensorSym if static else mc.kFp8DynamicTensorSym)
     tensors = {
         "w13_weight": weights.w13.clone(),
         "w2_weight": weights.w2,
@@ -153,17 +165,17 @@ def bytes_of(weights: mc.MoEWeights) -> Loaded:
     return Loaded(tensors, weights)
 
 
-def gpt_oss() -> Loaded:
+def gpt_oss(random: Random) -> Loaded:
     """Gate and up rows alternate; biases."""
-    generator = torch.Generator().manual_seed(1)
+    count, inter, hidden = random.sizes.experts, random.sizes.intermediate, random.sizes.hidden
     biases = {
-        "w13_bias": torch.randn(E, 2 * N, generator=generator).bfloat16(),
-        "w2_bias": torch.randn(E, K, generator=generator).bfloat16(),
+        "w13_bias": random.normal(count, 2 * inter).bfloat16(),
+        "w2_bias": random.normal(count, hidden).bfloat16(),
     }
-    weights = quantized(mc.kMxfp4Static, None, **biases)
+    weights = replace(random.quantized(mc.kMxfp4Static, None), **biases)
 
     def alternate(tensor: Tensor) -> Tensor:
-        return tensor.reshape(E, 2, N, *tensor.shape[2:]).transpose(1, 2).reshape(tensor.shape).contiguous()
+        return tensor.reshape(count, 2, inter, *tensor.shape[2:]).transpose(1, 2).reshape(tensor.shape).contiguous()
 
     return Loaded(
         {
@@ -185,17 +197,26 @@ def compressed(weights: dict[str, Any], activations: dict[str, Any] | None, form
     )
 
 
-def integers(bits: int, *, symmetric: bool = True) -> mc.QuantKey:
+def integers(bits: int, *, symmetric: bool = True, group: int = GROUP) -> mc.QuantKey:
     keys = {
         (4, True): mc.kInt4Static,
         (4, False): mc.kInt4StaticAsym,
         (8, True): mc.kInt8Static,
     }
-    return keys[bits, symmetric].with_group(1, GROUP)
+    return keys[bits, symmetric].with_group(1, group)
 
 
 def int_args(bits: int, **others: Any) -> dict[str, Any]:
     return {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, **others}
+
+
+def int4_in_groups(group: int) -> Format:
+    """compressed-tensors' symmetric integers."""
+    return Format(
+        "wna16",
+        lambda: compressed(int_args(4, group_size=group), None, "pack-quantized"),
+        lambda random: packed(random.quantized(integers(4, group=group), None)),
+    )
 
 
 MXFP8 = {
@@ -212,9 +233,11 @@ FORMATS: dict[str, Format] = {
     "fp8_block": Format(
         "fp8", lambda: Fp8Config(True, activation_scheme="dynamic", weight_block_size=[128, 128]), fp8_block
     ),
-    "fp8_tensor_static": Format("fp8", lambda: Fp8Config(True, activation_scheme="static"), lambda: fp8_tensor(True)),
+    "fp8_tensor_static": Format(
+        "fp8", lambda: Fp8Config(True, activation_scheme="static"), lambda random: fp8_tensor(random, True)
+    ),
     "fp8_tensor_dynamic": Format(
-        "fp8", lambda: Fp8Config(True, activation_scheme="dynamic"), lambda: fp8_tensor(False)
+        "fp8", lambda: Fp8Config(True, activation_scheme="dynamic"), lambda random: fp8_tensor(random, False)
     ),
     "fp8_channel": Format(
         "fp8",
@@ -223,12 +246,12 @@ FORMATS: dict[str, Format] = {
             {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True},
             "float-quantized",
         ),
-        lambda: named(quantized(mc.kFp8StaticChannelSym, mc.kFp8DynamicTokenSym), ""),
+        lambda random: named(random.quantized(mc.kFp8StaticChannelSym, mc.kFp8DynamicTokenSym), ""),
     ),
     "mxfp8": Format(
         "fp8",
         lambda: compressed(MXFP8 | {"dynamic": False}, MXFP8 | {"dynamic": True}, "mxfp8-quantized"),
-        lambda: named(quantized(mc.kMxfp8Static, mc.kMxfp8Dynamic), ""),
+        lambda random: named(random.quantized(mc.kMxfp8Static, mc.kMxfp8Dynamic), ""),
     ),
     "int8_channel": Format(
         "int8",
@@ -237,31 +260,49 @@ FORMATS: dict[str, Format] = {
             {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
             "int-quantized",
         ),
-        lambda: named(quantized(mc.kInt8StaticChannelSym, mc.kInt8DynamicTokenSym), ""),
+        lambda random: named(random.quantized(mc.kInt8StaticChannelSym, mc.kInt8DynamicTokenSym), ""),
     ),
-    "int4_compressed": Format(
-        "wna16", lambda: compressed(int_args(4), None, "pack-quantized"), lambda: packed(quantized(integers(4), None))
-    ),
+    "int4_compressed": int4_in_groups(GROUP),
     "int4_compressed_zero_points": Format(
         "wna16",
         lambda: compressed(int_args(4, symmetric=False), None, "pack-quantized"),
-        lambda: packed(quantized(integers(4, symmetric=False), None)),
+        lambda random: packed(random.quantized(integers(4, symmetric=False), None)),
     ),
     "int8_compressed": Format(
-        "wna16", lambda: compressed(int_args(8), None, "pack-quantized"), lambda: packed(quantized(integers(8), None))
+        "wna16",
+        lambda: compressed(int_args(8), None, "pack-quantized"),
+        lambda random: packed(random.quantized(integers(8), None)),
     ),
-    "int4_gptq": Format("wna16", lambda: AutoGPTQConfig.from_config(GPTQ), lambda: gptq(quantized(integers(4), None))),
+    "int4_gptq": Format(
+        "wna16", lambda: AutoGPTQConfig.from_config(GPTQ), lambda random: gptq(random.quantized(integers(4), None))
+    ),
     "int4_moe_wna16": Format(
         "wna16",
         lambda: MoeWNA16Config("gptq", 4, GROUP, False, False, None, GPTQ),
-        lambda: bytes_of(quantized(integers(4), None)),
+        lambda random: bytes_of(random.quantized(integers(4), None)),
     ),
     "int4_moe_wna16_zero_points": Format(
         "wna16",
         lambda: MoeWNA16Config("gptq", 4, GROUP, True, False, None, GPTQ),
-        lambda: bytes_of(quantized(integers(4, symmetric=False), None)),
+        lambda random: bytes_of(random.quantized(integers(4, symmetric=False), None)),
     ),
     "mxfp4_gpt_oss": Format(
         "mxfp4", lambda: GptOssMxfp4Config(), gpt_oss, {"activation": "swigluoai", "has_bias": True}
     ),
 }
+
+
+def own_layer(form: Format, loaded: Loaded, device: str, sizes: Sizes = SMALL, **others: Any) -> mc.FusedMoEKernel:
+    """The same weights in moe-core, without vLLM."""
+    described: dict[str, Any] = {
+        "num_experts": sizes.experts,
+        "top_k": sizes.top_k,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "activation": "silu",
+    }
+    config = mc.FusedMoEConfig(**{**described, **form.layer, **others})
+    weights = loaded.weights
+    oracle = mc.oracle(form.scheme)
+    selection = select_kernel(form.scheme, config, weights.weight_key, weights.activation_key, device=device)
+    return oracle.make_kernel(selection, oracle.convert(selection, weights))

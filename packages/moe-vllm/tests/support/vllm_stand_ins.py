@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import moe_core_stand_ins
 
-#: vLLM's parts that serve: importing them would ask for hundreds of names of web and tokeniser packages
-SERVING = (
+#: vLLM's parts that serve, which ask for hundreds of names of web and tokeniser packages, and compiled attention
+PARTS = (
     "vllm.entrypoints",
     "vllm.parser",
     "vllm.reasoning",
     "vllm.renderers",
     "vllm.tool_parsers",
     "vllm.distributed.kv_transfer.kv_connector.v1",
+    "vllm.vllm_flash_attn",
 )
 #: what vLLM asks for to find out whether it is there, in an `except ImportError`
 OPTIONAL = (
     "aiter",
     "amdsmi",
+    "b12x",
+    "deep_ep",
     "deep_gemm",
     "flashinfer",
+    "hpc",
+    "humming",
     "intel_extension_for_pytorch",
     "libtpu",
+    "moonep",
+    "mori",
+    "nixl_ep",
+    "pplx_kernels",
+    "tilelang",
     "torch",
     "torch_tpu",
     "torchao",
@@ -33,4 +43,4 @@ OPTIONAL = (
 
 def install() -> None:
     """Once per process, before vLLM is imported."""
-    moe_core_stand_ins.install("vllm", optional=OPTIONAL, parts=SERVING)
+    moe_core_stand_ins.install("vllm", optional=OPTIONAL, parts=PARTS)

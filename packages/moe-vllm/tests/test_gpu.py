@@ -1,0 +1,60 @@
+"""On a GPU, vLLM's own layers with our experts: the bits of moe-core's own layer, eagerly and in a CUDA graph."""
+
+from __future__ import annotations
+
+import importlib.util
+import types
+import warnings
+
+import pytest
+import torch
+import vllm_gpu
+import vllm_stand_ins
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+#: one of each kind of kernel
+NAMES = ("fp8_block", "fp8_channel", "int8_channel", "int4_compressed", "mxfp4_gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def vllm() -> types.SimpleNamespace:
+    """The tests' layers and formats, in a vLLM whose platform is CUDA; what of it is not installed is stood in for."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM's files are not on the import path: PYTHONPATH=FOLDER where tools/unpack_python.py put them")
+    vllm_stand_ins.install()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        vllm_gpu.bring()
+        import vllm_formats
+        import vllm_layers
+        from moe_vllm import oracles
+    vllm_gpu.get_ready()
+    return types.SimpleNamespace(formats=vllm_formats, layers=vllm_layers, oracles=oracles)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_captured_call_is_bit_equal(vllm: types.SimpleNamespace, name: str) -> None:
+    form, layers = vllm.formats.FORMATS[name], vllm.layers
+    changes = vllm.oracles.install((form.scheme,))
+    try:
+        layer = layers.make_layer(form.config(), layers.moe_config(device="cuda", **form.layer), "cuda")
+    finally:
+        vllm.oracles.undo(changes)
+    loaded = form.load(device="cuda")
+    layers.fill(layer, loaded.tensors)
+    layers.process(layer)
+    assert not layers.copies(layer)
+    own = vllm.formats.own_layer(form, loaded, "cuda")
+    for tokens in (1, 40):
+        call, other = (layers.calls(tokens, device="cuda", seed=seed) for seed in (0, 1))
+        expected = [own.apply(x, topk_weights=weights, topk_ids=ids) for x, weights, ids in (call, other)]
+        assert torch.isfinite(expected[0]).all()
+        assert torch.equal(layers.run(layer, *call), expected[0])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            captured = layers.run(layer, *call)
+        for held, new in zip(call, other, strict=True):
+            held.copy_(new)
+        graph.replay()
+        assert torch.equal(captured, expected[1])
