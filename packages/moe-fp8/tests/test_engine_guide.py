@@ -11,7 +11,5 @@ GUIDE = Path(__file__).parents[3] / "docs" / "engines.md"
 
 
 @pytest.mark.gpu
-# torch's own inductor imports what it has deprecated
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_the_guide_runs_on_a_gpu() -> None:
     assert run_examples.run(GUIDE) >= 12

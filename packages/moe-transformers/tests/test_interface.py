@@ -49,6 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def load(folder: Path) -> PreTrainedModel:
+    """The model on the CPU, whatever the machine has."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16", experts_implementation="moe_core")
     for name in STATIC:  # which transformers does not look for in such a checkpoint
         for _, module in experts_modules(model):
@@ -85,7 +86,7 @@ def test_is_the_layer_of_the_checkpoint_in_the_modules_memory(
     x, ids, weights = call
     output = run(module, call)
     ours = module._moe_core_held.layer
-    theirs = mc.load_layer(folder(kind), layer=0)
+    theirs = mc.load_layer(folder(kind), layer=0, device="cpu")
     assert (ours.selection.weight_key, ours.selection.activation_key) == (
         theirs.selection.weight_key,
         theirs.selection.activation_key,
@@ -174,7 +175,7 @@ def test_calls_of_another_kind_make_another_layer(folder: Callable[..., Path], c
     module = experts(load(folder()))
     x, ids, weights = call
     run(module, call)
-    theirs = mc.load_layer(folder(), layer=0, dtype=torch.float16)
+    theirs = mc.load_layer(folder(), layer=0, dtype=torch.float16, device="cpu")
     expected = theirs(x.half(), topk_weights=weights, topk_ids=ids)
     assert torch.equal(run(module, (x.half(), ids, weights)), expected)
     # one expert of each token: the other one's weight is 0

@@ -263,7 +263,10 @@ class Peak:
     bytes = 0
 
     def __enter__(self) -> Peak:
-        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        # acc_events: on a machine with a GPU, torch warns that events are cleared otherwise
+        self.profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
         self.profile.__enter__()
         return self
 

@@ -1,4 +1,7 @@
-"""moe perplexity."""
+"""moe perplexity.
+
+What is compared with a model that the test runs itself, or names a backend, is run on the CPU of whatever machine.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from moe_transformers.commands.perplexity import windows
 from transformers import AutoModelForCausalLM
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 2
+ON_CPU = ("--device", "cpu")
 
 
 @pytest.fixture
@@ -28,7 +32,7 @@ def test_each_token_from_those_before_it(
     moe: Any, folder: Path, text: Path, letters: Callable[[str], list[int]], window: int | None, stride: int | None
 ) -> None:
     sizes = [word for name, size in (("--window", window), ("--stride", stride)) if size for word in (name, size)]
-    result = moe("perplexity", folder, "--text", text, "--max-tokens", 50, "--json", *sizes)
+    result = moe("perplexity", folder, "--text", text, "--max-tokens", 50, "--json", *ON_CPU, *sizes)
     assert result.code == 0, result.err
     data = result.data
     with moe_transformers.loading():
@@ -80,7 +84,7 @@ def test_formats_compare(moe: Any, plain: Path, text: Path, tmp_path: Path) -> N
 
 
 def test_text_for_people(moe: Any, folder: Path, text: Path) -> None:
-    lines = moe("perplexity", folder, "--text", text, "--window", 40, "--stride", 20).out.splitlines()
+    lines = moe("perplexity", folder, "--text", text, "--window", 40, "--stride", 20, *ON_CPU).out.splitlines()
     assert lines[0].startswith("perplexity ")
     assert lines[0].endswith(f" of 87 tokens of {text} (windows of 40, 20 apart)")
     assert lines[1].startswith("experts: fp8 by torch (2 layers); ")
