@@ -10,6 +10,8 @@ import functools
 import threading
 import warnings
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -45,6 +47,9 @@ from moe_core.selection import (
 )
 from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import Workspace
+
+if TYPE_CHECKING:
+    from moe_core.tuning.profile import TuningProfile
 
 #: held while a table is replaced, never while anything is loaded
 _CHANGING = threading.Lock()
@@ -117,13 +122,18 @@ class Oracle:
         moe_backend: str = "auto",
         device: DeviceInfo | str | torch.device | None = None,
         environment: Environment | None = None,
+        tuning: TuningProfile | str | Path | None = None,
     ) -> Selection:
         """The first backend in order that fits; or the named one, or an error with every reason.
 
-        Keys are given as such or by name, None for 16 bits; ``device``: see :func:`as_device_info`.
+        Keys are given as such or by name, None for 16 bits; ``device``: see :func:`as_device_info`.  ``tuning``: a
+        profile of measured launch configurations (:mod:`moe_core.tuning`), or its path, or "none"; by default the path
+        that ``MOE_TUNING`` names, or the user's own profile of the GPU.  It changes how the backend launches its
+        kernels, never which one is selected.
         Raises SelectionError, with the full report: NoBackendError where nothing fits, BackendRefusedError where the
         named backend does not, UnknownBackendError for a name that no backend has; RegistryError for the name of a
-        plug-in that does not work; ConfigError for a request that the scheme cannot mean.
+        plug-in that does not work; ConfigError for a request that the scheme cannot mean, and for a tuning profile that
+        was given and can't be read.
         """
         if not isinstance(config, FusedMoEConfig):
             raise ConfigError(f"config is {type(config).__name__}, expected a FusedMoEConfig")
@@ -157,6 +167,12 @@ class Oracle:
             report = replace(report, alternatives=alternatives(request, candidates, self._candidates))
         if chosen is None:
             raise self._refusal(name, report, dict(reversed(left_out)))
+        if request.device.is_gpu:
+            # Triton-free, but it imports the experts of core's kernels
+            from moe_core.tuning.choice import choose
+
+            keys = weight_key, activation_key
+            report = replace(report, tuning=choose(tuning, chosen.experts, config, keys, request.device))
         return Selection(self._member(chosen.backend), chosen.experts, report)
 
     def _refusal(self, name: str, report: SelectionReport, left_out: dict[str, PluginFault]) -> MoEError:
@@ -265,13 +281,17 @@ class Oracle:
 
     @staticmethod
     def make_experts(selection: Selection) -> FusedMoEExperts:
-        """The selected class for the selection's layer and device."""
-        return selection.experts(
+        """The selected class for the selection's layer and device, with the launch configurations of its profile."""
+        made = selection.experts(
             selection.config,
             weight_key=selection.weight_key,
             activation_key=selection.activation_key,
             device=selection.device,
         )
+        tuning = selection.report.tuning
+        if tuning is not None and tuning.tuned is not None:
+            made.tuned = tuning.tuned  # type: ignore[attr-defined]
+        return made
 
     def make_kernel(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_core.config import FusedMoEConfig
 from moe_core.device import DeviceInfo
@@ -14,6 +14,9 @@ from moe_core.experts import FusedMoEExperts
 from moe_core.plugins import PluginFault
 from moe_core.quant_key import QuantKey
 from moe_core.quant_key import key_name as name_of_key
+
+if TYPE_CHECKING:
+    from moe_core.tuning.choice import TuningChoice
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ class SelectionReport:
     """Everything that one selection looked at; ``str()`` is for people, :meth:`as_dict` for programs.
 
     ``left_out``: plug-ins of this scheme that don't work; ``notes``: what else there is to say of plug-ins;
-    ``alternatives``: where no GPU kernel fits, what the caller could ask for instead.
+    ``alternatives``: where no GPU kernel fits, what the caller could ask for instead; ``tuning``: what a profile of
+    measured launch configurations has for the layer, None without one.
     """
 
     scheme: str
@@ -100,6 +104,7 @@ class SelectionReport:
     left_out: tuple[PluginFault, ...] = ()
     notes: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    tuning: TuningChoice | None = None
 
     @property
     def fallback(self) -> str | None:
@@ -138,6 +143,8 @@ class SelectionReport:
             lines += self._lines(backend, tuple(group))
         lines += [f"  {fault}" for fault in self.left_out]
         lines += [f"  {note}" for note in self.notes]
+        if self.tuning is not None:
+            lines.append(f"  tuning: {self.tuning}")
         return "\n".join(lines)
 
     def _lines(self, backend: str, candidates: tuple[Candidate, ...]) -> Iterator[str]:
@@ -184,6 +191,7 @@ class SelectionReport:
             "alternatives": [alternative.as_dict() for alternative in self.alternatives],
             "left_out": [fault.as_dict() for fault in self.left_out],
             "notes": list(self.notes),
+            "tuning": None if self.tuning is None else self.tuning.as_dict(),
         }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from moe_core.gemm.heuristics import LayerProblem, gemv_plan, launch_plan
+from moe_core.gemm.heuristics.limits import refusals
 from moe_core.gemm.heuristics.mixed_input import MAX_PARTS
 from moe_core.gemm.heuristics.tiles import BLOCK_N, split_k
 from moe_core.gemm.plan import TilePlan
@@ -88,6 +89,7 @@ def test_plans_hold_together(kind: str, shape: tuple[int, int, int, int]) -> Non
             # h has room for whole tiles of 128
             if not problem.gated:
                 assert -(-problem.intermediate_size // BLOCK_N) * BLOCK_N % plan.gemm1.block_n == 0
+            assert not refusals(problem, plan, tokens, tokens)
             without = launch_plan(unsplit, tokens)
             assert (without.gemm1.split_k, without.gemm2.split_k) == (1, 1)
 
@@ -146,6 +148,7 @@ def test_one_of_the_limits_of_a_split_must_hold() -> None:
 def test_one_token_needs_no_tensor_cores(shape: tuple[int, int, int, int], kind: str) -> None:
     plan = gemv_plan(problem_of(kind, shape), 1)
     assert plan is not None
+    assert not refusals(problem_of(kind, shape), plan, 1, 1)
     for config in (plan.gemm1, plan.gemm2):
         # turns of gate and up rows stay whole; a thread has four words
         assert config.block_n % 16 == 0

@@ -34,6 +34,7 @@ def reasons(report: SelectionReport) -> list[str]:
         lines += labelled("warning", [slow])
     lines += labelled("what helps", [_help(alternative) for alternative in report.alternatives])
     lines += labelled("left out", [str(fault) for fault in report.left_out])
+    lines += labelled("tuning", [] if report.tuning is None else [str(report.tuning)])
     return lines
 
 

@@ -21,6 +21,7 @@ from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular
 from moe_core.gemm.heuristics import Family, LayerProblem, launch_plan
 from moe_core.gemm.heuristics.problem import element_of
 from moe_core.gemm.heuristics.scaled_mm import quantizes_while_loading
+from moe_core.gemm.heuristics.tuned import Tuned
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.workspaces import split_k_workspace
 from moe_core.lora import LoRA
@@ -43,6 +44,8 @@ class GroupedExperts(FusedMoEExpertsModular):
     family: ClassVar[Family]
     #: bytes per thread that its kernels may spill for any target: of sizes that are multiples of 16, and of others
     accepted_spills: ClassVar[tuple[int, int]] = (0, 0)
+    #: measured launch configurations, which go before the heuristics' (:mod:`moe_core.tuning`)
+    tuned: Tuned | None = None
 
     @abstractmethod
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
@@ -92,7 +95,8 @@ class GroupedExperts(FusedMoEExpertsModular):
 
         For Triton's interpreter without what it does not know.
         """
-        plan = launch_plan(self.problem, num_tokens)
+        measured = None if self.tuned is None else self.tuned.plan(TilePlan, num_tokens)
+        plan = launch_plan(self.problem, num_tokens) if measured is None else measured
         return plan if on_gpu else plan.interpreted()
 
     def gemv_layer(self, weights: KernelWeights) -> GemvLayer | None:

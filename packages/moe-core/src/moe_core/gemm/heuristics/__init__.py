@@ -6,6 +6,8 @@
     mixed_input.py  16-bit activations, weights repacked at load
     decoded.py      weights decoded by plain Triton operations
     gemv.py         one token, without tensor cores
+    limits.py       what any configuration is held to, also one that was measured
+    tuned.py        measured configurations of a layer, which go first
 
 The mean number of rows per expert decides.  With few, a call streams weights: tiles of 16 or 32 rows, and programs
 share the k loop of a tile (split-K) where tiles alone do not fill the device.  With many, the tensor cores decide: the
@@ -24,14 +26,18 @@ from moe_core.gemm.heuristics.problem import Family, LayerProblem
 from moe_core.gemm.heuristics.scaled_mm import scaled_mm_plan
 from moe_core.gemm.plan import TilePlan
 
-__all__ = ["Family", "LayerProblem", "gemv_plan", "launch_plan"]
+__all__ = ["KERNELS", "Family", "LayerProblem", "gemv_plan", "launch_plan"]
+
+#: the state of the kernels that configurations are for: raised where one of them changes so that what was measured
+#: before (`moe tune`) says nothing of it any more
+KERNELS = 1
 
 _HEURISTICS = {"scaled_mm": scaled_mm_plan, "mixed_input": mixed_input_plan, "as_stored": decoded_plan}
 
 
 @lru_cache(maxsize=4096)
 def launch_plan(problem: LayerProblem, tokens: int) -> TilePlan:
-    """The plan of a layer for ``tokens``: the one look-up of every family, which a table of tuned plans may precede."""
+    """The plan of a layer for ``tokens``: the one look-up of every family."""
     plan = _HEURISTICS[problem.family](problem, tokens)
     return plan if problem.may_split else plan.unsplit()
 

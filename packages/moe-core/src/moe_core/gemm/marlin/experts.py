@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_core.errors import TensorError
 from moe_core.gemm.experts import GroupedExperts
 from moe_core.gemm.heuristics import LayerProblem, gemv_plan
+from moe_core.gemm.heuristics.gemv import GemvPlan
 from moe_core.gemm.heuristics.mixed_input import MAX_PARTS
 from moe_core.quant_config import make_quant_config
 from moe_core.quant_key import QuantKey
@@ -21,7 +22,6 @@ from moe_core.workspace import WorkspaceSpec
 
 if TYPE_CHECKING:
     from moe_core.gemm.fused.scheme import ActivationScheme, CallShape
-    from moe_core.gemm.heuristics.gemv import GemvPlan
     from moe_core.gemm.launch import GemmWeight
     from moe_core.gemm.marlin.convert import Converted
     from moe_core.gemm.marlin.gemv import GemvFunctions, GemvLayer
@@ -127,7 +127,10 @@ class MarlinExperts(GroupedExperts):
         """Launch parameters where so many tokens are multiplied without tensor cores."""
         if self.batched or self.activation_key is not None or self.config.dtype.itemsize != 2:
             return None
-        plan = gemv_plan(self.problem, num_tokens)
+        if self.tuned is not None and self.tuned.decides(num_tokens):
+            plan = self.tuned.plan(GemvPlan, num_tokens)
+        else:
+            plan = gemv_plan(self.problem, num_tokens)
         return plan if on_gpu or plan is None else replace(plan, pdl=False)
 
     def split_k_workspace(self, shape: CallShape) -> WorkspaceSpec:

@@ -1,0 +1,132 @@
+"""What launch configurations may be: what kernels accept, and what must stay for the sake of accuracy.
+
+The heuristics stay within it; configurations that were measured, or come from a file, are held to it.
+
+Two choices decide how numbers are rounded, so that they are the heuristics' alone (`rounding`):
+
+- tiles of at most 32 rows sum, or scale, the product of each step by itself, larger ones have no registers for that:
+  with scales of groups they multiply the weights instead, and e2m1 x e4m3 keeps a running sum in the tensor cores
+- the warp-specialised kernel keeps running sums of e4m3 in the tensor cores, which hold fewer bits, where scales do not
+  change along k
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import Any
+
+from moe_core.gemm.heuristics import gemv_plan, launch_plan
+from moe_core.gemm.heuristics.gemv import GemvPlan
+from moe_core.gemm.heuristics.mixed_input import MAX_PARTS
+from moe_core.gemm.heuristics.problem import LayerProblem
+from moe_core.gemm.heuristics.tiles import BLOCK_N, steps_of
+from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm.workspaces import MAX_SPLIT_PROGRAMS, MIN_BLOCK_M
+
+#: a layer's launch configurations, whichever kernels they are for
+Plan = TilePlan | GemvPlan
+#: rows of activations up to which a step's product has registers of its own
+FEW = 32
+#: fewest and most of each number of a configuration; all are powers of two but the stages
+NUMBERS = {
+    "block_m": (MIN_BLOCK_M, 256),
+    "block_n": (16, 256),
+    "block_w": (32, 1024),
+    "num_warps": (1, 16),
+    "num_stages": (1, 8),
+    "group_m": (1, 64),
+    "split_k": (1, 16),
+}
+#: numbers of tokens at which the heuristics are asked what they choose for a layer at all
+ASKED = tuple(sorted({step * 2**power // 2 for power in range(1, 18) for step in (2, 3)}))
+
+
+@lru_cache(maxsize=256)
+def own_plans(problem: LayerProblem) -> tuple[TilePlan, ...]:
+    """The heuristics' plans for all numbers of tokens, from few to many."""
+    return tuple(dict.fromkeys(launch_plan(problem, tokens) for tokens in ASKED))
+
+
+def rounding(problem: LayerProblem, config: TileConfig) -> tuple[bool, bool]:
+    """What of a configuration decides how numbers are rounded; see the module."""
+    plain = problem.family == "scaled_mm" and problem.element in ("e4m3", "int8")
+    summed = plain and (problem.element == "int8" or problem.group_size != -1)
+    return config.block_m <= FEW and not plain, config.warp_specialised and not summed
+
+
+def refusals(problem: LayerProblem, plan: Plan, first: int, last: int) -> list[str]:
+    """Reasons against ``plan`` for calls with ``first`` to ``last`` tokens; empty if there are none."""
+    found = list(_numbers(plan))
+    if plan.pdl and not problem.capability >= 90:
+        found.append("dependent launches (pdl) need sm90 or newer")
+    if isinstance(plan, GemvPlan):
+        return [*found, *_of_gemv(problem, plan, last)]
+    for name in ("gemm1", "gemm2"):
+        found += [f"{name}: {reason}" for reason in _of_tiles(problem, name, getattr(plan, name), last)]
+        config, allowed = getattr(plan, name), set()
+        for tokens in (first, last):
+            allowed.add(rounding(problem, getattr(launch_plan(problem, tokens), name)))
+        if rounding(problem, config) not in allowed:
+            found.append(f"{name}: {config.block_m} rows, by this kernel, round otherwise than the built-in choice")
+    return found
+
+
+def _numbers(plan: Plan) -> Iterator[str]:
+    for name in ("gemm1", "gemm2"):
+        config: Any = getattr(plan, name)
+        for field in fields(config):
+            value = getattr(config, field.name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                continue
+            low, high = NUMBERS.get(field.name, (0, 1024))
+            if not low <= value <= high:
+                yield f"{name}: {field.name} is {value}, expected {low} to {high}"
+            elif field.name in NUMBERS and field.name != "num_stages" and value & (value - 1):
+                yield f"{name}: {field.name} is {value}, expected a power of two"
+
+
+def _of_gemv(problem: LayerProblem, plan: GemvPlan, last: int) -> Iterator[str]:
+    if gemv_plan(problem, last) is None:
+        yield f"kernels without tensor cores are not for {last} tokens of this layer"
+    for name, config in (("gemm1", plan.gemm1), ("gemm2", plan.gemm2)):
+        if config.block_n * config.block_w < 4 * 32 * config.num_warps:
+            yield f"{name}: block_n x block_w leaves threads of {config.num_warps} warps without four words each"
+
+
+def _of_tiles(problem: LayerProblem, name: str, config: TileConfig, last: int) -> Iterator[str]:
+    own = [getattr(plan, name) for plan in own_plans(problem)]
+    first = name == "gemm1"
+    columns, rows = problem.hidden_size, problem.intermediate_size * (2 if problem.gated else 1)
+    if not first:
+        columns, rows = problem.intermediate_size, problem.hidden_size
+    if config.tma and problem.capability < 90:
+        yield "tensor maps (tma) need sm90 or newer"
+    if config.swap_ab not in {c.swap_ab for c in own}:
+        yield f"swap_ab is {config.swap_ab}, which these weights do not allow"
+    if config.block_n not in widths(problem, name):
+        yield f"block_n is {config.block_n}, expected one of {sorted(widths(problem, name))}"
+    if config.warp_specialised and replace(config, group_m=1) not in {replace(c, group_m=1) for c in own}:
+        yield "the warp-specialised kernel has tiles of its own: only group_m is free"
+    if config.split_k > 1:
+        room = MAX_PARTS if problem.family == "mixed_input" else MAX_SPLIT_PROGRAMS * MIN_BLOCK_M * 2 * BLOCK_N
+        step = BLOCK_N if problem.group_size == -1 else min(problem.group_size, BLOCK_N)
+        if not problem.may_split or problem.dtype_bytes == 4:
+            yield "split_k: this layer's k loops are not split"
+        elif config.split_k > steps_of(columns, step):
+            yield f"split_k is {config.split_k}, the k loop has {steps_of(columns, step)} steps"
+        elif last * problem.top_k * config.split_k * rows > room:
+            yield f"split_k is {config.split_k}: partial sums of {last} tokens have no room"
+
+
+def widths(problem: LayerProblem, name: str) -> frozenset[int]:
+    """Columns that a tile of ``name``, gemm1 or gemm2, may have.
+
+    Those that the heuristics choose.  Half tiles too where nobody relies on whole ones: an epilogue that quantises h
+    fills it up to whole tiles, scales of blocks belong to whole ones.
+    """
+    own = frozenset(getattr(plan, name).block_n for plan in own_plans(problem))
+    if problem.dtype_bytes == 4 or (problem.family == "scaled_mm" and problem.group_size != -1):
+        return own
+    return own | {BLOCK_N // 2} if name == "gemm2" or problem.family == "mixed_input" else own
