@@ -38,7 +38,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "packages" / name / "tests" / "support") for name in ("moe-vllm", "moe-core")]
 
 KINDS = ("fp8_block", "fp8_channel", "int8_channel", "int4_g128", "mxfp4")
-PEERS = ("moe_vllm", "vllm_default", "moe_core")
 Call = tuple[Tensor, Tensor, Tensor]
 
 
