@@ -14,6 +14,7 @@ these are not there, they are left out.  `--dry`: without a GPU, everything up t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -54,7 +55,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--vllm", type=Path, help="folder with vLLM's Python files, not installed")
     parser.add_argument("--tokens", default="1,32,1024")
     parser.add_argument("--only", default=",".join(KINDS), help="kinds of weights, of " + ", ".join(KINDS))
-    parser.add_argument("--replays", type=int, default=20, help="of each graph, in each of three rounds")
+    parser.add_argument(
+        "--replays", type=int, default=20, help="of each graph in each round; a round for each order of the peers"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--dry", action="store_true", help="without a GPU: everything up to the first call")
     found = parser.parse_args()
@@ -162,9 +165,10 @@ def measure(peers: dict[str, Ready], found: list[Call], replays: int) -> tuple[d
     )
     heat_up()
     times: dict[str, list[float]] = {name: [] for name in peers}
-    for _ in range(3):  # in turns, so that a drifting clock meets all of them
-        for name, graph in graphs.items():
-            times[name].append(statistics.median(replay_times(graph, len(found), replays)))
+    # in every order: clocks drift, and what ran before has heated the GPU
+    for names in itertools.permutations(peers):
+        for name in names:
+            times[name].append(statistics.median(replay_times(graphs[name], len(found), replays)))
     distance = None
     if "vllm_default" in outputs:
         one, two = outputs["vllm_default"][0].float(), expected[0].float()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import types
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ NAMES = ("fp8_block", "fp8_channel", "int8_channel", "int4_compressed", "mxfp4_g
 
 
 @pytest.fixture(scope="module")
-def vllm() -> types.SimpleNamespace:
+def vllm() -> Iterator[types.SimpleNamespace]:
     """The tests' layers and formats, in a vLLM whose platform is CUDA; what of it is not installed is stood in for."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM's files are not on the import path: PYTHONPATH=FOLDER where tools/unpack_python.py put them")
@@ -30,31 +31,31 @@ def vllm() -> types.SimpleNamespace:
         import vllm_layers
         from moe_vllm import oracles
     vllm_gpu.get_ready()
-    return types.SimpleNamespace(formats=vllm_formats, layers=vllm_layers, oracles=oracles)
+    changes = oracles.install(("fp8", "int8", "mxfp4", "wna16"))
+    try:
+        yield types.SimpleNamespace(formats=vllm_formats, layers=vllm_layers)
+    finally:
+        oracles.undo(changes)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_captured_call_is_bit_equal(vllm: types.SimpleNamespace, name: str) -> None:
     form, layers = vllm.formats.FORMATS[name], vllm.layers
-    changes = vllm.oracles.install((form.scheme,))
-    try:
-        layer = layers.make_layer(form.config(), layers.moe_config(device="cuda", **form.layer), "cuda")
-    finally:
-        vllm.oracles.undo(changes)
+    layer = layers.make_layer(form.config(), layers.moe_config(device="cuda", **form.layer), "cuda")
     loaded = form.load(device="cuda")
     layers.fill(layer, loaded.tensors)
     layers.process(layer)
     assert not layers.copies(layer)
     own = vllm.formats.own_layer(form, loaded, "cuda")
-    for tokens in (1, 40):
-        call, other = (layers.calls(tokens, device="cuda", seed=seed) for seed in (0, 1))
-        expected = [own.apply(x, topk_weights=weights, topk_ids=ids) for x, weights, ids in (call, other)]
-        assert torch.isfinite(expected[0]).all()
-        assert torch.equal(layers.run(layer, *call), expected[0])
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            captured = layers.run(layer, *call)
-        for held, new in zip(call, other, strict=True):
-            held.copy_(new)
-        graph.replay()
-        assert torch.equal(captured, expected[1])
+    call, other = (layers.calls(5, device="cuda", seed=seed) for seed in (0, 1))
+    expected = [own.apply(x, topk_weights=weights, topk_ids=ids) for x, weights, ids in (call, other)]
+    assert torch.isfinite(expected[0]).all()
+    assert not torch.equal(*expected)
+    assert torch.equal(layers.run(layer, *call), expected[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        captured = layers.run(layer, *call)
+    for held, new in zip(call, other, strict=True):
+        held.copy_(new)
+    graph.replay()
+    assert torch.equal(captured, expected[1])
