@@ -157,7 +157,11 @@ LINES: list[tuple[str, int, str]] = [
     ("explain --quantize fp8_per_channel --shape 8,2,256,256 --device sm90", 0, "kFp8StaticChannelSym"),
     (f"bench {SHAPE} --tokens 1,2 --budget 0.01", 0, "spread"),
     ("bench int8 --tokens 1 --budget 0.01 --json", 0, '"seconds_p10_p90"'),
+    (f"bench {SHAPE} --tokens 1 --budget 0.01 --tuning none", 0, "spread"),
+    (f"explain {SHAPE} --device sm90 --tuning none", 0, "chosen"),
     # what is not there
+    (f"explain {SHAPE} --device sm90 --tuning nowhere/t.json", 2, "nowhere/t.json"),
+    (f"tune {SHAPE}", 2, "nothing to tune on cpu"),
     ("", 2, "required: COMMAND"),
     ("rnu fp8", 2, "did you mean run?"),
     ("RUN fp8", 2, "unknown command"),
@@ -305,6 +309,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--input": ("in.safetensors", "narrow.safetensors", "garbage.safetensors", "fp8"),
     "--output": ("out.tmp", "nowhere/o", "fp8/config.json", "empty"),
     "--svg": ("nowhere/p.svg",),
+    "--tuning": ("none", "nowhere/t.json", "fp8/config.json"),
     "--compare": ("nowhere/b.json", "fp8/config.json"),
     "--budget": ("0.001", "0", "-1"),
     "--keep": ("fp8", "text"),
@@ -313,16 +318,16 @@ VALUES: dict[str, tuple[str, ...]] = {
 }
 FLAGS = ("--json", "-v", "--check", "--all-layers", "--bias", "--assume", "--help")
 FOLDERS = (*SCHEMES, "empty", "dense", "bare", "text")
-COMMANDS = ("run", "explain", "explain", "backends", "bench", "doctor", "quickstart")
+COMMANDS = ("run", "explain", "explain", "backends", "bench", "doctor", "quickstart", "tune")
 
 
 def made_up(rng: random.Random) -> list[str]:
     """A command line: mostly what the command takes, mostly with values that make sense."""
     command = rng.choice(COMMANDS)
     line = [command]
-    if command in ("run", "explain", "bench") and rng.random() < 0.6:
+    if command in ("run", "explain", "bench", "tune") and rng.random() < 0.6:
         line.append(rng.choice(FOLDERS if rng.random() < 0.9 else WORDS))
-    elif command in ("explain", "bench") and rng.random() < 0.8:
+    elif command in ("explain", "bench", "tune") and rng.random() < 0.8:
         line += ["--scheme", rng.choice(SCHEMES), "--shape", rng.choice(VALUES["--shape"][:2])]
     for option in rng.sample(list(VALUES), rng.randrange(4)):
         value = rng.choice(VALUES[option] if rng.random() < 0.8 else WORDS)

@@ -70,3 +70,18 @@ def test_bench(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert found["triton", 1]["cuda_graph"]
         # less than the floor would mean that something was not measured
         assert all(result["time_over_floor"] > 0.9 for result in data["results"])
+
+
+def test_tune(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Configurations are compiled, checked and timed; a layer runs by what was found."""
+    profile = tmp_path / "p.json"
+    layer = ["--scheme", "fp8", "--shape", "16,4,1024,512"]
+    arguments = [*layer, "--tokens", "1,64", "--budget", "10", "--backend", "triton", "--output", str(profile)]
+    assert main(["tune", *arguments, "--json"]) == 0
+    ranges = json.loads(capsys.readouterr().out)["layers"][0]["ranges"]
+    assert [(one["first"], one["last"]) for one in ranges] == [(1, 1), (2, 64)]
+    assert all(0 < one["best_us"] <= one["default_us"] < 10_000 for one in ranges)
+    timed = ["--tokens", "1,64", "--budget", "0.05", "--backend", "triton", "--tuning", str(profile), "--json"]
+    assert main(["bench", *layer, *timed]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["tuning"][0]["used"]

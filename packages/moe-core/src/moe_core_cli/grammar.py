@@ -56,6 +56,13 @@ reaches from the 10th to the 90th percentile.
 --compare FILE puts the times of an earlier run beside, which --output wrote, and says which moved: "slower" where even
 the 10th percentile is above the 90th of then.  --fail-slower makes that exit code 1."""
 
+_TUNE = """\
+Times launch configurations of core's own kernels on this GPU for every kind of layer of a checkpoint folder, or for
+one that --scheme and --shape describe, starting from the built-in ones, and writes the best to a tuning profile, a
+JSON file with the figures.  Selection finds your own profile of the GPU ($XDG_CACHE_HOME/moe-core/tuning, by default
+~/.cache); MOE_TUNING=FILE names another, or none.  A profile changes how kernels are launched, never which backend is
+taken nor how numbers are rounded."""
+
 
 def build() -> argparse.ArgumentParser:
     """The parser of all commands, those of other packages too."""
@@ -194,6 +201,27 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     _shape(parser)
 
 
+def _tune(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser, optional=True)
+    _of_checkpoint(parser)
+    parser.add_argument(
+        "--tokens",
+        default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096",
+        metavar="M,M,…",
+        help="numbers of tokens; what lies between takes the next larger one's (default: 1,2,4 … 4096)",
+    )
+    add_backend(parser)
+    add_device(parser, "cuda, cuda:1 … (default: cuda)")
+    parser.add_argument(
+        "--budget", type=seconds, default=180.0, metavar="S", help="seconds for each kind of layer (default: 180)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="F.json", help="the profile, which keeps its other layers (default: your own)"
+    )
+    add_dtype(parser)
+    _made_up(parser)
+
+
 def _own(
     name: str, summary: str, arguments: Callable[[argparse.ArgumentParser], None], description: str = ""
 ) -> tuple[str, Command]:
@@ -208,6 +236,7 @@ _COMMANDS = dict(
         _own("backends", "every installed backend and what it claims", _backends, _BACKENDS),
         _own("doctor", "versions, GPU, schemes, what is missing and how to add it", _doctor),
         _own("bench", "a layer's time per token count, beside the machine's limits", _bench, _BENCH),
+        _own("tune", "the best launch configurations for this GPU, kept in a file", _tune, _TUNE),
     )
 )
 
@@ -233,6 +262,14 @@ def _of_checkpoint(parser: argparse.ArgumentParser) -> None:
 def _shape(parser: argparse.ArgumentParser) -> None:
     """A layer without a checkpoint, and what none says."""
     add_choice(parser, "--activation-format", "standard", FORMATS, "|".join(FORMATS), "of what experts get")
+    parser.add_argument(
+        "--tuning", metavar="F.json", help="a tuning profile, or none (default: MOE_TUNING, or your own of the GPU)"
+    )
+    _made_up(parser)
+
+
+def _made_up(parser: argparse.ArgumentParser) -> None:
+    """A layer by its numbers."""
     group = parser.add_argument_group("a layer without a checkpoint")
     add_scheme(group, "quantisation scheme, e.g. fp8")
     group.add_argument("--shape", metavar="E,k,K,N", help="experts, experts per token, hidden and intermediate size")

@@ -38,6 +38,7 @@ def select(
                 activation_key=activation_key,
                 moe_backend=args.backend,
                 device=args.device,
+                tuning=args.tuning,
             )
         )
     except (NoBackendError, BackendRefusedError) as error:

@@ -11,8 +11,8 @@ import torch
 
 #: seconds that one measurement may take, and the number of calls that it consists of
 BUDGET, FEWEST, MOST = 1.0, 10, 200
-#: calls of a CUDA graph at least: one by itself is timed with the gap that its launch leaves
-IN_GRAPH = 8
+#: calls of a CUDA graph at least where they are short: one by itself is timed with the gap that its launch leaves
+IN_GRAPH, SHORT = 8, 1e-3
 #: a round of calls this much faster than all before it says that the next may be faster still
 FASTER = 0.95
 
@@ -33,9 +33,9 @@ def measure(
 ) -> Timing:
     """Time ``calls`` in turn: the same work on different inputs, so that none finds its own in a cache.
 
-    On a GPU all of them are one CUDA graph where ``graph``, again and again up to `IN_GRAPH` calls, and events time its
-    replays; without a graph they time each call; elsewhere the host's clock does.  Before, calls are made until they
-    get no faster, so that no figure is that of a first call: caches, clocks, threads.
+    On a GPU all of them are one CUDA graph where ``graph``, short ones again and again up to `IN_GRAPH`, and events
+    time its replays; without a graph they time each call; elsewhere the host's clock does.  Before, calls are made
+    until they get no faster, so that no figure is that of a first call: caches, clocks, threads.
     """
     for call in calls:
         call()
@@ -77,7 +77,8 @@ def _measure_cuda(calls: Sequence[Callable[[], object]], graph: bool, budget: fl
     torch.cuda.synchronize()
     if not graph:
         return _summary(_settled(calls, _event_seconds, budget), graph)
-    held = [*calls] * -(-IN_GRAPH // len(calls))
+    short = statistics.median(_event_seconds(calls)) < SHORT
+    held = [*calls] * (-(-IN_GRAPH // len(calls)) if short else 1)
     times = _settled([_captured(held)], _event_seconds, budget)
     return _summary([seconds / len(held) for seconds in times], graph)
 

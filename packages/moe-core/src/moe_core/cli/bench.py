@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moe_core.cli import _arguments
+from moe_core.cli._layers import INPUTS, Layer, random_call, the_layer, token_counts
 from moe_core.cli._output import check_spares, check_writable, duration, emit, progress, table, write_whole
 from moe_core.environment import distribution_version
 from moe_core.errors import ConfigError
@@ -23,29 +23,11 @@ from moe_core.selection import SelectionError
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from moe_core.cli._machine import Limits
     from moe_core.cli._timing import Timing
     from moe_core.config import FusedMoEConfig
-    from moe_core.quant_key import QuantKey
     from moe_core.weights import MoEWeights
-
-DEFAULT_SHAPE = "128,8,2048,768"  # Qwen3-30B-A3B
-#: sets of tokens and routing that calls take turns with
-INPUTS = 4
-
-
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    """What is measured; weights are made when they are needed."""
-
-    scheme: str
-    what: str
-    config: FusedMoEConfig
-    weight_key: QuantKey | None
-    activation_key: QuantKey | None
-    weights: Callable[[], MoEWeights]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from moe_core.cli._comparison import compare, read_results, slower
     from moe_core.quant_key import key_name
 
-    counts = _counts(args.tokens)
+    counts = token_counts(args.tokens)
     for option, unit in (("budget", "seconds"), ("bandwidth", "GB/s"), ("rate", "TFLOP/s")):
         value = getattr(args, option)
         if value is not None and not 0 < value < math.inf:
@@ -68,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
             check_writable(path)
             check_spares(path, args.path, args.compare)
     device = _arguments.device_of(args.device)
-    layer = _from_checkpoint(args, device) if args.path is not None else _from_shape(args, device)
+    layer = the_layer(args, device)
     if args.activation_format == "batched":
         batched = _arguments.batched(layer.config, max(counts))
         layer = replace(layer, config=batched)
-    selections = _selections(layer, device, args.backend)
+    selections = _selections(layer, device, args.backend, args.tuning)
     with torch.inference_mode():
         with progress("measuring the machine"):
             limits = _limits(args, layer, device)
@@ -102,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         "bandwidth_bytes_per_second": limits.bandwidth,
         "operations_per_second": limits.rate,
         "operations_of": limits.product,
+        "tuning": [None if s.report.tuning is None else s.report.tuning.as_dict() for s in selections],
         "given": [name for name in ("bandwidth", "rate") if getattr(args, name) is not None],
         "results": results,
     }
@@ -117,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if args.fail_slower is not None and slower(data, args.fail_slower) else 0
 
 
-def _limits(args: argparse.Namespace, layer: _Layer, device: torch.device) -> Limits:
+def _limits(args: argparse.Namespace, layer: Layer, device: torch.device) -> Limits:
     """Those given; others are measured."""
     from moe_core.cli import _machine
 
@@ -129,97 +112,7 @@ def _limits(args: argparse.Namespace, layer: _Layer, device: torch.device) -> Li
     return replace(measured, bandwidth=bandwidth or measured.bandwidth, rate=rate or measured.rate)
 
 
-def _counts(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
-        raise ConfigError(f"--tokens {text}: expected positive integers, e.g. 1,8,32")
-    _arguments.check_tokens(max(counts))
-    return counts
-
-
-def _from_checkpoint(args: argparse.Namespace, device: torch.device) -> _Layer:
-    from moe_core.checkpoint import Checkpoint
-
-    source = _arguments.source_of(args, Checkpoint.open(args.path))
-    return _Layer(
-        source.scheme,
-        f"{args.path} layer {source.index}",
-        source.config,
-        source.weight_key,
-        source.activation_key,
-        lambda: source.weights(device=device),
-    )
-
-
-def _from_shape(args: argparse.Namespace, device: torch.device) -> _Layer:
-    from moe_core.registry import registry
-
-    args.shape = args.shape or DEFAULT_SHAPE
-    if args.scheme is None and args.quantize is None:
-        # with one scheme there is nothing to choose
-        names = [scheme.name for scheme in registry().schemes()]
-        if len(names) != 1:
-            raise ConfigError(f"give a checkpoint folder, or --scheme; installed: {', '.join(names) or 'none'}")
-        args.scheme = names[0]
-    config, weight_key, activation_key = _arguments.request_of(args)
-    return _Layer(
-        args.scheme,
-        f"E={config.num_experts} k={config.top_k} K={config.hidden_size} N={config.intermediate_size}",
-        config,
-        weight_key,
-        activation_key,
-        lambda: _random_weights(config, weight_key, activation_key, device),
-    )
-
-
-def _random_weights(
-    config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None, device: torch.device
-) -> MoEWeights:
-    """A few random experts, repeated: every expert has memory of its own, and quantising takes no time."""
-    import torch
-
-    from moe_core.quantization import quantize_moe_weights
-
-    if weight_key is not None and (weight_key.permuted or weight_key.pre_scaled):
-        raise ConfigError("activation order and factors of inputs can't be made up: give a checkpoint folder")
-    distinct = min(4, config.local_experts)
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return (torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])).to(config.dtype).to(device)
-
-    static: dict[str, Any] = {}
-    if activation_key is not None and activation_key.is_static:
-        # both products see values of about a standard deviation of 1, which hardly ever exceed 8
-        scale = torch.full((distinct,), 8 / activation_key.dtype.max_value, device=device)
-        static = {"w13_input_scale": scale, "w2_input_scale": scale.clone()}
-    small = quantize_moe_weights(
-        normal(distinct, config.w13_rows, config.hidden_size),
-        normal(distinct, config.hidden_size, config.intermediate_size),
-        gated=config.is_gated,
-        weight_key=weight_key,
-        activation_key=activation_key,
-        w13_bias=normal(distinct, config.w13_rows) if config.has_bias else None,
-        w2_bias=normal(distinct, config.hidden_size) if config.has_bias else None,
-        **static,
-    )
-    which = torch.arange(config.local_experts, device=device) % distinct
-    repeated: dict[str, Any] = {name: _repeated(tensor, which) for name, tensor in small.tensors()}
-    return replace(small, **repeated)
-
-
-def _repeated(tensor: Tensor, which: Tensor) -> Tensor:
-    import torch
-
-    # 8-bit floats have no indexing on every device; bytes have
-    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    return raw[which].view(tensor.dtype)
-
-
-def _selections(layer: _Layer, device: torch.device, names: str | None) -> list[Any]:
+def _selections(layer: Layer, device: torch.device, names: str | None, tuning: str | None) -> list[Any]:
     from moe_core.registry import registry
 
     oracle = registry().oracle(layer.scheme)
@@ -231,6 +124,7 @@ def _selections(layer: _Layer, device: torch.device, names: str | None) -> list[
             activation_key=layer.activation_key,
             moe_backend=name,
             device=device,
+            tuning=tuning,
         )
 
     if names is not None:
@@ -245,7 +139,7 @@ def _selections(layer: _Layer, device: torch.device, names: str | None) -> list[
 
 
 def _measure(
-    layer: _Layer,
+    layer: Layer,
     weights: MoEWeights,
     selection: Any,
     count: int,
@@ -259,7 +153,7 @@ def _measure(
     oracle = registry().oracle(layer.scheme)
     with progress(f"{selection.backend}: {count} tokens"):
         kernel = oracle.make_kernel(selection, oracle.convert(selection, weights))
-        inputs = [_inputs(layer.config, count, device, seed) for seed in range(INPUTS)]
+        inputs = [random_call(layer.config, count, device, seed) for seed in range(INPUTS)]
         calls = [lambda i=i: kernel.apply(i[0], topk_weights=i[1], topk_ids=i[2]) for i in inputs]
         timing: Timing = measure(calls, device, graph=selection.experts.claims.cuda_graph, budget=budget)
     active = sum(len(set(ids.flatten().tolist())) for _, _, ids in inputs) / len(inputs)
@@ -275,16 +169,6 @@ def _measure(
         "floor_seconds": floor,
         "time_over_floor": timing.median / floor,
     }
-
-
-def _inputs(config: FusedMoEConfig, count: int, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    _arguments.check_room(count, config.hidden_size)
-    x = torch.randn(count, config.hidden_size, generator=generator).to(config.dtype)
-    weights, ids = torch.rand(count, config.num_experts, generator=generator).topk(config.top_k, dim=1)
-    return x.to(device), weights.to(device), ids.int().to(device)
 
 
 def _work(config: FusedMoEConfig, weights: MoEWeights, count: int, active: float) -> tuple[float, float]:
@@ -320,6 +204,10 @@ def _text(data: dict[str, Any]) -> str:
         f"{data['scheme']}, {data['layer']}, on {data['device_name']} ({data['device']}), torch {data['torch']}",
         _limits_text(data),
     ]
+    for told in data["tuning"]:
+        if told is not None:
+            how = f"used, {told['ranges']} ranges of tokens" if told["used"] else f"not used: {told['reason']}"
+            lines.append(f"tuning: {told['source']}: {how}")
     if compared is not None:
         then = f"{compared['device_name']}, torch {compared['torch']}, moe-core {compared['moe_core']}"
         lines.append(f"before: {compared['file']} ({then})")

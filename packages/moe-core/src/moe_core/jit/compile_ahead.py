@@ -7,6 +7,7 @@ unlike processes they need no memory of the GPU, nor anything that can be sent t
 from __future__ import annotations
 
 import contextvars
+import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,26 +37,42 @@ def distinct(launches: Iterable[Launch]) -> list[Launch]:
 
 
 def compile_in_threads(
-    launches: Sequence[Launch], *, progress: Progress | None = None, threads: int | None = None
+    launches: Sequence[Launch],
+    *,
+    progress: Progress | None = None,
+    threads: int | None = None,
+    ignore_errors: bool = False,
 ) -> list[Any]:
-    """Triton's compiled kernel of each of ``launches``, not loaded."""
+    """Triton's compiled kernel of each of ``launches``, not loaded; ``ignore_errors``: None where one fails."""
     # Triton says by a context variable that it compiles in threads, and some versions leave it set after an error
     context = contextvars.Context()
-    compiled: list[Any] = context.run(_compile, launches, progress, threads or _cores())
+    compiled: list[Any] = context.run(_compile, launches, progress, threads or _cores(), ignore_errors)
     return compiled
 
 
-def _compile(launches: Sequence[Launch], progress: Progress | None, threads: int) -> list[Any]:
+def _compile(launches: Sequence[Launch], progress: Progress | None, threads: int, ignore_errors: bool) -> list[Any]:
     import triton
 
+    def attempt(make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except Exception:
+            if not ignore_errors:
+                raise
+            return None
+
     kernels = []
-    with _Counting(threads, len(launches), progress) as pool, triton.AsyncCompileMode(pool):
+    with (
+        _Counting(threads, len(launches), progress) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=ignore_errors),
+    ):
         for one in launches:
             before = pool.submitted
-            kernels.append(one.kernel.warmup(*one.arguments.values(), grid=(1,), **one.options))
+            warm_up = functools.partial(one.kernel.warmup, *one.arguments.values(), grid=(1,), **one.options)
+            kernels.append(attempt(warm_up))
             if pool.submitted == before:
                 pool.count()  # compiled before
-    return [kernel.result() if hasattr(kernel, "result") else kernel for kernel in kernels]
+    return [attempt(kernel.result) if hasattr(kernel, "result") else kernel for kernel in kernels]
 
 
 class _Counting(ThreadPoolExecutor):

@@ -15,7 +15,7 @@ from moe_core_cli.commands.command import Command
 GROUP = "moe_core.commands"
 
 #: commands of moe-core, whose names nobody else's take
-OWN = ("quickstart", "run", "explain", "backends", "doctor", "bench")
+OWN = ("quickstart", "run", "explain", "backends", "doctor", "bench", "tune")
 
 #: commands that packages of this project bring, for who asks for one that is not installed
 KNOWN = {"generate": "moe-transformers", "perplexity": "moe-transformers"}

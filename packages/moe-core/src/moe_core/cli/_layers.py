@@ -1,0 +1,166 @@
+"""The layer that ``moe bench`` and ``moe tune`` time: one of a checkpoint folder, or made up by its sizes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from moe_core.cli import _arguments
+from moe_core.cli._output import progress
+from moe_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from moe_core.checkpoint import Checkpoint
+    from moe_core.config import FusedMoEConfig
+    from moe_core.quant_key import QuantKey
+    from moe_core.weights import MoEWeights
+
+DEFAULT_SHAPE = "128,8,2048,768"  # Qwen3-30B-A3B
+#: sets of tokens and routing that calls take turns with
+INPUTS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """What is measured; weights are made when they are needed."""
+
+    scheme: str
+    what: str
+    config: FusedMoEConfig
+    weight_key: QuantKey | None
+    activation_key: QuantKey | None
+    weights: Callable[[], MoEWeights]
+
+
+def the_layer(args: argparse.Namespace, device: torch.device) -> Layer:
+    """The layer that the arguments name: of a checkpoint folder, or by --scheme and --shape."""
+    if args.path is None:
+        return _of_shape(args, device)
+    from moe_core.checkpoint import Checkpoint
+
+    return _of_checkpoint(args, Checkpoint.open(args.path), device, args.layer)
+
+
+def kinds_of_layers(args: argparse.Namespace, device: torch.device) -> list[Layer]:
+    """One of each kind among the layers of a checkpoint folder, or the one that the arguments name."""
+    if args.path is None or args.layer is not None:
+        return [the_layer(args, device)]
+    from moe_core.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(args.path)
+    found: dict[object, Layer] = {}
+    with progress(f"reading the names of {len(checkpoint.moe_layers)} layers"):
+        # where there are none, asking for the default says what is there instead
+        for index in checkpoint.moe_layers or (None,):
+            layer = _of_checkpoint(args, checkpoint, device, index)
+            found.setdefault(
+                (layer.scheme, replace(layer.config, routing=None), layer.weight_key, layer.activation_key), layer
+            )
+    return list(found.values())
+
+
+def token_counts(text: str) -> list[int]:
+    """What --tokens M,M,… says.  Raises ConfigError for anything else."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise ConfigError(f"--tokens {text}: expected positive integers, e.g. 1,8,32")
+    _arguments.check_tokens(max(counts))
+    return counts
+
+
+def _of_checkpoint(args: argparse.Namespace, checkpoint: Checkpoint, device: torch.device, index: int | None) -> Layer:
+    source = _arguments.source_of(args, checkpoint, index)
+    return Layer(
+        source.scheme,
+        f"{args.path} layer {source.index}",
+        source.config,
+        source.weight_key,
+        source.activation_key,
+        lambda: source.weights(device=device),
+    )
+
+
+def _of_shape(args: argparse.Namespace, device: torch.device) -> Layer:
+    from moe_core.registry import registry
+
+    args.shape = args.shape or DEFAULT_SHAPE
+    if args.scheme is None and args.quantize is None:
+        # with one scheme there is nothing to choose
+        names = [scheme.name for scheme in registry().schemes()]
+        if len(names) != 1:
+            raise ConfigError(f"give a checkpoint folder, or --scheme; installed: {', '.join(names) or 'none'}")
+        args.scheme = names[0]
+    config, weight_key, activation_key = _arguments.request_of(args)
+    return Layer(
+        args.scheme,
+        f"E={config.num_experts} k={config.top_k} K={config.hidden_size} N={config.intermediate_size}",
+        config,
+        weight_key,
+        activation_key,
+        lambda: _random_weights(config, weight_key, activation_key, device),
+    )
+
+
+def _random_weights(
+    config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None, device: torch.device
+) -> MoEWeights:
+    """A few random experts, repeated: every expert has memory of its own, and quantising takes no time."""
+    import torch
+
+    from moe_core.quantization import quantize_moe_weights
+
+    if weight_key is not None and (weight_key.permuted or weight_key.pre_scaled):
+        raise ConfigError("activation order and factors of inputs can't be made up: give a checkpoint folder")
+    distinct = min(4, config.local_experts)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])).to(config.dtype).to(device)
+
+    static: dict[str, Any] = {}
+    if activation_key is not None and activation_key.is_static:
+        # both products see values of about a standard deviation of 1, which hardly ever exceed 8
+        scale = torch.full((distinct,), 8 / activation_key.dtype.max_value, device=device)
+        static = {"w13_input_scale": scale, "w2_input_scale": scale.clone()}
+    small = quantize_moe_weights(
+        normal(distinct, config.w13_rows, config.hidden_size),
+        normal(distinct, config.hidden_size, config.intermediate_size),
+        gated=config.is_gated,
+        weight_key=weight_key,
+        activation_key=activation_key,
+        w13_bias=normal(distinct, config.w13_rows) if config.has_bias else None,
+        w2_bias=normal(distinct, config.hidden_size) if config.has_bias else None,
+        **static,
+    )
+    which = torch.arange(config.local_experts, device=device) % distinct
+    repeated: dict[str, Any] = {name: _repeated(tensor, which) for name, tensor in small.tensors()}
+    return replace(small, **repeated)
+
+
+def _repeated(tensor: Tensor, which: Tensor) -> Tensor:
+    import torch
+
+    # 8-bit floats have no indexing on every device; bytes have
+    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    return raw[which].view(tensor.dtype)
+
+
+def random_call(config: FusedMoEConfig, count: int, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden states, router weights, expert ids) of ``count`` tokens, made on ``device``; routing is uniform."""
+    import torch
+
+    _arguments.check_room(count, config.hidden_size)
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(count, config.hidden_size, generator=generator, device=device).to(config.dtype)
+    scores = torch.rand(count, config.num_experts, generator=generator, device=device)
+    weights, ids = scores.topk(config.top_k, dim=1)
+    return x, weights, ids.int()

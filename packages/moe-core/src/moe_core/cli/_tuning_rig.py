@@ -1,0 +1,107 @@
+"""A layer on a GPU whose launch configurations are timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_core.call_launches import call_launches
+from moe_core.cli._layers import INPUTS, Layer, random_call
+from moe_core.cli._timing import measure
+from moe_core.gemm.experts import GroupedExperts
+from moe_core.gemm.heuristics.tuned import Tuned, TunedRange
+from moe_core.jit.compile_ahead import compile_in_threads, distinct
+from moe_core.kernel import FusedMoEKernel
+from moe_core.model_setup import on_device
+from moe_core.oracle import Oracle, default_prepare_finalize
+from moe_core.workspace import Workspace
+
+if TYPE_CHECKING:
+    from moe_core.gemm.heuristics.limits import Plan
+    from moe_core.jit.launch import Launch
+    from moe_core.selection import Selection
+
+#: seconds of replays that a configuration is timed by
+BUDGET = 0.03
+#: of the built-in plan's result, by norm: roundings of 8-bit activations may differ by a few per cent, a kernel that
+#: computes something else is off by all of it
+WRONG = 0.1
+
+
+class LayerOnGpu:
+    """See :class:`moe_core.tuning.search.Rig`."""
+
+    def __init__(self, layer: Layer, selection: Selection, device: torch.device, most: int) -> None:
+        # without what an earlier profile says
+        self.selection = replace(selection, report=replace(selection.report, tuning=None))
+        self.config, self.device = layer.config, device
+        experts = Oracle.make_experts(self.selection)
+        if not isinstance(experts, GroupedExperts):
+            raise TypeError(f"{type(experts).__name__} chooses its launches itself")
+        self.experts = experts
+        self.weights = experts.convert(layer.weights())
+        self.workspace = Workspace(device)
+        self.workspace.reserve(self._kernel(None).workspace_nbytes(most))
+        self._calls: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        self._expected: dict[int, Tensor] = {}
+
+    def default(self, tokens: int) -> Plan:
+        gemv, vectors = self.experts.fused_layer(self.weights).gemv, self.experts.gemv_plan(tokens)
+        if vectors is not None and gemv is not None and gemv.reads(self._inputs(tokens)[0][0]):
+            return vectors
+        return self.experts.plan(tokens)
+
+    def prepare(self, trials: Sequence[tuple[int, Plan]]) -> list[bool]:
+        with on_device(self.device):
+            found = [self._launches(tokens, plan) for tokens, plan in trials]
+            wanted = distinct(one for launches in found for one in launches or ())
+            kernels = compile_in_threads(wanted, ignore_errors=True)
+            fails = {one.compiled_for() for one, kernel in zip(wanted, kernels, strict=True) if not _loads(kernel)}
+        return [launches is not None and not any(one.compiled_for() in fails for one in launches) for launches in found]
+
+    def seconds(self, tokens: int, plan: Plan) -> float:
+        kernel, inputs = self._kernel(plan), self._inputs(tokens)
+        calls = [lambda i=i: kernel.apply(i[0], topk_weights=i[1], topk_ids=i[2]) for i in inputs]
+        try:
+            if not self._is_right(tokens, calls[0]()):
+                return float("inf")
+            return measure(calls, self.device, graph=True, budget=BUDGET).median
+        except Exception:  # whatever a compiler or a launch raises: the next configuration may work
+            return float("inf")
+
+    def _is_right(self, tokens: int, found: Tensor) -> bool:
+        if tokens not in self._expected:
+            x, weights, ids = self._inputs(tokens)[0]
+            self._expected[tokens] = self._kernel(None).apply(x, topk_weights=weights, topk_ids=ids)
+        expected = self._expected[tokens].float()
+        return bool((found.float() - expected).norm() <= WRONG * expected.norm())
+
+    def _launches(self, tokens: int, plan: Plan) -> list[Launch] | None:
+        try:
+            return list(call_launches(self._kernel(plan), tokens))
+        except Exception:  # a tile that no kernel has
+            return None
+
+    def _kernel(self, plan: Plan | None) -> FusedMoEKernel:
+        """A kernel of its own, which has recorded no launches of other plans."""
+        experts = Oracle.make_experts(self.selection)
+        if plan is not None:
+            experts.tuned = Tuned((TunedRange(1, 2**31 - 1, plan),))  # type: ignore[attr-defined]
+        return FusedMoEKernel(experts, self.weights, default_prepare_finalize(self.config), workspace=self.workspace)
+
+    def _inputs(self, tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        if tokens not in self._calls:
+            self._calls[tokens] = [random_call(self.config, tokens, self.device, seed) for seed in range(INPUTS)]
+        return self._calls[tokens]
+
+
+def _loads(kernel: object) -> bool:
+    """Whether a compiled kernel has what it needs on the GPU: shared memory, registers."""
+    try:
+        return kernel is not None and kernel.run is not None  # type: ignore[attr-defined]
+    except Exception:  # Triton's OutOfResources, or the driver's error
+        return False
