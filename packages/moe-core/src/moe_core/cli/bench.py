@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -61,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
         with progress("loading the weights"):
             weights = layer.weights()
         results = [
-            _measure(layer, weights, selection, count, device, limits, args.budget)
+            result
             for selection in selections
-            for count in counts
+            for result in _measure(layer, weights, selection, counts, device, limits, args.budget)
         ]
     config = layer.config
     data = {
@@ -142,33 +143,36 @@ def _measure(
     layer: Layer,
     weights: MoEWeights,
     selection: Any,
-    count: int,
+    counts: Sequence[int],
     device: torch.device,
     limits: Limits,
     budget: float,
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
+    """What was measured of the selected backend, for each number of tokens."""
     from moe_core.cli._timing import measure
     from moe_core.registry import registry
 
     oracle = registry().oracle(layer.scheme)
-    with progress(f"{selection.backend}: {count} tokens"):
+    with progress(f"{selection.backend}: converting the weights"):
         kernel = oracle.make_kernel(selection, oracle.convert(selection, weights))
-        inputs = [random_call(layer.config, count, device, seed) for seed in range(INPUTS)]
-        calls = [lambda i=i: kernel.apply(i[0], topk_weights=i[1], topk_ids=i[2]) for i in inputs]
-        timing: Timing = measure(calls, device, graph=selection.experts.claims.cuda_graph, budget=budget)
-    active = sum(len(set(ids.flatten().tolist())) for _, _, ids in inputs) / len(inputs)
-    floor = limits.floor(*_work(layer.config, weights, count, active))
-    return {
-        "backend": selection.backend,
-        "tokens": count,
-        "active_experts": active,
-        "seconds": timing.median,
-        "seconds_p10_p90": [timing.low, timing.high],
-        "calls": timing.calls,
-        "cuda_graph": timing.graph,
-        "floor_seconds": floor,
-        "time_over_floor": timing.median / floor,
-    }
+    for count in counts:
+        with progress(f"{selection.backend}: {count} tokens"):
+            inputs = [random_call(layer.config, count, device, seed) for seed in range(INPUTS)]
+            calls = [lambda i=i: kernel.apply(i[0], topk_weights=i[1], topk_ids=i[2]) for i in inputs]
+            timing: Timing = measure(calls, device, graph=selection.experts.claims.cuda_graph, budget=budget)
+        active = sum(len(set(ids.flatten().tolist())) for _, _, ids in inputs) / len(inputs)
+        floor = limits.floor(*_work(layer.config, weights, count, active))
+        yield {
+            "backend": selection.backend,
+            "tokens": count,
+            "active_experts": active,
+            "seconds": timing.median,
+            "seconds_p10_p90": [timing.low, timing.high],
+            "calls": timing.calls,
+            "cuda_graph": timing.graph,
+            "floor_seconds": floor,
+            "time_over_floor": timing.median / floor,
+        }
 
 
 def _work(config: FusedMoEConfig, weights: MoEWeights, count: int, active: float) -> tuple[float, float]:
