@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import moe_core as mc
 import moe_transformers
 import pytest
 import torch
-from moe_core.checkpoint.safetensors_file import SafetensorsFile
+from moe_core_checkpoints import count_reads
 from moe_transformers import MoeCoreExperts, RefusedError
 from moe_transformers.dense import dense_tensors
 from moe_transformers_checkpoints import (
@@ -63,18 +64,8 @@ def folder(folders: tuple[Path, Path]) -> Path:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often each tensor is read from files, by name; of stacked ones, each expert's part."""
-    found: dict[str, int] = {}
-    original = SafetensorsFile.read_into
-
-    def read_into(self: SafetensorsFile, name: str, out: torch.Tensor, index: int | None = None) -> None:
-        key = name if index is None else f"{name}[{index}]"
-        found[key] = found.get(key, 0) + 1
-        original(self, name, out, index)
-
-    monkeypatch.setattr(SafetensorsFile, "read_into", read_into)
-    return found
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    return count_reads(monkeypatch)
 
 
 # ------------------------------------------------------------------ what it changes
@@ -228,15 +219,19 @@ def test_shards(folder: Path, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ reading and memory
 
 
-def test_each_experts_bytes_are_read_once(folder: Path, reads: dict[str, int]) -> None:
+@pytest.mark.parametrize("form", ["fp8 block", "gptq", "compressed-tensors w4a16"])
+def test_each_experts_bytes_are_read_once(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = checkpoint(tmp_path, "qwen3_moe", form)
+    reads = count_reads(monkeypatch)
     load(folder)
     names = mc.Checkpoint.open(folder).names
     experts = [name for name in names if ".experts." in name]
     assert experts
-    assert {reads[name] for name in experts} == {1}
-    # routers are read with what describes a layer, before it and with it
-    others = [name for name in names if ".experts." not in name and ".mlp.gate." not in name]
-    assert {reads[name] for name in others} == {1}
+    assert {name: reads[name] for name in experts} == dict.fromkeys(experts, 1)
+    # routers, and the two numbers of a shape, are read with what describes a layer, before it and with it
+    twice = (".experts.", ".mlp.gate.", ".weight_shape")
+    others = [name for name in names if not any(part in name for part in twice)]
+    assert {name: reads[name] for name in others} == dict.fromkeys(others, 1)
 
 
 def test_one_layer_more_than_the_model_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,12 +286,12 @@ def edited(folder: Path, to: Path, edit: Callable[[dict[str, Any]], None]) -> Pa
     return to
 
 
-def big(reads: dict[str, int]) -> list[str]:
+def big(reads: Counter[str]) -> list[str]:
     """What was read of weights, beside routers."""
     return [name for name in reads if ".mlp.gate." not in name]
 
 
-def test_a_quantiser_that_is_not_known(folder: Path, tmp_path: Path, reads: dict[str, int]) -> None:
+def test_a_quantiser_that_is_not_known(folder: Path, tmp_path: Path, reads: Counter[str]) -> None:
     entry = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     other = edited(folder, tmp_path / "bnb", lambda config: config.update(quantization_config=entry))
     expected = (
@@ -308,7 +303,7 @@ def test_a_quantiser_that_is_not_known(folder: Path, tmp_path: Path, reads: dict
     assert not reads
 
 
-def test_experts_that_no_backend_takes(folder: Path, tmp_path: Path, reads: dict[str, int]) -> None:
+def test_experts_that_no_backend_takes(folder: Path, tmp_path: Path, reads: Counter[str]) -> None:
     def narrow(config: dict[str, Any]) -> None:
         config["quantization_config"]["weight_block_size"] = [48, 80]
 
@@ -318,7 +313,7 @@ def test_experts_that_no_backend_takes(folder: Path, tmp_path: Path, reads: dict
     assert not big(reads)
 
 
-def test_experts_that_are_missing(folder: Path, tmp_path: Path, reads: dict[str, int]) -> None:
+def test_experts_that_are_missing(folder: Path, tmp_path: Path, reads: Counter[str]) -> None:
     shutil.copytree(folder, tmp_path / "short")
     tensors = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.experts.5." not in name}
@@ -328,7 +323,7 @@ def test_experts_that_are_missing(folder: Path, tmp_path: Path, reads: dict[str,
     assert not big(reads)
 
 
-def test_a_backend_that_is_not_there(folder: Path, reads: dict[str, int]) -> None:
+def test_a_backend_that_is_not_there(folder: Path, reads: Counter[str]) -> None:
     with pytest.raises(RefusedError, match="marlin"), moe_transformers.loading(backend="marlin"):
         AutoModelForCausalLM.from_pretrained(folder)
     assert not big(reads)
@@ -339,7 +334,7 @@ def test_a_scheme_that_is_not_known() -> None:
         pass
 
 
-def test_a_config_of_another_size(folder: Path, reads: dict[str, int]) -> None:
+def test_a_config_of_another_size(folder: Path, reads: Counter[str]) -> None:
     config = tiny_causal_model("qwen3_moe", moe_intermediate_size=32).config
     config.quantization_config = json.loads((folder / "config.json").read_text())["quantization_config"]
     with pytest.raises(
@@ -349,7 +344,7 @@ def test_a_config_of_another_size(folder: Path, reads: dict[str, int]) -> None:
     assert not big(reads)
 
 
-def test_a_config_of_another_activation(folder: Path, reads: dict[str, int]) -> None:
+def test_a_config_of_another_activation(folder: Path, reads: Counter[str]) -> None:
     config = tiny_causal_model("qwen3_moe", hidden_act="gelu").config
     config.quantization_config = json.loads((folder / "config.json").read_text())["quantization_config"]
     with pytest.raises(RefusedError, match=r"layers\.0\.mlp\.experts .* does not compute silu, which the checkpoint's"):
@@ -440,7 +435,7 @@ def test_layers_in_16_bits_stay_transformers(tmp_path: Path) -> None:
 
 
 def test_layers_that_the_model_lacks_are_not_looked_at(
-    folder: Path, reads: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    folder: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[str] = []
 

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,14 @@ def refused(path: Path, *parts: str) -> str:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """(file, offset, bytes) of everything that is read."""
     found: list[tuple[str, int, int]] = []
-    original = OpenFile.read_into
+    original = OpenFile.read_all
 
-    def read_into(self: OpenFile, buffer: memoryview, offset: int) -> None:
-        found.append((self.path.name, offset, len(buffer)))
-        original(self, buffer, offset)
+    def read_all(self: OpenFile, parts: Iterable[tuple[memoryview, int]]) -> None:
+        listed = list(parts)
+        found.extend((self.path.name, offset, len(buffer)) for buffer, offset in listed)
+        original(self, listed)
 
-    monkeypatch.setattr(OpenFile, "read_into", read_into)
+    monkeypatch.setattr(OpenFile, "read_all", read_all)
     return found
 
 

@@ -8,9 +8,12 @@ from pathlib import Path
 import moe_core as mc
 import pytest
 import torch
-from moe_core.checkpoint import reading_threads
+from moe_core.checkpoint import Checkpoint, find_layer, load_stacked, reading_threads
+from moe_core.checkpoint import format as formats
+from moe_core.checkpoint.format import BadValuesError
 from moe_core.checkpoint.reading_threads import in_threads
-from moe_core.checkpoint.safetensors_file import SafetensorsFile
+from moe_core.model_api import PER_CALL, Given, read_layer
+from moe_core_checkpoints import count_reads, layer_tensors, write
 
 MANY = reading_threads.FEWEST_BYTES
 
@@ -62,26 +65,52 @@ def test_modes_of_torch_are_those_of_the_caller() -> None:
 CASES = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["moe-fp8/tests/data/qwen3_ct_fp8_dynamic", "moe-wna16/tests/data/qwen3_awq4_g64"],
-    ids=lambda path: path[-12:],
-)
-def test_a_layer_is_the_same_and_read_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+#: as stored, transposed, stacked and in turns, with groups of columns
+FOLDERS = [
+    "moe-fp8/tests/data/qwen3_ct_fp8_dynamic",
+    "moe-fp8/tests/data/qwen3_hf_fp8_block",
+    "moe-wna16/tests/data/qwen3_awq4_g64",
+    "moe-wna16/tests/data/qwen3_gptq4_asym_order_g32",
+    "moe-mxfp4/tests/data/gptoss_hf_mxfp4",
+]
+
+
+def canonical(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
+    """The canonical weights of a case."""
+    weights = read_layer(mc.Checkpoint.open(folder), given=Given(routing=PER_CALL)).weights(device)
+    return {name: tensor.cpu() for name, tensor in weights.tensors()}
+
+
+@pytest.mark.parametrize("nbytes", [1, 20_000], ids=["one by one", "a few at a time"])
+@pytest.mark.parametrize("case", FOLDERS, ids=lambda path: path.rpartition("/")[2])
+def test_a_layer_is_the_same_and_read_once(
+    case: str, nbytes: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many experts are read at a time, by how many threads, on the CPU or for a GPU."""
     folder = CASES / case
-    expected = dict(mc.load_layer(folder, device="cpu").weights.tensors())
-    reads: list[str] = []
-    original = SafetensorsFile.read_into
-
-    def read_into(self: SafetensorsFile, name: str, out: torch.Tensor, index: int | None = None) -> None:
-        reads.append(name)
-        original(self, name, out, index)
-
-    monkeypatch.setattr(SafetensorsFile, "read_into", read_into)
+    expected = canonical(folder, torch.device("cpu"))
+    reads = count_reads(monkeypatch)
     monkeypatch.setattr(reading_threads, "FEWEST_BYTES", 0)
+    monkeypatch.setattr(formats, "GROUP_BYTES", nbytes)
     with torch.inference_mode():
-        found = dict(mc.load_layer(folder, device="cpu").weights.tensors())
+        found = canonical(folder, device)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
-    weights = [name for name in reads if name.endswith(("weight", "qweight")) and ".experts." in name]
-    assert len(weights) == len(set(weights)) > 0
+    experts = [name for name in reads if ".experts." in name]
+    assert experts
+    assert {name: reads[name] for name in experts} == dict.fromkeys(experts, 1)
+
+
+def test_a_value_that_is_refused_is_found_among_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = layer_tensors()
+    name = "model.layers.0.mlp.experts.2.up_proj.weight"
+    tensors[name][1, 3] = float("nan")
+    layer = find_layer(Checkpoint.open(write(tmp_path / "c", tensors)))
+    arguments = {"experts": [3, 2, 1], "device": "cpu", "check": lambda kept: kept.isnan().any()}
+    for nbytes in (1, 1 << 20):
+        monkeypatch.setattr(formats, "GROUP_BYTES", nbytes)
+        with pytest.raises(
+            BadValuesError, match=r"experts\.2\.up_proj\.weight holds .* \(1 of 6 tensors do\)"
+        ) as caught:
+            load_stacked(layer, ("gate", "up"), "weight", **arguments)
+        assert (caught.value.expert, caught.value.projection) == (2, "up")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from moe_core import FusedMoEConfig, MoEWeights
 from moe_core.checkpoint import CheckpointFormat, ExpertLayout, LayerExperts, check_expert_tensor, load_stacked
+from moe_core.checkpoint.safetensors_file import Part, SafetensorsFile
 from moe_core.testing import checkpoints
 from moe_core_toys import TOY
 from torch import Tensor
@@ -28,6 +31,20 @@ CONFIG: dict[str, Any] = {
     "norm_topk_prob": True,
     "quantization_config": {"quant_method": "plain"},
 }
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each tensor is read from files from now on, by name; of stacked ones, each expert's part ("a[3]")."""
+    found: Counter[str] = Counter()
+    original = SafetensorsFile.read_all
+
+    def read_all(self: SafetensorsFile, parts: Iterable[Part]) -> None:
+        listed = list(parts)
+        found.update(name if index is None else f"{name}[{index}]" for name, index, _ in listed)
+        original(self, listed)
+
+    monkeypatch.setattr(SafetensorsFile, "read_all", read_all)
+    return found
 
 
 def expert_tensors(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from moe_core import (
     kInt8Static,
     kInt8StaticAsym,
 )
-from moe_core.checkpoint import Checkpoint, LayerExperts, read_layer
+from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.testing.checkpoints import CONFIG, PREFIX, reason_against, refused, source, write
+from moe_core_checkpoints import count_reads
 from moe_wna16.formats.gptq import GptqFormat
 from moe_wna16_words import SIZES, Codes, K, N, check, gptq, gptq_2, word
 from torch import Tensor
@@ -49,24 +49,18 @@ def test_groups_of_columns_are_read_once(tmp_path: Path, order: bool, monkeypatc
     """And config.json is understood once, however many things are asked of the layer."""
     experts = Codes(4, 32, order=order)
     tensors = experts.tensors(gptq)
-    read: Counter[str] = Counter()
     parsed: list[object] = []
-    plain, storage = LayerExperts.tensor, GptqFormat.storage
-
-    def tensor(self: LayerExperts, expert: int, projection: str, suffix: str) -> Tensor:
-        read[self.name(expert, projection, suffix)] += 1
-        return plain(self, expert, projection, suffix)
+    storage = GptqFormat.storage
 
     def counted(self: GptqFormat, *given: Any) -> object:
         parsed.append(given)
         return storage(self, *given)
 
-    monkeypatch.setattr(LayerExperts, "tensor", tensor)
     monkeypatch.setattr(GptqFormat, "storage", counted)
+    read = count_reads(monkeypatch)
     found = source(tmp_path, tensors, config(experts), **SIZES)
     check(found, experts, key_of(experts, permuted=order))
     names = {name for name in tensors if name.endswith("g_idx")}
-    assert names <= read.keys()
     assert {name: read[name] for name in names} == dict.fromkeys(names, 1)
     assert len(parsed) == 1
 

@@ -14,7 +14,7 @@ from moe_core.checkpoint.families import refusal_of
 from moe_core.checkpoint.files import PICKLE_HINT, pickled_files
 from moe_core.checkpoint.names import ExpertName, parse_name
 from moe_core.checkpoint.reader import Checkpoint
-from moe_core.checkpoint.safetensors_file import TensorInfo
+from moe_core.checkpoint.safetensors_file import TensorInfo, bytes_of
 from moe_core.checkpoint.unsupported import unsupported_names
 from moe_core.errors import CheckpointError, ConfigError
 
@@ -45,6 +45,7 @@ class LayerExperts:
     _names: Mapping[tuple[int | None, str, str], str]
     _infos: Mapping[Key, TensorInfo]
     _understood: dict[object, tuple[object, object]] = field(default_factory=dict, repr=False)
+    _found: dict[object, object] = field(default_factory=dict, repr=False)
 
     def understood(self, quantization: Q, parse: Callable[[Q, LayerExperts], T]) -> T:
         """``parse(quantization, self)``, done once: several formats ask what one tool's config says of a layer.
@@ -56,6 +57,12 @@ class LayerExperts:
             found = parse(quantization, self)
             self._understood[parse] = (quantization, found)
         return cast("T", found)
+
+    def once(self, key: object, find: Callable[[], T]) -> T:
+        """What ``find()`` returned the first time for ``key``."""
+        if key not in self._found:
+            self._found[key] = find()
+        return cast("T", self._found[key])
 
     @property
     def stack(self) -> str:
@@ -122,9 +129,22 @@ class LayerExperts:
             name = self.name(0, projection, suffix)
             raise CheckpointError(f"{name} has the type {self.stored_dtype(projection, suffix)}, which torch has not")
         out = torch.empty((len(experts), *self.shape(projection, suffix)), dtype=dtype)
-        for row, expert in enumerate(experts):
-            self.read_into(expert, projection, suffix, out[row])
+        self.read_all(experts, projection, suffix, out)
         return out
+
+    def read_all(self, experts: Sequence[int], projection: str, suffix: str, out: Tensor) -> None:
+        """Read :meth:`stacked` into ``out``, on the CPU, of its dtype and shape; each expert's part is contiguous."""
+        per_expert = self._per_expert(self._info(projection, suffix))
+        if out.is_contiguous():
+            whole = bytes_of(out)
+            size = len(whole) // len(experts)
+            places = [whole[at : at + size] for at in range(0, len(whole), size)] if size else []
+        else:
+            places = [bytes_of(part) for part in out]
+        self.checkpoint.read_all(
+            (self.name(expert, projection, suffix), expert if per_expert else None, place)
+            for expert, place in zip(experts, places, strict=bool(places))
+        )
 
     def _per_expert(self, info: TensorInfo) -> bool:
         """Whether the tensor's first dimension counts experts (a value shared by all has none)."""

@@ -8,6 +8,7 @@ from config.json, since tools write configs that don't fit their own files.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointError
 from moe_core.quant_key import QuantKey
 from moe_core.weights import MoEWeights
+
+#: of experts that are read at a time, in the form in which they are kept: small enough for a processor's cache
+GROUP_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,53 +120,88 @@ def load_stacked(
     - ``dtype``: converted to it; default: as stored
     - ``arrange``: one expert's stored tensor on the CPU -> what is kept of it; ``on_device``: the tensor is brought to
       ``device`` before, where moving its bytes about is quicker
-    - ``check``: what is kept, on ``device`` -> bool scalar there, True if it must be refused; all are looked at once,
-      so a GPU is waited for once.  The error of a refused one is the caller's: CheckpointError with its name.
+    - ``check``: what is kept of some experts, on ``device`` -> bool scalar there, True if it must be refused; all are
+      looked at once, so a GPU is waited for once.  The error of a refused one is the caller's: CheckpointError with its
+      name.
+
+    Several experts are read at a time, into memory from which a GPU copies by itself.
     """
     if not experts:
         raise CheckpointError(f"{layer.prefix}: no expert was asked for")
+    target = torch.device(device)
+    stored = [_dtype(layer, projection, suffix) for projection in projections]
     # as stored, on the CPU: from the file straight to its place
-    in_place = arrange is None and torch.device(device).type == "cpu"
-    in_place = in_place and all(
-        layer.dtype(p, suffix) == (dtype or layer.dtype(projections[0], suffix)) for p in projections
-    )
+    in_place = arrange is None and target.type == "cpu" and all(kind == (dtype or stored[0]) for kind in stored)
 
-    def arranged(expert: int, projection: str) -> Tensor:
-        part = layer.tensor(expert, projection, suffix)
-        if on_device:
-            part = part.to(device)
-        return part if arrange is None else arrange(part)
+    def read(some: Sequence[int], number: int) -> Tensor:
+        """As stored, on the CPU or where it is arranged."""
+        shape = (len(some), *layer.shape(projections[number], suffix))
+        found = torch.empty(shape, dtype=stored[number], pin_memory=target.type == "cuda")
+        layer.read_all(some, projections[number], suffix, found)
+        return found.to(target) if on_device else found
 
-    first = [] if in_place else [arranged(experts[0], projection) for projection in projections]
-    shapes = [layer.shape(p, suffix) for p in projections] if in_place else [part.shape for part in first]
-    kept = dtype or (layer.dtype(projections[0], suffix) if in_place else first[0].dtype)
-    shape = (len(experts), sum(shape[0] for shape in shapes), *shapes[0][1:])
-    out = torch.empty(shape, dtype=kept, device=device)
+    def arranged(found: Tensor) -> Tensor:
+        return found if arrange is None else arrange(found)
 
-    def fill(slot: int) -> list[Tensor]:
-        """What ``check`` says of each projection of one expert, which is put into its place."""
-        found = []
-        start = 0
+    # what is kept has a shape that only the first expert's tells
+    first = [] if arrange is None else [arranged(read(experts[:1], number)[0]) for number in range(len(projections))]
+    shapes = [tuple(part.shape) for part in first] or [layer.shape(projection, suffix) for projection in projections]
+    kept = dtype or (first[0].dtype if first else stored[0])
+    out = torch.empty((len(experts), sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=kept, device=device)
+    starts = list(itertools.accumulate((shape[0] for shape in shapes), initial=0))
+
+    def place(slots: slice, number: int) -> Tensor:
+        return out[slots, starts[number] : starts[number + 1]]
+
+    def fill(slots: slice) -> list[Tensor]:
+        """Puts some experts into their places; what ``check`` says of each projection."""
+        some = experts[slots]
         for number, projection in enumerate(projections):
-            place = out[slot, start : start + shapes[number][0]]
+            to = place(slots, number)
             if in_place:
-                layer.read_into(experts[slot], projection, suffix, place)
+                layer.read_all(some, projection, suffix, to)
+            elif first and slots.start == 0:
+                to.copy_(first[number][None])
+            elif arrange is None:
+                _copy(to, read(some, number))
             else:
-                place.copy_(first[number] if slot == 0 else arranged(experts[slot], projection))
-            start += shapes[number][0]
-            if check is not None:
-                found.append(check(place))
-        return found
+                ready = to if on_device else torch.empty(to.shape, dtype=kept, pin_memory=target.type == "cuda")
+                for one, found in zip(ready, read(some, number), strict=True):
+                    one.copy_(arrange(found))
+                if not on_device:
+                    _copy(to, ready)
+        return [] if check is None else [check(place(slots, number)) for number in range(len(projections))]
 
-    bad = [flag for flags in in_threads(fill, len(experts), out.nbytes) for flag in flags]
-    if bad:
-        refused = torch.stack(bad).nonzero()
-        if refused.numel():
-            slot, number = divmod(int(refused[0]), len(projections))
-            expert, projection = experts[slot], projections[number]
-            name = layer.name(expert, projection, suffix) + _entry(layer, expert)
-            raise BadValuesError(name, len(refused), len(bad), expert=expert, projection=projection)
+    each = max(1, out.nbytes // len(experts))
+    begin = len(first[:1])
+    groups = [slice(0, 1)] * begin + _groups(begin, len(experts), max(1, GROUP_BYTES // each))
+    bad = [flag for flags in in_threads(lambda number: fill(groups[number]), len(groups), out.nbytes) for flag in flags]
+    if check is not None and bool(torch.stack(bad).any()):
+        every = [(slot, number) for slot in range(len(experts)) for number in range(len(projections))]
+        refused = [at for at in every if bool(check(place(slice(at[0], at[0] + 1), at[1])))]
+        expert, projection = experts[refused[0][0]], projections[refused[0][1]]
+        name = layer.name(expert, projection, suffix) + _entry(layer, expert)
+        raise BadValuesError(name, len(refused), len(every), expert=expert, projection=projection)
     return out
+
+
+def _groups(begin: int, end: int, size: int) -> list[slice]:
+    return [slice(at, min(at + size, end)) for at in range(begin, end, size)]
+
+
+def _dtype(layer: LayerExperts, projection: str, suffix: str) -> torch.dtype:
+    dtype = layer.dtype(projection, suffix)
+    if dtype is None:
+        name, kind = layer.name(0, projection, suffix), layer.stored_dtype(projection, suffix)
+        raise CheckpointError(f"{name} has the type {kind}, which torch has not")
+    return dtype
+
+
+def _copy(to: Tensor, source: Tensor) -> None:
+    """By bytes where types of one byte agree: torch copies rows that lie apart in the types that it computes with."""
+    if to.dtype == source.dtype and to.dtype.itemsize == 1:
+        to, source = to.view(torch.uint8), source.view(torch.uint8)
+    to.copy_(source)
 
 
 def _entry(layer: LayerExperts, expert: int) -> str:

@@ -11,7 +11,7 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,22 +68,27 @@ class OpenFile:
     def read(self, offset: int, count: int) -> bytes:
         """``count`` bytes from ``offset``."""
         buffer = bytearray(count)
-        self.read_into(memoryview(buffer), offset)
+        self.read_all([(memoryview(buffer), offset)])
         return bytes(buffer)
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill ``buffer``, which counts bytes, from ``offset``."""
-        done = 0
+    def read_all(self, parts: Iterable[tuple[memoryview, int]]) -> None:
+        """Fill each buffer, which counts bytes, from its offset.  The file is looked at once for all of them."""
+        short: tuple[int, int, int] | None = None
         with _named(self.path):
-            while done < len(buffer):
-                count = _read_at(self._descriptor, buffer[done:], offset + done)
-                if not count:
+            for buffer, offset in parts:
+                done = _read_at(self._descriptor, buffer, offset)
+                while 0 < done < len(buffer):
+                    count = _read_at(self._descriptor, buffer[done:], offset + done)
+                    if not count:
+                        break
+                    done += count
+                if done < len(buffer):
+                    short = len(buffer), offset, done
                     break
-                done += count
         self._check_unchanged()
-        if done < len(buffer):
+        if short is not None:
             raise CheckpointError(
-                f"{self.path} is truncated: {len(buffer)} bytes were expected at {offset}, {done} are there"
+                f"{self.path} is truncated: {short[0]} bytes were expected at {short[1]}, {short[2]} are there"
             )
 
     def _check_unchanged(self) -> None:

@@ -24,14 +24,15 @@ def in_threads(job: Callable[[int], T], count: int, nbytes: int) -> Iterator[T]:
     if nbytes < FEWEST_BYTES or count < 2:
         yield from map(job, range(count))
         return
-    # torch's modes and its current GPU belong to threads
+    # torch's modes, its current GPU and stream belong to threads
     inference = torch.is_inference_mode_enabled()
     initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    gpu = torch.cuda.current_device() if initialised else None
+    stream = torch.cuda.current_stream() if initialised else None
 
     def begin() -> None:
-        if gpu is not None:
-            torch.cuda.set_device(gpu)
+        if stream is not None:
+            torch.cuda.set_device(stream.device)
+            torch.cuda.set_stream(stream)
 
     def run(index: int) -> T:
         with torch.inference_mode(inference), torch.no_grad():

@@ -6,6 +6,7 @@ data (:mod:`moe_core.checkpoint.open_file`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,16 @@ class TensorInfo:
         return f"{self.stored_dtype} {list(self.shape)}"
 
 
+#: what is read at once with others: a tensor's name, the entry of its first dimension (None: all), its bytes' place
+Part = tuple[str, int | None, memoryview]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous ``tensor`` on the CPU, to be written."""
+    data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return data
+
+
 class SafetensorsFile:
     """An opened file; its tensors are read one by one, into memory of their own."""
 
@@ -78,12 +89,17 @@ class SafetensorsFile:
 
     def read_into(self, name: str, out: Tensor, index: int | None = None) -> None:
         """Fill ``out``, contiguous, on the CPU and as stored, with the tensor, or with its entry ``index``."""
-        if not out.numel():
-            return
-        offset = self._data[name] + (0 if index is None else index * out.nbytes)
+        self.read_all([(name, index, bytes_of(out))])
+
+    def read_all(self, parts: Iterable[Part]) -> None:
+        """Fill each part's buffer, which has its size, with the tensor, or with its entry."""
         # another thread may release the file meanwhile: this read goes on
         file = self._file or OpenFile(self.path, self._state)
-        file.read_into(out.view(-1).view(torch.uint8).numpy().data, offset)
+        file.read_all(
+            (buffer, self._data[name] + (0 if index is None else index * len(buffer)))
+            for name, index, buffer in parts
+            if len(buffer)
+        )
 
     def hold(self) -> None:
         """Keep the file open for what is read from now on."""
@@ -134,9 +150,9 @@ def _info(name: str, entry: object, path: Path) -> TensorInfo:
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str):
         raise CheckpointError(f"{where} has dtype {_short(dtype)}, expected a name")
-    if not (isinstance(shape, list) and all(_is_size(n) for n in shape)):
+    if not (isinstance(shape, list) and all(map(_is_size, shape))):
         raise CheckpointError(f"{where} has shape {_short(shape)}, expected a list of sizes")
-    if not (isinstance(offsets, list) and len(offsets) == 2 and all(_is_size(n) for n in offsets)):
+    if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_size, offsets))):
         raise CheckpointError(f"{where} has data_offsets {_short(offsets)}, expected [begin, end]")
     return TensorInfo(name, path, DTYPES.get(dtype), tuple(shape), dtype)
 

@@ -45,8 +45,7 @@ def check_stated_shape(
     layer: LayerExperts, projection: str, size: tuple[int, int], experts: Sequence[int], suffix: str = "weight_shape"
 ) -> None:
     """CheckpointError for a ``weight_shape`` that is not ``size``, [rows, cols] of the unpacked weight."""
-    for expert in experts:
-        stated = layer.tensor(expert, projection, suffix).flatten().tolist()
+    for expert, stated in zip(experts, layer.stacked(projection, suffix, experts).flatten(1).tolist(), strict=True):
         if stated != list(size):
             name = layer.name(expert, projection, suffix)
             raise CheckpointError(f"{name} says {stated}, expected {list(size)} as config.json has it")

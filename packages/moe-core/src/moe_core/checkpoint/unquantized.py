@@ -68,6 +68,7 @@ class UnquantizedLayout(ExpertLayout):
                 experts=experts,
                 device=device,
                 arrange=partial(_weight, transposed=transposed, mixed=mixed) if transposed or mixed else None,
+                on_device=True,
             )
             if any(layer.has(projection, "bias") for projection in projections):
                 for projection in projections:

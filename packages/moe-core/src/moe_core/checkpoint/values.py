@@ -38,6 +38,7 @@ def load_checked(
     experts: Sequence[int],
     device: torch.device | str,
     arrange: Callable[[Tensor], Tensor] | None = None,
+    on_device: bool = False,
 ) -> Tensor:
     """:func:`moe_core.checkpoint.load_stacked` that raises CheckpointError for values that ``values`` does not allow.
 
@@ -48,7 +49,16 @@ def load_checked(
         return has_bad_values(kept, values)
 
     try:
-        return load_stacked(layer, projections, suffix, experts=experts, device=device, arrange=arrange, check=refuses)
+        return load_stacked(
+            layer,
+            projections,
+            suffix,
+            experts=experts,
+            device=device,
+            arrange=arrange,
+            check=refuses,
+            on_device=on_device,
+        )
     except BadValuesError as error:
         name = layer.name(error.expert, error.projection, suffix)
         count, total, where, what = 0, 0, [], ""

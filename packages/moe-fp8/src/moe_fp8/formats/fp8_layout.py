@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from moe_core import (
@@ -129,14 +130,16 @@ class Fp8Layout(QuantizedLayout):
     ) -> dict[str, Tensor]:
         layer = self.layer
 
+        load = partial(load_checked, layer, projections, experts=experts, device=device)
+
         def checked(suffix: str, values: Values, arrange: Callable[[Tensor], Tensor]) -> Tensor:
-            return load_checked(layer, projections, suffix, values, experts=experts, device=device, arrange=arrange)
+            return load(suffix, values, arrange=arrange)
 
         scale = _required(scale_suffix(layer, projections[0]))
         values = Values.POSITIVE if self.storage.group.is_per_tensor else Values.SCALE
         rows, cols = matrices.sizes[projections[0]]
         tensors = {
-            name: checked("weight", Values.FINITE, lambda stored: stored.mT if self.transposed else stored),
+            name: load("weight", Values.FINITE, arrange=Tensor.t if self.transposed else None, on_device=True),
             f"{name}_scale": checked(scale, values, lambda stored: self._scales(stored, projections[0], rows, cols)),
         }
         if not self.storage.microscaling and not self.storage.group.is_per_tensor:

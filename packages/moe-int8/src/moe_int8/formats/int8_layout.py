@@ -203,6 +203,7 @@ class Int8Layout(QuantizedLayout):
                 experts=experts,
                 device=device,
                 arrange=None if in_bytes else unpacked,
+                on_device=True,
                 check=out_of_range if in_bytes and bits == 4 else None,
             )
         except BadValuesError as error:

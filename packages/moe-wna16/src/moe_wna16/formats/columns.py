@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,7 @@ class ColumnGroups:
     """The groups of one layer's columns, ``group`` of them at a time (-1: all) where they lie in order.
 
     - ``permuted``: some expert's columns are grouped otherwise
-    - ``_in_order``: expert and projection of tensors that were read, and say that columns lie in order
-    - ``_first``: expert, projection and tensor of the first that says something else
+    - ``_read``: what was read, by expert and projection; None where columns lie in order
 
     Each tensor is read once: :meth:`of` reads until one is not in order, :meth:`load` what is left.
     """
@@ -31,8 +30,7 @@ class ColumnGroups:
     packing: Packing
     group: int
     permuted: bool
-    _in_order: frozenset[tuple[int, str]]
-    _first: tuple[int, str, Tensor] | None
+    _read: Mapping[tuple[int, str], Tensor | None]
 
     @staticmethod
     def of(layer: LayerExperts, packing: Packing, group: int) -> ColumnGroups:
@@ -40,20 +38,29 @@ class ColumnGroups:
 
         It is not checked here; what is broken counts as permuted.
         """
+        # formats that read one tool's files, and a model's plan before its layers, ask the same
+        return layer.once((ColumnGroups, packing, group), lambda: ColumnGroups._of(layer, packing, group))
+
+    @staticmethod
+    def _of(layer: LayerExperts, packing: Packing, group: int) -> ColumnGroups:
         suffix = packing.g_idx
-        same: set[tuple[int, str]] = set()
+        known: dict[tuple[int, str], Tensor | None] = {}
         for projection in sorted(layer.projections):
             if suffix is None or not layer.has(projection, suffix):
                 continue
             if layer.dtype(projection, suffix) not in DTYPES:
-                return ColumnGroups(layer, packing, group, True, frozenset(same), None)
+                return ColumnGroups(layer, packing, group, True, known)
             expected = in_order(layer.shape(projection, suffix)[-1:], group)
-            for expert in range(layer.num_experts):
-                found = layer.tensor(expert, projection, suffix)
-                if not torch.equal(found.long(), expected) and not _is_unset(found, packing):
-                    return ColumnGroups(layer, packing, group, True, frozenset(same), (expert, projection, found))
-                same.add((expert, projection))
-        return ColumnGroups(layer, packing, group, False, frozenset(same), None)
+            # where columns are in another order, the first expert's tell
+            for experts in filter(None, (range(1), range(1, layer.num_experts))):
+                found = layer.stacked(projection, suffix, experts)
+                same = torch.equal(found, expected.to(found.dtype).expand_as(found))
+                for expert, one in zip(experts, found, strict=True):
+                    ordered = same or torch.equal(one.long(), expected) or _is_unset(one, packing)
+                    known[expert, projection] = None if ordered else one.clone()
+                if any(known[expert, projection] is not None for expert in experts):
+                    return ColumnGroups(layer, packing, group, True, known)
+        return ColumnGroups(layer, packing, group, False, known)
 
     def load(
         self,
@@ -72,7 +79,7 @@ class ColumnGroups:
         out = torch.empty(len(experts), cols, dtype=torch.int32)
         for slot, expert in enumerate(experts):
             for projection in projections:
-                own = self._read(expert, projection)
+                own = self._groups(expert, projection)
                 found = in_order((cols,), self.group) if own is None else own.long()
                 if own is not None:
                     scale = layer.name(expert, projection, self.packing.scale)
@@ -88,13 +95,13 @@ class ColumnGroups:
                     )
         return out.to(device)
 
-    def _read(self, expert: int, projection: str) -> Tensor | None:
+    def _groups(self, expert: int, projection: str) -> Tensor | None:
         """The group of each column as stored; None where columns lie in order."""
         suffix = self.packing.g_idx
-        if suffix is None or (expert, projection) in self._in_order or not self.layer.has(projection, suffix):
+        if suffix is None or not self.layer.has(projection, suffix):
             return None
-        if self._first is not None and self._first[:2] == (expert, projection):
-            return self._first[2]
+        if (expert, projection) in self._read:
+            return self._read[expert, projection]
         found = self.layer.tensor(expert, projection, suffix)
         return None if _is_unset(found, self.packing) else found
 
