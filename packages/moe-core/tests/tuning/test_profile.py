@@ -78,7 +78,10 @@ def _plan(data: dict[str, Any], layer: int = 0, number: int = 1) -> dict[str, An
         (lambda d: _plan(d)["gemm1"].update(block_m=24), "gemm1: block_m is 24, expected a power of two"),
         (lambda d: _plan(d)["gemm1"].update(block_n=1024), "block_n is 1024, expected 16 to 256"),
         (lambda d: _plan(d)["gemm2"].update(num_stages=0), "gemm2: num_stages is 0, expected 1 to 8"),
-        (lambda d: _plan(d)["gemm2"].update(swap_ab=False), "swap_ab is False, which these weights do not allow"),
+        (
+            lambda d: _plan(d)["gemm2"].update(swap_ab=False),
+            "swap_ab is False, which no built-in choice for such a layer has",
+        ),
         (lambda d: _plan(d)["gemm2"].update(split_k=16), "split_k is 16, the k loop has 6 steps"),
         (lambda d: _plan(d)["gemm1"].update(split_k=16), "partial sums of 64 tokens have no room"),
         # few rows sum each step by itself, many multiply the weights by their scales

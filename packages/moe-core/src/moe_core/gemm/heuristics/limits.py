@@ -39,6 +39,8 @@ NUMBERS = {
     "group_m": (1, 64),
     "split_k": (1, 16),
 }
+#: what else a configuration is free to have; other fields have values that the heuristics give them for the layer
+FREE = ("tma",)
 #: numbers of tokens at which the heuristics are asked what they choose for a layer at all
 ASKED = tuple(sorted({step * 2**power // 2 for power in range(1, 18) for step in (2, 3)}))
 
@@ -77,13 +79,12 @@ def _numbers(plan: Plan) -> Iterator[str]:
     for name in ("gemm1", "gemm2"):
         config: Any = getattr(plan, name)
         for field in fields(config):
-            value = getattr(config, field.name)
-            if isinstance(value, bool) or not isinstance(value, int):
+            if field.name not in NUMBERS:
                 continue
-            low, high = NUMBERS.get(field.name, (0, 1024))
+            value, (low, high) = getattr(config, field.name), NUMBERS[field.name]
             if not low <= value <= high:
                 yield f"{name}: {field.name} is {value}, expected {low} to {high}"
-            elif field.name in NUMBERS and field.name != "num_stages" and value & (value - 1):
+            elif field.name != "num_stages" and value & (value - 1):
                 yield f"{name}: {field.name} is {value}, expected a power of two"
 
 
@@ -103,8 +104,10 @@ def _of_tiles(problem: LayerProblem, name: str, config: TileConfig, last: int) -
         columns, rows = problem.intermediate_size, problem.hidden_size
     if config.tma and problem.capability < 90:
         yield "tensor maps (tma) need sm90 or newer"
-    if config.swap_ab not in {c.swap_ab for c in own}:
-        yield f"swap_ab is {config.swap_ab}, which these weights do not allow"
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in (*NUMBERS, *FREE) and value not in {getattr(c, field.name) for c in own}:
+            yield f"{field.name} is {value}, which no built-in choice for such a layer has"
     if config.block_n not in widths(problem, name):
         yield f"block_n is {config.block_n}, expected one of {sorted(widths(problem, name))}"
     if config.warp_specialised and replace(config, group_m=1) not in {replace(c, group_m=1) for c in own}:
