@@ -7,6 +7,7 @@
     python benchmarks/whole_models.py run DIR --by bf16               # the same on random weights: nothing is loaded
 
 `all` has one checkpoint at a time on the disk: at most 31 GB.  What was just made is loaded from the page cache.
+`read_s` is what that gives: the same files' bytes, read by as many threads as load a model and copied to the device.
 Prefill is one call of the model; `generate` has a prompt of 16 tokens; a decode step is timed in a CUDA graph with a
 static cache too.
 """
@@ -18,6 +19,7 @@ import gc
 import json
 import resource
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,7 @@ from typing import Any
 import moe_transformers
 import torch
 import transformers
+from moe_core.checkpoint.reading_threads import READERS
 from safetensors.torch import save, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, StaticCache
@@ -211,6 +214,37 @@ def load(folder: Path, by: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **arguments, quantization_config=dequantize)
 
 
+def read_seconds(folder: Path) -> float:
+    """How long it takes to bring all bytes of the checkpoint to the device: nothing is looked at or kept."""
+    piece, gpu = 64 << 20, DEVICE.type == "cuda"
+    files = {file: file.stat().st_size for file in folder.glob("*.safetensors")}
+    pieces = [(file, at, min(piece, size - at)) for file, size in files.items() for at in range(0, size, piece)]
+    own = threading.local()
+
+    def begin() -> None:
+        own.host = torch.empty(piece, dtype=torch.uint8, pin_memory=gpu)
+        own.device = torch.empty_like(own.host, device=DEVICE) if gpu else own.host
+        ready.wait()
+
+    def bring(one: tuple[Path, int, int]) -> None:
+        file, at, size = one
+        with file.open("rb", buffering=0) as source:
+            source.seek(at)
+            left = memoryview(own.host.numpy())[:size]
+            while left:
+                left = left[source.readinto(left) :]
+        if gpu:
+            own.device[:size].copy_(own.host[:size])
+
+    ready = threading.Barrier(READERS)
+    with ThreadPoolExecutor(READERS, initializer=begin) as pool:
+        # memory is taken before: every thread's initialiser waits for the others
+        list(pool.map(lambda _: None, range(READERS)))
+        start = synchronized()
+        list(pool.map(bring, pieces))
+        return synchronized() - start
+
+
 def synchronized() -> float:
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
@@ -270,6 +304,10 @@ def measure(folder: Path, by: str, count: int) -> Iterator[tuple[str, object]]:
     yield "by", by
     yield "device", torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     yield "checkpoint_bytes", sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    read_s = 0.0
+    if by != "bf16":
+        read_s = read_seconds(folder)
+        yield "read_s", read_s
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -278,6 +316,7 @@ def measure(folder: Path, by: str, count: int) -> Iterator[tuple[str, object]]:
     took = synchronized() - start
     if by != "bf16":
         yield "load_s", took
+        yield "load_s / read_s", took / read_s
     yield "host_peak_bytes", 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if DEVICE.type == "cuda":
         yield "device_bytes", torch.cuda.memory_allocated()
