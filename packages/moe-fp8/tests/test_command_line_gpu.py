@@ -76,7 +76,7 @@ def test_tune(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Configurations are compiled, checked and timed; a layer runs by what was found."""
     profile = tmp_path / "p.json"
     layer = ["--scheme", "fp8", "--shape", "16,4,1024,512"]
-    arguments = [*layer, "--tokens", "1,64", "--budget", "10", "--backend", "triton", "--output", str(profile)]
+    arguments = [*layer, "--tokens", "1,64", "--budget", "4", "--backend", "triton", "--output", str(profile)]
     assert main(["tune", *arguments, "--json"]) == 0
     ranges = json.loads(capsys.readouterr().out)["layers"][0]["ranges"]
     assert [(one["first"], one["last"]) for one in ranges] == [(1, 1), (2, 64)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def moe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
     monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr(tune, "_gpu", lambda name: (torch.device("cpu"), GPU))
-    monkeypatch.setattr(tune, "rig_of", lambda layer, selection, device, most: Rig(selection))
+    monkeypatch.setattr(tune, "rig_of", lambda layer, selection, device, most: nullcontext(Rig(selection)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("MOE_TUNING", raising=False)
     return Moe(capsys)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_core.call_launches import call_launches
+from moe_core.cli._compile_pool import CompilePool
 from moe_core.cli._layers import INPUTS, Layer, random_call
 from moe_core.cli._timing import measure
 from moe_core.gemm.experts import GroupedExperts
@@ -48,6 +49,13 @@ class LayerOnGpu:
         self.workspace.reserve(self._kernel(None).workspace_nbytes(most))
         self._calls: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
         self._expected: dict[int, Tensor] = {}
+        self._pool = CompilePool(lambda trial: self._launches(*trial), selection.device)
+
+    def __enter__(self) -> LayerOnGpu:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
 
     def default(self, tokens: int) -> Plan:
         gemv, vectors = self.experts.fused_layer(self.weights).gemv, self.experts.gemv_plan(tokens)
@@ -56,12 +64,14 @@ class LayerOnGpu:
         return self.experts.plan(tokens)
 
     def prepare(self, trials: Sequence[tuple[int, Plan]]) -> list[bool]:
+        compiles = self._pool.compile(trials)
         with on_device(self.device):
-            found = [self._launches(tokens, plan) for tokens, plan in trials]
-            wanted = distinct(one for launches in found for one in launches or ())
+            found = [self._launches(*trial) if fits else [] for trial, fits in zip(trials, compiles, strict=True)]
+            wanted = distinct(one for launches in found for one in launches)
+            # what was compiled is found in Triton's cache on disk
             kernels = compile_in_threads(wanted, ignore_errors=True)
             fails = {one.compiled_for() for one, kernel in zip(wanted, kernels, strict=True) if not _loads(kernel)}
-        return [launches is not None and not any(one.compiled_for() in fails for one in launches) for launches in found]
+        return [bool(launches) and not any(one.compiled_for() in fails for one in launches) for launches in found]
 
     def seconds(self, tokens: int, plan: Plan) -> float:
         kernel, inputs = self._kernel(plan), self._inputs(tokens)
@@ -80,11 +90,12 @@ class LayerOnGpu:
         expected = self._expected[tokens].float()
         return bool((found.float() - expected).norm() <= WRONG * expected.norm())
 
-    def _launches(self, tokens: int, plan: Plan) -> list[Launch] | None:
+    def _launches(self, tokens: int, plan: Plan) -> list[Launch]:
+        """What a call launches; nothing where no kernel has such tiles."""
         try:
             return list(call_launches(self._kernel(plan), tokens))
-        except Exception:  # a tile that no kernel has
-            return None
+        except Exception:  # whatever host code raises on the way to a launch
+            return []
 
     def _kernel(self, plan: Plan | None) -> FusedMoEKernel:
         """A kernel of its own, which has recorded no launches of other plans."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import time
 from dataclasses import fields
@@ -149,7 +150,9 @@ def _selection(layer: Layer, gpu: DeviceInfo, backend: str) -> Selection:
     return selection
 
 
-def rig_of(layer: Layer, selection: Selection, device: torch.device, most: int) -> Rig:
+def rig_of(
+    layer: Layer, selection: Selection, device: torch.device, most: int
+) -> contextlib.AbstractContextManager[Rig]:
     """What times a layer on ``device``, with up to ``most`` tokens."""
     from moe_core.cli._tuning_rig import LayerOnGpu
 
@@ -165,16 +168,16 @@ def _tuned(
     from moe_core.tuning.profile import TunedLayer
     from moe_core.tuning.search import search
 
-    rig = rig_of(layer, selection, device, max(counts))
     problem = Oracle.make_experts(selection).problem  # type: ignore[attr-defined]
 
     def told(text: str, part: float) -> None:
         tell(f"{layer.what}: {text}", part)
 
-    ranges = search(problem, counts, rig, seconds=budget, clock=time.perf_counter, progress=told)
+    with rig_of(layer, selection, device, max(counts)) as rig:
+        ranges = search(problem, counts, rig, seconds=budget, clock=time.perf_counter, progress=told)
+        defaults = {one.last: rig.default(one.last) for one in ranges}
     keys = name_of(layer.weight_key), name_of(layer.activation_key)
-    tuned = TunedLayer(layer.scheme, *keys, problem, ranges)
-    return tuned, {one.last: rig.default(one.last) for one in ranges}
+    return TunedLayer(layer.scheme, *keys, problem, ranges), defaults
 
 
 def changes(default: Plan, plan: Plan) -> list[str]:
