@@ -641,6 +641,11 @@ def test_progress_is_shown_on_terminals_only(
     with pytest.raises(CheckpointError), _output.progress("thinking"):
         raise CheckpointError("no")
     assert capsys.readouterr().err == "thinking …\r\x1b[2K"
+    with _output.progress("thinking") as tell:
+        tell("half done", 0.5)
+        tell("\x1b[31m", None)
+    shown = capsys.readouterr().err.split("\r\x1b[2K")
+    assert shown == ["thinking …", f"[{'#' * 12}{'.' * 12}] half done …", "\\x1b[31m …", ""]
 
 
 def test_module_runs_as_a_program(tmp_path: Path) -> None:
