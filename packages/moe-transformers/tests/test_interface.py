@@ -12,6 +12,7 @@ import moe_core as mc
 import moe_transformers
 import pytest
 import torch
+from moe_core_replays import python_calls
 from moe_transformers import ExpertsMemoryWarning, prepare_experts
 from moe_transformers.blocks import experts_modules
 from moe_transformers_models import FP8_KINDS, TOP_K, VOCABULARY, E, K, qwen3, save_fp8
@@ -169,6 +170,17 @@ class TestChangedWeights:
             other.down_proj.zero_()
         assert not run(other, call).any()
         assert torch.equal(run(module, call), expected)
+
+
+def test_looking_for_changes_costs_microseconds(folder: Callable[..., Path], call: Call) -> None:
+    module = experts(load(folder()))
+    run(module, call)
+    layer, (x, ids, weights) = module._moe_core_held.layer, call
+    with torch.no_grad():
+        of_layer = python_calls(lambda: layer(x, topk_weights=weights, topk_ids=ids))
+        of_module = python_calls(lambda: module(*call))
+    # transformers' dispatch and nn.Module's own among them
+    assert of_module - of_layer < 30
 
 
 def test_calls_of_another_kind_make_another_layer(folder: Callable[..., Path], call: Call) -> None:

@@ -26,6 +26,8 @@ from moe_transformers.filled import Filled, is_quantized, tensors_of, top_k_of
 
 #: the name by which models choose these experts
 IMPLEMENTATION = "moe_core"
+#: version of a tensor that was made in inference mode, where torch counts no writes
+_UNCOUNTED = -1
 #: attribute of an experts module
 _HELD = "_moe_core_held"
 
@@ -47,21 +49,26 @@ class _Held:
     def of(layer: FusedMoELayer, module: nn.Module) -> _Held:
         tensors = tensors_of(module)
         places = tuple(tensor.data_ptr() for tensor in tensors.values())
-        return _Held(layer, tensors, places, tuple(map(_version, tensors.values())))
+        versions = tuple(_UNCOUNTED if tensor.is_inference() else tensor._version for tensor in tensors.values())
+        return _Held(layer, tensors, places, versions)
 
     def is_of(self, module: nn.Module, top_k: int, dtype: torch.dtype) -> bool:
         """Whether the module still holds these tensors, in the same memory, and the layer is for such calls."""
         own, config = module._parameters, self.layer.config
-        return (
-            config.top_k == top_k
-            and config.dtype is dtype
-            and all(own.get(name) is tensor for name, tensor in self.tensors.items())
-            and all(map(int.__eq__, (tensor.data_ptr() for tensor in self.tensors.values()), self.places))
-        )
+        if config.top_k != top_k or config.dtype is not dtype:
+            return False
+        # every call asks: no function of Python is called for a tensor
+        for (name, tensor), place in zip(self.tensors.items(), self.places, strict=True):
+            if own.get(name) is not tensor or tensor.data_ptr() != place:
+                return False
+        return True
 
     def is_current(self) -> bool:
         """Whether torch counted no change of the tensors since."""
-        return all(map(int.__eq__, map(_version, self.tensors.values()), self.versions))
+        for tensor, version in zip(self.tensors.values(), self.versions, strict=True):
+            if (_UNCOUNTED if tensor.is_inference() else tensor._version) != version:
+                return False
+        return True
 
     def __reduce__(self) -> Any:
         # a copy of the module has tensors of its own, and makes a layer of them
@@ -186,11 +193,6 @@ def _tell_of_copies(filled: Filled, weights: MoEWeights, layer: FusedMoELayer) -
             ExpertsMemoryWarning,
             stacklevel=4,
         )
-
-
-def _version(tensor: Tensor) -> int:
-    """How often torch saw ``tensor`` written; what was made in inference mode is not counted."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, moe_core_experts_forward)
