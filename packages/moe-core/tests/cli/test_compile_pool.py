@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 SCRIPT = """
+import time
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ from moe_core.cli._compile_pool import CompilePool
 from moe_core.jit.compile_ahead import compile_in_threads, distinct
 from moe_core.jit.launch import launch, record
 from moe_core.testing.compile import Target, compiling_for
+from moe_core_cli.terminal.signals import ending_quietly
 from triton import knobs
 
 
@@ -33,11 +36,16 @@ def launches(block):
 
 hits = []
 knobs.compilation.listener = lambda **said: hits.append(said["cache_hit"])
-pool = CompilePool(launches, DeviceInfo.parse("sm90"), 2)
-# a block of 100 is no power of two
-assert pool.compile([64, 100, 128]) == [True, False, True]
-assert not hits, "nothing is compiled here"
-pool.close()
+# as in a command, whose signals raise
+with ending_quietly() as ending:
+    ending.imported()
+    pool = CompilePool(launches, DeviceInfo.parse("sm90"), 2)
+    # a block of 100 is no power of two
+    assert pool.compile([64, 100, 128]) == [True, False, True]
+    assert not hits, "nothing is compiled here"
+    pool._pool.apply_async(time.sleep, (60,))
+    time.sleep(0.5)
+    pool.close()
 with compiling_for(Target.parse("sm90")):
     kernels = compile_in_threads([*launches(64), *launches(100), *launches(128)], threads=2, ignore_errors=True)
 assert [kernel is None for kernel in kernels] == [False, True, False]
@@ -54,3 +62,4 @@ def test_what_processes_compile_is_found(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["done"]
+    assert "Traceback" not in done.stderr

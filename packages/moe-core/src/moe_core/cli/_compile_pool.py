@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from moe_core_cli.terminal.signals import NAMES
+
 from moe_core.device import DeviceInfo
 from moe_core.jit.launch import Launch
 from moe_core.testing.compile import Target, compiling_for
@@ -34,7 +36,7 @@ class CompilePool:
         with warnings.catch_warnings():
             # of forking beside torch's threads: these processes neither compute nor touch the GPU
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._pool = multiprocessing.get_context("fork").Pool(count, _ignore_interrupts)
+            self._pool = multiprocessing.get_context("fork").Pool(count, _handle_signals)
 
     def compile(self, tasks: Sequence[Any]) -> list[bool]:
         """Which of ``tasks`` compile; all are said to where a system cannot fork."""
@@ -48,9 +50,11 @@ class CompilePool:
             self._pool = None
 
 
-def _ignore_interrupts() -> None:
-    """Ctrl-C is for the process that waits."""
+def _handle_signals() -> None:
+    """Ctrl-C is for the process that waits; what ends one of these ends it at once, without the command's words."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in NAMES.keys() - {signal.SIGINT}:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _compiles(task: Any) -> bool:
