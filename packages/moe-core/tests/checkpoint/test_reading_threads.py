@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import moe_core as mc
 import pytest
@@ -11,9 +13,10 @@ import torch
 from moe_core.checkpoint import Checkpoint, find_layer, load_stacked, reading_threads
 from moe_core.checkpoint import format as formats
 from moe_core.checkpoint.format import BadValuesError
+from moe_core.checkpoint.open_file import OpenFile
 from moe_core.checkpoint.reading_threads import in_threads
 from moe_core.model_api import PER_CALL, Given, read_layer
-from moe_core_checkpoints import count_reads, layer_tensors, write
+from moe_core_checkpoints import count_reads, expert_tensors, layer_tensors, write
 
 MANY = reading_threads.FEWEST_BYTES
 
@@ -114,3 +117,19 @@ def test_a_value_that_is_refused_is_found_among_many(tmp_path: Path, monkeypatch
         ) as caught:
             load_stacked(layer, ("gate", "up"), "weight", **arguments)
         assert (caught.value.expert, caught.value.projection) == (2, "up")
+
+
+@pytest.mark.parametrize("arrange", [None, torch.Tensor.t], ids=["as stored", "arranged"])
+def test_small_tensors_are_read_together(tmp_path: Path, arrange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is looked at once for a projection of many experts, and once more where the first tells the shape."""
+    layer = find_layer(Checkpoint.open(write(tmp_path / "c", expert_tensors(experts=64))))
+    looks: list[Path] = []
+    original = OpenFile.read_all
+
+    def read_all(self: OpenFile, parts: Iterable[tuple[memoryview, int]]) -> None:
+        looks.append(self.path)
+        original(self, parts)
+
+    monkeypatch.setattr(OpenFile, "read_all", read_all)
+    load_stacked(layer, ("gate", "up"), "weight", experts=range(64), device="cpu", arrange=arrange)
+    assert len(looks) == (2 if arrange is None else 4)
