@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from moe_core.jit.launch import record
 from moe_core.ops import sort
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.sort import (
@@ -19,12 +20,12 @@ from moe_core.ops.sort import (
 from moe_core.workspace import Workspace, workspace_nbytes
 
 
-def run(ids, experts, block_m, expert_map=None):
+def run(ids, experts, block_m, expert_map=None, **options):
     """The kernel over poisoned scratch memory."""
     specs = sort_workspaces(ids.numel(), experts, block_m)
     buffer = torch.full((workspace_nbytes(specs),), 0xFF, dtype=torch.uint8, device=ids.device)
     workspace = Workspace(ids.device, buffer).take(specs)
-    return sort_pairs(ids, experts, block_m, workspace=workspace, expert_map=expert_map)
+    return sort_pairs(ids, experts, block_m, workspace=workspace, expert_map=expert_map, **options)
 
 
 def same(found, expected):
@@ -84,6 +85,43 @@ def test_two_launches(monkeypatch, device):
     monkeypatch.setattr(sort, "_COUNT_PAIRS", 100)
     ids = torch.randint(-1, 9, (150, 2), generator=torch.Generator().manual_seed(5), dtype=torch.int32).to(device)
     same(run(ids, 8, 16), sort_pairs_torch(ids, 8, 16))
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("count_pairs", [64, 4096], ids=["two_launches", "one_launch"])
+@pytest.mark.parametrize(("blocks", "chunks"), [((16, 16, 32), 3), ((16, 16, 16), 40), ((32, 64, 64), 2)])
+def test_chunks_of_several_blocks(blocks, chunks, count_pairs, skewed, monkeypatch, device):
+    monkeypatch.setattr(sort, "_BLOCK_PAIRS", blocks)
+    monkeypatch.setattr(sort, "_MAX_CHUNKS", chunks)
+    monkeypatch.setattr(sort, "_COUNT_PAIRS", count_pairs)
+    spread = torch.rand(251, 1, generator=torch.Generator().manual_seed(6)) ** (6 if skewed else 1)
+    ids = (spread * 11 - 1).int().to(device)  # the last expert of 11 has no pairs, and -1 is none
+    found, expected = run(ids, 11, 16, positions=True), sort_pairs_torch(ids, 11, 16)
+    same(found, expected)
+    kept = expected.pairs.long()
+    assert torch.equal(found.positions[kept], torch.arange(len(kept), dtype=torch.int32, device=device))
+
+
+@pytest.mark.parametrize("pairs", [1000, 2**17, 2**20])
+def test_work_does_not_grow_with_the_number_of_experts(pairs):
+    def programs(experts):
+        ids = torch.empty(pairs // 8, 8, dtype=torch.int32, device="meta")
+        specs = sort_workspaces(pairs, experts, 64)
+        workspace = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs}
+        with record() as launches:
+            sort_pairs(ids, experts, 64, workspace=workspace)
+        return [one.grid for one in launches]
+
+    # every program reads its own part of the pairs, or all of few
+    assert programs(8) == programs(256)
+    assert all(grid <= (128,) for grid in programs(8))
+
+
+def test_workspace_of_many_pairs_suits_fewer():
+    # the number of chunks does not grow with every pair
+    for experts in (1, 300):
+        room = [sort_workspaces(pairs, experts, 16)[3].shape[0] for pairs in range(1, 40_000, 127)]
+        assert room == sorted(room)
 
 
 @pytest.mark.parametrize("pairs", [1, 15, 16, 17, 160])

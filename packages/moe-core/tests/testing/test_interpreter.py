@@ -35,6 +35,12 @@ def _kernel(x, y, B: tl.constexpr, FAIL: tl.constexpr):
     tl.store(y + i, _twice(values) * 3)
 
 
+@triton.jit
+def _sort(x, y, B: tl.constexpr):
+    i = tl.arange(0, B)
+    tl.store(y + i, tl.sort(tl.load(x + i)))
+
+
 def launch(*, fail: bool = False) -> list[int]:
     x, y = torch.arange(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     _kernel[(2,)](x, y, B=4, FAIL=fail)
@@ -68,3 +74,17 @@ def test_a_launch_replaces_the_language_once(monkeypatch: pytest.MonkeyPatch) ->
     # the launch, and the first function that sees the language as another module; not each of 2 x 9 calls
     assert calls[0] == "_kernel"
     assert len(calls) == 2
+
+
+def test_sorting_takes_no_step_per_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import interpreter
+
+    def slow(*args: object) -> None:
+        raise AssertionError("element by element")
+
+    quicken()
+    monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", slow)
+    x = torch.randperm(256, generator=torch.Generator().manual_seed(1), dtype=torch.int32) - 99
+    y = torch.zeros_like(x)
+    _sort[(1,)](x, y, B=256)
+    assert y.tolist() == sorted(x.tolist())

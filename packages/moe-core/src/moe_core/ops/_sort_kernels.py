@@ -1,7 +1,9 @@
 """Device code of `moe_core.ops.sort`: group (token, slot) pairs by expert, and quantise rows beside it.
 
-Every expert has a program of its own that scans all ids, so that the order within an expert is the order of the
-pairs, whatever the timing: no atomics, the same result on every run.  The scan costs E * P id reads, all from L2.
+Pairs are cut into chunks, with a program for each.  A pair's place is the number of pairs of lower experts, plus those
+of its expert in earlier chunks, plus those of its expert before it in the chunk.  So the order within an expert is the
+order of the pairs, whatever the timing: no atomics in memory, the same result on every run.  Up to a few thousand pairs
+every program counts all of them by itself; beyond that a first launch counts each chunk.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ import triton
 import triton.language as tl
 
 # what one launch does
-SORT = tl.constexpr(0)  # everything: each program counts all experts by itself
+SORT = tl.constexpr(0)  # everything: each program counts all pairs by itself
 COUNT = tl.constexpr(1)  # counts only, for SCATTER in a second launch
 SCATTER = tl.constexpr(2)
-TINY = tl.constexpr(3)  # everything, for at most BLOCK_P pairs, by comparing each with each
+TINY = tl.constexpr(3)  # everything, for at most BLOCK_P pairs, with a program for each expert
 
 
 @triton.jit
@@ -29,16 +31,99 @@ def local_expert(ids, expert_map, pair, mask, num_ids, num_experts, HAS_MAP: tl.
 
 
 @triton.jit
-def _count_all(
-    ids, expert_map, pairs, num_ids, num_experts, HAS_MAP: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr
+def _histogram(expert, BLOCK_E: tl.constexpr):
+    """Pairs of each expert among `expert`, without those of no expert (-1)."""
+    return tl.histogram(tl.maximum(expert, 0), BLOCK_E, mask=expert >= 0)
+
+
+@triton.jit
+def _count(
+    ids,
+    expert_map,
+    first,
+    end,
+    num_ids,
+    num_experts,
+    HAS_MAP: tl.constexpr,
+    BLOCK_COUNT: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
+    """Pairs of each expert among pairs first .. end."""
     counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
-    for start in range(0, pairs, BLOCK_P):
-        pair = start + tl.arange(0, BLOCK_P)
-        expert = local_expert(ids, expert_map, pair, pair < pairs, num_ids, num_experts, HAS_MAP)
-        # the last bin collects what is dropped: BLOCK_E > num_experts
-        counts += tl.histogram(tl.where(expert >= 0, expert, BLOCK_E - 1), BLOCK_E)
+    for start in range(first, end, BLOCK_COUNT):
+        pair = start + tl.arange(0, BLOCK_COUNT)
+        expert = local_expert(ids, expert_map, pair, pair < end, num_ids, num_experts, HAS_MAP)
+        counts += _histogram(expert, BLOCK_E)
     return counts
+
+
+@triton.jit
+def _add_counts(counts, chunks, me, num_experts, BLOCK_E: tl.constexpr):
+    """(sum of counts [chunks, num_experts] over all chunks, over those before `me`)."""
+    # accumulated as a block: one reduction over warps at the end instead of one per step
+    BLOCK_CHUNKS: tl.constexpr = max(4096 // BLOCK_E, 1)
+    total = tl.zeros((BLOCK_CHUNKS, BLOCK_E), dtype=tl.int32)
+    earlier = tl.zeros((BLOCK_CHUNKS, BLOCK_E), dtype=tl.int32)
+    expert = tl.arange(0, BLOCK_E)[None, :]
+    for start in range(0, chunks, BLOCK_CHUNKS):
+        chunk = start + tl.arange(0, BLOCK_CHUNKS)[:, None]
+        count = tl.load(counts + chunk * num_experts + expert, mask=(chunk < chunks) & (expert < num_experts), other=0)
+        total += count
+        earlier += tl.where(chunk < me, count, 0)
+    return tl.sum(total, axis=0), tl.sum(earlier, axis=0)
+
+
+@triton.jit
+def _place(
+    ids,
+    expert_map,
+    tiles,
+    offsets,
+    sorted_pairs,
+    positions,
+    total,
+    earlier,
+    begin,
+    end,
+    num_ids,
+    num_experts,
+    tile_rows,
+    me,
+    HAS_MAP: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Place pairs begin .. end: `total` pairs of each expert are in all, `earlier` of them before `begin`."""
+    first = tl.cumsum(total, axis=0) - total
+    count_tiles = (total + tile_rows - 1) // tile_rows
+    first_tile = tl.cumsum(count_tiles, axis=0) - count_tiles
+    if me == 0:
+        experts = tl.arange(0, BLOCK_E)
+        tl.store(offsets + experts, first, mask=experts < num_experts)
+        tl.store(offsets + num_experts, tl.sum(total, axis=0))
+        tl.store(tiles, tl.sum(count_tiles, axis=0))
+    lane = tl.arange(0, BLOCK_P)
+    for start in range(begin, end, BLOCK_P):
+        pair = start + lane
+        expert = local_expert(ids, expert_map, pair, pair < end, num_ids, num_experts, HAS_MAP)
+        # the block by expert, then pair; the key of dropped pairs is above all others
+        key = tl.sort(tl.where(expert >= 0, expert, num_experts) * BLOCK_P + lane)
+        pair = start + key % BLOCK_P
+        expert = key // BLOCK_P
+        known = expert < num_experts
+        own = _histogram(tl.where(known, expert, -1), BLOCK_E)
+        expert = tl.where(known, expert, 0)
+        # `lane` counts lower experts of the block too
+        rank = lane + tl.gather(earlier - (tl.cumsum(own, axis=0) - own), expert, axis=0)
+        row = rank + tl.gather(first, expert, axis=0)
+        tl.store(sorted_pairs + row, pair, mask=known)
+        if positions is not None:
+            tl.store(positions + pair, row, mask=known)
+        starts = known & (rank % tile_rows == 0)
+        tile = rank // tile_rows + tl.gather(first_tile, expert, axis=0)
+        tl.store(tiles + 2 + 2 * tile, expert, mask=starts)
+        tl.store(tiles + 3 + 2 * tile, row, mask=starts)
+        earlier += own
 
 
 @triton.jit
@@ -122,7 +207,7 @@ def quantize_groups(
         tl.store(scales + row * stride_scales + group, scale, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_zeros", "rows"])
+@triton.jit(do_not_specialize=["sorters", "num_zeros", "rows"])
 def sort_kernel(
     ids,
     expert_map,
@@ -135,6 +220,8 @@ def sort_kernel(
     num_ids,
     num_experts,
     tile_rows,
+    sorters,
+    chunk,
     zero,
     num_zeros,
     x,
@@ -150,6 +237,7 @@ def sort_kernel(
     MODE: tl.constexpr,
     HAS_MAP: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    BLOCK_COUNT: tl.constexpr,
     BLOCK_E: tl.constexpr,
     quantize: tl.constexpr,
     GROUP: tl.constexpr,
@@ -157,10 +245,12 @@ def sort_kernel(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs 0 .. num_experts - 1 sort, the others quantise rows of x; all of them write zeros to `zero`.
+    """Programs 0 .. sorters - 1 sort, the others quantise rows of x; all of them write zeros to `zero`.
+
+    A sorter has an expert when MODE is TINY, else `chunk` pairs, which BLOCK_P divides.
 
     Writes tiles, offsets, sorted_pairs and, unless None, positions (the inverse of sorted_pairs) as
-    `moe_core.gemm.schedule` reads them, or counts [E] when MODE is COUNT.
+    `moe_core.gemm.schedule` reads them, or counts [sorters, E] when MODE is COUNT.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -170,7 +260,7 @@ def sort_kernel(
         for start in range(me * BLOCK_P, num_zeros, tl.num_programs(0) * BLOCK_P):
             index = start + tl.arange(0, BLOCK_P)
             tl.store(zero + index, tl.zeros((BLOCK_P,), tl.int32), mask=index < num_zeros)
-    if me >= num_experts:
+    if me >= sorters:
         if quantize is not None:
             quantize_groups(
                 x,
@@ -183,7 +273,7 @@ def sort_kernel(
                 stride_x,
                 stride_values,
                 stride_scales,
-                ((me - num_experts) * BLOCK_G).to(tl.int64) + tl.arange(0, BLOCK_G),
+                ((me - sorters) * BLOCK_G).to(tl.int64) + tl.arange(0, BLOCK_G),
                 None,
                 quantize,
                 GROUP,
@@ -205,40 +295,37 @@ def sort_kernel(
             HAS_MAP,
             BLOCK_P,
         )
-    elif MODE == COUNT:
-        total = tl.zeros((BLOCK_P,), dtype=tl.int32)
-        for start in range(0, num_pairs, BLOCK_P):
-            pair = start + tl.arange(0, BLOCK_P)
-            expert = local_expert(ids, expert_map, pair, pair < num_pairs, num_ids, num_experts, HAS_MAP)
-            total += (expert == me).to(tl.int32)
-        tl.store(counts + me, tl.sum(total, axis=0))
     else:
-        experts = tl.arange(0, BLOCK_E)
-        if MODE == SCATTER:
-            count = tl.load(counts + experts, mask=experts < num_experts, other=0)
+        begin = me * chunk
+        end = tl.minimum(begin + chunk, num_pairs)
+        if MODE == COUNT:
+            count = _count(ids, expert_map, begin, end, num_ids, num_experts, HAS_MAP, BLOCK_COUNT, BLOCK_E)
+            experts = tl.arange(0, BLOCK_E)
+            tl.store(counts + me * num_experts + experts, count, mask=experts < num_experts)
         else:
-            count = _count_all(ids, expert_map, num_pairs, num_ids, num_experts, HAS_MAP, BLOCK_P, BLOCK_E)
-            count = tl.where(experts < num_experts, count, 0)
-        count_tiles = (count + tile_rows - 1) // tile_rows
-        first = tl.sum(tl.where(experts < me, count, 0), axis=0)
-        own = tl.sum(tl.where(experts == me, count, 0), axis=0)
-        first_tile = tl.sum(tl.where(experts < me, count_tiles, 0), axis=0)
-        tl.store(offsets + me, first)
-        if me == num_experts - 1:
-            tl.store(offsets + num_experts, first + own)
-            tl.store(tiles, first_tile + tl.cdiv(own, tile_rows))
-        for start in range(0, tl.cdiv(own, tile_rows), 32):
-            tile = start + tl.arange(0, 32)
-            exists = tile < tl.cdiv(own, tile_rows)
-            tl.store(tiles + 2 + 2 * (first_tile + tile), tl.zeros((32,), tl.int32) + me, mask=exists)
-            tl.store(tiles + 3 + 2 * (first_tile + tile), first + tile * tile_rows, mask=exists)
-        if own > 0:
-            for start in range(0, num_pairs, BLOCK_P):
-                pair = start + tl.arange(0, BLOCK_P)
-                expert = local_expert(ids, expert_map, pair, pair < num_pairs, num_ids, num_experts, HAS_MAP)
-                mine = (expert == me).to(tl.int32)
-                position = first + tl.cumsum(mine, axis=0) - 1
-                tl.store(sorted_pairs + position, pair, mask=mine > 0)
-                if positions is not None:
-                    tl.store(positions + pair, position, mask=mine > 0)
-                first += tl.sum(mine, axis=0)
+            if MODE == SCATTER:
+                total, earlier = _add_counts(counts, sorters, me, num_experts, BLOCK_E)
+            else:
+                earlier = _count(ids, expert_map, 0, begin, num_ids, num_experts, HAS_MAP, BLOCK_COUNT, BLOCK_E)
+                total = earlier + _count(
+                    ids, expert_map, begin, num_pairs, num_ids, num_experts, HAS_MAP, BLOCK_COUNT, BLOCK_E
+                )
+            _place(
+                ids,
+                expert_map,
+                tiles,
+                offsets,
+                sorted_pairs,
+                positions,
+                total,
+                earlier,
+                begin,
+                end,
+                num_ids,
+                num_experts,
+                tile_rows,
+                me,
+                HAS_MAP,
+                BLOCK_P,
+                BLOCK_E,
+            )

@@ -25,9 +25,13 @@ from moe_core.ops._sizes import max_tiles, power_of_two
 from moe_core.workspace import WorkspaceSpec
 
 #: above this many pairs experts are counted by a launch of their own instead of by every program
-_COUNT_PAIRS = 1024
-#: up to this many pairs each is compared with each
+_COUNT_PAIRS = 2048
+#: up to this many pairs each expert has a program that compares all pairs
 _TINY_PAIRS = 64
+#: pairs that a program sorts at a time: in one launch, in two at least, and at most
+_BLOCK_PAIRS = (128, 256, 512)
+#: most chunks that pairs are cut into: the second launch adds the counts of all of them in every program
+_MAX_CHUNKS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +101,7 @@ def sort_workspaces(num_pairs: int, num_experts: int, block_m: int) -> tuple[Wor
         WorkspaceSpec("sort_tiles", (2 + 2 * tiles,), torch.int32),
         WorkspaceSpec("sort_offsets", (num_experts + 1,), torch.int32),
         WorkspaceSpec("sort_pairs", (num_pairs,), torch.int32),
-        WorkspaceSpec("sort_counts", (num_experts,), torch.int32),
+        WorkspaceSpec("sort_counts", (num_experts * min(-(-num_pairs // _BLOCK_PAIRS[1]), _MAX_CHUNKS),), torch.int32),
         WorkspaceSpec("sort_positions", (num_pairs,), torch.int32),
     )
 
@@ -138,18 +142,21 @@ def sort_pairs(
     )
     pairs = topk_ids.numel()
     num_ids = num_experts if expert_map is None else expert_map.numel()
-    block_e = max(triton.next_power_of_2(num_experts + 1), 16)
-    modes = (TINY,) if pairs <= _TINY_PAIRS else (SORT,) if pairs <= _COUNT_PAIRS else (COUNT, SCATTER)
+    tiny = pairs <= _TINY_PAIRS
+    modes = (TINY,) if tiny else (COUNT, SCATTER) if clears_first(pairs) else (SORT,)
+    share = triton.cdiv(pairs, _MAX_CHUNKS)
+    if tiny:
+        block_p = max(triton.next_power_of_2(pairs), 16)
+    else:
+        block_p = min(max(triton.next_power_of_2(share), _BLOCK_PAIRS[len(modes) - 1]), _BLOCK_PAIRS[2])
+    chunk = triton.cdiv(share, block_p) * block_p
+    sorters = num_experts if tiny else triton.cdiv(pairs, chunk)
     block_g, row_warps = (1, 4) if rows is None else rows.block(512)
     for mode in modes:
         job = rows if mode != COUNT else None
         cleared = zero if mode != SCATTER else None
         quantized = (None,) * 4 + (0,) * 6 if job is None else job.kernel_arguments
-        programs = num_experts + (triton.cdiv(job.num_groups, block_g) if job is not None else 0)
-        if mode == TINY:
-            block_p = max(triton.next_power_of_2(pairs), 16)
-        else:
-            block_p = 256 if pairs <= 256 else (1024 if pairs <= 8192 else 4096)
+        programs = sorters + (triton.cdiv(job.num_groups, block_g) if job is not None else 0)
         launch(
             sort_kernel,
             (programs,),
@@ -164,19 +171,22 @@ def sort_pairs(
             num_ids,
             num_experts,
             block_m,
+            sorters,
+            chunk,
             cleared,
             0 if cleared is None else cleared.numel(),
             *quantized,
             MODE=mode,
             HAS_MAP=expert_map is not None,
             BLOCK_P=block_p,
-            BLOCK_E=block_e,
+            BLOCK_COUNT=256 if pairs <= 256 else 1024,
+            BLOCK_E=max(triton.next_power_of_2(num_experts), 32),
             quantize=job.quantize if job is not None else None,
             GROUP=job.group if job is not None else 1,
             BLOCK_G=block_g,
             EVEN=job is None or job.is_even,
             pdl=pdl,
-            num_warps=max(4 if block_p <= 1024 else 8, row_warps),
+            num_warps=max(4 if block_p < 512 else 8, row_warps),
         )
     return sorted_
 

@@ -4,6 +4,7 @@
   around the call has done so.  Here a launch does it once.
 - By six more operations it finds out whether an integer operation overflows, and then asserts it only in a debug mode
   that it does not have.  Here it does not ask.
+- Xor along an axis, which `tl.sort` is made of, it computes element by element.  Here numpy does it.
 
 What kernels compute stays the same.
 """
@@ -32,6 +33,21 @@ def _quicken() -> None:
     semantic = interpreter.interpreter_semantic
     if hasattr(semantic, "binary_op_sanitize_overflow_impl") and not semantic.builder.options.debug:
         semantic.binary_op_sanitize_overflow_impl = lambda left, right, operation: None
+    reduce = interpreter.ReduceOps
+    if hasattr(reduce, "apply_impl"):
+        reduce.apply_impl = functools.partialmethod(_reduce, reduce.apply_impl)
+
+
+def _reduce(operation: Any, otherwise: Any, values: Any) -> Any:
+    """In place of `ReduceOps.apply_impl`."""
+    import numpy
+    import triton.language as tl
+
+    if operation.axis is None or operation.combine_fn is not tl.standard._xor_combine:
+        return otherwise(operation, values)
+    data = values[0].handle.data
+    found = numpy.bitwise_xor.reduce(data, axis=operation.axis, keepdims=operation.keep_dims)
+    return operation.to_tensor(found, values[0].dtype)
 
 
 class _Language:
