@@ -17,6 +17,7 @@ from moe_core.experts import FusedMoEExperts
 from moe_core.testing.cases import Case
 from moe_core.testing.conformance import place_for
 from moe_core.testing.harness import make_kernel, make_problem
+from moe_core.workspace import Workspace
 from moe_core_replays import as_if_compiled
 
 
@@ -67,6 +68,7 @@ def test_whatever_routing_is_given_as(device: torch.device, experts: type[FusedM
         pytest.skip("runs no such layer on this machine")
     problem = make_problem(case, device)
     kernel, inputs = make_kernel(experts, problem, place), problem.inputs
+    kernel.workspace = Workspace(device)  # descriptors hold its address
     for _ in range(3):
         weights = torch.cat((inputs.topk_weights.bfloat16(),) * 2, dim=1)[:, : inputs.topk_weights.shape[1]]
         ids = torch.cat((inputs.topk_ids.long(),) * 2, dim=1)[:, : inputs.topk_ids.shape[1]]

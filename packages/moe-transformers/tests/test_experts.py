@@ -88,6 +88,7 @@ def test_calls_that_repeat_are_replayed(
     keys = {"weight_key": weights.weight_key, "activation_key": weights.activation_key}
     instance = kind(CONFIG, **keys, device=place.target)
     kernel = mc.FusedMoEKernel(instance, instance.convert(weights.to(device)), default_prepare_finalize(CONFIG))
+    kernel.workspace = mc.Workspace(device)
     module = MoeCoreExperts(mc.FusedMoELayer(kernel, layer.selection))
     x, ids, top = (tensor.to(device) for tensor in call)
     for _ in range(2):
@@ -96,7 +97,8 @@ def test_calls_that_repeat_are_replayed(
     monkeypatch.setattr(GroupedExperts, "apply", lambda *_, **__: pytest.fail("dispatched again"))
     of_layer = python_calls(lambda: module.layer(x, topk_weights=top, topk_ids=ids))
     of_module = python_calls(lambda: module(x, ids, top))
-    assert of_layer < 80
+    # some sixty, and those of Triton's launcher
+    assert of_layer < 120
     # nn.Module's own among them
     assert of_module - of_layer < 10
 
