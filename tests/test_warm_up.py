@@ -10,64 +10,23 @@ from unittest.mock import patch
 import moe_core as mc
 import pytest
 import torch
-from moe_core import FusedMoEKernel, FusedMoELayer, LoRAWeights, model_setup
+from moe_core import FusedMoELayer, model_setup
 from moe_core.call_launches import call_launches, launches_up_to, routing_launches
-from moe_core.device import DeviceInfo
-from moe_core.environment import Environment
 from moe_core.gemm.experts import GroupedExperts
 from moe_core.jit.compile_ahead import distinct
 from moe_core.jit.launch import Launch, record
 from moe_core.ops.routing import fused_route
-from moe_core.oracle import default_prepare_finalize
-from moe_core.testing.compile_cases import key_pairs, meta_layer_weights
 from moe_core_layers import some_kinds
+from moe_core_meta_layers import SIZES, experts_cases, layer_of, on_h200
 
-H200 = DeviceInfo.parse("h200")
-SIZES: dict[str, Any] = {"num_experts": 32, "top_k": 6, "hidden_size": 2048, "intermediate_size": 768}
 MOST = 9000
-
-
-def grouped_experts() -> Iterator[type[GroupedExperts]]:
-    seen = set()
-    for oracle in mc.registry().oracles():
-        for backend in oracle.table():
-            for experts in backend.load():
-                if issubclass(experts, GroupedExperts) and experts not in seen:
-                    seen.add(experts)
-                    yield experts
-
-
-def layer_of(experts: type[GroupedExperts], **changes: Any) -> mc.FusedMoEConfig:
-    layout = min(experts.claims.formats, key=lambda item: item != "standard")
-    return mc.FusedMoEConfig(**SIZES | {"activation_format": layout} | changes)
-
-
-def keys_on_h200(experts: type[GroupedExperts], config: mc.FusedMoEConfig) -> list[tuple[Any, Any]]:
-    """The claimed keys that fit."""
-    found = key_pairs(experts)
-    return [keys for keys in found if not experts.unsupported_reasons(config, *keys, H200, Environment.current())]
-
-
-def on_h200(experts: type[GroupedExperts], config: mc.FusedMoEConfig) -> FusedMoEKernel:
-    """A layer of meta tensors."""
-    weight_key, activation_key = keys_on_h200(experts, config)[0]
-    made = experts(config, weight_key=weight_key, activation_key=activation_key, device=H200)
-    lora = LoRAWeights.zeros(config, "meta") if config.is_lora_enabled else None
-    return FusedMoEKernel(made, meta_layer_weights(made), default_prepare_finalize(config), lora=lora)
-
-
-def cases() -> list[tuple[type[GroupedExperts], bool]]:
-    """Experts, each alone, and every third that takes adapters with them."""
-    found = [experts for experts in grouped_experts() if keys_on_h200(experts, layer_of(experts))]
-    adapted = [experts for experts in found if keys_on_h200(experts, layer_of(experts, is_lora_enabled=True))]
-    return [*((experts, False) for experts in found), *((experts, True) for experts in adapted[::3])]
 
 
 def kinds(launches: Iterator[Launch] | list[Launch]) -> frozenset[Any]:
     return frozenset(one.compiled_for() for one in launches)
 
 
-@pytest.mark.parametrize(("experts", "lora"), cases(), ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize(("experts", "lora"), experts_cases(), ids=lambda value: getattr(value, "__name__", str(value)))
 def test_no_call_launches_what_was_not_compiled(experts: type[GroupedExperts], lora: bool) -> None:
     kernel = on_h200(experts, layer_of(experts, is_lora_enabled=lora))
     compiled = kinds(launches_up_to(kernel, MOST))

@@ -175,6 +175,11 @@ class Claims:
             reasons.append(f"needs {' or '.join(map(str, self.devices))}, device is {device}")
         reasons += [r for r in map(environment.reason_against, self.requires) if r is not None]
         reasons += self._key_reasons(weight_key, activation_key)
+        shared = (
+            activation_key is not None and not activation_key.is_static and activation_key.group_shape.is_per_tensor
+        )
+        if config.batch_invariant and shared:
+            reasons.append("is not batch invariant with a dynamic scale that all tokens share")
         reasons += self._layer_reasons(config, weight_key)
         return reasons
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from moe_core._autocast import autocast_off, without_autocast
 from moe_core.call_arguments import check_beside, check_width, refuse_gradients
@@ -249,7 +250,11 @@ class FusedMoELayer(nn.Module):
         if not torch.compiler.is_compiling():
             check_beside(x, "router_weight", self.router_weight)
         with autocast_off(x.device.type):
-            logits = x.float() @ self.router_weight.float().T
+            weight = self.router_weight.float().T
+            if self.config.batch_invariant:
+                logits = _fixed_rows_product(x.float(), weight)
+            else:
+                logits = x.float() @ weight
             return logits if self.router_bias is None else logits + self.router_bias.float()
 
     @without_autocast
@@ -430,6 +435,14 @@ def _opened(path: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
 def _room(config: FusedMoEConfig, device: torch.device) -> LoRAWeights | None:
     """Empty places for adapters, where the config is enabled for them."""
     return LoRAWeights.zeros(config, device) if config.is_lora_enabled else None
+
+
+def _fixed_rows_product(x: Tensor, matrix: Tensor) -> Tensor:
+    """``x`` [M, K] times ``matrix`` [K, N], in products of one size, so that a row's bits do not depend on M."""
+    # rows of one tile are summed alike on a GPU; a CPU's products differ among places too
+    rows = 16 if x.is_cuda else 1
+    parts = torch.split(F.pad(x, (0, 0, 0, -len(x) % rows)), rows)
+    return torch.cat([part.clone() @ matrix for part in parts])[: len(x)]
 
 
 @without_autocast

@@ -9,6 +9,8 @@ Dynamic scales are those of :mod:`moe_core.reference`: tokens are quantised once
 unless every expert scales its inputs by factors of its own; a scale per tensor spans the tokens, then the pairs, that
 this rank computes, so all experts' first products come first.
 
+Batch-invariant layers take every token, or batched row, by itself.
+
 Reading the token counts on the host synchronises with a GPU; the claims say ``cuda_graph=False``.
 """
 
@@ -147,6 +149,21 @@ class TorchExperts(FusedMoEExpertsModular):
             self._apply_batched(output, hidden_states, weights, expert_tokens, lora)
             return
         config = self.config
+        if config.batch_invariant and len(hidden_states) > 1:
+            # products of other sizes, and other places in them, are other instructions
+            for token in range(len(hidden_states)):
+                one = slice(token, token + 1)
+                self.apply(
+                    output[one],
+                    hidden_states[one],
+                    weights,
+                    topk_weights=topk_weights[one],
+                    topk_ids=topk_ids[one],
+                    workspace=workspace,
+                    expert_map=expert_map,
+                    lora=None if lora is None else replace(lora, adapter_ids=lora.adapter_ids[one]),
+                )
+            return
         ids = local_expert_ids(topk_ids, config.num_experts, config.local_experts, expert_map).flatten()
         counts = torch.bincount(ids + 1, minlength=config.local_experts + 1).tolist()
         pairs = torch.argsort(ids, stable=True)[counts[0] :]
@@ -176,13 +193,16 @@ class TorchExperts(FusedMoEExpertsModular):
             raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
         counts = expert_tokens.expert_num_tokens
         in_use = torch.arange(hidden_states.shape[1], device=counts.device) < counts[:, None]
-        used = in_use.flatten().nonzero().flatten()
-        x = hidden_states.flatten(0, 1)[used].float()
-        rows = torch.arange(len(used), device=used.device)
+        every = in_use.flatten().nonzero().flatten()
         output.zero_()
-        adapters = None if lora is None else Adapters(lora.weights, lora.adapter_ids.flatten()[used])
-        for place, y in self.results(x, rows, counts.tolist(), weights, adapters):
-            output.view(-1, output.shape[2])[used[place]] = y.to(output.dtype)
+        # as in the standard format
+        for used in torch.split(every, 1 if self.config.batch_invariant else max(len(every), 1)):
+            x = hidden_states.flatten(0, 1)[used].float()
+            rows = torch.arange(len(used), device=used.device)
+            own = torch.bincount(used // hidden_states.shape[1], minlength=len(counts)).tolist()
+            adapters = None if lora is None else Adapters(lora.weights, lora.adapter_ids.flatten()[used])
+            for place, y in self.results(x, rows, own, weights, adapters):
+                output.view(-1, output.shape[2])[used[place]] = y.to(output.dtype)
 
     def results(
         self, x: Tensor, rows: Tensor, counts: list[int], weights: KernelWeights, adapters: Adapters | None

@@ -67,7 +67,7 @@ def test_plans_hold_together(kind: str, shape: tuple[int, int, int, int]) -> Non
     for capability in CAPABILITIES:
         problem = problem_of(kind, shape, capability=capability)
         depth = problem.group_size if kind == "e4m3 blocks" else 128
-        room = MAX_PARTS if problem.family == "mixed_input" else split_k_workspace(batched=False).shape[0]
+        room = MAX_PARTS if problem.family == "mixed_input" else split_k_workspace(unsplit=False).shape[0]
         unsplit = problem_of(kind, shape, capability=capability, may_split=False)
         for tokens in TOKENS:
             plan, pairs = launch_plan(problem, tokens), tokens * problem.top_k
@@ -162,3 +162,18 @@ def test_tokens_that_share_experts_take_tiles() -> None:
     assert gemv_plan(problem_of("mixed int4", (256, 8, 7168, 256)), 3) is None
     # no room for the results of the pairs
     assert gemv_plan(problem_of("mixed int4", (256, 64, MAX_PARTS // 64 + 1, 256)), 1) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_bits_depend_on_is_the_same_for_all_tokens(kind: str) -> None:
+    for capability in CAPABILITIES:
+        for shape in SHAPES:
+            problem = problem_of(kind, shape, capability=capability, batch_invariant=True, may_split=False)
+            plans = [launch_plan(problem, tokens) for tokens in (*range(1, 40), *TOKENS)]
+            for configs in ({plan.gemm1 for plan in plans}, {plan.gemm2 for plan in plans}):
+                fixed = {(c.split_k, c.swap_ab, c.warp_specialised, c.uniform) for c in configs}
+                assert len(fixed) == 1
+                assert {(c.split_k, c.uniform) for c in configs} == {(1, True)}
+                # elsewhere the instruction may follow from the height
+                assert capability == 90 or len(configs) == 1
+            assert gemv_plan(problem, 1) is None

@@ -428,7 +428,17 @@ class KeepsInputScales(TorchExperts):
 
 
 class DependsOnTheBatch(TorchExperts):
-    """Claims batch invariance with a scale that spans the batch."""
+    """Claims batch invariance, and adds a little of the others to the first token."""
+
+    claims = claims(TOKEN, batch_invariant=True)
+
+    def apply(self, output: Tensor, hidden_states: Tensor, weights: KernelWeights, **named: Any) -> None:
+        super().apply(output, hidden_states, weights, **named)
+        output[:1] += 0.01 * output[1:].sum(dim=0)
+
+
+class SharesAScale(TorchExperts):
+    """Claims batch invariance with a scale that spans the batch alone."""
 
     claims = claims(DYNAMIC_TENSOR, batch_invariant=True)
 
@@ -475,7 +485,11 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (QuantizedSecondInputOnly, NORM),
     (QuantizesForWeightOnly, NORM),
     (KeepsInputScales, "after reloading"),
-    (DependsOnTheBatch, "other results alone than among 17"),
+    (DependsOnTheBatch, "are others alone than among "),
+    (
+        SharesAScale,
+        "batch invariance is claimed, but: is not batch invariant with a dynamic scale that",
+    ),
     (RefusesBatchInvariance, "batch invariance is claimed, but: "),
 ]
 #: what the kit calls the fault; nothing where it is none of the usual mistakes

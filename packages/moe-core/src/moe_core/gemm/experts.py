@@ -61,8 +61,10 @@ class GroupedExperts(FusedMoEExpertsModular):
 
     @property
     def supports_split_k(self) -> bool:
-        """Whether k loops may be split among programs: their parts have no place in the batched format."""
-        return not self.batched
+        """Whether k loops may be split among programs: their parts have no place in the batched format, and how many
+        there are depends on the number of tokens.
+        """
+        return not (self.batched or self.config.batch_invariant)
 
     @property
     def split_k_columns(self) -> int:
@@ -71,7 +73,7 @@ class GroupedExperts(FusedMoEExpertsModular):
 
     def split_k_workspace(self, shape: CallShape) -> WorkspaceSpec:
         """Scratch memory of the partial sums of split-K."""
-        return split_k_workspace(shape.batched, self.split_k_columns)
+        return split_k_workspace(not self.supports_split_k, self.split_k_columns)
 
     @cached_property
     def problem(self) -> LayerProblem:
@@ -88,6 +90,7 @@ class GroupedExperts(FusedMoEExpertsModular):
             dtype_bytes=config.dtype.itemsize,
             capability=self.device_info.capability,
             may_split=self.supports_split_k,
+            batch_invariant=config.batch_invariant,
         )
 
     def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:

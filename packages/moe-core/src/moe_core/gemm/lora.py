@@ -33,9 +33,14 @@ _MANY = 32
 
 
 class Adapters:
-    """The adapters of one call, its pairs grouped by adapter and expert; see the module docstring."""
+    """The adapters of one call, its pairs grouped by adapter and expert; see the module docstring.
 
-    def __init__(self, lora: LoRA, routing: Routing | Batch, workspace: Mapping[str, Tensor]) -> None:
+    ``uniform``: tiles have the same height for any number of tokens.
+    """
+
+    def __init__(
+        self, lora: LoRA, routing: Routing | Batch, workspace: Mapping[str, Tensor], *, uniform: bool = False
+    ) -> None:
         self.lora = lora
         self.workspace = workspace
         pairs, experts = routing.num_pairs, routing.num_experts
@@ -62,7 +67,8 @@ class Adapters:
             num_warps=4,
         )
         self.routing = Routing(group_ids.view(-1, 1 if batched else routing.top_k), None, total)
-        self.block_m = 64 if pairs > _MANY * total else 16
+        # products of other tile heights are other instructions
+        self.block_m = 64 if pairs > _MANY * total and not uniform else 16
         scratch = {name.removeprefix(LORA): t for name, t in workspace.items() if name.startswith(LORA)}
         self.order = sort_pairs(self.routing.ids, total, self.block_m, workspace=scratch)
 

@@ -20,6 +20,7 @@ class TileConfig:
     - ``split_k``: programs that share the k loop of a tile
     - ``warp_specialised``: take the scheme's warp-specialised kernel where it has one that fits; elsewhere the other
       values hold
+    - ``uniform``: products are scaled in the way that every tile height can, also where this one has a faster way
     """
 
     block_m: int
@@ -31,6 +32,7 @@ class TileConfig:
     tma: bool = False
     split_k: int = 1
     warp_specialised: bool = False
+    uniform: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ def order_workspaces(pairs: int, num_tokens: int, num_experts: int, batched: boo
     return sort_workspaces(pairs, num_experts, MIN_BLOCK_M)
 
 
-def split_k_workspace(batched: bool, columns: int = 128) -> WorkspaceSpec:
-    """Partial sums of split-K, which the batched format does not use; ``columns`` of a tile of one half."""
-    return WorkspaceSpec("partials", (0 if batched else MAX_SPLIT_PROGRAMS * MIN_BLOCK_M * 2 * columns,), torch.float32)
+def split_k_workspace(unsplit: bool, columns: int = 128) -> WorkspaceSpec:
+    """Partial sums of split-K, none where k loops stay whole; ``columns`` of a tile of one half."""
+    return WorkspaceSpec("partials", (0 if unsplit else MAX_SPLIT_PROGRAMS * MIN_BLOCK_M * 2 * columns,), torch.float32)
 
 
 def lora_workspaces(config: FusedMoEConfig, pairs: int) -> tuple[WorkspaceSpec, ...]:

@@ -120,8 +120,16 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     ) -> None:
         if not isinstance(prepared, BatchedPrepared) or prepared.rows is None:
             raise TypeError(f"finalize got {type(prepared).__name__}, expected what this object's prepare returned")
-        rows = prepared.rows
-        picked = expert_output.flatten(0, 1)[rows.clamp(min=0)].float()
-        if not self.config.apply_router_weight_on_input:
-            picked = picked * topk_weights[..., None]
-        output.copy_(torch.where((rows >= 0)[..., None], picked, 0.0).sum(dim=1))
+        from moe_core.ops._backend import use_triton
+        from moe_core.ops.reduce import reduce_pairs, reduce_pairs_torch
+
+        # slots ascending, so that a token's sum does not depend on how many others there are
+        (reduce_pairs if use_triton(output, "auto") else reduce_pairs_torch)(
+            expert_output.flatten(0, 1),
+            topk_ids,
+            self.config.local_experts,
+            output,
+            topk_weights=None if self.config.apply_router_weight_on_input else topk_weights,
+            expert_map=expert_map,
+            rows=prepared.rows.flatten().int(),
+        )

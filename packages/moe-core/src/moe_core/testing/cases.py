@@ -45,6 +45,9 @@ KeyPair = tuple[QuantKey | None, QuantKey | None]
 
 #: tokens, hidden and intermediate size, at least, of a layer of two experts: whole tiles for many rows, and long loops
 _MANY_ROWS = (1024, 2048, 1024)
+#: hidden size, intermediate size and tokens of layers whose batch invariance is looked at
+_LONG_ROWS = (1024, 768, 300)
+_LONG_ROWS_IN_SMALL = (1024, 128, 33)
 #: checks that need a GPU
 GPU_CHECKS = ("graph", "sync", "memory")
 
@@ -190,7 +193,7 @@ def conformance_cases(
     if claims.keeps_nan:
         cases += _nan_cases(cases, claims, supported, everywhere=on_gpu or budget == "full")
     if claims.batch_invariant:
-        cases += _invariance_cases(cases, supported)
+        cases += _invariance_cases(cases, claims, supported, "full" if on_gpu else budget)
     template = cases[0] if cases else None
     for name in ("keys", "activation", "dtype", "format", "method"):
         for value in factors[name]:
@@ -411,18 +414,32 @@ def _nan_cases(
     return list(found.values())
 
 
-def _invariance_cases(cases: list[Case], supported: Callable[[Case], tuple[bool, str | None]]) -> list[Case]:
-    """Batch invariance of every pair of keys for which it is accepted; if there is none, a case that fails."""
-    found = []
-    for case in cases:
-        if case.check == "convert":
-            config = replace(case.config, batch_invariant=True)
-            found.append(replace(case, check="invariance", config=config, tokens=17))
-    found = [_with_room(case) for case in found]
-    kept = [case for case in found if supported(case)[0]]
-    if found and not kept:
-        kept = [replace(found[0], check="claims", reason=f"batch invariance is claimed, but: {supported(found[0])[1]}")]
-    return kept
+def _invariance_cases(
+    cases: list[Case], claims: Claims, supported: Callable[[Case], tuple[bool, str | None]], budget: str
+) -> list[Case]:
+    """Batch invariance of every pair of keys (small budget: of one) for which it is accepted; if none, one that fails.
+
+    Rows are so long that few of them may be shared among programs, or take kernels of their own.
+    """
+    hidden, size, tokens = _LONG_ROWS if budget == "full" else _LONG_ROWS_IN_SMALL
+    h, n = claims.hidden_multiple, claims.intermediate_multiple
+
+    def invariant(case: Case, **sizes: Any) -> Case:
+        config = replace(case.config, batch_invariant=True, **sizes)
+        return _with_room(replace(case, check="invariance", config=config, tokens=tokens))
+
+    given = [case for case in cases if case.check == "convert"]
+    long: dict[str, Any] = {"hidden_size": -(-hidden // h) * h, "intermediate_size": -(-size // n) * n}
+    if budget != "full" and torch.bfloat16 in claims.dtypes:
+        long["dtype"] = torch.bfloat16
+    kept = []
+    for case in given:
+        fits = [found for found in (invariant(case, **long), invariant(case)) if supported(found)[0]]
+        kept += fits[:1]
+    if given and not kept:
+        one = invariant(given[0])
+        kept = [replace(one, check="claims", reason=f"batch invariance is claimed, but: {supported(one)[1]}")]
+    return kept if budget == "full" else kept[:1]
 
 
 def _with_room(case: Case) -> Case:

@@ -160,17 +160,25 @@ def _own(weights: KernelWeights) -> KernelWeights:
 
 
 def check_invariance(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """A token's result is the same bits, whatever other tokens are in the call."""
+    """A token's result is the same bits alone, among any number of others, and at any place among them."""
     problem = make_problem(case, place.device)
     kernel = make_kernel(experts, problem, place)
-    together = call(kernel, problem)
-    for first, last in ((0, 1), (0, 5), (5, case.tokens)):
-        alone = call(kernel, problem.tokens(first, last))
-        if not same_bits(alone, together[first:last]):
-            count = int((alone != together[first:last]).any(dim=1).sum())
-            raise AssertionError(
-                f"{count} of tokens {first} to {last - 1} have other results alone than among {case.tokens}"
-            )
+    generator = torch.Generator().manual_seed(case.tokens)
+    for token in (case.tokens // 2,) if place.interpreted else (0, case.tokens // 2):
+        alone = call(kernel, problem.only([token]))
+        for count in (2, 7, 33, 300):
+            if count > case.tokens:
+                break
+            order = torch.randperm(case.tokens, generator=generator).tolist()
+            among = [other for other in order if other != token][: count - 1]
+            at = (token + count) % count
+            among.insert(at, token)
+            found = call(kernel, problem.only(among))[at : at + 1]
+            if not same_bits(found, alone):
+                raise AssertionError(
+                    f"{int((found != alone).sum())} of {alone.numel()} elements of token {token} are others alone "
+                    f"than among {count} tokens, at place {at}"
+                )
 
 
 def check_nan(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:

@@ -52,6 +52,7 @@ class Feature:
     mapped: bool = False
     on_input: bool = False
     lora: bool = False
+    invariant: bool = False
 
 
 FEATURES = (
@@ -60,6 +61,7 @@ FEATURES = (
     Feature("bias", MoEActivation.SWIGLUOAI, bias=True, mapped=True),
     Feature("lora", lora=True),
     Feature("on_input", on_input=True),
+    Feature("invariant", invariant=True),
     Feature("gelu", MoEActivation.GELU, mapped=True),
 )
 
@@ -153,6 +155,8 @@ def _with(config: FusedMoEConfig, feature: Feature) -> FusedMoEConfig | None:
         changes |= {"is_lora_enabled": True, "max_loras": 4, "max_lora_rank": 16}
     if feature.mapped and config.activation_format is FusedMoEActivationFormat.STANDARD:
         changes["num_local_experts"] = config.num_experts // 2
+    if feature.invariant:
+        changes["batch_invariant"] = True
     if feature.on_input:
         changes["apply_router_weight_on_input"] = True
     try:

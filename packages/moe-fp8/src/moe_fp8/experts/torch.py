@@ -56,6 +56,7 @@ class TorchFp8Experts(TorchExperts):
         apply_router_weight_on_input=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         lora=True,
+        batch_invariant=True,
         cuda_graph=False,
         verified_on=("cpu", "NVIDIA H200 (sm90)"),
         notes="reads token counts on the host: no CUDA graphs",

@@ -69,6 +69,7 @@ class TritonFp8BlockExperts(GroupedExperts):
         bias=True,
         expert_map=True,
         apply_router_weight_on_input=True,
+        batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         lora=True,
         requires=(TRITON,),

@@ -47,6 +47,7 @@ class TritonFp8Experts(ScaledMMExperts):
         bias=True,
         expert_map=True,
         apply_router_weight_on_input=True,
+        batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         lora=True,
         requires=(TRITON,),

@@ -198,7 +198,7 @@ def e4m3_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, 
     if size == 32:
         return open_groups, LOAD_WORDS[8, 0], _MULTIPLY_MXFP8, scale_acc_channels
     opened, load = _BLOCKS[matrix.interleaved]
-    if size == STEP and config.block_m <= FEW.value:
+    if size == STEP and config.block_m <= FEW.value and not config.uniform:
         # each step's product is scaled by itself: beyond, its sums take too many registers
         return opened, load, _MULTIPLY_GROUP, scale_acc_channels
     return opened, LOAD_WORDS[8, STEP // size], _MULTIPLY_SCALED, scale_acc_channels

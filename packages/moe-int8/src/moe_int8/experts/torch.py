@@ -100,6 +100,7 @@ class TorchInt8Experts(TorchExperts):
         expert_map=True,
         apply_router_weight_on_input=True,
         lora=True,
+        batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         whole_groups=True,
         cuda_graph=False,

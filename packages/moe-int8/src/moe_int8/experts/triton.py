@@ -67,6 +67,7 @@ class TritonInt8Experts(Int8ScaledMMExperts):
         expert_map=True,
         apply_router_weight_on_input=True,
         lora=True,
+        batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),

@@ -67,6 +67,7 @@ class TritonW4A8Int8Experts(Int8ScaledMMExperts):
         apply_router_weight_on_input=True,
         lora=True,
         whole_groups=True,
+        batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),

@@ -22,6 +22,7 @@ class TritonInt8WeightOnlyExperts(MarlinIntegerExperts):
         bias=True,
         expert_map=True,
         apply_router_weight_on_input=True,
+        batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),

@@ -57,6 +57,7 @@ class MarlinMxfp4Experts(_MarlinMxfp4Experts):
         bias=True,
         expert_map=True,
         apply_router_weight_on_input=True,
+        batch_invariant=True,
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),
     )
@@ -71,6 +72,7 @@ class BatchedMarlinMxfp4Experts(_MarlinMxfp4Experts):
         activations=GATED | NON_GATED,
         dtypes=_DTYPES,
         bias=True,
+        batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),

@@ -47,6 +47,7 @@ class MarlinMxfp4Fp8Experts(ScaledMMExperts):
         expert_map=True,
         apply_router_weight_on_input=True,
         lora=True,
+        batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),

@@ -35,6 +35,7 @@ class TorchMxfp4Experts(TorchExperts):
         expert_map=True,
         apply_router_weight_on_input=True,
         lora=True,
+        batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         cuda_graph=False,
         verified_on=("cpu",),

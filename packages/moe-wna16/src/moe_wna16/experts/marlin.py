@@ -28,6 +28,7 @@ class MarlinWNA16Experts(MarlinIntegerExperts):
         bias=True,
         expert_map=True,
         apply_router_weight_on_input=True,
+        batch_invariant=True,
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),
     )
@@ -42,6 +43,7 @@ class BatchedMarlinWNA16Experts(MarlinIntegerExperts):
         activations=GATED | NON_GATED,
         dtypes=_DTYPES,
         bias=True,
+        batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),

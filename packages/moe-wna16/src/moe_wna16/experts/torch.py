@@ -44,6 +44,7 @@ class TorchWNA16Experts(TorchExperts):
         expert_map=True,
         apply_router_weight_on_input=True,
         lora=True,
+        batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         cuda_graph=False,
         verified_on=("cpu",),

@@ -56,6 +56,7 @@ class TritonWNA16Experts(GroupedExperts):
         bias=True,
         expert_map=True,
         apply_router_weight_on_input=True,
+        batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H200 (sm90)",),

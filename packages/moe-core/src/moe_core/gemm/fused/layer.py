@@ -103,7 +103,7 @@ class FusedLayer:
         if lora is not None:
             # launches of the adapters lie between those of the layer
             plan = TilePlan(self.w13.tile_config(plan.gemm1), self.w2.tile_config(plan.gemm2))
-            adapters = Adapters(lora, routing, workspace)
+            adapters = Adapters(lora, routing, workspace, uniform=plan.gemm1.uniform)
         call = Call(self.w13, self.w2, x, routing, plan, workspace, adapters)
         order, a = self.scheme.quantize_x(call)
         a = self._gemm1(call, order, a)

@@ -6,6 +6,7 @@
     mixed_input.py  16-bit activations, weights repacked at load
     decoded.py      weights decoded by plain Triton operations
     gemv.py         one token, without tensor cores
+    invariant.py    plans whose rows have the same bits for every number of tokens
     limits.py       what any configuration is held to, also one that was measured
     tuned.py        measured configurations of a layer, which go first
 
@@ -21,6 +22,7 @@ from functools import lru_cache
 
 from moe_core.gemm.heuristics.decoded import decoded_plan
 from moe_core.gemm.heuristics.gemv import GemvPlan, choose_gemv
+from moe_core.gemm.heuristics.invariant import invariant_plan
 from moe_core.gemm.heuristics.mixed_input import mixed_input_plan
 from moe_core.gemm.heuristics.problem import Family, LayerProblem
 from moe_core.gemm.heuristics.scaled_mm import scaled_mm_plan
@@ -38,11 +40,14 @@ _HEURISTICS = {"scaled_mm": scaled_mm_plan, "mixed_input": mixed_input_plan, "as
 @lru_cache(maxsize=4096)
 def launch_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     """The plan of a layer for ``tokens``: the one look-up of every family."""
-    plan = _HEURISTICS[problem.family](problem, tokens)
+    heuristic = _HEURISTICS[problem.family]
+    if problem.batch_invariant:
+        return invariant_plan(heuristic, problem, tokens)
+    plan = heuristic(problem, tokens)
     return plan if problem.may_split else plan.unsplit()
 
 
 @lru_cache(maxsize=4096)
 def gemv_plan(problem: LayerProblem, tokens: int) -> GemvPlan | None:
     """As :func:`launch_plan`, without tensor cores: for one token, or two that hardly share an expert; else None."""
-    return choose_gemv(problem, tokens)
+    return None if problem.batch_invariant else choose_gemv(problem, tokens)

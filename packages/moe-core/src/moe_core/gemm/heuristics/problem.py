@@ -20,7 +20,7 @@ class LayerProblem:
 
     ``num_experts`` of the layer, local or not; ``gated``: gemm1 has gate and up; ``dtype_bytes`` of the operands that
     activations become, 1, 2 or 4; ``capability`` 90 for sm_90, 0 for no NVIDIA GPU; ``may_split``: partial sums of
-    split-K have a place.
+    split-K have a place; ``batch_invariant``: a row's result is the same bits for every number of tokens.
 
     - ``group_size`` columns whose partial sum is scaled by itself, -1: only the finished sum
     - ``permuted``: each column has a scale of its own (activation order)
@@ -40,6 +40,7 @@ class LayerProblem:
     quantizes_h: bool = False
     capability: int = 90
     may_split: bool = True
+    batch_invariant: bool = False
 
     @property
     def bits(self) -> int:
