@@ -22,7 +22,7 @@ def product(launch: Launch) -> tuple[Any, ...]:
     given = launch.arguments
     functions = [getattr(given["functions"], name) for name in ("open_b", "load_b", "multiply", "scale_acc")]
     names = tuple(None if function is None else function.fn.__qualname__ for function in functions)
-    return given["BLOCK_K"], given["SPLIT_K"], given["SWAP_AB"], names
+    return given["BLOCK_K"], given["SPLIT_K"], names
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,9 @@ def test_every_number_of_tokens_has_the_same_products(experts: type[GroupedExper
         heights = set()
         launches = [launch for tokens in TOKENS for launch in call_launches(kernel, tokens)]
         for launch in launches:
-            assert launch.name not in ("gemv_kernel", "split_k_reduce_kernel", "hopper_kernel")
+            assert launch.name not in ("gemv_kernel", "split_k_reduce_kernel")
+            # it sums e4m3 in the tensor cores, and only scales of blocks keep it from that
+            assert launch.name != "hopper_kernel" or keys[0].group_size != -1 or keys[0].dtype.kind.name == "INT"
             if launch.name != "grouped_gemm_kernel":
                 continue
             if launch.arguments["functions"].multiply.fn.__module__ == "moe_core.gemm.lora_kernels":

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from moe_core.gemm.as_stored.scheme import SHORT_STEP, STEP, activation_functions, as_stored_scheme, packed_weight
 from moe_core.gemm.as_stored.tiles import (
+    FEW,
     in_order,
     load_words,
     open_blocks,
@@ -50,7 +51,6 @@ from moe_core.gemm.marlin.convert import Converted
 from moe_core.gemm.marlin.dequant import asm_values, in_columns, pair
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.operand import (
-    FEW,
     LOAD_WORDS,
     multiply,
     multiply_group,

@@ -171,9 +171,11 @@ def test_what_bits_depend_on_is_the_same_for_all_tokens(kind: str) -> None:
             problem = problem_of(kind, shape, capability=capability, batch_invariant=True, may_split=False)
             plans = [launch_plan(problem, tokens) for tokens in (*range(1, 40), *TOKENS)]
             for configs in ({plan.gemm1 for plan in plans}, {plan.gemm2 for plan in plans}):
-                fixed = {(c.split_k, c.swap_ab, c.warp_specialised, c.uniform) for c in configs}
-                assert len(fixed) == 1
                 assert {(c.split_k, c.uniform) for c in configs} == {(1, True)}
+                # of what the warp-specialised kernel computes, it sums this alone as others do
+                blocks = problem.group_size != -1
+                exact = problem.family == "scaled_mm" and (problem.element == "int8" or blocks)
+                assert exact or not any(config.warp_specialised for config in configs)
                 # elsewhere the instruction may follow from the height
                 assert capability == 90 or len(configs) == 1
             assert gemv_plan(problem, 1) is None

@@ -18,6 +18,9 @@ from moe_core.gemm.weight_tile import weight_rows, weight_tile
 from moe_core.jit.casts import INTERPRET
 from moe_core.jit.wait import wait_for_mma
 
+# rows of activations up to which registers are left for the product of a step
+FEW = tl.constexpr(32)
+
 
 @triton.jit
 def arrange(tile, P: tl.constexpr, AXIS: tl.constexpr):
@@ -104,7 +107,7 @@ def add_swap_ab_dot(acc, values, x):
     """acc + values [N, K] @ x [M, K].T"""
     if INTERPRET or x.dtype == tl.float32:
         return tl.dot(values.to(tl.float32), tl.trans(x.to(tl.float32)), acc, input_precision="ieee")
-    elif acc.shape[1] <= 32:
+    elif acc.shape[1] <= FEW:
         # each step's product by itself: ptxas makes every `wgmma` wait for the one before where it cannot tell that
         # nobody else sets a running sum meanwhile (as `fma`: Triton would turn a sum into a running one)
         return tl.fma(tl.dot(values, tl.trans(x)), tl.full(acc.shape, 1.0, tl.float32), acc)

@@ -40,6 +40,7 @@ from moe_core.gemm.launch import (
 from moe_core.gemm.lora import Adapters
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.tile_kernel import PAIR, POSITION
+from moe_core.gemm.uniform import uniform
 from moe_core.lora import LoRA
 from moe_core.ops.batch import Batch
 from moe_core.ops.reduce import reduce_pairs
@@ -177,8 +178,11 @@ class FusedLayer:
             )
             return
         config = weight.tile_config(config)
+        functions = weight.functions(config, a)
+        if config.uniform:
+            functions = functions._replace(multiply=uniform(functions.multiply))
         grouped_gemm(
-            weight.functions(config, a),
+            functions,
             config,
             a=a.arguments,
             b=weight,

@@ -2,10 +2,14 @@
 
 What a plan may change without changing a row's sum, and what it may not, was found by comparing bits on an H200:
 
-- free: how many rows and columns a tile has, its warps, stages, order and tensor maps, dependent launches
-- fixed: whether k loops are split, whether tensor cores are used, the warp-specialised kernel, how products are scaled
+- free: rows and columns of a tile, its warps, stages, order and tensor maps, which operand comes first, dependent
+  launches; of int8 and of e4m3 with scales of blocks also the warp-specialised kernel
+- fixed: whether k loops are split; tiles, and not a product without tensor cores; whether a step's product is summed by
+  itself (`moe_core.gemm.uniform`) and how it is scaled; e4m3 with scales of rows takes no warp-specialised kernel,
+  which sums in the tensor cores
 
-On other GPUs the height of a tile may choose the instruction, so all numbers of tokens have one plan there.
+On other GPUs than those of sm_90 the height of a tile may choose the instruction: there all numbers of tokens have one
+plan.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moe_core.gemm.heuristics.problem import LayerProblem
-from moe_core.gemm.heuristics.tiles import BLOCK_N
 from moe_core.gemm.plan import TileConfig, TilePlan
 
 #: rows per expert for which the one plan of a GPU is made whose bits were not compared: tiles of 32 rows
@@ -30,8 +33,13 @@ def invariant_plan(heuristic: Callable[[LayerProblem, int], TilePlan], problem: 
 
 
 def _invariant(problem: LayerProblem, config: TileConfig) -> TileConfig:
-    if problem.capability == 90 and not config.swap_ab:
-        # few rows want the transposed product: so all have it
-        block_n = min(config.block_n, BLOCK_N)
-        config = TileConfig(64, block_n, 4, 3, 8, True, True)
+    if config.warp_specialised and not _sums_alike(problem):
+        # rows enough for the kernel that is not used: these tiles have registers for the product of a step
+        config = replace(config, block_m=min(config.block_m, 64), warp_specialised=False, tma=True, num_stages=4)
     return replace(config, uniform=True)
+
+
+def _sums_alike(problem: LayerProblem) -> bool:
+    """Whether the warp-specialised kernel sums as the tile kernel does."""
+    blocks = problem.element == "e4m3" and problem.group_size != -1
+    return problem.family == "scaled_mm" and (problem.element == "int8" or blocks)

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_core.gemm.as_stored.tiles import FEW
 from moe_core.gemm.marlin import operand
 from moe_core.gemm.marlin.dequant import int8_values, integers, pair, zero_offset
 from moe_core.gemm.marlin.gemv import GemvFunctions
@@ -60,7 +61,7 @@ def integer_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, An
     if size == -1:
         return operand.open_rows, LOAD_WORDS[bits, -1], _MULTIPLY, operand.scale_acc_rows
     scale_acc = None if matrix.channel_scales is None else operand.scale_acc_channels
-    if size == operand.STEP.value and config.block_m <= operand.FEW.value and not config.uniform:
+    if size == operand.STEP.value and config.block_m <= FEW.value and not config.uniform:
         # each step's product is scaled by itself: beyond, its sums take too many registers
         return operand.open_groups, LOAD_WORDS[bits, 0], _MULTIPLY_GROUP, scale_acc
     return operand.open_groups, LOAD_WORDS[bits, operand.STEP.value // size], _MULTIPLY_SCALED, scale_acc

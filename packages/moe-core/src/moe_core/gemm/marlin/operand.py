@@ -32,8 +32,6 @@ from moe_core.jit.specialize import specialize
 
 #: columns of a step
 STEP = tl.constexpr(128)
-# rows of activations up to which registers are left for the product of a step
-FEW = tl.constexpr(32)
 # set by `specialize`: bits of a code, groups of a step (see `LOAD_WORDS`), and an element type
 BITS = tl.constexpr(4)
 GROUPS = tl.constexpr(0)
