@@ -1,6 +1,7 @@
 """Plans whose rows have the same bits for every number of tokens.
 
-What a plan may change without changing a row's sum, and what it may not, was found by comparing bits on an H200:
+What a plan may change without changing a row's sum, and what it may not, was found by comparing bits on an H200
+(docs/design/batch_invariance.md):
 
 - free: rows and columns of a tile, its warps, stages, order and tensor maps, which operand comes first, dependent
   launches; of int8 and of e4m3 with scales of blocks also the warp-specialised kernel
