@@ -138,7 +138,7 @@ def load_stacked(
         shape = (len(some), *layer.shape(projections[number], suffix))
         found = torch.empty(shape, dtype=stored[number], pin_memory=target.type == "cuda")
         layer.read_all(some, projections[number], suffix, found)
-        return found.to(target) if on_device else found
+        return found.to(target) if on_device and arrange is not None else found
 
     def arranged(found: Tensor) -> Tensor:
         return found if arrange is None else arrange(found)
