@@ -195,10 +195,13 @@ def quantize_static_rows(tile, quant_args, expert, AXIS: tl.constexpr):
 
 @triton.jit
 def quantize_by_amax(tile, quant_args, expert, AXIS: tl.constexpr):
-    """By one scale for everything; quant_args = (codes, magnitudes [count] of parts as bits, count up to 1024)."""
+    """By one scale for everything; quant_args = (codes, magnitudes [count] of parts as int32 bits, count)."""
     codes, amaxes, count = quant_args
-    index = tl.arange(0, 1024)
-    scale = scale_of_codes(tl.max(tl.load(amaxes + index, mask=index < count, other=0), axis=0), codes)
+    amax = tl.zeros((1024,), dtype=tl.int32)
+    for start in range(0, count, 1024):
+        index = start + tl.arange(0, 1024)
+        amax = tl.maximum(amax, tl.load(amaxes + index, mask=index < count, other=0))
+    scale = scale_of_codes(tl.max(amax, axis=0), codes)
     values = saturate(divide(tile, scale), codes)
     if codes.dtype.element_ty == tl.int8:
         return values, tl.where(is_finite(tile, AXIS), scale, float("nan"))
