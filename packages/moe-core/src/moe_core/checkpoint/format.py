@@ -133,18 +133,17 @@ def load_stacked(
     # as stored, on the CPU: from the file straight to its place
     in_place = arrange is None and target.type == "cpu" and all(kind == (dtype or stored[0]) for kind in stored)
 
+    def staging(shape: Sequence[int], kind: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=kind, device="cpu", pin_memory=target.type == "cuda")
+
     def read(some: Sequence[int], number: int) -> Tensor:
         """As stored, on the CPU or where it is arranged."""
-        shape = (len(some), *layer.shape(projections[number], suffix))
-        found = torch.empty(shape, dtype=stored[number], pin_memory=target.type == "cuda")
+        found = staging((len(some), *layer.shape(projections[number], suffix)), stored[number])
         layer.read_all(some, projections[number], suffix, found)
         return found.to(target) if on_device and arrange is not None else found
 
-    def arranged(found: Tensor) -> Tensor:
-        return found if arrange is None else arrange(found)
-
     # what is kept has a shape that only the first expert's tells
-    first = [] if arrange is None else [arranged(read(experts[:1], number)[0]) for number in range(len(projections))]
+    first = [] if arrange is None else [arrange(read(experts[:1], number)[0]) for number in range(len(projections))]
     shapes = [tuple(part.shape) for part in first] or [layer.shape(projection, suffix) for projection in projections]
     kept = dtype or (first[0].dtype if first else stored[0])
     out = torch.empty((len(experts), sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=kept, device=device)
@@ -165,7 +164,7 @@ def load_stacked(
             elif arrange is None:
                 _copy(to, read(some, number))
             else:
-                ready = to if on_device else torch.empty(to.shape, dtype=kept, pin_memory=target.type == "cuda")
+                ready = to if on_device else staging(to.shape, kept)
                 for one, found in zip(ready, read(some, number), strict=True):
                     one.copy_(arrange(found))
                 if not on_device:
