@@ -15,7 +15,7 @@ functions (:class:`TileFunctions`); an :class:`ActivationScheme` says how x and 
 :class:`Converted` its tensors; a step of the k loop has ``STEP`` columns, and up to ``FEW`` rows of activations leave
 registers for the product of a step.  An element type is a function that dequantises words: copies of ``multiply`` and
 ``multiply_group`` with it as ``dequantize`` multiply, ``LOAD_WORDS`` load.  :class:`GemvFunctions` are the element type
-of the GEMV kernels for one token.
+of the GEMV kernels for one token, :class:`WordFunctions` that of the warp-specialised kernel for sm_90.
 
 **As-stored GEMMs** dequantise weights as checkpoints store them.
 
@@ -52,6 +52,7 @@ from moe_core.gemm.marlin.dequant import asm_values, in_columns, pair
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.operand import (
     LOAD_WORDS,
+    exponent_pair,
     multiply,
     multiply_group,
     open_groups,
@@ -63,7 +64,7 @@ from moe_core.gemm.marlin.operand import (
     step_e8m0,
     tile_words,
 )
-from moe_core.gemm.marlin.weight import MarlinMatrix
+from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
 from moe_core.gemm.scaled_mm import (
     LOAD_PARTS,
     is_finite,
@@ -97,7 +98,9 @@ __all__ = [
     "Converted",
     "GemvFunctions",
     "MarlinMatrix",
+    "WordFunctions",
     "asm_values",
+    "exponent_pair",
     "in_columns",
     "multiply",
     "multiply_group",

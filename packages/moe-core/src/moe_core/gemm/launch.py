@@ -30,13 +30,15 @@ class WarpSpecialisedGemm:
     """How the warp-specialised kernel of `moe_core.gemm.hopper` computes a GEMM.
 
     ``tensor`` [E, rows, K] of one byte; ``multiply`` gives its k loop, imported on use; ``weight_scales``: the tuple of
-    scales that ``multiply`` takes; ``depth`` columns of a step.
+    scales that ``multiply`` takes; ``depth`` columns of a step.  ``start`` starts a kernel of the weight's own instead,
+    with the arguments of `moe_core.gemm.hopper_launch.hopper_gemm`, and says what the others are.
     """
 
     tensor: Tensor
     multiply: Callable[[], Any]
     weight_scales: tuple[Any, ...]
     depth: int = 128
+    start: Callable[..., None] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,9 @@ from moe_core.kernel_api import (
     INTERPRET,
     LOAD_WORDS,
     MarlinMatrix,
+    WordFunctions,
     asm_values,
+    exponent_pair,
     in_columns,
     multiply,
     open_groups,
@@ -89,14 +91,27 @@ def _interpreted(words, scale):
 
 
 @triton.jit
+def e2m1_values(words, scale, dtype: tl.constexpr):
+    """The eight numbers of words times `scale`, pairs of `dtype` (`step_e8m0`), as `asm_values`."""
+    asm: tl.constexpr = _FLOAT16 if dtype == tl.float16 else _BFLOAT16
+    return asm_values(asm, 8, "r,r", (words, scale), dtype)
+
+
+@triton.jit
 def e2m1_scaled(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
     """[N, COLUMNS] numbers of `words` [N, W] times their `scales` int32 [N], exact in bfloat16."""
     scale = per_word(step_e8m0(scales, LARGEST, dtype), words.shape[1], 1)
     if INTERPRET:
         return _interpreted(words, scale)
     else:
-        asm: tl.constexpr = _FLOAT16 if dtype == tl.float16 else _BFLOAT16
-        return in_columns(asm_values(asm, 8, "r,r", (words, scale), dtype))
+        return in_columns(e2m1_values(words, scale, dtype))
+
+
+@triton.jit
+def quarter_e2m1(words, scales, U: tl.constexpr, dtype: tl.constexpr):
+    """`e2m1_values` of the words of a quarter, for the warp-specialised kernel; `scales`: ([64] of the step's four)."""
+    scale = exponent_pair((scales[0] >> (8 * U)) & 0xFF, LARGEST, dtype)
+    return e2m1_values(words, scale[:, None], dtype)
 
 
 _MULTIPLY = specialize(multiply, dequantize=e2m1_scaled)
@@ -105,3 +120,8 @@ _MULTIPLY = specialize(multiply, dequantize=e2m1_scaled)
 def e2m1_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, Any, Any]:
     """(open_b, load_b, multiply, scale_acc)."""
     return open_groups, LOAD_WORDS[4, 0], _MULTIPLY, scale_acc_channels
+
+
+def e2m1_words(matrix: MarlinMatrix) -> WordFunctions:
+    """For the warp-specialised kernel; a step has one word of scales."""
+    return WordFunctions(1, lambda: quarter_e2m1)

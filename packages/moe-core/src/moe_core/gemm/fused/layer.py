@@ -164,8 +164,14 @@ class FusedLayer:
         lora: LoRADelta | None,
     ) -> None:
         """One GEMM, by the warp-specialised kernel where that fits, else by the tile kernel."""
-        if a.warp_specialised is not None and a.which == POSITION.value and call.warp_specialises(config, weight):
-            hopper_gemm(
+        special = weight.warp_specialised
+        if (
+            special is not None
+            and a.warp_specialised is not None
+            and a.which == POSITION.value
+            and call.warp_specialises(config, weight)
+        ):
+            (special.start or hopper_gemm)(
                 config,
                 weight=weight,
                 values=a.arguments[0][: call.pairs],

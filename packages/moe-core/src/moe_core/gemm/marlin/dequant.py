@@ -140,6 +140,20 @@ def int8_values(words, dtype: tl.constexpr):
 
 
 @triton.jit
+def integer_values(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr):
+    """The 32 / BITS numbers of `integers`, as `asm_values`; `dtype` has 16 bits."""
+    SCALED: tl.constexpr = scale is not None
+    ZEROS: tl.constexpr = offset is not None
+    asm: tl.constexpr = _TEXTS[(BITS == 8) * 8 + SCALED * 4 + ZEROS * 2 + (dtype == tl.float16)]
+    if SCALED and ZEROS:
+        return asm_values(asm, 32 // BITS, "r,r,r", (words, offset, scale), dtype)
+    elif SCALED or ZEROS:
+        return asm_values(asm, 32 // BITS, "r,r", (words, scale if SCALED else offset), dtype)
+    else:
+        return asm_values(asm, 32 // BITS, "r", (words,), dtype)
+
+
+@triton.jit
 def integers(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr):
     """Codes less their zero points, or less the middle code where `offset` is None, times `scale` if there is one.
 
@@ -152,12 +166,4 @@ def integers(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr):
         factor = 1.0 if scale is None else scale[:, :, None]
         return _interpreted(words, zero, factor, 4 if BITS == 4 else 8)
     else:
-        SCALED: tl.constexpr = scale is not None
-        ZEROS: tl.constexpr = offset is not None
-        asm: tl.constexpr = _TEXTS[(BITS == 8) * 8 + SCALED * 4 + ZEROS * 2 + (dtype == tl.float16)]
-        if SCALED and ZEROS:
-            return in_columns(asm_values(asm, 32 // BITS, "r,r,r", (words, offset, scale), dtype))
-        elif SCALED or ZEROS:
-            return in_columns(asm_values(asm, 32 // BITS, "r,r", (words, scale if SCALED else offset), dtype))
-        else:
-            return in_columns(asm_values(asm, 32 // BITS, "r", (words,), dtype))
+        return in_columns(integer_values(words, offset, scale, BITS, dtype))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moe_core.gemm.launch import GemmWeight
     from moe_core.gemm.marlin.convert import Converted
     from moe_core.gemm.marlin.gemv import GemvFunctions, GemvLayer
-    from moe_core.gemm.marlin.weight import Functions, MarlinMatrix
+    from moe_core.gemm.marlin.weight import Functions, MarlinMatrix, WordFunctions
 
 
 class MarlinExperts(GroupedExperts):
@@ -109,6 +109,10 @@ class MarlinExperts(GroupedExperts):
         """What one token's products take of the element type, or None where tensor cores are ahead."""
         return None
 
+    def word_functions(self, matrix: MarlinMatrix) -> WordFunctions | None:
+        """What the warp-specialised kernel takes of the element type, or None where it has none."""
+        return None
+
     @property
     def operand_dtype(self) -> torch.dtype:
         """Of x and h as they are multiplied."""
@@ -152,7 +156,8 @@ class MarlinExperts(GroupedExperts):
         return self.matrix(name, weights, *self.scales(name, weights))
 
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
-        return self.named_matrix(name, weights).gemm_weight(self.functions)
+        matrix = self.named_matrix(name, weights)
+        return matrix.gemm_weight(self.functions, self.word_functions(matrix))
 
     def gemv_layer(self, weights: KernelWeights) -> GemvLayer | None:
         from moe_core.gemm.launch import Activation
@@ -191,6 +196,11 @@ class MarlinIntegerExperts(MarlinExperts):
         from moe_core.gemm.marlin.integers import integer_gemv
 
         return integer_gemv(matrix)
+
+    def word_functions(self, matrix: MarlinMatrix) -> WordFunctions | None:
+        from moe_core.gemm.marlin.integers import integer_words
+
+        return integer_words(matrix)
 
     @property
     def gathered_columns(self) -> tuple[int, int]:

@@ -14,7 +14,8 @@ from moe_core.gemm.marlin.dequant import int8_values, integers, pair, zero_offse
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.gemv_int4 import PLACES, int4_shifted
 from moe_core.gemm.marlin.operand import LOAD_WORDS, per_word, scale_of, zero_of
-from moe_core.gemm.marlin.weight import MarlinMatrix
+from moe_core.gemm.marlin.quarters import quarter_integers, quarter_scaled_integers
+from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
 from moe_core.gemm.plan import TileConfig
 from moe_core.jit.casts import INTERPRET
 from moe_core.jit.specialize import specialize
@@ -65,6 +66,14 @@ def integer_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, An
         # each step's product is scaled by itself: beyond, its sums take too many registers
         return operand.open_groups, LOAD_WORDS[bits, 0], _MULTIPLY_GROUP, scale_acc
     return operand.open_groups, LOAD_WORDS[bits, operand.STEP.value // size], _MULTIPLY_SCALED, scale_acc
+
+
+def integer_words(matrix: MarlinMatrix) -> WordFunctions | None:
+    """For the warp-specialised kernel, which multiplies 4-bit words."""
+    if matrix.bits != 4:
+        return None
+    groups = 0 if matrix.group_size == -1 else operand.STEP.value // matrix.group_size
+    return WordFunctions(groups, lambda: quarter_integers if groups == 0 else quarter_scaled_integers)
 
 
 def integer_gemv(matrix: MarlinMatrix) -> GemvFunctions | None:

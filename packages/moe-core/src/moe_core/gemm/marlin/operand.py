@@ -161,7 +161,12 @@ def step_e8m0(words, LARGEST: tl.constexpr, dtype: tl.constexpr):
     for bfloat16 the byte is the exponent's field, float16 has it less 224.  For float32, and in the interpreter, it is
     the scale.
     """
-    exponents = step_bytes(words)
+    return exponent_pair(step_bytes(words), LARGEST, dtype)
+
+
+@triton.jit
+def exponent_pair(exponents, LARGEST: tl.constexpr, dtype: tl.constexpr):
+    """`step_e8m0` of single bytes."""
     if INTERPRET or dtype == tl.float32:
         return (exponents << 23).to(tl.float32, bitcast=True) * 2.0 ** (127 - LARGEST)
     elif dtype == tl.float16:

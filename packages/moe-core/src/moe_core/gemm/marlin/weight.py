@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from moe_core.gemm.as_stored.tiles import open_plain
 from moe_core.gemm.fused.plain import Columns
 from moe_core.gemm.fused.scaled_mm_weight import packed_descriptor
 from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions
+from moe_core.gemm.marlin.hopper_launch import words_multiplied
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.scaled_mm import load_values
 
@@ -68,8 +69,11 @@ class MarlinMatrix:
         """How the columns of activations stand."""
         return Columns(self.k, self.index, self.pre_scales)
 
-    def gemm_weight(self, functions: Functions) -> GemmWeight:
-        """What the tile kernel gets, with the ``functions`` of the element type."""
+    def gemm_weight(self, functions: Functions, words: WordFunctions | None = None) -> GemmWeight:
+        """What the tile kernel gets, with the ``functions`` of the element type.
+
+        ``words``: those of the warp-specialised kernel, where it multiplies such a matrix.
+        """
 
         def tile_functions(config: TileConfig, a: OperandA) -> TileFunctions:
             return TileFunctions(*_ROWS[a.form], *functions(self, config))
@@ -82,7 +86,17 @@ class MarlinMatrix:
             bias=self.bias,
             descriptor=packed_descriptor(self.words, 32 // self.bits),
             interleaved=self.interleaved,
+            warp_specialised=None
+            if words is None
+            else words_multiplied(self.words, self.arguments, words.groups, words.dequantize),
         )
+
+
+class WordFunctions(NamedTuple):
+    """What the warp-specialised kernel takes of an element type, see `moe_core.gemm.marlin.quarters`."""
+
+    groups: int
+    dequantize: Callable[[], Any]
 
 
 #: the tile kernel's open_b, load_b, multiply and scale_acc for a matrix and a tile

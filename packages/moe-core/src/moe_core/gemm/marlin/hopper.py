@@ -1,0 +1,477 @@
+"""Words of 4-bit codes x 16-bit activations on Hopper with many rows per expert: dequantising beside the tensor cores.
+
+The tile kernel of `moe_core.gemm` dequantises a step's words and then multiplies them.  Here one warp does nothing but
+request words and activations (tensor memory accelerator, STAGES deep, running ahead into the next tile), and two groups
+of four warps each own 128 rows of a tile of 256 rows of weights.  Each makes the numbers of 64 rows and 64 columns
+while the tensor cores still multiply those before them.  Programs are persistent: one per multiprocessor.
+
+Products are transposed, weights first, from registers.  Activations are four times as many bytes as weights: a tile has
+more rows of weights than of activations, because otherwise the way from L2 would be the limit.  A tile of the schedule
+takes the smallest of HEIGHTS that its rows fit in, so that an expert's last rows cost what they are.
+
+Sums are added up in the order of the tile kernel: results are the same, bit for bit, but for the activation function.
+
+Written in Gluon, because the order of waits is the point; there is no interpreter for it.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from moe_core.gemm.hopper_epilogue import activate
+from moe_core.gemm.hopper_pipeline import free_slot, locate_tile, tma_load
+from moe_core.gemm.marlin.operand import scale_of
+
+# rows of weights of a tile, of one group of four warps, and of one product
+TILE = gl.constexpr(256)
+PART = gl.constexpr(128)
+ROWS = gl.constexpr(64)
+# columns of a step, of one product, and of one word of each of four threads
+STEP = gl.constexpr(128)
+CHUNK = gl.constexpr(64)
+WORDS = gl.constexpr(16)
+_LANES = [[1, 0], [2, 0], [4, 0]]
+_WARPS = [[16, 0], [32, 0]]
+# words [ROWS, 16]: a thread has 16 bytes of row r and of row r + 8
+WORD_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], *_LANES], _WARPS, [], [64, 16])
+)
+# one word u of each of four threads, [ROWS, 4]
+QUARTER = gl.constexpr(gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], *_LANES], _WARPS, [], [64, 4]))
+ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, QUARTER.value))
+
+
+@gluon.jit
+def _height(rows, HEIGHTS: gl.constexpr):
+    """The smallest of the descending HEIGHTS that is not below `rows`."""
+    height = rows * 0 + HEIGHTS[0]
+    for i in gl.static_range(1, len(HEIGHTS)):
+        height = gl.where(rows <= HEIGHTS[i], HEIGHTS[i], height)
+    return height
+
+
+@gluon.jit
+def _quarters(words):
+    """words [64, 16] as four [64, 4]: word u of four threads each."""
+    even, odd = words.reshape([ROWS, 4, 2, 2]).split()
+    word_0, word_2 = even.split()
+    word_1, word_3 = odd.split()
+    return (
+        gl.convert_layout(word_0, QUARTER, assert_trivial=True),
+        gl.convert_layout(word_1, QUARTER, assert_trivial=True),
+        gl.convert_layout(word_2, QUARTER, assert_trivial=True),
+        gl.convert_layout(word_3, QUARTER, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def _columns(values):
+    """[64, 32] in the columns' order, of the eight numbers [64, 4] of words; see `dequant.in_columns`."""
+    low = gl.join(gl.join(values[0], values[1]), gl.join(values[2], values[3]))
+    high = gl.join(gl.join(values[4], values[5]), gl.join(values[6], values[7]))
+    # [row, t, i, j, s] to [row, s, j, t, i]
+    return gl.join(low, high).permute([0, 4, 3, 1, 2]).reshape([64, 32])
+
+
+@gluon.jit
+def _chunk(words, scales, PLACE: gl.constexpr, layout: gl.constexpr, dequantize: gl.constexpr, dtype: gl.constexpr):
+    """Numbers [64, 64] of columns 64 * PLACE .. of a step, as the tensor cores' left operand."""
+    low = _columns(dequantize(words[2 * PLACE], scales, 2 * PLACE, dtype))
+    high = _columns(dequantize(words[2 * PLACE + 1], scales, 2 * PLACE + 1, dtype))
+    numbers = gl.join(low, high).permute([0, 2, 1]).reshape([64, 64])
+    return gl.convert_layout(numbers, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _scales(pointer, k, stride, groups, GROUPS: gl.constexpr):
+    """Scales [64] of the GROUPS groups of step k; 0: of the row."""
+    if GROUPS == 0:
+        return (gl.load(pointer),)
+    elif GROUPS == 1:
+        return (gl.load(pointer + gl.minimum(k, groups - 1) * stride),)
+    elif GROUPS == 2:
+        return (
+            gl.load(pointer + gl.minimum(k * 2, groups - 1) * stride),
+            gl.load(pointer + gl.minimum(k * 2 + 1, groups - 1) * stride),
+        )
+    else:
+        return (
+            gl.load(pointer + gl.minimum(k * 4, groups - 1) * stride),
+            gl.load(pointer + gl.minimum(k * 4 + 1, groups - 1) * stride),
+            gl.load(pointer + gl.minimum(k * 4 + 2, groups - 1) * stride),
+            gl.load(pointer + gl.minimum(k * 4 + 3, groups - 1) * stride),
+        )
+
+
+@gluon.jit
+def _words(ring, turn, WARPGROUP: gl.constexpr):
+    """Words of step `turn`, of both blocks of 64 rows."""
+    x_tiles, w_tiles, full, empty = ring
+    STAGES: gl.constexpr = full.shape[0]
+    slot = turn % STAGES
+    mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+    words = w_tiles.index(slot)
+    return (
+        _quarters(words.slice(WARPGROUP * PART, ROWS, 0).load(WORD_LAYOUT)),
+        _quarters(words.slice(WARPGROUP * PART + ROWS, ROWS, 0).load(WORD_LAYOUT)),
+    )
+
+
+@gluon.jit
+def _zeros(HEIGHT: gl.constexpr):
+    """Sums of 64 rows of weights and HEIGHT of activations; 96 and 48, no powers of two, are two thirds and one."""
+    if HEIGHT % 3 == 0:
+        return (_zeros(HEIGHT // 3 * 2)[0], _zeros(HEIGHT // 3)[0])
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEIGHT, 16]
+        )
+        return (gl.zeros([ROWS, HEIGHT], gl.float32, layout),)
+
+
+@gluon.jit
+def _add(numbers, x, sums):
+    """sums + numbers @ x.T, in flight."""
+    FIRST: gl.constexpr = sums[0].shape[1]
+    sum_0 = warpgroup_mma(numbers, x.slice(0, FIRST, 0).permute((1, 0)), sums[0], is_async=True)
+    if len(sums) == 2:
+        layout: gl.constexpr = gl.DotOperandLayout(0, sums[1].type.layout, 2)
+        same = gl.convert_layout(numbers, layout, assert_trivial=True)
+        sum_1 = warpgroup_mma(same, x.slice(FIRST, FIRST // 2, 0).permute((1, 0)), sums[1], is_async=True)
+        return (sum_0, sum_1)
+    else:
+        return (sum_0,)
+
+
+@gluon.jit
+def _wait(sums, numbers, OTHERS: gl.constexpr):
+    """`sums` once they are there, while OTHERS other `_add`s may be in flight; `numbers` were theirs until now."""
+    if len(sums) == 2:
+        sums = warpgroup_mma_wait(2 * OTHERS, deps=[sums[0], sums[1]])
+    else:
+        sums = (warpgroup_mma_wait(OTHERS, deps=[sums[0]]),)
+    gl.inline_asm_elementwise("", "=r,0", [numbers], dtype=numbers.dtype, is_pure=False, pack=2)
+    return sums
+
+
+@gluon.jit
+def _sums(
+    turn,
+    ring,
+    scale_0,
+    scale_1,
+    stride,
+    groups,
+    steps,
+    HEIGHT: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    dequantize: gl.constexpr,
+):
+    """(sums [64, HEIGHT] of both blocks of 64 rows, number of steps that were taken so far)."""
+    x_tiles, w_tiles, full, empty = ring
+    STAGES: gl.constexpr = full.shape[0]
+    dtype: gl.constexpr = x_tiles.dtype
+    acc_0 = _zeros(HEIGHT)
+    acc_1 = _zeros(HEIGHT)
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc_0[0].type.layout, 2)
+    scales_0 = _scales(scale_0, 0, stride, groups, GROUPS)
+    scales_1 = _scales(scale_1, 0, stride, groups, GROUPS)
+    words_0, words_1 = _words(ring, turn, WARPGROUP)
+    numbers = _chunk(words_0, scales_0, 0, operand, dequantize, dtype)
+    for k in range(steps):
+        slot = turn % STAGES
+        next_0 = scales_0
+        next_1 = scales_1
+        if GROUPS != 0:
+            next_0 = _scales(scale_0, k + 1, stride, groups, GROUPS)
+            next_1 = _scales(scale_1, k + 1, stride, groups, GROUPS)
+        x_0 = x_tiles.index(slot * 2)
+        x_1 = x_tiles.index(slot * 2 + 1)
+        sum_0 = _add(numbers, x_0, acc_0)
+        last = _chunk(words_1, scales_1, 0, operand, dequantize, dtype)
+        sum_1 = _add(last, x_0, acc_1)
+        acc_0 = _wait(sum_0, numbers, 1)
+        numbers = _chunk(words_0, scales_0, 1, operand, dequantize, dtype)
+        sum_0 = _add(numbers, x_1, acc_0)
+        acc_1 = _wait(sum_1, last, 1)
+        last = _chunk(words_1, scales_1, 1, operand, dequantize, dtype)
+        sum_1 = _add(last, x_1, acc_1)
+        acc_0 = _wait(sum_0, numbers, 1)
+        # the next step's first numbers, beside the last products; behind the last step this one's words again
+        words_0, words_1 = _words(ring, turn + (k + 1 < steps).to(gl.int32), WARPGROUP)
+        scales_0 = next_0
+        scales_1 = next_1
+        numbers = _chunk(words_0, scales_0, 0, operand, dequantize, dtype)
+        acc_1 = _wait(sum_1, last, 0)
+        free_slot(ring, turn, True)
+        turn += 1
+    return acc_0, acc_1, turn
+
+
+@gluon.jit
+def _finish(
+    acc,
+    factor,
+    epilogue,
+    result,
+    schedule,
+    expert,
+    start,
+    end,
+    first,
+    N,
+    INTERLEAVED: gl.constexpr,
+):
+    """From a finished product [64, rows] of rows `first` .. of the weights and `start` .. to the stores."""
+    HEIGHT: gl.constexpr = acc.shape[1]
+    pairs = schedule[2]
+    dtype: gl.constexpr = result.out.dtype.element_ty
+    GEMM1: gl.constexpr = epilogue.activation != ""
+    GATED: gl.constexpr = epilogue.gated
+    WIDTH: gl.constexpr = 32 if INTERLEAVED else 64
+    if factor is not None:
+        acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    up = acc
+    if INTERLEAVED:
+        # gate and up alternate in blocks of 8 rows: a thread has both
+        value, up = acc.reshape([4, 2, 8, HEIGHT]).permute([0, 2, 3, 1]).split()
+        value = value.reshape([32, HEIGHT])
+        up = up.reshape([32, HEIGHT])
+        column = first // 2
+    else:
+        value = acc
+        column = first
+    layout: gl.constexpr = value.type.layout
+    columns = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))
+    rows = gl.minimum(start + gl.arange(0, HEIGHT, layout=gl.SliceLayout(0, layout)), end - 1)
+    if epilogue.weights is not None:
+        pair = rows
+        if pairs is not None:
+            pair = gl.load(pairs + rows)
+        weight = gl.load(epilogue.weights + pair)
+        if GEMM1:
+            value = value * weight[None, :]
+            up = up * weight[None, :]
+    if epilogue.bias is not None:
+        bias = epilogue.bias + expert.to(gl.int64) * epilogue.stride_bias
+        value = value + gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
+        if GATED:
+            up = up + gl.load(bias + N + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
+    if GEMM1:
+        value = activate(value, up, epilogue)
+        # what a row has beyond the last column is 0, so that the next product may read it
+        value = gl.where((columns < N)[:, None], value, 0.0)
+    elif epilogue.weights is not None:
+        value = value * weight[None, :]
+    # eight consecutive columns of a row of the result per thread
+    store: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 8, 256 // WIDTH], [1, 4], [0, 1])
+    value = gl.convert_layout(value.to(dtype), store)
+    columns = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, store))
+    place = start + gl.arange(0, HEIGHT, layout=gl.SliceLayout(0, store))
+    exists = place < end
+    if not GEMM1 and pairs is not None:
+        place = gl.load(pairs + gl.minimum(place, end - 1))
+    limit = result.width if GEMM1 else N
+    pointers = result.out + place.to(gl.int64)[None, :] * result.stride + columns[:, None]
+    gl.store(pointers, value, mask=exists[None, :] & (columns < limit)[:, None])
+
+
+@gluon.jit
+def _tile(
+    turn,
+    expert,
+    start,
+    end,
+    block_n,
+    ring,
+    schedule,
+    b_args,
+    result,
+    epilogue,
+    steps,
+    N,
+    rows_per_expert,
+    HEIGHT: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    dequantize: gl.constexpr,
+):
+    """Multiply, finish and store one tile; the number of steps that were taken so far."""
+    words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups = b_args
+    first = block_n * TILE + WARPGROUP * PART
+    row = gl.arange(0, 64, layout=ROW_LAYOUT)
+    row_0 = gl.minimum(first + row, rows_per_expert - 1)
+    row_1 = gl.minimum(first + ROWS + row, rows_per_expert - 1)
+    scale = scales + expert.to(gl.int64) * scale_e
+    acc_0, acc_1, turn = _sums(
+        turn, ring, scale + row_0, scale + row_1, scale_g, groups, steps, HEIGHT, WARPGROUP, GROUPS, dequantize
+    )  # fmt: skip
+    factor_0 = None
+    factor_1 = None
+    if GROUPS == 0:
+        factor_0 = scale_of(gl.load(scale + row_0))
+        factor_1 = scale_of(gl.load(scale + row_1))
+    elif channel_scales is not None:
+        channel = channel_scales + expert.to(gl.int64) * channel_e
+        factor_0 = gl.load(channel + row_0)
+        factor_1 = gl.load(channel + row_1)
+    _finish(acc_0[0], factor_0, epilogue, result, schedule, expert, start, end, first, N, INTERLEAVED)
+    _finish(acc_1[0], factor_1, epilogue, result, schedule, expert, start, end, first + ROWS, N, INTERLEAVED)
+    if len(acc_0) == 2:
+        start += HEIGHT // 3 * 2
+        _finish(acc_0[1], factor_0, epilogue, result, schedule, expert, start, end, first, N, INTERLEAVED)
+        _finish(acc_1[1], factor_1, epilogue, result, schedule, expert, start, end, first + ROWS, N, INTERLEAVED)
+    return turn
+
+
+@gluon.jit
+def _consumer(
+    schedule,
+    b_args,
+    result,
+    epilogue,
+    ring,
+    tiles,
+    blocks_n,
+    steps,
+    N,
+    rows_per_expert,
+    HEIGHTS: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    dequantize: gl.constexpr,
+):
+    """Multiply rows 128 * WARPGROUP .. 128 * WARPGROUP + 127 of every tile of weights."""
+    turn = 0
+    for index in range(gl.program_id(0), tiles * blocks_n, gl.num_programs(0)):
+        expert, start, end, block_n = locate_tile(index, schedule, tiles, blocks_n, GROUP_M)
+        height = _height(end - start, HEIGHTS)
+        for i in gl.static_range(len(HEIGHTS)):
+            if height == HEIGHTS[i]:
+                turn = _tile(
+                    turn, expert, start, end, block_n, ring, schedule, b_args, result, epilogue, steps, N,
+                    rows_per_expert, HEIGHTS[i], WARPGROUP, GROUPS, INTERLEAVED, dequantize,
+                )  # fmt: skip
+
+
+@gluon.jit
+def _producer(
+    x_desc,
+    w_desc,
+    schedule,
+    ring,
+    tiles,
+    blocks_n,
+    steps,
+    rows_per_expert,
+    HEIGHTS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """Request every tile that this program multiplies, as far ahead as there is room."""
+    tiles_ptr, offsets, pairs = schedule
+    x_tiles, w_tiles, full, empty = ring
+    STAGES: gl.constexpr = full.shape[0]
+    BOX: gl.constexpr = x_desc.block_shape[0]
+    BYTES: gl.constexpr = TILE * WORDS * 4
+    turn = 0
+    for index in range(gl.program_id(0), tiles * blocks_n, gl.num_programs(0)):
+        expert, start, end, block_n = locate_tile(index, schedule, tiles, blocks_n, GROUP_M)
+        row = expert * rows_per_expert + block_n * TILE
+        height = _height(end - start, HEIGHTS)
+        for k in range(steps):
+            slot = turn % STAGES
+            mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
+            ready = full.index(slot)
+            for i in gl.static_range(len(HEIGHTS)):
+                mbarrier.expect(ready, BYTES + HEIGHTS[i] * STEP * 2, pred=height == HEIGHTS[i])
+            tma_load(w_desc, [row, k * WORDS], ready, w_tiles.index(slot))
+            for box in gl.static_range(HEIGHTS[0] // BOX):
+                for place in gl.static_range(2):
+                    target = x_tiles.index(slot * 2 + place).slice(box * BOX, BOX, 0)
+                    source = [start + box * BOX, k * STEP + place * CHUNK]
+                    tma_load(x_desc, source, ready, target, pred=height > box * BOX)
+            turn += 1
+
+
+@gluon.jit
+def words_kernel(
+    x_desc,
+    w_desc,
+    schedule,
+    b_args,
+    result,
+    epilogue,
+    N,
+    K,
+    rows_per_expert,
+    HEIGHTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    dequantize: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """One program per multiprocessor.
+
+    GEMM1: out [P, width] = act(x w13^T + bias), rows in sorted order; gemm2: out[pair] = x w2^T + bias.
+
+    - x_desc [P, K] in sorted order and w_desc [E * rows_per_expert, words]: descriptors
+    - b_args as the tile kernel's device functions have it, schedule, result and epilogue as there
+    - N columns of the result, of one half where gated; INTERLEAVED: gate and up rows alternate in blocks of 8
+    - HEIGHTS descending, the first is that of the schedule's tiles: powers of two, and three quarters of them; `x_desc`
+      has blocks of a common divisor
+    - GROUPS of a step of 128 columns that have scales of their own, 0: rows have one each; dequantize: see
+      `moe_core.gemm.marlin.quarters`
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, HEIGHTS[0], CHUNK], x_desc.layout)
+    w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TILE, WORDS], w_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    fence_async_shared()
+    ring = (x_tiles, w_tiles, full, empty)
+    tiles = gl.load(schedule[0])
+    steps = gl.cdiv(K, STEP)
+    blocks_n = gl.cdiv(rows_per_expert, TILE)
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
+                (
+                    schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
+                    HEIGHTS, gl.constexpr(0), GROUPS, INTERLEAVED, GROUP_M, dequantize,
+                ),
+            ),
+            (
+                _consumer,
+                (
+                    schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
+                    HEIGHTS, gl.constexpr(1), GROUPS, INTERLEAVED, GROUP_M, dequantize,
+                ),
+            ),
+            (
+                _producer,
+                (x_desc, w_desc, schedule, ring, tiles, blocks_n, steps, rows_per_expert, HEIGHTS, GROUP_M),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
