@@ -31,7 +31,8 @@ class WarpSpecialisedGemm:
 
     ``tensor`` [E, rows, K] of one byte; ``multiply`` gives its k loop, imported on use; ``weight_scales``: the tuple of
     scales that ``multiply`` takes; ``depth`` columns of a step.  ``start`` starts a kernel of the weight's own instead,
-    with the arguments of `moe_core.gemm.hopper_launch.hopper_gemm`, and says what the others are.
+    with the arguments of `moe_core.gemm.hopper_launch.hopper_gemm`, and says what the others are.  ``rows`` that the
+    schedule's tiles may have.
     """
 
     tensor: Tensor
@@ -39,6 +40,7 @@ class WarpSpecialisedGemm:
     weight_scales: tuple[Any, ...]
     depth: int = 128
     start: Callable[..., None] | None = None
+    rows: tuple[int, ...] = (128,)
 
 
 @dataclass(frozen=True, eq=False)

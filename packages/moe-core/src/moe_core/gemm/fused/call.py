@@ -61,7 +61,9 @@ class Call:
 
     def warp_specialises(self, config: TileConfig, weight: GemmWeight) -> bool:
         """Whether the warp-specialised kernel computes a GEMM whose rows lie as it wants them."""
-        return weight.warp_specialised is not None and self.adapters is None and hopper_fits(config, weight)
+        special = weight.warp_specialised
+        fits = special is not None and self.plan.block_m in special.rows
+        return fits and self.adapters is None and hopper_fits(config, weight)
 
     def partials(self, split: int, columns: int) -> Tensor:
         """[pairs * split, columns] float32 of programs that share k loops."""

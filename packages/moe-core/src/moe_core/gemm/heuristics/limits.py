@@ -55,7 +55,8 @@ def rounding(problem: LayerProblem, config: TileConfig) -> tuple[bool, bool]:
     """What of a configuration decides how numbers are rounded; see the module."""
     plain = problem.family == "scaled_mm" and problem.element in ("e4m3", "int8")
     summed = plain and (problem.element == "int8" or problem.group_size != -1)
-    return config.block_m <= FEW and not plain, config.warp_specialised and not summed
+    running = config.warp_specialised and problem.family == "scaled_mm" and not summed
+    return config.block_m <= FEW and not plain, running
 
 
 def refusals(problem: LayerProblem, plan: Plan, first: int, last: int) -> list[str]:

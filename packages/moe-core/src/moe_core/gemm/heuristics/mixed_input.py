@@ -1,7 +1,8 @@
 """Launch configurations of mixed_input: 16-bit activations, and weights that were repacked at load.
 
 Every product is transposed (`swap_ab`).  Tiles of 4-bit words have 128 rows of weights and four warps: the 16-bit
-numbers of more do not fit their registers.  8-bit words take twice the shared memory: tiles of 128 rows of activations
+numbers of more do not fit their registers.  From 24 rows per expert on sm_90 has a kernel of its own for them
+(`moe_core.gemm.marlin.hopper`), with 256 rows of weights.  8-bit words take twice the shared memory: tiles of 128 rows of activations
 would leave one program of four warps on a multiprocessor, and get 256 rows of weights and eight warps, or two stages.
 """
 
@@ -52,6 +53,10 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         if problem.gated or gemm2_steps % 2 == 0:
             return TilePlan(TileConfig(128, 2 * BLOCK_N, 8, 3, 8, True, True), gemm2)
         return TilePlan(TileConfig(128, BLOCK_N, 4, 2, 8, True, True), gemm2)
+    if problem.capability == 90 and not problem.permuted:
+        # the warp-specialised kernel takes the rows of the schedule's tiles; the rest is for where it can't
+        some = replace(some, warp_specialised=True)
+        return TilePlan(some if mean <= 48 else replace(some, block_m=128), some)
     if mean <= 48:
         return TilePlan(some if e2m1 else few, TileConfig(64, BLOCK_N, 4, 3, 1, True, True))
     if mean <= 96:

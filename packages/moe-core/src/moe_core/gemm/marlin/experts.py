@@ -125,7 +125,9 @@ class MarlinExperts(GroupedExperts):
 
     @cached_property
     def problem(self) -> LayerProblem:
-        return replace(super().problem, dtype_bytes=self.operand_dtype.itemsize)
+        # activations that are gathered are by pair; batched rows lie by expert in any case
+        permuted = any(self.gathered_columns) and not self.batched
+        return replace(super().problem, dtype_bytes=self.operand_dtype.itemsize, permuted=permuted)
 
     def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> GemvPlan | None:
         """Launch parameters where so many tokens are multiplied without tensor cores."""

@@ -41,7 +41,7 @@ def words_multiplied(
     ``arguments``: `b_args` of the tile kernel's device functions; ``groups`` of a step of 128 columns that have scales
     of their own, 0: rows have one each; ``dequantize`` gives a function of `moe_core.gemm.marlin.quarters`.
     """
-    return WarpSpecialisedGemm(words, dequantize, (*arguments, groups), STEP, words_gemm)
+    return WarpSpecialisedGemm(words, dequantize, (*arguments, groups), STEP, words_gemm, tuple(HEIGHTS))
 
 
 def words_gemm(
