@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+import torch
+from moe_core import FusedMoEConfig, kInt4Static, kInt4Static32Asym, kInt8Static
 from moe_core.device import DeviceInfo
 from moe_core.gemm.activation_tile import load_indexed
 from moe_core.jit.launch import record
 from moe_core.testing import ConformanceTests
-from moe_core.testing.compile_cases import experts_specimens
+from moe_core.testing.compile_cases import call_on_meta, experts_specimens
 from moe_wna16.experts.marlin import BatchedMarlinWNA16Experts, MarlinWNA16Experts
 
 
@@ -29,3 +34,30 @@ def test_single_columns_are_compiled():
             specimen.launch()
         gemms = [one.arguments["functions"] for one in launches if one.name == "grouped_gemm_kernel"]
         assert [functions.load_a for functions in gemms] == [load_indexed] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "key", "hidden", "tokens", "expected"),
+    [
+        ("sm90", kInt4Static, 1024, 400, ["words_kernel"] * 2),
+        ("sm90", kInt4Static32Asym, 1024, 1500, ["words_kernel"] * 2),
+        # rows of x that do not start at multiples of 16 bytes; those of h do
+        ("sm90", kInt4Static, 1020, 400, ["grouped_gemm_kernel", "words_kernel"]),
+        ("sm90", kInt4Static, 1024, 96, ["grouped_gemm_kernel"] * 2),
+        ("sm90", kInt8Static, 1024, 400, ["grouped_gemm_kernel"] * 2),
+        ("sm100", kInt4Static, 1024, 400, ["grouped_gemm_kernel"] * 2),
+        ("sm90", replace(kInt4Static, permuted=True), 1024, 400, ["grouped_gemm_kernel"] * 2),
+    ],
+)
+def test_many_rows_on_hopper(device, key, hidden, tokens, expected):
+    """With 25 rows per expert and more 4-bit words are dequantised beside the tensor cores."""
+    config = FusedMoEConfig(8, 2, hidden, 512, dtype=torch.bfloat16)
+    experts = MarlinWNA16Experts(config, weight_key=key, activation_key=None, device=DeviceInfo.parse(device))
+    with record() as launches:
+        call_on_meta(experts, tokens)
+    gemms = [one for one in launches if one.name in ("grouped_gemm_kernel", "words_kernel")]
+    assert [one.name for one in gemms] == expected
+    for one in gemms:
+        if one.name == "words_kernel":
+            # a tile of the schedule is one of the kernel's
+            assert one.arguments["HEIGHTS"][0] == (64 if tokens <= 192 else 128)

@@ -1,9 +1,10 @@
 """Launch configurations of mixed_input: 16-bit activations, and weights that were repacked at load.
 
 Every product is transposed (`swap_ab`).  Tiles of 4-bit words have 128 rows of weights and four warps: the 16-bit
-numbers of more do not fit their registers.  From 24 rows per expert on sm_90 has a kernel of its own for them
-(`moe_core.gemm.marlin.hopper`), with 256 rows of weights.  8-bit words take twice the shared memory: tiles of 128 rows of activations
-would leave one program of four warps on a multiprocessor, and get 256 rows of weights and eight warps, or two stages.
+numbers of more do not fit their registers.  With more than 24 rows per expert sm_90 has a kernel of its own for them,
+which dequantises beside the tensor cores (`moe_core.gemm.marlin.hopper`).  8-bit words take twice the shared memory:
+tiles of 128 rows of activations would leave one program of four warps on a multiprocessor, and get 256 rows of weights
+and eight warps, or two stages.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         return TilePlan(TileConfig(128, BLOCK_N, 4, 2, 8, True, True), gemm2)
     if problem.capability == 90 and not problem.permuted:
         # the warp-specialised kernel takes the rows of the schedule's tiles; the rest is for where it can't
-        some = replace(some, warp_specialised=True)
-        return TilePlan(some if mean <= 48 else replace(some, block_m=128), some)
+        some, many = replace(some, warp_specialised=True), replace(many, warp_specialised=True)
+        return TilePlan(some if mean <= 48 else many, many if mean > 384 else some)
     if mean <= 48:
         return TilePlan(some if e2m1 else few, TileConfig(64, BLOCK_N, 4, 3, 1, True, True))
     if mean <= 96:

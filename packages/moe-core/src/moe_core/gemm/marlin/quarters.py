@@ -34,4 +34,3 @@ def quarter_scaled_integers(words, scales, U: tl.constexpr, dtype: tl.constexpr)
         return integer_values(words, zero_offset(zero_of(found), 4, dtype)[:, None], factor, 4, dtype)
     else:
         return integer_values(words, None, factor, 4, dtype)
-

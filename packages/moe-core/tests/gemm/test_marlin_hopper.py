@@ -1,0 +1,192 @@
+"""The warp-specialised kernel of 4-bit words beside the tile kernel, whose sums it adds up in the same order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from moe_core.gemm.launch import Activation, OperandA, Result, Routing, grouped_gemm
+from moe_core.gemm.marlin.convert import convert_integers
+from moe_core.gemm.marlin.hopper_launch import HEIGHTS, RING, STEP, TILE, WORDS, words_gemm
+from moe_core.gemm.marlin.integers import integer_functions, integer_words
+from moe_core.gemm.marlin.weight import MarlinMatrix
+from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.tile_kernel import PAIR, POSITION
+from moe_core.ops.sort import SortedPairs, sort_pairs, sort_workspaces
+from moe_core.quant_key import GroupShape, kInt4Static, kInt4StaticAsym
+
+#: rows of each expert: every height with its first and last number of rows, none, and several tiles
+COUNTS = (128, 0, 97, 96, 65, 64, 49, 48, 33, 32, 1, 300)
+
+
+class Product:
+    """Weights [E, N or 2N, K] of random codes, rows of ``COUNTS`` in the sorted order, and both kernels' results."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        group: int = 128,
+        zeros: bool = False,
+        gated: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        n: int = 200,
+        k: int = 400,
+        bias: bool = False,
+    ) -> None:
+        generator = torch.Generator().manual_seed(n + k + group)
+        base = kInt4StaticAsym if zeros else kInt4Static
+        key = replace(base, scale=replace(base.scale, group_shape=GroupShape(1, group)))
+        experts, rows, groups = len(COUNTS), 2 * n if gated else n, 1 if group == -1 else -(-k // group)
+
+        def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+            return torch.randint(low, high, shape, generator=generator)
+
+        self.scale = (torch.rand(experts, rows, groups, generator=generator) / 50 + 0.001).bfloat16()
+        self.codes = draw(0, 16, experts, rows, k).to(torch.uint8)
+        self.zeros = draw(0, 17, experts, rows, groups).to(torch.uint8) if zeros else None
+        self.group, self.dtype, self.device = group, dtype, device
+        packed = (self.codes[..., 0::2] | self.codes[..., 1::2] << 4).to(device)
+        made = convert_integers(
+            packed,
+            self.scale.to(device),
+            key,
+            k,
+            zero_point=None if self.zeros is None else self.zeros.to(device),
+            interleaved=gated,
+            dtype=dtype,
+        )
+        self.bias = torch.randn(experts, rows, generator=generator).bfloat16().to(device) if bias else None
+        matrix = MarlinMatrix(
+            made.words, 4, n, k, group, made.scales, made.channel_scales, self.bias, interleaved=gated
+        )
+        self.weight = matrix.gemm_weight(integer_functions, integer_words(matrix))
+        ids = torch.repeat_interleave(torch.arange(experts), torch.tensor(COUNTS))
+        ids = torch.cat([ids, torch.tensor([-1] * 5)])[torch.randperm(len(ids) + 5, generator=generator)]
+        router = torch.rand(len(ids), 1, generator=generator)
+        self.routing = Routing(ids.int()[:, None].to(device), router.to(device), experts)
+        self.values = torch.randn(len(ids), k, generator=generator).to(dtype).to(device)
+        self.columns = n
+
+    def pairs(self, rows: int) -> SortedPairs:
+        experts = len(COUNTS)
+        specs = sort_workspaces(len(self.values), experts, rows)
+        workspace = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs}
+        return sort_pairs(self.routing.ids, experts, rows, workspace=workspace)
+
+    def poisoned(self) -> torch.Tensor:
+        return torch.full((len(self.values), self.columns), float("nan"), dtype=self.dtype, device=self.device)
+
+    def special(self, rows: int, activation: Activation | None) -> torch.Tensor:
+        out = self.poisoned()
+        words_gemm(
+            TileConfig(rows, 128, 4, 3, 8, swap_ab=True, warp_specialised=True),
+            weight=self.weight,
+            values=self.values,
+            scales=(),
+            out=Result(out),
+            pairs=self.pairs(rows),
+            routing=self.routing,
+            activation=activation,
+            pdl=False,
+        )
+        return out
+
+    def tiles(self, activation: Activation | None) -> torch.Tensor:
+        out, config = self.poisoned(), TileConfig(64, 128, 4, 3, 8, swap_ab=True)
+        a = OperandA((self.values, self.values.stride(0), self.values.shape[1]), POSITION.value, "masked")
+        grouped_gemm(
+            self.weight.functions(config, a),
+            config,
+            a=a.arguments,
+            b=self.weight,
+            out=Result(out),
+            pairs=self.pairs(64),
+            routing=self.routing,
+            activation=activation,
+            block_k=128,
+            pdl=False,
+            a_rows=a.which,
+            out_rows=PAIR.value if activation is None else POSITION.value,
+        )
+        return out
+
+    def exact(self) -> torch.Tensor:
+        """The product without activation, float64 [pairs, N]; NaN where there is none."""
+        size = self.values.shape[1] if self.group == -1 else self.group
+
+        def wide(x: torch.Tensor) -> torch.Tensor:
+            return x.double().repeat_interleave(size, 2)[..., : self.codes.shape[2]]
+
+        w = (self.codes.double() - (8 if self.zeros is None else wide(self.zeros))) * wide(self.scale)
+        order = self.pairs(64)
+        out = torch.full((len(self.values), self.columns), float("nan"), dtype=torch.float64)
+        values, pairs = self.values.double().cpu(), order.pairs.cpu().long()
+        for expert, count in enumerate(COUNTS):
+            first = sum(COUNTS[:expert])
+            z = values[first : first + count] @ w[expert].T
+            if self.bias is not None:
+                z = z + self.bias[expert].double().cpu()
+            rows = pairs[first : first + count]
+            out[rows] = z * self.routing.weights[rows].double().cpu()
+        return out
+
+
+@pytest.fixture
+def hopper(device: torch.device) -> torch.device:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is Hopper's own")
+    return device
+
+
+CASES = [
+    {},
+    {"dtype": torch.float16, "bias": True},
+    {"group": 64, "n": 264},
+    {"group": 32, "zeros": True, "dtype": torch.float16, "k": 416},
+    {"group": -1, "bias": True},
+    {"group": -1, "zeros": True, "k": 1024, "n": 1000},
+    {"zeros": True, "k": 136},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products_have_the_bits_of_the_tile_kernel(case, hopper):
+    product = Product(hopper, **case)
+    expected, exact = product.tiles(None), product.exact()
+    for rows in HEIGHTS:
+        found = product.special(rows, None)
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    some = ~exact.isnan()
+    found = expected.double().cpu()
+    assert torch.equal(found.isnan(), ~some)
+    # weights are rounded to 16 bits with their scale, and so is the result: 2^-9 each at most
+    assert float((found - exact)[some].norm() / exact[some].norm()) < 2**-8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu2_no_mul"])
+def test_activated_products(name, hopper):
+    product = Product(hopper, gated=not name.endswith("_no_mul"), bias=True)
+    expected = product.tiles(Activation(name))
+    for rows in HEIGHTS:
+        found = product.special(rows, Activation(name))
+        some = ~expected.isnan()
+        assert torch.equal(found.isnan(), ~some)
+        if name == "silu":  # by another formula
+            assert float((found - expected)[some].double().norm() / expected[some].double().norm()) < 2**-12
+        else:
+            assert torch.equal(found[some], expected[some])
+
+
+@pytest.mark.parametrize("rows", HEIGHTS)
+def test_heights(rows):
+    heights = HEIGHTS[rows]
+    assert heights[0] == rows
+    assert list(heights) == sorted(heights, reverse=True)
+    # parts of sums are powers of two that tensor cores have, and blocks of the copies fit all
+    assert all(height % 16 == 0 and height // (3 if height % 3 == 0 else 1) % 8 == 0 for height in heights)
+    # words and activations of three steps at least, beside 24 KB for the epilogue
+    assert RING // (TILE * WORDS * 4 + rows * STEP * 2) >= 3
