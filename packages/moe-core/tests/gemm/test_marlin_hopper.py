@@ -64,27 +64,30 @@ class Product:
         self.weight = matrix.gemm_weight(integer_functions, integer_words(matrix))
         ids = torch.repeat_interleave(torch.arange(experts), torch.tensor(COUNTS))
         ids = torch.cat([ids, torch.tensor([-1] * 5)])[torch.randperm(len(ids) + 5, generator=generator)]
-        router = torch.rand(len(ids), 1, generator=generator)
-        self.routing = Routing(ids.int()[:, None].to(device), router.to(device), experts)
-        self.values = torch.randn(len(ids), k, generator=generator).to(dtype).to(device)
-        self.columns = n
+        router = torch.rand(len(ids) // 2, 2, generator=generator)
+        self.routing = Routing(ids.int().view(-1, 2).to(device), router.to(device), experts)
+        self.columns, self.number = n, len(ids)
+        self.tokens = torch.randn(len(ids) // 2, k, generator=generator).to(dtype).to(device)
+        self.values = torch.zeros(len(ids), k, dtype=dtype, device=device)
+        some = self.pairs(64).pairs[: sum(COUNTS)].long()
+        self.values[: sum(COUNTS)] = self.tokens[some // 2]
 
     def pairs(self, rows: int) -> SortedPairs:
         experts = len(COUNTS)
-        specs = sort_workspaces(len(self.values), experts, rows)
+        specs = sort_workspaces(self.number, experts, rows)
         workspace = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs}
         return sort_pairs(self.routing.ids, experts, rows, workspace=workspace)
 
     def poisoned(self) -> torch.Tensor:
-        return torch.full((len(self.values), self.columns), float("nan"), dtype=self.dtype, device=self.device)
+        return torch.full((self.number, self.columns), float("nan"), dtype=self.dtype, device=self.device)
 
-    def special(self, rows: int, activation: Activation | None) -> torch.Tensor:
+    def special(self, rows: int, activation: Activation | None, gathers: bool = False) -> torch.Tensor:
         out = self.poisoned()
         words_gemm(
             TileConfig(rows, 128, 4, 3, 8, swap_ab=True, warp_specialised=True),
             weight=self.weight,
-            values=self.values,
-            scales=(),
+            values=self.tokens if gathers else self.values,
+            scales=(2,) if gathers else (),
             out=Result(out),
             pairs=self.pairs(rows),
             routing=self.routing,
@@ -121,7 +124,7 @@ class Product:
 
         w = (self.codes.double() - (8 if self.zeros is None else wide(self.zeros))) * wide(self.scale)
         order = self.pairs(64)
-        out = torch.full((len(self.values), self.columns), float("nan"), dtype=torch.float64)
+        out = torch.full((self.number, self.columns), float("nan"), dtype=torch.float64)
         values, pairs = self.values.double().cpu(), order.pairs.cpu().long()
         for expert, count in enumerate(COUNTS):
             first = sum(COUNTS[:expert])
@@ -129,7 +132,7 @@ class Product:
             if self.bias is not None:
                 z = z + self.bias[expert].double().cpu()
             rows = pairs[first : first + count]
-            out[rows] = z * self.routing.weights[rows].double().cpu()
+            out[rows] = z * self.routing.weights.flatten()[rows].double().cpu()[:, None]
         return out
 
 
@@ -157,8 +160,9 @@ def test_products_have_the_bits_of_the_tile_kernel(case, hopper):
     product = Product(hopper, **case)
     expected, exact = product.tiles(None), product.exact()
     for rows in HEIGHTS:
-        found = product.special(rows, None)
-        assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+        for gathers in (False, True) if product.tokens.shape[1] % 16 == 0 else (False,):
+            found = product.special(rows, None, gathers)
+            assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
     some = ~exact.isnan()
     found = expected.double().cpu()
     assert torch.equal(found.isnan(), ~some)
@@ -172,7 +176,7 @@ def test_activated_products(name, hopper):
     product = Product(hopper, gated=not name.endswith("_no_mul"), bias=True)
     expected = product.tiles(Activation(name))
     for rows in HEIGHTS:
-        found = product.special(rows, Activation(name))
+        found = product.special(rows, Activation(name), gathers=True)
         some = ~expected.isnan()
         assert torch.equal(found.isnan(), ~some)
         if name == "silu":  # by another formula

@@ -32,7 +32,7 @@ class WarpSpecialisedGemm:
     ``tensor`` [E, rows, K] of one byte; ``multiply`` gives its k loop, imported on use; ``weight_scales``: the tuple of
     scales that ``multiply`` takes; ``depth`` columns of a step.  ``start`` starts a kernel of the weight's own instead,
     with the arguments of `moe_core.gemm.hopper_launch.hopper_gemm`, and says what the others are.  ``rows`` that the
-    schedule's tiles may have.
+    schedule's tiles may have; ``gathers``: it reads the rows of tokens too.
     """
 
     tensor: Tensor
@@ -41,6 +41,7 @@ class WarpSpecialisedGemm:
     depth: int = 128
     start: Callable[..., None] | None = None
     rows: tuple[int, ...] = (128,)
+    gathers: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,7 +39,7 @@ from moe_core.gemm.launch import (
 )
 from moe_core.gemm.lora import Adapters
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.tile_kernel import PAIR, POSITION
+from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
 from moe_core.gemm.uniform import uniform
 from moe_core.lora import LoRA
 from moe_core.ops.batch import Batch
@@ -168,7 +168,7 @@ class FusedLayer:
         if (
             special is not None
             and a.warp_specialised is not None
-            and a.which == POSITION.value
+            and (a.which == POSITION.value or (a.which == TOKEN.value and special.gathers))
             and call.warp_specialises(config, weight)
         ):
             (special.start or hopper_gemm)(

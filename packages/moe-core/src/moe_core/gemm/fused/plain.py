@@ -11,8 +11,6 @@ from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, first_rows, padded
 from moe_core.gemm.launch import OperandA, Result, Routing
 from moe_core.gemm.tile_kernel import POSITION, TOKEN
-from moe_core.ops.permute import gather_rows
-from moe_core.ops.sort import SortedPairs
 from moe_core.workspace import WorkspaceSpec
 
 
@@ -60,30 +58,9 @@ class PlainScheme(ActivationScheme):
         )
 
     def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
-        order, routing = call.order(), call.routing
-        if isinstance(order, SortedPairs) and isinstance(routing, Routing) and self._sorts_x(call):
-            return order, self._sorted_x(call, order, routing)
-        which = (TOKEN if isinstance(routing, Routing) else POSITION).value
+        order = call.order()
+        which = (TOKEN if isinstance(call.routing, Routing) else POSITION).value
         return order, self._rows(call, call.x, self.x, which, by_token=True)
-
-    def _sorts_x(self, call: Call) -> bool:
-        """Whether gemm1 reads the rows of a tile side by side; rows of ``y`` have to start at multiples of 16 bytes."""
-        plain = self.x.index is None and self.x.pre_scales is None
-        return plain and call.w13.k % 8 == 0 and call.warp_specialises(call.plan.gemm1, call.w13)
-
-    def _sorted_x(self, call: Call, order: SortedPairs, routing: Routing) -> OperandA:
-        """x in the sorted order, where gemm2 is going to leave its result."""
-        rows = call.workspace["y"][: call.pairs]
-        gather_rows(
-            call.x,
-            order.pairs[: call.pairs],
-            per_row=routing.top_k,
-            count=order.offsets[-1:],
-            out=rows,
-            pdl=call.plan.pdl,
-            backend="triton",
-        )
-        return self._rows(call, rows, self.x, POSITION.value, by_token=True)
 
     def result(self, call: Call) -> Result:
         return Result(call.workspace["h"])
@@ -106,7 +83,11 @@ class PlainScheme(ActivationScheme):
         aligned = reachable and present % 8 == 0
         if not columns.indexes(present):
             arguments = (x, x.stride(0), k) if form == "masked" else (x, x.stride(0))
-            return OperandA(arguments, which, form, aligned, () if reachable else None)
+            special: tuple[int, ...] | None = () if reachable else None
+            if which == TOKEN.value:
+                # gathered by the warp-specialised kernel itself, as the compiler knows it can: 32 bytes at a time
+                special = (call.routing.top_k,) if reachable and k % 16 == 0 and x.stride(0) % 16 == 0 else None
+            return OperandA(arguments, which, form, aligned, special)
         if index is None:
             raise TypeError(f"the weight has {k} columns, the activations {present}, and there is no index")
         stride = 0 if pre_scales is None else pre_scales.stride(0)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -112,12 +113,15 @@ def _scales(pointer, k, stride, groups, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def _words(ring, turn, WARPGROUP: gl.constexpr):
+def _words(ring, turn, WARPGROUP: gl.constexpr, GATHERS: gl.constexpr):
     """Words of step `turn`, of both blocks of 64 rows."""
     x_tiles, w_tiles, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
     slot = turn % STAGES
     mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+    if GATHERS:
+        # threads wrote the activations, the tensor cores read them
+        fence_async_shared()
     words = w_tiles.index(slot)
     return (
         _quarters(words.slice(WARPGROUP * PART, ROWS, 0).load(WORD_LAYOUT)),
@@ -175,6 +179,7 @@ def _sums(
     WARPGROUP: gl.constexpr,
     GROUPS: gl.constexpr,
     dequantize: gl.constexpr,
+    GATHERS: gl.constexpr,
 ):
     """(sums [64, HEIGHT] of both blocks of 64 rows, number of steps that were taken so far)."""
     x_tiles, w_tiles, full, empty = ring
@@ -185,7 +190,7 @@ def _sums(
     operand: gl.constexpr = gl.DotOperandLayout(0, acc_0[0].type.layout, 2)
     scales_0 = _scales(scale_0, 0, stride, groups, GROUPS)
     scales_1 = _scales(scale_1, 0, stride, groups, GROUPS)
-    words_0, words_1 = _words(ring, turn, WARPGROUP)
+    words_0, words_1 = _words(ring, turn, WARPGROUP, GATHERS)
     numbers = _chunk(words_0, scales_0, 0, operand, dequantize, dtype)
     for k in range(steps):
         slot = turn % STAGES
@@ -207,7 +212,7 @@ def _sums(
         sum_1 = _add(last, x_1, acc_1)
         acc_0 = _wait(sum_0, numbers, 1)
         # the next step's first numbers, beside the last products; behind the last step this one's words again
-        words_0, words_1 = _words(ring, turn + (k + 1 < steps).to(gl.int32), WARPGROUP)
+        words_0, words_1 = _words(ring, turn + (k + 1 < steps).to(gl.int32), WARPGROUP, GATHERS)
         scales_0 = next_0
         scales_1 = next_1
         numbers = _chunk(words_0, scales_0, 0, operand, dequantize, dtype)
@@ -305,6 +310,7 @@ def _tile(
     GROUPS: gl.constexpr,
     INTERLEAVED: gl.constexpr,
     dequantize: gl.constexpr,
+    GATHERS: gl.constexpr,
 ):
     """Multiply, finish and store one tile; the number of steps that were taken so far."""
     words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups = b_args
@@ -314,7 +320,7 @@ def _tile(
     row_1 = gl.minimum(first + ROWS + row, rows_per_expert - 1)
     scale = scales + expert.to(gl.int64) * scale_e
     acc_0, acc_1, turn = _sums(
-        turn, ring, scale + row_0, scale + row_1, scale_g, groups, steps, HEIGHT, WARPGROUP, GROUPS, dequantize
+        turn, ring, scale + row_0, scale + row_1, scale_g, groups, steps, HEIGHT, WARPGROUP, GROUPS, dequantize, GATHERS
     )  # fmt: skip
     factor_0 = None
     factor_1 = None
@@ -352,6 +358,7 @@ def _consumer(
     INTERLEAVED: gl.constexpr,
     GROUP_M: gl.constexpr,
     dequantize: gl.constexpr,
+    GATHERS: gl.constexpr,
 ):
     """Multiply rows 128 * WARPGROUP .. 128 * WARPGROUP + 127 of every tile of weights."""
     turn = 0
@@ -362,7 +369,7 @@ def _consumer(
             if height == HEIGHTS[i]:
                 turn = _tile(
                     turn, expert, start, end, block_n, ring, schedule, b_args, result, epilogue, steps, N,
-                    rows_per_expert, HEIGHTS[i], WARPGROUP, GROUPS, INTERLEAVED, dequantize,
+                    rows_per_expert, HEIGHTS[i], WARPGROUP, GROUPS, INTERLEAVED, dequantize, GATHERS,
                 )  # fmt: skip
 
 
@@ -406,8 +413,54 @@ def _producer(
 
 
 @gluon.jit
+def _gathering_producer(
+    x_rows,
+    w_desc,
+    schedule,
+    ring,
+    tiles,
+    blocks_n,
+    steps,
+    K,
+    rows_per_expert,
+    HEIGHTS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """As `_producer`, by four warps that copy the rows of tokens, 16 bytes each thread."""
+    x, stride, per_row = x_rows
+    x_tiles, w_tiles, full, empty = ring
+    STAGES: gl.constexpr = full.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    place = gl.arange(0, HEIGHTS[0], layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
+    turn = 0
+    for index in range(gl.program_id(0), tiles * blocks_n, gl.num_programs(0)):
+        expert, start, end, block_n = locate_tile(index, schedule, tiles, blocks_n, GROUP_M)
+        row = expert * rows_per_expert + block_n * TILE
+        token = gl.load(schedule[2] + gl.minimum(start + place, end - 1)) // per_row
+        source = x + token.to(gl.int64) * stride
+        wanted = place < _height(end - start, HEIGHTS)
+        for k in range(steps):
+            slot = turn % STAGES
+            mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
+            ready = full.index(slot)
+            mbarrier.expect(ready, TILE * WORDS * 4)
+            tma_load(w_desc, [row, k * WORDS], ready, w_tiles.index(slot))
+            for half in gl.static_range(2):
+                at = k * STEP + half * CHUNK + column
+                async_copy.async_copy_global_to_shared(
+                    x_tiles.index(slot * 2 + half),
+                    source[:, None] + at[None, :],
+                    mask=wanted[:, None] & (at < K)[None, :],
+                )
+            async_copy.mbarrier_arrive(ready, increment_count=False)
+            turn += 1
+
+
+@gluon.jit
 def words_kernel(
     x_desc,
+    x_rows,
     w_desc,
     schedule,
     b_args,
@@ -439,39 +492,68 @@ def words_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, HEIGHTS[0], CHUNK], x_desc.layout)
+    GATHERS: gl.constexpr = x_desc is None
+    dtype: gl.constexpr = x_rows[0].dtype.element_ty if GATHERS else x_desc.dtype
+    x_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    x_tiles = gl.allocate_shared_memory(dtype, [STAGES * 2, HEIGHTS[0], CHUNK], x_layout)
     w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TILE, WORDS], w_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(full.index(slot), count=129 if GATHERS else 1)
         mbarrier.init(empty.index(slot), count=2)
     fence_async_shared()
     ring = (x_tiles, w_tiles, full, empty)
     tiles = gl.load(schedule[0])
     steps = gl.cdiv(K, STEP)
     blocks_n = gl.cdiv(rows_per_expert, TILE)
-    gl.warp_specialize(
-        [
-            (
-                _consumer,
+    if GATHERS:
+        gl.warp_specialize(
+            [
                 (
-                    schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
-                    HEIGHTS, gl.constexpr(0), GROUPS, INTERLEAVED, GROUP_M, dequantize,
+                    _consumer,
+                    (
+                        schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
+                        HEIGHTS, gl.constexpr(0), GROUPS, INTERLEAVED, GROUP_M, dequantize, gl.constexpr(True),
+                    ),
                 ),
-            ),
-            (
-                _consumer,
                 (
-                    schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
-                    HEIGHTS, gl.constexpr(1), GROUPS, INTERLEAVED, GROUP_M, dequantize,
+                    _consumer,
+                    (
+                        schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
+                        HEIGHTS, gl.constexpr(1), GROUPS, INTERLEAVED, GROUP_M, dequantize, gl.constexpr(True),
+                    ),
                 ),
-            ),
-            (
-                _producer,
-                (x_desc, w_desc, schedule, ring, tiles, blocks_n, steps, rows_per_expert, HEIGHTS, GROUP_M),
-            ),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+                (
+                    _gathering_producer,
+                    (x_rows, w_desc, schedule, ring, tiles, blocks_n, steps, K, rows_per_expert, HEIGHTS, GROUP_M),
+                ),
+            ],
+            [4, 4],
+            [224, 56],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consumer,
+                    (
+                        schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
+                        HEIGHTS, gl.constexpr(0), GROUPS, INTERLEAVED, GROUP_M, dequantize, gl.constexpr(False),
+                    ),
+                ),
+                (
+                    _consumer,
+                    (
+                        schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
+                        HEIGHTS, gl.constexpr(1), GROUPS, INTERLEAVED, GROUP_M, dequantize, gl.constexpr(False),
+                    ),
+                ),
+                (
+                    _producer,
+                    (x_desc, w_desc, schedule, ring, tiles, blocks_n, steps, rows_per_expert, HEIGHTS, GROUP_M),
+                ),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip

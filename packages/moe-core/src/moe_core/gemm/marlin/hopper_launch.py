@@ -41,7 +41,7 @@ def words_multiplied(
     ``arguments``: `b_args` of the tile kernel's device functions; ``groups`` of a step of 128 columns that have scales
     of their own, 0: rows have one each; ``dequantize`` gives a function of `moe_core.gemm.marlin.quarters`.
     """
-    return WarpSpecialisedGemm(words, dequantize, (*arguments, groups), STEP, words_gemm, tuple(HEIGHTS))
+    return WarpSpecialisedGemm(words, dequantize, (*arguments, groups), STEP, words_gemm, tuple(HEIGHTS), gathers=True)
 
 
 def words_gemm(
@@ -56,7 +56,10 @@ def words_gemm(
     activation: Activation | None,
     pdl: bool,
 ) -> None:
-    """As `moe_core.gemm.hopper_launch.hopper_gemm`, for ``values`` [P, K] of 16 bits, which have no ``scales``."""
+    """As `moe_core.gemm.hopper_launch.hopper_gemm`, for ``values`` [P, K] of 16 bits, which have no scales.
+
+    ``scales`` () where they are sorted; of tokens, (top-k,), in whole 32 bytes.
+    """
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -73,14 +76,18 @@ def words_gemm(
     stages = RING // (TILE * WORDS * 4 + height * STEP * 2)
     device = out.values.device
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    rows_of_tiles = rows_of_tokens = None
+    if scales:
+        rows_of_tokens = (values, values.stride(0), *scales)
+    else:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        box = [math.gcd(*heights), STEP // 2]
+        rows_of_tiles = TensorDescriptor.from_tensor(values[:, : weight.k], box, layout)
     launch(
         words_kernel,
         (min(num_sms, routing.max_tiles(height) * -(-rows // TILE)),),
-        TensorDescriptor.from_tensor(
-            values[:, : weight.k],
-            [math.gcd(*heights), STEP // 2],
-            gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
-        ),
+        rows_of_tiles,
+        rows_of_tokens,
         TensorDescriptor.from_tensor(
             torch.as_strided(words, (experts * rows, width), (words.stride(1), 1)),
             [TILE, WORDS],
