@@ -1,9 +1,10 @@
 """Words of 4-bit codes x 16-bit activations on Hopper with many rows per expert: dequantising beside the tensor cores.
 
 The tile kernel of `moe_core.gemm` dequantises a step's words and then multiplies them.  Here one warp does nothing but
-request words and activations (tensor memory accelerator, STAGES deep, running ahead into the next tile), and two groups
-of four warps each own 128 rows of a tile of 256 rows of weights.  Each makes the numbers of 64 rows and 64 columns
-while the tensor cores still multiply those before them.  Programs are persistent: one per multiprocessor.
+request words and activations (tensor memory accelerator, STAGES deep, running ahead into the next tile); rows of
+tokens, which no tensor map gathers, take four warps of 16-byte copies.  Two groups of four warps each own 128 rows of a
+tile of 256 rows of weights.  Each makes the numbers of 64 rows and 64 columns while the tensor cores still multiply
+those before them.  Programs are persistent: one per multiprocessor.
 
 Products are transposed, weights first, from registers.  Activations are four times as many bytes as weights: a tile has
 more rows of weights than of activations, because otherwise the way from L2 would be the limit.  A tile of the schedule
@@ -30,6 +31,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from moe_core.gemm.hopper_epilogue import activate
 from moe_core.gemm.hopper_pipeline import free_slot, locate_tile, tma_load
 from moe_core.gemm.marlin.operand import scale_of
+
+# the name of Triton 3.6, where a newer one is missing
+copy_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 # rows of weights of a tile, of one group of four warps, and of one product
 TILE = gl.constexpr(256)
@@ -382,6 +386,7 @@ def _producer(
     tiles,
     blocks_n,
     steps,
+    K,
     rows_per_expert,
     HEIGHTS: gl.constexpr,
     GROUP_M: gl.constexpr,
@@ -448,7 +453,7 @@ def _gathering_producer(
             tma_load(w_desc, [row, k * WORDS], ready, w_tiles.index(slot))
             for half in gl.static_range(2):
                 at = k * STEP + half * CHUNK + column
-                async_copy.async_copy_global_to_shared(
+                copy_rows(
                     x_tiles.index(slot * 2 + half),
                     source[:, None] + at[None, :],
                     mask=wanted[:, None] & (at < K)[None, :],
@@ -482,6 +487,7 @@ def words_kernel(
     GEMM1: out [P, width] = act(x w13^T + bias), rows in sorted order; gemm2: out[pair] = x w2^T + bias.
 
     - x_desc [P, K] in sorted order and w_desc [E * rows_per_expert, words]: descriptors
+    - or x_rows = (x [tokens, K], row stride, pairs of a token), x_desc None: GATHERS
     - b_args as the tile kernel's device functions have it, schedule, result and epilogue as there
     - N columns of the result, of one half where gated; INTERLEAVED: gate and up rows alternate in blocks of 8
     - HEIGHTS descending, the first is that of the schedule's tiles: powers of two, and three quarters of them; `x_desc`
@@ -508,52 +514,30 @@ def words_kernel(
     steps = gl.cdiv(K, STEP)
     blocks_n = gl.cdiv(rows_per_expert, TILE)
     if GATHERS:
-        gl.warp_specialize(
-            [
-                (
-                    _consumer,
-                    (
-                        schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
-                        HEIGHTS, gl.constexpr(0), GROUPS, INTERLEAVED, GROUP_M, dequantize, gl.constexpr(True),
-                    ),
-                ),
-                (
-                    _consumer,
-                    (
-                        schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
-                        HEIGHTS, gl.constexpr(1), GROUPS, INTERLEAVED, GROUP_M, dequantize, gl.constexpr(True),
-                    ),
-                ),
-                (
-                    _gathering_producer,
-                    (x_rows, w_desc, schedule, ring, tiles, blocks_n, steps, K, rows_per_expert, HEIGHTS, GROUP_M),
-                ),
-            ],
-            [4, 4],
-            [224, 56],
-        )  # fmt: skip
+        x = x_rows
     else:
-        gl.warp_specialize(
-            [
+        x = x_desc
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
                 (
-                    _consumer,
-                    (
-                        schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
-                        HEIGHTS, gl.constexpr(0), GROUPS, INTERLEAVED, GROUP_M, dequantize, gl.constexpr(False),
-                    ),
+                    schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
+                    HEIGHTS, gl.constexpr(0), GROUPS, INTERLEAVED, GROUP_M, dequantize, GATHERS,
                 ),
+            ),
+            (
+                _consumer,
                 (
-                    _consumer,
-                    (
-                        schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
-                        HEIGHTS, gl.constexpr(1), GROUPS, INTERLEAVED, GROUP_M, dequantize, gl.constexpr(False),
-                    ),
+                    schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
+                    HEIGHTS, gl.constexpr(1), GROUPS, INTERLEAVED, GROUP_M, dequantize, GATHERS,
                 ),
-                (
-                    _producer,
-                    (x_desc, w_desc, schedule, ring, tiles, blocks_n, steps, rows_per_expert, HEIGHTS, GROUP_M),
-                ),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
+            ),
+            (
+                _gathering_producer if GATHERS else _producer,
+                (x, w_desc, schedule, ring, tiles, blocks_n, steps, K, rows_per_expert, HEIGHTS, GROUP_M),
+            ),
+        ],
+        [4, 4 if GATHERS else 1],
+        [224 if GATHERS else 240, 56 if GATHERS else 24],
+    )  # fmt: skip
