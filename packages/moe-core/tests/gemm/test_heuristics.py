@@ -125,6 +125,27 @@ def test_rows_of_a_tile_grow_with_the_rows_of_an_expert(kind: str) -> None:
     assert rows[-1] == 128
 
 
+@pytest.mark.parametrize(
+    ("shape", "tokens", "expected"),
+    [
+        ((2, 8, 4096, 14336), 640, (True, False)),
+        ((8, 128, 2048, 768), 2560, (True, True)),
+        ((8, 128, 2048, 768), 8192, (True, False)),
+        ((8, 32, 7168, 2048), 640, (True, True)),
+        ((8, 32, 7168, 2048), 384, (False, True)),
+        ((8, 256, 7168, 256), 5120, (False, True)),
+    ],
+)
+def test_short_tiles_are_for_short_loops_with_scales_along_k(
+    shape: tuple[int, int, int, int], tokens: int, expected: tuple[bool, bool]
+) -> None:
+    for kind, wanted in (("e4m3 blocks", expected), ("e4m3", (False, False))):
+        plan = plan_of(kind, tokens, *shape)
+        assert plan.gemm1.warp_specialised
+        assert plan.gemm2.warp_specialised
+        assert (plan.gemm1.short_tiles, plan.gemm2.short_tiles) == wanted
+
+
 def test_few_tiles_share_loops() -> None:
     assert plan_of("mixed int4", 1, 8, 256, 7168, 256).gemm1.split_k == 8
     assert plan_of("mixed int4", 1, 2, 8, 4096, 14336).gemm1.split_k == 4

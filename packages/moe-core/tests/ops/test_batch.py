@@ -31,6 +31,7 @@ def test_tiles(counts, block_m, device):
     expected = [(e, e * 40 + start) for e, count in enumerate(counts) for start in range(0, count, block_m)]
     tiles = found.tiles.tolist()
     assert tiles[0] == len(expected) <= batch.max_tiles(block_m)
+    assert tiles[1] == 0
     assert list(zip(tiles[2::2], tiles[3::2], strict=True))[: tiles[0]] == expected
     assert found.offsets[1:].tolist() == [e * 40 + count for e, count in enumerate(counts)]
 

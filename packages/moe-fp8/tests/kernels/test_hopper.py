@@ -7,6 +7,8 @@ adds 2^-9 at most, rounding to e4m3 an error that is uniform within half a step 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton.language as tl
@@ -24,6 +26,7 @@ WIDE, NARROW = 2**-9 + 2**-10, 2**-4 / 3**0.5 + 2**-10
 #: rows per expert: none, a tail of one row, half tiles, more than two tiles
 COUNTS = (129, 0, 300, 64, 200)
 CONFIG = TileConfig(128, 128, 4, 4, 8, warp_specialised=True)
+SHORT = replace(CONFIG, short_tiles=True)
 
 
 def e4m3(generator, *shape):
@@ -89,7 +92,7 @@ class Product:
         tiles = [(e, self.starts[e] + r) for e, count in enumerate(COUNTS) for r in range(0, count, TILE)]
         most = max_tiles(rows, experts, TILE) if capacity is None else experts * -(-capacity // TILE)
         listed = torch.full((2 + 2 * most,), -7777, dtype=torch.int32)
-        listed[0] = len(tiles)
+        listed[0], listed[1] = len(tiles), 0
         listed[2 : 2 + 2 * len(tiles)] = torch.tensor(tiles, dtype=torch.int32).flatten()
         ends = torch.tensor([0] + [s + c for s, c in zip(self.starts, COUNTS, strict=True)], dtype=torch.int32)
         self.routing: Routing | Batch
@@ -114,7 +117,7 @@ class Product:
         kind = "" if not amax else "tensor" if amax == 1 else "row"
         self.result = Result(values, made, None, static, amax=bits, amax_kind=kind, kind=out)
 
-    def run(self):
+    def run(self, config=CONFIG):
         from moe_core.gemm.hopper_scaled_mm import scaled_mm
         from moe_fp8.kernels.hopper_blockwise import scaled_mm_blockwise
 
@@ -133,7 +136,7 @@ class Product:
         kind = self.activation
         params = None if kind is None else kind.resolve_params(None)
         hopper_launch.hopper_gemm(
-            CONFIG,
+            config,
             weight=GemmWeight((), self.columns, self.w.shape[2], bias=bias, warp_specialised=special),
             values=on["a"],
             scales=arguments[0],
@@ -184,6 +187,7 @@ class Product:
 
     def check(self, tolerance):
         self.run()
+        assert int(self.order.tiles[1]) == 0
         error = norm = 0.0
         for expert, count in enumerate(COUNTS):
             if not count:
@@ -241,6 +245,24 @@ def test_smaller_blocks(block, hopper):
 def test_batched_rows(hopper):
     Product(hopper, "rows", "silu", capacity=300).check(WIDE)
     Product(hopper, "blocks", None, capacity=310, columns=336).check(WIDE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capacity", [None, 300])
+@pytest.mark.parametrize("scales", ["blocks", "rows"])
+@pytest.mark.parametrize("name", ["silu", "relu2_no_mul", None])
+def test_short_tiles_change_no_bit(name, scales, capacity, hopper):
+    # an odd number of column blocks: the last of a short tile has no neighbour
+    for columns in (656, 128):
+        found = []
+        for config in (CONFIG, SHORT):
+            product = Product(hopper, scales, name, columns=columns, width=columns + 112, capacity=capacity)
+            product.result.values.view(torch.uint8).fill_(0x7F)
+            product.run(config)
+            assert int(product.order.tiles[1]) == 0
+            found.append(product.result.values.view(torch.uint8))
+        assert torch.equal(*found)
+        assert not bool((found[0] == 0x7F).all())
 
 
 @pytest.mark.gpu

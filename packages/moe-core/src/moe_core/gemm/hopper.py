@@ -3,7 +3,8 @@
 The tile kernel of `moe_core.gemm` alternates between the tensor cores and the scaling of their results, and waits in
 between.  Here one warp does nothing but request tiles (tensor memory accelerator, STAGES deep, running ahead into the
 next tile), and two groups of four warps each own 64 rows of a 128-row tile: while one scales, the other multiplies.
-Programs are persistent: one per multiprocessor, which walks through the tiles with a stride.
+Programs are persistent: one per multiprocessor, which takes one tile after the other.  Where the last tile of an expert
+has 64 rows or fewer, the two groups may share its rows, and each own a column block.
 
 The operand A has the rows of a tile next to each other ([P, K] in sorted order, or [E * T_max, K]).  Each program
 computes two blocks of 128 columns: gate and up, joined in the epilogue, or neighbours n and n + 128 of a plain product.
@@ -23,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe_core.gemm.hopper_epilogue import activate, add_bias, store_activated, store_block
-from moe_core.gemm.hopper_pipeline import HALF, LAYOUT, TILE, locate_tile, producer
+from moe_core.gemm.hopper_pipeline import HALF, LAYOUT, TILE, allocate_queue, is_short, locate_tile, producer, receive
 
 
 @gluon.jit
@@ -34,6 +35,7 @@ def _consumer(
     result,
     epilogue,
     ring,
+    queue,
     tiles,
     blocks_n,
     steps,
@@ -41,8 +43,12 @@ def _consumer(
     multiply: gl.constexpr,
     WARPGROUP: gl.constexpr,
     GROUP_M: gl.constexpr,
+    SHORT: gl.constexpr,
 ):
-    """Multiply rows 64 * WARPGROUP .. 64 * WARPGROUP + 63 of every tile, scale, finish and store."""
+    """Multiply rows 64 * WARPGROUP .. 64 * WARPGROUP + 63 of every tile, scale, finish and store.
+
+    Of a short tile all rows, and column block n + WARPGROUP.
+    """
     pairs = schedule[2]
     dtype: gl.constexpr = result.out.dtype.element_ty
     GEMM1: gl.constexpr = epilogue.activation != ""
@@ -55,12 +61,21 @@ def _consumer(
     store: gl.constexpr = LAYOUT if bits == 32 else rows_first
     BLOCKS: gl.constexpr = 1 if GATED else 2
     turn = 0
-    expert, start, end, block_n = locate_tile(gl.program_id(0), schedule, tiles, blocks_n, GROUP_M)
-    for index in range(gl.program_id(0), tiles * blocks_n, gl.num_programs(0)):
+    received = 1
+    index = receive(queue, 0)
+    expert, start, end, first_block = locate_tile(index, schedule, tiles, blocks_n, GROUP_M)
+    while index < tiles * blocks_n:
         # what the next tile is arrives while this one is multiplied
-        following = index + gl.num_programs(0)
-        next_expert, next_start, next_end, next_block = locate_tile(following, schedule, tiles, blocks_n, GROUP_M)
-        first = start + WARPGROUP * HALF
+        index = receive(queue, received)
+        received += 1
+        next_expert, next_start, next_end, next_block = locate_tile(index, schedule, tiles, blocks_n, GROUP_M)
+        short = is_short(start, end) if SHORT else False
+        first = start + gl.where(short, 0, WARPGROUP * HALF)
+        block_n = first_block + gl.where(short, WARPGROUP, 0)
+        # the slots of a short tile are in turn one consumer's and the other's
+        own = gl.where(short, WARPGROUP, 0)
+        stride = gl.where(short, 2, 1)
+        slots = (ring[0], ring[1], ring[2], ring[3], turn + own, stride)
         row = gl.minimum(first + gl.arange(0, HALF, layout=rows_layout), end - 1)
         target = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, store))
         place = target
@@ -68,9 +83,9 @@ def _consumer(
             place = gl.load(pairs + gl.minimum(target, end - 1))
         if epilogue.weights is not None:
             weight = gl.load(epilogue.weights + gl.load(pairs + row))
-        acc_0, acc_1, turn = multiply(
-            turn, row, expert, block_n, a_args, b_args, ring, steps, N, WARPGROUP, GATED
-        )  # fmt: skip
+        zero = turn - turn  # 0 as a value that changes
+        acc_0, acc_1, taken = multiply(zero, row, expert, block_n, a_args, b_args, slots, steps, N, WARPGROUP, GATED)
+        turn += taken * stride
         if first < end:
             if GEMM1 and epilogue.weights is not None:
                 acc_0 = acc_0 * weight[:, None]
@@ -100,7 +115,7 @@ def _consumer(
         expert = next_expert
         start = next_start
         end = next_end
-        block_n = next_block
+        first_block = next_block
 
 
 @gluon.jit
@@ -118,6 +133,7 @@ def hopper_kernel(
     multiply: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
+    SHORT: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """One program per multiprocessor.
@@ -127,6 +143,7 @@ def hopper_kernel(
     - a_desc [P, K], b_desc [E * rows_per_expert, K]: descriptors with blocks of 128 x depth of a step
     - a_args and b_args, the scales, see `multiply`; schedule, result and epilogue as in the tile kernel
     - N columns of the result, of one half where gated
+    - SHORT: how tiles of at most 64 rows are computed, see `hopper_pipeline`; the result is the same
     """
     if PDL:
         gdc_wait()
@@ -139,6 +156,7 @@ def hopper_kernel(
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
+    queue = allocate_queue()
     fence_async_shared()
     ring = (a_tiles, b_tiles, full, empty)
     tiles = gl.load(schedule[0])
@@ -152,20 +170,23 @@ def hopper_kernel(
             (
                 _consumer,
                 (
-                    schedule, a_args, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, multiply,
-                    gl.constexpr(0), GROUP_M,
+                    schedule, a_args, b_args, result, epilogue, ring, queue, tiles, blocks_n, steps, N, multiply,
+                    gl.constexpr(0), GROUP_M, SHORT,
                 ),
             ),
             (
                 _consumer,
                 (
-                    schedule, a_args, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, multiply,
-                    gl.constexpr(1), GROUP_M,
+                    schedule, a_args, b_args, result, epilogue, ring, queue, tiles, blocks_n, steps, N, multiply,
+                    gl.constexpr(1), GROUP_M, SHORT,
                 ),
             ),
             (
                 producer,
-                (a_desc, b_desc, schedule, ring, tiles, blocks_n, steps, rows_per_expert, second, GROUP_M, BLOCKS),
+                (
+                    a_desc, b_desc, schedule, ring, queue, tiles, blocks_n, steps, rows_per_expert, second, GROUP_M,
+                    BLOCKS, SHORT,
+                ),
             ),
         ],
         [4, 1],

@@ -24,13 +24,13 @@ def hopper_fits(config: TileConfig, weight: GemmWeight) -> bool:
     return config.warp_specialised and weight.descriptor is not None
 
 
-def _descriptor(matrix: Tensor, depth: int) -> Any:
-    """Tensor descriptor of a contiguous-column matrix of one-byte elements, in blocks of 128 x ``depth``."""
+def _descriptor(matrix: Tensor, rows: int, depth: int) -> Any:
+    """Tensor descriptor of a contiguous-column matrix of one-byte elements, in blocks of ``rows`` x ``depth``."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=depth, element_bitwidth=8, rank=2)
-    return TensorDescriptor.from_tensor(matrix, [TILE, depth], layout)
+    return TensorDescriptor.from_tensor(matrix, [rows, depth], layout)
 
 
 def hopper_gemm(
@@ -66,8 +66,8 @@ def hopper_gemm(
     launch(
         hopper_kernel,
         (min(num_sms, max_tiles),),
-        _descriptor(values, depth),
-        _descriptor(torch.as_strided(tensor, (experts * rows, columns), (tensor.stride(1), 1)), depth),
+        _descriptor(values, TILE // 2, depth),
+        _descriptor(torch.as_strided(tensor, (experts * rows, columns), (tensor.stride(1), 1)), TILE, depth),
         schedule_of(pairs),
         scales,
         special.weight_scales,
@@ -79,6 +79,7 @@ def hopper_gemm(
         multiply=special.multiply(),
         STAGES=STAGES * TILE // depth,
         GROUP_M=config.group_m,
+        SHORT=config.short_tiles,
         pdl=pdl,
         num_warps=4,
     )

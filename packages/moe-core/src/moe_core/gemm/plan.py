@@ -21,6 +21,7 @@ class TileConfig:
     - ``warp_specialised``: take the scheme's warp-specialised kernel where it has one that fits; elsewhere the other
       values hold
     - ``uniform``: products are scaled in the way that every tile height can, also where this one has a faster way
+    - ``short_tiles``: the warp-specialised kernel computes two column blocks at a time of tiles with at most 64 rows
     """
 
     block_m: int
@@ -33,6 +34,7 @@ class TileConfig:
     split_k: int = 1
     warp_specialised: bool = False
     uniform: bool = False
+    short_tiles: bool = False
 
 
 @dataclass(frozen=True)

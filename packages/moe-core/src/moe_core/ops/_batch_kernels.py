@@ -56,6 +56,7 @@ def batch_kernel(
         tl.store(ends + 1 + me, me * capacity + own)
         if me == num_experts - 1:
             tl.store(tiles, first_tile + tl.cdiv(own, tile_rows))
+            tl.store(tiles + 1, 0)
         for start in range(0, tl.cdiv(own, tile_rows), 32):
             tile = start + tl.arange(0, 32)
             exists = tile < tl.cdiv(own, tile_rows)

@@ -102,6 +102,7 @@ def _place(
         tl.store(offsets + experts, first, mask=experts < num_experts)
         tl.store(offsets + num_experts, tl.sum(total, axis=0))
         tl.store(tiles, tl.sum(count_tiles, axis=0))
+        tl.store(tiles + 1, 0)
     lane = tl.arange(0, BLOCK_P)
     for start in range(begin, end, BLOCK_P):
         pair = start + lane
@@ -159,6 +160,7 @@ def _sort_tiny(
     if me == num_experts - 1:
         tl.store(offsets + num_experts, first + own)
         tl.store(tiles, first_tile + tl.cdiv(own, tile_rows))
+        tl.store(tiles + 1, 0)
     tl.store(sorted_pairs + first + rank, pair, mask=mine)
     if positions is not None:
         tl.store(positions + pair, first + rank, mask=mine)

@@ -4,7 +4,8 @@
                               entries beyond offsets[E] are not written
     offsets   [E + 1] int32   rows of expert e are offsets[e] .. offsets[e + 1]
     tiles     [2 + 2T] int32  tiles[0] tiles of block_m rows; tile t belongs to expert tiles[2 + 2t], its first row is
-                              tiles[3 + 2t]; T = `max_tiles`
+                              tiles[3 + 2t]; T = `max_tiles`; tiles[1] is 0, for a kernel that counts what it has given
+                              to its programs
     positions [P] int32       the inverse of pairs, on request; not written for pairs of no group
 
 Nothing is padded and no data is moved.  A pair whose id is negative, beyond the number of experts or mapped to -1 by

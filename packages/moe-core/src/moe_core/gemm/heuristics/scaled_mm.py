@@ -6,6 +6,8 @@ columns together, so that weights and activations are found in L2.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moe_core.gemm.heuristics.decoded import decoded_plan
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import (
@@ -56,7 +58,24 @@ def scaled_mm_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     # Pointers, not descriptors: 128 x 2 x 128 accumulators leave no registers for the descriptors' bookkeeping.
     # No dependent launch: persistent programs that come early take room from the kernel before them.
     many = TileConfig(128, block, 8, 3, 8, warp_specialised=True)
-    return TilePlan(many, many, False)
+    gemm1_short, gemm2_short = _short_tiles(problem, mean)
+    return TilePlan(replace(many, short_tiles=gemm1_short), replace(many, short_tiles=gemm2_short), False)
+
+
+def _short_tiles(problem: LayerProblem, mean: float) -> tuple[bool, bool]:
+    """Whether the warp-specialised kernel computes 64 rows of short tiles, of gemm1 and of gemm2.
+
+    Two column blocks at a time ask for weights at another pace than the whole tile beside them: over long k loops one
+    runs away from the other, and L2 no longer has what both read.  Where products are summed over all of k, consumers
+    free a slot a step later, and starve with half of the slots.
+    """
+    if problem.group_size == -1:
+        return False, False
+    hidden, inner = problem.hidden_size, problem.intermediate_size
+    # with two column blocks, 256 columns in all, there is nothing but such pairs: measured from 768 on
+    gemm1 = (hidden <= 4096 and inner >= 512) or (hidden <= 8192 and inner >= 1024 and mean >= 144)
+    # many rows have few short tiles, and programs of short loops look at each tile before they take it
+    return gemm1, inner <= 4096 and mean <= 224
 
 
 def _small_shared_plan(mean: float, block: int, capability: int) -> TilePlan:
