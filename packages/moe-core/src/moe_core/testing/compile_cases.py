@@ -52,7 +52,6 @@ class Feature:
     mapped: bool = False
     on_input: bool = False
     lora: bool = False
-    invariant: bool = False
 
 
 FEATURES = (
@@ -61,7 +60,6 @@ FEATURES = (
     Feature("bias", MoEActivation.SWIGLUOAI, bias=True, mapped=True),
     Feature("lora", lora=True),
     Feature("on_input", on_input=True),
-    Feature("invariant", invariant=True),
     Feature("gelu", MoEActivation.GELU, mapped=True),
 )
 
@@ -131,6 +129,24 @@ def experts_specimens(experts: type[GroupedExperts], target: DeviceInfo) -> Iter
                 break
         if weight_key is not None and weight_key.permuted and weight_key.group_size != -1:
             yield from _shards(experts, weight_key, activation_key, target)
+    yield from _invariant(experts, target)
+
+
+def _invariant(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specimen]:
+    """A batch-invariant layer: plans that no other layer has."""
+    name, count, top_k, hidden, size = LAYERS[1]
+    claims, environment = experts.claims, Environment.current()
+    dtype = min(claims.dtypes, key=str)
+    config = FusedMoEConfig(count, top_k, hidden, size, dtype=dtype, batch_invariant=True)
+    config = replace(config, activation_format=max(claims.formats, key=lambda item: item.value))
+    for keys in key_pairs(experts):
+        if not experts.unsupported_reasons(config, *keys, target, environment):
+            made = experts(config, weight_key=keys[0], activation_key=keys[1], device=target)
+            plans = {made.plan(tokens): tokens for tokens in TOKENS}
+            for tokens in plans.values():
+                text = f"{experts.__name__} {str(keys[0]).partition(' ')[0]} {name} {tokens} invariant"
+                yield Specimen(text, partial(call_on_meta, made, tokens), experts.accepted_spills[0])
+            return
 
 
 def _shards(
@@ -155,8 +171,6 @@ def _with(config: FusedMoEConfig, feature: Feature) -> FusedMoEConfig | None:
         changes |= {"is_lora_enabled": True, "max_loras": 4, "max_lora_rank": 16}
     if feature.mapped and config.activation_format is FusedMoEActivationFormat.STANDARD:
         changes["num_local_experts"] = config.num_experts // 2
-    if feature.invariant:
-        changes["batch_invariant"] = True
     if feature.on_input:
         changes["apply_router_weight_on_input"] = True
     try:
