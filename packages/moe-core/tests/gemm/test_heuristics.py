@@ -197,6 +197,7 @@ def test_what_bits_depend_on_is_the_same_for_all_tokens(kind: str) -> None:
                 blocks = problem.group_size != -1
                 exact = problem.family == "scaled_mm" and (problem.element == "int8" or blocks)
                 assert exact or not any(config.warp_specialised for config in configs)
+                assert not any(config.short_tiles for config in configs)
                 # elsewhere the instruction may follow from the height
                 assert capability == 90 or len(configs) == 1
             assert gemv_plan(problem, 1) is None

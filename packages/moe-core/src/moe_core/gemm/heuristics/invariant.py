@@ -7,7 +7,7 @@ What a plan may change without changing a row's sum, and what it may not, was fo
   launches; of int8 and of e4m3 with scales of blocks also the warp-specialised kernel
 - fixed: whether k loops are split; tiles, and not a product without tensor cores; whether a step's product is summed by
   itself (`moe_core.gemm.uniform`) and how it is scaled; e4m3 with scales of rows takes no warp-specialised kernel,
-  which sums in the tensor cores
+  which sums in the tensor cores, and what was not compared is not taken: that of 4-bit words, and short tiles
 
 On other GPUs than those of sm_90 the height of a tile may choose the instruction: there all numbers of tokens have one
 plan.
@@ -34,13 +34,16 @@ def invariant_plan(heuristic: Callable[[LayerProblem, int], TilePlan], problem: 
 
 
 def _invariant(problem: LayerProblem, config: TileConfig) -> TileConfig:
-    if config.warp_specialised and not _sums_alike(problem):
-        # rows enough for the kernel that is not used: these tiles have registers for the product of a step
-        config = replace(config, block_m=min(config.block_m, 64), warp_specialised=False, tma=True, num_stages=4)
-    return replace(config, uniform=True)
+    config = replace(config, uniform=True, short_tiles=False)
+    if not config.warp_specialised or _sums_alike(problem):
+        return config
+    if problem.family == "scaled_mm":
+        # the rest of the configuration has no registers for the product of a step
+        config = replace(config, block_m=min(config.block_m, 64), tma=True, num_stages=4)
+    return replace(config, warp_specialised=False)
 
 
 def _sums_alike(problem: LayerProblem) -> bool:
-    """Whether the warp-specialised kernel sums as the tile kernel does."""
+    """Whether the warp-specialised kernel was seen to sum as the tile kernel does."""
     blocks = problem.element == "e4m3" and problem.group_size != -1
     return problem.family == "scaled_mm" and (problem.element == "int8" or blocks)
