@@ -20,13 +20,14 @@ def _scale_rows(block_n, stride, N, ROWS: gl.constexpr, GATED: gl.constexpr):
     """Offsets of the scales of rows 0, 64, 128 and 192 of a tile's weights; rows beyond the last column have any."""
     PER_TILE: gl.constexpr = TILE // ROWS
     last = gl.cdiv(N, ROWS) - 1
+    # the neighbour of a short tile's last block may lie beyond the columns altogether
     if GATED:
-        first = block_n * PER_TILE
+        first = gl.minimum(block_n * PER_TILE, last)
         second = gl.minimum(first + PER_TILE - 1, last)
         up = last + 1
         return first * stride, second * stride, (first + up) * stride, (second + up) * stride
     else:
-        first = block_n * (2 * PER_TILE)
+        first = gl.minimum(block_n * (2 * PER_TILE), last)
         return (
             first * stride,
             gl.minimum(first + PER_TILE - 1, last) * stride,
