@@ -193,7 +193,7 @@ def conformance_cases(
     if claims.keeps_nan:
         cases += _nan_cases(cases, claims, supported, everywhere=on_gpu or budget == "full")
     if claims.batch_invariant:
-        cases += _invariance_cases(cases, claims, supported, "full" if on_gpu else budget)
+        cases += _invariance_cases(cases, claims, supported, budget, on_gpu)
     template = cases[0] if cases else None
     for name in ("keys", "activation", "dtype", "format", "method"):
         for value in factors[name]:
@@ -415,13 +415,17 @@ def _nan_cases(
 
 
 def _invariance_cases(
-    cases: list[Case], claims: Claims, supported: Callable[[Case], tuple[bool, str | None]], budget: str
+    cases: list[Case],
+    claims: Claims,
+    supported: Callable[[Case], tuple[bool, str | None]],
+    budget: str,
+    on_gpu: bool,
 ) -> list[Case]:
     """Batch invariance of every pair of keys (small budget: of one) for which it is accepted; if none, one that fails.
 
     Rows are so long that few of them may be shared among programs, or take kernels of their own.
     """
-    hidden, size, tokens = _LONG_ROWS if budget == "full" else _LONG_ROWS_IN_SMALL
+    hidden, size, tokens = _LONG_ROWS if on_gpu or budget == "full" else _LONG_ROWS_IN_SMALL
     h, n = claims.hidden_multiple, claims.intermediate_multiple
 
     def invariant(case: Case, **sizes: Any) -> Case:
