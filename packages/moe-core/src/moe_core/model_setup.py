@@ -14,6 +14,7 @@ from moe_core.jit.compile_ahead import Progress, compile_ahead, distinct
 from moe_core.jit.launch import Launch
 from moe_core.kernel import FusedMoEKernel
 from moe_core.layer import FusedMoELayer
+from moe_core.ops._backend import interpreting
 from moe_core.shard import map_of
 from moe_core.workspace import Workspace
 
@@ -101,8 +102,8 @@ def on_device(device: torch.device) -> torch.cuda.device:
 
 
 def _compiles(kernel: FusedMoEKernel) -> bool:
-    """Whether calls compile anything: there is a GPU."""
-    return kernel.weights.device.type == "cuda"
+    """Whether calls compile anything: there is a GPU, and Triton does not interpret."""
+    return kernel.weights.device.type == "cuda" and not interpreting()
 
 
 def _call(kernel: FusedMoEKernel, expert_map: Tensor | None, count: int) -> None:
