@@ -134,3 +134,17 @@ def test_kernels_that_round_otherwise_are_no_candidates() -> None:
     assert specialised(e4m3, 64) == {False}
     # the same sums in both kernels: block by block
     assert specialised(blocks, 640) == {False, True}
+
+
+def test_the_warp_specialised_kernel_keeps_its_tiles() -> None:
+    """Pairs are sorted into tiles for both products: those of one may be none that the other's kernel takes."""
+    problem = PROBLEMS["e4m3 blocks"]
+    plan = launch_plan(problem, 2000)
+    assert plan.gemm1.warp_specialised
+    other = replace(plan, gemm2=replace(plan.gemm2, block_m=256, warp_specialised=False))
+    assert "gemm1: the warp-specialised kernel does not take tiles of 256 rows" in refusals(problem, other, 2000, 2000)
+    assert all(
+        found.block_m == plan.block_m
+        for found in neighbours(problem, plan, 2000, 2000)
+        if isinstance(found, TilePlan) and (found.gemm1.warp_specialised or found.gemm2.warp_specialised)
+    )

@@ -69,6 +69,9 @@ def refusals(problem: LayerProblem, plan: Plan, first: int, last: int) -> list[s
     for name in ("gemm1", "gemm2"):
         found += [f"{name}: {reason}" for reason in _of_tiles(problem, name, getattr(plan, name), last)]
         config, allowed = getattr(plan, name), set()
+        heights = {own.block_m for own in own_plans(problem) if getattr(own, name).warp_specialised}
+        if config.warp_specialised and plan.block_m not in heights:
+            found.append(f"{name}: the warp-specialised kernel does not take tiles of {plan.block_m} rows")
         for tokens in (first, last):
             allowed.add(rounding(problem, getattr(launch_plan(problem, tokens), name)))
         if rounding(problem, config) not in allowed:
