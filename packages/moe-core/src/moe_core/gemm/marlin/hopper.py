@@ -221,7 +221,7 @@ def _sums(
         scales_1 = next_1
         numbers = _chunk(words_0, scales_0, 0, operand, dequantize, dtype)
         acc_1 = _wait(sum_1, last, 0)
-        free_slot(ring, turn, True)
+        free_slot((ring[0], ring[1], ring[2], ring[3], 0, 1), turn, True)
         turn += 1
     return acc_0, acc_1, turn
 
