@@ -180,7 +180,11 @@ def test_one_token_needs_no_tensor_cores(shape: tuple[int, int, int, int], kind:
 def test_tokens_that_share_experts_take_tiles() -> None:
     assert gemv_plan(problem_of("mixed int4", (128, 8, 2048, 768)), 2) is not None
     assert gemv_plan(problem_of("mixed int4", (8, 2, 4096, 14336)), 2) is None
-    assert gemv_plan(problem_of("mixed int4", (256, 8, 7168, 256)), 3) is None
+    assert gemv_plan(problem_of("mixed int4", (128, 8, 2048, 768)), 3) is None
+    one = gemv_plan(problem_of("mixed int4", (256, 8, 7168, 256)), 1)
+    assert gemv_plan(problem_of("mixed int4", (256, 8, 7168, 256)), 4) == one
+    assert gemv_plan(problem_of("mixed int4", (512, 8, 7168, 256)), 5) is None
+    assert gemv_plan(problem_of("mixed int8", (256, 8, 7168, 256)), 3) is None
     # no room for the results of the pairs
     assert gemv_plan(problem_of("mixed int4", (256, 64, MAX_PARTS // 64 + 1, 256)), 1) is None
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class GemvLayer(Protocol):
-    """The same layer for one token or two, without tensor cores."""
+    """The same layer for one token or a few, without tensor cores."""
 
     def reads(self, x: Tensor) -> bool:
         """Whether it takes activations that lie in memory like ``x``."""

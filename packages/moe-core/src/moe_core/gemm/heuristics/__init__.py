@@ -49,5 +49,5 @@ def launch_plan(problem: LayerProblem, tokens: int) -> TilePlan:
 
 @lru_cache(maxsize=4096)
 def gemv_plan(problem: LayerProblem, tokens: int) -> GemvPlan | None:
-    """As :func:`launch_plan`, without tensor cores: for one token, or two that hardly share an expert; else None."""
+    """As :func:`launch_plan`, without tensor cores: for one token, or a few that hardly share an expert; else None."""
     return None if problem.batch_invariant else choose_gemv(problem, tokens)

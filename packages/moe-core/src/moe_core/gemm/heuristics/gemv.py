@@ -8,6 +8,9 @@ from moe_core.gemm.heuristics.mixed_input import MAX_PARTS, RESIDENT
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import steps_of
 
+#: tokens up to which tensor cores were measured behind, by the bits of a code
+MOST_TOKENS = {4: 4, 8: 2}
+
 
 @dataclass(frozen=True)
 class GemvConfig:
@@ -28,14 +31,15 @@ class GemvPlan:
 
 
 def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
-    """The plan for one token, or two that hardly share an expert; None for more."""
+    """The plan for one token, or a few that hardly share an expert; None for more."""
     pairs, bits = tokens * problem.top_k, problem.bits
     hidden, size = problem.hidden_size, problem.intermediate_size
-    shared = tokens > 2 or (tokens == 2 and 8 * pairs > problem.num_experts)
-    if shared or pairs * hidden > MAX_PARTS:
+    shared = tokens > 1 and 8 * pairs > problem.num_experts
+    if tokens > MOST_TOKENS[bits] or shared or pairs * hidden > MAX_PARTS:
         return None
-    gemm1 = _config(pairs * size * (2 if problem.gated else 1), steps_of(hidden) * 4 * bits, bits, 16)
-    gemm2 = _config(pairs * hidden, steps_of(size) * 4 * bits, bits, 32)
+    # what is best for one token is for the others too
+    gemm1 = _config(problem.top_k * size * (2 if problem.gated else 1), steps_of(hidden) * 4 * bits, bits, 16)
+    gemm2 = _config(problem.top_k * hidden, steps_of(size) * 4 * bits, bits, 32)
     return GemvPlan(gemm1, gemm2, 90 <= problem.capability < 120)
 
 

@@ -54,7 +54,7 @@ class GemvLayer:
     def __call__(
         self, x: Tensor, out: Tensor, *, routing: Routing, plan: GemvPlan, workspace: Mapping[str, Tensor]
     ) -> None:
-        """As a `FusedLayer`, for ``x`` of one token, or two, that :meth:`reads` takes."""
+        """As a `FusedLayer`, for ``x`` of one token, or a few, that :meth:`reads` takes."""
         h, on_input, pdl = workspace["h"], routing.weight_on_input, plan.pdl
         y = workspace["partials"][: routing.num_pairs * self.w2.n].view(-1, self.w2.n)
         gemm1, gemm2 = _constants(self.functions, self.w13, plan.gemm1), _constants(self.functions, self.w2, plan.gemm2)
