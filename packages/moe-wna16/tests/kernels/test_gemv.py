@@ -79,6 +79,14 @@ def test_blocks_of_every_size(block_n, block_w, device, launched):
     assert launched
 
 
+def test_a_few_tokens_that_may_share_experts(device, launched):
+    config = replace(LAYER, num_experts=64, num_local_experts=64, top_k=2)
+    ids = torch.tensor([[3, 60], [60, 7], [3, 7], [-1, 60]])
+    out, expected = run(made(config, kInt4Static, device), config, kInt4Static, device, tokens=4, ids=ids)
+    expected.compare(out, "result")
+    assert launched
+
+
 def test_pairs_without_an_expert_add_nothing(device, launched):
     ids = torch.tensor([[-1, 2, 7]])
     out, expected = run(made(LAYER, kInt4Static, device), LAYER, kInt4Static, device, ids=ids)
