@@ -138,6 +138,7 @@ def test_a_profile_of_something_else_is_not_used() -> None:
         ),
         "measured with state 0 of the kernels": selected(replace(profile, kernels=0)),
         "it holds nothing of this layer": selected(profile, intermediate_size=1024),
+        "a batch-invariant layer keeps one configuration": selected(profile, batch_invariant=True),
     }.items():
         assert reason in str(selection.report)
         assert experts_of(selection).tuned is None
