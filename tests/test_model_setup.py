@@ -11,7 +11,7 @@ from moe_core import (
     FusedMoEKernel,
     FusedMoELayer,
     LoRAWeights,
-    model_setup,
+    compile_calls,
     shard_layer,
     share_workspace,
     warm_up,
@@ -64,9 +64,9 @@ def called(layers: object, most: int) -> list[tuple[int, int, bool]]:
         calls.append((self.config.intermediate_size, output.shape[0], rest[-1] is not None))
         run(self, output, *rest)  # type: ignore[arg-type]
 
-    with patch.object(FusedMoEKernel, "_run", noted), patch.object(model_setup, "_compiles", lambda kernel: True):
+    with patch.object(FusedMoEKernel, "_run", noted), patch.object(compile_calls, "_compiles", lambda kernel: True):
         # the routing of a layer is not looked at here
-        with patch.object(model_setup, "routing_launches", lambda layer, most: []):
+        with patch.object(compile_calls, "routing_launches", lambda layer, most: []):
             assert warm_up(layers, most) == 0  # type: ignore[arg-type]
     return calls
 

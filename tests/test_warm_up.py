@@ -10,7 +10,7 @@ from unittest.mock import patch
 import moe_core as mc
 import pytest
 import torch
-from moe_core import FusedMoELayer, model_setup
+from moe_core import FusedMoELayer, compile_calls
 from moe_core.call_launches import call_launches, launches_up_to, routing_launches
 from moe_core.gemm.experts import GroupedExperts
 from moe_core.jit.compile_ahead import distinct
@@ -57,10 +57,10 @@ def test_layers_that_are_alike_are_compiled_once_and_progress_is_told() -> None:
         return len(compiled)
 
     with (
-        patch.object(model_setup, "_compiles", lambda kernel: True),
-        patch.object(model_setup, "_call", lambda *_: None),
-        patch.object(model_setup, "compile_ahead", compile_ahead),
-        patch.object(model_setup, "on_device", lambda device: record()),
+        patch.object(compile_calls, "_compiles", lambda kernel: True),
+        patch.object(compile_calls, "_call", lambda *_: None),
+        patch.object(compile_calls, "compile_ahead", compile_ahead),
+        patch.object(compile_calls, "on_device", lambda device: record()),
     ):
         count = mc.warm_up(layers, 64, progress=lambda *now: told.append(now))
     assert told == [(count, count)]

@@ -14,29 +14,69 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from moe_core.experts import FusedMoEExpertsModular
+from moe_core.config import FusedMoEConfig
+from moe_core.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_core.jit.launch import Launch, record
-from moe_core.kernel import FusedMoEKernel
-from moe_core.layer import FusedMoELayer
 from moe_core.ops.routing import fused_route
+from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
+from moe_core.routing import RoutingConfig
+from moe_core.weights import KernelWeights
 from moe_core.workspace import Workspace
 
 #: a number of tokens to what the launches of its call are compiled for
 Kinds = Callable[[int], frozenset[Hashable]]
 
 
-def records_launches(kernel: FusedMoEKernel) -> bool:
+class Kernel(Protocol):
+    """What is used here of a `moe_core.kernel.FusedMoEKernel`, which warms itself up and so stands above."""
+
+    @property
+    def config(self) -> FusedMoEConfig: ...
+
+    @property
+    def experts(self) -> FusedMoEExperts: ...
+
+    @property
+    def weights(self) -> KernelWeights: ...
+
+    @property
+    def lora(self) -> object | None: ...
+
+    @property
+    def prepare_finalize(self) -> FusedMoEPrepareAndFinalizeModular | None: ...
+
+    @property
+    def run_parts(self) -> Callable[..., None]: ...
+
+
+class Layer(Protocol):
+    """What is used here of a `moe_core.layer.FusedMoELayer`."""
+
+    @property
+    def config(self) -> FusedMoEConfig: ...
+
+    @property
+    def routing(self) -> RoutingConfig | None: ...
+
+    @property
+    def correction_bias(self) -> Tensor | None: ...
+
+    @property
+    def expert_map(self) -> Tensor | None: ...
+
+
+def records_launches(kernel: Kernel) -> bool:
     """Whether the calls of ``kernel`` can be recorded."""
     experts = kernel.experts
     return isinstance(experts, FusedMoEExpertsModular) and experts.launches_only
 
 
-def launches_up_to(kernel: FusedMoEKernel, most: int, *, mapped: bool = False) -> list[Launch]:
+def launches_up_to(kernel: Kernel, most: int, *, mapped: bool = False) -> list[Launch]:
     """Launches of calls with 1 to ``most`` tokens, one or more of each kind that is compiled by itself.
 
     With expert ids of 32 and of 64 bits, and, where the layer has places for them, with and without adapters.
@@ -61,7 +101,7 @@ def launches_up_to(kernel: FusedMoEKernel, most: int, *, mapped: bool = False) -
     return [one for launches in found.values() for one in launches]
 
 
-def routing_launches(layer: FusedMoELayer, most: int) -> list[Launch]:
+def routing_launches(layer: Layer, most: int) -> list[Launch]:
     """Launches by which ``layer`` routes 1 to ``most`` tokens, from logits in float32 and in its own dtype."""
     config, found = layer.config, []
     bias = None if layer.correction_bias is None else _meta(config.num_experts, dtype=layer.correction_bias.dtype)
@@ -111,7 +151,7 @@ def _bisected(members: Sequence[int], kinds: Kinds) -> Iterator[int]:
         yield from _bisected(members[middle:], kinds)
 
 
-def call_launches(kernel: FusedMoEKernel, tokens: int, *, mapped: bool = False) -> Iterator[Launch]:
+def call_launches(kernel: Kernel, tokens: int, *, mapped: bool = False) -> Iterator[Launch]:
     """Launches of the calls with ``tokens`` tokens that `launches_up_to` describes; nothing runs."""
     config = kernel.config
     mapped = mapped or config.local_experts < config.num_experts

@@ -144,9 +144,9 @@ class FusedMoEKernel:
 
     def warm_up(self, max_tokens: int, *, progress: Progress | None = None) -> int:
         """Compile what calls with up to ``max_tokens`` tokens need: :func:`moe_core.warm_up` of this layer alone."""
-        from moe_core.model_setup import warm_up
+        from moe_core.compile_calls import compile_calls
 
-        return warm_up(self, max_tokens, progress=progress)
+        return compile_calls([(self, None)], max_tokens, progress=progress)
 
     def workspace_nbytes(self, num_tokens: int) -> int:
         """Bytes of a workspace buffer for at most ``num_tokens`` tokens."""

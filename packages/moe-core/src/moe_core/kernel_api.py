@@ -35,13 +35,11 @@ from __future__ import annotations
 
 from moe_core.gemm.as_stored.scheme import SHORT_STEP, STEP, activation_functions, as_stored_scheme, packed_weight
 from moe_core.gemm.as_stored.tiles import (
-    FEW,
     in_order,
     load_words,
     open_blocks,
     open_codes,
     open_plain,
-    swap_ab_dot,
 )
 from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.fused.scaled_mm import E4M3, ScaledMMFunctions
@@ -72,6 +70,7 @@ from moe_core.gemm.scaled_mm import (
     open_weights,
     scale_of,
 )
+from moe_core.gemm.swap_ab import FEW, swap_ab_dot
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
 from moe_core.gemm.zero_points import shifted, with_zero
 from moe_core.jit.casts import INTERPRET, divide, downcast_e4m3, factor_e4m3

@@ -236,9 +236,9 @@ class FusedMoELayer(nn.Module):
 
     def warm_up(self, max_tokens: int, *, progress: Progress | None = None) -> int:
         """Compile what calls with up to ``max_tokens`` tokens need: :func:`moe_core.warm_up` of this layer alone."""
-        from moe_core.model_setup import warm_up
+        from moe_core.compile_calls import compile_calls
 
-        return warm_up([self], max_tokens, progress=progress)
+        return compile_calls([(self.kernel, self)], max_tokens, progress=progress)
 
     def router_logits(self, x: Tensor) -> Tensor:
         """float32 logits [M, E] of ``x`` [M, K] by the layer's router weight and bias."""

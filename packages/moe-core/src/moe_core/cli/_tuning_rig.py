@@ -13,11 +13,11 @@ from moe_core.call_launches import call_launches
 from moe_core.cli._compile_pool import CompilePool
 from moe_core.cli._layers import INPUTS, Layer, random_call
 from moe_core.cli._timing import measure
+from moe_core.compile_calls import on_device
 from moe_core.gemm.experts import GroupedExperts
 from moe_core.gemm.heuristics.tuned import Tuned, TunedRange
 from moe_core.jit.compile_ahead import compile_in_threads, distinct
 from moe_core.kernel import FusedMoEKernel
-from moe_core.model_setup import on_device
 from moe_core.oracle import Oracle, default_prepare_finalize
 from moe_core.workspace import Workspace
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_core.gemm.as_stored.tiles import add_swap_ab_dot
+from moe_core.gemm.swap_ab import add_swap_ab_dot
 from moe_core.jit.specialize import specialize
 
 _COPIES: dict[Any, Any] = {}

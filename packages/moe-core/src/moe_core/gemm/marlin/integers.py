@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_core.gemm.as_stored.tiles import FEW
 from moe_core.gemm.marlin import operand
 from moe_core.gemm.marlin.dequant import int8_values, integers, pair, zero_offset
 from moe_core.gemm.marlin.gemv import GemvFunctions
@@ -17,6 +16,7 @@ from moe_core.gemm.marlin.operand import LOAD_WORDS, per_word, scale_of, zero_of
 from moe_core.gemm.marlin.quarters import quarter_integers, quarter_scaled_integers
 from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
 from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.swap_ab import FEW
 from moe_core.jit.casts import INTERPRET
 from moe_core.jit.specialize import specialize
 

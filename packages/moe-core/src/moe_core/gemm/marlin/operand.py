@@ -25,7 +25,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from moe_core.gemm.as_stored.tiles import add_swap_ab_dot, swap_ab_dot
+from moe_core.gemm.swap_ab import add_swap_ab_dot, swap_ab_dot
 from moe_core.gemm.weight_tile import weight_rows, weight_tile
 from moe_core.jit.casts import INTERPRET
 from moe_core.jit.specialize import specialize

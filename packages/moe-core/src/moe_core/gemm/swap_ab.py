@@ -1,0 +1,35 @@
+"""Transposed products: weights go from registers into the tensor cores, activations are their columns (SWAP_AB)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_core.jit.casts import INTERPRET
+from moe_core.jit.wait import wait_for_mma
+
+# rows of activations up to which registers are left for the product of a step
+FEW = tl.constexpr(32)
+
+
+@triton.jit
+def swap_ab_dot(values, x):
+    """values [N, K] @ x [M, K].T, float32."""
+    if INTERPRET or x.dtype == tl.float32:
+        # the interpreter multiplies bfloat16 as if it were integers
+        return tl.dot(values.to(tl.float32), tl.trans(x.to(tl.float32)), input_precision="ieee")
+    else:
+        return tl.dot(values, tl.trans(x))
+
+
+@triton.jit
+def add_swap_ab_dot(acc, values, x):
+    """acc + values [N, K] @ x [M, K].T"""
+    if INTERPRET or x.dtype == tl.float32:
+        return tl.dot(values.to(tl.float32), tl.trans(x.to(tl.float32)), acc, input_precision="ieee")
+    elif acc.shape[1] <= FEW:
+        # each step's product by itself: ptxas makes every `wgmma` wait for the one before where it cannot tell that
+        # nobody else sets a running sum meanwhile (as `fma`: Triton would turn a sum into a running one)
+        return tl.fma(tl.dot(values, tl.trans(x)), tl.full(acc.shape, 1.0, tl.float32), acc)
+    else:
+        return wait_for_mma(tl.dot(values, tl.trans(x), acc))
