@@ -32,8 +32,9 @@ class MarlinExperts(GroupedExperts):
     """Subclasses add claims, `converted` and the device functions of their element type."""
 
     family = "mixed_input"
-    #: tile coordinates outside the k loop: 128 rows of activations leave no registers for them; masks of odd sizes
-    accepted_spills = (192, 640)
+    #: tile coordinates outside the k loop: 128 rows of activations leave no registers for them; masks of odd sizes;
+    #: the warp-specialised kernel's scales in groups of 32, eight of this step and eight of the next
+    accepted_spills = (224, 640)
 
     @property
     @abstractmethod
