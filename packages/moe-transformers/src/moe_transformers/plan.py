@@ -1,4 +1,4 @@
-"""Which layers of a model's experts moe-core runs, settled before anything big is read."""
+"""Which layers of a model's experts moe-core runs, decided before anything big is read."""
 
 from __future__ import annotations
 

@@ -45,10 +45,10 @@ def measure(
     def timed(launches: Sequence[Callable[[], object]]) -> list[float]:
         return [_host_seconds(launch) for launch in launches]
 
-    return _summary(_settled(calls, timed, budget), graph=False)
+    return _summary(_warm_times(calls, timed, budget), graph=False)
 
 
-def _settled(
+def _warm_times(
     launches: Sequence[Callable[[], object]],
     timed: Callable[[Sequence[Callable[[], object]]], list[float]],
     budget: float,
@@ -76,10 +76,10 @@ def _host_seconds(call: Callable[[], object]) -> float:
 def _measure_cuda(calls: Sequence[Callable[[], object]], graph: bool, budget: float) -> Timing:
     torch.cuda.synchronize()
     if not graph:
-        return _summary(_settled(calls, _event_seconds, budget), graph)
+        return _summary(_warm_times(calls, _event_seconds, budget), graph)
     short = statistics.median(_event_seconds(calls)) < SHORT
     held = [*calls] * (-(-IN_GRAPH // len(calls)) if short else 1)
-    times = _settled([_captured(held)], _event_seconds, budget)
+    times = _warm_times([_captured(held)], _event_seconds, budget)
     return _summary([seconds / len(held) for seconds in times], graph)
 
 

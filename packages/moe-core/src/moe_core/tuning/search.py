@@ -120,7 +120,7 @@ def search(
                 for near in (*points[max(number - 1, 0) : number], *points[number + 1 : number + 2]):
                     near.hear_of(point.best, problem)
     tell(f"{tried} plans tried, {_ahead(points)} of {len(points)} built-in ones beaten; timing these again")
-    return tuple(_settled(point, rig) for point in points)
+    return tuple(_timed_again(point, rig) for point in points)
 
 
 def _batch(points: Sequence[_Point], at_once: int) -> list[tuple[_Point, Plan]]:
@@ -139,7 +139,7 @@ def _ahead(points: Sequence[_Point]) -> int:
     return sum(point.best_seconds < (1 - AHEAD) * point.default_seconds for point in points)
 
 
-def _settled(point: _Point, rig: Rig) -> TunedRange:
+def _timed_again(point: _Point, rig: Rig) -> TunedRange:
     """The range, with times that were taken side by side."""
     plan = point.best
     if plan != point.default and point.best_seconds < (1 - AHEAD) * point.default_seconds:
