@@ -22,9 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--moe-device", choices=("auto", "cpu", "cuda"), default=None, help="device of the kit")
     group.addoption(
         "--moe-budget",
-        choices=("small", "full"),
+        metavar="BUDGET",
         default=None,
-        help="every claimed value (small) or pair of values (full)",
+        help="small: every claimed value; full: every pair of values; random:COUNT[:SEED]: so many random layers",
     )
     group.addoption(
         "--moe-fuzz",

@@ -170,7 +170,7 @@ def conformance_cases(
         )
 
     def allowed(row: Row) -> bool:
-        case = _case(row)
+        case = case_of(row)
         if case is None:
             return False
         fits, reason = supported(case)
@@ -185,7 +185,7 @@ def conformance_cases(
     paired = list(factors) if budget == "full" else [name for name in PAIRED_IN_SMALL if name in factors]
     together = [*TOGETHER, *_groups_and_sizes(factors["keys"], factors["shape"])]
     rows = covering_rows(factors, allowed, paired=paired, together=together, fillers=fillers)
-    cases = [case for row in rows if (case := _case(row)) is not None]
+    cases = [case for row in rows if (case := case_of(row)) is not None]
     layers = list(cases)
     cases += _layer_cases(layers, claims, budget, on_gpu)
     if on_gpu:
@@ -212,7 +212,7 @@ def _factors(claims: Claims, budget: str) -> dict[str, list[Any]]:
         methods = [*sorted(claims.routing_methods)]
     return {
         "keys": expand_keys(claims) if full else covered_keys(claims),
-        "activation": _activations(claims),
+        "activation": activations_of(claims),
         "tokens": [1, 3, 17, 64, 257, 0],
         "routing": list(ROUTINGS) if claims.routing_methods is None else ["uniform"],
         "shape": _shapes(claims, full),
@@ -242,7 +242,7 @@ def _expert_counts(claims: Claims, full: bool) -> list[tuple[int, int]]:
     return list(dict.fromkeys(found))
 
 
-def _activations(claims: Claims) -> list[tuple[MoEActivation, ActivationParams | None]]:
+def activations_of(claims: Claims) -> list[tuple[MoEActivation, ActivationParams | None]]:
     """Every claimed activation: with its defaults, with other parameters, with another limit where that is claimed."""
     found: list[tuple[MoEActivation, ActivationParams | None]] = []
     for activation in sorted(claims.activations, key=lambda a: a.value):
@@ -274,7 +274,7 @@ def _shapes(claims: Claims, full: bool) -> list[tuple[int, int]]:
     return list(dict.fromkeys(shapes))
 
 
-def _case(row: Row) -> Case | None:
+def case_of(row: Row) -> Case | None:
     """The case that a row describes; None where its values contradict each other."""
     (weight_key, activation_key), (activation, params) = row["keys"], row["activation"]
     experts, top_k = row["experts"]

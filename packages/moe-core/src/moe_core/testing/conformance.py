@@ -28,6 +28,7 @@ from moe_core.testing.checks import CHECKS
 from moe_core.testing.harness import PRETENDED, Place
 from moe_core.testing.interpreter import quicken
 from moe_core.testing.loading import load_experts, load_plugin
+from moe_core.testing.random_cases import RandomBudget, random_cases
 
 
 def place_for(claims: Claims, device: str = "auto") -> Place | None:
@@ -50,11 +51,18 @@ def place_for(claims: Claims, device: str = "auto") -> Place | None:
 
 
 def cases_for(experts: type[FusedMoEExperts] | str, *, device: str = "auto", budget: str = "small") -> list[Case]:
-    """The cases of a class on a device; empty where the class does not run there."""
+    """The cases of a class on a device; empty where the class does not run there.
+
+    ``budget``: "small", "full", or "random:COUNT" and "random:COUNT:SEED" for layers drawn at random instead
+    (:mod:`moe_core.testing.random_cases`).
+    """
     found = load_experts(experts)
     place = place_for(found.claims, device)
+    drawn = RandomBudget.parse(budget)
     if place is None:
         return []
+    if drawn is not None:
+        return random_cases(found, drawn, target=place.target, large=place.device.type == "cuda")
     return conformance_cases(found, target=place.target, budget=budget, on_gpu=place.device.type == "cuda")
 
 
@@ -77,7 +85,7 @@ def run_case(experts: type[FusedMoEExperts] | str, case: Case, *, device: str = 
 class ConformanceTests:
     """Base of a test class: set ``experts``; pytest makes one test of each case.
 
-    ``device`` "auto", "cpu" or "cuda"; ``budget`` "small" or "full".  The command line's ``--moe-device`` and
+    ``device`` "auto", "cpu" or "cuda"; ``budget`` as of :func:`cases_for`.  The command line's ``--moe-device`` and
     ``--moe-budget`` come before what the class says.  ``interpreted_every``: Triton's interpreter, which takes seconds
     for a case, runs every so many of the small budget's; a GPU runs all.
     """

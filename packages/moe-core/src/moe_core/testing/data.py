@@ -30,6 +30,8 @@ from moe_core.weights import MoEWeights
 #: how tokens are spread: over all experts; over some, the others idle; all on the same experts; with ids that select
 #: no expert (out of range, or mapped to a number that is no local expert's); with such ids only
 ROUTINGS = ("uniform", "idle", "one", "invalid", "nothing")
+#: a routing of random cases alone: popular experts get most tokens, the r-th one in proportion to 1 / r (Zipf's law)
+SKEWED = "skewed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +76,7 @@ def make_inputs(
     routing: str = "uniform",
     ids_dtype: torch.dtype = torch.int32,
 ) -> Inputs:
-    """Random hidden states and routing for a layer; see :data:`ROUTINGS`."""
+    """Random hidden states and routing for a layer; see :data:`ROUTINGS` and :data:`SKEWED`."""
     generator = torch.Generator().manual_seed(seed)
     columns = -(-config.hidden_size // 32)
     x = torch.randn(tokens, config.hidden_size, generator=generator)
@@ -133,6 +135,10 @@ def _ids(
     choice = torch.rand(tokens, experts, generator=generator)
     if routing == "idle":
         choice[:, max(top_k, experts // 2) :] = -1.0
+    if routing == SKEWED:
+        # the k largest log-weights plus Gumbel noise are k draws without replacement
+        popularity = 1.0 / (1 + torch.randperm(experts, generator=generator))
+        choice = popularity.log() - (-choice.clamp(1e-6, 1 - 1e-6).log()).log()
     if routing == "one" and tokens:
         choice = choice[:1].expand(tokens, experts)
     ids = choice.topk(top_k, dim=1).indices.clone()
