@@ -140,6 +140,7 @@ from moe_core.workspace import Workspace, WorkspaceSpec
 
 if TYPE_CHECKING:
     from moe_core.checkpoint import Checkpoint
+    from moe_core.expert_parallel import ExpertPlacement
     from moe_core.layer import FusedMoELayer, experts_left_out, load_layer
     from moe_core.memory import LayerMemory, layer_memory
     from moe_core.model_setup import share_workspace, warm_up
@@ -153,6 +154,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Checkpoint": "moe_core.checkpoint",
+    "ExpertPlacement": "moe_core.expert_parallel",
     "FusedMoELayer": "moe_core.layer",
     "experts_left_out": "moe_core.layer",
     "load_layer": "moe_core.layer",
@@ -197,6 +199,7 @@ __all__ = [
     "DeviceRange",
     "E2M1_VALUES",
     "Environment",
+    "ExpertPlacement",
     "ExpertTokensMetadata",
     "FUSED_MOE_UNQUANTIZED_CONFIG",
     "FallbackWarning",
