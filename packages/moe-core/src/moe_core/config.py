@@ -80,13 +80,21 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
     return number
 
 
+class TokenSharing(str, Enum):
+    """Which ranks of a layer bring the same tokens: ALL, those of an expert-parallel rank (EP_RANK), or NONE."""
+
+    ALL = "all"
+    EP_RANK = "ep_rank"
+    NONE = "none"
+
+
 @dataclass(frozen=True)
 class FusedMoEParallelConfig:
     """How one MoE layer is spread over ranks.
 
-    ``tp``: the intermediate size is cut; ``ep``: the experts are spread;
-    ``dp``: each rank brings tokens of its own.  ``all2all_backend`` names what moves
-    tokens between expert-parallel ranks.
+    ``tp``: the intermediate size is cut; ``ep``: the experts are spread; ``dp``: how many different batches of tokens
+    there are.  The layer has ``tp_size * ep_size`` ranks, in the order of ``ep_rank * tp_size + tp_rank``.
+    ``all2all_backend`` names what moves tokens between them: the ``name`` of a prepare/finalize class.
     """
 
     tp_size: int = 1
@@ -116,6 +124,57 @@ class FusedMoEParallelConfig:
     def use_all2all_kernels(self) -> bool:
         """Whether tokens cross ranks before and after the experts."""
         return self.use_ep and self.dp_size > 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the layer."""
+        return self.tp_size * self.ep_size
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those of the layer."""
+        return self.ep_rank * self.tp_size + self.tp_rank
+
+    @property
+    def token_sharing(self) -> TokenSharing:
+        """Which ranks bring the same tokens.  Raises ConfigError for a ``dp_size`` or ``dp_rank`` that means none."""
+        known = {
+            self.world_size: (TokenSharing.NONE, self.rank),
+            self.ep_size: (TokenSharing.EP_RANK if self.tp_size > 1 else TokenSharing.NONE, self.ep_rank),
+            1: (TokenSharing.ALL, 0),
+        }
+        if self.dp_size not in known:
+            sizes = " or ".join(map(str, sorted(known)))
+            raise ConfigError(
+                f"dp_size is {self.dp_size}, expected {sizes}: all {self.world_size} ranks of the layer have the same "
+                "tokens, or those of an expert-parallel rank, or none"
+            )
+        sharing, rank = known[self.dp_size]
+        if self.dp_rank != rank:
+            raise ConfigError(
+                f"dp_rank is {self.dp_rank}, expected {rank} for ep_rank {self.ep_rank} and tp_rank {self.tp_rank} "
+                f"with dp_size {self.dp_size}"
+            )
+        return sharing
+
+    @staticmethod
+    def of_rank(
+        rank: int,
+        *,
+        tp_size: int = 1,
+        ep_size: int = 1,
+        dp_size: int = 1,
+        all2all_backend: str = "allgather_reducescatter",
+    ) -> FusedMoEParallelConfig:
+        """The config of a rank of the layer by its number.  Raises ConfigError."""
+        sizes = whole_number("tp_size", tp_size), whole_number("ep_size", ep_size)
+        if whole_number("rank", rank, 0) >= sizes[0] * sizes[1]:
+            raise ConfigError(f"rank {rank} is not a rank of a layer with tp_size {tp_size} and ep_size {ep_size}")
+        ep_rank, tp_rank = divmod(rank, tp_size)
+        dp_rank = 0 if dp_size == 1 else ep_rank if dp_size == ep_size else rank
+        return FusedMoEParallelConfig(
+            tp_size, tp_rank, dp_size, min(dp_rank, dp_size - 1), ep_size, ep_rank, all2all_backend
+        )
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,10 @@ class FallbackWarning(UserWarning):
     """No GPU kernel fits a layer on a GPU, which a loop of torch operations driven by the host runs instead."""
 
 
+class CommunicationError(MoEError, RuntimeError):
+    """A call between ranks did not end: a rank has died, hangs, or makes another call."""
+
+
 class UnsupportedDeviceError(MoEError, RuntimeError):
     """A kernel was started on a device that it cannot run on."""
 

@@ -8,12 +8,16 @@ from moe_core.prepare_finalize.base import (
     TopKWeightAndReduceNoOP,
 )
 from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
+from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
+from moe_core.prepare_finalize.pending import Pending
 
 __all__ = [
     "BatchedPrepareAndFinalize",
     "FusedMoEPrepareAndFinalizeModular",
+    "Pending",
     "PrepareAndFinalizeNoParallel",
+    "PrepareFinalizeClaims",
     "Prepared",
     "TopKWeightAndReduce",
     "TopKWeightAndReduceContiguous",

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
-from moe_core.experts import ExpertTokensMetadata
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig, TokenSharing
+from moe_core.device import DeviceInfo
+from moe_core.environment import Environment
+from moe_core.experts import ExpertTokensMetadata, FusedMoEExperts
+from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
+from moe_core.prepare_finalize.pending import Pending
 from moe_core.quant_key import QuantKey
+
+if TYPE_CHECKING:
+    from moe_core.distributed.groups import ParallelGroups
+    from moe_core.expert_parallel import ExpertPlacement
 
 
 class TopKWeightAndReduce(ABC):
@@ -100,21 +108,79 @@ class Prepared:
 class FusedMoEPrepareAndFinalizeModular(ABC):
     """Brings hidden states to the experts (prepare) and their results back (finalize).
 
+    ``name``: what ``FusedMoEParallelConfig.all2all_backend`` calls it; ``claims``: what it can do.
     ``collective``: tokens cross ranks.  Then every rank takes part in every call, also without tokens of its own, and
     what prepare hands on are not the caller's tokens in the caller's order.  ``lora``: prepare takes ``adapter_ids``.
     ``launches_only``: as of experts.
+
+    ``groups`` (:class:`moe_core.distributed.ParallelGroups`) are the process groups of the layer's ranks, and
+    ``placement`` says which of them hold which experts (default: consecutive ones).  Classes that communicate need
+    groups; the others leave both alone.
+
+    :meth:`prepare_async` and :meth:`finalize_async` begin a step and return a :class:`Pending`, whose ``wait`` gives
+    what :meth:`prepare` and :meth:`finalize` return; by default the whole step is done at once.  Steps of several calls
+    may be under way; all ranks begin and wait for them in the same order.
     """
 
+    name: ClassVar[str] = ""
+    claims: ClassVar[PrepareFinalizeClaims] = PrepareFinalizeClaims(frozenset(TokenSharing))
     activation_format: ClassVar[FusedMoEActivationFormat]
     collective: ClassVar[bool] = False
     lora: ClassVar[bool] = False
     launches_only: ClassVar[bool] = False
 
-    def __init__(self, config: FusedMoEConfig) -> None:
+    def __init__(
+        self,
+        config: FusedMoEConfig,
+        groups: ParallelGroups | None = None,
+        *,
+        placement: ExpertPlacement | None = None,
+    ) -> None:
         self.config = config
+        self.groups = groups
+        self.placement = placement
+
+    @classmethod
+    def extra_reasons(
+        cls, config: FusedMoEConfig, experts: type[FusedMoEExperts] | None, device: DeviceInfo
+    ) -> list[str]:
+        """Reasons against a layer, or against ``experts``, that the claims cannot express."""
+        return []
+
+    @classmethod
+    def unsupported_reasons(
+        cls,
+        config: FusedMoEConfig,
+        experts: type[FusedMoEExperts] | None,
+        device: DeviceInfo,
+        environment: Environment | None = None,
+    ) -> list[str]:
+        """Every reason why this class can't bring tokens to ``experts`` (None: to no class in particular); else empty.
+
+        Pure: no process group is asked.
+        """
+        found = cls.claims.reasons_against(config, device, environment or Environment.current())
+        if config.activation_format is not cls.activation_format:
+            found.append(
+                f"brings the {cls.activation_format.value} activation format, the experts take "
+                f"{config.activation_format.value}"
+            )
+        if config.is_lora_enabled and not cls.lora:
+            found.append("does not carry the numbers of LoRA adapters")
+        if experts is not None:
+            if experts.is_monolithic:
+                found.append(f"{experts.__name__} routes by itself, after tokens have been moved")
+            named = experts.claims.all2all
+            if cls.collective and named is not None and cls.name not in named:
+                found.append(f"{experts.__name__} does not work behind {cls.name}")
+        return [*found, *cls.extra_reasons(config, experts, device)]
 
     def max_tokens(self, num_tokens: int) -> int:
         """Most tokens that the experts can see when a rank brings ``num_tokens``: sizes the workspace."""
+        return num_tokens
+
+    def output_tokens(self, num_tokens: int) -> int:
+        """Rows of the output that this rank gets when it brings ``num_tokens``."""
         return num_tokens
 
     @abstractmethod
@@ -147,3 +213,51 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         reduce: TopKWeightAndReduce,
     ) -> None:
         """Write ``output [M, K]`` from what the experts wrote."""
+
+    def prepare_async(
+        self,
+        hidden_states: Tensor,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        quantize_as: QuantKey | None,
+        static_scale: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
+    ) -> Pending[Prepared]:
+        """Begin :meth:`prepare`.  The arguments must stay as they are until the result is waited for."""
+        carried = {} if adapter_ids is None else {"adapter_ids": adapter_ids}
+        return Pending.done(
+            self.prepare(
+                hidden_states,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                expert_map=expert_map,
+                quantize_as=quantize_as,
+                static_scale=static_scale,
+                **carried,
+            )
+        )
+
+    def finalize_async(
+        self,
+        output: Tensor,
+        expert_output: Tensor,
+        prepared: Prepared,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        reduce: TopKWeightAndReduce,
+    ) -> Pending[None]:
+        """Begin :meth:`finalize`.  ``output`` is written when the result is waited for."""
+        self.finalize(
+            output,
+            expert_output,
+            prepared,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            expert_map=expert_map,
+            reduce=reduce,
+        )
+        return Pending.done(None)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_core.config import FusedMoEActivationFormat
+from moe_core.config import FusedMoEActivationFormat, TokenSharing
 from moe_core.errors import TensorError
 from moe_core.experts import ExpertTokensMetadata
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular, Prepared, TopKWeightAndReduce
+from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.quant_key import QuantKey
 
 
@@ -35,7 +36,11 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     that name the same expert share one row.
     """
 
+    name = "batched"
     activation_format = FusedMoEActivationFormat.BATCHED
+    claims = PrepareFinalizeClaims(
+        frozenset({TokenSharing.ALL}), quantizes=True, verified_on=("cpu", "NVIDIA H200 (sm90)")
+    )
     lora = True
 
     def max_tokens(self, num_tokens: int) -> int:

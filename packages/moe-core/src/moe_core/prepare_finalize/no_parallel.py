@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_core.config import FusedMoEActivationFormat
+from moe_core.config import FusedMoEActivationFormat, TokenSharing
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular, Prepared, TopKWeightAndReduce
+from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.quant_key import QuantKey
 
 
 class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
     """Standard format, no communication."""
 
+    name = "none"
     activation_format = FusedMoEActivationFormat.STANDARD
+    # ranks whose tokens are the same give partial sums, which the caller adds up
+    claims = PrepareFinalizeClaims(frozenset({TokenSharing.ALL}), verified_on=("cpu", "NVIDIA H200 (sm90)"))
     lora = True
     launches_only = True
 

@@ -1,0 +1,121 @@
+"""Several ranks on this machine, for tests: a function that runs in N processes at once, on Gloo or NCCL."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+#: imported once by the server that ranks are forked from; importing torch takes seconds
+_PRELOAD = ["torch", "torch.distributed", "moe_core", "moe_core.layer", "moe_core.testing.ranks"]
+
+
+class RankFailedError(AssertionError):
+    """A rank raised, died or did not end: whose, and its traceback."""
+
+
+def run_ranks(
+    program: Callable[..., Any],
+    *arguments: Any,
+    ranks: int = 4,
+    backend: str = "gloo",
+    seconds: float = 60,
+    may_die: bool = False,
+) -> list[Any]:
+    """What ``program(rank, *arguments)`` returns on each of ``ranks`` processes, which share a process group.
+
+    ``program`` is a module's function, and stands with its arguments and results in what pickle takes (tensors on the
+    CPU too).  Processes are forked from a server that has torch and this package imported, so that a start takes a
+    fraction of a second: put many cases into one program.  ``may_die``: a rank that ends without a result gives None
+    in its place.  Raises RankFailedError.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            context.Process(
+                target=_rank,
+                args=(rank, ranks, backend, os.path.join(folder, "store"), seconds, results, program, arguments),
+                daemon=True,
+            )
+            for rank in range(ranks)
+        ]
+        for process in started:
+            process.start()
+        try:
+            return _collect(results, started, seconds, may_die)
+        finally:
+            for process in started:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _collect(results: Any, started: list[Any], seconds: float, may_die: bool) -> list[Any]:
+    found: dict[int, Any] = {}
+    end = time.monotonic() + seconds
+    while len(found) < len(started):
+        # asked before the queue is: what a rank put there before it ended has arrived then
+        gone = {rank for rank, process in enumerate(started) if not process.is_alive()} - found.keys()
+        try:
+            rank, failure, content = results.get(timeout=0.05)
+        except queue.Empty:
+            if gone and not may_die:
+                codes = {rank: started[rank].exitcode for rank in sorted(gone)}
+                raise RankFailedError(f"ranks ended without a result, with exit codes {codes}") from None
+            found |= dict.fromkeys(gone)
+            if time.monotonic() > end:
+                missing = sorted(set(range(len(started))) - found.keys())
+                raise RankFailedError(f"ranks {missing} did not end within {seconds:g} s") from None
+            continue
+        if failure is not None:
+            raise RankFailedError(f"rank {rank}:\n{failure}")
+        found[rank] = pickle.loads(content)
+    return [found[rank] for rank in range(len(started))]
+
+
+def _rank(
+    rank: int,
+    ranks: int,
+    backend: str,
+    store: str,
+    seconds: float,
+    results: Any,
+    program: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        device = None
+        if backend == "nccl":
+            device = torch.device("cuda", rank)
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=seconds),
+            device_id=device,
+        )
+        # pickled here: a queue would do it in a thread, and lose the error
+        content = pickle.dumps(program(rank, *arguments))
+    except BaseException:
+        results.put((rank, traceback.format_exc(), None))
+    else:
+        results.put((rank, None, content))
+    results.close()
+    results.join_thread()
+    # no clean-up of process groups: ranks that failed would wait for each other
+    os._exit(0)
