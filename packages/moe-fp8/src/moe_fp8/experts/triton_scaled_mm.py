@@ -39,6 +39,9 @@ _ACTIVATIONS = (kFp8DynamicTokenSym, kFp8DynamicTensorSym, kFp8StaticTensorSym)
 class TritonFp8Experts(ScaledMMExperts):
     """FP8 per tensor or channel through the grouped GEMM of ``moe_core.gemm``."""
 
+    #: LoRA deltas added beside two accumulators (most: Triton 3.6, sm90, 608); rows that 16-byte copies cannot reach
+    accepted_spills = (608, 608)
+
     claims = Claims(
         devices=(cuda(min=89), hip("gfx942", "gfx950")),
         keys=tuple((weight, activation) for weight in _WEIGHTS for activation in _ACTIVATIONS),
