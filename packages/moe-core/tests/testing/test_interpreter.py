@@ -41,6 +41,13 @@ def _sort(x, y, B: tl.constexpr):
     tl.store(y + i, tl.sort(tl.load(x + i)))
 
 
+@triton.jit
+def _round(x, y, z, B: tl.constexpr):
+    i = tl.arange(0, B)
+    tl.store(y + i, tl.load(x + i).to(tl.bfloat16))
+    tl.store(z + i, tl.load(y + i).to(tl.float32))
+
+
 def launch(*, fail: bool = False) -> list[int]:
     x, y = torch.arange(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     _kernel[(2,)](x, y, B=4, FAIL=fail)
@@ -88,3 +95,20 @@ def test_sorting_takes_no_step_per_element(monkeypatch: pytest.MonkeyPatch) -> N
     y = torch.zeros_like(x)
     _sort[(1,)](x, y, B=256)
     assert y.tolist() == sorted(x.tolist())
+
+
+def test_bfloat16_is_what_a_gpu_makes_of_float32() -> None:
+    quicken()
+    count = 1 << 14
+    bits = torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(2))
+    x = bits.to(torch.int32).view(torch.float32)
+    # subnormal, the largest that rounds to one, halfway to even, just above the largest finite, NaN of one low bit
+    edges = (1, 0x007F7FFF, 0x007FFFFF, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x7F800001)
+    x[: len(edges)] = torch.tensor(edges, dtype=torch.int32).view(torch.float32)
+    y, z = torch.empty(count, dtype=torch.bfloat16), torch.empty(count)
+    _round[(1,)](x, y, z, B=count)
+    nan = x.isnan()
+    assert torch.equal(y[~nan].view(torch.int16), x.bfloat16()[~nan].view(torch.int16))
+    assert torch.equal(z[~nan].view(torch.int32), x.bfloat16().float()[~nan].view(torch.int32))
+    assert y[nan].isnan().all()
+    assert z[nan].isnan().all()

@@ -68,7 +68,7 @@ class Problem:
     lora: LoRAWeights | None = None
 
     def expected(self, place: Place, *, rounds_products: bool = False) -> Expected:
-        """The reference; the Triton interpreter truncates where hardware rounds.
+        """The reference.
 
         ``rounds_products``: see the claims.
         """
@@ -82,7 +82,6 @@ class Problem:
                 topk_ids=inputs.topk_ids,
                 expert_map=inputs.expert_map,
                 compute_dtype=yardstick_dtype(config.dtype, place.device, self.case.activation_key),
-                truncates=place.interpreted,
                 rounds_products=rounds_products,
                 lora=self.applied,
             )
