@@ -4,7 +4,7 @@ It shares no code with :mod:`moe_core.reference`, :mod:`moe_core.quantization` o
 codes are decoded bit by bit, pair by pair, in NumPy's float64.  A value is a centre and a radius, and each step adds to
 the radius the most that a sound implementation may be off:
 
-- a conversion to the layer's dtype: a unit in the last place (Triton's interpreter truncates), of weights and of
+- a conversion to the layer's dtype: half a unit in the last place, of weights and of
   activations where they enter a product, of the product, the activated value, each expert's result and the output
 - a sum of n float32 terms: n 2^-24 of the sum of their magnitudes
 - a function: its Lipschitz constant times the radius, and 2^-20 of what it is evaluated from
@@ -41,7 +41,7 @@ class Conversion:
     @staticmethod
     def to(dtype: torch.dtype) -> Conversion:
         bits = torch.finfo(dtype)
-        return Conversion(float(bits.eps), float(bits.smallest_normal * bits.eps))
+        return Conversion(float(bits.eps) / 2, float(bits.smallest_normal * bits.eps) / 2)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """int8 rows: sums are exact, codes those of the reference quantiser, and whole layers right for plans of every kind.
 
 Layers against float64 over the same quantised weights.  A difference d before the intermediate is quantised becomes an
-error of about sqrt(d * step) behind it: d is at most 2^-8 where it is stored in bfloat16 (which the interpreter
-truncates to), a step 2^-7 of the row's largest value: 2^-7 each for x and for h, and 2^-8 for the output.  Where all
-rows share a scale, the largest value is that of hundreds of rows, up to twice a row's own: steps are as much wider.
+error of about sqrt(d * step) behind it: d is at most 2^-8 where it is stored in bfloat16, a step 2^-7 of the row's
+largest value: 2^-7 each for x and for h, and 2^-8 for the output.  Where all rows share a scale, the largest value is
+that of hundreds of rows, up to twice a row's own: steps are as much wider.
 """
 
 from __future__ import annotations

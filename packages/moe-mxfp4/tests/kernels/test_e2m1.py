@@ -1,6 +1,6 @@
 """Weights as stored: every code with every scale that a type holds, scales of steps, and plans of every kind.
 
-Layers against float64 over the same weights.  The interpreter truncates to bfloat16, 2^-7 at most: of h, of each pair's
+Layers against float64 over the same weights.  Rounding to bfloat16 is 2^-8 at most: of h, of each pair's
 result and of the output.
 """
 
@@ -19,7 +19,7 @@ from moe_mxfp4.experts.triton import TritonMxfp4Experts
 from moe_mxfp4.kernels import e2m1
 from moe_mxfp4.scales import LARGEST, group_scales, step_scales
 
-TOLERANCE = 3 * 2**-7
+TOLERANCE = 3 * 2**-8
 #: the smallest byte whose scale times 0.5 the type holds
 SMALLEST = {torch.bfloat16: LARGEST - 132, torch.float16: LARGEST - 23, torch.float32: LARGEST - 148}
 

@@ -1,6 +1,6 @@
 """Weights as stored: every code, the order of columns, and layers for plans of every kind.
 
-Layers against float64 over the same weights.  The interpreter truncates to bfloat16, 2^-7 at most: of h, of each pair's
+Layers against float64 over the same weights.  Rounding to bfloat16 is 2^-8 at most: of h, of each pair's
 result and of the output.
 """
 
@@ -23,7 +23,7 @@ from moe_wna16.kernels import codes
 from moe_wna16.layout import arranged_groups, by_group, zero_points
 
 BATCHED = FusedMoEActivationFormat.BATCHED
-TOLERANCE = 3 * 2**-7
+TOLERANCE = 3 * 2**-8
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 

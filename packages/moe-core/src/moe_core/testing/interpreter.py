@@ -1,4 +1,4 @@
-"""Triton's interpreter without the work that it repeats for nothing, two thirds of its time, and with bfloat16 as it is.
+"""Triton's interpreter with GPUs' bfloat16, and without the work that it repeats for nothing: two thirds of its time.
 
 - Before every call of a device function it replaces the functions of ``triton.language`` by its own, though the launch
   around the call has done so.  Here a launch does it once.

@@ -11,7 +11,7 @@ of the dtype:
 
 - weights and quantised activations: what the yardstick's rounding of them is;
 - the first product, the activated values, each expert's result, the output: an error uniform within half a unit in the
-  last place (a whole one in the Triton interpreter, which truncates);
+  last place (a whole one where conversions truncate);
 - float32 sums of n terms: a standard deviation of 2^-24 sqrt(n / 3) of the terms' norm, that of one sum after another;
 - the activation function: a unit of float32 in the last place of its inputs' product;
 - the quantiser of the second product (and of the first, where x was weighted) sees values that are off by this much:
