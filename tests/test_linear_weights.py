@@ -26,9 +26,8 @@ CASES = [
 def first_expert(checkpoint: Checkpoint) -> dict[str, list[str]]:
     """Names of the tensors of layer 0's first expert by projection."""
     found: dict[str, list[str]] = {}
-    for name, parsed in checkpoint.expert_tensors()[0]:
-        if parsed.expert == 0:
-            found.setdefault(parsed.projection, []).append(name)
+    for (projection, _), tensors in checkpoint.expert_tensors()[0].tensors.items():
+        found.setdefault(projection, []).append(tensors[0])
     return found
 
 

@@ -87,6 +87,17 @@ def test_depth() -> None:
     refused(nested(MAX_DEPTH + 1), "nested too deeply", f"at most {MAX_DEPTH} levels")
 
 
+@pytest.mark.parametrize("ends", [b"{}", b'{"]]}}": "[[{{"}', b'[{"a": [0]}, {}]'])
+def test_depth_without_escapes(ends: bytes) -> None:
+    """Brackets inside of strings make nothing shallower: those that close stand before those that open."""
+
+    def text(levels: int) -> bytes:
+        return b'{"]}": ["}]", ' * levels + ends + b', "[{"]}' * levels
+
+    assert parse_object(text(MAX_DEPTH // 2 - 2), "f.json")
+    refused(text(MAX_DEPTH // 2 + 1), "nested too deeply")
+
+
 @pytest.mark.parametrize("text", [b'"' + b"a" * 10**6, b'{"' + b'\\"' * 10**6, b"]" * 10**6, b"\\" * 10**6])
 def test_broken_texts_take_linear_time(text: bytes) -> None:
     start = time.perf_counter()

@@ -133,9 +133,8 @@ class Plan:
         mine = {layer.source.prefix for layer in self.layers}
         for stack in checkpoint.stacks:
             for index, tensors in checkpoint.expert_tensors(stack).items():
-                prefix = tensors[0][1].prefix
-                if prefix in mine or unquantized_reason(find_layer(checkpoint, index, stack)) is None:
-                    yield from (name for name, _ in tensors)
+                if tensors.prefix in mine or unquantized_reason(find_layer(checkpoint, index, stack)) is None:
+                    yield from tensors
 
     def _refuse_without_blocks(self, model: nn.Module) -> None:
         """ConfigError for a model whose blocks call their experts otherwise, where these are quantised."""

@@ -12,13 +12,11 @@ from torch import Tensor
 from moe_core.checkpoint.config_keys import names_experts
 from moe_core.checkpoint.families import refusal_of
 from moe_core.checkpoint.files import PICKLE_HINT, pickled_files
-from moe_core.checkpoint.names import ExpertName, parse_name
+from moe_core.checkpoint.names import Key, LayerNames
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.checkpoint.safetensors_file import TensorInfo, bytes_of
 from moe_core.checkpoint.unsupported import unsupported_names
 from moe_core.errors import CheckpointError, ConfigError
-
-Key = tuple[str, str]  # projection, suffix
 
 Q = TypeVar("Q")
 T = TypeVar("T")
@@ -42,7 +40,7 @@ class LayerExperts:
     index: int
     num_experts: int
     stacked_names: bool
-    _names: Mapping[tuple[int | None, str, str], str]
+    _names: Mapping[Key, Sequence[str]]  # in the order of experts, or one of all
     _infos: Mapping[Key, TensorInfo]
     _understood: dict[object, tuple[object, object]] = field(default_factory=dict, repr=False)
     _found: dict[object, object] = field(default_factory=dict, repr=False)
@@ -89,13 +87,14 @@ class LayerExperts:
 
     def name(self, expert: int, projection: str, suffix: str) -> str:
         """Name in the checkpoint; CheckpointError where there is no such tensor."""
-        name = self._names.get((None if self.stacked_names else expert, projection, suffix))
-        if name is None:
+        names = self._names.get((projection, suffix), ())
+        at = 0 if self.stacked_names else expert
+        if not 0 <= at < len(names):
             there = ", ".join(self.suffixes(projection)) or "nothing"
             raise CheckpointError(
                 f"{self.prefix}: {suffix!r} of {projection!r} is missing for expert {expert} (there is: {there})"
             )
-        return name
+        return names[at]
 
     def shape(self, projection: str, suffix: str) -> tuple[int, ...]:
         """Shape of one expert's tensor."""
@@ -175,7 +174,7 @@ def find_layer(checkpoint: Checkpoint, index: int | None = None, stack: str | No
         raise ConfigError(f"layer is {index!r}, expected the index of a layer: {ranges(layers)}")
     if index not in layers:
         raise CheckpointError(f"{checkpoint.path}: layer {index} has no MoE; layers that have: {ranges(layers)}")
-    return checkpoint.once((stack, index), lambda: _collect(checkpoint, index, layers[index]))
+    return checkpoint.once((stack, index), lambda: _collect(checkpoint, layers[index]))
 
 
 def _no_experts(checkpoint: Checkpoint) -> CheckpointError:
@@ -198,31 +197,31 @@ def _no_experts(checkpoint: Checkpoint) -> CheckpointError:
     )
 
 
-def _collect(checkpoint: Checkpoint, index: int, found: Sequence[tuple[str, ExpertName]]) -> LayerExperts:
-    first = found[0][1]
-    names: dict[tuple[int | None, str, str], str] = {}
-    for name, parsed in found:
-        key = (parsed.expert, parsed.projection, parsed.suffix)
-        if key in names:
-            raise CheckpointError(f"{names[key]} and {name} are the same projection of the same expert")
-        names[key] = name
-    stacked = {parsed.expert is None for _, parsed in found}
-    if len(stacked) > 1:
-        one = next(name for name, parsed in found if parsed.expert is None)
-        other = next(name for name, parsed in found if parsed.expert is not None)
-        raise CheckpointError(f"{first.prefix} mixes stacked experts ({one}) and experts one by one ({other})")
-    infos = _stacked_infos(checkpoint, names) if stacked == {True} else _uniform_infos(checkpoint, names)
-    _check_projections(first.prefix, frozenset(projection for projection, _ in infos))
-    _refuse_others(checkpoint, first.prefix)
-    if stacked == {True}:
+def _collect(checkpoint: Checkpoint, found: LayerNames) -> LayerExperts:
+    for one, other in found.twice:
+        raise CheckpointError(f"{one} and {other} are the same projection of the same expert")
+    stacked = [tensors[None] for tensors in found.tensors.values() if None in tensors]
+    names: dict[Key, tuple[str, ...]]
+    if stacked:
+        apart = [name for tensors in found.tensors.values() for expert, name in tensors.items() if expert is not None]
+        if apart:
+            raise CheckpointError(
+                f"{found.prefix} mixes stacked experts ({stacked[0]}) and experts one by one ({apart[0]})"
+            )
+        names = {key: (tensors[None],) for key, tensors in found.tensors.items()}
+        infos = _stacked_infos(checkpoint, names)
         experts = max(info.shape[0] for info in infos.values() if info.shape)
     else:
-        experts = len({key[0] for key in names})
-    return LayerExperts(checkpoint, first.prefix, first.block, index, experts, stacked == {True}, names, infos)
+        names = _complete(checkpoint, found)
+        infos = {key: _uniform_info(checkpoint, tensors) for key, tensors in names.items()}
+        experts = len(next(iter(names.values())))
+    _check_projections(found.prefix, frozenset(projection for projection, _ in infos))
+    _refuse_others(checkpoint, found.prefix)
+    return LayerExperts(checkpoint, found.prefix, found.block, found.layer, experts, bool(stacked), names, infos)
 
 
-def _stacked_infos(checkpoint: Checkpoint, names: Mapping[tuple[int | None, str, str], str]) -> dict[Key, TensorInfo]:
-    infos = {(projection, suffix): checkpoint.info(name) for (_, projection, suffix), name in names.items()}
+def _stacked_infos(checkpoint: Checkpoint, names: Mapping[Key, Sequence[str]]) -> dict[Key, TensorInfo]:
+    infos = {key: checkpoint.info(name) for key, (name,) in names.items()}
     # the weights say how many experts there are; [] and [1] hold a value that all of them share
     weights = [info for info in infos.values() if len(info.shape) >= 3]
     if not weights:
@@ -239,31 +238,31 @@ def _stacked_infos(checkpoint: Checkpoint, names: Mapping[tuple[int | None, str,
     return infos
 
 
-def _uniform_infos(checkpoint: Checkpoint, names: Mapping[tuple[int | None, str, str], str]) -> dict[Key, TensorInfo]:
-    experts = sorted({expert for expert, _, _ in names if expert is not None})
+def _complete(checkpoint: Checkpoint, found: LayerNames) -> dict[Key, tuple[str, ...]]:
+    """Names of tensors of experts one by one, in the order of experts; CheckpointError where one is missing."""
+    experts = sorted({expert for tensors in found.tensors.values() for expert in tensors if expert is not None})
     for position, expert in enumerate(experts):
         if position != expert:
-            sample = next(name for key, name in names.items() if key[0] == expert)
+            sample = next(tensors[expert] for tensors in found.tensors.values() if expert in tensors)
             raise CheckpointError(f"expert {position} is missing: {sample} is there, tensors of {position} are not")
-    infos: dict[Key, TensorInfo] = {}
-    for projection, suffix in sorted({key[1:] for key in names}):
-        for expert in experts:
-            name = names.get((expert, projection, suffix))
-            if name is None:
-                there = next(n for key, n in names.items() if key[1:] == (projection, suffix))
-                missing = there.replace(f".experts.{parse_expert(there)}.", f".experts.{expert}.")
-                raise CheckpointError(f"{missing} is missing in {checkpoint.path} ({there} is there)")
-            info = checkpoint.info(name)
-            known = infos.setdefault((projection, suffix), info)
-            if (info.shape, info.stored_dtype) != (known.shape, known.stored_dtype):
-                raise CheckpointError(f"{name} is {info}, expected {known} as {known.name}")
-    return infos
+    names: dict[Key, tuple[str, ...]] = {}
+    for key, tensors in sorted(found.tensors.items()):
+        if len(tensors) < len(experts):
+            expert = next(expert for expert in experts if expert not in tensors)
+            other, there = next(iter(tensors.items()))
+            missing = there.replace(f".experts.{other}.", f".experts.{expert}.")
+            raise CheckpointError(f"{missing} is missing in {checkpoint.path} ({there} is there)")
+        names[key] = tuple(map(tensors.__getitem__, experts))
+    return names
 
 
-def parse_expert(name: str) -> int | None:
-    """The expert's number in a tensor's name."""
-    parsed = parse_name(name)
-    return None if parsed is None else parsed.expert
+def _uniform_info(checkpoint: Checkpoint, names: Sequence[str]) -> TensorInfo:
+    """What all of the tensors are; CheckpointError where they differ in shape or dtype."""
+    info = checkpoint.info(names[0])
+    other = checkpoint.first_unlike(names)
+    if other is not None:
+        raise CheckpointError(f"{other} is {checkpoint.info(other)}, expected {info} as {info.name}")
+    return info
 
 
 def _check_projections(prefix: str, found: frozenset[str]) -> None:

@@ -88,7 +88,7 @@ def _resolve(checkpoint: Checkpoint, module: str, found: Mapping[str, str]) -> Q
         index=indices[-1] if indices else 0,
         num_experts=1,
         stacked_names=False,
-        _names={(0, _ONLY, suffix): name for suffix, name in found.items()},
+        _names={(_ONLY, suffix): (name,) for suffix, name in found.items()},
         _infos={(_ONLY, suffix): checkpoint.info(name) for suffix, name in found.items()},
     )
     detected = detect_format(checkpoint, layer)

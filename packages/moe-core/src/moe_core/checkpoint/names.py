@@ -13,8 +13,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from moe_core.errors import CheckpointError
 
@@ -39,6 +39,7 @@ _GRANITE_PROJECTIONS = {"input_linear": "gate_up", "output_linear": "down"}
 # blocks that predict further tokens repeat the layer numbers of the model proper
 _ASIDE = re.compile(r"(^|\.)(mtp|nextn|draft|eagle)[^.]*\.")
 _LAYER = re.compile(r"(?:^|\.)([0-9]{1,6})(?=\.|$)")
+_EXPERTS = ".experts."
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class ExpertName:
 
 def parse_name(name: str) -> ExpertName | None:
     """The parts of an expert tensor's name; None for any other tensor."""
-    if ".experts." not in name:
+    if _EXPERTS not in name:
         match, projections = _GRANITE.fullmatch(name), _GRANITE_PROJECTIONS
     else:
         match, projections = _PER_EXPERT.fullmatch(name) or _STACKED.fullmatch(name), PROJECTIONS
@@ -78,29 +79,90 @@ def parse_name(name: str) -> ExpertName | None:
     )
 
 
-Named = tuple[str, ExpertName]
-"""A tensor's name, whole and taken apart."""
+Key = tuple[str, str]
+"""Projection and suffix."""
 
 
-def by_stack(names: Iterable[str]) -> dict[str, list[Named]]:
-    """The expert tensors among ``names`` by their stack of layers, which is the first part of their names."""
-    stacks: dict[str, list[Named]] = {}
-    for name in names:
-        parsed = parse_name(name)
-        if parsed is not None:
-            stacks.setdefault(parsed.prefix.partition(".")[0], []).append((name, parsed))
-    return stacks
+@dataclass(frozen=True)
+class LayerNames:
+    """Names of the expert tensors of one layer.
+
+    - ``prefix`` of the experts, ``block`` beside whose experts the router lies, ``layer``: its number
+    - ``tensors``: names by projection and suffix, then by expert (None: all of the layer)
+    - ``twice``: pairs of names that mean the same tensor
+    """
+
+    prefix: str
+    block: str
+    layer: int
+    tensors: dict[Key, dict[int | None, str]] = field(default_factory=dict)
+    twice: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, place: tuple[int | None, Key], name: str) -> None:
+        """One more name."""
+        expert, key = place
+        tensors = self.tensors.get(key)
+        if tensors is None:
+            self.tensors[key] = {expert: name}
+        elif expert in tensors:
+            self.twice.append((tensors[expert], name))
+        else:
+            tensors[expert] = name
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for tensors in self.tensors.values() for name in tensors.values())
 
 
-def by_layer(tensors: Iterable[Named], where: object) -> dict[int, list[Named]]:
-    """Expert tensors by layer number, in order; ``where`` they are, for CheckpointError."""
-    prefixes: dict[int, str] = {}
-    layers: dict[int, list[Named]] = {}
-    for name, parsed in tensors:
-        known = prefixes.setdefault(parsed.layer, parsed.prefix)
-        if known != parsed.prefix:
+class ExpertNames:
+    """The expert tensors among ``names``, in one pass: a model has 100,000, with the same ends in every layer.
+
+    ``stacks``: of each stack of layers, which is the first part of the names, its layers by prefix; ``others``: names
+    that lie among experts and are no projection's.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.stacks: dict[str, dict[str, LayerNames]] = {}
+        self.others: list[str] = []
+        layers: dict[str, LayerNames] = {}
+        heads: dict[str, ExpertName | None] = {}
+        tails: dict[str, _Place | None] = {}
+        for name in names:
+            begin, inside, end = name.partition(_EXPERTS)
+            if not inside or _EXPERTS in end:
+                head = parse_name(name)
+                place = _place(head)
+            else:
+                if begin not in heads:
+                    heads[begin] = parse_name(f"{begin}{_EXPERTS}0.up_proj.weight")
+                if end not in tails:
+                    tails[end] = _place(parse_name(f"layers.0{_EXPERTS}{end}"))
+                head, place = heads[begin], tails[end]
+            if head is None or place is None:
+                if inside:
+                    self.others.append(name)
+                continue
+            layer = layers.get(head.prefix)
+            if layer is None:
+                layer = layers[head.prefix] = LayerNames(head.prefix, head.block, head.layer)
+                self.stacks.setdefault(head.prefix.partition(".")[0], {})[head.prefix] = layer
+            layer.add(place, name)
+
+
+#: an expert (None: all), and which of its tensors
+_Place = tuple[int | None, Key]
+
+
+def _place(parsed: ExpertName | None) -> _Place | None:
+    return None if parsed is None else (parsed.expert, (parsed.projection, parsed.suffix))
+
+
+def by_layer(found: Iterable[LayerNames], where: object) -> dict[int, LayerNames]:
+    """Layers of one stack by number, in order; ``where`` they are, for CheckpointError."""
+    layers: dict[int, LayerNames] = {}
+    for names in found:
+        known = layers.setdefault(names.layer, names)
+        if known is not names:
             raise CheckpointError(
-                f"{where}: layer {parsed.layer} has experts under {known!r} and under {parsed.prefix!r}"
+                f"{where}: layer {names.layer} has experts under {known.prefix!r} and under {names.prefix!r}"
             )
-        layers.setdefault(parsed.layer, []).append((name, parsed))
     return dict(sorted(layers.items()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from moe_core.checkpoint.families import DEFAULT_STACKS
 from moe_core.checkpoint.files import check_folder, check_shards, index_file, shard_path, unindexed_files
-from moe_core.checkpoint.names import Named, by_layer, by_stack, parse_name
+from moe_core.checkpoint.names import ExpertNames, LayerNames, by_layer
 from moe_core.checkpoint.open_file import FileState
-from moe_core.checkpoint.safetensors_file import Part, SafetensorsFile, TensorInfo
+from moe_core.checkpoint.safetensors_file import Kind, Part, SafetensorsFile, TensorInfo
 from moe_core.checkpoint.statements import read_quantization
 from moe_core.checkpoint.strict_json import MAX_INDEX_BYTES, load_object
 from moe_core.errors import CheckpointError, ConfigError
@@ -51,7 +51,7 @@ class Checkpoint:
         self._states = {file: FileState.of(file) for file in sorted(set(files.values()))}
         self._opened: dict[Path, SafetensorsFile] = {}
         self._recent: dict[Path, None] = {}
-        self._layers: dict[str, dict[int, list[Named]]] = {}
+        self._layers: dict[str, dict[int, LayerNames]] = {}
         self._found: dict[object, object] = {}
 
     @classmethod
@@ -83,7 +83,7 @@ class Checkpoint:
         opened = [SafetensorsFile(file) for file in unindexed_files(folder)]
         files: dict[str, Path] = {}
         for file in opened:
-            for name in file.infos:
+            for name in file.kinds:
                 if name in files:
                     raise CheckpointError(
                         f"{name} is in two files of {folder}: {files[name].name} and {file.path.name}"
@@ -104,8 +104,8 @@ class Checkpoint:
         """Indices of the layers that have experts, ascending; empty for a dense model."""
         return tuple(self.expert_tensors())
 
-    def expert_tensors(self, stack: str | None = None) -> Mapping[int, Sequence[Named]]:
-        """Names of expert tensors, whole and taken apart, by layer; CheckpointError where a layer has two blocks.
+    def expert_tensors(self, stack: str | None = None) -> Mapping[int, LayerNames]:
+        """Names of expert tensors by layer; CheckpointError where a layer has two blocks.
 
         ``stack``: where a model has several stacks of layers (Qwen3-Omni's thinker and talker), the first part of the
         names of the one that is meant; default: the family's own, which is the thinker there.
@@ -124,7 +124,7 @@ class Checkpoint:
             there = ", ".join(self._stacks) or "none"
             raise CheckpointError(f"{self.path}: no experts lie under {stack!r}; there are {there}")
         if stack not in self._layers:
-            self._layers[stack] = by_layer(self._stacks.get(stack, ()), self.path)
+            self._layers[stack] = by_layer(self._stacks.get(stack, {}).values(), self.path)
         return self._layers[stack]
 
     @property
@@ -132,14 +132,18 @@ class Checkpoint:
         """First parts of the names of expert tensors: several where a model has several stacks of layers."""
         return tuple(self._stacks)
 
-    @functools.cached_property
-    def _stacks(self) -> dict[str, list[Named]]:
-        return by_stack(self.names)
+    @property
+    def _stacks(self) -> Mapping[str, Mapping[str, LayerNames]]:
+        return self._experts.stacks
 
     @functools.cached_property
-    def no_projections(self) -> tuple[str, ...]:
+    def _experts(self) -> ExpertNames:
+        return ExpertNames(self.names)
+
+    @property
+    def no_projections(self) -> Iterable[str]:
         """Names of tensors that lie among experts and are no projection's."""
-        return tuple(name for name in self.names if ".experts." in name and parse_name(name) is None)
+        return self._experts.others
 
     def once(self, key: object, find: Callable[[], T]) -> T:
         """What ``find()`` returned the first time for ``key``: a layer's names are looked through once."""
@@ -157,7 +161,22 @@ class Checkpoint:
 
     def info(self, name: str) -> TensorInfo:
         """dtype and shape of a tensor, from the header of its file."""
-        return self._file(name).infos[name]
+        return self._file(name).info(name)
+
+    def first_unlike(self, names: Iterable[str]) -> str | None:
+        """The first of the tensors ``names`` whose dtype or shape is not the first one's; None if all are alike."""
+        path: Path | None = None
+        expected: Kind | None = None
+        kinds: Mapping[str, Kind] = {}
+        for name in names:
+            if path is None or self._files.get(name) is not path:
+                kinds, path = self._file(name).kinds, self._files[name]
+            found = kinds.get(name) or self._file(name).kinds[name]
+            if expected is None:
+                expected = found
+            elif found is not expected and found != expected:
+                return name
+        return None
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, on the CPU, exactly as stored; a copy."""
@@ -195,7 +214,7 @@ class Checkpoint:
         for found in by_file.values():
             file = self._file(found[0][0])
             for name, index, _ in found:
-                if name not in file.infos:
+                if name not in file.kinds:
                     self._file(name)
                 if index is not None:
                     self._check_entry(name, index)
@@ -221,7 +240,7 @@ class Checkpoint:
                     first = next(iter(self._recent))
                     del self._recent[first]
                     self._opened[first].release()
-        if name not in file.infos:
+        if name not in file.kinds:
             raise CheckpointError(f"the index of {self.path} says that {path.name} holds {name!r}, but it does not")
         return file
 

@@ -6,10 +6,11 @@ data (:mod:`moe_core.checkpoint.open_file`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -55,6 +56,9 @@ class TensorInfo:
         return f"{self.stored_dtype} {list(self.shape)}"
 
 
+#: dtype as a header spells it, and shape: one object for all tensors of a file that are alike
+Kind = tuple[str, tuple[int, ...]]
+
 #: what is read at once with others: a tensor's name, the entry of its first dimension (None: all), its bytes' place
 Part = tuple[str, int | None, memoryview]
 
@@ -73,17 +77,23 @@ class SafetensorsFile:
         self.path = path
         self._file: OpenFile | None = OpenFile(path, state)
         self._state = self._file.state
-        self.infos, self._data = _read_header(self._file)
+        #: dtype and shape of each tensor, by name
+        self.kinds, self._data = _read_header(self._file)
+
+    def info(self, name: str) -> TensorInfo:
+        """What the header says of a tensor that the file has."""
+        kind, shape = self.kinds[name]
+        return TensorInfo(name, self.path, DTYPES.get(kind), shape, kind)
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
-        out = self._empty(name, self.infos[name].shape)
+        out = self._empty(name, self.kinds[name][1])
         self.read_into(name, out)
         return out
 
     def part(self, name: str, index: int) -> Tensor:
         """Entry ``index`` of the first dimension, without reading the others."""
-        out = self._empty(name, self.infos[name].shape[1:])
+        out = self._empty(name, self.kinds[name][1][1:])
         self.read_into(name, out, index)
         return out
 
@@ -111,18 +121,17 @@ class SafetensorsFile:
         self._file = None
 
     def _empty(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        dtype = self.infos[name].dtype
+        stored = self.kinds[name][0]
+        dtype = DTYPES.get(stored)
         if dtype is None:
-            raise CheckpointError(
-                f"{name} in {self.path} has the type {self.infos[name].stored_dtype}, which torch has not"
-            )
+            raise CheckpointError(f"{name} in {self.path} has the type {stored}, which torch has not")
         try:
             return torch.empty(shape, dtype=dtype)
         except RuntimeError as error:  # more than the host has
             raise CheckpointError(f"{name} can't be read from {self.path}: {error}") from None
 
 
-def _read_header(file: OpenFile) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+def _read_header(file: OpenFile) -> tuple[dict[str, Kind], dict[str, int]]:
     """What the header says of each tensor, and where in the file its data begin."""
     path, size = file.path, file.state.size
     if size < 8:
@@ -138,46 +147,58 @@ def _read_header(file: OpenFile) -> tuple[dict[str, TensorInfo], dict[str, int]]
         raise CheckpointError(f"{path} is truncated: its header claims {length} bytes, {size - 8} are there")
     header = parse_object(file.read(8, length), f"the header of {path}")
     header.pop("__metadata__", None)
-    infos = {name: _info(name, entry, path) for name, entry in header.items()}
-    _check_extents(header, infos, path, size - 8 - length)
-    return infos, {name: 8 + length + header[name]["data_offsets"][0] for name in infos}
+    # a model has 100,000 tensors of a dozen kinds: no object of its own is kept for one
+    kinds: dict[str, Kind] = {}
+    known: dict[Kind, Kind] = {}
+    extents: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        kind, begin, end = _parse(name, entry, path)
+        kinds[name] = known.setdefault(kind, kind)
+        extents.append((begin, end, name))
+    extents.sort()
+    _check_extents(extents, kinds, path, size - 8 - length)
+    return kinds, {name: 8 + length + begin for begin, _, name in extents}
 
 
-def _info(name: str, entry: object, path: Path) -> TensorInfo:
-    where = f"{path}: the header's entry of {name[:200]!r}"
+def _parse(name: str, entry: object, path: Path) -> tuple[Kind, int, int]:
+    """Kind, begin and end of the tensor ``name``."""
+    where = "the header's entry of"
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{where} is a {type(entry).__name__}, expected an object")
+        raise CheckpointError(f"{path}: {where} {name[:200]!r} is a {type(entry).__name__}, expected an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str):
-        raise CheckpointError(f"{where} has dtype {_short(dtype)}, expected a name")
-    if not (isinstance(shape, list) and all(map(_is_size, shape))):
-        raise CheckpointError(f"{where} has shape {_short(shape)}, expected a list of sizes")
-    if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_size, offsets))):
-        raise CheckpointError(f"{where} has data_offsets {_short(offsets)}, expected [begin, end]")
-    return TensorInfo(name, path, DTYPES.get(dtype), tuple(shape), dtype)
+        raise CheckpointError(f"{path}: {where} {name[:200]!r} has dtype {_short(dtype)}, expected a name")
+    if not _are_sizes(shape):
+        raise CheckpointError(f"{path}: {where} {name[:200]!r} has shape {_short(shape)}, expected a list of sizes")
+    if not (_are_sizes(offsets) and len(offsets) == 2):
+        raise CheckpointError(
+            f"{path}: {where} {name[:200]!r} has data_offsets {_short(offsets)}, expected [begin, end]"
+        )
+    return (dtype, tuple(shape)), offsets[0], offsets[1]
 
 
-def _check_extents(header: dict[str, Any], infos: dict[str, TensorInfo], path: Path, data_bytes: int) -> None:
+def _check_extents(
+    extents: Iterable[tuple[int, int, str]], kinds: Mapping[str, Kind], path: Path, data_bytes: int
+) -> None:
     """Every tensor has the bytes that its shape needs, one after the other, and the file holds them all."""
     end = 0
-    for name, (begin, stop) in sorted(
-        ((name, header[name]["data_offsets"]) for name in infos), key=lambda item: (item[1], item[0])
-    ):
-        info = infos[name]
+    sizes: dict[Kind, int | None] = {}
+    for begin, stop, name in extents:
+        kind = kinds[name]
         if begin != end or stop < begin:
             raise CheckpointError(
                 f"{path}: {name!r} lies at bytes {begin} to {stop} of the data, expected to begin at {end}"
             )
         end = stop
-        if info.dtype is not None:
-            elements = 1
-            for extent in info.shape:
-                elements *= extent
-            needed = elements * info.dtype.itemsize
-            if needed != stop - begin:
-                raise CheckpointError(
-                    f"{path}: {name!r} is {info}, which is {needed} bytes; the header gives it {stop - begin}"
-                )
+        if kind not in sizes:
+            dtype = DTYPES.get(kind[0])
+            sizes[kind] = None if dtype is None else math.prod(kind[1]) * dtype.itemsize
+        needed = sizes[kind]
+        if needed is not None and needed != stop - begin:
+            raise CheckpointError(
+                f"{path}: {name!r} is {kind[0]} {list(kind[1])}, which is {needed} bytes; "
+                f"the header gives it {stop - begin}"
+            )
         if end > data_bytes:
             raise CheckpointError(
                 f"{path} is truncated: {name!r} ends at byte {end} of the data, the file holds {data_bytes}"
@@ -186,9 +207,9 @@ def _check_extents(header: dict[str, Any], infos: dict[str, TensorInfo], path: P
         raise CheckpointError(f"{path} holds {data_bytes} bytes of data, its header accounts for {end}")
 
 
-def _is_size(value: object) -> bool:
-    # more than 2**63 - 1 is no size; bool is an int in Python
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    """Whether it is a list of sizes: more than 2**63 - 1 is none, nor is a bool, which is an int in Python."""
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def _short(value: object) -> str:

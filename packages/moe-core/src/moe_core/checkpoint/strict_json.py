@@ -21,6 +21,7 @@ MAX_DEPTH = 64
 
 # everything up to the next bracket that is not in a string; possessive, so that a broken text takes linear time too
 _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]|"(?:[^"\\]|\\.)*+")*+[\[\]{}]', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class _DuplicateKeyError(ValueError):
@@ -43,12 +44,25 @@ def _check_extent(text: bytes, where: str) -> None:
         raise CheckpointError(
             f"{where} has {len(text)} bytes and about {values} values, expected at most {MAX_VALUES} values"
         )
+    if _is_shallow(text):
+        return
     depth = position = 0
     while match := _TO_BRACKET.match(text, position):
         position = match.end()
         depth += 1 if text[position - 1] in b"[{" else -1
         if depth > MAX_DEPTH:
             raise CheckpointError(f"{where} is nested too deeply, expected at most {MAX_DEPTH} levels")
+
+
+def _is_shallow(text: bytes) -> bool:
+    """Whether it is seen at once that ``text`` has few levels: the header of a file has three, and 10,000 brackets."""
+    if b"\\" in text:
+        return False
+    # every other quote ends a string; each replacement takes the innermost pairs away
+    left = b"".join(text.split(b'"')[::2]).translate(None, delete=_NO_BRACKETS)
+    for _ in range(4):
+        left = left.replace(b"[]", b"").replace(b"{}", b"")
+    return not left
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:

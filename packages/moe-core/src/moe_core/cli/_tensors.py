@@ -38,13 +38,13 @@ def read_input(path: Path, config: FusedMoEConfig) -> LayerInput:
     def tensor(name: str) -> Tensor:
         return file.tensor(name).clone()
 
-    if "hidden_states" not in file.infos:
-        there = ", ".join(sorted(file.infos)[:10]) or "nothing"
+    if "hidden_states" not in file.kinds:
+        there = ", ".join(sorted(file.kinds)[:10]) or "nothing"
         raise TensorError(f"{path} has no hidden_states [M, {config.hidden_size}] (it holds {there})")
     x = tensor("hidden_states")
     check_shape(f"{path}: hidden_states", x, ("M", config.hidden_size))
     check_dtype(f"{path}: hidden_states", x, _FLOATS)
-    pair = [name for name in ("topk_weights", "topk_ids") if name in file.infos]
+    pair = [name for name in ("topk_weights", "topk_ids") if name in file.kinds]
     if len(pair) == 1:
         missing = "topk_ids" if pair == ["topk_weights"] else "topk_weights"
         raise TensorError(f"{path}: {missing} [{x.shape[0]}, {config.top_k}] is missing, {pair[0]} is there")
@@ -56,7 +56,7 @@ def read_input(path: Path, config: FusedMoEConfig) -> LayerInput:
         ids = ids.long()
         _check_ids(path, ids, config.num_experts)
         return LayerInput(x, topk_weights=weights.float(), topk_ids=ids)
-    if "router_logits" not in file.infos:
+    if "router_logits" not in file.kinds:
         raise TensorError(
             f"{path} has neither router_logits [{x.shape[0]}, {config.num_experts}] "
             f"nor topk_ids and topk_weights [{x.shape[0]}, {config.top_k}]"

@@ -1,0 +1,85 @@
+"""The names of a checkpoint's experts, found in one pass."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from pathlib import Path
+
+import torch
+from moe_core.checkpoint import Checkpoint, find_layer
+from moe_core.checkpoint.names import ExpertNames, parse_name
+from moe_core_checkpoints import expert_tensors, write
+
+BEGINS = (
+    "model.layers.3.mlp",
+    "talker.model.layers.3.mlp",
+    "model.layers.3.experts.1",
+    "mtp.layers.0.mlp",
+    "model.mtp_block.layers.0.mlp",
+    "model.layers.3.block_sparse_moe",
+    "mlp",
+    "",
+    "model.layers\n.3.mlp",
+)
+MIDDLES = (".experts.", "..experts.", ".shared_experts.", ".")
+ENDS = (
+    "0.gate_proj.weight",
+    "7.w2.weight_scale_inv",
+    "0.experts.1.gate_proj.weight",
+    "gate_up_proj",
+    "gate_up_proj_scale",
+    "down_proj.experts.weight",
+    "0.gate_proj.mtp.weight",
+    "mtp.gate_proj.weight",
+    "e_score_correction_bias",
+    "12345678.up_proj.weight",
+    "input_linear.weight",
+    "",
+    "0.up_proj.weight\n",
+)
+
+
+def test_one_pass_finds_what_single_names_say() -> None:
+    names = ["".join(parts) for parts in itertools.product(BEGINS, MIDDLES, ENDS)]
+    found = ExpertNames(names)
+    expected = {name: parse_name(name) for name in names}
+    assert found.others == [name for name in names if ".experts." in name and expected[name] is None]
+    seen = {
+        name: (stack, layer.prefix, layer.block, layer.layer, expert, *key)
+        for stack, layers in found.stacks.items()
+        for layer in layers.values()
+        for key, tensors in layer.tensors.items()
+        for expert, name in tensors.items()
+    }
+    assert len(seen) > 20
+    assert seen == {
+        name: (p.prefix.partition(".")[0], p.prefix, p.block, p.layer, p.expert, p.projection, p.suffix)
+        for name, p in expected.items()
+        if p is not None
+    }
+
+
+def test_one_tensor_under_two_names() -> None:
+    names = [f"layers.0.experts.0.{name}.weight" for name in ("w1", "gate_proj", "w2")]
+    (layer,) = ExpertNames(names).stacks["layers"].values()
+    assert layer.twice == [(names[0], names[1])]
+    assert sorted(layer) == [names[0], names[2]]
+
+
+def test_tensors_have_no_objects_of_their_own(tmp_path: Path) -> None:
+    """A model has 100,000: Python's garbage collector would look through all of theirs, again and again."""
+    tensors = {
+        name: tensor
+        for layer in range(4)
+        for name, tensor in expert_tensors(f"model.layers.{layer}.mlp", experts=64, hidden=2, inter=2).items()
+    }
+    folder = write(tmp_path / "c", {**tensors, "model.norm.weight": torch.ones(2)})
+    find_layer(Checkpoint.open(folder), 0)
+    gc.collect()
+    before = len(gc.get_objects())
+    checkpoint = Checkpoint.open(folder)
+    layers = [find_layer(checkpoint, index) for index in checkpoint.moe_layers]
+    gc.collect()
+    assert len(layers) == 4
+    assert len(gc.get_objects()) - before < len(tensors) / 4
