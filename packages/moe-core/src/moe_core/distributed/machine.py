@@ -1,0 +1,226 @@
+"""What connects the GPUs of a machine, and what each can do, as data for :mod:`moe_core.distributed.cost`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from moe_core.config import whole_number
+from moe_core.errors import ConfigError, did_you_mean
+
+#: what a step between ranks is made of: collectives of NCCL, and kernels that write into the memory of other GPUs
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, PUSH = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "push",
+)
+KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, PUSH)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One GPU's way to others: ``bandwidth`` in bytes/s of each direction, ``latency`` in seconds of one hop."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kind of step adds to its links: ``call``, seconds before anything moves, and the part of the links'
+    bandwidth that it attains (``efficiency``, 0 to 1)."""
+
+    call: float
+    efficiency: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A measured step: its kind, seconds of latency and of transfer by the links alone, and seconds as measured."""
+
+    kind: str
+    latency: float
+    transfer: float
+    seconds: float
+
+
+#: of kinds that were not measured: what NCCL takes for a small message, and the part of NVLink that its rings attain
+_ASSUMED = {
+    ALL_GATHER: Kind(8e-6, 0.8),
+    REDUCE_SCATTER: Kind(8e-6, 0.8),
+    ALL_REDUCE: Kind(8e-6, 0.8),
+    ALL_TO_ALL: Kind(12e-6, 0.75),
+    PUSH: Kind(3e-6, 0.75),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster of equal GPUs.
+
+    - ``domain``: GPUs that reach each other's memory (NVLink): those of a host, or of a rack
+    - ``near``, ``far``: one GPU's link within a domain, and its share of the network between domains
+    - ``memory_bandwidth`` in bytes/s; ``rates``: operations/s (a multiply-add is two) of dense matrix products, by the
+      bits of their operands
+    - ``kinds``: what each kind of step adds
+    - ``sync``: seconds that the host loses where it must wait for a number from the GPU
+    - ``source``: where the figures are from
+
+    Raises ConfigError for figures that can't be.
+    """
+
+    name: str
+    domain: int
+    near: Link
+    far: Link
+    memory_bandwidth: float
+    rates: Mapping[int, float]
+    kinds: Mapping[str, Kind] = field(default_factory=lambda: _ASSUMED)
+    sync: float = 20e-6
+    source: str = "data sheets; latencies and attained bandwidths are assumed"
+
+    def __post_init__(self) -> None:
+        whole_number(f"machine {self.name}: domain", self.domain)
+        unknown = sorted(set(self.kinds) - set(KINDS))
+        if unknown:
+            raise ConfigError(f"machine {self.name}: {unknown[0]!r} is no kind of step; known: {', '.join(KINDS)}")
+        object.__setattr__(self, "kinds", {**_ASSUMED, **self.kinds})
+        object.__setattr__(self, "rates", dict(self.rates))
+        if 16 not in self.rates:
+            raise ConfigError(f"machine {self.name}: rates is {dict(self.rates)}, expected that of 16 bits at least")
+        positive = {
+            "near.bandwidth": self.near.bandwidth,
+            "far.bandwidth": self.far.bandwidth,
+            "memory_bandwidth": self.memory_bandwidth,
+            **{f"rates[{bits}]": rate for bits, rate in self.rates.items()},
+            **{f"kinds[{name!r}].efficiency": kind.efficiency for name, kind in self.kinds.items()},
+        }
+        others = {
+            "near.latency": self.near.latency,
+            "far.latency": self.far.latency,
+            "sync": self.sync,
+            **{f"kinds[{name!r}].call": kind.call for name, kind in self.kinds.items()},
+        }
+        for name, value in {**positive, **others}.items():
+            if not 0 <= value < math.inf or (name in positive and value == 0):
+                least = "a positive number" if name in positive else "0 or more"
+                raise ConfigError(f"machine {self.name}: {name} is {value!r}, expected {least}")
+
+    def rate(self, bits: int) -> float:
+        """Operations/s of products of operands with ``bits`` bits; that of wider ones where it has none so narrow."""
+        return self.rates[min((known for known in self.rates if known >= bits), default=16)]
+
+    def fitted(self, samples: Iterable[Sample], source: str) -> Machine:
+        """The machine with ``call`` and ``efficiency`` of each kind from measured steps, two of a kind at least.
+
+        ``seconds = call + latency + transfer / efficiency`` is a line in ``transfer``; the one with the least sum of
+        squared relative errors is taken.  Kinds with fewer samples, or all of one size, stay as they are.
+        """
+        by_kind: dict[str, list[Sample]] = {}
+        for sample in samples:
+            by_kind.setdefault(sample.kind, []).append(sample)
+        found = {kind: _line(mine) for kind, mine in by_kind.items()}
+        kinds = {**self.kinds, **{kind: line for kind, line in found.items() if line is not None}}
+        return replace(self, kinds=kinds, source=source)
+
+    def to_json(self) -> dict[str, Any]:
+        """As :meth:`from_json` reads it."""
+        return {
+            **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("near", "far", "rates", "kinds")},
+            "near": asdict(self.near),
+            "far": asdict(self.far),
+            "rates": {str(bits): rate for bits, rate in self.rates.items()},
+            "kinds": {name: asdict(kind) for name, kind in self.kinds.items()},
+        }
+
+    @staticmethod
+    def from_json(value: object) -> Machine:
+        """The machine that :meth:`to_json` wrote.  Raises ConfigError for anything else."""
+        try:
+            if not isinstance(value, dict):
+                raise TypeError(f"it is a {type(value).__name__}, expected an object")
+            given: dict[str, Any] = dict(value)
+            given["near"], given["far"] = Link(**given["near"]), Link(**given["far"])
+            given["rates"] = {int(bits): rate for bits, rate in given["rates"].items()}
+            if "kinds" in given:
+                given["kinds"] = {name: Kind(**kind) for name, kind in given["kinds"].items()}
+            return Machine(**given)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            names = ", ".join(f.name for f in fields(Machine))
+            raise ConfigError(f"this is no machine ({error}), expected {names}") from None
+
+    @staticmethod
+    def load(name: str) -> Machine:
+        """A machine by name ("h200"), or from a JSON file.  Raises ConfigError."""
+        if name in MACHINES:
+            return MACHINES[name]
+        path = Path(name)
+        if path.suffix != ".json":
+            meant = did_you_mean(name, MACHINES)
+            raise ConfigError(f"machine {name!r} is unknown{meant}; expected {', '.join(MACHINES)} or a JSON file")
+        try:
+            return Machine.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise ConfigError(f"{path} can't be read: {error.strerror or error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error.message}") from None
+        except ValueError as error:
+            raise ConfigError(f"{path} is no JSON: {error}") from None
+
+    @staticmethod
+    def of_device(name: str) -> Machine | None:
+        """What is known of machines with that GPU, by its name ("NVIDIA H200", "h200"); None for others."""
+        words = name.lower().replace("-", " ").split()
+        return next((MACHINES[word] for word in words if word in MACHINES), None)
+
+
+def _line(samples: list[Sample]) -> Kind | None:
+    """The kind whose line is nearest to the samples; None where they do not say one."""
+    # relative errors: each sample is divided by its seconds
+    weights = [1 / sample.seconds**2 for sample in samples]
+    values = [sample.seconds - sample.latency for sample in samples]
+    total = sum(weights)
+    mean = sum(w * s.transfer for w, s in zip(weights, samples, strict=True)) / total
+    level = sum(w * value for w, value in zip(weights, values, strict=True)) / total
+    spread = sum(w * (s.transfer - mean) ** 2 for w, s in zip(weights, samples, strict=True))
+    if spread == 0:
+        return None
+    products = zip(weights, samples, values, strict=True)
+    slope = sum(w * (s.transfer - mean) * (value - level) for w, s, value in products) / spread
+    return None if slope <= 0 else Kind(max(level - slope * mean, 0.0), 1 / slope)
+
+
+def _nvlink(name: str, domain: int, near: float, far: float, memory: float, rates: Mapping[int, float]) -> Machine:
+    """Units of data sheets: GB/s of each direction, TB/s of memory, TFLOP/s of dense products."""
+    return Machine(
+        name,
+        domain,
+        near=Link(near * 1e9, 1e-6),
+        far=Link(far * 1e9, 4e-6),
+        memory_bandwidth=memory * 1e12,
+        rates={bits: rate * 1e12 for bits, rate in rates.items()},
+    )
+
+
+#: Hosts of eight GPUs with one network adapter each (200 Gbit/s for A100, else 400), a rack of 72.
+MACHINES: Mapping[str, Machine] = MappingProxyType(
+    {
+        machine.name: machine
+        for machine in (
+            _nvlink("a100", 8, 300, 25, 2.04, {16: 312, 8: 624}),
+            _nvlink("h100", 8, 450, 50, 3.35, {16: 989, 8: 1979}),
+            _nvlink("h200", 8, 450, 50, 4.8, {16: 989, 8: 1979}),
+            _nvlink("b200", 8, 900, 50, 7.7, {16: 2250, 8: 4500, 4: 9000}),
+            _nvlink("gb200", 72, 900, 50, 8.0, {16: 2500, 8: 5000, 4: 10000}),
+        )
+    }
+)

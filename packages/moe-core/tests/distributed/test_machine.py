@@ -1,0 +1,82 @@
+"""Figures of machines: checked, written and read, fitted to measured steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from moe_core import ConfigError
+from moe_core.distributed.cost import Peers, direct, ring
+from moe_core.distributed.machine import ALL_GATHER, ALL_TO_ALL, MACHINES, Kind, Machine, Sample
+
+H200 = MACHINES["h200"]
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_machines_survive_json(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(MACHINES[name].to_json()))
+    assert Machine.load(str(path)) == MACHINES[name] == Machine.load(name)
+
+
+def test_a_machine_is_found_by_its_gpu() -> None:
+    assert Machine.of_device("NVIDIA H200") == H200
+    assert Machine.of_device("h200") == H200
+    assert Machine.of_device("NVIDIA A100-SXM4-80GB") == MACHINES["a100"]
+    assert Machine.of_device("cpu") is None
+
+
+def test_a_rate_of_operands_that_has_none_is_that_of_wider_ones() -> None:
+    assert H200.rate(4) == H200.rate(8) == 1979e12
+    assert H200.rate(16) == H200.rate(32) == 989e12
+
+
+def test_measured_steps_give_back_what_they_were_made_of() -> None:
+    true = Machine.from_json(
+        {**H200.to_json(), "kinds": {"all_gather": {"call": 9e-6, "efficiency": 0.7}, "push": vars(Kind(1e-6, 0.5))}}
+    )
+    samples: list[Sample] = []
+    for size in (1e3, 1e5, 1e7, 1e9):
+        for peers in (Peers(2, 2), Peers(8, 8), Peers(16, 8)):
+            step = ring(ALL_GATHER, peers, size)
+            samples.append(step.sample(H200, step.latency(true) + step.transfer(true)))
+    # one size says nothing of a line
+    lonely = direct(ALL_TO_ALL, Peers(4, 4), 1.0, 1, 1e6)
+    samples += [lonely.sample(H200, 1.0)] * 3
+    fitted = H200.fitted(samples, "a test")
+    assert fitted.kinds[ALL_GATHER].call == pytest.approx(9e-6, rel=1e-6)
+    assert fitted.kinds[ALL_GATHER].efficiency == pytest.approx(0.7)
+    assert fitted.kinds[ALL_TO_ALL] == H200.kinds[ALL_TO_ALL]
+    assert fitted.source == "a test"
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"domain": 0}, "domain must be a positive integer, got 0"),
+        ({"near": {"bandwidth": 0, "latency": 0}}, r"near.bandwidth is 0, expected a positive"),
+        ({"sync": -1}, "sync is -1, expected 0 or more"),
+        ({"rates": {"8": 1.0}}, "that of 16 bits"),
+        ({"kinds": {"pigeon": {"call": 0, "efficiency": 1}}}, "'pigeon' is no kind of step"),
+        ({"wings": 2}, "this is no machine"),
+        ({"near": 3}, "this is no machine"),
+    ],
+)
+def test_figures_that_cannot_be_are_refused(change: dict[str, object], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        Machine.from_json({**H200.to_json(), **change})
+
+
+def test_files_that_hold_no_machine_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    with pytest.raises(ConfigError, match=r"machine.json can't be read"):
+        Machine.load(str(path))
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"machine.json is no JSON"):
+        Machine.load(str(path))
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match=r"machine.json: this is no machine"):
+        Machine.load(str(path))
+    with pytest.raises(ConfigError, match="'h20o' is unknown; did you mean 'h200'"):
+        Machine.load("h20o")
