@@ -92,10 +92,12 @@ def _complete(
         for factor in order:
             options = list(range(len(values[factor])))
             generator.shuffle(options)
-            gains = [_gain((factor, v), picked, open_targets) for v in options]
-            if attempt < TRIES // 2 and max(gains) > 0:
+            # later attempts are random, to get around what is not allowed
+            greedy = attempt < TRIES // 2
+            gains = [_gain((factor, v), picked, open_targets) for v in options] if greedy else [0]
+            if max(gains) > 0:
                 picked[factor] = options[gains.index(max(gains))]
-            else:  # later attempts are random, to get around what is not allowed
+            else:
                 picked[factor] = generator.choice(spare[factor] or options)
         row = [picked[f] for f in range(len(values))]
         if allowed(row):
