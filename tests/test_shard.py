@@ -148,8 +148,8 @@ def test_what_cannot_be_cut_is_refused() -> None:
     weights = make_weights(whole, None, None, seed=0)
     key = next(kind.weight_key for kind in all_kinds() if kind.scheme == "fp8")
     blocks = make_weights(config(256), key, None, seed=0)
-    with pytest.raises(ConfigError, match="256 has 2 groups of 128 columns, too few for tp_size 4"):
-        shard_layer(config(256), blocks, FusedMoEParallelConfig(tp_size=4))
+    with pytest.raises(ConfigError, match="256 has 4 groups of 64 columns, too few for tp_size 5"):
+        shard_layer(config(256), blocks, FusedMoEParallelConfig(tp_size=5))
     with pytest.raises(ConfigError, match="4 experts are too few for ep_size 5"):
         shard_layer(whole, weights, FusedMoEParallelConfig(ep_size=5, ep_rank=4))
     with pytest.raises(ConfigError, match=r"experts is \[4\], expected ids within 0..3"):

@@ -56,6 +56,7 @@ from moe_core.checkpoint.modelopt import quant_algo, unknown_algo
 from moe_core.checkpoint.quant_args import QuantEntries, short
 from moe_core.checkpoint.quantized import ExpertStorage, QuantizedFormat, QuantizedLayout
 from moe_core.checkpoint.quark import QuarkArgs, QuarkLayer, quark_layer
+from moe_core.checkpoint.sliced_experts import Axes, StoredAxis
 from moe_core.checkpoint.statements import quantizers
 from moe_core.checkpoint.suffixes import (
     INPUT_SCALES,
@@ -72,6 +73,7 @@ __all__ = [
     "INPUT_SCALES",
     "ZERO_POINTS",
     "AutoRoundSettings",
+    "Axes",
     "BadValuesError",
     "CheckpointFormat",
     "ExpertLayout",
@@ -86,6 +88,7 @@ __all__ = [
     "QuantizedLayout",
     "QuarkArgs",
     "QuarkLayer",
+    "StoredAxis",
     "Values",
     "auto_round_settings",
     "check_expert_tensor",

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from moe_core._autocast import autocast_off, without_autocast
 from moe_core.call_arguments import check_beside, check_width, refuse_gradients
+from moe_core.column_choice import select_cut
+from moe_core.column_cut import refine
 from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig, whole_number
 from moe_core.device import as_torch_device
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_tensor
@@ -284,6 +286,9 @@ class FusedMoELayer(nn.Module):
         if self.online is not None and weights.weight_key is None:
             weights.validate(self.config)
             weights = self.online.quantize(weights.to(self.weights.device))
+            if self.selection.weight_key != weights.weight_key:  # finer groups, for equal shares of columns
+                weights = refine(self.config, weights, self.selection.weight_key)
+                weights = replace(weights, activation_key=self.selection.activation_key)
         if (weights.weight_key, weights.activation_key) != (self.selection.weight_key, self.selection.activation_key):
             raise TensorError(
                 f"the layer was built for {self.selection.weight_key} with {self.selection.activation_key}, "
@@ -312,6 +317,13 @@ class FusedMoELayer(nn.Module):
             given=origin.given,
             parallel=self.config.parallel,
         )
+        rank, size = self.config.parallel.tp_rank, self.config.intermediate_size
+        for cut in source.cuts:
+            begin, end = cut.ranges[rank]
+            keys = (cut.weight_key, cut.activation_key)
+            if end - begin == size and keys == (self.selection.weight_key, self.selection.activation_key):
+                source = source.with_cut(cut)
+                break
         for name in _SAME_LAYER:
             old, new = getattr(self.config, name), getattr(source.config, name)
             if old != new:
@@ -468,9 +480,10 @@ def load_layer(
     """One MoE layer of a checkpoint folder: format, scheme, selection and conversion.
 
     ``layer``: index in the model, default the first MoE layer.  ``experts``: global ids to load
-    (expert parallelism), default all; with some of them the layer gets the matching expert map.  ``parallel``: the rank
-    whose experts (consecutive ones, unless ``experts`` names them) and whose columns of them (tensor parallelism) are
-    loaded; the outputs of the ranks add up to the layer's.
+    (expert parallelism; ``placement.ranks[ep_rank]`` of a placement), default all; with some of them the layer gets the
+    matching expert map.  ``parallel``: the rank whose experts (consecutive ones, unless ``experts`` names them) and
+    whose columns of them (tensor parallelism) are read; the outputs of the ranks add up to the layer's.  Equal shares
+    of columns that part groups of scales are taken where a kernel takes finer groups (:mod:`moe_core.column_cut`).
     ``quantize``: what to make of 16-bit experts, by the name that a scheme gives it ("fp8_per_channel"); they are
     quantised expert by expert while they are read.  ``activation_key``: what activations are quantised as, a key or its
     name, None for 16 bits; default what the checkpoint says.  ``max_loras`` > 0: a backend that applies LoRA adapters,
@@ -506,13 +519,9 @@ def load_layer(
     config = source.config
     if whole_number("max_loras", max_loras, 0):
         config = replace(config, is_lora_enabled=True, max_loras=max_loras, max_lora_rank=max_lora_rank)
-    selection = oracle.select(
-        config,
-        weight_key=source.weight_key,
-        activation_key=source.activation_key,
-        moe_backend=backend,
-        device=target,
-    )
+    cut, selection = select_cut(oracle, config, source.cuts, moe_backend=backend, device=target)
+    source = source.with_cut(cut)
+    config = replace(config, intermediate_size=source.config.intermediate_size)
     lora = _room(config, target)
     weights = source.weights(device=target)
     kernel = oracle.make_kernel(selection, oracle.convert(selection, weights))

@@ -49,6 +49,29 @@ class ExpertLayout(ABC):
         Raises CheckpointError with the name of the tensor for anything that doesn't fit ``config``.
         """
 
+    @property
+    def column_unit(self) -> int | None:
+        """Columns of the intermediate size that must be read together; None where all of them must be.
+
+        Where it is a number, :meth:`load_columns` reads those of a tensor-parallel rank alone.
+        """
+        return None
+
+    def load_columns(
+        self,
+        config: FusedMoEConfig,
+        begin: int,
+        end: int,
+        *,
+        experts: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> MoEWeights:
+        """:meth:`load` of the columns ``begin`` to ``end`` of the intermediate size; ``config`` is the whole layer's.
+
+        Both are multiples of :attr:`column_unit`, or ``end`` is the intermediate size.
+        """
+        raise NotImplementedError
+
 
 class CheckpointFormat(ABC):
     """One checkpoint format of a scheme.

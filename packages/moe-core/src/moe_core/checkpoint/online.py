@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from moe_core.checkpoint.unquantized import UnquantizedFormat
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointError
 from moe_core.online import OnlineQuantization
+from moe_core.quant_key import QuantKey
 from moe_core.registry import Registry, registry
 from moe_core.weights import MoEWeights
 
@@ -28,20 +30,53 @@ CHUNK_BYTES = 256 << 20
 class OnlineLayout(ExpertLayout):
     """Experts that ``stored`` loads in 16 bits, as ``online`` quantises them.
 
-    Some experts at a time: beside the result, at most :data:`CHUNK_BYTES` (or one expert) of 16-bit weights exist.
+    ``weight_key``: what they become.  Some experts at a time: beside the result, at most :data:`CHUNK_BYTES` (or one
+    expert) of 16-bit weights exist.
     """
 
+    weight_key: QuantKey
     stored: ExpertLayout
     online: OnlineQuantization
 
     def load(self, config: FusedMoEConfig, *, experts: Sequence[int], device: torch.device | str = "cpu") -> MoEWeights:
+        return self._load(self.stored.load, config, experts, device)
+
+    @property
+    def column_unit(self) -> int | None:
+        """Whole groups, so that a rank has the scales of the whole layer; all columns where they share scales."""
+        group, stored = self.weight_key.group_shape, self.stored.column_unit
+        if stored is None or group.col == -1:
+            return None
+        return math.lcm(stored, group.col, max(group.row, 1))
+
+    def load_columns(
+        self,
+        config: FusedMoEConfig,
+        begin: int,
+        end: int,
+        *,
+        experts: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> MoEWeights:
+        def load(here: FusedMoEConfig, *, experts: Sequence[int], device: torch.device | str) -> MoEWeights:
+            return self.stored.load_columns(here, begin, end, experts=experts, device=device)
+
+        return self._load(load, config, experts, device)
+
+    def _load(
+        self,
+        load: Callable[..., MoEWeights],
+        config: FusedMoEConfig,
+        experts: Sequence[int],
+        device: torch.device | str,
+    ) -> MoEWeights:
         one = 4 * (config.w13_rows * config.hidden_size + config.hidden_size * config.intermediate_size)
         step = max(1, CHUNK_BYTES // one)
         whole: dict[str, Tensor] = {}
         for start in range(0, len(experts), step):
             chosen = experts[start : start + step]
             here = replace(config, num_local_experts=len(chosen))
-            quantized = self.online.quantize(self.stored.load(here, experts=chosen, device=device))
+            quantized = self.online.quantize(load(here, experts=chosen, device=device))
             for name, tensor in quantized.tensors():
                 if name not in whole:
                     shape = (len(experts), *tensor.shape[1:])

@@ -6,10 +6,11 @@ lie (:meth:`ExpertStorage.layout`); finding, checking and loading them is the sa
 
 from __future__ import annotations
 
+import functools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout, names_method
 from moe_core.checkpoint.matrices import ExpertMatrices, is_interleaved, unquantized_reason
+from moe_core.checkpoint.names import Key
+from moe_core.checkpoint.sliced_experts import Axes, SlicedExperts, column_unit
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointError, CheckpointWarning
 from moe_core.quant_key import QuantKey
@@ -68,10 +71,64 @@ class QuantizedLayout(ExpertLayout):
     ) -> dict[str, Tensor]:
         """The canonical tensors of w13 or w2 (``name``), whose matrices lie in ``projections``, by name."""
 
+    def axes(self, projection: str) -> Mapping[str, Axes] | None:
+        """Where rows and columns of the matrix lie in each tensor that :meth:`stack` reads, by suffix.
+
+        Of suffixes that the projection does not have nothing need be said; a tensor that is left out is read whole.
+        None where the tensors cannot be read in part.
+        """
+        return None
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether rows of gate and up in one tensor are theirs in turns."""
+        return False
+
+    @functools.cached_property
+    def _axes(self) -> Mapping[Key, Axes] | None:
+        found: dict[Key, Axes] = {}
+        for projection in sorted(self.layer.projections):
+            try:
+                own = self.axes(projection)
+            except CheckpointError:  # which loading the whole layer names as what it is
+                return None
+            if own is None:
+                return None
+            found |= {(projection, suffix): both for suffix, both in own.items() if self.layer.has(projection, suffix)}
+        return found
+
+    @property
+    def column_unit(self) -> int | None:
+        return None if self._axes is None else column_unit(self._axes)
+
+    def columns_of(self, begin: int, end: int, size: int) -> QuantizedLayout:
+        """The layout of these columns of the intermediate ``size`` alone."""
+        layer = SlicedExperts.of(self.layer, self._axes or {}, begin, end, size, interleaved=self.interleaved)
+        return replace(self, layer=layer)
+
     def load(self, config: FusedMoEConfig, *, experts: Sequence[int], device: torch.device | str = "cpu") -> MoEWeights:
-        matrices = ExpertMatrices.of(self.layer, config)
-        for projection, size in matrices.sizes.items():
+        self._check(config, experts)
+        return self._load(config, experts, device)
+
+    def load_columns(
+        self,
+        config: FusedMoEConfig,
+        begin: int,
+        end: int,
+        *,
+        experts: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> MoEWeights:
+        self._check(config, experts)
+        part = self.columns_of(begin, end, config.intermediate_size)
+        return part._load(replace(config, intermediate_size=end - begin), experts, device)
+
+    def _check(self, config: FusedMoEConfig, experts: Sequence[int]) -> None:
+        for projection, size in ExpertMatrices.of(self.layer, config).sizes.items():
             self.check(projection, size, experts, has_bias=config.has_bias)
+
+    def _load(self, config: FusedMoEConfig, experts: Sequence[int], device: torch.device | str) -> MoEWeights:
+        matrices = ExpertMatrices.of(self.layer, config)
         tensors: dict[str, Tensor] = {}
         for name, projections in matrices.stacks:
             tensors.update(self.stack(name, projections, matrices, experts, device, has_bias=config.has_bias))

@@ -20,7 +20,7 @@ from moe_core.checkpoint.families import DEFAULT_STACKS
 from moe_core.checkpoint.files import check_folder, check_shards, index_file, shard_path, unindexed_files
 from moe_core.checkpoint.names import ExpertNames, LayerNames, by_layer
 from moe_core.checkpoint.open_file import FileState
-from moe_core.checkpoint.safetensors_file import Kind, Part, SafetensorsFile, TensorInfo
+from moe_core.checkpoint.safetensors_file import Kind, Part, SafetensorsFile, Span, TensorInfo
 from moe_core.checkpoint.statements import read_quantization
 from moe_core.checkpoint.strict_json import MAX_INDEX_BYTES, load_object
 from moe_core.errors import CheckpointError, ConfigError
@@ -30,6 +30,7 @@ MOST_OPEN = 16
 
 _LOCK = threading.Lock()
 
+P = TypeVar("P", Part, Span)
 T = TypeVar("T")
 
 
@@ -205,13 +206,7 @@ class Checkpoint:
 
         The buffers have the sizes that :meth:`info` says.
         """
-        by_file: dict[Path, list[Part]] = {}
-        for part in parts:
-            path = self._files.get(part[0])
-            if path is None:
-                raise CheckpointError(f"{self.path} has no tensor {part[0]!r}")
-            by_file.setdefault(path, []).append(part)
-        for found in by_file.values():
+        for found in self._by_file(parts):
             file = self._file(found[0][0])
             for name, index, _ in found:
                 if name not in file.kinds:
@@ -219,6 +214,21 @@ class Checkpoint:
                 if index is not None:
                     self._check_entry(name, index)
             file.read_all(found)
+
+    def read_spans(self, spans: Iterable[Span]) -> None:
+        """Fill each span's buffer with bytes of the tensor from the span's first on; all lie within it."""
+        for found in self._by_file(spans):
+            self._file(found[0][0]).read_spans(found)
+
+    def _by_file(self, parts: Iterable[P]) -> Iterable[list[P]]:
+        """The parts that lie in one file, for each file."""
+        by_file: dict[Path, list[P]] = {}
+        for part in parts:
+            path = self._files.get(part[0])
+            if path is None:
+                raise CheckpointError(f"{self.path} has no tensor {part[0]!r}")
+            by_file.setdefault(path, []).append(part)
+        return by_file.values()
 
     def _check_entry(self, name: str, index: int) -> None:
         info = self.info(name)

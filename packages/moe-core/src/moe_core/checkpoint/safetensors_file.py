@@ -61,6 +61,8 @@ Kind = tuple[str, tuple[int, ...]]
 
 #: what is read at once with others: a tensor's name, the entry of its first dimension (None: all), its bytes' place
 Part = tuple[str, int | None, memoryview]
+#: the same of any bytes: a tensor's name, the first of its bytes, as many as their place has
+Span = tuple[str, int, memoryview]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -103,13 +105,13 @@ class SafetensorsFile:
 
     def read_all(self, parts: Iterable[Part]) -> None:
         """Fill each part's buffer, which has its size, with the tensor, or with its entry."""
+        self.read_spans((name, 0 if index is None else index * len(buffer), buffer) for name, index, buffer in parts)
+
+    def read_spans(self, spans: Iterable[Span]) -> None:
+        """Fill each span's buffer with bytes of the tensor, which has so many."""
         # another thread may release the file meanwhile: this read goes on
         file = self._file or OpenFile(self.path, self._state)
-        file.read_all(
-            (buffer, self._data[name] + (0 if index is None else index * len(buffer)))
-            for name, index, buffer in parts
-            if len(buffer)
-        )
+        file.read_all((buffer, self._data[name] + offset) for name, offset, buffer in spans if len(buffer))
 
     def hold(self) -> None:
         """Keep the file open for what is read from now on."""

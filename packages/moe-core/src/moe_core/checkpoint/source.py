@@ -7,7 +7,7 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,13 +17,14 @@ from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout
 from moe_core.checkpoint.model import Given, read_model
 from moe_core.checkpoint.online import detect
 from moe_core.checkpoint.reader import Checkpoint
+from moe_core.column_cut import ColumnCut, column_cuts, cut_columns, plain_cut, refine
 from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig, whole_number
-from moe_core.errors import CheckpointWarning, ConfigError, MoEError, RegistryError
+from moe_core.errors import CheckpointError, CheckpointWarning, ConfigError, MoEError, RegistryError
 from moe_core.online import OnlineQuantization
 from moe_core.plugins import Raised, attempt
 from moe_core.quant_key import QuantKey, as_quant_key
 from moe_core.registry import KNOWN_SCHEMES, Registry
-from moe_core.shard import column_range, cut_columns, local_expert_range
+from moe_core.shard import local_expert_range
 from moe_core.weights import MoEWeights
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ T = TypeVar("T")
 #: modules of this project, whose errors are their own
 _OWN = ("moe_core", *(package.replace("-", "_") for package in KNOWN_SCHEMES.values()))
 
+#: of static activations
+_STATIC = ("w13_input_scale", "w2_input_scale", "w13_input_zero_point", "w2_input_zero_point")
 #: instead of an activation key: what the checkpoint says
 AS_STORED = "checkpoint"
 
@@ -44,6 +47,7 @@ class LayerSource:
     - ``config``, ``weight_key``, ``activation_key`` (as the checkpoint says, or as was asked for), ``scheme``: what
       selection needs
     - ``whole``: the config before a tensor-parallel rank's columns were cut
+    - ``cut``: how tensor-parallel ranks share the columns; ``cuts``: every way, see :meth:`with_cut`
     - ``experts``: global ids of the experts to load
     - ``router_weight`` [E, K], ``router_bias`` [E] float32: None where the checkpoint has none
     - ``correction_bias`` [E] float32: where the routing has one
@@ -60,6 +64,8 @@ class LayerSource:
     format: CheckpointFormat
     layout: ExpertLayout
     whole: FusedMoEConfig
+    cut: ColumnCut
+    cuts: tuple[ColumnCut, ...]
     experts: tuple[int, ...]
     router_weight: Tensor | None
     router_bias: Tensor | None
@@ -72,23 +78,54 @@ class LayerSource:
         """The experts' tensors."""
         return self.layout.layer
 
+    def with_cut(self, cut: ColumnCut) -> LayerSource:
+        """The same layer, of whose columns the ranks have other shares; the keys are those of the cut."""
+        begin, end = cut.ranges[self.config.parallel.tp_rank]
+        return replace(
+            self,
+            cut=cut,
+            config=replace(self.config, intermediate_size=end - begin),
+            weight_key=cut.weight_key,
+            activation_key=cut.activation_key,
+        )
+
     def weights(self, device: torch.device | str = "cpu") -> MoEWeights:
         """Canonical weights of ``experts`` on ``device``, this rank's columns of them.
 
+        No more columns are read than lie in one piece of the file with them (of 16-bit experts: than share scales).
         CheckpointError names a tensor that is broken.
         """
+        rank, size = self.config.parallel.tp_rank, self.whole.intermediate_size
+        begin, end = self.cut.ranges[rank]
+        first, last = self._read_columns(begin, end)
         load = functools.partial(self.layout.load, self.whole, experts=self.experts, device=device)
-        weights = _of_format(self.format, load)
-        if weights.activation_key != self.activation_key:
-            weights = replace(
-                weights,
-                activation_key=self.activation_key,
-                w13_input_scale=None,
-                w2_input_scale=None,
-                w13_input_zero_point=None,
-                w2_input_zero_point=None,
+        if (first, last) != (0, size):
+            load = functools.partial(
+                self.layout.load_columns, self.whole, first, last, experts=self.experts, device=device
             )
-        return cut_columns(self.whole, weights, self.config.parallel)[1]
+        try:
+            weights = _of_format(self.format, load)
+        except CheckpointError as error:
+            if (first, last) == (0, size):
+                raise
+            raise CheckpointError(
+                f"{error.message} (columns {first} to {last} of the intermediate size were read)"
+            ) from error
+        static: dict[str, Any] = {}
+        if self.cut.activation_key is None or not self.cut.activation_key.is_static:
+            static = dict.fromkeys(_STATIC)
+        here = replace(self.whole, intermediate_size=last - first)
+        weights = refine(here, weights, self.cut.weight_key)
+        weights = cut_columns(here, weights, begin - first, end - first, with_bias=rank == 0)
+        return replace(weights, activation_key=self.activation_key, **static)
+
+    def _read_columns(self, begin: int, end: int) -> tuple[int, int]:
+        """The columns that are read for ``begin`` to ``end``."""
+        size = self.whole.intermediate_size
+        unit = None if (begin, end) == (0, size) else self.layout.column_unit
+        if unit is None:
+            return 0, size
+        return begin // unit * unit, min(-(-end // unit) * unit, size)
 
 
 def read_layer(
@@ -124,12 +161,14 @@ def read_layer(
     if model.assumed is not None:
         warnings.warn(model.assumed, CheckpointWarning, stacklevel=2)
     weight_key, activations = layout.weight_key, _activations(activation_key, layout.activation_key)
-    begin, end = column_range(model.config.intermediate_size, weight_key, activations, parallel)
-    return LayerSource(
+    cuts = column_cuts(model.config.intermediate_size, weight_key, activations, parallel.tp_size)
+    found = LayerSource(
         index=tensors.index,
         prefix=tensors.prefix,
-        config=replace(model.config, intermediate_size=end - begin, parallel=parallel),
+        config=replace(model.config, parallel=parallel),
         whole=model.config,
+        cut=cuts[0],
+        cuts=cuts,
         weight_key=weight_key,
         activation_key=activations,
         scheme=scheme,
@@ -142,6 +181,7 @@ def read_layer(
         routing_reason=model.routing_reason,
         assumed=model.assumed,
     )
+    return found.with_cut(plain_cut(cuts))
 
 
 def _of_format(adapter: CheckpointFormat, call: Callable[[], T]) -> T:

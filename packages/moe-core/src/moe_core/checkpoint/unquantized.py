@@ -11,6 +11,7 @@ No scheme runs them as they are; they are what is quantised at load (:mod:`moe_c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch import Tensor
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout, check_expert_tensor
 from moe_core.checkpoint.matrices import ExpertMatrices, gate_rows_first, is_interleaved, is_transposed
+from moe_core.checkpoint.names import Key
+from moe_core.checkpoint.sliced_experts import Axes, SlicedExperts, StoredAxis
 from moe_core.checkpoint.values import Values, load_checked
 from moe_core.config import FusedMoEConfig
 from moe_core.weights import MoEWeights
@@ -48,17 +51,54 @@ class UnquantizedLayout(ExpertLayout):
     """16-bit experts; their shapes tell how they lie."""
 
     def load(self, config: FusedMoEConfig, *, experts: Sequence[int], device: torch.device | str = "cpu") -> MoEWeights:
+        self._check(config)
+        return self._load(self.layer, config, experts, device)
+
+    @property
+    def column_unit(self) -> int | None:
+        return 1
+
+    def load_columns(
+        self,
+        config: FusedMoEConfig,
+        begin: int,
+        end: int,
+        *,
+        experts: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> MoEWeights:
+        self._check(config)
+        rows, cols = StoredAxis(0), StoredAxis(1)
+        axes: dict[Key, Axes] = {}
+        for projection in self.layer.projections:
+            axes[projection, "weight"] = (cols, rows) if is_transposed(self.layer) else (rows, cols)
+            axes[projection, "bias"] = (rows, None)
+        mixed = is_interleaved(self.layer)
+        part = SlicedExperts.of(self.layer, axes, begin, end, config.intermediate_size, interleaved=mixed)
+        return self._load(part, replace(config, intermediate_size=end - begin), experts, device)
+
+    def _check(self, config: FusedMoEConfig) -> None:
+        """Shapes and dtypes of all tensors."""
         layer = self.layer
         matrices, transposed = ExpertMatrices.of(layer, config), is_transposed(layer)
         sized = f"hidden size and intermediate size of {layer.checkpoint.path / 'config.json'}"
-        tensors: dict[str, Tensor] = {}
-        for name, projections in matrices.stacks:
+        for _, projections in matrices.stacks:
             # gate and up become one tensor: of one type
             stored = layer.dtype(projections[0], "weight")
+            biased = any(layer.has(projection, "bias") for projection in projections)
             for projection in projections:
                 rows, cols = matrices.sizes[projection]
                 shape = (cols, rows) if transposed else (rows, cols)
                 check_expert_tensor(layer, projection, "weight", shape, _DTYPES if stored is None else (stored,), sized)
+                if biased:
+                    check_expert_tensor(layer, projection, "bias", matrices.sizes[projection][:1], _DTYPES)
+
+    def _load(
+        self, layer: LayerExperts, config: FusedMoEConfig, experts: Sequence[int], device: torch.device | str
+    ) -> MoEWeights:
+        transposed = is_transposed(self.layer)
+        tensors: dict[str, Tensor] = {}
+        for name, projections in ExpertMatrices.of(layer, config).stacks:
             mixed = "gate_up" in projections and is_interleaved(layer)
             tensors[name] = load_checked(
                 layer,
@@ -71,8 +111,6 @@ class UnquantizedLayout(ExpertLayout):
                 on_device=True,
             )
             if any(layer.has(projection, "bias") for projection in projections):
-                for projection in projections:
-                    check_expert_tensor(layer, projection, "bias", matrices.sizes[projection][:1], _DTYPES)
                 tensors[f"{name}_bias"] = load_checked(
                     layer,
                     projections,

@@ -12,7 +12,7 @@ where its weights are 0 too (a pruned channel); over other weights it is refused
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,10 +29,12 @@ from moe_core import (
 from moe_core.format_api import (
     INPUT_SCALES,
     ZERO_POINTS,
+    Axes,
     ExpertMatrices,
     ExpertStorage,
     LayerExperts,
     QuantizedLayout,
+    StoredAxis,
     Values,
     check_expert_tensor,
     is_transposed,
@@ -162,6 +164,24 @@ class Fp8Layout(QuantizedLayout):
         return tensors
 
     # ------------------------------------------------------------------ shapes
+
+    def axes(self, projection: str) -> Mapping[str, Axes] | None:
+        if self.shared:
+            return None
+        layer, group = self.layer, self.storage.group
+        first, second = (1, 0) if self.transposed else (0, 1)
+        found: dict[str, Axes] = {
+            "weight": (StoredAxis(first), StoredAxis(second)),
+            "bias": (StoredAxis(0), None),
+        }
+        scale = _required(scale_suffix(layer, projection))
+        dims = len(layer.shape(projection, scale))
+        if group.is_per_row:
+            found[scale] = (StoredAxis(first if dims == 2 else 0), None)
+        elif not group.is_per_tensor:
+            first, second = (0, 2) if dims == 4 else (first, second)
+            found[scale] = (StoredAxis(first, group.row), StoredAxis(second, group.col))
+        return found
 
     def _stored(self, rows: int, cols: int) -> tuple[int, int]:
         return (cols, rows) if self.transposed else (rows, cols)

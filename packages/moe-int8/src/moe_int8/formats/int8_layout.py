@@ -12,7 +12,7 @@ be 0 where its weights are 0 too; over other weights it is refused, since they c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +26,13 @@ from moe_core import (
 from moe_core.format_api import (
     INPUT_SCALES,
     ZERO_POINTS,
+    Axes,
     BadValuesError,
     ExpertMatrices,
     ExpertStorage,
     LayerExperts,
     QuantizedLayout,
+    StoredAxis,
     Values,
     check_expert_tensor,
     check_stated_shape,
@@ -180,6 +182,17 @@ class Int8Layout(QuantizedLayout):
         return tensors
 
     # ------------------------------------------------------------------ parts
+
+    def axes(self, projection: str) -> Mapping[str, Axes]:
+        storage, rows = self.storage, StoredAxis(0)
+        found: dict[str, Axes] = {
+            self.weight: (rows, StoredAxis(1, 1 if self.weight == "weight" else 32 // storage.bits)),
+            "bias": (rows, None),
+        }
+        scale = one_suffix(self.layer, projection, WEIGHT_SCALES)
+        if scale is not None and not storage.whole:
+            found[scale] = (rows, None if storage.group == -1 else StoredAxis(1, storage.group))
+        return found
 
     def _codes(
         self, projections: tuple[str, ...], cols: int, experts: Sequence[int], device: torch.device | str

@@ -19,7 +19,7 @@ only one of the two with which neither clips.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +27,12 @@ from moe_core import CheckpointError, QuantKey, kMxfp4Static
 from moe_core.format_api import (
     INPUT_SCALES,
     ZERO_POINTS,
+    Axes,
     ExpertMatrices,
     ExpertStorage,
     LayerExperts,
     QuantizedLayout,
+    StoredAxis,
     Values,
     check_expert_tensor,
     check_stated_shape,
@@ -176,6 +178,19 @@ class Mxfp4Layout(QuantizedLayout):
                 raise CheckpointError(f"{name} is {stored}: no MXFP4 format has such a tensor ({storage.why})")
 
     # ------------------------------------------------------------------ values
+
+    @property
+    def interleaved(self) -> bool:
+        return self.mixed
+
+    def axes(self, projection: str) -> Mapping[str, Axes]:
+        rows, weight = StoredAxis(0), self._weight(projection)
+        blocks = len(self.layer.shape(projection, weight)) == 3
+        return {
+            weight: (rows, StoredAxis(1, GROUP if blocks else 2)),
+            self._scale(projection): (rows, StoredAxis(1, GROUP)),
+            "bias": (rows, None),
+        }
 
     def stack(
         self,

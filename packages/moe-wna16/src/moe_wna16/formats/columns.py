@@ -21,6 +21,7 @@ class ColumnGroups:
     """The groups of one layer's columns, ``group`` of them at a time (-1: all) where they lie in order.
 
     - ``permuted``: some expert's columns are grouped otherwise
+    - ``window``: (begin, end, all) of the columns of down that are wanted; None: all of them
     - ``_read``: what was read, by expert and projection; None where columns lie in order
 
     Each tensor is read once: :meth:`of` reads until one is not in order, :meth:`load` what is left.
@@ -31,6 +32,7 @@ class ColumnGroups:
     group: int
     permuted: bool
     _read: Mapping[tuple[int, str], Tensor | None]
+    window: tuple[int, int, int] | None = None
 
     @staticmethod
     def of(layer: LayerExperts, packing: Packing, group: int) -> ColumnGroups:
@@ -76,14 +78,16 @@ class ColumnGroups:
         Raises CheckpointError for one out of range, for groups without a column, and for projections that differ.
         """
         layer, suffix = self.layer, self.packing.g_idx or "g_idx"
+        begin, end, row = (0, cols, cols) if self._is_whole(projections[0]) else self.window or (0, cols, cols)
         out = torch.empty(len(experts), cols, dtype=torch.int32)
         for slot, expert in enumerate(experts):
             for projection in projections:
                 own = self._groups(expert, projection)
-                found = in_order((cols,), self.group) if own is None else own.long()
+                found = in_order((row,), self.group) if own is None else own.long()
                 if own is not None:
                     scale = layer.name(expert, projection, self.packing.scale)
                     _check(found, layer.name(expert, projection, suffix), groups, scale)
+                found = found[begin:end]
                 if projection == projections[0]:
                     out[slot].copy_(found)
                 elif not torch.equal(out[slot].long(), found):
@@ -94,6 +98,13 @@ class ColumnGroups:
                         "the same inputs must group their columns alike"
                     )
         return out.to(device)
+
+    def row_length(self, projection: str, cols: int) -> int:
+        """Columns that the groups of a row are counted over: where they are in any order, those of the whole row."""
+        return cols if self.window is None or not self.permuted or self._is_whole(projection) else self.window[2]
+
+    def _is_whole(self, projection: str) -> bool:
+        return self.window is None or projection != "down"
 
     def _groups(self, expert: int, projection: str) -> Tensor | None:
         """The group of each column as stored; None where columns lie in order."""

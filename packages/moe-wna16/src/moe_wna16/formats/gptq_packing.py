@@ -62,7 +62,8 @@ class GptqPacking(Packing):
 
     def codes(self, stored: Tensor, cols: int) -> Tensor:
         # a word holds consecutive columns of one row: its bytes are the canonical ones
-        return stored.mT.contiguous().view(torch.uint8)
+        rows = stored.mT.clone(memory_format=torch.contiguous_format)  # one word in a row counts as contiguous as it is
+        return rows.view(torch.uint8)
 
     def scale_shapes(self, rows: int, groups: int) -> Sequence[Shape]:
         return [(groups, rows)]

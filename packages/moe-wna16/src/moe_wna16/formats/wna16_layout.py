@@ -8,8 +8,9 @@ largest weight the code -8, whatever its sign.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from moe_core import (
@@ -24,11 +25,13 @@ from moe_core import (
 )
 from moe_core.format_api import (
     INPUT_SCALES,
+    Axes,
     BadValuesError,
     ExpertMatrices,
     ExpertStorage,
     LayerExperts,
     QuantizedLayout,
+    StoredAxis,
     Values,
     check_expert_tensor,
     check_stated_shape,
@@ -43,6 +46,8 @@ from moe_wna16.formats.columns import DTYPES, ColumnGroups
 from moe_wna16.formats.packing import Packing, Shape
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+#: a multiple of what any word holds
+_MANY = 64
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,37 @@ class WNA16Layout(QuantizedLayout):
 
     # ------------------------------------------------------------------ values
 
+    def axes(self, projection: str) -> Mapping[str, Axes]:
+        layer, packing, group = self.layer, self.storage.packing, self.storage.group
+        found: dict[str, Axes] = {"bias": (StoredAxis(0), None)}
+        if packing.pre_scale is not None:
+            found[packing.pre_scale] = (None, StoredAxis(0))
+        # sizes that every word and group divides
+        rows, cols = _MANY, _MANY * max(group, 1)
+        found[packing.weight] = _axes(packing.weight_shape, rows, cols)
+        for suffix in (packing.scale, packing.zero):
+            if suffix is None or not layer.has(projection, suffix):
+                continue
+            shapes = partial(self._grouped_shape, projection, suffix)
+            along = _axes(shapes, rows, cols)
+            # in another order, columns of any part may belong to any group
+            found[suffix] = (along[0], None) if self.columns.permuted else along
+        return found
+
+    def _grouped_shape(self, projection: str, suffix: str, rows: int, cols: int) -> Shape:
+        """Shape of scales or zero points, of the kind that the file has."""
+        layer, packing, groups = self.layer, self.storage.packing, self._groups(cols)
+        if suffix == packing.scale:
+            shapes = packing.scale_shapes(rows, groups)
+        else:
+            shapes = packing.zero_shapes(rows, groups, layer.dtype(projection, suffix))
+        dims = len(layer.shape(projection, suffix))
+        return next((shape for shape in shapes if len(shape) == dims), shapes[0])
+
+    def columns_of(self, begin: int, end: int, size: int) -> QuantizedLayout:
+        columns = replace(self.columns, window=(begin, end, size))
+        return replace(super().columns_of(begin, end, size), columns=columns)  # type: ignore[call-arg]
+
     def stack(
         self,
         name: str,
@@ -210,7 +246,11 @@ class WNA16Layout(QuantizedLayout):
             self._check_symmetric(projections, rows, cols, experts)
         if key.permuted:
             tensors[f"{name}_g_idx"] = self.columns.load(
-                projections, cols=cols, groups=self._groups(cols), experts=experts, device=device
+                projections,
+                cols=cols,
+                groups=self._groups(self.columns.row_length(projections[0], cols)),
+                experts=experts,
+                device=device,
             )
         if key.pre_scaled:
             tensors[f"{name}_pre_scale"] = self._pre_scale(projections, cols, experts, device)
@@ -277,7 +317,7 @@ class WNA16Layout(QuantizedLayout):
             if layer.dtype(projection, packing.zero) is not torch.int32:
                 refuse_zero_points(layer, projection, packing.zero, experts)
                 continue
-            self._check_zero_points(projection, rows, self._groups(cols))
+            self._check_zero_points(projection, rows, self._groups(self.columns.row_length(projection, cols)))
             stored = layer.stacked(projection, packing.zero, experts)
             # one for all, as a rule
             alike = bool((stored == stored[0]).all())
@@ -352,3 +392,14 @@ class WNA16Layout(QuantizedLayout):
                 f"{names[0]} is 0 where {names[1]} is not ({int((lost != 0).sum())} weights, first row {rows}, column "
                 f"{column}): expected a scale other than 0"
             )
+
+
+def _axes(shape_of: Callable[[int, int], Shape], rows: int, cols: int) -> Axes:
+    """Which dimensions of ``shape_of(rows, cols)`` grow with either of them, and how many an entry holds."""
+    shape = shape_of(rows, cols)
+
+    def grown(larger: Shape, size: int) -> StoredAxis | None:
+        dims = [dim for dim, (few, many) in enumerate(zip(shape, larger, strict=True)) if few != many]
+        return StoredAxis(dims[0], size // shape[dims[0]]) if dims else None
+
+    return grown(shape_of(2 * rows, cols), rows), grown(shape_of(rows, 2 * cols), cols)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from moe_core.testing.checkpoints.folders import write
+from moe_core.testing.fuzz.columns import check_columns
 from moe_core.testing.fuzz.fuzzer import Fuzzer, Sample
 from moe_core.testing.fuzz.reading import Layer, read_folder
 
@@ -47,6 +48,11 @@ class FuzzTests:
     def test_mutated_folders(self, folder_name: str, moe_fuzz: range) -> None:
         """A MoEError, or the layer that the folder says, never anything else."""
         fuzz(folder_name, self.folders[folder_name], moe_fuzz)
+
+    def test_columns_are_read_by_themselves(self, folder_name: str, tmp_path: Path) -> None:
+        """A part of the intermediate size that a rank may read is that part of the whole layer."""
+        folder = self.folders[folder_name]
+        check_columns(write(tmp_path, folder.tensors(), folder.config, shards=folder.shards))
 
 
 def fuzz(name: str, folder: Folder, seeds: Iterable[int], *, read: Callable[[Path], Layer] = read_folder) -> None:
