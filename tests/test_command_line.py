@@ -312,6 +312,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--tuning": ("none", "nowhere/t.json", "fp8/config.json"),
     "--compare": ("nowhere/b.json", "fp8/config.json"),
     "--budget": ("0.001", "0", "-1"),
+    "--skew": ("0", "1", "-1", "1e300", "nan"),
     "--keep": ("fp8", "text"),
     "--routing": ("softmax", "sigmoid,renormalize", "per_call", "softmax,,"),
     "--stack": ("talker",),

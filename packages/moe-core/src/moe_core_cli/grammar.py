@@ -184,6 +184,13 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", metavar="B,B,…", help="backends by name (default: all that fit)")
     add_device(parser)
     parser.add_argument("--budget", type=seconds, default=1.0, metavar="S", help="seconds per measurement (default: 1)")
+    parser.add_argument(
+        "--skew",
+        type=seconds,
+        default=0.0,
+        metavar="S",
+        help="the r-th most popular expert gets tokens in proportion to 1 / r^S (default: 0, all alike; 1: Zipf's law)",
+    )
     parser.add_argument("--output", type=Path, metavar="F.json", help="write the results there as well")
     parser.add_argument("--svg", type=Path, metavar="F.svg", help="draw times and floor over token counts")
     parser.add_argument("--compare", type=Path, metavar="F.json", help="an earlier run's --output: what has moved")

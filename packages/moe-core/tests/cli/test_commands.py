@@ -19,10 +19,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from moe_core import CheckpointError, Requirement, Verified, __version__, entry_points
+from moe_core import CheckpointError, FusedMoEConfig, Requirement, Verified, __version__, entry_points
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli import _machine, _output, _picture
 from moe_core.cli import quickstart as quickstart_command
+from moe_core.cli._layers import random_call
 from moe_core.cli._output import write_whole, written_folder
 from moe_core.cli.backends import describe, details
 from moe_core.cli.doctor import INTEGRATION_GROUP
@@ -435,6 +436,32 @@ def test_bench(moe: Any, tmp_path: Path, known_limits: None) -> None:
     assert first["calls"] >= 5
 
 
+def test_bench_skewed_routing(moe: Any, tmp_path: Path, known_limits: None) -> None:
+    file = tmp_path / "uniform.json"
+    arguments = ("bench", *SHAPE, "--tokens", "1", "--budget", "0.01")
+    assert moe(*arguments, "--output", file).code == 0
+    skewed = moe(*arguments, "--skew", "20", "--json").data
+    assert skewed["skew"] == 20.0
+    assert "routing skewed by 20" in moe(*arguments, "--skew", "20").out
+    moe.refuses(*arguments, "--skew", "1", "--compare", file, parts=("skew is 0.0 there, 1.0 here",))
+    # written before there was such a thing
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "skew"}))
+    assert moe(*arguments, "--compare", file).code == 0
+
+
+def test_skewed_calls_go_to_few_experts() -> None:
+    config = FusedMoEConfig(num_experts=16, top_k=2, hidden_size=8, intermediate_size=8)
+    _, weights, uniform = random_call(config, 200, torch.device("cpu"), 3)
+    _, skewed_weights, skewed = random_call(config, 200, torch.device("cpu"), 3, skew=8.0)
+    assert len(set(uniform.flatten().tolist())) == 16
+    # the third in line is drawn before the second once in 2 * (2 / 3) ** 8 = 13 times
+    counts = torch.bincount(skewed.flatten().long(), minlength=16).sort(descending=True).values.tolist()
+    assert counts[0] > 190
+    assert counts[1] > 150
+    assert weights.shape == skewed_weights.shape == (200, 2)
+    assert all(len(set(row)) == 2 for row in skewed.tolist())
+
+
 def test_bench_the_batched_format(moe: Any, known_limits: None) -> None:
     arguments = ("bench", *SHAPE, "--tokens", 3, "--budget", "0.01", "--activation-format", "batched")
     assert moe(*arguments, "--json").data["results"][0]["backend"] == "plain"
@@ -447,8 +474,6 @@ def test_bench_a_checkpoint(moe: Any, folder: Path, known_limits: None) -> None:
 
 
 def test_bench_measures_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_core import FusedMoEConfig
-
     config = FusedMoEConfig(num_experts=2, top_k=1, hidden_size=8, intermediate_size=8)
     limits = _machine.measure_limits(torch.device("cpu"), config, None)
     assert 1e8 < limits.bandwidth < 1e13
@@ -469,6 +494,7 @@ def test_bench_measures_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--output", "/nowhere/b.json"), "the folder /nowhere does not exist"),
         (("--svg", "/nowhere/b.svg"), "the folder /nowhere does not exist"),
         (("--rate", "-1"), "--rate -1.0: expected a positive number of TFLOP/s"),
+        (("--skew", "-1"), "--skew -1.0: expected a number of 0 or more"),
         (("--bandwidth", "nan"), "--bandwidth nan: expected a positive number of GB/s"),
         (("--fail-slower",), "expected a percentage, beside --compare FILE"),
     ],

@@ -14,7 +14,7 @@ MOST_BYTES = 16 << 20
 #: what two runs must share to be compared
 SAME = (
     *("scheme", "weight_key", "activation_key", "num_experts", "top_k", "hidden_size", "intermediate_size"),
-    *("activation", "dtype", "activation_format"),
+    *("activation", "dtype", "activation_format", "skew"),
 )
 
 
@@ -32,6 +32,7 @@ def read_results(path: Path) -> dict[str, Any]:
         data = parse_object(content, str(path))
     except CheckpointError as error:
         raise ConfigError(f"--compare: {error.message}") from None
+    data.setdefault("skew", 0.0)  # as in runs of before there was any
     results = data.get("results")
     if not isinstance(results, list) or not all(map(_is_result, results)):
         raise ConfigError(

@@ -154,13 +154,20 @@ def _repeated(tensor: Tensor, which: Tensor) -> Tensor:
     return raw[which].view(tensor.dtype)
 
 
-def random_call(config: FusedMoEConfig, count: int, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(hidden states, router weights, expert ids) of ``count`` tokens, made on ``device``; routing is uniform."""
+def random_call(
+    config: FusedMoEConfig, count: int, device: torch.device, seed: int, *, skew: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden states, router weights, expert ids) of ``count`` tokens, made on ``device``.
+
+    Routing is uniform, or with ``skew`` as of :func:`moe_core.skewed_routing.skewed`.
+    """
     import torch
+
+    from moe_core.skewed_routing import skewed
 
     _arguments.check_room(count, config.hidden_size)
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(count, config.hidden_size, generator=generator, device=device).to(config.dtype)
     scores = torch.rand(count, config.num_experts, generator=generator, device=device)
-    weights, ids = scores.topk(config.top_k, dim=1)
-    return x, weights, ids.int()
+    ids = (skewed(scores, skew) if skew else scores).topk(config.top_k, dim=1).indices
+    return x, scores.gather(1, ids), ids.int()

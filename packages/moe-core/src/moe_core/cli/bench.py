@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, option)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{option} {value}: expected a positive number of {unit}")
+    if not 0 <= args.skew < math.inf:
+        raise ConfigError(f"--skew {args.skew}: expected a number of 0 or more")
     if args.fail_slower is not None and (args.compare is None or not 0 <= args.fail_slower < math.inf):
         raise ConfigError(f"--fail-slower {args.fail_slower:g}: expected a percentage, beside --compare FILE")
     earlier = None if args.compare is None else read_results(args.compare)
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         results = [
             result
             for selection in selections
-            for result in _measure(layer, weights, selection, counts, device, limits, args.budget)
+            for result in _measure(layer, weights, selection, counts, device, limits, args.budget, args.skew)
         ]
     config = layer.config
     data = {
@@ -79,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         "activation": config.activation.value,
         "dtype": str(config.dtype).removeprefix("torch."),
         "activation_format": config.activation_format.value,
+        "skew": args.skew,
         "device": selections[0].device.arch,
         "device_name": selections[0].device.name,
         **{name.replace("-", "_"): distribution_version(name) for name in ("moe-core", "torch", "triton")},
@@ -147,6 +150,7 @@ def _measure(
     device: torch.device,
     limits: Limits,
     budget: float,
+    skew: float,
 ) -> Iterator[dict[str, Any]]:
     """What was measured of the selected backend, for each number of tokens."""
     from moe_core.cli._timing import measure
@@ -157,7 +161,7 @@ def _measure(
         kernel = oracle.make_kernel(selection, oracle.convert(selection, weights))
     for count in counts:
         with progress(f"{selection.backend}: {count} tokens"):
-            inputs = [random_call(layer.config, count, device, seed) for seed in range(INPUTS)]
+            inputs = [random_call(layer.config, count, device, seed, skew=skew) for seed in range(INPUTS)]
             calls = [lambda i=i: kernel.apply(i[0], topk_weights=i[1], topk_ids=i[2]) for i in inputs]
             timing: Timing = measure(calls, device, graph=selection.experts.claims.cuda_graph, budget=budget)
         active = sum(len(set(ids.flatten().tolist())) for _, _, ids in inputs) / len(inputs)
@@ -204,8 +208,9 @@ def _text(data: dict[str, Any]) -> str:
                 rows[-1][-2:] = [duration(result["before_seconds"]), f"{result['ratio']:.2f} {result['moved']}".strip()]
     more = ["calls"] if compared is None else ["before", "now/before"]
     header = ["tokens", "experts", "floor", "backend", "time", "spread", "time/floor", *more]
+    layer = f"{data['layer']}, routing skewed by {data['skew']:g}" if data["skew"] else data["layer"]
     lines = [
-        f"{data['scheme']}, {data['layer']}, on {data['device_name']} ({data['device']}), torch {data['torch']}",
+        f"{data['scheme']}, {layer}, on {data['device_name']} ({data['device']}), torch {data['torch']}",
         _limits_text(data),
     ]
     for told in data["tuning"]:

@@ -25,6 +25,7 @@ from moe_core.numerics import FP4_E2M1, FP8_E4M3, NumberKind, is_e8m0
 from moe_core.quant_key import QuantKey
 from moe_core.quantization import Grid, quantize_moe_weights, quantize_weight, scale_of_range
 from moe_core.reference import Steps, route_pairs
+from moe_core.skewed_routing import skewed
 from moe_core.weights import MoEWeights
 
 #: how tokens are spread: over all experts; over some, the others idle; all on the same experts; with ids that select
@@ -136,9 +137,7 @@ def _ids(
     if routing == "idle":
         choice[:, max(top_k, experts // 2) :] = -1.0
     if routing == SKEWED:
-        # the k largest log-weights plus Gumbel noise are k draws without replacement
-        popularity = 1.0 / (1 + torch.randperm(experts, generator=generator))
-        choice = popularity.log() - (-choice.clamp(1e-6, 1 - 1e-6).log()).log()
+        choice = skewed(choice, 1.0)
     if routing == "one" and tokens:
         choice = choice[:1].expand(tokens, experts)
     ids = choice.topk(top_k, dim=1).indices.clone()
