@@ -27,8 +27,8 @@ from moe_core import (
     route,
 )
 from moe_core.experts import FusedMoEExperts
-from moe_core.oracle import default_prepare_finalize
 from moe_core.prepare_finalize import BatchedPrepareAndFinalize, PrepareAndFinalizeNoParallel
+from moe_core.prepare_finalize.ways import default_prepare_finalize
 from moe_core_toys import (
     BatchedToyExperts,
     MonolithicToyExperts,

@@ -53,9 +53,9 @@ def check_hidden_states(hidden_states: Tensor, config: FusedMoEConfig, device: t
         )
 
 
-def check_output(output: Tensor, hidden_states: Tensor, config: FusedMoEConfig) -> None:
-    """``output`` [M, K], contiguous, beside checked hidden states, in memory of its own."""
-    check_shape("output", output, (hidden_states.shape[0], config.hidden_size))
+def check_output(output: Tensor, hidden_states: Tensor, config: FusedMoEConfig, rows: int | None = None) -> None:
+    """``output`` [``rows``, K] (default: M), contiguous, beside checked hidden states, in memory of its own."""
+    check_shape("output", output, (hidden_states.shape[0] if rows is None else rows, config.hidden_size))
     check_dtype("output", output, (config.dtype,))
     check_beside(hidden_states, "output", output)
     if not output.is_contiguous():
@@ -79,9 +79,18 @@ def check_beside(hidden_states: Tensor, name: str, tensor: Tensor) -> None:
 
 
 def check_routing(
-    hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, config: FusedMoEConfig
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    config: FusedMoEConfig,
+    *,
+    mapped: bool = False,
 ) -> None:
-    """``topk_weights`` and ``topk_ids`` [M, k], and the expert map, beside checked hidden states."""
+    """``topk_weights`` and ``topk_ids`` [M, k], and the expert map, beside checked hidden states.
+
+    ``mapped``: no map is needed, since what moves the tokens knows where experts are.
+    """
     shape = (hidden_states.shape[0], config.top_k)
     check_shape("topk_weights", topk_weights, shape)
     check_shape("topk_ids", topk_ids, shape)
@@ -90,7 +99,8 @@ def check_routing(
     check_dtype("topk_ids", topk_ids, ID_DTYPES)
     check_beside(hidden_states, "topk_weights", topk_weights)
     check_beside(hidden_states, "topk_ids", topk_ids)
-    check_map(hidden_states, expert_map, config)
+    if expert_map is not None or not mapped:
+        check_map(hidden_states, expert_map, config)
 
 
 def check_logits(

@@ -87,6 +87,8 @@ class Claims:
     - ``max_top_k``, ``max_experts``: 0 for no limit
     - ``cuda_graph``: may be captured; ``expects_unquantized_inputs``: quantises activations itself,
       so prepare must not
+    - ``takes_quantized``: hidden states may be quantised before they come, where each token has scales of its own, so
+      that they travel in half the bytes (see :attr:`moe_core.experts.FusedMoEExperts.takes_quantized`)
     - ``reduces``: the experts apply the router weights and sum over top-k themselves
     - ``all2all``: names of the all-to-all backends that it works behind; None for all
     - ``rounds_products``: products are rounded to the dtype before their biases are added, so that more than a rounding
@@ -118,6 +120,7 @@ class Claims:
     max_experts: int = 0
     cuda_graph: bool = True
     expects_unquantized_inputs: bool = True
+    takes_quantized: bool = False
     reduces: bool = True
     all2all: frozenset[str] | None = None
     rounds_products: bool = False

@@ -79,6 +79,23 @@ class FusedMoEExperts(ABC):
         self.activation_key = activation_key
         self.device_info = device if device is not None else DeviceInfo.current()
 
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether :meth:`apply` of this layer takes hidden states that are quantised already, with their scales.
+
+        They are where the claims say so, the activation key gives each token scales of its own
+        (:attr:`moe_core.QuantKey.is_token_wise`), and nothing is to be done to tokens before they are quantised (LoRA,
+        a router weight on the input, factors of the input's columns).
+        """
+        key, config = self.activation_key, self.config
+        return (
+            self.claims.takes_quantized
+            and key is not None
+            and key.is_token_wise
+            and not (config.is_lora_enabled or config.apply_router_weight_on_input)
+            and not (self.weight_key is not None and self.weight_key.pre_scaled)
+        )
+
     @classmethod
     def extra_reasons(
         cls,
@@ -181,7 +198,8 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         - ``output`` [M, K] in the config's dtype where the claims say ``reduces``; else [M, k, K], unweighted.
           Batched format: [E_local, T_max, K], unweighted.
         - ``hidden_states`` [M, K] (batched: [E_local, T_max, K]); quantised, with
-          ``hidden_states_scale``, unless the claims say ``expects_unquantized_inputs``
+          ``hidden_states_scale``, unless the claims say ``expects_unquantized_inputs``; either way where
+          :attr:`takes_quantized`
         - ``topk_weights`` [M, k] float32; ``topk_ids`` [M, k] int32 or int64, global expert ids
         - all of these contiguous, the columns of ``hidden_states`` too (its rows may lie apart)
         - ``expert_map`` [E] int32: local index of each global expert, -1 where it lives elsewhere

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,16 +25,16 @@ from moe_core.call_arguments import (
     check_routing,
     refuse_gradients,
 )
-from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.config import FusedMoEConfig
 from moe_core.errors import ConfigError, TensorError
 from moe_core.experts import (
     FusedMoEExperts,
     FusedMoEExpertsModular,
     FusedMoEExpertsMonolithic,
-    output_shape,
 )
 from moe_core.jit.compile_ahead import Progress
-from moe_core.lora import LoRA, LoRAWeights
+from moe_core.kernel_call import KernelCall
+from moe_core.lora import LoRAWeights
 from moe_core.prepare_finalize.base import (
     FusedMoEPrepareAndFinalizeModular,
     TopKWeightAndReduce,
@@ -78,8 +79,11 @@ class FusedMoEKernel:
                     f"{type(prepare_finalize).__name__} brings the {prepare_finalize.activation_format.value} format, "
                     f"{type(experts).__name__} takes {experts.activation_format.value}"
                 )
-        elif prepare_finalize is not None:
-            raise ConfigError(f"{type(experts).__name__} is monolithic and takes no prepare_finalize")
+        elif prepare_finalize is not None and (not prepare_finalize.monolithic or prepare_finalize.maps_experts):
+            raise ConfigError(
+                f"{type(experts).__name__} is monolithic and takes no prepare_finalize but one that only adds up what "
+                f"ranks computed, got {type(prepare_finalize).__name__}"
+            )
         if experts.config.is_lora_enabled and prepare_finalize is not None and not prepare_finalize.lora:
             raise ConfigError(f"{type(prepare_finalize).__name__} does not carry the numbers of LoRA adapters")
         self.experts = experts
@@ -161,40 +165,99 @@ class FusedMoEKernel:
         expert_map: Tensor | None = None,
         adapter_ids: Tensor | None = None,
         output: Tensor | None = None,
+        tokens_per_rank: Sequence[int] | None = None,
     ) -> Tensor:
         """The routed experts' weighted sum.
 
         - ``hidden_states`` [M, K] of the config's dtype; columns contiguous, any row stride
         - ``topk_weights`` [M, k] float32 (16 bits become float32), ``topk_ids`` [M, k] int32 or int64 (global ids)
-        - ``expert_map`` [E] int32; needed where this rank holds only some experts
+        - ``expert_map`` [E] int32; needed where this rank holds only some experts, and prepare does not know which
         - ``adapter_ids`` [M] int32: each token's adapter in :attr:`lora`; negative, or too large: none
-        - ``output`` [M, K]: written and returned; allocated if not given; in memory of its own
+        - ``output`` [M, K]: written and returned; allocated if not given; in memory of its own ([M', K] where ranks
+          share the rows out: :meth:`~moe_core.FusedMoEPrepareAndFinalizeModular.output_tokens`)
+        - ``tokens_per_rank``: how many tokens each of the ``dp_size`` ranks brings, where the caller knows; otherwise
+          ways that need it ask, and the host waits.  Other ways ignore it
+
+        Where tokens cross ranks, all ranks call together, also those without tokens.
 
         For inference only: there are no gradients, and ``torch.autocast`` has no effect.
 
         Raises TensorError for arguments of the wrong shape, dtype or device, and for those that require grad outside
-        ``torch.no_grad()``; ConfigError on monolithic experts.
+        ``torch.no_grad()``; ConfigError on monolithic experts; CommunicationError where another rank is not there.
         Ids out of range select no expert (checking values would synchronise with the device).
         """
         if not isinstance(self.experts, FusedMoEExpertsModular):
             raise ConfigError(
                 f"{type(self.experts).__name__} routes by itself: call apply_monolithic(x, router_logits=...)"
             )
+        if torch.compiler.is_compiling():
+            self._refuse_gradients(hidden_states, topk_weights, output)
+            output = self._new_output(hidden_states) if output is None else output
+            torch.ops.moe_core.fused_moe(
+                output, hidden_states, topk_weights, topk_ids, expert_map, self._handle, adapter_ids, tokens_per_rank
+            )
+            return output
+        output = self._checked_call(hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, output)
+        self._run(output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank)
+        return output
+
+    def start(
+        self,
+        hidden_states: Tensor,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
+        output: Tensor | None = None,
+        tokens_per_rank: Sequence[int] | None = None,
+    ) -> KernelCall:
+        """Begin :meth:`apply`, whose arguments these are: tokens leave for the ranks of their experts.
+
+        What is called before the steps of the :class:`~moe_core.kernel_call.KernelCall` runs while tokens travel:
+        shared experts, the next micro-batch's ``start``.  Not under ``torch.compile``.
+        """
+        experts, movement = self._modular_parts()
+        output = self._checked_call(hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, output)
+        return KernelCall(
+            experts,
+            movement,
+            self.weights,
+            self.reduce,
+            self._scratch,
+            output,
+            output if movement.sums_in_place else torch.empty_like(hidden_states),
+            hidden_states,
+            topk_weights=topk_weights.to(torch.float32).contiguous(),
+            topk_ids=topk_ids.contiguous(),
+            expert_map=None if expert_map is None else expert_map.contiguous(),
+            adapter_ids=adapter_ids,
+            lora=self._lora,
+            tokens_per_rank=tokens_per_rank,
+        )
+
+    def _checked_call(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        adapter_ids: Tensor | None,
+        output: Tensor | None,
+    ) -> Tensor:
+        """Where the result of a call of modular experts goes, whose arguments fit the layer."""
+        self._refuse_gradients(hidden_states, topk_weights, output)
+        output = self._checked(hidden_states, output)
+        mapped = self.prepare_finalize is not None and self.prepare_finalize.maps_experts
+        check_routing(hidden_states, topk_weights, topk_ids, expert_map, self.config, mapped=mapped)
+        check_adapters(hidden_states, adapter_ids, self._lora)
+        return output
+
+    def _refuse_gradients(self, hidden_states: Tensor, topk_weights: Tensor, output: Tensor | None) -> None:
         if torch.is_grad_enabled():
             refuse_gradients(hidden_states=hidden_states, topk_weights=topk_weights, output=output)
             if self._lora is not None:
                 refuse_gradients(**{f"lora.{name}": tensor for name, tensor in self._lora.tensors()})
-        if torch.compiler.is_compiling():
-            output = _like(hidden_states) if output is None else output
-            torch.ops.moe_core.fused_moe(
-                output, hidden_states, topk_weights, topk_ids, expert_map, self._handle, adapter_ids
-            )
-            return output
-        output = self._checked(hidden_states, output)
-        check_routing(hidden_states, topk_weights, topk_ids, expert_map, self.config)
-        check_adapters(hidden_states, adapter_ids, self._lora)
-        self._run(output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids)
-        return output
 
     def apply_monolithic(
         self,
@@ -219,7 +282,7 @@ class FusedMoEKernel:
                 output=output,
             )
         if torch.compiler.is_compiling():
-            output = _like(hidden_states) if output is None else output
+            output = self._new_output(hidden_states) if output is None else output
             torch.ops.moe_core.fused_moe_monolithic(
                 output, hidden_states, router_logits, correction_bias, expert_map, self._handle
             )
@@ -233,9 +296,19 @@ class FusedMoEKernel:
         """Where the result goes, beside hidden states that fit the layer."""
         check_hidden_states(hidden_states, self.config, self.weights.device)
         if output is None:
-            return _like(hidden_states)
-        check_output(output, hidden_states, self.config)
+            return self._new_output(hidden_states)
+        check_output(output, hidden_states, self.config, self._output_rows(hidden_states))
         return output
+
+    def _output_rows(self, hidden_states: Tensor) -> int:
+        movement = self.prepare_finalize
+        return hidden_states.shape[0] if movement is None else movement.output_tokens(hidden_states.shape[0])
+
+    def _new_output(self, hidden_states: Tensor) -> Tensor:
+        movement = self.prepare_finalize
+        if movement is None or movement.sums_in_place:
+            return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+        return hidden_states.new_empty(self._output_rows(hidden_states), hidden_states.shape[1])
 
     def _scratch(self) -> Workspace:
         """The layer's workspace, or one of this call's own."""
@@ -255,6 +328,7 @@ class FusedMoEKernel:
         topk_ids: Tensor,
         expert_map: Tensor | None,
         adapter_ids: Tensor | None,
+        tokens_per_rank: Sequence[int] | None = None,
     ) -> None:
         experts, movement = self._modular_parts()
         if hidden_states.shape[0] == 0 and not movement.collective:
@@ -262,25 +336,27 @@ class FusedMoEKernel:
         # here and not among the launches: a recorded call has no work of torch's in it
         topk_weights, topk_ids = topk_weights.to(torch.float32).contiguous(), topk_ids.contiguous()
         expert_map = None if expert_map is None else expert_map.contiguous()
+        partial = output if movement.sums_in_place else torch.empty_like(hidden_states)
 
         def call(workspace: Workspace) -> None:
-            with autocast_off(output.device.type):
-                self.run_parts(
-                    workspace,
-                    output,
-                    hidden_states,
-                    topk_weights=topk_weights,
-                    topk_ids=topk_ids,
-                    expert_map=expert_map,
-                    adapter_ids=adapter_ids,
-                )
+            self.run_parts(
+                workspace,
+                partial,
+                hidden_states,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                expert_map=expert_map,
+                adapter_ids=adapter_ids,
+                tokens_per_rank=tokens_per_rank,
+            )
 
         if adapter_ids is None and output.is_cuda and experts.launches_only and movement.launches_only:
             if not self._replay.fits(self.weights, experts, movement):
                 self._replay = Replay(self.weights, (self.weights, experts, movement))
-            self._replay.run(call, (output, hidden_states, topk_weights, topk_ids, expert_map), self.workspace)
+            self._replay.run(call, (partial, hidden_states, topk_weights, topk_ids, expert_map), self.workspace)
         else:
             call(self._scratch())
+        movement.sum_ranks_async(output, partial).wait()
 
     def run_parts(
         self,
@@ -292,58 +368,30 @@ class FusedMoEKernel:
         topk_ids: Tensor,
         expert_map: Tensor | None,
         adapter_ids: Tensor | None,
+        tokens_per_rank: Sequence[int] | None = None,
     ) -> None:
         """Prepare, modular experts, finalize: :meth:`apply` behind its checks, on any device, meta too.
 
-        Routing is contiguous, ``topk_weights`` in float32.
+        Routing is contiguous, ``topk_weights`` in float32; ``output`` [M, K].  What ranks with the same tokens computed
+        is not added up.
         """
         experts, movement = self._modular_parts()
-        carried = {} if adapter_ids is None else {"adapter_ids": adapter_ids.contiguous()}
-        quantize_as = None if experts.claims.expects_unquantized_inputs else experts.activation_key
-        static_scale = self.weights.quant_config.a1_scale if quantize_as is not None else None
-        prepared = movement.prepare(
+        KernelCall(
+            experts,
+            movement,
+            self.weights,
+            self.reduce,
+            lambda: workspace,
+            output,
+            output,
             hidden_states,
             topk_weights=topk_weights,
             topk_ids=topk_ids,
             expert_map=expert_map,
-            quantize_as=quantize_as,
-            # before tokens have met their experts there can be one scale only: the largest holds every value
-            static_scale=None if static_scale is None else static_scale.amax().reshape(1),
-            **carried,
-        )
-        applied: dict[str, Any] = {}
-        if self._lora is not None and prepared.adapter_ids is not None:
-            applied["lora"] = LoRA(self._lora, prepared.adapter_ids)
-        tokens = prepared.hidden_states.shape[-2]
-        if experts.activation_format is FusedMoEActivationFormat.BATCHED:
-            shape: tuple[int, ...] = (*prepared.hidden_states.shape[:2], self.config.hidden_size)
-        else:
-            shape = output_shape(experts, tokens)
-        # experts that reduce write the caller's output directly where their tokens are the caller's
-        direct = experts.claims.reduces and not movement.collective and shape == tuple(output.shape)
-        expert_output = output if direct else torch.empty(shape, dtype=output.dtype, device=output.device)
-        if expert_output.numel():
-            experts.apply(
-                expert_output,
-                prepared.hidden_states,
-                self.weights,
-                topk_weights=prepared.topk_weights,
-                topk_ids=prepared.topk_ids,
-                expert_map=prepared.expert_map,
-                hidden_states_scale=prepared.scale,
-                expert_tokens=prepared.expert_tokens,
-                workspace=workspace.take(experts.workspaces(tokens)),
-                **applied,
-            )
-        movement.finalize(
-            output,
-            expert_output,
-            prepared,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            expert_map=expert_map,
-            reduce=self.reduce,
-        )
+            adapter_ids=adapter_ids,
+            lora=self._lora,
+            tokens_per_rank=tokens_per_rank,
+        ).finish_tokens()
 
     def _run_monolithic(
         self,
@@ -357,9 +405,11 @@ class FusedMoEKernel:
             raise ConfigError(f"{type(self.experts).__name__} is not monolithic")
         if hidden_states.shape[0] == 0:
             return
+        movement = self.prepare_finalize
+        partial = output if movement is None or movement.sums_in_place else torch.empty_like(hidden_states)
         with autocast_off(output.device.type):
             self.experts.apply(
-                output,
+                partial,
                 hidden_states,
                 self.weights,
                 router_logits=router_logits.contiguous(),
@@ -367,16 +417,14 @@ class FusedMoEKernel:
                 expert_map=None if expert_map is None else expert_map.contiguous(),
                 workspace=self._scratch().take(self.experts.workspaces(hidden_states.shape[0])),
             )
+        if movement is not None:
+            movement.sum_ranks_async(output, partial).wait()
 
 
 # An operator takes tensors and numbers only, so a kernel is named by a number.  Weak values: a number must
 # not keep a layer's weights alive.
 _HANDLES = itertools.count(1)
 _KERNELS: weakref.WeakValueDictionary[int, FusedMoEKernel] = weakref.WeakValueDictionary()
-
-
-def _like(hidden_states: Tensor) -> Tensor:
-    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 
 
 def _kernel(handle: int) -> FusedMoEKernel:
@@ -395,12 +443,11 @@ def _fused_moe_op(
     expert_map: Tensor | None,
     handle: int,
     adapter_ids: Tensor | None = None,
+    tokens_per_rank: Sequence[int] | None = None,
 ) -> None:
     kernel = _kernel(handle)
-    kernel._checked(hidden_states, output)
-    check_routing(hidden_states, topk_weights, topk_ids, expert_map, kernel.config)
-    check_adapters(hidden_states, adapter_ids, kernel.lora)
-    kernel._run(output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids)
+    kernel._checked_call(hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, output)
+    kernel._run(output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank)
 
 
 @torch.library.custom_op("moe_core::fused_moe_monolithic", mutates_args=("output",))

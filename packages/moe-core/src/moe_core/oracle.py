@@ -18,7 +18,7 @@ import torch
 from moe_core._autocast import without_autocast
 from moe_core.alternatives import Request, alternatives
 from moe_core.backend import Backend
-from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.config import FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
 from moe_core.errors import (
@@ -33,8 +33,8 @@ from moe_core.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_core.kernel import FusedMoEKernel
 from moe_core.placement import arrange
 from moe_core.plugins import PluginFault, Raised, attempt, guard, warn_of
-from moe_core.prepare_finalize import BatchedPrepareAndFinalize, PrepareAndFinalizeNoParallel
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
+from moe_core.prepare_finalize.ways import default_prepare_finalize
 from moe_core.quant_key import QuantKey, as_quant_key
 from moe_core.scheme import SchemeSpec
 from moe_core.selection import (
@@ -49,6 +49,8 @@ from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import Workspace
 
 if TYPE_CHECKING:
+    from moe_core.distributed.groups import ParallelGroups
+    from moe_core.expert_parallel import ExpertPlacement
     from moe_core.tuning.profile import TuningProfile
 
 #: held while a table is replaced, never while anything is loaded
@@ -299,9 +301,16 @@ class Oracle:
         weights: KernelWeights,
         *,
         prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,
+        groups: ParallelGroups | None = None,
+        placement: ExpertPlacement | None = None,
         workspace: Workspace | None = None,
     ) -> FusedMoEKernel:
         """prepare + experts + finalize around ``weights``; ``workspace``: may be shared with layers that run before.
+
+        With ``groups`` of the layer's ranks (:class:`moe_core.distributed.ParallelGroups`), and the ``placement`` of
+        experts on them (default: consecutive ones), the config chooses what moves tokens between ranks
+        (:func:`moe_core.prepare_finalize.ways.default_prepare_finalize`); or ``prepare_finalize`` is given.  With
+        neither nothing moves, and the outputs of ranks are parts of a sum.
 
         Warns where weights on a GPU get a loop on the host that nobody asked for (FallbackWarning), and of plug-ins
         whose claims failed (PluginWarning): selecting itself does neither.
@@ -311,8 +320,12 @@ class Oracle:
         if selection.report.fallback is not None and weights.device.type != "cpu":
             warnings.warn(f"{self.scheme}: {selection.report.fallback}", FallbackWarning, stacklevel=2)
         experts = self.make_experts(selection)
-        if isinstance(experts, FusedMoEExpertsModular) and prepare_finalize is None:
-            prepare_finalize = default_prepare_finalize(config)
+        if prepare_finalize is not None and (groups is not None or placement is not None):
+            raise ConfigError("give either prepare_finalize= or groups= and placement=, which make one")
+        if prepare_finalize is None and (groups is not None or isinstance(experts, FusedMoEExpertsModular)):
+            prepare_finalize = default_prepare_finalize(
+                config, groups, placement=placement, device=selection.device, experts=type(experts)
+            )
         return FusedMoEKernel(experts, weights, prepare_finalize, workspace=workspace)
 
 
@@ -346,20 +359,6 @@ def _candidate(backend: Backend, experts: type[FusedMoEExperts], request: Reques
         claims.takes_keys(*keys),
         aliases=backend.aliases,
     )
-
-
-def default_prepare_finalize(config: FusedMoEConfig) -> FusedMoEPrepareAndFinalizeModular:
-    """What moves tokens where none was given: nothing, or a local scatter for batched experts.
-
-    Raises ConfigError where tokens must cross ranks: an engine passes its own then.
-    """
-    if config.parallel.use_all2all_kernels:
-        raise ConfigError(
-            f"tokens cross ranks (dp {config.parallel.dp_size}, ep {config.parallel.ep_size}): pass prepare_finalize="
-        )
-    if config.activation_format is FusedMoEActivationFormat.BATCHED:
-        return BatchedPrepareAndFinalize(config)
-    return PrepareAndFinalizeNoParallel(config)
 
 
 def as_device_info(device: DeviceInfo | str | torch.device | None) -> DeviceInfo:

@@ -162,6 +162,24 @@ class QuantKey:
         """The same key with another scale dtype."""
         return replace(self, scale=replace(self.scale, dtype=dtype))
 
+    @property
+    def is_token_wise(self) -> bool:
+        """Whether an activation key gives each token scales of its own (one, or one per group), and codes of a byte.
+
+        Then tokens can be quantised before they travel, wherever they are, as the experts would do it:
+        :func:`moe_core.ops.quantize.quantize_activation`.
+        """
+        shape = self.group_shape
+        return (
+            not self.is_static
+            and (shape.is_per_row or (shape.row == 1 and shape.col > 0))
+            and self.symmetric
+            and self.packing is None
+            and self.scale2 is None
+            and not (self.permuted or self.pre_scaled)
+            and self.scale.rounding == "up"
+        )
+
     def with_rounding(self, rounding: str) -> QuantKey:
         """The same key with e8m0 scales that are rounded "up", "even" or "down"."""
         return replace(self, scale=replace(self.scale, rounding=rounding))

@@ -30,7 +30,7 @@ from moe_core.errors import TensorError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular
 from moe_core.lora import LoRA, LoRAWeights, lora_product
 from moe_core.quant_config import FusedMoEQuantDesc, make_quant_config
-from moe_core.quantization import dequantize_weight, fake_quantize
+from moe_core.quantization import Quantized, dequantize_tensor, dequantize_weight, fake_quantize
 from moe_core.weights import KernelWeights, MoEWeights
 
 
@@ -161,6 +161,7 @@ class TorchExperts(FusedMoEExpertsModular):
                     topk_ids=topk_ids[one],
                     workspace=workspace,
                     expert_map=expert_map,
+                    hidden_states_scale=None if hidden_states_scale is None else hidden_states_scale[one],
                     lora=None if lora is None else replace(lora, adapter_ids=lora.adapter_ids[one]),
                 )
             return
@@ -168,13 +169,17 @@ class TorchExperts(FusedMoEExpertsModular):
         counts = torch.bincount(ids + 1, minlength=config.local_experts + 1).tolist()
         pairs = torch.argsort(ids, stable=True)[counts[0] :]
         tokens, rows = torch.unique(pairs // topk_ids.shape[1], return_inverse=True)
-        x = hidden_states[tokens].float()
+        x, scale = hidden_states[tokens], None
+        if hidden_states_scale is None:
+            x = x.float()
+        else:
+            scale = hidden_states_scale[tokens]
         router = topk_weights.flatten()[pairs, None]
         if config.apply_router_weight_on_input:
             x = x * topk_weights[tokens]
-        result = torch.zeros_like(x)
+        result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         adapters = None if lora is None else Adapters(lora.weights, lora.adapter_ids[tokens][rows])
-        for place, y in self.results(x, rows, counts[1:], weights, adapters):
+        for place, y in self.results(x, rows, counts[1:], weights, adapters, scale):
             if not config.apply_router_weight_on_input:
                 y = y * router[place]
             result.index_add_(0, rows[place], y)
@@ -205,12 +210,18 @@ class TorchExperts(FusedMoEExpertsModular):
                 output.view(-1, output.shape[2])[used[place]] = y.to(output.dtype)
 
     def results(
-        self, x: Tensor, rows: Tensor, counts: list[int], weights: KernelWeights, adapters: Adapters | None
+        self,
+        x: Tensor,
+        rows: Tensor,
+        counts: list[int],
+        weights: KernelWeights,
+        adapters: Adapters | None,
+        scale: Tensor | None = None,
     ) -> Iterator[tuple[slice, Tensor]]:
         """Unweighted results, expert by expert: where its pairs are among all, and their [R, K] float32.
 
         ``x`` [T, K] float32: every row in use; ``rows`` [P]: the row of ``x`` of each pair, sorted by expert, of whom
-        each has as many pairs as ``counts`` says.
+        each has as many pairs as ``counts`` says.  ``scale`` [T, groups]: ``x`` are codes already.
         """
         quant = weights.quant_config
         key = quant.a1.key
@@ -225,7 +236,9 @@ class TorchExperts(FusedMoEExpertsModular):
             spread = torch.arange(len(rows), device=rows.device)
         else:
             spread = rows
-        if before:
+        if scale is not None and key is not None:
+            x = dequantize_tensor(Quantized(x, scale, None), key)
+        elif before:
             x = self.quantized(x, quant.a1)
 
         def hidden(expert: int, place: slice) -> Tensor:

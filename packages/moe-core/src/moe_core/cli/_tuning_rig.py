@@ -18,7 +18,8 @@ from moe_core.gemm.experts import GroupedExperts
 from moe_core.gemm.heuristics.tuned import Tuned, TunedRange
 from moe_core.jit.compile_ahead import compile_in_threads, distinct
 from moe_core.kernel import FusedMoEKernel
-from moe_core.oracle import Oracle, default_prepare_finalize
+from moe_core.oracle import Oracle
+from moe_core.prepare_finalize.ways import default_prepare_finalize
 from moe_core.workspace import Workspace
 
 if TYPE_CHECKING:

@@ -80,8 +80,9 @@ def reduce_pairs_torch(
         local = expert_map.long()[torch.where(known, ids, 0)]
         known &= (local >= 0) & (local < num_experts)
     if rows is not None:
-        y = y[torch.where(known.flatten(), rows.long(), 0)]
-    values = y.view(*topk_ids.shape, -1).float()
+        # without rows there is no known pair either
+        y = y[torch.where(known.flatten(), rows.long(), 0)] if len(y) else y.new_zeros(len(rows), y.shape[1])
+    values = y.view(*topk_ids.shape, y.shape[1]).float()
     if topk_weights is not None:
         values = values * topk_weights[..., None]
     values = torch.where(known[..., None], values, 0.0)

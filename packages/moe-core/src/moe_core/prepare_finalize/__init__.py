@@ -1,5 +1,6 @@
 """Ways of bringing tokens to the experts and results back: one file per way."""
 
+from moe_core.pending import Pending
 from moe_core.prepare_finalize.base import (
     FusedMoEPrepareAndFinalizeModular,
     Prepared,
@@ -10,7 +11,6 @@ from moe_core.prepare_finalize.base import (
 from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
 from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
-from moe_core.prepare_finalize.pending import Pending
 
 __all__ = [
     "BatchedPrepareAndFinalize",

@@ -11,9 +11,10 @@ from torch import Tensor
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig, TokenSharing
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
+from moe_core.errors import ConfigError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExperts
+from moe_core.pending import Pending
 from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
-from moe_core.prepare_finalize.pending import Pending
 from moe_core.quant_key import QuantKey
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     ``name``: what ``FusedMoEParallelConfig.all2all_backend`` calls it; ``claims``: what it can do.
     ``collective``: tokens cross ranks.  Then every rank takes part in every call, also without tokens of its own, and
     what prepare hands on are not the caller's tokens in the caller's order.  ``lora``: prepare takes ``adapter_ids``.
-    ``launches_only``: as of experts.
+    ``launches_only``: as of experts.  ``token_counts``: prepare takes ``tokens_per_rank``.  ``monolithic``: only
+    :meth:`sum_ranks_async` is needed, which serves experts that route by themselves too.
 
     ``groups`` (:class:`moe_core.distributed.ParallelGroups`) are the process groups of the layer's ranks, and
     ``placement`` says which of them hold which experts (default: consecutive ones).  Classes that communicate need
@@ -128,6 +130,10 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     collective: ClassVar[bool] = False
     lora: ClassVar[bool] = False
     launches_only: ClassVar[bool] = False
+    token_counts: ClassVar[bool] = False
+    monolithic: ClassVar[bool] = False
+    #: whether :meth:`sum_ranks_async` adds up in place: its ``partial`` is its ``output``
+    sums_in_place: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -168,12 +174,24 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         if config.is_lora_enabled and not cls.lora:
             found.append("does not carry the numbers of LoRA adapters")
         if experts is not None:
-            if experts.is_monolithic:
+            if experts.is_monolithic and not cls.monolithic:
                 found.append(f"{experts.__name__} routes by itself, after tokens have been moved")
             named = experts.claims.all2all
             if cls.collective and named is not None and cls.name not in named:
                 found.append(f"{experts.__name__} does not work behind {cls.name}")
         return [*found, *cls.extra_reasons(config, experts, device)]
+
+    @property
+    def maps_experts(self) -> bool:
+        """Whether it knows by itself which experts this rank has: the caller gives no expert map."""
+        return False
+
+    def move_experts(self, placement: ExpertPlacement) -> None:
+        """Send tokens to where ``placement`` says, from the next call on; all ranks between the same two calls.
+
+        The weights move by themselves.  Raises ConfigError where the placement doesn't fit, or there was none.
+        """
+        raise ConfigError(f"{type(self).__name__} sends no tokens to other ranks")
 
     def max_tokens(self, num_tokens: int) -> int:
         """Most tokens that the experts can see when a rank brings ``num_tokens``: sizes the workspace."""
@@ -260,4 +278,12 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
             expert_map=expert_map,
             reduce=reduce,
         )
+        return Pending.done(None)
+
+    def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
+        """Begin to add up what ranks with the same tokens computed; the last step of a call, of monolithic experts too.
+
+        ``partial`` [M, K] is this rank's part, ``output`` [output_tokens(M), K] is written when the result is waited
+        for.  By default nothing is added: the output is a partial sum where the layer has several such ranks.
+        """
         return Pending.done(None)

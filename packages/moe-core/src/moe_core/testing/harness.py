@@ -15,8 +15,8 @@ from moe_core.device import DeviceInfo
 from moe_core.experts import FusedMoEExperts
 from moe_core.kernel import FusedMoEKernel
 from moe_core.lora import LoRA, LoRAWeights
-from moe_core.oracle import default_prepare_finalize
 from moe_core.prepare_finalize import BatchedPrepareAndFinalize, FusedMoEPrepareAndFinalizeModular, Prepared
+from moe_core.prepare_finalize.ways import default_prepare_finalize
 from moe_core.routing import route
 from moe_core.testing.cases import Case
 from moe_core.testing.data import Inputs, make_inputs, make_lora, make_weights

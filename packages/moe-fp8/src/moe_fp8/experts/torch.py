@@ -58,6 +58,7 @@ class TorchFp8Experts(TorchExperts):
         lora=True,
         batch_invariant=True,
         cuda_graph=False,
+        takes_quantized=True,
         verified_on=("cpu", "NVIDIA H200 (sm90)"),
         notes="reads token counts on the host: no CUDA graphs",
     )

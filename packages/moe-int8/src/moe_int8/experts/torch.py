@@ -104,6 +104,7 @@ class TorchInt8Experts(TorchExperts):
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         whole_groups=True,
         cuda_graph=False,
+        takes_quantized=True,
         verified_on=("cpu", "NVIDIA H200 (sm90)"),
         notes="reads token counts on the host: no CUDA graphs",
     )
@@ -118,12 +119,18 @@ class TorchInt8Experts(TorchExperts):
         return replace(converted, extra=sums)
 
     def results(
-        self, x: Tensor, rows: Tensor, counts: list[int], weights: KernelWeights, adapters: Adapters | None
+        self,
+        x: Tensor,
+        rows: Tensor,
+        counts: list[int],
+        weights: KernelWeights,
+        adapters: Adapters | None,
+        scale: Tensor | None = None,
     ) -> Iterator[tuple[slice, Tensor]]:
         quant = weights.quant_config
         key = quant.a1.key
         if key is None:
-            yield from super().results(x, rows, counts, weights, adapters)
+            yield from super().results(x, rows, counts, weights, adapters, scale)
             return
 
         def hidden(expert: int, place: slice, codes: Codes | None) -> Tensor:
@@ -151,9 +158,9 @@ class TorchInt8Experts(TorchExperts):
                 h = hidden(expert, place, None)
                 yield place, result(expert, place, h, Codes.of(h, of_expert(quant.a2, expert)))
         elif groups:
-            first = Codes.of(x, quant.a1)
+            first = Codes.of(x, quant.a1) if scale is None else Codes(x, scale, None)
             # all experts' hidden values first: they are quantised in one go
-            together = x.new_empty(len(rows), self.config.intermediate_size)
+            together = torch.empty(len(rows), self.config.intermediate_size, device=x.device)
             for expert, place in groups:
                 together[place] = hidden(expert, place, first)
             second = Codes.of(together, quant.a2)

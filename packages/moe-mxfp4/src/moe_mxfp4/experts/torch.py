@@ -38,6 +38,7 @@ class TorchMxfp4Experts(TorchExperts):
         batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         cuda_graph=False,
+        takes_quantized=True,
         verified_on=("cpu",),
         notes="reads token counts on the host: no CUDA graphs",
     )

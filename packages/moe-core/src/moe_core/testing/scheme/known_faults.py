@@ -194,7 +194,7 @@ class KnownFaultTests:
             FusedMoELayer.from_weights(oracle, case.config, problem.weights, backend=run.backend, copy=True)
             for problem in (old, new)
         )
-        arguments = {"topk_weights": new.inputs.topk_weights, "topk_ids": new.inputs.topk_ids}
+        arguments: dict[str, Any] = {"topk_weights": new.inputs.topk_weights, "topk_ids": new.inputs.topk_ids}
         # what a backend keeps of the first call must not outlive the weights
         layer(new.inputs.x, **arguments)
         graph, captured = None, torch.empty_like(new.inputs.x)

@@ -1,0 +1,135 @@
+"""One call of a modular kernel in its steps, between which other work may run.
+
+::
+
+    call = kernel.start(x, topk_weights=weights, topk_ids=ids)  # tokens leave for the ranks of their experts
+    shared = shared_experts(x)                                  # runs while they travel
+    call.run_experts()                                          # waits for tokens; results leave
+    other = next_kernel_call()                                  # runs while these travel
+    output = call.result()                                      # waits for results
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_core._autocast import autocast_off
+from moe_core.config import FusedMoEActivationFormat
+from moe_core.experts import FusedMoEExpertsModular, output_shape
+from moe_core.lora import LoRA, LoRAWeights
+from moe_core.pending import Pending
+from moe_core.prepare_finalize.base import (
+    FusedMoEPrepareAndFinalizeModular,
+    Prepared,
+    TopKWeightAndReduce,
+)
+from moe_core.weights import KernelWeights
+from moe_core.workspace import Workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class KernelCall:
+    """A call that has begun: its tokens are on their way.
+
+    Steps run in order, each once, on the stream that is current then; what is left of them :meth:`result` does.  Calls
+    of one kernel, or of kernels that share a workspace, may be under way at the same time on one stream.  All ranks
+    make the same steps of the same calls in the same order.  The call's tensors stay as they are until it has ended.
+    """
+
+    def __init__(
+        self,
+        experts: FusedMoEExpertsModular,
+        movement: FusedMoEPrepareAndFinalizeModular,
+        weights: KernelWeights,
+        reduce: TopKWeightAndReduce,
+        workspace: Callable[[], Workspace],
+        output: Tensor,
+        partial: Tensor,
+        hidden_states: Tensor,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        adapter_ids: Tensor | None = None,
+        lora: LoRAWeights | None = None,
+        tokens_per_rank: Sequence[int] | None = None,
+    ) -> None:
+        self._experts, self._movement, self._weights, self._reduce = experts, movement, weights, reduce
+        self._workspace, self._lora, self._output, self._partial = workspace, lora, output, partial
+        self._routing: dict[str, Any] = {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map}
+        self._finalized: Pending[None] | None = None
+        self._ended = False
+        carried: dict[str, Any] = {} if adapter_ids is None else {"adapter_ids": adapter_ids.contiguous()}
+        if tokens_per_rank is not None and movement.token_counts:
+            carried["tokens_per_rank"] = tokens_per_rank
+        claims = experts.claims
+        # what crosses ranks is quantised first where the experts can do with that: fewer bytes
+        before = movement.collective and movement.claims.quantizes and experts.takes_quantized
+        quantize_as = experts.activation_key if before or not claims.expects_unquantized_inputs else None
+        static_scale = weights.quant_config.a1_scale if quantize_as is not None else None
+        with autocast_off(output.device.type):
+            self._prepared: Pending[Prepared] = movement.prepare_async(
+                hidden_states,
+                **self._routing,
+                quantize_as=quantize_as,
+                # before tokens have met their experts there can be one scale only: the largest holds every value
+                static_scale=None if static_scale is None else static_scale.amax().reshape(1),
+                **carried,
+            )
+
+    def run_experts(self) -> None:
+        """Wait for the tokens, compute, and begin to bring the results back."""
+        if self._finalized is not None:
+            return
+        experts, movement, output = self._experts, self._movement, self._partial
+        with autocast_off(output.device.type):
+            prepared = self._prepared.wait()
+            applied: dict[str, Any] = {}
+            if self._lora is not None and prepared.adapter_ids is not None:
+                applied["lora"] = LoRA(self._lora, prepared.adapter_ids)
+            tokens = prepared.hidden_states.shape[-2]
+            if experts.activation_format is FusedMoEActivationFormat.BATCHED:
+                shape: tuple[int, ...] = (*prepared.hidden_states.shape[:2], experts.config.hidden_size)
+            else:
+                shape = output_shape(experts, tokens)
+            # experts that reduce write the caller's output directly where their tokens are the caller's
+            direct = experts.claims.reduces and not movement.collective and shape == tuple(output.shape)
+            expert_output = output if direct else torch.empty(shape, dtype=output.dtype, device=output.device)
+            if expert_output.numel():
+                experts.apply(
+                    expert_output,
+                    prepared.hidden_states,
+                    self._weights,
+                    topk_weights=prepared.topk_weights,
+                    topk_ids=prepared.topk_ids,
+                    expert_map=prepared.expert_map,
+                    hidden_states_scale=prepared.scale,
+                    expert_tokens=prepared.expert_tokens,
+                    workspace=self._workspace().take(experts.workspaces(tokens)),
+                    **applied,
+                )
+            self._finalized = movement.finalize_async(
+                output, expert_output, prepared, **self._routing, reduce=self._reduce
+            )
+
+    def result(self) -> Tensor:
+        """Wait for the results; the output of the call."""
+        if not self._ended:
+            self.finish_tokens()
+            with autocast_off(self._output.device.type):
+                self._movement.sum_ranks_async(self._output, self._partial).wait()
+            self._ended = True
+        return self._output
+
+    def finish_tokens(self) -> None:
+        """All of the call but the sum over ranks that have the same tokens."""
+        self.run_experts()
+        if self._finalized is not None:
+            with autocast_off(self._output.device.type):
+                self._finalized.wait()

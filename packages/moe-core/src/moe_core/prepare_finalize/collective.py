@@ -1,0 +1,225 @@
+"""What all ways share that bring tokens to the ranks of their experts through torch.distributed."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig, TokenSharing
+from moe_core.errors import ConfigError, TensorError
+from moe_core.pending import Pending
+from moe_core.prepare_finalize.base import (
+    FusedMoEPrepareAndFinalizeModular,
+    Prepared,
+    TopKWeightAndReduce,
+)
+from moe_core.prepare_finalize.destinations import Destinations
+from moe_core.prepare_finalize.ranks_sum import all_reduced
+from moe_core.prepare_finalize.token_rows import Tokens
+from moe_core.quant_key import QuantKey
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from moe_core.distributed.groups import ParallelGroups
+    from moe_core.expert_parallel import ExpertPlacement
+
+
+@dataclass(frozen=True, eq=False)
+class Arrived(Prepared):
+    """Tokens of several ranks.  ``way_back``: what the class that brought them needs to know of their way."""
+
+    way_back: object = None
+
+
+class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
+    """Base of ways on which tokens cross ranks, each token as one row of bytes.
+
+    A subclass moves rows there (:meth:`dispatch`) and sums back (:meth:`combine`).  Tokens are quantised before they
+    travel where ``quantize_as`` gives a token scales of its own; a scale that tokens share is found when they have
+    arrived.  Where tensor-parallel ranks have the same tokens, each exchanges with the ranks of its own ``tp_rank``,
+    and the results are added up over ``tp`` at the end.
+
+    On meta tensors, by which launches are recorded, tokens arrive as they left.
+    """
+
+    activation_format = FusedMoEActivationFormat.STANDARD
+    collective = True
+    lora = True
+    token_counts = True
+
+    def __init__(
+        self,
+        config: FusedMoEConfig,
+        groups: ParallelGroups | None = None,
+        *,
+        placement: ExpertPlacement | None = None,
+    ) -> None:
+        super().__init__(config, groups, placement=placement)
+        exchanged = None if groups is None else groups.tokens
+        if groups is None or exchanged is None:
+            raise ConfigError(
+                f"{type(self).__name__} moves tokens between ranks: it needs process groups (ParallelGroups) whose "
+                f"dp_size is more than 1, got {groups}"
+            )
+        #: the ranks that exchange tokens, this one in it by ``dp_rank``
+        self.exchanged: ProcessGroup = exchanged
+        self.ranks: ParallelGroups = groups
+        self.destinations = Destinations.of_layer(config, groups.parallel, placement, offset=groups.parallel.dp_rank)
+
+    @property
+    def maps_experts(self) -> bool:
+        return True
+
+    def move_experts(self, placement: ExpertPlacement) -> None:
+        self.destinations.move(placement)
+        self.placement = placement
+
+    def max_tokens(self, num_tokens: int) -> int:
+        return num_tokens * self.ranks.parallel.dp_size
+
+    def prepare(
+        self,
+        hidden_states: Tensor,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        quantize_as: QuantKey | None,
+        static_scale: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
+        tokens_per_rank: Sequence[int] | None = None,
+    ) -> Prepared:
+        return self.prepare_async(
+            hidden_states,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            expert_map=expert_map,
+            quantize_as=quantize_as,
+            static_scale=static_scale,
+            adapter_ids=adapter_ids,
+            tokens_per_rank=tokens_per_rank,
+        ).wait()
+
+    def prepare_async(
+        self,
+        hidden_states: Tensor,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        quantize_as: QuantKey | None,
+        static_scale: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
+        tokens_per_rank: Sequence[int] | None = None,
+    ) -> Pending[Prepared]:
+        """As of the base.  ``expert_map`` is not asked: the placement says where experts are.
+
+        ``tokens_per_rank``: how many tokens each of the ``dp_size`` ranks that exchange tokens brings; where it is not
+        given they tell each other, which the host waits for.
+        """
+        from moe_core.ops.quantize import quantize_activation
+
+        parallel = self.ranks.parallel
+        if tokens_per_rank is not None:
+            given = list(tokens_per_rank)
+            if len(given) != parallel.dp_size or given[parallel.dp_rank] != len(hidden_states):
+                raise TensorError(
+                    f"tokens_per_rank is {given}, expected {parallel.dp_size} numbers, and {len(hidden_states)} for "
+                    f"this rank, {parallel.dp_rank}"
+                )
+        own = quantize_as is not None and quantize_as.is_token_wise
+        scale = None
+        if quantize_as is not None and own:
+            hidden_states, scale = quantize_activation(hidden_states, quantize_as)
+        leaving = Tokens(hidden_states, scale, topk_weights, topk_ids, adapter_ids)
+        arriving = self.dispatch(leaving, tokens_per_rank)
+
+        def arrived() -> Prepared:
+            tokens, way_back = arriving.wait()
+            hidden, found = tokens.hidden_states, tokens.scale
+            if quantize_as is not None and not own:
+                hidden, found = quantize_activation(hidden, quantize_as, static_scale=static_scale)
+            return Arrived(
+                hidden, tokens.weights, tokens.experts, found, adapter_ids=tokens.adapter_ids, way_back=way_back
+            )
+
+        return Pending(arrived)
+
+    def finalize(
+        self,
+        output: Tensor,
+        expert_output: Tensor,
+        prepared: Prepared,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        reduce: TopKWeightAndReduce,
+    ) -> None:
+        self.finalize_async(
+            output,
+            expert_output,
+            prepared,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            expert_map=expert_map,
+            reduce=reduce,
+        ).wait()
+
+    def finalize_async(
+        self,
+        output: Tensor,
+        expert_output: Tensor,
+        prepared: Prepared,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        reduce: TopKWeightAndReduce,
+    ) -> Pending[None]:
+        if not isinstance(prepared, Arrived):
+            raise TypeError(f"finalize got {type(prepared).__name__}, expected what this object's prepare returned")
+        partial = expert_output
+        if expert_output.dim() == 3:  # unweighted, a row for each slot
+            partial = torch.empty(expert_output.shape[::2], dtype=output.dtype, device=output.device)
+            reduce.apply(
+                partial,
+                expert_output,
+                topk_weights=None if self.config.apply_router_weight_on_input else prepared.topk_weights,
+                topk_ids=prepared.topk_ids,
+                num_local_experts=self.config.local_experts,
+                expert_map=None,
+            )
+        return self.combine(output, partial, prepared.way_back)
+
+    def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
+        if self.ranks.parallel.token_sharing is not TokenSharing.EP_RANK or output.is_meta:
+            return Pending.done(None)
+        return all_reduced(output, self.ranks, self.ranks.tp)
+
+    @abstractmethod
+    def dispatch(self, tokens: Tokens, tokens_per_rank: Sequence[int] | None) -> Pending[tuple[Tokens, object]]:
+        """Begin to send this rank's tokens, with global expert ids, to the ranks of their experts.
+
+        The result: the tokens that came, with the local index of each expert, -1 where another rank computes it; and
+        what :meth:`combine` is given of their way.
+        """
+
+    @abstractmethod
+    def combine(self, output: Tensor, partial: Tensor, way_back: object) -> Pending[None]:
+        """Begin to send ``partial`` [M', K], a weighted sum for each token that came, back to where the tokens are.
+
+        ``output`` [M, K] of this rank's tokens is written when the result is waited for.
+        """
+
+
+def local_experts(slots: Tensor, stride: int, ep_rank: int) -> Tensor:
+    """[M, k] int32: the local index of the slots (rank * stride + local index) that are on ``ep_rank``, else -1."""
+    here = slots.div(stride, rounding_mode="floor") == ep_rank
+    return torch.where(here, slots - ep_rank * stride, -1).int()

@@ -1,0 +1,88 @@
+"""Which rank computes which of a token's experts: a placement, and its tables on the devices that ask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig
+from moe_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_core.expert_parallel import ExpertPlacement, ReplicaTables
+
+
+class Destinations:
+    """A placement as a rank asks it.
+
+    ``offset``: this rank's, where ranks dispatch tokens of their own (see
+    :class:`moe_core.expert_parallel.ReplicaTables`).
+    """
+
+    def __init__(self, placement: ExpertPlacement, ep_rank: int, offset: int = 0) -> None:
+        self.placement = placement
+        self.ep_rank = ep_rank
+        self.offset = offset
+        self._tables: dict[torch.device, ReplicaTables] = {}
+
+    @staticmethod
+    def of_layer(
+        config: FusedMoEConfig,
+        parallel: FusedMoEParallelConfig,
+        placement: ExpertPlacement | None,
+        *,
+        offset: int = 0,
+    ) -> Destinations:
+        """Of a layer's rank; no placement: consecutive experts.
+
+        Raises ConfigError for a placement of other experts or ranks, or where this rank holds another number of
+        experts than ``config`` says.
+        """
+        from moe_core.expert_parallel import ExpertPlacement
+
+        found = ExpertPlacement.contiguous(config.num_experts, parallel.ep_size) if placement is None else placement
+        if (found.num_experts, found.ep_size) != (config.num_experts, parallel.ep_size):
+            raise ConfigError(
+                f"the placement is of {found.num_experts} experts on {found.ep_size} ranks, the layer has "
+                f"{config.num_experts} on {parallel.ep_size}"
+            )
+        held = len(found.ranks[parallel.ep_rank])
+        if held != config.local_experts:
+            named = "" if placement is not None else " (consecutive experts, since none was given)"
+            raise ConfigError(
+                f"the placement{named} has {held} experts on ep_rank {parallel.ep_rank}, the layer's config has "
+                f"num_local_experts {config.local_experts}"
+            )
+        return Destinations(found, parallel.ep_rank, offset)
+
+    def tables(self, device: torch.device) -> ReplicaTables:
+        """On ``device``; made by the first call, which is not captured in a CUDA graph."""
+        from moe_core.expert_parallel import ReplicaTables
+
+        if device not in self._tables:
+            self._tables[device] = ReplicaTables.of(self.placement, device)
+        return self._tables[device]
+
+    def move(self, placement: ExpertPlacement) -> None:
+        """Take another placement from the next call on, in the same memory, which captured graphs go on reading.
+
+        Raises ConfigError for one that does not fit.
+        """
+        if len(placement.ranks[self.ep_rank]) != len(self.placement.ranks[self.ep_rank]):
+            raise ConfigError(
+                f"the new placement has {len(placement.ranks[self.ep_rank])} experts on ep_rank {self.ep_rank}, the "
+                f"old one {len(self.placement.ranks[self.ep_rank])}: a rank's number of experts stays"
+            )
+        for tables in self._tables.values():
+            tables.copy_(placement)
+        self.placement = placement
+
+    def choose(self, topk_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(ranks, local ids) [M, k] int32 of the replicas that take this rank's tokens; -1 for no expert."""
+        return self.tables(topk_ids.device).choose(topk_ids, offset=self.offset)
+
+    def local_ids(self, topk_ids: Tensor) -> Tensor:
+        """[M, k] int32: local indices of the experts that this rank computes of tokens that all have; else -1."""
+        return self.tables(topk_ids.device).local_ids(topk_ids, self.ep_rank)

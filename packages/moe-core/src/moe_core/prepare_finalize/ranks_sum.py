@@ -1,0 +1,138 @@
+"""Ranks that have the same tokens: nothing travels before the experts, and what they computed is added up.
+
+Their outputs are parts of a sum: of other experts, or of other columns of the same ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_core.config import FusedMoEConfig, TokenSharing
+from moe_core.errors import ConfigError
+from moe_core.pending import Pending
+from moe_core.prepare_finalize.base import Prepared
+from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
+from moe_core.prepare_finalize.destinations import Destinations
+from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
+from moe_core.quant_key import QuantKey
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from moe_core.distributed.groups import ParallelGroups
+    from moe_core.expert_parallel import ExpertPlacement
+
+
+def all_reduced(tensor: Tensor, groups: ParallelGroups, group: ProcessGroup) -> Pending[None]:
+    """Begin to add ``tensor`` up over the ranks of ``group``, in place."""
+    if not tensor.numel() or dist.get_world_size(group) == 1:
+        return Pending.done(None)
+    return groups.begin("results are added up (all-reduce)", dist.all_reduce, tensor, group=group)
+
+
+class AllReducePrepareAndFinalize(PrepareAndFinalizeNoParallel):
+    """All ranks of the layer have the same tokens, and get the same output: the sum of theirs (all-reduce).
+
+    With a placement each token goes to one replica of its experts, and the caller's expert map is not asked; without
+    one the caller's map says which experts are here.  The experts' launches are replayed as on one rank.
+    """
+
+    name = "all_reduce"
+    monolithic = True
+    claims = PrepareFinalizeClaims(frozenset({TokenSharing.ALL}), verified_on=("cpu",))
+
+    def __init__(
+        self,
+        config: FusedMoEConfig,
+        groups: ParallelGroups | None = None,
+        *,
+        placement: ExpertPlacement | None = None,
+    ) -> None:
+        super().__init__(config, groups, placement=placement)
+        if groups is None or groups.parallel.token_sharing is not TokenSharing.ALL:
+            raise ConfigError(
+                f"{type(self).__name__} adds up what ranks with the same tokens compute: it needs process groups "
+                f"(ParallelGroups) with dp_size 1, got {groups}"
+            )
+        self.ranks: ParallelGroups = groups
+        self.destinations = None if placement is None else Destinations.of_layer(config, groups.parallel, placement)
+
+    @property
+    def maps_experts(self) -> bool:
+        return self.destinations is not None
+
+    @property
+    def launches_only(self) -> bool:  # type: ignore[override]
+        return self.destinations is None
+
+    def move_experts(self, placement: ExpertPlacement) -> None:
+        if self.destinations is None:
+            raise ConfigError("the layer has no placement that could change: its caller's expert map says what is here")
+        self.destinations.move(placement)
+        self.placement = placement
+
+    def prepare(
+        self,
+        hidden_states: Tensor,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        quantize_as: QuantKey | None,
+        static_scale: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
+    ) -> Prepared:
+        if self.destinations is not None:
+            topk_ids, expert_map = self.destinations.local_ids(topk_ids), None
+        return super().prepare(
+            hidden_states,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            expert_map=expert_map,
+            quantize_as=quantize_as,
+            static_scale=static_scale,
+            adapter_ids=adapter_ids,
+        )
+
+    def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
+        return all_reduced(output, self.ranks, self.ranks.world)
+
+
+class ReduceScatterPrepareAndFinalize(AllReducePrepareAndFinalize):
+    """All ranks of the layer have the same tokens, and each gets the output of a part of them (reduce-scatter).
+
+    Of M tokens rank r gets those from ``r * ceil(M / ranks)`` on, ``ceil(M / ranks)`` or what there is left: for what
+    follows by tokens (sequence parallelism), at half the bytes of an all-reduce.
+    """
+
+    name = "reduce_scatter"
+    claims = PrepareFinalizeClaims(frozenset({TokenSharing.ALL}), verified_on=("cpu",))
+    sums_in_place = False
+
+    def output_tokens(self, num_tokens: int) -> int:
+        each = -(-num_tokens // self.ranks.parallel.world_size)
+        return max(min(each, num_tokens - self.ranks.parallel.rank * each), 0)
+
+    def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
+        groups, tokens = self.ranks, partial.shape[0]
+        size = groups.parallel.world_size
+        each = -(-tokens // size)
+        if not partial.numel():
+            return Pending.done(None)
+        if each * size > tokens:
+            partial = torch.cat([partial, partial.new_zeros(each * size - tokens, partial.shape[1])])
+        own = output if output.shape[0] == each else torch.empty_like(partial[:each])
+        summed = groups.begin(
+            "results are added up (reduce-scatter)", dist.reduce_scatter_tensor, own, partial, group=groups.world
+        )
+
+        def finish() -> None:
+            summed.wait()
+            if own is not output:
+                output.copy_(own[: output.shape[0]])
+
+        return Pending(finish)

@@ -1,0 +1,97 @@
+"""The ways by name, and which one a layer's config asks for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig, TokenSharing
+from moe_core.device import DeviceInfo
+from moe_core.errors import ConfigError, did_you_mean
+from moe_core.experts import FusedMoEExperts
+from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
+from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
+from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
+
+if TYPE_CHECKING:
+    from moe_core.distributed.groups import ParallelGroups
+    from moe_core.expert_parallel import ExpertPlacement
+
+#: on which tokens cross ranks, by the names of ``FusedMoEParallelConfig.all2all_backend``; imported when they are asked
+#: for, since they import torch.distributed
+WAYS = {
+    "allgather_reducescatter": "moe_core.prepare_finalize.all_gather:AllGatherPrepareAndFinalize",
+    "alltoall": "moe_core.prepare_finalize.all_to_all:AllToAllPrepareAndFinalize",
+}
+
+#: for ranks that have the same tokens
+SUMS = {
+    "all_reduce": "moe_core.prepare_finalize.ranks_sum:AllReducePrepareAndFinalize",
+    "reduce_scatter": "moe_core.prepare_finalize.ranks_sum:ReduceScatterPrepareAndFinalize",
+}
+
+
+def load_way(name: str) -> type[FusedMoEPrepareAndFinalizeModular]:
+    """The prepare/finalize class of that name.  Raises ConfigError for a name that no class has."""
+    known = {**WAYS, **SUMS}
+    if name not in known:
+        raise ConfigError(f"all2all_backend is {name!r}{did_you_mean(name, known)}, expected {' or '.join(WAYS)}")
+    module, _, attribute = known[name].partition(":")
+    found: type[FusedMoEPrepareAndFinalizeModular] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def way_of(config: FusedMoEConfig) -> type[FusedMoEPrepareAndFinalizeModular]:
+    """The class that a layer over several ranks gets: by its ``all2all_backend``, or ``all_reduce`` where all ranks
+    have the same tokens; of one rank by its activation format.
+
+    Raises ConfigError for a ``dp_size`` or a name that is none.
+    """
+    parallel = config.parallel
+    if parallel.token_sharing is not TokenSharing.ALL:
+        return load_way(parallel.all2all_backend)
+    return load_way("all_reduce") if parallel.world_size > 1 else _within_a_rank(config)
+
+
+def default_prepare_finalize(
+    config: FusedMoEConfig,
+    groups: ParallelGroups | None = None,
+    *,
+    placement: ExpertPlacement | None = None,
+    device: DeviceInfo | None = None,
+    experts: type[FusedMoEExperts] | None = None,
+) -> FusedMoEPrepareAndFinalizeModular:
+    """What brings tokens to the experts of a layer and results back.
+
+    Without ``groups`` nothing travels: every rank has all tokens, and the outputs of ranks are parts of a sum, which
+    the caller adds up.  With them the class is that of :func:`way_of`, for ``device`` (default: the current one) and
+    ``experts`` (None: for any).
+    Raises ConfigError with every reason why the class cannot serve the layer, and where tokens would have to cross
+    ranks and there are no groups.
+    """
+    parallel = config.parallel
+    if groups is None:
+        if parallel.use_all2all_kernels:
+            raise ConfigError(
+                f"tokens cross ranks (dp {parallel.dp_size}, ep {parallel.ep_size}): pass groups= or prepare_finalize="
+            )
+        return _within_a_rank(config)(config)
+    found = groups.parallel
+    if (found.world_size, found.rank, found.tp_size, found.dp_size) != (
+        parallel.world_size,
+        parallel.rank,
+        parallel.tp_size,
+        parallel.dp_size,
+    ):
+        raise ConfigError(f"the groups are those of {found}, the layer's config has {parallel}")
+    way = way_of(config)
+    reasons = way.unsupported_reasons(config, experts, device or DeviceInfo.current())
+    if reasons:
+        raise ConfigError(f"{way.name} does not fit the layer: it {'; it '.join(reasons)}")
+    return way(config, groups, placement=placement)
+
+
+def _within_a_rank(config: FusedMoEConfig) -> type[FusedMoEPrepareAndFinalizeModular]:
+    if config.activation_format is FusedMoEActivationFormat.BATCHED:
+        return BatchedPrepareAndFinalize
+    return PrepareAndFinalizeNoParallel
