@@ -14,10 +14,10 @@ import pytest
 import torch
 from moe_core import DeviceInfo, Oracle
 from moe_core.cli import tune
-from moe_core.gemm.heuristics.limits import Plan
 from moe_core.gemm.plan import TilePlan
 from moe_core.testing.commands import Moe
 from moe_core.tuning import TuningProfile
+from moe_core.tuning.limits import Plan
 from moe_core.tuning.places import user_path
 
 GPU = DeviceInfo("cuda", "sm90", "NVIDIA H200", 132, 227 << 10, 50 << 20, 141 << 30)

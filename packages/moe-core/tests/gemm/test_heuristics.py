@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from moe_core.gemm.heuristics import LayerProblem, gemv_plan, launch_plan
-from moe_core.gemm.heuristics.limits import refusals
 from moe_core.gemm.heuristics.mixed_input import MAX_PARTS
 from moe_core.gemm.heuristics.tiles import BLOCK_N, split_k
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.workspaces import split_k_workspace
+from moe_core.tuning.limits import refusals
 
 SHAPES = (
     (8, 2, 4096, 14336),

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from moe_core.gemm.heuristics import LayerProblem, gemv_plan, launch_plan
 from moe_core.gemm.heuristics.gemv import GemvPlan
-from moe_core.gemm.heuristics.limits import Plan, own_plans, refusals, rounding
 from moe_core.gemm.plan import TilePlan
 from moe_core.tuning.candidates import neighbours
+from moe_core.tuning.limits import Plan, own_plans, refusals, rounding
 from moe_core.tuning.search import AHEAD, search
 
 INT4 = LayerProblem("mixed_input", "int4", 128, 8, 2048, 768)

@@ -23,9 +23,9 @@ from moe_core.prepare_finalize.ways import default_prepare_finalize
 from moe_core.workspace import Workspace
 
 if TYPE_CHECKING:
-    from moe_core.gemm.heuristics.limits import Plan
     from moe_core.jit.launch import Launch
     from moe_core.selection import Selection
+    from moe_core.tuning.limits import Plan
 
 #: seconds of replays that a configuration is timed by
 BUDGET = 0.03

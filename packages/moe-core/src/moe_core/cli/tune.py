@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
     from moe_core.device import DeviceInfo
-    from moe_core.gemm.heuristics.limits import Plan
     from moe_core.selection import Selection
+    from moe_core.tuning.limits import Plan
     from moe_core.tuning.profile import TunedLayer, TuningProfile
     from moe_core.tuning.search import Rig
 

@@ -4,6 +4,7 @@ ones.
     plans.py     plans as JSON, checked on the way back
     profile.py   the file: GPU, versions, layers, for each range of tokens the best plan and the figures
     places.py    where files are: given (``MOE_TUNING``, ``tuning=``) or the user's own for a GPU
+    limits.py    what a configuration may be, one from a file too
     choice.py    what a profile has for one selected layer, or why it is not used
     search.py    which configurations are tried, in which order, until the time is up
 

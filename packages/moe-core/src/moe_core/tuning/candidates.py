@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from moe_core.gemm.heuristics import LayerProblem, launch_plan
-from moe_core.gemm.heuristics.limits import ASKED, NUMBERS, Plan, refusals
 from moe_core.gemm.plan import TilePlan
+from moe_core.tuning.limits import ASKED, NUMBERS, Plan, refusals
 
 #: what decides most first: parts of k loops, steps in flight, warps, tiles, what shares L2, how weights are read
 ORDER = ("split_k", "num_stages", "num_warps", "block_m", "block_n", "block_w", "group_m", "tma", "swap_ab")

@@ -23,8 +23,8 @@ from moe_core.device import DeviceInfo
 from moe_core.environment import distribution_version, parse_version
 from moe_core.errors import CheckpointError, ConfigError
 from moe_core.gemm.heuristics import KERNELS, LayerProblem
-from moe_core.gemm.heuristics.limits import refusals
 from moe_core.gemm.heuristics.tuned import Tuned, TunedRange
+from moe_core.tuning.limits import refusals
 from moe_core.tuning.plans import from_json, plan_from_json, plan_to_json
 
 #: of the file's form

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moe_core.gemm.heuristics import LayerProblem
-from moe_core.gemm.heuristics.limits import Plan, refusals
 from moe_core.gemm.heuristics.tuned import TunedRange
 from moe_core.tuning.candidates import neighbours
+from moe_core.tuning.limits import Plan, refusals
 
 #: what a plan must save to be kept instead of the built-in one
 AHEAD = 0.02
