@@ -102,6 +102,35 @@ def test_reads_what_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert OpenFile(tmp_path / "f").read(1, 17) == bytes(range(1, 18))
 
 
+@pytest.mark.parametrize("most", [None, 5, 1], ids=["whole", "in pieces", "byte by byte"])
+@pytest.mark.parametrize("together", [1024, 2, 1])
+def test_neighbours_are_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int | None, together: int
+) -> None:
+    content = bytes(range(100))
+    (tmp_path / "f").write_bytes(content)
+    file = OpenFile(tmp_path / "f")
+    calls: list[int] = []
+    read = os.preadv
+
+    def preadv(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        calls.append(len(buffers))
+        if most is None:
+            return read(descriptor, buffers, at)
+        return read(descriptor, [buffers[0][:most]], at)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr("moe_core.checkpoint.open_file._MOST_BUFFERS", together)
+    spans = [(10, 4), (14, 1), (15, 12), (30, 7), (37, 3)]
+    buffers = [bytearray(size) for _, size in spans]
+    file.read_all((memoryview(buffer), at) for buffer, (at, _) in zip(buffers, spans, strict=True))
+    assert [bytes(buffer) for buffer in buffers] == [content[at : at + size] for at, size in spans]
+    if most is None:
+        assert calls == {1024: [3, 2], 2: [2, 1, 2], 1: [1] * 5}[together]
+    with pytest.raises(CheckpointError, match=r"is truncated: . bytes were expected at 9., . are there"):
+        file.read_all([(memoryview(bytearray(3)), 96), (memoryview(bytearray(4)), 99)])
+
+
 def test_a_pipe_that_takes_the_place_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "f"
     file.touch()

@@ -75,7 +75,7 @@ def test_refused_by_name_and_place(tmp_path: Path) -> None:
     # the place is the file's, whatever is kept of the tensor
     with pytest.raises(CheckpointError, match=re.escape(message)):
         load_checked(
-            layer, ("gate", "up"), "weight", Values.FINITE, experts=[2], device="cpu", arrange=lambda t: t.mT.flip(0)
+            layer, ("gate", "up"), "weight", Values.FINITE, experts=[2], device="cpu", arrange=lambda t: t.mT.flip(1)
         )
     sound = load_checked(layer, ("up",), "weight", Values.FINITE, experts=[1], device="cpu")
     assert torch.equal(sound[0], tensors[f"{PREFIX}.1.up_proj.weight"])
@@ -96,7 +96,7 @@ def test_values_that_are_not_kept_are_not_looked_at(tmp_path: Path) -> None:
     tensors = expert_tensors()
     tensors[f"{PREFIX}.2.up_proj.weight"][3, 5] = math.nan
     layer = find_layer(Checkpoint.open(write(tmp_path, tensors)))
-    load_checked(layer, ("up",), "weight", Values.FINITE, experts=[2], device="cpu", arrange=lambda t: t[:3])
+    load_checked(layer, ("up",), "weight", Values.FINITE, experts=[2], device="cpu", arrange=lambda t: t[:, :3])
 
 
 def test_lost_weights_of_any_type(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from moe_core.checkpoint.families import refusal_of
 from moe_core.checkpoint.files import PICKLE_HINT, pickled_files
 from moe_core.checkpoint.names import Key, LayerNames
 from moe_core.checkpoint.reader import Checkpoint
-from moe_core.checkpoint.safetensors_file import TensorInfo, bytes_of
+from moe_core.checkpoint.safetensors_file import Part, TensorInfo, places_of
 from moe_core.checkpoint.unsupported import unsupported_names
 from moe_core.errors import CheckpointError, ConfigError
 
@@ -128,22 +128,20 @@ class LayerExperts:
             name = self.name(0, projection, suffix)
             raise CheckpointError(f"{name} has the type {self.stored_dtype(projection, suffix)}, which torch has not")
         out = torch.empty((len(experts), *self.shape(projection, suffix)), dtype=dtype)
-        self.read_all(experts, projection, suffix, out)
+        self.read_all(experts, suffix, {projection: out})
         return out
 
-    def read_all(self, experts: Sequence[int], projection: str, suffix: str, out: Tensor) -> None:
-        """Read :meth:`stacked` into ``out``, on the CPU, of its dtype and shape; each expert's part is contiguous."""
-        per_expert = self._per_expert(self._info(projection, suffix))
-        if out.is_contiguous():
-            whole = bytes_of(out)
-            size = len(whole) // len(experts)
-            places = [whole[at : at + size] for at in range(0, len(whole), size)] if size else []
-        else:
-            places = [bytes_of(part) for part in out]
-        self.checkpoint.read_all(
-            (self.name(expert, projection, suffix), expert if per_expert else None, place)
-            for expert, place in zip(experts, places, strict=bool(places))
-        )
+    def read_all(self, experts: Sequence[int], suffix: str, outs: Mapping[str, Tensor]) -> None:
+        """Read :meth:`stacked` of several projections into their ``outs``, in the order of the file.
+
+        These are on the CPU, of the tensors' dtype and shape; each expert's part is contiguous.
+        """
+        parts: list[Part] = []
+        for projection, out in outs.items():
+            per_expert = self._per_expert(self._info(projection, suffix))
+            for expert, place in zip(experts, places_of(out), strict=False):
+                parts.append((self.name(expert, projection, suffix), expert if per_expert else None, place))
+        self.checkpoint.read_all(parts)
 
     def _per_expert(self, info: TensorInfo) -> bool:
         """Whether the tensor's first dimension counts experts (a value shared by all has none)."""

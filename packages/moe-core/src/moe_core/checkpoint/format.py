@@ -9,6 +9,7 @@ from config.json, since tools write configs that don't fit their own files.
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,14 @@ from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.reading_threads import in_threads
+from moe_core.checkpoint.staging import copy_bytes, staging, to_device
 from moe_core.checkpoint.statements import tool
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointError
 from moe_core.quant_key import QuantKey
 from moe_core.weights import MoEWeights
 
-#: of experts that are read at a time, in the form in which they are kept: small enough for a processor's cache
+#: of experts that are read at a time, as stored: small enough for a processor's cache
 GROUP_BYTES = 8 << 20
 
 
@@ -136,13 +138,11 @@ def load_stacked(
     dtype: torch.dtype | None = None,
     arrange: Callable[[Tensor], Tensor] | None = None,
     check: Callable[[Tensor], Tensor] | None = None,
-    on_device: bool = False,
 ) -> Tensor:
     """Tensors of ``projections``, one below the other, for each expert: ``[len(experts), rows, ...]`` on ``device``.
 
     - ``dtype``: converted to it; default: as stored
-    - ``arrange``: one expert's stored tensor on the CPU -> what is kept of it; ``on_device``: the tensor is brought to
-      ``device`` before, where moving its bytes about is quicker
+    - ``arrange``: stored tensors of some experts, ``[n, ...]``, on ``device`` -> what is kept, ``[n, rows, ...]``
     - ``check``: what is kept of some experts, on ``device`` -> bool scalar there, True if it must be refused; all are
       looked at once, so a GPU is waited for once.  The error of a refused one is the caller's: CheckpointError with its
       name.
@@ -153,62 +153,64 @@ def load_stacked(
         raise CheckpointError(f"{layer.prefix}: no expert was asked for")
     target = torch.device(device)
     stored = [_dtype(layer, projection, suffix) for projection in projections]
+    shapes = [layer.shape(projection, suffix) for projection in projections]
+    if arrange is None and len(set(stored)) > 1:
+        arrange = _as_stored
     # as stored, on the CPU: from the file straight to its place
-    in_place = arrange is None and target.type == "cpu" and all(kind == (dtype or stored[0]) for kind in stored)
+    in_place = arrange is None and target.type == "cpu" and dtype in (None, stored[0])
+    each = sum(math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, stored, strict=True))
+    size = max(1, GROUP_BYTES // max(1, each))
+    groups = [slice(at, min(at + size, len(experts))) for at in range(0, len(experts), size)]
 
-    def staging(shape: Sequence[int], kind: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=kind, device="cpu", pin_memory=target.type == "cuda")
-
-    def read(some: Sequence[int], number: int) -> Tensor:
-        """As stored, on the CPU or where it is arranged."""
-        found = staging((len(some), *layer.shape(projections[number], suffix)), stored[number])
-        layer.read_all(some, projections[number], suffix, found)
-        return found.to(target) if on_device and arrange is not None else found
-
-    # what is kept has a shape that only the first expert's tells
-    first = [] if arrange is None else [arrange(read(experts[:1], number)[0]) for number in range(len(projections))]
-    shapes = [tuple(part.shape) for part in first] or [layer.shape(projection, suffix) for projection in projections]
-    kept = dtype or (first[0].dtype if first else stored[0])
-    out = torch.empty((len(experts), sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=kept, device=device)
-    starts = list(itertools.accumulate((shape[0] for shape in shapes), initial=0))
-
-    def place(slots: slice, number: int) -> Tensor:
-        return out[slots, starts[number] : starts[number + 1]]
-
-    def fill(slots: slice) -> list[Tensor]:
-        """Puts some experts into their places; what ``check`` says of each projection."""
+    def arranged(slots: slice) -> list[Tensor]:
+        """What is kept of some experts, by projection."""
         some = experts[slots]
-        for number, projection in enumerate(projections):
-            to = place(slots, number)
-            if in_place:
-                layer.read_all(some, projection, suffix, to)
-            elif first and slots.start == 0:
-                to.copy_(first[number][None])
-            elif arrange is None:
-                _copy(to, read(some, number))
-            else:
-                ready = to if on_device else staging(to.shape, kept)
-                for one, found in zip(ready, read(some, number), strict=True):
-                    one.copy_(arrange(found))
-                if not on_device:
-                    _copy(to, ready)
-        return [] if check is None else [check(place(slots, number)) for number in range(len(projections))]
+        buffers = [staging((len(some), *shape), kind, target) for shape, kind in zip(shapes, stored, strict=True)]
+        layer.read_all(some, suffix, dict(zip(projections, buffers, strict=True)))
+        return [(arrange or _as_stored)(to_device(buffer, target)) for buffer in buffers]
 
-    each = max(1, out.nbytes // len(experts))
-    begin = len(first[:1])
-    groups = [slice(0, 1)] * begin + _groups(begin, len(experts), max(1, GROUP_BYTES // each))
-    bad = [flag for flags in in_threads(lambda number: fill(groups[number]), len(groups), out.nbytes) for flag in flags]
-    if check is not None and bool(torch.stack(bad).any()):
+    # what is kept has a shape that only some of it tells
+    first = [] if arrange is None else [arranged(groups[0])]
+    if first:
+        shapes_kept = [tuple(part.shape[1:]) for part in first[0]]
+        kept = dtype or first[0][0].dtype
+    else:
+        shapes_kept, kept = shapes, dtype or stored[0]
+    starts = list(itertools.accumulate((shape[0] for shape in shapes_kept), initial=0))
+    out = torch.empty((len(experts), starts[-1], *shapes_kept[0][1:]), dtype=kept, device=device)
+
+    def fill(number: int) -> Tensor | None:
+        """Puts some experts into their places; what ``check`` says of them."""
+        slots = groups[number]
+        rows = out[slots]
+        if arrange is not None:
+            parts = first.pop() if first and number == 0 else arranged(slots)
+            for part, begin, end in zip(parts, starts, starts[1:], strict=False):
+                copy_bytes(rows[:, begin:end], part)
+        else:
+            whole = rows if in_place else staging(rows.shape, stored[0], target)
+            places = [whole[:, begin:end] for begin, end in itertools.pairwise(starts)]
+            layer.read_all(experts[slots], suffix, dict(zip(projections, places, strict=True)))
+            if not in_place:
+                copy_bytes(rows, whole)
+        return None if check is None else check(rows)
+
+    flags = [flag for flag in in_threads(fill, len(groups), each * len(experts)) if flag is not None]
+    if check is not None and bool(torch.stack(flags).any()):
         every = [(slot, number) for slot in range(len(experts)) for number in range(len(projections))]
-        refused = [at for at in every if bool(check(place(slice(at[0], at[0] + 1), at[1])))]
+        refused = [
+            (slot, number)
+            for slot, number in every
+            if bool(check(out[slot : slot + 1, starts[number] : starts[number + 1]]))
+        ]
         expert, projection = experts[refused[0][0]], projections[refused[0][1]]
         name = layer.name(expert, projection, suffix) + _entry(layer, expert)
         raise BadValuesError(name, len(refused), len(every), expert=expert, projection=projection)
     return out
 
 
-def _groups(begin: int, end: int, size: int) -> list[slice]:
-    return [slice(at, min(at + size, end)) for at in range(begin, end, size)]
+def _as_stored(stored: Tensor) -> Tensor:
+    return stored
 
 
 def _dtype(layer: LayerExperts, projection: str, suffix: str) -> torch.dtype:
@@ -217,13 +219,6 @@ def _dtype(layer: LayerExperts, projection: str, suffix: str) -> torch.dtype:
         name, kind = layer.name(0, projection, suffix), layer.stored_dtype(projection, suffix)
         raise CheckpointError(f"{name} has the type {kind}, which torch has not")
     return dtype
-
-
-def _copy(to: Tensor, source: Tensor) -> None:
-    """By bytes where types of one byte agree: torch copies rows that lie apart in the types that it computes with."""
-    if to.dtype == source.dtype and to.dtype.itemsize == 1:
-        to, source = to.view(torch.uint8), source.view(torch.uint8)
-    to.copy_(source)
 
 
 def _entry(layer: LayerExperts, expert: int) -> str:

@@ -91,9 +91,10 @@ def is_interleaved(layer: LayerExperts) -> bool:
     return "gpt_oss" in (config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None)
 
 
-def gate_rows_first(rows: Tensor) -> Tensor:
-    """``rows`` [2N, ...] of gate and up in turns as gate rows, then up rows; a copy."""
-    return torch.cat((rows[0::2], rows[1::2]))
+def gate_rows_first(rows: Tensor, dim: int = 0) -> Tensor:
+    """``rows`` [2N, ...] of gate and up in turns (along ``dim``) as gate rows, then up rows; a copy."""
+    pairs = rows.reshape(*rows.shape[:dim], -1, 2, *rows.shape[dim + 1 :])
+    return pairs.transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 def unquantized_reason(layer: LayerExperts) -> str | None:

@@ -20,6 +20,8 @@ from moe_core.errors import CheckpointError
 
 # where os.preadv does not exist, threads take turns in moving the position
 _POSITION = threading.Lock()
+#: buffers that one call of the system fills at most (IOV_MAX of Linux, macOS and the BSDs)
+_MOST_BUFFERS = 1024
 
 
 @dataclass(frozen=True)
@@ -72,18 +74,17 @@ class OpenFile:
         return bytes(buffer)
 
     def read_all(self, parts: Iterable[tuple[memoryview, int]]) -> None:
-        """Fill each buffer, which counts bytes, from its offset.  The file is looked at once for all of them."""
+        """Fill each buffer, which counts bytes, from its offset.
+
+        The file is looked at once for all of them, and what lies one behind the other is read at once.
+        """
         short: tuple[int, int, int] | None = None
         with _named(self.path):
-            for buffer, offset in parts:
-                done = _read_at(self._descriptor, buffer, offset)
-                while 0 < done < len(buffer):
-                    count = _read_at(self._descriptor, buffer[done:], offset + done)
-                    if not count:
-                        break
-                    done += count
-                if done < len(buffer):
-                    short = len(buffer), offset, done
+            for buffers, offset in _runs(parts):
+                wanted = sum(map(len, buffers))
+                done = _fill(self._descriptor, buffers, offset, wanted)
+                if done < wanted:
+                    short = wanted, offset, done
                     break
         self._check_unchanged()
         if short is not None:
@@ -102,14 +103,46 @@ class OpenFile:
         raise CheckpointError(f"{self.path} has changed since it was opened: {what}; open the checkpoint again")
 
 
-def _read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
+def _runs(parts: Iterable[tuple[memoryview, int]]) -> Iterator[tuple[list[memoryview], int]]:
+    """Buffers of consecutive parts that follow one another in the file, and the offset of the first."""
+    run: list[memoryview] = []
+    begin = end = 0
+    for buffer, offset in parts:
+        if offset != end or not run or len(run) == _MOST_BUFFERS:
+            if run:
+                yield run, begin
+            run, begin = [], offset
+        run.append(buffer)
+        end = offset + len(buffer)
+    if run:
+        yield run, begin
+
+
+def _fill(descriptor: int, buffers: list[memoryview], offset: int, wanted: int) -> int:
+    """Read into ``buffers``, ``wanted`` bytes in all; how many came before the end of the file."""
+    done = _read_at(descriptor, buffers, offset)
+    while 0 < done < wanted:
+        left = done
+        rest: list[memoryview] = []
+        for buffer in buffers:
+            if left < len(buffer):
+                rest.append(buffer[left:])
+            left = max(0, left - len(buffer))
+        count = _read_at(descriptor, rest, offset + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
+def _read_at(descriptor: int, buffers: list[memoryview], offset: int) -> int:
     """Read what comes at once; 0 at the end of the file."""
     if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [buffer], offset)
+        return os.preadv(descriptor, buffers, offset)
     with _POSITION:
         os.lseek(descriptor, offset, os.SEEK_SET)
-        chunk = os.read(descriptor, min(len(buffer), 1 << 24))
-    buffer[: len(chunk)] = chunk
+        chunk = os.read(descriptor, min(len(buffers[0]), 1 << 24))
+    buffers[0][: len(chunk)] = chunk
     return len(chunk)
 
 

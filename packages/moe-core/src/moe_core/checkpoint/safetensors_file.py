@@ -7,6 +7,7 @@ data (:mod:`moe_core.checkpoint.open_file`).
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,10 +66,26 @@ Part = tuple[str, int | None, memoryview]
 Span = tuple[str, int, memoryview]
 
 
+_OFFSET = operator.itemgetter(1)
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous ``tensor`` on the CPU, to be written."""
     data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return data
+
+
+def places_of(tensor: Tensor) -> list[memoryview]:
+    """:func:`bytes_of` of each entry of ``tensor``'s first dimension; the entries may lie apart."""
+    size = tensor[0].numel() * tensor.itemsize if len(tensor) else 0
+    if not size:
+        return []
+    if not tensor[0].is_contiguous():
+        raise ValueError("entries that are not contiguous can't be read into")
+    # of one view of the memory: making a tensor of each entry takes longer than reading a small one
+    whole = bytes_of(tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0))
+    begin, step = tensor.storage_offset() * tensor.itemsize, tensor.stride(0) * tensor.itemsize
+    return [whole[at : at + size] for at in range(begin, begin + step * len(tensor), step)]
 
 
 class SafetensorsFile:
@@ -111,7 +128,11 @@ class SafetensorsFile:
         """Fill each span's buffer with bytes of the tensor, which has so many."""
         # another thread may release the file meanwhile: this read goes on
         file = self._file or OpenFile(self.path, self._state)
-        file.read_all((buffer, self._data[name] + offset) for name, offset, buffer in spans if len(buffer))
+        data = self._data
+        placed = [(buffer, data[name] + offset) for name, offset, buffer in spans if len(buffer)]
+        # in the order of the file: neighbours are read at once
+        placed.sort(key=_OFFSET)
+        file.read_all(placed)
 
     def hold(self) -> None:
         """Keep the file open for what is read from now on."""

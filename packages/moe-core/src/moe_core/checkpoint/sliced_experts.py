@@ -87,13 +87,19 @@ class SlicedExperts(LayerExperts):
         return self.stacked(projection, suffix, (expert,))[0]
 
     def read_into(self, expert: int, projection: str, suffix: str, out: Tensor) -> None:
-        self.read_all((expert,), projection, suffix, out[None])
+        self.read_all((expert,), suffix, {projection: out[None]})
 
-    def read_all(self, experts: Sequence[int], projection: str, suffix: str, out: Tensor) -> None:
-        part = self._slices.get((projection, suffix))
-        if part is None:
-            super().read_all(experts, projection, suffix, out)
-            return
+    def read_all(self, experts: Sequence[int], suffix: str, outs: Mapping[str, Tensor]) -> None:
+        whole: dict[str, Tensor] = {}
+        for projection, out in outs.items():
+            part = self._slices.get((projection, suffix))
+            if part is None:
+                whole[projection] = out
+            else:
+                self._read_part(experts, projection, suffix, part, out)
+        super().read_all(experts, suffix, whole)
+
+    def _read_part(self, experts: Sequence[int], projection: str, suffix: str, part: _Slice, out: Tensor) -> None:
         info = self._info(projection, suffix)
         whole = LayerExperts.shape(self, projection, suffix)
         entry = math.prod(whole[part.dim + 1 :]) * out.element_size()

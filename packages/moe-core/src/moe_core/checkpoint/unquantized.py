@@ -108,7 +108,6 @@ class UnquantizedLayout(ExpertLayout):
                 experts=experts,
                 device=device,
                 arrange=partial(_weight, transposed=transposed, mixed=mixed) if transposed or mixed else None,
-                on_device=True,
             )
             if any(layer.has(projection, "bias") for projection in projections):
                 tensors[f"{name}_bias"] = load_checked(
@@ -125,9 +124,9 @@ class UnquantizedLayout(ExpertLayout):
 
 def _weight(stored: Tensor, *, transposed: bool, mixed: bool) -> Tensor:
     rows = stored.mT if transposed else stored
-    return gate_rows_first(rows) if mixed else rows
+    return gate_rows_first(rows, dim=1) if mixed else rows
 
 
 def _bias(stored: Tensor, *, mixed: bool) -> Tensor:
     rows = stored.float()
-    return gate_rows_first(rows) if mixed else rows
+    return gate_rows_first(rows, dim=1) if mixed else rows

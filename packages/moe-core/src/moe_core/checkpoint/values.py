@@ -38,7 +38,6 @@ def load_checked(
     experts: Sequence[int],
     device: torch.device | str,
     arrange: Callable[[Tensor], Tensor] | None = None,
-    on_device: bool = False,
 ) -> Tensor:
     """:func:`moe_core.checkpoint.load_stacked` that raises CheckpointError for values that ``values`` does not allow.
 
@@ -57,7 +56,6 @@ def load_checked(
             device=device,
             arrange=arrange,
             check=refuses,
-            on_device=on_device,
         )
     except BadValuesError as error:
         name = layer.name(error.expert, error.projection, suffix)

@@ -141,7 +141,7 @@ class Fp8Layout(QuantizedLayout):
         values = Values.POSITIVE if self.storage.group.is_per_tensor else Values.SCALE
         rows, cols = matrices.sizes[projections[0]]
         tensors = {
-            name: load("weight", Values.FINITE, arrange=Tensor.t if self.transposed else None, on_device=True),
+            name: load("weight", Values.FINITE, arrange=_transposed if self.transposed else None),
             f"{name}_scale": checked(scale, values, lambda stored: self._scales(stored, projections[0], rows, cols)),
         }
         if not self.storage.microscaling and not self.storage.group.is_per_tensor:
@@ -157,7 +157,7 @@ class Fp8Layout(QuantizedLayout):
             )
         if self.is_static:
             static = _required(input_suffix(layer, projections[0]))
-            both = checked(static, Values.POSITIVE, lambda stored: stored.float().reshape(1))
+            both = checked(static, Values.POSITIVE, lambda stored: stored.float().reshape(-1, 1))
             tensors[f"{name}_input_scale"] = both.amax(dim=1)
         if has_bias:
             tensors[f"{name}_bias"] = checked("bias", Values.FINITE, torch.Tensor.float)
@@ -205,21 +205,21 @@ class Fp8Layout(QuantizedLayout):
         return (*_FLOATS, *exponents)
 
     def _scales(self, stored: Tensor, projection: str, rows: int, cols: int) -> Tensor:
-        """One projection's canonical scale rows of its stored scale; per tensor one for each matrix in it."""
+        """A projection's canonical scale rows of stored scales [n, ...]; per tensor one for each matrix in it."""
         if self.storage.microscaling:
             exact = stored.view(torch.uint8)
         else:
             exact = e8m0_to_float32(stored) if is_e8m0(stored.dtype) else stored.float()
         group = self.storage.group
         if group.is_per_tensor:
-            return exact.reshape(1).expand(2 if projection == "gate_up" else 1)
+            return exact.reshape(-1, 1).expand(-1, 2 if projection == "gate_up" else 1)
         if group.is_per_row:
-            return exact.reshape(rows, 1)
-        grid = exact.flatten(0, 1).flatten(1) if exact.dim() == 4 else exact
-        grid = grid.mT if self.transposed and exact.dim() == 2 else grid
+            return exact.reshape(-1, rows, 1)
+        grid = exact.squeeze(4).squeeze(2) if exact.dim() == 5 else exact
+        grid = grid.mT if self.transposed and exact.dim() == 3 else grid
         if self.rows == group.row:
             return grid
-        return grid.repeat_interleave(group.row // self.rows, dim=0)[: -(-rows // self.rows)]
+        return grid.repeat_interleave(group.row // self.rows, dim=1)[:, : -(-rows // self.rows)]
 
     # ------------------------------------------------------------------ what the tensors themselves say
 
@@ -248,6 +248,10 @@ def scale_suffix(layer: LayerExperts, projection: str) -> str | None:
 def input_suffix(layer: LayerExperts, projection: str) -> str | None:
     """Suffix of the projection's static activation scale."""
     return one_suffix(layer, projection, INPUT_SCALES)
+
+
+def _transposed(matrices: Tensor) -> Tensor:
+    return matrices.mT
 
 
 def _required(suffix: str | None) -> str:

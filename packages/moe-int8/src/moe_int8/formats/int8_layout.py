@@ -149,7 +149,7 @@ class Int8Layout(QuantizedLayout):
 
         def scales(stored: Tensor) -> Tensor:
             exact = stored.to(dtype)
-            return exact.reshape(1, 1).expand(rows, 1) if storage.whole else exact.reshape(rows, -1)
+            return exact.reshape(-1, 1, 1).expand(-1, rows, 1) if storage.whole else exact.reshape(len(exact), rows, -1)
 
         tensors = {
             name: self._codes(projections, cols, experts, device),
@@ -168,10 +168,10 @@ class Int8Layout(QuantizedLayout):
         )
         static, zero = self._static(projections[0])
         if static is not None:
-            every = checked(static, Values.POSITIVE, lambda stored: stored.float().reshape(1))
+            every = checked(static, Values.POSITIVE, lambda stored: stored.float().reshape(-1, 1))
             points = None
             if zero is not None:
-                points = checked(zero, Values.FINITE, lambda stored: stored.double().reshape(1))
+                points = checked(zero, Values.FINITE, lambda stored: stored.double().reshape(-1, 1))
                 self._check_zero_points(points, projections, zero, experts)
                 points = points.to(torch.int32)
             tensors[f"{name}_input_scale"], point = shared_input(every, points)
@@ -216,7 +216,6 @@ class Int8Layout(QuantizedLayout):
                 experts=experts,
                 device=device,
                 arrange=None if in_bytes else unpacked,
-                on_device=True,
                 check=out_of_range if in_bytes and bits == 4 else None,
             )
         except BadValuesError as error:

@@ -7,11 +7,13 @@ from torch import Tensor
 
 
 def unpack_words(words: Tensor, bits: int, cols: int) -> Tensor:
-    """int8 codes [rows, cols] of int32 ``words`` [rows, ceil(cols * bits / 32)].
+    """int8 codes [..., cols] of int32 ``words`` [..., ceil(cols * bits / 32)].
 
     Fields of 4 or 8 bits along K, the lowest bits first, hold ``code + 2**(bits - 1)``.
     """
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    half = 1 << (bits - 1)
-    fields = (words.unsqueeze(-1) >> shifts) & (2 * half - 1)
-    return (fields - half).to(torch.int8).flatten(-2)[..., :cols].contiguous()
+    raw = words.contiguous().view(torch.uint8)
+    if bits == 4:
+        raw = torch.stack((raw & 15, raw >> 4), dim=-1).flatten(-2)
+    # 128 more turns the sign bit around
+    codes = (raw ^ 0x80).view(torch.int8) if bits == 8 else raw.view(torch.int8) - 8
+    return codes[..., :cols].contiguous()

@@ -206,10 +206,10 @@ class Mxfp4Layout(QuantizedLayout):
         mixed = self.mixed and "gate_up" in projections
 
         def in_order(rows: Tensor) -> Tensor:
-            return gate_rows_first(rows) if mixed else rows
+            return gate_rows_first(rows, dim=1) if mixed else rows
 
         def codes(stored: Tensor) -> Tensor:
-            return in_order(stored.flatten(1))
+            return in_order(stored.flatten(2))
 
         def exponents(stored: Tensor) -> Tensor:
             return in_order(stored.view(torch.uint8))
@@ -220,9 +220,7 @@ class Mxfp4Layout(QuantizedLayout):
         weight, scale = self._weight(projections[0]), self._scale(projections[0])
         tensors = {
             # every code is a number: there is nothing to look for
-            name: load_stacked(
-                layer, projections, weight, experts=experts, device=device, arrange=codes, on_device=True
-            ),
+            name: load_stacked(layer, projections, weight, experts=experts, device=device, arrange=codes),
             f"{name}_scale": load_checked(
                 layer, projections, scale, Values.SCALE, experts=experts, device=device, arrange=exponents
             ),
@@ -236,7 +234,7 @@ class Mxfp4Layout(QuantizedLayout):
                 Values.POSITIVE,
                 experts=experts,
                 device=device,
-                arrange=lambda stored: stored.float().reshape(1),
+                arrange=lambda stored: stored.float().reshape(-1, 1),
             )
             tensors[f"{name}_input_scale"] = both.amax(dim=1)
         if has_bias:

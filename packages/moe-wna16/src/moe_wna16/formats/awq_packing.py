@@ -41,18 +41,18 @@ class AwqPacking(Packing):
         return (cols, rows // 8)
 
     def codes(self, stored: Tensor, cols: int) -> Tensor:
-        words = stored.shape[1]
+        count, words = stored.shape[0], stored.shape[2]
         # an even number of columns: they are rows of the other matrix
-        even, odd = stored[0::2], stored[1::2]
+        even, odd = stored[:, 0::2], stored[:, 1::2]
         # two columns of the same row meet in a byte, before bytes change places
         low = (even & _LOWER) | ((odd & _LOWER) << 4)
         high = ((even >> 4) & _LOWER) | (odd & ~_LOWER)
-        out = torch.empty(words, 8, even.shape[0], dtype=torch.uint8, device=stored.device)
+        out = torch.empty(count, words, 8, even.shape[1], dtype=torch.uint8, device=stored.device)
         for rows, half in ((_LOW, low), (_HIGH, high)):
-            bytes_of = half.view(torch.uint8).mT.contiguous().view(words, 4, -1)
+            bytes_of = half.view(torch.uint8).mT.contiguous().view(count, words, 4, -1)
             for byte, row in enumerate(rows):
-                out[:, row] = bytes_of[:, byte]
-        return out.view(8 * words, -1)
+                out[:, :, row] = bytes_of[:, :, byte]
+        return out.flatten(1, 2)
 
     def scale_shapes(self, rows: int, groups: int) -> Sequence[Shape]:
         return [(groups, rows)]
@@ -64,4 +64,4 @@ class AwqPacking(Packing):
         return [(groups, rows // 8)]
 
     def zeros(self, stored: Tensor, rows: int) -> Tensor:
-        return fields(stored, 4).view(stored.shape[0], -1, 8)[..., _FIELD].flatten(1).mT
+        return fields(stored, 4).reshape(*stored.shape, 8)[..., _FIELD].flatten(-2).mT

@@ -17,23 +17,23 @@ def fields(words: Tensor, bits: int) -> Tensor:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Canonical storage of uint8 ``codes`` [rows, K]: of 4 bits two in a byte, even k low, [rows, ceil(K/2)]."""
+    """Canonical storage of uint8 ``codes`` [..., K]: of 4 bits two in a byte, even k low, [..., ceil(K/2)]."""
     if bits == 8:
         return codes
-    if codes.shape[1] % 2:
+    if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     # two codes at once: the upper byte's falls beside the lower byte's
     pairs = codes.contiguous().view(torch.int16)
-    return (pairs | (pairs >> 4)).view(torch.uint8)[:, 0::2].contiguous()
+    return (pairs | (pairs >> 4)).view(torch.uint8)[..., 0::2].contiguous()
 
 
 def rows_of_words(words: Tensor, bits: int, cols: int) -> Tensor:
-    """Canonical storage of int32 ``words`` [rows, ceil(cols * bits / 32)], whose fields lie along the row: their bytes.
+    """Canonical storage of int32 ``words`` [..., ceil(cols * bits / 32)], whose fields lie along the row: their bytes.
 
     No copy where rows end with a whole byte.
     """
-    raw = words.contiguous().view(torch.uint8)[:, : -(-cols * bits // 8)]
+    raw = words.contiguous().view(torch.uint8)[..., : -(-cols * bits // 8)]
     if cols * bits % 8:
         raw = raw.clone()
-        raw[:, -1] &= 15
+        raw[..., -1] &= 15
     return raw

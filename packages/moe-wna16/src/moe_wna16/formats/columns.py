@@ -57,8 +57,11 @@ class ColumnGroups:
             for experts in filter(None, (range(1), range(1, layer.num_experts))):
                 found = layer.stacked(projection, suffix, experts)
                 same = torch.equal(found, expected.to(found.dtype).expand_as(found))
+                if same:
+                    known.update(dict.fromkeys(((expert, projection) for expert in experts), None))
+                    continue
                 for expert, one in zip(experts, found, strict=True):
-                    ordered = same or torch.equal(one.long(), expected) or _is_unset(one, packing)
+                    ordered = torch.equal(one.long(), expected) or _is_unset(one, packing)
                     known[expert, projection] = None if ordered else one.clone()
                 if any(known[expert, projection] is not None for expert in experts):
                     return ColumnGroups(layer, packing, group, True, known)

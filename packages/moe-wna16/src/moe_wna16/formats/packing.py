@@ -22,7 +22,9 @@ BITS = (4, 8)
 
 @dataclass(frozen=True)
 class Packing(ABC):
-    """The tensors of one matrix [rows, cols] whose columns form ``groups``, as they lie in the file.
+    """The tensors of a matrix [rows, cols] whose columns form ``groups``, as they lie in the file.
+
+    What is stored is given for ``n`` matrices at a time, [n, ...].
 
     - ``bits`` of a code: 4 or 8
     - ``weight``, ``scale``: suffixes of the tensors' names; ``zero``: zero points, ``g_idx``: the group of each column,
@@ -51,22 +53,22 @@ class Packing(ABC):
 
     @abstractmethod
     def codes(self, stored: Tensor, cols: int) -> Tensor:
-        """Canonical storage: uint8 [rows, cols] of 8 bits, [rows, ceil(cols/2)] of 4 bits."""
+        """Canonical storage: uint8 [n, rows, cols] of 8 bits, [n, rows, ceil(cols/2)] of 4 bits."""
 
     def scale_shapes(self, rows: int, groups: int) -> Sequence[Shape]:
         """Shapes that scales may have in the file, the usual one first."""
         return [(rows, groups)]
 
     def scales(self, stored: Tensor, rows: int) -> Tensor:
-        """Scales [rows, groups]."""
-        return stored.reshape(rows, -1)
+        """Scales [n, rows, groups]."""
+        return stored.reshape(len(stored), rows, -1)
 
     def zero_shapes(self, rows: int, groups: int, dtype: torch.dtype | None) -> Sequence[Shape]:
         """Shapes that zero points of ``dtype`` may have in the file, the usual one first."""
         return [(rows, groups)]
 
     def zeros(self, stored: Tensor, rows: int) -> Tensor:
-        """Zero points [rows, groups], uint8 or int32: what is subtracted from a code."""
+        """Zero points [n, rows, groups], uint8 or int32: what is subtracted from a code."""
         raise NotImplementedError
 
     def other_version(self, zeros: Tensor) -> str | None:

@@ -43,9 +43,9 @@ class _CompressedTensors(Packing):
 
     def zeros(self, stored: Tensor, rows: int) -> Tensor:
         if stored.dtype is torch.int32:
-            return fields(stored.mT, self.bits)[:, :rows].mT
+            return fields(stored.mT, self.bits)[..., :rows].mT
         half = 1 << (self.bits - 1)
-        return (stored.reshape(rows, -1).to(torch.int16) + half).to(torch.uint8)
+        return (stored.reshape(len(stored), rows, -1).to(torch.int16) + half).to(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,5 @@ class ModelOptPacking(Packing):
         return (rows // 2, cols)
 
     def codes(self, stored: Tensor, cols: int) -> Tensor:
-        out = torch.empty(2 * stored.shape[0], -(-cols // 2), dtype=torch.uint8, device=stored.device)
         signed = stored ^ 0x88
-        out[0::2] = packed(signed & 15, 4)
-        out[1::2] = packed(signed >> 4, 4)
-        return out
+        return torch.stack((packed(signed & 15, 4), packed(signed >> 4, 4)), dim=2).flatten(1, 2)

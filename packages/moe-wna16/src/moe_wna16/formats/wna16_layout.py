@@ -272,9 +272,7 @@ class WNA16Layout(QuantizedLayout):
             return packing.codes(found, cols)
 
         try:
-            return load_stacked(
-                layer, projections, packing.weight, experts=experts, device=device, arrange=arrange, on_device=True
-            )
+            return load_stacked(layer, projections, packing.weight, experts=experts, device=device, arrange=arrange)
         except BadValuesError:
             raise self._bad_codes(projections, experts) from None
 
@@ -321,7 +319,7 @@ class WNA16Layout(QuantizedLayout):
             stored = layer.stacked(projection, packing.zero, experts)
             # one for all, as a rule
             alike = bool((stored == stored[0]).all())
-            zeros = torch.stack([packing.zeros(one, rows) for one in stored[: 1 if alike else None]])
+            zeros = packing.zeros(stored[: 1 if alike else None], rows)
             bad = zeros != half
             if not bool(bad.any()):
                 continue
