@@ -119,6 +119,22 @@ class ExpertPlacement:
             raise ConfigError(f"rank {rank} is not a rank of a placement on {self.ep_size}")
         return map_of(self.ranks[rank], self.num_experts, device)
 
+    def aligned(self, current: ExpertPlacement) -> ExpertPlacement:
+        """The same experts on each rank, with those that ``current`` has there at the same local index.
+
+        Raises ConfigError for other numbers of ranks, or of experts on one.
+        """
+        sizes = [tuple(map(len, placement.ranks)) for placement in (self, current)]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"the ranks hold {_short(sizes[0])} experts, those of the other placement {_short(sizes[1])}"
+            )
+        ranks = []
+        for held, here in zip(self.ranks, current.ranks, strict=True):
+            new = iter([expert for expert in held if expert not in here])
+            ranks.append(tuple(expert if expert in held else next(new) for expert in here))
+        return ExpertPlacement(self.num_experts, tuple(ranks))
+
     def to_json(self) -> dict[str, Any]:
         """As :meth:`from_json` reads it: ``{"num_experts": 4, "ranks": [[0, 1], [2, 3]]}``."""
         return {"num_experts": self.num_experts, "ranks": [list(held) for held in self.ranks]}
