@@ -20,7 +20,8 @@ _KINDS = ("cpu", "cuda", "xpu")
 
 def autocast_off(kind: str) -> contextlib.AbstractContextManager[object]:
     """A context in which tensors of a device of that ``kind`` keep their dtypes; costs little where they do anyway."""
-    if torch.is_autocast_enabled(kind):
+    # torch knows no autocast of meta tensors
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return contextlib.nullcontext()
 

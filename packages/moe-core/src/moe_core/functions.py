@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from moe_core.backend import Backend
     from moe_core.config import FusedMoEConfig
     from moe_core.device import DeviceInfo
+    from moe_core.distributed import ParallelGroups
     from moe_core.environment import Environment
+    from moe_core.expert_parallel import ExpertPlacement
     from moe_core.experts import FusedMoEExperts
     from moe_core.kernel import FusedMoEKernel
     from moe_core.oracle import Oracle
@@ -113,14 +115,23 @@ class SchemeFunctions:
         weights: KernelWeights,
         *,
         prepare_finalize: FusedMoEPrepareAndFinalizeModular | None = None,
+        groups: ParallelGroups | None = None,
+        placement: ExpertPlacement | None = None,
         workspace: Workspace | None = None,
     ) -> FusedMoEKernel:
         """prepare + the selected experts + finalize around converted weights.
 
-        ``prepare_finalize``: what moves tokens, default within this rank; ``workspace``: may be shared with layers that
-        run before.
+        ``prepare_finalize``: what moves tokens, default within this rank, or what the config chooses for ``groups`` and
+        ``placement``; ``workspace``: may be shared with layers that run before.
         """
-        return self.oracle.make_kernel(selection, weights, prepare_finalize=prepare_finalize, workspace=workspace)
+        return self.oracle.make_kernel(
+            selection,
+            weights,
+            prepare_finalize=prepare_finalize,
+            groups=groups,
+            placement=placement,
+            workspace=workspace,
+        )
 
     def backend_to_kernel_cls(self, backend: str) -> list[type[FusedMoEExperts]]:
         """The experts classes of a backend, in the order in which they are asked; ConfigError for other names."""
