@@ -14,6 +14,8 @@ import moe_core as mc
 import moe_transformers
 import pytest
 import torch
+from moe_core.checkpoint import reading_threads
+from moe_core.model_api import ChosenLayer
 from moe_core_checkpoints import count_reads
 from moe_transformers import MoeCoreExperts, RefusedError
 from moe_transformers.dense import dense_tensors
@@ -81,24 +83,28 @@ def test_transformers_is_as_before() -> None:
     assert functions() == before
 
 
+@pytest.mark.parametrize("fewest", [0, reading_threads.FEWEST_BYTES], ids=["ahead", "in turn"])
 def test_an_interrupted_load_leaves_transformers_usable(
-    folder: Path, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    folder: Path, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, fewest: int
 ) -> None:
     before = functions()
     with monkeypatch.context() as patch:
         # while the second layer's experts are read
         calls: list[int] = []
+        weights = ChosenLayer.weights
 
-        def interrupted(*arguments: Any, **named: Any) -> mc.FusedMoELayer:
+        def interrupted(chosen: ChosenLayer) -> mc.MoEWeights:
             calls.append(1)
             if len(calls) == 2:
                 raise KeyboardInterrupt
-            return mc.load_layer(*arguments, **named)
+            return weights(chosen)
 
-        patch.setattr("moe_transformers.plan.load_layer", interrupted)
+        patch.setattr(ChosenLayer, "weights", interrupted)
+        patch.setattr(reading_threads, "FEWEST_BYTES", fewest)
         with pytest.raises(KeyboardInterrupt):
             load(folder)
     assert functions() == before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("moe_core")]
     assert not experts_of(AutoModelForCausalLM.from_pretrained(folders[1]))
     model = load(folder)
     assert len(experts_of(model)) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -515,32 +515,98 @@ def load_layer(
         parallel=parallel,
     )
     # selection comes before the weights are read: an impossible request costs no gigabytes
-    oracle = registry().oracle(source.scheme)
-    config = source.config
-    if whole_number("max_loras", max_loras, 0):
-        config = replace(config, is_lora_enabled=True, max_loras=max_loras, max_lora_rank=max_lora_rank)
-    cut, selection = select_cut(oracle, config, source.cuts, moe_backend=backend, device=target)
-    source = source.with_cut(cut)
-    config = replace(config, intermediate_size=source.config.intermediate_size)
-    lora = _room(config, target)
-    weights = source.weights(device=target)
-    kernel = oracle.make_kernel(selection, oracle.convert(selection, weights))
-    kernel.lora = lora
-
-    def on_target(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(target)
-
-    expert_map = None
-    if experts is not None or len(source.experts) < source.config.num_experts:
-        expert_map = map_of(source.experts, source.config.num_experts, target)
-    return FusedMoELayer(
-        kernel,
-        selection,
-        router_weight=on_target(source.router_weight),
-        router_bias=on_target(source.router_bias),
-        correction_bias=on_target(source.correction_bias),
-        expert_map=expert_map,
-        owns_weights=True,
+    chosen = ChosenLayer.of(
+        source,
+        device=target,
+        backend=backend,
         online=online,
-        origin=LayerOrigin(source.index, activation_key, stack, given, source.routing_reason),
+        activation_key=activation_key,
+        stack=stack,
+        given=given,
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
     )
+    map_experts = experts is not None or len(source.experts) < source.config.num_experts
+    return replace(chosen, mapped=map_experts).layer(chosen.weights())
+
+
+def load_layers(chosen: Iterable[ChosenLayer]) -> Generator[FusedMoELayer, None, None]:
+    """The layers, in order; one is read while the one before it is converted.
+
+    At a time there are those that were returned, the tensors of a layer that is converted and those of one that is
+    read; on the way to the last layer that is never more than all layers take and one of them again.  Closing the
+    iterator ends the reading.
+    """
+    from moe_core.checkpoint.reading_threads import read_ahead
+
+    return read_ahead(chosen, ChosenLayer.weights, ChosenLayer.layer, ChosenLayer.nbytes_ahead)
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenLayer:
+    """A layer of a checkpoint, and the backend that was selected for it on ``device``.
+
+    ``online``: how its 16-bit weights are quantised; ``mapped``: whether it gets an expert map.
+    """
+
+    source: LayerSource
+    selection: Selection
+    oracle: Oracle
+    device: torch.device
+    online: OnlineQuantization | None
+    origin: LayerOrigin
+    mapped: bool = False
+
+    @staticmethod
+    def of(
+        source: LayerSource,
+        *,
+        device: torch.device,
+        backend: str = "auto",
+        online: OnlineQuantization | None = None,
+        activation_key: QuantKey | str | None = "checkpoint",
+        stack: str | None = None,
+        given: Given | None = None,
+        max_loras: int = 0,
+        max_lora_rank: int = 16,
+    ) -> ChosenLayer:
+        """``source`` is what :func:`moe_core.checkpoint.read_layer` returned for the same arguments.
+
+        Raises SelectionError.
+        """
+        oracle = registry().oracle(source.scheme)
+        config = source.config
+        if whole_number("max_loras", max_loras, 0):
+            config = replace(config, is_lora_enabled=True, max_loras=max_loras, max_lora_rank=max_lora_rank)
+        cut, selection = select_cut(oracle, config, source.cuts, moe_backend=backend, device=device)
+        origin = LayerOrigin(source.index, activation_key, stack, given, source.routing_reason)
+        return ChosenLayer(source.with_cut(cut), selection, oracle, device, online, origin)
+
+    def nbytes_ahead(self) -> int:
+        """Bytes to read; 0 where they are better read in turn: 16-bit weights take more than what becomes of them."""
+        return self.source.layer.nbytes if self.online is None else 0
+
+    def weights(self) -> MoEWeights:
+        """Reads the canonical weights."""
+        return self.source.weights(device=self.device)
+
+    @without_autocast
+    def layer(self, weights: MoEWeights) -> FusedMoELayer:
+        """The layer of :meth:`weights`, which are converted."""
+        source, device = self.source, self.device
+        lora = _room(self.selection.config, device)
+        kernel = self.oracle.make_kernel(self.selection, self.oracle.convert(self.selection, weights))
+        kernel.lora = lora
+        router = (source.router_weight, source.router_bias, source.correction_bias)
+        weight, bias, correction = (None if tensor is None else tensor.to(device) for tensor in router)
+        return FusedMoELayer(
+            kernel,
+            self.selection,
+            router_weight=weight,
+            router_bias=bias,
+            correction_bias=correction,
+            expert_map=map_of(source.experts, source.config.num_experts, device) if self.mapped else None,
+            owns_weights=True,
+            online=self.online,
+            origin=self.origin,
+        )

@@ -1,9 +1,10 @@
 """What packages share that bring the experts into whole models, beside the names of :mod:`moe_core` itself.
 
-Such a package loads a model's experts by :func:`moe_core.load_layer`, and leaves all else to the library that the model
-belongs to.  Before anything big is read it asks what each layer is (:func:`read_layer`, :func:`unquantized_reason`) and
-takes (:func:`moe_core.layer_memory`); what the checkpoint has quantised beside its experts it may take in 16 bits
-(:func:`quantized_linears`).  Names change their meaning, or go, with a new :data:`moe_core.PROTOCOL_VERSION` only.
+Such a package loads a model's experts by :func:`load_layers`, and leaves all else to the library that the model belongs
+to.  Before anything big is read it asks what each layer is (:func:`read_layer`, :func:`unquantized_reason`), what would
+run it (:class:`ChosenLayer`) and takes (:func:`moe_core.layer_memory`); what the checkpoint has quantised beside its
+experts it may take in 16 bits (:func:`quantized_linears`).  Names change their meaning, or go, with a new
+:data:`moe_core.PROTOCOL_VERSION` only.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from moe_core.checkpoint.linear import QuantizedLinear, quantized_linears
 from moe_core.checkpoint.matrices import unquantized_reason
 from moe_core.checkpoint.model import PER_CALL, Given
 from moe_core.checkpoint.source import LayerSource, read_layer
+from moe_core.layer import ChosenLayer, load_layers
 
 __all__ = [
     "PER_CALL",
+    "ChosenLayer",
     "Given",
     "LayerSource",
     "QuantizedLinear",
     "find_layer",
+    "load_layers",
     "names_experts",
     "quantized_linears",
     "read_layer",

@@ -14,7 +14,7 @@ from moe_core.checkpoint import Checkpoint, find_layer, load_stacked, reading_th
 from moe_core.checkpoint import format as formats
 from moe_core.checkpoint.format import BadValuesError
 from moe_core.checkpoint.open_file import OpenFile
-from moe_core.checkpoint.reading_threads import in_threads
+from moe_core.checkpoint.reading_threads import in_threads, read_ahead
 from moe_core.model_api import PER_CALL, Given, read_layer
 from moe_core_checkpoints import count_reads, expert_tensors, layer_tensors, write
 
@@ -63,6 +63,77 @@ def test_modes_of_torch_are_those_of_the_caller() -> None:
     with torch.inference_mode():
         assert set(in_threads(job, 4, MANY)) == {(True, False)}
     assert set(in_threads(job, 4, MANY)) == {(False, False)}
+
+
+class Result:
+    """What a layer's weights stand for, counted while they exist."""
+
+    def __init__(self, alive: set[int], index: int) -> None:
+        self.alive, self.index = alive, index
+        alive.add(index)
+
+    def __del__(self) -> None:
+        self.alive.discard(self.index)
+
+
+@pytest.mark.parametrize("nbytes", [0, MANY], ids=["in turn", "ahead"])
+def test_layers_are_read_ahead(nbytes: int) -> None:
+    """While one is used, the next is read, and no more than the two exist."""
+    alive: set[int] = set()
+    most, at_once = [0], [0]
+    reading = [threading.Event() for _ in range(9)]
+
+    def read(index: int) -> Result:
+        reading[index].set()
+        return Result(alive, index)
+
+    def use(index: int, result: Result) -> int:
+        assert result.index == index
+        if nbytes and index < 8:
+            assert reading[index + 1].wait(30)
+        at_once[0] += reading[min(8, index + 2)].is_set() and index + 2 <= 8
+        most[0] = max(most[0], len(alive))
+        return index
+
+    assert list(read_ahead(range(9), read, use, lambda _: nbytes)) == list(range(9))
+    assert not alive
+    assert not at_once[0]
+    assert most[0] <= (2 if nbytes else 1)
+
+
+@pytest.mark.parametrize("failing", ["read", "use", "close"])
+def test_reading_ahead_ends_with_the_first_error(failing: str) -> None:
+    read: list[int] = []
+
+    def job(index: int) -> int:
+        read.append(index)
+        if failing == "read" and index == 3:
+            raise mc.CheckpointError("broken")
+        return index
+
+    def use(index: int, _: int) -> int:
+        if failing == "use" and index == 3:
+            raise mc.TensorError("broken")
+        return index
+
+    found: list[int] = []
+    layers = read_ahead(range(100), job, use, lambda _: MANY)
+    if failing == "close":
+        found += [next(layers) for _ in range(3)]
+        layers.close()
+    else:
+        with pytest.raises(mc.MoEError, match="broken"):
+            found.extend(layers)
+    assert len(read) <= 5
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("moe_core_ahead")]
+
+
+def test_modes_of_torch_hold_ahead() -> None:
+    def read(_: int) -> bool:
+        return torch.is_inference_mode_enabled()
+
+    with torch.inference_mode():
+        assert list(read_ahead(range(3), read, lambda _, mode: mode, lambda _: MANY)) == [True] * 3
 
 
 CASES = Path(__file__).parents[3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,16 @@ from moe_core import (
     ConfigError,
     FusedMoELayer,
     MoEError,
-    Selection,
     layer_memory,
-    load_layer,
-    oracle,
+    registry,
 )
 from moe_core.model_api import (
     PER_CALL,
+    ChosenLayer,
     Given,
     LayerSource,
     find_layer,
+    load_layers,
     read_layer,
     unquantized_reason,
 )
@@ -39,29 +39,36 @@ from moe_transformers.refusals import RefusedError
 
 logger = logging.getLogger(__name__)
 
+#: the block routes
+GIVEN = Given(routing=PER_CALL)
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class Layer:
     """One layer whose experts moe-core runs: the ``block`` that calls them, and what the checkpoint has of them.
 
     - ``stack``: first part of their names, where the checkpoint has several stacks of layers
     - ``quantize``: what to make of 16-bit experts
+    - ``chosen``: what runs it, once its device is known
     """
 
     block: Block
     source: LayerSource
     stack: str | None
     quantize: str | None
+    chosen: ChosenLayer | None = None
 
-    def select(self, options: Options, device: torch.device) -> Selection:
-        """The backend that would run it on ``device``; SelectionError where none does."""
-        source = self.source
-        return oracle(source.scheme).select(
-            source.config,
-            weight_key=source.weight_key,
-            activation_key=source.activation_key,
-            moe_backend=options.backend,
+    def choose(self, options: Options, device: torch.device) -> ChosenLayer:
+        """What would run it on ``device``; SelectionError where nothing does."""
+        # the block routes: its router would be here twice
+        return ChosenLayer.of(
+            replace(self.source, router_weight=None, router_bias=None, correction_bias=None),
             device=device,
+            backend=options.backend,
+            online=None if self.quantize is None else registry().online(self.quantize),
+            activation_key=options.activation_key,
+            stack=self.stack,
+            given=GIVEN,
         )
 
 
@@ -122,7 +129,7 @@ class Plan:
             quantize=quantize,
             activation_key=options.activation_key,
             stack=stack,
-            given=Given(routing=PER_CALL),
+            given=GIVEN,
         )
         block.check(source.config)
         self.layers.append(Layer(block, source, stack, quantize))
@@ -153,7 +160,7 @@ class Plan:
         """
         beside = 0
         for layer in self.layers:
-            memory = layer_memory(layer.select(self.options, device), 1)
+            memory = layer_memory(layer.choose(self.options, device).selection, 1)
             size = torch.empty(memory.weights, dtype=torch.uint8, device="meta")
             model.get_submodule(layer.block.name).register_parameter("weights", nn.Parameter(size, requires_grad=False))
             beside = max(beside, memory.load_peak - memory.weights)
@@ -180,37 +187,26 @@ class Plan:
                 f"the device map puts {name} on {'disk' if device.type == 'meta' else device}, and other layers on a "
                 "GPU: experts are run where they are kept; leave more memory to the GPUs (max_memory), or take more"
             )
-        chosen: dict[str, None] = {}
+        names: dict[str, None] = {}
         with self._refusing():
             for layer in self.layers:
-                selection = layer.select(self.options, self.devices[layer.block.name])
-                chosen[f"{layer.source.scheme} by {selection.backend}"] = None
-        if chosen:
-            logger.info("experts of %d layers are run by moe-core: %s", len(self.layers), ", ".join(chosen))
+                layer.chosen = layer.choose(self.options, self.devices[layer.block.name])
+                names[f"{layer.source.scheme} by {layer.chosen.selection.backend}"] = None
+        if names:
+            logger.info("experts of %d layers are run by moe-core: %s", len(self.layers), ", ".join(names))
 
     def load(self, model: nn.Module) -> None:
         """Reads the layers' experts, one after the other, and puts them into their places.
 
         On GPUs they share workspaces, so one call of the model runs at a time.
         """
+        chosen = [layer.chosen for layer in self.layers if layer.chosen is not None]
         layers: list[FusedMoELayer] = []
-        for layer in transformers_logging.tqdm(self.layers, desc="Loading experts"):
-            name = layer.block.name
-            loaded = load_layer(
-                self.checkpoint,
-                layer=layer.source.index,
-                device=self.devices[name],
-                dtype=self.dtype,
-                backend=self.options.backend,
-                quantize=layer.quantize,
-                activation_key=self.options.activation_key,
-                stack=layer.stack,
-                routing=PER_CALL,
-            )
-            # the block routes: its router would be here twice
-            loaded.router_weight = loaded.router_bias = loaded.correction_bias = None
-            model.get_submodule(name).layer = loaded
-            layers.append(loaded)
+        with contextlib.closing(load_layers(chosen)) as loading:
+            progress = transformers_logging.tqdm(loading, total=len(chosen), desc="Loading experts")
+            for layer, loaded in zip(self.layers, progress, strict=True):
+                model.get_submodule(layer.block.name).layer = loaded
+                layers.append(loaded)
         share_workspaces(layers)
 
 

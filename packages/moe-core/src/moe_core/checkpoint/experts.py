@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
@@ -77,6 +78,14 @@ class LayerExperts:
     @property
     def has_bias(self) -> bool:
         return any(suffix == "bias" for _, suffix in self._infos)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        each = 1 if self.stacked_names else self.num_experts
+        return each * sum(
+            math.prod(info.shape) * (1 if info.dtype is None else info.dtype.itemsize) for info in self._infos.values()
+        )
 
     def suffixes(self, projection: str) -> tuple[str, ...]:
         """Suffixes of the projection's tensors ("weight", "weight_scale_inv", …), sorted."""
