@@ -312,6 +312,9 @@ class Oracle:
         (:func:`moe_core.prepare_finalize.ways.default_prepare_finalize`); or ``prepare_finalize`` is given.  With
         neither nothing moves, and the outputs of ranks are parts of a sum.
 
+        All ranks of the groups call this together, and tell each other what they were given: ConfigError on every rank,
+        with the ranks' numbers, where they differ; CommunicationError where one does not come in time.
+
         Warns where weights on a GPU get a loop on the host that nobody asked for (FallbackWarning), and of plug-ins
         whose claims failed (PluginWarning): selecting itself does neither.
         """
@@ -322,6 +325,14 @@ class Oracle:
         experts = self.make_experts(selection)
         if prepare_finalize is not None and (groups is not None or placement is not None):
             raise ConfigError("give either prepare_finalize= or groups= and placement=, which make one")
+        if prepare_finalize is not None:
+            groups, placement = prepare_finalize.groups, prepare_finalize.placement
+        if groups is not None:
+            # before anything that a rank alone may refuse: the others would wait for it
+            from moe_core.distributed.agreement import check_layers
+
+            way = "" if prepare_finalize is None else prepare_finalize.name
+            check_layers(groups.among(), experts, placement, way=way)
         if prepare_finalize is None and (groups is not None or isinstance(experts, FusedMoEExpertsModular)):
             prepare_finalize = default_prepare_finalize(
                 config, groups, placement=placement, device=selection.device, experts=type(experts)

@@ -19,7 +19,7 @@ def test_groups_of_four_ranks() -> None:
         tp, ep = [2 * ep_rank, 2 * ep_rank + 1], [tp_rank, tp_rank + 2]
         assert found["members"] == [[0, 1, 2, 3], tp, ep, ep]
         assert found["total"] == sum(ep)
-        assert found["mesh"] == (tp, [rank], tp, timedelta(seconds=5))
+        assert found["mesh"] == ([0, 1, 2, 3], tp, ep, timedelta(seconds=5))
         assert found["pair"] == (tp, tp_rank, True)
         assert (found["own"], found["shared"], found["copy"]) == (True, True, True)
         for text, message in zip(
@@ -32,7 +32,7 @@ def test_groups_of_four_ranks() -> None:
                 f"ConfigError: this process is rank {rank}, which is none of the layer's ranks",
                 "ConfigError: the layer's ranks are [1, 0, 2, 3], expected ascending ones",
                 "ConfigError: the tp group has 4 ranks, of which this process is rank",
-                "ConfigError: the mesh has dimensions ['pp', 'ep', 'tp'], expected 'ep', 'tp' or one of them",
+                "ConfigError: the mesh has dimensions ['pp', 'tp'], expected 'ep', 'tp' or one of them",
                 "ConfigError: the layer's ranks are [0, 2, 1, 3], expected ascending ones",
             ),
             strict=True,
@@ -47,6 +47,25 @@ def test_a_silent_rank_is_an_error_in_time(how: str) -> None:
     assert message.startswith("CommunicationError: rank 0: sums are added among ranks [0, 1], and this did not end")
     assert "the time-out is 1 s" in message
     assert seconds < 3
+
+
+def test_a_rank_that_makes_no_groups_is_missed_in_time() -> None:
+    told = run_ranks(moe_core_ranks.late, ranks=2, seconds=20)[0]
+    assert told.startswith("CommunicationError: rank 0: the process groups are made among ranks [0, 1], and this did")
+
+
+def test_what_ranks_were_given_differently_is_named_with_their_numbers() -> None:
+    for sizes, more, facts, nothing in run_ranks(moe_core_ranks.disagreeing, seconds=40):
+        assert sizes == (
+            "ConfigError: the layer's ranks differ in tp_size (and in ep_size): 1 on ranks 0, 1, 2; 2 on rank 3; all "
+            "ranks must be given the same layer"
+        )
+        # also where a rank alone would be refused
+        assert more.startswith("ConfigError: the layer's ranks differ in tp_size: 3 on rank 0; 4 on ranks 1, 2, 3")
+        assert facts.startswith(
+            "ConfigError: the layer's ranks differ in top_k (and in placement): 2 on ranks 0, 1, 3;"
+        )
+        assert nothing == "nothing"
 
 
 def test_ranks_of_tests_that_fail_are_named() -> None:

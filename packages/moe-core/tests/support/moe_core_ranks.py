@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from moe_core import MoEError
-from moe_core.distributed import ParallelGroups
+from moe_core.distributed import ParallelGroups, check_agreement
 from torch.distributed.device_mesh import init_device_mesh
 
 
@@ -27,17 +27,18 @@ def refusal(call: Any) -> str:
 def groups(rank: int) -> dict[str, Any]:
     """Who is in this rank's groups, made in three ways, and what is refused."""
     made = ParallelGroups.create(tp_size=2, dp_size=2)
-    whole = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "ep", "tp"))
-    mesh = ParallelGroups.from_mesh(whole["ep", "tp"], timeout=5)
+    # a part of a mesh, mesh["ep", "tp"], would do too, and import a thousand modules on each rank
+    mesh = ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp")), timeout=5)
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     # two layers of two ranks each
     pair = ParallelGroups.create(tp_size=2, ranks=[0, 1] if rank < 2 else [2, 3])
     total = torch.tensor([rank])
     dist.all_reduce(total, group=made.ep)
     found: dict[str, Any] = {
         "parallel": made.parallel,
-        "members": [made.members(group) for group in (made.world, made.tp, made.ep, made.tokens)],
-        "mesh": (mesh.members(), mesh.members(mesh.tp), mesh.members(mesh.ep), mesh.timeout),
-        "pair": (pair.members(), pair.parallel.tp_rank, pair.tp is pair.world),
+        "members": [made.among(group).members for group in (made.world, made.tp, made.ep, made.tokens)],
+        "mesh": (mesh.among().members, mesh.among(mesh.tp).members, mesh.among(mesh.ep).members, mesh.timeout),
+        "pair": (pair.among().members, pair.parallel.tp_rank, pair.tp is pair.world),
         "total": total.item(),
         "own": made.with_tokens(4).tokens is made.world,
         "shared": made.with_tokens(1).tokens is None,
@@ -50,7 +51,7 @@ def groups(rank: int) -> dict[str, Any]:
             refusal(lambda: ParallelGroups.create(ranks=[(rank + 1) % 4])),
             refusal(lambda: ParallelGroups.create(ranks=[1, 0, 2, 3])),
             refusal(lambda: ParallelGroups(made.parallel, made.world, made.world, made.ep)),
-            refusal(lambda: ParallelGroups.from_mesh(whole)),
+            refusal(lambda: ParallelGroups.from_mesh(other)),
             refusal(lambda: ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep")))),
         ],
     }
@@ -79,7 +80,27 @@ def silent(rank: int, how: str) -> tuple[str, float] | None:
     started = time.monotonic()
 
     def call() -> None:
-        with made.communicating("sums are added", made.world):
+        with made.among().communicating("sums are added"):
             dist.all_reduce(torch.ones(4), group=made.world)
 
     return refusal(call), time.monotonic() - started
+
+
+def late(rank: int) -> str:
+    """Rank 1 makes no groups: what the other is told."""
+    if rank == 1:
+        time.sleep(3)
+        return ""
+    return refusal(lambda: ParallelGroups.create(timeout=1))
+
+
+def disagreeing(rank: int) -> list[str]:
+    """What ranks are told that were given other sizes or other facts."""
+    made = ParallelGroups.create(timeout=10)
+    odd = {"top_k": "4" if rank == 2 else "2", "placement": f"{'x' * 300}{rank % 2}", f"only {rank}": "1"}
+    return [
+        refusal(lambda: ParallelGroups.create(tp_size=2 if rank == 3 else 1, timeout=10)),
+        refusal(lambda: ParallelGroups.create(tp_size=3 if rank == 0 else 4, timeout=10)),
+        refusal(lambda: check_agreement(made.among(), odd)),
+        refusal(lambda: check_agreement(made.among(), {"of all": "1", f"of {rank}": str(rank)})),
+    ]

@@ -6,19 +6,17 @@ that order are tensor-parallel ranks of each other, which belong on one host.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from moe_core.config import FusedMoEParallelConfig, TokenSharing
-from moe_core.errors import CommunicationError, ConfigError, MoEError
-from moe_core.pending import Pending
+from moe_core.distributed.agreement import check_agreement
+from moe_core.distributed.communication import Communicating, Communicator
+from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,8 +27,6 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 #: how much later the watchdog of NCCL, which ends the process, looks at a call: errors that can be handled come first
 _WATCHDOG_GRACE = timedelta(seconds=30)
-#: how long the host asks without a pause whether the device is ready
-_SPIN_SECONDS = 200e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +38,8 @@ class ParallelGroups:
     - ``tp``: this expert-parallel rank's tensor-parallel ranks, by ``tp_rank``
     - ``ep``: this tensor-parallel rank's expert-parallel ranks, by ``ep_rank``
     - ``timeout``: after which a call between ranks raises CommunicationError; it was set when the groups were made.
-      NCCL's calls are looked at where the host waits for them (:meth:`numbers`, :meth:`synchronize`); where it never
-      does, NCCL's watchdog ends the process half a minute later.
+      NCCL's calls are looked at where the host waits for them (:class:`~moe_core.distributed.Communicator`); where it
+      never does, NCCL's watchdog ends the process half a minute later.
 
     Groups of one rank are not communicated with.  Copies of a layer share the groups; they are not pickled.
     Raises ConfigError for groups of other sizes, and where this process has another rank in them.
@@ -102,17 +98,8 @@ class ParallelGroups:
             raise ConfigError(f"this process is rank {me}, which is none of the layer's ranks {members}")
         if ep_size is None:
             ep_size = max(len(members) // max(tp_size, 1), 1)
-        parallel = FusedMoEParallelConfig.of_rank(
-            members.index(me), tp_size=tp_size, ep_size=ep_size, dp_size=dp_size, all2all_backend=all2all_backend
-        )
-        if parallel.world_size != len(members):
-            raise ConfigError(
-                f"tp_size {tp_size} x ep_size {ep_size} = {parallel.world_size} ranks, there are {len(members)}"
-            )
-        _ = parallel.token_sharing
         limit = as_timeout(timeout)
         nccl = "nccl" in (backend or dist.get_backend())
-        first = parallel.ep_rank * tp_size
 
         def group(which: Sequence[int]) -> ProcessGroup:
             made = dist.new_group(
@@ -127,6 +114,18 @@ class ParallelGroups:
 
         with Communicating("the process groups are made", lambda: members, limit):
             world = group(members)
+            # before anything that a rank alone may refuse, and before groups of other sizes wait for each other
+            sizes = {"tp_size": tp_size, "ep_size": ep_size, "dp_size": dp_size, "all2all_backend": all2all_backend}
+            check_agreement(Communicator(world, limit), {name: str(value) for name, value in sizes.items()})
+            parallel = FusedMoEParallelConfig.of_rank(
+                members.index(me), tp_size=tp_size, ep_size=ep_size, dp_size=dp_size, all2all_backend=all2all_backend
+            )
+            if parallel.world_size != len(members):
+                raise ConfigError(
+                    f"tp_size {tp_size} x ep_size {ep_size} = {parallel.world_size} ranks, there are {len(members)}"
+                )
+            _ = parallel.token_sharing
+            first = parallel.ep_rank * tp_size
             tp = world if ep_size == 1 else group(members[first : first + tp_size])
             ep = world if tp_size == 1 else group(members[parallel.tp_rank :: tp_size])
         return ParallelGroups(parallel, world, tp, ep, limit)
@@ -189,54 +188,9 @@ class ParallelGroups:
         """Ranks of torch's default process group that are in ``group`` (default: the layer's), in its order."""
         return list(dist.get_process_group_ranks(self.world if group is None else group))
 
-    def communicating(self, what: str, group: ProcessGroup | None = None) -> Communicating:
-        """A context in which errors of torch.distributed become CommunicationError, with the ranks; ``what``: a clause.
-
-        ``with groups.communicating("tokens are gathered", group): dist.all_gather_into_tensor(...)``
-        """
-        return Communicating(what, lambda: self.members(group), self.timeout)
-
-    def begin(self, what: str, call: Callable[..., Any], *arguments: Any, group: ProcessGroup) -> Pending[None]:
-        """Begin ``call(*arguments)``, a collective of torch.distributed, among ``group``; ``what``: a clause.
-
-        Raises CommunicationError, as waiting for the result does.
-        """
-        with self.communicating(what, group):
-            work = call(*arguments, group=group, async_op=True)
-
-        def finish() -> None:
-            with self.communicating(what, group):
-                work.wait()
-
-        return Pending(finish)
-
-    def numbers(self, tensor: Tensor, what: str, group: ProcessGroup | None = None) -> list[int]:
-        """The integers of a tensor [n] that a call between ranks writes, on the host, which waits for them.
-
-        On a GPU too it waits no longer than the time-out: then CommunicationError is raised; ``what``: a clause.
-        """
-        if tensor.is_cuda:
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            tensor = pinned.copy_(tensor, non_blocking=True)
-            self.synchronize(what, group)
-        found: list[int] = tensor.tolist()
-        return found
-
-    def synchronize(self, what: str = "work is done on the device", group: ProcessGroup | None = None) -> None:
-        """Wait on the host for the work of the current CUDA stream, calls between ranks too, within the time-out.
-
-        ``torch.cuda.synchronize`` would wait for ever for a rank that is not there, until the watchdog of NCCL ends the
-        process.  Raises CommunicationError.
-        """
-        done: Any = torch.cuda.current_stream().record_event()
-        started = time.monotonic()
-        with self.communicating(what, group):
-            while not done.query():
-                waited = time.monotonic() - started
-                if waited > self.timeout.total_seconds():
-                    raise RuntimeError(f"the device has not finished after {waited:.1f} s")
-                if waited > _SPIN_SECONDS:
-                    time.sleep(_SPIN_SECONDS)
+    def among(self, group: ProcessGroup | None = None) -> Communicator:
+        """What calls among the ranks of ``group`` (default: all of the layer) go through."""
+        return Communicator(self.world if group is None else group, self.timeout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelGroups:
         return self
@@ -246,29 +200,6 @@ class ParallelGroups:
             "process groups can't be pickled, nor a layer that communicates: pickle the layer without groups, and give "
             "it new ones where it is loaded"
         )
-
-
-class Communicating:
-    """A context: errors of torch.distributed become CommunicationError; what is no such error passes.
-
-    ``what``: a clause; ``ranks`` gives those that take part.
-    """
-
-    def __init__(self, what: str, ranks: Callable[[], Sequence[int]], timeout: timedelta) -> None:
-        self._what, self._ranks, self._timeout = what, ranks, timeout
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # torch raises the errors of NCCL and Gloo as RuntimeError, DistBackendError among them
-        if isinstance(error, RuntimeError) and not isinstance(error, MoEError):
-            raise CommunicationError(
-                f"rank {dist.get_rank()}: {self._what} among ranks {list(self._ranks())}, and this did not end: "
-                "another rank has died, hangs, or makes another call (see its output); the time-out is "
-                f"{self._timeout.total_seconds():g} s",
-                details=str(error),
-            ) from error
 
 
 def as_timeout(timeout: timedelta | float | None) -> timedelta:

@@ -54,9 +54,7 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
         if rows.is_meta or not most:
             return Pending.done((self._arrived(leaving, rows), _Rows(most)))
         gathered = rows.new_empty(self.ranks.parallel.dp_size * most, rows.shape[1])
-        gathering = self.ranks.begin(
-            "tokens are gathered (all-gather)", dist.all_gather_into_tensor, gathered, rows, group=self.exchanged
-        )
+        gathering = self.exchange.begin("tokens are gathered (all-gather)", dist.all_gather_into_tensor, gathered, rows)
 
         def finish() -> tuple[Tokens, object]:
             gathering.wait()
@@ -71,9 +69,7 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
             return Pending.done(None)
         whole = output.shape[0] == way_back.most
         own = output if whole else partial.new_empty(way_back.most, partial.shape[1])
-        summed = self.ranks.begin(
-            "results are added up (reduce-scatter)", dist.reduce_scatter_tensor, own, partial, group=self.exchanged
-        )
+        summed = self.exchange.begin("results are added up (reduce-scatter)", dist.reduce_scatter_tensor, own, partial)
 
         def finish() -> None:
             summed.wait()
@@ -97,7 +93,5 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
             return [own] * size
         what = "ranks tell how many tokens they bring (all-gather)"
         counts = torch.empty(size, dtype=torch.int64, device=device)
-        self.ranks.begin(
-            what, dist.all_gather_into_tensor, counts, counts.new_full((1,), own), group=self.exchanged
-        ).wait()
-        return self.ranks.numbers(counts, what, self.exchanged)
+        self.exchange.begin(what, dist.all_gather_into_tensor, counts, counts.new_full((1,), own)).wait()
+        return self.exchange.numbers(counts, what)

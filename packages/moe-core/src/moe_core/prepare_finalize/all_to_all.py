@@ -64,8 +64,8 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         counts = wanted.sum(0)
         incoming = torch.empty_like(counts)
         what = "ranks tell how many tokens they send (all-to-all)"
-        self.ranks.begin(what, dist.all_to_all_single, incoming, counts, group=self.exchanged).wait()
-        numbers = self.ranks.numbers(torch.stack([counts, incoming]).flatten(), what, self.exchanged)
+        self.exchange.begin(what, dist.all_to_all_single, incoming, counts).wait()
+        numbers = self.exchange.numbers(torch.stack([counts, incoming]).flatten(), what)
         left, came_counts = numbers[: len(counts)], numbers[len(counts) :]
         # rank by rank, tokens ascending
         place = wanted.T.flatten().cumsum(0).view(len(counts), -1).T - 1
@@ -81,9 +81,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         packed = sent.pack()
         received = packed.new_empty(sum(came_counts), packed.shape[1])
         what = "tokens are sent to the ranks of their experts (all-to-all)"
-        moving = self.ranks.begin(
-            what, dist.all_to_all_single, received, packed, came_counts, left, group=self.exchanged
-        )
+        moving = self.exchange.begin(what, dist.all_to_all_single, received, packed, came_counts, left)
         routes = _Routes(left, came_counts, torch.where(wanted, 0, -1).int(), place.int())
 
         def finish() -> tuple[Tokens, object]:
@@ -99,9 +97,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
             raise TypeError(f"combine got {way_back!r}, expected what dispatch returned")
         routes, back = way_back, partial.new_empty(sum(way_back.left), partial.shape[1])
         what = "results are sent back (all-to-all)"
-        moving = self.ranks.begin(
-            what, dist.all_to_all_single, back, partial, routes.left, routes.came, group=self.exchanged
-        )
+        moving = self.exchange.begin(what, dist.all_to_all_single, back, partial, routes.left, routes.came)
 
         def finish() -> None:
             from moe_core.ops._backend import use_triton

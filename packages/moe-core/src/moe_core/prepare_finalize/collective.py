@@ -24,8 +24,7 @@ from moe_core.prepare_finalize.token_rows import Tokens
 from moe_core.quant_key import QuantKey
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
+    from moe_core.distributed.communication import Communicator
     from moe_core.distributed.groups import ParallelGroups
     from moe_core.expert_parallel import ExpertPlacement
 
@@ -68,7 +67,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
                 f"dp_size is more than 1, got {groups}"
             )
         #: the ranks that exchange tokens, this one in it by ``dp_rank``
-        self.exchanged: ProcessGroup = exchanged
+        self.exchange: Communicator = groups.among(exchanged)
         self.ranks: ParallelGroups = groups
         self.destinations = Destinations.of_layer(config, groups.parallel, placement, offset=groups.parallel.dp_rank)
 

@@ -31,7 +31,7 @@ def all_reduced(tensor: Tensor, groups: ParallelGroups, group: ProcessGroup) -> 
     """Begin to add ``tensor`` up over the ranks of ``group``, in place."""
     if not tensor.numel() or dist.get_world_size(group) == 1:
         return Pending.done(None)
-    return groups.begin("results are added up (all-reduce)", dist.all_reduce, tensor, group=group)
+    return groups.among(group).begin("results are added up (all-reduce)", dist.all_reduce, tensor)
 
 
 class AllReducePrepareAndFinalize(PrepareAndFinalizeNoParallel):
@@ -126,9 +126,7 @@ class ReduceScatterPrepareAndFinalize(AllReducePrepareAndFinalize):
         if each * size > tokens:
             partial = torch.cat([partial, partial.new_zeros(each * size - tokens, partial.shape[1])])
         own = output if output.shape[0] == each else torch.empty_like(partial[:each])
-        summed = groups.begin(
-            "results are added up (reduce-scatter)", dist.reduce_scatter_tensor, own, partial, group=groups.world
-        )
+        summed = groups.among().begin("results are added up (reduce-scatter)", dist.reduce_scatter_tensor, own, partial)
 
         def finish() -> None:
             summed.wait()
