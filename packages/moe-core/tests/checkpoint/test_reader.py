@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import CheckpointError, ConfigError
-from moe_core.checkpoint import Checkpoint, find_layer, load_stacked
+from moe_core.checkpoint import Checkpoint, find_layer, load_stacked, safetensors_file
 from moe_core.checkpoint.open_file import OpenFile
 from moe_core.checkpoint.reader import MOST_OPEN
 from moe_core.testing.checkpoints import raw_file, write_index
@@ -108,6 +108,17 @@ def test_headers_are_read_without_data(tmp_path: Path, reads: list[tuple[str, in
     file = checkpoint.info(name).file
     length = int.from_bytes(file.read_bytes()[:8], "little")
     assert reads == [(file.name, 0, 8), (file.name, 8, length)]
+
+
+def test_tensors_on_a_device(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some bytes at a time, which end where no number does."""
+    monkeypatch.setattr(safetensors_file, "PIECE_BYTES", 1001)
+    tensors = {"a": torch.randn(7, 300), "b": torch.randn(5).bfloat16(), "c": torch.tensor(2.5), "d": torch.zeros(0, 3)}
+    checkpoint = Checkpoint.open(write(tmp_path, tensors))
+    for name, expected in tensors.items():
+        found = checkpoint.tensor(name, device)
+        assert found.device.type == device.type
+        assert torch.equal(found.cpu(), expected)
 
 
 def test_a_part_is_read_alone(tmp_path: Path, reads: list[tuple[str, int, int]]) -> None:

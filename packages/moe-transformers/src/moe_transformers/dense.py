@@ -29,10 +29,15 @@ class LazyTensor:
 
 
 def dense_tensors(
-    checkpoint: Checkpoint, left_out: Iterable[str], dtype: torch.dtype, device: torch.device | str
+    checkpoint: Checkpoint,
+    left_out: Iterable[str],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    target: torch.device | str = "cpu",
 ) -> Mapping[str, LazyTensor]:
     """All tensors of ``checkpoint`` but ``left_out``; quantised weights in ``dtype``, dequantised on ``device``.
 
+    ``target``: where others are read to.
     Raises CheckpointError for a quantised weight that no installed format reads.
     """
     without = set(left_out)
@@ -43,5 +48,5 @@ def dense_tensors(
         without.update(linear.tensors)
     for name in names:
         if name not in without:
-            found[name] = LazyTensor(functools.partial(checkpoint.tensor, name))
+            found[name] = LazyTensor(functools.partial(checkpoint.tensor, name, target))
     return found

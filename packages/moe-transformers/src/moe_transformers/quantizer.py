@@ -92,7 +92,9 @@ class MoeCoreQuantizer(HfQuantizer):
         plan.place(device_map)
         places = {device_of({"": place}, "") for place in (device_map or {"": "cpu"}).values()}
         device = next((place for place in sorted(places, key=str) if place.type not in ("cpu", "meta")), "cpu")
-        return dense_tensors(plan.checkpoint, plan.left_out, plan.dtype, device)
+        # where all of the model is in one place, that is where tensors go: not by way of pageable memory
+        target = device if len(places) == 1 else "cpu"
+        return dense_tensors(plan.checkpoint, plan.left_out, plan.dtype, device, target)
 
     def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
         plan = self.plan

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from moe_core.checkpoint.families import DEFAULT_STACKS
@@ -179,9 +180,9 @@ class Checkpoint:
                 return name
         return None
 
-    def tensor(self, name: str) -> Tensor:
-        """A tensor, on the CPU, exactly as stored; a copy."""
-        return self._file(name).tensor(name)
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """A tensor on ``device``, exactly as stored; a copy."""
+        return self._file(name).tensor(name, device)
 
     def part(self, name: str, index: int) -> Tensor:
         """Entry ``index`` of a tensor's first dimension, without reading the others."""

@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from moe_core.checkpoint.open_file import FileState, OpenFile
+from moe_core.checkpoint.staging import copy_bytes, staging
 from moe_core.checkpoint.strict_json import parse_object
 from moe_core.errors import CheckpointError
 
 #: the library's own limit
 MAX_HEADER_BYTES = 100_000_000
+#: of one tensor that are read at a time on their way to a GPU
+PIECE_BYTES = 8 << 20
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -104,10 +107,21 @@ class SafetensorsFile:
         kind, shape = self.kinds[name]
         return TensorInfo(name, self.path, DTYPES.get(kind), shape, kind)
 
-    def tensor(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU."""
-        out = self._empty(name, self.kinds[name][1])
-        self.read_into(name, out)
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """The whole tensor on ``device``; a GPU copies it, some bytes at a time, from where they are read to."""
+        target = torch.device(device)
+        if target.type != "cuda":
+            out = self._empty(name, self.kinds[name][1])
+            self.read_into(name, out)
+            return out.to(target)
+        out = self._empty(name, self.kinds[name][1], target)
+        flat = out.view(-1).view(torch.uint8)
+        for at in range(0, len(flat), PIECE_BYTES):
+            piece = staging((min(PIECE_BYTES, len(flat) - at),), torch.uint8, target)
+            self.read_spans([(name, at, bytes_of(piece))])
+            copy_bytes(flat[at : at + len(piece)], piece)
+        # another thread's stream may be another one
+        torch.cuda.current_stream(target).synchronize()
         return out
 
     def part(self, name: str, index: int) -> Tensor:
@@ -143,14 +157,14 @@ class SafetensorsFile:
         """Keep it open no longer; each read opens it."""
         self._file = None
 
-    def _empty(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _empty(self, name: str, shape: tuple[int, ...], device: torch.device | None = None) -> Tensor:
         stored = self.kinds[name][0]
         dtype = DTYPES.get(stored)
         if dtype is None:
             raise CheckpointError(f"{name} in {self.path} has the type {stored}, which torch has not")
         try:
-            return torch.empty(shape, dtype=dtype)
-        except RuntimeError as error:  # more than the host has
+            return torch.empty(shape, dtype=dtype, device=device or "cpu")
+        except RuntimeError as error:  # more than there is
             raise CheckpointError(f"{name} can't be read from {self.path}: {error}") from None
 
 
