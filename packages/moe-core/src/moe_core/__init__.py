@@ -141,7 +141,8 @@ from moe_core.workspace import Workspace, WorkspaceSpec
 if TYPE_CHECKING:
     from moe_core.checkpoint import Checkpoint
     from moe_core.expert_parallel import ExpertPlacement
-    from moe_core.layer import FusedMoELayer, experts_left_out, load_layer
+    from moe_core.layer import FusedMoELayer, experts_left_out
+    from moe_core.layer_loading import load_layer
     from moe_core.memory import LayerMemory, layer_memory
     from moe_core.model_setup import share_workspace, warm_up
     from moe_core.online import OnlineQuantization
@@ -157,7 +158,7 @@ _LAZY = {
     "ExpertPlacement": "moe_core.expert_parallel",
     "FusedMoELayer": "moe_core.layer",
     "experts_left_out": "moe_core.layer",
-    "load_layer": "moe_core.layer",
+    "load_layer": "moe_core.layer_loading",
     "LayerMemory": "moe_core.memory",
     "layer_memory": "moe_core.memory",
     "share_workspace": "moe_core.model_setup",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,8 @@ from torch.nn import functional as F
 
 from moe_core._autocast import autocast_off, without_autocast
 from moe_core.call_arguments import check_beside, check_width, refuse_gradients
-from moe_core.column_choice import select_cut
 from moe_core.column_cut import refine
-from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig, whole_number
-from moe_core.device import as_torch_device
+from moe_core.config import FusedMoEConfig
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_tensor
 from moe_core.jit.compile_ahead import Progress
 from moe_core.kernel import FusedMoEKernel
@@ -26,12 +24,12 @@ from moe_core.oracle import Oracle
 from moe_core.registry import registry
 from moe_core.routing import LOGIT_DTYPES, RoutingConfig
 from moe_core.selection import Selection
-from moe_core.shard import map_of
 from moe_core.weights import KernelWeights, MoEWeights
 
 if TYPE_CHECKING:
-    from moe_core.activation import ActivationParams, MoEActivation
     from moe_core.checkpoint import Checkpoint, Given, LayerSource
+    from moe_core.distributed.groups import ParallelGroups
+    from moe_core.expert_parallel import ExpertPlacement
     from moe_core.online import OnlineQuantization
     from moe_core.quant_key import QuantKey
 
@@ -117,12 +115,16 @@ class FusedMoELayer(nn.Module):
         expert_map: Tensor | None = None,
         copy: bool = False,
         quantize: str | OnlineQuantization | None = None,
+        groups: ParallelGroups | None = None,
+        placement: ExpertPlacement | None = None,
     ) -> FusedMoELayer:
         """Select a backend for the device that ``weights`` are on, convert them and build the layer.
 
         Where a backend's layout is the canonical one, the layer uses the tensors of ``weights`` themselves.  ``copy``
         gives it its own, which :meth:`reload` needs.  ``quantize``: what to make of 16-bit ``weights``, by the name
-        that the scheme gives it ("fp8_per_channel").
+        that the scheme gives it ("fp8_per_channel").  ``groups`` of a layer over several ranks, whose part ``config``
+        and ``weights`` are (:func:`moe_core.shard_layer`), and the ``placement`` of experts: the outputs are whole
+        then, as :meth:`moe_core.Oracle.make_kernel` says.
         """
         if not isinstance(scheme, str | Oracle):
             raise ConfigError(f"scheme is {scheme!r}, expected a name ({', '.join(registry().scheme_names())})")
@@ -142,12 +144,14 @@ class FusedMoELayer(nn.Module):
             moe_backend=backend,
             device=weights.w13.device,
         )
-        lora = _room(config, weights.w13.device)
+        lora = room_for_lora(config, weights.w13.device)
         if online is not None:
             weights.validate(config)
         quantized = weights if online is None else online.quantize(weights)
         converted = oracle.convert(selection, quantized)
-        kernel = oracle.make_kernel(selection, converted.apart_from(weights) if copy else converted)
+        kernel = oracle.make_kernel(
+            selection, converted.apart_from(weights) if copy else converted, groups=groups, placement=placement
+        )
         kernel.lora = lora
         return FusedMoELayer(
             kernel,
@@ -304,10 +308,10 @@ class FusedMoELayer(nn.Module):
         """The layer of a checkpoint that shall take the place of this one's, without its weights."""
         from moe_core.checkpoint import read_layer
 
-        opened = _opened(checkpoint)
+        there = opened(checkpoint)
         origin = self.origin or LayerOrigin(None)
         source = read_layer(
-            opened,
+            there,
             origin.index if layer is None else layer,
             dtype=self.config.dtype,
             experts=self._held(),
@@ -327,7 +331,7 @@ class FusedMoELayer(nn.Module):
         for name in _SAME_LAYER:
             old, new = getattr(self.config, name), getattr(source.config, name)
             if old != new:
-                raise ConfigError(f"{source.prefix} of {opened.path} has {name}={new}, the layer has {old}")
+                raise ConfigError(f"{source.prefix} of {there.path} has {name}={new}, the layer has {old}")
         return source
 
     def _held(self) -> list[int] | None:
@@ -438,13 +442,14 @@ def experts_left_out(model: nn.Module) -> Iterator[None]:
             layer.state_dict_without_experts = value
 
 
-def _opened(path: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
+def opened(path: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
+    """A checkpoint from what users pass."""
     from moe_core.checkpoint import Checkpoint
 
     return path if isinstance(path, Checkpoint) else Checkpoint.open(path)
 
 
-def _room(config: FusedMoEConfig, device: torch.device) -> LoRAWeights | None:
+def room_for_lora(config: FusedMoEConfig, device: torch.device) -> LoRAWeights | None:
     """Empty places for adapters, where the config is enabled for them."""
     return LoRAWeights.zeros(config, device) if config.is_lora_enabled else None
 
@@ -455,158 +460,3 @@ def _fixed_rows_product(x: Tensor, matrix: Tensor) -> Tensor:
     rows = 16 if x.is_cuda else 1
     parts = torch.split(F.pad(x, (0, 0, 0, -len(x) % rows)), rows)
     return torch.cat([part.clone() @ matrix for part in parts])[: len(x)]
-
-
-@without_autocast
-def load_layer(
-    path: str | os.PathLike[str] | Checkpoint,
-    *,
-    layer: int | None = None,
-    device: torch.device | str | None = None,
-    backend: str = "auto",
-    dtype: torch.dtype = torch.bfloat16,
-    experts: Sequence[int] | None = None,
-    parallel: FusedMoEParallelConfig | None = None,
-    quantize: str | OnlineQuantization | None = None,
-    activation_key: QuantKey | str | None = "checkpoint",
-    max_loras: int = 0,
-    max_lora_rank: int = 16,
-    stack: str | None = None,
-    routing: RoutingConfig | str | None = None,
-    activation: MoEActivation | str | None = None,
-    activation_params: ActivationParams | None = None,
-    assume: bool = False,
-) -> FusedMoELayer:
-    """One MoE layer of a checkpoint folder: format, scheme, selection and conversion.
-
-    ``layer``: index in the model, default the first MoE layer.  ``experts``: global ids to load
-    (expert parallelism; ``placement.ranks[ep_rank]`` of a placement), default all; with some of them the layer gets the
-    matching expert map.  ``parallel``: the rank whose experts (consecutive ones, unless ``experts`` names them) and
-    whose columns of them (tensor parallelism) are read; the outputs of the ranks add up to the layer's.  Equal shares
-    of columns that part groups of scales are taken where a kernel takes finer groups (:mod:`moe_core.column_cut`).
-    ``quantize``: what to make of 16-bit experts, by the name that a scheme gives it ("fp8_per_channel"); they are
-    quantised expert by expert while they are read.  ``activation_key``: what activations are quantised as, a key or its
-    name, None for 16 bits; default what the checkpoint says.  ``max_loras`` > 0: a backend that applies LoRA adapters,
-    and so many empty places of rank ``max_lora_rank`` in the layer's :attr:`~FusedMoELayer.lora`.
-    ``stack``: of a model with several stacks of layers, the first part of the tensors' names ("talker").
-
-    How experts are chosen and what they compute follows from config.json's ``model_type``; one that is not known is
-    refused, unless both are given or ``assume`` accepts what is guessed, with a CheckpointWarning.  ``routing``: a
-    config, its text (:meth:`~moe_core.routing.RoutingConfig.parse`: "softmax,renormalize"), or "per_call" where each
-    call is given topk_weights and topk_ids; ``activation`` with ``activation_params``.  They win over config.json.
-
-    Raises CheckpointError, SchemeNotInstalledError, SelectionError, TensorError, ConfigError.
-    """
-    from moe_core.checkpoint import Given, read_layer
-
-    target = as_torch_device(device)
-    checkpoint = _opened(path)
-    online = None if quantize is None else registry().online(quantize)
-    given = Given(routing, activation, activation_params, assume)
-    source = read_layer(
-        checkpoint,
-        layer,
-        dtype=dtype,
-        experts=experts,
-        quantize=online,
-        activation_key=activation_key,
-        stack=stack,
-        given=given,
-        parallel=parallel,
-    )
-    # selection comes before the weights are read: an impossible request costs no gigabytes
-    chosen = ChosenLayer.of(
-        source,
-        device=target,
-        backend=backend,
-        online=online,
-        activation_key=activation_key,
-        stack=stack,
-        given=given,
-        max_loras=max_loras,
-        max_lora_rank=max_lora_rank,
-    )
-    map_experts = experts is not None or len(source.experts) < source.config.num_experts
-    return replace(chosen, mapped=map_experts).layer(chosen.weights())
-
-
-def load_layers(chosen: Iterable[ChosenLayer]) -> Generator[FusedMoELayer, None, None]:
-    """The layers, in order; one is read while the one before it is converted.
-
-    At a time there are those that were returned, the tensors of a layer that is converted and those of one that is
-    read; on the way to the last layer that is never more than all layers take and one of them again.  Closing the
-    iterator ends the reading.
-    """
-    from moe_core.checkpoint.reading_threads import read_ahead
-
-    return read_ahead(chosen, ChosenLayer.weights, ChosenLayer.layer, ChosenLayer.nbytes_ahead)
-
-
-@dataclass(frozen=True, eq=False)
-class ChosenLayer:
-    """A layer of a checkpoint, and the backend that was selected for it on ``device``.
-
-    ``online``: how its 16-bit weights are quantised; ``mapped``: whether it gets an expert map.
-    """
-
-    source: LayerSource
-    selection: Selection
-    oracle: Oracle
-    device: torch.device
-    online: OnlineQuantization | None
-    origin: LayerOrigin
-    mapped: bool = False
-
-    @staticmethod
-    def of(
-        source: LayerSource,
-        *,
-        device: torch.device,
-        backend: str = "auto",
-        online: OnlineQuantization | None = None,
-        activation_key: QuantKey | str | None = "checkpoint",
-        stack: str | None = None,
-        given: Given | None = None,
-        max_loras: int = 0,
-        max_lora_rank: int = 16,
-    ) -> ChosenLayer:
-        """``source`` is what :func:`moe_core.checkpoint.read_layer` returned for the same arguments.
-
-        Raises SelectionError.
-        """
-        oracle = registry().oracle(source.scheme)
-        config = source.config
-        if whole_number("max_loras", max_loras, 0):
-            config = replace(config, is_lora_enabled=True, max_loras=max_loras, max_lora_rank=max_lora_rank)
-        cut, selection = select_cut(oracle, config, source.cuts, moe_backend=backend, device=device)
-        origin = LayerOrigin(source.index, activation_key, stack, given, source.routing_reason)
-        return ChosenLayer(source.with_cut(cut), selection, oracle, device, online, origin)
-
-    def nbytes_ahead(self) -> int:
-        """Bytes to read; 0 where they are better read in turn: 16-bit weights take more than what becomes of them."""
-        return self.source.layer.nbytes if self.online is None else 0
-
-    def weights(self) -> MoEWeights:
-        """Reads the canonical weights."""
-        return self.source.weights(device=self.device)
-
-    @without_autocast
-    def layer(self, weights: MoEWeights) -> FusedMoELayer:
-        """The layer of :meth:`weights`, which are converted."""
-        source, device = self.source, self.device
-        lora = _room(self.selection.config, device)
-        kernel = self.oracle.make_kernel(self.selection, self.oracle.convert(self.selection, weights))
-        kernel.lora = lora
-        router = (source.router_weight, source.router_bias, source.correction_bias)
-        weight, bias, correction = (None if tensor is None else tensor.to(device) for tensor in router)
-        return FusedMoELayer(
-            kernel,
-            self.selection,
-            router_weight=weight,
-            router_bias=bias,
-            correction_bias=correction,
-            expert_map=map_of(source.experts, source.config.num_experts, device) if self.mapped else None,
-            owns_weights=True,
-            online=self.online,
-            origin=self.origin,
-        )

@@ -15,7 +15,7 @@ from moe_core.checkpoint.linear import QuantizedLinear, quantized_linears
 from moe_core.checkpoint.matrices import unquantized_reason
 from moe_core.checkpoint.model import PER_CALL, Given
 from moe_core.checkpoint.source import LayerSource, read_layer
-from moe_core.layer import ChosenLayer, load_layers
+from moe_core.layer_loading import ChosenLayer, load_layers
 
 __all__ = [
     "PER_CALL",

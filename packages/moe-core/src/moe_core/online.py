@@ -1,7 +1,7 @@
 """Quantising 16-bit experts while they are loaded.
 
 A scheme registers what it can make of 16-bit experts (:attr:`moe_core.scheme.SchemeSpec.online`); the name of one
-reaches :func:`moe_core.layer.load_layer`, :meth:`moe_core.layer.FusedMoELayer.from_weights` and ``moe run --quantize``.
+reaches :func:`moe_core.load_layer`, :meth:`moe_core.FusedMoELayer.from_weights` and ``moe run --quantize``.
 """
 
 from __future__ import annotations

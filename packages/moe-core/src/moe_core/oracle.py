@@ -34,7 +34,7 @@ from moe_core.kernel import FusedMoEKernel
 from moe_core.placement import arrange
 from moe_core.plugins import PluginFault, Raised, attempt, guard, warn_of
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
-from moe_core.prepare_finalize.ways import default_prepare_finalize
+from moe_core.prepare_finalize.ways import WAYS, default_prepare_finalize, load_way
 from moe_core.quant_key import QuantKey, as_quant_key
 from moe_core.scheme import SchemeSpec
 from moe_core.selection import (
@@ -365,11 +365,24 @@ def _candidate(backend: Backend, experts: type[FusedMoEExperts], request: Reques
     return Candidate(
         backend.name,
         experts,
-        tuple(reasons),
+        (*reasons, *_behind_its_way(experts, request)),
         claims.verified_for(*keys),
         claims.takes_keys(*keys),
         aliases=backend.aliases,
     )
+
+
+def _behind_its_way(experts: type[FusedMoEExperts], request: Request) -> list[str]:
+    """Reasons why ``experts`` can't get tokens of other ranks the way that the layer's config names.
+
+    None where every rank has all tokens, nor for a name that no class has: an engine's own way, which it answers for.
+    """
+    config = request.config
+    name = config.parallel.all2all_backend
+    if not config.parallel.use_all2all_kernels or name not in WAYS:
+        return []
+    found = load_way(name).unsupported_reasons(config, experts, request.device, request.environment)
+    return [f"behind {name}: {reason}" for reason in found]
 
 
 def as_device_info(device: DeviceInfo | str | torch.device | None) -> DeviceInfo:

@@ -75,6 +75,18 @@ def add_dtype(parser: Any) -> None:
     action.completer = lambda **_: names
 
 
+def add_ranks(parser: argparse.ArgumentParser, title: str) -> None:
+    """How a layer is spread over ranks: ``--tp``, ``--ep``, ``--dp``, ``--all2all``."""
+    group = parser.add_argument_group(title)
+    group.add_argument("--tp", type=whole, metavar="N", help="tensor-parallel ranks: columns are cut (default: 1)")
+    group.add_argument("--ep", type=whole, metavar="N", help="expert-parallel ranks: experts are spread")
+    group.add_argument(
+        "--dp", type=whole, metavar="N", help="different batches of tokens: 1, --ep, or all ranks (default: --ep)"
+    )
+    group.add_argument("--all2all", metavar="NAME", help="how tokens travel, e.g. alltoall (default: the fastest)")
+    group.add_argument("--machine", metavar="NAME", help="figures of links: h200 …, or a JSON file (default: by GPU)")
+
+
 def add_choice(parser: Any, name: str, default: str, names: Sequence[str], metavar: str, text: str) -> None:
     """One of ``names``."""
     action = parser.add_argument(name, type=one_of(*names), default=default, metavar=metavar, help=text)

@@ -16,6 +16,7 @@ from moe_core_cli.arguments import (
     add_device,
     add_dtype,
     add_quantize,
+    add_ranks,
     add_scheme,
     add_seed,
     add_tokens,
@@ -34,13 +35,20 @@ hidden_states [M, K] and either router_logits [M, E] or topk_ids [M, k] (integer
 are given, the top-k pair wins.  --output receives output [M, K] as float32, computed in --dtype.
 
 --check compares the output with the float64 reference of the same weights and prints the error beside the tolerance,
-which follows from what a sound implementation rounds.  Exit code 1 where the error is larger."""
+which follows from what a sound implementation rounds.  Exit code 1 where the error is larger.
+
+Over several GPUs: torchrun --nproc-per-node 4 -m moe_core run DIR --tp 2 --ep 2.  Each rank reads its part of the
+layer, the tokens are divided among --dp batches, and the first rank prints."""
 
 _EXPLAIN = """\
 The layer is one of a checkpoint folder, or described by --scheme and --shape.  Prints what was chosen, which preferred
 backends were not and why, and the memory that the layer takes: weights as the backend lays them out, the most that is
 allocated while they are converted, workspace of a call with --tokens tokens.  --all-layers does so for every MoE layer
-of a checkpoint, with the total.  Exit code 2 where no backend fits."""
+of a checkpoint, with the total.  Exit code 2 where no backend fits.
+
+With --tp, --ep or --dp it is about one rank of several, here or elsewhere: which ways of bringing tokens to the experts
+go with which backends and why others do not, the bytes and the time of each with --tokens tokens per rank, and from how
+many tokens which is fastest.  Times follow from figures of the machine."""
 
 _BACKENDS = """\
 A table for each scheme: backends in order of preference, GPUs, and whether a backend was tested on one or claims it.
@@ -54,7 +62,10 @@ take turns, are a CUDA graph.  Times are medians, after as many calls as it take
 reaches from the 10th to the 90th percentile.
 
 --compare FILE puts the times of an earlier run beside, which --output wrote, and says which moved: "slower" where even
-the 10th percentile is above the 90th of then.  --fail-slower makes that exit code 1."""
+the 10th percentile is above the 90th of then.  --fail-slower makes that exit code 1.
+
+Over several GPUs: torchrun --nproc-per-node 4 -m moe_core bench --ep 4.  --tokens are those that each rank brings,
+times are those of the slowest rank, and the first rank prints."""
 
 _TUNE = """\
 Times launch configurations of core's own kernels on this GPU for every kind of layer of a checkpoint folder, or for
@@ -155,6 +166,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="F", help="safetensors file to write")
     parser.add_argument("--check", action="store_true", help="compare the output with the float64 reference")
     add_dtype(parser)
+    add_ranks(parser, "several ranks, each a process of torchrun's")
 
 
 def _explain(parser: argparse.ArgumentParser) -> None:
@@ -166,6 +178,7 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     add_backend(parser)
     add_dtype(parser)
     _shape(parser)
+    add_ranks(parser, "a layer over several ranks")
 
 
 def _backends(parser: argparse.ArgumentParser) -> None:
@@ -206,6 +219,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=seconds, metavar="TFLOP/s", help="of the floor (default: measured)")
     add_dtype(parser)
     _shape(parser)
+    add_ranks(parser, "several ranks, each a process of torchrun's")
 
 
 def _tune(parser: argparse.ArgumentParser) -> None:

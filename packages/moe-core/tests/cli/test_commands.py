@@ -381,7 +381,7 @@ def test_quickstart_outside_the_tolerance(moe: Any, monkeypatch: pytest.MonkeyPa
         def __getattr__(self, name: str) -> Any:
             return getattr(self.layer, name)
 
-    import moe_core.layer as module
+    import moe_core.layer_loading as module
 
     original = module.load_layer
     monkeypatch.setattr(module, "load_layer", lambda *args, **kwargs: Off(original(*args, **kwargs)))

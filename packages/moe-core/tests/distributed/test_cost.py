@@ -103,11 +103,15 @@ def test_over_the_network_once_per_domain() -> None:
 
 
 def test_tensor_parallel_ranks_sum_up() -> None:
-    cost = cost_of("none", config(tp=4), 100, ROUND)
+    cost = cost_of("all_reduce", config(tp=4), 100, ROUND)
     # a reduce-scatter and an all-gather of 100 * 1000 * 2 bytes in four parts
     assert (cost.bytes_there, cost.bytes_back) == (0, 2 * 3 * 50_000)
     assert cost.transfer == pytest.approx(300_000 / 100e9)
     assert cost.latency == pytest.approx(6e-6)
+    half = cost_of("reduce_scatter", config(tp=4), 100, ROUND)
+    assert (half.bytes_there, half.bytes_back) == (0, 3 * 50_000)
+    nothing = cost_of("none", config(tp=4), 100, ROUND)
+    assert (nothing.bytes_there, nothing.bytes_back, nothing.latency) == (0, 0, 0)
 
 
 def test_all_gather_and_reduce_scatter() -> None:

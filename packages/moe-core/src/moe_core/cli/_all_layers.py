@@ -62,9 +62,10 @@ def explain_all(args: argparse.Namespace) -> int:
 
 def _explained(args: argparse.Namespace, checkpoint: Checkpoint, indices: Sequence[int]) -> Iterator[_Layer]:
     known: dict[Any, tuple[SelectionReport, LayerMemory | None]] = {}
+    parallel = _arguments.parallel_of(args)
     for index in indices:
         try:
-            source: LayerSource = _arguments.source_of(args, checkpoint, index)
+            source: LayerSource = _arguments.source_of(args, checkpoint, index, parallel=parallel)
         except MoEError as error:
             yield _Layer(index, fault=str(error))
             continue

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from moe_core.checkpoint import Checkpoint, LayerSource
-    from moe_core.config import FusedMoEConfig
+    from moe_core.column_cut import ColumnCut
+    from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig
     from moe_core.oracle import Oracle
     from moe_core.quant_key import QuantKey
 
@@ -22,12 +23,50 @@ MOST_TOKENS = 2**40
 LARGEST_SIZE = 2**24
 
 
+def parallel_of(args: argparse.Namespace, world_size: int = 1, rank: int = 0) -> FusedMoEParallelConfig | None:
+    """What --tp, --ep and --dp say of a layer's ``rank``; None where it has only one.
+
+    ``world_size``: processes that there are, of which those that --tp leaves spread the experts.  Tokens are those of
+    each expert-parallel rank where --dp does not say otherwise.  Raises ConfigError for numbers that mean nothing.
+    """
+    from moe_core.config import FusedMoEParallelConfig, whole_number
+
+    tp, ep, dp = (getattr(args, name, None) for name in ("tp", "ep", "dp"))
+    if tp is ep is dp is None and world_size == 1:
+        return None
+    for name, value in (("--tp", tp), ("--ep", ep), ("--dp", dp)):
+        if value is not None:
+            whole_number(name, value)
+    tp = tp or 1
+    ep = ep or max(world_size // tp, 1)
+    parallel = FusedMoEParallelConfig.of_rank(rank, tp_size=tp, ep_size=ep, dp_size=ep if dp is None else dp)
+    _ = parallel.token_sharing
+    return parallel
+
+
+def cuts_of(
+    config: FusedMoEConfig, keys: tuple[QuantKey | None, QuantKey | None], parallel: FusedMoEParallelConfig
+) -> tuple[FusedMoEConfig, tuple[ColumnCut, ...]]:
+    """(the config of a rank of a made-up layer but for its columns, the ways of sharing these)."""
+    from moe_core.column_cut import column_cuts
+    from moe_core.shard import local_expert_range
+
+    local = len(local_expert_range(config.num_experts, parallel))
+    cuts = column_cuts(config.intermediate_size, *keys, parallel.tp_size)
+    return replace(config, parallel=parallel, num_local_experts=local), cuts
+
+
 def source_of(
-    args: argparse.Namespace, checkpoint: Checkpoint, layer: int | None = None, *, experts: Sequence[int] | None = None
+    args: argparse.Namespace,
+    checkpoint: Checkpoint,
+    layer: int | None = None,
+    *,
+    experts: Sequence[int] | None = None,
+    parallel: FusedMoEParallelConfig | None = None,
 ) -> LayerSource:
     """A layer of ``checkpoint``, default the one that the arguments name, as they say that it is read.
 
-    ``experts``: of it, these.
+    ``experts``: of it, these; ``parallel``: of which rank its part is.
     """
     from moe_core.checkpoint import Given, read_layer
 
@@ -40,6 +79,7 @@ def source_of(
         activation_key=activation_key_of(args),
         stack=args.stack,
         given=Given(args.routing, args.activation, assume=args.assume),
+        parallel=parallel,
     )
 
 

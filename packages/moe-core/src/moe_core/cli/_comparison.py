@@ -14,7 +14,7 @@ MOST_BYTES = 16 << 20
 #: what two runs must share to be compared
 SAME = (
     *("scheme", "weight_key", "activation_key", "num_experts", "top_k", "hidden_size", "intermediate_size"),
-    *("activation", "dtype", "activation_format", "skew"),
+    *("activation", "dtype", "activation_format", "skew", "ranks"),
 )
 
 

@@ -59,7 +59,8 @@ def progress(what: str) -> Iterator[Callable[[str, float | None], None]]:
 
     Yields what says something else, with a bar for the part that is done (0 to 1) or None.
     """
-    if not sys.stderr.isatty():
+    # torchrun's processes share a terminal: the first one says what goes on
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         yield lambda text, part: None
         return
 

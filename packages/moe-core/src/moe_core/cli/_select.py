@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moe_core.cli import _arguments
-from moe_core.selection import BackendRefusedError, NoBackendError
+from moe_core.errors import ConfigError
+from moe_core.selection import BackendRefusedError, NoBackendError, SelectionError
 
 if TYPE_CHECKING:
+    import torch
+
+    from moe_core.column_cut import ColumnCut
     from moe_core.config import FusedMoEConfig
     from moe_core.memory import LayerMemory
     from moe_core.quant_key import QuantKey
     from moe_core.selection import SelectionReport
+    from moe_core.way_choice import WaySelection
 
 
 def select(
@@ -45,3 +52,47 @@ def select(
         # the reasons are what was asked for
         return error.report, None
     return selection.report, layer_memory(selection, args.tokens)
+
+
+def select_ways(
+    args: argparse.Namespace,
+    scheme: str,
+    config: FusedMoEConfig,
+    cuts: Sequence[ColumnCut],
+    tokens: int,
+    device: torch.device | str | None,
+) -> tuple[WaySelection, ColumnCut]:
+    """What selection says of the ways for a layer over several ranks, and how these share its columns.
+
+    ``config`` is a rank's, but for its columns; ``tokens`` that each rank brings.
+    """
+    from moe_core.column_choice import select_cut
+    from moe_core.column_cut import plain_cut
+    from moe_core.distributed.machine import Machine
+    from moe_core.registry import registry
+    from moe_core.way_choice import select_way
+
+    if getattr(args, "activation_format", "standard") == "batched":
+        raise ConfigError("the way of the tokens says their format: leave --activation-format out beside --tp and --ep")
+    oracle = registry().oracle(scheme)
+    backend = args.backend or "auto"
+    try:
+        # which way tokens take does not change how columns are shared
+        alone = replace(config, parallel=replace(config.parallel, dp_size=1, dp_rank=0))
+        cut, _ = select_cut(oracle, alone, cuts, moe_backend=backend, device=device)
+    except SelectionError:
+        cut = plain_cut(tuple(cuts))
+    begin, end = cut.ranges[config.parallel.tp_rank]
+    found = select_way(
+        oracle,
+        replace(config, intermediate_size=end - begin),
+        weight_key=cut.weight_key,
+        activation_key=cut.activation_key,
+        tokens=tokens,
+        all2all=args.all2all or "auto",
+        moe_backend=backend,
+        device=device,
+        tuning=getattr(args, "tuning", None),
+        machine=None if args.machine is None else Machine.load(args.machine),
+    )
+    return found, cut

@@ -28,36 +28,49 @@ class Timing:
     graph: bool
 
 
+def _alone(seconds: float) -> float:
+    return seconds
+
+
 def measure(
-    calls: Sequence[Callable[[], object]], device: torch.device, *, graph: bool, budget: float = BUDGET
+    calls: Sequence[Callable[[], object]],
+    device: torch.device,
+    *,
+    graph: bool,
+    budget: float = BUDGET,
+    slowest: Callable[[float], float] = _alone,
 ) -> Timing:
     """Time ``calls`` in turn: the same work on different inputs, so that none finds its own in a cache.
 
     On a GPU all of them are one CUDA graph where ``graph``, short ones again and again up to `IN_GRAPH`, and events
     time its replays; without a graph they time each call; elsewhere the host's clock does.  Before, calls are made
     until they get no faster, so that no figure is that of a first call: caches, clocks, threads.
+
+    Ranks whose calls wait for each other give ``slowest``, the most that any of them has: all make as many calls.
     """
     for call in calls:
         call()
     if device.type == "cuda":
-        return _measure_cuda(calls, graph, budget)
+        return _measure_cuda(calls, graph, budget, slowest)
 
     def timed(launches: Sequence[Callable[[], object]]) -> list[float]:
         return [_host_seconds(launch) for launch in launches]
 
-    return _summary(_warm_times(calls, timed, budget), graph=False)
+    return _summary(_warm_times(calls, timed, budget, slowest), graph=False)
 
 
 def _warm_times(
     launches: Sequence[Callable[[], object]],
     timed: Callable[[Sequence[Callable[[], object]]], list[float]],
     budget: float,
+    slowest: Callable[[float], float],
 ) -> list[float]:
     """Seconds of each of many calls, after rounds of calls until one is no faster, or the budget is spent."""
-    best, end = statistics.median(timed(launches)), time.perf_counter() + budget
+    best, end = slowest(statistics.median(timed(launches))), time.perf_counter() + budget
     while True:
-        now = statistics.median(timed(launches))
-        if now > FASTER * best or time.perf_counter() > end:
+        now = slowest(statistics.median(timed(launches)))
+        spent = slowest(float(time.perf_counter() > end))
+        if now > FASTER * best or spent:
             break
         best = now
     return timed([launches[i % len(launches)] for i in range(_count(min(now, best), budget))])
@@ -73,13 +86,15 @@ def _host_seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _measure_cuda(calls: Sequence[Callable[[], object]], graph: bool, budget: float) -> Timing:
+def _measure_cuda(
+    calls: Sequence[Callable[[], object]], graph: bool, budget: float, slowest: Callable[[float], float]
+) -> Timing:
     torch.cuda.synchronize()
     if not graph:
-        return _summary(_warm_times(calls, _event_seconds, budget), graph)
-    short = statistics.median(_event_seconds(calls)) < SHORT
+        return _summary(_warm_times(calls, _event_seconds, budget, slowest), graph)
+    short = slowest(statistics.median(_event_seconds(calls))) < SHORT
     held = [*calls] * (-(-IN_GRAPH // len(calls)) if short else 1)
-    times = _warm_times([_captured(held)], _event_seconds, budget)
+    times = _warm_times([_captured(held)], _event_seconds, budget, slowest)
     return _summary([seconds / len(held) for seconds in times], graph)
 
 

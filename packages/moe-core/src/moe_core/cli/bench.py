@@ -16,8 +16,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moe_core.cli import _arguments
+from moe_core.cli._bench_ranks import RankLayer, measure_ranks
 from moe_core.cli._layers import INPUTS, Layer, random_call, the_layer, token_counts
 from moe_core.cli._output import check_spares, check_writable, duration, emit, progress, table, write_whole
+from moe_core.cli._ranks import Ranks, ranks_of
+from moe_core.device import DeviceInfo
 from moe_core.environment import distribution_version
 from moe_core.errors import ConfigError
 from moe_core.selection import SelectionError
@@ -33,6 +36,11 @@ if TYPE_CHECKING:
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code."""
+    with ranks_of(args) as ranks:
+        return _run(args, ranks)
+
+
+def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     import torch
 
     from moe_core.cli._comparison import compare, read_results, slower
@@ -49,25 +57,33 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--fail-slower {args.fail_slower:g}: expected a percentage, beside --compare FILE")
     earlier = None if args.compare is None else read_results(args.compare)
     for path in (args.output, args.svg):
-        if path is not None:
+        if path is not None and (ranks is None or ranks.is_first):
             check_writable(path)
             check_spares(path, args.path, args.compare)
-    device = _arguments.device_of(args.device)
+    device = _arguments.device_of(args.device) if ranks is None else ranks.device
     layer = the_layer(args, device)
     if args.activation_format == "batched":
         batched = _arguments.batched(layer.config, max(counts))
         layer = replace(layer, config=batched)
-    selections = _selections(layer, device, args.backend, args.tuning)
+    selections = [] if ranks is not None else _selections(layer, device, args.backend, args.tuning)
+    here = DeviceInfo.current(device)
     with torch.inference_mode():
         with progress("measuring the machine"):
             limits = _limits(args, layer, device)
         with progress("loading the weights"):
             weights = layer.weights()
-        results = [
-            result
-            for selection in selections
-            for result in _measure(layer, weights, selection, counts, device, limits, args.budget, args.skew)
-        ]
+        if ranks is not None:
+            part = RankLayer.of(args, layer, weights, ranks, max(counts))
+            del weights
+            results = [*measure_ranks(args, part, counts, limits)]
+            if not ranks.is_first:
+                return 0
+        else:
+            results = [
+                result
+                for selection in selections
+                for result in _measure(layer, weights, selection, counts, device, limits, args.budget, args.skew)
+            ]
     config = layer.config
     data = {
         "layer": layer.what,
@@ -82,14 +98,15 @@ def run(args: argparse.Namespace) -> int:
         "dtype": str(config.dtype).removeprefix("torch."),
         "activation_format": config.activation_format.value,
         "skew": args.skew,
-        "device": selections[0].device.arch,
-        "device_name": selections[0].device.name,
+        "device": here.arch,
+        "device_name": here.name,
         **{name.replace("-", "_"): distribution_version(name) for name in ("moe-core", "torch", "triton")},
         "bandwidth_bytes_per_second": limits.bandwidth,
         "operations_per_second": limits.rate,
         "operations_of": limits.product,
         "tuning": [None if s.report.tuning is None else s.report.tuning.as_dict() for s in selections],
         "given": [name for name in ("bandwidth", "rate") if getattr(args, name) is not None],
+        "ranks": None if ranks is None else ranks.sizes,
         "results": results,
     }
     if earlier is not None:
@@ -209,8 +226,13 @@ def _text(data: dict[str, Any]) -> str:
     more = ["calls"] if compared is None else ["before", "now/before"]
     header = ["tokens", "experts", "floor", "backend", "time", "spread", "time/floor", *more]
     layer = f"{data['layer']}, routing skewed by {data['skew']:g}" if data["skew"] else data["layer"]
+    sizes = data["ranks"]
+    where = f"{data['device_name']} ({data['device']})"
+    if sizes is not None:
+        spread = ", ".join(f"{name.removesuffix('_size')} {size}" for name, size in sizes.items())
+        where = f"{sizes['tp_size'] * sizes['ep_size']} x {where} ({spread}; tokens and floor of each)"
     lines = [
-        f"{data['scheme']}, {layer}, on {data['device_name']} ({data['device']}), torch {data['torch']}",
+        f"{data['scheme']}, {layer}, on {where}, torch {data['torch']}",
         _limits_text(data),
     ]
     for told in data["tuning"]:

@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe_core_cli.terminal.console import complain
 
-from moe_core.cli import _arguments, _report
+from moe_core.cli import _arguments, _report, _ways
 from moe_core.cli._all_layers import explain_all
 from moe_core.cli._output import emit
-from moe_core.cli._select import select
+from moe_core.cli._select import select, select_ways
 from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from moe_core.column_cut import ColumnCut
     from moe_core.memory import LayerMemory
     from moe_core.selection import SelectionReport
+    from moe_core.way_choice import WaySelection
 
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code."""
     _arguments.check_tokens(args.tokens)
+    parallel = _arguments.parallel_of(args)
+    if parallel is None and (args.all2all is not None or args.machine is not None):
+        raise ConfigError("--all2all and --machine are for several ranks: give --tp, --ep or --dp")
     if args.all_layers:
         return explain_all(args)
     found: dict[str, Any] = {}
+    cuts: Sequence[ColumnCut] = ()
+    ways: WaySelection | None = None
     if args.path is not None:
         from moe_core.checkpoint import Checkpoint
 
         if args.shape is not None or args.scheme is not None:
             raise ConfigError("the layer is one of a checkpoint folder, or described by --scheme and --shape, not both")
-        source = _arguments.source_of(args, Checkpoint.open(args.path))
-        scheme, config = source.scheme, source.config
+        source = _arguments.source_of(args, Checkpoint.open(args.path), parallel=parallel)
+        scheme, config, cuts = source.scheme, source.config, source.cuts
         keys = source.weight_key, source.activation_key
         found = {
             "checkpoint": str(args.path),
@@ -42,17 +50,48 @@ def run(args: argparse.Namespace) -> int:
     else:
         config, weight_key, activation_key = _arguments.request_of(args)
         scheme, keys = args.scheme, (weight_key, activation_key)
-    report, memory = select(args, scheme, config, *keys)
+        if parallel is not None:
+            config, cuts = _arguments.cuts_of(config, keys, parallel)
+    if parallel is None:
+        report, memory = select(args, scheme, config, *keys)
+    else:
+        ways, cut = select_ways(args, scheme, config, cuts, args.tokens, args.device)
+        found["columns"] = {"ranges": [list(share) for share in cut.ranges], "how": str(cut)}
+        report, memory = _of_ways(ways)
     told = None if memory is None else vars(memory)
-    emit(args.json, {**found, **report.as_dict(), "memory": told}, _text(found, report, memory, args.verbose))
-    if report.chosen is None:
-        complain("moe explain: no backend fits; the report says why")
-    return 0 if report.chosen is not None else 2
+    data = {**found, **report.as_dict(), "memory": told}
+    if ways is not None:
+        data["parallel"] = ways.as_dict()
+    emit(args.json, data, _text(found, report, memory, args.verbose, ways))
+    fits = report.chosen is not None and (ways is None or ways.chosen is not None)
+    if not fits:
+        complain(f"moe explain: no {'backend' if ways is None else 'way of the tokens'} fits; the report says why")
+    return 0 if fits else 2
 
 
-def _text(found: dict[str, Any], report: SelectionReport, memory: LayerMemory | None, verbose: bool) -> str:
+def _of_ways(ways: WaySelection) -> tuple[SelectionReport, LayerMemory | None]:
+    """The report of the way that is taken, else of the first, and the memory of what it chose.
+
+    A rank may get the tokens of all batches.
+    """
+    from moe_core.memory import layer_memory
+
+    chosen = ways.chosen
+    if chosen is None or chosen.selection is None:
+        return ways.candidates[0].report, None
+    every = ways.tokens * chosen.report.config.parallel.dp_size
+    return chosen.report, layer_memory(chosen.selection, every)
+
+
+def _text(
+    found: dict[str, Any],
+    report: SelectionReport,
+    memory: LayerMemory | None,
+    verbose: bool,
+    ways: WaySelection | None,
+) -> str:
     lines = []
-    if found:
+    if "checkpoint" in found:
         lines.append(f"{found['checkpoint']}: layer {found['layer']} ({found['prefix']}), {found['format']}")
     if verbose:
         lines.append(str(report))
@@ -60,6 +99,10 @@ def _text(found: dict[str, Any], report: SelectionReport, memory: LayerMemory | 
         lines += [_report.verdict(report), *_report.layer(report), *_report.reasons(report)]
     if memory is not None:
         lines.append(_report.memory(report, memory))
+    if "columns" in found and len(found["columns"]["ranges"]) > 1:
+        lines.append(f"  columns      {found['columns']['how']}")
+    if ways is not None:
+        lines += _ways.lines(ways, verbose=verbose)
     lines += [f"note: {note}" for note in found.get("notes", ())]
     if not verbose:
         lines.append("-v: every backend with every reason")

@@ -92,7 +92,7 @@ def _compare(checkpoint: Checkpoint, source: LayerSource, device: torch.device, 
     import torch
 
     from moe_core.cli._check import check_output
-    from moe_core.layer import load_layer
+    from moe_core.layer_loading import load_layer
 
     start = time.perf_counter()
     layer = load_layer(checkpoint, layer=source.index, device=device, backend=args.backend)

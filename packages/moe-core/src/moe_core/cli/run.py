@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from moe_core.cli import _arguments, _report
+from moe_core.cli import _arguments, _report, _ways
 from moe_core.cli._output import bytes_text, check_spares, check_writable, duration, emit, progress, seconds_since
+from moe_core.cli._ranks import Ranks, ranks_of
 from moe_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -27,10 +29,16 @@ if TYPE_CHECKING:
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code."""
-    from moe_core.checkpoint import Checkpoint
-    from moe_core.layer import load_layer
+    with ranks_of(args) as ranks:
+        return _run(args, ranks)
 
-    device, dtype = _arguments.device_of(args.device), _arguments.dtype_of(args.dtype)
+
+def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
+    from moe_core.checkpoint import Checkpoint
+    from moe_core.layer_loading import load_layer
+
+    dtype = _arguments.dtype_of(args.dtype)
+    device = _arguments.device_of(args.device) if ranks is None else ranks.device
     _arguments.check_tokens(args.tokens, least=0)
     _arguments.check_seed(args.seed)
     checkpoint = Checkpoint.open(args.path)
@@ -40,6 +48,13 @@ def run(args: argparse.Namespace) -> int:
         check_spares(args.output, args.path, args.input)
     # everything about the tokens is checked before gigabytes of weights are read
     tokens = _tokens(args, source)
+    several: dict[str, Any] = {}
+    ways = None
+    if ranks is not None:
+        most = -(-tokens.hidden_states.shape[0] // ranks.parallel.dp_size)
+        part = _arguments.source_of(args, checkpoint, parallel=ranks.parallel)
+        ways, way, _ = ranks.choose(args, part.scheme, part.config, part.cuts, most)
+        several = {"groups": ranks.groups(way), "max_num_tokens": max(most, 1)}
     with progress(f"loading layer {source.index} of {args.path}"):
         start = time.perf_counter()
         layer = load_layer(
@@ -54,10 +69,13 @@ def run(args: argparse.Namespace) -> int:
             routing=args.routing,
             activation=args.activation,
             assume=args.assume,
+            **several,
         )
         loading = seconds_since(start)
     with progress(f"running {tokens.hidden_states.shape[0]} tokens"):
-        output, running = _apply(layer, tokens, device, dtype)
+        output, running = _apply(layer, tokens, device, dtype, ranks)
+    if ranks is not None and not ranks.is_first:
+        return 0
     if args.output is not None:
         from moe_core.cli._tensors import write_output
 
@@ -67,7 +85,10 @@ def run(args: argparse.Namespace) -> int:
         with progress("computing the float64 reference"):
             check = _check(args, source, layer, tokens, output)
     data = _summary(args, source, layer, tokens, output, loading, running, check)
-    emit(args.json, data, _text(data, layer, check, args.verbose))
+    if ways is not None:
+        data["parallel"] = ways.as_dict()
+    told = [] if ways is None else _ways.lines(ways, verbose=args.verbose)
+    emit(args.json, data, _text(data, layer, check, args.verbose, told))
     return 0 if check is None or check.passed else 1
 
 
@@ -95,20 +116,26 @@ def _tokens(args: argparse.Namespace, source: LayerSource) -> LayerInput:
     return tokens
 
 
-def _apply(layer: FusedMoELayer, tokens: LayerInput, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, float]:
+def _apply(
+    layer: FusedMoELayer, tokens: LayerInput, device: torch.device, dtype: torch.dtype, ranks: Ranks | None
+) -> tuple[Tensor, float]:
+    """(the output for all tokens, on the CPU, and the seconds of the call)."""
     import torch
 
+    mine = slice(None) if ranks is None else ranks.share(tokens.hidden_states.shape[0])
+
     def moved(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(device)
+        return None if tensor is None else tensor[mine].to(device)
 
     with torch.inference_mode():
-        x = tokens.hidden_states.to(device=device, dtype=dtype)
+        x = tokens.hidden_states[mine].to(device=device, dtype=dtype)
         logits, weights, ids = moved(tokens.router_logits), moved(tokens.topk_weights), moved(tokens.topk_ids)
         start = time.perf_counter()
         output: Tensor = layer(x, router_logits=logits, topk_weights=weights, topk_ids=ids)
         # the copy waits for the device
         result = output.float().cpu()
-        return result, seconds_since(start)
+        seconds = seconds_since(start)
+        return (result if ranks is None else ranks.gathered(result)), seconds
 
 
 def _check(
@@ -187,11 +214,14 @@ def _notes(source: LayerSource, tokens: LayerInput) -> list[str]:
     return notes
 
 
-def _text(data: dict[str, Any], layer: FusedMoELayer, check: Check | None, verbose: bool) -> str:
+def _text(
+    data: dict[str, Any], layer: FusedMoELayer, check: Check | None, verbose: bool, ways: Sequence[str] = ()
+) -> str:
     report = layer.selection.report
     lines = [
         f"{data['checkpoint']}: layer {data['layer']} ({data['prefix']}), {data['format']}",
         str(report) if verbose else "\n".join([_report.verdict(report), *_report.reasons(report)]),
+        *ways,
         (
             f"loaded {bytes_text(data['weight_bytes'])} in {duration(data['seconds_load'])}; "
             f"{data['tokens']} tokens in {duration(data['seconds_run'])} (first call)"

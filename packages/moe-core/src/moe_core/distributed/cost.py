@@ -227,8 +227,17 @@ def forwarded(kind: str, peers: Peers, hit: float, domain_hit: float, tokens: in
 Steps = tuple[tuple[Step, ...], tuple[Step, ...]]
 
 
-def _partial_sums(traffic: Traffic) -> Steps:
+def _none(traffic: Traffic) -> Steps:
+    return (), ()
+
+
+def _all_reduce(traffic: Traffic) -> Steps:
     return (), traffic.summing()
+
+
+def _reduce_scatter(traffic: Traffic) -> Steps:
+    peers = Peers.of(traffic.parallel.world_size, 1, traffic.domain)
+    return (), (ring(REDUCE_SCATTER, peers, traffic.tokens * traffic.result_bytes / peers.size),)
 
 
 def _allgather_reducescatter(traffic: Traffic) -> Steps:
@@ -264,10 +273,13 @@ def _deepep(traffic: Traffic) -> Steps:
     return (there,), (back, *traffic.summing())
 
 
-#: by the ``name`` of a prepare/finalize class
+#: by the ``name`` of a prepare/finalize class; where ranks tell each other how many tokens they bring, that is left out
+#: of an all-gather: a caller that knows it says so, and under CUDA graphs it is known
 WAYS: Mapping[str, Callable[[Traffic], Steps]] = MappingProxyType(
     {
-        "none": _partial_sums,
+        "none": _none,
+        "all_reduce": _all_reduce,
+        "reduce_scatter": _reduce_scatter,
         "allgather_reducescatter": _allgather_reducescatter,
         "alltoall": _alltoall,
         "low_latency": _low_latency,
@@ -370,12 +382,15 @@ def compute_seconds(
     config: FusedMoEConfig, tokens: int, machine: Machine, expert_bytes: float, product_bits: int
 ) -> float:
     """Seconds of a rank's experts at their limit: weights of those that have tokens, or products, whichever is more."""
-    parallel = config.parallel
-    every = tokens * parallel.dp_size
+    every = tokens * config.parallel.dp_size
     weights = expert_bytes * active_experts(config.num_experts, config.local_experts, config.top_k, every)
-    pairs = every * config.top_k * config.local_experts / config.num_experts
-    products = 2.0 * pairs * (config.w13_rows + config.intermediate_size) * config.hidden_size
-    return max(weights / machine.memory_bandwidth, products / machine.rate(product_bits))
+    return max(weights / machine.memory_bandwidth, products_of(config, every) / machine.rate(product_bits))
+
+
+def products_of(config: FusedMoEConfig, tokens: int) -> float:
+    """Operations of a rank's experts (a multiply-add is two) where the ranks bring ``tokens`` different ones in all."""
+    pairs = tokens * config.top_k * config.local_experts / config.num_experts
+    return 2.0 * pairs * (config.w13_rows + config.intermediate_size) * config.hidden_size
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,113 @@
+"""``moe bench`` on the ranks of torchrun: a layer's time with each way of bringing tokens to its experts."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from moe_core.cli._layers import INPUTS, Layer, random_call
+from moe_core.cli._output import progress
+from moe_core.config import TokenSharing
+from moe_core.distributed.cost import active_experts, products_of
+
+if TYPE_CHECKING:
+    from moe_core.cli._machine import Limits
+    from moe_core.cli._ranks import Ranks
+    from moe_core.distributed import ParallelGroups
+    from moe_core.shard import LayerShard
+    from moe_core.way_choice import WayCandidate
+    from moe_core.weights import MoEWeights
+
+
+@dataclass(frozen=True, eq=False)
+class RankLayer:
+    """A rank's part of the ``layer``, the ways by name that are measured, and the process groups of the ranks."""
+
+    layer: Layer
+    shard: LayerShard
+    ways: tuple[str, ...]
+    groups: ParallelGroups
+    ranks: Ranks
+
+    @staticmethod
+    def of(args: argparse.Namespace, layer: Layer, weights: MoEWeights, ranks: Ranks, most: int) -> RankLayer:
+        """Of ``weights``, the whole layer's, for calls with at most ``most`` tokens per rank.
+
+        The ways are those that fit, or the one that was asked for ("auto": the fastest by the figures of the machine).
+        """
+        from moe_core.cli import _arguments
+        from moe_core.shard import shard_layer
+
+        keys = weights.weight_key, weights.activation_key
+        config, cuts = _arguments.cuts_of(layer.config, keys, ranks.parallel)
+        found, way, cut = ranks.choose(args, layer.scheme, config, cuts, most)
+        names = (way.name,) if args.all2all is not None else tuple(w.name for w in found.candidates if w.fits)
+        shard = shard_layer(layer.config, weights, ranks.parallel, cut=cut)
+        return RankLayer(layer, shard, names, ranks.groups(way), ranks)
+
+    def way(self, args: argparse.Namespace, name: str, tokens: int) -> WayCandidate:
+        """A way, with what it costs for ``tokens`` per rank."""
+        from moe_core.cli import _arguments
+
+        keys = self.layer.weight_key, self.layer.activation_key
+        config, cuts = _arguments.cuts_of(self.layer.config, keys, self.ranks.parallel)
+        asked = argparse.Namespace(**{**vars(args), "all2all": name})
+        return self.ranks.choose(asked, self.layer.scheme, config, cuts, tokens)[1]
+
+
+def measure_ranks(
+    args: argparse.Namespace, part: RankLayer, counts: Sequence[int], limits: Limits
+) -> Iterator[dict[str, Any]]:
+    """What was measured of each way, for each number of tokens per rank; all ranks do the same, and get the same."""
+    from moe_core.cli._timing import measure
+    from moe_core.registry import registry
+
+    oracle, ranks, device = registry().oracle(part.layer.scheme), part.ranks, part.ranks.device
+    parallel = ranks.parallel
+    for name in part.ways:
+        way = part.way(args, name, max(counts))
+        selection = way.selection
+        if selection is None:
+            continue
+        groups = part.groups.with_tokens(parallel.dp_size, name)
+        with progress(f"{name}, {selection.backend}: converting the weights"):
+            movement = way.way(selection.config, groups)
+            weights = oracle.convert(selection, part.shard.weights)
+            kernel = oracle.make_kernel(selection, weights, prepare_finalize=movement)
+        # ways on which tokens travel know where experts are
+        known = parallel.token_sharing is not TokenSharing.ALL
+        expert_map = None if known else part.shard.expert_map
+        whole = replace(selection.config, parallel=type(parallel)(), num_local_experts=None)
+        for count in counts:
+            seeds = [1000 * parallel.dp_rank + seed for seed in range(INPUTS)]
+            inputs = [random_call(whole, count, device, seed, skew=args.skew) for seed in seeds]
+            calls = [
+                functools.partial(kernel.apply, x, topk_weights=weight, topk_ids=ids, expert_map=expert_map)
+                for x, weight, ids in inputs
+            ]
+            with progress(f"{name}, {selection.backend}: {count} tokens per rank"):
+                timing = measure(calls, device, graph=way.cuda_graph, budget=args.budget, slowest=ranks.slowest)
+            median, low, high = map(ranks.slowest, (timing.median, timing.low, timing.high))
+            config, every = selection.config, count * parallel.dp_size
+            active = active_experts(config.num_experts, config.local_experts, config.top_k, every)
+            states = 2 * count * config.hidden_size * config.dtype.itemsize
+            moved = weights.nbytes / config.local_experts * active + states
+            floor = limits.floor(moved, products_of(config, every))
+            cost = part.way(args, name, count).cost
+            yield {
+                "backend": f"{name} {selection.backend}",
+                "way": name,
+                "tokens": count,
+                "active_experts": active,
+                "seconds": median,
+                "seconds_p10_p90": [low, high],
+                "calls": timing.calls,
+                "cuda_graph": timing.graph,
+                "floor_seconds": floor,
+                "time_over_floor": median / floor,
+                "predicted_seconds": None if cost is None else cost.seconds,
+                "predicted": None if cost is None else cost.as_dict(),
+            }

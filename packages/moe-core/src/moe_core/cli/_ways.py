@@ -1,0 +1,82 @@
+"""What people read of the ways of bringing tokens to the experts of other ranks, and which backends go with each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe_core.cli._output import bytes_text, duration, table
+from moe_core.selection import one_of_each
+
+if TYPE_CHECKING:
+    from moe_core.selection import Candidate
+    from moe_core.way_choice import WayCandidate, WaySelection
+
+
+def verdict(found: WaySelection) -> str:
+    """ "32 ranks (tp 4, ep 8, dp 32), 128 tokens each: alltoall with triton"."""
+    parallel = found.candidates[0].report.config.parallel
+    sizes = f"tp {parallel.tp_size}, ep {parallel.ep_size}, dp {parallel.dp_size}"
+    chosen = found.chosen
+    what = "no way fits" if chosen is None else f"{chosen.name} with {_backend(chosen)}"
+    how = "" if found.requested == "auto" else f" (asked for {found.requested})"
+    each = "each" if parallel.dp_size > 1 else "on all"
+    return f"{parallel.world_size} ranks ({sizes}), {found.tokens} tokens {each}: {what}{how}"
+
+
+def lines(found: WaySelection, *, verbose: bool) -> list[str]:
+    """The verdict, a table of the ways, and why some don't fit; ``verbose``: every pair with every reason."""
+    rows = []
+    for candidate in found.candidates:
+        mark = "->" if candidate is found.chosen else "ok" if candidate.fits else "no"
+        cost = candidate.cost
+        moved = ["", ""] if cost is None else [bytes_text(round(cost.bytes_there)), bytes_text(round(cost.bytes_back))]
+        times = [] if cost is None else [cost.compute, cost.latency, cost.transfer, cost.seconds, cost.overlapped]
+        shown = ["" if seconds is None else duration(seconds) for seconds in times]
+        graph = "yes" if candidate.cuda_graph else "no"
+        rows.append(
+            [
+                f"{mark} {candidate.name}",
+                _backend(candidate),
+                *moved,
+                *(shown + [""] * 5)[:5],
+                graph if candidate.fits else "",
+            ]
+        )
+    header = ["way", "backend", "there", "back", "experts", "calls", "bytes", "sum", "overlapped", "graph"]
+    text = table(header, rows)
+    result = [verdict(found), *(f"  {line}" for line in text.split("\n"))]
+    if found.machine is not None:
+        figures = f"{found.machine.name} ({found.machine.source})"
+        result.append(f"  figures      {figures}; bytes and seconds are of one rank and one call, routing is uniform")
+    if found.fastest:
+        ranges = ", ".join(f"{name} from {tokens}" for tokens, name in found.fastest)
+        result.append(f"  fastest      by tokens per rank: {ranges}")
+    for candidate in found.candidates:
+        result += _reasons(candidate, verbose=verbose)
+    return result
+
+
+def _backend(candidate: WayCandidate) -> str:
+    chosen = candidate.report.chosen
+    return chosen.backend if candidate.fits and chosen is not None else "none"
+
+
+def _reasons(candidate: WayCandidate, *, verbose: bool) -> list[str]:
+    if candidate.reasons and not verbose:
+        return [f"  no {candidate.name}: {'; '.join(candidate.reasons)}"]
+    pairs = [pair for pair in candidate.report.candidates if pair.takes_keys]
+    if verbose:
+        against = [f"; {'; '.join(candidate.reasons)}"] if candidate.reasons else []
+        head = f"  {'ok' if candidate.fits else 'no'} {candidate.name}{''.join(against)}"
+        return [head, *(_pair(candidate, pair) for pair in pairs)]
+    if candidate.fits:
+        return []
+    closest = one_of_each(pairs)[:3]
+    return [f"  no {candidate.name} with {pair.backend}: {'; '.join(pair.reasons)}" for pair in closest]
+
+
+def _pair(candidate: WayCandidate, pair: Candidate) -> str:
+    if candidate.reasons or not pair.fits:
+        why = pair.reasons or candidate.reasons
+        return f"     no {pair.backend} [{pair.experts.__name__}]: {'; '.join(why)}"
+    return f"     ok {pair.backend} [{pair.experts.__name__}]"

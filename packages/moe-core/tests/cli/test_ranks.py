@@ -1,0 +1,108 @@
+"""run, bench and explain of a layer over several ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moe_core.testing.ranks import run_ranks
+from moe_core_rank_commands import run_commands
+from safetensors.torch import load_file
+
+SHAPE = ("--scheme", "plain", "--shape", "8,2,64,256")
+#: of a bench that shall not take long
+LIMITS = ("--budget", "0.01", "--bandwidth", "1", "--rate", "1")
+
+
+def test_explain_the_ways(moe: Any) -> None:
+    result = moe("explain", *SHAPE, "--device", "h200", "--tp", 2, "--ep", 4, "--tokens", 128)
+    assert result.code == 0
+    assert "8 ranks (tp 2, ep 4, dp 4), 128 tokens each: " in result.out
+    assert "(local 2) k=2 K=64 N=128" in result.out
+    data = moe("explain", *SHAPE, "--device", "h200", "--ep", 4, "--all2all", "alltoall", "--json").data
+    ways = {way["way"]: way for way in data["parallel"]["ways"]}
+    assert data["parallel"]["chosen"] == "alltoall"
+    assert ways["alltoall"]["backend"] == data["chosen"] == "gpu"
+    assert ways["allgather_reducescatter"]["cost"]["seconds"] > 0
+    assert data["parallel"]["fastest"]
+
+
+def test_explain_why_pairs_do_not_fit(moe: Any) -> None:
+    everything = moe("explain", *SHAPE, "--device", "cpu", "--ep", 4, "-v")
+    assert everything.code == 0
+    for way in ("allgather_reducescatter", "alltoall"):
+        pairs = everything.out.partition(f"\n  ok {way}\n")[2].split("\n")
+        assert pairs[0] == "     no gpu [GpuToyExperts]: needs sm90 or newer, device is cpu"
+        assert pairs[1] == "     ok plain [ToyExperts]"
+    result = moe("explain", *SHAPE, "--device", "cpu", "--ep", 4, "--backend", "gpu")
+    assert result.code == 2
+    assert "4 ranks (tp 1, ep 4, dp 4), 4096 tokens each: no way fits" in result.out
+    assert "no alltoall with gpu: needs sm90 or newer, device is cpu" in result.out
+    assert result.err == "moe explain: no way of the tokens fits; the report says why\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("--tp", "0"), ("--tp must be a positive integer, got 0",)),
+        (("--ep", "4", "--dp", "3"), ("dp_size is 3, expected 1 or 4",)),
+        (("--ep", "4", "--all2all", "pigeon"), ("all2all 'pigeon' is no way",)),
+        (("--all2all", "alltoall"), ("are for several ranks", "--ep")),
+        (("--ep", "4", "--machine", "h2"), ("machine 'h2' is unknown", "h200")),
+        (("--ep", "16"), ("8 experts are too few for ep_size 16",)),
+        (("--ep", "4", "--activation-format", "batched"), ("leave --activation-format out",)),
+    ],
+)
+def test_explain_refuses_ranks(moe: Any, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    moe.refuses("explain", *SHAPE, "--device", "h200", *arguments, parts=parts)
+
+
+def test_as_many_processes_as_ranks(moe: Any, folder: Path) -> None:
+    parts = ("--tp 2 and --ep 1 are 2 ranks", "there is 1", "torchrun --nproc-per-node 2 -m moe_core run")
+    moe.refuses("run", folder, "--tp", "2", parts=parts)
+
+
+def test_run_and_bench_on_two_ranks(moe: Any, folder: Path, tmp_path: Path) -> None:
+    outputs = {name: tmp_path / f"{name}.safetensors" for name in ("alone", "tp", "ep")}
+    run = ("run", str(folder), "--tokens", "5", "--dtype", "fp32", "--json", "--output")
+    alone = moe(*run, outputs["alone"]).data
+    commands = [
+        [*run, str(outputs["tp"]), "--tp", "2", "--check"],
+        [*run, str(outputs["ep"]), "--ep", "2", "--all2all", "alltoall", "--check"],
+        [
+            "bench",
+            *SHAPE,
+            "--ep",
+            "2",
+            "--tokens",
+            "1,3",
+            *["--budget", "0.01", "--bandwidth", "1", "--rate", "1", "--json"],
+        ],
+        ["run", str(folder), "--tp", "4"],
+    ]
+    first, second = run_ranks(run_commands, 2, commands, ranks=2)
+    for code, out, err in second[:3]:
+        assert (code, out, err) == (0, "", "")
+    tensor, expert, bench, refused = first
+    data = json.loads(tensor[1])
+    assert data["check"]["passed"]
+    assert (data["tokens"], data["shape"]) == (alone["tokens"], alone["shape"])
+    assert data["parallel"]["chosen"] == "all_reduce"
+    assert data["weight_bytes"] == alone["weight_bytes"] // 2
+    data = json.loads(expert[1])
+    assert data["check"]["passed"]
+    assert data["parallel"]["chosen"] == "alltoall"
+    expected = load_file(outputs["alone"])["output"]
+    for name in ("tp", "ep"):
+        # float32 sums of fewer than 256 terms in all, in another order: sqrt(256) roundings of 2^-24
+        assert float((load_file(outputs[name])["output"] - expected).norm() / expected.norm()) < 2**-20
+    measured = json.loads(bench[1])
+    assert measured["ranks"] == {"tp_size": 1, "ep_size": 2, "dp_size": 2}
+    assert [(r["way"], r["tokens"]) for r in measured["results"]] == [
+        (way, tokens) for way in ("allgather_reducescatter", "alltoall") for tokens in (1, 3)
+    ]
+    assert all(r["seconds"] > 0 for r in measured["results"])
+    assert refused[0] == 2
+    assert "--tp 4 and --ep 1 are 4 ranks, each of which is a process, and there are 2" in refused[2]

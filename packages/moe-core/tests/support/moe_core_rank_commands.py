@@ -1,0 +1,28 @@
+"""What ranks of the tests of commands do: they run ``moe``, in an installation that has the scheme ``plain`` alone."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import io
+import os
+from collections.abc import Sequence
+
+from moe_core_checkpoints import entry_points
+
+
+def run_commands(rank: int, ranks: int, commands: Sequence[Sequence[str]]) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each command."""
+    importlib.metadata.entry_points = entry_points  # type: ignore[assignment]
+    from moe_core.registry import registry
+    from moe_core_cli.main import main
+
+    registry.cache_clear()
+    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    found = []
+    for command in commands:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(list(command))
+        found.append((code, out.getvalue(), err.getvalue()))
+    return found
