@@ -27,7 +27,7 @@ from moe_core import (
     route,
 )
 from moe_core.experts import FusedMoEExperts
-from moe_core.prepare_finalize import BatchedPrepareAndFinalize, PrepareAndFinalizeNoParallel
+from moe_core.prepare_finalize import BatchedPrepareAndFinalize, Pending, PrepareAndFinalizeNoParallel
 from moe_core.prepare_finalize.ways import default_prepare_finalize
 from moe_core_toys import (
     BatchedToyExperts,
@@ -371,6 +371,29 @@ def test_ranks_take_part_in_an_exchange_with_and_without_tokens(tokens: int) -> 
     found = kernel.apply(x, topk_weights=weights, topk_ids=ids)
     assert torch.equal(found, make(ToyExperts).apply(x, topk_weights=weights, topk_ids=ids))
     assert movement.calls == ["prepare", "finalize"]
+
+
+class CountedExchange(Exchange):
+    """That asks how many tokens ranks bring."""
+
+    token_counts = True
+
+    def prepare_async(self, hidden_states: Tensor, *, tokens_per_rank: Any = None, **named: Any) -> Pending[Prepared]:
+        self.calls.append(f"{tokens_per_rank}")
+        return Pending.done(self.prepare(hidden_states, **named))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_prepare_is_told_how_many_tokens_ranks_bring(compiled: bool) -> None:
+    x, _, weights, ids = inputs()
+    movement = CountedExchange(CONFIG)
+    instance = ToyExperts(CONFIG, weight_key=None, activation_key=None, device=CPU)
+    kernel = FusedMoEKernel(instance, instance.convert(toy_weights(CONFIG)), movement)
+    call = torch.compile(kernel.apply, backend="eager", fullgraph=True) if compiled else kernel.apply
+    expected = make(ToyExperts).apply(x, topk_weights=weights, topk_ids=ids)
+    assert torch.equal(call(x, topk_weights=weights, topk_ids=ids, tokens_per_rank=[5, 0, 2]), expected)
+    assert torch.equal(call(x, topk_weights=weights, topk_ids=ids), expected)
+    assert movement.calls == ["[5, 0, 2]", "prepare", "finalize", "None", "prepare", "finalize"]
 
 
 @pytest.mark.parametrize("room", [None, 5])

@@ -11,8 +11,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from moe_core.prepare_finalize.base import (
 )
 from moe_core.weights import KernelWeights
 from moe_core.workspace import Workspace
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class KernelCall:
@@ -133,3 +130,17 @@ class KernelCall:
         if self._finalized is not None:
             with autocast_off(self._output.device.type):
                 self._finalized.wait()
+
+
+def overlapped(starts: Iterable[Callable[[], KernelCall]]) -> list[Tensor]:
+    """The results of several calls (micro-batches), of which each computes while the tokens of its neighbours travel.
+
+    Each of ``starts`` begins a call: ``partial(kernel.start, x, topk_weights=…, topk_ids=…)``.  The order of work is:
+    the first starts; then, for each, the next one starts before its own experts run; at the end results are waited for.
+    """
+    calls: list[KernelCall] = []
+    for start in starts:
+        calls.append(start())
+        if len(calls) > 1:
+            calls[-2].run_experts()
+    return [call.result() for call in calls]
