@@ -331,7 +331,7 @@ class KernelWeights(TensorRecord):
         for name, tensor in mine.items():
             check_shape(name, theirs[name], tuple(tensor.shape))
             check_dtype(name, theirs[name], (tensor.dtype,))
-            _check_writable(name, tensor)
+            check_writable(name, tensor)
             if theirs[name].is_meta:
                 raise TensorError(f"{name} is on the meta device: it has no values to copy")
         # what can still fail is bringing them here, which is done before the first is written
@@ -341,8 +341,8 @@ class KernelWeights(TensorRecord):
                 tensor.copy_(here[name])
 
 
-def _check_writable(name: str, tensor: Tensor) -> None:
-    """TensorError for a tensor of a layer that ``copy_`` cannot write in place."""
+def check_writable(name: str, tensor: Tensor) -> None:
+    """TensorError for a tensor of a layer that cannot be written in place."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise TensorError(
             f"{name} was made in torch.inference_mode() and can be overwritten there only: reload within it, "

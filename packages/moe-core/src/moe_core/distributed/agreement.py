@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_core.distributed.communication import Communicator
+from moe_core.environment import distribution_version
 from moe_core.errors import ConfigError
 from moe_core.quant_key import key_name
 
@@ -71,13 +72,12 @@ def layer_facts(experts: FusedMoEExperts, placement: ExpertPlacement | None, *, 
 
     ``placement``: where tokens are sent by one; ``way``: the name of what moves tokens, where it was given.
     """
-    import moe_core
     from moe_core.experts import PROTOCOL_VERSION
 
     config = experts.config
     parallel = config.parallel
     facts = {
-        "the version of moe-core": moe_core.__version__,
+        "the version of moe-core": str(distribution_version("moe-core")),
         "the version of the plug-in protocol": str(PROTOCOL_VERSION),
         "tp_size": str(parallel.tp_size),
         "ep_size": str(parallel.ep_size),

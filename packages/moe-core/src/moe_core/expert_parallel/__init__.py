@@ -1,6 +1,10 @@
-"""Which rank holds which experts: placements, tables for dispatch, measured loads, planning, moving weights."""
+"""Which rank holds which experts: placements, tables for dispatch, measured loads, planning.
+
+Moving weights to a new placement is in :mod:`moe_core.distributed.expert_mover`, which imports torch.distributed.
+"""
 
 from moe_core.expert_parallel.load_recorder import ExpertLoadRecorder
+from moe_core.expert_parallel.moves import placement_steps
 from moe_core.expert_parallel.placement import ExpertPlacement, load_placements, save_placements
 from moe_core.expert_parallel.planner import PlacementPlan, plan_placement, rank_loads
 from moe_core.expert_parallel.tables import ReplicaTables
@@ -11,6 +15,7 @@ __all__ = [
     "PlacementPlan",
     "ReplicaTables",
     "load_placements",
+    "placement_steps",
     "plan_placement",
     "rank_loads",
     "save_placements",

@@ -1,0 +1,157 @@
+"""What ranks of the tests of moving experts do."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from moe_core import FusedMoEKernel, MoEError, MoEWeights
+from moe_core.distributed import ParallelGroups
+from moe_core.distributed.expert_mover import ExpertMover
+from moe_core.expert_parallel import ExpertPlacement
+from moe_core_layers import Kind
+from moe_core_rank_layers import Case, difference, inputs, rank_kernel, whole_output
+
+Ranks = tuple[tuple[int, ...], ...]
+
+#: 8 slots on 4 ranks: without replicas, and 6 experts of which two are on two ranks
+WHOLE: tuple[Ranks, ...] = (
+    ((0, 1), (2, 3), (4, 5), (6, 7)),
+    ((7, 4), (1, 0), (2, 6), (3, 5)),
+    ((5, 0), (4, 3), (7, 1), (6, 2)),
+)
+REPLICATED: tuple[Ranks, ...] = (
+    ((0, 1), (2, 3), (4, 5), (0, 1)),
+    ((5, 2), (2, 3), (4, 1), (5, 0)),
+    ((3, 2), (0, 5), (1, 4), (1, 3)),
+)
+
+
+def refusal(call: Any) -> str:
+    """The message of what ``call`` raises, which must be one of the project's errors."""
+    try:
+        call()
+    except MoEError as error:
+        return f"{type(error).__name__}: {error.message}"
+    return "nothing"
+
+
+def unlike(kernel: FusedMoEKernel, other: FusedMoEKernel) -> list[str]:
+    """Names of weights whose bits differ."""
+    theirs = dict(other.weights.tensors())
+    return [
+        name
+        for name, tensor in kernel.weights.tensors()
+        if not torch.equal(
+            tensor.contiguous().reshape(-1).view(torch.uint8), theirs[name].contiguous().reshape(-1).view(torch.uint8)
+        )
+    ]
+
+
+class Moving:
+    """A layer of ``kind`` over four ranks, whose placement changes."""
+
+    def __init__(self, kind: Kind, placements: tuple[Ranks, ...], groups: ParallelGroups) -> None:
+        experts = 1 + max(expert for rank in placements[0] for expert in rank)
+        self.placements = [ExpertPlacement(experts, ranks) for ranks in placements]
+        self.case = Case(kind, "allgather_reducescatter", (3, 0, 4, 1), changes=(("num_experts", experts),))
+        self.groups = groups.with_tokens(self.case.dp, self.case.way)
+        self.weights: MoEWeights = kind.weights(self.case.config)
+        self.batch = inputs(self.case)[self.groups.parallel.dp_rank]
+        self.expected = whole_output(self.case, self.weights, self.batch)
+        self.kernel = self.fresh(self.placements[0])
+
+    def fresh(self, placement: ExpertPlacement) -> FusedMoEKernel:
+        """A kernel that was made for the placement."""
+        with mock.patch("moe_core_rank_layers.placement_of", return_value=placement):
+            return rank_kernel(self.case, self.weights, self.groups, None)
+
+    def wrong(self) -> str | None:
+        x, topk_weights, topk_ids = self.batch
+        found = self.kernel.apply(x, topk_weights=topk_weights, topk_ids=topk_ids)
+        return difference(found, self.expected, self.case)
+
+
+def run_moves(rank: int, kinds: list[Kind]) -> list[str]:
+    """What is wrong after, and between, the steps of moves through several placements."""
+    groups = ParallelGroups.create(ep_size=4, timeout=30)
+    found = []
+    for kind in kinds:
+        for placements in (WHOLE, REPLICATED) if kind == kinds[0] else (REPLICATED,):
+            moving = Moving(kind, placements, groups)
+            mover = ExpertMover(moving.kernel, moving.groups, moving.placements[0])
+            places = [tensor.data_ptr() for _, tensor in moving.kernel.weights.tensors()]
+            for new, most in zip((*moving.placements[1:], moving.placements[0]), (1, None, 2), strict=True):
+                for step in mover.steps(new, max_staged=most):
+                    before = mover.placement
+                    mover.stage(step)
+                    problems = [moving.wrong(), *unlike(moving.kernel, moving.fresh(before))]
+                    mover.commit()
+                    problems += [moving.wrong(), *unlike(moving.kernel, moving.fresh(step))]
+                    found += [f"{kind}: rank {rank}, {before} to {step}: {text}" for text in problems if text]
+                if [set(held) for held in mover.placement.ranks] != [set(held) for held in new.ranks]:
+                    found.append(f"{kind}: {mover.placement}, expected {new}")
+            if places != [tensor.data_ptr() for _, tensor in moving.kernel.weights.tensors()]:
+                found.append(f"{kind}: weights have other addresses")
+    return found
+
+
+def run_failures(rank: int, kind: Kind) -> dict[str, Any]:
+    """What moves that fail leave behind."""
+    groups = ParallelGroups.create(ep_size=4, timeout=30)
+    moving = Moving(kind, WHOLE, groups)
+    old, new = moving.placements[:2]
+    mover = ExpertMover(moving.kernel, moving.groups, old)
+    found: dict[str, Any] = {"bytes": mover.expert_nbytes}
+
+    # a rank without memory: all are told, the old placement goes on, and the move works later
+    empty = torch.empty
+
+    def full(*arguments: Any, **options: Any) -> torch.Tensor:
+        if rank == 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return empty(*arguments, **options)
+
+    with mock.patch("moe_core.distributed.expert_mover.torch.empty", full):
+        found["no memory"] = refusal(lambda: mover.stage(new))
+    found["nothing staged"] = refusal(mover.commit)
+    found["still"] = moving.wrong() or unlike(moving.kernel, moving.fresh(old))
+    mover.stage(new)
+    mover.discard()
+    found["discarded"] = refusal(mover.commit)
+    mover.stage(new)
+    mover.commit()
+    found["later"] = moving.wrong() or unlike(moving.kernel, moving.fresh(new))
+
+    # what is refused before anything is sent
+    found["experts"] = refusal(lambda: mover.stage(ExpertPlacement.contiguous(9, 4)))
+    found["ranks"] = refusal(lambda: mover.stage(ExpertPlacement.contiguous(8, 2)))
+    found["old"] = refusal(lambda: ExpertMover(moving.kernel, moving.groups, old))
+    bare = moving.fresh(new)
+    bare.prepare_finalize = None
+    found["placements"] = refusal(lambda: ExpertMover(bare, moving.groups, new if rank else old))
+    bare.weights = replace(bare.weights, extra={"x_scale": torch.tensor([1.0, 2.0, float(rank)])})
+    found["shared"] = refusal(lambda: ExpertMover(bare, moving.groups, new))
+    bare.weights = replace(bare.weights, extra={"x_scale": torch.tensor([1.0, 2.0, 3.0])})
+
+    # an expert map follows, and cannot stand for replicas
+    expert_map = new.expert_map(rank)
+    mapped = ExpertMover(bare, moving.groups, new, expert_map=expert_map)
+    mapped.stage(old.aligned(new))
+    mapped.commit()
+    found["map"] = torch.equal(expert_map, old.aligned(new).expert_map(rank))
+
+    # a rank that is not there: the others are told in time, and have their weights
+    fresh = moving.fresh(new)
+    late = ExpertMover(moving.kernel, ParallelGroups.create(ep_size=4, timeout=1).with_tokens(4), new)
+    if rank == 3:
+        time.sleep(2)
+    else:
+        started = time.monotonic()
+        found["missing"] = refusal(lambda: late.stage(old))
+        found["seconds"] = time.monotonic() - started
+        found["missing still"] = unlike(moving.kernel, fresh)
+    return found
