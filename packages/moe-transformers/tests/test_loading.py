@@ -362,8 +362,8 @@ def test_arguments_that_do_not_go_with_it(folder: Path) -> None:
     with pytest.raises(mc.ConfigError, match="quantization_config is given within"):
         load(folder, quantization_config=FineGrainedFP8Config(dequantize=True))
     config = AutoConfig.from_pretrained(folder)
-    config.distributed_config = {"tp_plan": "auto"}
-    with pytest.raises(mc.ConfigError, match="not loaded into tensor parallel models"):
+    config.distributed_config = {"tp_size": 2, "ep_size": 2}
+    with pytest.raises(mc.ConfigError, match="has ep_size, which experts of moe-core do not follow"):
         load(folder, config=config)
     config = AutoConfig.from_pretrained(folder)
     with moe_transformers.loading(), pytest.raises(mc.ConfigError, match="experts are read from a checkpoint's files"):

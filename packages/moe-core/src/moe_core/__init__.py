@@ -140,6 +140,7 @@ from moe_core.workspace import Workspace, WorkspaceSpec
 
 if TYPE_CHECKING:
     from moe_core.checkpoint import Checkpoint
+    from moe_core.distributed import ParallelGroups
     from moe_core.expert_parallel import ExpertPlacement
     from moe_core.layer import FusedMoELayer, experts_left_out
     from moe_core.layer_loading import load_layer
@@ -155,6 +156,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Checkpoint": "moe_core.checkpoint",
+    "ParallelGroups": "moe_core.distributed",
     "ExpertPlacement": "moe_core.expert_parallel",
     "FusedMoELayer": "moe_core.layer",
     "experts_left_out": "moe_core.layer",
@@ -201,6 +203,7 @@ __all__ = [
     "E2M1_VALUES",
     "Environment",
     "ExpertPlacement",
+    "ParallelGroups",
     "ExpertTokensMetadata",
     "FUSED_MOE_UNQUANTIZED_CONFIG",
     "FallbackWarning",

@@ -9,7 +9,7 @@ needed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,20 @@ from torch import Tensor
 
 
 class LazyTensor:
-    """A tensor that is read where it is indexed."""
+    """A tensor of that ``shape``, read where it is indexed; a part of it has memory of its own."""
 
-    def __init__(self, read: Callable[[], Tensor]) -> None:
+    def __init__(self, read: Callable[[], Tensor], shape: Sequence[int]) -> None:
         self._read = read
+        self._shape = shape
+
+    def get_shape(self) -> list[int]:
+        """As of the slices of safetensors: transformers asks it where ranks have parts."""
+        return list(self._shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self._read()[index]
+        whole = self._read()
+        part = whole[index]
+        return part if part.numel() == whole.numel() else part.clone()
 
 
 def dense_tensors(
@@ -44,9 +51,9 @@ def dense_tensors(
     names = [name for name in checkpoint.names if name not in without]
     found: dict[str, LazyTensor] = {}
     for linear in quantized_linears(checkpoint, names):
-        found[f"{linear.name}.weight"] = LazyTensor(functools.partial(linear.dequantize, dtype, device))
+        found[f"{linear.name}.weight"] = LazyTensor(functools.partial(linear.dequantize, dtype, device), linear.shape)
         without.update(linear.tensors)
     for name in names:
         if name not in without:
-            found[name] = LazyTensor(functools.partial(checkpoint.tensor, name, target))
+            found[name] = LazyTensor(functools.partial(checkpoint.tensor, name, target), checkpoint.info(name).shape)
     return found

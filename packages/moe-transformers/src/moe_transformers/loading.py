@@ -13,15 +13,17 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_core import ConfigError, QuantKey, registry
+from moe_core import ConfigError, ParallelGroups, QuantKey, registry
 from moe_core.model_api import names_experts
 from transformers import PreTrainedModel, modeling_utils
 
 from moe_transformers.options import Options
 from moe_transformers.quantizer import MoeCoreQuantizer
+from moe_transformers.ranks import groups_of
 from moe_transformers.refusals import RefusedError
 from moe_transformers.settings import fetch_settings
 
@@ -30,7 +32,11 @@ _OPTIONS: ContextVar[Options | None] = ContextVar("moe_transformers_options", de
 
 @contextlib.contextmanager
 def loading(
-    *, backend: str = "auto", quantize: str | None = None, activation_key: QuantKey | str | None = "checkpoint"
+    *,
+    backend: str = "auto",
+    quantize: str | None = None,
+    activation_key: QuantKey | str | None = "checkpoint",
+    groups: ParallelGroups | None = None,
 ) -> Iterator[None]:
     """Within it, ``from_pretrained`` loads quantised experts as layers of moe-core.
 
@@ -38,6 +44,10 @@ def loading(
     that the checkpoint has quantised too become weights in the model's ``dtype``, without the package of the tool that
     quantised them.  Experts in 16 bits stay transformers', unless ``quantize`` names what to make of them
     ("fp8_per_channel").  ``backend``, ``quantize`` and ``activation_key`` are those of :func:`moe_core.load_layer`.
+
+    On several ranks, each a process, ``groups`` (:class:`moe_core.ParallelGroups`) say how they share the experts; all
+    else is on every rank, or shared as ``distributed_config=DistributedConfig(tp_size=…)`` says, with which the columns
+    of experts are cut too where no groups are given.  All ranks make the same calls of the model.
 
     ``from_pretrained`` raises RefusedError, before it reads weights, for experts that moe-core does not run, and
     ConfigError for arguments that don't go with it.  Peak memory is the model's and one layer more.
@@ -49,7 +59,7 @@ def loading(
     if quantize is not None:
         registry().online(quantize)
     with _HOOKS:
-        token = _OPTIONS.set(Options(backend, quantize, activation_key))
+        token = _OPTIONS.set(Options(backend, quantize, activation_key, groups))
         try:
             yield
         finally:
@@ -64,10 +74,7 @@ def _get_hf_quantizer(
     entries = _quantization_of(config)
     if options is None or named.get("gguf_file") is not None or not names_experts(config.to_dict()):
         return original(config, quantization_config, device_map, *rest, **named)
-    if getattr(config, "distributed_config", None) is not None:
-        raise ConfigError(
-            "experts of moe-core are not loaded into tensor parallel models: leave distributed_config out"
-        )
+    options = replace(options, groups=groups_of(getattr(config, "distributed_config", None), options.groups))
     if quantization_config is not None:
         raise ConfigError(
             "quantization_config is given within moe_transformers.loading(), where the checkpoint's own holds: leave "
@@ -111,10 +118,6 @@ def _load_pretrained_model(
     quantizer = load_config.hf_quantizer
     if not isinstance(quantizer, MoeCoreQuantizer):
         return original(model, state_dict, files, load_config, *rest, **named)
-    if load_config.device_mesh is not None:
-        raise ConfigError(
-            "tensor parallel models are not loaded with experts of moe-core: leave distributed_config out"
-        )
     tensors = quantizer.tensors(model, load_config.device_map)
     plain = dataclasses.replace(load_config, hf_quantizer=None)
     return original(model, tensors, files, plain, *rest, **named)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ from transformers.utils import logging as transformers_logging
 from moe_transformers.blocks import Block, blocks
 from moe_transformers.experts import MoeCoreExperts, share_workspaces
 from moe_transformers.options import Options
+from moe_transformers.ranks import leave_to_moe_core
 from moe_transformers.refusals import RefusedError
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class Layer:
             activation_key=options.activation_key,
             stack=self.stack,
             given=GIVEN,
+            groups=options.groups,
         )
 
 
@@ -102,6 +105,8 @@ class Plan:
             found.left_out.update(found._experts_left_out())
         for layer in found.layers:
             _put(model, layer.block.name)
+        if options.groups is not None:
+            leave_to_moe_core(model, [layer.block.name for layer in found.layers], [block.name for block in places])
         return found
 
     @contextlib.contextmanager
@@ -122,7 +127,8 @@ class Plan:
         if plain and options.quantize is None:
             return
         quantize = options.quantize if plain else None
-        source = read_layer(
+        read = functools.partial(
+            read_layer,
             checkpoint,
             block.index,
             dtype=self.dtype,
@@ -131,7 +137,10 @@ class Plan:
             stack=stack,
             given=GIVEN,
         )
+        source = read()
         block.check(source.config)
+        if options.groups is not None:
+            source = read(parallel=options.groups.parallel)
         self.layers.append(Layer(block, source, stack, quantize))
 
     def _experts_left_out(self) -> Iterator[str]:
