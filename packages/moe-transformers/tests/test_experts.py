@@ -71,6 +71,22 @@ def test_starts_nothing_that_the_layer_does_not(layer: mc.FusedMoELayer, call: t
     assert own.names == expected.names
 
 
+def test_makes_nothing_but_the_output(
+    layer: mc.FusedMoELayer, call: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A view costs as much as the check of all arguments."""
+
+    class All(Operators):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(mc.FusedMoEKernel, "_run", lambda *_, **__: None)
+    with All() as own:
+        MoeCoreExperts(layer)(*call)
+    assert own.names == ["aten.empty_like.default"]
+
+
 def test_calls_that_repeat_are_replayed(
     weights: mc.MoEWeights,
     layer: mc.FusedMoELayer,

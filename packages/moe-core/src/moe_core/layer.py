@@ -238,7 +238,7 @@ class FusedMoELayer(nn.Module):
         out = self.kernel.apply(
             x, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=self.expert_map, adapter_ids=adapter_ids
         )
-        return out.view(hidden_states.shape)
+        return out if x is hidden_states else out.view(hidden_states.shape)
 
     def warm_up(self, max_tokens: int, *, progress: Progress | None = None) -> int:
         """Compile what calls with up to ``max_tokens`` tokens need: :func:`moe_core.warm_up` of this layer alone."""

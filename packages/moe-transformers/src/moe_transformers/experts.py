@@ -39,10 +39,10 @@ class MoeCoreExperts(nn.Module):
 
 def run_experts(layer: FusedMoELayer, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What :meth:`MoeCoreExperts.forward` returns, by any ``layer``."""
-    k = layer.config.top_k
-    output: Tensor = layer(
-        hidden_states, topk_weights=top_k_weights.reshape(-1, k), topk_ids=top_k_index.reshape(-1, k)
-    )
+    if top_k_index.dim() != 2 or top_k_weights.dim() != 2:
+        k = layer.config.top_k
+        top_k_index, top_k_weights = top_k_index.reshape(-1, k), top_k_weights.reshape(-1, k)
+    output: Tensor = layer(hidden_states, topk_weights=top_k_weights, topk_ids=top_k_index)
     return output
 
 
