@@ -15,6 +15,7 @@ static cache too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import resource
@@ -25,11 +26,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import moe_transformers
 import torch
 import transformers
 from moe_core.checkpoint.reading_threads import READERS
+from moe_transformers.plan import Plan
 from safetensors.torch import save, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, StaticCache
@@ -145,6 +148,11 @@ TINY = {
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+#: matrices so small that tensors count, in the numbers of a real model: what the host does for each while it loads
+SMALL = {
+    name: size for name, size in TINY.items() if name not in ("num_hidden_layers", "num_experts", "num_local_experts")
+}
+SIZES: dict[str, dict[str, Any]] = {"real": {}, "small": SMALL, "tiny": TINY}
 #: model: configuration class, its entries, quantization_config, one layer's tensors, how a linear layer is stored
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[..., Tensors], Callable[..., Tensors]]] = {
     "qwen3-30b-a3b-fp8": ("Qwen3Moe", QWEN3, FP8, qwen3, fp8),
@@ -153,13 +161,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[..., Tenso
 }
 
 
-def make(model: str, folder: Path, tiny: bool) -> None:
+def make(model: str, folder: Path, sizes: str) -> None:
     """Writes the checkpoint, a file for each layer.  All layers have the first one's numbers."""
     family, entries, quantization, layer, linear = MODELS[model]
     kind = getattr(transformers, f"{family}Config")
-    if tiny:
-        known = kind().to_dict()
-        entries = {**entries, **{name: value for name, value in TINY.items() if name in known}}
+    known = kind().to_dict()
+    entries = {**entries, **{name: value for name, value in SIZES[sizes].items() if name in known}}
     config = kind(**entries)
     content = {**config.to_dict(), "architectures": [f"{family}ForCausalLM"], "quantization_config": quantization}
     content["torch_dtype"] = content["dtype"] = "bfloat16"
@@ -212,6 +219,29 @@ def load(folder: Path, by: str) -> Any:
         raise SystemExit(f"transformers does not load experts of quant_method {method!r} by itself: --by bf16")
     dequantize = getattr(transformers, kinds[method])(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(folder, **arguments, quantization_config=dequantize)
+
+
+@contextlib.contextmanager
+def parts_of_loading() -> Iterator[dict[str, float]]:
+    """Seconds of what `moe_transformers.loading()` does itself; the rest of a load is transformers'."""
+    parts: dict[str, float] = {}
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            start = synchronized()
+            try:
+                return call(*arguments)
+            finally:
+                parts[name] = parts.get(name, 0.0) + synchronized() - start
+
+        return run
+
+    of, load_experts = Plan.of, Plan.load
+    with (
+        mock.patch.object(Plan, "of", staticmethod(timed("headers and choice of backends", of))),
+        mock.patch.object(Plan, "load", timed("experts", load_experts)),
+    ):
+        yield parts
 
 
 def read_seconds(folder: Path) -> float:
@@ -311,11 +341,14 @@ def measure(folder: Path, by: str, count: int) -> Iterator[tuple[str, object]]:
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    start = synchronized()
-    model = load(folder, by)
-    took = synchronized() - start
+    with parts_of_loading() as parts:
+        start, cpu = synchronized(), time.process_time()
+        model = load(folder, by)
+        took, cpu = synchronized() - start, time.process_time() - cpu
     if by != "bf16":
         yield "load_s", took
+        yield "load_cpu_s", cpu
+        yield "load_parts_s", parts
         yield "load_s / read_s", took / read_s
     yield "host_peak_bytes", 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if DEVICE.type == "cuda":
@@ -365,12 +398,12 @@ class Results(list[dict[str, object]]):
                 self.file.write_text(json.dumps(self, indent=1))
 
 
-def run_all(folder: Path, tokens: int, tiny: bool, results: Results) -> None:
+def run_all(folder: Path, tokens: int, sizes: str, results: Results) -> None:
     """Every model by moe-core, and each of their architectures in bfloat16."""
     seen = set()
     for model, (family, *_) in MODELS.items():
         start = time.perf_counter()
-        make(model, folder / model, tiny)
+        make(model, folder / model, sizes)
         print(f"{model}: made in {time.perf_counter() - start:.1f} s", flush=True)
         try:
             for by in ("moe-core",) if family in seen else ("moe-core", "bf16"):
@@ -389,20 +422,25 @@ def main() -> None:
     for action in (making, running, whole):
         action.add_argument("folder", type=Path)
     for action in (making, whole):
-        action.add_argument("--tiny", action="store_true", help="of small sizes: tries everything out on a CPU")
+        action.add_argument(
+            "--sizes",
+            choices=SIZES,
+            default="real",
+            help="tiny: tries everything out on a CPU; small: as many layers and experts as the model has",
+        )
     for action in (running, whole):
         action.add_argument("--tokens", type=int, default=32, help="tokens that are decoded")
         action.add_argument("--json", type=Path)
     running.add_argument("--by", choices=("moe-core", "transformers", "bf16"), default="moe-core")
     given = parser.parse_args()
     if given.action == "make":
-        make(given.model, given.folder, given.tiny)
+        make(given.model, given.folder, given.sizes)
         return
     results = Results(given.json)
     if given.action == "run":
         results.measure(given.folder, given.by, given.tokens)
     else:
-        run_all(given.folder, given.tokens, given.tiny, results)
+        run_all(given.folder, given.tokens, given.sizes, results)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ Span = tuple[str, int, memoryview]
 
 
 _OFFSET = operator.itemgetter(1)
+_INTEGERS = {int}
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -246,7 +247,9 @@ def _check_extents(
 
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:
     """Whether it is a list of sizes: more than 2**63 - 1 is none, nor is a bool, which is an int in Python."""
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    if not isinstance(values, list) or not {*map(type, values)} <= _INTEGERS:
+        return False
+    return not values or (min(values) >= 0 and max(values) < 1 << 63)
 
 
 def _short(value: object) -> str:
