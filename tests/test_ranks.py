@@ -49,6 +49,8 @@ def cases() -> list[Case]:
             for way in WAYS
         ]
         found += [Case(kind, way, (2, 3, 0, 1), changes=(("batch_invariant", True),)) for way in WAYS]
+        # which falls back to an all-gather here
+        found.append(Case(kind, "low_latency", (2, 3, 0, 1), changes=(("max_num_tokens", 4),)))
     return found
 
 

@@ -79,6 +79,12 @@ class FusedMoEKernel:
                     f"{type(prepare_finalize).__name__} brings the {prepare_finalize.activation_format.value} format, "
                     f"{type(experts).__name__} takes {experts.activation_format.value}"
                 )
+            key = experts.activation_key
+            if prepare_finalize.empty_rows and key is not None and key.group_shape.is_per_tensor and not key.is_static:
+                raise ConfigError(
+                    f"{type(prepare_finalize).__name__} brings rows that no token is in, and a scale that all rows "
+                    f"share would span them: activations are {key}"
+                )
         elif prepare_finalize is not None and (not prepare_finalize.monolithic or prepare_finalize.maps_experts):
             raise ConfigError(
                 f"{type(experts).__name__} is monolithic and takes no prepare_finalize but one that only adds up what "

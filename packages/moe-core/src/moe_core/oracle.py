@@ -381,7 +381,12 @@ def _behind_its_way(experts: type[FusedMoEExperts], request: Request) -> list[st
     name = config.parallel.all2all_backend
     if not config.parallel.use_all2all_kernels or name not in WAYS:
         return []
-    found = load_way(name).unsupported_reasons(config, experts, request.device, request.environment)
+    way = load_way(name)
+    found = way.unsupported_reasons(config, experts, request.device, request.environment)
+    if found and way.fallback:
+        # which the ranks will take together, and say so
+        name = way.fallback
+        found = load_way(name).unsupported_reasons(config, experts, request.device, request.environment)
     return [f"behind {name}: {reason}" for reason in found]
 
 

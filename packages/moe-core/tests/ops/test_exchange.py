@@ -63,12 +63,12 @@ def partial_results(buffer, arrived, columns):
 )
 def test_there_and_back(key, dtype, columns, placed, copies, device):
     ranks = 4
-    shape = ExchangeShape(ranks, 5, columns, TOP_K, dtype)
+    shape = ExchangeShape(ranks, 3, columns, TOP_K, dtype)
     buffers = buffers_of(shape, device)
     tables = ReplicaTables.of(placement_of(placed, EXPERTS, ranks // copies), device)
     code = TokenCode(columns, dtype, key)
     # one rank has none, one all it may have; then others
-    for number, counts in enumerate([(5, 0, 3, 1), (0, 0, 0, 0), (1, 4, 0, 5)]):
+    for number, counts in enumerate([(3, 0, 2, 1), (0, 0, 0, 0), (1, 3, 0, 2)]):
         given = calls(counts, columns, dtype, torch.int32 if number else torch.int64, device)
         places = [
             push_tokens(
@@ -92,12 +92,12 @@ def test_there_and_back(key, dtype, columns, placed, copies, device):
                 owners, local = tables.choose(ids, offset=source)
                 mine = torch.where(owners == buffer.rank // copies, local, -1)
                 hidden, scale = (x, None) if key is None else quantize_activation(x, key, backend="triton")
-                rows = slice(source * 5, source * 5 + len(x))
+                rows = slice(source * 3, source * 3 + len(x))
                 assert torch.equal(arrived.experts[rows], mine)
-                assert (arrived.experts[source * 5 + len(x) : source * 5 + 5] == -1).all()
+                assert (arrived.experts[source * 3 + len(x) : source * 3 + 3] == -1).all()
                 for token in range(len(x)):
                     if (mine[token] >= 0).any():
-                        row = source * 5 + token
+                        row = source * 3 + token
                         assert torch.equal(bits(arrived.hidden[row]), bits(hidden[token]))
                         assert torch.equal(arrived.weights[row], weights[token])
                         assert arrived.adapters[row] == 100 * source + token
@@ -113,7 +113,7 @@ def test_there_and_back(key, dtype, columns, placed, copies, device):
             expected = torch.zeros(x.shape, device=device)
             for token, rank in itertools.product(range(len(x)), range(ranks)):
                 if (owners[token] == rank // copies).any():
-                    expected[token] += parts[rank][buffer.rank * 5 + token].float()
+                    expected[token] += parts[rank][buffer.rank * 3 + token].float()
             assert torch.equal(output, expected.to(dtype))
             assert not buffer.missing
             assert buffer.state.tolist() == [0, 0, number + 1, *[0] * (ranks + 1)]

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from moe_core import FusedMoEConfig, FusedMoEKernel, FusedMoELayer, MoEWeights, registry, shard_layer
+from moe_core import (
+    FusedMoEConfig,
+    FusedMoEKernel,
+    FusedMoELayer,
+    FusedMoEParallelConfig,
+    KernelWeights,
+    MoEWeights,
+    Oracle,
+    Selection,
+    registry,
+    shard_layer,
+)
 from moe_core.distributed import ParallelGroups
 from moe_core.expert_parallel import ExpertPlacement
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
@@ -85,8 +96,18 @@ def rank_kernel(
     case: Case, weights: MoEWeights, groups: ParallelGroups, movement: type[FusedMoEPrepareAndFinalizeModular] | None
 ) -> FusedMoEKernel:
     """This rank's part of the layer."""
+    oracle, selection, converted, placement = rank_parts(case, weights, groups.parallel)
+    if movement is not None:
+        moved = movement(selection.config, groups, placement=placement)
+        return oracle.make_kernel(selection, converted, prepare_finalize=moved)
+    return oracle.make_kernel(selection, converted, groups=groups, placement=placement)
+
+
+def rank_parts(
+    case: Case, weights: MoEWeights, parallel: FusedMoEParallelConfig
+) -> tuple[Oracle, Selection, KernelWeights, ExpertPlacement]:
+    """What the kernel of a rank is made of, on the CPU."""
     placement = placement_of(case.placement, case.config.num_experts, case.ep)
-    parallel = groups.parallel
     shard = shard_layer(case.config, weights, parallel, experts=placement.ranks[parallel.ep_rank])
     oracle = registry().oracle(case.kind.scheme)
     selection = oracle.select(
@@ -96,12 +117,7 @@ def rank_kernel(
         moe_backend="torch",
         device="cpu",
     )
-    converted = oracle.convert(selection, shard.weights)
-    if movement is not None:
-        return oracle.make_kernel(
-            selection, converted, prepare_finalize=movement(shard.config, groups, placement=placement)
-        )
-    return oracle.make_kernel(selection, converted, groups=groups, placement=placement)
+    return oracle, selection, oracle.convert(selection, shard.weights), placement
 
 
 def difference(found: Tensor, expected: Tensor, case: Case) -> str | None:

@@ -32,9 +32,10 @@ from moe_core.ops.token_layout import TokenCode, TokenLayout
 if TYPE_CHECKING:
     from moe_core.expert_parallel import ReplicaTables
 
-#: most ranks: a thread of a block looks at each
-MAX_RANKS = 128
+#: of kernels that wait
 _WARPS = 4
+#: most ranks: a thread of a block looks at each
+MAX_RANKS = 32 * _WARPS
 #: columns of a program that moves results
 _BLOCK = 2048
 
@@ -80,6 +81,14 @@ class ExchangeShape:
         """Of a buffer; codes with their scales take no more than the values in 16 bits."""
         plain = self.layout(TokenCode(self.columns, self.dtype))
         return self.arrived + plain.nbytes + 256
+
+    def check(self, tokens: int, code: TokenCode) -> None:
+        """Raise TensorError for more tokens than the capacity, or codes that a buffer has no room for."""
+        if tokens > self.capacity:
+            raise TensorError(f"hidden_states has {tokens} tokens, the buffers are for {self.capacity} of each rank")
+        nbytes = self.layout(code).nbytes
+        if self.arrived + nbytes > self.nbytes:
+            raise TensorError(f"tokens as {code} take {nbytes} bytes, more than in {self.dtype}: take larger groups")
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,13 +189,7 @@ def push_tokens(
 
     shape = buffer.shape
     tokens = x.shape[0]
-    if tokens > shape.capacity:
-        raise TensorError(f"hidden_states has {tokens} tokens, the buffers are for {shape.capacity} of each rank")
-    layout = shape.layout(code)
-    if shape.arrived + layout.nbytes > shape.nbytes:
-        raise TensorError(
-            f"tokens as {code} take {layout.nbytes} bytes, more than {shape.dtype} values: use larger groups"
-        )
+    shape.check(tokens, code)
     places = torch.empty((tokens, shape.ranks), dtype=torch.int32, device=x.device)
     launch_dispatch(
         x,
@@ -195,7 +198,7 @@ def push_tokens(
         adapter_ids,
         tables,
         code,
-        layout,
+        shape.layout(code),
         places,
         rows=shape.capacity,
         ranks=shape.ranks,

@@ -19,6 +19,7 @@ from moe_core.pending import Pending
 from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.prepare_finalize.collective import CollectivePrepareAndFinalize, local_experts
 from moe_core.prepare_finalize.token_rows import Tokens
+from moe_core.quant_key import QuantKey
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,10 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
         frozenset({TokenSharing.EP_RANK, TokenSharing.NONE}), quantizes=True, verified_on=("cpu",)
     )
 
-    def dispatch(self, tokens: Tokens, tokens_per_rank: Sequence[int] | None) -> Pending[tuple[Tokens, object]]:
+    def dispatch(
+        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
+    ) -> Pending[tuple[Tokens, object]]:
+        tokens = tokens.quantized(quantize_as)
         tables = self.destinations.tables(tokens.experts.device)
         ranks, local = self.destinations.choose(tokens.experts)
         leaving = replace(tokens, experts=torch.where(ranks < 0, -1, ranks * tables.stride + local))

@@ -18,6 +18,8 @@ from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.quant_key import QuantKey
 
 if TYPE_CHECKING:
+    import torch
+
     from moe_core.distributed.groups import ParallelGroups
     from moe_core.expert_parallel import ExpertPlacement
 
@@ -131,6 +133,10 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     lora: ClassVar[bool] = False
     launches_only: ClassVar[bool] = False
     token_counts: ClassVar[bool] = False
+    #: whether prepare hands on rows that no token is in, of experts -1 and of any content
+    empty_rows: ClassVar[bool] = False
+    #: the name of the way that a layer gets where :meth:`unavailable` says that the ranks can't have this one
+    fallback: ClassVar[str] = ""
     monolithic: ClassVar[bool] = False
     #: whether :meth:`sum_ranks_async` adds up in place: its ``partial`` is its ``output``
     sums_in_place: ClassVar[bool] = True
@@ -192,6 +198,15 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         The weights move by themselves.  Raises ConfigError where the placement doesn't fit, or there was none.
         """
         raise ConfigError(f"{type(self).__name__} sends no tokens to other ranks")
+
+    @classmethod
+    def unavailable(cls, groups: ParallelGroups, device: torch.device, own: list[str]) -> list[str]:
+        """Every reason why the ranks of ``groups``, together, can't have this way on their devices; empty if they can.
+
+        ``own``: what :meth:`unsupported_reasons` says on this rank.  Where :attr:`fallback` is set all ranks call it,
+        and get the same texts.
+        """
+        return own
 
     def max_tokens(self, num_tokens: int) -> int:
         """Most tokens that the experts can see when a rank brings ``num_tokens``: sizes the workspace."""

@@ -75,6 +75,12 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def maps_experts(self) -> bool:
         return True
 
+    @property
+    def copies(self) -> int:
+        """How many of the ranks that exchange tokens get each token that is sent to an expert-parallel rank."""
+        parallel = self.ranks.parallel
+        return parallel.tp_size if parallel.token_sharing is TokenSharing.NONE else 1
+
     def move_experts(self, placement: ExpertPlacement) -> None:
         self.destinations.move(placement)
         self.placement = placement
@@ -133,11 +139,8 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
                     f"this rank, {parallel.dp_rank}"
                 )
         own = quantize_as is not None and quantize_as.is_token_wise
-        scale = None
-        if quantize_as is not None and own:
-            hidden_states, scale = quantize_activation(hidden_states, quantize_as)
-        leaving = Tokens(hidden_states, scale, topk_weights, topk_ids, adapter_ids)
-        arriving = self.dispatch(leaving, tokens_per_rank)
+        leaving = Tokens(hidden_states, None, topk_weights, topk_ids, adapter_ids)
+        arriving = self.dispatch(leaving, tokens_per_rank, quantize_as if own else None)
 
         def arrived() -> Prepared:
             tokens, way_back = arriving.wait()
@@ -203,11 +206,14 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return all_reduced(output, self.ranks, self.ranks.tp)
 
     @abstractmethod
-    def dispatch(self, tokens: Tokens, tokens_per_rank: Sequence[int] | None) -> Pending[tuple[Tokens, object]]:
+    def dispatch(
+        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
+    ) -> Pending[tuple[Tokens, object]]:
         """Begin to send this rank's tokens, with global expert ids, to the ranks of their experts.
 
-        The result: the tokens that came, with the local index of each expert, -1 where another rank computes it; and
-        what :meth:`combine` is given of their way.
+        They are quantised as ``quantize_as``, where that is given, before they leave.  The result: the tokens that
+        came, with the local index of each expert, -1 where another rank computes it; and what :meth:`combine` is
+        given of their way.
         """
 
     @abstractmethod

@@ -6,11 +6,13 @@ they are codes, router weights and expert numbers of the k slots, and the number
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from moe_core.quant_key import QuantKey
 
 #: what vector loads of hidden states ask for
 _ALIGNMENT = 16
@@ -30,6 +32,15 @@ class Tokens:
     weights: Tensor
     experts: Tensor
     adapter_ids: Tensor | None = None
+
+    def quantized(self, key: QuantKey | None) -> Tokens:
+        """With codes and scales for the hidden states; None: as they are."""
+        from moe_core.ops.quantize import quantize_activation
+
+        if key is None:
+            return self
+        codes, scale = quantize_activation(self.hidden_states, key)
+        return replace(self, hidden_states=codes, scale=scale)
 
     def parts(self) -> list[Tensor]:
         """The tensors, [M, n] each, in the order of a row."""

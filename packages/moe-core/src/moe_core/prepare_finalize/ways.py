@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING
+
+import torch
 
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig, TokenSharing
 from moe_core.device import DeviceInfo
-from moe_core.errors import ConfigError, did_you_mean
+from moe_core.errors import ConfigError, FallbackWarning, did_you_mean
 from moe_core.experts import FusedMoEExperts
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
 from moe_core.prepare_finalize.batched import BatchedPrepareAndFinalize
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 WAYS = {
     "allgather_reducescatter": "moe_core.prepare_finalize.all_gather:AllGatherPrepareAndFinalize",
     "alltoall": "moe_core.prepare_finalize.all_to_all:AllToAllPrepareAndFinalize",
+    "low_latency": "moe_core.prepare_finalize.low_latency:LowLatencyPrepareAndFinalize",
 }
 
 #: for ranks that have the same tokens
@@ -65,7 +69,8 @@ def default_prepare_finalize(
 
     Without ``groups`` nothing travels: every rank has all tokens, and the outputs of ranks are parts of a sum, which
     the caller adds up.  With them the class is that of :func:`way_of`, for ``device`` (default: the current one) and
-    ``experts`` (None: for any).
+    ``experts`` (None: for any); where that can't be had (its ``unavailable``), and it names a ``fallback``, this one,
+    with a FallbackWarning that has the reasons.
     Raises ConfigError with every reason why the class cannot serve the layer, and where tokens would have to cross
     ranks and there are no groups.
     """
@@ -85,10 +90,27 @@ def default_prepare_finalize(
     ):
         raise ConfigError(f"the groups are those of {found}, the layer's config has {parallel}")
     way = way_of(config)
-    reasons = way.unsupported_reasons(config, experts, device or DeviceInfo.current())
+    device = device or DeviceInfo.current()
+    reasons = way.unsupported_reasons(config, experts, device)
+    if way.fallback:
+        # the ranks decide together: all of them take the same way
+        reasons = way.unavailable(groups, _torch_device(device), reasons)
+        if reasons:
+            warnings.warn(
+                f"all2all_backend {way.name!r} can't be had, {way.fallback!r} takes its place: {'; '.join(reasons)}",
+                FallbackWarning,
+                stacklevel=2,
+            )
+            way = load_way(way.fallback)
+            reasons = way.unsupported_reasons(config, experts, device)
     if reasons:
         raise ConfigError(f"{way.name} does not fit the layer: it {'; it '.join(reasons)}")
     return way(config, groups, placement=placement)
+
+
+def _torch_device(device: DeviceInfo) -> torch.device:
+    """Where this rank's tokens are, if they are on such a device."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device(device.kind)
 
 
 def _within_a_rank(config: FusedMoEConfig) -> type[FusedMoEPrepareAndFinalizeModular]:

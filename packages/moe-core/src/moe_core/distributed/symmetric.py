@@ -1,0 +1,211 @@
+"""Memory that the GPUs of one host map into each other (torch's symmetric memory), with the buffers of an exchange.
+
+NVLink multicast is not used: torch would set it up wherever it can, so it is told not to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_core.distributed.agreement import exchange
+from moe_core.errors import CommunicationError, ConfigError
+from moe_core.ops.exchange import ExchangeBuffer, ExchangeShape
+
+if TYPE_CHECKING:
+    from moe_core.distributed.communication import Communicator
+    from moe_core.distributed.groups import ParallelGroups
+
+#: calls that may be under way at the same time, each with a buffer of its own
+BUFFERS = 2
+
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+def reasons_against(groups: ParallelGroups, device: torch.device, own: list[str]) -> list[str]:
+    """Why ranks that exchange tokens, this one on ``device``, can't share memory; empty if they can.
+
+    ``own``: reasons that this rank knows already.  All ranks of the layer call it and get the same texts.
+    Raises CommunicationError where one does not.
+    """
+    group = groups.tokens
+    if group is None:
+        return own
+    mine = (socket.gethostname(), _identity(device), own or _own_reasons(device))
+    found = _told(groups.among(), mine)
+    texts = list(dict.fromkeys(text for _, _, mine in found for text in mine))
+    reasons = []
+    for text in texts:
+        ranks = [rank for rank, (_, _, mine) in enumerate(found) if text in mine]
+        reasons.append(f"{'each rank' if len(ranks) == len(found) else f'rank {ranks[0]}'} {text}")
+    # whoever sees the others' GPUs can ask
+    everyone = groups.among().members
+    exchanged = [found[everyone.index(rank)] for rank in groups.among(group).members]
+    hosts = sorted({host for host, _, _ in exchanged})
+    blocked = []
+    if len(hosts) > 1:
+        blocked = [f"its ranks are on {len(hosts)} hosts ({', '.join(hosts)}), and GPUs share memory within one"]
+    elif len({name for _, name, _ in exchanged}) < len(exchanged) and not reasons:
+        blocked = ["several ranks are on one GPU"]
+    elif not reasons:
+        blocked = [
+            f"the GPU of rank {groups.parallel.rank} can't reach another rank's (no peer-to-peer access)"
+            for _, name, _ in exchanged
+            if not _reaches(device, name)
+        ]
+    return reasons + list(dict.fromkeys(text for texts in _told(groups.among(), blocked) for text in texts))
+
+
+def _told(ranks: Communicator, mine: Any) -> list[Any]:
+    """What each of the ranks says."""
+    texts = exchange(ranks, json.dumps(mine), "ranks tell whether their GPUs can share memory")
+    return [json.loads(text) for text in texts]
+
+
+def _own_reasons(device: torch.device) -> list[str]:
+    """What is to be found on this rank alone, without the subject."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return [f"has its tokens on {'a ROCm GPU' if device.type == 'cuda' else device}, not on an NVIDIA GPU"]
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return ["has a GPU older than sm_80"]
+    try:
+        import torch.distributed._symmetric_memory as symm_mem
+        from torch._C._distributed_c10d import _SymmetricMemory
+    except ImportError as error:
+        return [f"has a torch without symmetric memory ({error})"]
+    backend = symm_mem.get_backend(device)
+    if backend not in (None, "CUDA"):
+        return [f"has torch's symmetric memory on {backend}, expected TORCH_SYMMMEM=CUDA"]
+    with _without_multicast():
+        if _SymmetricMemory.has_multicast_support(torch._C._autograd.DeviceType.CUDA, device.index or 0):
+            return [f"has a torch that sets up NVLink multicast in spite of {_NO_MULTICAST}=1"]
+    return []
+
+
+def _identity(device: torch.device) -> str:
+    """The GPU, whatever its number is in a process."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
+
+
+def _reaches(device: torch.device, name: str) -> bool:
+    """False where this process sees the GPU called ``name``, and ``device`` has no access to it."""
+    for index in range(torch.cuda.device_count()):
+        other = torch.device("cuda", index)
+        if _identity(other) == name and index != device.index:
+            return torch.cuda.can_device_access_peer(device, other)
+    return True
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_MULTICAST]
+        else:
+            os.environ[_NO_MULTICAST] = before
+
+
+class ExchangeBuffers:
+    """The buffers of a rank, taken in turn by the calls of all layers that share them.
+
+    All ranks make the same calls in the same order, so they take the same ones.  What a CUDA graph was captured with
+    it goes on using.
+    """
+
+    def __init__(self, buffers: list[ExchangeBuffer], keep: object = None) -> None:
+        self.buffers = buffers
+        self._keep = keep
+        self._busy = [False] * len(buffers)
+        self._next = 0
+
+    def take(self) -> int:
+        """The number of the next call's buffer.  Raises ConfigError where the call that had it has not ended."""
+        number = self._next
+        if self._busy[number]:
+            raise ConfigError(
+                f"{len(self.buffers)} calls are under way already, or one has failed: end each call with result() "
+                "before more are started; after an error make the layer's groups anew on all ranks"
+            )
+        self._busy[number] = True
+        self._next = (number + 1) % len(self.buffers)
+        return number
+
+    def release(self, number: int) -> None:
+        """The call has ended."""
+        self._busy[number] = False
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that the device waited for in vain, as far as the host has been told."""
+        return sorted({rank for buffer in self.buffers for rank in buffer.missing})
+
+    @staticmethod
+    def connect(shape: ExchangeShape, ranks: Communicator, device: torch.device) -> ExchangeBuffers:
+        """Buffers on ``device``, reached by all of ``ranks``; those that are there already for such layers.
+
+        All ranks call it at the same time, outside CUDA graphs.  Raises CommunicationError where a rank does not, or
+        where torch can't map the memory.
+        """
+        key = (ranks.group.group_name, device, shape)
+        found = _SHARED.get(key)
+        if found is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise ConfigError(
+                    "memory is shared between GPUs by the first call: make one before capturing a CUDA graph"
+                )
+            found = _SHARED[key] = _connect(shape, ranks, device)
+        return found
+
+
+#: layers of one shape run one after another, so they share memory
+_SHARED: weakref.WeakValueDictionary[tuple[str, torch.device, ExchangeShape], ExchangeBuffers] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def _connect(shape: ExchangeShape, ranks: Communicator, device: torch.device) -> ExchangeBuffers:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    each = -(-shape.nbytes // 256) * 256
+    what = "GPUs map each other's memory"
+    with ranks.communicating(what), _without_multicast(), torch.cuda.device(device):
+        memory: Tensor = symm_mem.empty(BUFFERS * each, dtype=torch.uint8, device=device)
+        memory.zero_()
+        torch.cuda.synchronize(device)
+        handle = symm_mem.rendezvous(memory, ranks.group)
+        if handle is None:
+            raise RuntimeError("torch's symmetric memory gave no handle")
+        # where a rank's tensor starts in the memory that torch has mapped, which may be larger
+        starts = _told(ranks, memory.data_ptr() - handle.buffer_ptrs[handle.rank])
+        first = [base + start for base, start in zip(handle.buffer_ptrs, starts, strict=True)]
+    if not all(handle.buffer_ptrs):
+        raise CommunicationError("torch's symmetric memory gave no address of another rank's memory")
+    buffers = []
+    for number in range(BUFFERS):
+        alarm = torch.zeros((shape.ranks,), dtype=torch.int32, pin_memory=True)
+        addresses = [*(address + number * each for address in first), alarm.data_ptr()]
+        buffers.append(
+            ExchangeBuffer(
+                shape,
+                handle.rank,
+                memory[number * each : number * each + shape.nbytes],
+                torch.tensor(addresses, dtype=torch.int64, device=device),
+                ExchangeBuffer.state_of(shape.ranks, device),
+                alarm,
+            )
+        )
+    torch.cuda.synchronize(device)
+    _told(ranks, None)  # nobody writes before all are ready
+    return ExchangeBuffers(buffers, keep=handle)

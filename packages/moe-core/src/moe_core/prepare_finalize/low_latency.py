@@ -1,0 +1,167 @@
+"""Tokens of decode between the GPUs of one host: written straight into each other's memory, without the host.
+
+See :mod:`moe_core.ops.exchange` for the steps.  Shapes are fixed (``max_num_tokens`` rows for each rank), so ranks with
+other numbers of tokens, or none, replay the same CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_core.config import FusedMoEConfig, TokenSharing
+from moe_core.device import cuda
+from moe_core.errors import CommunicationError, ConfigError
+from moe_core.ops.exchange import (
+    MAX_RANKS,
+    ExchangeBuffer,
+    ExchangeShape,
+    arrived_tokens,
+    await_tokens,
+    combine_results,
+    push_results,
+    push_tokens,
+)
+from moe_core.ops.token_layout import TokenCode
+from moe_core.pending import Pending
+from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
+from moe_core.prepare_finalize.collective import CollectivePrepareAndFinalize
+from moe_core.prepare_finalize.token_rows import Tokens
+from moe_core.quant_key import QuantKey
+
+if TYPE_CHECKING:
+    from moe_core.distributed.groups import ParallelGroups
+    from moe_core.distributed.symmetric import ExchangeBuffers
+    from moe_core.expert_parallel import ExpertPlacement
+
+
+@dataclass(frozen=True, eq=False)
+class _WayBack:
+    """Which buffer the call has, the experts of its rows, and where this rank's results come back."""
+
+    number: int
+    buffer: ExchangeBuffer
+    experts: Tensor
+    places: Tensor
+
+
+class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
+    """Push tokens, push results, wait on the device.
+
+    Two calls may be under way at the same time.  A rank that does not take part within the time-out of the groups makes
+    the output NaN, and the next call (or :meth:`check`, for replays of CUDA graphs) raises CommunicationError.
+    ``buffers``: those that another object has; by default what layers of the same sizes share, made by
+    :meth:`connect`.
+    """
+
+    name = "low_latency"
+    claims = PrepareFinalizeClaims(
+        frozenset({TokenSharing.EP_RANK, TokenSharing.NONE}),
+        devices=(cuda(80),),
+        quantizes=True,
+        bounded=True,
+        max_ranks=MAX_RANKS,
+    )
+    fallback = "allgather_reducescatter"
+    empty_rows = True
+
+    def __init__(
+        self,
+        config: FusedMoEConfig,
+        groups: ParallelGroups | None = None,
+        *,
+        placement: ExpertPlacement | None = None,
+        buffers: ExchangeBuffers | None = None,
+    ) -> None:
+        super().__init__(config, groups, placement=placement)
+        if config.max_num_tokens is None:
+            raise ConfigError(f"{self.name} needs the config's max_num_tokens, the most tokens that a rank brings")
+        self.shape = ExchangeShape(
+            self.ranks.parallel.dp_size, config.max_num_tokens, config.hidden_size, config.top_k, config.dtype
+        )
+        self._buffers = buffers
+
+    @classmethod
+    def unavailable(cls, groups: ParallelGroups, device: torch.device, own: list[str]) -> list[str]:
+        from moe_core.distributed.symmetric import reasons_against
+
+        return reasons_against(groups, device, own)
+
+    def connect(self, device: torch.device) -> None:
+        """Share memory with the other ranks; the first call does it too.  All ranks call it at the same time."""
+        if self._buffers is None:
+            from moe_core.distributed.symmetric import ExchangeBuffers
+
+            self._buffers = ExchangeBuffers.connect(self.shape, self.exchange, device)
+            self.destinations.tables(device)
+
+    def check(self) -> None:
+        """Raise CommunicationError where a rank was waited for in vain, in a call or in a replay of a CUDA graph.
+
+        It does not wait for the device.
+        """
+        missing = [] if self._buffers is None else self._buffers.missing
+        if missing:
+            names = [self.exchange.members[rank] for rank in missing]
+            raise CommunicationError(
+                f"tokens were exchanged (low latency), and ranks {names} did not come within "
+                f"{self.ranks.timeout.total_seconds():g} s: they have died, hang, or make other calls (see their "
+                "output); outputs since then are NaN; make the groups and layers anew on all ranks"
+            )
+
+    def max_tokens(self, num_tokens: int) -> int:
+        return self.shape.rows
+
+    def dispatch(
+        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
+    ) -> Pending[tuple[Tokens, object]]:
+        code = TokenCode(self.shape.columns, self.shape.dtype, quantize_as)
+        self.shape.check(len(tokens.hidden_states), code)
+        number, buffer = self._take(tokens.hidden_states.device)
+        places = push_tokens(
+            buffer,
+            tokens.hidden_states,
+            tokens.experts,
+            tokens.weights,
+            self.destinations.tables(tokens.experts.device),
+            code,
+            copies=self.copies,
+            offset=self.destinations.offset,
+            adapter_ids=tokens.adapter_ids,
+        )
+
+        def finish() -> tuple[Tokens, object]:
+            await_tokens(buffer, timeout=self.ranks.timeout.total_seconds())
+            came = arrived_tokens(buffer, code)
+            adapters = None if tokens.adapter_ids is None else came.adapters
+            way_back = _WayBack(number, buffer, came.experts, places)
+            return Tokens(came.hidden, came.scale, came.weights, came.experts, adapters), way_back
+
+        return Pending(finish)
+
+    def combine(self, output: Tensor, partial: Tensor, way_back: object) -> Pending[None]:
+        if not isinstance(way_back, _WayBack):
+            raise TypeError(f"combine got {way_back!r}, expected what dispatch returned")
+        push_results(way_back.buffer, partial, way_back.experts)
+
+        def finish() -> None:
+            combine_results(way_back.buffer, way_back.places, output, timeout=self.ranks.timeout.total_seconds())
+            if self._buffers is not None and not output.is_meta:
+                self._buffers.release(way_back.number)
+
+        return Pending(finish)
+
+    def _take(self, device: torch.device) -> tuple[int, ExchangeBuffer]:
+        """The buffer of a call that begins."""
+        if device.type == "meta":
+            return 0, ExchangeBuffer.meta(self.shape)
+        self.connect(device)
+        self.check()
+        if self._buffers is None:
+            raise ConfigError("no memory is shared with the other ranks")
+        number = self._buffers.take()
+        return number, self._buffers.buffers[number]

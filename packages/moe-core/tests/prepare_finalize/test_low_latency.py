@@ -1,0 +1,247 @@
+"""Layers whose ranks write into each other's memory, all of them in this process, against the layer on one rank."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+from moe_core import ConfigError, FusedMoEConfig, FusedMoEKernel, FusedMoEParallelConfig
+from moe_core.device import DeviceInfo
+from moe_core.distributed import symmetric
+from moe_core.distributed.symmetric import ExchangeBuffers
+from moe_core.errors import CommunicationError, FallbackWarning, TensorError
+from moe_core.ops.exchange import ExchangeShape
+from moe_core.prepare_finalize.all_to_all import AllToAllPrepareAndFinalize
+from moe_core.prepare_finalize.low_latency import LowLatencyPrepareAndFinalize
+from moe_core.prepare_finalize.token_rows import Tokens
+from moe_core.prepare_finalize.ways import default_prepare_finalize
+from moe_core_exchange import buffers_of, routing
+from moe_core_layers import all_kinds
+from moe_core_rank_layers import Case, difference, inputs, placement_of, rank_parts, whole_output
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="all ranks are on the CPU, with kernels in Triton's interpreter; tests/test_gpu_ranks.py",
+)
+
+KINDS = {str(kind): kind for kind in all_kinds()}
+#: 16 bits, and tokens as codes with scales per group (float32, e8m0) and per token
+NAMES = (
+    "wna16-kInt4Static32Asym-16-bit",
+    "fp8-kFp8Static128BlockSym-kFp8Dynamic128Sym",
+    "int8-kInt8StaticChannelSym-kInt8DynamicTokenSym",
+    "mxfp4-kMxfp4Static-kMxfp8Dynamic",
+)
+
+
+def ranks_of(case: Case, room: int, buffers: int = 2, timeout: float = 1.0):
+    """The kernel of each rank; ranks that exchange tokens have buffers that reach each other."""
+    config = case.config
+    world = [
+        FusedMoEParallelConfig.of_rank(
+            rank, tp_size=case.tp, ep_size=case.ep, dp_size=case.dp, all2all_backend="low_latency"
+        )
+        for rank in range(case.tp * case.ep)
+    ]
+    shape = ExchangeShape(case.dp, room, config.hidden_size, config.top_k, config.dtype)
+    shared = len(world) // case.dp  # sets of ranks that exchange tokens
+    sets = [[buffers_of(shape, "cpu") for _ in range(buffers)] for _ in range(shared)]
+    kernels = []
+    for parallel in world:
+        groups = SimpleNamespace(
+            parallel=parallel,
+            tokens="exchanged",
+            timeout=timedelta(seconds=timeout),
+            among=lambda _group: SimpleNamespace(members=[10 + rank for rank in range(case.dp)]),
+        )
+        own = ExchangeBuffers([numbered[parallel.dp_rank] for numbered in sets[parallel.tp_rank % shared]])
+        # not by the oracle, by which ranks would compare what they were given
+        oracle, selection, weights, placement = rank_parts(case, case.kind.weights(config), parallel)
+        movement = LowLatencyPrepareAndFinalize(selection.config, groups, placement=placement, buffers=own)
+        kernels.append(FusedMoEKernel(oracle.make_experts(selection), weights, movement))
+    return world, kernels
+
+
+def start(kernel, given):
+    x, weights, ids = given
+    return kernel.start(x, topk_weights=weights, topk_ids=ids)
+
+
+def outputs(case, world, calls):
+    """Results of calls that all ranks have started, added up over tensor-parallel ranks with the same tokens."""
+    for call in calls:
+        call.run_experts()
+    found = []
+    for call in calls:
+        call.finish_tokens()
+        found.append(call._output)
+    if case.dp == len(world):
+        return found
+    return [sum(found[rank - rank % case.tp : rank - rank % case.tp + case.tp]) for rank in range(len(world))]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "tp", "placement"),
+    [
+        (NAMES[0], (3, 0, 2, 1), 1, "replicated"),
+        (NAMES[1], (2, 3, 0, 0), 1, "arbitrary"),
+        (NAMES[1], (3, 0, 1, 2), 2, "replicated"),
+        (NAMES[0], (1, 3), 2, "round_robin"),
+        (NAMES[2], (1, 2, 3, 0), 1, "contiguous"),
+        (NAMES[3], (3, 0, 0, 1), 1, "replicated"),
+    ],
+    ids=str,
+)
+def test_layers_give_what_they_give_on_one_rank(name, tokens, tp, placement):
+    columns = (("max_num_tokens", 3), ("intermediate_size", 512))
+    case = Case(KINDS[name], "low_latency", tokens, tp=tp, ep=4 // tp, placement=placement, changes=columns)
+    world, kernels = ranks_of(case, room=3)
+    weights = case.kind.weights(case.config)
+    batches = inputs(case)
+    expected = [whole_output(case, weights, batch) for batch in batches]
+    previous = None
+    for _ in range(3):  # the third call has the first one's buffer
+        calls = [start(kernel, batches[parallel.dp_rank]) for parallel, kernel in zip(world, kernels, strict=True)]
+        found = outputs(case, world, calls)
+        for parallel, output in zip(world, found, strict=True):
+            assert difference(output, expected[parallel.dp_rank], case) is None
+        assert previous is None or all(map(torch.equal, previous, found))
+        previous = found
+
+
+def test_two_calls_are_under_way_at_once():
+    case = Case(KINDS[NAMES[1]], "low_latency", (2, 1), ep=2, changes=(("max_num_tokens", 2),))
+    world, kernels = ranks_of(case, room=2)
+    weights = case.kind.weights(case.config)
+    first = inputs(case)
+    second = [(-x, w, ids.flip(0)) for x, w, ids in first]
+    started = [
+        [start(kernel, given) for kernel, given in zip(kernels, batch, strict=True)] for batch in (first, second)
+    ]
+    with pytest.raises(ConfigError, match="2 calls are under way already"):
+        start(kernels[0], first[0])
+    for batch, calls in zip((first, second), started, strict=True):
+        for given, output in zip(batch, outputs(case, world, calls), strict=True):
+            assert difference(output, whole_output(case, weights, given), case) is None
+
+
+def test_a_rank_that_does_not_come_is_named_by_the_next_call():
+    case = Case(KINDS[NAMES[0]], "low_latency", (2, 1), ep=2, changes=(("max_num_tokens", 2),))
+    _, kernels = ranks_of(case, room=2, timeout=0.01)
+    given = inputs(case)[0]
+    assert start(kernels[0], given).result().isnan().all()
+    with pytest.raises(CommunicationError, match=r"ranks \[11\] did not come within 0.01 s"):
+        start(kernels[0], given)
+    with pytest.raises(CommunicationError, match=r"outputs since then are NaN"):
+        kernels[0].prepare_finalize.check()
+
+
+def test_more_tokens_than_the_config_says_are_refused():
+    case = Case(KINDS[NAMES[0]], "low_latency", (3, 1), ep=2, changes=(("max_num_tokens", 2),))
+    _, kernels = ranks_of(case, room=2)
+    with pytest.raises(TensorError, match="hidden_states has 3 tokens, the buffers are for 2 of each rank"):
+        start(kernels[0], inputs(case)[0])
+    for _ in range(2):  # what was refused holds no buffer
+        start(kernels[0], inputs(case)[1])
+
+
+def test_what_it_can_not_do_is_said():
+    parallel = FusedMoEParallelConfig.of_rank(0, ep_size=2, dp_size=2, all2all_backend="low_latency")
+    config = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128, parallel=parallel)
+    reasons = LowLatencyPrepareAndFinalize.unsupported_reasons(config, None, DeviceInfo.parse("cpu"))
+    assert "needs sm80 or newer, device is cpu" in reasons
+    assert any(reason.startswith("needs the config's max_num_tokens") for reason in reasons)
+    groups = SimpleNamespace(parallel=parallel, tokens="exchanged", among=str)
+    with pytest.raises(ConfigError, match="low_latency needs the config's max_num_tokens"):
+        LowLatencyPrepareAndFinalize(config, groups)
+    shared = "fp8-kFp8StaticTensorSym-kFp8DynamicTensorSym"
+    case = Case(KINDS[shared], "low_latency", (2, 1), ep=2, changes=(("max_num_tokens", 2),))
+    with pytest.raises(ConfigError, match="brings rows that no token is in, and a scale that all rows share"):
+        ranks_of(case, room=2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_pack_for_an_all_to_all_what_torch_packs(name, monkeypatch):
+    kind, copies = KINDS[name], 2
+    parallel = FusedMoEParallelConfig.of_rank(3, tp_size=copies, ep_size=3, dp_size=6, all2all_backend="alltoall")
+    placement = placement_of("replicated", 8, 3)
+    config = kind.config(
+        num_experts=8, top_k=3, parallel=parallel, num_local_experts=len(placement.ranks[parallel.ep_rank])
+    )
+    groups = SimpleNamespace(parallel=parallel, tokens="exchanged", among=str)
+    movement = AllToAllPrepareAndFinalize(config, groups, placement=placement)
+    monkeypatch.setattr(movement, "_numbers", lambda counts: (counts.tolist(), [4] * 6))
+    generator = torch.Generator().manual_seed(7)
+    for tokens, adapters in itertools.product((0, 17), (False, True)):
+        x = torch.randn(tokens, config.hidden_size, generator=generator).bfloat16()
+        weights, ids = routing(tokens, 3, 8, generator, torch.int64)
+        numbers = torch.arange(tokens, dtype=torch.int32) if adapters else None
+        given = Tokens(x, None, weights, ids, numbers)
+        by_kernels, by_torch = (pack(given, kind.activation_key) for pack in (movement._pack, movement._pack_torch))
+        assert by_kernels.left == by_torch.left
+        assert torch.equal(by_kernels.places, by_torch.places)
+        for one, other in zip(
+            by_kernels.like.unpack(by_kernels.packed).parts(),
+            by_torch.like.unpack(by_torch.packed).parts(),
+            strict=True,
+        ):
+            assert one.dtype == other.dtype
+            assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def found_by(monkeypatch, mine, others):
+    """`reasons_against` on rank 0, told what ``others`` are: (host, GPU, reasons)."""
+    parallel = FusedMoEParallelConfig.of_rank(0, ep_size=2, dp_size=2, all2all_backend="low_latency")
+    ranks = SimpleNamespace(members=[0, 1])
+    groups = SimpleNamespace(parallel=parallel, tokens="exchanged", among=lambda _group=None: ranks)
+    answers = [[json.dumps(said) for said in others], [json.dumps([])]]
+
+    def exchange(_, text, what):
+        return [text, *answers.pop(0)]
+
+    monkeypatch.setattr(symmetric, "exchange", exchange)
+    return groups, symmetric.reasons_against(groups, torch.device("cpu"), mine)
+
+
+def test_ranks_decide_together_whether_they_share_memory(monkeypatch):
+    host = symmetric.socket.gethostname()
+    monkeypatch.setattr(symmetric, "_own_reasons", lambda device: [])
+    assert found_by(monkeypatch, [], [(host, "another", [])])[1] == []
+    hosts = found_by(monkeypatch, [], [("elsewhere", "another", [])])[1]
+    assert len(hosts) == 1
+    assert hosts[0].startswith("its ranks are on 2 hosts")
+    assert found_by(monkeypatch, [], [(host, "cpu", [])])[1] == ["several ranks are on one GPU"]
+    assert found_by(monkeypatch, [], [(host, "another", ["has a GPU older than sm_80"])])[1] == [
+        "rank 1 has a GPU older than sm_80"
+    ]
+    monkeypatch.setattr(symmetric, "_reaches", lambda device, name: name != "another")
+    assert found_by(monkeypatch, [], [(host, "another", [])])[1] == [
+        "the GPU of rank 0 can't reach another rank's (no peer-to-peer access)"
+    ]
+
+
+def test_another_way_takes_its_place(monkeypatch):
+    reason = "needs sm80 or newer, device is cpu"
+    groups, reasons = found_by(monkeypatch, [reason], [("elsewhere", "cpu", [reason])])
+    assert reasons[0] == f"each rank {reason}"
+    monkeypatch.setattr(symmetric, "reasons_against", lambda *_: reasons)
+    config = FusedMoEConfig(
+        num_experts=8, top_k=2, hidden_size=256, intermediate_size=128, parallel=groups.parallel, max_num_tokens=4
+    )
+    with pytest.warns(FallbackWarning, match="'low_latency' can't be had, 'allgather_reducescatter' takes its place"):
+        made = default_prepare_finalize(config, groups, device=DeviceInfo.parse("cpu"))
+    assert made.name == "allgather_reducescatter"
+
+
+def test_multicast_is_off_while_memory_is_mapped(monkeypatch):
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    for before in (None, "0"):
+        monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
+        with symmetric._without_multicast():
+            assert os.environ[name] == "1"
+        assert os.environ.get(name) == before
