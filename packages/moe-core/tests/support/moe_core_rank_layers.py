@@ -139,12 +139,15 @@ def difference(found: Tensor, expected: Tensor, case: Case) -> str | None:
 def run_cases(rank: int, cases: list[Case]) -> list[str]:
     """What is wrong with this rank's outputs, with the case."""
     made: dict[tuple[int, int], ParallelGroups] = {}
+    layers: dict[tuple[Kind, FusedMoEConfig], MoEWeights] = {}
     wrong = []
     for case in cases:
         if (case.tp, case.ep) not in made:
             made[case.tp, case.ep] = ParallelGroups.create(tp_size=case.tp, ep_size=case.ep, timeout=30)
         groups = made[case.tp, case.ep].with_tokens(case.dp, case.way)
-        weights = case.kind.weights(case.config)
+        if (case.kind, case.config) not in layers:
+            layers[case.kind, case.config] = case.kind.weights(case.config)
+        weights = layers[case.kind, case.config]
         movement = load_way(case.way) if case.way in SUMS else None
         kernel = rank_kernel(case, weights, groups, movement)
         x, topk_weights, topk_ids = inputs(case)[groups.parallel.dp_rank]

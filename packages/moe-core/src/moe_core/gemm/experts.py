@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from moe_core.gemm.launch import GemmWeight
 
 
+#: columns of a step of the k loop at most
+WHOLE_COLUMNS = 128
+
+
 class GroupedExperts(FusedMoEExpertsModular):
     """Standard and batched format; weights with ``w1_scale`` and ``w2_scale``."""
 
@@ -58,6 +62,11 @@ class GroupedExperts(FusedMoEExpertsModular):
     @property
     def batched(self) -> bool:
         return self.activation_format is FusedMoEActivationFormat.BATCHED
+
+    @property
+    def takes_quantized(self) -> bool:
+        # kernels read whole blocks of columns, whose rest they would have filled with zeros
+        return super().takes_quantized and not self.batched and self.config.hidden_size % WHOLE_COLUMNS == 0
 
     @property
     def supports_split_k(self) -> bool:
@@ -187,11 +196,20 @@ class GroupedExperts(FusedMoEExpertsModular):
             routing = Batch(expert_tokens.expert_num_tokens, hidden_states.shape[1])
         layer, tokens, on_gpu = self.fused_layer(weights), hidden_states.shape[-2], hidden_states.device.type != "cpu"
         gemv, vectors = layer.gemv, self.gemv_plan(tokens, on_gpu)
-        if isinstance(routing, Routing) and gemv is not None and vectors is not None and gemv.reads(hidden_states):
+        reads = hidden_states_scale is None and gemv is not None and gemv.reads(hidden_states)
+        if isinstance(routing, Routing) and gemv is not None and vectors is not None and reads:
             gemv(hidden_states, output, routing=routing, plan=vectors, workspace=workspace)
             return
         plan = self.plan(tokens, on_gpu)
-        layer(hidden_states, output, routing=routing, plan=plan, workspace=workspace, lora=lora)
+        layer(
+            hidden_states,
+            output,
+            routing=routing,
+            plan=plan,
+            workspace=workspace,
+            lora=lora,
+            x_scale=hidden_states_scale,
+        )
 
 
 class ScaledMMExperts(GroupedExperts):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from moe_core.gemm.launch import Routing
 from moe_core.gemm.scatter_quantize_kernel import scatter_quantize_kernel
 from moe_core.jit.launch import launch
@@ -9,11 +11,18 @@ from moe_core.ops.sort import QuantizeRows, SortedPairs
 
 
 def scatter_quantize(
-    rows: QuantizeRows, *, pairs: SortedPairs, routing: Routing, by_expert: bool = False, pdl: bool
+    rows: QuantizeRows,
+    *,
+    pairs: SortedPairs,
+    routing: Routing,
+    by_expert: bool = False,
+    x_scale: Tensor | None = None,
+    pdl: bool,
 ) -> None:
     """Quantise ``rows.x`` [M, K] into the sorted order: ``rows.values`` [P, K padded], ``rows.scales`` [P, groups].
 
     ``by_expert``: the result depends on the expert (static scales), so that each pair is quantised by itself.
+    ``x_scale`` [M, groups]: ``rows.x`` are codes already, which only change places, with their scales.
     ``pairs`` need their positions (`sort_pairs(positions=True)`).
     """
     # 16 groups of 128: programs enough for many rows, bytes enough for each
@@ -29,6 +38,8 @@ def scatter_quantize(
         routing.num_ids,
         routing.num_experts,
         *rows.kernel_arguments[7:],
+        x_scale,
+        0 if x_scale is None else x_scale.stride(0),
         quantize=rows.quantize,
         TOP_K=routing.top_k,
         HAS_MAP=routing.expert_map is not None,

@@ -29,6 +29,8 @@ def scatter_quantize_kernel(
     stride_x,
     stride_values,
     stride_scales,
+    x_scales,
+    stride_x_scales,
     quantize: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_MAP: tl.constexpr,
@@ -42,7 +44,7 @@ def scatter_quantize_kernel(
 
     positions [rows * TOP_K] is the place of each pair of a local expert; values [P, width] and scales have one row per
     pair.  BY_EXPERT: `quantize` depends on the expert, so that every pair is quantised by itself.  EVEN: `width` is
-    whole groups.
+    whole groups.  With x_scales [rows, groups] x are codes already, and only change places.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -54,7 +56,10 @@ def scatter_quantize_kernel(
     inside = row < rows
     offset = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tile = tl.load(x + row[:, None] * stride_x + offset, mask=inside[:, None] & (offset < columns), other=0.0)
-    if not BY_EXPERT:
+    if x_scales is not None:
+        quantized = tile
+        scale = tl.load(x_scales + row * stride_x_scales + group, mask=inside, other=0)
+    elif not BY_EXPERT:
         quantized, scale = quantize(tile.to(tl.float32), quant_args, 0, 1)
     for slot in tl.static_range(TOP_K):
         pair = row * TOP_K + slot

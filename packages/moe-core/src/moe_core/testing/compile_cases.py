@@ -26,6 +26,7 @@ from moe_core.gemm.experts import GroupedExperts
 from moe_core.jit.specimen import Specimen
 from moe_core.lora import LoRA, LoRAWeights
 from moe_core.memory import specimen as meta_weights
+from moe_core.ops.quantize import quantize_activation
 from moe_core.quant_key import KeyPattern, QuantKey
 from moe_core.registry import registry
 from moe_core.weights import KernelWeights
@@ -130,6 +131,7 @@ def experts_specimens(experts: type[GroupedExperts], target: DeviceInfo) -> Iter
         if weight_key is not None and weight_key.permuted and weight_key.group_size != -1:
             yield from _shards(experts, weight_key, activation_key, target)
     yield from _invariant(experts, target)
+    yield from _codes(experts, target)
 
 
 def _invariant(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specimen]:
@@ -147,6 +149,20 @@ def _invariant(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Sp
                 text = f"{experts.__name__} {str(keys[0]).partition(' ')[0]} {name} {tokens} invariant"
                 yield Specimen(text, partial(call_on_meta, made, tokens), experts.accepted_spills[0])
             return
+
+
+def _codes(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specimen]:
+    """Hidden states that come quantised, as other ranks send them: few rows, and as many as change places first."""
+    name, count, top_k, hidden, size = LAYERS[1]
+    config = FusedMoEConfig(count, top_k, hidden, size)
+    for number, keys in enumerate(key_pairs(experts)):
+        if experts.unsupported_reasons(config, *keys, target, Environment.current()):
+            continue
+        made = experts(config, weight_key=keys[0], activation_key=keys[1], device=target)
+        if made.takes_quantized:
+            tokens = (24, 5000)[number % 2]
+            text = f"{experts.__name__} {str(keys[0]).partition(' ')[0]} {name} {tokens} codes"
+            yield Specimen(text, partial(call_on_meta, made, tokens, codes=True), experts.accepted_spills[0])
 
 
 def _shards(
@@ -179,10 +195,13 @@ def _with(config: FusedMoEConfig, feature: Feature) -> FusedMoEConfig | None:
         return None
 
 
-def call_on_meta(experts: GroupedExperts, tokens: int, *, mapped: bool = False, more_groups: bool = False) -> None:
+def call_on_meta(
+    experts: GroupedExperts, tokens: int, *, mapped: bool = False, more_groups: bool = False, codes: bool = False
+) -> None:
     """One call on meta tensors: its launches are those of a GPU, and `moe_core.jit.launch.record` collects them.
 
-    ``more_groups``: rows have one more group of columns than their length says.
+    ``more_groups``: rows have one more group of columns than their length says.  ``codes``: hidden states come
+    quantised.
     """
     config = experts.config
     weights = meta_layer_weights(experts, more_groups=more_groups)
@@ -193,8 +212,11 @@ def call_on_meta(experts: GroupedExperts, tokens: int, *, mapped: bool = False, 
     lora = None
     if config.is_lora_enabled:
         lora = LoRA(LoRAWeights.zeros(config, "meta"), _meta(*shape, dtype=torch.int32))
+    output, scale = torch.empty_like(x), None
+    if codes and experts.activation_key is not None:
+        x, scale = quantize_activation(x, experts.activation_key)
     experts.apply(
-        torch.empty_like(x),
+        output,
         x,
         weights,
         topk_weights=_meta(tokens, config.top_k, dtype=torch.float32),
@@ -202,6 +224,7 @@ def call_on_meta(experts: GroupedExperts, tokens: int, *, mapped: bool = False, 
         workspace=workspace,
         expert_map=_meta(config.num_experts, dtype=torch.int32) if mapped else None,
         expert_tokens=ExpertTokensMetadata(_meta(config.local_experts, dtype=torch.int32)),
+        hidden_states_scale=scale,
         lora=lora,
     )
 

@@ -73,6 +73,7 @@ class TritonFp8BlockExperts(GroupedExperts):
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         lora=True,
         requires=(TRITON,),
+        takes_quantized=True,
         verified_on=("NVIDIA H200 (sm90)",),
     )
 

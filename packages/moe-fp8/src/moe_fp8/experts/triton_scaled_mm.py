@@ -54,6 +54,7 @@ class TritonFp8Experts(ScaledMMExperts):
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         lora=True,
         requires=(TRITON,),
+        takes_quantized=True,
         verified_on=("NVIDIA H200 (sm90)",),
     )
 

@@ -70,6 +70,7 @@ class TritonInt8Experts(Int8ScaledMMExperts):
         batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
+        takes_quantized=True,
         verified_on=("NVIDIA H200 (sm90)",),
     )
 

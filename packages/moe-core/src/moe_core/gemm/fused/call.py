@@ -21,7 +21,7 @@ Order = SortedPairs | BatchedRows
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a layer of two weights; ``x`` [rows, K]."""
+    """One call of a layer of two weights; ``x`` [rows, K], which are codes with ``x_scale`` [rows, groups] if given."""
 
     w13: GemmWeight
     w2: GemmWeight
@@ -30,6 +30,7 @@ class Call:
     plan: TilePlan
     workspace: Mapping[str, Tensor]
     adapters: Adapters | None
+    x_scale: Tensor | None = None
 
     @property
     def pairs(self) -> int:

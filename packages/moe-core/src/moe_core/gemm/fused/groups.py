@@ -92,6 +92,8 @@ class GroupScheme(ActivationScheme):
     def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
         work, routing = call.workspace, call.routing
         scatter = self._scatters(call)
+        if call.x_scale is not None and not scatter:
+            return call.order(), self.rows(call.x, call.x_scale, None, TOKEN.value)
         prefix = "sorted" if scatter and not self.static else "x"
         values, scales = work[f"{prefix}_values"], work.get(f"{prefix}_scales")
         if scatter and not self.static:
@@ -103,7 +105,9 @@ class GroupScheme(ActivationScheme):
             return call.order(job), self.rows(values, scales, self.x_scale, which)
         order = call.order(positions=True)
         if isinstance(order, SortedPairs) and isinstance(routing, Routing):
-            scatter_quantize(job, pairs=order, routing=routing, by_expert=self.static, pdl=call.plan.pdl)
+            scatter_quantize(
+                job, pairs=order, routing=routing, by_expert=self.static, x_scale=call.x_scale, pdl=call.plan.pdl
+            )
         return order, self.rows(values, scales, self.x_scale, POSITION.value)
 
     def _scatters(self, call: Call) -> bool:

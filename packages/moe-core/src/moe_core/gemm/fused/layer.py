@@ -83,6 +83,7 @@ class FusedLayer:
         plan: TilePlan,
         workspace: Mapping[str, Tensor],
         lora: LoRA | None = None,
+        x_scale: Tensor | None = None,
     ) -> None:
         """Write the layer's output to ``out`` [M, K]: sum over slots of weight * (w2 act(w13 x + b13) + b2).
 
@@ -92,6 +93,7 @@ class FusedLayer:
           results are not weighted, and there is no split-K
         - ``workspace``: the tensors of the scheme's ``workspaces``, by name, for at least M tokens
         - ``lora``: adapters, with the number of each token's (batched: row's)
+        - ``x_scale`` [M, groups]: ``x`` are codes already, as the scheme makes them; of whole blocks of columns
         """
         if isinstance(routing, Batch):
             x, out = x.flatten(0, 1), out.flatten(0, 1)
@@ -105,7 +107,7 @@ class FusedLayer:
             # launches of the adapters lie between those of the layer
             plan = TilePlan(self.w13.tile_config(plan.gemm1), self.w2.tile_config(plan.gemm2))
             adapters = Adapters(lora, routing, workspace, uniform=plan.gemm1.uniform)
-        call = Call(self.w13, self.w2, x, routing, plan, workspace, adapters)
+        call = Call(self.w13, self.w2, x, routing, plan, workspace, adapters, x_scale)
         order, a = self.scheme.quantize_x(call)
         a = self._gemm1(call, order, a)
         y, split_k = self._gemm2(call, order, a, out)

@@ -166,6 +166,8 @@ class ScaledMMScheme(ActivationScheme):
     def _x_by_token(self, call: Call, routing: Routing) -> tuple[Order, OperandA]:
         """Quantised beside the sort or behind it, or left as it is."""
         x, work, zero, which = call.x, call.workspace, self._zeroed(call), TOKEN.value
+        if call.x_scale is not None:
+            return call.order(zero=zero), self._rows(call, x, call.x_scale, which)
         values, found = work["x_values"], work["x_scales"]
         if self.granularity == "static":
             if self.x_scale is None:
@@ -199,7 +201,9 @@ class ScaledMMScheme(ActivationScheme):
         job = QuantizeRows(call.x, values, found, quantize, whole_row(values.shape[1]), arguments)
         if isinstance(order, SortedPairs):
             by_expert = self.granularity == "static"
-            scatter_quantize(job, pairs=order, routing=routing, by_expert=by_expert, pdl=call.plan.pdl)
+            scatter_quantize(
+                job, pairs=order, routing=routing, by_expert=by_expert, x_scale=call.x_scale, pdl=call.plan.pdl
+            )
         return order, self._rows(call, values, found, POSITION.value)
 
     def _order_with_amax(
