@@ -336,6 +336,10 @@ class FusedMoELayer(nn.Module):
 
     def _held(self) -> list[int] | None:
         """Global ids of the experts that are here, in their order; None for all."""
+        movement = self.kernel.prepare_finalize
+        if movement is not None and movement.maps_experts and movement.placement is not None:
+            # experts may have moved since the map was made
+            return list(movement.placement.ranks[self.config.parallel.ep_rank])
         if self.expert_map is None:
             return None
         places = {place: expert for expert, place in enumerate(self.expert_map.tolist()) if place >= 0}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from moe_core import ExpertPlacement
+from moe_core import ExpertPlacement, registry
 from moe_core.expert_parallel import placement_steps
 from moe_core.testing.ranks import run_ranks
 from moe_core_layers import some_kinds
-from moe_core_moves import run_failures, run_moves
+from moe_core_moves import run_failures, run_graphs, run_moves
 
 
 @st.composite
@@ -56,9 +60,10 @@ def test_experts_move_while_the_layer_is_in_use() -> None:
     assert not wrong, "\n".join(wrong[:5])
 
 
-def test_a_move_that_fails_loses_nothing() -> None:
+def test_a_move_that_fails_loses_nothing(tmp_path: Path) -> None:
     kind = some_kinds()[0]
-    for rank, found in enumerate(run_ranks(run_failures, kind, seconds=60)):
+    registry().scheme(kind.scheme).write_quickstart(tmp_path)
+    for rank, found in enumerate(run_ranks(run_failures, kind, str(tmp_path), seconds=60)):
         told = "CommunicationError: ep_rank 2 has no room for the experts that come; the placement stays as it was"
         nothing = "ConfigError: no experts are staged: call stage first, on all ranks"
         assert found.pop("bytes") > 0
@@ -67,6 +72,7 @@ def test_a_move_that_fails_loses_nothing() -> None:
         assert not found.pop("still")
         assert not found.pop("later")
         assert found.pop("map")
+        assert found.pop("reloaded") is None
         if rank < 3:
             assert "ranks agree about the experts that are moved" in found.pop("missing")
             assert found.pop("seconds") < 4
@@ -74,9 +80,19 @@ def test_a_move_that_fails_loses_nothing() -> None:
         for name, text in (
             ("experts", "ConfigError: the ranks hold (3, 2, 2, 2) experts, those of the other placement (2, 2, 2, 2)"),
             ("ranks", "ConfigError: the ranks hold (4, 4) experts, those of the other placement (2, 2, 2, 2)"),
+            ("sizes", "ConfigError: the ranks hold (3, 2, 2, 2) experts, those of the other placement (2, 2, 2, 2)"),
             ("old", "ConfigError: the placement is ExpertPlacement("),
             ("placements", "ConfigError: the layer's ranks differ in the placement of experts: ExpertPlacement("),
             ("shared", "ConfigError: the layer's ranks differ in x_scale of kernels: [3] torch.float32 "),
         ):
             assert found.pop(name).startswith(text), name
         assert not found
+
+
+@pytest.mark.gpu
+def test_captured_graphs_go_on_working_while_experts_move() -> None:
+    """On two GPUs: experts are staged on a stream of their own between replays, and committed between two of them."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("experts move between GPUs: needs two")
+    wrong = [message for rank in run_ranks(run_graphs, ranks=2, backend="nccl", seconds=300) for message in rank]
+    assert not wrong, "\n".join(wrong)

@@ -8,11 +8,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from moe_core import FusedMoEKernel, MoEError, MoEWeights
+from moe_core import FusedMoEKernel, FusedMoELayer, MoEError, MoEWeights, load_layer, shard_layer
 from moe_core.distributed import ParallelGroups
 from moe_core.distributed.expert_mover import ExpertMover
 from moe_core.expert_parallel import ExpertPlacement
-from moe_core_layers import Kind
+from moe_core_layers import Kind, some_kinds
 from moe_core_rank_layers import Case, difference, inputs, rank_kernel, whole_output
 
 Ranks = tuple[tuple[int, ...], ...]
@@ -62,10 +62,17 @@ class Moving:
         self.weights: MoEWeights = kind.weights(self.case.config)
         self.batch = inputs(self.case)[self.groups.parallel.dp_rank]
         self.expected = whole_output(self.case, self.weights, self.batch)
-        self.kernel = self.fresh(self.placements[0])
+        self.kernel = self.make(self.placements[0])
+        self._made: dict[ExpertPlacement, FusedMoEKernel] = {}
 
     def fresh(self, placement: ExpertPlacement) -> FusedMoEKernel:
         """A kernel that was made for the placement."""
+        if placement not in self._made:
+            self._made[placement] = self.make(placement)
+        return self._made[placement]
+
+    def make(self, placement: ExpertPlacement) -> FusedMoEKernel:
+        """A kernel for the placement, whose weights may be overwritten."""
         with mock.patch("moe_core_rank_layers.placement_of", return_value=placement):
             return rank_kernel(self.case, self.weights, self.groups, None)
 
@@ -84,7 +91,7 @@ def run_moves(rank: int, kinds: list[Kind]) -> list[str]:
             moving = Moving(kind, placements, groups)
             mover = ExpertMover(moving.kernel, moving.groups, moving.placements[0])
             places = [tensor.data_ptr() for _, tensor in moving.kernel.weights.tensors()]
-            for new, most in zip((*moving.placements[1:], moving.placements[0]), (1, None, 2), strict=True):
+            for new, most in zip(moving.placements[1:], (1, None), strict=True):
                 for step in mover.steps(new, max_staged=most):
                     before = mover.placement
                     mover.stage(step)
@@ -99,8 +106,32 @@ def run_moves(rank: int, kinds: list[Kind]) -> list[str]:
     return found
 
 
-def run_failures(rank: int, kind: Kind) -> dict[str, Any]:
-    """What moves that fail leave behind."""
+def reloaded(folder: str, groups: ParallelGroups) -> str | None:
+    """What is wrong with a layer of a checkpoint after its experts moved, and after it is reloaded."""
+    count = load_layer(folder, device="cpu").config.num_experts
+    placement = ExpertPlacement.contiguous(count, 4)
+    layer = load_layer(folder, device="cpu", dtype=torch.float32, groups=groups, placement=placement)
+    x = torch.randn(3, layer.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    expected = layer(x)
+    mover = ExpertMover(layer.kernel, groups, placement)
+    ranks = tuple(held[::-1] for held in ExpertPlacement.round_robin(count, 4).ranks)
+    for step in mover.steps(ExpertPlacement(count, ranks)):
+        mover.stage(step)
+        mover.commit()
+    moved = layer(x)
+    for _, tensor in layer.weights.tensors():
+        tensor.view(torch.uint8).zero_()
+    layer.reload(folder)
+    again = layer(x)
+    # sums of the same products over ranks in another order
+    bound = 2**-20 * float(expected.abs().max())
+    if float((moved - expected).abs().max()) > bound:
+        return "moved experts compute something else"
+    return None if torch.equal(again, moved) else "reloaded experts are not those that moved here"
+
+
+def run_failures(rank: int, kind: Kind, folder: str) -> dict[str, Any]:
+    """What moves that fail leave behind; and what a layer is that is reloaded after one."""
     groups = ParallelGroups.create(ep_size=4, timeout=30)
     moving = Moving(kind, WHOLE, groups)
     old, new = moving.placements[:2]
@@ -126,11 +157,13 @@ def run_failures(rank: int, kind: Kind) -> dict[str, Any]:
     mover.commit()
     found["later"] = moving.wrong() or unlike(moving.kernel, moving.fresh(new))
 
+    found["reloaded"] = reloaded(folder, groups.with_tokens(4))
+
     # what is refused before anything is sent
     found["experts"] = refusal(lambda: mover.stage(ExpertPlacement.contiguous(9, 4)))
     found["ranks"] = refusal(lambda: mover.stage(ExpertPlacement.contiguous(8, 2)))
     found["old"] = refusal(lambda: ExpertMover(moving.kernel, moving.groups, old))
-    bare = moving.fresh(new)
+    bare = moving.make(new)
     bare.prepare_finalize = None
     found["placements"] = refusal(lambda: ExpertMover(bare, moving.groups, new if rank else old))
     bare.weights = replace(bare.weights, extra={"x_scale": torch.tensor([1.0, 2.0, float(rank)])})
@@ -140,6 +173,8 @@ def run_failures(rank: int, kind: Kind) -> dict[str, Any]:
     # an expert map follows, and cannot stand for replicas
     expert_map = new.expert_map(rank)
     mapped = ExpertMover(bare, moving.groups, new, expert_map=expert_map)
+    twice = ExpertPlacement(8, ((7, 4, 0), (1, 0), (2, 6), (3, 5)))
+    found["sizes"] = refusal(lambda: mapped.stage(twice))
     mapped.stage(old.aligned(new))
     mapped.commit()
     found["map"] = torch.equal(expert_map, old.aligned(new).expert_map(rank))
@@ -154,4 +189,50 @@ def run_failures(rank: int, kind: Kind) -> dict[str, Any]:
         found["missing"] = refusal(lambda: late.stage(old))
         found["seconds"] = time.monotonic() - started
         found["missing still"] = unlike(moving.kernel, fresh)
+    return found
+
+
+def run_graphs(rank: int) -> list[str]:
+    """What is wrong with replays of a graph of this rank's experts, on a GPU, while experts come and go."""
+    device = torch.device("cuda", rank)
+    groups = ParallelGroups.create(ep_size=2, timeout=60)
+    old, new = ExpertPlacement.contiguous(8, 2), ExpertPlacement(8, ((5, 0, 7, 2), (4, 1, 6, 3)))
+    found = []
+    for kind in some_kinds():
+        config = kind.config(num_experts=8)
+        weights = kind.weights(config).to(device)
+        x = torch.randn(16, config.hidden_size, device=device, dtype=config.dtype)
+        topk_weights, topk_ids = torch.rand(16, 8, device=device).topk(config.top_k)
+
+        def layer(placement: ExpertPlacement, weights: MoEWeights = weights, kind: Kind = kind) -> FusedMoELayer:
+            part = shard_layer(
+                kind.config(num_experts=8), weights, groups.parallel, experts=placement.ranks[groups.parallel.ep_rank]
+            )
+            return FusedMoELayer.from_weights(
+                kind.scheme, part.config, part.weights, expert_map=part.expert_map, copy=True
+            )
+
+        def expected(placement: ExpertPlacement) -> torch.Tensor:
+            return layer(placement)(x, topk_weights=topk_weights, topk_ids=topk_ids)  # noqa: B023 - called in this turn
+
+        mine = layer(old)
+        mover = ExpertMover(mine.kernel, groups, old, expert_map=mine.expert_map)
+        for _ in range(2):
+            mine(x, topk_weights=topk_weights, topk_ids=topk_ids)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = mine(x, topk_weights=topk_weights, topk_ids=topk_ids)
+        side = torch.cuda.Stream()
+        for step in mover.steps(new, max_staged=2):
+            with torch.cuda.stream(side):
+                mover.stage(step)
+            graph.replay()
+            if not torch.equal(out, expected(mover.placement)):
+                found.append(f"{kind}: rank {rank}: staging changed a replay")
+            mover.commit()
+        graph.replay()
+        # local experts stand in another order, which changes nothing: each token's sum is over its slots
+        if not torch.equal(out, expected(new)):
+            found.append(f"{kind}: rank {rank}: a replay after the move differs from a layer that was made so")
     return found

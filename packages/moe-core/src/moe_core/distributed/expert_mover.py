@@ -211,10 +211,11 @@ class ExpertMover:
             raise ConfigError(
                 f"the new placement is of {new.num_experts} experts, the layer has {self._placement.num_experts}"
             )
-        if new.has_replicas and self._expert_map is not None:
+        mapped = self._movement is not None and self._movement.maps_experts
+        if new.has_replicas and self._expert_map is not None and not mapped:
             raise ConfigError(
-                "the layer has an expert map, which cannot say which of an expert's replicas takes a token: make its "
-                "kernel with placement="
+                "the layer has an expert map alone, which cannot say which of an expert's replicas takes a token: make "
+                "it with groups= and placement="
             )
 
     def _agree(self, weights: KernelWeights) -> None:
