@@ -1,0 +1,136 @@
+"""What ranks with a GPU each do in tests: layers over them against the layer on one GPU."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import torch
+from moe_core import FusedMoEConfig, FusedMoEKernel, FusedMoELayer, registry, shard_layer
+from moe_core.distributed import ParallelGroups
+from moe_core.errors import CommunicationError, FallbackWarning
+from moe_core_layers import Kind
+from moe_core_rank_layers import placement_of
+from torch import Tensor
+
+ROOM = 32
+SIZES: dict[str, Any] = {"num_experts": 16, "top_k": 4, "hidden_size": 1024, "intermediate_size": 512}
+
+
+def _kernel(kind: Kind, config: FusedMoEConfig, groups: ParallelGroups, placed: str) -> FusedMoEKernel:
+    """This rank's part on its GPU, by whatever backend is chosen there."""
+    placement = placement_of(placed, config.num_experts, groups.parallel.ep_size)
+    parallel = groups.parallel
+    shard = shard_layer(config, kind.weights(config), parallel, experts=placement.ranks[parallel.ep_rank])
+    oracle = registry().oracle(kind.scheme)
+    selection = oracle.select(
+        shard.config, weight_key=kind.weight_key, activation_key=kind.activation_key, device="cuda"
+    )
+    weights = oracle.convert(selection, shard.weights.to("cuda"))
+    return oracle.make_kernel(selection, weights, groups=groups, placement=placement)
+
+
+def _fill(x: Tensor, weights: Tensor, ids: Tensor, tokens: int, generator: torch.Generator) -> None:
+    """New inputs of ``tokens`` tokens in the memory of a graph; the rows after them select no expert."""
+    x.copy_(torch.randn(x.shape, generator=generator))
+    scores = torch.rand(len(ids), SIZES["num_experts"], generator=generator)
+    best = scores.topk(ids.shape[1])
+    weights.copy_(best.values)
+    ids.copy_(best.indices)
+    ids[tokens:] = -1
+
+
+def _differs(found: Tensor, expected: Tensor) -> str | None:
+    """By more than the rounding of parts to bfloat16, and codes of h that other sums round to their neighbours, can."""
+    error, size = (found.float() - expected.float()).norm(), expected.float().norm()
+    return None if error <= 2.0**-6 * size else f"differs by {float(error / size):g} of the norm"
+
+
+def layers(rank: int, kinds: list[Kind], ways: list[str], placed: str) -> list[str]:
+    """What is wrong with outputs: of eager calls, and of 100 replays of a CUDA graph with other inputs and counts."""
+    wrong = []
+    everyone = ParallelGroups.create(timeout=60)
+    for kind in kinds:
+        config = kind.config(**SIZES, dtype=torch.bfloat16, max_num_tokens=ROOM)
+        whole = FusedMoELayer.from_weights(kind.scheme, config, kind.weights(config).to("cuda")).kernel
+        for way in ways:
+            groups = everyone.with_tokens(everyone.parallel.world_size, way)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", FallbackWarning)  # the way itself is tested
+                kernel = _kernel(kind, config, groups, placed)
+            generator = torch.Generator().manual_seed(rank)
+            x = torch.empty(ROOM, config.hidden_size, dtype=torch.bfloat16, device="cuda")
+            weights = torch.empty(ROOM, config.top_k, device="cuda")
+            ids = torch.empty(ROOM, config.top_k, dtype=torch.int32, device="cuda")
+
+            def call(
+                kernel: FusedMoEKernel, tokens: int = ROOM, counts: Any = None, x=x, weights=weights, ids=ids
+            ) -> Tensor:
+                return kernel.apply(
+                    x[:tokens], topk_weights=weights[:tokens], topk_ids=ids[:tokens], tokens_per_rank=counts
+                )
+
+            # ranks with other numbers of tokens, none too
+            for turn in range(4):
+                tokens = (ROOM, 0, 1, 7)[(turn + rank) % 4]
+                _fill(x, weights, ids, tokens, generator)
+                problem = _differs(call(kernel, tokens), call(whole, tokens))
+                wrong += [] if problem is None else [f"{kind} {way}, {tokens} tokens: rank {rank} {problem}"]
+            if not kernel.prepare_finalize.claims.cuda_graph:
+                continue
+            counts = [ROOM] * groups.parallel.dp_size  # for ways whose host must know
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                call(kernel, counts=counts)
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    outputs = [
+                        call(kernel, counts=counts) for _ in range(3)
+                    ]  # an odd number: the buffers of a replay start anew
+                for replay in range(100):
+                    tokens = int(torch.randint(ROOM + 1, (), generator=generator))
+                    _fill(x, weights, ids, tokens, generator)
+                    graph.replay()
+                    expected = call(whole)
+                    found = [output.clone() for output in outputs]
+                    if not all(torch.equal(found[0], other) for other in found):
+                        wrong.append(f"{kind} {way}: rank {rank}, replay {replay} gives other bits in its calls")
+                    problem = _differs(found[0], expected)
+                    wrong += [] if problem is None else [f"{kind} {way}: rank {rank}, replay {replay} {problem}"]
+                    if wrong:
+                        break
+            torch.cuda.synchronize()
+            if way == "low_latency":
+                kernel.prepare_finalize.check()
+            del graph
+    return wrong
+
+
+def silent(rank: int, kind: Kind) -> tuple[bool, str, float] | None:
+    """Rank 1 leaves after two calls: whether the output is NaN, what the next call says, seconds of the wait."""
+    groups = ParallelGroups.create(dp_size=2, all2all_backend="low_latency", timeout=2)
+    config = kind.config(**SIZES, dtype=torch.bfloat16, max_num_tokens=ROOM)
+    kernel = _kernel(kind, config, groups, "contiguous")
+    x = torch.randn(4, config.hidden_size, dtype=torch.bfloat16, device="cuda")
+    weights, ids = torch.rand(4, config.num_experts, device="cuda").topk(config.top_k)
+
+    def call() -> Tensor:
+        return kernel.apply(x, topk_weights=weights, topk_ids=ids.int())
+
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(8)
+        return None
+    started = time.monotonic()
+    output = call()
+    torch.cuda.synchronize()
+    waited = time.monotonic() - started
+    try:
+        call()
+    except CommunicationError as error:
+        return bool(output.isnan().all()), error.message, waited
+    return bool(output.isnan().all()), "nothing", waited

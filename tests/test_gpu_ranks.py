@@ -1,0 +1,47 @@
+"""Layers over two GPUs give what they give on one, on every way, eagerly and in CUDA graphs."""
+
+from __future__ import annotations
+
+import moe_core_gpu_ranks
+import pytest
+import torch
+from moe_core import (
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
+    kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
+    kInt8DynamicTokenSym,
+    kInt8StaticChannelSym,
+    kMxfp4Static,
+)
+from moe_core.testing.ranks import run_ranks
+from moe_core_layers import Kind
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="tokens cross GPUs: needs two of them"),
+]
+
+KINDS = [
+    Kind("fp8", kFp8Static128BlockSym, kFp8Dynamic128Sym),
+    Kind("fp8", kFp8StaticChannelSym, kFp8DynamicTokenSym),
+    Kind("int8", kInt8StaticChannelSym, kInt8DynamicTokenSym),
+    Kind("mxfp4", kMxfp4Static, None),
+]
+
+
+@pytest.mark.parametrize("placed", ["contiguous", "replicated"])
+@pytest.mark.parametrize("way", ["allgather_reducescatter", "alltoall", "low_latency"])
+def test_layers_over_two_gpus(way: str, placed: str) -> None:
+    found = run_ranks(moe_core_gpu_ranks.layers, KINDS, [way], placed, ranks=2, backend="nccl", seconds=300)
+    wrong = [message for rank in found for message in rank]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_rank_that_is_gone_is_named() -> None:
+    found = run_ranks(moe_core_gpu_ranks.silent, KINDS[0], ranks=2, backend="nccl", seconds=120)
+    nan, message, seconds = found[0]
+    assert nan
+    assert "ranks [1] did not come within 2 s" in message
+    # two waits of one call: who has waited in vain for tokens waits for no results
+    assert 1.5 < seconds < 4
