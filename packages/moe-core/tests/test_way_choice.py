@@ -129,6 +129,18 @@ def test_what_no_way_can_do_is_said_once(oracle: Oracle) -> None:
         select(oracle, ep=8, all2all="alltoall")
 
 
+def test_memory_of_other_gpus_is_reached_within_a_domain(oracle: Oracle) -> None:
+    environment = {"environment": Environment.current()}
+    assert way(select(oracle, ep=8, dp=8, **environment), "low_latency").fits
+    far = way(select(oracle, ep=16, dp=16, **environment), "low_latency")
+    assert far.reasons == (
+        "writes into the memory of other GPUs, of which 8 reach each other on h200, there are 16 ranks",
+    )
+    assert not far.fits
+    # a rack of 72
+    assert way(select(oracle, ep=16, dp=16, machine=MACHINES["gb200"], **environment), "low_latency").fits
+
+
 def test_the_report_is_json(oracle: Oracle) -> None:
     data = json.loads(json.dumps(select(oracle, tp=2, ep=8, dp=8).as_dict(), allow_nan=False))
     assert (data["tp_size"], data["ep_size"], data["dp_size"], data["tokens_per_rank"]) == (2, 8, 8, 64)

@@ -167,7 +167,7 @@ def select_way(
             report = selection.report
         except (NoBackendError, BackendRefusedError) as error:
             report = error.report
-        reasons = tuple(way.unsupported_reasons(asked, None, info, environment))
+        reasons = (*way.unsupported_reasons(asked, None, info, environment), *_apart(way, asked, machine))
         if reasons:
             selection = None
         payload = _payload(way, selection)
@@ -189,6 +189,17 @@ def select_way(
     else:
         chosen = next((candidate for candidate in fitting if candidate.name == all2all), None)
     return WaySelection(tokens, all2all, tuple(found), chosen, machine, fastest_ways(lines))
+
+
+def _apart(
+    way: type[FusedMoEPrepareAndFinalizeModular], config: FusedMoEConfig, machine: Machine | None
+) -> tuple[str, ...]:
+    """Why ranks of several domains can't have a way that needs one."""
+    ranks = config.parallel.world_size
+    if not way.claims.one_domain or machine is None or ranks <= machine.domain:
+        return ()
+    others = f"of which {machine.domain} reach each other on {machine.name}"
+    return (f"writes into the memory of other GPUs, {others}, there are {ranks} ranks",)
 
 
 def _seconds(candidate: WayCandidate) -> float:

@@ -174,6 +174,7 @@ def test_which_way_is_fastest_from_how_many_tokens() -> None:
     assert fastest_ways(lines) == ((1, "quick"), (10, "slow start"))
     assert fastest_ways({"one": Line(1.0, 1.0), "same": Line(1.0, 1.0)}) == ((1, "one"),)
     assert fastest_ways({}) == ()
+    assert fastest_ways({"one": Line(1.0, 1.0 + 2**-50), "same": Line(2.0, 1.0)}) == ((1, "one"),)
     for tokens in range(1, 30):
         best = [way for start, way in fastest_ways(lines) if start <= tokens][-1]
         assert lines[best].at(tokens) == min(line.at(tokens) for line in lines.values())

@@ -430,7 +430,8 @@ def fastest_ways(lines: Mapping[str, Line]) -> tuple[tuple[int, str], ...]:
         nexts = [
             max(math.floor((line.start - mine.start) / (mine.slope - line.slope)), tokens) + 1
             for line in lines.values()
-            if line.slope < mine.slope
+            # what differs by roundings is equal
+            if line.slope < mine.slope * (1 - 1e-9)
         ]
         if not nexts:
             break

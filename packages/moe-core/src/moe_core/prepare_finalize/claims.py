@@ -33,6 +33,7 @@ class PrepareFinalizeClaims:
     - ``bounded``: needs the config's ``max_num_tokens``
     - ``tensor_parallel``: ``tp_size`` may be more than 1
     - ``hidden_multiple``: the hidden size must divide by it; ``max_top_k``, ``max_ranks``: 0 for no limit
+    - ``one_domain``: ranks write into each other's memory, so all are on GPUs where that can be (NVLink)
     - ``requires``: what must be installed
     - ``verified_on``: hardware on which it was run
     """
@@ -49,6 +50,7 @@ class PrepareFinalizeClaims:
     hidden_multiple: int = 1
     max_top_k: int = 0
     max_ranks: int = 0
+    one_domain: bool = False
     requires: tuple[Requirement, ...] = ()
     verified_on: tuple[str, ...] = ()
     notes: str = field(default="", compare=False)

@@ -85,6 +85,10 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         self.destinations.move(placement)
         self.placement = placement
 
+    def travels_quantized(self, key: QuantKey) -> bool:
+        """Whether tokens that are quantised by ``key`` can travel so; others are quantised where they arrive."""
+        return key.is_token_wise
+
     def max_tokens(self, num_tokens: int) -> int:
         return num_tokens * self.ranks.parallel.dp_size
 
@@ -138,7 +142,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
                     f"tokens_per_rank is {given}, expected {parallel.dp_size} numbers, and {len(hidden_states)} for "
                     f"this rank, {parallel.dp_rank}"
                 )
-        own = quantize_as is not None and quantize_as.is_token_wise
+        own = quantize_as is not None and self.travels_quantized(quantize_as)
         leaving = Tokens(hidden_states, None, topk_weights, topk_ids, adapter_ids)
         arriving = self.dispatch(leaving, tokens_per_rank, quantize_as if own else None)
 

@@ -65,6 +65,7 @@ class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
         quantizes=True,
         bounded=True,
         max_ranks=MAX_RANKS,
+        one_domain=True,
     )
     fallback = "allgather_reducescatter"
     empty_rows = True

@@ -26,6 +26,7 @@ WAYS = {
     "allgather_reducescatter": "moe_core.prepare_finalize.all_gather:AllGatherPrepareAndFinalize",
     "alltoall": "moe_core.prepare_finalize.all_to_all:AllToAllPrepareAndFinalize",
     "low_latency": "moe_core.prepare_finalize.low_latency:LowLatencyPrepareAndFinalize",
+    "deepep": "moe_core.prepare_finalize.deepep:DeepEPPrepareAndFinalize",
 }
 
 #: for ranks that have the same tokens
