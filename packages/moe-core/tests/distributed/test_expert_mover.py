@@ -70,6 +70,8 @@ def test_a_move_that_fails_loses_nothing(tmp_path: Path) -> None:
         assert found.pop("no memory") == told
         assert (found.pop("nothing staged"), found.pop("discarded")) == (nothing, nothing)
         assert not found.pop("still")
+        others = "0, 2, 3" if rank == 1 else "1"
+        assert found.pop("differing").startswith(f"ConfigError: ep_rank {others} was asked for another placement than")
         assert not found.pop("later")
         assert found.pop("map")
         assert found.pop("reloaded") is None

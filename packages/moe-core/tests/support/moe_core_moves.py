@@ -150,6 +150,7 @@ def run_failures(rank: int, kind: Kind, folder: str) -> dict[str, Any]:
         found["no memory"] = refusal(lambda: mover.stage(new))
     found["nothing staged"] = refusal(mover.commit)
     found["still"] = moving.wrong() or unlike(moving.kernel, moving.fresh(old))
+    found["differing"] = refusal(lambda: mover.stage(old if rank == 1 else new))
     mover.stage(new)
     mover.discard()
     found["discarded"] = refusal(mover.commit)

@@ -13,6 +13,7 @@ leaves it so.  Slots are overwritten in place, so captured CUDA graphs go on wor
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,7 @@ class ExpertMover:
         self._expert_map = expert_map
         self._placement = placement
         self._staged: _Staged | None = None
+        self._written: torch.cuda.Event | None = None
         self._device = kernel.weights.device
         held = kernel.config.local_experts
         self._own = per_expert(kernel.weights, held)
@@ -97,14 +99,17 @@ class ExpertMover:
         """Bring the experts that ``new`` has elsewhere than now to their ranks, beside the weights.
 
         Every rank calls it at the same time; the layer may be in use.  It ends when all ranks have theirs.
-        Raises ConfigError for a placement that does not fit; CommunicationError where a rank could not take part or
-        does not answer within the time-out of the groups: nothing is staged then, the weights are as they were.
+        Raises ConfigError for a placement that does not fit, or is another one elsewhere; CommunicationError where a
+        rank could not take part or does not answer within the time-out of the groups: nothing is staged then, the
+        weights are as they were.
         """
         self._staged = None
         self._check_fits(new)
         moves = list(_moves(self._placement, new))
         arrived: dict[int, dict[str, Tensor]] = {}
         failed: Exception | None = None
+        if self._written is not None:  # what is sent may have arrived by the last commit, on another stream
+            self._written.wait()
         try:
             for _, local, _, _ in (move for move in moves if move[0] == self._rank):
                 arrived[local] = {
@@ -113,7 +118,7 @@ class ExpertMover:
                 }
         except RuntimeError as error:  # no memory, as a rule: the others must not wait for this rank
             failed = error
-        self._all_are(failed, "has no room for the experts that come")
+        self._all_are(failed, "has no room for the experts that come", zlib.crc32(str(new.ranks).encode()))
         try:
             self._exchange(moves, arrived)
         except MoEError:
@@ -148,6 +153,8 @@ class ExpertMover:
                     data.record_stream(torch.cuda.current_stream())
         if self._expert_map is not None:
             self._expert_map.copy_(staged.placement.expert_map(self._rank))
+        if staged.ready is not None:
+            self._written = torch.cuda.current_stream().record_event()
         self._placement = staged.placement
         self._staged = None
 
@@ -176,13 +183,23 @@ class ExpertMover:
             for work in dist.batch_isend_irecv(calls) if calls else ():
                 work.wait()
 
-    def _all_are(self, failed: Exception | None, what: str) -> None:
-        """CommunicationError that names the ranks which failed; a rank's own error stands behind its own."""
+    def _all_are(self, failed: Exception | None, what: str, stamp: int = 0) -> None:
+        """CommunicationError that names the ranks which failed; a rank's own error stands behind its own.
+
+        ``stamp``: of what all ranks are asked for; ConfigError where they differ.
+        """
         clause = "ranks agree about the experts that are moved"
-        flags = torch.zeros(self._size, dtype=torch.int32, device=self._ranks.device)
-        own = flags.new_full((1,), int(failed is not None))
-        self._ranks.begin(clause, dist.all_gather_into_tensor, flags, own).wait()
-        bad = [rank for rank, flag in enumerate(self._ranks.numbers(flags, clause)) if flag]
+        told = torch.zeros(2 * self._size, dtype=torch.int64, device=self._ranks.device)
+        own = torch.tensor([int(failed is not None), stamp], dtype=torch.int64, device=self._ranks.device)
+        self._ranks.begin(clause, dist.all_gather_into_tensor, told, own).wait()
+        numbers = self._ranks.numbers(told, clause)
+        others = [rank for rank, found in enumerate(numbers[1::2]) if found != stamp]
+        if others:
+            raise ConfigError(
+                f"ep_rank {', '.join(map(str, others))} was asked for another placement than ep_rank {self._rank}; the "
+                "placement stays as it was"
+            )
+        bad = [rank for rank, flag in enumerate(numbers[::2]) if flag]
         if bad:
             text = f"ep_rank {', '.join(map(str, bad))} {what}; the placement stays as it was"
             raise CommunicationError(text, details="" if failed is None else str(failed)) from failed
