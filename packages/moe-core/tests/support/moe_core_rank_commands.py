@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import io
 import os
+import runpy
 from collections.abc import Sequence
 
 from moe_core_checkpoints import entry_points
@@ -26,3 +27,9 @@ def run_commands(rank: int, ranks: int, commands: Sequence[Sequence[str]]) -> li
             code = main(list(command))
         found.append((code, out.getvalue(), err.getvalue()))
     return found
+
+
+def run_example(rank: int, path: str) -> float:
+    """What ``main`` of an example returns on this rank."""
+    result: float = runpy.run_path(path)["main"]()
+    return result
