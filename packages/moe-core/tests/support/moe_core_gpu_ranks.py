@@ -41,7 +41,7 @@ def _fill(x: Tensor, weights: Tensor, ids: Tensor, tokens: int, generator: torch
     ids[tokens:] = -1
 
 
-def _differs(found: Tensor, expected: Tensor) -> str | None:
+def differs(found: Tensor, expected: Tensor) -> str | None:
     """By more than the rounding of parts to bfloat16, and codes of h that other sums round to their neighbours, can."""
     error, size = (found.float() - expected.float()).norm(), expected.float().norm()
     return None if error <= 2.0**-6 * size else f"differs by {float(error / size):g} of the norm"
@@ -75,7 +75,7 @@ def layers(rank: int, kinds: list[Kind], ways: list[str], placed: str) -> list[s
             for turn in range(4):
                 tokens = (ROOM, 0, 1, 7)[(turn + rank) % 4]
                 _fill(x, weights, ids, tokens, generator)
-                problem = _differs(call(kernel, tokens), call(whole, tokens))
+                problem = differs(call(kernel, tokens), call(whole, tokens))
                 wrong += [] if problem is None else [f"{kind} {way}, {tokens} tokens: rank {rank} {problem}"]
             if not kernel.prepare_finalize.claims.cuda_graph:
                 continue
@@ -97,7 +97,7 @@ def layers(rank: int, kinds: list[Kind], ways: list[str], placed: str) -> list[s
                     found = [output.clone() for output in outputs]
                     if not all(torch.equal(found[0], other) for other in found):
                         wrong.append(f"{kind} {way}: rank {rank}, replay {replay} gives other bits in its calls")
-                    problem = _differs(found[0], expected)
+                    problem = differs(found[0], expected)
                     wrong += [] if problem is None else [f"{kind} {way}: rank {rank}, replay {replay} {problem}"]
                     if wrong:
                         break
