@@ -88,8 +88,9 @@ def test_monolithic_experts_route_as_configured() -> None:
     expected = make(ToyExperts).apply(x, topk_weights=weights, topk_ids=ids)
     kernel = make(MonolithicToyExperts)
     assert torch.equal(kernel.apply_monolithic(x, router_logits=logits), expected)
-    with pytest.raises(ConfigError, match="call apply_monolithic"):
-        kernel.apply(x, topk_weights=weights, topk_ids=ids)
+    for call in (kernel.apply, kernel.start):
+        with pytest.raises(ConfigError, match="call apply_monolithic"):
+            call(x, topk_weights=weights, topk_ids=ids)
     with pytest.raises(TensorError, match=r"router_logits has shape \[4, 6\], expected \[5, 6\]"):
         kernel.apply_monolithic(x, router_logits=logits[:4])
     with pytest.raises(TensorError, match=r"expert_map has shape \[5\], expected \[6\]"):
@@ -231,8 +232,15 @@ def test_layer_routes_by_what_it_is_given() -> None:
     assert layer.router_weight is not None
     own = layer(x, router_logits=x @ layer.router_weight.T)
     assert torch.equal(layer(x), own)
-    with pytest.raises(TensorError, match="topk_ids is missing"):
-        layer(x, topk_weights=weights)
+    # in steps, between which other work may run
+    assert torch.equal(layer.start(x, topk_weights=weights, topk_ids=ids).result(), expected)
+    calls = [layer.start(x), layer.start(x, router_logits=logits, tokens_per_rank=[5])]
+    calls[1].run_experts()
+    assert torch.equal(calls[0].result(), own)
+    assert torch.equal(calls[1].result(), expected)
+    for call in (layer, layer.start):
+        with pytest.raises(TensorError, match="topk_ids is missing"):
+            call(x, topk_weights=weights)
     assert "backend=plain" in repr(layer)
 
 

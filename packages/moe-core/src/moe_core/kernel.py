@@ -192,10 +192,7 @@ class FusedMoEKernel:
         ``torch.no_grad()``; ConfigError on monolithic experts; CommunicationError where another rank is not there.
         Ids out of range select no expert (checking values would synchronise with the device).
         """
-        if not isinstance(self.experts, FusedMoEExpertsModular):
-            raise ConfigError(
-                f"{type(self.experts).__name__} routes by itself: call apply_monolithic(x, router_logits=...)"
-            )
+        self._modular_parts()
         if torch.compiler.is_compiling():
             self._refuse_gradients(hidden_states, topk_weights, output)
             output = self._new_output(hidden_states) if output is None else output
@@ -323,7 +320,7 @@ class FusedMoEKernel:
     def _modular_parts(self) -> tuple[FusedMoEExpertsModular, FusedMoEPrepareAndFinalizeModular]:
         experts, movement = self.experts, self.prepare_finalize
         if not isinstance(experts, FusedMoEExpertsModular) or movement is None:
-            raise ConfigError(f"{type(experts).__name__} is not modular")
+            raise ConfigError(f"{type(experts).__name__} routes by itself: call apply_monolithic(x, router_logits=...)")
         return experts, movement
 
     def _run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from moe_core.config import FusedMoEConfig
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_tensor
 from moe_core.jit.compile_ahead import Progress
 from moe_core.kernel import FusedMoEKernel
+from moe_core.kernel_call import KernelCall
 from moe_core.lora import LoRAWeights
 from moe_core.oracle import Oracle
 from moe_core.registry import registry
@@ -199,11 +200,14 @@ class FusedMoELayer(nn.Module):
         topk_weights: Tensor | None = None,
         topk_ids: Tensor | None = None,
         adapter_ids: Tensor | None = None,
+        tokens_per_rank: Sequence[int] | None = None,
     ) -> Tensor:
         """The routed experts' weighted sum of ``hidden_states`` [..., K], of the same shape.
 
         Routing comes from ``topk_weights`` and ``topk_ids`` [M, k] if given, else from ``router_logits`` [M, E],
         else from the layer's own router weight.  ``adapter_ids`` [M] int32: each token's adapter in :attr:`lora`.
+        ``tokens_per_rank``, where tokens cross ranks: how many each brings (:meth:`moe_core.FusedMoEKernel.apply`).
+        Where ranks share the rows of the output out it has this rank's, [M', K].
 
         For inference only: there are no gradients, and ``torch.autocast`` has no effect.  Raises TensorError for
         arguments of the wrong shape, dtype or device, and for those that require grad outside ``torch.no_grad()``.
@@ -213,32 +217,71 @@ class FusedMoELayer(nn.Module):
         if torch.is_grad_enabled():
             refuse_gradients(hidden_states=hidden_states, router_logits=router_logits, topk_weights=topk_weights)
         x = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
+        chosen = self._routed(x, router_logits, topk_weights, topk_ids)
+        if isinstance(chosen, Tensor):
+            if adapter_ids is not None:
+                raise ConfigError(f"{self.selection.backend} routes by itself and applies no LoRA adapters")
+            out = self.kernel.apply_monolithic(
+                x, router_logits=chosen, correction_bias=self.correction_bias, expert_map=self.expert_map
+            )
+        else:
+            out = self.kernel.apply(
+                x,
+                topk_weights=chosen[0],
+                topk_ids=chosen[1],
+                expert_map=self.expert_map,
+                adapter_ids=adapter_ids,
+                tokens_per_rank=tokens_per_rank,
+            )
+        return out if x is hidden_states or out.shape[0] != x.shape[0] else out.view(hidden_states.shape)
+
+    def start(
+        self,
+        hidden_states: Tensor,
+        *,
+        router_logits: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        topk_ids: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
+        tokens_per_rank: Sequence[int] | None = None,
+    ) -> KernelCall:
+        """Begin a call with ``hidden_states`` [M, K]: arguments as of :meth:`forward`, steps as of
+        :meth:`moe_core.FusedMoEKernel.start`, between which shared experts run, or other micro-batches.
+
+        Raises ConfigError where the experts route by themselves.
+        """
+        check_width(hidden_states, self.config)
+        chosen = self._routed(hidden_states, router_logits, topk_weights, topk_ids)
+        if isinstance(chosen, Tensor):
+            raise ConfigError(f"{self.selection.backend} routes by itself: its calls have no steps, call the layer")
+        return self.kernel.start(
+            hidden_states,
+            topk_weights=chosen[0],
+            topk_ids=chosen[1],
+            expert_map=self.expert_map,
+            adapter_ids=adapter_ids,
+            tokens_per_rank=tokens_per_rank,
+        )
+
+    def _routed(
+        self, x: Tensor, router_logits: Tensor | None, topk_weights: Tensor | None, topk_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """(topk_weights, topk_ids) as given or by the layer's routing; logits where the experts route."""
         if (topk_weights is None) != (topk_ids is None):
             missing = "topk_ids" if topk_ids is None else "topk_weights"
             raise TensorError(f"{missing} is missing: topk_weights and topk_ids go together")
-        if topk_weights is None or topk_ids is None:
-            self._own_routing()
-            if router_logits is None:
-                router_logits = self.router_logits(x)
-            else:
-                check_shape("router_logits", router_logits, (x.shape[0], self.config.num_experts))
-                if not torch.compiler.is_compiling():
-                    check_beside(x, "router_logits", router_logits)
-            if self.kernel.is_monolithic:
-                if adapter_ids is not None:
-                    raise ConfigError(f"{self.selection.backend} routes by itself and applies no LoRA adapters")
-                out = self.kernel.apply_monolithic(
-                    x,
-                    router_logits=router_logits,
-                    correction_bias=self.correction_bias,
-                    expert_map=self.expert_map,
-                )
-                return out.view(hidden_states.shape)
-            topk_weights, topk_ids = self.route(router_logits)
-        out = self.kernel.apply(
-            x, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=self.expert_map, adapter_ids=adapter_ids
-        )
-        return out if x is hidden_states else out.view(hidden_states.shape)
+        if topk_weights is not None and topk_ids is not None:
+            return topk_weights, topk_ids
+        self._own_routing()
+        if router_logits is None:
+            router_logits = self.router_logits(x)
+        else:
+            check_shape("router_logits", router_logits, (x.shape[0], self.config.num_experts))
+            if not torch.compiler.is_compiling():
+                check_beside(x, "router_logits", router_logits)
+        if self.kernel.is_monolithic:
+            return router_logits
+        return self.route(router_logits)
 
     def warm_up(self, max_tokens: int, *, progress: Progress | None = None) -> int:
         """Compile what calls with up to ``max_tokens`` tokens need: :func:`moe_core.warm_up` of this layer alone."""
