@@ -27,8 +27,8 @@ an :class:`ExpertStorage`, what the config says, whose ``layout`` is a :class:`Q
 others :class:`QuantEntries` reads typed entries.
 
 **Tensors** are found by the last part of their names (:func:`one_suffix`, :data:`INPUT_SCALES` …), checked by
-:func:`check_expert_tensor`, and loaded expert by expert by :func:`load_stacked`, or by :func:`load_checked`, which
-refuses values that a checkpoint must not hold.
+:func:`check_expert_tensor`, and loaded, some experts at a time, by :func:`load_stacked` or by
+:func:`load_checked`, which refuses values that a checkpoint must not hold.
 """
 
 from __future__ import annotations
