@@ -15,6 +15,7 @@ from moe_core.device import DeviceInfo
 from moe_core.distributed import symmetric
 from moe_core.distributed.symmetric import ExchangeBuffers
 from moe_core.errors import CommunicationError, FallbackWarning, TensorError
+from moe_core.jit.launch import observe, record
 from moe_core.ops.exchange import ExchangeShape
 from moe_core.prepare_finalize.all_to_all import AllToAllPrepareAndFinalize
 from moe_core.prepare_finalize.low_latency import LowLatencyPrepareAndFinalize
@@ -139,6 +140,29 @@ def test_a_rank_that_does_not_come_is_named_by_the_next_call():
         start(kernels[0], given)
     with pytest.raises(CommunicationError, match=r"outputs since then are NaN"):
         kernels[0].prepare_finalize.check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_warming_up_records_is_what_calls_launch(name):
+    case = Case(KINDS[name], "low_latency", (2, 1, 0), ep=3, changes=(("max_num_tokens", 2), ("num_experts", 9)))
+    _, kernels = ranks_of(case, room=2, timeout=0.001)
+    movement, found = kernels[0].prepare_finalize, []
+    key = kernels[0].experts.activation_key if kernels[0].experts.takes_quantized else None
+
+    def call(x, weights, ids):
+        routing = {"topk_weights": weights, "topk_ids": ids, "expert_map": None}
+        prepared = movement.prepare_async(x, **routing, quantize_as=key).wait()
+        partial = torch.zeros(prepared.hidden_states.shape, dtype=x.dtype, device=x.device)
+        movement.finalize_async(x.clone(), partial, prepared, **routing, reduce=kernels[0].reduce).wait()
+
+    given = inputs(case)[0]
+    with observe(found.append):
+        call(*given)
+    with record() as recorded:
+        call(*(tensor.to("meta") for tensor in given))
+    names = [one.name for one in recorded]
+    assert names == ["dispatch_kernel", "wait_kernel", "return_kernel", "combine_kernel"]
+    assert [one.compiled_for() for one in recorded] == [one.compiled_for() for one in found]
 
 
 def test_more_tokens_than_the_config_says_are_refused():

@@ -12,7 +12,7 @@ def buffers_of(shape: ExchangeShape, device: torch.device | str) -> list[Exchang
     """A buffer for each rank, poisoned but for its signals, each of which has the addresses of all."""
     memories = [torch.full((shape.nbytes,), 0xFF, dtype=torch.uint8, device=device) for _ in range(shape.ranks)]
     for memory in memories:
-        memory[: 8 * shape.ranks] = 0
+        memory[: shape.returned] = 0
     pinned = torch.device(device).type == "cuda"
     found = []
     for rank in range(shape.ranks):

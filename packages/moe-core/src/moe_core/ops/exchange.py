@@ -61,7 +61,12 @@ class ExchangeShape:
     @property
     def returned(self) -> int:
         """The byte where results start; signals are before them."""
-        return -(-8 * self.ranks // 256) * 256
+        return 2 * self.signal_nbytes
+
+    @property
+    def signal_nbytes(self) -> int:
+        """Of the signals of a step."""
+        return -(-4 * self.ranks // 128) * 128
 
     @property
     def result_nbytes(self) -> int:
@@ -137,7 +142,7 @@ class ExchangeBuffer:
 
     def signals(self, step: int) -> Tensor:
         """[ranks] int32: the call for which each rank has signalled, in step 1 or 2."""
-        return self.view((step - 1) * 4 * self.shape.ranks, (self.shape.ranks,), torch.int32)
+        return self.view((step - 1) * self.shape.signal_nbytes, (self.shape.ranks,), torch.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +259,7 @@ def push_results(buffer: ExchangeBuffer, partial: Tensor, experts: Tensor) -> No
         experts,
         buffer.addresses,
         buffer.state,
-        4 * shape.ranks,
+        shape.signal_nbytes,
         shape.returned,
         shape.result_nbytes,
         shape.columns,
