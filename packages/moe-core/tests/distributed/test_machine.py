@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from moe_core import ConfigError
-from moe_core.distributed.cost import Peers, direct, ring
-from moe_core.distributed.machine import ALL_GATHER, ALL_TO_ALL, MACHINES, Kind, Machine, Sample
+from moe_core import ConfigError, FusedMoEConfig, FusedMoEParallelConfig
+from moe_core.distributed.cost import layer_cost
+from moe_core.distributed.machine import ALL_GATHER, ALL_TO_ALL, MACHINES, PUSH, Kind, Machine, Sample
 
 H200 = MACHINES["h200"]
 
@@ -32,23 +32,30 @@ def test_a_rate_of_operands_that_has_none_is_that_of_wider_ones() -> None:
     assert H200.rate(16) == H200.rate(32) == 989e12
 
 
-def test_measured_steps_give_back_what_they_were_made_of() -> None:
+def test_measured_ways_give_back_what_they_were_made_of() -> None:
     true = Machine.from_json(
-        {**H200.to_json(), "kinds": {"all_gather": {"call": 9e-6, "efficiency": 0.7}, "push": vars(Kind(1e-6, 0.5))}}
+        {**H200.to_json(), "kinds": {"all_to_all": {"call": 9e-6, "efficiency": 0.7}, "push": vars(Kind(1e-6, 0.5))}}
     )
     samples: list[Sample] = []
-    for size in (1e3, 1e5, 1e7, 1e9):
-        for peers in (Peers(2, 2), Peers(8, 8), Peers(16, 8)):
-            step = ring(ALL_GATHER, peers, size)
-            samples.append(step.sample(H200, step.latency(true) + step.transfer(true)))
-    # one size says nothing of a line
-    lonely = direct(ALL_TO_ALL, Peers(4, 4), 1.0, 1, 1e6)
-    samples += [lonely.sample(H200, 1.0)] * 3
+    for ranks in (2, 4, 16):
+        config = FusedMoEConfig(64, 4, 4096, 1024, parallel=FusedMoEParallelConfig(ep_size=ranks, dp_size=ranks))
+        for way in ("alltoall", "low_latency"):
+            for tokens in (1, 64, 16384):
+                cost = layer_cost(way, config, tokens, true)
+                assert cost is not None
+                assert cost.latency is not None
+                assert cost.transfer is not None
+                samples.append(cost.sample(H200, cost.latency + cost.transfer))
     fitted = H200.fitted(samples, "a test")
-    assert fitted.kinds[ALL_GATHER].call == pytest.approx(9e-6, rel=1e-6)
-    assert fitted.kinds[ALL_GATHER].efficiency == pytest.approx(0.7)
-    assert fitted.kinds[ALL_TO_ALL] == H200.kinds[ALL_TO_ALL]
+    for kind in (ALL_TO_ALL, PUSH):
+        assert fitted.kinds[kind].call == pytest.approx(true.kinds[kind].call, rel=1e-6)
+        assert fitted.kinds[kind].efficiency == pytest.approx(true.kinds[kind].efficiency)
+    assert fitted.kinds[ALL_GATHER] == H200.kinds[ALL_GATHER]
     assert fitted.source == "a test"
+
+
+def test_one_size_says_nothing_of_bytes() -> None:
+    assert H200.fitted([Sample((ALL_TO_ALL,), 0.0, 1e-3, 2e-3)] * 3, "a test").kinds == H200.kinds
 
 
 @pytest.mark.parametrize(

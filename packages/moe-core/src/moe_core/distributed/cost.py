@@ -117,9 +117,9 @@ class Step:
         """Seconds that its bytes take at the links' whole bandwidth."""
         return max(self.near_bytes / machine.near.bandwidth, self.far_bytes / machine.far.bandwidth)
 
-    def sample(self, machine: Machine, seconds: float) -> Sample:
-        """What :meth:`Machine.fitted` takes of the step, where ``seconds`` were measured."""
-        return Sample(self.kind, self.latency(machine) - machine.kinds[self.kind].call, self.wire(machine), seconds)
+    def hops(self, machine: Machine) -> float:
+        """Seconds of its hops, and of the host's waiting."""
+        return self.latency(machine) - machine.kinds[self.kind].call
 
 
 @dataclass(frozen=True)
@@ -326,6 +326,12 @@ class LayerCost:
         if self.compute is None or self.latency is None or self.transfer is None:
             return None
         return max(self.compute, self.transfer) + self.latency
+
+    def sample(self, machine: Machine, seconds: float) -> Sample:
+        """What :meth:`Machine.fitted` takes of its steps, which took measured ``seconds`` together."""
+        steps = (*self.before, *self.after)
+        hops, wires = sum(step.hops(machine) for step in steps), sum(step.wire(machine) for step in steps)
+        return Sample(tuple(step.kind for step in steps), hops, wires, seconds, len(steps))
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready form."""

@@ -43,12 +43,14 @@ class Kind:
 
 @dataclass(frozen=True)
 class Sample:
-    """A measured step: its kind, seconds of latency and of transfer by the links alone, and seconds as measured."""
+    """Measured steps that were timed together: their kinds, how many ``calls`` they are, seconds of latency and of
+    transfer by the links alone, and seconds as measured."""
 
-    kind: str
+    kinds: tuple[str, ...]
     latency: float
     transfer: float
     seconds: float
+    calls: int = 1
 
 
 #: of kinds that were not measured: what NCCL takes for a small message, and the part of NVLink that its rings attain
@@ -120,14 +122,17 @@ class Machine:
     def fitted(self, samples: Iterable[Sample], source: str) -> Machine:
         """The machine with ``call`` and ``efficiency`` of each kind from measured steps, two of a kind at least.
 
-        ``seconds = call + latency + transfer / efficiency`` is a line in ``transfer``; the one with the least sum of
-        squared relative errors is taken.  Kinds with fewer samples, or all of one size, stay as they are.
+        ``seconds = calls * call + latency + transfer / efficiency``, with the least sum of squared relative errors.
+        Kinds that were timed together get the same.  Kinds with fewer samples, or all of one size, stay as they are.
         """
-        by_kind: dict[str, list[Sample]] = {}
+        together: dict[tuple[str, ...], list[Sample]] = {}
         for sample in samples:
-            by_kind.setdefault(sample.kind, []).append(sample)
-        found = {kind: _line(mine) for kind, mine in by_kind.items()}
-        kinds = {**self.kinds, **{kind: line for kind, line in found.items() if line is not None}}
+            together.setdefault(tuple(sorted(set(sample.kinds))), []).append(sample)
+        kinds = dict(self.kinds)
+        for names, mine in together.items():
+            found = _least_squares(mine)
+            if found is not None:
+                kinds |= dict.fromkeys(names, found)
         return replace(self, kinds=kinds, source=source)
 
     def to_json(self) -> dict[str, Any]:
@@ -183,20 +188,23 @@ class Machine:
         return next((MACHINES[word] for word in words if word in MACHINES), None)
 
 
-def _line(samples: list[Sample]) -> Kind | None:
-    """The kind whose line is nearest to the samples; None where they do not say one."""
+def _least_squares(samples: list[Sample]) -> Kind | None:
+    """The kind that explains the samples best; None where they do not say one."""
     # relative errors: each sample is divided by its seconds
-    weights = [1 / sample.seconds**2 for sample in samples]
-    values = [sample.seconds - sample.latency for sample in samples]
-    total = sum(weights)
-    mean = sum(w * s.transfer for w, s in zip(weights, samples, strict=True)) / total
-    level = sum(w * value for w, value in zip(weights, values, strict=True)) / total
-    spread = sum(w * (s.transfer - mean) ** 2 for w, s in zip(weights, samples, strict=True))
-    if spread == 0:
+    rows = [(s.calls / s.seconds, s.transfer / s.seconds, (s.seconds - s.latency) / s.seconds) for s in samples]
+    calls = sum(a * a for a, _, _ in rows)
+    both = sum(a * b for a, b, _ in rows)
+    bytes_ = sum(b * b for _, b, _ in rows)
+    of_calls, of_bytes = sum(a * y for a, _, y in rows), sum(b * y for _, b, y in rows)
+    determinant = calls * bytes_ - both * both
+    if determinant <= 1e-12 * calls * bytes_:
         return None
-    products = zip(weights, samples, values, strict=True)
-    slope = sum(w * (s.transfer - mean) * (value - level) for w, s, value in products) / spread
-    return None if slope <= 0 else Kind(max(level - slope * mean, 0.0), 1 / slope)
+    call = (of_calls * bytes_ - of_bytes * both) / determinant
+    if call < 0:
+        call, slope = 0.0, of_bytes / bytes_
+    else:
+        slope = (of_bytes * calls - of_calls * both) / determinant
+    return None if slope <= 0 else Kind(call, 1 / slope)
 
 
 def _nvlink(name: str, domain: int, near: float, far: float, memory: float, rates: Mapping[int, float]) -> Machine:

@@ -1,0 +1,106 @@
+"""The model of what communication costs beside what ``distributed.py`` measured, and fitted to it.
+
+    python benchmarks/distributed_model.py RESULTS.json … [--machine FILE.json] [--within 15]
+
+Each point is the time of a layer: a rank's experts alone, as measured, and the way of the tokens by the model
+(moe_core.distributed.cost), before and after its two numbers of each kind of step are fitted to all points of the files
+(2 and 4 ranks, say).  ``--machine`` writes the fitted figures, which ``moe explain --machine`` takes.  Ends with 1
+where a fitted prediction is off by more than ``--within`` per cent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed import SCHEMES
+from moe_core import FusedMoEConfig, FusedMoEParallelConfig
+from moe_core.distributed.cost import LayerCost, layer_cost
+from moe_core.distributed.machine import Machine
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured time of a layer, in microseconds: ``us``, of which a rank's experts alone are ``alone_us``."""
+
+    name: str
+    way: str
+    config: FusedMoEConfig
+    tokens: int
+    scheme: str
+    us: float
+    alone_us: float
+
+    def cost(self, machine: Machine) -> LayerCost:
+        """The model's."""
+        found = layer_cost(self.way, self.config, self.tokens, machine, payload=SCHEMES[self.scheme][2])
+        if found is None:
+            raise ValueError(f"{self.way}: no cost is known")
+        return found
+
+    def predicted(self, machine: Machine) -> float:
+        """Microseconds by the model."""
+        cost = self.cost(machine)
+        return self.alone_us + ((cost.latency or 0.0) + (cost.transfer or 0.0)) * 1e6
+
+
+def points(data: dict[str, Any]) -> list[Point]:
+    """Of a file that ``distributed.py --json`` wrote."""
+    meta, layer = data["meta"], data["meta"]["layer"]
+    ranks = meta["ranks"]
+    config = FusedMoEConfig(
+        num_experts=layer["E"],
+        top_k=layer["k"],
+        hidden_size=layer["K"],
+        intermediate_size=layer["N"],
+        parallel=FusedMoEParallelConfig(ep_size=ranks, dp_size=ranks),
+    )
+    return [
+        Point(f"{ranks} ranks", row["peer"], config, p["M"], row["scheme"], p["us"], p["alone_us"])
+        for row in data["results"]
+        for p in row["points"]
+        if p.get("taken", row["peer"]) == row["peer"]
+    ]
+
+
+def fitted(machine: Machine, found: list[Point], source: str) -> Machine:
+    """The machine with what the points say of its steps; points that took no longer than the experts say nothing."""
+    return machine.fitted(
+        (p.cost(machine).sample(machine, (p.us - p.alone_us) * 1e-6) for p in found if p.us > p.alone_us), source
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a line for each point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--machine", type=Path)
+    parser.add_argument("--within", type=float, default=15.0)
+    options = parser.parse_args(arguments)
+    files = [json.loads(path.read_text()) for path in options.results]
+    before = Machine.of_device(files[0]["meta"]["gpu"])
+    if before is None:
+        print(f"no figures are known of {files[0]['meta']['gpu']}", file=sys.stderr)
+        return 2
+    found = [point for data in files for point in points(data)]
+    after = fitted(before, found, f"measured on {files[0]['meta']['gpu']}; links by data sheets")
+    worst = 0.0
+    for p in found:
+        first, then = (100 * (p.predicted(machine) / p.us - 1) for machine in (before, after))
+        worst = max(worst, abs(then))
+        what = f"{p.name}  {p.scheme}  {p.way}  M {p.tokens}  {p.us:.1f} us"
+        print(f"{what}  assumed {first:+.0f} %  fitted {then:+.1f} %")
+    for kind, numbers in after.kinds.items():
+        print(f"{kind}: call {numbers.call * 1e6:.1f} us, {100 * numbers.efficiency:.0f} % of the links")
+    print(f"largest deviation {worst:.1f} %")
+    if options.machine is not None:
+        options.machine.write_text(json.dumps(after.to_json(), indent=2) + "\n")
+    return int(worst > options.within)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
