@@ -15,8 +15,10 @@ from moe_core.checkpoint import format as formats
 from moe_core.checkpoint.format import BadValuesError
 from moe_core.checkpoint.open_file import OpenFile
 from moe_core.checkpoint.reading_threads import in_threads, read_ahead
+from moe_core.checkpoint.values import Values, load_checked
 from moe_core.model_api import PER_CALL, Given, read_layer
 from moe_core_checkpoints import count_reads, expert_tensors, layer_tensors, write
+from torch.utils._python_dispatch import TorchDispatchMode
 
 MANY = reading_threads.FEWEST_BYTES
 
@@ -204,3 +206,31 @@ def test_small_tensors_are_read_together(tmp_path: Path, arrange: Any, monkeypat
     monkeypatch.setattr(OpenFile, "read_all", read_all)
     load_stacked(layer, ("gate", "up"), "weight", experts=range(64), device="cpu", arrange=arrange)
     assert len(looks) == 1
+
+
+@pytest.mark.parametrize("arrange", [None, lambda stored: stored.mT], ids=["as stored", "arranged"])
+def test_work_does_not_grow_with_experts(tmp_path: Path, arrange: Any) -> None:
+    """What torch does, and a GPU would be told to do, it does for many experts at once."""
+
+    class Operators(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += not func.is_view
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for experts in (4, 64):
+        layer = find_layer(Checkpoint.open(write(tmp_path / str(experts), expert_tensors(experts=experts))))
+        with Operators() as operators:
+            load_checked(
+                layer,
+                ("gate", "up"),
+                "weight",
+                Values.FINITE,
+                experts=range(experts),
+                device="cpu",
+                arrange=arrange,
+            )
+        counts.append(operators.count)
+    assert 0 < counts[0] == counts[1]

@@ -147,9 +147,13 @@ class LayerExperts:
         """
         parts: list[Part] = []
         for projection, out in outs.items():
-            per_expert = self._per_expert(self._info(projection, suffix))
-            for expert, place in zip(experts, places_of(out), strict=False):
-                parts.append((self.name(expert, projection, suffix), expert if per_expert else None, place))
+            places = places_of(out)
+            if self._per_expert(self._info(projection, suffix)):
+                name = self.name(0, projection, suffix)
+                parts += [(name, expert, place) for expert, place in zip(experts, places, strict=bool(places))]
+            else:
+                names = [self.name(expert, projection, suffix) for expert in experts]
+                parts += [(name, None, place) for name, place in zip(names, places, strict=bool(places))]
         self.checkpoint.read_all(parts)
 
     def _per_expert(self, info: TensorInfo) -> bool:

@@ -24,7 +24,7 @@ def to_device(source: Tensor, target: torch.device) -> Tensor:
     """``source`` of :func:`staging` on ``target``; on the CPU itself."""
     if target.type != "cuda":
         return source.to(target)
-    out = torch.empty_like(source, device=target)
+    out = torch.empty(source.shape, dtype=source.dtype, device=target)
     copy_bytes(out, source)
     return out
 
