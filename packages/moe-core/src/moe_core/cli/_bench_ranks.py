@@ -82,10 +82,13 @@ def measure_ranks(
         expert_map = None if known else part.shard.expert_map
         whole = replace(selection.config, parallel=type(parallel)(), num_local_experts=None)
         for count in counts:
+            told = [count] * parallel.dp_size if known else None
             seeds = [1000 * parallel.dp_rank + seed for seed in range(INPUTS)]
             inputs = [random_call(whole, count, device, seed, skew=args.skew) for seed in seeds]
             calls = [
-                functools.partial(kernel.apply, x, topk_weights=weight, topk_ids=ids, expert_map=expert_map)
+                functools.partial(
+                    kernel.apply, x, topk_weights=weight, topk_ids=ids, expert_map=expert_map, tokens_per_rank=told
+                )
                 for x, weight, ids in inputs
             ]
             with progress(f"{name}, {selection.backend}: {count} tokens per rank"):
