@@ -10,12 +10,13 @@ from unittest.mock import patch
 import moe_core as mc
 import pytest
 import torch
-from moe_core import FusedMoELayer, compile_calls
+from moe_core import FusedMoEKernel, FusedMoELayer, compile_calls
 from moe_core.call_launches import call_launches, launches_up_to, routing_launches
 from moe_core.gemm.experts import GroupedExperts
 from moe_core.jit.compile_ahead import distinct
 from moe_core.jit.launch import Launch, record
 from moe_core.ops.routing import fused_route
+from moe_core.prepare_finalize import PrepareAndFinalizeNoParallel
 from moe_core_layers import some_kinds
 from moe_core_meta_layers import SIZES, experts_cases, layer_of, on_h200
 
@@ -32,6 +33,24 @@ def test_no_call_launches_what_was_not_compiled(experts: type[GroupedExperts], l
     compiled = kinds(launches_up_to(kernel, MOST))
     some = random.Random(experts.__name__).sample(range(4, MOST), 10)
     for tokens in (1, 2, 3, 8, 16, *some, MOST):
+        missing = kinds(call_launches(kernel, tokens)) - compiled
+        assert not missing, f"{tokens} tokens: {sorted(name for name, _ in missing)}"
+
+
+class FromTwoRanks(PrepareAndFinalizeNoParallel):
+    """Stands for a way on which another rank's tokens come too."""
+
+    collective = True
+
+    def max_tokens(self, num_tokens: int) -> int:
+        return 2 * num_tokens
+
+
+def test_tokens_of_other_ranks_are_compiled_for_too() -> None:
+    alone = on_h200(*experts_cases()[0][:1], layer_of(experts_cases()[0][0]))
+    kernel = FusedMoEKernel(alone.experts, alone.weights, FromTwoRanks(alone.config))
+    compiled = kinds(launches_up_to(kernel, 200))
+    for tokens in (1, 7, 48, 199, 200, 201, 256, 399, 400):
         missing = kinds(call_launches(kernel, tokens)) - compiled
         assert not missing, f"{tokens} tokens: {sorted(name for name, _ in missing)}"
 

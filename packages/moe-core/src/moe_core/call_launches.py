@@ -93,8 +93,13 @@ def launches_up_to(kernel: Kernel, most: int, *, mapped: bool = False) -> list[L
     if movement is not None and kernel.config.max_num_tokens is not None:
         most = min(most, kernel.config.max_num_tokens)
 
+    # on meta tensors tokens arrive as they left, and as many as all ranks bring may arrive
+    arriving = movement is not None and movement.collective and not movement.empty_rows
+    if movement is not None and arriving:
+        most = movement.max_tokens(most)
+
     def choice(tokens: int) -> Hashable:
-        return kernel.experts.launch_choice(tokens if movement is None else movement.max_tokens(tokens))
+        return kernel.experts.launch_choice(tokens if movement is None or arriving else movement.max_tokens(tokens))
 
     for tokens in representatives(most, choice, kinds):
         kinds(tokens)
