@@ -132,6 +132,8 @@ def test_a_rank_that_does_not_come_is_named_and_the_output_is_no_number(step, de
             places[buffer.rank] = push_tokens(buffer, x, ids, weights, tables, code)
     for rank in (0, 2):
         await_tokens(buffers[rank], timeout=0.01)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         assert buffers[rank].missing == ([1] if step == 1 else [])
         experts = arrived_tokens(buffers[rank], code).experts
         push_results(buffers[rank], torch.zeros(shape.rows, 64, device=device), experts)
