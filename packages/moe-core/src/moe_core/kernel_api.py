@@ -36,6 +36,7 @@ from __future__ import annotations
 from moe_core.gemm.as_stored.scheme import SHORT_STEP, STEP, activation_functions, as_stored_scheme, packed_weight
 from moe_core.gemm.as_stored.tiles import (
     in_order,
+    load_blocks,
     load_words,
     open_blocks,
     open_codes,
@@ -68,6 +69,7 @@ from moe_core.gemm.scaled_mm import (
     is_finite,
     load_unquantized,
     open_weights,
+    prefetch_weights,
     scale_of,
 )
 from moe_core.gemm.swap_ab import FEW, swap_ab_dot
@@ -116,6 +118,7 @@ __all__ = [
     "SHORT_STEP",
     "activation_functions",
     "in_order",
+    "load_blocks",
     "load_words",
     "open_blocks",
     "open_codes",
@@ -132,6 +135,7 @@ __all__ = [
     "is_finite",
     "load_unquantized",
     "open_weights",
+    "prefetch_weights",
     "scale_of",
     # zero points
     "shifted",

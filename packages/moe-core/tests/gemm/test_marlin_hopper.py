@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_core.gemm.launch import Activation, OperandA, Result, Routing, grouped_gemm
+from moe_core.gemm.hopper_launch import HEIGHTS, RING, STEP, WORDS, WORDS_TILE, words_gemm
+from moe_core.gemm.launch import Activation, Gemm, OperandA, Result, Routing, grouped_gemm
 from moe_core.gemm.marlin.convert import convert_integers
-from moe_core.gemm.marlin.hopper_launch import HEIGHTS, RING, STEP, TILE, WORDS, words_gemm
 from moe_core.gemm.marlin.integers import integer_functions, integer_words
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.tile_kernel import PAIR, POSITION
+from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
 from moe_core.ops.sort import SortedPairs, sort_pairs, sort_workspaces
 from moe_core.quant_key import GroupShape, kInt4Static, kInt4StaticAsym
 
@@ -83,36 +83,17 @@ class Product:
 
     def special(self, rows: int, activation: Activation | None, gathers: bool = False) -> torch.Tensor:
         out = self.poisoned()
-        words_gemm(
-            TileConfig(rows, 128, 4, 3, 8, swap_ab=True, warp_specialised=True),
-            weight=self.weight,
-            values=self.tokens if gathers else self.values,
-            scales=(2,) if gathers else (),
-            out=Result(out),
-            pairs=self.pairs(rows),
-            routing=self.routing,
-            activation=activation,
-            pdl=False,
-        )
+        config = TileConfig(rows, 128, 4, 3, 8, swap_ab=True, warp_specialised=True)
+        values, which = (self.tokens, TOKEN) if gathers else (self.values, POSITION)
+        a = OperandA((values, values.stride(0)), which.value, warp_specialised=(2,) if gathers else ())
+        words_gemm(Gemm(config, self.weight, a, Result(out), self.pairs(rows), self.routing, activation))
         return out
 
     def tiles(self, activation: Activation | None) -> torch.Tensor:
         out, config = self.poisoned(), TileConfig(64, 128, 4, 3, 8, swap_ab=True)
         a = OperandA((self.values, self.values.stride(0), self.values.shape[1]), POSITION.value, "masked")
-        grouped_gemm(
-            self.weight.functions(config, a),
-            config,
-            a=a.arguments,
-            b=self.weight,
-            out=Result(out),
-            pairs=self.pairs(64),
-            routing=self.routing,
-            activation=activation,
-            block_k=128,
-            pdl=False,
-            a_rows=a.which,
-            out_rows=PAIR.value if activation is None else POSITION.value,
-        )
+        rows = PAIR.value if activation is None else POSITION.value
+        grouped_gemm(Gemm(config, self.weight, a, Result(out), self.pairs(64), self.routing, activation, rows))
         return out
 
     def exact(self) -> torch.Tensor:
@@ -186,4 +167,4 @@ def test_heights(rows):
     # parts of sums are powers of two that tensor cores have, and blocks of the copies fit all
     assert all(height % 16 == 0 and height // (3 if height % 3 == 0 else 1) % 8 == 0 for height in heights)
     # words and activations of three steps at least, beside 24 KB for the epilogue
-    assert RING // (TILE * WORDS * 4 + rows * STEP * 2) >= 3
+    assert RING // (WORDS_TILE * WORDS * 4 + rows * STEP * 2) >= 3

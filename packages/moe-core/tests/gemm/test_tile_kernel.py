@@ -5,11 +5,23 @@ A toy scheme in float32 with small integers, so that every sum is exact.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, TileFunctions, grouped_gemm, reduce_split_k
+from moe_core.gemm.launch import (
+    Activation,
+    Gemm,
+    GemmWeight,
+    OperandA,
+    Result,
+    Routing,
+    TileFunctions,
+    grouped_gemm,
+    reduce_split_k,
+)
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
 from moe_core.ops.sort import sort_pairs, sort_workspaces
@@ -93,35 +105,24 @@ class Product:
         self.routing = Routing(self.ids, torch.ones(TOKENS, TOP_K, device=device), EXPERTS)
 
     def __call__(self, out, *, swap, split):
-        operand = GemmWeight((self.w, self.w.stride(0), self.w.stride(1)), SIZE, HIDDEN, aligned=False)
+        functions = TileFunctions(open_a, load_a, open_b, load_b, multiply, scale_acc)
+        strides = self.w.stride(0), self.w.stride(1)
+        weight = GemmWeight((self.w, *strides), SIZE, HIDDEN, lambda config, a: functions, block_k=16, aligned=False)
         activation = Activation("relu2_no_mul")
         parts = torch.empty(TOKENS * TOP_K * split, SIZE, device=self.x.device)
-        grouped_gemm(
-            TileFunctions(open_a, load_a, open_b, load_b, multiply, scale_acc),
+        gemm = Gemm(
             TileConfig(16, BLOCK, 4, 1, swap_ab=swap, split_k=split),
-            a=(self.x, self.x.stride(0), self.factors),
-            b=operand,
-            out=out if split == 1 else Result(parts),
-            pairs=self.order,
-            routing=self.routing,
-            activation=activation,
-            block_k=16,
-            pdl=False,
-            a_rows=TOKEN.value,
-            out_rows=(POSITION if split == 1 else PAIR).value,
+            weight,
+            OperandA((self.x, self.x.stride(0), self.factors), TOKEN.value),
+            out if split == 1 else Result(parts),
+            self.order,
+            self.routing,
+            activation,
+            (POSITION if split == 1 else PAIR).value,
         )
+        grouped_gemm(gemm)
         if split > 1:
-            reduce_split_k(
-                partials=parts,
-                split_k=split,
-                bias=None,
-                out=out,
-                routing=self.routing,
-                activation=activation,
-                columns=SIZE,
-                block=BLOCK,
-                pdl=False,
-            )
+            reduce_split_k(gemm, replace(out, block=BLOCK))
 
     def expected(self, split):
         """(row of the result, expert, values padded to whole tiles) of each pair that has an expert."""

@@ -15,8 +15,9 @@ import triton.language as tl
 from moe_core.activation import MoEActivation, apply_moe_activation
 from moe_core.gemm import hopper_launch
 from moe_core.gemm.hopper_launch import TILE, hopper_fits
-from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, WarpSpecialisedGemm
+from moe_core.gemm.launch import Activation, Gemm, GemmWeight, OperandA, Result, Routing, WarpSpecialisedGemm
 from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.tile_kernel import POSITION
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
@@ -135,19 +136,12 @@ class Product:
         special = WarpSpecialisedGemm(on["w"], lambda: multiply, arguments[1], self.block[1])
         kind = self.activation
         params = None if kind is None else kind.resolve_params(None)
-        hopper_launch.hopper_gemm(
-            config,
-            weight=GemmWeight((), self.columns, self.w.shape[2], bias=bias, warp_specialised=special),
-            values=on["a"],
-            scales=arguments[0],
-            out=self.result,
-            pairs=self.order,
-            routing=self.routing,
-            activation=None
-            if kind is None or params is None
-            else Activation(kind.value, params.alpha or 1.0, params.beta or 0.0, params.limit),
-            pdl=False,
-        )
+        activation = None
+        if kind is not None and params is not None:
+            activation = Activation(kind.value, params.alpha or 1.0, params.beta or 0.0, params.limit)
+        weight = GemmWeight((), self.columns, self.w.shape[2], bias=bias, warp_specialised=special)
+        a = OperandA((on["a"],), POSITION.value, warp_specialised=arguments[0])
+        hopper_launch.hopper_gemm(Gemm(config, weight, a, self.result, self.order, self.routing, activation))
 
     def exact(self, expert):
         """float64 [rows of the expert, columns]."""

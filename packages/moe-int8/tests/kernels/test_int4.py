@@ -8,9 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight
-from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_gemm
+from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, TileFunctions, grouped_gemm
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.scaled_mm import open_values, open_weights
+from moe_core.gemm.tile_kernel import PAIR
 from moe_core.ops.sort import sort_pairs, sort_workspaces
 from moe_core.quant_key import (
     kInt4W4A8StaticChannelSym,
@@ -50,26 +51,17 @@ def test_sums_are_those_of_float64(swap, device):
     functions = int4.functions_of(-1, zero_points=False)
     ones = torch.ones(experts, count, 1, device=device)
     sums = torch.full((tokens, count), -7, dtype=torch.int32, device=device)
-    grouped_gemm(
-        TileFunctions(
-            open_values,
-            functions.load_values,
-            open_weights,
-            functions.load_weights,
-            functions.multiply,
-            accumulate=functions.accumulate,
-        ),
+    gemm = Gemm(
         TileConfig(16, 64, 4, 2, swap_ab=swap),
-        a=(x.to(device), ones, x.stride(0), 1, 0, None),
-        b=scaled_mm_weight(functions, pack_int4(w, 64).to(device), ones, None, count, depth),
-        out=Result(sums),
-        pairs=order,
-        routing=Routing(ids, None, experts),
-        activation=None,
-        block_k=functions.block_k,
-        pdl=False,
-        a_rows=2,  # by pair, which is by token for one slot
+        scaled_mm_weight(functions, pack_int4(w, 64).to(device), ones, None, count, depth),
+        OperandA((x.to(device), ones, x.stride(0), 1, 0, None), PAIR.value),
+        Result(sums),
+        order,
+        Routing(ids, None, experts),
     )
+    load_a, load_b, multiply = functions.load_values, functions.load_weights, functions.multiply
+    without_scales = TileFunctions(open_values, load_a, open_weights, load_b, multiply, accumulate=functions.accumulate)
+    grouped_gemm(gemm, without_scales)
     assert torch.equal(sums.cpu().double(), exact * 16)
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from moe_core.activation import MoEActivation
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight
-from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_gemm
+from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, TileFunctions, grouped_gemm
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.gemm.scaled_mm import (
@@ -26,6 +26,7 @@ from moe_core.gemm.scaled_mm import (
     open_weights,
     quantize_static,
 )
+from moe_core.gemm.tile_kernel import PAIR, POSITION
 from moe_core.kernel import FusedMoEKernel
 from moe_core.ops.sort import sort_pairs, sort_workspaces
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
@@ -105,19 +106,15 @@ def test_sums_are_those_of_float64(split, swap, device):
     )
     ones = torch.ones(max(experts * count, tokens), device=device)
     scales = ones[: experts * count].view(experts, count, 1)
-    grouped_gemm(
-        functions,
+    gemm = Gemm(
         TileConfig(16, 64, 4, 2, swap_ab=swap, split_k=split),
-        a=(x, ones, x.stride(0), 1, 0, None),
-        b=scaled_mm_weight(scaled_mm.INT8, w, scales, None, count, w.shape[2]),
-        out=Result(sums),
-        pairs=order,
-        routing=Routing(ids, None, experts),
-        activation=None,
-        block_k=128,
-        pdl=False,
-        a_rows=2,  # by pair, which is by token for one slot
+        scaled_mm_weight(scaled_mm.INT8, w, scales, None, count, w.shape[2]),
+        OperandA((x, ones, x.stride(0), 1, 0, None), PAIR.value),
+        Result(sums),
+        order,
+        Routing(ids, None, experts),
     )
+    grouped_gemm(gemm, functions)
     parts = sums.view(tokens, split, count).cpu().double()
     assert torch.equal(parts.sum(1), exact)
 
@@ -160,17 +157,9 @@ def test_sums_of_the_specialised_kernel(zero_points, device):
     functions = scaled_mm.INT8_ZERO if zero_points else scaled_mm.INT8
     weight_scale = torch.ones(experts, count, 1, device=device)
     weight = scaled_mm_weight(functions, w.to(device), weight_scale, None, count, depth, extra=sums)
-    hopper_gemm(
-        TileConfig(128, 128, 8, 3, 8, warp_specialised=True),
-        weight=weight,
-        values=x.to(device),
-        scales=(a_scale, 1, None),
-        out=Result(out),
-        pairs=order,
-        routing=Routing(ids, None, experts),
-        activation=None,
-        pdl=False,
-    )
+    config = TileConfig(128, 128, 8, 3, 8, warp_specialised=True)
+    a = OperandA((x.to(device),), POSITION.value, warp_specialised=(a_scale, 1, None))
+    hopper_gemm(Gemm(config, weight, a, Result(out), order, Routing(ids, None, experts)))
     assert torch.equal(out.cpu(), exact.float())
 
 

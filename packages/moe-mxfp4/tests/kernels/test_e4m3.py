@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight
-from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_gemm
+from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, grouped_gemm
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.scaled_mm import open_values
 from moe_core.gemm.tile_kernel import POSITION
 from moe_core.gemm.workspaces import order_workspaces
 from moe_core.numerics import E2M1_VALUES
@@ -39,21 +38,15 @@ def widened(
     rows = torch.eye(COLUMNS).to(torch.float8_e4m3fn).to(device)
     y = torch.empty(COLUMNS, ROWS, device=device)
     scales = torch.ones(COLUMNS, device=device)
-    grouped_gemm(
-        TileFunctions(
-            open_values, E2M1.load_values, E2M1.open_weights, E2M1.load_weights, E2M1.multiply, E2M1.scale_acc
-        ),
+    gemm = Gemm(
         config,
-        a=(rows, scales, rows.stride(0), 1, 0, None),
-        b=scaled_mm_weight(E2M1, found.words, found.scales, None, ROWS, COLUMNS, extra=extra),
-        out=Result(y),
-        pairs=sort_pairs(ids, 1, config.block_m, workspace=workspace),
-        routing=Routing(ids, torch.ones(COLUMNS, 1, device=device), 1),
-        activation=None,
-        block_k=E2M1.block_k,
-        pdl=False,
-        a_rows=POSITION.value,
+        scaled_mm_weight(E2M1, found.words, found.scales, None, ROWS, COLUMNS, extra=extra),
+        OperandA((rows, scales, rows.stride(0), 1, 0, None), POSITION.value),
+        Result(y),
+        sort_pairs(ids, 1, config.block_m, workspace=workspace),
+        Routing(ids, torch.ones(COLUMNS, 1, device=device), 1),
     )
+    grouped_gemm(gemm)
     return y.cpu().T
 
 

@@ -60,4 +60,4 @@ def test_many_rows_on_hopper(device, key, hidden, tokens, expected):
     for one in gemms:
         if one.name == "words_kernel":
             # a tile of the schedule is one of the kernel's
-            assert one.arguments["HEIGHTS"][0] == (64 if tokens <= 192 else 128)
+            assert one.arguments["form"].heights.value[0] == (64 if tokens <= 192 else 128)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from moe_core.jit.casts import downcast
+from moe_core.ops._sort_kernels import local_expert
 
 
 @triton.jit
@@ -38,13 +39,10 @@ def gather_kernel(
         if pair % limit >= tl.load(ids + expert):
             return
     else:
-        expert = tl.load(ids + pair).to(tl.int64)
-        if (expert < 0) | (expert >= limit):
+        expert = local_expert(ids, expert_map, pair, pair >= 0, limit, num_experts, expert_map is not None)
+        if expert < 0:
             return
-        if expert_map is not None:
-            expert = tl.load(expert_map + expert).to(tl.int64)
-        if (expert < 0) | (expert >= num_experts):
-            return
+        expert = expert.to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     some = column < columns
     source = column

@@ -83,22 +83,25 @@ def gather_columns(
     """
     from moe_core.gemm._column_kernels import gather_kernel
 
-    pairs = routing.num_pairs
+    batched = isinstance(routing, Batch)
+    if isinstance(routing, Batch):
+        ids, expert_map, limit, experts = routing.counts, None, routing.capacity, 0
+    else:
+        ids, expert_map, limit, experts = routing.ids, routing.expert_map, routing.num_ids, routing.num_experts
     columns = x.shape[1] if index is None else index.shape[1]
     block = 1024
-    batched = isinstance(routing, Batch)
     launch(
         gather_kernel,
-        (pairs, -(-out.shape[1] // block)),
+        (routing.num_pairs, -(-out.shape[1] // block)),
         x,
         out,
-        routing.counts if isinstance(routing, Batch) else routing.ids,
-        None if isinstance(routing, Batch) else routing.expert_map,
+        ids,
+        expert_map,
         index,
         factor,
         columns,
-        routing.capacity if isinstance(routing, Batch) else routing.num_ids,
-        0 if isinstance(routing, Batch) else routing.num_experts,
+        limit,
+        experts,
         x.stride(0),
         out.stride(0),
         0 if index is None else index.stride(0),

@@ -18,38 +18,48 @@ Written in Gluon, because the order of waits is the point; there is no interpret
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe_core.gemm.hopper_epilogue import activate, add_bias, store_activated, store_block
-from moe_core.gemm.hopper_pipeline import HALF, LAYOUT, TILE, allocate_queue, is_short, locate_tile, producer, receive
+from moe_core.gemm.hopper_pipeline import (
+    HALF,
+    LAYOUT,
+    TILE,
+    allocate_barriers,
+    allocate_queue,
+    is_short,
+    locate_tile,
+    producer,
+    receive,
+)
+
+
+class KernelForm(NamedTuple):
+    """What the kernel is compiled for: its k loop, and constants.
+
+    ``short``: how tiles of at most 64 rows are computed, see `hopper_pipeline`; the result is the same.
+    """
+
+    multiply: Any
+    group_m: gl.constexpr
+    short: gl.constexpr
 
 
 @gluon.jit
-def _consumer(
-    schedule,
-    a_args,
-    b_args,
-    result,
-    epilogue,
-    ring,
-    queue,
-    tiles,
-    blocks_n,
-    steps,
-    N,
-    multiply: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    SHORT: gl.constexpr,
-):
+def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, sizes, form, WARPGROUP: gl.constexpr):
     """Multiply rows 64 * WARPGROUP .. 64 * WARPGROUP + 63 of every tile, scale, finish and store.
 
     Of a short tile all rows, and column block n + WARPGROUP.
     """
     pairs = schedule[2]
+    tiles, blocks_n, steps, N = sizes
+    GROUP_M: gl.constexpr = form.group_m
+    SHORT: gl.constexpr = form.short
     dtype: gl.constexpr = result.out.dtype.element_ty
     GEMM1: gl.constexpr = epilogue.activation != ""
     GATED: gl.constexpr = epilogue.gated
@@ -84,7 +94,9 @@ def _consumer(
         if epilogue.weights is not None:
             weight = gl.load(epilogue.weights + gl.load(pairs + row))
         zero = turn - turn  # 0 as a value that changes
-        acc_0, acc_1, taken = multiply(zero, row, expert, block_n, a_args, b_args, slots, steps, N, WARPGROUP, GATED)
+        acc_0, acc_1, taken = form.multiply(
+            zero, row, expert, block_n, a_args, b_args, slots, steps, N, WARPGROUP, GATED
+        )
         turn += taken * stride
         if first < end:
             if GEMM1 and epilogue.weights is not None:
@@ -130,10 +142,8 @@ def hopper_kernel(
     N,
     K,
     rows_per_expert,
-    multiply: gl.constexpr,
+    form,
     STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    SHORT: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """One program per multiprocessor.
@@ -142,8 +152,7 @@ def hopper_kernel(
 
     - a_desc [P, K], b_desc [E * rows_per_expert, K]: descriptors with blocks of 128 x depth of a step
     - a_args and b_args, the scales, see `multiply`; schedule, result and epilogue as in the tile kernel
-    - N columns of the result, of one half where gated
-    - SHORT: how tiles of at most 64 rows are computed, see `hopper_pipeline`; the result is the same
+    - N columns of the result, of one half where gated; form: `KernelForm`
     """
     if PDL:
         gdc_wait()
@@ -151,11 +160,7 @@ def hopper_kernel(
     DEPTH: gl.constexpr = a_desc.block_shape[1]
     a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE, DEPTH], a_desc.layout)
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 2 * TILE, DEPTH], b_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
+    full, empty = allocate_barriers(STAGES, 1)
     queue = allocate_queue()
     fence_async_shared()
     ring = (a_tiles, b_tiles, full, empty)
@@ -163,32 +168,18 @@ def hopper_kernel(
     steps = gl.cdiv(K, DEPTH)
     BLOCKS: gl.constexpr = 1 if epilogue.gated else 2
     blocks_n = gl.cdiv(N, BLOCKS * TILE)
+    sizes = (tiles, blocks_n, steps, N)
     second = N if epilogue.gated else TILE  # rows from one weight block to the other
-    # arguments stand here and not in variables, which would turn constants into values
+    # constants stand here and not in variables, which would turn them into values
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (
-                    schedule, a_args, b_args, result, epilogue, ring, queue, tiles, blocks_n, steps, N, multiply,
-                    gl.constexpr(0), GROUP_M, SHORT,
-                ),
-            ),
-            (
-                _consumer,
-                (
-                    schedule, a_args, b_args, result, epilogue, ring, queue, tiles, blocks_n, steps, N, multiply,
-                    gl.constexpr(1), GROUP_M, SHORT,
-                ),
-            ),
+            (_consumer, (schedule, a_args, b_args, result, epilogue, ring, queue, sizes, form, gl.constexpr(0))),
+            (_consumer, (schedule, a_args, b_args, result, epilogue, ring, queue, sizes, form, gl.constexpr(1))),
             (
                 producer,
-                (
-                    a_desc, b_desc, schedule, ring, queue, tiles, blocks_n, steps, rows_per_expert, second, GROUP_M,
-                    BLOCKS, SHORT,
-                ),
+                (a_desc, b_desc, schedule, ring, queue, tiles, blocks_n, steps, rows_per_expert, second, form, BLOCKS),
             ),
         ],
         [4, 1],
         [232, 40],
-    )  # fmt: skip
+    )

@@ -1,22 +1,31 @@
-"""Start the kernel of `moe_core.gemm.hopper`, and say when it can be used."""
+"""Start the warp-specialised kernels of sm_90, `moe_core.gemm.hopper` and `moe_core.gemm.marlin.hopper`."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, epilogue_of, schedule_of
+from moe_core.gemm.launch import Gemm, GemmWeight, WarpSpecialisedGemm, constant, schedule_of
 from moe_core.gemm.plan import TileConfig
 from moe_core.jit.launch import launch
-from moe_core.ops.batch import Batch, BatchedRows
-from moe_core.ops.sort import SortedPairs
 
-#: rows and columns of a tile of one operand, and of a weight block
+#: 8 bits: rows and columns of a tile of one operand, and of a weight block
 TILE = 128
 #: steps in flight, of 128 columns: 48 KB each, and room for the epilogue's change of layout
 STAGES = 4
+#: 4-bit words: rows of weights of a tile, columns of a step, and words that these are
+WORDS_TILE = 256
+STEP = 128
+WORDS = 16
+#: shared memory for operands: what is left is room for the epilogue's change of layout
+RING = 196608
+#: heights that tiles take, by the rows that the schedule's have: what an expert's last rows need
+HEIGHTS = {128: (128, 96, 64), 64: (64, 48, 32)}
 
 
 def hopper_fits(config: TileConfig, weight: GemmWeight) -> bool:
@@ -24,62 +33,105 @@ def hopper_fits(config: TileConfig, weight: GemmWeight) -> bool:
     return config.warp_specialised and weight.descriptor is not None
 
 
-def _descriptor(matrix: Tensor, rows: int, depth: int) -> Any:
-    """Tensor descriptor of a contiguous-column matrix of one-byte elements, in blocks of ``rows`` x ``depth``."""
+def _descriptor(matrix: Tensor, block: list[int], swizzle: int) -> Any:
+    """Tensor descriptor of a contiguous-column matrix, or of experts' [E, rows, columns], rows one after the other."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=depth, element_bitwidth=8, rank=2)
-    return TensorDescriptor.from_tensor(matrix, [rows, depth], layout)
+    if matrix.dim() == 3:
+        experts, rows, columns = matrix.shape
+        matrix = torch.as_strided(matrix, (experts * rows, columns), (matrix.stride(1), 1))
+    bits = 8 * matrix.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
+    return TensorDescriptor.from_tensor(matrix, block, layout)
 
 
-def hopper_gemm(
-    config: TileConfig,
-    *,
-    weight: GemmWeight,
-    values: Tensor,
-    scales: tuple[Any, ...],
-    out: Result,
-    pairs: SortedPairs | BatchedRows,
-    routing: Routing | Batch,
-    activation: Activation | None,
-    pdl: bool,
+def _special(gemm: Gemm) -> WarpSpecialisedGemm:
+    if gemm.weight.warp_specialised is None:
+        raise TypeError("the weight has no warp-specialised kernel")
+    return gemm.weight.warp_specialised
+
+
+def _start(
+    kernel: Any, gemm: Gemm, blocks: int, operands: tuple[Any, ...], scales: tuple[Any, ...], form: Any, stages: int
 ) -> None:
-    """One GEMM; ``values`` [P, K] by sorted row and ``weight``, of one type of one byte.
+    """A program for each multiprocessor, at most one for each tile of ``blocks`` column blocks."""
+    device, weight = gemm.out.values.device, gemm.weight
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    launch(
+        kernel,
+        (min(num_sms, gemm.routing.max_tiles(gemm.order.block_m) * blocks),),
+        *operands,
+        schedule_of(gemm.order),
+        *scales,
+        gemm.out.kernel_arguments(),
+        gemm.epilogue,
+        weight.n,
+        weight.k,
+        _special(gemm).tensor.shape[1],
+        form,
+        STAGES=stages,
+        pdl=gemm.pdl,
+        num_warps=4,
+    )
 
-    ``weight.warp_specialised.multiply`` (see `moe_core.gemm.hopper`) gets the rows' ``scales`` and those of the weight.
-    With an ``activation`` ``out`` has sorted rows; without, rows by pair.  ``out.kind``: "values", "groups" and
+
+def hopper_gemm(gemm: Gemm) -> None:
+    """One GEMM of operand A [P, K] by sorted row and a weight, of one type of one byte.
+
+    ``multiply`` of the weight (see `moe_core.gemm.hopper`) gets the rows' ``gemm.a.warp_specialised`` and its scales.
+    With an activation the result has sorted rows; without, rows by pair.  ``out.kind``: "values", "groups" and
     "groups_64" (scales [rows, columns / 128 or 64] are written), or "static" (scales [E] are given: the second of
     ``out.arguments``).
     """
-    from moe_core.gemm.hopper import hopper_kernel
+    from moe_core.gemm.hopper import KernelForm, hopper_kernel
 
-    special = weight.warp_specialised
-    if special is None:
-        raise TypeError("the weight has no warp-specialised kernel")
-    tensor, depth = special.tensor, special.depth
-    experts, rows, columns = tensor.shape
-    blocks = 1 if activation is not None and activation.gated else 2
-    max_tiles = routing.max_tiles(pairs.block_m) * -(-weight.n // (TILE * blocks))
-    device = out.values.device
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    launch(
-        hopper_kernel,
-        (min(num_sms, max_tiles),),
-        _descriptor(values, TILE // 2, depth),
-        _descriptor(torch.as_strided(tensor, (experts * rows, columns), (tensor.stride(1), 1)), TILE, depth),
-        schedule_of(pairs),
-        scales,
-        special.weight_scales,
-        out.kernel_arguments(),
-        epilogue_of(weight.bias, routing, activation),
-        weight.n,
-        columns,
-        rows,
-        multiply=special.multiply(),
-        STAGES=STAGES * TILE // depth,
-        GROUP_M=config.group_m,
-        SHORT=config.short_tiles,
-        pdl=pdl,
-        num_warps=4,
+    special, config = _special(gemm), gemm.config
+    depth = special.depth
+    blocks = 1 if gemm.activation is not None and gemm.activation.gated else 2
+    values = _descriptor(gemm.a.arguments[0][: gemm.routing.num_pairs], [TILE // 2, depth], depth)
+    form = KernelForm(special.multiply(), constant(config.group_m), tl.constexpr(config.short_tiles))
+    operands = values, _descriptor(special.tensor, [TILE, depth], depth)
+    scales = gemm.a.warp_specialised, special.weight_scales
+    _start(hopper_kernel, gemm, -(-gemm.weight.n // (TILE * blocks)), operands, scales, form, STAGES * TILE // depth)
+
+
+def words_multiplied(
+    words: Tensor, arguments: tuple[Any, ...], groups: int, dequantize: Callable[[], Any]
+) -> WarpSpecialisedGemm:
+    """How `words_gemm` multiplies 4-bit ``words`` [E, rows, words].
+
+    ``arguments``: `b_args` of the tile kernel's device functions; ``groups`` of a step of 128 columns that have scales
+    of their own, 0: rows have one each; ``dequantize`` gives a function of `moe_core.gemm.marlin.quarters`.
+    """
+    return WarpSpecialisedGemm(words, dequantize, (*arguments, groups), STEP, words_gemm, tuple(HEIGHTS), gathers=True)
+
+
+def words_gemm(gemm: Gemm) -> None:
+    """As `hopper_gemm`, for operand A of 16 bits: sorted (``warp_specialised`` is ()), or of tokens: (top-k,).
+
+    Rows of tokens are read in whole 32 bytes.
+    """
+    from moe_core.gemm.marlin.hopper import WordsForm, words_kernel
+
+    special, height = _special(gemm), gemm.order.block_m
+    *arguments, groups = special.weight_scales
+    heights, per_token, values = HEIGHTS[height], gemm.a.warp_specialised, gemm.a.arguments[0]
+    rows_of_tiles = rows_of_tokens = None
+    if per_token:
+        rows_of_tokens = (values[: gemm.routing.num_pairs], values.stride(0), *per_token)
+    else:
+        box = [math.gcd(*heights), STEP // 2]
+        rows_of_tiles = _descriptor(values[: gemm.routing.num_pairs, : gemm.weight.k], box, 128)
+    form = WordsForm(
+        constant(heights),
+        constant(groups),
+        tl.constexpr(gemm.weight.interleaved),
+        tl.constexpr(bool(per_token)),
+        constant(gemm.config.group_m),
+        special.multiply(),
     )
+    operands = rows_of_tiles, rows_of_tokens, _descriptor(special.tensor, [WORDS_TILE, WORDS], 64)
+    stages = RING // (WORDS_TILE * WORDS * 4 + height * STEP * 2)
+    blocks = -(-special.tensor.shape[1] // WORDS_TILE)
+    _start(words_kernel, gemm, blocks, operands, (tuple(arguments),), form, stages)

@@ -9,7 +9,7 @@ stride, counted without end.
 Programs draw their tiles from a counter, tiles[1] of the schedule, which is 0 before the kernel and after it.  The
 producer draws one tile ahead, and tells the consumers by a queue.
 
-A short tile, the end of an expert with at most 64 rows, is the work of one consumer.  With SHORT the two consumers
+A short tile, the end of an expert with at most 64 rows, is the work of one consumer.  Where `short` the two consumers
 multiply the same rows by neighbouring column blocks, each from slots of its own, every other one of the ring.  Its
 items of odd column blocks are nobody's.
 """
@@ -50,23 +50,46 @@ def locate_tile(index, schedule, tiles, blocks_n, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def wait_for_slot(ring, turn, WARPGROUP: gl.constexpr):
-    """The operands of step `turn`: the consumer's 64 rows of A, and both blocks of B."""
-    a_tiles, b_tiles, full, empty, start, stride = ring
-    STAGES: gl.constexpr = full.shape[0]
-    place = start + turn * stride
+def allocate_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
+    """(full, empty) of so many slots: PRODUCERS arrive at the first, two consumers at the second."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=PRODUCERS)
+        mbarrier.init(empty.index(slot), count=2)
+    return full, empty
+
+
+@gluon.jit
+def full_slot(ring, place):
+    """The slot of step `place`, counted without end, when its operands have come."""
+    STAGES: gl.constexpr = ring[2].shape[0]
     slot = place % STAGES
-    mbarrier.wait(full.index(slot), (place // STAGES) & 1)
-    return a_tiles.index(slot).slice(WARPGROUP * HALF, HALF, 0), b_tiles.index(slot)
+    mbarrier.wait(ring[2].index(slot), (place // STAGES) & 1)
+    return slot
+
+
+@gluon.jit
+def empty_slot(ring, place):
+    """The slot for step `place`, when the consumers have freed it."""
+    STAGES: gl.constexpr = ring[3].shape[0]
+    slot = place % STAGES
+    mbarrier.wait(ring[3].index(slot), ((place // STAGES) & 1) ^ 1)
+    return slot
+
+
+@gluon.jit
+def wait_for_slot(ring, turn, WARPGROUP: gl.constexpr):
+    """The operands of step `turn` of a tile: the consumer's 64 rows of A, and both blocks of B."""
+    slot = full_slot(ring, ring[4] + turn * ring[5])
+    return ring[0].index(slot).slice(WARPGROUP * HALF, HALF, 0), ring[1].index(slot)
 
 
 @gluon.jit
 def free_slot(ring, turn, some):
-    """All four warps have read the operands of step `turn`; if `some`."""
-    a_tiles, b_tiles, full, empty, start, stride = ring
-    STAGES: gl.constexpr = empty.shape[0]
+    """All four warps have read the operands of step `turn` of a tile; if `some`."""
     barrier()
-    mbarrier.arrive(empty.index((start + turn * stride) % STAGES), pred=some)
+    mbarrier.arrive(ring[3].index((ring[4] + turn * ring[5]) % ring[3].shape[0]), pred=some)
 
 
 @gluon.jit
@@ -124,49 +147,46 @@ def _draw(counter, total):
 
 
 @gluon.jit
-def _next_tile(schedule, tiles, blocks_n, GROUP_M: gl.constexpr, SHORT: gl.constexpr):
+def _next_tile(schedule, tiles, blocks_n, form):
     """The index of the next tile of this program, and where it is."""
     total = tiles * blocks_n
     index = _draw(schedule[0] + 1, total)
-    expert, first, end, block_n = locate_tile(index, schedule, tiles, blocks_n, GROUP_M)
-    if SHORT:
+    expert, first, end, block_n = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
+    if form.short:
         # done with the column block before it
         while index < total and is_short(first, end) and block_n % 2 == 1:
             index = _draw(schedule[0] + 1, total)
-            expert, first, end, block_n = locate_tile(index, schedule, tiles, blocks_n, GROUP_M)
+            expert, first, end, block_n = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
     return index, expert, first, end, block_n
 
 
 @gluon.jit
 def producer(
-    a_desc, b_desc, schedule, ring, queue, tiles, blocks_n, steps, rows_per_expert, second, GROUP_M: gl.constexpr,
-    BLOCKS: gl.constexpr, SHORT: gl.constexpr,
-):  # fmt: skip
+    a_desc, b_desc, schedule, ring, queue, tiles, blocks_n, steps, rows_per_expert, second, form, BLOCKS: gl.constexpr
+):
     """Request every tile that this program multiplies, as far ahead as there is room."""
     a_tiles, b_tiles, full, empty = ring
-    STAGES: gl.constexpr = full.shape[0]
     DEPTH: gl.constexpr = a_desc.block_shape[1]
     total = tiles * blocks_n
     index = gl.program_id(0)
-    expert, first, end, block_n = locate_tile(index, schedule, tiles, blocks_n, GROUP_M)
-    if index >= total or (SHORT and is_short(first, end) and block_n % 2 == 1):
-        index, expert, first, end, block_n = _next_tile(schedule, tiles, blocks_n, GROUP_M, SHORT)
+    expert, first, end, block_n = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
+    if index >= total or (form.short and is_short(first, end) and block_n % 2 == 1):
+        index, expert, first, end, block_n = _next_tile(schedule, tiles, blocks_n, form)
     _send(queue, 0, index)
     sent = 1
     turn = 0
     while index < total:
         # sent before the tile is requested: consumers ask for it before they multiply
-        index, next_expert, next_first, next_end, next_block = _next_tile(schedule, tiles, blocks_n, GROUP_M, SHORT)
+        index, next_expert, next_first, next_end, next_block = _next_tile(schedule, tiles, blocks_n, form)
         _send(queue, sent, index)
         sent += 1
-        short = is_short(first, end) if SHORT else False
+        short = is_short(first, end) if form.short else False
         row = expert * rows_per_expert + block_n * (TILE * BLOCKS)
         parts = gl.where(short, 2, 1)
         for i in range(steps * parts):
             k = i // parts
             part = i % parts
-            slot = turn % STAGES
-            mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
+            slot = empty_slot(ring, turn)
             ready = full.index(slot)
             if short:
                 # for the consumer that does not read the slot

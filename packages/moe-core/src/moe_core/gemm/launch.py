@@ -15,12 +15,13 @@ from moe_core.config import FusedMoEConfig
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.split_k_reduce import split_k_reduce_kernel
 from moe_core.gemm.tile_kernel import PAIR, grouped_gemm_kernel
+from moe_core.gemm.uniform import uniform
 from moe_core.jit.launch import launch
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
 
-#: as Triton takes constants inside a tuple
+#: as Triton takes numbers and texts inside a tuple, if constant; not truth values, which equal numbers
 constant = cache(tl.constexpr)
 FLOAT32 = tl.constexpr(tl.float32)
 
@@ -30,16 +31,16 @@ class WarpSpecialisedGemm:
     """How the warp-specialised kernel of `moe_core.gemm.hopper` computes a GEMM.
 
     ``tensor`` [E, rows, K] of one byte; ``multiply`` gives its k loop, imported on use; ``weight_scales``: the tuple of
-    scales that ``multiply`` takes; ``depth`` columns of a step.  ``start`` starts a kernel of the weight's own instead,
-    with the arguments of `moe_core.gemm.hopper_launch.hopper_gemm`, and says what the others are.  ``rows`` that the
-    schedule's tiles may have; ``gathers``: it reads the rows of tokens too.
+    scales that ``multiply`` takes; ``depth`` columns of a step.  ``start`` starts another kernel instead (one of
+    `moe_core.gemm.hopper_launch`), and says what the others are.  ``rows`` that the schedule's tiles may have;
+    ``gathers``: it reads the rows of tokens too.
     """
 
     tensor: Tensor
     multiply: Callable[[], Any]
     weight_scales: tuple[Any, ...]
     depth: int = 128
-    start: Callable[..., None] | None = None
+    start: Callable[[Gemm], None] | None = None
     rows: tuple[int, ...] = (128,)
     gathers: bool = False
 
@@ -281,46 +282,55 @@ def epilogue_of(
     return tuple.__new__(Epilogue, fields)
 
 
-def grouped_gemm(
-    functions: TileFunctions,
-    config: TileConfig,
-    *,
-    a: tuple[Any, ...],
-    b: GemmWeight,
-    out: Result,
-    pairs: SortedPairs | BatchedRows,
-    routing: Routing | Batch,
-    activation: Activation | None,
-    block_k: int,
-    pdl: bool,
-    a_rows: int,
-    out_rows: int = PAIR.value,
-    aligned: bool = True,
-    lora: LoRADelta | None = None,
-) -> None:
+@dataclass(frozen=True, eq=False)
+class Gemm:
     """A grouped GEMM over sorted pairs, or over batched rows: gemm1 with an ``activation``, gemm2 without.
 
-    ``a_rows`` and ``out_rows``: which rows of A and of the result the rows of a tile are, `POSITION`, `TOKEN` or `PAIR`
-    of the tile kernel; batched rows, [E * T_max, columns], are all the same.  With ``config.split_k`` > 1 ``out`` gets
-    float32 partial sums by pair, [pairs * split_k, columns of all halves]; gemm1's `reduce_split_k` reduces.
-    ``aligned``: rows of A start at multiples of 16 bytes.  ``lora``: see `LoRADelta`.
+    ``a`` [rows, K] times ``weight``, to ``out``, whose rows are ``out_rows`` of the tile kernel: `POSITION`, `TOKEN` or
+    `PAIR`; batched rows, [E * T_max, columns], are all the same.  With ``config.split_k`` > 1 ``out`` gets float32
+    partial sums by pair, [pairs * split_k, columns of all halves]; gemm1's `reduce_split_k` reduces.
     """
-    subtiles = pairs.block_m // config.block_m
-    tiles = routing.max_tiles(pairs.block_m) * subtiles
+
+    config: TileConfig
+    weight: GemmWeight
+    a: OperandA
+    out: Result
+    order: SortedPairs | BatchedRows
+    routing: Routing | Batch
+    activation: Activation | None = None
+    out_rows: int = PAIR.value
+    lora: LoRADelta | None = None
+    pdl: bool = False
+
+    @property
+    def epilogue(self) -> Epilogue:
+        return epilogue_of(self.weight.bias, self.routing, self.activation, self.lora)
+
+
+def grouped_gemm(gemm: Gemm, functions: TileFunctions | None = None) -> None:
+    """The GEMM by the tile kernel; ``functions``: in place of the weight's own."""
+    a, b, pairs = gemm.a, gemm.weight, gemm.order
+    config = b.tile_config(gemm.config)
+    if functions is None:
+        functions = b.functions(config, a)
+    if config.uniform:
+        functions = functions._replace(multiply=uniform(functions.multiply))
+    subtiles, block_k = pairs.block_m // config.block_m, b.block_k
+    tiles = gemm.routing.max_tiles(pairs.block_m) * subtiles
     rows = -(-b.n // 8) * 16 if b.interleaved else b.n
     launch(
         grouped_gemm_kernel,
         (tiles * -(-rows // config.block_n) * config.split_k,),
-        out.kernel_arguments(),
-        a,
+        gemm.out.kernel_arguments(),
+        a.arguments,
         b.arguments,
         b.descriptor(config.block_n, block_k) if config.tma and b.descriptor is not None else None,
         schedule_of(pairs),
-        epilogue_of(b.bias, routing, activation, lora),
+        gemm.epilogue,
         functions,
         b.n,
         b.k,
-        routing.top_k,
+        gemm.routing.top_k,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
@@ -329,13 +339,13 @@ def grouped_gemm(
         EVEN_K=b.k % block_k == 0,
         SWAP_AB=config.swap_ab,
         INTERLEAVED=b.interleaved,
-        A_ROWS=a_rows,
-        OUT_ROWS=out_rows,
+        A_ROWS=a.which,
+        OUT_ROWS=gemm.out_rows,
         SPLIT_K=config.split_k,
         SUBTILES=subtiles,
-        pdl=pdl,
+        pdl=gemm.pdl,
         # rows that 16-byte copies cannot reach go through registers: share them among more threads
-        num_warps=config.num_warps if aligned and b.aligned else 8,
+        num_warps=config.num_warps if a.aligned and b.aligned else 8,
         num_stages=config.num_stages,
     )
 
@@ -345,38 +355,26 @@ def schedule_of(pairs: SortedPairs | BatchedRows) -> tuple[Tensor, Tensor, Tenso
     return pairs.tiles, pairs.offsets, pairs.pairs if isinstance(pairs, SortedPairs) else None
 
 
-def reduce_split_k(
-    *,
-    partials: Tensor,
-    split_k: int,
-    bias: Tensor | None,
-    out: Result,
-    routing: Routing,
-    activation: Activation,
-    columns: int,
-    block: int,
-    pdl: bool,
-    lora: LoRADelta | None = None,
-) -> None:
-    """The split-K reduction of gemm1: out[pair] = act(sum of partials + bias), quantised as ``out`` says.
-
-    ``columns`` N of the result; ``block`` of them, a power of two, make a tile of ``out.groups`` scales.
-    """
+def reduce_split_k(gemm: Gemm, out: Result) -> None:
+    """The split-K reduction of gemm1: out[pair] = act(sum of the partial sums + bias), quantised as ``out`` says."""
+    routing, activation, partials, columns = gemm.routing, gemm.activation, gemm.out.values, gemm.weight.n
+    if not isinstance(routing, Routing) or activation is None:
+        raise TypeError("the k loop of gemm1 alone is split so, and not over batched rows")
     launch(
         split_k_reduce_kernel,
-        (routing.ids.numel(), -(-columns // block)),
+        (routing.ids.numel(), -(-columns // out.block)),
         partials,
         routing.ids,
         routing.expert_map,
-        epilogue_of(bias, None, activation, lora),
+        epilogue_of(gemm.weight.bias, None, activation, gemm.lora),
         out.kernel_arguments(),
         columns,
         routing.num_ids,
         routing.num_experts,
         partials.stride(0),
-        SPLIT_K=split_k,
-        COLUMNS=block,
-        pdl=pdl,
+        SPLIT_K=gemm.config.split_k,
+        COLUMNS=out.block,
+        pdl=gemm.pdl,
         num_warps=1,
     )
 

@@ -17,7 +17,17 @@ from torch import Tensor
 
 from moe_core.gemm import lora_kernels as device
 from moe_core.gemm.activation_tile import load_activations, open_activations
-from moe_core.gemm.launch import GemmWeight, LoRADelta, Result, Routing, TileFunctions, grouped_gemm, is_aligned
+from moe_core.gemm.launch import (
+    Gemm,
+    GemmWeight,
+    LoRADelta,
+    OperandA,
+    Result,
+    Routing,
+    TileFunctions,
+    grouped_gemm,
+    is_aligned,
+)
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.scaled_mm import load_weights, open_weights
 from moe_core.gemm.tile_kernel import PAIR, TOKEN
@@ -92,16 +102,7 @@ class Adapters:
         block_n = min(max(triton.next_power_of_2(rows), 16), 64)
         block_k = min(max(triton.next_power_of_2(columns), 16), 64)
         arguments = (weights, None, weights.stride(0), weights.stride(1), 0, 0, 0)
-        grouped_gemm(
-            _FUNCTIONS,
-            TileConfig(self.block_m, block_n, 4, 3),
-            a=(x, x.stride(0), columns),
-            b=GemmWeight(arguments, rows, columns, aligned=is_aligned(weights)),
-            out=Result(out),
-            pairs=self.order,
-            routing=self.routing,
-            activation=None,
-            block_k=block_k,
-            pdl=False,
-            a_rows=(PAIR if by_pair else TOKEN).value,
-        )
+        weight = GemmWeight(arguments, rows, columns, block_k=block_k, aligned=is_aligned(weights))
+        a = OperandA((x, x.stride(0), columns), (PAIR if by_pair else TOKEN).value)
+        config = TileConfig(self.block_m, block_n, 4, 3)
+        grouped_gemm(Gemm(config, weight, a, Result(out), self.order, self.routing), _FUNCTIONS)

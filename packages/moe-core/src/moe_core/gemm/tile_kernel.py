@@ -130,6 +130,51 @@ def _rows(position, pair, top_k, WHICH: tl.constexpr):
 
 
 @triton.jit
+def finish_values(
+    acc,
+    up,
+    epilogue,
+    N,
+    expert,
+    pair,
+    columns,
+    stored,
+    activate: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+    EVEN_N: tl.constexpr,
+):
+    """LoRA deltas, router weights, bias and activation of a sum `acc` (and `up`, where gated); float32.
+
+    `pair` of each row and `columns` of the tile; `stored`: where there are any; `activate`: see
+    `moe_core.jit.activation`.
+    """
+    GEMM1: tl.constexpr = epilogue.activation != ""
+    inside = columns < N
+    if epilogue.lora is not None:
+        acc += _deltas(epilogue.lora, pair, columns, stored, SWAP_AB)
+        if epilogue.gated:
+            up += _deltas(epilogue.lora, pair, N + columns, stored, SWAP_AB)
+    if epilogue.weights is not None:
+        weight = _column(tl.load(epilogue.weights + pair), SWAP_AB)
+        if GEMM1:
+            acc = acc * weight
+            up = up * weight
+    if epilogue.bias is not None:
+        bias = epilogue.bias + expert.to(tl.int64) * epilogue.stride_bias
+        acc += _bias(bias, columns, inside, SWAP_AB)
+        if epilogue.gated:
+            up += _bias(bias + N, columns, inside, SWAP_AB)
+    if GEMM1:
+        acc = activate(acc, up, epilogue)
+        # rows of h have room for whole tiles: columns beyond N become zeros, so that gemm2 may read them
+        if not EVEN_N:
+            acc = tl.where(_row(inside, SWAP_AB), acc, 0.0)
+    elif epilogue.weights is not None:
+        acc = acc * weight
+    return acc
+
+
+@triton.jit
 def finish_tile(
     acc,
     up,
@@ -151,30 +196,10 @@ def finish_tile(
     """
     GEMM1: tl.constexpr = epilogue.activation != ""
     AXIS: tl.constexpr = 0 if SWAP_AB else 1
-    inside = columns < N
-    stored = _column(mask, SWAP_AB) & _row(inside, SWAP_AB)
-    if epilogue.lora is not None:
-        acc += _deltas(epilogue.lora, pair, columns, stored, SWAP_AB)
-        if epilogue.gated:
-            up += _deltas(epilogue.lora, pair, N + columns, stored, SWAP_AB)
-    if epilogue.weights is not None:
-        weight = _column(tl.load(epilogue.weights + pair), SWAP_AB)
-        if GEMM1:
-            acc = acc * weight
-            up = up * weight
-    if epilogue.bias is not None:
-        bias = epilogue.bias + expert.to(tl.int64) * epilogue.stride_bias
-        acc += _bias(bias, columns, inside, SWAP_AB)
-        if epilogue.gated:
-            up += _bias(bias + N, columns, inside, SWAP_AB)
+    stored = _column(mask, SWAP_AB) & _row(columns < N, SWAP_AB)
+    acc = finish_values(acc, up, epilogue, N, expert, pair, columns, stored, activate, SWAP_AB, EVEN_N)
     if GEMM1:
-        acc = activate(acc, up, epilogue)
-        # rows of h have room for whole tiles: columns beyond N become zeros, so that gemm2 may read them
-        if not EVEN_N:
-            acc = tl.where(_row(inside, SWAP_AB), acc, 0.0)
         stored = _column(mask, SWAP_AB)
-    elif epilogue.weights is not None:
-        acc = acc * weight
     pointers = result.out + _column(target * result.stride, SWAP_AB) + _row(columns, SWAP_AB)
     if result.quantize is None:
         values = downcast(acc, result.out.dtype.element_ty)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_core.gemm.activation_tile import load_activations, open_activations
-from moe_core.gemm.fused.scheme import TILE as STEP
-from moe_core.gemm.launch import Result, Routing, TileFunctions, grouped_gemm
+from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, grouped_gemm
 from moe_core.gemm.marlin.convert import Converted
 from moe_core.gemm.marlin.weight import Functions, MarlinMatrix
 from moe_core.gemm.plan import TileConfig
@@ -34,17 +32,13 @@ def dequantized_by_gemm(
     ids = torch.zeros(k, 1, dtype=torch.int32, device=device)
     rows = (x * torch.eye(k)).to(dtype).to(device)
     y = torch.empty(k, n, device=device)
-    grouped_gemm(
-        TileFunctions(open_activations, load_activations, *functions(matrix, config)),
+    gemm = Gemm(
         config,
-        a=(rows, rows.stride(0), k),
-        b=matrix.gemm_weight(functions),
-        out=Result(y),
-        pairs=sort_pairs(ids, 1, config.block_m, workspace=workspace),
-        routing=Routing(ids, torch.ones(k, 1, device=device), 1),
-        activation=None,
-        block_k=STEP,
-        pdl=False,
-        a_rows=POSITION.value,
+        matrix.gemm_weight(functions),
+        OperandA((rows, rows.stride(0), k), POSITION.value, "masked"),
+        Result(y),
+        sort_pairs(ids, 1, config.block_m, workspace=workspace),
+        Routing(ids, torch.ones(k, 1, device=device), 1),
     )
+    grouped_gemm(gemm)
     return y.cpu().T

@@ -3,8 +3,9 @@
     weights       e4m3 [E, rows, K], one float32 scale per block_n x block_k
     activations   e4m3 [M, K padded to whole groups], one float32 scale per row and group of block_k columns
 
-BLOCK_K of the kernel equals block_k, so that each step of its loop meets one scale per row and one per weight block:
-the step's product is summed in the tensor cores and added, scaled, in float32.
+BLOCK_K of the kernel equals block_k, so that each step of its loop meets one scale per row (`open_blocks`,
+`load_blocks` of core) and one per weight block: the step's product is summed in the tensor cores and added, scaled, in
+float32.
 
 This file is the model for another scheme: write these functions and nothing else.
 """
@@ -14,30 +15,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from moe_core.kernel_api import divide, downcast_e4m3, factor_e4m3, prefetch_rows, weight_rows, weight_tile
+from moe_core.kernel_api import divide, downcast_e4m3, factor_e4m3, weight_rows, weight_tile
 
 NAN = tl.constexpr(tl.PropagateNan.ALL)
 E4M3_MAX = tl.constexpr(448.0)
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 # the smallest amax that a scale is made from: keeps the scale of an all-zero group normal and finite
 AMAX_FLOOR = tl.constexpr(1e-10)
-
-
-@triton.jit
-def open_activations(a_args, rows, expert):
-    """a_args = (values, scales, values' row stride, scales' row stride); the values are padded to whole groups."""
-    values, scales, stride, stride_scale = a_args
-    return values + rows * stride, scales + rows * stride_scale
-
-
-@triton.jit
-def load_activations(state, k, BLOCK_K: tl.constexpr):
-    """Tile [BLOCK_M, BLOCK_K] and its scales [BLOCK_M]."""
-    values, scales = state
-    # before the tile: nothing waits for the scale until the product is done
-    scale = tl.load(scales + k)
-    tile = tl.load(values[:, None] + (k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :])
-    return tile, scale
 
 
 @triton.jit
@@ -68,13 +52,6 @@ def load_weights(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexp
     rows, inside, scales, first = state
     scale = tl.load(scales + k)
     return weight_tile(rows, inside, first, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K), scale
-
-
-@triton.jit
-def prefetch_weights(state, K):
-    """Ask for the first columns of a tile's rows in L2 (sm_90 and newer; K and the rows are multiples of 16 bytes)."""
-    rows, inside, _, _ = state
-    prefetch_rows(rows, inside, K)
 
 
 @triton.jit

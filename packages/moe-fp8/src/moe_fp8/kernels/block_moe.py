@@ -16,6 +16,9 @@ from moe_core.kernel_api import (
     TileFunctions,
     WarpSpecialisedGemm,
     is_aligned,
+    load_blocks,
+    open_blocks,
+    prefetch_weights,
     weight_descriptor,
 )
 from torch import Tensor
@@ -78,12 +81,12 @@ def _multiply() -> Any:
 
 def _functions(prefetches: bool, config: TileConfig, a: OperandA) -> TileFunctions:
     return TileFunctions(
-        block.open_activations,
-        block.load_activations,
+        open_blocks,
+        load_blocks,
         block.open_weights,
         block.load_weights,
         block.multiply,
-        prefetch_b=block.prefetch_weights if prefetches else None,
+        prefetch_b=prefetch_weights if prefetches else None,
     )
 
 

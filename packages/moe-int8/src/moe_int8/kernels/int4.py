@@ -29,7 +29,7 @@ from moe_core.kernel_api import (
     weight_tile,
 )
 
-from moe_int8.kernels.scaled_mm import INT8, INT8_ZERO
+from moe_int8.kernels.scaled_mm import INT8, INT8_ZERO, open_sums
 
 # groups of a step, 1 or 2; 0: a row has one scale.  Set by `specialize`
 GROUPS = tl.constexpr(0)
@@ -121,16 +121,6 @@ def scale_acc_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
 
 
 @triton.jit
-def open_groups_sums(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_groups`; B ends with the sums of the weights' rows [E, rows] float32 and their expert stride."""
-    words, scales, stride_e, stride_n, scale_e, scale_h, scale_g, sums, sums_e = b_args
-    state = open_groups((words, scales, stride_e, stride_n, scale_e, scale_h, scale_g), expert, half, n, N, BLOCK_N)
-    columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
-    own = tl.load(sums + expert.to(tl.int64) * sums_e + half * N + columns)
-    return state[0], state[1], state[2], state[3], state[4], own
-
-
-@triton.jit
 def scale_acc_rows_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """(acc - zero point * sum of the weights) * scale of the row."""
     scale, zero = a_state[1], a_state[2].to(tl.float32)
@@ -141,6 +131,7 @@ def scale_acc_rows_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
         return (acc - zero[:, None] * own[None, :]) * scale[:, None]
 
 
+_OPEN_GROUPS_SUMS = specialize(open_sums, open_weights=open_groups)
 #: load_b and multiply by groups of a step
 _GROUPS = {
     groups: (specialize(load_packed, GROUPS=groups), specialize(multiply, GROUPS=groups)) for groups in (0, 1, 2)
@@ -168,7 +159,7 @@ def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
         return base
     return replace(
         base,
-        open_weights=open_groups_sums if zero_points else open_groups,
+        open_weights=_OPEN_GROUPS_SUMS if zero_points else open_groups,
         scale_acc=scale_acc_rows_zero if zero_points else scale_acc_rows,
         accumulate=tl.constexpr(tl.float32),
         block_k=min(2 * group_size, 128),

@@ -33,15 +33,14 @@ def quantize_row_zero(tile, quant_args, expert, AXIS: tl.constexpr):
 
 
 @triton.jit
-def open_weights_sums(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_weights`; B ends with the sums of the weights' rows [E, rows] int32 and their expert stride."""
-    weights, scales, stride_e, stride_n, scale_e, scale_half, scale_n, sums, sums_e = b_args
-    state = open_weights(
-        (weights, scales, stride_e, stride_n, scale_e, scale_half, scale_n), expert, half, n, N, BLOCK_N
-    )
+def open_sums(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_weights`, or another; the state ends with the sums of the rows.
+
+    B ends with the sums of the weights' rows [E, rows], int32 or float32, and their expert stride.
+    """
+    state = open_weights(b_args[:7], expert, half, n, N, BLOCK_N)
     columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
-    own = tl.load(sums + expert.to(tl.int64) * sums_e + half * N + columns)
-    return state[0], state[1], state[2], state[3], own
+    return state + (tl.load(b_args[7] + expert.to(tl.int64) * b_args[8] + half * N + columns),)
 
 
 @triton.jit
@@ -65,6 +64,6 @@ INT8_ZERO = replace(
     INT8,
     quantize_row=quantize_row_zero,
     load_unquantized=None,
-    open_weights=open_weights_sums,
+    open_weights=open_sums,
     scale_acc=scale_acc_zero,
 )

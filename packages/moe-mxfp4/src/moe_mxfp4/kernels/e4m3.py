@@ -103,11 +103,10 @@ def widened(words, power):
 @triton.jit
 def open_words(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """As `moe_core.gemm.scaled_mm.open_weights`; B ends with (powers, their stride per expert and per step)."""
-    words, scales, stride_e, stride_n, scale_e, scale_half, scale_n, powers, power_e, power_k = b_args
-    given = (words, scales, stride_e, stride_n, scale_e, scale_half, scale_n)
-    rows, inside, scale, first = open_weights(given, expert, half, n, N, BLOCK_N)
+    state = open_weights(b_args[:7], expert, half, n, N, BLOCK_N)
+    powers, power_e, power_k = b_args[7:]
     columns = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
-    return rows, inside, scale, first, powers + expert.to(tl.int64) * power_e + columns, power_k
+    return state + (powers + expert.to(tl.int64) * power_e + columns, power_k)
 
 
 @triton.jit

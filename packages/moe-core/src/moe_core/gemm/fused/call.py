@@ -11,6 +11,7 @@ from moe_core.gemm.hopper_launch import hopper_fits
 from moe_core.gemm.launch import GemmWeight, Routing
 from moe_core.gemm.lora import Adapters
 from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm.scatter_quantize import scatter_quantize
 from moe_core.gemm.tile_kernel import PAIR, POSITION
 from moe_core.ops.batch import Batch, BatchedRows, batch_rows
 from moe_core.ops.sort import QuantizeRows, SortedPairs, sort_pairs
@@ -59,6 +60,14 @@ class Call:
             zero=zero,
             pdl=plan.pdl,
         )
+
+    def scattered(self, rows: QuantizeRows, *, by_expert: bool, order: Order | None = None) -> Order:
+        """Quantise ``rows`` straight into the sorted order, which is that of the pairs; see `scatter_quantize`."""
+        order = self.order(positions=True) if order is None else order
+        if isinstance(order, SortedPairs) and isinstance(self.routing, Routing):
+            routing, pdl = self.routing, self.plan.pdl
+            scatter_quantize(rows, pairs=order, routing=routing, by_expert=by_expert, x_scale=self.x_scale, pdl=pdl)
+        return order
 
     def warp_specialises(self, config: TileConfig, weight: GemmWeight) -> bool:
         """Whether the warp-specialised kernel computes a GEMM whose rows lie as it wants them."""

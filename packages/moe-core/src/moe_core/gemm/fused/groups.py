@@ -15,10 +15,9 @@ from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded
 from moe_core.gemm.launch import OperandA, Result, Routing
 from moe_core.gemm.quantize_rows import quantize_rows
-from moe_core.gemm.scatter_quantize import scatter_quantize
 from moe_core.gemm.tile_kernel import POSITION, TOKEN
 from moe_core.ops.batch import Batch
-from moe_core.ops.sort import QuantizeRows, SortedPairs
+from moe_core.ops.sort import QuantizeRows
 from moe_core.workspace import WorkspaceSpec
 
 #: scatters rows into the sorted order only above this many pairs
@@ -103,12 +102,7 @@ class GroupScheme(ActivationScheme):
         if not scatter:
             which = (TOKEN if isinstance(routing, Routing) else POSITION).value
             return call.order(job), self.rows(values, scales, self.x_scale, which)
-        order = call.order(positions=True)
-        if isinstance(order, SortedPairs) and isinstance(routing, Routing):
-            scatter_quantize(
-                job, pairs=order, routing=routing, by_expert=self.static, x_scale=call.x_scale, pdl=call.plan.pdl
-            )
-        return order, self.rows(values, scales, self.x_scale, POSITION.value)
+        return call.scattered(job, by_expert=self.static), self.rows(values, scales, self.x_scale, POSITION.value)
 
     def _scatters(self, call: Call) -> bool:
         if isinstance(call.routing, Batch):

@@ -27,20 +27,10 @@ from torch import Tensor
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.hopper_launch import hopper_gemm
-from moe_core.gemm.launch import (
-    Activation,
-    GemmWeight,
-    LoRADelta,
-    OperandA,
-    Result,
-    Routing,
-    grouped_gemm,
-    reduce_split_k,
-)
+from moe_core.gemm.launch import Activation, Gemm, GemmWeight, OperandA, Result, Routing, grouped_gemm, reduce_split_k
 from moe_core.gemm.lora import Adapters
-from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
-from moe_core.gemm.uniform import uniform
 from moe_core.lora import LoRA
 from moe_core.ops.batch import Batch
 from moe_core.ops.reduce import reduce_pairs
@@ -122,25 +112,15 @@ class FusedLayer:
         lora = None if call.adapters is None else call.adapters.delta("w13", call.x, by_pair=False)
         # the rows of adapters have an order of their own
         by_pair = call.by_pair if lora is not None or self.scheme.h_by_pair else POSITION.value
-        h = self.scheme.result(call)
-        if config.split_k > 1 and isinstance(routing, Routing):
+        h = out = self.scheme.result(call)
+        split = config.split_k > 1 and isinstance(routing, Routing)
+        if split:
             by_pair = PAIR.value
-            partials = call.partials(config.split_k, weight.n * (2 if activation.gated else 1))
-            self._product(call, config, weight, order, a, Result(partials), activation, by_pair, lora)
-            reduce_split_k(
-                partials=partials,
-                split_k=config.split_k,
-                bias=weight.bias,
-                out=h,
-                routing=routing,
-                activation=activation,
-                columns=weight.n,
-                block=h.block,
-                pdl=call.plan.pdl,
-                lora=lora,
-            )
-        else:
-            self._product(call, config, weight, order, a, h, activation, by_pair, lora)
+            out = Result(call.partials(config.split_k, weight.n * (2 if activation.gated else 1)))
+        gemm = Gemm(config, weight, a, out, order, routing, activation, by_pair, lora, call.plan.pdl)
+        self._multiply(call, gemm)
+        if split:
+            reduce_split_k(gemm, h)
         return self.scheme.h(call, order, by_pair)
 
     def _gemm2(self, call: Call, order: Order, a: OperandA, out: Tensor) -> tuple[Tensor, int]:
@@ -150,58 +130,19 @@ class FusedLayer:
         y = out
         if isinstance(call.routing, Routing):
             y = call.workspace["y"] if config.split_k == 1 else call.partials(config.split_k, weight.n)
-        self._product(call, config, weight, order, a, Result(y), None, PAIR.value, lora)
+        pdl = call.plan.pdl
+        self._multiply(call, Gemm(config, weight, a, Result(y), order, call.routing, lora=lora, pdl=pdl))
         return y, config.split_k
 
-    def _product(
-        self,
-        call: Call,
-        config: TileConfig,
-        weight: GemmWeight,
-        order: Order,
-        a: OperandA,
-        out: Result,
-        activation: Activation | None,
-        out_rows: int,
-        lora: LoRADelta | None,
-    ) -> None:
-        """One GEMM, by the warp-specialised kernel where that fits, else by the tile kernel."""
-        special = weight.warp_specialised
+    def _multiply(self, call: Call, gemm: Gemm) -> None:
+        """By the warp-specialised kernel where that fits, else by the tile kernel."""
+        special, a = gemm.weight.warp_specialised, gemm.a
         if (
             special is not None
             and a.warp_specialised is not None
             and (a.which == POSITION.value or (a.which == TOKEN.value and special.gathers))
-            and call.warp_specialises(config, weight)
+            and call.warp_specialises(gemm.config, gemm.weight)
         ):
-            (special.start or hopper_gemm)(
-                config,
-                weight=weight,
-                values=a.arguments[0][: call.pairs],
-                scales=a.warp_specialised,
-                out=out,
-                pairs=order,
-                routing=call.routing,
-                activation=activation,
-                pdl=call.plan.pdl,
-            )
-            return
-        config = weight.tile_config(config)
-        functions = weight.functions(config, a)
-        if config.uniform:
-            functions = functions._replace(multiply=uniform(functions.multiply))
-        grouped_gemm(
-            functions,
-            config,
-            a=a.arguments,
-            b=weight,
-            out=out,
-            pairs=order,
-            routing=call.routing,
-            activation=activation,
-            block_k=weight.block_k,
-            pdl=call.plan.pdl,
-            a_rows=a.which,
-            out_rows=out_rows,
-            aligned=a.aligned,
-            lora=lora,
-        )
+            (special.start or hopper_gemm)(gemm)
+        else:
+            grouped_gemm(gemm)

@@ -19,10 +19,9 @@ from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, padded
 from moe_core.gemm.launch import FLOAT32, OperandA, Result, Routing
 from moe_core.gemm.quantize_rows import find_amax, ordered_rows, quantize_rows, routed_pairs, routed_tokens
-from moe_core.gemm.scatter_quantize import scatter_quantize
 from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
 from moe_core.ops.batch import Batch
-from moe_core.ops.sort import QuantizeRows, SortedPairs, clears_first, whole_row
+from moe_core.ops.sort import QuantizeRows, clears_first, whole_row
 from moe_core.workspace import WorkspaceSpec
 
 #: rows of a tile up to which values may be quantised while they are loaded
@@ -199,11 +198,7 @@ class ScaledMMScheme(ActivationScheme):
             order = call.order(positions=True, zero=self._zeroed(call))
         quantize, arguments = self._row_quantizer(values, self.x_scale, *amax)
         job = QuantizeRows(call.x, values, found, quantize, whole_row(values.shape[1]), arguments)
-        if isinstance(order, SortedPairs):
-            by_expert = self.granularity == "static"
-            scatter_quantize(
-                job, pairs=order, routing=routing, by_expert=by_expert, x_scale=call.x_scale, pdl=call.plan.pdl
-            )
+        call.scattered(job, by_expert=self.granularity == "static", order=order)
         return order, self._rows(call, values, found, POSITION.value)
 
     def _order_with_amax(

@@ -4,24 +4,37 @@ A program takes BLOCK_N rows of one expert's words and goes through their column
 has four consecutive words of several rows; the numbers of the vector that it multiplies them with are in registers,
 each for all its rows.  There is nothing to wait for but memory: no sorting, no tiles, no sums that programs share.
 
-`dequantize(words, dtype)` makes of words [N, W] a tuple of their eight (4 bits) or four numbers, each [N, W], in the
-order of `moe_core.gemm.marlin.dequant.asm_values`; they are exact but for a scale, and 2 to the power of their PLACES
-as large, which the vector's are made smaller by.  SCALES says what scales there are:
+What the words are says `form`, a `GemvForm`:
 
-    "row"       float32, one per row: multiplies the finished sum
-    "group"     float32, one per GROUP columns (-1: all)
-    "zero"      int32, as "group", with zero points (`moe_core.gemm.marlin.operand`)
+    dequantize(words, dtype)   makes of words [N, W] a tuple of their eight (4 bits) or four numbers, each [N, W], in
+                               the order of `moe_core.gemm.marlin.dequant.asm_values`, exact but for a scale
+    bits                       of a code
+    places                     the powers of two by which numbers are too large: the vector's are made smaller by them
+    scales                     "row": float32, one per row, which multiplies the finished sum; "group": float32, one
+                               per `group` columns (-1: all); "zero": int32, as "group", with zero points
+                               (`moe_core.gemm.marlin.operand`)
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from moe_core.gemm.marlin.operand import scale_of, zero_of
-from moe_core.jit.activation import activate_gated, activate_plain
-from moe_core.jit.casts import downcast
+from moe_core.gemm.tile_kernel import finish_tile
 from moe_core.ops._sort_kernels import local_expert
+
+
+class GemvForm(NamedTuple):
+    """See the module docstring."""
+
+    dequantize: Any
+    bits: tl.constexpr
+    places: tl.constexpr
+    scales: tl.constexpr
+    group: tl.constexpr
 
 
 @triton.jit
@@ -37,17 +50,19 @@ def _wide(pairs, dtype: tl.constexpr):
 
 
 @triton.jit
-def _dot(words, x, k, K, dequantize: tl.constexpr, BITS: tl.constexpr, PLACES: tl.constexpr):
+def _dot(words, x, k, K, form):
     """[N, W] sums over each word's numbers times those of `x`, and the sums [W] of the latter.
 
     `words` [N, W] are those from word k of a row on, `x` points to K numbers.
     """
     W: tl.constexpr = words.shape[1]
+    BITS: tl.constexpr = form.bits
+    PLACES: tl.constexpr = form.places
     PAIRS: tl.constexpr = 16 // BITS
     dtype: tl.constexpr = x.dtype.element_ty
     column = k * PAIRS + tl.arange(0, W * PAIRS)
     pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + column, mask=column < K // 2, other=0)
-    numbers = dequantize(words, dtype)
+    numbers = form.dequantize(words, dtype)
     # unit, u, s and j, t to unit, t, u, s and j (8 bits: s, j): see `moe_core.gemm.marlin.words`
     pairs = pairs.reshape(W // 16, 4, PAIRS, 4).permute(0, 3, 1, 2)
     if BITS == 4:
@@ -76,82 +91,57 @@ def _group(scale, group, stride, groups, inside):
 
 
 @triton.jit
-def _by_word(scale, quad, stride, groups, inside, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Scales [N, Q, 4] of the words of quads, which lie in different groups of GROUP columns."""
-    N: tl.constexpr = scale.shape[0]
-    Q: tl.constexpr = quad.shape[0]
-    # groups of a unit, which four quads share
-    PARTS: tl.constexpr = (512 // BITS) // GROUP
+def _by_word(scale, quad, stride, groups, inside, PARTS: tl.constexpr):
+    """Scales [N, Q, 4] of the words of quads; a unit of four quads has PARTS groups."""
     first = quad // 4 * PARTS
+    found_0 = _group(scale, first, stride, groups, inside)
     if PARTS == 2:
-        both = tl.join(_group(scale, first, stride, groups, inside), _group(scale, first + 1, stride, groups, inside))
-        return tl.broadcast_to(both[:, :, :, None], (N, Q, 2, 2)).reshape(N, Q, 4)
+        both = tl.join(found_0, _group(scale, first + 1, stride, groups, inside))
+        return tl.broadcast_to(both[:, :, :, None], (both.shape[0], both.shape[1], 2, 2)).reshape(
+            both.shape[0], both.shape[1], 4
+        )
     else:
         tl.static_assert(PARTS == 4, "a unit has 1, 2 or 4 groups")
-        even = tl.join(_group(scale, first, stride, groups, inside), _group(scale, first + 2, stride, groups, inside))
-        odd = tl.join(
-            _group(scale, first + 1, stride, groups, inside), _group(scale, first + 3, stride, groups, inside)
-        )
-        return tl.join(even, odd).reshape(N, Q, 4)
+        even = tl.join(found_0, _group(scale, first + 2, stride, groups, inside))
+        odd = _group(scale, first + 1, stride, groups, inside)
+        odd = tl.join(odd, _group(scale, first + 3, stride, groups, inside))
+        return tl.join(even, odd).reshape(even.shape[0], even.shape[1], 4)
 
 
 @triton.jit
-def _scaled(
-    sums,
-    x_sums,
-    scale,
-    k,
-    stride,
-    groups,
-    inside,
-    BITS: tl.constexpr,
-    SCALES: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+def _scaled(sums, x_sums, scale, k, stride, groups, inside, form):
     """[N, W / 4] of the `sums` [N, W] of words from word k on: times their scales, four words added up."""
     N: tl.constexpr = sums.shape[0]
     Q: tl.constexpr = sums.shape[1] // 4
+    BITS: tl.constexpr = form.bits
+    GROUP: tl.constexpr = form.group
     UNIT: tl.constexpr = 512 // BITS
     by_quad = sums.reshape(N, Q, 4)
-    if SCALES == "row":
+    if form.scales == "row":
         return tl.sum(by_quad, axis=2)
     quad = k // 4 + tl.arange(0, Q)
     if GROUP == -1 or GROUP >= UNIT:
         group = quad * 0 if GROUP == -1 else quad // 4 * UNIT // GROUP
         found = _group(scale, group, stride, groups, inside)
         sums = tl.sum(by_quad, axis=2)
-        if SCALES == "zero":
+        if form.scales == "zero":
             x_quads = tl.sum(x_sums.reshape(Q, 4), axis=1)
             sums += (2.0 ** (BITS - 1) - zero_of(found)) * x_quads[None, :]
         return sums * scale_of(found)
     else:
-        found = _by_word(scale, quad, stride, groups, inside, BITS, GROUP)
-        if SCALES == "zero":
+        found = _by_word(scale, quad, stride, groups, inside, UNIT // GROUP)
+        if form.scales == "zero":
             by_quad += (2.0 ** (BITS - 1) - zero_of(found)) * x_sums.reshape(Q, 4)[None, :, :]
         return tl.sum(by_quad * scale_of(found), axis=2)
 
 
 @triton.jit
-def _row_sums(
-    b_args,
-    expert,
-    x,
-    rows,
-    N,
-    K,
-    dequantize: tl.constexpr,
-    BITS: tl.constexpr,
-    PLACES: tl.constexpr,
-    SCALES: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr):
     """[BLOCK_N, BLOCK_W / 4] whose sums along the last axis are the `rows` [BLOCK_N] of one expert times x."""
     words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups = b_args
     base = expert.to(tl.int64)
     inside = rows < N
-    width = tl.cdiv(K, 128) * (4 * BITS)
+    width = tl.cdiv(K, 128) * (4 * form.bits)
     place = words + base * stride_e + rows.to(tl.int64) * stride_n
     scale = scales + base * scale_e + rows
     total = tl.zeros((rows.shape[0], BLOCK_W // 4), tl.float32)
@@ -162,9 +152,9 @@ def _row_sums(
             tile = tl.load(pointers)
         else:
             tile = tl.load(pointers, mask=inside[:, None] & (column < width)[None, :], other=0)
-        sums, x_sums = _dot(tile, x, k, K, dequantize, BITS, PLACES)
-        total += _scaled(sums, x_sums, scale, k, scale_g, groups, inside, BITS, SCALES, GROUP)
-    if SCALES == "row":
+        sums, x_sums = _dot(tile, x, k, K, form)
+        total += _scaled(sums, x_sums, scale, k, scale_g, groups, inside, form)
+    if form.scales == "row":
         total *= tl.load(scale, mask=inside, other=0.0)[:, None]
     if channel_scales is not None:
         total *= tl.load(channel_scales + base * channel_e + rows, mask=inside, other=0.0)[:, None]
@@ -173,82 +163,48 @@ def _row_sums(
 
 @triton.jit
 def gemv_kernel(
-    out,
+    result,
     x,
     b_args,
     ids,
     expert_map,
-    weights,
-    bias,
+    epilogue,
     N,
     K,
     num_ids,
     num_experts,
-    stride_out,
     stride_x,
-    stride_bias,
     pairs_per_row,
-    alpha,
-    beta,
-    limit,
-    dequantize: tl.constexpr,
-    BITS: tl.constexpr,
-    PLACES: tl.constexpr,
-    SCALES: tl.constexpr,
-    GROUP: tl.constexpr,
+    form,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     EVEN: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-    ROUTER_WEIGHT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[pair] = act(w x[pair // pairs_per_row] + bias), N columns; programs by pair and BLOCK_N rows of w.
+    """out[pair] = epilogue(w x[pair // pairs_per_row]), N columns; programs by pair and BLOCK_N rows of w.
 
-    GATED: rows are gate and up interleaved in blocks of 8.  ACTIVATION "" leaves the product as it is.  ROUTER_WEIGHT
-    multiplies the router weight: 0 never, 1 before bias and activation, 2 at the end.
+    result and epilogue as in the tile kernel; where gated, rows are gate and up interleaved in blocks of 8.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    rows_all = tl.cdiv(N, 8) * 16 if GATED else N
+    rows_all = tl.cdiv(N, 8) * 16 if epilogue.gated else N
     blocks = tl.cdiv(rows_all, BLOCK_N)
     pair = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
-    expert = local_expert(ids, expert_map, pair, pair >= 0, num_ids, num_experts, HAS_MAP)
+    expert = local_expert(ids, expert_map, pair, pair >= 0, num_ids, num_experts, expert_map is not None)
     if expert < 0:
         return
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     x_row = x + pair // pairs_per_row * stride_x
-    total = _row_sums(b_args, expert, x_row, rows, rows_all, K, dequantize, BITS, PLACES, SCALES, GROUP, BLOCK_W, EVEN)
-    value = tl.sum(total, axis=1)
-    if ROUTER_WEIGHT != 0:
-        weight = tl.load(weights + pair)
-    if ROUTER_WEIGHT == 1:
-        value *= weight
-    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    value = tl.sum(_row_sums(b_args, expert, x_row, rows, rows_all, K, form, BLOCK_W, EVEN), axis=1)[None, :]
+    up = value
+    WIDTH: tl.constexpr = BLOCK_N // 2 if epilogue.gated else BLOCK_N
+    if epilogue.gated:
+        value, up = value.reshape(1, BLOCK_N // 16, 2, 8).permute(0, 1, 3, 2).split()
+        value = value.reshape(1, WIDTH)
+        up = up.reshape(1, WIDTH)
     columns = block * WIDTH + tl.arange(0, WIDTH)
-    inside = columns < N
-    bias_row = bias
-    if HAS_BIAS:
-        bias_row += expert.to(tl.int64) * stride_bias
-    if GATED:
-        gate, up = value.reshape(BLOCK_N // 16, 2, 8).permute(0, 2, 1).split()
-        gate = gate.reshape(WIDTH)
-        up = up.reshape(WIDTH)
-        if HAS_BIAS:
-            gate += tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32)
-            up += tl.load(bias_row + N + columns, mask=inside, other=0.0).to(tl.float32)
-        value = activate_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
-    else:
-        if HAS_BIAS:
-            value += tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32)
-        if ACTIVATION != "":
-            value = activate_plain(value, limit, ACTIVATION, HAS_LIMIT)
-    if ROUTER_WEIGHT == 2:
-        value *= weight
-    tl.store(out + pair * stride_out + columns, downcast(value, out.dtype.element_ty), mask=inside)
+    one = tl.arange(0, 1)
+    row = pair + one
+    finish_tile(value, up, epilogue, result, N, expert, row, row, one == 0, block, columns, False, False)

@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import triton
 from torch import Tensor
 
 from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
-from moe_core.gemm.launch import Activation, Routing
-from moe_core.gemm.marlin._gemv_kernels import gemv_kernel
+from moe_core.gemm.launch import Activation, Result, Routing, constant, epilogue_of
+from moe_core.gemm.marlin._gemv_kernels import GemvForm, gemv_kernel
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.jit.launch import launch
 from moe_core.ops.reduce import reduce_pairs
@@ -55,69 +54,44 @@ class GemvLayer:
         self, x: Tensor, out: Tensor, *, routing: Routing, plan: GemvPlan, workspace: Mapping[str, Tensor]
     ) -> None:
         """As a `FusedLayer`, for ``x`` of one token, or a few, that :meth:`reads` takes."""
-        h, on_input, pdl = workspace["h"], routing.weight_on_input, plan.pdl
+        h = workspace["h"]
         y = workspace["partials"][: routing.num_pairs * self.w2.n].view(-1, self.w2.n)
-        gemm1, gemm2 = _constants(self.functions, self.w13, plan.gemm1), _constants(self.functions, self.w2, plan.gemm2)
-        _gemv(
-            x, self.w13, h, routing, self.activation, routing.top_k, gemm1 | {"ROUTER_WEIGHT": int(on_input)}, pdl=pdl
+        self._multiply(x, self.w13, h, routing, self.activation, plan.gemm1, pdl=plan.pdl)
+        self._multiply(h, self.w2, y, routing, None, plan.gemm2, pdl=plan.pdl)
+        reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, pdl=plan.pdl)
+
+    def _multiply(
+        self,
+        x: Tensor,
+        matrix: MarlinMatrix,
+        out: Tensor,
+        routing: Routing,
+        activation: Activation | None,
+        config: GemvConfig,
+        *,
+        pdl: bool,
+    ) -> None:
+        functions, (rows, width) = self.functions, matrix.words.shape[1:]
+        constants = map(constant, (matrix.bits, functions.places, functions.scales, matrix.group_size))
+        launch(
+            gemv_kernel,
+            (routing.num_pairs * -(-rows // config.block_n),),
+            Result(out).kernel_arguments(),
+            x,
+            matrix.arguments,
+            routing.ids,
+            routing.expert_map,
+            epilogue_of(matrix.bias, routing, activation),
+            matrix.n,
+            matrix.k,
+            routing.num_ids,
+            routing.num_experts,
+            x.stride(0),
+            1 if activation is None else routing.top_k,
+            GemvForm(functions.dequantize, *constants),
+            BLOCK_N=config.block_n,
+            BLOCK_W=config.block_w,
+            EVEN=rows % config.block_n == 0 and width % config.block_w == 0,
+            pdl=pdl,
+            num_warps=config.num_warps,
         )
-        _gemv(h, self.w2, y, routing, None, 1, gemm2 | {"ROUTER_WEIGHT": 0 if on_input else 2}, pdl=pdl)
-        reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, pdl=pdl)
-
-
-def _gemv(
-    x: Tensor,
-    matrix: MarlinMatrix,
-    out: Tensor,
-    routing: Routing,
-    activation: Activation | None,
-    pairs_per_row: int,
-    constants: dict[str, Any],
-    *,
-    pdl: bool,
-) -> None:
-    bias, limit = matrix.bias, None if activation is None else activation.limit
-    launch(
-        gemv_kernel,
-        (routing.num_pairs * triton.cdiv(matrix.words.shape[1], constants["BLOCK_N"]),),
-        out,
-        x,
-        matrix.arguments,
-        routing.ids,
-        routing.expert_map,
-        routing.weights,
-        bias,
-        matrix.n,
-        matrix.k,
-        routing.num_ids,
-        routing.num_experts,
-        out.stride(0),
-        x.stride(0),
-        0 if bias is None else bias.stride(0),
-        pairs_per_row,
-        1.0 if activation is None else activation.alpha,
-        0.0 if activation is None else activation.beta,
-        0.0 if limit is None else limit,
-        **constants,
-        GATED=matrix.interleaved,
-        ACTIVATION="" if activation is None else activation.kind,
-        HAS_LIMIT=limit is not None,
-        HAS_BIAS=bias is not None,
-        HAS_MAP=routing.expert_map is not None,
-        pdl=pdl,
-    )
-
-
-def _constants(functions: GemvFunctions, matrix: MarlinMatrix, config: GemvConfig) -> dict[str, Any]:
-    rows, width = matrix.words.shape[1:]
-    return {
-        "dequantize": functions.dequantize,
-        "BITS": matrix.bits,
-        "PLACES": functions.places,
-        "SCALES": functions.scales,
-        "GROUP": matrix.group_size,
-        "BLOCK_N": config.block_n,
-        "BLOCK_W": config.block_w,
-        "EVEN": rows % config.block_n == 0 and width % config.block_w == 0,
-        "num_warps": config.num_warps,
-    }

@@ -17,6 +17,8 @@ Written in Gluon, because the order of waits is the point; there is no interpret
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,8 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe_core.gemm.hopper_epilogue import activate
-from moe_core.gemm.hopper_pipeline import free_slot, locate_tile, tma_load
+from moe_core.gemm.hopper_pipeline import allocate_barriers, empty_slot, free_slot, full_slot, locate_tile, tma_load
 from moe_core.gemm.marlin.operand import scale_of
+from moe_core.gemm.tile_kernel import finish_values
 
 # the name of Triton 3.6, where a newer one is missing
 copy_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -52,6 +55,24 @@ WORD_LAYOUT = gl.constexpr(
 # one word u of each of four threads, [ROWS, 4]
 QUARTER = gl.constexpr(gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], *_LANES], _WARPS, [], [64, 4]))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, QUARTER.value))
+
+
+class WordsForm(NamedTuple):
+    """What the kernel is compiled for; constants, and a device function.
+
+    - ``heights`` descending, the first is that of the schedule's tiles: powers of two, and three quarters of them; the
+      activations' descriptor has blocks of a common divisor
+    - ``groups`` of a step of 128 columns that have scales of their own, 0: rows have one each; ``dequantize``: see
+      `moe_core.gemm.marlin.quarters`
+    - ``interleaved``: gate and up rows alternate in blocks of 8; ``gathers``: activations are rows of tokens
+    """
+
+    heights: gl.constexpr
+    groups: gl.constexpr
+    interleaved: gl.constexpr
+    gathers: gl.constexpr
+    group_m: gl.constexpr
+    dequantize: Any
 
 
 @gluon.jit
@@ -100,33 +121,20 @@ def _scales(pointer, k, stride, groups, GROUPS: gl.constexpr):
     """Scales [64] of the GROUPS groups of step k; 0: of the row."""
     if GROUPS == 0:
         return (gl.load(pointer),)
-    elif GROUPS == 1:
-        return (gl.load(pointer + gl.minimum(k, groups - 1) * stride),)
-    elif GROUPS == 2:
-        return (
-            gl.load(pointer + gl.minimum(k * 2, groups - 1) * stride),
-            gl.load(pointer + gl.minimum(k * 2 + 1, groups - 1) * stride),
-        )
     else:
-        return (
-            gl.load(pointer + gl.minimum(k * 4, groups - 1) * stride),
-            gl.load(pointer + gl.minimum(k * 4 + 1, groups - 1) * stride),
-            gl.load(pointer + gl.minimum(k * 4 + 2, groups - 1) * stride),
-            gl.load(pointer + gl.minimum(k * 4 + 3, groups - 1) * stride),
-        )
+        found = ()
+        for i in gl.static_range(GROUPS):
+            found += (gl.load(pointer + gl.minimum(k * GROUPS + i, groups - 1) * stride),)
+        return found
 
 
 @gluon.jit
-def _words(ring, turn, WARPGROUP: gl.constexpr, GATHERS: gl.constexpr):
+def _words(ring, turn, form, WARPGROUP: gl.constexpr):
     """Words of step `turn`, of both blocks of 64 rows."""
-    x_tiles, w_tiles, full, empty = ring
-    STAGES: gl.constexpr = full.shape[0]
-    slot = turn % STAGES
-    mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
-    if GATHERS:
+    words = ring[1].index(full_slot(ring, turn))
+    if form.gathers:
         # threads wrote the activations, the tensor cores read them
         fence_async_shared()
-    words = w_tiles.index(slot)
     return (
         _quarters(words.slice(WARPGROUP * PART, ROWS, 0).load(WORD_LAYOUT)),
         _quarters(words.slice(WARPGROUP * PART + ROWS, ROWS, 0).load(WORD_LAYOUT)),
@@ -171,31 +179,19 @@ def _wait(sums, numbers, OTHERS: gl.constexpr):
 
 
 @gluon.jit
-def _sums(
-    turn,
-    ring,
-    scale_0,
-    scale_1,
-    stride,
-    groups,
-    steps,
-    HEIGHT: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
-    dequantize: gl.constexpr,
-    GATHERS: gl.constexpr,
-):
+def _sums(turn, ring, scale_0, scale_1, stride, groups, steps, form, HEIGHT: gl.constexpr, WARPGROUP: gl.constexpr):
     """(sums [64, HEIGHT] of both blocks of 64 rows, number of steps that were taken so far)."""
-    x_tiles, w_tiles, full, empty = ring
-    STAGES: gl.constexpr = full.shape[0]
+    x_tiles = ring[0]
+    STAGES: gl.constexpr = ring[2].shape[0]
+    GROUPS: gl.constexpr = form.groups
     dtype: gl.constexpr = x_tiles.dtype
     acc_0 = _zeros(HEIGHT)
     acc_1 = _zeros(HEIGHT)
     operand: gl.constexpr = gl.DotOperandLayout(0, acc_0[0].type.layout, 2)
     scales_0 = _scales(scale_0, 0, stride, groups, GROUPS)
     scales_1 = _scales(scale_1, 0, stride, groups, GROUPS)
-    words_0, words_1 = _words(ring, turn, WARPGROUP, GATHERS)
-    numbers = _chunk(words_0, scales_0, 0, operand, dequantize, dtype)
+    words_0, words_1 = _words(ring, turn, form, WARPGROUP)
+    numbers = _chunk(words_0, scales_0, 0, operand, form.dequantize, dtype)
     for k in range(steps):
         slot = turn % STAGES
         next_0 = scales_0
@@ -206,46 +202,32 @@ def _sums(
         x_0 = x_tiles.index(slot * 2)
         x_1 = x_tiles.index(slot * 2 + 1)
         sum_0 = _add(numbers, x_0, acc_0)
-        last = _chunk(words_1, scales_1, 0, operand, dequantize, dtype)
+        last = _chunk(words_1, scales_1, 0, operand, form.dequantize, dtype)
         sum_1 = _add(last, x_0, acc_1)
         acc_0 = _wait(sum_0, numbers, 1)
-        numbers = _chunk(words_0, scales_0, 1, operand, dequantize, dtype)
+        numbers = _chunk(words_0, scales_0, 1, operand, form.dequantize, dtype)
         sum_0 = _add(numbers, x_1, acc_0)
         acc_1 = _wait(sum_1, last, 1)
-        last = _chunk(words_1, scales_1, 1, operand, dequantize, dtype)
+        last = _chunk(words_1, scales_1, 1, operand, form.dequantize, dtype)
         sum_1 = _add(last, x_1, acc_1)
         acc_0 = _wait(sum_0, numbers, 1)
         # the next step's first numbers, beside the last products; behind the last step this one's words again
-        words_0, words_1 = _words(ring, turn + (k + 1 < steps).to(gl.int32), WARPGROUP, GATHERS)
+        words_0, words_1 = _words(ring, turn + (k + 1 < steps).to(gl.int32), form, WARPGROUP)
         scales_0 = next_0
         scales_1 = next_1
-        numbers = _chunk(words_0, scales_0, 0, operand, dequantize, dtype)
+        numbers = _chunk(words_0, scales_0, 0, operand, form.dequantize, dtype)
         acc_1 = _wait(sum_1, last, 0)
-        free_slot((ring[0], ring[1], ring[2], ring[3], 0, 1), turn, True)
+        free_slot((x_tiles, ring[1], ring[2], ring[3], 0, 1), turn, True)
         turn += 1
     return acc_0, acc_1, turn
 
 
 @gluon.jit
-def _finish(
-    acc,
-    factor,
-    epilogue,
-    result,
-    schedule,
-    expert,
-    start,
-    end,
-    first,
-    N,
-    INTERLEAVED: gl.constexpr,
-):
+def _finish(acc, factor, epilogue, result, pairs, expert, start, end, first, N, INTERLEAVED: gl.constexpr):
     """From a finished product [64, rows] of rows `first` .. of the weights and `start` .. to the stores."""
     HEIGHT: gl.constexpr = acc.shape[1]
-    pairs = schedule[2]
     dtype: gl.constexpr = result.out.dtype.element_ty
     GEMM1: gl.constexpr = epilogue.activation != ""
-    GATED: gl.constexpr = epilogue.gated
     WIDTH: gl.constexpr = 32 if INTERLEAVED else 64
     if factor is not None:
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -262,25 +244,10 @@ def _finish(
     layout: gl.constexpr = value.type.layout
     columns = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))
     rows = gl.minimum(start + gl.arange(0, HEIGHT, layout=gl.SliceLayout(0, layout)), end - 1)
-    if epilogue.weights is not None:
-        pair = rows
-        if pairs is not None:
-            pair = gl.load(pairs + rows)
-        weight = gl.load(epilogue.weights + pair)
-        if GEMM1:
-            value = value * weight[None, :]
-            up = up * weight[None, :]
-    if epilogue.bias is not None:
-        bias = epilogue.bias + expert.to(gl.int64) * epilogue.stride_bias
-        value = value + gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
-        if GATED:
-            up = up + gl.load(bias + N + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
-    if GEMM1:
-        value = activate(value, up, epilogue)
-        # what a row has beyond the last column is 0, so that the next product may read it
-        value = gl.where((columns < N)[:, None], value, 0.0)
-    elif epilogue.weights is not None:
-        value = value * weight[None, :]
+    pair = rows
+    if epilogue.weights is not None and pairs is not None:
+        pair = gl.load(pairs + rows)
+    value = finish_values(value, up, epilogue, N, expert, pair, columns, None, activate, True, False)
     # eight consecutive columns of a row of the result per thread
     store: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 8, 256 // WIDTH], [1, 4], [0, 1])
     value = gl.convert_layout(value.to(dtype), store)
@@ -296,169 +263,95 @@ def _finish(
 
 @gluon.jit
 def _tile(
-    turn,
-    expert,
-    start,
-    end,
-    block_n,
-    ring,
-    schedule,
-    b_args,
-    result,
-    epilogue,
-    steps,
-    N,
-    rows_per_expert,
-    HEIGHT: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
-    dequantize: gl.constexpr,
-    GATHERS: gl.constexpr,
+    turn, tile, ring, schedule, b_args, result, epilogue, sizes, form, HEIGHT: gl.constexpr, WARPGROUP: gl.constexpr
 ):
     """Multiply, finish and store one tile; the number of steps that were taken so far."""
     words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups = b_args
+    expert, start, end, block_n = tile
+    tiles, blocks_n, steps, N, rows_per_expert = sizes
     first = block_n * TILE + WARPGROUP * PART
     row = gl.arange(0, 64, layout=ROW_LAYOUT)
     row_0 = gl.minimum(first + row, rows_per_expert - 1)
     row_1 = gl.minimum(first + ROWS + row, rows_per_expert - 1)
     scale = scales + expert.to(gl.int64) * scale_e
     acc_0, acc_1, turn = _sums(
-        turn, ring, scale + row_0, scale + row_1, scale_g, groups, steps, HEIGHT, WARPGROUP, GROUPS, dequantize, GATHERS
-    )  # fmt: skip
+        turn, ring, scale + row_0, scale + row_1, scale_g, groups, steps, form, HEIGHT, WARPGROUP
+    )
     factor_0 = None
     factor_1 = None
-    if GROUPS == 0:
+    if form.groups == 0:
         factor_0 = scale_of(gl.load(scale + row_0))
         factor_1 = scale_of(gl.load(scale + row_1))
     elif channel_scales is not None:
         channel = channel_scales + expert.to(gl.int64) * channel_e
         factor_0 = gl.load(channel + row_0)
         factor_1 = gl.load(channel + row_1)
-    _finish(acc_0[0], factor_0, epilogue, result, schedule, expert, start, end, first, N, INTERLEAVED)
-    _finish(acc_1[0], factor_1, epilogue, result, schedule, expert, start, end, first + ROWS, N, INTERLEAVED)
-    if len(acc_0) == 2:
-        start += HEIGHT // 3 * 2
-        _finish(acc_0[1], factor_0, epilogue, result, schedule, expert, start, end, first, N, INTERLEAVED)
-        _finish(acc_1[1], factor_1, epilogue, result, schedule, expert, start, end, first + ROWS, N, INTERLEAVED)
+    for i in gl.static_range(len(acc_0)):
+        at = start + i * (HEIGHT // 3 * 2)
+        _finish(acc_0[i], factor_0, epilogue, result, schedule[2], expert, at, end, first, N, form.interleaved)
+        _finish(acc_1[i], factor_1, epilogue, result, schedule[2], expert, at, end, first + ROWS, N, form.interleaved)
     return turn
 
 
 @gluon.jit
-def _consumer(
-    schedule,
-    b_args,
-    result,
-    epilogue,
-    ring,
-    tiles,
-    blocks_n,
-    steps,
-    N,
-    rows_per_expert,
-    HEIGHTS: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    dequantize: gl.constexpr,
-    GATHERS: gl.constexpr,
-):
+def _consumer(schedule, b_args, result, epilogue, ring, sizes, form, WARPGROUP: gl.constexpr):
     """Multiply rows 128 * WARPGROUP .. 128 * WARPGROUP + 127 of every tile of weights."""
+    tiles, blocks_n, steps, N, rows_per_expert = sizes
     turn = 0
     for index in range(gl.program_id(0), tiles * blocks_n, gl.num_programs(0)):
-        expert, start, end, block_n = locate_tile(index, schedule, tiles, blocks_n, GROUP_M)
-        height = _height(end - start, HEIGHTS)
-        for i in gl.static_range(len(HEIGHTS)):
-            if height == HEIGHTS[i]:
+        tile = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
+        height = _height(tile[2] - tile[1], form.heights)
+        for i in gl.static_range(len(form.heights)):
+            if height == form.heights[i]:
                 turn = _tile(
-                    turn, expert, start, end, block_n, ring, schedule, b_args, result, epilogue, steps, N,
-                    rows_per_expert, HEIGHTS[i], WARPGROUP, GROUPS, INTERLEAVED, dequantize, GATHERS,
-                )  # fmt: skip
+                    turn, tile, ring, schedule, b_args, result, epilogue, sizes, form, form.heights[i], WARPGROUP
+                )
 
 
 @gluon.jit
-def _producer(
-    x_desc,
-    w_desc,
-    schedule,
-    ring,
-    tiles,
-    blocks_n,
-    steps,
-    K,
-    rows_per_expert,
-    HEIGHTS: gl.constexpr,
-    GROUP_M: gl.constexpr,
-):
-    """Request every tile that this program multiplies, as far ahead as there is room."""
-    tiles_ptr, offsets, pairs = schedule
+def _producer(x, w_desc, schedule, ring, tiles, blocks_n, steps, K, rows_per_expert, form):
+    """Request every tile that this program multiplies, as far ahead as there is room.
+
+    Activations in sorted order by their descriptor; of tokens by four warps, which copy their rows, 16 bytes a thread.
+    """
     x_tiles, w_tiles, full, empty = ring
-    STAGES: gl.constexpr = full.shape[0]
-    BOX: gl.constexpr = x_desc.block_shape[0]
+    HEIGHTS: gl.constexpr = form.heights
     BYTES: gl.constexpr = TILE * WORDS * 4
+    if form.gathers:
+        values, stride, per_row = x
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        place = gl.arange(0, HEIGHTS[0], layout=gl.SliceLayout(1, layout))
+        column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
     turn = 0
     for index in range(gl.program_id(0), tiles * blocks_n, gl.num_programs(0)):
-        expert, start, end, block_n = locate_tile(index, schedule, tiles, blocks_n, GROUP_M)
+        expert, start, end, block_n = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
         row = expert * rows_per_expert + block_n * TILE
+        if form.gathers:
+            token = gl.load(schedule[2] + gl.minimum(start + place, end - 1)) // per_row
+            source = values + token.to(gl.int64) * stride
         height = _height(end - start, HEIGHTS)
         for k in range(steps):
-            slot = turn % STAGES
-            mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
+            slot = empty_slot(ring, turn)
             ready = full.index(slot)
-            for i in gl.static_range(len(HEIGHTS)):
-                mbarrier.expect(ready, BYTES + HEIGHTS[i] * STEP * 2, pred=height == HEIGHTS[i])
+            if form.gathers:
+                mbarrier.expect(ready, BYTES)
+            else:
+                for i in gl.static_range(len(HEIGHTS)):
+                    mbarrier.expect(ready, BYTES + HEIGHTS[i] * STEP * 2, pred=height == HEIGHTS[i])
             tma_load(w_desc, [row, k * WORDS], ready, w_tiles.index(slot))
-            for box in gl.static_range(HEIGHTS[0] // BOX):
-                for place in gl.static_range(2):
-                    target = x_tiles.index(slot * 2 + place).slice(box * BOX, BOX, 0)
-                    source = [start + box * BOX, k * STEP + place * CHUNK]
-                    tma_load(x_desc, source, ready, target, pred=height > box * BOX)
-            turn += 1
-
-
-@gluon.jit
-def _gathering_producer(
-    x_rows,
-    w_desc,
-    schedule,
-    ring,
-    tiles,
-    blocks_n,
-    steps,
-    K,
-    rows_per_expert,
-    HEIGHTS: gl.constexpr,
-    GROUP_M: gl.constexpr,
-):
-    """As `_producer`, by four warps that copy the rows of tokens, 16 bytes each thread."""
-    x, stride, per_row = x_rows
-    x_tiles, w_tiles, full, empty = ring
-    STAGES: gl.constexpr = full.shape[0]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    place = gl.arange(0, HEIGHTS[0], layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
-    turn = 0
-    for index in range(gl.program_id(0), tiles * blocks_n, gl.num_programs(0)):
-        expert, start, end, block_n = locate_tile(index, schedule, tiles, blocks_n, GROUP_M)
-        row = expert * rows_per_expert + block_n * TILE
-        token = gl.load(schedule[2] + gl.minimum(start + place, end - 1)) // per_row
-        source = x + token.to(gl.int64) * stride
-        wanted = place < _height(end - start, HEIGHTS)
-        for k in range(steps):
-            slot = turn % STAGES
-            mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
-            ready = full.index(slot)
-            mbarrier.expect(ready, TILE * WORDS * 4)
-            tma_load(w_desc, [row, k * WORDS], ready, w_tiles.index(slot))
-            for half in gl.static_range(2):
-                at = k * STEP + half * CHUNK + column
-                copy_rows(
-                    x_tiles.index(slot * 2 + half),
-                    source[:, None] + at[None, :],
-                    mask=wanted[:, None] & (at < K)[None, :],
-                )
-            async_copy.mbarrier_arrive(ready, increment_count=False)
+            if form.gathers:
+                for half in gl.static_range(2):
+                    at = k * STEP + half * CHUNK + column
+                    mask = (place < height)[:, None] & (at < K)[None, :]
+                    copy_rows(x_tiles.index(slot * 2 + half), source[:, None] + at[None, :], mask=mask)
+                async_copy.mbarrier_arrive(ready, increment_count=False)
+            else:
+                BOX: gl.constexpr = x.block_shape[0]
+                for box in gl.static_range(HEIGHTS[0] // BOX):
+                    for half in gl.static_range(2):
+                        target = x_tiles.index(slot * 2 + half).slice(box * BOX, BOX, 0)
+                        at = [start + box * BOX, k * STEP + half * CHUNK]
+                        tma_load(x, at, ready, target, pred=height > box * BOX)
             turn += 1
 
 
@@ -474,12 +367,8 @@ def words_kernel(
     N,
     K,
     rows_per_expert,
-    HEIGHTS: gl.constexpr,
+    form,
     STAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    dequantize: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """One program per multiprocessor.
@@ -487,57 +376,34 @@ def words_kernel(
     GEMM1: out [P, width] = act(x w13^T + bias), rows in sorted order; gemm2: out[pair] = x w2^T + bias.
 
     - x_desc [P, K] in sorted order and w_desc [E * rows_per_expert, words]: descriptors
-    - or x_rows = (x [tokens, K], row stride, pairs of a token), x_desc None: GATHERS
+    - or x_rows = (x [tokens, K], row stride, pairs of a token), x_desc None
     - b_args as the tile kernel's device functions have it, schedule, result and epilogue as there
-    - N columns of the result, of one half where gated; INTERLEAVED: gate and up rows alternate in blocks of 8
-    - HEIGHTS descending, the first is that of the schedule's tiles: powers of two, and three quarters of them; `x_desc`
-      has blocks of a common divisor
-    - GROUPS of a step of 128 columns that have scales of their own, 0: rows have one each; dequantize: see
-      `moe_core.gemm.marlin.quarters`
+    - N columns of the result, of one half where gated; form: `WordsForm`
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    GATHERS: gl.constexpr = x_desc is None
-    dtype: gl.constexpr = x_rows[0].dtype.element_ty if GATHERS else x_desc.dtype
+    dtype: gl.constexpr = x_rows[0].dtype.element_ty if form.gathers else x_desc.dtype
     x_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    x_tiles = gl.allocate_shared_memory(dtype, [STAGES * 2, HEIGHTS[0], CHUNK], x_layout)
+    x_tiles = gl.allocate_shared_memory(dtype, [STAGES * 2, form.heights[0], CHUNK], x_layout)
     w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TILE, WORDS], w_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=129 if GATHERS else 1)
-        mbarrier.init(empty.index(slot), count=2)
+    full, empty = allocate_barriers(STAGES, 129 if form.gathers else 1)
     fence_async_shared()
     ring = (x_tiles, w_tiles, full, empty)
     tiles = gl.load(schedule[0])
     steps = gl.cdiv(K, STEP)
     blocks_n = gl.cdiv(rows_per_expert, TILE)
-    if GATHERS:
+    sizes = (tiles, blocks_n, steps, N, rows_per_expert)
+    if form.gathers:
         x = x_rows
     else:
         x = x_desc
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (
-                    schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
-                    HEIGHTS, gl.constexpr(0), GROUPS, INTERLEAVED, GROUP_M, dequantize, GATHERS,
-                ),
-            ),
-            (
-                _consumer,
-                (
-                    schedule, b_args, result, epilogue, ring, tiles, blocks_n, steps, N, rows_per_expert,
-                    HEIGHTS, gl.constexpr(1), GROUPS, INTERLEAVED, GROUP_M, dequantize, GATHERS,
-                ),
-            ),
-            (
-                _gathering_producer if GATHERS else _producer,
-                (x, w_desc, schedule, ring, tiles, blocks_n, steps, K, rows_per_expert, HEIGHTS, GROUP_M),
-            ),
+            (_consumer, (schedule, b_args, result, epilogue, ring, sizes, form, gl.constexpr(0))),
+            (_consumer, (schedule, b_args, result, epilogue, ring, sizes, form, gl.constexpr(1))),
+            (_producer, (x, w_desc, schedule, ring, tiles, blocks_n, steps, K, rows_per_expert, form)),
         ],
-        [4, 4 if GATHERS else 1],
-        [224 if GATHERS else 240, 56 if GATHERS else 24],
-    )  # fmt: skip
+        [4, 4 if form.gathers else 1],
+        [224 if form.gathers else 240, 56 if form.gathers else 24],
+    )

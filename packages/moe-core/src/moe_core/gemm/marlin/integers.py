@@ -13,7 +13,7 @@ from moe_core.gemm.marlin.dequant import int8_values, integers, pair, zero_offse
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.gemv_int4 import PLACES, int4_shifted
 from moe_core.gemm.marlin.operand import LOAD_WORDS, per_word, scale_of, zero_of
-from moe_core.gemm.marlin.quarters import quarter_integers, quarter_scaled_integers
+from moe_core.gemm.marlin.quarters import QUARTER_INTEGERS
 from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.swap_ab import FEW
@@ -24,36 +24,34 @@ from moe_core.jit.specialize import specialize
 _LARGEST_BYTES = 1024
 
 
+# whether numbers are multiplied by their groups' scales; set by `specialize`
+SCALED = tl.constexpr(False)
+
+
 @triton.jit
 def dequantize_integers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
-    """Codes minus zero points, of scales [N]."""
-    BITS: tl.constexpr = 32 * words.shape[1] // COLUMNS
-    if scales.dtype == tl.int32:
-        offset = tl.broadcast_to(zero_offset(zero_of(scales), BITS, dtype)[:, None], words.shape)
-        return integers(words, offset, None, BITS, dtype)
-    else:
-        return integers(words, None, None, BITS, dtype)
-
-
-@triton.jit
-def dequantize_scaled_integers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
-    """Codes minus zero points, times the scales [N, groups], rounded."""
+    """Codes minus zero points, of scales [N]; SCALED: times scales [N, groups], rounded."""
     W: tl.constexpr = words.shape[1]
     BITS: tl.constexpr = 32 * W // COLUMNS
-    scale = scale_of(scales)
-    if not INTERPRET and dtype != tl.float32:
-        scale = pair(scale, dtype)
-    scale = per_word(scale, W, W // 16)
+    offset = None
+    scale = None
+    if SCALED:
+        scale = scale_of(scales)
+        if not INTERPRET and dtype != tl.float32:
+            scale = pair(scale, dtype)
+        scale = per_word(scale, W, W // 16)
     if scales.dtype == tl.int32:
-        offset = per_word(zero_offset(zero_of(scales), BITS, dtype), W, W // 16)
-        return integers(words, offset, scale, BITS, dtype)
-    else:
-        return integers(words, None, scale, BITS, dtype)
+        offset = zero_offset(zero_of(scales), BITS, dtype)
+        if SCALED:
+            offset = per_word(offset, W, W // 16)
+        else:
+            offset = tl.broadcast_to(offset[:, None], words.shape)
+    return integers(words, offset, scale, BITS, dtype)
 
 
 _MULTIPLY = specialize(operand.multiply, dequantize=dequantize_integers)
 _MULTIPLY_GROUP = specialize(operand.multiply_group, dequantize=dequantize_integers)
-_MULTIPLY_SCALED = specialize(operand.multiply, dequantize=dequantize_scaled_integers)
+_MULTIPLY_SCALED = specialize(operand.multiply, dequantize=specialize(dequantize_integers, SCALED=True))
 
 
 def integer_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, Any, Any]:
@@ -73,7 +71,7 @@ def integer_words(matrix: MarlinMatrix) -> WordFunctions | None:
     if matrix.bits != 4:
         return None
     groups = 0 if matrix.group_size == -1 else operand.STEP.value // matrix.group_size
-    return WordFunctions(groups, lambda: quarter_integers if groups == 0 else quarter_scaled_integers)
+    return WordFunctions(groups, lambda: QUARTER_INTEGERS[groups != 0])
 
 
 def integer_gemv(matrix: MarlinMatrix) -> GemvFunctions | None:

@@ -13,24 +13,24 @@ import triton.language as tl
 
 from moe_core.gemm.marlin.dequant import integer_values, pair, zero_offset
 from moe_core.gemm.marlin.operand import scale_of, zero_of
+from moe_core.jit.specialize import specialize
+
+# whether numbers are multiplied by their groups' scales; set by `specialize`
+SCALED = tl.constexpr(False)
 
 
 @triton.jit
-def quarter_integers(words, scales, U: tl.constexpr, dtype: tl.constexpr):
-    """Codes minus zero points; the row's scale multiplies finished sums."""
-    found = scales[0]
-    if found.dtype == tl.int32:
-        return integer_values(words, zero_offset(zero_of(found), 4, dtype)[:, None], None, 4, dtype)
-    else:
-        return integer_values(words, None, None, 4, dtype)
-
-
-@triton.jit
-def quarter_scaled_integers(words, scales, U: tl.constexpr, dtype: tl.constexpr):
-    """Codes minus zero points, times the scale of their group, rounded."""
+def _integers(words, scales, U: tl.constexpr, dtype: tl.constexpr):
+    """Codes minus zero points; SCALED: times the scale of their group, rounded, else that of the row scales sums."""
     found = scales[U * len(scales) // 4]
-    factor = pair(scale_of(found), dtype)[:, None]
+    offset = None
+    factor = None
+    if SCALED:
+        factor = pair(scale_of(found), dtype)[:, None]
     if found.dtype == tl.int32:
-        return integer_values(words, zero_offset(zero_of(found), 4, dtype)[:, None], factor, 4, dtype)
-    else:
-        return integer_values(words, None, factor, 4, dtype)
+        offset = zero_offset(zero_of(found), 4, dtype)[:, None]
+    return integer_values(words, offset, factor, 4, dtype)
+
+
+#: of 4-bit codes, by whether they are multiplied by scales
+QUARTER_INTEGERS = {scaled: specialize(_integers, SCALED=scaled) for scaled in (False, True)}

@@ -12,8 +12,8 @@ from moe_core.gemm.activation_tile import load_activations, load_indexed, open_a
 from moe_core.gemm.as_stored.tiles import open_plain
 from moe_core.gemm.fused.plain import Columns
 from moe_core.gemm.fused.scaled_mm_weight import packed_descriptor
+from moe_core.gemm.hopper_launch import words_multiplied
 from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions
-from moe_core.gemm.marlin.hopper_launch import words_multiplied
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.scaled_mm import load_values
 
