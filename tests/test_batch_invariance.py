@@ -8,7 +8,7 @@ import moe_core as mc
 import pytest
 import torch
 from moe_core.call_launches import call_launches
-from moe_core.gemm.experts import GroupedExperts
+from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.jit.launch import Launch
 from moe_core_layers import Kind, some_kinds
 from moe_core_meta_layers import experts_cases, keys_on_h200, layer_of, on_h200

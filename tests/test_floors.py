@@ -16,7 +16,8 @@ SOURCES = sorted(ROOT.glob("packages/*/src/*"))
 ABOVE = {
     "jit": ("ops", "gemm", "libraries", "checkpoint", "cli", "testing", "kernel", "layer", "oracle", "registry"),
     "ops": ("gemm", "libraries", "checkpoint", "cli", "testing", "kernel", "layer", "oracle", "registry"),
-    "gemm": ("libraries", "checkpoint", "cli", "testing", "kernel", "layer", "oracle", "registry"),
+    "gemm": ("experts", "gemm_experts", "libraries", "checkpoint", "cli", "testing", "kernel", "layer", "registry"),
+    "gemm_experts": ("libraries", "checkpoint", "cli", "testing", "kernel", "layer", "oracle", "registry"),
     "libraries": ("checkpoint", "cli", "testing", "layer", "oracle", "registry"),
     "prepare_finalize": ("gemm", "libraries", "checkpoint", "cli", "testing", "kernel", "layer", "oracle", "registry"),
     "checkpoint": ("gemm", "libraries", "cli", "testing", "kernel", "layer"),

@@ -9,10 +9,10 @@ from pathlib import Path
 import moe_core as mc
 import pytest
 from moe_core import ConfigError, DeviceInfo, FusedMoEConfig
-from moe_core.gemm.experts import GroupedExperts
 from moe_core.gemm.heuristics.gemv import GemvPlan
 from moe_core.gemm.heuristics.tuned import TunedRange
 from moe_core.gemm.plan import TilePlan
+from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.selection import Selection
 from moe_core.tuning import TunedLayer, TuningProfile
 from moe_core.tuning.choice import name_of

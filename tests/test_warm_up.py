@@ -12,7 +12,7 @@ import pytest
 import torch
 from moe_core import FusedMoEKernel, FusedMoELayer, compile_calls
 from moe_core.call_launches import call_launches, launches_up_to, routing_launches
-from moe_core.gemm.experts import GroupedExperts
+from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.jit.compile_ahead import distinct
 from moe_core.jit.launch import Launch, record
 from moe_core.ops.routing import fused_route

@@ -22,12 +22,13 @@ tokens are computed (``results``), and quantised activations as the reference de
 from __future__ import annotations
 
 from moe_core.gemm.as_stored.words import as_words
-from moe_core.gemm.experts import GroupedExperts, ScaledMMExperts
 from moe_core.gemm.heuristics import LayerProblem
-from moe_core.gemm.marlin.e8m0 import relative_e8m0
-from moe_core.gemm.marlin.experts import MarlinExperts, MarlinIntegerExperts
+from moe_core.gemm.marlin.scales import relative_e8m0
 from moe_core.gemm.marlin.words import interleave, order_words
 from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm_experts.grouped import GroupedExperts
+from moe_core.gemm_experts.marlin import MarlinExperts, MarlinIntegerExperts
+from moe_core.gemm_experts.scaled_mm import ScaledMMExperts
 from moe_core.quantization import integer_row_scales, quantize_tensor
 from moe_core.torch_experts import Adapters, expert_slices, of_expert
 

@@ -68,8 +68,10 @@ from moe_core.gemm.scaled_mm import (
     LOAD_PARTS,
     is_finite,
     load_unquantized,
+    multiply_codes,
     open_weights,
     prefetch_weights,
+    scale_acc_tokens,
     scale_of,
 )
 from moe_core.gemm.swap_ab import FEW, swap_ab_dot
@@ -134,8 +136,10 @@ __all__ = [
     "LOAD_PARTS",
     "is_finite",
     "load_unquantized",
+    "multiply_codes",
     "open_weights",
     "prefetch_weights",
+    "scale_acc_tokens",
     "scale_of",
     # zero points
     "shifted",

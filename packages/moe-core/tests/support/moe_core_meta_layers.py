@@ -9,7 +9,7 @@ import moe_core as mc
 from moe_core import FusedMoEKernel, LoRAWeights
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
-from moe_core.gemm.experts import GroupedExperts
+from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.prepare_finalize.ways import default_prepare_finalize
 from moe_core.testing.compile_cases import key_pairs, meta_layer_weights
 

@@ -14,9 +14,10 @@ import torch
 import triton.language as tl
 from moe_core.activation import MoEActivation, apply_moe_activation
 from moe_core.gemm import hopper_launch
-from moe_core.gemm.hopper_launch import TILE, hopper_fits
+from moe_core.gemm.fused.call import Call
+from moe_core.gemm.hopper_launch import TILE
 from moe_core.gemm.launch import Activation, Gemm, GemmWeight, OperandA, Result, Routing, WarpSpecialisedGemm
-from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.tile_kernel import POSITION
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
@@ -270,7 +271,11 @@ def test_largest_magnitudes(hopper):
 
 
 def test_fits():
-    weights = GemmWeight((), 1, 1, descriptor=lambda rows, columns: None)
-    assert hopper_fits(CONFIG, weights)
-    assert not hopper_fits(CONFIG, GemmWeight((), 1, 1))
-    assert not hopper_fits(TileConfig(128, 128, 4, 4), weights)
+    special = WarpSpecialisedGemm(torch.empty(0), lambda: None, ())
+    weight = GemmWeight((), 1, 1, descriptor=lambda rows, columns: None, warp_specialised=special)
+    call = Call(weight, weight, torch.empty(0), Batch(torch.empty(0), 1), TilePlan(CONFIG, CONFIG), {}, None)
+    assert call.warp_specialises(CONFIG, weight)
+    assert not call.warp_specialises(CONFIG, replace(weight, descriptor=None))
+    assert not call.warp_specialises(TileConfig(128, 128, 4, 4), weight)
+    tiles = replace(CONFIG, block_m=64)
+    assert not replace(call, plan=TilePlan(tiles, tiles)).warp_specialises(CONFIG, weight)

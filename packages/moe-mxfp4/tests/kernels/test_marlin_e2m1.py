@@ -7,8 +7,8 @@ import torch
 from moe_core.gemm.plan import TileConfig
 from moe_core.numerics import E2M1_VALUES
 from moe_core.testing.marlin import dequantized_by_gemm
-from moe_mxfp4.kernels.convert import convert_e2m1
 from moe_mxfp4.kernels.marlin_e2m1 import e2m1_functions
+from moe_mxfp4.marlin_layout import convert_e2m1
 
 COLUMNS, ROWS = 256, 128
 FEW, MANY = TileConfig(16, 128, 4, 2, swap_ab=True), TileConfig(64, 128, 4, 2, swap_ab=True)

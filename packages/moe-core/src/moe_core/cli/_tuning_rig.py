@@ -14,8 +14,8 @@ from moe_core.cli._compile_pool import CompilePool
 from moe_core.cli._layers import INPUTS, Layer, random_call
 from moe_core.cli._timing import measure
 from moe_core.compile_calls import on_device
-from moe_core.gemm.experts import GroupedExperts
 from moe_core.gemm.heuristics.tuned import Tuned, TunedRange
+from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.jit.compile_ahead import compile_in_threads, distinct
 from moe_core.kernel import FusedMoEKernel
 from moe_core.oracle import Oracle
@@ -59,7 +59,7 @@ class LayerOnGpu:
         self._pool.close()
 
     def default(self, tokens: int) -> Plan:
-        gemv, vectors = self.experts.fused_layer(self.weights).gemv, self.experts.gemv_plan(tokens)
+        gemv, vectors = self.experts.layers(self.weights)[1], self.experts.gemv_plan(tokens)
         if vectors is not None and gemv is not None and gemv.reads(self._inputs(tokens)[0][0]):
             return vectors
         return self.experts.plan(tokens)

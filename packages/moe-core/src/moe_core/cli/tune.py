@@ -123,7 +123,7 @@ def _profile(path: Path, gpu: DeviceInfo) -> tuple[TuningProfile, str]:
 
 
 def _selection(layer: Layer, gpu: DeviceInfo, backend: str) -> Selection:
-    from moe_core.gemm.experts import GroupedExperts
+    from moe_core.gemm_experts.grouped import GroupedExperts
     from moe_core.registry import registry
 
     selection = (

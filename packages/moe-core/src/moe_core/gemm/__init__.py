@@ -1,6 +1,5 @@
 """Grouped GEMMs, and the fused MoE layer that the schemes share.
 
-    experts.py         the base of experts that run through it
     fused/             the pipeline (`layer.py`), activation schemes, weights of scaled_mm
     plan.py            launch configurations as data (no Triton)
     heuristics/        which of them a layer gets, for all families
@@ -16,6 +15,7 @@
     as_stored/         mixed_input, weights as stored
     workspaces.py      scratch memory
 
-A scheme writes how its operands are loaded and scaled (`moe_fp8.kernels.block` is the model) and nothing else.
+Experts that run through the layer stand in `moe_core.gemm_experts`.  A scheme writes how its operands are loaded and
+scaled (`moe_fp8.kernels.block` is the model) and nothing else.
 Importing this package imports no Triton; `launch`, `fused` and the kernels do.
 """

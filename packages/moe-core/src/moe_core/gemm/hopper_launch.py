@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from moe_core.gemm.launch import Gemm, GemmWeight, WarpSpecialisedGemm, constant, schedule_of
-from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.launch import Gemm, WarpSpecialisedGemm, constant, schedule_of
 from moe_core.jit.launch import launch
 
 #: 8 bits: rows and columns of a tile of one operand, and of a weight block
@@ -26,11 +24,6 @@ WORDS = 16
 RING = 196608
 #: heights that tiles take, by the rows that the schedule's have: what an expert's last rows need
 HEIGHTS = {128: (128, 96, 64), 64: (64, 48, 32)}
-
-
-def hopper_fits(config: TileConfig, weight: GemmWeight) -> bool:
-    """Whether the kernel is asked for (``config.warp_specialised``) and can read ``weight``."""
-    return config.warp_specialised and weight.descriptor is not None
 
 
 def _descriptor(matrix: Tensor, block: list[int], swizzle: int) -> Any:
@@ -96,21 +89,12 @@ def hopper_gemm(gemm: Gemm) -> None:
     _start(hopper_kernel, gemm, -(-gemm.weight.n // (TILE * blocks)), operands, scales, form, STAGES * TILE // depth)
 
 
-def words_multiplied(
-    words: Tensor, arguments: tuple[Any, ...], groups: int, dequantize: Callable[[], Any]
-) -> WarpSpecialisedGemm:
-    """How `words_gemm` multiplies 4-bit ``words`` [E, rows, words].
-
-    ``arguments``: `b_args` of the tile kernel's device functions; ``groups`` of a step of 128 columns that have scales
-    of their own, 0: rows have one each; ``dequantize`` gives a function of `moe_core.gemm.marlin.quarters`.
-    """
-    return WarpSpecialisedGemm(words, dequantize, (*arguments, groups), STEP, words_gemm, tuple(HEIGHTS), gathers=True)
-
-
 def words_gemm(gemm: Gemm) -> None:
-    """As `hopper_gemm`, for operand A of 16 bits: sorted (``warp_specialised`` is ()), or of tokens: (top-k,).
+    """As `hopper_gemm`, for 4-bit words [E, rows, words] and operand A of 16 bits.
 
-    Rows of tokens are read in whole 32 bytes.
+    ``gemm.a.warp_specialised`` is () where A is sorted; of tokens, (top-k,), and rows are read in whole 32 bytes.
+    ``weight_scales``: `b_args` of the tile kernel's device functions, and how many groups of a step of 128 columns have
+    scales of their own, 0: rows have one each.  ``multiply`` gives a function of `moe_core.gemm.marlin.quarters`.
     """
     from moe_core.gemm.marlin.hopper import WordsForm, words_kernel
 

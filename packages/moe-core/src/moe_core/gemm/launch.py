@@ -14,8 +14,8 @@ from torch import Tensor
 from moe_core.config import FusedMoEConfig
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.split_k_reduce import split_k_reduce_kernel
+from moe_core.gemm.swap_ab import uniform
 from moe_core.gemm.tile_kernel import PAIR, grouped_gemm_kernel
-from moe_core.gemm.uniform import uniform
 from moe_core.jit.launch import launch
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
@@ -385,10 +385,11 @@ def is_aligned(weights: Tensor) -> bool:
     return all(size % 16 == 0 for size in sizes)
 
 
-def weight_descriptor(weights: Tensor) -> Any:
+def weight_descriptor(weights: Tensor, packed: int = 1) -> Any:
     """Maker of host-side tensor descriptors over ``weights`` [E, rows, columns], flattened to [E * rows, columns].
 
-    None where the hardware's rules for such descriptors are not met (16-byte alignment, contiguous experts).
+    It takes the rows and the columns of a tile, of which ``packed`` lie in an element of ``weights``.  None where the
+    hardware's rules for such descriptors are not met (16-byte alignment, contiguous experts).
     """
     experts, rows, columns = weights.shape
     flat = weights.stride(2) == 1 and weights.stride(0) == rows * weights.stride(1)
@@ -399,6 +400,6 @@ def weight_descriptor(weights: Tensor) -> Any:
     def make(block_rows: int, block_columns: int) -> Any:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        return TensorDescriptor.from_tensor(matrix, [block_rows, block_columns])
+        return TensorDescriptor.from_tensor(matrix, [block_rows, block_columns // packed])
 
     return make

@@ -57,8 +57,11 @@ class Adapters:
         total = lora.weights.num_adapters * experts
         group_ids = workspace["lora_group_ids"][:pairs]
         batched = isinstance(routing, Batch)
-        ids = None if isinstance(routing, Batch) else routing.ids
-        expert_map = None if isinstance(routing, Batch) else routing.expert_map
+        if isinstance(routing, Batch):
+            ids, expert_map, counts, per_row, num_ids = None, None, routing.counts, routing.capacity, 0
+        else:
+            ids, expert_map, counts = routing.ids, routing.expert_map, None
+            per_row, num_ids = routing.top_k, routing.num_ids
         launch(
             device.adapted_pairs_kernel,
             (triton.cdiv(pairs, 256),),
@@ -66,10 +69,10 @@ class Adapters:
             lora.adapter_ids,
             ids,
             expert_map,
-            routing.counts if isinstance(routing, Batch) else None,
+            counts,
             pairs,
-            routing.capacity if isinstance(routing, Batch) else routing.top_k,
-            0 if isinstance(routing, Batch) else routing.num_ids,
+            per_row,
+            num_ids,
             experts,
             lora.weights.num_adapters,
             HAS_MAP=expert_map is not None,

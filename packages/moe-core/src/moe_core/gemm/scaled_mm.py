@@ -260,6 +260,13 @@ def scale_acc(acc, a_state, b_state, SWAP_AB: tl.constexpr):
         return acc.to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
 
 
+@triton.jit
+def scale_acc_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+    """acc * scale of the row."""
+    scale = a_state[1]
+    return acc * (scale[None, :] if SWAP_AB else scale[:, None])
+
+
 # ------------------------------------------------------------------ magnitudes
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from moe_core.jit.casts import INTERPRET
+from moe_core.jit.specialize import specialize
 from moe_core.jit.wait import wait_for_mma
 
 # rows of activations up to which registers are left for the product of a step
@@ -33,3 +36,24 @@ def add_swap_ab_dot(acc, values, x):
         return tl.fma(tl.dot(values, tl.trans(x)), tl.full(acc.shape, 1.0, tl.float32), acc)
     else:
         return wait_for_mma(tl.dot(values, tl.trans(x), acc))
+
+
+_UNIFORM: dict[Any, Any] = {}
+
+
+def uniform(multiply: Any) -> Any:
+    """``multiply`` of a tile kernel, or its copy that sums alike for every height of a tile.
+
+    Device functions read `FEW`.  In the copies no product of a step has registers of its own: the tensor cores' sum
+    runs on.
+    """
+    function = multiply.fn
+    if function not in _UNIFORM:
+        read = function.__code__.co_names
+        if "FEW" in read:
+            _UNIFORM[function] = specialize(multiply, FEW=0)
+        elif "add_swap_ab_dot" in read:
+            _UNIFORM[function] = specialize(multiply, add_swap_ab_dot=specialize(add_swap_ab_dot, FEW=0))
+        else:
+            _UNIFORM[function] = multiply
+    return _UNIFORM[function]

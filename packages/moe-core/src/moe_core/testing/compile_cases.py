@@ -22,7 +22,7 @@ from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
 from moe_core.errors import MoEError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExperts
-from moe_core.gemm.experts import GroupedExperts
+from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.jit.specimen import Specimen
 from moe_core.lora import LoRA, LoRAWeights
 from moe_core.memory import specimen as meta_weights

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from moe_core.config import FusedMoEConfig
-from moe_core.gemm.experts import GroupedExperts
 from moe_core.gemm.plan import TilePlan
+from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.kernel import FusedMoEKernel
 from moe_core.prepare_finalize.ways import default_prepare_finalize
 from moe_core.quant_key import QuantKey

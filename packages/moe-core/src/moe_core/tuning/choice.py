@@ -11,8 +11,8 @@ from moe_core.config import FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.errors import ConfigError
 from moe_core.experts import FusedMoEExperts
-from moe_core.gemm.experts import GroupedExperts
 from moe_core.gemm.heuristics.tuned import Tuned
+from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.quant_key import QuantKey, key_name
 from moe_core.tuning.places import VARIABLE, given_path, user_path
 from moe_core.tuning.profile import TuningProfile

@@ -44,7 +44,7 @@ class MarlinE4M3Experts(MarlinExperts):
     """The computation, in both formats; subclasses add claims."""
 
     def converted(self, name: str, weights: MoEWeights, scale: Tensor) -> Converted:
-        from moe_fp8.kernels.marlin_convert import convert_e4m3
+        from moe_fp8.marlin_layout import convert_e4m3
 
         if name == "w2":
             return convert_e4m3(weights.w2, scale, self.quantized_key)

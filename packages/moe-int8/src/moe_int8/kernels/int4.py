@@ -23,6 +23,8 @@ from moe_core.kernel_api import (
     LOAD_PARTS,
     ScaledMMFunctions,
     load_unquantized,
+    multiply_codes,
+    scale_acc_tokens,
     specialize,
     wait_for_mma,
     weight_rows,
@@ -57,23 +59,6 @@ def unpack(words):
 
 
 @triton.jit
-def load_and_quantize(state, k, BLOCK_K: tl.constexpr):
-    """Tiles [BLOCK_M, BLOCK_K / 2] of the columns in lower and in upper codes, quantised in registers."""
-    low, _ = load_unquantized(state, 2 * k, BLOCK_K // 2)
-    high, _ = load_unquantized(state, 2 * k + 1, BLOCK_K // 2)
-    return (low, high), 0.0
-
-
-@triton.jit
-def product(acc, x, w, SWAP_AB: tl.constexpr):
-    """acc + x @ w.T, int32."""
-    if SWAP_AB:
-        return tl.dot(w, tl.trans(x), acc, out_dtype=tl.int32)
-    else:
-        return tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)
-
-
-@triton.jit
 def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """b_args = (bytes, scales [E, groups, rows], bytes' expert and row stride, scales' per expert, -, per group)."""
     words, scales, stride_e, stride_n, scale_e, _, scale_g = b_args
@@ -97,27 +82,22 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + 16 a @ b.T, int32; with groups the sums of each, times its scales, in float32."""
     low, high = unpack(b)
     if GROUPS == 0:
-        return wait_for_mma(product(product(acc, a[0], low, SWAP_AB), a[1], high, SWAP_AB))
+        acc = multiply_codes(acc, a[0], 0.0, low, 0.0, SWAP_AB)
+        return wait_for_mma(multiply_codes(acc, a[1], 0.0, high, 0.0, SWAP_AB))
     else:
         zeros = tl.zeros(acc.shape, tl.int32)
-        sums = product(zeros, a[0], low, SWAP_AB)
+        sums = multiply_codes(zeros, a[0], 0.0, low, 0.0, SWAP_AB)
         if GROUPS == 2:
             acc += _scaled(sums, b_scale[0], SWAP_AB)
             sums = zeros
-        return acc + _scaled(product(sums, a[1], high, SWAP_AB), b_scale[GROUPS - 1], SWAP_AB)
+        sums = multiply_codes(sums, a[1], 0.0, high, 0.0, SWAP_AB)
+        return acc + _scaled(sums, b_scale[GROUPS - 1], SWAP_AB)
 
 
 @triton.jit
 def _scaled(sums, scale, SWAP_AB: tl.constexpr):
     """int32 sums in float32, times a scale for each channel."""
     return sums.to(tl.float32) * (scale[:, None] if SWAP_AB else scale[None, :])
-
-
-@triton.jit
-def scale_acc_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
-    """acc * scale of the row."""
-    scale = a_state[1]
-    return acc * (scale[None, :] if SWAP_AB else scale[:, None])
 
 
 @triton.jit
@@ -131,6 +111,8 @@ def scale_acc_rows_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
         return (acc - zero[:, None] * own[None, :]) * scale[:, None]
 
 
+#: tiles of the columns in lower and in upper codes, quantised in registers
+_LOAD_UNQUANTIZED = specialize(LOAD_PARTS[2], load_values=load_unquantized)
 _OPEN_GROUPS_SUMS = specialize(open_sums, open_weights=open_groups)
 #: load_b and multiply by groups of a step
 _GROUPS = {
@@ -148,7 +130,7 @@ def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
     base = replace(
         INT8_ZERO if zero_points else INT8,
         load_values=LOAD_PARTS[2],
-        load_unquantized=None if zero_points else load_and_quantize,
+        load_unquantized=None if zero_points else _LOAD_UNQUANTIZED,
         static_on_load=False,
         load_weights=load_weights,
         prefetch_weights=None,
@@ -160,7 +142,7 @@ def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
     return replace(
         base,
         open_weights=_OPEN_GROUPS_SUMS if zero_points else open_groups,
-        scale_acc=scale_acc_rows_zero if zero_points else scale_acc_rows,
+        scale_acc=scale_acc_rows_zero if zero_points else scale_acc_tokens,
         accumulate=tl.constexpr(tl.float32),
         block_k=min(2 * group_size, 128),
     )

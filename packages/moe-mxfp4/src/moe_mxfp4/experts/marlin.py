@@ -32,7 +32,7 @@ class _MarlinMxfp4Experts(MarlinExperts):
     """The computation, in both formats."""
 
     def converted(self, name: str, weights: MoEWeights, scale: Tensor) -> Converted:
-        from moe_mxfp4.kernels.convert import convert_e2m1
+        from moe_mxfp4.marlin_layout import convert_e2m1
 
         config = self.config
         if name == "w2":

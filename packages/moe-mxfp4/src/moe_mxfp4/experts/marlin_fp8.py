@@ -55,7 +55,7 @@ class MarlinMxfp4Fp8Experts(ScaledMMExperts):
     )
 
     def requantized(self, weights: MoEWeights) -> MoEWeights:
-        from moe_mxfp4.kernels.convert import without_small_groups
+        from moe_mxfp4.marlin_layout import without_small_groups
 
         if weights.w13_scale is None or weights.w2_scale is None:
             return weights
@@ -64,7 +64,7 @@ class MarlinMxfp4Fp8Experts(ScaledMMExperts):
         return weights if w13 is weights.w13 and w2 is weights.w2 else replace(weights, w13=w13, w2=w2)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        from moe_mxfp4.kernels.convert import convert_to_e4m3
+        from moe_mxfp4.marlin_layout import convert_to_e4m3
 
         if weights.w13_scale is None or weights.w2_scale is None:
             raise TensorError("MXFP4 weights come with w13_scale and w2_scale")

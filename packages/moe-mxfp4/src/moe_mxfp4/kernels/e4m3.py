@@ -7,7 +7,7 @@
 
 The magnitudes of a group's codes, times its scale, are eight bytes of e4m3: two additions of exponents make them, a
 byte permutation looks four codes up at a time, and signs are put in.  All of e2m1 is exact within twelve powers of two;
-`moe_mxfp4.kernels.convert` leaves out what is smaller.
+`moe_mxfp4.marlin_layout` leaves out what is smaller.
 """
 
 from __future__ import annotations

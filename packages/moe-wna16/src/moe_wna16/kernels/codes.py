@@ -27,6 +27,7 @@ from moe_core.kernel_api import (
     load_words,
     multiply,
     open_codes,
+    scale_acc_tokens,
     specialize,
     swap_ab_dot,
     wait_for_mma,
@@ -174,12 +175,6 @@ def multiply_columns(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 def scale_acc_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the weights' row."""
     return acc * b_state[4][:, None]
-
-
-@triton.jit
-def scale_acc_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
-    """acc * scale of the token."""
-    return acc * a_state[1][None, :]
 
 
 @triton.jit

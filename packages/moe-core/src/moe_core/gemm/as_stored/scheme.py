@@ -11,9 +11,8 @@ from moe_core.gemm.as_stored import tiles
 from moe_core.gemm.as_stored.activations import code_mxfp8, quantizer
 from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.fused.pre_scaled import PreScaledScheme
-from moe_core.gemm.fused.scaled_mm_weight import packed_descriptor
 from moe_core.gemm.fused.scheme import ActivationScheme
-from moe_core.gemm.launch import GemmWeight, TileFunctions, is_aligned
+from moe_core.gemm.launch import GemmWeight, TileFunctions, is_aligned, weight_descriptor
 from moe_core.gemm.scaled_mm import load_values, open_values
 from moe_core.quant_key import QuantKey, kFp8Dynamic128Sym, kFp8DynamicTokenSym, kFp8StaticTensorSym
 
@@ -101,6 +100,6 @@ def packed_weight(
         lambda config, a: functions,
         step,
         bias,
-        packed_descriptor(words, 8 * words.element_size() // bits),
+        weight_descriptor(words, 8 * words.element_size() // bits),
         is_aligned(words),
     )

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe_core.gemm.hopper_launch import hopper_fits
 from moe_core.gemm.launch import GemmWeight, Routing
 from moe_core.gemm.lora import Adapters
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.scatter_quantize import scatter_quantize
-from moe_core.gemm.tile_kernel import PAIR, POSITION
+from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
 from moe_core.ops.batch import Batch, BatchedRows, batch_rows
 from moe_core.ops.sort import QuantizeRows, SortedPairs, sort_pairs
 
@@ -44,6 +43,12 @@ class Call:
         found: int = (PAIR if isinstance(self.routing, Routing) else POSITION).value
         return found
 
+    @property
+    def by_token(self) -> int:
+        """What a row of x is to it."""
+        found: int = (TOKEN if isinstance(self.routing, Routing) else POSITION).value
+        return found
+
     def order(self, rows: QuantizeRows | None = None, *, positions: bool = False, zero: Tensor | None = None) -> Order:
         """Sort the pairs (batched: list the tiles), and quantise ``rows`` and clear ``zero`` beside that."""
         routing, plan, work = self.routing, self.plan, self.workspace
@@ -70,10 +75,10 @@ class Call:
         return order
 
     def warp_specialises(self, config: TileConfig, weight: GemmWeight) -> bool:
-        """Whether the warp-specialised kernel computes a GEMM whose rows lie as it wants them."""
+        """Whether the warp-specialised kernel is asked for, and can read the weight and these rows."""
         special = weight.warp_specialised
-        fits = special is not None and self.plan.block_m in special.rows
-        return fits and self.adapters is None and hopper_fits(config, weight)
+        reads = special is not None and weight.descriptor is not None and self.plan.block_m in special.rows
+        return config.warp_specialised and reads and self.adapters is None
 
     def partials(self, split: int, columns: int) -> Tensor:
         """[pairs * split, columns] float32 of programs that share k loops."""

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded
-from moe_core.gemm.launch import OperandA, Result, Routing
+from moe_core.gemm.launch import OperandA, Result
 from moe_core.gemm.quantize_rows import quantize_rows
-from moe_core.gemm.tile_kernel import POSITION, TOKEN
+from moe_core.gemm.tile_kernel import POSITION
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows
 from moe_core.workspace import WorkspaceSpec
@@ -89,7 +89,7 @@ class GroupScheme(ActivationScheme):
         return OperandA((values, scales, values.stride(0), scales.stride(0)), which, warp_specialised=warp_specialised)
 
     def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
-        work, routing = call.workspace, call.routing
+        work = call.workspace
         scatter = self._scatters(call)
         if call.x_scale is not None and not scatter:
             return call.order(), self.rows(call.x, call.x_scale, None, TOKEN.value)
@@ -100,8 +100,7 @@ class GroupScheme(ActivationScheme):
         arguments = self.arguments(values, self.x_scale)
         job = QuantizeRows(call.x, values, scales, self.quantize, self.group, arguments)
         if not scatter:
-            which = (TOKEN if isinstance(routing, Routing) else POSITION).value
-            return call.order(job), self.rows(values, scales, self.x_scale, which)
+            return call.order(job), self.rows(values, scales, self.x_scale, call.by_token)
         return call.scattered(job, by_expert=self.static), self.rows(values, scales, self.x_scale, POSITION.value)
 
     def _scatters(self, call: Call) -> bool:

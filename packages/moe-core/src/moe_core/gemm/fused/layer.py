@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -35,34 +34,15 @@ from moe_core.lora import LoRA
 from moe_core.ops.batch import Batch
 from moe_core.ops.reduce import reduce_pairs
 
-if TYPE_CHECKING:
-    from moe_core.gemm.heuristics.gemv import GemvPlan
-
-
-class GemvLayer(Protocol):
-    """The same layer for one token or a few, without tensor cores."""
-
-    def reads(self, x: Tensor) -> bool:
-        """Whether it takes activations that lie in memory like ``x``."""
-
-    def __call__(
-        self, x: Tensor, out: Tensor, *, routing: Routing, plan: GemvPlan, workspace: Mapping[str, Tensor]
-    ) -> None:
-        """As a `FusedLayer`."""
-
 
 @dataclass(frozen=True, eq=False)
 class FusedLayer:
-    """What a layer's calls share: ``w13`` (gate rows, then up rows, or interleaved) and ``w2``, scheme and activation.
-
-    ``gemv``: where the family has one.
-    """
+    """What calls share: ``w13`` (gate rows, then up rows, or interleaved) and ``w2``, scheme and activation."""
 
     w13: GemmWeight
     w2: GemmWeight
     scheme: ActivationScheme
     activation: Activation
-    gemv: GemvLayer | None = None
 
     def __call__(
         self,

@@ -9,8 +9,8 @@ from torch import Tensor
 from moe_core.gemm.columns import gather_columns
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, first_rows, padded
-from moe_core.gemm.launch import OperandA, Result, Routing
-from moe_core.gemm.tile_kernel import POSITION, TOKEN
+from moe_core.gemm.launch import OperandA, Result
+from moe_core.gemm.tile_kernel import TOKEN
 from moe_core.workspace import WorkspaceSpec
 
 
@@ -59,8 +59,7 @@ class PlainScheme(ActivationScheme):
 
     def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
         order = call.order()
-        which = (TOKEN if isinstance(call.routing, Routing) else POSITION).value
-        return order, self._rows(call, call.x, self.x, which, by_token=True)
+        return order, self._rows(call, call.x, self.x, call.by_token, by_token=True)
 
     def result(self, call: Call) -> Result:
         return Result(call.workspace["h"])

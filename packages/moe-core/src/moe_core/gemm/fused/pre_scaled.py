@@ -11,9 +11,8 @@ from torch import Tensor
 from moe_core.gemm.columns import gather_columns
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, first_rows, padded
-from moe_core.gemm.launch import OperandA, Result, Routing
+from moe_core.gemm.launch import OperandA, Result
 from moe_core.gemm.quantize_rows import InUse, ordered_rows, quantize_rows, routed_pairs
-from moe_core.gemm.tile_kernel import TOKEN
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows, whole_row
 from moe_core.workspace import WorkspaceSpec
@@ -59,8 +58,7 @@ class PreScaledScheme(ActivationScheme):
             self._quantize(call, order, call.x, self.x_pre_scales, values, scales, by_token=True)
             return order, self._rows(values, scales, call.by_pair)
         job = QuantizeRows(call.x, values, scales, self.quantize, whole_row(values.shape[1]), (values,))
-        which = TOKEN.value if isinstance(call.routing, Routing) else call.by_pair
-        return call.order(job), self._rows(values, scales, which)
+        return call.order(job), self._rows(values, scales, call.by_token)
 
     def result(self, call: Call) -> Result:
         return Result(call.workspace["h"])

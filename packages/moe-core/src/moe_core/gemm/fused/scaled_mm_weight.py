@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -56,7 +55,7 @@ def scaled_mm_weight(
         tile_functions,
         functions.block_k,
         bias,
-        packed_descriptor(weights, functions.packed),
+        weight_descriptor(weights, functions.packed),
         aligned,
         warp_specialised=warp_specialised,
     )
@@ -66,16 +65,3 @@ def _warp_specialised() -> Any:
     from moe_core.gemm.hopper_scaled_mm import scaled_mm
 
     return scaled_mm
-
-
-def packed_descriptor(weights: Tensor, packed: int) -> Callable[[int, int], Any] | None:
-    """As `weight_descriptor`, for tiles of so many columns, of which ``packed`` lie in an element of ``weights``."""
-    make: Callable[[int, int], Any] | None = weight_descriptor(weights)
-    if make is None or packed == 1:
-        return make
-    whole = make
-
-    def descriptor(block_rows: int, block_columns: int) -> Any:
-        return whole(block_rows, block_columns // packed)
-
-    return descriptor

@@ -10,9 +10,10 @@ from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import (
     BLOCK_N,
     RESIDENT,
+    float32_plan,
     lacks_shared_memory,
     small_shared_plan,
-    split_k,
+    splits,
     steps_of,
 )
 from moe_core.gemm.plan import TileConfig, TilePlan
@@ -23,9 +24,7 @@ def decoded_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     as_stored, stepwise = problem.family == "as_stored", problem.group_size != -1
     mean, capability = problem.rows_per_expert(tokens), problem.capability
     if as_stored and problem.dtype_bytes == 4:
-        # no tensor cores: a small tile keeps the operands in registers
-        config = TileConfig(16, BLOCK_N, 8, 1, 1, swap_ab=True)
-        return TilePlan(config, config)
+        return float32_plan()
     if lacks_shared_memory(capability) or problem.permuted:
         if not as_stored:
             return small_shared_plan(problem, tokens, most=32 if stepwise else 64)
@@ -35,9 +34,8 @@ def decoded_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         return small_shared_plan(problem, tokens, warps=(8, 8, 8), most=most)
     if mean <= 12:
         tiles = min(tokens * problem.top_k, problem.num_experts)
-        gemm1_steps, gemm2_steps = steps_of(problem.hidden_size), steps_of(problem.intermediate_size)
-        gemm1_split = split_k(tiles * gemm2_steps, gemm1_steps, (RESIDENT, 4))
-        gemm2_split = split_k(tiles * gemm1_steps, gemm2_steps, (RESIDENT, 4))
+        gemm2_steps = steps_of(problem.intermediate_size)
+        gemm1_split, gemm2_split = splits(problem, tokens, (RESIDENT, 4), (RESIDENT, 4))
         # two programs of eight warps on each of 132 multiprocessors, or four of four where there are more
         warps = 8 if tiles * gemm2_steps * gemm1_split <= RESIDENT else 4
         gemm1 = TileConfig(16, BLOCK_N, warps, 4, 1, True, True, gemm1_split)

@@ -6,7 +6,7 @@ What a plan may change without changing a row's sum, and what it may not, was fo
 - free: rows and columns of a tile, its warps, stages, order and tensor maps, which operand comes first, dependent
   launches; of int8 and of e4m3 with scales of blocks also the warp-specialised kernel
 - fixed: whether k loops are split; tiles, and not a product without tensor cores; whether a step's product is summed by
-  itself (`moe_core.gemm.uniform`) and how it is scaled; e4m3 with scales of rows takes no warp-specialised kernel,
+  itself (`moe_core.gemm.swap_ab`) and how it is scaled; e4m3 with scales of rows takes no warp-specialised kernel,
   which sums in the tensor cores, and what was not compared is not taken: that of 4-bit words, and short tiles
 
 On other GPUs than those of sm_90 the height of a tile may choose the instruction: there all numbers of tokens have one

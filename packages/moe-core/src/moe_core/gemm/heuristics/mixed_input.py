@@ -12,7 +12,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_core.gemm.heuristics.problem import LayerProblem
-from moe_core.gemm.heuristics.tiles import BLOCK_N, lacks_shared_memory, small_shared_plan, split_k, steps_of
+from moe_core.gemm.heuristics.tiles import (
+    BLOCK_N,
+    float32_plan,
+    lacks_shared_memory,
+    small_shared_plan,
+    split_k,
+    steps_of,
+)
 from moe_core.gemm.plan import TileConfig, TilePlan
 
 #: float32 numbers that split products may leave for the launch that adds them up
@@ -27,9 +34,7 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     """Of integers and e4m3; e2m1 takes more instructions to dequantise, so that tiles with more rows pay sooner."""
     mean = problem.rows_per_expert(tokens)
     if problem.dtype_bytes == 4:
-        # no tensor cores: a small tile keeps the operands in registers
-        config = TileConfig(16, BLOCK_N, 8, 1, 1, swap_ab=True)
-        return TilePlan(config, config)
+        return float32_plan()
     if lacks_shared_memory(problem.capability):
         return small_shared_plan(problem, tokens)
     if mean <= 12:

@@ -15,7 +15,7 @@ from moe_core.gemm.heuristics.tiles import (
     RESIDENT,
     lacks_shared_memory,
     small_shared_plan,
-    split_k,
+    splits,
     steps_of,
 )
 from moe_core.gemm.plan import TileConfig, TilePlan
@@ -39,10 +39,9 @@ def scaled_mm_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     gemm1_steps, gemm2_steps = steps_of(problem.hidden_size, block), steps_of(problem.intermediate_size, block)
     if mean <= 24:
         rows = 16 if mean <= 12 else 32
-        tiles = min(tokens * problem.top_k, problem.num_experts)
         # few programs leave multiprocessors without work (a tile of one half leaves room for others beside it)
-        gemm1_split = split_k(tiles * gemm2_steps, gemm1_steps, (132 if problem.gated else 396, 4))
-        gemm2_split = split_k(tiles * gemm1_steps, gemm2_steps, (RESIDENT, 4))
+        limit = (132 if problem.gated else 396, 4)
+        gemm1_split, gemm2_split = splits(problem, tokens, limit, (RESIDENT, 4), block)
         gemm1_stages = 4 if gemm1_split > 1 or rows == 32 else (6 if gemm1_steps >= 32 else 3)
         gemm2_stages = 2 if gemm2_steps <= 2 else (3 if gemm2_steps < 16 else 5)
         most = 3 if rows == 32 else 6
@@ -100,12 +99,9 @@ def _e2m1_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         return small_shared_plan(problem, tokens, warps=(4, 4, 8))
     if mean <= 24:
         rows, stages = (16, 4) if mean <= 12 else (32, 3)
-        tiles = min(tokens * problem.top_k, problem.num_experts)
-        gemm1_steps, gemm2_steps = steps_of(problem.hidden_size), steps_of(problem.intermediate_size)
         # room for partial sums is that of 528 programs of 16 rows
         limit = (400 if rows == 16 else RESIDENT, 5)
-        gemm1_split = split_k(tiles * gemm2_steps, gemm1_steps, limit)
-        gemm2_split = split_k(tiles * gemm1_steps, gemm2_steps, limit)
+        gemm1_split, gemm2_split = splits(problem, tokens, limit, limit)
         return TilePlan(
             TileConfig(rows, BLOCK_N, 4, stages, 1, True, True, gemm1_split),
             TileConfig(rows, BLOCK_N, 4, stages, 1, True, True, gemm2_split),

@@ -30,6 +30,21 @@ def split_k(programs: int, steps: int, *limits: tuple[int, int], most: int = 16)
     return split
 
 
+def splits(
+    problem: LayerProblem, tokens: int, gemm1: tuple[int, int], gemm2: tuple[int, int], block: int = BLOCK_N
+) -> tuple[int, int]:
+    """`split_k` of both GEMMs by their limits; tiles are as wide as a step is deep, one for each expert with rows."""
+    tiles = min(tokens * problem.top_k, problem.num_experts)
+    hidden, inner = steps_of(problem.hidden_size, block), steps_of(problem.intermediate_size, block)
+    return split_k(tiles * inner, hidden, gemm1), split_k(tiles * hidden, inner, gemm2)
+
+
+def float32_plan() -> TilePlan:
+    """No tensor cores: a small tile keeps the operands in registers."""
+    config = TileConfig(16, BLOCK_N, 8, 1, 1, swap_ab=True)
+    return TilePlan(config, config)
+
+
 def lacks_shared_memory(capability: int) -> bool:
     """Whether a program has about 100 KB of shared memory (sm_89, sm_120), or little is known of the device."""
     return not 90 <= capability < 120

@@ -135,8 +135,7 @@ def int8_values(words, dtype: tl.constexpr):
             ((words >> 24) & 255).to(tl.float32) - 128.0,
         )
     else:
-        asm: tl.constexpr = _TEXTS[8 + (dtype == tl.float16)]  # Triton 3.6 takes no text from an expression
-        return asm_values(asm, 4, "r", (words,), dtype)
+        return integer_values(words, None, None, 8, dtype)
 
 
 @triton.jit

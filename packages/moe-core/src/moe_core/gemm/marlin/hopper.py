@@ -124,7 +124,7 @@ def _scales(pointer, k, stride, groups, GROUPS: gl.constexpr):
     else:
         found = ()
         for i in gl.static_range(GROUPS):
-            found += (gl.load(pointer + gl.minimum(k * GROUPS + i, groups - 1) * stride),)
+            found += (gl.load(pointer + gl.minimum(k * GROUPS + i, groups - 1) * stride),)  # type: ignore[assignment]
         return found
 
 

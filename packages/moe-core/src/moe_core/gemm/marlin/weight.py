@@ -11,9 +11,8 @@ from torch import Tensor
 from moe_core.gemm.activation_tile import load_activations, load_indexed, open_activations, open_indexed
 from moe_core.gemm.as_stored.tiles import open_plain
 from moe_core.gemm.fused.plain import Columns
-from moe_core.gemm.fused.scaled_mm_weight import packed_descriptor
-from moe_core.gemm.hopper_launch import words_multiplied
-from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions
+from moe_core.gemm.hopper_launch import HEIGHTS, STEP, words_gemm
+from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, weight_descriptor
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.scaled_mm import load_values
 
@@ -78,17 +77,20 @@ class MarlinMatrix:
         def tile_functions(config: TileConfig, a: OperandA) -> TileFunctions:
             return TileFunctions(*_ROWS[a.form], *functions(self, config))
 
+        special = None
+        if words is not None:
+            scales = (*self.arguments, words.groups)
+            heights = tuple(HEIGHTS)
+            special = WarpSpecialisedGemm(self.words, words.dequantize, scales, STEP, words_gemm, heights, gathers=True)
         return GemmWeight(
             self.arguments,
             self.n,
             self.k,
             tile_functions,
             bias=self.bias,
-            descriptor=packed_descriptor(self.words, 32 // self.bits),
+            descriptor=weight_descriptor(self.words, 32 // self.bits),
             interleaved=self.interleaved,
-            warp_specialised=None
-            if words is None
-            else words_multiplied(self.words, self.arguments, words.groups, words.dequantize),
+            warp_specialised=special,
         )
 
 

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from moe_core.config import FusedMoEActivationFormat
@@ -20,7 +19,6 @@ from moe_core.errors import TensorError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular
 from moe_core.gemm.heuristics import Family, LayerProblem, launch_plan
 from moe_core.gemm.heuristics.problem import element_of
-from moe_core.gemm.heuristics.scaled_mm import quantizes_while_loading
 from moe_core.gemm.heuristics.tuned import Tuned
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.workspaces import split_k_workspace
@@ -29,11 +27,11 @@ from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import WorkspaceSpec
 
 if TYPE_CHECKING:
-    from moe_core.gemm.fused.layer import FusedLayer, GemvLayer
-    from moe_core.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions, ScaledMMScheme
+    from moe_core.gemm.fused.layer import FusedLayer
     from moe_core.gemm.fused.scheme import ActivationScheme, CallShape
     from moe_core.gemm.heuristics.gemv import GemvPlan
     from moe_core.gemm.launch import GemmWeight
+    from moe_core.gemm.marlin.gemv import GemvLayer
 
 
 #: columns of a step of the k loop at most
@@ -151,8 +149,8 @@ class GroupedExperts(FusedMoEExpertsModular):
         hidden, size = self.config.hidden_size, self.config.intermediate_size
         return (size, hidden) if name == "w13" else (hidden, size)
 
-    def fused_layer(self, weights: KernelWeights) -> FusedLayer:
-        """What the calls with ``weights`` share, made at the first."""
+    def layers(self, weights: KernelWeights) -> tuple[FusedLayer, GemvLayer | None]:
+        """What the calls with ``weights`` share, made at the first: the layer, and that without tensor cores."""
         layers = self.__dict__.setdefault("_layers", WeakKeyDictionary())
         found = layers.get(weights)
         if found is None:
@@ -161,9 +159,9 @@ class GroupedExperts(FusedMoEExpertsModular):
 
             w13, w2 = (self.gemm_weight(name, weights) for name in ("w13", "w2"))
             scheme, activation = self.activation_scheme(weights), Activation.of(self.config)
-            found = FusedLayer(w13, w2, scheme, activation, self.gemv_layer(weights))
+            found = FusedLayer(w13, w2, scheme, activation), self.gemv_layer(weights)
             layers[weights] = found
-        made: FusedLayer = found
+        made: tuple[FusedLayer, GemvLayer | None] = found
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,8 +192,8 @@ class GroupedExperts(FusedMoEExpertsModular):
             raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
         else:
             routing = Batch(expert_tokens.expert_num_tokens, hidden_states.shape[1])
-        layer, tokens, on_gpu = self.fused_layer(weights), hidden_states.shape[-2], hidden_states.device.type != "cpu"
-        gemv, vectors = layer.gemv, self.gemv_plan(tokens, on_gpu)
+        tokens, on_gpu = hidden_states.shape[-2], hidden_states.device.type != "cpu"
+        (layer, gemv), vectors = self.layers(weights), self.gemv_plan(tokens, on_gpu)
         reads = hidden_states_scale is None and gemv is not None and gemv.reads(hidden_states)
         if isinstance(routing, Routing) and gemv is not None and vectors is not None and reads:
             gemv(hidden_states, output, routing=routing, plan=vectors, workspace=workspace)
@@ -209,61 +207,4 @@ class GroupedExperts(FusedMoEExpertsModular):
             workspace=workspace,
             lora=lora,
             x_scale=hidden_states_scale,
-        )
-
-
-class ScaledMMExperts(GroupedExperts):
-    """8-bit elements whose scales do not change along k: `moe_core.gemm.fused.scaled_mm`."""
-
-    family = "scaled_mm"
-    #: tile coordinates outside the k loop; rows that 16-byte copies cannot reach pass through registers
-    accepted_spills = (256, 256)
-
-    @property
-    def granularity(self) -> Granularity:
-        """Of the activations' scales, as the activation key has them."""
-        key = self.activation_key
-        if key is not None and key.is_static:
-            return "static"
-        if key is None or not (key.group_shape.is_per_row or key.group_shape.is_per_tensor):
-            raise TensorError(f"activations are quantised per token, per tensor or statically here, the key is {key}")
-        return "token" if key.group_shape.is_per_row else "tensor"
-
-    @property
-    @abstractmethod
-    def functions(self) -> ScaledMMFunctions:
-        """The element type's device functions."""
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """Of the activations' scales in scratch memory."""
-        return torch.float32
-
-    def static_scales(self, weights: KernelWeights) -> tuple[Tensor | None, Tensor | None]:
-        """Of x and h, [E] each."""
-        return weights.quant_config.a1_scale, weights.quant_config.a2_scale
-
-    def extra_arguments(self, name: str, weights: KernelWeights) -> tuple[Any, ...]:
-        """What device functions of the scheme's own get of a weight besides."""
-        return ()
-
-    def activation_scheme(self, weights: KernelWeights | None) -> ScaledMMScheme:
-        from moe_core.gemm.fused.scaled_mm import ScaledMMScheme
-
-        static = weights is not None and self.granularity == "static"
-        x, h = self.static_scales(weights) if static and weights is not None else (None, None)
-        on_load = quantizes_while_loading(self.device_info.capability)
-        return ScaledMMScheme(self.functions, self.granularity, x, h, self.scale_dtype, on_load)
-
-    def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
-        from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight
-
-        scale, bias = self.scales(name, weights)
-        return scaled_mm_weight(
-            self.functions,
-            weights.w13 if name == "w13" else weights.w2,
-            scale,
-            bias,
-            *self.sizes(name),
-            extra=self.extra_arguments(name, weights),
         )

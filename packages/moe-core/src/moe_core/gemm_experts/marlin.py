@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from moe_core.errors import TensorError
-from moe_core.gemm.experts import GroupedExperts
 from moe_core.gemm.heuristics import LayerProblem, gemv_plan
 from moe_core.gemm.heuristics.gemv import GemvPlan
 from moe_core.gemm.heuristics.mixed_input import MAX_PARTS
+from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.quant_config import make_quant_config
 from moe_core.quant_key import QuantKey
 from moe_core.weights import KernelWeights, MoEWeights
