@@ -10,10 +10,10 @@ from moe_core import DeviceInfo, FusedMoEConfig, kFp8Dynamic128Sym, registry
 from moe_core.claims import expand_key
 from moe_core.device import as_torch_device
 from moe_core.experts import FusedMoEExperts, FusedMoEExpertsModular
-from moe_core.gemm.experts import GroupedExperts
 from moe_core.gemm.launch import Routing
 from moe_core.gemm.scatter_quantize import scatter_quantize
 from moe_core.gemm.workspaces import order_workspaces
+from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.jit.launch import record
 from moe_core.ops.quantize import quantize_activation
 from moe_core.ops.sort import QuantizeRows, sort_pairs

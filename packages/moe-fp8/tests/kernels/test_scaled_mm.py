@@ -10,8 +10,8 @@ import pytest
 import torch
 from moe_core.activation import MoEActivation
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
-from moe_core.gemm import experts
 from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm_experts import scaled_mm as scaled_mm_experts
 from moe_core.kernel import FusedMoEKernel
 from moe_core.ops import sort
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
@@ -100,7 +100,7 @@ def test_one_scale_of_all_with_a_sort_of_two_launches(plan, device, monkeypatch)
 @pytest.mark.parametrize("plan", [PLANS["few"], PLANS["split"]], ids=["few", "split"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_quantised_while_it_is_loaded(kind, plan, device, monkeypatch):
-    monkeypatch.setattr(experts, "quantizes_while_loading", lambda capability: False)
+    monkeypatch.setattr(scaled_mm_experts, "quantizes_while_loading", lambda capability: False)
     assert error(kind, kFp8StaticChannelSym, plan, device, routing="invalid") < TOLERANCE
 
 

@@ -92,7 +92,7 @@ class GroupScheme(ActivationScheme):
         work = call.workspace
         scatter = self._scatters(call)
         if call.x_scale is not None and not scatter:
-            return call.order(), self.rows(call.x, call.x_scale, None, TOKEN.value)
+            return call.order(), self.rows(call.x, call.x_scale, None, call.by_token)
         prefix = "sorted" if scatter and not self.static else "x"
         values, scales = work[f"{prefix}_values"], work.get(f"{prefix}_scales")
         if scatter and not self.static:
