@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_core.gemm.hopper_launch import HEIGHTS, RING, STEP, WORDS, WORDS_TILE, words_gemm
 from moe_core.gemm.launch import Activation, Gemm, OperandA, Result, Routing, grouped_gemm
 from moe_core.gemm.marlin.convert import convert_integers
+from moe_core.gemm.marlin.hopper_launch import HEIGHTS, RING, STEP, WORDS, WORDS_TILE, words_gemm
 from moe_core.gemm.marlin.integers import integer_functions, integer_words
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.plan import TileConfig

@@ -1,8 +1,7 @@
-"""Start the warp-specialised kernels of sm_90, `moe_core.gemm.hopper` and `moe_core.gemm.marlin.hopper`."""
+"""Start the warp-specialised kernel of `moe_core.gemm.hopper`; what starting another one shares with it."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,21 +11,13 @@ from torch import Tensor
 from moe_core.gemm.launch import Gemm, WarpSpecialisedGemm, constant, schedule_of
 from moe_core.jit.launch import launch
 
-#: 8 bits: rows and columns of a tile of one operand, and of a weight block
+#: rows and columns of a tile of one operand, and of a weight block
 TILE = 128
 #: steps in flight, of 128 columns: 48 KB each, and room for the epilogue's change of layout
 STAGES = 4
-#: 4-bit words: rows of weights of a tile, columns of a step, and words that these are
-WORDS_TILE = 256
-STEP = 128
-WORDS = 16
-#: shared memory for operands: what is left is room for the epilogue's change of layout
-RING = 196608
-#: heights that tiles take, by the rows that the schedule's have: what an expert's last rows need
-HEIGHTS = {128: (128, 96, 64), 64: (64, 48, 32)}
 
 
-def _descriptor(matrix: Tensor, block: list[int], swizzle: int) -> Any:
+def descriptor(matrix: Tensor, block: list[int], swizzle: int) -> Any:
     """Tensor descriptor of a contiguous-column matrix, or of experts' [E, rows, columns], rows one after the other."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -39,13 +30,14 @@ def _descriptor(matrix: Tensor, block: list[int], swizzle: int) -> Any:
     return TensorDescriptor.from_tensor(matrix, block, layout)
 
 
-def _special(gemm: Gemm) -> WarpSpecialisedGemm:
+def specialised(gemm: Gemm) -> WarpSpecialisedGemm:
+    """How the kernel computes the GEMM.  Raises TypeError where the weight has none."""
     if gemm.weight.warp_specialised is None:
         raise TypeError("the weight has no warp-specialised kernel")
     return gemm.weight.warp_specialised
 
 
-def _start(
+def start(
     kernel: Any, gemm: Gemm, blocks: int, operands: tuple[Any, ...], scales: tuple[Any, ...], form: Any, stages: int
 ) -> None:
     """A program for each multiprocessor, at most one for each tile of ``blocks`` column blocks."""
@@ -61,7 +53,7 @@ def _start(
         gemm.epilogue,
         weight.n,
         weight.k,
-        _special(gemm).tensor.shape[1],
+        specialised(gemm).tensor.shape[1],
         form,
         STAGES=stages,
         pdl=gemm.pdl,
@@ -79,43 +71,11 @@ def hopper_gemm(gemm: Gemm) -> None:
     """
     from moe_core.gemm.hopper import KernelForm, hopper_kernel
 
-    special, config = _special(gemm), gemm.config
+    special, config = specialised(gemm), gemm.config
     depth = special.depth
     blocks = 1 if gemm.activation is not None and gemm.activation.gated else 2
-    values = _descriptor(gemm.a.arguments[0][: gemm.routing.num_pairs], [TILE // 2, depth], depth)
+    values = descriptor(gemm.a.arguments[0][: gemm.routing.num_pairs], [TILE // 2, depth], depth)
     form = KernelForm(special.multiply(), constant(config.group_m), tl.constexpr(config.short_tiles))
-    operands = values, _descriptor(special.tensor, [TILE, depth], depth)
+    operands = values, descriptor(special.tensor, [TILE, depth], depth)
     scales = gemm.a.warp_specialised, special.weight_scales
-    _start(hopper_kernel, gemm, -(-gemm.weight.n // (TILE * blocks)), operands, scales, form, STAGES * TILE // depth)
-
-
-def words_gemm(gemm: Gemm) -> None:
-    """As `hopper_gemm`, for 4-bit words [E, rows, words] and operand A of 16 bits.
-
-    ``gemm.a.warp_specialised`` is () where A is sorted; of tokens, (top-k,), and rows are read in whole 32 bytes.
-    ``weight_scales``: `b_args` of the tile kernel's device functions, and how many groups of a step of 128 columns have
-    scales of their own, 0: rows have one each.  ``multiply`` gives a function of `moe_core.gemm.marlin.quarters`.
-    """
-    from moe_core.gemm.marlin.hopper import WordsForm, words_kernel
-
-    special, height = _special(gemm), gemm.order.block_m
-    *arguments, groups = special.weight_scales
-    heights, per_token, values = HEIGHTS[height], gemm.a.warp_specialised, gemm.a.arguments[0]
-    rows_of_tiles = rows_of_tokens = None
-    if per_token:
-        rows_of_tokens = (values[: gemm.routing.num_pairs], values.stride(0), *per_token)
-    else:
-        box = [math.gcd(*heights), STEP // 2]
-        rows_of_tiles = _descriptor(values[: gemm.routing.num_pairs, : gemm.weight.k], box, 128)
-    form = WordsForm(
-        constant(heights),
-        constant(groups),
-        tl.constexpr(gemm.weight.interleaved),
-        tl.constexpr(bool(per_token)),
-        constant(gemm.config.group_m),
-        special.multiply(),
-    )
-    operands = rows_of_tiles, rows_of_tokens, _descriptor(special.tensor, [WORDS_TILE, WORDS], 64)
-    stages = RING // (WORDS_TILE * WORDS * 4 + height * STEP * 2)
-    blocks = -(-special.tensor.shape[1] // WORDS_TILE)
-    _start(words_kernel, gemm, blocks, operands, (tuple(arguments),), form, stages)
+    start(hopper_kernel, gemm, -(-gemm.weight.n // (TILE * blocks)), operands, scales, form, STAGES * TILE // depth)

@@ -11,8 +11,8 @@ from torch import Tensor
 from moe_core.gemm.activation_tile import load_activations, load_indexed, open_activations, open_indexed
 from moe_core.gemm.as_stored.tiles import open_plain
 from moe_core.gemm.fused.plain import Columns
-from moe_core.gemm.hopper_launch import HEIGHTS, STEP, words_gemm
 from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, weight_descriptor
+from moe_core.gemm.marlin.hopper_launch import HEIGHTS, STEP, words_gemm
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.scaled_mm import load_values
 

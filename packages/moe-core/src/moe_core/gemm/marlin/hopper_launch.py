@@ -1,0 +1,51 @@
+"""Start the kernel of `moe_core.gemm.marlin.hopper`."""
+
+from __future__ import annotations
+
+import math
+
+import triton.language as tl
+
+from moe_core.gemm.hopper_launch import descriptor, specialised, start
+from moe_core.gemm.launch import Gemm, constant
+
+#: rows of weights of a tile, columns of a step, and words that these are
+WORDS_TILE = 256
+STEP = 128
+WORDS = 16
+#: shared memory for operands: what is left is room for the epilogue's change of layout
+RING = 196608
+#: heights that tiles take, by the rows that the schedule's have: what an expert's last rows need
+HEIGHTS = {128: (128, 96, 64), 64: (64, 48, 32)}
+
+
+def words_gemm(gemm: Gemm) -> None:
+    """As `hopper_gemm`, for 4-bit words [E, rows, words] and operand A of 16 bits.
+
+    ``gemm.a.warp_specialised`` is () where A is sorted; of tokens, (top-k,), and rows are read in whole 32 bytes.
+    ``weight_scales``: `b_args` of the tile kernel's device functions, and how many groups of a step of 128 columns have
+    scales of their own, 0: rows have one each.  ``multiply`` gives a function of `moe_core.gemm.marlin.quarters`.
+    """
+    from moe_core.gemm.marlin.hopper import WordsForm, words_kernel
+
+    special, height = specialised(gemm), gemm.order.block_m
+    *arguments, groups = special.weight_scales
+    heights, per_token, values = HEIGHTS[height], gemm.a.warp_specialised, gemm.a.arguments[0]
+    rows_of_tiles = rows_of_tokens = None
+    if per_token:
+        rows_of_tokens = (values[: gemm.routing.num_pairs], values.stride(0), *per_token)
+    else:
+        box = [math.gcd(*heights), STEP // 2]
+        rows_of_tiles = descriptor(values[: gemm.routing.num_pairs, : gemm.weight.k], box, 128)
+    form = WordsForm(
+        constant(heights),
+        constant(groups),
+        tl.constexpr(gemm.weight.interleaved),
+        tl.constexpr(bool(per_token)),
+        constant(gemm.config.group_m),
+        special.multiply(),
+    )
+    operands = rows_of_tiles, rows_of_tokens, descriptor(special.tensor, [WORDS_TILE, WORDS], 64)
+    stages = RING // (WORDS_TILE * WORDS * 4 + height * STEP * 2)
+    blocks = -(-special.tensor.shape[1] // WORDS_TILE)
+    start(words_kernel, gemm, blocks, operands, (tuple(arguments),), form, stages)
