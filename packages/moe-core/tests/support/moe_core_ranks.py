@@ -61,6 +61,7 @@ def groups(rank: int) -> dict[str, Any]:
 def failing(rank: int, how: str) -> int:
     """Rank 1 raises, dies or hangs."""
     if rank == 1:
+        time.sleep(1)  # the other is still being started, and would fail by itself
         if how == "dies":
             os._exit(7)
         if how == "hangs":
@@ -74,8 +75,8 @@ def silent(rank: int, how: str) -> tuple[str, float] | None:
     made = ParallelGroups.create(timeout=1)
     dist.barrier()
     if rank == 1:
-        if how == "hangs":
-            time.sleep(4)
+        # until the other has left the barrier, or its call has timed out
+        time.sleep(4 if how == "hangs" else 0.5)
         os._exit(7)
     started = time.monotonic()
 
