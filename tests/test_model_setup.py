@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -60,9 +61,18 @@ def called(layers: object, most: int) -> list[tuple[int, int, bool]]:
     calls = []
     run = FusedMoEKernel._run
 
-    def noted(self: FusedMoEKernel, output: torch.Tensor, *rest: torch.Tensor | None) -> None:
-        calls.append((self.config.intermediate_size, output.shape[0], rest[-1] is not None))
-        run(self, output, *rest)  # type: ignore[arg-type]
+    def noted(
+        self: FusedMoEKernel,
+        output: torch.Tensor,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        adapter_ids: torch.Tensor | None,
+        *rest: Any,
+    ) -> None:
+        calls.append((self.config.intermediate_size, output.shape[0], adapter_ids is not None))
+        run(self, output, x, weights, ids, expert_map, adapter_ids, *rest)
 
     with patch.object(FusedMoEKernel, "_run", noted), patch.object(compile_calls, "_compiles", lambda kernel: True):
         # the routing of a layer is not looked at here
