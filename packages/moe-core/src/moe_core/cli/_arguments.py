@@ -108,13 +108,17 @@ def check_room(count: int, width: int) -> None:
 
     Asked before allocating: an operating system may promise memory that it does not have, and end the process later.
     """
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # not to be had on this system
-        return
-    needed = 4 * count * width
-    if needed > memory:
+    memory, needed = host_memory(), 4 * count * width
+    if memory is not None and needed > memory:
         raise ConfigError(f"--tokens {count}: out of memory: they take {needed} bytes, this machine has {memory}")
+
+
+def host_memory() -> int | None:
+    """Bytes of the machine's physical memory; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def check_seed(seed: int) -> None:

@@ -116,10 +116,17 @@ def _random_weights(
     """A few random experts, repeated: every expert has memory of its own, and quantising takes no time."""
     import torch
 
+    from moe_core.memory import specimen
     from moe_core.quantization import quantize_moe_weights
 
     if weight_key is not None and (weight_key.permuted or weight_key.pre_scaled):
         raise ConfigError("activation order and factors of inputs can't be made up: give a checkpoint folder")
+    # before experts are made one by one of what will never fit
+    needed = sum(tensor.nbytes for _, tensor in specimen(config, weight_key, activation_key, "meta").tensors())
+    on_gpu = device.type == "cuda"
+    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else _arguments.host_memory()
+    if memory is not None and needed > memory:
+        raise ConfigError(f"--shape: out of memory: the weights take {needed} bytes, {device} has {memory}")
     distinct = min(4, config.local_experts)
     generator = torch.Generator().manual_seed(0)
 
