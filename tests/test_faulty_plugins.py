@@ -16,7 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core import CheckpointError, Environment, PluginWarning, Registry, RegistryError, Selection
+from moe_core import (
+    CheckpointError,
+    Environment,
+    FusedMoEExpertsModular,
+    PluginWarning,
+    Registry,
+    RegistryError,
+    Selection,
+)
+from moe_core.backend import reason_against_class
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.entry_points import installed
 from moe_core.registry import KNOWN_SCHEMES
@@ -318,6 +327,21 @@ ASKED = [
     and fault.points[0][0] != FORMAT_GROUP
     and not any(part in name for part in ("scheme format ", "formats of no kind", "online"))
 ]
+
+
+def test_a_class_that_raises_says_nothing_of_others() -> None:
+    class Raises(type(FusedMoEExpertsModular)):  # type: ignore[misc]
+        def __subclasscheck__(cls, other: type) -> bool:
+            raise OSError("meta")
+
+    class Faulty(FusedMoEExpertsModular, metaclass=Raises):
+        pass
+
+    class Other:
+        pass
+
+    assert reason_against_class(Other) == "is no FusedMoEExperts class"
+    assert "does not define" in str(reason_against_class(Faulty))
 
 
 @pytest.mark.parametrize("name", ASKED)

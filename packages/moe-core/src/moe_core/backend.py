@@ -13,7 +13,7 @@ from moe_core.entry_points import check_protocol, imported
 from moe_core.errors import RegistryError
 from moe_core.experts import FusedMoEExperts, FusedMoEExpertsModular, FusedMoEExpertsMonolithic
 from moe_core.placement import Placement
-from moe_core.plugins import PluginFault, Raised, attempt, warn_of
+from moe_core.plugins import PluginFault, Raised, attempt, derives, warn_of
 
 #: held while a result is put in its place, never while anything is imported: an import waits for other imports
 _PUBLISHING = threading.Lock()
@@ -84,17 +84,18 @@ class _Loaded:
 
 def reason_against_class(found: object) -> str | None:
     """Why ``found`` cannot be taken into a table; None if it is an experts class that is complete."""
-    if not isinstance(found, type) or not issubclass(found, FusedMoEExperts):
+    if not derives(found, FusedMoEExperts):
         return "is no FusedMoEExperts class"
-    if not issubclass(found, (FusedMoEExpertsModular, FusedMoEExpertsMonolithic)):
+    if not derives(found, FusedMoEExpertsModular) and not derives(found, FusedMoEExpertsMonolithic):
         return "is neither a FusedMoEExpertsModular nor a FusedMoEExpertsMonolithic"
-    if inspect.isabstract(found):
-        return f"does not define {', '.join(sorted(found.__abstractmethods__))}"
-    claims = getattr(found, "claims", None)
+    experts = cast("type[FusedMoEExperts]", found)
+    if inspect.isabstract(experts):
+        return f"does not define {', '.join(sorted(experts.__abstractmethods__))}"
+    claims = getattr(experts, "claims", None)
     if not isinstance(claims, Claims):
         return f"has claims that are {_kind(claims)}, expected moe_core.Claims"
-    if not isinstance(found.placement, Placement):
-        return f"has a placement that is {_kind(found.placement)}, expected moe_core.Placement"
+    if not isinstance(experts.placement, Placement):
+        return f"has a placement that is {_kind(experts.placement)}, expected moe_core.Placement"
     return None
 
 

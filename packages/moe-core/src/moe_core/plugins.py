@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import signal
 import sys
 import threading
@@ -31,6 +32,15 @@ _ASIDE = contextvars.ContextVar("moe_core.plugins.printing_aside", default=False
 
 #: so much of an exception's text is shown
 _SHOWN = 500
+
+
+def derives(found: object, base: type) -> bool:
+    """Whether ``found`` is a class that has ``base`` among its bases.
+
+    ``issubclass`` of an abstract ``base`` asks every class derived from it, those of other plug-ins too, whose
+    metaclasses may raise.
+    """
+    return isinstance(found, type) and base in inspect.getmro(found)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from moe_core.backend import Backend, checked_experts
 from moe_core.entry_points import check_protocol, imported, installed, load, one_of, others_of, owner
@@ -37,7 +37,7 @@ from moe_core.errors import (
 from moe_core.experts import FusedMoEExperts
 from moe_core.install import how_to_install
 from moe_core.oracle import Oracle
-from moe_core.plugins import PluginFault, Raised, attempt, warn_of
+from moe_core.plugins import PluginFault, Raised, attempt, derives, warn_of
 from moe_core.scheme import SchemeSpec
 
 if TYPE_CHECKING:
@@ -394,17 +394,18 @@ def _checked_format(found: object, *, added: bool = False) -> type[CheckpointFor
     """``added``: by another package than the scheme's, whose protocol covers its own formats."""
     from moe_core.checkpoint.format import CheckpointFormat
 
-    if not isinstance(found, type) or not issubclass(found, CheckpointFormat):
+    if not derives(found, CheckpointFormat):
         raise RegistryError("is no CheckpointFormat class")
+    kind = cast("type[CheckpointFormat]", found)
     if added:
-        check_protocol(getattr(found, "protocol_version", None))
-    if inspect.isabstract(found):
-        raise RegistryError(f"does not define {', '.join(sorted(found.__abstractmethods__))}")
-    if not isinstance(getattr(found, "name", None), str):
+        check_protocol(getattr(kind, "protocol_version", None))
+    if inspect.isabstract(kind):
+        raise RegistryError(f"does not define {', '.join(sorted(kind.__abstractmethods__))}")
+    if not isinstance(getattr(kind, "name", None), str):
         raise RegistryError("has no name")
-    if not isinstance(found.quant_methods, tuple):
-        raise RegistryError(f"has quant_methods that are a {type(found.quant_methods).__name__}, expected a tuple")
-    return found
+    if not isinstance(kind.quant_methods, tuple):
+        raise RegistryError(f"has quant_methods that are a {type(kind.quant_methods).__name__}, expected a tuple")
+    return kind
 
 
 @functools.cache
