@@ -27,7 +27,12 @@ from moe_core import (
     route,
 )
 from moe_core.experts import FusedMoEExperts
-from moe_core.prepare_finalize import BatchedPrepareAndFinalize, Pending, PrepareAndFinalizeNoParallel
+from moe_core.prepare_finalize import (
+    BatchedPrepareAndFinalize,
+    Pending,
+    PrepareAndFinalizeNoParallel,
+    TokenRouting,
+)
 from moe_core.prepare_finalize.ways import default_prepare_finalize
 from moe_core_toys import (
     BatchedToyExperts,
@@ -355,19 +360,22 @@ class Exchange(PrepareAndFinalizeNoParallel):
     def __init__(self, config: FusedMoEConfig) -> None:
         super().__init__(config)
         self.calls: list[str] = []
+        self.counts: list[Any] = []
 
     def max_tokens(self, num_tokens: int) -> int:
         return 2 * num_tokens
 
-    def prepare(self, hidden_states: Tensor, **named: Any) -> Prepared:
+    def prepare_async(self, hidden_states: Tensor, routing: TokenRouting, *quantized: Any) -> Pending[Prepared]:
         self.calls.append("prepare")
-        named["topk_weights"], named["topk_ids"] = named["topk_weights"].flip(0), named["topk_ids"].flip(0)
-        return super().prepare(hidden_states.flip(0), **named)
+        self.counts.append(routing.tokens_per_rank)
+        flipped = TokenRouting(routing.topk_weights.flip(0), routing.topk_ids.flip(0))
+        return super().prepare_async(hidden_states.flip(0), flipped, *quantized)
 
-    def finalize(self, output: Tensor, expert_output: Tensor, prepared: Prepared, **named: Any) -> None:
+    def finalize_async(self, output: Tensor, expert_output: Tensor, *others: Any) -> Pending[None]:
         self.calls.append("finalize")
         output.zero_()
         output += expert_output.flip(0)
+        return Pending.done(None)
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
@@ -381,27 +389,17 @@ def test_ranks_take_part_in_an_exchange_with_and_without_tokens(tokens: int) -> 
     assert movement.calls == ["prepare", "finalize"]
 
 
-class CountedExchange(Exchange):
-    """That asks how many tokens ranks bring."""
-
-    token_counts = True
-
-    def prepare_async(self, hidden_states: Tensor, *, tokens_per_rank: Any = None, **named: Any) -> Pending[Prepared]:
-        self.calls.append(f"{tokens_per_rank}")
-        return Pending.done(self.prepare(hidden_states, **named))
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_prepare_is_told_how_many_tokens_ranks_bring(compiled: bool) -> None:
     x, _, weights, ids = inputs()
-    movement = CountedExchange(CONFIG)
+    movement = Exchange(CONFIG)
     instance = ToyExperts(CONFIG, weight_key=None, activation_key=None, device=CPU)
     kernel = FusedMoEKernel(instance, instance.convert(toy_weights(CONFIG)), movement)
     call = torch.compile(kernel.apply, backend="eager", fullgraph=True) if compiled else kernel.apply
     expected = make(ToyExperts).apply(x, topk_weights=weights, topk_ids=ids)
     assert torch.equal(call(x, topk_weights=weights, topk_ids=ids, tokens_per_rank=[5, 0, 2]), expected)
     assert torch.equal(call(x, topk_weights=weights, topk_ids=ids), expected)
-    assert movement.calls == ["[5, 0, 2]", "prepare", "finalize", "None", "prepare", "finalize"]
+    assert movement.counts == [[5, 0, 2], None]
 
 
 @pytest.mark.parametrize("room", [None, 5])
@@ -428,9 +426,7 @@ def test_an_expert_chosen_twice_counts_twice_in_batches_too(room: int | None) ->
 def test_batched_buffers_have_the_configured_room() -> None:
     config = replace(BATCHED, max_num_tokens=7)
     x, _, weights, ids = inputs(5)
-    prepared = BatchedPrepareAndFinalize(config).prepare(
-        x, topk_weights=weights, topk_ids=ids, expert_map=None, quantize_as=None
-    )
+    prepared = BatchedPrepareAndFinalize(config).prepare(x, TokenRouting(weights, ids))
     assert tuple(prepared.hidden_states.shape) == (6, 7, 16)
     expected = make(ToyExperts).apply(x, topk_weights=weights, topk_ids=ids)
     found = make(BatchedToyExperts, config).apply(x, topk_weights=weights, topk_ids=ids)
@@ -442,14 +438,8 @@ def test_batched_buffers_have_the_configured_room() -> None:
 @pytest.mark.parametrize("key", [kFp8DynamicTensorSym, kFp8StaticTensorSym, kFp8Dynamic128Sym])
 def test_prepare_quantises_into_batches_by_any_key(key: QuantKey) -> None:
     x, _, weights, ids = inputs(5)
-    prepared = BatchedPrepareAndFinalize(BATCHED).prepare(
-        x,
-        topk_weights=weights,
-        topk_ids=ids,
-        expert_map=None,
-        quantize_as=key,
-        static_scale=torch.tensor([0.01]) if key.is_static else None,
-    )
+    static_scale = torch.tensor([0.01]) if key.is_static else None
+    prepared = BatchedPrepareAndFinalize(BATCHED).prepare(x, TokenRouting(weights, ids), key, static_scale)
     assert prepared.scale is not None
     shape = (1,) if key.group_shape.is_per_tensor else (6, 5, 1)
     assert tuple(prepared.scale.shape) == shape

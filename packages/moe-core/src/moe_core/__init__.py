@@ -61,6 +61,7 @@ from moe_core.plugins import PluginFault
 from moe_core.prepare_finalize import (
     FusedMoEPrepareAndFinalizeModular,
     Prepared,
+    TokenRouting,
     TopKWeightAndReduce,
 )
 from moe_core.quant_config import (
@@ -263,6 +264,7 @@ __all__ = [
     "SelectionReport",
     "TRITON",
     "TensorError",
+    "TokenRouting",
     "TopKWeightAndReduce",
     "TorchExperts",
     "UINT4",

@@ -13,8 +13,9 @@ nothing runs and no memory is taken.  Which M differ is found, not listed:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from moe_core.config import FusedMoEConfig
 from moe_core.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_core.jit.launch import Launch, record
 from moe_core.ops.routing import fused_route
-from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
+from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular, TokenRouting
 from moe_core.routing import RoutingConfig
 from moe_core.weights import KernelWeights
 from moe_core.workspace import Workspace
@@ -162,15 +163,16 @@ def call_launches(kernel: Kernel, tokens: int, *, mapped: bool = False) -> Itera
     mapped = mapped or config.local_experts < config.num_experts
     for ids in (torch.int32, torch.int64):
         x = _meta(tokens, config.hidden_size, dtype=config.dtype)
-        arguments: dict[str, Any] = {
-            "topk_weights": _meta(tokens, config.top_k, dtype=torch.float32),
-            "topk_ids": _meta(tokens, config.top_k, dtype=ids),
-            "expert_map": _meta(config.num_experts, dtype=torch.int32) if mapped else None,
-        }
+        routing = TokenRouting(
+            _meta(tokens, config.top_k, dtype=torch.float32),
+            _meta(tokens, config.top_k, dtype=ids),
+            _meta(config.num_experts, dtype=torch.int32) if mapped else None,
+        )
         adapters = _meta(tokens, dtype=torch.int32)
         for adapter_ids in (None,) if kernel.lora is None else (None, adapters):
             with record() as launches:
-                kernel.run_parts(Workspace("meta"), torch.empty_like(x), x, **arguments, adapter_ids=adapter_ids)
+                called = replace(routing, adapter_ids=adapter_ids)
+                kernel.run_parts(Workspace("meta"), torch.empty_like(x), x, called)
             yield from launches
 
 

@@ -37,6 +37,7 @@ from moe_core.kernel_call import KernelCall
 from moe_core.lora import LoRAWeights
 from moe_core.prepare_finalize.base import (
     FusedMoEPrepareAndFinalizeModular,
+    TokenRouting,
     TopKWeightAndReduce,
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceNoOP,
@@ -231,12 +232,14 @@ class FusedMoEKernel:
             output,
             output if movement.sums_in_place else torch.empty_like(hidden_states),
             hidden_states,
-            topk_weights=topk_weights.to(torch.float32).contiguous(),
-            topk_ids=topk_ids.contiguous(),
-            expert_map=None if expert_map is None else expert_map.contiguous(),
-            adapter_ids=adapter_ids,
-            lora=self._lora,
-            tokens_per_rank=tokens_per_rank,
+            TokenRouting(
+                topk_weights.to(torch.float32).contiguous(),
+                topk_ids.contiguous(),
+                None if expert_map is None else expert_map.contiguous(),
+                None if adapter_ids is None else adapter_ids.contiguous(),
+                tokens_per_rank,
+            ),
+            self._lora,
         )
 
     def _checked_call(
@@ -339,19 +342,12 @@ class FusedMoEKernel:
         # here and not among the launches: a recorded call has no work of torch's in it
         topk_weights, topk_ids = topk_weights.to(torch.float32).contiguous(), topk_ids.contiguous()
         expert_map = None if expert_map is None else expert_map.contiguous()
+        adapter_ids = None if adapter_ids is None else adapter_ids.contiguous()
         partial = output if movement.sums_in_place else torch.empty_like(hidden_states)
 
         def call(workspace: Workspace) -> None:
-            self.run_parts(
-                workspace,
-                partial,
-                hidden_states,
-                topk_weights=topk_weights,
-                topk_ids=topk_ids,
-                expert_map=expert_map,
-                adapter_ids=adapter_ids,
-                tokens_per_rank=tokens_per_rank,
-            )
+            routing = TokenRouting(topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank)
+            self.run_parts(workspace, partial, hidden_states, routing)
 
         if adapter_ids is None and output.is_cuda and experts.launches_only and movement.launches_only:
             if not self._replay.fits(self.weights, experts, movement):
@@ -361,22 +357,10 @@ class FusedMoEKernel:
             call(self._scratch())
         movement.sum_ranks_async(output, partial).wait()
 
-    def run_parts(
-        self,
-        workspace: Workspace,
-        output: Tensor,
-        hidden_states: Tensor,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        adapter_ids: Tensor | None,
-        tokens_per_rank: Sequence[int] | None = None,
-    ) -> None:
+    def run_parts(self, workspace: Workspace, output: Tensor, hidden_states: Tensor, routing: TokenRouting) -> None:
         """Prepare, modular experts, finalize: :meth:`apply` behind its checks, on any device, meta too.
 
-        Routing is contiguous, ``topk_weights`` in float32; ``output`` [M, K].  What ranks with the same tokens computed
-        is not added up.
+        ``output`` [M, K].  What ranks with the same tokens computed is not added up.
         """
         experts, movement = self._modular_parts()
         KernelCall(
@@ -388,12 +372,8 @@ class FusedMoEKernel:
             output,
             output,
             hidden_states,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            expert_map=expert_map,
-            adapter_ids=adapter_ids,
-            lora=self._lora,
-            tokens_per_rank=tokens_per_rank,
+            routing,
+            self._lora,
         ).finish_tokens()
 
     def _run_monolithic(

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from moe_core.pending import Pending
 from moe_core.prepare_finalize.base import (
     FusedMoEPrepareAndFinalizeModular,
     Prepared,
+    TokenRouting,
     TopKWeightAndReduce,
 )
 from moe_core.weights import KernelWeights
@@ -49,22 +50,14 @@ class KernelCall:
         output: Tensor,
         partial: Tensor,
         hidden_states: Tensor,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        adapter_ids: Tensor | None = None,
-        lora: LoRAWeights | None = None,
-        tokens_per_rank: Sequence[int] | None = None,
+        routing: TokenRouting,
+        lora: LoRAWeights | None,
     ) -> None:
         self._experts, self._movement, self._weights, self._reduce = experts, movement, weights, reduce
         self._workspace, self._lora, self._output, self._partial = workspace, lora, output, partial
-        self._routing: dict[str, Any] = {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map}
+        self._routing = routing
         self._finalized: Pending[None] | None = None
         self._ended = False
-        carried: dict[str, Any] = {} if adapter_ids is None else {"adapter_ids": adapter_ids.contiguous()}
-        if tokens_per_rank is not None and movement.token_counts:
-            carried["tokens_per_rank"] = tokens_per_rank
         claims = experts.claims
         # what crosses ranks is quantised first where the experts can do with that: fewer bytes
         before = movement.collective and movement.claims.quantizes and experts.takes_quantized
@@ -73,11 +66,10 @@ class KernelCall:
         with autocast_off(output.device.type):
             self._prepared: Pending[Prepared] = movement.prepare_async(
                 hidden_states,
-                **self._routing,
-                quantize_as=quantize_as,
+                routing,
+                quantize_as,
                 # before tokens have met their experts there can be one scale only: the largest holds every value
-                static_scale=None if static_scale is None else static_scale.amax().reshape(1),
-                **carried,
+                None if static_scale is None else static_scale.amax().reshape(1),
             )
 
     def run_experts(self) -> None:
@@ -87,9 +79,9 @@ class KernelCall:
         experts, movement, output = self._experts, self._movement, self._partial
         with autocast_off(output.device.type):
             prepared = self._prepared.wait()
-            applied: dict[str, Any] = {}
-            if self._lora is not None and prepared.adapter_ids is not None:
-                applied["lora"] = LoRA(self._lora, prepared.adapter_ids)
+            routing, applied = prepared.routing, dict[str, Any]()
+            if self._lora is not None and routing.adapter_ids is not None:
+                applied["lora"] = LoRA(self._lora, routing.adapter_ids)
             tokens = prepared.hidden_states.shape[-2]
             if experts.activation_format is FusedMoEActivationFormat.BATCHED:
                 shape: tuple[int, ...] = (*prepared.hidden_states.shape[:2], experts.config.hidden_size)
@@ -103,17 +95,15 @@ class KernelCall:
                     expert_output,
                     prepared.hidden_states,
                     self._weights,
-                    topk_weights=prepared.topk_weights,
-                    topk_ids=prepared.topk_ids,
-                    expert_map=prepared.expert_map,
+                    topk_weights=routing.topk_weights,
+                    topk_ids=routing.topk_ids,
+                    expert_map=routing.expert_map,
                     hidden_states_scale=prepared.scale,
                     expert_tokens=prepared.expert_tokens,
                     workspace=self._workspace().take(experts.workspaces(tokens)),
                     **applied,
                 )
-            self._finalized = movement.finalize_async(
-                output, expert_output, prepared, **self._routing, reduce=self._reduce
-            )
+            self._finalized = movement.finalize_async(output, expert_output, prepared, self._routing, self._reduce)
 
     def result(self) -> Tensor:
         """Wait for the results; the output of the call."""

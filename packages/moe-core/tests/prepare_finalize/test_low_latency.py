@@ -17,6 +17,7 @@ from moe_core.distributed.symmetric import ExchangeBuffers
 from moe_core.errors import CommunicationError, FallbackWarning, TensorError
 from moe_core.jit.launch import observe, record
 from moe_core.ops.exchange import ExchangeShape
+from moe_core.prepare_finalize import TokenRouting
 from moe_core.prepare_finalize.all_to_all import AllToAllPrepareAndFinalize
 from moe_core.prepare_finalize.low_latency import LowLatencyPrepareAndFinalize
 from moe_core.prepare_finalize.token_rows import Tokens
@@ -150,10 +151,10 @@ def test_what_warming_up_records_is_what_calls_launch(name):
     key = kernels[0].experts.activation_key if kernels[0].experts.takes_quantized else None
 
     def call(x, weights, ids):
-        routing = {"topk_weights": weights, "topk_ids": ids, "expert_map": None}
-        prepared = movement.prepare_async(x, **routing, quantize_as=key).wait()
+        routing = TokenRouting(weights, ids)
+        prepared = movement.prepare(x, routing, key)
         partial = torch.zeros(prepared.hidden_states.shape, dtype=x.dtype, device=x.device)
-        movement.finalize_async(x.clone(), partial, prepared, **routing, reduce=kernels[0].reduce).wait()
+        movement.finalize(x.clone(), partial, prepared, routing, kernels[0].reduce)
 
     given = inputs(case)[0]
     with observe(found.append):

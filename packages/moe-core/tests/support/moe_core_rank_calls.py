@@ -14,7 +14,7 @@ from moe_core.distributed import ParallelGroups
 from moe_core.distributed.agreement import check_layers
 from moe_core.expert_parallel import ExpertPlacement
 from moe_core.kernel_call import overlapped
-from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular, TopKWeightAndReduceNoOP
+from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular, TokenRouting, TopKWeightAndReduceNoOP
 from moe_core.prepare_finalize.ways import default_prepare_finalize, load_way
 from moe_core.testing.data import make_weights
 from moe_core_toys import MonolithicToyExperts, ToyExperts, UnreducedToyExperts
@@ -91,12 +91,13 @@ def kinds_of_experts(rank: int) -> None:
         own = groups.with_tokens(4, way)
         movement = part(ToyExperts, own).prepare_finalize
         assert movement is not None
-        prepared = movement.prepare(x, **given, expert_map=None, quantize_as=None)
+        routing = TokenRouting(topk_weights, topk_ids)
+        prepared = movement.prepare(x, routing)
         output = torch.empty_like(x)
         sums = torch.zeros_like(prepared.hidden_states)
-        movement.finalize(output, sums, prepared, **given, expert_map=None, reduce=TopKWeightAndReduceNoOP())
+        movement.finalize(output, sums, prepared, routing, TopKWeightAndReduceNoOP())
         # rows that fill up what a rank brings have no expert, which would compute for nothing
-        if int((prepared.topk_ids >= 0).any(1).sum()) > 0 + 1 + 2 + 3:
+        if int((prepared.routing.topk_ids >= 0).any(1).sum()) > 0 + 1 + 2 + 3:
             raise Unequal(f"{way}: more tokens than there are")
         for experts in (ToyExperts, UnreducedToyExperts):
             kernel = part(experts, own)

@@ -4,6 +4,7 @@ from moe_core.pending import Pending
 from moe_core.prepare_finalize.base import (
     FusedMoEPrepareAndFinalizeModular,
     Prepared,
+    TokenRouting,
     TopKWeightAndReduce,
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceNoOP,
@@ -19,6 +20,7 @@ __all__ = [
     "PrepareAndFinalizeNoParallel",
     "PrepareFinalizeClaims",
     "Prepared",
+    "TokenRouting",
     "TopKWeightAndReduce",
     "TopKWeightAndReduceContiguous",
     "TopKWeightAndReduceNoOP",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,24 +25,33 @@ if TYPE_CHECKING:
     from moe_core.expert_parallel import ExpertPlacement
 
 
+@dataclass(frozen=True, eq=False)
+class TokenRouting:
+    """What a call says of its M tokens, beside their hidden states.
+
+    - ``topk_weights`` [M, k] float32 and ``topk_ids`` [M, k] int32 or int64, both contiguous; an id that names no
+      expert is none
+    - ``expert_map`` [E] int32: the local index of each expert that an id names, -1 where another rank has it; None
+      where ids are local indices
+    - ``adapter_ids`` [M] int32, where the call has LoRA adapters
+    - ``tokens_per_rank``: how many tokens each of the ``dp_size`` ranks brings, where the caller knows
+    """
+
+    topk_weights: Tensor
+    topk_ids: Tensor
+    expert_map: Tensor | None = None
+    adapter_ids: Tensor | None = None
+    tokens_per_rank: Sequence[int] | None = None
+
+
 class TopKWeightAndReduce(ABC):
     """Applies router weights to per-expert results and sums them per token."""
 
     @abstractmethod
-    def apply(
-        self,
-        output: Tensor,
-        expert_output: Tensor,
-        *,
-        topk_weights: Tensor | None,
-        topk_ids: Tensor,
-        num_local_experts: int,
-        expert_map: Tensor | None,
-    ) -> None:
-        """Write ``output`` [M, K] from ``expert_output`` (shape: see the subclass).
+    def apply(self, output: Tensor, expert_output: Tensor, routing: TokenRouting, config: FusedMoEConfig) -> None:
+        """Write ``output`` [M, K] from ``expert_output`` (shape: see the subclass), whose rows ``routing`` is of.
 
-        ``topk_weights`` None: the weights are applied already, only the sum is left.
-
+        Weights that are applied on the input (``config``) are not applied again.
         A (token, slot) whose id selects no local expert contributes nothing, whatever its row holds.
         """
 
@@ -49,16 +59,7 @@ class TopKWeightAndReduce(ABC):
 class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
     """The experts wrote the weighted sum ``[M, K]`` themselves; only a copy may be left."""
 
-    def apply(
-        self,
-        output: Tensor,
-        expert_output: Tensor,
-        *,
-        topk_weights: Tensor | None,
-        topk_ids: Tensor,
-        num_local_experts: int,
-        expert_map: Tensor | None,
-    ) -> None:
+    def apply(self, output: Tensor, expert_output: Tensor, routing: TokenRouting, config: FusedMoEConfig) -> None:
         if output.data_ptr() != expert_output.data_ptr():
             output.copy_(expert_output)
 
@@ -66,26 +67,17 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
     """``expert_output [M, k, K]``: one unweighted row per (token, slot)."""
 
-    def apply(
-        self,
-        output: Tensor,
-        expert_output: Tensor,
-        *,
-        topk_weights: Tensor | None,
-        topk_ids: Tensor,
-        num_local_experts: int,
-        expert_map: Tensor | None,
-    ) -> None:
+    def apply(self, output: Tensor, expert_output: Tensor, routing: TokenRouting, config: FusedMoEConfig) -> None:
         from moe_core.ops.reduce import reduce_pairs, reduce_pairs_torch
 
         reduce = reduce_pairs if output.device.type == "cuda" else reduce_pairs_torch
         reduce(
             expert_output.flatten(0, 1),
-            topk_ids,
-            num_local_experts,
+            routing.topk_ids,
+            config.local_experts,
             output,
-            topk_weights=topk_weights,
-            expert_map=expert_map,
+            topk_weights=None if config.apply_router_weight_on_input else routing.topk_weights,
+            expert_map=routing.expert_map,
         )
 
 
@@ -94,18 +86,15 @@ class Prepared:
     """What prepare hands to the experts.
 
     Standard format: ``hidden_states [M', K]``; batched: ``[E_local, T_max, K]`` with
-    ``expert_tokens``.  ``scale`` where the hidden states were quantised.  ``expert_map`` is the one that belongs to
-    ``topk_ids``: the caller's, or None where the ids are local already.  ``adapter_ids`` int32 of the rows of the
-    hidden states ([M'] or [E_local, T_max]), where the call has LoRA adapters.
+    ``expert_tokens``.  ``scale`` where the hidden states were quantised.  ``routing`` is of the M' tokens: their ids
+    go with its ``expert_map``, which is the caller's, or None where prepare made them local; its ``adapter_ids`` are of
+    the rows of the hidden states ([M'] or [E_local, T_max]).
     """
 
     hidden_states: Tensor
-    topk_weights: Tensor
-    topk_ids: Tensor
+    routing: TokenRouting
     scale: Tensor | None = None
     expert_tokens: ExpertTokensMetadata | None = None
-    expert_map: Tensor | None = None
-    adapter_ids: Tensor | None = None
 
 
 class FusedMoEPrepareAndFinalizeModular(ABC):
@@ -113,17 +102,17 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
 
     ``name``: what ``FusedMoEParallelConfig.all2all_backend`` calls it; ``claims``: what it can do.
     ``collective``: tokens cross ranks.  Then every rank takes part in every call, also without tokens of its own, and
-    what prepare hands on are not the caller's tokens in the caller's order.  ``lora``: prepare takes ``adapter_ids``.
-    ``launches_only``: as of experts.  ``token_counts``: prepare takes ``tokens_per_rank``.  ``monolithic``: only
-    :meth:`sum_ranks_async` is needed, which serves experts that route by themselves too.
+    what prepare hands on are not the caller's tokens in the caller's order.  ``lora``: prepare hands adapter numbers
+    on.  ``launches_only``: as of experts.  ``monolithic``: only :meth:`sum_ranks_async` is needed, which serves experts
+    that route by themselves too.
 
     ``groups`` (:class:`moe_core.distributed.ParallelGroups`) are the process groups of the layer's ranks, and
     ``placement`` says which of them hold which experts (default: consecutive ones).  Classes that communicate need
     groups; the others leave both alone.
 
     :meth:`prepare_async` and :meth:`finalize_async` begin a step and return a :class:`Pending`, whose ``wait`` gives
-    what :meth:`prepare` and :meth:`finalize` return; by default the whole step is done at once.  Steps of several calls
-    may be under way; all ranks begin and wait for them in the same order.
+    the result; a step that is done at once returns ``Pending.done(result)``.  Steps of several calls may be under way;
+    all ranks begin and wait for them in the same order.
     """
 
     name: ClassVar[str] = ""
@@ -132,7 +121,6 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     collective: ClassVar[bool] = False
     lora: ClassVar[bool] = False
     launches_only: ClassVar[bool] = False
-    token_counts: ClassVar[bool] = False
     #: whether prepare hands on rows that no token is in, of experts -1 and of any content
     empty_rows: ClassVar[bool] = False
     #: the name of the way that a layer gets where :meth:`unavailable` says that the ranks can't have this one
@@ -217,83 +205,53 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         return num_tokens
 
     @abstractmethod
-    def prepare(
-        self,
-        hidden_states: Tensor,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        quantize_as: QuantKey | None,
-        static_scale: Tensor | None = None,
-        adapter_ids: Tensor | None = None,
-    ) -> Prepared:
-        """``hidden_states [M, K]`` in the experts' format; quantised as ``quantize_as`` unless that is None.
-
-        ``adapter_ids`` [M] int32 travel with the tokens; given only where :attr:`lora` says so.
-        """
-
-    @abstractmethod
-    def finalize(
-        self,
-        output: Tensor,
-        expert_output: Tensor,
-        prepared: Prepared,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        reduce: TopKWeightAndReduce,
-    ) -> None:
-        """Write ``output [M, K]`` from what the experts wrote."""
-
     def prepare_async(
         self,
         hidden_states: Tensor,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        quantize_as: QuantKey | None,
+        routing: TokenRouting,
+        quantize_as: QuantKey | None = None,
         static_scale: Tensor | None = None,
-        adapter_ids: Tensor | None = None,
     ) -> Pending[Prepared]:
-        """Begin :meth:`prepare`.  The arguments must stay as they are until the result is waited for."""
-        carried = {} if adapter_ids is None else {"adapter_ids": adapter_ids}
-        return Pending.done(
-            self.prepare(
-                hidden_states,
-                topk_weights=topk_weights,
-                topk_ids=topk_ids,
-                expert_map=expert_map,
-                quantize_as=quantize_as,
-                static_scale=static_scale,
-                **carried,
-            )
-        )
+        """Begin to bring ``hidden_states`` [M, K] to the experts, in their format.
 
+        They are quantised by ``quantize_as`` unless that is None, with ``static_scale`` [1] where the key is static.
+        The arguments stay as they are until the result is waited for.
+        """
+
+    @abstractmethod
     def finalize_async(
         self,
         output: Tensor,
         expert_output: Tensor,
         prepared: Prepared,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
+        routing: TokenRouting,
         reduce: TopKWeightAndReduce,
     ) -> Pending[None]:
-        """Begin :meth:`finalize`.  ``output`` is written when the result is waited for."""
-        self.finalize(
-            output,
-            expert_output,
-            prepared,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            expert_map=expert_map,
-            reduce=reduce,
-        )
-        return Pending.done(None)
+        """Begin to bring back what the experts made of ``prepared``; ``routing`` is what prepare was given.
+
+        ``output`` [M, K] is written when the result is waited for.
+        """
+
+    def prepare(
+        self,
+        hidden_states: Tensor,
+        routing: TokenRouting,
+        quantize_as: QuantKey | None = None,
+        static_scale: Tensor | None = None,
+    ) -> Prepared:
+        """:meth:`prepare_async`, waited for."""
+        return self.prepare_async(hidden_states, routing, quantize_as, static_scale).wait()
+
+    def finalize(
+        self,
+        output: Tensor,
+        expert_output: Tensor,
+        prepared: Prepared,
+        routing: TokenRouting,
+        reduce: TopKWeightAndReduce,
+    ) -> None:
+        """:meth:`finalize_async`, waited for."""
+        self.finalize_async(output, expert_output, prepared, routing, reduce).wait()
 
     def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
         """Begin to add up what ranks with the same tokens computed; the last step of a call, of monolithic experts too.

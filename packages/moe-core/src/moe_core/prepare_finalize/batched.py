@@ -6,7 +6,7 @@ experts run, and be tested, without communication.  No host synchronisation; sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,13 @@ from torch import Tensor
 from moe_core.config import FusedMoEActivationFormat, TokenSharing
 from moe_core.errors import TensorError
 from moe_core.experts import ExpertTokensMetadata
-from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular, Prepared, TopKWeightAndReduce
+from moe_core.pending import Pending
+from moe_core.prepare_finalize.base import (
+    FusedMoEPrepareAndFinalizeModular,
+    Prepared,
+    TokenRouting,
+    TopKWeightAndReduce,
+)
 from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.quant_key import QuantKey
 
@@ -52,25 +58,21 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             raise TensorError(f"hidden_states has {tokens} tokens, the config's max_num_tokens is {most}")
         return tokens if most is None else most
 
-    def prepare(
+    def prepare_async(
         self,
         hidden_states: Tensor,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        quantize_as: QuantKey | None,
+        routing: TokenRouting,
+        quantize_as: QuantKey | None = None,
         static_scale: Tensor | None = None,
-        adapter_ids: Tensor | None = None,
-    ) -> Prepared:
+    ) -> Pending[Prepared]:
         from moe_core.torch_experts import local_expert_ids
 
-        config = self.config
+        config, topk_ids, adapters = self.config, routing.topk_ids, routing.adapter_ids
         tokens, top_k = topk_ids.shape
         experts, capacity, width = config.local_experts, self._capacity(tokens), hidden_states.shape[1]
         if config.apply_router_weight_on_input:
-            hidden_states = (hidden_states.float() * topk_weights).to(hidden_states.dtype)
-        local = local_expert_ids(topk_ids, config.num_experts, experts, expert_map)
+            hidden_states = (hidden_states.float() * routing.topk_weights).to(hidden_states.dtype)
+        local = local_expert_ids(topk_ids, config.num_experts, experts, routing.expert_map)
         same = local[:, :, None] == local[:, None, :]
         first = same.to(torch.uint8).argmax(
             dim=2
@@ -84,11 +86,10 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         row = torch.where(keep, sorted_ids * capacity + place, experts * capacity)
         buffer = hidden_states.new_zeros(experts * capacity + 1, width)
         buffer[row] = hidden_states[order // top_k]
-        adapters = None
-        if adapter_ids is not None:
-            adapters = adapter_ids.new_full((experts * capacity + 1,), -1)
-            adapters[row] = adapter_ids[order // top_k]
-            adapters = adapters[:-1].view(experts, capacity)
+        if adapters is not None:
+            of_rows = adapters.new_full((experts * capacity + 1,), -1)
+            of_rows[row] = adapters[order // top_k]
+            routing = replace(routing, adapter_ids=of_rows[:-1].view(experts, capacity))
         rows = torch.empty_like(ids)
         rows[order] = torch.where(keep, row, -1)
         batched = buffer[:-1].view(experts, capacity, width)
@@ -101,28 +102,17 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             if scale.shape[0] == experts * capacity:  # else one scale for all
                 scale = scale.view(experts, capacity, -1)
         counts = (bounds[1:] - bounds[:-1]).to(torch.int32)
-        return BatchedPrepared(
-            batched,
-            topk_weights,
-            topk_ids,
-            scale,
-            ExpertTokensMetadata(counts),
-            expert_map,
-            adapter_ids=adapters,
-            rows=rows.view(tokens, top_k).gather(1, first),
-        )
+        rows = rows.view(tokens, top_k).gather(1, first)
+        return Pending.done(BatchedPrepared(batched, routing, scale, ExpertTokensMetadata(counts), rows))
 
-    def finalize(
+    def finalize_async(
         self,
         output: Tensor,
         expert_output: Tensor,
         prepared: Prepared,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
+        routing: TokenRouting,
         reduce: TopKWeightAndReduce,
-    ) -> None:
+    ) -> Pending[None]:
         if not isinstance(prepared, BatchedPrepared) or prepared.rows is None:
             raise TypeError(f"finalize got {type(prepared).__name__}, expected what this object's prepare returned")
         from moe_core.ops._backend import use_triton
@@ -131,10 +121,11 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         # slots ascending, so that a token's sum does not depend on how many others there are
         (reduce_pairs if use_triton(output, "auto") else reduce_pairs_torch)(
             expert_output.flatten(0, 1),
-            topk_ids,
+            routing.topk_ids,
             self.config.local_experts,
             output,
-            topk_weights=None if self.config.apply_router_weight_on_input else topk_weights,
-            expert_map=expert_map,
+            topk_weights=None if self.config.apply_router_weight_on_input else routing.topk_weights,
+            expert_map=routing.expert_map,
             rows=prepared.rows.flatten().int(),
         )
+        return Pending.done(None)

@@ -16,6 +16,7 @@ from moe_core.pending import Pending
 from moe_core.prepare_finalize.base import (
     FusedMoEPrepareAndFinalizeModular,
     Prepared,
+    TokenRouting,
     TopKWeightAndReduce,
 )
 from moe_core.prepare_finalize.destinations import Destinations
@@ -50,7 +51,6 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     activation_format = FusedMoEActivationFormat.STANDARD
     collective = True
     lora = True
-    token_counts = True
 
     def __init__(
         self,
@@ -92,101 +92,47 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def max_tokens(self, num_tokens: int) -> int:
         return num_tokens * self.ranks.parallel.dp_size
 
-    def prepare(
-        self,
-        hidden_states: Tensor,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        quantize_as: QuantKey | None,
-        static_scale: Tensor | None = None,
-        adapter_ids: Tensor | None = None,
-        tokens_per_rank: Sequence[int] | None = None,
-    ) -> Prepared:
-        return self.prepare_async(
-            hidden_states,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            expert_map=expert_map,
-            quantize_as=quantize_as,
-            static_scale=static_scale,
-            adapter_ids=adapter_ids,
-            tokens_per_rank=tokens_per_rank,
-        ).wait()
-
     def prepare_async(
         self,
         hidden_states: Tensor,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        quantize_as: QuantKey | None,
+        routing: TokenRouting,
+        quantize_as: QuantKey | None = None,
         static_scale: Tensor | None = None,
-        adapter_ids: Tensor | None = None,
-        tokens_per_rank: Sequence[int] | None = None,
     ) -> Pending[Prepared]:
-        """As of the base.  ``expert_map`` is not asked: the placement says where experts are.
+        """As of the base.  The ``expert_map`` is not asked: the placement says where experts are.
 
-        ``tokens_per_rank``: how many tokens each of the ``dp_size`` ranks that exchange tokens brings; where it is not
-        given they tell each other, which the host waits for.
+        Where ``tokens_per_rank`` is not given, ways that need it have ranks tell each other, which the host waits for.
         """
         from moe_core.ops.quantize import quantize_activation
 
-        parallel = self.ranks.parallel
-        if tokens_per_rank is not None:
-            given = list(tokens_per_rank)
+        parallel, counts = self.ranks.parallel, routing.tokens_per_rank
+        if counts is not None:
+            given = list(counts)
             if len(given) != parallel.dp_size or given[parallel.dp_rank] != len(hidden_states):
                 raise TensorError(
                     f"tokens_per_rank is {given}, expected {parallel.dp_size} numbers, and {len(hidden_states)} for "
                     f"this rank, {parallel.dp_rank}"
                 )
         own = quantize_as is not None and self.travels_quantized(quantize_as)
-        leaving = Tokens(hidden_states, None, topk_weights, topk_ids, adapter_ids)
-        arriving = self.dispatch(leaving, tokens_per_rank, quantize_as if own else None)
+        leaving = Tokens(hidden_states, None, routing.topk_weights, routing.topk_ids, routing.adapter_ids)
+        arriving = self.dispatch(leaving, counts, quantize_as if own else None)
 
         def arrived() -> Prepared:
             tokens, way_back = arriving.wait()
             hidden, found = tokens.hidden_states, tokens.scale
             if quantize_as is not None and not own:
                 hidden, found = quantize_activation(hidden, quantize_as, static_scale=static_scale)
-            return Arrived(
-                hidden, tokens.weights, tokens.experts, found, adapter_ids=tokens.adapter_ids, way_back=way_back
-            )
+            came = TokenRouting(tokens.weights, tokens.experts, adapter_ids=tokens.adapter_ids)
+            return Arrived(hidden, came, found, way_back=way_back)
 
         return Pending(arrived)
-
-    def finalize(
-        self,
-        output: Tensor,
-        expert_output: Tensor,
-        prepared: Prepared,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        reduce: TopKWeightAndReduce,
-    ) -> None:
-        self.finalize_async(
-            output,
-            expert_output,
-            prepared,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            expert_map=expert_map,
-            reduce=reduce,
-        ).wait()
 
     def finalize_async(
         self,
         output: Tensor,
         expert_output: Tensor,
         prepared: Prepared,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
+        routing: TokenRouting,
         reduce: TopKWeightAndReduce,
     ) -> Pending[None]:
         if not isinstance(prepared, Arrived):
@@ -194,14 +140,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         partial = expert_output
         if expert_output.dim() == 3:  # unweighted, a row for each slot
             partial = torch.empty(expert_output.shape[::2], dtype=output.dtype, device=output.device)
-            reduce.apply(
-                partial,
-                expert_output,
-                topk_weights=None if self.config.apply_router_weight_on_input else prepared.topk_weights,
-                topk_ids=prepared.topk_ids,
-                num_local_experts=self.config.local_experts,
-                expert_map=None,
-            )
+            reduce.apply(partial, expert_output, prepared.routing, self.config)
         return self.combine(output, partial, prepared.way_back)
 
     def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_core.config import FusedMoEActivationFormat, TokenSharing
-from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular, Prepared, TopKWeightAndReduce
+from moe_core.pending import Pending
+from moe_core.prepare_finalize.base import (
+    FusedMoEPrepareAndFinalizeModular,
+    Prepared,
+    TokenRouting,
+    TopKWeightAndReduce,
+)
 from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.quant_key import QuantKey
 
@@ -20,40 +26,27 @@ class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
     lora = True
     launches_only = True
 
-    def prepare(
+    def prepare_async(
         self,
         hidden_states: Tensor,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        quantize_as: QuantKey | None,
+        routing: TokenRouting,
+        quantize_as: QuantKey | None = None,
         static_scale: Tensor | None = None,
-        adapter_ids: Tensor | None = None,
-    ) -> Prepared:
+    ) -> Pending[Prepared]:
         scale = None
         if quantize_as is not None:
             from moe_core.ops.quantize import quantize_activation
 
             hidden_states, scale = quantize_activation(hidden_states, quantize_as, static_scale=static_scale)
-        return Prepared(hidden_states, topk_weights, topk_ids, scale, expert_map=expert_map, adapter_ids=adapter_ids)
+        return Pending.done(Prepared(hidden_states, routing, scale))
 
-    def finalize(
+    def finalize_async(
         self,
         output: Tensor,
         expert_output: Tensor,
         prepared: Prepared,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
+        routing: TokenRouting,
         reduce: TopKWeightAndReduce,
-    ) -> None:
-        reduce.apply(
-            output,
-            expert_output,
-            topk_weights=None if self.config.apply_router_weight_on_input else topk_weights,
-            topk_ids=topk_ids,
-            num_local_experts=self.config.local_experts,
-            expert_map=expert_map,
-        )
+    ) -> Pending[None]:
+        reduce.apply(output, expert_output, routing, self.config)
+        return Pending.done(None)

@@ -5,6 +5,7 @@ Their outputs are parts of a sum: of other experts, or of other columns of the s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from moe_core.config import FusedMoEConfig, TokenSharing
 from moe_core.errors import ConfigError
 from moe_core.pending import Pending
-from moe_core.prepare_finalize.base import Prepared
+from moe_core.prepare_finalize.base import Prepared, TokenRouting
 from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.prepare_finalize.destinations import Destinations
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
@@ -75,28 +76,16 @@ class AllReducePrepareAndFinalize(PrepareAndFinalizeNoParallel):
         self.destinations.move(placement)
         self.placement = placement
 
-    def prepare(
+    def prepare_async(
         self,
         hidden_states: Tensor,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        quantize_as: QuantKey | None,
+        routing: TokenRouting,
+        quantize_as: QuantKey | None = None,
         static_scale: Tensor | None = None,
-        adapter_ids: Tensor | None = None,
-    ) -> Prepared:
+    ) -> Pending[Prepared]:
         if self.destinations is not None:
-            topk_ids, expert_map = self.destinations.local_ids(topk_ids), None
-        return super().prepare(
-            hidden_states,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            expert_map=expert_map,
-            quantize_as=quantize_as,
-            static_scale=static_scale,
-            adapter_ids=adapter_ids,
-        )
+            routing = replace(routing, topk_ids=self.destinations.local_ids(routing.topk_ids), expert_map=None)
+        return super().prepare_async(hidden_states, routing, quantize_as, static_scale)
 
     def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
         return all_reduced(output, self.ranks, self.ranks.world)

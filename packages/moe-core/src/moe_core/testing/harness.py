@@ -15,7 +15,12 @@ from moe_core.device import DeviceInfo
 from moe_core.experts import FusedMoEExperts
 from moe_core.kernel import FusedMoEKernel
 from moe_core.lora import LoRA, LoRAWeights
-from moe_core.prepare_finalize import BatchedPrepareAndFinalize, FusedMoEPrepareAndFinalizeModular, Prepared
+from moe_core.prepare_finalize import (
+    BatchedPrepareAndFinalize,
+    FusedMoEPrepareAndFinalizeModular,
+    Pending,
+    Prepared,
+)
 from moe_core.prepare_finalize.ways import default_prepare_finalize
 from moe_core.routing import route
 from moe_core.testing.cases import Case
@@ -179,15 +184,15 @@ def make_kernel(experts: type[FusedMoEExperts], problem: Problem, place: Place) 
 class PoisonedBatches(BatchedPrepareAndFinalize):
     """Rows that no token uses hold NaN and huge values, as they may in buffers that an exchange between ranks fills."""
 
-    def prepare(self, *arguments: Any, **named: Any) -> Prepared:
-        prepared = super().prepare(*arguments, **named)
+    def prepare_async(self, *arguments: Any, **named: Any) -> Pending[Prepared]:
+        prepared = super().prepare_async(*arguments, **named).wait()
         x, expert_tokens = prepared.hidden_states, prepared.expert_tokens
         if expert_tokens is not None:
             unused = torch.arange(x.shape[1], device=x.device) >= expert_tokens.expert_num_tokens[:, None]
             for tensor in (x, prepared.scale):
                 if tensor is not None and tensor.dim() == 3:
                     _fill(tensor, unused[..., None])
-        return prepared
+        return Pending.done(prepared)
 
 
 def _fill(tensor: Tensor, where: Tensor) -> None:
