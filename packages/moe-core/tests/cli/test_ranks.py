@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from moe_core.testing.ranks import run_ranks
 from moe_core_rank_commands import run_commands
 from safetensors.torch import load_file
@@ -64,10 +65,23 @@ def test_as_many_processes_as_ranks(moe: Any, folder: Path) -> None:
     moe.refuses("run", folder, "--tp", "2", parts=parts)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_of_a_host_with_too_few_gpus_refuses(
+    moe: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    for name, value in {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: pytest.fail("a GPU is taken"))
+    parts = ("2 ranks on this host have 1 GPU", "--device cpu", "--nproc-per-node 1")
+    moe.refuses("run", folder, "--tp", "2", parts=parts)
+
+
 def test_run_and_bench_on_two_ranks(moe: Any, folder: Path, tmp_path: Path) -> None:
     outputs = {name: tmp_path / f"{name}.safetensors" for name in ("alone", "tp", "ep")}
     run = ("run", str(folder), "--tokens", "5", "--dtype", "fp32", "--json", "--output")
-    alone = moe(*run, outputs["alone"]).data
+    alone = moe(*run, outputs["alone"], "--device", "cpu").data
     commands = [
         [*run, str(outputs["tp"]), "--tp", "2", "--check"],
         [*run, str(outputs["ep"]), "--ep", "2", "--all2all", "alltoall", "--check"],

@@ -14,6 +14,9 @@ from moe_core import MoEError
 from moe_core.distributed import ParallelGroups, check_agreement
 from torch.distributed.device_mesh import init_device_mesh
 
+#: the GPUs that a process may see while it imports the program that it runs
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
+
 
 def refusal(call: Any) -> str:
     """The message of what ``call`` raises, which must be one of the project's errors."""
@@ -43,6 +46,7 @@ def groups(rank: int) -> dict[str, Any]:
         "own": made.with_tokens(4).tokens is made.world,
         "shared": made.with_tokens(1).tokens is None,
         "copy": copy.deepcopy(made) is made,
+        "gpus": (VISIBLE, torch.cuda.device_count()),
         "refused": [
             refusal(lambda: pickle.dumps(made)),
             refusal(lambda: ParallelGroups.create(tp_size=3)),

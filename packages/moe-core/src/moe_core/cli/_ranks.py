@@ -105,11 +105,12 @@ def ranks_of(args: argparse.Namespace) -> Iterator[Ranks | None]:
     """The ranks that the arguments and torchrun's environment say; None for one process and one rank.
 
     Within it torch.distributed has a process group, and others than the first rank print nothing.
-    Raises ConfigError where there are not as many processes as ranks.
+    Raises ConfigError where there are not as many processes as ranks, and where this host's have fewer GPUs: on each
+    of them, before one waits for another.
     """
     import torch
 
-    numbers = {name: _number(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    numbers = {name: _number(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     size, rank = numbers["WORLD_SIZE"] or 1, numbers["RANK"] or 0
     parallel = _arguments.parallel_of(args, size, rank if size > 1 else 0)
     if parallel is None or (size == 1 and parallel.world_size == 1):
@@ -126,6 +127,12 @@ def ranks_of(args: argparse.Namespace) -> Iterator[Ranks | None]:
     import torch.distributed as dist
 
     on_gpu = torch.cuda.is_available() if args.device is None else args.device.partition(":")[0] == "cuda"
+    ranks, gpus = numbers["LOCAL_WORLD_SIZE"] or 1, torch.cuda.device_count() if on_gpu else 0
+    if 0 < gpus < ranks:
+        raise ConfigError(
+            f"{ranks} ranks on this host have {gpus} GPU{'s' * (gpus > 1)}, and each needs one: give --device cpu, or "
+            f"fewer ranks (--nproc-per-node {gpus}, on more hosts where the layer needs them)"
+        )
     device = _arguments.device_of(f"cuda:{numbers['LOCAL_RANK'] or 0}" if on_gpu else args.device or "cpu")
     if on_gpu:
         torch.cuda.set_device(device)

@@ -33,9 +33,11 @@ def run_ranks(
 
     ``program`` is a module's function, and stands with its arguments and results in what pickle takes (tensors on the
     CPU too).  Processes are forked from a server that has torch and this package imported, so that a start takes a
-    fraction of a second: put many cases into one program.  ``may_die``: a rank that ends without a result gives None
-    in its place.  Raises RankFailedError.
+    fraction of a second: put many cases into one program.  Ranks on Gloo see no GPU.  ``may_die``: a rank that ends
+    without a result gives None in its place.  Raises RankFailedError.
     """
+    # unpickled by the ranks, and not by what starts them: the program's modules are imported in a rank's environment
+    work = pickle.dumps((program, arguments))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     results = context.Queue()
@@ -43,7 +45,7 @@ def run_ranks(
         started = [
             context.Process(
                 target=_rank,
-                args=(rank, ranks, backend, os.path.join(folder, "store"), seconds, results, program, arguments),
+                args=(rank, ranks, backend, os.path.join(folder, "store"), seconds, results, work),
                 daemon=True,
             )
             for rank in range(ranks)
@@ -89,9 +91,11 @@ def _rank(
     store: str,
     seconds: float,
     results: Any,
-    program: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    work: bytes,
 ) -> None:
+    if backend == "gloo":
+        # before anything asks for GPUs: else what takes one where there is one would mix it with tensors on the CPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
     import torch.distributed as dist
 
@@ -109,6 +113,7 @@ def _rank(
             timeout=timedelta(seconds=seconds),
             device_id=device,
         )
+        program, arguments = pickle.loads(work)
         # pickled here: a queue would do it in a thread, and lose the error
         content = pickle.dumps(program(rank, *arguments))
     except BaseException:
