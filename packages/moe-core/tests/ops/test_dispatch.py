@@ -6,7 +6,7 @@ import pytest
 import torch
 from moe_core import ConfigError, kFp8Dynamic128Sym, kFp8DynamicTensorSym, kFp8DynamicTokenSym, kInt8DynamicTokenSym
 from moe_core.expert_parallel import ReplicaTables
-from moe_core.ops.dispatch import count_destinations, pack_tokens
+from moe_core.ops.dispatch import count_destinations, pack_all, pack_tokens, unpack
 from moe_core.ops.quantize import quantize_activation
 from moe_core.ops.reduce import reduce_pairs
 from moe_core.ops.token_layout import TokenCode, TokenLayout
@@ -99,6 +99,34 @@ def test_packed_tokens(key, dtype, columns, device):
             if places[token, rank] >= 0:
                 expected += back[places[token, rank]]
         assert torch.equal(output[token], expected)
+
+
+@pytest.mark.parametrize(("columns", "top_k", "adapted"), [(256, 1, False), (136, 3, True), (2112, 2, False)])
+@pytest.mark.parametrize(("key", "dtype"), CODES, ids=str)
+def test_all_tokens_there(key, dtype, columns, top_k, adapted, device):
+    ranks, experts, tokens, rows = 3, 10, 35, 40
+    generator = torch.Generator().manual_seed(columns)
+    tables = ReplicaTables.of(placement_of("replicated", experts, ranks), device)
+    code = TokenCode(columns, dtype, key)
+    x = torch.randn(tokens, columns, generator=generator).to(dtype).to(device)
+    weights, ids = (t.to(device) for t in routing(tokens, top_k, experts, generator, torch.int64))
+    adapters = torch.arange(tokens, dtype=torch.int32, device=device) if adapted else None
+    packed = pack_all(x, ids, weights, tables, code, rows=rows, offset=1, adapter_ids=adapters)
+    hidden, scale = (x, None) if key is None else quantize_activation(x, key, backend="triton")
+    owners, local = tables.choose(ids, offset=1)
+    for rank in range(ranks):
+        found = unpack(packed, code, top_k, adapters=adapted, held=(rank * tables.stride, tables.stride))
+        assert torch.equal(bits(found.hidden[:tokens]), bits(hidden))
+        assert not bits(found.hidden[tokens:]).any()
+        assert torch.equal(found.weights[:tokens], weights)
+        assert torch.equal(found.experts[:tokens], torch.where(owners == rank, local, -1))
+        assert (found.experts[tokens:] == -1).all()
+        if scale is not None:
+            assert torch.equal(bits(found.scale[:tokens]), bits(scale))
+        if adapters is not None:
+            assert torch.equal(found.adapters[:tokens], adapters)
+    numbers = torch.where(owners < 0, -1, owners * tables.stride + local)
+    assert torch.equal(unpack(packed, code, top_k, adapters=adapted).experts[:tokens], numbers)
 
 
 def test_scales_that_tokens_share_are_refused():

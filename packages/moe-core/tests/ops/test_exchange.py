@@ -8,6 +8,7 @@ import pytest
 import torch
 from moe_core import TensorError, kFp8Dynamic128Sym, kFp8DynamicTokenSym, kInt8DynamicTokenSym
 from moe_core.expert_parallel import ReplicaTables
+from moe_core.ops import _dispatch_launch
 from moe_core.ops.exchange import (
     ExchangeShape,
     arrived_tokens,
@@ -50,18 +51,21 @@ def partial_results(buffer, arrived, columns):
 
 
 @pytest.mark.parametrize(
-    ("key", "dtype", "columns", "placed", "copies"),
+    ("key", "dtype", "columns", "placed", "copies", "counted"),
     [
-        (None, torch.bfloat16, 264, "contiguous", 1),
-        (None, torch.float32, 131, "replicated", 2),
-        (kFp8DynamicTokenSym, torch.bfloat16, 256, "replicated", 1),
-        (kFp8Dynamic128Sym, torch.bfloat16, 2304, "round_robin", 1),  # in two programs for a token
-        (kMxfp8Dynamic, torch.float16, 160, "replicated", 2),
-        (kInt8DynamicTokenSym, torch.bfloat16, 136, "replicated", 1),
+        (None, torch.bfloat16, 264, "contiguous", 1, True),
+        (None, torch.float32, 131, "replicated", 2, False),
+        (kFp8DynamicTokenSym, torch.bfloat16, 256, "replicated", 1, True),
+        (kFp8Dynamic128Sym, torch.bfloat16, 2304, "round_robin", 1, True),  # in two programs for a token
+        (kFp8Dynamic128Sym, torch.bfloat16, 2304, "replicated", 1, False),
+        (kMxfp8Dynamic, torch.float16, 160, "replicated", 2, True),
+        (kInt8DynamicTokenSym, torch.bfloat16, 136, "replicated", 1, True),
     ],
     ids=str,
 )
-def test_there_and_back(key, dtype, columns, placed, copies, device):
+def test_there_and_back(key, dtype, columns, placed, copies, counted, device, monkeypatch):
+    if not counted:  # as many tokens have it: launches of their own signal and wait
+        monkeypatch.setattr(_dispatch_launch, "MOST_COUNTED", 0)
     ranks = 4
     shape = ExchangeShape(ranks, 3, columns, TOP_K, dtype)
     buffers = buffers_of(shape, device)
@@ -119,8 +123,11 @@ def test_there_and_back(key, dtype, columns, placed, copies, device):
             assert buffer.state.tolist() == [0, 0, number + 1, *[0] * (ranks + 1)]
 
 
+@pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_rank_that_does_not_come_is_named_and_the_output_is_no_number(step, device):
+def test_a_rank_that_does_not_come_is_named_and_the_output_is_no_number(step, counted, device, monkeypatch):
+    if not counted:
+        monkeypatch.setattr(_dispatch_launch, "MOST_COUNTED", 0)
     shape = ExchangeShape(3, 2, 64, TOP_K, torch.float32)
     buffers = buffers_of(shape, device)
     tables = ReplicaTables.of(placement_of("contiguous", EXPERTS, 3), device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import torch
 from moe_core import ConfigError, FusedMoEConfig, FusedMoEKernel, FusedMoEParallelConfig
 from moe_core.device import DeviceInfo
 from moe_core.distributed import symmetric
-from moe_core.distributed.symmetric import ExchangeBuffers
+from moe_core.distributed.symmetric import ExchangeBuffers, ExchangeRoom
 from moe_core.errors import CommunicationError, FallbackWarning, TensorError
 from moe_core.jit.launch import observe, record
 from moe_core.ops.exchange import ExchangeShape
@@ -46,7 +47,7 @@ def ranks_of(case: Case, room: int, buffers: int = 2, timeout: float = 1.0):
     config = case.config
     world = [
         FusedMoEParallelConfig.of_rank(
-            rank, tp_size=case.tp, ep_size=case.ep, dp_size=case.dp, all2all_backend="low_latency"
+            rank, tp_size=case.tp, ep_size=case.ep, dp_size=case.dp, all2all_backend=case.way
         )
         for rank in range(case.tp * case.ep)
     ]
@@ -61,17 +62,23 @@ def ranks_of(case: Case, room: int, buffers: int = 2, timeout: float = 1.0):
             timeout=timedelta(seconds=timeout),
             among=lambda _group: SimpleNamespace(members=[10 + rank for rank in range(case.dp)]),
         )
-        own = ExchangeBuffers([numbered[parallel.dp_rank] for numbered in sets[parallel.tp_rank % shared]])
+        mine = [numbered[parallel.dp_rank] for numbered in sets[parallel.tp_rank % shared]]
         # not by the oracle, by which ranks would compare what they were given
         oracle, selection, weights, placement = rank_parts(case, case.kind.weights(config), parallel)
-        movement = LowLatencyPrepareAndFinalize(selection.config, groups, placement=placement, buffers=own)
+        if case.way == "alltoall":
+            movement = AllToAllPrepareAndFinalize(selection.config, groups, placement=placement)
+            movement._room = ExchangeRoom(groups.among(None), torch.device("cpu"))
+            movement._room._buffers = [(buffer, None) for buffer in mine]
+        else:
+            own = ExchangeBuffers(mine)
+            movement = LowLatencyPrepareAndFinalize(selection.config, groups, placement=placement, buffers=own)
         kernels.append(FusedMoEKernel(oracle.make_experts(selection), weights, movement))
     return world, kernels
 
 
-def start(kernel, given):
+def start(kernel, given, counts=None):
     x, weights, ids = given
-    return kernel.start(x, topk_weights=weights, topk_ids=ids)
+    return kernel.start(x, topk_weights=weights, topk_ids=ids, tokens_per_rank=counts)
 
 
 def outputs(case, world, calls):
@@ -114,6 +121,77 @@ def test_layers_give_what_they_give_on_one_rank(name, tokens, tp, placement):
             assert difference(output, expected[parallel.dp_rank], case) is None
         assert previous is None or all(map(torch.equal, previous, found))
         previous = found
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "tp", "placement"),
+    [
+        (NAMES[1], (2, 5, 0, 1), 1, "replicated"),
+        (NAMES[0], (3, 0, 1, 2), 2, "round_robin"),
+        (NAMES[2], (1, 3, 0, 2), 1, "contiguous"),
+    ],
+    ids=str,
+)
+def test_an_all_to_all_into_others_memory_has_room_for_what_the_ranks_bring(name, tokens, tp, placement):
+    columns = (("intermediate_size", 512),)
+    case = Case(KINDS[name], "alltoall", tokens, tp=tp, ep=4 // tp, placement=placement, changes=columns)
+    world, kernels = ranks_of(case, room=6)
+    assert all(kernel.prepare_finalize.capturable for kernel in kernels)
+    weights = case.kind.weights(case.config)
+    batches = inputs(case)
+    for keep in (6, 2, 6):  # of another number of tokens in every call
+        given = [tuple(tensor[:keep] for tensor in batch) for batch in batches]
+        counts = [len(batch[0]) for batch in given]
+        calls = [start(kernel, given[p.dp_rank], counts) for p, kernel in zip(world, kernels, strict=True)]
+        rows = {call._prepared.wait().hidden_states.shape[0] for call in calls}
+        assert rows == {max(counts) * len(counts)}
+        for parallel, output in zip(world, outputs(case, world, calls), strict=True):
+            assert difference(output, whole_output(case, weights, given[parallel.dp_rank]), case) is None
+        # one after another they share a buffer
+        assert kernels[0].prepare_finalize._room._buffers[1][0].state.sum() == 0
+
+
+def test_a_rank_that_does_not_come_to_an_all_to_all_is_named():
+    case = Case(KINDS[NAMES[0]], "alltoall", (2, 1), ep=2)
+    _, kernels = ranks_of(case, room=2, timeout=0.01)
+    given = inputs(case)[0]
+    assert start(kernels[0], given, [2, 1]).result().isnan().all()
+    with pytest.raises(
+        CommunicationError, match=r"exchanged \(alltoall\), and ranks \[11\] did not come within 0.01 s"
+    ):
+        start(kernels[0], given, [2, 1])
+
+
+def test_shared_memory_grows_with_the_calls(monkeypatch):
+    made = []
+
+    def connect(shape, nbytes, count, ranks, device):
+        made.append(nbytes)
+        return [replace(buffers_of(shape, "cpu")[0], memory=torch.zeros(nbytes, dtype=torch.uint8))], None
+
+    monkeypatch.setattr(symmetric, "_connect", connect)
+    monkeypatch.setattr(symmetric, "_told", lambda ranks, mine: [mine] * 2)
+    room = ExchangeRoom(SimpleNamespace(synchronize=str), torch.device("cpu"))
+    small, large = (ExchangeShape(2, tokens, 256, 2, torch.bfloat16) for tokens in (100, 20_000))
+    first, buffer = room.take(small, small.nbytes)
+    second, _ = room.take(small, small.nbytes)
+    assert (first, second, buffer.shape) == (0, 1, small)
+    with pytest.raises(ConfigError, match="2 calls are under way already"):
+        room.take(small, small.nbytes)
+    room.release(first)
+    monkeypatch.setattr(symmetric, "_capturing", lambda device: True)
+    assert room.take(small, small.nbytes)[0] == first
+    room.release(first)
+    with pytest.raises(ConfigError, match="grows with the calls, outside CUDA graphs"):
+        room.take(large, large.nbytes)
+    monkeypatch.setattr(symmetric, "_capturing", lambda device: False)
+    assert room.take(large, large.nbytes)[1].memory.shape[0] >= large.nbytes
+    assert made == [2**24, 2**24, 2**26]
+    # a graph goes on using the one that it was captured with
+    assert room.nbytes == sum(made)
+    room.release(first)
+    room.take(small, small.nbytes)
+    assert len(made) == 3
 
 
 def test_two_calls_are_under_way_at_once():
@@ -211,8 +289,8 @@ def test_kernels_pack_for_an_all_to_all_what_torch_packs(name, monkeypatch):
         assert by_kernels.left == by_torch.left
         assert torch.equal(by_kernels.places, by_torch.places)
         for one, other in zip(
-            by_kernels.like.unpack(by_kernels.packed).parts(),
-            by_torch.like.unpack(by_torch.packed).parts(),
+            by_kernels.unpack(by_kernels.packed).parts(),
+            by_torch.unpack(by_torch.packed).parts(),
             strict=True,
         ):
             assert one.dtype == other.dtype

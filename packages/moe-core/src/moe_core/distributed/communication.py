@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 #: how long the host asks without a pause whether the device is ready
-_SPIN_SECONDS = 200e-6
+_SPIN_SECONDS = 2e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Communicator:
         return Pending(finish)
 
     def numbers(self, tensor: Tensor, what: str) -> list[int]:
-        """The integers of a tensor [n] that a call between ranks writes, on the host, which waits for them.
+        """The integers of a tensor [n], which a call between ranks may write, on the host, which waits for them.
 
         On a GPU too it waits no longer than the time-out: then CommunicationError is raised.
         """
@@ -89,7 +89,7 @@ class Communicator:
                 if waited > self.timeout.total_seconds():
                     raise RuntimeError(f"the device has not finished after {waited:.1f} s")
                 if waited > _SPIN_SECONDS:
-                    time.sleep(_SPIN_SECONDS)
+                    time.sleep(_SPIN_SECONDS / 20)
 
 
 class Communicating:

@@ -9,18 +9,22 @@ import contextlib
 import json
 import os
 import socket
+import warnings
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from moe_core.distributed.agreement import exchange
-from moe_core.errors import CommunicationError, ConfigError
+from moe_core.errors import CommunicationError, ConfigError, FallbackWarning
 from moe_core.ops.exchange import ExchangeBuffer, ExchangeShape
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from moe_core.distributed.communication import Communicator
     from moe_core.distributed.groups import ParallelGroups
 
@@ -134,10 +138,7 @@ class ExchangeBuffers:
         """The number of the next call's buffer.  Raises ConfigError where the call that had it has not ended."""
         number = self._next
         if self._busy[number]:
-            raise ConfigError(
-                f"{len(self.buffers)} calls are under way already, or one has failed: end each call with result() "
-                "before more are started; after an error make the layer's groups anew on all ranks"
-            )
+            raise _too_many(len(self.buffers))
         self._busy[number] = True
         self._next = (number + 1) % len(self.buffers)
         return number
@@ -165,7 +166,7 @@ class ExchangeBuffers:
                 raise ConfigError(
                     "memory is shared between GPUs by the first call: make one before capturing a CUDA graph"
                 )
-            found = _SHARED[key] = _connect(shape, ranks, device)
+            found = _SHARED[key] = ExchangeBuffers(*_connect(shape, shape.nbytes, BUFFERS, ranks, device))
         return found
 
 
@@ -175,13 +176,124 @@ _SHARED: weakref.WeakValueDictionary[tuple[str, torch.device, ExchangeShape], Ex
 )
 
 
-def _connect(shape: ExchangeShape, ranks: Communicator, device: torch.device) -> ExchangeBuffers:
+class ExchangeRoom:
+    """Buffers of a rank that grow with the calls, shared by all layers whose tokens a group exchanges.
+
+    All ranks make the same calls in the same order, with the same sizes: so they grow together, which is a call among
+    them, and take the same buffers: the first that no call has.  One that a CUDA graph was captured with stays as long
+    as the room, since replays go on using it.
+    """
+
+    def __init__(self, ranks: Communicator, device: torch.device) -> None:
+        self._ranks, self._device = ranks, device
+        self._buffers: list[tuple[ExchangeBuffer, object] | None] = [None] * BUFFERS
+        self._busy = [False] * BUFFERS
+        self._captured = [False] * BUFFERS
+        self._kept: list[tuple[ExchangeBuffer, object]] = []
+
+    def take(self, shape: ExchangeShape, nbytes: int) -> tuple[int, ExchangeBuffer]:
+        """A buffer of at least ``nbytes`` for a call of ``shape``, and its number.
+
+        Raises ConfigError where no buffer is free, or one would have to grow while a CUDA graph is captured;
+        CommunicationError where a rank does not take part in growing.
+        """
+        if all(self._busy):
+            raise _too_many(BUFFERS)
+        number = self._busy.index(False)
+        capturing = _capturing(self._device)
+        found = self._buffers[number]
+        if found is None or found[0].memory.shape[0] < nbytes:
+            if capturing:
+                raise ConfigError(
+                    "memory that GPUs share grows with the calls, outside CUDA graphs: before one is captured make as "
+                    "large a call, and as many at the same time"
+                )
+            found = self._grow(number, shape, nbytes)
+        self._captured[number] |= capturing
+        self._busy[number] = True
+        return number, replace(found[0], shape=shape)
+
+    def release(self, number: int) -> None:
+        """The call has ended."""
+        self._busy[number] = False
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that the device waited for in vain, as far as the host has been told."""
+        there = [*self._kept, *(found for found in self._buffers if found is not None)]
+        return sorted({rank for buffer, _ in there for rank in buffer.missing})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        there = [*self._kept, *(found for found in self._buffers if found is not None)]
+        return sum(buffer.memory.shape[0] for buffer, _ in there)
+
+    def _grow(self, number: int, shape: ExchangeShape, nbytes: int) -> tuple[ExchangeBuffer, object]:
+        old = self._buffers[number]
+        if old is not None:
+            # nobody writes into memory that is given back
+            self._ranks.synchronize("calls between GPUs end before their memory grows")
+            _told(self._ranks, None)
+            if self._captured[number]:
+                self._kept.append(old)
+                self._captured[number] = False
+            self._buffers[number] = old = None
+        step = min(max(1 << (nbytes - 1).bit_length(), 2**24), 2**28)
+        size = -(-nbytes // step) * step
+        (buffer,), keep = _connect(shape, size, 1, self._ranks, self._device)
+        self._buffers[number] = found = buffer, keep
+        return found
+
+    @staticmethod
+    def connect(ranks: Communicator, groups: ParallelGroups, device: torch.device) -> ExchangeRoom | None:
+        """The room of ``ranks``, which all ask at the same time; None where their GPUs can't share memory."""
+        rooms = _ROOMS.setdefault(ranks.group, {})
+        if device not in rooms:
+            room = None
+            if not reasons_against(groups, device, []):
+                room = ExchangeRoom(ranks, device)
+                failed = ""
+                try:
+                    room._grow(0, ExchangeShape(len(ranks.members), 0, 1, 1, torch.bfloat16), 1)
+                except (CommunicationError, RuntimeError) as error:
+                    failed = str(error)
+                failures = [text for text in _told(ranks, failed) if text]
+                if failures:
+                    warnings.warn(
+                        f"GPUs can't share memory, tokens are sent by NCCL: {failures[0]}",
+                        FallbackWarning,
+                        stacklevel=2,
+                    )
+                    room = None
+            rooms[device] = room
+        return rooms[device]
+
+
+_ROOMS: weakref.WeakKeyDictionary[ProcessGroup, dict[torch.device, ExchangeRoom | None]] = weakref.WeakKeyDictionary()
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _too_many(calls: int) -> ConfigError:
+    return ConfigError(
+        f"{calls} calls are under way already, or one has failed: end each call with result() "
+        "before more are started; after an error make the layer's groups anew on all ranks"
+    )
+
+
+def _connect(
+    shape: ExchangeShape, nbytes: int, count: int, ranks: Communicator, device: torch.device
+) -> tuple[list[ExchangeBuffer], object]:
+    """``count`` buffers of ``nbytes`` each, and what keeps them."""
     import torch.distributed._symmetric_memory as symm_mem
 
-    each = -(-shape.nbytes // 256) * 256
+    each = -(-nbytes // 256) * 256
     what = "GPUs map each other's memory"
     with ranks.communicating(what), _without_multicast(), torch.cuda.device(device):
-        memory: Tensor = symm_mem.empty(BUFFERS * each, dtype=torch.uint8, device=device)
+        memory: Tensor = symm_mem.empty(count * each, dtype=torch.uint8, device=device)
         memory.zero_()
         torch.cuda.synchronize(device)
         handle = symm_mem.rendezvous(memory, ranks.group)
@@ -193,14 +305,14 @@ def _connect(shape: ExchangeShape, ranks: Communicator, device: torch.device) ->
     if not all(handle.buffer_ptrs):
         raise CommunicationError("torch's symmetric memory gave no address of another rank's memory")
     buffers = []
-    for number in range(BUFFERS):
+    for number in range(count):
         alarm = torch.zeros((shape.ranks,), dtype=torch.int32, pin_memory=True)
         addresses = [*(address + number * each for address in first), alarm.data_ptr()]
         buffers.append(
             ExchangeBuffer(
                 shape,
                 handle.rank,
-                memory[number * each : number * each + shape.nbytes],
+                memory[number * each : (number + 1) * each],
                 torch.tensor(addresses, dtype=torch.int64, device=device),
                 ExchangeBuffer.state_of(shape.ranks, device),
                 alarm,
@@ -208,4 +320,4 @@ def _connect(shape: ExchangeShape, ranks: Communicator, device: torch.device) ->
         )
     torch.cuda.synchronize(device)
     _told(ranks, None)  # nobody writes before all are ready
-    return ExchangeBuffers(buffers, keep=handle)
+    return buffers, handle

@@ -151,6 +151,47 @@ def wait_for_ranks(signals, state, addresses, step, ranks, limit, THREADS: tl.co
     return left + late
 
 
+@triton.jit
+def token_codes(
+    x,
+    token,
+    chunk,
+    tokens,
+    columns,
+    stride_x,
+    CODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    dtype: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """(codes, scale, group, column, mask) of GROUPS groups of GROUP columns of a token; zeros of one that is none."""
+    group = chunk * GROUPS + tl.arange(0, GROUPS)[:, None]
+    column = group * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = column < tl.where(token < tokens, columns, 0)
+    values = tl.load(x + token.to(tl.int64) * stride_x + column, mask=mask, other=0.0)
+    if CODE != "":
+        values = values.to(tl.float32)
+        scale = scale_of(tl.max(magnitude_bits(values), axis=1, keep_dims=True), CODE, SCALE)
+        divisor, inverse = divisor_of(scale)
+        codes = encode(divide_by(values, divisor, inverse), CODE, dtype)
+    else:
+        codes = values
+        scale = 0
+    return codes, scale, group, column, mask
+
+
+@triton.jit(do_not_specialize=["me"])
+def signal_kernel(addresses, state, place, me, ranks, NEXT: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr):
+    """Signals to all ranks what the launches before it have written; NEXT: of a call that begins."""
+    call = tl.load(state + CALL)
+    if NEXT:
+        call += 1
+        tl.debug_barrier()
+        tl.store(state + CALL, call)
+    signal_ranks(addresses, place, call, me, ranks, BLOCK_W)
+
+
 @triton.jit(do_not_specialize=["tokens", "offset", "me", "capacity"])
 def dispatch_kernel(
     x,
@@ -184,14 +225,15 @@ def dispatch_kernel(
     GROUP: tl.constexpr,
     BLOCK_W: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SIGNAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (t, c) quantises GROUPS groups of GROUP columns of token t and writes them for all ranks that need them.
 
     With `positions` into `out`, rank after rank, a rank's tokens by their positions.  Without them into the buffers
     at `addresses`, as row me * capacity + t; there every row up to the capacity gets expert numbers, of no expert where
-    nothing comes, and the last program signals.  layout = (first byte, bytes of a row) of hidden states, scales, router
-    weights, expert numbers, adapters.  places [M, ranks]: row of what comes back, -1 for nothing.
+    nothing comes, and with SIGNAL the last program signals.  layout = (first byte, bytes of a row) of hidden states,
+    scales, router weights, expert numbers, adapters.  places [M, ranks]: row of what comes back, -1 for nothing.
     """
     token = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -204,17 +246,9 @@ def dispatch_kernel(
     owner = tl.where(slot >= 0, slot // stride, -1)
     router = tl.load(weights + pair, mask=inside, other=0.0)
 
-    group = chunk * GROUPS + tl.arange(0, GROUPS)[:, None]
-    column = group * GROUP + tl.arange(0, GROUP)[None, :]
-    mask = column < tl.where(token < tokens, columns, 0)
-    values = tl.load(x + token.to(tl.int64) * stride_x + column, mask=mask, other=0.0)
-    if CODE != "":
-        values = values.to(tl.float32)
-        scale = scale_of(tl.max(magnitude_bits(values), axis=1, keep_dims=True), CODE, SCALE)
-        divisor, inverse = divisor_of(scale)
-        codes = encode(divide_by(values, divisor, inverse), CODE, dtype)
-    else:
-        codes = values
+    codes, scale, group, column, mask = token_codes(
+        x, token, chunk, tokens, columns, stride_x, CODE, SCALE, dtype, GROUPS, GROUP
+    )
     first = tl.program_id(0) * 0
     for rank in range(ranks):
         here = (owner == rank // copies) & (slot >= 0)
@@ -248,7 +282,7 @@ def dispatch_kernel(
                 tl.store(sent + slot_index, router, mask=inside)
                 if adapters is not None:
                     tl.store(part(base, adapter_at, row, adapter_row, tl.int32, False), tl.load(adapters + token))
-    if positions is None:  # noqa: SIM102 (a constant; the other is a value on the device)
+    if SIGNAL:  # noqa: SIM102 (a constant; the other is a value on the device)
         if last_program(state + ARRIVED):
             call = tl.load(state + CALL) + 1
             tl.store(state + CALL, call)
@@ -280,12 +314,13 @@ def return_kernel(
     BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SIGNAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (m, c) writes columns of row m of partial [ranks * capacity, K] to the rank that the token came from.
 
     There it is row me * capacity + m % capacity of what starts at byte `returned`.  Rows without an expert here stay.
-    The last program signals.
+    With SIGNAL the last program signals.
     """
     index = tl.program_id(0)
     slot = tl.arange(0, BLOCK_K)
@@ -297,8 +332,9 @@ def return_kernel(
         row = (me * capacity + index % capacity).to(tl.int64)
         target = part(base, returned, row, row_bytes, partial.dtype.element_ty, ALIGNED)
         tl.store(target + column, values, mask=column < columns)
-    if last_program(state + RETURNED):
-        signal_ranks(addresses, signals, tl.load(state + CALL), me, ranks, BLOCK_W)
+    if SIGNAL:  # noqa: SIM102 (a constant; the other is a value on the device)
+        if last_program(state + RETURNED):
+            signal_ranks(addresses, signals, tl.load(state + CALL), me, ranks, BLOCK_W)
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -316,10 +352,18 @@ def combine_kernel(
     limit,
     BLOCK: tl.constexpr,
     THREADS: tl.constexpr,
+    WAIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """output[t] = sum over ranks, ascending, of returned[places[t, rank]], in float32; NaN where ranks are missing."""
-    missing = wait_for_ranks(signals, state, addresses, 2, ranks, limit, THREADS)
+    """output[t] = sum over ranks, ascending, of returned[places[t, rank]], in float32; NaN where ranks are missing.
+
+    Each program waits for the ranks; without WAIT a launch before this one has done so.
+    """
+    if WAIT:
+        missing = wait_for_ranks(signals, state, addresses, 2, ranks, limit, THREADS)
+    else:
+        lane = tl.arange(0, THREADS)
+        missing = tl.sum(tl.load(state + LATE + lane, mask=lane < ranks, other=0), axis=0)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)

@@ -16,6 +16,8 @@ from moe_core.ops.token_layout import TokenCode, TokenLayout
 _CHUNK = 2048
 #: values of a thread
 _VECTOR = 8
+#: most programs of a launch that count themselves, each by a release that the whole system sees
+MOST_COUNTED = 1024
 
 
 def tile(code: TokenCode) -> tuple[int, int, int, int]:
@@ -52,21 +54,16 @@ def launch_dispatch(
     signals: int = 0,
     me: int = 0,
 ) -> None:
-    """Run `dispatch_kernel` on ``rows`` rows; see there."""
-    import triton.language as tl
+    """Run `dispatch_kernel` on ``rows`` rows; see there.
 
+    With ``addresses`` ranks are signalled at byte ``signals``: by the last program, or by a launch of its own where so
+    many of them would count themselves that this takes longer.
+    """
     from moe_core.ops._dispatch_kernels import dispatch_kernel
 
-    key = code.key
-    names: dict[torch.dtype, Any] = {
-        torch.bfloat16: tl.bfloat16,
-        torch.float16: tl.float16,
-        torch.float32: tl.float32,
-        torch.float8_e4m3fn: tl.float8e4nv,
-        torch.int8: tl.int8,
-    }
-    groups, group, chunks, warps = tile(code)
+    chunks = tile(code)[2]
     top_k = topk_ids.shape[1]
+    last_signals = addresses is not None and rows * chunks <= MOST_COUNTED
     launch(
         dispatch_kernel,
         (rows, chunks),
@@ -92,17 +89,47 @@ def launch_dispatch(
         ranks,
         me,
         rows,
-        CODE="" if key is None else "e4m3" if key.dtype == FP8_E4M3 else "int8",
-        SCALE="" if key is None else "e8m0" if is_e8m0(key.scale.dtype) else "float32",
-        dtype=names[code.code_dtype],
         TOP_K=top_k,
         BLOCK_K=power_of_two(top_k),
-        GROUPS=groups,
-        GROUP=group,
         BLOCK_W=power_of_two(ranks),
         ALIGNED=layout.is_aligned,
-        num_warps=warps,
-        enable_fp_fusion=False,  # as quantisation alone: the same bits
+        SIGNAL=last_signals,
+        **code_constants(code),
+    )
+    if addresses is not None and not last_signals:
+        launch_signal(addresses, state, signals, me, ranks, begins=True)
+
+
+def code_constants(code: TokenCode) -> dict[str, Any]:
+    """Constants and options of a kernel that stores tokens as ``code``."""
+    import triton.language as tl
+
+    key = code.key
+    names: dict[torch.dtype, Any] = {
+        torch.bfloat16: tl.bfloat16,
+        torch.float16: tl.float16,
+        torch.float32: tl.float32,
+        torch.float8_e4m3fn: tl.float8e4nv,
+        torch.int8: tl.int8,
+    }
+    groups, group, _, warps = tile(code)
+    return {
+        "CODE": "" if key is None else "e4m3" if key.dtype == FP8_E4M3 else "int8",
+        "SCALE": "" if key is None else "e8m0" if is_e8m0(key.scale.dtype) else "float32",
+        "dtype": names[code.code_dtype],
+        "GROUPS": groups,
+        "GROUP": group,
+        "num_warps": warps,
+        "enable_fp_fusion": False,  # as quantisation alone: the same bits
+    }
+
+
+def launch_signal(addresses: Tensor, state: Tensor | None, place: int, me: int, ranks: int, *, begins: bool) -> None:
+    """Tell all ranks, at byte ``place`` of their buffers, that what was launched before has been written."""
+    from moe_core.ops._dispatch_kernels import signal_kernel
+
+    launch(
+        signal_kernel, (1,), addresses, state, place, me, ranks, NEXT=begins, BLOCK_W=power_of_two(ranks), num_warps=1
     )
 
 

@@ -1,9 +1,12 @@
-"""Tokens packed for an all-to-all: each once for every rank that has some of its experts, on the device.
+"""Tokens packed for an all-to-all, each once for every rank that has some of its experts, or for an all-gather.
 
     positions, counts = count_destinations(topk_ids, tables, ranks=8)       # counts: to the host, for the all-to-all
     rows, places = pack_tokens(x, ..., positions, counts, rows=sum(counts)) # quantised straight into the send buffer
     ... all-to-all, experts, all-to-all back: back [rows, K] ...
     reduce_pairs(back, places, len(back), output, rows=places)              # float32, ranks ascending
+
+    rows = pack_all(x, ..., rows=most)                                      # for an all-gather
+    came = unpack(gathered, code, top_k, held=(first, count))                # what arrived, with local expert numbers
 
 Kernels only; the twins are `ReplicaTables.choose` and `quantize_activation`.  The same tokens give the same bytes at
 the same places on every run.
@@ -11,6 +14,7 @@ the same places on every run.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -112,3 +116,106 @@ def pack_tokens(
         counts=counts,
     )
     return packed, places
+
+
+def pack_all(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    tables: ReplicaTables,
+    code: TokenCode,
+    *,
+    rows: int,
+    offset: int = 0,
+    adapter_ids: Tensor | None = None,
+) -> Tensor:
+    """[rows, :attr:`TokenLayout.nbytes` of :meth:`TokenLayout.rows`] uint8: every token once, for all ranks.
+
+    Expert numbers are those of the tables' ``slots``, -1 for ids out of range.  Rows behind the last token have zeros
+    and experts -1.  Arguments as of :func:`pack_tokens`.
+    """
+    from moe_core.ops._dispatch_launch import code_constants, table_arguments, tile
+    from moe_core.ops._gather_kernels import gather_kernel
+
+    top_k = topk_ids.shape[1]
+    check_shape("x", x, (topk_ids.shape[0], code.columns))
+    check_dtype("topk_ids", topk_ids, (torch.int32, torch.int64))
+    layout = TokenLayout.rows(code, top_k, adapters=adapter_ids is not None)
+    packed = torch.empty((rows, layout.nbytes), dtype=torch.uint8, device=x.device)
+    launch(
+        gather_kernel,
+        (rows, tile(code)[2]),
+        x,
+        topk_ids,
+        topk_weights,
+        adapter_ids,
+        table_arguments(tables),
+        packed,
+        layout.numbers,
+        x.shape[0],
+        code.columns,
+        x.stride(0),
+        offset,
+        TOP_K=top_k,
+        BLOCK_K=power_of_two(top_k),
+        ALIGNED=layout.is_aligned,
+        **code_constants(code),
+    )
+    return packed
+
+
+@dataclass(frozen=True, eq=False)
+class UnpackedTokens:
+    """``hidden`` [M, K], rows in what was unpacked, with ``scale`` [M, groups] where it is codes; ``weights`` [M, k]
+    float32, ``experts`` [M, k] int32, ``adapters`` [M] int32 or None.
+    """
+
+    hidden: Tensor
+    scale: Tensor | None
+    weights: Tensor
+    experts: Tensor
+    adapters: Tensor | None
+
+
+def unpack(
+    packed: Tensor, code: TokenCode, top_k: int, *, adapters: bool = False, held: tuple[int, int] | None = None
+) -> UnpackedTokens:
+    """The tokens of ``packed`` [M, bytes], rows of :func:`pack_tokens` or :func:`pack_all` for ``code``.
+
+    ``held``: (first number, how many) of the experts that this rank has, whose numbers become 0, 1, …; those of others
+    become -1.  None: the numbers stay.  All but the hidden states is copied, by one launch.
+    """
+    import triton.language as tl
+
+    from moe_core.ops._gather_kernels import arrive_kernel
+
+    layout = TokenLayout.rows(code, top_k, adapters=adapters)
+    rows, device = packed.shape[0], packed.device
+    check_shape("packed", packed, ("M", layout.nbytes))
+    hidden = packed[:, : code.hidden_nbytes].view(code.code_dtype)
+    scale = None if code.key is None else torch.empty((rows, code.groups), dtype=code.scale_dtype, device=device)
+    weights = torch.empty((rows, top_k), dtype=torch.float32, device=device)
+    experts = torch.empty((rows, top_k), dtype=torch.int32, device=device)
+    numbers = torch.empty((rows,), dtype=torch.int32, device=device) if adapters else None
+    block, narrow = 32, scale is not None and scale.dtype.itemsize == 1
+    launch(
+        arrive_kernel,
+        (-(-rows // block),),
+        packed,
+        scale.view(torch.uint8) if scale is not None and narrow else scale,
+        weights,
+        experts,
+        numbers,
+        layout.numbers,
+        rows,
+        code.groups,
+        0 if held is None else held[0],
+        None if held is None else held[1],
+        dtype=tl.uint8 if narrow else tl.float32,
+        TOP_K=top_k,
+        BLOCK_K=power_of_two(top_k),
+        BLOCK_G=min(power_of_two(max(code.groups, 1)), 64),
+        BLOCK=block,
+        num_warps=4,
+    )
+    return UnpackedTokens(hidden, scale, weights, experts, numbers)

@@ -84,23 +84,29 @@ class ExchangeShape:
     @property
     def nbytes(self) -> int:
         """Of a buffer; codes with their scales take no more than the values in 16 bits."""
-        plain = self.layout(TokenCode(self.columns, self.dtype))
-        return self.arrived + plain.nbytes + 256
+        return self.nbytes_of(TokenCode(self.columns, self.dtype))
 
-    def check(self, tokens: int, code: TokenCode) -> None:
-        """Raise TensorError for more tokens than the capacity, or codes that a buffer has no room for."""
+    def nbytes_of(self, code: TokenCode) -> int:
+        """Of a buffer for tokens as ``code`` alone."""
+        return self.arrived + self.layout(code).nbytes + 256
+
+    def check(self, tokens: int, code: TokenCode, room: int | None = None) -> None:
+        """Raise TensorError for more tokens than the capacity, or codes that a buffer of ``room`` bytes can't take.
+
+        ``room``: default :attr:`nbytes`.
+        """
         if tokens > self.capacity:
             raise TensorError(f"hidden_states has {tokens} tokens, the buffers are for {self.capacity} of each rank")
-        nbytes = self.layout(code).nbytes
-        if self.arrived + nbytes > self.nbytes:
-            raise TensorError(f"tokens as {code} take {nbytes} bytes, more than in {self.dtype}: take larger groups")
+        needed, there = self.nbytes_of(code), self.nbytes if room is None else room
+        if needed > there:
+            raise TensorError(f"tokens as {code} take {needed} bytes, the buffers have {there}: take larger groups")
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangeBuffer:
     """A rank's buffer, and how others' are reached.
 
-    - ``memory`` [:attr:`ExchangeShape.nbytes`] uint8; signals are 0 at the start
+    - ``memory`` [:attr:`ExchangeShape.nbytes` or more] uint8; signals are 0 at the start
     - ``addresses`` [ranks + 1] int64, on the device: where each rank's ``memory`` is, as this rank reaches it, and
       where ``alarm`` is
     - ``state`` [4 + ranks] int32 on the device, 0 at the start
@@ -194,7 +200,7 @@ def push_tokens(
 
     shape = buffer.shape
     tokens = x.shape[0]
-    shape.check(tokens, code)
+    shape.check(tokens, code, buffer.memory.shape[0])
     places = torch.empty((tokens, shape.ranks), dtype=torch.int32, device=x.device)
     launch_dispatch(
         x,
@@ -245,6 +251,7 @@ def push_results(buffer: ExchangeBuffer, partial: Tensor, experts: Tensor) -> No
     ``experts`` [R, k]: of :class:`ArrivedTokens`.
     """
     from moe_core.ops._dispatch_kernels import return_kernel
+    from moe_core.ops._dispatch_launch import MOST_COUNTED, launch_signal
 
     shape = buffer.shape
     if tuple(partial.shape) != (shape.rows, shape.columns) or partial.dtype != shape.dtype:
@@ -252,9 +259,11 @@ def push_results(buffer: ExchangeBuffer, partial: Tensor, experts: Tensor) -> No
             f"results are {partial.dtype} {list(partial.shape)}, expected {shape.dtype} {[shape.rows, shape.columns]}"
         )
     block, warps = _columns(shape.columns)
+    chunks = -(-shape.columns // block)
+    last_signals = shape.rows * chunks <= MOST_COUNTED
     launch(
         return_kernel,
-        (shape.rows, -(-shape.columns // block)),
+        (shape.rows, chunks),
         partial,
         experts,
         buffer.addresses,
@@ -272,8 +281,11 @@ def push_results(buffer: ExchangeBuffer, partial: Tensor, experts: Tensor) -> No
         BLOCK=block,
         BLOCK_W=power_of_two(shape.ranks),
         ALIGNED=shape.result_nbytes % 16 == 0,
+        SIGNAL=last_signals,
         num_warps=warps,
     )
+    if not last_signals:
+        launch_signal(buffer.addresses, buffer.state, shape.signal_nbytes, buffer.rank, shape.ranks, begins=False)
 
 
 def combine_results(buffer: ExchangeBuffer, places: Tensor, output: Tensor, *, timeout: float) -> None:
@@ -283,6 +295,7 @@ def combine_results(buffer: ExchangeBuffer, places: Tensor, output: Tensor, *, t
     all of the output is NaN.
     """
     from moe_core.ops._dispatch_kernels import combine_kernel
+    from moe_core.ops._dispatch_launch import MOST_COUNTED
 
     shape = buffer.shape
     # a rank without tokens waits too: nobody may write into a buffer that others have not finished with
@@ -290,7 +303,11 @@ def combine_results(buffer: ExchangeBuffer, places: Tensor, output: Tensor, *, t
     if tokens == 0:
         _wait(buffer, 2, timeout)
         return
-    block = min(power_of_two(columns), 512)
+    block, warps = min(power_of_two(columns), 512), _WARPS
+    each_waits = tokens * -(-columns // block) <= MOST_COUNTED
+    if not each_waits:
+        _wait(buffer, 2, timeout)
+        block, warps = _columns(columns)
     returned = buffer.view(shape.returned, (shape.rows, shape.columns), shape.dtype)
     launch(
         combine_kernel,
@@ -308,7 +325,8 @@ def combine_results(buffer: ExchangeBuffer, places: Tensor, output: Tensor, *, t
         _nanoseconds(timeout),
         BLOCK=block,
         THREADS=32 * _WARPS,
-        num_warps=_WARPS,
+        WAIT=each_waits,
+        num_warps=warps,
         enable_fp_fusion=False,
     )
 

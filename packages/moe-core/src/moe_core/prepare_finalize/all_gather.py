@@ -6,8 +6,9 @@ graphs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial as bound
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_core.config import TokenSharing
+from moe_core.ops.token_layout import TokenCode
 from moe_core.pending import Pending
 from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.prepare_finalize.collective import CollectivePrepareAndFinalize, local_experts
-from moe_core.prepare_finalize.token_rows import Tokens
+from moe_core.prepare_finalize.token_rows import Tokens, unpacked
 from moe_core.quant_key import QuantKey
 
 
@@ -43,28 +45,66 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
     )
 
     def dispatch(
-        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
+        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
     ) -> Pending[tuple[Tokens, object]]:
-        tokens = tokens.quantized(quantize_as)
-        tables = self.destinations.tables(tokens.experts.device)
-        ranks, local = self.destinations.choose(tokens.experts)
-        leaving = replace(tokens, experts=torch.where(ranks < 0, -1, ranks * tables.stride + local))
-        count = len(leaving.experts)
-        most = max(self._counts(leaving, tokens_per_rank))
-        rows = leaving.pack()
-        if most > count:
-            rows = F.pad(rows, (0, 0, 0, most - count))
-            rows[count:, leaving.expert_bytes()] = 255  # -1: no expert
+        from moe_core.ops._backend import use_triton
+
+        most = max(self.counts(tokens, tokens_per_rank))
+        pack = self._pack if use_triton(tokens.hidden_states, "auto") else self._pack_torch
+        rows, unpack = pack(tokens, quantize_as, most)
         if rows.is_meta or not most:
-            return Pending.done((self._arrived(leaving, rows), _Rows(most)))
+            return Pending.done((unpack(rows), _Rows(most)))
         gathered = rows.new_empty(self.ranks.parallel.dp_size * most, rows.shape[1])
         gathering = self.exchange.begin("tokens are gathered (all-gather)", dist.all_gather_into_tensor, gathered, rows)
 
         def finish() -> tuple[Tokens, object]:
             gathering.wait()
-            return self._arrived(leaving, gathered), _Rows(most)
+            return unpack(gathered), _Rows(most)
 
         return Pending(finish)
+
+    def _pack(
+        self, tokens: Tokens, quantize_as: QuantKey | None, most: int
+    ) -> tuple[Tensor, Callable[[Tensor], Tokens]]:
+        """``most`` rows of bytes, behind the tokens some of no expert; and what tokens arrive as. By kernels."""
+        from moe_core.ops.dispatch import pack_all
+
+        hidden, ids = tokens.hidden_states, tokens.experts
+        tables = self.destinations.tables(ids.device)
+        code = TokenCode(hidden.shape[1], hidden.dtype, quantize_as)
+        rows = pack_all(
+            hidden,
+            ids,
+            tokens.weights,
+            tables,
+            code,
+            rows=most,
+            offset=self.destinations.offset,
+            adapter_ids=tokens.adapter_ids,
+        )
+        held = self.destinations.ep_rank * tables.stride, tables.stride
+        adapters = tokens.adapter_ids is not None
+        return rows, bound(unpacked, code=code, top_k=ids.shape[1], adapters=adapters, held=held)
+
+    def _pack_torch(
+        self, tokens: Tokens, quantize_as: QuantKey | None, most: int
+    ) -> tuple[Tensor, Callable[[Tensor], Tokens]]:
+        """The same by torch."""
+        tokens = tokens.quantized(quantize_as)
+        stride = self.destinations.tables(tokens.experts.device).stride
+        ranks, local = self.destinations.choose(tokens.experts)
+        leaving = replace(tokens, experts=torch.where(ranks < 0, -1, ranks * stride + local))
+        count = len(leaving.experts)
+        rows = leaving.pack()
+        if most > count:
+            rows = F.pad(rows, (0, 0, 0, most - count))
+            rows[count:, leaving.expert_bytes()] = 255  # -1: no expert
+
+        def unpack(rows: Tensor) -> Tokens:
+            found = leaving.unpack(rows)
+            return replace(found, experts=local_experts(found.experts, stride, self.destinations.ep_rank))
+
+        return rows, unpack
 
     def combine(self, output: Tensor, partial: Tensor, way_back: object) -> Pending[None]:
         if not isinstance(way_back, _Rows):
@@ -81,21 +121,3 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
                 output.copy_(own[: output.shape[0]])
 
         return Pending(finish)
-
-    def _arrived(self, leaving: Tokens, rows: Tensor) -> Tokens:
-        found = leaving.unpack(rows)
-        stride = self.destinations.tables(rows.device).stride
-        return replace(found, experts=local_experts(found.experts, stride, self.destinations.ep_rank))
-
-    def _counts(self, tokens: Tokens, given: Sequence[int] | None) -> Sequence[int]:
-        """How many tokens each rank brings."""
-        own, size = len(tokens.experts), self.ranks.parallel.dp_size
-        if given is not None:
-            return given
-        device = tokens.experts.device
-        if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return [own] * size
-        what = "ranks tell how many tokens they bring (all-gather)"
-        counts = torch.empty(size, dtype=torch.int64, device=device)
-        self.exchange.begin(what, dist.all_gather_into_tensor, counts, counts.new_full((1,), own)).wait()
-        return self.exchange.numbers(counts, what)

@@ -1,35 +1,49 @@
 """Tokens go to the ranks of their experts only: each once per rank, however many of its experts are there.
 
-What crosses ranks is smaller than with an all-gather where a token's experts are on few of them.  How many rows go
-where depends on the routing, and the host has to know: this is the way for many tokens, not for CUDA graphs.
+What crosses ranks is smaller than with an all-gather where a token's experts are on few of them.
+
+GPUs of one host that map each other's memory write tokens and results straight into it, with room for as many tokens of
+each rank as the rank with most has: the routing stays on the device.  Elsewhere torch's all-to-all moves rows without
+gaps, and the host waits for the routing, since it has to know how many go where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial as bound
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_core.config import TokenSharing
+from moe_core.config import FusedMoEConfig, TokenSharing
 from moe_core.errors import ConfigError
+from moe_core.ops.exchange import ExchangeBuffer, ExchangeShape
+from moe_core.ops.token_layout import TokenCode
 from moe_core.pending import Pending
 from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.prepare_finalize.collective import CollectivePrepareAndFinalize
-from moe_core.prepare_finalize.token_rows import Tokens
+from moe_core.prepare_finalize.pushed import PushedTokens, check_came, push, push_back
+from moe_core.prepare_finalize.token_rows import Tokens, unpacked
 from moe_core.quant_key import QuantKey
+
+if TYPE_CHECKING:
+    from moe_core.distributed.groups import ParallelGroups
+    from moe_core.distributed.symmetric import ExchangeRoom
+    from moe_core.expert_parallel import ExpertPlacement
 
 
 @dataclass(frozen=True, eq=False)
 class _Leaving:
-    """Tokens that leave: ``packed`` rows in the order of ranks, ``like`` the parts of a row, ``left`` rows for each
-    rank, ``came`` rows from each; ``places`` [M, ranks] int32: where a token's results come back, -1 for nowhere.
+    """Tokens that leave: ``packed`` rows in the order of ranks, what to ``unpack`` those with that come, ``left`` rows
+    for each rank, ``came`` rows from each; ``places`` [M, ranks] int32: where a token's results come back, -1 for
+    nowhere.
     """
 
     packed: Tensor
-    like: Tokens
+    unpack: Callable[[Tensor], Tokens]
     left: list[int]
     came: list[int]
     places: Tensor
@@ -48,11 +62,72 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         quantizes=True,
         cuda_graph=False,
         verified_on=("cpu",),
+        notes="can be captured in CUDA graphs where GPUs share memory",
     )
+    #: most bytes of a buffer that other GPUs write into; calls that need more go by torch's all-to-all
+    most_shared = 4 * 2**30
+
+    @property
+    def capturable(self) -> bool:
+        return self._room is not None
+
+    def __init__(
+        self,
+        config: FusedMoEConfig,
+        groups: ParallelGroups | None = None,
+        *,
+        placement: ExpertPlacement | None = None,
+    ) -> None:
+        super().__init__(config, groups, placement=placement)
+        self._room: ExchangeRoom | None = None
+        self._connected = False
+
+    def connect(self, device: torch.device) -> None:
+        """Find out whether GPUs share memory; the first call does it too.  All ranks call it at the same time."""
+        from moe_core.distributed.symmetric import ExchangeRoom
+
+        if not self._connected and device.type == "cuda" and self.most_shared:
+            if torch.cuda.is_current_stream_capturing():
+                raise ConfigError("GPUs share memory from the first call on: make one before capturing a CUDA graph")
+            self._room = ExchangeRoom.connect(self.exchange, self.ranks, device)
+            self.destinations.tables(device)
+        self._connected = True
+
+    def check(self) -> None:
+        """As of :meth:`LowLatencyPrepareAndFinalize.check`, of calls that write into other GPUs' memory."""
+        check_came(self, [] if self._room is None else self._room.missing)
 
     def dispatch(
-        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
+        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
     ) -> Pending[tuple[Tokens, object]]:
+        device = tokens.experts.device
+        if device.type != "meta":
+            self.connect(device)
+        if gaps and self._room is not None:
+            pushing = self._push(self._room, tokens, tokens_per_rank, quantize_as)
+            if pushing is not None:
+                return pushing
+        return self._send(tokens, quantize_as)
+
+    def _push(
+        self, room: ExchangeRoom, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
+    ) -> Pending[tuple[Tokens, object]] | None:
+        """Into other GPUs' memory; None where that would take too much of it."""
+        hidden = tokens.hidden_states
+        most = max(1, *self.counts(tokens, tokens_per_rank))
+        shape = ExchangeShape(self.ranks.parallel.dp_size, most, hidden.shape[1], tokens.experts.shape[1], hidden.dtype)
+        code = TokenCode(hidden.shape[1], hidden.dtype, quantize_as)
+        nbytes = shape.nbytes_of(code)
+        if nbytes > self.most_shared:
+            return None
+        if hidden.is_meta:
+            return push(self, tokens, code, ExchangeBuffer.meta(shape), lambda: None)
+        self.check()
+        number, buffer = room.take(shape, nbytes)
+        return push(self, tokens, code, buffer, bound(room.release, number))
+
+    def _send(self, tokens: Tokens, quantize_as: QuantKey | None) -> Pending[tuple[Tokens, object]]:
+        """By torch's all-to-all."""
         from moe_core.ops._backend import use_triton
 
         device = tokens.experts.device
@@ -61,8 +136,8 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
             return Pending.done((came.unpack(came.pack()), None))
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
-                f"all2all_backend {self.name!r} can't be captured in a CUDA graph, since the host must know how many "
-                "tokens go where; take 'allgather_reducescatter' or 'low_latency' for calls in graphs"
+                f"all2all_backend {self.name!r} can't be captured in a CUDA graph here, since the host must know how "
+                "many tokens go where; take 'allgather_reducescatter' or 'low_latency' for calls in graphs"
             )
         pack = self._pack if use_triton(tokens.hidden_states, "auto") else self._pack_torch
         leaving = pack(tokens, quantize_as)
@@ -78,14 +153,13 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
 
         def finish() -> tuple[Tokens, object]:
             moving.wait()
-            return leaving.like.unpack(received), leaving
+            return leaving.unpack(received), leaving
 
         return Pending(finish)
 
     def _pack(self, tokens: Tokens, quantize_as: QuantKey | None) -> _Leaving:
         """Counted, quantised and packed by kernels."""
         from moe_core.ops.dispatch import count_destinations, pack_tokens
-        from moe_core.ops.token_layout import TokenCode
 
         hidden, ids = tokens.hidden_states, tokens.experts
         tables = self.destinations.tables(ids.device)
@@ -105,14 +179,8 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
             adapter_ids=tokens.adapter_ids,
             **where,
         )
-        like = Tokens(
-            hidden.new_empty((0, code.columns), dtype=code.code_dtype),
-            None if quantize_as is None else hidden.new_empty((0, code.groups), dtype=code.scale_dtype),
-            tokens.weights[:0],
-            ids[:0].int(),
-            None if tokens.adapter_ids is None else tokens.adapter_ids[:0],
-        )
-        return _Leaving(packed, like, left, came, places)
+        unpack = bound(unpacked, code=code, top_k=ids.shape[1], adapters=tokens.adapter_ids is not None)
+        return _Leaving(packed, unpack, left, came, places)
 
     def _pack_torch(self, tokens: Tokens, quantize_as: QuantKey | None) -> _Leaving:
         """The same bytes, by torch."""
@@ -133,17 +201,17 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
             torch.where(own, local[token], -1),
             None if tokens.adapter_ids is None else tokens.adapter_ids[token],
         )
-        return _Leaving(sent.pack(), sent, left, came, torch.where(wanted, place, -1).int())
+        return _Leaving(sent.pack(), sent.unpack, left, came, torch.where(wanted, place, -1).int())
 
     def _numbers(self, counts: Tensor) -> tuple[list[int], list[int]]:
         """How many tokens leave for each rank (``counts`` [ranks] int32) and come from each, on the host."""
-        incoming = torch.empty_like(counts)
-        what = "ranks tell how many tokens they send (all-to-all)"
-        self.exchange.begin(what, dist.all_to_all_single, incoming, counts).wait()
-        numbers = self.exchange.numbers(torch.stack([counts, incoming]).flatten(), what)
-        return numbers[: len(counts)], numbers[len(counts) :]
+        what = "ranks tell how many tokens they send"
+        left = self.exchange.numbers(counts, what)
+        return left, [numbers[self.ranks.parallel.dp_rank] for numbers in self.tell(left, what)]
 
     def combine(self, output: Tensor, partial: Tensor, way_back: object) -> Pending[None]:
+        if isinstance(way_back, PushedTokens):
+            return push_back(self, way_back, output, partial)
         if partial.is_meta:
             return Pending.done(None)
         if not isinstance(way_back, _Leaving):

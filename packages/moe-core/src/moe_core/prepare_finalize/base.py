@@ -176,6 +176,11 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         return [*found, *cls.extra_reasons(config, experts, device)]
 
     @property
+    def capturable(self) -> bool:
+        """Whether calls may be captured in CUDA graphs: the claim, unless this is known of the ranks."""
+        return self.claims.cuda_graph
+
+    @property
     def maps_experts(self) -> bool:
         """Whether it knows by itself which experts this rank has: the caller gives no expert map."""
         return False

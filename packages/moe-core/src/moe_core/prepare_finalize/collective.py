@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig, TokenSharing
@@ -115,7 +116,9 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
                 )
         own = quantize_as is not None and self.travels_quantized(quantize_as)
         leaving = Tokens(hidden_states, None, routing.topk_weights, routing.topk_ids, routing.adapter_ids)
-        arriving = self.dispatch(leaving, counts, quantize_as if own else None)
+        # a scale that tokens share would span rows that no token is in
+        gaps = own or quantize_as is None or quantize_as.is_static
+        arriving = self.dispatch(leaving, counts, quantize_as if own else None, gaps=gaps)
 
         def arrived() -> Prepared:
             tokens, way_back = arriving.wait()
@@ -148,13 +151,41 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             return Pending.done(None)
         return all_reduced(output, self.ranks, self.ranks.tp)
 
+    def counts(self, tokens: Tokens, given: Sequence[int] | None) -> Sequence[int]:
+        """How many tokens each rank that exchanges some brings: what is ``given``, or told by the ranks.
+
+        Under CUDA-graph capture all bring as many as this one.
+        """
+        own, size = len(tokens.experts), self.ranks.parallel.dp_size
+        if given is not None:
+            return given
+        device = tokens.experts.device
+        if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return [own] * size
+        return [numbers[0] for numbers in self.tell([own], "ranks tell how many tokens they bring (host)")]
+
+    def tell(self, numbers: Sequence[int], what: str) -> list[list[int]]:
+        """What each rank tells the others, as many integers as this one."""
+        from moe_core.distributed.host_numbers import HostNumbers
+
+        table = HostNumbers.connect(self.exchange, what)
+        if table is not None:
+            return table.tell(numbers, what)
+        width, size = len(numbers), self.ranks.parallel.dp_size
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.exchange.device)
+        told = mine.new_empty(size * width)
+        self.exchange.begin(what, dist.all_gather_into_tensor, told, mine).wait()
+        found = self.exchange.numbers(told, what)
+        return [found[start : start + width] for start in range(0, len(found), width)]
+
     @abstractmethod
     def dispatch(
-        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
+        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
     ) -> Pending[tuple[Tokens, object]]:
         """Begin to send this rank's tokens, with global expert ids, to the ranks of their experts.
 
-        They are quantised as ``quantize_as``, where that is given, before they leave.  The result: the tokens that
+        They are quantised as ``quantize_as``, where that is given, before they leave.  ``gaps``: among the tokens that
+        come may be rows that nobody sent, of any content and of experts -1.  The result: the tokens that
         came, with the local index of each expert, -1 where another rank computes it; and what :meth:`combine` is
         given of their way.
         """

@@ -87,7 +87,7 @@ class DeepEPPrepareAndFinalize(CollectivePrepareAndFinalize):
         return key.is_token_wise and key.dtype == FP8_E4M3 and key.scale.dtype is torch.float32
 
     def dispatch(
-        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
+        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
     ) -> Pending[tuple[Tokens, object]]:
         tokens = tokens.quantized(quantize_as)
         device = tokens.experts.device

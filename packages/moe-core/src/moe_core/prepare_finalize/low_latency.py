@@ -7,7 +7,7 @@ other numbers of tokens, or none, replay the same CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial as bound
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,21 +15,13 @@ from torch import Tensor
 
 from moe_core.config import FusedMoEConfig, TokenSharing
 from moe_core.device import cuda
-from moe_core.errors import CommunicationError, ConfigError
-from moe_core.ops.exchange import (
-    MAX_RANKS,
-    ExchangeBuffer,
-    ExchangeShape,
-    arrived_tokens,
-    await_tokens,
-    combine_results,
-    push_results,
-    push_tokens,
-)
+from moe_core.errors import ConfigError
+from moe_core.ops.exchange import MAX_RANKS, ExchangeBuffer, ExchangeShape
 from moe_core.ops.token_layout import TokenCode
 from moe_core.pending import Pending
 from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.prepare_finalize.collective import CollectivePrepareAndFinalize
+from moe_core.prepare_finalize.pushed import PushedTokens, check_came, push, push_back
 from moe_core.prepare_finalize.token_rows import Tokens
 from moe_core.quant_key import QuantKey
 
@@ -37,16 +29,6 @@ if TYPE_CHECKING:
     from moe_core.distributed.groups import ParallelGroups
     from moe_core.distributed.symmetric import ExchangeBuffers
     from moe_core.expert_parallel import ExpertPlacement
-
-
-@dataclass(frozen=True, eq=False)
-class _WayBack:
-    """Which buffer the call has, the experts of its rows, and where this rank's results come back."""
-
-    number: int
-    buffer: ExchangeBuffer
-    experts: Tensor
-    places: Tensor
 
 
 class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
@@ -105,56 +87,27 @@ class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
 
         It does not wait for the device.
         """
-        missing = [] if self._buffers is None else self._buffers.missing
-        if missing:
-            names = [self.exchange.members[rank] for rank in missing]
-            raise CommunicationError(
-                f"tokens were exchanged (low latency), and ranks {names} did not come within "
-                f"{self.ranks.timeout.total_seconds():g} s: they have died, hang, or make other calls (see their "
-                "output); outputs since then are NaN; make the groups and layers anew on all ranks"
-            )
+        check_came(self, [] if self._buffers is None else self._buffers.missing)
 
     def max_tokens(self, num_tokens: int) -> int:
         return self.shape.rows
 
     def dispatch(
-        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
+        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
     ) -> Pending[tuple[Tokens, object]]:
         code = TokenCode(self.shape.columns, self.shape.dtype, quantize_as)
         self.shape.check(len(tokens.hidden_states), code)
         number, buffer = self._take(tokens.hidden_states.device)
-        places = push_tokens(
-            buffer,
-            tokens.hidden_states,
-            tokens.experts,
-            tokens.weights,
-            self.destinations.tables(tokens.experts.device),
-            code,
-            copies=self.copies,
-            offset=self.destinations.offset,
-            adapter_ids=tokens.adapter_ids,
-        )
-
-        def finish() -> tuple[Tokens, object]:
-            await_tokens(buffer, timeout=self.ranks.timeout.total_seconds())
-            came = arrived_tokens(buffer, code)
-            adapters = None if tokens.adapter_ids is None else came.adapters
-            way_back = _WayBack(number, buffer, came.experts, places)
-            return Tokens(came.hidden, came.scale, came.weights, came.experts, adapters), way_back
-
-        return Pending(finish)
+        return push(self, tokens, code, buffer, bound(self._release, number))
 
     def combine(self, output: Tensor, partial: Tensor, way_back: object) -> Pending[None]:
-        if not isinstance(way_back, _WayBack):
+        if not isinstance(way_back, PushedTokens):
             raise TypeError(f"combine got {way_back!r}, expected what dispatch returned")
-        push_results(way_back.buffer, partial, way_back.experts)
+        return push_back(self, way_back, output, partial)
 
-        def finish() -> None:
-            combine_results(way_back.buffer, way_back.places, output, timeout=self.ranks.timeout.total_seconds())
-            if self._buffers is not None and not output.is_meta:
-                self._buffers.release(way_back.number)
-
-        return Pending(finish)
+    def _release(self, number: int) -> None:
+        if self._buffers is not None:
+            self._buffers.release(number)
 
     def _take(self, device: torch.device) -> tuple[int, ExchangeBuffer]:
         """The buffer of a call that begins."""

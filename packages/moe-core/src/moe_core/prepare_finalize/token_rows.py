@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_core.ops.token_layout import TokenCode
 from moe_core.quant_key import QuantKey
 
 #: what vector loads of hidden states ask for
@@ -85,6 +86,16 @@ class Tokens:
         weights, experts = rest[:2]
         adapters = None if self.adapter_ids is None else rest[2].flatten()
         return Tokens(hidden, scale, weights, experts, adapters)
+
+
+def unpacked(
+    rows: Tensor, code: TokenCode, top_k: int, *, adapters: bool, held: tuple[int, int] | None = None
+) -> Tokens:
+    """The tokens of ``rows``, by one launch: :func:`moe_core.ops.dispatch.unpack`."""
+    from moe_core.ops.dispatch import unpack
+
+    found = unpack(rows, code, top_k, adapters=adapters, held=held)
+    return Tokens(found.hidden, found.scale, found.weights, found.experts, found.adapters)
 
 
 def _padded(part: Tensor) -> int:

@@ -1,0 +1,95 @@
+"""The steps of ways on which tokens are written straight into the memory of other GPUs, which the device waits for.
+
+See :mod:`moe_core.ops.exchange`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_core.errors import CommunicationError
+from moe_core.ops.exchange import (
+    ExchangeBuffer,
+    arrived_tokens,
+    await_tokens,
+    combine_results,
+    push_results,
+    push_tokens,
+)
+from moe_core.ops.token_layout import TokenCode
+from moe_core.pending import Pending
+from moe_core.prepare_finalize.collective import CollectivePrepareAndFinalize
+from moe_core.prepare_finalize.token_rows import Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class PushedTokens:
+    """A call's buffer, the experts of its rows, and where this rank's results come back.
+
+    ``release`` tells that the call has ended.
+    """
+
+    buffer: ExchangeBuffer
+    experts: Tensor
+    places: Tensor
+    release: Callable[[], None]
+
+
+def push(
+    way: CollectivePrepareAndFinalize,
+    tokens: Tokens,
+    code: TokenCode,
+    buffer: ExchangeBuffer,
+    release: Callable[[], None],
+) -> Pending[tuple[Tokens, object]]:
+    """Begin to push ``tokens`` as ``code`` into ``buffer`` of each rank; as ``dispatch`` of a way."""
+    places = push_tokens(
+        buffer,
+        tokens.hidden_states,
+        tokens.experts,
+        tokens.weights,
+        way.destinations.tables(tokens.experts.device),
+        code,
+        copies=way.copies,
+        offset=way.destinations.offset,
+        adapter_ids=tokens.adapter_ids,
+    )
+
+    def finish() -> tuple[Tokens, object]:
+        await_tokens(buffer, timeout=way.ranks.timeout.total_seconds())
+        came = arrived_tokens(buffer, code)
+        adapters = None if tokens.adapter_ids is None else came.adapters
+        return (
+            Tokens(came.hidden, came.scale, came.weights, came.experts, adapters),
+            PushedTokens(buffer, came.experts, places, release),
+        )
+
+    return Pending(finish)
+
+
+def push_back(
+    way: CollectivePrepareAndFinalize, pushed: PushedTokens, output: Tensor, partial: Tensor
+) -> Pending[None]:
+    """Begin to push results back; as ``combine`` of a way."""
+    push_results(pushed.buffer, partial, pushed.experts)
+
+    def finish() -> None:
+        combine_results(pushed.buffer, pushed.places, output, timeout=way.ranks.timeout.total_seconds())
+        if not output.is_meta:
+            pushed.release()
+
+    return Pending(finish)
+
+
+def check_came(way: CollectivePrepareAndFinalize, missing: list[int]) -> None:
+    """Raise CommunicationError where the device has told that ranks ``missing`` were waited for in vain."""
+    if missing:
+        names = [way.exchange.members[rank] for rank in missing]
+        raise CommunicationError(
+            f"tokens were exchanged ({way.name}), and ranks {names} did not come within "
+            f"{way.ranks.timeout.total_seconds():g} s: they have died, hang, or make other calls (see their "
+            "output); outputs since then are NaN; make the groups and layers anew on all ranks"
+        )
