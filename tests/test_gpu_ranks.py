@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import moe_core_gpu_ranks
 import pytest
 import torch
@@ -13,6 +18,7 @@ from moe_core import (
     kInt8DynamicTokenSym,
     kInt8StaticChannelSym,
     kMxfp4Static,
+    registry,
 )
 from moe_core.testing.ranks import run_ranks
 from moe_core_layers import Kind
@@ -36,6 +42,25 @@ def test_layers_over_two_gpus(way: str, placed: str) -> None:
     found = run_ranks(moe_core_gpu_ranks.layers, KINDS, [way], placed, ranks=2, backend="nccl", seconds=300)
     wrong = [message for rank in found for message in rank]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("spread", ["--tp", "--ep"])
+def test_a_command_on_two_gpus(tmp_path: Path, spread: str) -> None:
+    registry().scheme("fp8").write_quickstart(tmp_path)
+    launcher = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc-per-node=2",
+    )
+    command = (*launcher, "-m", "moe_core", "run", str(tmp_path), spread, "2", "--check", "--json")
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    data = json.loads(ended.stdout)
+    assert data["check"]["passed"]
+    assert data["selection"]["device"] != "cpu"
 
 
 def test_a_rank_that_is_gone_is_named() -> None:

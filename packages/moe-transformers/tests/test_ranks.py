@@ -10,27 +10,46 @@ import torch
 from moe_core import ConfigError
 from moe_core.testing.ranks import run_ranks
 from moe_transformers.ranks import groups_of, leave_to_moe_core
-from moe_transformers_checkpoints import E, N, checkpoint, logits, tokens
+from moe_transformers_checkpoints import E, K, N, checkpoint, logits, tokens
 from moe_transformers_ranks import models
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-#: heads and sizes that two ranks share evenly
-SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2}
+#: heads that two ranks share evenly
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    quantized, _ = checkpoint(tmp_path, "qwen3_moe", "compressed-tensors fp8", **SIZES)
+@pytest.mark.parametrize(
+    ("device", "hidden", "inter"),
+    [
+        ("cpu", K, N),
+        pytest.param(
+            "cuda",
+            256,  # sizes that kernels take
+            256,
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a GPU for each of two ranks"),
+            ],
+        ),
+    ],
+)
+def test_two_ranks(tmp_path: Path, device: str, hidden: int, inter: int) -> None:
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": inter, "intermediate_size": inter}
+    quantized, _ = checkpoint(tmp_path, "qwen3_moe", "compressed-tensors fp8", **HEADS, **sizes)
     with moe_transformers.loading(activation_key=None):
-        alone = AutoModelForCausalLM.from_pretrained(quantized, dtype=torch.float32)
-    expected = logits(alone, tokens(2, 7))
+        placed = {} if device == "cpu" else {"device_map": device}
+        alone = AutoModelForCausalLM.from_pretrained(quantized, dtype=torch.float32, **placed)
+    expected = logits(alone, tokens(2, 7).to(device)).cpu()
     whole = sum(p.numel() for p in alone.parameters())
-    for found in run_ranks(models, quantized, ranks=2, seconds=120):
+    backend = "gloo" if device == "cpu" else "nccl"
+    for found in run_ranks(models, quantized, device, ranks=2, backend=backend, seconds=240):
         for name, (result, (layers, experts, columns, held)) in found.items():
-            # sums in another order, in some forty steps: each of at most 96 terms in float32
-            assert (result - expected).norm() < 40 * 96**0.5 * 2.0**-24 * expected.norm(), name
+            # sums in another order, in some forty steps: each of so many terms in float32
+            bound = 40 * max(hidden, inter) ** 0.5 * 2.0**-24
+            assert (result - expected).norm() < bound * expected.norm(), name
             assert layers == 2
-            assert (experts, columns) == ((E, N // 2) if name.startswith("columns") else (E // 2, N))
+            assert (experts, columns) == ((E, inter // 2) if name.startswith("columns") else (E // 2, inter))
             assert held == whole if name == "experts alone" else held < 0.7 * whole
 
 

@@ -81,7 +81,7 @@ def test_every_rank_of_a_host_with_too_few_gpus_refuses(
 def test_run_and_bench_on_two_ranks(moe: Any, folder: Path, tmp_path: Path) -> None:
     outputs = {name: tmp_path / f"{name}.safetensors" for name in ("alone", "tp", "ep")}
     run = ("run", str(folder), "--tokens", "5", "--dtype", "fp32", "--json", "--output")
-    alone = moe(*run, outputs["alone"], "--device", "cpu").data
+    alone = moe(*run, outputs["alone"]).data
     commands = [
         [*run, str(outputs["tp"]), "--tp", "2", "--check"],
         [*run, str(outputs["ep"]), "--ep", "2", "--all2all", "alltoall", "--check"],
