@@ -27,8 +27,10 @@ from moe_core.errors import CheckpointError
 from moe_core.quant_key import QuantKey
 from moe_core.weights import MoEWeights
 
-#: of experts that are read at a time, as stored: small enough for a processor's cache
+#: of experts that are read at a time, as stored: small enough for a processor's cache, where values are looked at
 GROUP_BYTES = 8 << 20
+#: the same on the way to a GPU: so many that the calls between reads, each of which may wait for Python's lock, are few
+GPU_GROUP_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +161,7 @@ def load_stacked(
     # as stored, on the CPU: from the file straight to its place
     in_place = arrange is None and target.type == "cpu" and dtype in (None, stored[0])
     each = sum(math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, stored, strict=True))
-    size = max(1, GROUP_BYTES // max(1, each))
+    size = max(1, (GPU_GROUP_BYTES if target.type == "cuda" else GROUP_BYTES) // max(1, each))
     groups = [slice(at, min(at + size, len(experts))) for at in range(0, len(experts), size)]
 
     def arranged(slots: slice) -> list[Tensor]:

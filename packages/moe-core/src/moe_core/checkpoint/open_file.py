@@ -22,6 +22,9 @@ from moe_core.errors import CheckpointError
 _POSITION = threading.Lock()
 #: buffers that one call of the system fills at most (IOV_MAX of Linux, macOS and the BSDs)
 _MOST_BUFFERS = 1024
+#: bytes between two parts that are read with them: fewer calls of the system, after each of which a thread waits for
+#: Python's lock.  All threads read them into the same memory, at which nobody looks
+_GAP = memoryview(bytearray(16 << 10))
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class OpenFile:
     def read_all(self, parts: Iterable[tuple[memoryview, int]]) -> None:
         """Fill each buffer, which counts bytes, from its offset.
 
-        The file is looked at once for all of them, and what lies one behind the other is read at once.
+        The file is looked at once for all of them, and what lies one behind the other, or almost, is read at once.
         """
         short: tuple[int, int, int] | None = None
         with _named(self.path):
@@ -104,14 +107,20 @@ class OpenFile:
 
 
 def _runs(parts: Iterable[tuple[memoryview, int]]) -> Iterator[tuple[list[memoryview], int]]:
-    """Buffers of consecutive parts that follow one another in the file, and the offset of the first."""
+    """Buffers of consecutive parts that follow one another in the file, and the offset of the first.
+
+    Small gaps between them have buffers too.
+    """
     run: list[memoryview] = []
     begin = end = 0
     for buffer, offset in parts:
-        if offset != end or not run or len(run) == _MOST_BUFFERS:
+        gap = offset - end
+        if not run or not 0 <= gap <= len(_GAP) or len(run) > _MOST_BUFFERS - 2:
             if run:
                 yield run, begin
             run, begin = [], offset
+        elif gap:
+            run.append(_GAP[:gap])
         run.append(buffer)
         end = offset + len(buffer)
     if run:

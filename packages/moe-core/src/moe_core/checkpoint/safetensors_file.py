@@ -80,12 +80,18 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def places_of(tensor: Tensor) -> list[memoryview]:
-    """:func:`bytes_of` of each entry of ``tensor``'s first dimension; the entries may lie apart."""
-    size = tensor[0].numel() * tensor.itemsize if len(tensor) else 0
-    if not size:
+    """:func:`bytes_of` of each entry of ``tensor``'s first dimension; the entries may lie apart.
+
+    With few calls of torch: after each a thread waits for Python's lock, on which all that read depend.
+    """
+    if 0 in tensor.shape:
         return []
-    if not tensor[0].is_contiguous():
-        raise ValueError("entries that are not contiguous can't be read into")
+    elements = 1
+    for length, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):
+        if stride != elements and length != 1:
+            raise ValueError("entries that are not contiguous can't be read into")
+        elements *= length
+    size = elements * tensor.itemsize
     # of one view of the memory: making a tensor of each entry takes longer than reading a small one
     whole = bytes_of(tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0))
     begin, step = tensor.storage_offset() * tensor.itemsize, tensor.stride(0) * tensor.itemsize
