@@ -1,24 +1,30 @@
 """A layer over the GPUs of one host: each way of bringing tokens to the experts, beside a GPU's share computed alone.
 
     python benchmarks/distributed.py [--json FILE] [--ranks 2] [--schemes fp8_block int8] [--ways low_latency]
-                                     [--decode 8 16 32 64] [--prefill 16384 4096 1024] [--seconds 45]
+                                     [--layers top8 top1] [--decode 8 16 32 64] [--prefill 16384 4096 1024]
+                                     [--seconds 45]
+    python benchmarks/distributed.py --profile FOLDER --ways alltoall --decode 16 --prefill 16384
 
-Starts the ranks by itself, anew for each scheme, and goes on where one fails or takes longer than ``--seconds``; what
-it has measured until then is kept.  Expert parallelism, tokens of each rank's own.  Per way and number of tokens M of
-each rank, in microseconds, the slowest rank's medians:
+Starts the ranks by itself, anew for each scheme and layer, and goes on where one fails or takes longer than
+``--seconds``; what it has measured until then is kept.  Expert parallelism, tokens of each rank's own.  With one expert
+per token, or two, an all-to-all sends a part of what an all-gather does.  Per way and number of tokens M of each rank,
+in microseconds, the slowest rank's medians:
 
-- ``us``: a call of the layer; in a CUDA graph where the way can be captured
+- ``us``: a call of the layer; in a CUDA graph where it can be captured
+- ``eager_us``: the same without a graph, where ranks tell each other how many tokens they bring
 - ``alone_us``: a rank's experts on the tokens that it gets, without any way
 - ``bytes``: what the rank that sends or gets most sends or gets, there and back; ``wire_us``: these over the measured
   bandwidth between GPUs
 - ``over_us``: ``us - alone_us``; ``efficiency``: the larger of ``alone_us`` and ``wire_us`` over ``us``
 
 Ends with 1 where something failed, another way was taken, or an output differs from that of the all-gather.
+``--profile`` writes, in place of that, what the first rank's GPU and host do in a call of each, kernel by kernel.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -26,8 +32,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,7 +61,21 @@ from moe_core.testing.ranks import run_ranks
 from moe_core.weights import scale_shape
 from torch import Tensor
 
-E, TOP_K, K, N = 128, 8, 4096, 1536  # of Qwen3-235B-A22B
+
+class Layer(NamedTuple):
+    """Experts, experts of a token, hidden size, intermediate size."""
+
+    E: int
+    k: int
+    K: int
+    N: int
+
+
+LAYERS = {
+    "top8": Layer(128, 8, 4096, 1536),  # Qwen3-235B-A22B
+    "top2": Layer(8, 2, 4096, 14336),  # Mixtral-8x7B
+    "top1": Layer(16, 1, 5120, 8192),  # Llama-4-Scout
+}
 SCHEMES: dict[str, tuple[str, QuantKey, QuantKey | None]] = {
     "fp8_block": ("fp8", kFp8Static128BlockSym, kFp8Dynamic128Sym),
     "fp8_channel": ("fp8", kFp8StaticChannelSym, kFp8DynamicTokenSym),
@@ -70,7 +91,8 @@ CALLS, REPLAYS = 8, 15
 def weights(config: FusedMoEConfig, weight_key: QuantKey, activation_key: QuantKey | None) -> MoEWeights:
     """Random codes, and scales that keep values of a usual size."""
     experts, tensors = config.local_experts, {}
-    for name, rows, cols, parts in (("w13", 2 * N, K, 2), ("w2", K, N, 1)):
+    hidden, inner = config.hidden_size, config.intermediate_size
+    for name, rows, cols, parts in (("w13", 2 * inner, hidden, 2), ("w2", hidden, inner, 1)):
         shape = scale_shape(weight_key, experts, rows, cols, parts)
         if weight_key == kMxfp4Static:
             tensors[name] = torch.randint(256, (experts, rows, cols // 2), dtype=torch.uint8, device="cuda")
@@ -87,11 +109,11 @@ def weights(config: FusedMoEConfig, weight_key: QuantKey, activation_key: QuantK
     return MoEWeights(weight_key=weight_key, activation_key=activation_key, **tensors)
 
 
-def inputs(tokens: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(layer: Layer, tokens: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """(x, topk_weights, topk_ids) of a rank, the same on every rank that asks."""
     generator = torch.Generator().manual_seed(1000 * tokens + rank)
-    x = torch.randn(tokens, K, generator=generator).to(torch.bfloat16)
-    best = torch.rand(tokens, E, generator=generator).topk(TOP_K)
+    x = torch.randn(tokens, layer.K, generator=generator).to(torch.bfloat16)
+    best = torch.rand(tokens, layer.E, generator=generator).topk(layer.k)
     scores = best.values / best.values.sum(1, keepdim=True)
     return x.cuda(), scores.cuda(), best.indices.int().cuda()
 
@@ -154,15 +176,16 @@ def bandwidth(rank: int, ranks: int) -> dict[str, float]:
     return found
 
 
-def traffic(way: str, tokens: int, ranks: int, code: TokenCode) -> int:
-    """Bytes that the rank with most of them sends or gets, there and back."""
-    there, back = TokenLayout.rows(code, TOP_K).nbytes, 2 * K
+def traffic(way: str, layer: Layer, tokens: int, ids: list[Tensor], code: TokenCode) -> int:
+    """Bytes that the rank with most of them sends or gets, there and back; ``ids`` of each rank's tokens."""
+    ranks = len(ids)
+    there, back = TokenLayout.rows(code, layer.k).nbytes, 2 * layer.K
     if way == "allgather_reducescatter":
         return tokens * (ranks - 1) * (there + back)
     # [from, to]: tokens that cross
     crossing = torch.zeros(ranks, ranks)
     for source in range(ranks):
-        owners = inputs(tokens, source)[2].cpu() // (E // ranks)
+        owners = ids[source].cpu() // (layer.E // ranks)
         for target in range(ranks):
             if target != source:
                 crossing[source, target] = (owners == target).any(1).sum()
@@ -170,7 +193,45 @@ def traffic(way: str, tokens: int, ranks: int, code: TokenCode) -> int:
     return int(torch.maximum(sent * there + got * back, got * there + sent * back).max())
 
 
-def measure(rank: int, scheme: str, ways: list[str], tokens: list[int], file: str, seconds: float) -> None:
+class Ranks:
+    """What the ranks of a layer share: their experts, converted once for all ways."""
+
+    def __init__(self, rank: int, scheme: str, layer: Layer) -> None:
+        self.rank, self.layer, self.ranks = rank, layer, dist.get_world_size()
+        self.everyone = ParallelGroups.create(dp_size=self.ranks, timeout=20)
+        name, weight_key, activation_key = SCHEMES[scheme]
+        self._keys = {"weight_key": weight_key, "activation_key": activation_key, "device": "cuda"}
+        self._oracle = registry().oracle(name)
+        parallel = FusedMoEParallelConfig.of_rank(rank, ep_size=self.ranks, dp_size=self.ranks)
+        self.config = FusedMoEConfig(
+            num_experts=layer.E, top_k=layer.k, hidden_size=layer.K, intermediate_size=layer.N, parallel=parallel
+        )
+        self.selection = self._oracle.select(self.config, **self._keys)
+        self._converted = self._oracle.convert(self.selection, weights(self.config, weight_key, activation_key))
+        experts = self._oracle.make_experts(self.selection)
+        self.alone = FusedMoEKernel(experts, self._converted, PrepareAndFinalizeNoParallel(self.config))
+        self.code = TokenCode(layer.K, torch.bfloat16, activation_key if experts.takes_quantized else None)
+        self._kernels: dict[tuple[str, int], FusedMoEKernel] = {}
+
+    @property
+    def held(self) -> int:
+        """Experts of a rank."""
+        return self.layer.E // self.ranks
+
+    def kernel(self, way: str, tokens: int) -> FusedMoEKernel:
+        """The layer with that way."""
+        room = tokens if way == "low_latency" else 0
+        if (way, room) not in self._kernels:
+            groups = self.everyone.with_tokens(self.ranks, way)
+            own = replace(self.config, parallel=groups.parallel, max_num_tokens=room or None)
+            made = self._oracle.select(own, **self._keys)
+            self._kernels[way, room] = self._oracle.make_kernel(made, self._converted, groups=groups)
+        return self._kernels[way, room]
+
+
+def measure(
+    rank: int, scheme: str, layer: Layer, ways: list[str], tokens: list[int], file: str, seconds: float
+) -> None:
     """All ways of a scheme; rank 0 writes a line of JSON for each point as soon as it has it."""
     end = time.monotonic() + seconds
     ranks = dist.get_world_size()
@@ -184,34 +245,23 @@ def measure(rank: int, scheme: str, ways: list[str], tokens: list[int], file: st
     speed = bandwidth(rank, ranks)
     write(bandwidth=speed)
     link = max(value for name, value in speed.items() if name != "nccl_small_us")
-    everyone = ParallelGroups.create(dp_size=ranks, timeout=20)
-    name, weight_key, activation_key = SCHEMES[scheme]
-    oracle = registry().oracle(name)
-    parallel = FusedMoEParallelConfig.of_rank(rank, ep_size=ranks, dp_size=ranks)
-    config = FusedMoEConfig(num_experts=E, top_k=TOP_K, hidden_size=K, intermediate_size=N, parallel=parallel)
-    selection = oracle.select(config, weight_key=weight_key, activation_key=activation_key, device="cuda")
-    converted = oracle.convert(selection, weights(config, weight_key, activation_key))
-    experts = oracle.make_experts(selection)
-    alone = FusedMoEKernel(experts, converted, PrepareAndFinalizeNoParallel(config))
-    first = rank * (E // ranks)
-    expert_map = torch.full((E,), -1, dtype=torch.int32, device="cuda")
-    expert_map[first : first + E // ranks] = torch.arange(E // ranks, dtype=torch.int32, device="cuda")
-    code = TokenCode(K, torch.bfloat16, activation_key if experts.takes_quantized else None)
-    kernels: dict[tuple[str, int], FusedMoEKernel] = {}
+    shared = Ranks(rank, scheme, layer)
+    held = shared.held
+    expert_map = torch.full((layer.E,), -1, dtype=torch.int32, device="cuda")
+    expert_map[rank * held : (rank + 1) * held] = torch.arange(held, dtype=torch.int32, device="cuda")
     for count in tokens:
         if slowest(float(time.monotonic() > end)):
             write(M=count, failed=f"not measured: {seconds:g} s were over")
             continue
-        x, scores, ids = inputs(count, rank)
-        everything = [
-            torch.cat(parts) for parts in zip(*(inputs(count, source) for source in range(ranks)), strict=True)
-        ]
+        each = [inputs(layer, count, source) for source in range(ranks)]
+        x, scores, ids = each[rank]
+        everything = [torch.cat(parts) for parts in zip(*each, strict=True)]
         # the tokens that come here, each once
-        mine = ((everything[2] // (E // ranks)) == rank).any(1)
+        mine = ((everything[2] // held) == rank).any(1)
         came = [part[mine] for part in everything]
 
         def share(came: list[Tensor] = came) -> Tensor:
-            return alone.apply(came[0], topk_weights=came[1], topk_ids=came[2], expert_map=expert_map)
+            return shared.alone.apply(came[0], topk_weights=came[1], topk_ids=came[2], expert_map=expert_map)
 
         calls = CALLS if count <= 512 else 1
         alone_us = timed(share, graph=True, calls=calls)
@@ -220,34 +270,34 @@ def measure(rank: int, scheme: str, ways: list[str], tokens: list[int], file: st
         for way in sorted(ways):
             if way == "low_latency" and count > LOW_LATENCY:
                 continue
-            room = count if way == "low_latency" else 0
             try:
-                if (way, room) not in kernels:
-                    groups = everyone.with_tokens(ranks, way)
-                    own = replace(config, parallel=groups.parallel, max_num_tokens=room or None)
-                    made = oracle.select(own, weight_key=weight_key, activation_key=activation_key, device="cuda")
-                    kernels[way, room] = oracle.make_kernel(made, converted, groups=groups)
-                kernel = kernels[way, room]
+                kernel = shared.kernel(way, count)
 
-                def call(kernel: FusedMoEKernel = kernel, x=x, scores=scores, ids=ids, count=count) -> Tensor:
-                    return kernel.apply(x, topk_weights=scores, topk_ids=ids, tokens_per_rank=[count] * ranks)
+                def call(
+                    counts: list[int] | None = None, kernel: FusedMoEKernel = kernel, x=x, scores=scores, ids=ids
+                ) -> Tensor:
+                    return kernel.apply(x, topk_weights=scores, topk_ids=ids, tokens_per_rank=counts)
 
                 found = call().float()
                 expected = found if expected is None else expected
                 error = slowest(float((found - expected).norm() / expected.norm()))
                 taken = kernel.prepare_finalize.name
-                us = timed(call, graph=kernel.prepare_finalize.claims.cuda_graph, calls=calls)
+                eager_us = timed(call, graph=False)
+                us = eager_us
+                if kernel.prepare_finalize.capturable:
+                    us = timed(partial(call, [count] * ranks), graph=True, calls=calls)
             except Exception as failure:  # of this way; the others go on
                 write(M=count, way=way, failed=f"{type(failure).__name__}: {failure}"[:500])
                 continue
-            nbytes = traffic(way, count, ranks, code)
+            nbytes = traffic(way, layer, count, [one[2] for one in each], shared.code)
             wire_us = nbytes / link * 1e6
             write(
                 M=count,
                 way=way,
                 taken=taken,
-                backend=selection.backend,
+                backend=shared.selection.backend,
                 us=us,
+                eager_us=eager_us,
                 alone_us=alone_us,
                 over_us=us - alone_us,
                 bytes=nbytes,
@@ -257,39 +307,87 @@ def measure(rank: int, scheme: str, ways: list[str], tokens: list[int], file: st
             )
 
 
+def profile(rank: int, scheme: str, layer: Layer, ways: list[str], tokens: list[int], folder: str) -> None:
+    """A call of each way outside CUDA graphs, by torch's profiler; rank 0 writes a text for each."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    heat_up()
+    shared = Ranks(rank, scheme, layer)
+    for count in tokens:
+        x, scores, ids = inputs(layer, count, rank)
+        for way in ways:
+            if way == "low_latency" and count > LOW_LATENCY:
+                continue
+            kernel = shared.kernel(way, count)
+            for _ in range(5):
+                kernel.apply(x, topk_weights=scores, topk_ids=ids)
+            dist.barrier()
+            torch.cuda.synchronize()
+            # two calls: the first pays for the profiler's start
+            with profiled(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+                for _ in range(2):
+                    started = time.perf_counter()
+                    kernel.apply(x, topk_weights=scores, topk_ids=ids)
+                    host = time.perf_counter() - started
+                    torch.cuda.synchronize()
+            dist.barrier()
+            if rank == 0:
+                told = f"{way}, {count} tokens of each of {shared.ranks} ranks, {scheme}, {layer}"
+                text = f"{told}\nhost: {host * 1e6:.0f} us of the second call under the profiler\n\n{_timeline(trace)}"
+                (Path(folder) / f"{scheme}-{layer.k}-{way}-{count}.txt").write_text(text)
+
+
+def _timeline(trace: Any) -> str:
+    """Kernels and copies of the GPU in their order, and the table of what the host did."""
+    events = sorted(
+        (event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA),
+        key=lambda event: event.time_range.start,
+    )
+    lines, last = [f"{'start us':>10} {'us':>8} {'gap us':>8}  on the GPU"], None
+    for event in events:
+        start, end = event.time_range.start, event.time_range.end
+        gap = 0.0 if last is None else start - last
+        first = events[0].time_range.start
+        lines.append(f"{start - first:10.1f} {end - start:8.1f} {gap:8.1f}  {event.name[:90]}")
+        last = end if last is None else max(last, end)
+    table = trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60)
+    return "\n".join([*lines, "", table, ""])
+
+
 def main() -> int:
     """Prints a line for each point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["top8", "top1"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--decode", type=int, nargs="*", default=[8, 16, 32, 64])
     parser.add_argument("--prefill", type=int, nargs="*", default=[16384, 4096, 1024])
     parser.add_argument("--seconds", type=float, default=45)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write what a call does in place of times")
     options = parser.parse_args()
     if torch.cuda.device_count() < options.ranks:
         print(f"{options.ranks} ranks need as many GPUs, there are {torch.cuda.device_count()}", file=sys.stderr)
         return 2
+    tokens = [*options.decode, *options.prefill]
+    started = {"ranks": options.ranks, "backend": "nccl", "seconds": options.seconds}
     rows: list[dict[str, Any]] = []
-    for scheme in options.schemes:
+    for scheme, name in itertools.product(options.schemes, options.layers):
+        layer = LAYERS[name]
+        if options.profile is not None:
+            options.profile.mkdir(parents=True, exist_ok=True)
+            run_ranks(profile, scheme, layer, options.ways, tokens, str(options.profile), **started)
+            continue
         with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
-            tokens = [*options.decode, *options.prefill]
+            failures = []
             try:
-                run_ranks(
-                    measure,
-                    scheme,
-                    options.ways,
-                    tokens,
-                    file.name,
-                    options.seconds - 15,
-                    ranks=options.ranks,
-                    backend="nccl",
-                    seconds=options.seconds,
-                )
+                run_ranks(measure, scheme, layer, options.ways, tokens, file.name, options.seconds - 15, **started)
             except AssertionError as error:  # a rank failed or did not end
-                rows.append({"scheme": scheme, "failed": str(error)[-1000:]})
+                failures = [{"scheme": scheme, "failed": str(error)[-1000:]}]
             found = [json.loads(line) for line in Path(file.name).read_text().splitlines()]
+        found = [{"layer": name, **row} for row in [*failures, *found]]
         rows += found
         for row in found:
             print("  ".join(f"{name} {_short(value)}" for name, value in row.items()), flush=True)
@@ -298,7 +396,7 @@ def main() -> int:
                 "gpu": torch.cuda.get_device_name(0),
                 "ranks": options.ranks,
                 "torch": torch.__version__,
-                "layer": {"E": E, "k": TOP_K, "K": K, "N": N},
+                "layers": {name: LAYERS[name]._asdict() for name in options.layers},
             }
             results = [
                 {"shape": f"EP{options.ranks}", "peer": row["way"], **row}
@@ -320,7 +418,7 @@ def _points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of a shape, scheme and peer together, as the runner of the other benchmarks writes them."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in rows:
-        key = {name: row[name] for name in ("shape", "scheme", "peer")}
+        key = {name: row[name] for name in ("shape", "layer", "scheme", "peer")}
         entry = found.setdefault(tuple(key.values()), {**key, "points": []})
         entry["points"].append({name: value for name, value in row.items() if name not in key})
     return list(found.values())

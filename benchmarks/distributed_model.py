@@ -50,17 +50,19 @@ class Point:
 
 def points(data: dict[str, Any]) -> list[Point]:
     """Of a file that ``distributed.py --json`` wrote."""
-    meta, layer = data["meta"], data["meta"]["layer"]
-    ranks = meta["ranks"]
-    config = FusedMoEConfig(
-        num_experts=layer["E"],
-        top_k=layer["k"],
-        hidden_size=layer["K"],
-        intermediate_size=layer["N"],
-        parallel=FusedMoEParallelConfig(ep_size=ranks, dp_size=ranks),
-    )
+    ranks = data["meta"]["ranks"]
+    configs = {
+        name: FusedMoEConfig(
+            num_experts=layer["E"],
+            top_k=layer["k"],
+            hidden_size=layer["K"],
+            intermediate_size=layer["N"],
+            parallel=FusedMoEParallelConfig(ep_size=ranks, dp_size=ranks),
+        )
+        for name, layer in data["meta"]["layers"].items()
+    }
     return [
-        Point(f"{ranks} ranks", row["peer"], config, p["M"], row["scheme"], p["us"], p["alone_us"])
+        Point(f"{ranks} ranks", row["peer"], configs[row["layer"]], p["M"], row["scheme"], p["us"], p["alone_us"])
         for row in data["results"]
         for p in row["points"]
         if p.get("taken", row["peer"]) == row["peer"]

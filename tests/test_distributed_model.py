@@ -26,9 +26,14 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def results(model: Any, ranks: int, true: Machine, noise: float) -> dict[str, Any]:
     """As ``distributed.py`` writes them, of a machine with the ``true`` figures; every second point is off."""
-    meta = {"gpu": "NVIDIA H200", "ranks": ranks, "layer": {"E": 128, "k": 8, "K": 4096, "N": 1536}}
+    meta = {"gpu": "NVIDIA H200", "ranks": ranks, "layers": {"top8": {"E": 128, "k": 8, "K": 4096, "N": 1536}}}
     rows = [
-        {"peer": way, "scheme": "fp8_block", "points": [{"M": m, "us": 100.0, "alone_us": 50.0} for m in (8, 64, 8192)]}
+        {
+            "peer": way,
+            "layer": "top8",
+            "scheme": "fp8_block",
+            "points": [{"M": m, "us": 100.0, "alone_us": 50.0} for m in (8, 64, 8192)],
+        }
         for way in ("alltoall", "allgather_reducescatter", "low_latency")
     ]
     made = {"meta": meta, "results": rows}

@@ -47,12 +47,14 @@ def run_cases(rank: int, cases: list[Case]) -> list[str]:
         if case.way == "reduce_scatter":
             each = -(-len(x) // (case.tp * case.ep))
             expected = expected[rank * each : (rank + 1) * each]
+        movement = kernel.prepare_finalize
+        assert movement is not None
+        if case.way == "alltoall":
+            movement.most_shared = 0  # NCCL's; writes into other GPUs' memory: moe_core_gpu_ranks
         found = {f"call {number}": kernel.apply(x, **given) for number in range(4)}
         starts = [lambda kernel=kernel, x=x, given=given: kernel.start(x, **given) for _ in range(3)]
         found |= {f"overlapped call {number}": output for number, output in enumerate(overlapped(starts))}
-        movement = kernel.prepare_finalize
-        assert movement is not None
-        if movement.claims.cuda_graph and kernel.experts.claims.cuda_graph and len(set(case.tokens)) == 1:
+        if movement.capturable and kernel.experts.claims.cuda_graph and len(set(case.tokens)) == 1:
             torch.cuda.synchronize()
             graph, output = torch.cuda.CUDAGraph(), torch.empty_like(expected)
             with torch.cuda.graph(graph):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: calls that may be under way at the same time, each with a buffer of its own
 BUFFERS = 2
+#: most of them where buffers are made as calls need them
+MOST_CALLS = 8
 
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -186,9 +188,9 @@ class ExchangeRoom:
 
     def __init__(self, ranks: Communicator, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
-        self._buffers: list[tuple[ExchangeBuffer, object] | None] = [None] * BUFFERS
-        self._busy = [False] * BUFFERS
-        self._captured = [False] * BUFFERS
+        self._buffers: list[tuple[ExchangeBuffer, object] | None] = [None] * MOST_CALLS
+        self._busy = [False] * MOST_CALLS
+        self._captured = [False] * MOST_CALLS
         self._kept: list[tuple[ExchangeBuffer, object]] = []
 
     def take(self, shape: ExchangeShape, nbytes: int) -> tuple[int, ExchangeBuffer]:
@@ -198,7 +200,7 @@ class ExchangeRoom:
         CommunicationError where a rank does not take part in growing.
         """
         if all(self._busy):
-            raise _too_many(BUFFERS)
+            raise _too_many(MOST_CALLS)
         number = self._busy.index(False)
         capturing = _capturing(self._device)
         found = self._buffers[number]
