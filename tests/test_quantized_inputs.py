@@ -11,7 +11,7 @@ from moe_core.claims import expand_key
 from moe_core.device import as_torch_device
 from moe_core.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_core.gemm.launch import Routing
-from moe_core.gemm.scatter_quantize import scatter_quantize
+from moe_core.gemm.quantize_rows import scatter_quantize
 from moe_core.gemm.workspaces import order_workspaces
 from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.jit.launch import record

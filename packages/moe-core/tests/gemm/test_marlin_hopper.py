@@ -78,23 +78,25 @@ class Product:
         workspace = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs}
         return sort_pairs(self.routing.ids, experts, rows, workspace=workspace)
 
-    def poisoned(self) -> torch.Tensor:
-        return torch.full((self.number, self.columns), float("nan"), dtype=self.dtype, device=self.device)
+    def poisoned(self, activation: Activation | None) -> torch.Tensor:
+        """[pairs, N], of h with room for whole tiles."""
+        columns = self.columns if activation is None else -(-self.columns // 128) * 128
+        return torch.full((self.number, columns), float("nan"), dtype=self.dtype, device=self.device)
 
     def special(self, rows: int, activation: Activation | None, gathers: bool = False) -> torch.Tensor:
-        out = self.poisoned()
+        out = self.poisoned(activation)
         config = TileConfig(rows, 128, 4, 3, 8, swap_ab=True, warp_specialised=True)
         values, which = (self.tokens, TOKEN) if gathers else (self.values, POSITION)
         a = OperandA((values, values.stride(0)), which.value, warp_specialised=(2,) if gathers else ())
-        words_gemm(Gemm(config, self.weight, a, Result(out), self.pairs(rows), self.routing, activation))
-        return out
+        words_gemm(Gemm(config, self.weight, a, Result.of(out), self.pairs(rows), self.routing, activation))
+        return out[:, : self.columns]
 
     def tiles(self, activation: Activation | None) -> torch.Tensor:
-        out, config = self.poisoned(), TileConfig(64, 128, 4, 3, 8, swap_ab=True)
+        out, config = self.poisoned(activation), TileConfig(64, 128, 4, 3, 8, swap_ab=True)
         a = OperandA((self.values, self.values.stride(0), self.values.shape[1]), POSITION.value, "masked")
         rows = PAIR.value if activation is None else POSITION.value
-        grouped_gemm(Gemm(config, self.weight, a, Result(out), self.pairs(64), self.routing, activation, rows))
-        return out
+        grouped_gemm(Gemm(config, self.weight, a, Result.of(out), self.pairs(64), self.routing, activation, rows))
+        return out[:, : self.columns]
 
     def exact(self) -> torch.Tensor:
         """The product without activation, float64 [pairs, N]; NaN where there is none."""

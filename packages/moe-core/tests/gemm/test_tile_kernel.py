@@ -5,12 +5,11 @@ A toy scheme in float32 with small integers, so that every sum is exact.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import triton
 import triton.language as tl
+from moe_core.errors import TensorError
 from moe_core.gemm.launch import (
     Activation,
     Gemm,
@@ -19,6 +18,7 @@ from moe_core.gemm.launch import (
     Result,
     Routing,
     TileFunctions,
+    constant,
     grouped_gemm,
     reduce_split_k,
 )
@@ -114,7 +114,7 @@ class Product:
             TileConfig(16, BLOCK, 4, 1, swap_ab=swap, split_k=split),
             weight,
             OperandA((self.x, self.x.stride(0), self.factors), TOKEN.value),
-            out if split == 1 else Result(parts),
+            out if split == 1 else Result.of(parts),
             self.order,
             self.routing,
             activation,
@@ -122,7 +122,7 @@ class Product:
         )
         grouped_gemm(gemm)
         if split > 1:
-            reduce_split_k(gemm, replace(out, block=BLOCK))
+            reduce_split_k(gemm, out._replace(block=constant(BLOCK)))
 
     def expected(self, split):
         """(row of the result, expert, values padded to whole tiles) of each pair that has an expert."""
@@ -141,7 +141,11 @@ def test_several_scales_of_a_tile(swap, split, device):
     product = Product(device)
     values = torch.full((TOKENS * TOP_K, 2 * BLOCK), -1.0, device=device)
     scales = torch.full((TOKENS * TOP_K, 4), -1.0, device=device)
-    product(Result(values, scales, halves, (product.offsets,), groups=2), swap=swap, split=split)
+    product(
+        Result.of(values, scales, quantize=halves, quant_args=(product.offsets,), groups=constant(2)),
+        swap=swap,
+        split=split,
+    )
     for row, expert, h in product.expected(split):
         assert torch.equal(values[row], h + product.offsets[expert])
         assert torch.equal(scales[row], h.view(4, BLOCK // 2).sum(1))
@@ -151,7 +155,7 @@ def test_several_scales_of_a_tile(swap, split, device):
 def test_no_scale_is_stored(swap, split, device):
     product = Product(device)
     values = torch.full((TOKENS * TOP_K, 2 * BLOCK), -1.0, device=device)
-    product(Result(values, None, shifted, (product.offsets,)), swap=swap, split=split)
+    product(Result.of(values, quantize=shifted, quant_args=(product.offsets,)), swap=swap, split=split)
     for row, expert, h in product.expected(split):
         assert torch.equal(values[row], h + product.offsets[expert])
 
@@ -162,7 +166,7 @@ def test_largest_magnitudes(swap, split, kind, device):
     product = Product(device)
     values = torch.full((TOKENS * TOP_K, 2 * BLOCK), -1.0, device=device)
     amax = product.amax if kind == "row" else product.amax[:1]
-    product(Result(values, amax=amax, amax_kind=kind), swap=swap, split=split)
+    product(Result.of(values, amax=amax, amax_kind=constant(kind)), swap=swap, split=split)
     largest = {}
     for row, _, h in product.expected(split):
         assert torch.equal(values[row], h)
@@ -172,3 +176,9 @@ def test_largest_magnitudes(swap, split, kind, device):
         assert float(found) == max(largest.values())
     else:
         assert [float(found[row]) for row in largest] == list(largest.values())
+
+
+def test_rows_of_h_without_room_for_whole_tiles_are_refused(device):
+    product = Product(device)
+    with pytest.raises(TensorError, match=f"{SIZE} columns apart, expected room for {2 * BLOCK}"):
+        product(Result.of(torch.empty(TOKENS * TOP_K, SIZE, device=device)), swap=False, split=1)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 from moe_core.activation import MoEActivation, apply_moe_activation
-from moe_core.config import FusedMoEConfig
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.gemm.fused.layer import FusedLayer
 from moe_core.gemm.fused.scheme import CallShape
@@ -70,7 +70,8 @@ def fused_layer(w13, w2, s13, s2, b13=None, b2=None, *, block=(128, 128), activa
 
 
 def workspace_specs(tokens, top_k, experts, hidden, size, dtype=torch.bfloat16, block=(128, 128), batched=False):
-    shape = CallShape(tokens, top_k, experts, hidden, size, dtype, batched)
+    form = FusedMoEActivationFormat.BATCHED if batched else FusedMoEActivationFormat.STANDARD
+    shape = CallShape(FusedMoEConfig(experts, top_k, hidden, size, dtype=dtype, activation_format=form), tokens)
     return block_scheme(block[1]).workspaces(shape, split_k_workspace(batched, max(block[1], 128)))
 
 

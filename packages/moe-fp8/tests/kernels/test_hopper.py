@@ -16,7 +16,7 @@ from moe_core.activation import MoEActivation, apply_moe_activation
 from moe_core.gemm import hopper_launch
 from moe_core.gemm.fused.call import Call
 from moe_core.gemm.hopper_launch import TILE
-from moe_core.gemm.launch import Activation, Gemm, GemmWeight, OperandA, Result, Routing, WarpSpecialisedGemm
+from moe_core.gemm.launch import Activation, Gemm, GemmWeight, OperandA, Result, Routing, WarpSpecialisedGemm, constant
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.tile_kernel import POSITION
 from moe_core.ops._sizes import max_tiles
@@ -117,7 +117,9 @@ class Product:
         static = None if self.given is None else (values, self.given.to(device))
         bits = torch.zeros(amax, dtype=torch.int32, device=device) if amax else None
         kind = "" if not amax else "tensor" if amax == 1 else "row"
-        self.result = Result(values, made, None, static, amax=bits, amax_kind=kind, kind=out)
+        self.result = Result.of(
+            values, made, quant_args=static, amax=bits, amax_kind=constant(kind), kind=constant(out)
+        )
 
     def run(self, config=CONFIG):
         from moe_core.gemm.hopper_scaled_mm import scaled_mm
@@ -172,7 +174,7 @@ class Product:
     def found(self, expert):
         """float64 of the stored rows."""
         rows = slice(self.starts[expert], self.starts[expert] + COUNTS[expert])
-        values = self.result.values.cpu()[rows if self.activation is not None else self.pairs[rows]].double()
+        values = self.result.out.cpu()[rows if self.activation is not None else self.pairs[rows]].double()
         values, padding = values[:, : self.columns], values[:, self.columns :]
         assert bool((padding == 0).all())
         if self.out.startswith("groups"):
@@ -198,7 +200,7 @@ class Product:
         for expert, count in enumerate(COUNTS):
             rows = slice(self.starts[expert], self.starts[expert] + count)
             written[rows if self.activation is not None else self.pairs[rows]] = True
-        assert bool(self.result.values.cpu()[~written].float().isnan().all())
+        assert bool(self.result.out.cpu()[~written].float().isnan().all())
 
 
 @pytest.fixture
@@ -252,10 +254,10 @@ def test_short_tiles_change_no_bit(name, scales, capacity, hopper):
         found = []
         for config in (CONFIG, SHORT):
             product = Product(hopper, scales, name, columns=columns, capacity=capacity)
-            product.result.values.view(torch.uint8).fill_(0x7F)
+            product.result.out.view(torch.uint8).fill_(0x7F)
             product.run(config)
             assert int(product.order.tiles[1]) == 0
-            found.append(product.result.values.view(torch.uint8))
+            found.append(product.result.out.view(torch.uint8))
         assert torch.equal(*found)
         assert not bool((found[0] == 0x7F).all())
 
@@ -265,7 +267,7 @@ def test_largest_magnitudes(hopper):
     for rows in (sum(COUNTS) + 7, 1):
         product = Product(hopper, "rows", "silu", amax=rows)
         product.check(WIDE)
-        values = product.result.values[: sum(COUNTS)].float().abs().amax(1)
+        values = product.result.out[: sum(COUNTS)].float().abs().amax(1)
         found = product.result.amax.view(torch.float32)
         assert torch.equal(found[: sum(COUNTS)], values) if rows > 1 else float(found) == float(values.max())
 

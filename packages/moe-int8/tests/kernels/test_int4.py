@@ -55,7 +55,7 @@ def test_sums_are_those_of_float64(swap, device):
         TileConfig(16, 64, 4, 2, swap_ab=swap),
         scaled_mm_weight(functions, pack_int4(w, 64).to(device), ones, None, count, depth),
         OperandA((x.to(device), ones, x.stride(0), 1, 0, None), PAIR.value),
-        Result(sums),
+        Result.of(sums),
         order,
         Routing(ids, None, experts),
     )

@@ -28,7 +28,7 @@ from moe_core.gemm.scaled_mm import (
 )
 from moe_core.gemm.tile_kernel import PAIR, POSITION
 from moe_core.kernel import FusedMoEKernel
-from moe_core.ops.sort import sort_pairs, sort_workspaces
+from moe_core.ops.sort import QuantizeRows, sort_pairs, sort_workspaces, whole_row
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
 from moe_core.quant_key import (
     kInt8DynamicTensorSym,
@@ -110,7 +110,7 @@ def test_sums_are_those_of_float64(split, swap, device):
         TileConfig(16, 64, 4, 2, swap_ab=swap, split_k=split),
         scaled_mm_weight(scaled_mm.INT8, w, scales, None, count, w.shape[2]),
         OperandA((x, ones, x.stride(0), 1, 0, None), PAIR.value),
-        Result(sums),
+        Result.of(sums),
         order,
         Routing(ids, None, experts),
     )
@@ -159,7 +159,7 @@ def test_sums_of_the_specialised_kernel(zero_points, device):
     weight = scaled_mm_weight(functions, w.to(device), weight_scale, None, count, depth, extra=sums)
     config = TileConfig(128, 128, 8, 3, 8, warp_specialised=True)
     a = OperandA((x.to(device),), POSITION.value, warp_specialised=(a_scale, 1, None))
-    hopper_gemm(Gemm(config, weight, a, Result(out), order, Routing(ids, None, experts)))
+    hopper_gemm(Gemm(config, weight, a, Result.of(out), order, Routing(ids, None, experts)))
     assert torch.equal(out.cpu(), exact.float())
 
 
@@ -185,7 +185,8 @@ def test_codes_are_those_of_the_reference(zero_points, device):
     scales = torch.empty(len(x), dtype=torch.int64 if zero_points else torch.float32, device=device)
     functions = scaled_mm.INT8_ZERO if zero_points else scaled_mm.INT8
     in_use = ("sorted", (torch.tensor([len(x)], dtype=torch.int32, device=device),))
-    quantize_rows(x.to(device), values, scales, functions.quantize_row, (values,), in_use, pdl=False)
+    job = QuantizeRows(x.to(device), values, scales, functions.quantize_row, whole_row(128), (values,))
+    quantize_rows(job, in_use, pdl=False)
     assert torch.equal(values.cpu()[:, : x.shape[1]], expected.values)
     scales = scales.cpu()
     if zero_points:

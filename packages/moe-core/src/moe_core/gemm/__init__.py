@@ -7,7 +7,6 @@
     tile_kernel.py     tiles on the tensor cores, and their epilogue
     split_k_reduce.py  the reduction of gemm1 where its k loop was split
     schedule.py        which rows a program works on
-    scatter_quantize.py  quantises tokens straight into the sorted order
     scaled_mm.py       8-bit elements with scales that do not change along k; quantize_rows.py
     hopper.py          the warp-specialised kernel of sm_90, for many rows per expert; hopper_*.py
     lora.py            what adapters add to both GEMMs

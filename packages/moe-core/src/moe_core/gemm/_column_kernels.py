@@ -5,44 +5,36 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_core.gemm.schedule import expert_of
 from moe_core.jit.casts import downcast
-from moe_core.ops._sort_kernels import local_expert
 
 
 @triton.jit
 def gather_kernel(
     x,
     out,
-    ids,
-    expert_map,
+    row_args,
     index,
     factor,
     columns,
-    limit,
-    num_experts,
     stride_x,
     stride_out,
     stride_index,
     stride_factor,
     per_row,
-    BATCHED: tl.constexpr,
+    IN_USE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (pair, block of columns); see `columns.gather_columns`.  ``limit``: global ids, or rows of an expert."""
+    """Program (pair, block of columns); see `columns.gather_columns`."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(0).to(tl.int64)
-    if BATCHED:
-        expert = pair // limit
-        if pair % limit >= tl.load(ids + expert):
-            return
-    else:
-        expert = local_expert(ids, expert_map, pair, pair >= 0, limit, num_experts, expert_map is not None)
-        if expert < 0:
-            return
-        expert = expert.to(tl.int64)
+    expert = expert_of(pair, pair >= 0, row_args, IN_USE)
+    if expert < 0:
+        return
+    expert = expert.to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     some = column < columns
     source = column

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_core.gemm.launch import Routing
+from moe_core.gemm.launch import Routing, rows_by_pair
 from moe_core.jit.launch import launch
 from moe_core.ops.batch import Batch
 
@@ -83,11 +83,7 @@ def gather_columns(
     """
     from moe_core.gemm._column_kernels import gather_kernel
 
-    batched = isinstance(routing, Batch)
-    if isinstance(routing, Batch):
-        ids, expert_map, limit, experts = routing.counts, None, routing.capacity, 0
-    else:
-        ids, expert_map, limit, experts = routing.ids, routing.expert_map, routing.num_ids, routing.num_experts
+    in_use, row_args = rows_by_pair(routing)
     columns = x.shape[1] if index is None else index.shape[1]
     block = 1024
     launch(
@@ -95,19 +91,16 @@ def gather_columns(
         (routing.num_pairs, -(-out.shape[1] // block)),
         x,
         out,
-        ids,
-        expert_map,
+        row_args,
         index,
         factor,
         columns,
-        limit,
-        experts,
         x.stride(0),
         out.stride(0),
         0 if index is None else index.stride(0),
         0 if factor is None else factor.stride(0),
         routing.top_k if by_token else 1,
-        BATCHED=batched,
+        IN_USE=in_use,
         BLOCK=block,
         pdl=pdl,
         num_warps=4,

@@ -41,7 +41,7 @@ def start(
     kernel: Any, gemm: Gemm, blocks: int, operands: tuple[Any, ...], scales: tuple[Any, ...], form: Any, stages: int
 ) -> None:
     """A program for each multiprocessor, at most one for each tile of ``blocks`` column blocks."""
-    device, weight = gemm.out.values.device, gemm.weight
+    device, weight = gemm.result.out.device, gemm.weight
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     launch(
         kernel,
@@ -49,7 +49,7 @@ def start(
         *operands,
         schedule_of(gemm.order),
         *scales,
-        gemm.out.kernel_arguments(),
+        gemm.result,
         gemm.epilogue,
         weight.n,
         weight.k,
@@ -65,9 +65,9 @@ def hopper_gemm(gemm: Gemm) -> None:
     """One GEMM of operand A [P, K] by sorted row and a weight, of one type of one byte.
 
     ``multiply`` of the weight (see `moe_core.gemm.hopper`) gets the rows' ``gemm.a.warp_specialised`` and its scales.
-    With an activation the result has sorted rows; without, rows by pair.  ``out.kind``: "values", "groups" and
+    With an activation the result has sorted rows; without, rows by pair.  ``result.kind``: "values", "groups" and
     "groups_64" (scales [rows, columns / 128 or 64] are written), or "static" (scales [E] are given: the second of
-    ``out.arguments``).
+    ``result.quant_args``).
     """
     from moe_core.gemm.hopper import KernelForm, hopper_kernel
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_core.config import FusedMoEConfig
+from moe_core.errors import TensorError
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.split_k_reduce import split_k_reduce_kernel
 from moe_core.gemm.swap_ab import uniform
@@ -158,9 +159,25 @@ class Routing:
     def num_pairs(self) -> int:
         return self.ids.numel()
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What kernels get to find the experts of pairs, see `moe_core.gemm.schedule.expert_of`."""
+        return self.ids, self.expert_map, self.top_k, self.num_ids, self.num_experts
+
     def max_tiles(self, block_m: int) -> int:
         """Most tiles of so many rows."""
         return max_tiles(self.ids.numel(), self.num_experts, block_m)
+
+
+#: which rows are in use: IN_USE and row_args of `moe_core.gemm.scaled_mm.rows_in_use`
+InUse = tuple[str, tuple[Any, ...]]
+
+
+def rows_by_pair(routing: Routing | Batch) -> InUse:
+    """Pairs that have a local expert, or rows of a batch in use."""
+    if isinstance(routing, Batch):
+        return "batched", (routing.counts, routing.capacity)
+    return "pairs", routing.arguments
 
 
 class TileFunctions(NamedTuple):
@@ -176,71 +193,47 @@ class TileFunctions(NamedTuple):
     accumulate: tl.constexpr = FLOAT32
 
 
-@dataclass(frozen=True, eq=False)
-class Result:
-    """Where the result of a product goes, and how it is quantised; see `moe_core.gemm.tile_kernel`.
+class Result(NamedTuple):
+    """Where the result of a GEMM goes, and how it is quantised, as kernels get it; `Result.of` makes it.
 
-    ``values`` [rows, columns]; of gemm1 with room for whole tiles in every row.  ``quantize`` None stores them as they
-    are; else ``arguments`` are its `quant_args`, and ``scales`` [rows, groups of a row] hold ``groups`` scales per
-    tile, or are None for static ones.  ``amax`` int32, zeroed, receives what ``amax_kind`` says: "row" [rows] and
-    "tensor" [1] largest magnitudes of what is stored as it is; "nan" [rows] NaN flags of rows of what is quantised that
-    hold a NaN; "" nothing.  ``kind`` says in the warp-specialised kernel's words what ``quantize`` does, see
-    `moe_core.gemm.hopper_epilogue`; ``block`` columns are a tile of the split-K reduction.
+    ``out`` [rows, ``width``], rows ``stride`` apart: of gemm1 with room for whole tiles.  ``quantize`` None stores
+    values as they are, see `moe_core.gemm.tile_kernel`; else ``quant_args`` are its own, and ``scales`` [rows, groups
+    of a row] hold ``groups`` scales per tile, or are None for static ones.  ``amax`` int32, zeroed, receives what
+    ``amax_kind`` says: "row" [rows] and "tensor" [1] largest magnitudes of what is stored as it is; "nan" [rows] NaN
+    flags of rows of what is quantised that hold a NaN; "" nothing.  ``kind`` says in the warp-specialised kernel's
+    words what ``quantize`` does, see `moe_core.gemm.hopper_epilogue`; ``block`` columns are a tile of the split-K
+    reduction.
     """
-
-    values: Tensor
-    scales: Tensor | None = None
-    quantize: Any = None
-    arguments: tuple[Any, ...] | None = None
-    groups: int = 1
-    amax: Tensor | None = None
-    amax_kind: str = ""
-    kind: str = "values"
-    block: int = 128
-
-    def kernel_arguments(self) -> ResultArguments:
-        scales = self.scales
-        fields = (
-            self.values,
-            self.values.stride(0),
-            scales,
-            0 if scales is None else scales.stride(0),
-            self.amax,
-            self.arguments,
-            self.quantize,
-            constant(self.groups),
-            constant(self.amax_kind),
-            constant(self.kind),
-            self.values.shape[1],
-        )
-        return tuple.__new__(ResultArguments, fields)  # in C, in each call of a layer
-
-
-class ResultArguments(NamedTuple):
-    """`Result` as kernels get it, with row strides, and the columns of ``out``."""
 
     out: Tensor
     stride: int
     scales: Tensor | None
     stride_scales: int
-    amax: Tensor | None
-    quant_args: tuple[Any, ...] | None
-    quantize: Any
-    groups: tl.constexpr
-    amax_kind: tl.constexpr
-    kind: tl.constexpr
-    width: int
+    amax: Tensor | None = None
+    quant_args: tuple[Any, ...] | None = None
+    quantize: Any = None
+    groups: tl.constexpr = constant(1)
+    amax_kind: tl.constexpr = constant("")
+    kind: tl.constexpr = constant("values")
+    width: int = 0
+    block: tl.constexpr = constant(128)
+
+    @staticmethod
+    def of(out: Tensor, scales: Tensor | None = None, **others: Any) -> Result:
+        """With the sizes of ``out`` and ``scales``; ``others`` of the fields."""
+        stride_scales = 0 if scales is None else scales.stride(0)
+        return Result(out, out.stride(0), scales, stride_scales, width=out.shape[1], **others)
 
 
-@dataclass(frozen=True, eq=False)
-class LoRADelta:
+class LoRADelta(NamedTuple):
     """LoRA deltas of a GEMM, which are added before bias and activation.
 
-    ``values`` [pairs, columns] (of gemm1: of both halves), ``ids`` [pairs] int32: negative where there is none,
-    and the row of ``values`` is undefined.
+    ``values`` [pairs, columns] (of gemm1: of both halves), rows ``stride`` apart; ``ids`` [pairs] int32: negative where
+    there is none, and the row of ``values`` is undefined.
     """
 
     values: Tensor
+    stride: int
     ids: Tensor
 
 
@@ -248,13 +241,13 @@ class Epilogue(NamedTuple):
     """What a kernel does with a finished tile: bias, activation (see `moe_core.jit.activation`), router weights, LoRA.
 
     ``bias`` [E, rows of all halves]; router ``weights`` by pair, which multiply gemm1's product before bias and
-    activation, or gemm2's result; ``lora``: (values, row stride, ids) of a `LoRADelta`.  gemm2 has the activation "".
+    activation, or gemm2's result.  gemm2 has the activation "".
     """
 
     bias: Tensor | None
     stride_bias: int
     weights: Tensor | None
-    lora: tuple[Any, ...] | None
+    lora: LoRADelta | None
     activation: tl.constexpr
     gated: tl.constexpr
     alpha: float
@@ -276,7 +269,7 @@ def epilogue_of(
         bias,
         0 if bias is None else bias.stride(0),
         weights,
-        None if lora is None else (lora.values, lora.values.stride(0), lora.ids),
+        lora,
         *(_NO_ACTIVATION if activation is None else activation.arguments),
     )
     return tuple.__new__(Epilogue, fields)
@@ -286,15 +279,15 @@ def epilogue_of(
 class Gemm:
     """A grouped GEMM over sorted pairs, or over batched rows: gemm1 with an ``activation``, gemm2 without.
 
-    ``a`` [rows, K] times ``weight``, to ``out``, whose rows are ``out_rows`` of the tile kernel: `POSITION`, `TOKEN` or
-    `PAIR`; batched rows, [E * T_max, columns], are all the same.  With ``config.split_k`` > 1 ``out`` gets float32
-    partial sums by pair, [pairs * split_k, columns of all halves]; gemm1's `reduce_split_k` reduces.
+    ``a`` [rows, K] times ``weight``, to ``result``, whose rows are ``out_rows`` of the tile kernel: `POSITION`, `TOKEN`
+    or `PAIR`; batched rows, [E * T_max, columns], are all the same.  With ``config.split_k`` > 1 ``result`` gets
+    float32 partial sums by pair, [pairs * split_k, columns of all halves]; gemm1's `reduce_split_k` reduces.
     """
 
     config: TileConfig
     weight: GemmWeight
     a: OperandA
-    out: Result
+    result: Result
     order: SortedPairs | BatchedRows
     routing: Routing | Batch
     activation: Activation | None = None
@@ -308,7 +301,10 @@ class Gemm:
 
 
 def grouped_gemm(gemm: Gemm, functions: TileFunctions | None = None) -> None:
-    """The GEMM by the tile kernel; ``functions``: in place of the weight's own."""
+    """The GEMM by the tile kernel; ``functions``: in place of the weight's own.
+
+    Raises TensorError where rows of h have no room for whole tiles.
+    """
     a, b, pairs = gemm.a, gemm.weight, gemm.order
     config = b.tile_config(gemm.config)
     if functions is None:
@@ -318,10 +314,14 @@ def grouped_gemm(gemm: Gemm, functions: TileFunctions | None = None) -> None:
     subtiles, block_k = pairs.block_m // config.block_m, b.block_k
     tiles = gemm.routing.max_tiles(pairs.block_m) * subtiles
     rows = -(-b.n // 8) * 16 if b.interleaved else b.n
+    blocks = -(-rows // config.block_n)
+    written = blocks * config.block_n // (2 if b.interleaved else 1)
+    if gemm.activation is not None and config.split_k == 1 and gemm.result.stride < written:
+        raise TensorError(f"rows of h are {gemm.result.stride} columns apart, expected room for {written}: whole tiles")
     launch(
         grouped_gemm_kernel,
-        (tiles * -(-rows // config.block_n) * config.split_k,),
-        gemm.out.kernel_arguments(),
+        (tiles * blocks * config.split_k,),
+        gemm.result,
         a.arguments,
         b.arguments,
         b.descriptor(config.block_n, block_k) if config.tma and b.descriptor is not None else None,
@@ -355,25 +355,21 @@ def schedule_of(pairs: SortedPairs | BatchedRows) -> tuple[Tensor, Tensor, Tenso
     return pairs.tiles, pairs.offsets, pairs.pairs if isinstance(pairs, SortedPairs) else None
 
 
-def reduce_split_k(gemm: Gemm, out: Result) -> None:
-    """The split-K reduction of gemm1: out[pair] = act(sum of the partial sums + bias), quantised as ``out`` says."""
-    routing, activation, partials, columns = gemm.routing, gemm.activation, gemm.out.values, gemm.weight.n
+def reduce_split_k(gemm: Gemm, result: Result) -> None:
+    """The split-K reduction of gemm1: out[pair] = act(sum of the partial sums + bias), quantised as ``result`` says."""
+    routing, activation, partials, columns = gemm.routing, gemm.activation, gemm.result.out, gemm.weight.n
     if not isinstance(routing, Routing) or activation is None:
         raise TypeError("the k loop of gemm1 alone is split so, and not over batched rows")
     launch(
         split_k_reduce_kernel,
-        (routing.ids.numel(), -(-columns // out.block)),
+        (routing.ids.numel(), -(-columns // result.block.value)),
         partials,
-        routing.ids,
-        routing.expert_map,
+        routing.arguments,
         epilogue_of(gemm.weight.bias, None, activation, gemm.lora),
-        out.kernel_arguments(),
+        result,
         columns,
-        routing.num_ids,
-        routing.num_experts,
-        partials.stride(0),
+        gemm.result.stride,
         SPLIT_K=gemm.config.split_k,
-        COLUMNS=out.block,
         pdl=gemm.pdl,
         num_warps=1,
     )

@@ -27,6 +27,7 @@ from moe_core.gemm.launch import (
     TileFunctions,
     grouped_gemm,
     is_aligned,
+    rows_by_pair,
 )
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.scaled_mm import load_weights, open_weights
@@ -56,30 +57,21 @@ class Adapters:
         pairs, experts = routing.num_pairs, routing.num_experts
         total = lora.weights.num_adapters * experts
         group_ids = workspace["lora_group_ids"][:pairs]
-        batched = isinstance(routing, Batch)
-        if isinstance(routing, Batch):
-            ids, expert_map, counts, per_row, num_ids = None, None, routing.counts, routing.capacity, 0
-        else:
-            ids, expert_map, counts = routing.ids, routing.expert_map, None
-            per_row, num_ids = routing.top_k, routing.num_ids
+        in_use, row_args = rows_by_pair(routing)
         launch(
             device.adapted_pairs_kernel,
             (triton.cdiv(pairs, 256),),
             group_ids,
             lora.adapter_ids,
-            ids,
-            expert_map,
-            counts,
+            row_args,
             pairs,
-            per_row,
-            num_ids,
             experts,
             lora.weights.num_adapters,
-            HAS_MAP=expert_map is not None,
+            IN_USE=in_use,
             BLOCK=256,
             num_warps=4,
         )
-        self.routing = Routing(group_ids.view(-1, 1 if batched else routing.top_k), None, total)
+        self.routing = Routing(group_ids.view(-1, routing.top_k), None, total)
         # products of other tile heights are other instructions
         self.block_m = 64 if pairs > _MANY * total and not uniform else 16
         scratch = {name.removeprefix(LORA): t for name, t in workspace.items() if name.startswith(LORA)}
@@ -98,7 +90,7 @@ class Adapters:
         for part in range(parts):
             rows = slice(part * each, (part + 1) * each)
             self._product(low[:, part * rank : (part + 1) * rank], b[:, rows], added[:, rows], True)
-        return LoRADelta(added, self.routing.ids)
+        return LoRADelta(added, added.stride(0), self.routing.ids)
 
     def _product(self, x: Tensor, weights: Tensor, out: Tensor, by_pair: bool) -> None:
         rows, columns = weights.shape[1:]
@@ -108,4 +100,4 @@ class Adapters:
         weight = GemmWeight(arguments, rows, columns, block_k=block_k, aligned=is_aligned(weights))
         a = OperandA((x, x.stride(0), columns), (PAIR if by_pair else TOKEN).value)
         config = TileConfig(self.block_m, block_n, 4, 3)
-        grouped_gemm(Gemm(config, weight, a, Result(out), self.order, self.routing), _FUNCTIONS)
+        grouped_gemm(Gemm(config, weight, a, Result.of(out), self.order, self.routing), _FUNCTIONS)

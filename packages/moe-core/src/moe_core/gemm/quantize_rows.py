@@ -1,37 +1,24 @@
-"""Start the kernels of `moe_core.gemm.scaled_mm` that work on whole rows."""
+"""Start the kernels that quantise whole rows: where they are, or straight into the sorted order."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor
 
 from moe_core.gemm import scaled_mm
-from moe_core.gemm.launch import Routing
+from moe_core.gemm.launch import InUse, Routing
+from moe_core.gemm.scatter_quantize_kernel import scatter_quantize_kernel
 from moe_core.jit.launch import launch
 from moe_core.ops.batch import Batch, BatchedRows
-from moe_core.ops.sort import SortedPairs, whole_row
-
-#: which rows count: (name, arguments) of `scaled_mm.rows_in_use`
-InUse = tuple[str, tuple[Any, ...]]
+from moe_core.ops.sort import QuantizeRows, SortedPairs, whole_row
 
 
 def routed_tokens(routing: Routing) -> InUse:
     """Tokens that have a local expert."""
-    return "tokens", (routing.ids, routing.expert_map, routing.top_k, routing.num_ids, routing.num_experts)
+    return "tokens", routing.arguments
 
 
-def routed_pairs(routing: Routing | Batch) -> InUse:
-    """Rows by pair that have a local expert."""
-    if isinstance(routing, Batch):
-        raise TypeError("the rows of a batch are no pairs")
-    return "pairs", (routing.ids, routing.expert_map, 1, routing.num_ids, routing.num_experts)
-
-
-def ordered_rows(order: SortedPairs | BatchedRows, routing: Routing | Batch) -> InUse:
-    """Rows of the sorted order, or of a batch, that exist."""
-    if isinstance(routing, Batch):
-        return "batched", (order.offsets, routing.capacity)
+def sorted_rows(order: SortedPairs | BatchedRows, routing: Routing | Batch) -> InUse:
+    """Rows of the sorted order that exist."""
     return "sorted", (order.offsets[routing.num_experts :],)
 
 
@@ -58,38 +45,54 @@ def find_amax(x: Tensor, amax: Tensor, in_use: InUse, *, pdl: bool) -> None:
     )
 
 
-def quantize_rows(
-    x: Tensor,
-    values: Tensor,
-    scales: Tensor,
-    quantize: Any,
-    arguments: tuple[Any, ...] | None,
-    in_use: InUse,
-    *,
-    pdl: bool,
-) -> None:
-    """Rows of ``x`` [R, C] in use to ``values`` [R, width] and ``scales`` [R]; columns from C on become zeros."""
-    count, columns = x.shape
-    width = values.shape[1]
-    block_c = whole_row(width)
-    block_r = max(4096 // block_c, 1)
+def quantize_rows(rows: QuantizeRows, in_use: InUse, *, pdl: bool) -> None:
+    """Quantise ``rows``, whose groups are whole rows, where they are in use."""
+    block_r = max(4096 // rows.group, 1)
     launch(
         scaled_mm.quantize_rows_kernel,
-        (-(-count // block_r),),
-        x,
-        values,
-        scales,
-        arguments,
+        (-(-rows.num_groups // block_r),),
+        *rows.kernel_arguments,
         in_use[1],
-        count,
-        columns,
-        width,
-        x.stride(0),
-        values.stride(0),
-        quantize=quantize,
+        quantize=rows.quantize,
         IN_USE=in_use[0],
         BLOCK_R=block_r,
-        BLOCK_C=block_c,
+        BLOCK_C=rows.group,
         pdl=pdl,
-        num_warps=min(max(block_c // 1024, 4), 16),
+        num_warps=min(max(rows.group // 1024, 4), 16),
+    )
+
+
+def scatter_quantize(
+    rows: QuantizeRows,
+    *,
+    pairs: SortedPairs,
+    routing: Routing,
+    by_expert: bool = False,
+    x_scale: Tensor | None = None,
+    pdl: bool,
+) -> None:
+    """Quantise ``rows.x`` [M, K] into the sorted order: ``rows.values`` [P, K padded], ``rows.scales`` [P, groups].
+
+    ``by_expert``: the result depends on the expert (static scales), so that each pair is quantised by itself.
+    ``x_scale`` [M, groups]: ``rows.x`` are codes already, which only change places, with their scales.
+    ``pairs`` need their positions (`sort_pairs(positions=True)`).
+    """
+    # 16 groups of 128: programs enough for many rows, bytes enough for each
+    block_g = max(2048 // rows.group, 1)
+    launch(
+        scatter_quantize_kernel,
+        (-(-rows.num_groups // block_g),),
+        *rows.kernel_arguments,
+        routing.arguments,
+        pairs.positions,
+        x_scale,
+        0 if x_scale is None else x_scale.stride(0),
+        quantize=rows.quantize,
+        TOP_K=routing.top_k,
+        GROUP=rows.group,
+        BLOCK_G=block_g,
+        EVEN=rows.is_even,
+        BY_EXPERT=by_expert,
+        pdl=pdl,
+        num_warps=4 if rows.group <= 4096 else 8,
     )

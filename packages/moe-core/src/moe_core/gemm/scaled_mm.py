@@ -23,12 +23,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_core.gemm.schedule import expert_of
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
 from moe_core.gemm.zero_points import scale_and_zero, shifted
 from moe_core.jit.casts import INTERPRET, divide, divide_all, downcast_e4m3, factor_e4m3, round_int8
 from moe_core.jit.specialize import specialize
 from moe_core.ops._quantize_kernels import encode, finite_bits, magnitude_bits
-from moe_core.ops._sort_kernels import local_expert
 
 # the smallest amax that a scale is made from: keeps the scale of zeros normal and finite
 AMAX_FLOOR = tl.constexpr(1e-10)
@@ -272,12 +272,11 @@ def scale_acc_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
 
 @triton.jit
 def routed(row, inside, routing_args):
-    """Which tokens have a local expert; routing_args = (ids, expert_map, top_k, num_ids, num_experts)."""
-    ids, expert_map, top_k, num_ids, num_experts = routing_args
+    """Which tokens have a local expert; routing_args: the `row_args` of "pairs" in `schedule.expert_of`."""
+    top_k = routing_args[2]
     found = row < 0
     for slot in range(top_k):
-        expert = local_expert(ids, expert_map, row * top_k + slot, inside, num_ids, num_experts, expert_map is not None)
-        found = found | (expert >= 0)
+        found = found | (expert_of(row * top_k + slot, inside, routing_args, "pairs") >= 0)
     return found
 
 
@@ -306,32 +305,21 @@ def row_nan_flags(tile, quant_args, token, AXIS: tl.constexpr):
 
 @triton.jit
 def rows_in_use(row, rows, row_args, IN_USE: tl.constexpr):
-    """Whether rows are in use.  IN_USE "tokens", "pairs": row_args as `routed` takes it; "sorted": (their number,).
+    """(whether rows are in use, their local expert; 0 where a row has several or none).
 
-    "batched": (row behind the last one in use [E + 1], capacity); "all": ().
+    IN_USE "tokens": row_args as `routed` takes it; "sorted": (their number,); "all": (); else as `schedule.expert_of`.
     """
     inside = row < rows
-    if IN_USE == "tokens" or IN_USE == "pairs":
-        return inside & routed(row, inside, row_args)
+    expert = tl.zeros_like(row).to(tl.int32)
+    if IN_USE == "tokens":
+        return inside & routed(row, inside, row_args), expert
     elif IN_USE == "sorted":
-        return inside & (row < tl.load(row_args[0]))
+        return inside & (row < tl.load(row_args[0])), expert
     elif IN_USE == "all":
-        return inside
+        return inside, expert
     else:
-        return inside & (row < tl.load(row_args[0] + 1 + row // row_args[1], mask=inside, other=0))
-
-
-@triton.jit
-def expert_of(row, used, row_args, IN_USE: tl.constexpr):
-    """Local expert of each row in use, 0 where a row has several or none."""
-    if IN_USE == "pairs":
-        ids, expert_map, top_k, num_ids, num_experts = row_args
-        found = local_expert(ids, expert_map, row, used, num_ids, num_experts, expert_map is not None)
-        return tl.maximum(found, 0)
-    elif IN_USE == "batched":
-        return tl.where(used, row // row_args[1], 0).to(tl.int32)
-    else:
-        return tl.zeros_like(row).to(tl.int32)
+        expert = expert_of(row, inside, row_args, IN_USE)
+        return inside & (expert >= 0), tl.maximum(expert, 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -355,7 +343,7 @@ def amax_kernel(
     found = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
     for first in range(tl.program_id(0) * BLOCK_R, rows, tl.num_programs(0) * BLOCK_R):
         row = first + tl.arange(0, BLOCK_R).to(tl.int64)
-        used = rows_in_use(row, rows, row_args, IN_USE)
+        used, _ = rows_in_use(row, rows, row_args, IN_USE)
         mask = used[:, None] & (column < columns)[None, :]
         value = tl.load(x + row[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
         found = tl.maximum(found, finite_bits(value))
@@ -368,12 +356,13 @@ def quantize_rows_kernel(
     values,
     scales,
     quant_args,
-    row_args,
     rows,
     columns,
     width,
     stride_x,
     stride_values,
+    stride_scales,
+    row_args,
     quantize: tl.constexpr,
     IN_USE: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -385,13 +374,13 @@ def quantize_rows_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    used = rows_in_use(row, rows, row_args, IN_USE)
+    used, expert = rows_in_use(row, rows, row_args, IN_USE)
     if tl.sum(used.to(tl.int32), axis=0) == 0:
         return
     column = tl.arange(0, BLOCK_C)
     mask = used[:, None] & (column < columns)[None, :]
     tile = tl.load(x + row[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    quantized, scale = quantize(tile, quant_args, expert_of(row, used, row_args, IN_USE)[:, None], 1)
+    quantized, scale = quantize(tile, quant_args, expert[:, None], 1)
     mask = used[:, None] & (column < width)[None, :]
     tl.store(values + row[:, None] * stride_values + column[None, :], quantized, mask=mask)
-    tl.store(scales + row, scale, mask=used)
+    tl.store(scales + row * stride_scales, scale, mask=used)

@@ -9,31 +9,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.ops._sort_kernels import local_expert
+from moe_core.gemm.schedule import expert_of
 
 
 @triton.jit(do_not_specialize=["rows"])
 def scatter_quantize_kernel(
     x,
-    ids,
-    expert_map,
-    positions,
     values,
     scales,
     quant_args,
     rows,
     columns,
     width,
-    num_ids,
-    num_experts,
     stride_x,
     stride_values,
     stride_scales,
+    routing,
+    positions,
     x_scales,
     stride_x_scales,
     quantize: tl.constexpr,
     TOP_K: tl.constexpr,
-    HAS_MAP: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     EVEN: tl.constexpr,
@@ -42,9 +38,10 @@ def scatter_quantize_kernel(
 ):
     """BLOCK_G groups of GROUP columns per program, counted row by row; what is beyond the last column counts as 0.
 
-    positions [rows * TOP_K] is the place of each pair of a local expert; values [P, width] and scales have one row per
-    pair.  BY_EXPERT: `quantize` depends on the expert, so that every pair is quantised by itself.  EVEN: `width` is
-    whole groups.  With x_scales [rows, groups] x are codes already, and only change places.
+    routing: `row_args` of `expert_of`; positions [rows * TOP_K]: the place of each pair of a local expert; values [P,
+    width] and scales have one row per pair.  BY_EXPERT: `quantize` depends on the expert, so that every pair is
+    quantised by itself.  EVEN: `width` is whole groups.  With x_scales [rows, groups] x are codes already, and only
+    change places.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -63,7 +60,7 @@ def scatter_quantize_kernel(
         quantized, scale = quantize(tile.to(tl.float32), quant_args, 0, 1)
     for slot in tl.static_range(TOP_K):
         pair = row * TOP_K + slot
-        expert = local_expert(ids, expert_map, pair, inside, num_ids, num_experts, HAS_MAP)
+        expert = expert_of(pair, inside, routing, "pairs")
         known = expert >= 0
         if BY_EXPERT:
             quantized, scale = quantize(tile.to(tl.float32), quant_args, tl.maximum(expert, 0)[:, None], 1)

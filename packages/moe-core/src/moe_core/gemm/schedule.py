@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_core.ops._sort_kernels import local_expert
+
 
 @triton.jit
 def tile_of(index, tiles, blocks_n, GROUP_M: tl.constexpr):
@@ -48,3 +50,20 @@ def locate(schedule, subtile, BLOCK_M: tl.constexpr, SUBTILES: tl.constexpr):
     if pairs is not None:
         pair = tl.load(pairs + position)
     return expert, position.to(tl.int64), pair.to(tl.int64), mask
+
+
+@triton.jit
+def expert_of(row, inside, row_args, IN_USE: tl.constexpr):
+    """Local expert of rows by pair, negative where there is none; `moe_core.gemm.launch.rows_by_pair` makes the rest.
+
+    IN_USE "pairs": row_args = (ids, expert_map, top_k, num_ids, num_experts); "batched": (counts [E], capacity).
+    """
+    if IN_USE == "batched":
+        counts, capacity = row_args
+        expert = row // capacity
+        used = inside & (row % capacity < tl.load(counts + expert, mask=inside, other=0))
+        return tl.where(used, expert, -1).to(tl.int32)
+    else:
+        tl.static_assert(IN_USE == "pairs", "rows by pair are those of a routing or of a batch")
+        ids, expert_map, _, num_ids, num_experts = row_args
+        return local_expert(ids, expert_map, row, inside, num_ids, num_experts, expert_map is not None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_core.gemm.schedule import expert_of
 from moe_core.gemm.tile_kernel import finish_tile
-from moe_core.ops._sort_kernels import local_expert
 
 
 @triton.jit
@@ -19,31 +19,27 @@ def _sum_partials(partials, columns, inside, stride, SPLIT_K: tl.constexpr):
 @triton.jit
 def split_k_reduce_kernel(
     partials,
-    ids,
-    expert_map,
+    routing,
     epilogue,
     result,
     N,
-    num_ids,
-    num_experts,
     stride_partials,
     SPLIT_K: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """COLUMNS of one pair, a tile of one row; partials [pairs * SPLIT_K, N or 2N] float32.
+    """`block` columns of one pair, a tile of one row; partials [pairs * SPLIT_K, N or 2N] float32; routing: `row_args`.
 
-    The grid is (pairs, blocks of COLUMNS).
+    The grid is (pairs, blocks of columns).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    expert = local_expert(ids, expert_map, pair, pair >= 0, num_ids, num_experts, expert_map is not None)
+    expert = expert_of(pair, pair >= 0, routing, "pairs")
     if expert < 0:
         return
-    columns = block * COLUMNS + tl.arange(0, COLUMNS)
+    columns = block * result.block + tl.arange(0, result.block)
     inside = columns < N
     first = partials + pair * SPLIT_K * stride_partials
     value = _sum_partials(first, columns, inside, stride_partials, SPLIT_K)

@@ -80,7 +80,7 @@ def _bias(row, columns, inside, SWAP_AB: tl.constexpr):
 
 @triton.jit
 def _deltas(lora, pair, columns, mask, SWAP_AB: tl.constexpr):
-    """LoRA deltas of a tile, float32; lora = (values [pairs, columns], row stride, ids [pairs], -1: none)."""
+    """LoRA deltas of a tile, float32; lora: a `LoRADelta` of `moe_core.gemm.launch`."""
     values, stride, ids = lora
     some = tl.load(ids + pair) >= 0
     offsets = _column(pair * stride, SWAP_AB) + _row(columns, SWAP_AB)
@@ -250,7 +250,7 @@ def grouped_gemm_kernel(
 ):
     """One tile per program; programs beyond the last tile return at once.
 
-    - result, epilogue, functions: `ResultArguments`, `Epilogue` and `TileFunctions` of `moe_core.gemm.launch`;
+    - result, epilogue, functions: `Result`, `Epilogue` and `TileFunctions` of `moe_core.gemm.launch`;
       schedule, see `moe_core.gemm.schedule`
     - N columns of the result (of one half where gated)
     - A_ROWS and OUT_ROWS: which row of A and of the result a row of the tile is: POSITION, TOKEN or PAIR

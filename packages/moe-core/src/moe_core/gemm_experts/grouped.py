@@ -123,7 +123,7 @@ class GroupedExperts(FusedMoEExpertsModular):
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
         from moe_core.gemm.fused.scheme import CallShape
 
-        shape = CallShape.of(self.config, num_tokens)
+        shape = CallShape(self.config, num_tokens)
         return self.activation_scheme(None).workspaces(shape, self.split_k_workspace(shape))
 
     def scales(self, name: str, weights: KernelWeights) -> tuple[Tensor, Tensor | None]:

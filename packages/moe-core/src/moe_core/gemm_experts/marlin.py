@@ -142,7 +142,7 @@ class MarlinExperts(GroupedExperts):
 
     def split_k_workspace(self, shape: CallShape) -> WorkspaceSpec:
         # at most 16 programs share a loop
-        size = min(MAX_PARTS, 16 * shape.pairs * max(2 * shape.intermediate_size, shape.hidden_size))
+        size = min(MAX_PARTS, 16 * shape.pairs * max(2 * self.config.intermediate_size, self.config.hidden_size))
         return WorkspaceSpec("partials", (size if self.supports_split_k else 0,), torch.float32)
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:

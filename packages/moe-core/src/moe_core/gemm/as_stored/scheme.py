@@ -11,6 +11,7 @@ from moe_core.gemm.as_stored import tiles
 from moe_core.gemm.as_stored.activations import code_mxfp8, quantizer
 from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.fused.pre_scaled import PreScaledScheme
+from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions, ScaledMMScheme
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import GemmWeight, TileFunctions, is_aligned, weight_descriptor
 from moe_core.gemm.scaled_mm import load_values, open_values
@@ -44,8 +45,11 @@ def as_stored_scheme(
         return GroupScheme(code_mxfp8, e4m3, UNIT, scale_dtype=e8m0, scale_group=UNIT, keeps_range=False)
     quantize, stored = quantizer(key, bits), dtype if key is None else torch.bfloat16
     by_token, block = key == kFp8DynamicTokenSym, key == kFp8Dynamic128Sym
-    if by_token or pre_scaled:
-        return PreScaledScheme(quantize, stored, by_token, pre_scaled, *pre_scales)
+    if pre_scaled:
+        return PreScaledScheme(quantize, stored, by_token, *pre_scales)
+    if by_token:
+        functions = ScaledMMFunctions(stored, quantize_row=quantize, load_unquantized=None)
+        return ScaledMMScheme(functions, "token", scatters=False)
     return GroupScheme(
         quantize,
         stored,

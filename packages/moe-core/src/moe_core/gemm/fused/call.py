@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_core.gemm.launch import GemmWeight, Routing
 from moe_core.gemm.lora import Adapters
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.scatter_quantize import scatter_quantize
+from moe_core.gemm.quantize_rows import scatter_quantize
 from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
 from moe_core.ops.batch import Batch, BatchedRows, batch_rows
 from moe_core.ops.sort import QuantizeRows, SortedPairs, sort_pairs

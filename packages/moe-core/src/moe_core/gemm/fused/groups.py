@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded
-from moe_core.gemm.launch import OperandA, Result
+from moe_core.gemm.launch import OperandA, Result, constant
 from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.gemm.tile_kernel import POSITION
 from moe_core.ops.batch import Batch
@@ -55,7 +55,8 @@ class GroupScheme(ActivationScheme):
         return has_lora or not self.keeps_range
 
     def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
-        width, inner = padded(shape.hidden_size, self.block), padded(shape.intermediate_size, self.block)
+        config = shape.config
+        width, inner = padded(config.hidden_size, self.block), padded(config.intermediate_size, self.block)
         scattered = shape.pairs if self.scatters and shape.pairs > MIN_SCATTERED_PAIRS and not shape.batched else 0
         rows = shape.pairs if self.static else shape.rows
         return (
@@ -63,7 +64,7 @@ class GroupScheme(ActivationScheme):
             *self._scales("x_scales", rows, width),
             WorkspaceSpec("sorted_values", (scattered, width), self.dtype),
             *self._scales("sorted_scales", scattered, width),
-            WorkspaceSpec("h", (0 if shape.lora is None else shape.pairs, inner), shape.wide),
+            WorkspaceSpec("h", (shape.pairs if config.is_lora_enabled else 0, inner), shape.wide),
             WorkspaceSpec("h_values", (shape.pairs, inner), self.dtype),
             *self._scales("h_scales", shape.pairs, inner),
         )
@@ -115,31 +116,25 @@ class GroupScheme(ActivationScheme):
         work = call.workspace
         if call.adapters is not None:
             # gemm2's adapters read h before it is quantised
-            return Result(work["h"], block=self.block)
+            return Result.of(work["h"], block=constant(self.block))
         values = work["h_values"]
-        return Result(
+        return Result.of(
             values,
             work.get("h_scales"),
-            self.quantize,
-            self.arguments(values, self.h_scale),
-            groups=1 if self.scale_dtype is None else self.block // self.scale_group,
-            kind=self.epilogue,
-            block=self.block,
+            quantize=self.quantize,
+            quant_args=self.arguments(values, self.h_scale),
+            groups=constant(1 if self.scale_dtype is None else self.block // self.scale_group),
+            kind=constant(self.epilogue),
+            block=constant(self.block),
         )
 
     def h(self, call: Call, order: Order, which: int) -> OperandA:
         work = call.workspace
         if call.adapters is not None:
             # every group of every pair is a row here
-            quantize_rows(
-                work["h"][: call.pairs].view(-1, self.group),
-                work["h_values"].view(-1, self.group),
-                work["h_scales"],
-                self.quantize,
-                None,
-                ("all", ()),
-                pdl=False,
-            )
+            wide, values = work["h"][: call.pairs].view(-1, self.group), work["h_values"].view(-1, self.group)
+            job = QuantizeRows(wide, values, work["h_scales"].view(-1), self.quantize, self.group)
+            quantize_rows(job, ("all", ()), pdl=False)
         rows, columns = self.rows(work["h_values"], work.get("h_scales"), self.h_scale, which), call.w2.k
         if call.w13.interleaved and columns % self.block:
             # a tile of gemm1 is half as wide in h, so that columns of the last one may not be written

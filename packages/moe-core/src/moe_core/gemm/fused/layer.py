@@ -92,12 +92,12 @@ class FusedLayer:
         lora = None if call.adapters is None else call.adapters.delta("w13", call.x, by_pair=False)
         # the rows of adapters have an order of their own
         by_pair = call.by_pair if lora is not None or self.scheme.h_by_pair else POSITION.value
-        h = out = self.scheme.result(call)
+        h = result = self.scheme.result(call)
         split = config.split_k > 1 and isinstance(routing, Routing)
         if split:
             by_pair = PAIR.value
-            out = Result(call.partials(config.split_k, weight.n * (2 if activation.gated else 1)))
-        gemm = Gemm(config, weight, a, out, order, routing, activation, by_pair, lora, call.plan.pdl)
+            result = Result.of(call.partials(config.split_k, weight.n * (2 if activation.gated else 1)))
+        gemm = Gemm(config, weight, a, result, order, routing, activation, by_pair, lora, call.plan.pdl)
         self._multiply(call, gemm)
         if split:
             reduce_split_k(gemm, h)
@@ -111,7 +111,7 @@ class FusedLayer:
         if isinstance(call.routing, Routing):
             y = call.workspace["y"] if config.split_k == 1 else call.partials(config.split_k, weight.n)
         pdl = call.plan.pdl
-        self._multiply(call, Gemm(config, weight, a, Result(y), order, call.routing, lora=lora, pdl=pdl))
+        self._multiply(call, Gemm(config, weight, a, Result.of(y), order, call.routing, lora=lora, pdl=pdl))
         return y, config.split_k
 
     def _multiply(self, call: Call, gemm: Gemm) -> None:

@@ -53,8 +53,8 @@ class PlainScheme(ActivationScheme):
     def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
         pairs, most = shape.pairs, max(self.gathered)
         return (
-            WorkspaceSpec("h", (pairs, padded(shape.intermediate_size)), shape.dtype),
-            WorkspaceSpec("gathered", (pairs if most else 0, padded(most)), shape.dtype),
+            WorkspaceSpec("h", (pairs, padded(shape.config.intermediate_size)), shape.config.dtype),
+            WorkspaceSpec("gathered", (pairs if most else 0, padded(most)), shape.config.dtype),
         )
 
     def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
@@ -62,7 +62,7 @@ class PlainScheme(ActivationScheme):
         return order, self._rows(call, call.x, self.x, call.by_token, by_token=True)
 
     def result(self, call: Call) -> Result:
-        return Result(call.workspace["h"])
+        return Result.of(call.workspace["h"])
 
     def h(self, call: Call, order: Order, which: int) -> OperandA:
         return self._rows(call, call.workspace["h"], self.h_columns, which, by_token=False)

@@ -17,9 +17,9 @@ from torch import Tensor
 from moe_core.gemm import scaled_mm as device
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, padded
-from moe_core.gemm.launch import FLOAT32, OperandA, Result, Routing
-from moe_core.gemm.quantize_rows import find_amax, ordered_rows, quantize_rows, routed_pairs, routed_tokens
-from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
+from moe_core.gemm.launch import FLOAT32, OperandA, Result, Routing, constant, rows_by_pair
+from moe_core.gemm.quantize_rows import find_amax, quantize_rows, routed_tokens, sorted_rows
+from moe_core.gemm.tile_kernel import POSITION, TOKEN
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows, clears_first, whole_row
 from moe_core.workspace import WorkspaceSpec
@@ -73,8 +73,9 @@ class ScaledMMScheme(ActivationScheme):
     """Rows of ``functions``' type with a scale each, or one for all.
 
     ``x_scale`` and ``h_scale`` [E] of static ones.  ``scale_dtype`` of scales in scratch memory.  ``quantize_on_load``:
-    few rows may be quantised while they are loaded, if ``functions`` can.  A dynamic scale per tensor spans the tokens,
-    then the pairs, that have a local expert, as far as they are finite.
+    few rows may be quantised while they are loaded, if ``functions`` can; ``scatters``: many may go straight into the
+    sorted order.  A dynamic scale per tensor spans the tokens, then the pairs, that have a local expert, as far as they
+    are finite.
     """
 
     functions: ScaledMMFunctions
@@ -83,24 +84,26 @@ class ScaledMMScheme(ActivationScheme):
     h_scale: Tensor | None = None
     scale_dtype: torch.dtype = torch.float32
     quantize_on_load: bool = True
+    scatters: bool = True
 
     def weights_first(self, has_lora: bool) -> bool:
         # what shares a scale with others must have its weight before it is quantised
         return has_lora or self.granularity != "token"
 
     def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
-        element, scale, kind = self.functions.dtype, self.scale_dtype, self.granularity
-        width, inner, dynamic = padded(shape.hidden_size), padded(shape.intermediate_size), kind != "static"
+        element, scale, kind, config = self.functions.dtype, self.scale_dtype, self.granularity, shape.config
+        width, inner, dynamic = padded(config.hidden_size), padded(config.intermediate_size), kind != "static"
         rows, pairs = shape.rows, shape.pairs
+        scattered = pairs if self.scatters and not shape.batched else 0
         found = kind == "tensor" or (not dynamic and self.functions.flags_nan)
         return (
             WorkspaceSpec("x_values", (rows if dynamic or shape.batched else 0, width), element),
             WorkspaceSpec("x_scales", (rows,), scale),
             WorkspaceSpec("x_amax", (rows if found else 0,), torch.int32),
-            WorkspaceSpec("sorted_values", (0 if shape.batched else pairs, width), element),
-            WorkspaceSpec("sorted_scales", (0 if shape.batched else pairs,), scale),
+            WorkspaceSpec("sorted_values", (scattered, width), element),
+            WorkspaceSpec("sorted_scales", (scattered,), scale),
             WorkspaceSpec("amax", (max(pairs, 2),), torch.int32),
-            WorkspaceSpec("h", (pairs if dynamic or shape.lora is not None else 0, inner), shape.wide),
+            WorkspaceSpec("h", (pairs if dynamic or config.is_lora_enabled else 0, inner), shape.wide),
             WorkspaceSpec("h_values", (pairs, inner), element),
             WorkspaceSpec("h_scales", (pairs,), scale),
         )
@@ -183,8 +186,7 @@ class ScaledMMScheme(ActivationScheme):
             order = call.order(job, zero=zero)
         else:
             order, amax = self._order_with_amax(call, routing)
-            quantize, arguments = self._row_quantizer(values, None, *amax)
-            quantize_rows(x, values, found, quantize, arguments, routed_tokens(routing), pdl=call.plan.pdl)
+            quantize_rows(self._job(x, values, found, None, *amax), routed_tokens(routing), pdl=call.plan.pdl)
         return order, self._rows(call, values, found, which)
 
     def _scattered_x(self, call: Call, routing: Routing) -> tuple[Order, OperandA]:
@@ -196,8 +198,7 @@ class ScaledMMScheme(ActivationScheme):
             order, amax = self._order_with_amax(call, routing, positions=True)
         else:
             order = call.order(positions=True, zero=self._zeroed(call))
-        quantize, arguments = self._row_quantizer(values, self.x_scale, *amax)
-        job = QuantizeRows(call.x, values, found, quantize, whole_row(values.shape[1]), arguments)
+        job = self._job(call.x, values, found, self.x_scale, *amax)
         call.scattered(job, by_expert=self.granularity == "static", order=order)
         return order, self._rows(call, values, found, POSITION.value)
 
@@ -217,26 +218,26 @@ class ScaledMMScheme(ActivationScheme):
         """Quantised where it is."""
         x, work, pdl = call.x, call.workspace, call.plan.pdl
         values, found, amax = work["x_values"], work["x_scales"], work["amax"][1:2]
-        quantize, arguments = self._row_quantizer(values, self.x_scale, amax, 1)
+        job = self._job(x, values, found, self.x_scale, amax, 1)
         if self.granularity == "tensor":
-            order = call.order(zero=self._zeroed(call))
-            in_use = ordered_rows(order, batch)
+            order, in_use = call.order(zero=self._zeroed(call)), rows_by_pair(batch)
             find_amax(x, amax, in_use, pdl=pdl)
-            quantize_rows(x, values, found, quantize, arguments, in_use, pdl=pdl)
+            quantize_rows(job, in_use, pdl=pdl)
         else:
-            job = QuantizeRows(x, values, found, quantize, whole_row(values.shape[1]), arguments)
             order = call.order(job, zero=self._zeroed(call))
         return order, self._rows(call, values, found, POSITION.value)
 
-    def _row_quantizer(
-        self, values: Tensor, static: Tensor | None, amax: Tensor | None, parts: int
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """Device function and arguments for rows that become ``values``, with a scale for each row."""
+    def _job(
+        self, x: Tensor, values: Tensor, scales: Tensor, static: Tensor | None, amax: Tensor | None, parts: int
+    ) -> QuantizeRows:
+        """Rows of ``x`` that become ``values``, with a scale for each."""
+        arguments: tuple[Any, ...]
+        quantize, arguments = device.quantize_by_amax, (values, amax, parts)
         if self.granularity == "static":
-            return device.quantize_static_rows, (values, static)
-        if self.granularity == "token":
-            return self.functions.quantize_row, (values,)
-        return device.quantize_by_amax, (values, amax, parts)
+            quantize, arguments = device.quantize_static_rows, (values, static)
+        elif self.granularity == "token":
+            quantize, arguments = self.functions.quantize_row, (values,)
+        return QuantizeRows(x, values, scales, quantize, whole_row(values.shape[1]), arguments)
 
     # -------------------------------------------------------------- h
 
@@ -247,13 +248,14 @@ class ScaledMMScheme(ActivationScheme):
     def result(self, call: Call) -> Result:
         work, amax = call.workspace, self._amax(call)
         if self._in_epilogue(call):
-            values, kind = work["h_values"], "" if amax is None else "nan"
-            arguments = (values, self.h_scale)
-            return Result(values, None, device.quantize_static, arguments, amax=amax, amax_kind=kind, kind="static")
+            values, kind = work["h_values"], constant("" if amax is None else "nan")
+            quantize, arguments = device.quantize_static, (values, self.h_scale)
+            static = constant("static")
+            return Result.of(values, quantize=quantize, quant_args=arguments, amax=amax, amax_kind=kind, kind=static)
         if self.granularity == "static":
             amax = None
         kind = "" if amax is None else "row" if self.granularity == "token" else "tensor"
-        return Result(work["h"], amax=amax, amax_kind=kind)
+        return Result.of(work["h"], amax=amax, amax_kind=constant(kind))
 
     def h(self, call: Call, order: Order, which: int) -> OperandA:
         work, amax = call.workspace, self._amax(call)
@@ -262,8 +264,7 @@ class ScaledMMScheme(ActivationScheme):
             return self._rows(call, values, self.h_scale, which, amax, by_row=False)
         if self._quantizes_h_on_load(call) and amax is not None:
             return self._rows(call, wide, amax, which, by_row=self.granularity == "token")
-        quantize, arguments = self._row_quantizer(values, self.h_scale, amax, 1)
-        routed = which == PAIR.value and isinstance(call.routing, Routing)
-        in_use = routed_pairs(call.routing) if routed else ordered_rows(order, call.routing)
-        quantize_rows(wide[: call.pairs], values, found, quantize, arguments, in_use, pdl=call.plan.pdl)
+        job = self._job(wide[: call.pairs], values, found, self.h_scale, amax, 1)
+        in_use = rows_by_pair(call.routing) if which == call.by_pair else sorted_rows(order, call.routing)
+        quantize_rows(job, in_use, pdl=call.plan.pdl)
         return self._rows(call, values, found, which)

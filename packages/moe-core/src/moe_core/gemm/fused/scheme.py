@@ -20,50 +20,29 @@ TILE = 128
 
 @dataclass(frozen=True)
 class CallShape:
-    """Sizes of a layer's largest call: ``num_tokens`` M, or rows T_max of each expert's buffer (``batched``).
+    """A layer's largest call: ``num_tokens`` M, or rows T_max of each expert's buffer."""
 
-    ``lora``: the layer's config where it is enabled for adapters.
-    """
-
+    config: FusedMoEConfig
     num_tokens: int
-    top_k: int
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
-    dtype: torch.dtype
-    batched: bool = False
-    weight_on_input: bool = False
-    lora: FusedMoEConfig | None = None
 
-    @staticmethod
-    def of(config: FusedMoEConfig, num_tokens: int) -> CallShape:
-        batched = config.activation_format is FusedMoEActivationFormat.BATCHED
-        return CallShape(
-            num_tokens,
-            config.top_k,
-            config.local_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            config.dtype,
-            batched,
-            config.apply_router_weight_on_input and not batched,
-            config if config.is_lora_enabled else None,
-        )
+    @property
+    def batched(self) -> bool:
+        return self.config.activation_format is FusedMoEActivationFormat.BATCHED
 
     @property
     def rows(self) -> int:
         """Rows of x."""
-        return self.num_experts * self.num_tokens if self.batched else self.num_tokens
+        return self.config.local_experts * self.num_tokens if self.batched else self.num_tokens
 
     @property
     def pairs(self) -> int:
         """Rows of h."""
-        return self.rows if self.batched else self.num_tokens * self.top_k
+        return self.rows if self.batched else self.num_tokens * self.config.top_k
 
     @property
     def wide(self) -> torch.dtype:
         """Of h before it is quantised: 16 bits of float16 do not hold what an activation function may make."""
-        return torch.bfloat16 if self.dtype is torch.bfloat16 else torch.float32
+        return torch.bfloat16 if self.config.dtype is torch.bfloat16 else torch.float32
 
 
 class ActivationScheme(ABC):
@@ -97,14 +76,16 @@ class ActivationScheme(ABC):
 
     def workspaces(self, shape: CallShape, partials: WorkspaceSpec) -> tuple[WorkspaceSpec, ...]:
         """All scratch memory of the layer; ``partials``: of split-K."""
-        lora, weighted = shape.lora, shape.weight_on_input and self.weights_first(shape.lora is not None)
+        config, has_lora = shape.config, shape.config.is_lora_enabled
+        on_input = config.apply_router_weight_on_input and not shape.batched
+        weighted = on_input and self.weights_first(has_lora)
         return (
-            *order_workspaces(shape.pairs, shape.num_tokens, shape.num_experts, shape.batched),
-            WorkspaceSpec("x_weighted", (shape.rows if weighted else 0, shape.hidden_size), torch.float32),
+            *order_workspaces(shape.pairs, shape.num_tokens, config.local_experts, shape.batched),
+            WorkspaceSpec("x_weighted", (shape.rows if weighted else 0, config.hidden_size), torch.float32),
             *self.operands(shape),
             partials,
-            WorkspaceSpec("y", (0 if shape.batched else shape.pairs, shape.hidden_size), shape.dtype),
-            *(() if lora is None else lora_workspaces(lora, shape.pairs)),
+            WorkspaceSpec("y", (0 if shape.batched else shape.pairs, config.hidden_size), config.dtype),
+            *(lora_workspaces(config, shape.pairs) if has_lora else ()),
         )
 
 

@@ -76,7 +76,7 @@ class GemvLayer:
         launch(
             gemv_kernel,
             (routing.num_pairs * -(-rows // config.block_n),),
-            Result(out).kernel_arguments(),
+            Result.of(out),
             x,
             matrix.arguments,
             routing.ids,
