@@ -42,7 +42,7 @@ def widened(
         config,
         scaled_mm_weight(E2M1, found.words, found.scales, None, ROWS, COLUMNS, extra=extra),
         OperandA((rows, scales, rows.stride(0), 1, 0, None), POSITION.value),
-        Result(y),
+        Result.of(y),
         sort_pairs(ids, 1, config.block_m, workspace=workspace),
         Routing(ids, torch.ones(COLUMNS, 1, device=device), 1),
     )

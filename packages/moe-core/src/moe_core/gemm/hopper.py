@@ -58,8 +58,6 @@ def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, sizes, fo
     """
     pairs = schedule[2]
     tiles, blocks_n, steps, N = sizes
-    GROUP_M: gl.constexpr = form.group_m
-    SHORT: gl.constexpr = form.short
     dtype: gl.constexpr = result.out.dtype.element_ty
     GEMM1: gl.constexpr = epilogue.activation != ""
     GATED: gl.constexpr = epilogue.gated
@@ -73,13 +71,14 @@ def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, sizes, fo
     turn = 0
     received = 1
     index = receive(queue, 0)
-    expert, start, end, first_block = locate_tile(index, schedule, tiles, blocks_n, GROUP_M)
+    tile = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
     while index < tiles * blocks_n:
         # what the next tile is arrives while this one is multiplied
         index = receive(queue, received)
         received += 1
-        next_expert, next_start, next_end, next_block = locate_tile(index, schedule, tiles, blocks_n, GROUP_M)
-        short = is_short(start, end) if SHORT else False
+        next_tile = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
+        expert, start, end, first_block = tile
+        short = is_short(tile) if form.short else False
         first = start + gl.where(short, 0, WARPGROUP * HALF)
         block_n = first_block + gl.where(short, WARPGROUP, 0)
         # the slots of a short tile are in turn one consumer's and the other's
@@ -124,10 +123,7 @@ def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, sizes, fo
                 first_column = block_n * (TILE * BLOCKS)
                 store_block(acc_0.to(dtype), result, place, target < end, first_column, store)
                 store_block(acc_1.to(dtype), result, place, target < end, first_column + TILE, store)
-        expert = next_expert
-        start = next_start
-        end = next_end
-        first_block = next_block
+        tile = next_tile
 
 
 @gluon.jit

@@ -9,12 +9,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_core.gemm.hopper_pipeline import HALF, TILE
-from moe_core.gemm.scaled_mm import by_static_scale
+from moe_core.gemm.scaled_mm import AMAX_FLOOR, by_static_scale
 from moe_core.jit import activation
 from moe_core.jit.casts import divide
 
 E4M3_MAX = gl.constexpr(448.0)
-AMAX_FLOOR = gl.constexpr(1e-10)
 
 
 @gluon.jit
@@ -41,6 +40,12 @@ def activate(gate, up, epilogue):
         return silu * up
     else:
         return activation.activate(gate, up, epilogue)
+
+
+@gluon.jit
+def _group_scale(value, AXIS: gl.constexpr):
+    """amax / 448 along AXIS."""
+    return gl.div_rn(gl.maximum(gl.max(gl.abs(value), axis=AXIS), AMAX_FLOOR), E4M3_MAX)
 
 
 @gluon.jit
@@ -72,13 +77,13 @@ def store_activated(value, result, expert, row, target, end, block, N, layout: g
     # what a row has beyond the last column is 0, so that the next product may read it
     value = gl.where((column < N)[None, :], value, 0.0)
     if OUT == "groups":
-        scale = gl.div_rn(gl.maximum(gl.max(gl.abs(value), axis=1), AMAX_FLOOR), E4M3_MAX)
+        scale = _group_scale(value, 1)
         pointers = result.scales + row.to(gl.int64) * result.stride_scales + block
         gl.store(pointers, scale, mask=(row < end) & (block * TILE < N))
         value = divide(value, scale[:, None])
     elif OUT == "groups_64":
         halves = value.reshape([HALF, 2, TILE // 2])
-        scale = gl.div_rn(gl.maximum(gl.max(gl.abs(halves), axis=2), AMAX_FLOOR), E4M3_MAX)
+        scale = _group_scale(halves, 2)
         rows = gl.convert_layout(row, gl.SliceLayout(1, scale.type.layout))[:, None]
         group = block * 2 + gl.arange(0, 2, layout=gl.SliceLayout(0, scale.type.layout))[None, :]
         pointers = result.scales + rows.to(gl.int64) * result.stride_scales + group

@@ -130,9 +130,15 @@ def _send(queue, turn, index):
 
 
 @gluon.jit
-def is_short(first, end):
+def is_short(tile):
     """Whether a tile has the rows of one consumer only."""
-    return end - first <= HALF
+    return tile[2] - tile[1] <= HALF
+
+
+@gluon.jit
+def _is_done(tile, form):
+    """Whether a tile is done with the column block before it."""
+    return form.short and is_short(tile) and tile[3] % 2 == 1
 
 
 @gluon.jit
@@ -151,13 +157,12 @@ def _next_tile(schedule, tiles, blocks_n, form):
     """The index of the next tile of this program, and where it is."""
     total = tiles * blocks_n
     index = _draw(schedule[0] + 1, total)
-    expert, first, end, block_n = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
+    tile = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
     if form.short:
-        # done with the column block before it
-        while index < total and is_short(first, end) and block_n % 2 == 1:
+        while index < total and _is_done(tile, form):
             index = _draw(schedule[0] + 1, total)
-            expert, first, end, block_n = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
-    return index, expert, first, end, block_n
+            tile = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
+    return index, tile
 
 
 @gluon.jit
@@ -169,18 +174,19 @@ def producer(
     DEPTH: gl.constexpr = a_desc.block_shape[1]
     total = tiles * blocks_n
     index = gl.program_id(0)
-    expert, first, end, block_n = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
-    if index >= total or (form.short and is_short(first, end) and block_n % 2 == 1):
-        index, expert, first, end, block_n = _next_tile(schedule, tiles, blocks_n, form)
+    tile = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
+    if index >= total or _is_done(tile, form):
+        index, tile = _next_tile(schedule, tiles, blocks_n, form)
     _send(queue, 0, index)
     sent = 1
     turn = 0
     while index < total:
         # sent before the tile is requested: consumers ask for it before they multiply
-        index, next_expert, next_first, next_end, next_block = _next_tile(schedule, tiles, blocks_n, form)
+        index, next_tile = _next_tile(schedule, tiles, blocks_n, form)
         _send(queue, sent, index)
         sent += 1
-        short = is_short(first, end) if form.short else False
+        expert, first, end, block_n = tile
+        short = is_short(tile) if form.short else False
         row = expert * rows_per_expert + block_n * (TILE * BLOCKS)
         parts = gl.where(short, 2, 1)
         for i in range(steps * parts):
@@ -204,7 +210,4 @@ def producer(
             tma_load(b_desc, [block, k * DEPTH], ready, b_tiles.index(slot).slice(0, TILE, 0))
             tma_load(b_desc, [block + second, k * DEPTH], ready, b_tiles.index(slot).slice(TILE, TILE, 0))
             turn += 1
-        expert = next_expert
-        first = next_first
-        end = next_end
-        block_n = next_block
+        tile = next_tile

@@ -309,6 +309,8 @@ def grouped_gemm(gemm: Gemm, functions: TileFunctions | None = None) -> None:
     config = b.tile_config(gemm.config)
     if functions is None:
         functions = b.functions(config, a)
+    if functions.prefetch_b is not None and not (b.aligned and b.k % 16 == 0):
+        functions = functions._replace(prefetch_b=None)
     if config.uniform:
         functions = functions._replace(multiply=uniform(functions.multiply))
     subtiles, block_k = pairs.block_m // config.block_m, b.block_k

@@ -54,7 +54,6 @@ def block_weight(
     row of blocks.  ``block_shape`` (block_n, block_k): powers of two from 32 and 16 on.
     """
     block_n, block_k = block_shape
-    aligned, columns = is_aligned(weights), weights.shape[2]
     strides = scales.stride(0), scales.stride(1), tl.constexpr(block_n)
     warp_specialised = None
     if block_shape in HOPPER_BLOCKS:
@@ -62,12 +61,12 @@ def block_weight(
     return GemmWeight(
         (weights, scales, weights.stride(0), weights.stride(1), *strides),
         rows,
-        columns,
-        partial(_functions, aligned and columns % 16 == 0),
+        weights.shape[2],
+        _functions,
         block_k,
         bias,
         weight_descriptor(weights),
-        aligned,
+        is_aligned(weights),
         warp_specialised=warp_specialised,
         tile_config=partial(_tile_config, block_n),
     )
@@ -79,15 +78,9 @@ def _multiply() -> Any:
     return scaled_mm_blockwise
 
 
-def _functions(prefetches: bool, config: TileConfig, a: OperandA) -> TileFunctions:
-    return TileFunctions(
-        open_blocks,
-        load_blocks,
-        block.open_weights,
-        block.load_weights,
-        block.multiply,
-        prefetch_b=prefetch_weights if prefetches else None,
-    )
+def _functions(config: TileConfig, a: OperandA) -> TileFunctions:
+    weights = block.open_weights, block.load_weights
+    return TileFunctions(open_blocks, load_blocks, *weights, block.multiply, prefetch_b=prefetch_weights)
 
 
 def _tile_config(block_n: int, config: TileConfig) -> TileConfig:

@@ -96,33 +96,28 @@ def open_rows(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of a step, and zero points of rows."""
-    words = load_words(state, b_desc, k, BLOCK_K * BITS // 32, EVEN_N, EVEN_K)
-    return words, (state[5] if len(state) == 6 else tl.full((words.shape[0],), 2.0 ** (BITS - 1), tl.float32))
-
-
-@triton.jit
-def _load_groups(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of a step, and (scales, zero points) [BLOCK_N] of each of its GROUPS."""
-    # before the tile: nothing waits for them until the words have come
-    scales = ()
-    for i in tl.static_range(GROUPS):
-        # the last step may have columns of no group, which meet zeros
-        offset = tl.minimum(GROUPS * k + i, state[6] - 1) * state[5]
-        scale = tl.load(state[4] + offset)
-        zero = tl.load(state[8] + offset) if len(state) == 9 else tl.full(scale.shape, 2.0 ** (BITS - 1), tl.float32)
-        scales += ((scale, zero),)  # type: ignore[assignment]
-    return load_words(state, b_desc, k, BLOCK_K * BITS // 32, EVEN_N, EVEN_K), scales
-
-
-@triton.jit
-def _load_columns(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of a step, and scales and zero points [BLOCK_N, BLOCK_K] of its columns."""
-    words = load_words(state, b_desc, k, BLOCK_K * BITS // 32, EVEN_N, EVEN_K)
-    group = tl.load(state[7] + k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :] * state[5]
-    scale = tl.load(state[4][:, None] + group)
-    return words, (scale, tl.load(state[8][:, None] + group) if len(state) == 9 else 2.0 ** (BITS - 1))
+def _load_codes(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step; zero points of rows, or (scales, zero points) of columns or of each group, see `_LOAD_CODES`."""
+    W: tl.constexpr = BLOCK_K * BITS // 32
+    MIDDLE: tl.constexpr = 2.0 ** (BITS - 1)
+    if GROUPS == 0:
+        words = load_words(state, b_desc, k, W, EVEN_N, EVEN_K)
+        return words, (state[5] if len(state) == 6 else tl.full((words.shape[0],), MIDDLE, tl.float32))
+    elif GROUPS == -1:
+        words = load_words(state, b_desc, k, W, EVEN_N, EVEN_K)
+        group = tl.load(state[7] + k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :] * state[5]
+        scale = tl.load(state[4][:, None] + group)
+        return words, (scale, tl.load(state[8][:, None] + group) if len(state) == 9 else MIDDLE)
+    else:
+        # before the tile: nothing waits for them until the words have come
+        scales = ()
+        for i in tl.static_range(GROUPS):
+            # the last step may have columns of no group, which meet zeros
+            offset = tl.minimum(GROUPS * k + i, state[6] - 1) * state[5]
+            scale = tl.load(state[4] + offset)
+            zero = tl.load(state[8] + offset) if len(state) == 9 else tl.full(scale.shape, MIDDLE, tl.float32)
+            scales += ((scale, zero),)  # type: ignore[assignment]
+        return load_words(state, b_desc, k, W, EVEN_N, EVEN_K), scales
 
 
 # ------------------------------------------------------------------ products and scales
@@ -183,12 +178,10 @@ def scale_acc_rows_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     return acc * (b_state[4][:, None] * a_state[1][None, :])
 
 
-#: load_b by bits of a code, of rows with one scale each, and of columns with groups of their own
-_LOAD_ROWS = {bits: specialize(_load_rows, BITS=bits) for bits in (4, 8)}
-_LOAD_COLUMNS = {bits: specialize(_load_columns, BITS=bits) for bits in (4, 8)}
-#: load_b by bits of a code and groups of a step
-_LOAD_GROUPS = {
-    (bits, groups): specialize(_load_groups, BITS=bits, GROUPS=groups) for bits in (4, 8) for groups in (1, 2, 4)
+#: load_b by bits of a code and groups of a step, [BLOCK_N] each; 0: rows have one scale; -1: columns have groups of
+#: their own, [BLOCK_N, BLOCK_K]
+_LOAD_CODES = {
+    (bits, groups): specialize(_load_codes, BITS=bits, GROUPS=groups) for bits in (4, 8) for groups in (-1, 0, 1, 2, 4)
 }
 _MULTIPLY_ROWS = specialize(multiply, dequantize=dequantize_codes)
 
@@ -199,11 +192,10 @@ def code_functions(key: QuantKey | None, bits: int, groups: int) -> TileFunction
     ``groups`` 1, 2 or 4 of a step of the k loop; 0: rows have one scale each; -1: columns have groups of their own.
     """
     open_a, load_a = activation_functions(key)
-    scale_acc = None if key is None else scale_acc_tokens
+    load_b, scale_acc = _LOAD_CODES[bits, groups], None if key is None else scale_acc_tokens
     if groups == -1:
-        return TileFunctions(open_a, load_a, open_codes, _LOAD_COLUMNS[bits], multiply_columns, scale_acc)
+        return TileFunctions(open_a, load_a, open_codes, load_b, multiply_columns, scale_acc)
     if groups == 0:
         scale_acc = scale_acc_rows if key is None else scale_acc_rows_tokens
-        return TileFunctions(open_a, load_a, open_rows, _LOAD_ROWS[bits], _MULTIPLY_ROWS, scale_acc)
-    load_b = _LOAD_GROUPS[bits, groups]
+        return TileFunctions(open_a, load_a, open_rows, load_b, _MULTIPLY_ROWS, scale_acc)
     return TileFunctions(open_a, LOAD_PARTS[groups], open_codes, load_b, multiply_groups, scale_acc)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_core.gemm.fused.call import Call, Order
-from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded
+from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded, quantized
 from moe_core.gemm.launch import OperandA, Result, constant
 from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.gemm.tile_kernel import POSITION
@@ -60,19 +60,14 @@ class GroupScheme(ActivationScheme):
         scattered = shape.pairs if self.scatters and shape.pairs > MIN_SCATTERED_PAIRS and not shape.batched else 0
         rows = shape.pairs if self.static else shape.rows
         return (
-            WorkspaceSpec("x_values", (rows, width), self.dtype),
-            *self._scales("x_scales", rows, width),
-            WorkspaceSpec("sorted_values", (scattered, width), self.dtype),
-            *self._scales("sorted_scales", scattered, width),
+            *self._quantized("x", rows, width),
+            *self._quantized("sorted", scattered, width),
             WorkspaceSpec("h", (shape.pairs if config.is_lora_enabled else 0, inner), shape.wide),
-            WorkspaceSpec("h_values", (shape.pairs, inner), self.dtype),
-            *self._scales("h_scales", shape.pairs, inner),
+            *self._quantized("h", shape.pairs, inner),
         )
 
-    def _scales(self, name: str, rows: int, columns: int) -> tuple[WorkspaceSpec, ...]:
-        if self.scale_dtype is None:
-            return ()
-        return (WorkspaceSpec(name, (rows, columns // self.scale_group), self.scale_dtype),)
+    def _quantized(self, name: str, rows: int, columns: int) -> tuple[WorkspaceSpec, ...]:
+        return quantized(name, rows, columns, self.dtype, self.scale_dtype, columns // self.scale_group)
 
     def arguments(self, values: Tensor, scale: Tensor | None) -> tuple[Tensor, ...] | None:
         """The tuple `quant_args` of ``quantize``."""

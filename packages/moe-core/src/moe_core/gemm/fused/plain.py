@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe_core.gemm.columns import gather_columns
 from moe_core.gemm.fused.call import Call, Order
-from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, first_rows, padded
+from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded
 from moe_core.gemm.launch import OperandA, Result
 from moe_core.gemm.tile_kernel import TOKEN
 from moe_core.workspace import WorkspaceSpec
@@ -73,10 +72,8 @@ class PlainScheme(ActivationScheme):
         k, index, pre_scales = columns.k, columns.index, columns.pre_scales
         form = "masked" if by_token or present % TILE else "values"
         if columns.gathers(present):
-            out = first_rows(call.workspace["gathered"], call.pairs, padded(k))
-            routing, pdl = call.routing, call.plan.pdl
-            gather_columns(x[:, :present], out, routing, by_token=by_token, index=index, factor=pre_scales, pdl=pdl)
-            x, which, form = out, call.by_pair, "values"
+            x = call.gathered(x[:, :present], padded(k), by_token=by_token, index=index, pre_scales=pre_scales)
+            which, form = call.by_pair, "values"
         sizes = (x.data_ptr(), x.stride(0) * x.element_size())
         reachable = not columns.indexes(present) and all(size % 16 == 0 for size in sizes)
         aligned = reachable and present % 8 == 0

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.gemm.columns import gather_columns
 from moe_core.gemm.fused.call import Call, Order
-from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, first_rows, padded
+from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, padded, quantized
 from moe_core.gemm.launch import OperandA, Result, rows_by_pair
 from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.ops.sort import QuantizeRows, whole_row
@@ -34,17 +33,14 @@ class PreScaledScheme(ActivationScheme):
     h_by_pair = True
 
     def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
-        config, pairs = shape.config, shape.pairs
-        inner, width = padded(config.intermediate_size), padded(config.hidden_size)
+        config, pairs, inner = shape.config, shape.pairs, padded(shape.config.intermediate_size)
         # what x is multiplied into has its exponents, what quantised h is made of needs more
         wide = config.dtype if not self.by_token and config.dtype is torch.float16 else shape.wide
         return (
-            WorkspaceSpec("multiplied", (pairs, max(config.hidden_size, config.intermediate_size)), wide),
-            WorkspaceSpec("x_values", (pairs, width), self.dtype),
-            WorkspaceSpec("x_scales", (pairs,), torch.float32),
+            WorkspaceSpec("gathered", (pairs, max(config.hidden_size, config.intermediate_size)), wide),
+            *quantized("x", pairs, padded(config.hidden_size), self.dtype, torch.float32),
             WorkspaceSpec("h", (pairs, inner), wide),
-            WorkspaceSpec("h_values", (pairs, inner), self.dtype),
-            WorkspaceSpec("h_scales", (pairs,), torch.float32),
+            *quantized("h", pairs, inner, self.dtype, torch.float32),
         )
 
     def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
@@ -60,10 +56,9 @@ class PreScaledScheme(ActivationScheme):
         self, call: Call, name: str, x: Tensor, pre_scales: Tensor | None, which: int, *, by_token: bool
     ) -> OperandA:
         """Operand A of rows of ``x``, of tokens or of pairs."""
-        routing, pdl, values = call.routing, call.plan.pdl, call.workspace[f"{name}_values"]
-        scales, out = call.workspace[f"{name}_scales"], first_rows(call.workspace["multiplied"], call.pairs, x.shape[1])
-        gather_columns(x, out, routing, by_token=by_token, index=None, factor=pre_scales, pdl=pdl)
-        job = QuantizeRows(out, values, scales, self.quantize, whole_row(values.shape[1]), (values,))
-        quantize_rows(job, rows_by_pair(routing), pdl=pdl)
+        values, scales = call.workspace[f"{name}_values"], call.workspace[f"{name}_scales"]
+        x = call.gathered(x, x.shape[1], by_token=by_token, index=None, pre_scales=pre_scales)
+        job = QuantizeRows(x, values, scales, self.quantize, whole_row(values.shape[1]), (values,))
+        quantize_rows(job, rows_by_pair(call.routing), pdl=call.plan.pdl)
         arguments = (values, scales, values.stride(0), 1, 0, None) if self.by_token else (values, values.stride(0))
         return OperandA(arguments, which)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_core.gemm import scaled_mm as device
 from moe_core.gemm.fused.call import Call, Order
-from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, padded
+from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, padded, quantized
 from moe_core.gemm.launch import FLOAT32, OperandA, Result, Routing, constant, rows_by_pair
 from moe_core.gemm.quantize_rows import find_amax, quantize_rows, routed_tokens, sorted_rows
 from moe_core.gemm.tile_kernel import POSITION, TOKEN
@@ -97,15 +97,12 @@ class ScaledMMScheme(ActivationScheme):
         scattered = pairs if self.scatters and not shape.batched else 0
         found = kind == "tensor" or (not dynamic and self.functions.flags_nan)
         return (
-            WorkspaceSpec("x_values", (rows if dynamic or shape.batched else 0, width), element),
-            WorkspaceSpec("x_scales", (rows,), scale),
+            *quantized("x", rows if dynamic or shape.batched else 0, width, element, scale),
             WorkspaceSpec("x_amax", (rows if found else 0,), torch.int32),
-            WorkspaceSpec("sorted_values", (scattered, width), element),
-            WorkspaceSpec("sorted_scales", (scattered,), scale),
+            *quantized("sorted", scattered, width, element, scale),
             WorkspaceSpec("amax", (max(pairs, 2),), torch.int32),
             WorkspaceSpec("h", (pairs if dynamic or config.is_lora_enabled else 0, inner), shape.wide),
-            WorkspaceSpec("h_values", (pairs, inner), element),
-            WorkspaceSpec("h_scales", (pairs,), scale),
+            *quantized("h", pairs, inner, element, scale),
         )
 
     # -------------------------------------------------------------- what a call makes of it

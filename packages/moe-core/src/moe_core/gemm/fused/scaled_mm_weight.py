@@ -29,8 +29,6 @@ def scaled_mm_weight(
     """
     half, row = (rows * scales.stride(1), scales.stride(1)) if scales.dim() == 3 else (scales.stride(1), 0)
     strides = (scales.stride(0), half, row, *extra)
-    aligned = is_aligned(weights)
-    prefetch = functions.prefetch_weights if aligned and columns % 16 == 0 else None
 
     def tile_functions(config: TileConfig, a: OperandA) -> TileFunctions:
         unquantized = a.form == "unquantized"
@@ -41,7 +39,7 @@ def scaled_mm_weight(
             functions.load_weights,
             functions.multiply,
             functions.scale_acc,
-            prefetch,
+            functions.prefetch_weights,
             functions.accumulate,
         )
 
@@ -56,7 +54,7 @@ def scaled_mm_weight(
         functions.block_k,
         bias,
         weight_descriptor(weights, functions.packed),
-        aligned,
+        is_aligned(weights),
         warp_specialised=warp_specialised,
     )
 

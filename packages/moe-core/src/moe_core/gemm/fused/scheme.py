@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.gemm.fused.call import Call, Order
@@ -89,11 +88,16 @@ class ActivationScheme(ABC):
         )
 
 
+def quantized(
+    name: str, rows: int, columns: int, dtype: torch.dtype, scale_dtype: torch.dtype | None, *groups: int
+) -> tuple[WorkspaceSpec, ...]:
+    """Values [rows, columns] and their scales [rows], or [rows, groups] (None: values hold them), of ``name``."""
+    values = WorkspaceSpec(f"{name}_values", (rows, columns), dtype)
+    if scale_dtype is None:
+        return (values,)
+    return values, WorkspaceSpec(f"{name}_scales", (rows, *groups), scale_dtype)
+
+
 def padded(columns: int, block: int = TILE) -> int:
     """Columns with whole blocks."""
     return -(-columns // block) * block
-
-
-def first_rows(tensor: Tensor, rows: int, columns: int) -> Tensor:
-    """[rows, columns] at the start of scratch memory."""
-    return tensor.flatten()[: rows * columns].view(rows, columns)

@@ -7,7 +7,6 @@
     decoded.py      weights decoded by plain Triton operations
     gemv.py         one token, without tensor cores
     invariant.py    plans whose rows have the same bits for every number of tokens
-    limits.py       what any configuration is held to, also one that was measured
     tuned.py        measured configurations of a layer, which go first
 
 The mean number of rows per expert decides.  With few, a call streams weights: tiles of 16 or 32 rows, and programs
