@@ -67,7 +67,7 @@ def ranks_of(case: Case, room: int, buffers: int = 2, timeout: float = 1.0):
         oracle, selection, weights, placement = rank_parts(case, case.kind.weights(config), parallel)
         if case.way == "alltoall":
             movement = AllToAllPrepareAndFinalize(selection.config, groups, placement=placement)
-            movement._room = ExchangeRoom(groups.among(None), torch.device("cpu"))
+            movement._room = ExchangeRoom(torch.device("cpu"))
             movement._room._buffers[: len(mine)] = [(buffer, None) for buffer in mine]
         else:
             own = ExchangeBuffers(mine)
@@ -171,28 +171,28 @@ def test_shared_memory_grows_with_the_calls(monkeypatch):
 
     monkeypatch.setattr(symmetric, "_connect", connect)
     monkeypatch.setattr(symmetric, "_told", lambda ranks, mine: [mine] * 2)
-    room = ExchangeRoom(SimpleNamespace(synchronize=str), torch.device("cpu"))
+    room, ranks = ExchangeRoom(torch.device("cpu")), SimpleNamespace(synchronize=str)
     small, large = (ExchangeShape(2, tokens, 256, 2, torch.bfloat16) for tokens in (100, 20_000))
-    first, buffer = room.take(small, small.nbytes)
-    second, _ = room.take(small, small.nbytes)
+    first, buffer = room.take(ranks, small, small.nbytes)
+    second, _ = room.take(ranks, small, small.nbytes)
     assert (first, second, buffer.shape) == (0, 1, small)
     room.release(first)
     monkeypatch.setattr(symmetric, "_capturing", lambda device: True)
-    assert room.take(small, small.nbytes)[0] == first
+    assert room.take(ranks, small, small.nbytes)[0] == first
     room.release(first)
     with pytest.raises(ConfigError, match="grows with the calls, outside CUDA graphs"):
-        room.take(large, large.nbytes)
+        room.take(ranks, large, large.nbytes)
     monkeypatch.setattr(symmetric, "_capturing", lambda device: False)
-    assert room.take(large, large.nbytes)[1].memory.shape[0] >= large.nbytes
+    assert room.take(ranks, large, large.nbytes)[1].memory.shape[0] >= large.nbytes
     assert made == [2**24, 2**24, 2**26]
     # a graph goes on using the one that it was captured with
     assert room.nbytes == sum(made)
     room.release(first)
     for _ in range(symmetric.MOST_CALLS - 1):
-        room.take(small, small.nbytes)
+        room.take(ranks, small, small.nbytes)
     assert len(made) == 3 + symmetric.MOST_CALLS - 2
     with pytest.raises(ConfigError, match="8 calls are under way already"):
-        room.take(small, small.nbytes)
+        room.take(ranks, small, small.nbytes)
 
 
 def test_two_calls_are_under_way_at_once():

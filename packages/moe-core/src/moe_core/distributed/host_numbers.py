@@ -31,24 +31,24 @@ _BITS = 32
 
 
 class HostNumbers:
-    """A table in shared memory in which each of ``ranks`` writes a row, of up to as many numbers as there are ranks.
+    """A table in shared memory in which each rank writes a row, of up to as many numbers as there are ranks.
 
     A word holds a number and that of the call, so a word is either whole or old.  There are two tables, for even and
     odd calls: who is in the call after next has read the rows of all in the next one, which all began after they had
     read this one's.
     """
 
-    def __init__(self, memory: Any, ranks: Communicator, rank: int, size: int) -> None:
+    def __init__(self, memory: Any, rank: int, size: int) -> None:
         self._words = memoryview(memory).cast("q")
-        self._ranks, self._rank, self._size = ranks, rank, size
+        self._rank, self._size = rank, size
         self._calls = 0
 
     @staticmethod
     def nbytes(size: int) -> int:
         return 2 * size * size * 8
 
-    def tell(self, numbers: Sequence[int], what: str) -> list[list[int]]:
-        """The numbers of every rank, all of which tell as many; each from 0 up to 2^32 - 1.
+    def tell(self, ranks: Communicator, numbers: Sequence[int], what: str) -> list[list[int]]:
+        """The numbers of each of ``ranks``, which all tell as many; each from 0 up to 2^32 - 1.
 
         All ranks make the same calls in the same order.  Raises CommunicationError, with ``what``, where one does not
         come within the time-out; its call is then still waited for by the next.
@@ -60,16 +60,16 @@ class HostNumbers:
             words[table + self._rank * size + index] = call << _BITS | number
         found: list[list[int]] = []
         started = time.monotonic()
-        with self._ranks.communicating(what):
+        with ranks.communicating(what):
             for rank in range(size):
                 first = table + rank * size
                 row = words[first : first + width].tolist()
                 while any(word >> _BITS != call for word in row):
                     waited = time.monotonic() - started
-                    if waited > self._ranks.timeout.total_seconds():
+                    if waited > ranks.timeout.total_seconds():
                         late = [
                             member
-                            for index, member in enumerate(self._ranks.members)
+                            for index, member in enumerate(ranks.members)
                             if words[table + index * size] >> _BITS != call
                         ]
                         raise RuntimeError(f"ranks {late} have told nothing after {waited:.1f} s")
@@ -92,6 +92,7 @@ class HostNumbers:
         return _TABLES[ranks.group]
 
 
+#: no table holds its group
 _TABLES: weakref.WeakKeyDictionary[dist.ProcessGroup, HostNumbers | None] = weakref.WeakKeyDictionary()
 
 
@@ -116,4 +117,4 @@ def _connect(ranks: Communicator, what: str) -> HostNumbers | None:
     finally:
         if path:
             os.unlink(path)
-    return HostNumbers(memory, ranks, rank, size) if everywhere else None
+    return HostNumbers(memory, rank, size) if everywhere else None

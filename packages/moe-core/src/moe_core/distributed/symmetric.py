@@ -11,7 +11,7 @@ import os
 import socket
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -186,15 +186,15 @@ class ExchangeRoom:
     as the room, since replays go on using it.
     """
 
-    def __init__(self, ranks: Communicator, device: torch.device) -> None:
-        self._ranks, self._device = ranks, device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._buffers: list[tuple[ExchangeBuffer, object] | None] = [None] * MOST_CALLS
         self._busy = [False] * MOST_CALLS
         self._captured = [False] * MOST_CALLS
         self._kept: list[tuple[ExchangeBuffer, object]] = []
 
-    def take(self, shape: ExchangeShape, nbytes: int) -> tuple[int, ExchangeBuffer]:
-        """A buffer of at least ``nbytes`` for a call of ``shape``, and its number.
+    def take(self, ranks: Communicator, shape: ExchangeShape, nbytes: int) -> tuple[int, ExchangeBuffer]:
+        """A buffer of at least ``nbytes`` for a call of ``shape`` among ``ranks``, and its number.
 
         Raises ConfigError where no buffer is free, or one would have to grow while a CUDA graph is captured;
         CommunicationError where a rank does not take part in growing.
@@ -210,7 +210,7 @@ class ExchangeRoom:
                     "memory that GPUs share grows with the calls, outside CUDA graphs: before one is captured make as "
                     "large a call, and as many at the same time"
                 )
-            found = self._grow(number, shape, nbytes)
+            found = self._grow(ranks, number, shape, nbytes)
         self._captured[number] |= capturing
         self._busy[number] = True
         return number, replace(found[0], shape=shape)
@@ -231,48 +231,59 @@ class ExchangeRoom:
         there = [*self._kept, *(found for found in self._buffers if found is not None)]
         return sum(buffer.memory.shape[0] for buffer, _ in there)
 
-    def _grow(self, number: int, shape: ExchangeShape, nbytes: int) -> tuple[ExchangeBuffer, object]:
+    def _grow(
+        self, ranks: Communicator, number: int, shape: ExchangeShape, nbytes: int
+    ) -> tuple[ExchangeBuffer, object]:
         old = self._buffers[number]
         if old is not None:
             # nobody writes into memory that is given back
-            self._ranks.synchronize("calls between GPUs end before their memory grows")
-            _told(self._ranks, None)
+            ranks.synchronize("calls between GPUs end before their memory grows")
+            _told(ranks, None)
             if self._captured[number]:
                 self._kept.append(old)
                 self._captured[number] = False
             self._buffers[number] = old = None
         step = min(max(1 << (nbytes - 1).bit_length(), 2**24), 2**28)
         size = -(-nbytes // step) * step
-        (buffer,), keep = _connect(shape, size, 1, self._ranks, self._device)
+        (buffer,), keep = _connect(shape, size, 1, ranks, self._device)
         self._buffers[number] = found = buffer, keep
         return found
 
     @staticmethod
     def connect(ranks: Communicator, groups: ParallelGroups, device: torch.device) -> ExchangeRoom | None:
-        """The room of ``ranks``, which all ask at the same time; None where their GPUs can't share memory."""
+        """The room of ``ranks``, which all ask at the same time; None where their GPUs can't share memory.
+
+        The memory goes with the last layer that has the room.
+        """
         rooms = _ROOMS.setdefault(ranks.group, {})
-        if device not in rooms:
-            room = None
-            if not reasons_against(groups, device, []):
-                room = ExchangeRoom(ranks, device)
-                failed = ""
-                try:
-                    room._grow(0, ExchangeShape(len(ranks.members), 0, 1, 1, torch.bfloat16), 1)
-                except (CommunicationError, RuntimeError) as error:
-                    failed = str(error)
-                failures = [text for text in _told(ranks, failed) if text]
-                if failures:
-                    warnings.warn(
-                        f"GPUs can't share memory, tokens are sent by NCCL: {failures[0]}",
-                        FallbackWarning,
-                        stacklevel=2,
-                    )
-                    room = None
-            rooms[device] = room
-        return rooms[device]
+        known = rooms.get(device, lambda: None)
+        room = None if known is None else known()
+        if room is None and known is not None:
+            room = _new_room(ranks, groups, device)
+            rooms[device] = None if room is None else weakref.ref(room)
+        return room
 
 
-_ROOMS: weakref.WeakKeyDictionary[ProcessGroup, dict[torch.device, ExchangeRoom | None]] = weakref.WeakKeyDictionary()
+#: by group and device, None where memory can't be shared; no room holds its group
+_ROOMS: weakref.WeakKeyDictionary[ProcessGroup, dict[torch.device, Callable[[], ExchangeRoom | None] | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _new_room(ranks: Communicator, groups: ParallelGroups, device: torch.device) -> ExchangeRoom | None:
+    if reasons_against(groups, device, []):
+        return None
+    room, failed = ExchangeRoom(device), ""
+    try:
+        room.take(ranks, ExchangeShape(len(ranks.members), 0, 1, 1, torch.bfloat16), 1)
+        room.release(0)
+    except CommunicationError as error:
+        failed = f"{error.message} ({error.details})"
+    failures = [text for text in _told(ranks, failed) if text]
+    if failures:
+        warnings.warn(f"GPUs share no memory, torch's all-to-all sends tokens: {failures[0]}", FallbackWarning, 2)
+        return None
+    return room
 
 
 def _capturing(device: torch.device) -> bool:

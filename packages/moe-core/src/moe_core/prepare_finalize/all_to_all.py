@@ -123,7 +123,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         if hidden.is_meta:
             return push(self, tokens, code, ExchangeBuffer.meta(shape), lambda: None)
         self.check()
-        number, buffer = room.take(shape, nbytes)
+        number, buffer = room.take(self.exchange, shape, nbytes)
         return push(self, tokens, code, buffer, bound(room.release, number))
 
     def _send(self, tokens: Tokens, quantize_as: QuantKey | None) -> Pending[tuple[Tokens, object]]:

@@ -170,7 +170,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
         table = HostNumbers.connect(self.exchange, what)
         if table is not None:
-            return table.tell(numbers, what)
+            return table.tell(self.exchange, numbers, what)
         width, size = len(numbers), self.ranks.parallel.dp_size
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.exchange.device)
         told = mine.new_empty(size * width)
