@@ -93,6 +93,8 @@ class FusedMoEKernel:
             )
         if experts.config.is_lora_enabled and prepare_finalize is not None and not prepare_finalize.lora:
             raise ConfigError(f"{type(prepare_finalize).__name__} does not carry the numbers of LoRA adapters")
+        if experts.config.batch_invariant and prepare_finalize and not prepare_finalize.claims.batch_invariant:
+            raise ConfigError(f"{type(prepare_finalize).__name__} does not claim to be batch invariant, the layer is")
         self.experts = experts
         self.weights = weights
         self.prepare_finalize = prepare_finalize

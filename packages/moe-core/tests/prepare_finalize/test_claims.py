@@ -51,6 +51,7 @@ def test_every_reason_is_given() -> None:
         CONFIG,
         parallel=FusedMoEParallelConfig(tp_size=2, ep_size=2),
         is_lora_enabled=True,
+        batch_invariant=True,
         activation_format="batched",  # type: ignore[arg-type]
     )
     reasons = Narrow.unsupported_reasons(config, Choosy, CPU, Environment())
@@ -62,6 +63,7 @@ def test_every_reason_is_given() -> None:
             "does not work with the same tokens on all ranks (dp_size 1)",
             "does not take hidden states of torch.bfloat16",
             "does not work with tensor parallelism (tp_size 2)",
+            "is not batch invariant: ranks are added up in an order that other tokens may change",
             "needs the config's max_num_tokens",
             "needs hidden_size to be a multiple of 64, got 96",
             "needs top_k <= 1, got 2",

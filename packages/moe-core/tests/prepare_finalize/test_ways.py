@@ -87,6 +87,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(ranks: list[dict[s
             assert text.startswith(start), (text, start)
 
 
+def test_a_batch_invariant_layer_gives_a_token_the_same_bits_on_every_way(ranks: list[dict[str, Any]]) -> None:
+    # they raise where bits differ
+    for found in ranks:
+        replicas, unclaimed = found["invariant"]
+        assert replicas == (
+            "ConfigError: the layer is batch invariant, and the placement has experts 1, 3 on several ranks, of which "
+            "a token's place in the batch chooses one: give a placement without replicas, or batch_invariant=False"
+        )
+        assert unclaimed == "ConfigError: Unclaimed does not claim to be batch invariant, the layer is"
+
+
 def test_a_config_names_its_way() -> None:
     config = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=64, intermediate_size=32)
 

@@ -14,6 +14,7 @@ from moe_core.distributed import ParallelGroups
 from moe_core.distributed.agreement import check_layers
 from moe_core.expert_parallel import ExpertPlacement
 from moe_core.kernel_call import overlapped
+from moe_core.prepare_finalize.all_gather import AllGatherPrepareAndFinalize
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular, TokenRouting, TopKWeightAndReduceNoOP
 from moe_core.prepare_finalize.ways import default_prepare_finalize, load_way
 from moe_core.testing.data import make_weights
@@ -193,6 +194,57 @@ def moving(rank: int) -> None:
         equal(kernel.apply(x, **given), expected)
 
 
+class InvariantToyExperts(ToyExperts):
+    """Token by token, so nothing depends on the others."""
+
+    claims = replace(ToyExperts.claims, batch_invariant=True)
+
+
+class Unclaimed(AllGatherPrepareAndFinalize):
+    claims = replace(AllGatherPrepareAndFinalize.claims, batch_invariant=False)
+
+
+def invariant(rank: int) -> list[str]:
+    """A batch-invariant layer on each way: a token alone, among others, and by any way has the same bits.
+
+    With four experts per token three and four ranks are added up.  What is refused.
+    """
+    groups = ParallelGroups.create(timeout=20, dp_size=4)
+    placement = ExpertPlacement.contiguous(6, 4)
+    changes: dict[str, Any] = {"top_k": 4, "batch_invariant": True, "num_local_experts": len(placement.ranks[rank])}
+    config = replace(CONFIG, parallel=groups.parallel, **changes)
+    x, _, topk_weights, topk_ids = batch(7, config)
+    weights = held(weights_of(), placement.ranks[rank])
+
+    def kernel_with(own: ParallelGroups, way: type[FusedMoEPrepareAndFinalizeModular] | None = None) -> FusedMoEKernel:
+        asked = replace(config, parallel=own.parallel)
+        make = default_prepare_finalize if way is None else way
+        movement = make(asked, own, placement=placement)
+        return kernel_of(InvariantToyExperts, asked, movement, weights)
+
+    def call(kernel: FusedMoEKernel, tokens: slice) -> Tensor:
+        return kernel.apply(x[tokens], topk_weights=topk_weights[tokens], topk_ids=topk_ids[tokens])
+
+    found = {}
+    for name, own in {"all_reduce": groups.with_tokens(1), **{way: groups.with_tokens(4, way) for way in WAYS}}.items():
+        kernel = kernel_with(own)
+        found[name] = together = call(kernel, slice(0, 7))
+        alone = [call(kernel, slice(token, token + 1)) for token in range(7)]
+        if not torch.equal(torch.cat(alone), together):
+            raise Unequal(f"{name}: tokens alone and together")
+    same = found["all_reduce"]
+    if not all(torch.equal(output, same) for output in found.values()):
+        raise Unequal("ways differ")
+    shared = kernel_with(groups.with_tokens(1), load_way("reduce_scatter"))
+    if not torch.equal(call(shared, slice(0, 7)), same[2 * rank : 2 * rank + 2]):
+        raise Unequal("reduce_scatter")
+    replicated = replace(config, num_local_experts=2)
+    return [
+        told(lambda: default_prepare_finalize(replicated, groups, placement=SPREAD)),
+        told(lambda: kernel_with(groups, Unclaimed)),
+    ]
+
+
 def told(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -260,5 +312,5 @@ def unfit(rank: int) -> list[str]:
 
 def every(rank: int) -> dict[str, Any]:
     """All of these in one start of the ranks; :func:`missing` last, since it leaves groups that are broken."""
-    programs = (kinds_of_experts, steps, same_tokens, moving, disagreeing, unfit, missing)
+    programs = (kinds_of_experts, steps, same_tokens, moving, invariant, disagreeing, unfit, missing)
     return {program.__name__: program(rank) for program in programs}

@@ -20,6 +20,7 @@ from moe_core.ops.token_layout import TokenCode
 from moe_core.pending import Pending
 from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.prepare_finalize.collective import CollectivePrepareAndFinalize, local_experts
+from moe_core.prepare_finalize.fixed_order import sum_and_scatter
 from moe_core.prepare_finalize.token_rows import Tokens, unpacked
 from moe_core.quant_key import QuantKey
 
@@ -41,7 +42,10 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
 
     name = "allgather_reducescatter"
     claims = PrepareFinalizeClaims(
-        frozenset({TokenSharing.EP_RANK, TokenSharing.NONE}), quantizes=True, verified_on=("cpu",)
+        frozenset({TokenSharing.EP_RANK, TokenSharing.NONE}),
+        quantizes=True,
+        batch_invariant=True,
+        verified_on=("cpu",),
     )
 
     def dispatch(
@@ -111,13 +115,5 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
             raise TypeError(f"combine got {way_back!r}, expected what dispatch returned")
         if partial.is_meta or not way_back.most:
             return Pending.done(None)
-        whole = output.shape[0] == way_back.most
-        own = output if whole else partial.new_empty(way_back.most, partial.shape[1])
-        summed = self.exchange.begin("results are added up (reduce-scatter)", dist.reduce_scatter_tensor, own, partial)
-
-        def finish() -> None:
-            summed.wait()
-            if not whole:
-                output.copy_(own[: output.shape[0]])
-
-        return Pending(finish)
+        fixed = self.config.batch_invariant
+        return sum_and_scatter(self.exchange, output, partial, way_back.most, fixed_order=fixed)

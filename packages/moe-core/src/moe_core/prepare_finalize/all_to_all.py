@@ -25,6 +25,7 @@ from moe_core.ops.token_layout import TokenCode
 from moe_core.pending import Pending
 from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.prepare_finalize.collective import CollectivePrepareAndFinalize
+from moe_core.prepare_finalize.fixed_order import sum_parts
 from moe_core.prepare_finalize.pushed import PushedTokens, check_came, push, push_back
 from moe_core.prepare_finalize.token_rows import Tokens, unpacked
 from moe_core.quant_key import QuantKey
@@ -60,6 +61,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
     claims = PrepareFinalizeClaims(
         frozenset({TokenSharing.EP_RANK, TokenSharing.NONE}),
         quantizes=True,
+        batch_invariant=True,
         cuda_graph=False,
         verified_on=("cpu",),
         notes="can be captured in CUDA graphs where GPUs share memory",
@@ -221,11 +223,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         moving = self.exchange.begin(what, dist.all_to_all_single, back, partial, way_back.left, way_back.came)
 
         def finish() -> None:
-            from moe_core.ops._backend import use_triton
-            from moe_core.ops.reduce import reduce_pairs, reduce_pairs_torch
-
             moving.wait()
-            reduce = reduce_pairs if use_triton(output, "auto") else reduce_pairs_torch
-            reduce(back, places, max(len(back), 1), output, rows=places.flatten())
+            sum_parts(back, places, output)
 
         return Pending(finish)

@@ -45,7 +45,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     name = "batched"
     activation_format = FusedMoEActivationFormat.BATCHED
     claims = PrepareFinalizeClaims(
-        frozenset({TokenSharing.ALL}), quantizes=True, verified_on=("cpu", "NVIDIA H200 (sm90)")
+        frozenset({TokenSharing.ALL}), quantizes=True, batch_invariant=True, verified_on=("cpu", "NVIDIA H200 (sm90)")
     )
     lora = True
 

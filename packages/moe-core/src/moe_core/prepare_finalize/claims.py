@@ -28,6 +28,8 @@ class PrepareFinalizeClaims:
     - ``dtypes`` of hidden states
     - ``quantizes``: tokens are quantised before they travel, where the experts take them so
     - ``replicas``: takes placements in which experts are on several ranks
+    - ``batch_invariant``: adds what ranks computed up in an order that other tokens don't change, where the config asks
+      for that; never with replicas, of which a token's place in the batch chooses one
     - ``uneven``: ranks may bring different numbers of tokens, none too
     - ``cuda_graph``: may be captured (where the experts may)
     - ``bounded``: needs the config's ``max_num_tokens``
@@ -43,6 +45,7 @@ class PrepareFinalizeClaims:
     dtypes: frozenset[torch.dtype] = frozenset({torch.bfloat16, torch.float16, torch.float32})
     quantizes: bool = False
     replicas: bool = True
+    batch_invariant: bool = False
     uneven: bool = True
     cuda_graph: bool = True
     bounded: bool = False
@@ -74,6 +77,8 @@ class PrepareFinalizeClaims:
             reasons.append(f"does not take hidden states of {config.dtype}")
         if parallel.tp_size > 1 and not self.tensor_parallel:
             reasons.append(f"does not work with tensor parallelism (tp_size {parallel.tp_size})")
+        if config.batch_invariant and not self.batch_invariant:
+            reasons.append("is not batch invariant: ranks are added up in an order that other tokens may change")
         if self.bounded and config.max_num_tokens is None:
             reasons.append("needs the config's max_num_tokens, the most tokens that a rank brings")
         if config.hidden_size % self.hidden_multiple:

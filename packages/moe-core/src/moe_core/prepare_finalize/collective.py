@@ -21,7 +21,7 @@ from moe_core.prepare_finalize.base import (
     TopKWeightAndReduce,
 )
 from moe_core.prepare_finalize.destinations import Destinations
-from moe_core.prepare_finalize.ranks_sum import all_reduced
+from moe_core.prepare_finalize.fixed_order import sum_ranks
 from moe_core.prepare_finalize.token_rows import Tokens
 from moe_core.quant_key import QuantKey
 
@@ -149,7 +149,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
         if self.ranks.parallel.token_sharing is not TokenSharing.EP_RANK or output.is_meta:
             return Pending.done(None)
-        return all_reduced(output, self.ranks, self.ranks.tp)
+        return sum_ranks(self.ranks.among(self.ranks.tp), output, fixed_order=self.config.batch_invariant)
 
     def counts(self, tokens: Tokens, given: Sequence[int] | None) -> Sequence[int]:
         """How many tokens each rank that exchanges some brings: what is ``given``, or told by the ranks.

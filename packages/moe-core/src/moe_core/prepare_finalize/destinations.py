@@ -37,8 +37,8 @@ class Destinations:
     ) -> Destinations:
         """Of a layer's rank; no placement: consecutive experts.
 
-        Raises ConfigError for a placement of other experts or ranks, or where this rank holds another number of
-        experts than ``config`` says.
+        Raises ConfigError for a placement of other experts or ranks, where this rank holds another number of experts
+        than ``config`` says, and for replicas where the layer is batch invariant.
         """
         from moe_core.expert_parallel import ExpertPlacement
 
@@ -55,6 +55,8 @@ class Destinations:
                 f"the placement{named} has {held} experts on ep_rank {parallel.ep_rank}, the layer's config has "
                 f"num_local_experts {config.local_experts}"
             )
+        if config.batch_invariant:
+            _refuse_replicas(found)
         return Destinations(found, parallel.ep_rank, offset)
 
     def tables(self, device: torch.device) -> ReplicaTables:
@@ -86,3 +88,16 @@ class Destinations:
     def local_ids(self, topk_ids: Tensor) -> Tensor:
         """[M, k] int32: local indices of the experts that this rank computes of tokens that all have; else -1."""
         return self.tables(topk_ids.device).local_ids(topk_ids, self.ep_rank)
+
+
+def _refuse_replicas(placement: ExpertPlacement) -> None:
+    """ConfigError where an expert is on several ranks: they take tokens by their place in the batch, and then a token's
+    experts are added up in other parts.
+    """
+    found = [expert for expert, places in enumerate(placement.replicas) if len(places) > 1]
+    if found:
+        named = ", ".join(map(str, found[:5])) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        raise ConfigError(
+            f"the layer is batch invariant, and the placement has experts {named} on several ranks, of which a token's "
+            "place in the batch chooses one: give a placement without replicas, or batch_invariant=False"
+        )

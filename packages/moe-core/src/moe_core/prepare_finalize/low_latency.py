@@ -45,6 +45,7 @@ class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
         frozenset({TokenSharing.EP_RANK, TokenSharing.NONE}),
         devices=(cuda(80),),
         quantizes=True,
+        batch_invariant=True,
         bounded=True,
         max_ranks=MAX_RANKS,
         one_domain=True,

@@ -22,7 +22,9 @@ class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
     name = "none"
     activation_format = FusedMoEActivationFormat.STANDARD
     # ranks whose tokens are the same give partial sums, which the caller adds up
-    claims = PrepareFinalizeClaims(frozenset({TokenSharing.ALL}), verified_on=("cpu", "NVIDIA H200 (sm90)"))
+    claims = PrepareFinalizeClaims(
+        frozenset({TokenSharing.ALL}), batch_invariant=True, verified_on=("cpu", "NVIDIA H200 (sm90)")
+    )
     lora = True
     launches_only = True
 

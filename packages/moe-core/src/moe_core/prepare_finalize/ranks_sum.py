@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_core.config import FusedMoEConfig, TokenSharing
@@ -18,21 +17,13 @@ from moe_core.pending import Pending
 from moe_core.prepare_finalize.base import Prepared, TokenRouting
 from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.prepare_finalize.destinations import Destinations
+from moe_core.prepare_finalize.fixed_order import sum_and_scatter, sum_ranks
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
 from moe_core.quant_key import QuantKey
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from moe_core.distributed.groups import ParallelGroups
     from moe_core.expert_parallel import ExpertPlacement
-
-
-def all_reduced(tensor: Tensor, groups: ParallelGroups, group: ProcessGroup) -> Pending[None]:
-    """Begin to add ``tensor`` up over the ranks of ``group``, in place."""
-    if not tensor.numel() or dist.get_world_size(group) == 1:
-        return Pending.done(None)
-    return groups.among(group).begin("results are added up (all-reduce)", dist.all_reduce, tensor)
 
 
 class AllReducePrepareAndFinalize(PrepareAndFinalizeNoParallel):
@@ -44,7 +35,7 @@ class AllReducePrepareAndFinalize(PrepareAndFinalizeNoParallel):
 
     name = "all_reduce"
     monolithic = True
-    claims = PrepareFinalizeClaims(frozenset({TokenSharing.ALL}), verified_on=("cpu",))
+    claims = PrepareFinalizeClaims(frozenset({TokenSharing.ALL}), batch_invariant=True, verified_on=("cpu",))
 
     def __init__(
         self,
@@ -88,7 +79,7 @@ class AllReducePrepareAndFinalize(PrepareAndFinalizeNoParallel):
         return super().prepare_async(hidden_states, routing, quantize_as, static_scale)
 
     def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
-        return all_reduced(output, self.ranks, self.ranks.world)
+        return sum_ranks(self.ranks.among(), output, fixed_order=self.config.batch_invariant)
 
 
 class ReduceScatterPrepareAndFinalize(AllReducePrepareAndFinalize):
@@ -99,7 +90,7 @@ class ReduceScatterPrepareAndFinalize(AllReducePrepareAndFinalize):
     """
 
     name = "reduce_scatter"
-    claims = PrepareFinalizeClaims(frozenset({TokenSharing.ALL}), verified_on=("cpu",))
+    claims = PrepareFinalizeClaims(frozenset({TokenSharing.ALL}), batch_invariant=True, verified_on=("cpu",))
     sums_in_place = False
 
     def output_tokens(self, num_tokens: int) -> int:
@@ -114,12 +105,5 @@ class ReduceScatterPrepareAndFinalize(AllReducePrepareAndFinalize):
             return Pending.done(None)
         if each * size > tokens:
             partial = torch.cat([partial, partial.new_zeros(each * size - tokens, partial.shape[1])])
-        own = output if output.shape[0] == each else torch.empty_like(partial[:each])
-        summed = groups.among().begin("results are added up (reduce-scatter)", dist.reduce_scatter_tensor, own, partial)
-
-        def finish() -> None:
-            summed.wait()
-            if own is not output:
-                output.copy_(own[: output.shape[0]])
-
-        return Pending(finish)
+        fixed = self.config.batch_invariant
+        return sum_and_scatter(groups.among(), output, partial, each, fixed_order=fixed)
