@@ -47,16 +47,9 @@ def test_layers_over_two_gpus(way: str, placed: str) -> None:
 @pytest.mark.parametrize("spread", ["--tp", "--ep"])
 def test_a_command_on_two_gpus(tmp_path: Path, spread: str) -> None:
     registry().scheme("fp8").write_quickstart(tmp_path)
-    launcher = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        "--nproc-per-node=2",
-    )
-    command = (*launcher, "-m", "moe_core", "run", str(tmp_path), spread, "2", "--check", "--json")
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    torchrun = "-m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=2"
+    command = (sys.executable, *torchrun.split(), "-m", "moe_core", "run", str(tmp_path), spread, "2")
+    ended = subprocess.run([*command, "--check", "--json"], capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     data = json.loads(ended.stdout)
     assert data["check"]["passed"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -223,24 +223,38 @@ class FusedMoEKernel:
         What is called before the steps of the :class:`~moe_core.kernel_call.KernelCall` runs while tokens travel:
         shared experts, the next micro-batch's ``start``.  Not under ``torch.compile``.
         """
-        experts, movement = self._modular_parts()
+        _, movement = self._modular_parts()
         output = self._checked_call(hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, output)
+        partial = output if movement.sums_in_place else torch.empty_like(hidden_states)
+        routing = TokenRouting(
+            topk_weights.to(torch.float32).contiguous(),
+            topk_ids.contiguous(),
+            None if expert_map is None else expert_map.contiguous(),
+            None if adapter_ids is None else adapter_ids.contiguous(),
+            tokens_per_rank,
+        )
+        return self._begin(self._scratch, output, partial, hidden_states, routing)
+
+    def _begin(
+        self,
+        workspace: Callable[[], Workspace],
+        output: Tensor,
+        partial: Tensor,
+        hidden_states: Tensor,
+        routing: TokenRouting,
+    ) -> KernelCall:
+        """A call whose arguments were checked; see :class:`KernelCall`."""
+        experts, movement = self._modular_parts()
         return KernelCall(
             experts,
             movement,
             self.weights,
             self.reduce,
-            self._scratch,
+            workspace,
             output,
-            output if movement.sums_in_place else torch.empty_like(hidden_states),
+            partial,
             hidden_states,
-            TokenRouting(
-                topk_weights.to(torch.float32).contiguous(),
-                topk_ids.contiguous(),
-                None if expert_map is None else expert_map.contiguous(),
-                None if adapter_ids is None else adapter_ids.contiguous(),
-                tokens_per_rank,
-            ),
+            routing,
             self._lora,
         )
 
@@ -364,19 +378,7 @@ class FusedMoEKernel:
 
         ``output`` [M, K].  What ranks with the same tokens computed is not added up.
         """
-        experts, movement = self._modular_parts()
-        KernelCall(
-            experts,
-            movement,
-            self.weights,
-            self.reduce,
-            lambda: workspace,
-            output,
-            output,
-            hidden_states,
-            routing,
-            self._lora,
-        ).finish_tokens()
+        self._begin(lambda: workspace, output, output, hidden_states, routing).finish_tokens()
 
     def _run_monolithic(
         self,
