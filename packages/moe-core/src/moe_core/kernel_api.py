@@ -19,6 +19,8 @@ of the GEMV kernels for one token, :class:`WordFunctions` that of the warp-speci
 
 **As-stored GEMMs** dequantise weights as checkpoints store them.
 
+**Products as they are, or transposed** (SWAP_AB): vectors of the result's rows and columns, shaped to multiply it.
+
 **Tiles of weights**: pointers to rows, the tile itself by pointers or a tensor descriptor, prefetch.
 
 **Rows with a scale each**: how activations and weights are loaded, scales found from magnitudes, and NaN kept.
@@ -71,13 +73,14 @@ from moe_core.gemm.scaled_mm import (
     multiply_codes,
     open_weights,
     prefetch_weights,
+    scale_acc,
     scale_acc_tokens,
     scale_of,
 )
-from moe_core.gemm.swap_ab import FEW, swap_ab_dot
+from moe_core.gemm.swap_ab import FEW, as_column, as_row, swap_ab_dot
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
 from moe_core.gemm.zero_points import shifted, with_zero
-from moe_core.jit.casts import INTERPRET, divide, downcast_e4m3, factor_e4m3
+from moe_core.jit.casts import INTERPRET, divide, downcast_e4m3, factor_e4m3, round_int8
 from moe_core.jit.specialize import specialize
 from moe_core.jit.wait import wait_for_mma
 
@@ -128,6 +131,9 @@ __all__ = [
     "packed_weight",
     "as_stored_scheme",
     "swap_ab_dot",
+    # products as they are, or transposed
+    "as_column",
+    "as_row",
     # tiles of weights
     "prefetch_rows",
     "weight_rows",
@@ -139,6 +145,7 @@ __all__ = [
     "multiply_codes",
     "open_weights",
     "prefetch_weights",
+    "scale_acc",
     "scale_acc_tokens",
     "scale_of",
     # zero points
@@ -149,6 +156,7 @@ __all__ = [
     "divide",
     "factor_e4m3",
     "downcast_e4m3",
+    "round_int8",
     "wait_for_mma",
     # copies of device functions
     "specialize",

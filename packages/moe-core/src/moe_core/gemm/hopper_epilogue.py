@@ -12,6 +12,7 @@ from moe_core.gemm.hopper_pipeline import HALF, TILE
 from moe_core.gemm.scaled_mm import AMAX_FLOOR, by_static_scale
 from moe_core.jit import activation
 from moe_core.jit.casts import divide
+from moe_core.ops._quantize_kernels import finite_bits, magnitude_bits
 
 E4M3_MAX = gl.constexpr(448.0)
 
@@ -101,15 +102,11 @@ def store_activated(value, result, expert, row, target, end, block, N, layout: g
         codes = by_static_scale(value, scale[:, None], result.out)
     else:
         value = value.to(dtype).to(gl.float32)
-    if AMAX == "row" or AMAX == "tensor":
-        bits = value.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-        if AMAX == "tensor":
-            bits = gl.where(bits < 0x7F800000, bits, 0)
-        bits = gl.max(bits, axis=1)
-        if AMAX == "row":
-            gl.atomic_max(amax + row, bits, mask=row < end, sem="relaxed")
-        else:
-            gl.atomic_max(amax, gl.max(gl.where(row < end, bits, 0), axis=0), sem="relaxed")
+    if AMAX == "row":
+        gl.atomic_max(amax + row, gl.max(magnitude_bits(value), axis=1), mask=row < end, sem="relaxed")
+    elif AMAX == "tensor":
+        bits = gl.max(finite_bits(value), axis=1)
+        gl.atomic_max(amax, gl.max(gl.where(row < end, bits, 0), axis=0), sem="relaxed")
     if OUT != "static":
         codes = value.to(dtype)
     store_block(codes, result, target, target < end, block * TILE, layout)

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from moe_core.gemm.launch import Gemm, WarpSpecialisedGemm, constant, schedule_of
+from moe_core.gemm.launch import Gemm, WarpSpecialisedGemm, constant, rows_of_experts, schedule_of
 from moe_core.jit.launch import launch
 
 #: rows and columns of a tile of one operand, and of a weight block
@@ -22,9 +22,7 @@ def descriptor(matrix: Tensor, block: list[int], swizzle: int) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    if matrix.dim() == 3:
-        experts, rows, columns = matrix.shape
-        matrix = torch.as_strided(matrix, (experts * rows, columns), (matrix.stride(1), 1))
+    matrix = matrix if matrix.dim() == 2 else rows_of_experts(matrix)
     bits = 8 * matrix.element_size()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
     return TensorDescriptor.from_tensor(matrix, block, layout)

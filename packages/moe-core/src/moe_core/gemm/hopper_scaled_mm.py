@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from moe_core.gemm.hopper_pipeline import HALF, LAYOUT, TILE, free_slot, wait_for_slot
+from moe_core.gemm.scaled_mm import scale_or_nan
 from moe_core.gemm.zero_points import scale_and_zero
 
 
@@ -55,8 +56,7 @@ def scaled_mm(turn, row, expert, block_n, a_args, b_args, ring, steps, N, WARPGR
     else:
         WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 32])
         acc = gl.zeros([HALF, 2 * TILE], gl.float32, WIDE)
-    if nan_flags is not None:
-        row_scale = gl.where(gl.load(nan_flags + row) > 0x7F800000, float("nan"), row_scale)
+    row_scale = scale_or_nan(row_scale, nan_flags, row)
     scale_0, scale_1 = _of_columns(scales, b_args[2], b_args[3], block_n, N, GATED)
     for k in range(steps):
         a, b = wait_for_slot(ring, turn, WARPGROUP)

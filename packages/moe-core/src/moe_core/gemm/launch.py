@@ -383,17 +383,22 @@ def is_aligned(weights: Tensor) -> bool:
     return all(size % 16 == 0 for size in sizes)
 
 
+def rows_of_experts(weights: Tensor) -> Tensor:
+    """``weights`` [E, rows, columns], experts one after the other, as [E * rows, columns]."""
+    experts, rows, columns = weights.shape
+    return torch.as_strided(weights, (experts * rows, columns), (weights.stride(1), 1))
+
+
 def weight_descriptor(weights: Tensor, packed: int = 1) -> Any:
     """Maker of host-side tensor descriptors over ``weights`` [E, rows, columns], flattened to [E * rows, columns].
 
     It takes the rows and the columns of a tile, of which ``packed`` lie in an element of ``weights``.  None where the
     hardware's rules for such descriptors are not met (16-byte alignment, contiguous experts).
     """
-    experts, rows, columns = weights.shape
-    flat = weights.stride(2) == 1 and weights.stride(0) == rows * weights.stride(1)
+    flat = weights.stride(2) == 1 and weights.stride(0) == weights.shape[1] * weights.stride(1)
     if not (is_aligned(weights) and flat and weights.numel()):
         return None
-    matrix = torch.as_strided(weights, (experts * rows, columns), (weights.stride(1), 1))
+    matrix = rows_of_experts(weights)
 
     def make(block_rows: int, block_columns: int) -> Any:
         from triton.tools.tensor_descriptor import TensorDescriptor

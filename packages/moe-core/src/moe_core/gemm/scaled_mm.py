@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.schedule import expert_of
+from moe_core.gemm.swap_ab import as_column, as_row
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
 from moe_core.gemm.zero_points import scale_and_zero, shifted
 from moe_core.jit.casts import INTERPRET, divide, divide_all, downcast_e4m3, factor_e4m3, round_int8
@@ -252,19 +253,13 @@ def multiply_codes(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 @triton.jit
 def scale_acc(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the row * scale of the column, in float32."""
-    a_scale = a_state[1]
-    b_scale = b_state[2]
-    if SWAP_AB:
-        return acc.to(tl.float32) * (a_scale[None, :] * b_scale[:, None])
-    else:
-        return acc.to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
+    return acc.to(tl.float32) * (as_column(a_state[1], SWAP_AB) * as_row(b_state[2], SWAP_AB))
 
 
 @triton.jit
 def scale_acc_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc * scale of the row."""
-    scale = a_state[1]
-    return acc * (scale[None, :] if SWAP_AB else scale[:, None])
+    return acc * as_column(a_state[1], SWAP_AB)
 
 
 # ------------------------------------------------------------------ magnitudes

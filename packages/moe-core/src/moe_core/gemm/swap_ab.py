@@ -16,6 +16,18 @@ FEW = tl.constexpr(32)
 
 
 @triton.jit
+def as_column(vector, SWAP_AB: tl.constexpr):
+    """A vector along the rows of the result, shaped to multiply the tile."""
+    return vector[None, :] if SWAP_AB else vector[:, None]
+
+
+@triton.jit
+def as_row(vector, SWAP_AB: tl.constexpr):
+    """A vector along the columns of the result, shaped to multiply the tile."""
+    return vector[:, None] if SWAP_AB else vector[None, :]
+
+
+@triton.jit
 def swap_ab_dot(values, x):
     """values [N, K] @ x [M, K].T, float32."""
     if INTERPRET or x.dtype == tl.float32:

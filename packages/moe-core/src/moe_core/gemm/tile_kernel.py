@@ -50,6 +50,7 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.schedule import locate, tile_of
+from moe_core.gemm.swap_ab import as_column, as_row
 from moe_core.jit.activation import activate
 from moe_core.jit.casts import downcast
 from moe_core.ops._quantize_kernels import finite_bits, magnitude_bits
@@ -61,21 +62,9 @@ PAIR = tl.constexpr(2)
 
 
 @triton.jit
-def _column(vector, SWAP_AB: tl.constexpr):
-    """A vector along the rows of the result, shaped to multiply the tile."""
-    return vector[None, :] if SWAP_AB else vector[:, None]
-
-
-@triton.jit
-def _row(vector, SWAP_AB: tl.constexpr):
-    """A vector along the columns of the result, shaped to multiply the tile."""
-    return vector[:, None] if SWAP_AB else vector[None, :]
-
-
-@triton.jit
 def _bias(row, columns, inside, SWAP_AB: tl.constexpr):
     """Bias of the tile's columns, shaped to be added to the tile."""
-    return _row(tl.load(row + columns, mask=inside, other=0.0).to(tl.float32), SWAP_AB)
+    return as_row(tl.load(row + columns, mask=inside, other=0.0).to(tl.float32), SWAP_AB)
 
 
 @triton.jit
@@ -83,8 +72,8 @@ def _deltas(lora, pair, columns, mask, SWAP_AB: tl.constexpr):
     """LoRA deltas of a tile, float32; lora: a `LoRADelta` of `moe_core.gemm.launch`."""
     values, stride, ids = lora
     some = tl.load(ids + pair) >= 0
-    offsets = _column(pair * stride, SWAP_AB) + _row(columns, SWAP_AB)
-    return tl.load(values + offsets, mask=mask & _column(some, SWAP_AB), other=0.0).to(tl.float32)
+    offsets = as_column(pair * stride, SWAP_AB) + as_row(columns, SWAP_AB)
+    return tl.load(values + offsets, mask=mask & as_column(some, SWAP_AB), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -155,7 +144,7 @@ def finish_values(
         if epilogue.gated:
             up += _deltas(epilogue.lora, pair, N + columns, stored, SWAP_AB)
     if epilogue.weights is not None:
-        weight = _column(tl.load(epilogue.weights + pair), SWAP_AB)
+        weight = as_column(tl.load(epilogue.weights + pair), SWAP_AB)
         if GEMM1:
             acc = acc * weight
             up = up * weight
@@ -168,7 +157,7 @@ def finish_values(
         acc = activate(acc, up, epilogue)
         # rows of h have room for whole tiles: columns beyond N become zeros, so that gemm2 may read them
         if not EVEN_N:
-            acc = tl.where(_row(inside, SWAP_AB), acc, 0.0)
+            acc = tl.where(as_row(inside, SWAP_AB), acc, 0.0)
     elif epilogue.weights is not None:
         acc = acc * weight
     return acc
@@ -196,11 +185,11 @@ def finish_tile(
     """
     GEMM1: tl.constexpr = epilogue.activation != ""
     AXIS: tl.constexpr = 0 if SWAP_AB else 1
-    stored = _column(mask, SWAP_AB) & _row(columns < N, SWAP_AB)
+    stored = as_column(mask, SWAP_AB) & as_row(columns < N, SWAP_AB)
     acc = finish_values(acc, up, epilogue, N, expert, pair, columns, stored, activate, SWAP_AB, EVEN_N)
     if GEMM1:
-        stored = _column(mask, SWAP_AB)
-    pointers = result.out + _column(target * result.stride, SWAP_AB) + _row(columns, SWAP_AB)
+        stored = as_column(mask, SWAP_AB)
+    pointers = result.out + as_column(target * result.stride, SWAP_AB) + as_row(columns, SWAP_AB)
     if result.quantize is None:
         values = downcast(acc, result.out.dtype.element_ty)
         if result.amax_kind != "":
@@ -218,8 +207,8 @@ def finish_tile(
                 tl.store(result.scales + scales, scale, mask=mask)
             else:
                 group = tl.arange(0, GROUPS)
-                pointers = result.scales + _column(scales, SWAP_AB) + _row(group, SWAP_AB)
-                tl.store(pointers, scale, mask=_column(mask, SWAP_AB))
+                pointers = result.scales + as_column(scales, SWAP_AB) + as_row(group, SWAP_AB)
+                tl.store(pointers, scale, mask=as_column(mask, SWAP_AB))
 
 
 @triton.jit
@@ -314,20 +303,20 @@ def grouped_gemm_kernel(
         finish_tile(acc, acc_up, epilogue, result, N, expert, pair, target, mask, block_n, columns, SWAP_AB, EVEN)
     else:
         inside = columns < N
-        stored = _column(mask, SWAP_AB) & _row(inside, SWAP_AB)
+        stored = as_column(mask, SWAP_AB) & as_row(inside, SWAP_AB)
         if epilogue.lora is not None and not GEMM1:
             delta = _deltas(epilogue.lora, pair, columns, stored, SWAP_AB)
             acc += tl.where(k_part == 0, delta, 0.0)
         weight = 1.0
         if epilogue.weights is not None:
-            weight = _column(tl.load(epilogue.weights + pair), SWAP_AB)
+            weight = as_column(tl.load(epilogue.weights + pair), SWAP_AB)
             acc = acc * weight
             acc_up = acc_up * weight
         if epilogue.bias is not None and not GEMM1:
             scale = tl.where(k_part == 0, 1.0, 0.0) * weight
             bias = epilogue.bias + expert.to(tl.int64) * epilogue.stride_bias
             acc += _bias(bias, columns, inside, SWAP_AB) * scale
-        offsets = _column((target * SPLIT_K + k_part) * result.stride, SWAP_AB) + _row(columns, SWAP_AB)
+        offsets = as_column((target * SPLIT_K + k_part) * result.stride, SWAP_AB) + as_row(columns, SWAP_AB)
         tl.store(result.out + offsets, acc, mask=stored)
         if epilogue.gated:
             tl.store(result.out + offsets + N, acc_up, mask=stored)

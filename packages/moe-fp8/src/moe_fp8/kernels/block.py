@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from moe_core.kernel_api import divide, downcast_e4m3, factor_e4m3, weight_rows, weight_tile
+from moe_core.kernel_api import as_column, as_row, divide, downcast_e4m3, factor_e4m3, weight_rows, weight_tile
 
 NAN = tl.constexpr(tl.PropagateNan.ALL)
 E4M3_MAX = tl.constexpr(448.0)
@@ -62,12 +62,10 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
         # never infinity: weights of zero may have any scale, and 0 * infinity is no number
         a_scale = tl.minimum(a_scale * b_scale, FLOAT32_MAX, propagate_nan=NAN)
     a, b = factor_e4m3(a), factor_e4m3(b)
-    if SWAP_AB:
-        product = tl.dot(b, tl.trans(a), out_dtype=tl.float32) * a_scale[None, :]
-    else:
-        product = tl.dot(a, tl.trans(b), out_dtype=tl.float32) * a_scale[:, None]
+    left, right = (b, tl.trans(a)) if SWAP_AB else (a, tl.trans(b))
+    product = tl.dot(left, right, out_dtype=tl.float32) * as_column(a_scale, SWAP_AB)
     if not ONE:
-        product *= b_scale[:, None] if SWAP_AB else b_scale[None, :]
+        product *= as_row(b_scale, SWAP_AB)
     return acc + product
 
 

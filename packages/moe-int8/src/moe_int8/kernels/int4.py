@@ -22,6 +22,8 @@ from moe_core.kernel_api import (
     INTERPRET,
     LOAD_PARTS,
     ScaledMMFunctions,
+    as_column,
+    as_row,
     load_unquantized,
     multiply_codes,
     scale_acc_tokens,
@@ -97,18 +99,14 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 @triton.jit
 def _scaled(sums, scale, SWAP_AB: tl.constexpr):
     """int32 sums in float32, times a scale for each channel."""
-    return sums.to(tl.float32) * (scale[:, None] if SWAP_AB else scale[None, :])
+    return sums.to(tl.float32) * as_row(scale, SWAP_AB)
 
 
 @triton.jit
 def scale_acc_rows_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """(acc - zero point * sum of the weights) * scale of the row."""
-    scale, zero = a_state[1], a_state[2].to(tl.float32)
-    own = b_state[5]
-    if SWAP_AB:
-        return (acc - zero[None, :] * own[:, None]) * scale[None, :]
-    else:
-        return (acc - zero[:, None] * own[None, :]) * scale[:, None]
+    shifts = as_column(a_state[2].to(tl.float32), SWAP_AB) * as_row(b_state[5], SWAP_AB)
+    return scale_acc_tokens(acc - shifts, a_state, b_state, SWAP_AB)
 
 
 #: tiles of the columns in lower and in upper codes, quantised in registers

@@ -16,7 +16,18 @@ from dataclasses import replace
 import torch
 import triton
 import triton.language as tl
-from moe_core.kernel_api import ScaledMMFunctions, is_finite, open_weights, scale_of, shifted, with_zero
+from moe_core.kernel_api import (
+    ScaledMMFunctions,
+    as_column,
+    as_row,
+    is_finite,
+    open_weights,
+    round_int8,
+    scale_acc,
+    scale_of,
+    shifted,
+    with_zero,
+)
 
 
 @triton.jit
@@ -26,9 +37,7 @@ def quantize_row_zero(tile, quant_args, expert, AXIS: tl.constexpr):
     width = tl.maximum(tl.max(tile, axis=AXIS), 0.0) - low
     scale = scale_of(width, 255.0)
     scale = tl.where(is_finite(tile, AXIS), scale, float("nan"))
-    zero = -128.0 - tl.div_rn(low, scale)
-    zero = tl.maximum(tl.minimum(tl.where(zero == zero, zero, 0.0), 127.0), -128.0)
-    zero = (zero + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    zero = round_int8(-128.0 - tl.div_rn(low, scale)).to(tl.int32)
     return shifted(tile, tl.expand_dims(scale, AXIS), tl.expand_dims(zero, AXIS)), with_zero(scale, zero)
 
 
@@ -46,12 +55,8 @@ def open_sums(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 @triton.jit
 def scale_acc_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """(acc - zero point * sum of the weights) * scale of the row * scale of the column."""
-    a_scale, a_zero = a_state[1], a_state[2]
-    b_scale, b_sum = b_state[2], b_state[4]
-    if SWAP_AB:
-        return (acc - a_zero[None, :] * b_sum[:, None]).to(tl.float32) * (a_scale[None, :] * b_scale[:, None])
-    else:
-        return (acc - a_zero[:, None] * b_sum[None, :]).to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
+    shifts = as_column(a_state[2], SWAP_AB) * as_row(b_state[4], SWAP_AB)
+    return scale_acc(acc - shifts, a_state, b_state, SWAP_AB)
 
 
 # ------------------------------------------------------------------ as values

@@ -309,12 +309,13 @@ def _consumer(schedule, b_args, result, epilogue, ring, sizes, form, WARPGROUP: 
 
 
 @gluon.jit
-def _producer(x, w_desc, schedule, ring, tiles, blocks_n, steps, K, rows_per_expert, form):
+def _producer(x, w_desc, schedule, ring, sizes, K, form):
     """Request every tile that this program multiplies, as far ahead as there is room.
 
     Activations in sorted order by their descriptor; of tokens by four warps, which copy their rows, 16 bytes a thread.
     """
     x_tiles, w_tiles, full, empty = ring
+    tiles, blocks_n, steps, N, rows_per_expert = sizes
     HEIGHTS: gl.constexpr = form.heights
     BYTES: gl.constexpr = TILE * WORDS * 4
     if form.gathers:
@@ -402,7 +403,7 @@ def words_kernel(
         [
             (_consumer, (schedule, b_args, result, epilogue, ring, sizes, form, gl.constexpr(0))),
             (_consumer, (schedule, b_args, result, epilogue, ring, sizes, form, gl.constexpr(1))),
-            (_producer, (x, w_desc, schedule, ring, tiles, blocks_n, steps, K, rows_per_expert, form)),
+            (_producer, (x, w_desc, schedule, ring, sizes, K, form)),
         ],
         [4, 4 if form.gathers else 1],
         [224 if form.gathers else 240, 56 if form.gathers else 24],
