@@ -44,6 +44,12 @@ def test_layers_over_two_gpus(way: str, placed: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_a_batch_invariant_layer_gives_a_token_the_same_bits_alone() -> None:
+    ways = ["all_reduce", "allgather_reducescatter", "alltoall", "low_latency"]
+    found = run_ranks(moe_core_gpu_ranks.invariant, KINDS[0], ways, ranks=2, backend="nccl", seconds=240)
+    assert found == [[], []]
+
+
 @pytest.mark.parametrize("spread", ["--tp", "--ep"])
 def test_a_command_on_two_gpus(tmp_path: Path, spread: str) -> None:
     registry().scheme("fp8").write_quickstart(tmp_path)

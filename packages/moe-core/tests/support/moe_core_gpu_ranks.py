@@ -108,6 +108,28 @@ def layers(rank: int, kinds: list[Kind], ways: list[str], placed: str) -> list[s
     return wrong
 
 
+def invariant(rank: int, kind: Kind, ways: list[str]) -> list[str]:
+    """The ways on which a batch-invariant layer gives a token other bits alone than among others."""
+    wrong = []
+    everyone = ParallelGroups.create(timeout=60)
+    config = kind.config(**SIZES, dtype=torch.bfloat16, max_num_tokens=ROOM, batch_invariant=True)
+    x = torch.empty(ROOM, config.hidden_size, dtype=torch.bfloat16, device="cuda")
+    weights = torch.empty(ROOM, config.top_k, device="cuda")
+    ids = torch.empty(ROOM, config.top_k, dtype=torch.int32, device="cuda")
+    _fill(x, weights, ids, ROOM, torch.Generator().manual_seed(0))
+    for way in ways:
+        shared = way == "all_reduce"
+        groups = everyone.with_tokens(1) if shared else everyone.with_tokens(everyone.parallel.world_size, way)
+        kernel = _kernel(kind, config, groups, "contiguous")
+        together = kernel.apply(x, topk_weights=weights, topk_ids=ids)
+        for token in (0, 5, ROOM - 1):
+            one = slice(token, token + 1)
+            alone = kernel.apply(x[one], topk_weights=weights[one], topk_ids=ids[one])
+            if not torch.equal(alone, together[one]):
+                wrong.append(f"{kind} {way}: rank {rank}, token {token}")
+    return wrong
+
+
 def silent(rank: int, kind: Kind) -> tuple[bool, str, float] | None:
     """Rank 1 leaves after two calls: whether the output is NaN, what the next call says, seconds of the wait."""
     groups = ParallelGroups.create(dp_size=2, all2all_backend="low_latency", timeout=2)
