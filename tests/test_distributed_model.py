@@ -55,5 +55,5 @@ def test_the_fitted_model_is_within_the_noise(model: Any, tmp_path: Path, capsys
     assert model.main([*map(str, files), "--machine", str(machine), "--within", "4"]) == 0
     assert model.main([*map(str, files), "--within", "0.1"]) == 1
     assert "largest deviation" in capsys.readouterr().out
-    found = Machine.load(str(machine)).kinds["all_to_all"]
-    assert found.efficiency == pytest.approx(true.kinds["all_to_all"].efficiency, rel=0.05)
+    found = Machine.load(str(machine)).kinds["push"]
+    assert found.efficiency == pytest.approx(true.kinds["push"].efficiency, rel=0.05)

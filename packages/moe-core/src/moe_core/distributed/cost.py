@@ -250,9 +250,12 @@ def _allgather_reducescatter(traffic: Traffic) -> Steps:
 def _alltoall(traffic: Traffic) -> Steps:
     peers, hit, tokens = traffic.travelling, traffic.hit, traffic.tokens
     size = traffic.token_bytes + ROUTING_BYTES * traffic.top_k
-    counts = direct(ALL_TO_ALL, peers, 1.0, 1, 8, syncs=1)
-    there = direct(ALL_TO_ALL, peers, hit, tokens, size)
-    back = direct(ALL_TO_ALL, peers, hit, tokens, traffic.result_bytes)
+    # GPUs that reach each other's memory write into it, and the host need not know the routing
+    crossing = peers.far > 0
+    kind = ALL_TO_ALL if crossing else PUSH
+    counts = direct(kind, peers, 1.0, 1, 8, syncs=int(crossing))
+    there = direct(kind, peers, hit, tokens, size)
+    back = direct(kind, peers, hit, tokens, traffic.result_bytes)
     return (counts, there), (back, *traffic.summing())
 
 
