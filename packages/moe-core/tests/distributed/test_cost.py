@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -130,6 +131,14 @@ def test_all_to_all_sends_a_token_once_per_rank() -> None:
     assert cost.bytes_there == pytest.approx(3 * 8 + 3 * hit * 100 * (1000 + 32 + 16))
     assert cost.bytes_back == pytest.approx(3 * hit * 100 * 2000)
     assert cost.latency == pytest.approx(3 * 1e-6)
+
+
+def test_batch_invariant_layers_bring_every_part_to_who_adds_it() -> None:
+    parts = {tp: cost_of("all_reduce", replace(config(tp=tp), batch_invariant=True), 100, ROUND) for tp in (2, 4)}
+    assert parts[2].bytes_back == cost_of("all_reduce", config(tp=2), 100, ROUND).bytes_back  # a + b = b + a
+    assert (parts[4].bytes_back, parts[4].latency) == (3 * 200_000, pytest.approx(3e-6))
+    back = cost_of("allgather_reducescatter", replace(config(ep=4, dp=4), batch_invariant=True), 100, ROUND).after
+    assert back == (Step(ALL_TO_ALL, 3 * 100 * 2000, 0, 1, 0),)
 
 
 def test_between_hosts_the_network_counts() -> None:

@@ -131,6 +131,7 @@ class Traffic:
     - ``tokens`` M that each rank brings
     - ``token_bytes`` of a hidden state on its way to the experts, ``result_bytes`` of a result
     - ``domain``: GPUs that reach each other by NVLink
+    - ``fixed_order``: ranks are added up in one order, as batch-invariant layers do
     """
 
     parallel: FusedMoEParallelConfig
@@ -140,6 +141,7 @@ class Traffic:
     token_bytes: int
     result_bytes: int
     domain: int
+    fixed_order: bool = False
 
     @staticmethod
     def of(config: FusedMoEConfig, tokens: int, domain: int, payload: QuantKey | None = None) -> Traffic:
@@ -153,6 +155,7 @@ class Traffic:
             payload_bytes(*width, payload),
             payload_bytes(*width, None),
             domain,
+            config.batch_invariant,
         )
 
     @property
@@ -179,6 +182,8 @@ class Traffic:
         if size == 1:
             return ()
         peers = Peers.of(size, 1, self.domain)
+        if self.fixed_order and size > 2:
+            return (ring(ALL_GATHER, peers, self.tokens * self.result_bytes),)
         part = self.tokens * self.result_bytes / size
         # a reduce-scatter, then an all-gather, of parts
         scatter = ring(ALL_REDUCE, peers, part)
@@ -191,6 +196,12 @@ class Traffic:
                 2 * scatter.far_hops,
             ),
         )
+
+    def scattering(self, peers: Peers, part: float) -> Step:
+        """``part`` bytes of sums for each of ``peers``: a reduce-scatter, or parts sent to be added there."""
+        if self.fixed_order and peers.size > 2:
+            return direct(ALL_TO_ALL, peers, 1.0, 1, part)
+        return ring(REDUCE_SCATTER, peers, part)
 
 
 def ring(kind: str, peers: Peers, part: float) -> Step:
@@ -237,13 +248,13 @@ def _all_reduce(traffic: Traffic) -> Steps:
 
 def _reduce_scatter(traffic: Traffic) -> Steps:
     peers = Peers.of(traffic.parallel.world_size, 1, traffic.domain)
-    return (), (ring(REDUCE_SCATTER, peers, traffic.tokens * traffic.result_bytes / peers.size),)
+    return (), (traffic.scattering(peers, traffic.tokens * traffic.result_bytes / peers.size),)
 
 
 def _allgather_reducescatter(traffic: Traffic) -> Steps:
     peers, tokens = traffic.travelling, traffic.tokens
     there = ring(ALL_GATHER, peers, tokens * (traffic.token_bytes + ROUTING_BYTES * traffic.top_k))
-    back = ring(REDUCE_SCATTER, peers, tokens * traffic.result_bytes)
+    back = traffic.scattering(peers, tokens * traffic.result_bytes)
     return (there,), (back, *traffic.summing())
 
 
