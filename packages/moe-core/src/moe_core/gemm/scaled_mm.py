@@ -178,20 +178,20 @@ def quantize_row(tile, quant_args, expert, AXIS: tl.constexpr):
 
 @triton.jit
 def quantize_static(tile, quant_args, expert, AXIS: tl.constexpr):
-    """A tile of one expert, by its own scale: quant_args = (codes, scales [E])."""
-    return by_static_scale(tile, tl.load(quant_args[1] + expert), quant_args[0]), 0.0
+    """A tile by its expert's own scale: quant_args = (codes, scales [E]).
 
-
-@triton.jit
-def quantize_static_rows(tile, quant_args, expert, AXIS: tl.constexpr):
-    """As `quantize_static` for rows of several experts, `expert` [rows, 1]; their scales are kept."""
+    Rows of several experts, `expert` [rows, 1], keep their scales.
+    """
     scale = tl.load(quant_args[1] + expert)
-    found = tl.max(scale, axis=1)
-    if scale.dtype == tl.int64:
-        found = tl.where(has_nan(tile, AXIS), NAN_AND_ZERO, found)
-    elif quant_args[0].dtype.element_ty == tl.int8:
-        found = tl.where(has_nan(tile, AXIS), float("nan"), found)
-    return by_static_scale(tile, scale, quant_args[0]), found
+    if len(scale.shape) == 0:
+        return by_static_scale(tile, scale, quant_args[0]), 0.0
+    else:
+        found = tl.max(scale, axis=1)
+        if scale.dtype == tl.int64:
+            found = tl.where(has_nan(tile, AXIS), NAN_AND_ZERO, found)
+        elif quant_args[0].dtype.element_ty == tl.int8:
+            found = tl.where(has_nan(tile, AXIS), float("nan"), found)
+        return by_static_scale(tile, scale, quant_args[0]), found
 
 
 @triton.jit

@@ -61,9 +61,11 @@ def round_tile(tile, quant_args, expert, AXIS: tl.constexpr):
 
 @triton.jit
 def round_static(tile, quant_args, expert, AXIS: tl.constexpr):
-    """e4m3 numbers for the expert's scale, saturating; quant_args = (where they go, float32 scales of experts)."""
-    rounded = round_e4m3(_saturate(divide_all(tile, tl.load(quant_args[1] + expert)), E4M3_MAX))
-    return arrange(downcast(rounded, tl.bfloat16), CODES, AXIS), 0.0
+    """As `scaled_mm.quantize_static`, e4m3 numbers; quant_args = (where they go, float32 scales of experts)."""
+    scale = tl.load(quant_args[1] + expert)
+    rounded = round_e4m3(_saturate(divide_all(tile, scale), E4M3_MAX))
+    values = arrange(downcast(rounded, tl.bfloat16), CODES, AXIS)
+    return values, (0.0 if len(scale.shape) == 0 else tl.max(scale, axis=1))
 
 
 @triton.jit

@@ -44,21 +44,18 @@ def as_stored_scheme(
         e4m3, e8m0 = torch.float8_e4m3fn, torch.uint8
         return GroupScheme(code_mxfp8, e4m3, UNIT, scale_dtype=e8m0, scale_group=UNIT, keeps_range=False)
     quantize, stored = quantizer(key, bits), dtype if key is None else torch.bfloat16
-    by_token, block = key == kFp8DynamicTokenSym, key == kFp8Dynamic128Sym
+    by_token, by_expert, block = (key == k for k in (kFp8DynamicTokenSym, kFp8StaticTensorSym, kFp8Dynamic128Sym))
     if pre_scaled:
         return PreScaledScheme(quantize, stored, by_token, *pre_scales)
-    if by_token:
-        functions = ScaledMMFunctions(stored, quantize_row=quantize, load_unquantized=None)
-        return ScaledMMScheme(functions, "token", scatters=False)
+    if by_token or by_expert:
+        functions = ScaledMMFunctions(stored, quantize_row=quantize, quantize_static=quantize, load_unquantized=None)
+        return ScaledMMScheme(functions, "static" if by_expert else "token", *static, scatters=by_expert)
     return GroupScheme(
         quantize,
         stored,
         STEP if block else UNIT,
         scale_dtype=torch.float32 if block else None,
         takes_values=True,
-        static=key == kFp8StaticTensorSym,
-        x_scale=static[0],
-        h_scale=static[1],
         # router weights change more than scales otherwise, and multiply x before it is rounded
         keeps_range=key is None or block,
     )

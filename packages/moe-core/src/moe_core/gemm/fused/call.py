@@ -75,7 +75,7 @@ class Call:
             pdl=plan.pdl,
         )
 
-    def scattered(self, rows: QuantizeRows, *, by_expert: bool, order: Order | None = None) -> Order:
+    def scattered(self, rows: QuantizeRows, *, by_expert: bool = False, order: Order | None = None) -> Order:
         """Quantise ``rows`` straight into the sorted order, which is that of the pairs; see `scatter_quantize`."""
         order = self.order(positions=True) if order is None else order
         if isinstance(order, SortedPairs) and isinstance(self.routing, Routing):

@@ -31,7 +31,6 @@ class GroupScheme(ActivationScheme):
     - ``quantize``: `@triton.jit` function of the tile kernel's form
     - ``scale_dtype``, ``scale_group``: type of stored scales and the columns that share one; None: values hold them
     - ``takes_values``: ``quantize`` gets the tensor that values go to, for its type
-    - ``x_scale``, ``h_scale``: static scales [E], which ``quantize`` gets too; rows then lie in sorted order
     - ``scatters``: x goes straight into the sorted order where gemm1 is computed by the warp-specialised kernel
     - ``epilogue``: the name of ``quantize`` in the warp-specialised kernel
     - ``keeps_range``: router weights may multiply gemm1's product in place of x
@@ -44,9 +43,6 @@ class GroupScheme(ActivationScheme):
     scale_dtype: torch.dtype | None = None
     scale_group: int = TILE
     takes_values: bool = False
-    static: bool = False
-    x_scale: Tensor | None = None
-    h_scale: Tensor | None = None
     scatters: bool = False
     epilogue: str = "values"
     keeps_range: bool = True
@@ -58,9 +54,8 @@ class GroupScheme(ActivationScheme):
         config = shape.config
         width, inner = padded(config.hidden_size, self.block), padded(config.intermediate_size, self.block)
         scattered = shape.pairs if self.scatters and shape.pairs > MIN_SCATTERED_PAIRS and not shape.batched else 0
-        rows = shape.pairs if self.static else shape.rows
         return (
-            *self._quantized("x", rows, width),
+            *self._quantized("x", shape.rows, width),
             *self._quantized("sorted", scattered, width),
             WorkspaceSpec("h", (shape.pairs if config.is_lora_enabled else 0, inner), shape.wide),
             *self._quantized("h", shape.pairs, inner),
@@ -69,16 +64,12 @@ class GroupScheme(ActivationScheme):
     def _quantized(self, name: str, rows: int, columns: int) -> tuple[WorkspaceSpec, ...]:
         return quantized(name, rows, columns, self.dtype, self.scale_dtype, columns // self.scale_group)
 
-    def arguments(self, values: Tensor, scale: Tensor | None) -> tuple[Tensor, ...] | None:
+    def arguments(self, values: Tensor) -> tuple[Tensor, ...] | None:
         """The tuple `quant_args` of ``quantize``."""
-        if not self.takes_values:
-            return None
-        return (values,) if scale is None else (values, scale)
+        return (values,) if self.takes_values else None
 
-    def rows(self, values: Tensor, scales: Tensor | None, static: Tensor | None, which: int) -> OperandA:
+    def rows(self, values: Tensor, scales: Tensor | None, which: int) -> OperandA:
         """Operand A."""
-        if static is not None:
-            return OperandA((values, static, values.stride(0), 0, 1, None), which)
         if scales is None:
             return OperandA((values, values.stride(0)), which)
         warp_specialised = (scales, scales.stride(0))
@@ -88,22 +79,19 @@ class GroupScheme(ActivationScheme):
         work = call.workspace
         scatter = self._scatters(call)
         if call.x_scale is not None and not scatter:
-            return call.order(), self.rows(call.x, call.x_scale, None, call.by_token)
-        prefix = "sorted" if scatter and not self.static else "x"
+            return call.order(), self.rows(call.x, call.x_scale, call.by_token)
+        prefix = "sorted" if scatter else "x"
         values, scales = work[f"{prefix}_values"], work.get(f"{prefix}_scales")
-        if scatter and not self.static:
+        if scatter:
             values = values[: call.pairs]
-        arguments = self.arguments(values, self.x_scale)
-        job = QuantizeRows(call.x, values, scales, self.quantize, self.group, arguments)
+        job = QuantizeRows(call.x, values, scales, self.quantize, self.group, self.arguments(values))
         if not scatter:
-            return call.order(job), self.rows(values, scales, self.x_scale, call.by_token)
-        return call.scattered(job, by_expert=self.static), self.rows(values, scales, self.x_scale, POSITION.value)
+            return call.order(job), self.rows(values, scales, call.by_token)
+        return call.scattered(job), self.rows(values, scales, POSITION.value)
 
     def _scatters(self, call: Call) -> bool:
         if isinstance(call.routing, Batch):
             return False
-        if self.static:
-            return True
         fits = self.scatters and call.warp_specialises(call.plan.gemm1, call.w13)
         return fits and 0 < call.pairs <= call.workspace["sorted_values"].shape[0]
 
@@ -117,7 +105,7 @@ class GroupScheme(ActivationScheme):
             values,
             work.get("h_scales"),
             quantize=self.quantize,
-            quant_args=self.arguments(values, self.h_scale),
+            quant_args=self.arguments(values),
             groups=constant(1 if self.scale_dtype is None else self.block // self.scale_group),
             kind=constant(self.epilogue),
             block=constant(self.block),
@@ -130,7 +118,7 @@ class GroupScheme(ActivationScheme):
             wide, values = work["h"][: call.pairs].view(-1, self.group), work["h_values"].view(-1, self.group)
             job = QuantizeRows(wide, values, work["h_scales"].view(-1), self.quantize, self.group)
             quantize_rows(job, ("all", ()), pdl=False)
-        rows, columns = self.rows(work["h_values"], work.get("h_scales"), self.h_scale, which), call.w2.k
+        rows, columns = self.rows(work["h_values"], work.get("h_scales"), which), call.w2.k
         if call.w13.interleaved and columns % self.block:
             # a tile of gemm1 is half as wide in h, so that columns of the last one may not be written
             return replace(rows, arguments=(*rows.arguments, columns), form="masked")

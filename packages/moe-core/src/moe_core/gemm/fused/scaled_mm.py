@@ -40,7 +40,7 @@ class ScaledMMFunctions:
     Defaults are those of `moe_core.gemm.scaled_mm`; others go with other scales and weights.
 
     - ``multiply``: the product of a step, added to a sum of the type ``accumulate``
-    - ``quantize_row``: a row by a scale of its own
+    - ``quantize_row``: a row by a scale of its own; ``quantize_static``: by the scale of its expert
     - ``load_unquantized``: rows that are quantised while they are loaded (``static_on_load``: by static scales too);
       None where they cannot be
     - ``prefetch_weights`` may be None
@@ -52,6 +52,7 @@ class ScaledMMFunctions:
     dtype: torch.dtype
     multiply: Any = device.multiply_codes
     quantize_row: Any = device.quantize_row
+    quantize_static: Any = device.quantize_static
     load_values: Any = device.load_values
     load_unquantized: Any = device.load_unquantized
     open_weights: Any = device.open_weights
@@ -231,7 +232,7 @@ class ScaledMMScheme(ActivationScheme):
         arguments: tuple[Any, ...]
         quantize, arguments = device.quantize_by_amax, (values, amax, parts)
         if self.granularity == "static":
-            quantize, arguments = device.quantize_static_rows, (values, static)
+            quantize, arguments = self.functions.quantize_static, (values, static)
         elif self.granularity == "token":
             quantize, arguments = self.functions.quantize_row, (values,)
         return QuantizeRows(x, values, scales, quantize, whole_row(values.shape[1]), arguments)
@@ -246,7 +247,7 @@ class ScaledMMScheme(ActivationScheme):
         work, amax = call.workspace, self._amax(call)
         if self._in_epilogue(call):
             values, kind = work["h_values"], constant("" if amax is None else "nan")
-            quantize, arguments = device.quantize_static, (values, self.h_scale)
+            quantize, arguments = self.functions.quantize_static, (values, self.h_scale)
             static = constant("static")
             return Result.of(values, quantize=quantize, quant_args=arguments, amax=amax, amax_kind=kind, kind=static)
         if self.granularity == "static":
