@@ -6,7 +6,7 @@ import pytest
 import torch
 from moe_core import ConfigError, kFp8Dynamic128Sym, kFp8DynamicTensorSym, kFp8DynamicTokenSym, kInt8DynamicTokenSym
 from moe_core.expert_parallel import ReplicaTables
-from moe_core.ops.dispatch import count_destinations, pack_all, pack_tokens, unpack
+from moe_core.ops.dispatch import count_destinations, held_experts, pack_all, pack_tokens, unpack
 from moe_core.ops.quantize import quantize_activation
 from moe_core.ops.reduce import reduce_pairs
 from moe_core.ops.token_layout import TokenCode, TokenLayout
@@ -120,6 +120,8 @@ def test_all_tokens_there(key, dtype, columns, top_k, adapted, device):
         assert not bits(found.hidden[tokens:]).any()
         assert torch.equal(found.weights[:tokens], weights)
         assert torch.equal(found.experts[:tokens], torch.where(owners == rank, local, -1))
+        held = held_experts(ids, tables, (rank * tables.stride, tables.stride), offset=1)
+        assert torch.equal(held, tables.local_ids(ids, rank, offset=1))
         assert (found.experts[tokens:] == -1).all()
         if scale is not None:
             assert torch.equal(bits(found.scale[:tokens]), bits(scale))

@@ -19,6 +19,7 @@ from moe_core.errors import CommunicationError, FallbackWarning, TensorError
 from moe_core.jit.launch import observe, record
 from moe_core.ops.exchange import ExchangeShape
 from moe_core.prepare_finalize import TokenRouting
+from moe_core.prepare_finalize.all_gather import AllGatherPrepareAndFinalize
 from moe_core.prepare_finalize.all_to_all import AllToAllPrepareAndFinalize
 from moe_core.prepare_finalize.low_latency import LowLatencyPrepareAndFinalize
 from moe_core.prepare_finalize.token_rows import Tokens
@@ -222,15 +223,15 @@ def test_a_rank_that_does_not_come_is_named_by_the_next_call():
         kernels[0].prepare_finalize.check()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_warming_up_records_is_what_calls_launch(name):
-    case = Case(KINDS[name], "low_latency", (2, 1, 0), ep=3, changes=(("max_num_tokens", 2), ("num_experts", 9)))
+@pytest.mark.parametrize(("name", "way"), [*((name, "low_latency") for name in NAMES), (NAMES[1], "alltoall")])
+def test_what_warming_up_records_is_what_calls_launch(name, way):
+    case = Case(KINDS[name], way, (2, 1, 0), ep=3, changes=(("max_num_tokens", 2), ("num_experts", 9)))
     _, kernels = ranks_of(case, room=2, timeout=0.001)
     movement, found = kernels[0].prepare_finalize, []
     key = kernels[0].experts.activation_key if kernels[0].experts.takes_quantized else None
 
     def call(x, weights, ids):
-        routing = TokenRouting(weights, ids)
+        routing = TokenRouting(weights, ids, tokens_per_rank=[2, 1, 0])
         prepared = movement.prepare(x, routing, key)
         partial = torch.zeros(prepared.hidden_states.shape, dtype=x.dtype, device=x.device)
         movement.finalize(x.clone(), partial, prepared, routing, kernels[0].reduce)
@@ -296,6 +297,31 @@ def test_kernels_pack_for_an_all_to_all_what_torch_packs(name, monkeypatch):
         ):
             assert one.dtype == other.dtype
             assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_pack_for_an_all_gather_what_torch_packs(name):
+    kind = KINDS[name]
+    parallel = FusedMoEParallelConfig.of_rank(1, ep_size=3, dp_size=3)
+    placement = placement_of("replicated", 8, 3)
+    config = kind.config(num_experts=8, top_k=3, parallel=parallel, num_local_experts=len(placement.ranks[1]))
+    groups = SimpleNamespace(parallel=parallel, tokens="exchanged", among=str)
+    movement = AllGatherPrepareAndFinalize(config, groups, placement=placement)
+    generator = torch.Generator().manual_seed(7)
+    for tokens, adapters in itertools.product((0, 17), (False, True)):
+        x = torch.randn(tokens, config.hidden_size, generator=generator).bfloat16()
+        weights, ids = routing(tokens, 3, 8, generator, torch.int64)
+        numbers = torch.arange(tokens, dtype=torch.int32) if adapters else None
+        given = Tokens(x, None, weights, ids, numbers)
+        by_kernels, by_torch = (pack(given, kind.activation_key, 20) for pack in (movement._pack, movement._pack_torch))
+        for (one, unpack), (other, unpack_other) in itertools.product((by_kernels, by_torch), repeat=2):
+            # each takes what the other has packed
+            parts, others = unpack_other(one).parts(), unpack(other).parts()
+            for part, part_of_other in zip(parts, others, strict=True):
+                assert part.dtype == part_of_other.dtype
+                mine, its = (p[:tokens].contiguous().view(torch.uint8) for p in (part, part_of_other))
+                assert torch.equal(mine, its)
+            assert torch.equal(unpack(one).experts, unpack_other(other).experts)
 
 
 def found_by(monkeypatch, mine, others):

@@ -108,3 +108,14 @@ def arrive_kernel(
     if adapters is not None:
         adapter = tl.load(part(base, adapter_at, row, adapter_row, tl.int32, False), mask=row < rows)
         tl.store(adapters + row, adapter, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["pairs", "first", "offset"])
+def held_kernel(
+    ids, tables, experts, pairs, first, held, offset, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """experts[p] = local index of pair p's expert where its replica is one of first .. first + held - 1, else -1."""
+    pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slot = replica(ids, pair // TOP_K, pair, pair < pairs, tables, offset)
+    here = (slot >= first) & (slot < first + held)
+    tl.store(experts + pair, tl.where(here, slot - first, -1), mask=pair < pairs)

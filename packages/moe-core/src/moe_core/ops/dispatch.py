@@ -118,6 +118,33 @@ def pack_tokens(
     return packed, places
 
 
+def held_experts(topk_ids: Tensor, tables: ReplicaTables, held: tuple[int, int], *, offset: int = 0) -> Tensor:
+    """[M, k] int32: local numbers of the experts that a rank computes of tokens that all ranks have; else -1.
+
+    ``held``: (first number, how many) of the rank's experts in the tables' ``slots``; ``topk_ids`` [M, k] contiguous.
+    """
+    from moe_core.ops._dispatch_launch import table_arguments
+    from moe_core.ops._gather_kernels import held_kernel
+
+    check_dtype("topk_ids", topk_ids, (torch.int32, torch.int64))
+    experts = torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device)
+    pairs, block = topk_ids.numel(), 256
+    launch(
+        held_kernel,
+        (-(-pairs // block),),
+        topk_ids,
+        table_arguments(tables),
+        experts,
+        pairs,
+        *held,
+        offset,
+        TOP_K=topk_ids.shape[1],
+        BLOCK=block,
+        num_warps=4,
+    )
+    return experts
+
+
 def pack_all(
     x: Tensor,
     topk_ids: Tensor,

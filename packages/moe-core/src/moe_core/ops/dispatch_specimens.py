@@ -10,7 +10,7 @@ import torch
 from moe_core.device import DeviceInfo
 from moe_core.expert_parallel import ReplicaTables
 from moe_core.jit.specimen import Specimen
-from moe_core.ops.dispatch import count_destinations, pack_all, pack_tokens, unpack
+from moe_core.ops.dispatch import count_destinations, held_experts, pack_all, pack_tokens, unpack
 from moe_core.ops.exchange import (
     ExchangeBuffer,
     ExchangeShape,
@@ -38,6 +38,7 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
     weights = meta((_TOKENS, _TOP_K), dtype=torch.float32)
     counted = partial(count_destinations, ids, tables, ranks=_RANKS)
     yield Specimen("count destinations", counted)
+    yield Specimen("held experts", partial(held_experts, ids, tables, (32, 32)))
     for name, key in codes.items():
         for columns in (2880, 7168):
             if key is not None and columns % max(key.group_size, 1):

@@ -86,7 +86,7 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
             offset=self.destinations.offset,
             adapter_ids=tokens.adapter_ids,
         )
-        held = self.destinations.ep_rank * tables.stride, tables.stride
+        held = self.destinations.held(tables)
         adapters = tokens.adapter_ids is not None
         return rows, bound(unpacked, code=code, top_k=ids.shape[1], adapters=adapters, held=held)
 

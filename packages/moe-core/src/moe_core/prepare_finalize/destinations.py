@@ -87,7 +87,17 @@ class Destinations:
 
     def local_ids(self, topk_ids: Tensor) -> Tensor:
         """[M, k] int32: local indices of the experts that this rank computes of tokens that all have; else -1."""
-        return self.tables(topk_ids.device).local_ids(topk_ids, self.ep_rank)
+        from moe_core.ops._backend import use_triton
+        from moe_core.ops.dispatch import held_experts
+
+        tables = self.tables(topk_ids.device)
+        if use_triton(topk_ids, "auto"):
+            return held_experts(topk_ids, tables, self.held(tables))
+        return tables.local_ids(topk_ids, self.ep_rank)
+
+    def held(self, tables: ReplicaTables) -> tuple[int, int]:
+        """(first, how many) of the numbers that ``tables`` give this rank's experts."""
+        return self.ep_rank * tables.stride, tables.stride
 
 
 def _refuse_replicas(placement: ExpertPlacement) -> None:
