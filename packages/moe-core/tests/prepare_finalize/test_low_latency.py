@@ -18,6 +18,7 @@ from moe_core.distributed.symmetric import ExchangeBuffers, ExchangeRoom
 from moe_core.errors import CommunicationError, FallbackWarning, TensorError
 from moe_core.jit.launch import observe, record
 from moe_core.ops.exchange import ExchangeShape
+from moe_core.ops.token_layout import TokenCode
 from moe_core.prepare_finalize import TokenRouting
 from moe_core.prepare_finalize.all_gather import AllGatherPrepareAndFinalize
 from moe_core.prepare_finalize.all_to_all import AllToAllPrepareAndFinalize
@@ -152,6 +153,26 @@ def test_an_all_to_all_into_others_memory_has_room_for_what_the_ranks_bring(name
         assert kernels[0].prepare_finalize._room._buffers[1][0].state.sum() == 0
 
 
+@pytest.mark.parametrize("sizes", [(6, 1), (1, 6)])
+def test_a_rank_that_begins_the_next_call_early_leaves_results_alone(sizes):
+    case = Case(KINDS[NAMES[0]], "alltoall", (6, 6), ep=2)
+    world, kernels = ranks_of(case, room=6)
+    weights, batches = case.kind.weights(case.config), inputs(case)
+    first, second = ([tuple(tensor[:size] for tensor in batch) for batch in batches] for size in sizes)
+    counts, others = ([size] * 2 for size in sizes)
+    calls = [start(kernel, given, counts) for kernel, given in zip(kernels, first, strict=True)]
+    for call in calls:
+        call.run_experts()
+    calls[0].finish_tokens()
+    early = start(kernels[0], second[0], others)  # its tokens are there before the other rank adds up
+    calls[1].finish_tokens()
+    late = start(kernels[1], second[1], others)
+    for given, call in zip(first, calls, strict=True):
+        assert difference(call._output, whole_output(case, weights, given), case) is None
+    for given, output in zip(second, outputs(case, world, [early, late]), strict=True):
+        assert difference(output, whole_output(case, weights, given), case) is None
+
+
 def test_a_rank_that_does_not_come_to_an_all_to_all_is_named():
     case = Case(KINDS[NAMES[0]], "alltoall", (2, 1), ep=2)
     _, kernels = ranks_of(case, room=2, timeout=0.01)
@@ -174,26 +195,27 @@ def test_shared_memory_grows_with_the_calls(monkeypatch):
     monkeypatch.setattr(symmetric, "_told", lambda ranks, mine: [mine] * 2)
     room, ranks = ExchangeRoom(torch.device("cpu")), SimpleNamespace(synchronize=str)
     small, large = (ExchangeShape(2, tokens, 256, 2, torch.bfloat16) for tokens in (100, 20_000))
-    first, buffer = room.take(ranks, small, small.nbytes)
-    second, _ = room.take(ranks, small, small.nbytes)
-    assert (first, second, buffer.shape) == (0, 1, small)
+    code = TokenCode(256, torch.bfloat16)
+    first, buffer = room.take(ranks, small, code)
+    second, _ = room.take(ranks, small, code)
+    assert (first, second, buffer.shape) == (0, 1, replace(small, results_room=2**23))
     room.release(first)
     monkeypatch.setattr(symmetric, "_capturing", lambda device: True)
-    assert room.take(ranks, small, small.nbytes)[0] == first
+    assert room.take(ranks, small, code)[0] == first
     room.release(first)
     with pytest.raises(ConfigError, match="grows with the calls, outside CUDA graphs"):
-        room.take(ranks, large, large.nbytes)
+        room.take(ranks, large, code)
     monkeypatch.setattr(symmetric, "_capturing", lambda device: False)
-    assert room.take(ranks, large, large.nbytes)[1].memory.shape[0] >= large.nbytes
-    assert made == [2**24, 2**24, 2**26]
+    assert room.take(ranks, large, code)[1].memory.shape[0] >= large.nbytes
+    assert made == [256 + size for size in (2**24, 2**24, 2**26)]  # signals; results and tokens
     # a graph goes on using the one that it was captured with
     assert room.nbytes == sum(made)
     room.release(first)
     for _ in range(symmetric.MOST_CALLS - 1):
-        room.take(ranks, small, small.nbytes)
+        room.take(ranks, small, code)
     assert len(made) == 3 + symmetric.MOST_CALLS - 2
     with pytest.raises(ConfigError, match="8 calls are under way already"):
-        room.take(ranks, small, small.nbytes)
+        room.take(ranks, small, code)
 
 
 def test_two_calls_are_under_way_at_once():

@@ -21,6 +21,7 @@ from torch import Tensor
 from moe_core.distributed.agreement import exchange
 from moe_core.errors import CommunicationError, ConfigError, FallbackWarning
 from moe_core.ops.exchange import ExchangeBuffer, ExchangeShape
+from moe_core.ops.token_layout import TokenCode
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -193,8 +194,8 @@ class ExchangeRoom:
         self._captured = [False] * MOST_CALLS
         self._kept: list[tuple[ExchangeBuffer, object]] = []
 
-    def take(self, ranks: Communicator, shape: ExchangeShape, nbytes: int) -> tuple[int, ExchangeBuffer]:
-        """A buffer of at least ``nbytes`` for a call of ``shape`` among ``ranks``, and its number.
+    def take(self, ranks: Communicator, shape: ExchangeShape, code: TokenCode) -> tuple[int, ExchangeBuffer]:
+        """A buffer for a call of ``shape`` among ``ranks``, with tokens as ``code``, and its number.
 
         Raises ConfigError where no buffer is free, or one would have to grow while a CUDA graph is captured;
         CommunicationError where a rank does not take part in growing.
@@ -204,16 +205,16 @@ class ExchangeRoom:
         number = self._busy.index(False)
         capturing = _capturing(self._device)
         found = self._buffers[number]
-        if found is None or found[0].memory.shape[0] < nbytes:
+        if found is None or not _fits(found[0], shape, code):
             if capturing:
                 raise ConfigError(
                     "memory that GPUs share grows with the calls, outside CUDA graphs: before one is captured make as "
                     "large a call, and as many at the same time"
                 )
-            found = self._grow(ranks, number, shape, nbytes)
+            found = self._grow(ranks, number, shape, code)
         self._captured[number] |= capturing
         self._busy[number] = True
-        return number, replace(found[0], shape=shape)
+        return number, replace(found[0], shape=replace(shape, results_room=found[0].shape.results_nbytes))
 
     def release(self, number: int) -> None:
         """The call has ended."""
@@ -232,9 +233,14 @@ class ExchangeRoom:
         return sum(buffer.memory.shape[0] for buffer, _ in there)
 
     def _grow(
-        self, ranks: Communicator, number: int, shape: ExchangeShape, nbytes: int
+        self, ranks: Communicator, number: int, shape: ExchangeShape, code: TokenCode
     ) -> tuple[ExchangeBuffer, object]:
         old = self._buffers[number]
+        results, tokens = shape.results_nbytes, shape.nbytes_of(code) - shape.arrived
+        if old is not None:
+            results = max(results, old[0].shape.results_nbytes)
+            tokens = max(tokens, old[0].memory.shape[0] - old[0].shape.arrived)
+        shape = replace(shape, results_room=_in_steps(results))
         if old is not None:
             # nobody writes into memory that is given back
             ranks.synchronize("calls between GPUs end before their memory grows")
@@ -243,9 +249,7 @@ class ExchangeRoom:
                 self._kept.append(old)
                 self._captured[number] = False
             self._buffers[number] = old = None
-        step = min(max(1 << (nbytes - 1).bit_length(), 2**24), 2**28)
-        size = -(-nbytes // step) * step
-        (buffer,), keep = _connect(shape, size, 1, ranks, self._device)
+        (buffer,), keep = _connect(shape, shape.arrived + _in_steps(tokens), 1, ranks, self._device)
         self._buffers[number] = found = buffer, keep
         return found
 
@@ -275,8 +279,8 @@ def _new_room(ranks: Communicator, groups: ParallelGroups, device: torch.device)
         return None
     room, failed = ExchangeRoom(device), ""
     try:
-        room.take(ranks, ExchangeShape(len(ranks.members), 0, 1, 1, torch.bfloat16), 1)
-        room.release(0)
+        shape = ExchangeShape(len(ranks.members), 1, 1, 1, torch.bfloat16)
+        room.release(room.take(ranks, shape, TokenCode(1, torch.bfloat16))[0])
     except CommunicationError as error:
         failed = f"{error.message} ({error.details})"
     failures = [text for text in _told(ranks, failed) if text]
@@ -284,6 +288,18 @@ def _new_room(ranks: Communicator, groups: ParallelGroups, device: torch.device)
         warnings.warn(f"GPUs share no memory, torch's all-to-all sends tokens: {failures[0]}", FallbackWarning, 2)
         return None
     return room
+
+
+def _fits(buffer: ExchangeBuffer, shape: ExchangeShape, code: TokenCode) -> bool:
+    there = buffer.shape.results_nbytes
+    inside = replace(shape, results_room=there)
+    return shape.results_nbytes <= there and inside.nbytes_of(code) <= buffer.memory.shape[0]
+
+
+def _in_steps(nbytes: int) -> int:
+    """``nbytes`` or some more, so that memory grows seldom: a power of two from 8 MiB, then multiples of 128 MiB."""
+    step = min(max(1 << (nbytes - 1).bit_length(), 2**23), 2**27)
+    return -(-nbytes // step) * step
 
 
 def _capturing(device: torch.device) -> bool:

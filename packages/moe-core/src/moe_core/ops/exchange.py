@@ -45,6 +45,8 @@ class ExchangeShape:
     """Sizes that all ranks have in common.
 
     ``ranks`` exchange up to ``capacity`` tokens each, of ``columns`` K values in ``dtype``, with ``top_k`` experts.
+    ``results_room``: bytes that a buffer keeps for results, where calls of several shapes have it: who begins the next
+    call writes tokens while others still add up results of the last one, so these never lie in the same bytes.
     """
 
     ranks: int
@@ -52,6 +54,7 @@ class ExchangeShape:
     columns: int
     top_k: int
     dtype: torch.dtype
+    results_room: int = 0
 
     @property
     def rows(self) -> int:
@@ -73,9 +76,14 @@ class ExchangeShape:
         return self.columns * self.dtype.itemsize
 
     @property
+    def results_nbytes(self) -> int:
+        """Bytes for results."""
+        return max(self.results_room, -(-self.rows * self.result_nbytes // 256) * 256)
+
+    @property
     def arrived(self) -> int:
         """The byte where tokens start."""
-        return self.returned + -(-self.rows * self.result_nbytes // 256) * 256
+        return self.returned + self.results_nbytes
 
     def layout(self, code: TokenCode) -> TokenLayout:
         """Where the tokens lie."""

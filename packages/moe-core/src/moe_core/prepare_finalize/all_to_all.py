@@ -119,13 +119,12 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         most = max(1, *self.counts(tokens, tokens_per_rank))
         shape = ExchangeShape(self.ranks.parallel.dp_size, most, hidden.shape[1], tokens.experts.shape[1], hidden.dtype)
         code = TokenCode(hidden.shape[1], hidden.dtype, quantize_as)
-        nbytes = shape.nbytes_of(code)
-        if nbytes > self.most_shared:
+        if shape.nbytes_of(code) > self.most_shared:
             return None
         if hidden.is_meta:
             return push(self, tokens, code, ExchangeBuffer.meta(shape), lambda: None)
         self.check()
-        number, buffer = room.take(self.exchange, shape, nbytes)
+        number, buffer = room.take(self.exchange, shape, code)
         return push(self, tokens, code, buffer, bound(room.release, number))
 
     def _send(self, tokens: Tokens, quantize_as: QuantKey | None) -> Pending[tuple[Tokens, object]]:
