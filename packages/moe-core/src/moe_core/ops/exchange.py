@@ -18,7 +18,9 @@ The number of the call is counted on the device, so replays of CUDA graphs go on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 _WARPS = 4
 #: most ranks: a thread of a block looks at each
 MAX_RANKS = 32 * _WARPS
+#: parts of a buffer that are kept as tensors
+_MOST_VIEWS = 256
 #: columns of a program that moves results
 _BLOCK = 2048
 
@@ -87,7 +91,7 @@ class ExchangeShape:
 
     def layout(self, code: TokenCode) -> TokenLayout:
         """Where the tokens lie."""
-        return TokenLayout.parts(code, self.top_k, self.rows, self.arrived)
+        return _layout(self, code)
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +114,12 @@ class ExchangeShape:
             raise TensorError(f"tokens as {code} take {needed} bytes, the buffers have {there}: take larger groups")
 
 
+@functools.lru_cache(maxsize=512)
+def _layout(shape: ExchangeShape, code: TokenCode) -> TokenLayout:
+    """Asked several times in each call."""
+    return TokenLayout.parts(code, shape.top_k, shape.rows, shape.arrived)
+
+
 @dataclass(frozen=True, eq=False)
 class ExchangeBuffer:
     """A rank's buffer, and how others' are reached.
@@ -121,6 +131,7 @@ class ExchangeBuffer:
     - ``alarm`` [ranks] int32, 0 at the start, in pinned memory: what the device tells the host, the step (1 there, 2
       back) in which each rank was waited for in vain
     - ``rank``: this one's number
+    - ``views``: parts of the memory that calls have asked for
     """
 
     shape: ExchangeShape
@@ -129,6 +140,7 @@ class ExchangeBuffer:
     addresses: Tensor
     state: Tensor
     alarm: Tensor
+    views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def state_of(ranks: int, device: torch.device | str) -> Tensor:
@@ -148,11 +160,15 @@ class ExchangeBuffer:
         return [rank for rank, step in enumerate(self.alarm.tolist()) if step]
 
     def view(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous part of the memory."""
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
-        return self.memory[start : start + nbytes].view(dtype).view(shape)
+        """A contiguous part of the memory; the same tensor for calls of the same sizes, which saves the host time."""
+        found = self.views.get((start, shape, dtype))
+        if found is None:
+            if len(self.views) >= _MOST_VIEWS:
+                self.views.clear()
+            nbytes = math.prod(shape) * dtype.itemsize
+            found = self.memory[start : start + nbytes].view(dtype).view(shape)
+            self.views[start, shape, dtype] = found
+        return found
 
     def signals(self, step: int) -> Tensor:
         """[ranks] int32: the call for which each rank has signalled, in step 1 or 2."""
