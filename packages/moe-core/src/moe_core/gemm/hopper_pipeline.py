@@ -61,27 +61,27 @@ def allocate_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
 
 
 @gluon.jit
-def full_slot(ring, place):
-    """The slot of step `place`, counted without end, when its operands have come."""
-    STAGES: gl.constexpr = ring[2].shape[0]
-    slot = place % STAGES
-    mbarrier.wait(ring[2].index(slot), (place // STAGES) & 1)
+def full_slot(full, place):
+    """The slot of `place`, counted without end, when it has been filled."""
+    SLOTS: gl.constexpr = full.shape[0]
+    slot = place % SLOTS
+    mbarrier.wait(full.index(slot), (place // SLOTS) & 1)
     return slot
 
 
 @gluon.jit
-def empty_slot(ring, place):
-    """The slot for step `place`, when the consumers have freed it."""
-    STAGES: gl.constexpr = ring[3].shape[0]
-    slot = place % STAGES
-    mbarrier.wait(ring[3].index(slot), ((place // STAGES) & 1) ^ 1)
+def empty_slot(empty, place):
+    """The slot for `place`, when the consumers have freed it."""
+    SLOTS: gl.constexpr = empty.shape[0]
+    slot = place % SLOTS
+    mbarrier.wait(empty.index(slot), ((place // SLOTS) & 1) ^ 1)
     return slot
 
 
 @gluon.jit
 def wait_for_slot(ring, turn, WARPGROUP: gl.constexpr):
     """The operands of step `turn` of a tile: the consumer's 64 rows of A, and both blocks of B."""
-    slot = full_slot(ring, ring[4] + turn * ring[5])
+    slot = full_slot(ring[2], ring[4] + turn * ring[5])
     return ring[0].index(slot).slice(WARPGROUP * HALF, HALF, 0), ring[1].index(slot)
 
 
@@ -97,11 +97,7 @@ def allocate_queue():
     """(indices, sent, taken): what the producer tells the consumers, and its barriers."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     indices = gl.allocate_shared_memory(gl.int32, [QUEUE, 1], layout)
-    sent = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(QUEUE):
-        mbarrier.init(sent.index(slot), count=1)
-        mbarrier.init(taken.index(slot), count=2)
+    sent, taken = allocate_barriers(QUEUE, 1)
     return indices, sent, taken
 
 
@@ -109,8 +105,7 @@ def allocate_queue():
 def receive(queue, turn):
     """The index that was sent as number `turn`."""
     indices, sent, taken = queue
-    slot = turn % QUEUE
-    mbarrier.wait(sent.index(slot), (turn // QUEUE) & 1)
+    slot = full_slot(sent, turn)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     index = gl.max(indices.index(slot).load(layout), axis=0)
     barrier()
@@ -121,8 +116,7 @@ def receive(queue, turn):
 @gluon.jit
 def _send(queue, turn, index):
     indices, sent, taken = queue
-    slot = turn % QUEUE
-    mbarrier.wait(taken.index(slot), ((turn // QUEUE) & 1) ^ 1)
+    slot = empty_slot(taken, turn)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     indices.index(slot).store(gl.full([1], 0, gl.int32, layout) + index)
     barrier()
@@ -192,7 +186,7 @@ def producer(
         for i in range(steps * parts):
             k = i // parts
             part = i % parts
-            slot = empty_slot(ring, turn)
+            slot = empty_slot(empty, turn)
             ready = full.index(slot)
             if short:
                 # for the consumer that does not read the slot

@@ -240,10 +240,7 @@ def prefetch_weights(state, K):
 @triton.jit
 def multiply_codes(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + a @ b.T"""
-    if SWAP_AB:
-        left, right = b, tl.trans(a)
-    else:
-        left, right = a, tl.trans(b)
+    left, right = (b, tl.trans(a)) if SWAP_AB else (a, tl.trans(b))
     if acc.dtype == tl.int32:
         return tl.dot(left, right, acc, out_dtype=tl.int32)
     else:

@@ -131,7 +131,7 @@ def _scales(pointer, k, stride, groups, GROUPS: gl.constexpr):
 @gluon.jit
 def _words(ring, turn, form, WARPGROUP: gl.constexpr):
     """Words of step `turn`, of both blocks of 64 rows."""
-    words = ring[1].index(full_slot(ring, turn))
+    words = ring[1].index(full_slot(ring[2], turn))
     if form.gathers:
         # threads wrote the activations, the tensor cores read them
         fence_async_shared()
@@ -332,7 +332,7 @@ def _producer(x, w_desc, schedule, ring, sizes, K, form):
             source = values + token.to(gl.int64) * stride
         height = _height(end - start, HEIGHTS)
         for k in range(steps):
-            slot = empty_slot(ring, turn)
+            slot = empty_slot(empty, turn)
             ready = full.index(slot)
             if form.gathers:
                 mbarrier.expect(ready, BYTES)
