@@ -62,8 +62,9 @@ def test_a_command_on_two_gpus(tmp_path: Path, spread: str) -> None:
     assert data["selection"]["device"] != "cpu"
 
 
-def test_a_rank_that_is_gone_is_named() -> None:
-    found = run_ranks(moe_core_gpu_ranks.silent, KINDS[0], ranks=2, backend="nccl", seconds=120)
+@pytest.mark.parametrize("way", ["alltoall", "low_latency"])
+def test_a_rank_that_is_gone_is_named(way: str) -> None:
+    found = run_ranks(moe_core_gpu_ranks.silent, way, KINDS[0], ranks=2, backend="nccl", seconds=120)
     nan, message, seconds = found[0]
     assert nan
     assert "ranks [1] did not come within 2 s" in message

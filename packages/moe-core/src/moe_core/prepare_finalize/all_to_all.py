@@ -64,7 +64,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         batch_invariant=True,
         cuda_graph=False,
         verified_on=("cpu",),
-        notes="can be captured in CUDA graphs where GPUs share memory",
+        notes="where GPUs share memory it can be captured in CUDA graphs; that form was not run on hardware",
     )
     #: most bytes of a buffer that other GPUs write into; calls that need more go by torch's all-to-all
     most_shared = 4 * 2**30
