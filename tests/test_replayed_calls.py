@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core import FusedMoEActivationFormat, FusedMoEConfig, registry
+from moe_core import FusedMoEActivationFormat, FusedMoEConfig, FusedMoEKernel, registry
 from moe_core.claims import expand_key
 from moe_core.environment import Environment
 from moe_core.experts import FusedMoEExperts
 from moe_core.testing.cases import Case
 from moe_core.testing.conformance import place_for
+from moe_core.testing.data import Inputs
 from moe_core.testing.harness import make_kernel, make_problem
 from moe_core.workspace import Workspace
-from moe_core_replays import as_if_compiled
+from moe_core_replays import as_if_compiled, python_calls
 
 
 def replayed() -> list[Any]:
@@ -58,19 +59,39 @@ def recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         as_if_compiled(monkeypatch)
 
 
+def called(device: torch.device, experts: type[FusedMoEExperts], tokens: int) -> tuple[FusedMoEKernel, Inputs]:
+    """A layer and what it may be called with."""
+    case, place = case_of(experts, device, tokens), place_for(experts.claims, device.type)
+    if case is None or place is None:
+        pytest.skip("runs no such layer on this machine")
+    problem = make_problem(case, device)
+    kernel = make_kernel(experts, problem, place)
+    kernel.workspace = Workspace(device)  # descriptors hold its address
+    return kernel, problem.inputs
+
+
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("experts", replayed())
 def test_whatever_routing_is_given_as(device: torch.device, experts: type[FusedMoEExperts], tokens: int) -> None:
-    case = case_of(experts, device, tokens)
-    place = place_for(experts.claims, device.type)
-    if case is None or place is None:
-        pytest.skip("runs no such layer on this machine")
-    problem = make_problem(case, device)
-    kernel, inputs = make_kernel(experts, problem, place), problem.inputs
-    kernel.workspace = Workspace(device)  # descriptors hold its address
+    kernel, inputs = called(device, experts, tokens)
     for _ in range(3):
         weights = torch.cat((inputs.topk_weights.bfloat16(),) * 2, dim=1)[:, : inputs.topk_weights.shape[1]]
         ids = torch.cat((inputs.topk_ids.long(),) * 2, dim=1)[:, : inputs.topk_ids.shape[1]]
         kernel.apply(inputs.x.clone(), topk_weights=weights, topk_ids=ids)
     assert kernel._replay.reasons() == (None,)
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("experts", replayed())
+def test_the_host_does_little(device: torch.device, experts: type[FusedMoEExperts]) -> None:
+    kernel, inputs = called(device, experts, 1)
+
+    def call() -> None:
+        kernel.apply(inputs.x, topk_weights=inputs.topk_weights, topk_ids=inputs.topk_ids)
+
+    for _ in range(2):
+        call()
+    assert kernel._replay.reasons() == (None,)
+    # on a GPU Triton makes two more calls for each launch than its stand-in, and some for every descriptor
+    assert python_calls(call) <= (52 if device.type == "cpu" else 80)

@@ -75,7 +75,7 @@ def layer() -> KernelWeights:
 
 
 def replay(weights: KernelWeights, **changed: Any) -> Replay:
-    return Replay(weights, **({"stream": lambda: 7, "watched": lambda: False} | changed))
+    return Replay(weights, **({"stream": lambda device: 7, "watched": lambda: False} | changed))
 
 
 def product(kernel: Kernel, weights: KernelWeights, x: Tensor, out: Tensor, descriptor: Tensor | None = None) -> Any:

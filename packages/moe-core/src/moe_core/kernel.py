@@ -195,7 +195,7 @@ class FusedMoEKernel:
         ``torch.no_grad()``; ConfigError on monolithic experts; CommunicationError where another rank is not there.
         Ids out of range select no expert (checking values would synchronise with the device).
         """
-        self._modular_parts()
+        parts = self._modular_parts()
         if torch.compiler.is_compiling():
             self._refuse_gradients(hidden_states, topk_weights, output)
             output = self._new_output(hidden_states) if output is None else output
@@ -204,7 +204,7 @@ class FusedMoEKernel:
             )
             return output
         output = self._checked_call(hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, output)
-        self._run(output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank)
+        self._run(*parts, output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank)
         return output
 
     def start(
@@ -271,7 +271,7 @@ class FusedMoEKernel:
         self._refuse_gradients(hidden_states, topk_weights, output)
         output = self._checked(hidden_states, output)
         mapped = self.prepare_finalize is not None and self.prepare_finalize.maps_experts
-        check_routing(hidden_states, topk_weights, topk_ids, expert_map, self.config, mapped=mapped)
+        check_routing(hidden_states, topk_weights, topk_ids, expert_map, self.experts.config, mapped=mapped)
         check_adapters(hidden_states, adapter_ids, self._lora)
         return output
 
@@ -316,7 +316,7 @@ class FusedMoEKernel:
 
     def _checked(self, hidden_states: Tensor, output: Tensor | None) -> Tensor:
         """Where the result goes, beside hidden states that fit the layer."""
-        check_hidden_states(hidden_states, self.config, self.weights.device)
+        check_hidden_states(hidden_states, self.experts.config, self.weights.device)
         if output is None:
             return self._new_output(hidden_states)
         check_output(output, hidden_states, self.config, self._output_rows(hidden_states))
@@ -344,6 +344,8 @@ class FusedMoEKernel:
 
     def _run(
         self,
+        experts: FusedMoEExpertsModular,
+        movement: FusedMoEPrepareAndFinalizeModular,
         output: Tensor,
         hidden_states: Tensor,
         topk_weights: Tensor,
@@ -352,7 +354,6 @@ class FusedMoEKernel:
         adapter_ids: Tensor | None,
         tokens_per_rank: Sequence[int] | None = None,
     ) -> None:
-        experts, movement = self._modular_parts()
         if hidden_states.shape[0] == 0 and not movement.collective:
             return
         # here and not among the launches: a recorded call has no work of torch's in it
@@ -434,7 +435,8 @@ def _fused_moe_op(
 ) -> None:
     kernel = _kernel(handle)
     kernel._checked_call(hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, output)
-    kernel._run(output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank)
+    parts = kernel._modular_parts()
+    kernel._run(*parts, output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank)
 
 
 @torch.library.custom_op("moe_core::fused_moe_monolithic", mutates_args=("output",))

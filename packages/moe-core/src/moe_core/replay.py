@@ -211,8 +211,8 @@ class Replay:
     """The records of one layer's calls.
 
     ``parts``: what the launches depend on beside a call's tensors, by identity (experts, weights …); ``weights``: whose
-    memory stays; ``stream``: the device's current stream, as Triton's launcher takes it; ``watched``: whether a
-    profiler wants to see launches as Triton makes them.
+    memory stays; ``stream``: the current stream of the device with this number (None: of the current device), as
+    Triton's launcher takes it; ``watched``: whether a profiler wants to see launches as Triton makes them.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Replay:
         weights: KernelWeights,
         parts: tuple[object, ...] = (),
         *,
-        stream: Callable[[], int] | None = None,
+        stream: Callable[[int | None], int] | None = None,
         watched: Callable[[], bool] | None = None,
     ) -> None:
         self.weights = weights
@@ -248,10 +248,11 @@ class Replay:
         ``inputs``: the call's tensors, the result among them, always in the same order; ``workspace``: the layer's own,
         or None for scratch memory of each call's own.
         """
-        kind = (torch.cuda.current_device() if self.weights.device.type == "cuda" else None, *_kind(inputs))
+        device = torch.cuda.current_device() if self.weights.device.type == "cuda" else None
+        kind = (device, *_kind(inputs))
         found = self._records.get(kind, _NEW)
         scratch = workspace if workspace is not None else Workspace(self.weights.device)
-        if isinstance(found, Record) and self._started(found, inputs, scratch):
+        if isinstance(found, Record) and self._started(found, inputs, scratch, device):
             return
         if found is None and not (self.weights.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             launched: list[Launch] = []
@@ -283,7 +284,7 @@ class Replay:
             return NotReplayable("a descriptor of scratch memory that belongs to one call")
         return record
 
-    def _started(self, record: Record, inputs: Sequence[Tensor | None], scratch: Workspace) -> bool:
+    def _started(self, record: Record, inputs: Sequence[Tensor | None], scratch: Workspace, device: int | None) -> bool:
         if self._watched():
             return False
         start = scratch.hold(record.scratch).data_ptr()
@@ -293,7 +294,7 @@ class Replay:
         for index, tensor in enumerate(inputs):
             if tensor is not None:
                 addresses[index] = tensor.data_ptr()
-        return record.start(addresses, self._stream())
+        return record.start(addresses, self._stream(device))
 
     def _remember(self, kind: tuple[Any, ...], record: Record | NotReplayable | None) -> None:
         self._records.pop(kind, None)
@@ -334,17 +335,15 @@ def _runtime_knobs() -> Any:
     return knobs.runtime
 
 
-def _current_stream() -> int:
+def _current_stream(device: int | None) -> int:
     driver = _driver()
-    stream: int = driver.get_current_stream(driver.get_current_device())
+    stream: int = driver.get_current_stream(driver.get_current_device() if device is None else device)
     return stream
 
 
 def _has_hooks() -> bool:
     runtime = _runtime_knobs()
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return _is_set(enter) or _is_set(leave)
-
-
-def _is_set(hook: Any) -> bool:
-    return hook is not None and bool(getattr(hook, "calls", True))
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False

@@ -21,7 +21,7 @@ def as_if_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         return made(kernel, grid, args, keywords, stand_in)
 
     monkeypatch.setattr(Launch, "of", staticmethod(of))
-    monkeypatch.setattr("moe_core.replay._current_stream", lambda: 0)
+    monkeypatch.setattr("moe_core.replay._current_stream", lambda device: 0)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 
 
