@@ -37,6 +37,8 @@ Granularity = Literal["token", "tensor", "static"]
 class ScaledMMFunctions:
     """An element type of 8 bits, int8 or e4m3, by its `@triton.jit` functions; see `moe_core.gemm.tile_kernel`.
 
+    Weights as stored have e4m3 numbers in bfloat16 beside them (`moe_core.gemm.as_stored`).
+
     Defaults are those of `moe_core.gemm.scaled_mm`; others go with other scales and weights.
 
     - ``multiply``: the product of a step, added to a sum of the type ``accumulate``
