@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -18,7 +17,6 @@ from moe_core.distributed.symmetric import ExchangeBuffers, ExchangeRoom
 from moe_core.errors import CommunicationError, FallbackWarning, TensorError
 from moe_core.jit.launch import observe, record
 from moe_core.ops.exchange import ExchangeShape
-from moe_core.ops.token_layout import TokenCode
 from moe_core.prepare_finalize import TokenRouting
 from moe_core.prepare_finalize.all_gather import AllGatherPrepareAndFinalize
 from moe_core.prepare_finalize.all_to_all import AllToAllPrepareAndFinalize
@@ -182,40 +180,6 @@ def test_a_rank_that_does_not_come_to_an_all_to_all_is_named():
         CommunicationError, match=r"exchanged \(alltoall\), and ranks \[11\] did not come within 0.01 s"
     ):
         start(kernels[0], given, [2, 1])
-
-
-def test_shared_memory_grows_with_the_calls(monkeypatch):
-    made = []
-
-    def connect(shape, nbytes, count, ranks, device):
-        made.append(nbytes)
-        return [replace(buffers_of(shape, "cpu")[0], memory=torch.zeros(nbytes, dtype=torch.uint8))], None
-
-    monkeypatch.setattr(symmetric, "_connect", connect)
-    monkeypatch.setattr(symmetric, "_told", lambda ranks, mine: [mine] * 2)
-    room, ranks = ExchangeRoom(torch.device("cpu")), SimpleNamespace(synchronize=str)
-    small, large = (ExchangeShape(2, tokens, 256, 2, torch.bfloat16) for tokens in (100, 20_000))
-    code = TokenCode(256, torch.bfloat16)
-    first, buffer = room.take(ranks, small, code)
-    second, _ = room.take(ranks, small, code)
-    assert (first, second, buffer.shape) == (0, 1, replace(small, results_room=2**23))
-    room.release(first)
-    monkeypatch.setattr(symmetric, "_capturing", lambda device: True)
-    assert room.take(ranks, small, code)[0] == first
-    room.release(first)
-    with pytest.raises(ConfigError, match="grows with the calls, outside CUDA graphs"):
-        room.take(ranks, large, code)
-    monkeypatch.setattr(symmetric, "_capturing", lambda device: False)
-    assert room.take(ranks, large, code)[1].memory.shape[0] >= large.nbytes
-    assert made == [256 + size for size in (2**24, 2**24, 2**26)]  # signals; results and tokens
-    # a graph goes on using the one that it was captured with
-    assert room.nbytes == sum(made)
-    room.release(first)
-    for _ in range(symmetric.MOST_CALLS - 1):
-        room.take(ranks, small, code)
-    assert len(made) == 3 + symmetric.MOST_CALLS - 2
-    with pytest.raises(ConfigError, match="8 calls are under way already"):
-        room.take(ranks, small, code)
 
 
 def test_two_calls_are_under_way_at_once():

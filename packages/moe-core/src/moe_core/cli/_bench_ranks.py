@@ -92,7 +92,9 @@ def measure_ranks(
                 for x, weight, ids in inputs
             ]
             with progress(f"{name}, {selection.backend}: {count} tokens per rank"):
-                timing = measure(calls, device, graph=way.cuda_graph, budget=args.budget, slowest=ranks.slowest)
+                calls[0]()  # by which a way may find out that it can be captured
+                graph = movement.capturable and selection.experts.claims.cuda_graph
+                timing = measure(calls, device, graph=graph, budget=args.budget, slowest=ranks.slowest)
             median, low, high = map(ranks.slowest, (timing.median, timing.low, timing.high))
             config, every = selection.config, count * parallel.dp_size
             active = active_experts(config.num_experts, config.local_experts, config.top_k, every)
