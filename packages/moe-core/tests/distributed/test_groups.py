@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 import moe_core_ranks
@@ -40,6 +41,14 @@ def test_groups_of_four_ranks() -> None:
             strict=True,
         ):
             assert text.startswith(message)
+
+
+def test_ranks_stay_until_all_have_ended() -> None:
+    """Others may still connect to one that has its result."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert run_ranks(moe_core_ranks.early, port, ranks=2) == [True, True]
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])

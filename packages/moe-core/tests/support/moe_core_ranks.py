@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
+import socket
 import time
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 #: the GPUs that a process may see while it imports the program that it runs
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
+#: what a rank holds until its process ends
+_OPEN: list[socket.socket] = []
 
 
 def refusal(call: Any) -> str:
@@ -25,6 +29,20 @@ def refusal(call: Any) -> str:
     except MoEError as error:
         return f"{type(error).__name__}: {error.message}"
     return "nothing"
+
+
+def early(rank: int, port: int) -> bool:
+    """Rank 0 ends at once; whether it is still there when another has taken its time."""
+    if rank == 0:
+        listening = socket.socket()
+        listening.bind(("127.0.0.1", port))
+        listening.listen()
+        _OPEN.append(listening)
+        return True
+    time.sleep(0.5)
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def groups(rank: int) -> dict[str, Any]:

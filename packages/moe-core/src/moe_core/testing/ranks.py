@@ -15,6 +15,8 @@ from typing import Any
 
 #: imported once by the server that ranks are forked from; importing torch takes seconds
 _PRELOAD = ["torch", "torch.distributed", "moe_core", "moe_core.layer", "moe_core.testing.ranks"]
+#: what a rank may take to end after all have given their results
+_EXIT_SECONDS = 10
 
 
 class RankFailedError(AssertionError):
@@ -40,12 +42,12 @@ def run_ranks(
     work = pickle.dumps((program, arguments))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    results = context.Queue()
+    results, ended = context.Queue(), context.Event()
     with tempfile.TemporaryDirectory() as folder:
         started = [
             context.Process(
                 target=_rank,
-                args=(rank, ranks, backend, os.path.join(folder, "store"), seconds, results, work),
+                args=(rank, ranks, backend, os.path.join(folder, "store"), seconds, results, ended, work),
                 daemon=True,
             )
             for rank in range(ranks)
@@ -53,7 +55,11 @@ def run_ranks(
         for process in started:
             process.start()
         try:
-            return _collect(results, started, seconds, may_die)
+            found = _collect(results, started, seconds, may_die)
+            ended.set()
+            for process in started:
+                process.join(_EXIT_SECONDS)
+            return found
         finally:
             for process in started:
                 if process.is_alive():
@@ -91,6 +97,7 @@ def _rank(
     store: str,
     seconds: float,
     results: Any,
+    ended: Any,
     work: bytes,
 ) -> None:
     if backend == "gloo":
@@ -122,5 +129,7 @@ def _rank(
         results.put((rank, None, content))
     results.close()
     results.join_thread()
+    # others may still connect to this one, or read what it has sent
+    ended.wait(seconds)
     # no clean-up of process groups: ranks that failed would wait for each other
     os._exit(0)
