@@ -1,23 +1,23 @@
-"""A layer over the GPUs of one host: each way of bringing tokens to the experts, beside a GPU's share computed alone.
+"""A layer over the GPUs of one host: each all2all backend, beside a GPU's share computed alone.
 
-    python benchmarks/distributed.py [--json FILE] [--ranks 2] [--schemes fp8_block int8] [--ways low_latency]
+    python benchmarks/distributed.py [--json FILE] [--ranks 2] [--schemes fp8_block int8] [--backends low_latency]
                                      [--layers top8 top1] [--decode 8 16 32 64] [--prefill 16384 4096 1024]
                                      [--seconds 45]
-    python benchmarks/distributed.py --profile FOLDER --ways alltoall --decode 16 --prefill 16384
+    python benchmarks/distributed.py --profile FOLDER --backends alltoall --decode 16 --prefill 16384
 
 Starts the ranks by itself, anew for each scheme and layer, and goes on where one fails or takes longer than
 ``--seconds``; what it has measured until then is kept.  Expert parallelism, tokens of each rank's own.  With one expert
-per token, or two, an all-to-all sends a part of what an all-gather does.  Per way and number of tokens M of each rank,
-in microseconds, the slowest rank's medians:
+per token, or two, an all-to-all sends a part of what an all-gather does.  Per all2all backend and number of tokens M of
+each rank, in microseconds, the slowest rank's medians:
 
 - ``us``: a call of the layer; in a CUDA graph where it can be captured
 - ``eager_us``: the same without a graph, where ranks tell each other how many tokens they bring
-- ``alone_us``: a rank's experts on the tokens that it gets, without any way
+- ``alone_us``: a rank's experts on the tokens that it gets, without communication
 - ``bytes``: what the rank that sends or gets most sends or gets, there and back; ``wire_us``: these over the measured
   bandwidth between GPUs
 - ``over_us``: ``us - alone_us``; ``efficiency``: the larger of ``alone_us`` and ``wire_us`` over ``us``
 
-Ends with 1 where something failed, another way was taken, or an output differs from that of the all-gather.
+Ends with 1 where something failed, another backend was taken, or an output differs from that of the all-gather.
 ``--profile`` writes, in place of that, what the first rank's GPU and host do in a call of each, kernel by kernel.
 """
 
@@ -82,8 +82,8 @@ SCHEMES: dict[str, tuple[str, QuantKey, QuantKey | None]] = {
     "int8": ("int8", kInt8StaticChannelSym, kInt8DynamicTokenSym),
     "mxfp4": ("mxfp4", kMxfp4Static, None),
 }
-WAYS = ("low_latency", "alltoall", "allgather_reducescatter")
-#: most tokens per rank of the way for decode
+ALL2ALL_BACKENDS = ("low_latency", "alltoall", "allgather_reducescatter")
+#: most tokens per rank of the backend for decode
 LOW_LATENCY = 128
 CALLS, REPLAYS = 8, 15
 
@@ -176,11 +176,11 @@ def bandwidth(rank: int, ranks: int) -> dict[str, float]:
     return found
 
 
-def traffic(way: str, layer: Layer, tokens: int, ids: list[Tensor], code: TokenCode) -> int:
+def traffic(all2all: str, layer: Layer, tokens: int, ids: list[Tensor], code: TokenCode) -> int:
     """Bytes that the rank with most of them sends or gets, there and back; ``ids`` of each rank's tokens."""
     ranks = len(ids)
     there, back = TokenLayout.rows(code, layer.k).nbytes, 2 * layer.K
-    if way == "allgather_reducescatter":
+    if all2all == "allgather_reducescatter":
         return tokens * (ranks - 1) * (there + back)
     # [from, to]: tokens that cross
     crossing = torch.zeros(ranks, ranks)
@@ -194,7 +194,7 @@ def traffic(way: str, layer: Layer, tokens: int, ids: list[Tensor], code: TokenC
 
 
 class Ranks:
-    """What the ranks of a layer share: their experts, converted once for all ways."""
+    """What the ranks of a layer share: their experts, converted once for every all2all backend."""
 
     def __init__(self, rank: int, scheme: str, layer: Layer) -> None:
         self.rank, self.layer, self.ranks = rank, layer, dist.get_world_size()
@@ -218,21 +218,21 @@ class Ranks:
         """Experts of a rank."""
         return self.layer.E // self.ranks
 
-    def kernel(self, way: str, tokens: int) -> FusedMoEKernel:
-        """The layer with that way."""
-        room = tokens if way == "low_latency" else 0
-        if (way, room) not in self._kernels:
-            groups = self.everyone.with_tokens(self.ranks, way)
+    def kernel(self, all2all: str, tokens: int) -> FusedMoEKernel:
+        """The layer with that all2all backend."""
+        room = tokens if all2all == "low_latency" else 0
+        if (all2all, room) not in self._kernels:
+            groups = self.everyone.with_tokens(self.ranks, all2all)
             own = replace(self.config, parallel=groups.parallel, max_num_tokens=room or None)
             made = self._oracle.select(own, **self._keys)
-            self._kernels[way, room] = self._oracle.make_kernel(made, self._converted, groups=groups)
-        return self._kernels[way, room]
+            self._kernels[all2all, room] = self._oracle.make_kernel(made, self._converted, groups=groups)
+        return self._kernels[all2all, room]
 
 
 def measure(
-    rank: int, scheme: str, layer: Layer, ways: list[str], tokens: list[int], file: str, seconds: float
+    rank: int, scheme: str, layer: Layer, backends: list[str], tokens: list[int], file: str, seconds: float
 ) -> None:
-    """All ways of a scheme; rank 0 writes a line of JSON for each point as soon as it has it."""
+    """Every all2all backend for a scheme; rank 0 writes a line of JSON for each point as soon as it has it."""
     end = time.monotonic() + seconds
     ranks = dist.get_world_size()
 
@@ -267,11 +267,11 @@ def measure(
         alone_us = timed(share, graph=True, calls=calls)
         expected: Tensor | None = None
         # the one that others are compared with comes first
-        for way in sorted(ways):
-            if way == "low_latency" and count > LOW_LATENCY:
+        for all2all in sorted(backends):
+            if all2all == "low_latency" and count > LOW_LATENCY:
                 continue
             try:
-                kernel = shared.kernel(way, count)
+                kernel = shared.kernel(all2all, count)
 
                 def call(
                     counts: list[int] | None = None, kernel: FusedMoEKernel = kernel, x=x, scores=scores, ids=ids
@@ -286,14 +286,14 @@ def measure(
                 us = eager_us
                 if kernel.prepare_finalize.capturable:
                     us = timed(partial(call, [count] * ranks), graph=True, calls=calls)
-            except Exception as failure:  # of this way; the others go on
-                write(M=count, way=way, failed=f"{type(failure).__name__}: {failure}"[:500])
+            except Exception as failure:  # of this one; the others go on
+                write(M=count, all2all=all2all, failed=f"{type(failure).__name__}: {failure}"[:500])
                 continue
-            nbytes = traffic(way, layer, count, [one[2] for one in each], shared.code)
+            nbytes = traffic(all2all, layer, count, [one[2] for one in each], shared.code)
             wire_us = nbytes / link * 1e6
             write(
                 M=count,
-                way=way,
+                all2all=all2all,
                 taken=taken,
                 backend=shared.selection.backend,
                 us=us,
@@ -307,8 +307,8 @@ def measure(
             )
 
 
-def profile(rank: int, scheme: str, layer: Layer, ways: list[str], tokens: list[int], folder: str) -> None:
-    """A call of each way outside CUDA graphs, by torch's profiler; rank 0 writes a text for each."""
+def profile(rank: int, scheme: str, layer: Layer, backends: list[str], tokens: list[int], folder: str) -> None:
+    """A call with each all2all backend outside CUDA graphs, by torch's profiler; rank 0 writes a text for each."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
@@ -316,10 +316,10 @@ def profile(rank: int, scheme: str, layer: Layer, ways: list[str], tokens: list[
     shared = Ranks(rank, scheme, layer)
     for count in tokens:
         x, scores, ids = inputs(layer, count, rank)
-        for way in ways:
-            if way == "low_latency" and count > LOW_LATENCY:
+        for all2all in backends:
+            if all2all == "low_latency" and count > LOW_LATENCY:
                 continue
-            kernel = shared.kernel(way, count)
+            kernel = shared.kernel(all2all, count)
             for _ in range(5):
                 kernel.apply(x, topk_weights=scores, topk_ids=ids)
             dist.barrier()
@@ -333,9 +333,9 @@ def profile(rank: int, scheme: str, layer: Layer, ways: list[str], tokens: list[
                     torch.cuda.synchronize()
             dist.barrier()
             if rank == 0:
-                told = f"{way}, {count} tokens of each of {shared.ranks} ranks, {scheme}, {layer}"
+                told = f"{all2all}, {count} tokens of each of {shared.ranks} ranks, {scheme}, {layer}"
                 text = f"{told}\nhost: {host * 1e6:.0f} us of the second call under the profiler\n\n{_timeline(trace)}"
-                (Path(folder) / f"{scheme}-{layer.k}-{way}-{count}.txt").write_text(text)
+                (Path(folder) / f"{scheme}-{layer.k}-{all2all}-{count}.txt").write_text(text)
 
 
 def _timeline(trace: Any) -> str:
@@ -361,7 +361,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["top8", "top1"])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--backends", nargs="+", choices=ALL2ALL_BACKENDS, default=list(ALL2ALL_BACKENDS))
     parser.add_argument("--decode", type=int, nargs="*", default=[8, 16, 32, 64])
     parser.add_argument("--prefill", type=int, nargs="*", default=[16384, 4096, 1024])
     parser.add_argument("--seconds", type=float, default=45)
@@ -378,12 +378,12 @@ def main() -> int:
         layer = LAYERS[name]
         if options.profile is not None:
             options.profile.mkdir(parents=True, exist_ok=True)
-            run_ranks(profile, scheme, layer, options.ways, tokens, str(options.profile), **started)
+            run_ranks(profile, scheme, layer, options.backends, tokens, str(options.profile), **started)
             continue
         with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
             failures = []
             try:
-                run_ranks(measure, scheme, layer, options.ways, tokens, file.name, options.seconds - 15, **started)
+                run_ranks(measure, scheme, layer, options.backends, tokens, file.name, options.seconds - 15, **started)
             except AssertionError as error:  # a rank failed or did not end
                 failures = [{"scheme": scheme, "failed": str(error)[-1000:]}]
             found = [json.loads(line) for line in Path(file.name).read_text().splitlines()]
@@ -399,15 +399,17 @@ def main() -> int:
                 "layers": {name: LAYERS[name]._asdict() for name in options.layers},
             }
             results = [
-                {"shape": f"EP{options.ranks}", "peer": row["way"], **row}
+                {"shape": f"EP{options.ranks}", "peer": row["all2all"], **row}
                 for row in rows
-                if "way" in row and "us" in row
+                if "all2all" in row and "us" in row
             ]
             other = [row for row in rows if "us" not in row]
             content = {"meta": meta, "results": _points(results), "other": other}
             options.json.write_text(json.dumps(content, indent=2) + "\n")
     wrong = [
-        row for row in rows if "failed" in row or row.get("error", 0.0) > 2.0**-6 or row.get("taken") != row.get("way")
+        row
+        for row in rows
+        if "failed" in row or row.get("error", 0.0) > 2.0**-6 or row.get("taken") != row.get("all2all")
     ]
     for row in wrong:
         print(f"wrong: {row}", file=sys.stderr)

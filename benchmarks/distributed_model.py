@@ -2,7 +2,7 @@
 
     python benchmarks/distributed_model.py RESULTS.json … [--machine FILE.json] [--within 15]
 
-Each point is the time of a layer: a rank's experts alone, as measured, and the way of the tokens by the model
+Each point is the time of a layer: a rank's experts alone, as measured, and communication by the model
 (moe_core.distributed.cost), before and after its two numbers of each kind of step are fitted to all points of the files
 (2 and 4 ranks, say).  ``--machine`` writes the fitted figures, which ``moe explain --machine`` takes.  Ends with 1
 where a fitted prediction is off by more than ``--within`` per cent.
@@ -28,7 +28,7 @@ class Point:
     """One measured time of a layer, in microseconds: ``us``, of which a rank's experts alone are ``alone_us``."""
 
     name: str
-    way: str
+    all2all: str
     config: FusedMoEConfig
     tokens: int
     scheme: str
@@ -37,9 +37,9 @@ class Point:
 
     def cost(self, machine: Machine) -> LayerCost:
         """The model's."""
-        found = layer_cost(self.way, self.config, self.tokens, machine, payload=SCHEMES[self.scheme][2])
+        found = layer_cost(self.all2all, self.config, self.tokens, machine, payload=SCHEMES[self.scheme][2])
         if found is None:
-            raise ValueError(f"{self.way}: no cost is known")
+            raise ValueError(f"{self.all2all}: no cost is known")
         return found
 
     def predicted(self, machine: Machine) -> float:
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     for p in found:
         first, then = (100 * (p.predicted(machine) / p.us - 1) for machine in (before, after))
         worst = max(worst, abs(then))
-        what = f"{p.name}  {p.scheme}  {p.way}  M {p.tokens}  {p.us:.1f} us"
+        what = f"{p.name}  {p.scheme}  {p.all2all}  M {p.tokens}  {p.us:.1f} us"
         print(f"{what}  assumed {first:+.0f} %  fitted {then:+.1f} %")
     for kind, numbers in after.kinds.items():
         print(f"{kind}: call {numbers.call * 1e6:.1f} us, {100 * numbers.efficiency:.0f} % of the links")

@@ -27,7 +27,7 @@ from moe_core import (
     kInt8DynamicTokenSym,
     kInt8StaticChannelSym,
 )
-from moe_core.prepare_finalize.ways import default_prepare_finalize
+from moe_core.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.quantization import dequantize_weight
 from moe_core.torch_experts import TorchExperts
 from moe_core.weights import scale_shape

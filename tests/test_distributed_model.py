@@ -29,12 +29,12 @@ def results(model: Any, ranks: int, true: Machine, noise: float) -> dict[str, An
     meta = {"gpu": "NVIDIA H200", "ranks": ranks, "layers": {"top8": {"E": 128, "k": 8, "K": 4096, "N": 1536}}}
     rows = [
         {
-            "peer": way,
+            "peer": all2all,
             "layer": "top8",
             "scheme": "fp8_block",
             "points": [{"M": m, "us": 100.0, "alone_us": 50.0} for m in (8, 64, 8192)],
         }
-        for way in ("alltoall", "allgather_reducescatter", "low_latency")
+        for all2all in ("alltoall", "allgather_reducescatter", "low_latency")
     ]
     made = {"meta": meta, "results": rows}
     times = iter(model.points(made))

@@ -14,12 +14,12 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: ranks of NCCL share none"),
 ]
 
-WAYS = ("allgather_reducescatter", "alltoall")
+BACKENDS = ("allgather_reducescatter", "alltoall")
 LAYER = (("dtype", torch.bfloat16), ("intermediate_size", 512))
 
 
 def kinds() -> list[Kind]:
-    """One kind of every way in which tokens travel: in 16 bits, and as codes with one scale or several."""
+    """One kind of every form in which tokens travel: in 16 bits, and as codes with one scale or several."""
     named = {str(kind): kind for kind in all_kinds()}
     return [
         named[name]
@@ -35,15 +35,18 @@ def kinds() -> list[Kind]:
 
 def cases(kind: Kind) -> list[Case]:
     found = []
-    for way in WAYS:
+    for all2all in BACKENDS:
         found += [
-            Case(kind, way, tokens, ep=2, placement="replicated", changes=LAYER) for tokens in ((16, 16), (700, 300))
+            Case(kind, all2all, tokens, ep=2, placement="replicated", changes=LAYER)
+            for tokens in ((16, 16), (700, 300))
         ]
         if kind.activation_key is None or kind.activation_key.group_size > 0:
             # scales of a whole row of h would span other columns
-            found.append(Case(kind, way, (16, 16), tp=2, ep=1, changes=LAYER))
-    for way in ("all_reduce", "reduce_scatter"):
-        found += [Case(kind, way, (tokens,), ep=2, placement="replicated", changes=LAYER) for tokens in (1, 33, 700)]
+            found.append(Case(kind, all2all, (16, 16), tp=2, ep=1, changes=LAYER))
+    for all2all in ("all_reduce", "reduce_scatter"):
+        found += [
+            Case(kind, all2all, (tokens,), ep=2, placement="replicated", changes=LAYER) for tokens in (1, 33, 700)
+        ]
     return found
 
 
@@ -61,10 +64,10 @@ def test_launches_of_ranks_that_add_up_are_replayed() -> None:
         assert set(reasons) == {None}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_rank_that_is_not_there_is_an_error_in_time(way: str) -> None:
-    case = Case(kinds()[0], way, (8, 8), ep=2, changes=LAYER)
-    (message, seconds), _ = run_ranks(missing, way, case, ranks=2, backend="nccl", seconds=60)
+@pytest.mark.parametrize("all2all", BACKENDS)
+def test_a_rank_that_is_not_there_is_an_error_in_time(all2all: str) -> None:
+    case = Case(kinds()[0], all2all, (8, 8), ep=2, changes=LAYER)
+    (message, seconds), _ = run_ranks(missing, all2all, case, ranks=2, backend="nccl", seconds=60)
     assert message.startswith("CommunicationError: rank 0: ranks tell how many tokens they")
     assert "the time-out is 3 s" in message
     assert 2.5 < seconds < 6

@@ -1,4 +1,4 @@
-"""Layers over two GPUs give what they give on one, on every way, eagerly and in CUDA graphs."""
+"""Layers over two GPUs give what they give on one, with every all2all backend, eagerly and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ KINDS = [
 
 
 @pytest.mark.parametrize("placed", ["contiguous", "replicated"])
-@pytest.mark.parametrize("way", ["allgather_reducescatter", "alltoall", "low_latency"])
-def test_layers_over_two_gpus(way: str, placed: str) -> None:
-    found = run_ranks(moe_core_gpu_ranks.layers, KINDS, [way], placed, ranks=2, backend="nccl", seconds=300)
+@pytest.mark.parametrize("all2all", ["allgather_reducescatter", "alltoall", "low_latency"])
+def test_layers_over_two_gpus(all2all: str, placed: str) -> None:
+    found = run_ranks(moe_core_gpu_ranks.layers, KINDS, [all2all], placed, ranks=2, backend="nccl", seconds=300)
     wrong = [message for rank in found for message in rank]
     assert not wrong, "\n".join(wrong)
 
 
 def test_a_batch_invariant_layer_gives_a_token_the_same_bits_alone() -> None:
-    ways = ["all_reduce", "allgather_reducescatter", "alltoall", "low_latency"]
-    found = run_ranks(moe_core_gpu_ranks.invariant, KINDS[0], ways, ranks=2, backend="nccl", seconds=240)
+    backends = ["all_reduce", "allgather_reducescatter", "alltoall", "low_latency"]
+    found = run_ranks(moe_core_gpu_ranks.invariant, KINDS[0], backends, ranks=2, backend="nccl", seconds=240)
     assert found == [[], []]
 
 
@@ -62,9 +62,9 @@ def test_a_command_on_two_gpus(tmp_path: Path, spread: str) -> None:
     assert data["selection"]["device"] != "cpu"
 
 
-@pytest.mark.parametrize("way", ["alltoall", "low_latency"])
-def test_a_rank_that_is_gone_is_named(way: str) -> None:
-    found = run_ranks(moe_core_gpu_ranks.silent, way, KINDS[0], ranks=2, backend="nccl", seconds=120)
+@pytest.mark.parametrize("all2all", ["alltoall", "low_latency"])
+def test_a_rank_that_is_gone_is_named(all2all: str) -> None:
+    found = run_ranks(moe_core_gpu_ranks.silent, all2all, KINDS[0], ranks=2, backend="nccl", seconds=120)
     nan, message, seconds = found[0]
     assert nan
     assert "ranks [1] did not come within 2 s" in message

@@ -23,7 +23,7 @@ from moe_core.claims import expand_key
 from moe_core.environment import Environment
 from moe_core.experts import FusedMoEExperts
 from moe_core.numerics import NumberKind
-from moe_core.prepare_finalize.ways import default_prepare_finalize
+from moe_core.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.testing.conformance import place_for
 from moe_core.testing.harness import one_thread
 from moe_core.torch_experts import TorchExperts

@@ -1,4 +1,4 @@
-"""Layers over four ranks (Gloo, on the CPU) give what they give on one, on every way and for every placement."""
+"""Layers over four ranks (Gloo, on the CPU) give what they give on one, with every all2all backend and placement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moe_core.testing.ranks import run_ranks
 from moe_core_layers import Kind, all_kinds
 from moe_core_rank_layers import Case, run_cases
 
-WAYS = ("allgather_reducescatter", "alltoall")
+BACKENDS = ("allgather_reducescatter", "alltoall")
 #: in which ranks compute with the same numbers, however their columns are cut
 CUT_EXACTLY = ("fp8-kFp8Static128BlockSym-kFp8Dynamic128Sym", "wna16-kInt4Static32Asym-16-bit")
 
@@ -25,30 +25,30 @@ def kinds() -> list[Kind]:
 
 
 def cases() -> list[Case]:
-    """Every kind on some way and placement; some kinds on all."""
+    """Every kind with some all2all backend and placement; some kinds with all."""
     found = []
-    ways = itertools.cycle(itertools.product(("arbitrary", "replicated", "contiguous"), WAYS))
-    for kind, (placement, way) in zip(kinds(), ways, strict=False):
-        found.append(Case(kind, way, (3, 1, 0, 5), placement=placement))
+    combinations = itertools.cycle(itertools.product(("arbitrary", "replicated", "contiguous"), BACKENDS))
+    for kind, (placement, all2all) in zip(kinds(), combinations, strict=False):
+        found.append(Case(kind, all2all, (3, 1, 0, 5), placement=placement))
     some = {str(kind): kind for kind in kinds()}
     for kind in (some[name] for name in CUT_EXACTLY):
         columns = (("intermediate_size", 512),)
-        for way, placement in itertools.product(WAYS, ("contiguous", "round_robin", "replicated")):
+        for all2all, placement in itertools.product(BACKENDS, ("contiguous", "round_robin", "replicated")):
             for tokens in ((4, 4, 4, 4), (0, 9, 0, 0), (2, 0, 7, 1)):
-                found.append(Case(kind, way, tokens, placement=placement, counted=tokens[0] == 2))
+                found.append(Case(kind, all2all, tokens, placement=placement, counted=tokens[0] == 2))
             # tensor-parallel ranks that share their tokens, and that do not
-            found.append(Case(kind, way, (3, 5), tp=2, ep=2, placement=placement, changes=columns))
-            found.append(Case(kind, way, (3, 0, 1, 5), tp=2, ep=2, placement=placement, changes=columns))
-        found += [Case(kind, way, (3, 0, 1, 5), tp=4, ep=1, changes=columns) for way in WAYS]
-        for way, placement in itertools.product(("all_reduce", "reduce_scatter"), ("arbitrary", "replicated")):
-            found += [Case(kind, way, (tokens,), placement=placement) for tokens in (0, 7, 8)]
-            found.append(Case(kind, way, (5,), tp=2, ep=2, placement=placement, changes=columns))
-            found.append(Case(kind, way, (5,), tp=4, ep=1, changes=columns))
+            found.append(Case(kind, all2all, (3, 5), tp=2, ep=2, placement=placement, changes=columns))
+            found.append(Case(kind, all2all, (3, 0, 1, 5), tp=2, ep=2, placement=placement, changes=columns))
+        found += [Case(kind, all2all, (3, 0, 1, 5), tp=4, ep=1, changes=columns) for all2all in BACKENDS]
+        for all2all, placement in itertools.product(("all_reduce", "reduce_scatter"), ("arbitrary", "replicated")):
+            found += [Case(kind, all2all, (tokens,), placement=placement) for tokens in (0, 7, 8)]
+            found.append(Case(kind, all2all, (5,), tp=2, ep=2, placement=placement, changes=columns))
+            found.append(Case(kind, all2all, (5,), tp=4, ep=1, changes=columns))
         found += [
-            Case(kind, way, (2, 3, 0, 1), changes=(("top_k", 1), ("apply_router_weight_on_input", True)))
-            for way in WAYS
+            Case(kind, all2all, (2, 3, 0, 1), changes=(("top_k", 1), ("apply_router_weight_on_input", True)))
+            for all2all in BACKENDS
         ]
-        found += [Case(kind, way, (2, 3, 0, 1), changes=(("batch_invariant", True),)) for way in WAYS]
+        found += [Case(kind, all2all, (2, 3, 0, 1), changes=(("batch_invariant", True),)) for all2all in BACKENDS]
         # which falls back to an all-gather here
         found.append(Case(kind, "low_latency", (2, 3, 0, 1), changes=(("max_num_tokens", 4),)))
     return found

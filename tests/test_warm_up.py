@@ -38,7 +38,7 @@ def test_no_call_launches_what_was_not_compiled(experts: type[GroupedExperts], l
 
 
 class FromTwoRanks(PrepareAndFinalizeNoParallel):
-    """Stands for a way on which another rank's tokens come too."""
+    """Stands for prepare/finalize by which another rank's tokens come too."""
 
     collective = True
 

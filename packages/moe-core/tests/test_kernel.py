@@ -33,7 +33,7 @@ from moe_core.prepare_finalize import (
     PrepareAndFinalizeNoParallel,
     TokenRouting,
 )
-from moe_core.prepare_finalize.ways import default_prepare_finalize
+from moe_core.prepare_finalize.by_name import default_prepare_finalize
 from moe_core_toys import (
     BatchedToyExperts,
     MonolithicToyExperts,

@@ -28,7 +28,7 @@ from moe_core import (
     kInt8StaticChannelSym,
 )
 from moe_core.prepare_finalize import PrepareAndFinalizeNoParallel
-from moe_core.prepare_finalize.ways import default_prepare_finalize
+from moe_core.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.testing import ConformanceTests, cases_for
 from moe_core.testing.data import make_inputs, make_lora, make_weights
 from moe_core.torch_experts import TorchExperts

@@ -48,7 +48,7 @@ from moe_core.workspace import Workspace, WorkspaceSpec, workspace_nbytes
 
 
 class FusedMoEKernel:
-    """A layer that can run: experts, their weights, and the way tokens reach them.
+    """A layer that can run: experts, their weights, and the prepare/finalize by which tokens reach them.
 
     - modular experts: :meth:`apply` with ``topk_weights`` and ``topk_ids``
     - monolithic experts: :meth:`apply_monolithic` with ``router_logits``
@@ -185,7 +185,7 @@ class FusedMoEKernel:
         - ``output`` [M, K]: written and returned; allocated if not given; in memory of its own ([M', K] where ranks
           share the rows out: :meth:`~moe_core.FusedMoEPrepareAndFinalizeModular.output_tokens`)
         - ``tokens_per_rank``: how many tokens each of the ``dp_size`` ranks brings, where the caller knows; otherwise
-          ways that need it ask, and the host waits.  Other ways ignore it
+          classes that need it ask, and the host waits.  Others ignore it
 
         Where tokens cross ranks, all ranks call together, also those without tokens.
 

@@ -66,7 +66,7 @@ def load_layer(
     quantised expert by expert while they are read.  ``activation_key``: what activations are quantised as, a key or its
     name, None for 16 bits; default what the checkpoint says.  ``max_loras`` > 0: a backend that applies LoRA adapters,
     and so many empty places of rank ``max_lora_rank`` in the layer's :attr:`~FusedMoELayer.lora`.
-    ``max_num_tokens``: most tokens that a rank brings, which ways with buffers of a fixed size need to know.
+    ``max_num_tokens``: most tokens that a rank brings, which all2all backends with buffers of a fixed size need.
     ``stack``: of a model with several stacks of layers, the first part of the tensors' names ("talker").
 
     How experts are chosen and what they compute follows from config.json's ``model_type``; one that is not known is

@@ -15,7 +15,7 @@ from moe_core.config import FusedMoEConfig
 from moe_core.errors import ConfigError
 from moe_core.experts import FusedMoEExpertsModular
 from moe_core.oracle import Oracle
-from moe_core.prepare_finalize.ways import default_prepare_finalize
+from moe_core.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.quant_key import QuantKey
 from moe_core.selection import Selection
 from moe_core.weights import MoEWeights, scale_shape, storage_dtypes

@@ -34,7 +34,7 @@ from moe_core.kernel import FusedMoEKernel
 from moe_core.placement import arrange
 from moe_core.plugins import PluginFault, Raised, attempt, guard, warn_of
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
-from moe_core.prepare_finalize.ways import WAYS, default_prepare_finalize, load_way
+from moe_core.prepare_finalize.by_name import ALL2ALL_BACKENDS, default_prepare_finalize, load_prepare_finalize
 from moe_core.quant_key import QuantKey, as_quant_key
 from moe_core.scheme import SchemeSpec
 from moe_core.selection import (
@@ -309,7 +309,7 @@ class Oracle:
 
         With ``groups`` of the layer's ranks (:class:`moe_core.distributed.ParallelGroups`), and the ``placement`` of
         experts on them (default: consecutive ones), the config chooses what moves tokens between ranks
-        (:func:`moe_core.prepare_finalize.ways.default_prepare_finalize`); or ``prepare_finalize`` is given.  With
+        (:func:`moe_core.prepare_finalize.by_name.default_prepare_finalize`); or ``prepare_finalize`` is given.  With
         neither nothing moves, and the outputs of ranks are parts of a sum.
 
         All ranks of the groups call this together, and tell each other what they were given: ConfigError on every rank,
@@ -331,8 +331,8 @@ class Oracle:
             # before anything that a rank alone may refuse: the others would wait for it
             from moe_core.distributed.agreement import check_layers
 
-            way = "" if prepare_finalize is None else prepare_finalize.name
-            check_layers(groups.among(), experts, placement, way=way)
+            name = "" if prepare_finalize is None else prepare_finalize.name
+            check_layers(groups.among(), experts, placement, prepare_finalize=name)
         if prepare_finalize is None and (groups is not None or isinstance(experts, FusedMoEExpertsModular)):
             prepare_finalize = default_prepare_finalize(
                 config, groups, placement=placement, device=selection.device, experts=type(experts)
@@ -365,28 +365,28 @@ def _candidate(backend: Backend, experts: type[FusedMoEExperts], request: Reques
     return Candidate(
         backend.name,
         experts,
-        (*reasons, *_behind_its_way(experts, request)),
+        (*reasons, *_behind_prepare_finalize(experts, request)),
         claims.verified_for(*keys),
         claims.takes_keys(*keys),
         aliases=backend.aliases,
     )
 
 
-def _behind_its_way(experts: type[FusedMoEExperts], request: Request) -> list[str]:
-    """Reasons why ``experts`` can't get tokens of other ranks the way that the layer's config names.
+def _behind_prepare_finalize(experts: type[FusedMoEExperts], request: Request) -> list[str]:
+    """Reasons why the prepare/finalize class that the layer's config names can't bring tokens to ``experts``.
 
-    None where every rank has all tokens, nor for a name that no class has: an engine's own way, which it answers for.
+    None where every rank has all tokens, nor for a name that no class has: an engine's own, which it answers for.
     """
     config = request.config
     name = config.parallel.all2all_backend
-    if not config.parallel.use_all2all_kernels or name not in WAYS:
+    if not config.parallel.use_all2all_kernels or name not in ALL2ALL_BACKENDS:
         return []
-    way = load_way(name)
-    found = way.unsupported_reasons(config, experts, request.device, request.environment)
-    if found and way.fallback:
+    cls = load_prepare_finalize(name)
+    found = cls.unsupported_reasons(config, experts, request.device, request.environment)
+    if found and cls.fallback:
         # which the ranks will take together, and say so
-        name = way.fallback
-        found = load_way(name).unsupported_reasons(config, experts, request.device, request.environment)
+        name = cls.fallback
+        found = load_prepare_finalize(name).unsupported_reasons(config, experts, request.device, request.environment)
     return [f"behind {name}: {reason}" for reason in found]
 
 

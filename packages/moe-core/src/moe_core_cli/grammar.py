@@ -46,9 +46,9 @@ backends were not and why, and the memory that the layer takes: weights as the b
 allocated while they are converted, workspace of a call with --tokens tokens.  --all-layers does so for every MoE layer
 of a checkpoint, with the total.  Exit code 2 where no backend fits.
 
-With --tp, --ep or --dp it is about one rank of several, here or elsewhere: which ways of bringing tokens to the experts
-go with which backends and why others do not, the bytes and the time of each with --tokens tokens per rank, and from how
-many tokens which is fastest.  Times follow from figures of the machine."""
+With --tp, --ep or --dp it is about one rank of several, here or elsewhere: which prepare/finalize classes (all2all
+backends) go with which backends and why others do not, the bytes and the time of each with --tokens tokens per rank,
+and from how many tokens which is fastest.  Times follow from figures of the machine."""
 
 _BACKENDS = """\
 A table for each scheme: backends in order of preference, GPUs, and whether a backend was tested on one or claims it.

@@ -17,31 +17,31 @@ SHAPE = ("--scheme", "plain", "--shape", "8,2,64,256")
 LIMITS = ("--budget", "0.01", "--bandwidth", "1", "--rate", "1")
 
 
-def test_explain_the_ways(moe: Any) -> None:
+def test_explain_prepare_finalize(moe: Any) -> None:
     result = moe("explain", *SHAPE, "--device", "h200", "--tp", 2, "--ep", 4, "--tokens", 128)
     assert result.code == 0
     assert "8 ranks (tp 2, ep 4, dp 4), 128 tokens each: " in result.out
     assert "(local 2) k=2 K=64 N=128" in result.out
     data = moe("explain", *SHAPE, "--device", "h200", "--ep", 4, "--all2all", "alltoall", "--json").data
-    ways = {way["way"]: way for way in data["parallel"]["ways"]}
+    found = {one["name"]: one for one in data["parallel"]["prepare_finalize"]}
     assert data["parallel"]["chosen"] == "alltoall"
-    assert ways["alltoall"]["backend"] == data["chosen"] == "gpu"
-    assert ways["allgather_reducescatter"]["cost"]["seconds"] > 0
+    assert found["alltoall"]["backend"] == data["chosen"] == "gpu"
+    assert found["allgather_reducescatter"]["cost"]["seconds"] > 0
     assert data["parallel"]["fastest"]
 
 
 def test_explain_why_pairs_do_not_fit(moe: Any) -> None:
     everything = moe("explain", *SHAPE, "--device", "cpu", "--ep", 4, "-v")
     assert everything.code == 0
-    for way in ("allgather_reducescatter", "alltoall"):
-        pairs = everything.out.partition(f"\n  ok {way}\n")[2].split("\n")
+    for name in ("allgather_reducescatter", "alltoall"):
+        pairs = everything.out.partition(f"\n  ok {name}\n")[2].split("\n")
         assert pairs[0] == "     no gpu [GpuToyExperts]: needs sm90 or newer, device is cpu"
         assert pairs[1] == "     ok plain [ToyExperts]"
     result = moe("explain", *SHAPE, "--device", "cpu", "--ep", 4, "--backend", "gpu")
     assert result.code == 2
-    assert "4 ranks (tp 1, ep 4, dp 4), 4096 tokens each: no way fits" in result.out
+    assert "4 ranks (tp 1, ep 4, dp 4), 4096 tokens each: no prepare/finalize fits" in result.out
     assert "no alltoall with gpu: needs sm90 or newer, device is cpu" in result.out
-    assert result.err == "moe explain: no way of the tokens fits; the report says why\n"
+    assert result.err == "moe explain: no prepare/finalize fits; the report says why\n"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_explain_why_pairs_do_not_fit(moe: Any) -> None:
     [
         (("--tp", "0"), ("--tp must be a positive integer, got 0",)),
         (("--ep", "4", "--dp", "3"), ("dp_size is 3, expected 1 or 4",)),
-        (("--ep", "4", "--all2all", "pigeon"), ("all2all 'pigeon' is no way",)),
+        (("--ep", "4", "--all2all", "pigeon"), ("all2all_backend 'pigeon' is unknown",)),
         (("--all2all", "alltoall"), ("are for several ranks", "--ep")),
         (("--ep", "4", "--machine", "h2"), ("machine 'h2' is unknown", "h200")),
         (("--ep", "16"), ("8 experts are too few for ep_size 16",)),
@@ -114,8 +114,8 @@ def test_run_and_bench_on_two_ranks(moe: Any, folder: Path, tmp_path: Path) -> N
         assert float((load_file(outputs[name])["output"] - expected).norm() / expected.norm()) < 2**-20
     measured = json.loads(bench[1])
     assert measured["ranks"] == {"tp_size": 1, "ep_size": 2, "dp_size": 2}
-    assert [(r["way"], r["tokens"]) for r in measured["results"]] == [
-        (way, tokens) for way in ("allgather_reducescatter", "alltoall") for tokens in (1, 3)
+    assert [(r["prepare_finalize"], r["tokens"]) for r in measured["results"]] == [
+        (name, tokens) for name in ("allgather_reducescatter", "alltoall") for tokens in (1, 3)
     ]
     assert all(r["seconds"] > 0 for r in measured["results"])
     assert refused[0] == 2

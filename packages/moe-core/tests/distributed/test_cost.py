@@ -17,7 +17,7 @@ from moe_core.distributed.cost import (
     Step,
     active_experts,
     expected_ranks,
-    fastest_ways,
+    fastest,
     forwarded,
     hit_probability,
     layer_cost,
@@ -46,8 +46,8 @@ def config(
     return FusedMoEConfig(experts, top_k, hidden, inter, parallel=parallel)
 
 
-def cost_of(way: str, *arguments: Any, **named: Any) -> LayerCost:
-    found = layer_cost(way, *arguments, **named)
+def cost_of(name: str, *arguments: Any, **named: Any) -> LayerCost:
+    found = layer_cost(name, *arguments, **named)
     assert found is not None
     return found
 
@@ -177,25 +177,25 @@ def test_without_figures_bytes_alone() -> None:
     assert layer_cost("carrier_pigeon", config(ep=4, dp=4), 100, ROUND) is None
 
 
-def test_which_way_is_fastest_from_how_many_tokens() -> None:
+def test_what_is_fastest_from_how_many_tokens() -> None:
     lines = {"slow start": Line(10.0, 1.0), "quick": Line(1.0, 2.0), "never": Line(20.0, 3.0)}
     # equal at 9 tokens, from 10 on the other
-    assert fastest_ways(lines) == ((1, "quick"), (10, "slow start"))
-    assert fastest_ways({"one": Line(1.0, 1.0), "same": Line(1.0, 1.0)}) == ((1, "one"),)
-    assert fastest_ways({}) == ()
-    assert fastest_ways({"one": Line(1.0, 1.0 + 2**-50), "same": Line(2.0, 1.0)}) == ((1, "one"),)
+    assert fastest(lines) == ((1, "quick"), (10, "slow start"))
+    assert fastest({"one": Line(1.0, 1.0), "same": Line(1.0, 1.0)}) == ((1, "one"),)
+    assert fastest({}) == ()
+    assert fastest({"one": Line(1.0, 1.0 + 2**-50), "same": Line(2.0, 1.0)}) == ((1, "one"),)
     for tokens in range(1, 30):
-        best = [way for start, way in fastest_ways(lines) if start <= tokens][-1]
+        best = [name for start, name in fastest(lines) if start <= tokens][-1]
         assert lines[best].at(tokens) == min(line.at(tokens) for line in lines.values())
 
 
 def test_all_to_all_wins_from_where_its_bytes_say_so() -> None:
     layer = config(ep=4, dp=4, experts=32, hidden=4096)
-    line = {way: Line.of(way, layer, ROUND) for way in ("allgather_reducescatter", "alltoall")}
+    line = {name: Line.of(name, layer, ROUND) for name in ("allgather_reducescatter", "alltoall")}
     assert all(line.values())
-    lines = {way: found for way, found in line.items() if found is not None}
+    lines = {name: found for name, found in line.items() if found is not None}
     # latencies are 6 and 3 µs and nothing else counts here: all-to-all from the first token
-    assert fastest_ways(lines) == ((1, "alltoall"),)
+    assert fastest(lines) == ((1, "alltoall"),)
     hit = 1 - math.comb(24, 2) / math.comb(32, 2)
     assert lines["alltoall"].slope == pytest.approx(3 * hit * (8192 + 16 + 8192) / 100e9)
 

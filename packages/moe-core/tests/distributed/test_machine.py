@@ -32,16 +32,16 @@ def test_a_rate_of_operands_that_has_none_is_that_of_wider_ones() -> None:
     assert H200.rate(16) == H200.rate(32) == 989e12
 
 
-def test_measured_ways_give_back_what_they_were_made_of() -> None:
+def test_measured_layers_give_back_what_they_were_made_of() -> None:
     true = Machine.from_json(
         {**H200.to_json(), "kinds": {"all_to_all": {"call": 9e-6, "efficiency": 0.7}, "push": vars(Kind(1e-6, 0.5))}}
     )
     samples: list[Sample] = []
     for ranks in (2, 4, 16):
         config = FusedMoEConfig(64, 4, 4096, 1024, parallel=FusedMoEParallelConfig(ep_size=ranks, dp_size=ranks))
-        for way in ("alltoall", "low_latency"):
+        for name in ("alltoall", "low_latency"):
             for tokens in (1, 64, 16384):
-                cost = layer_cost(way, config, tokens, true)
+                cost = layer_cost(name, config, tokens, true)
                 assert cost is not None
                 assert cost.latency is not None
                 assert cost.transfer is not None

@@ -80,7 +80,7 @@ def test_every_reason_is_given() -> None:
 
 
 @pytest.mark.parametrize("kind", [PrepareAndFinalizeNoParallel, BatchedPrepareAndFinalize])
-def test_ways_within_a_rank(kind: Any) -> None:
+def test_prepare_finalize_within_a_rank(kind: Any) -> None:
     config = replace(CONFIG, activation_format=kind.activation_format)
     assert kind.unsupported_reasons(config, ToyExperts, CPU) == []
     own = replace(config, parallel=FusedMoEParallelConfig(dp_size=2, ep_size=2))

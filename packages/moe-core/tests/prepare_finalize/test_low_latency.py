@@ -20,9 +20,9 @@ from moe_core.ops.exchange import ExchangeShape
 from moe_core.prepare_finalize import TokenRouting
 from moe_core.prepare_finalize.all_gather import AllGatherPrepareAndFinalize
 from moe_core.prepare_finalize.all_to_all import AllToAllPrepareAndFinalize
+from moe_core.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.prepare_finalize.low_latency import LowLatencyPrepareAndFinalize
 from moe_core.prepare_finalize.token_rows import Tokens
-from moe_core.prepare_finalize.ways import default_prepare_finalize
 from moe_core_exchange import buffers_of, routing
 from moe_core_layers import all_kinds
 from moe_core_rank_layers import Case, difference, inputs, placement_of, rank_parts, whole_output
@@ -47,7 +47,7 @@ def ranks_of(case: Case, room: int, buffers: int = 2, timeout: float = 1.0):
     config = case.config
     world = [
         FusedMoEParallelConfig.of_rank(
-            rank, tp_size=case.tp, ep_size=case.ep, dp_size=case.dp, all2all_backend=case.way
+            rank, tp_size=case.tp, ep_size=case.ep, dp_size=case.dp, all2all_backend=case.all2all
         )
         for rank in range(case.tp * case.ep)
     ]
@@ -65,7 +65,7 @@ def ranks_of(case: Case, room: int, buffers: int = 2, timeout: float = 1.0):
         mine = [numbered[parallel.dp_rank] for numbered in sets[parallel.tp_rank % shared]]
         # not by the oracle, by which ranks would compare what they were given
         oracle, selection, weights, placement = rank_parts(case, case.kind.weights(config), parallel)
-        if case.way == "alltoall":
+        if case.all2all == "alltoall":
             movement = AllToAllPrepareAndFinalize(selection.config, groups, placement=placement)
             movement._room = ExchangeRoom(torch.device("cpu"))
             movement._room._buffers[: len(mine)] = [(buffer, None) for buffer in mine]
@@ -209,9 +209,9 @@ def test_a_rank_that_does_not_come_is_named_by_the_next_call():
         kernels[0].prepare_finalize.check()
 
 
-@pytest.mark.parametrize(("name", "way"), [*((name, "low_latency") for name in NAMES), (NAMES[1], "alltoall")])
-def test_what_warming_up_records_is_what_calls_launch(name, way):
-    case = Case(KINDS[name], way, (2, 1, 0), ep=3, changes=(("max_num_tokens", 2), ("num_experts", 9)))
+@pytest.mark.parametrize(("name", "all2all"), [*((name, "low_latency") for name in NAMES), (NAMES[1], "alltoall")])
+def test_what_warming_up_records_is_what_calls_launch(name, all2all):
+    case = Case(KINDS[name], all2all, (2, 1, 0), ep=3, changes=(("max_num_tokens", 2), ("num_experts", 9)))
     _, kernels = ranks_of(case, room=2, timeout=0.001)
     movement, found = kernels[0].prepare_finalize, []
     key = kernels[0].experts.activation_key if kernels[0].experts.takes_quantized else None
@@ -341,7 +341,7 @@ def test_ranks_decide_together_whether_they_share_memory(monkeypatch):
     ]
 
 
-def test_another_way_takes_its_place(monkeypatch):
+def test_another_backend_takes_its_place(monkeypatch):
     reason = "needs sm80 or newer, device is cpu"
     groups, reasons = found_by(monkeypatch, [reason], [("elsewhere", "cpu", [reason])])
     assert reasons[0] == f"each rank {reason}"

@@ -9,7 +9,7 @@ import torch
 from moe_core import FusedMoEKernel, MoEError, registry, shard_layer
 from moe_core.distributed import ParallelGroups
 from moe_core.kernel_call import overlapped
-from moe_core.prepare_finalize.ways import SUMS, load_way
+from moe_core.prepare_finalize.by_name import REDUCTIONS, load_prepare_finalize
 from moe_core_gpu_ranks import differs
 from moe_core_rank_layers import Case, inputs, placement_of
 
@@ -26,8 +26,8 @@ def kernel_on(case: Case, groups: ParallelGroups | None) -> FusedMoEKernel:
     keys = {"weight_key": case.kind.weight_key, "activation_key": case.kind.activation_key}
     selection = oracle.select(config, device=device, **keys)  # type: ignore[arg-type]
     converted = oracle.convert(selection, weights.to(device))
-    if groups is not None and case.way in SUMS:
-        movement = load_way(case.way)(config, groups, placement=placement)
+    if groups is not None and case.all2all in REDUCTIONS:
+        movement = load_prepare_finalize(case.all2all)(config, groups, placement=placement)
         return oracle.make_kernel(selection, converted, prepare_finalize=movement)
     return oracle.make_kernel(selection, converted, groups=groups, placement=placement)
 
@@ -39,17 +39,17 @@ def run_cases(rank: int, cases: list[Case]) -> list[str]:
     for case in cases:
         if (case.tp, case.ep) not in made:
             made[case.tp, case.ep] = ParallelGroups.create(tp_size=case.tp, ep_size=case.ep, timeout=60)
-        groups = made[case.tp, case.ep].with_tokens(case.dp, case.way)
+        groups = made[case.tp, case.ep].with_tokens(case.dp, case.all2all)
         kernel, whole = kernel_on(case, groups), kernel_on(case, None)
         batch = [tensor.cuda() for tensor in inputs(case)[groups.parallel.dp_rank]]
         x, given = batch[0], {"topk_weights": batch[1], "topk_ids": batch[2]}
         expected = whole.apply(x, **given)
-        if case.way == "reduce_scatter":
+        if case.all2all == "reduce_scatter":
             each = -(-len(x) // (case.tp * case.ep))
             expected = expected[rank * each : (rank + 1) * each]
         movement = kernel.prepare_finalize
         assert movement is not None
-        if case.way == "alltoall":
+        if case.all2all == "alltoall":
             movement.most_shared = 0  # NCCL's; writes into other GPUs' memory: moe_core_gpu_ranks
         found = {f"call {number}": kernel.apply(x, **given) for number in range(4)}
         starts = [lambda kernel=kernel, x=x, given=given: kernel.start(x, **given) for _ in range(3)]
@@ -77,7 +77,7 @@ def replayed(rank: int, case: Case) -> tuple[str | None, ...]:
     kernel = kernel_on(case, groups)
     x, topk_weights, topk_ids = (tensor.cuda() for tensor in inputs(case)[0])
     expert_map = placement_of(case.placement, case.config.num_experts, case.ep).expert_map(rank // case.tp, "cuda")
-    movement = load_way("all_reduce")(kernel.config, groups)
+    movement = load_prepare_finalize("all_reduce")(kernel.config, groups)
     kernel = FusedMoEKernel(kernel.experts, kernel.weights, movement)
     for _ in range(3):
         kernel.apply(x, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map)
@@ -85,9 +85,9 @@ def replayed(rank: int, case: Case) -> tuple[str | None, ...]:
     return kernel._replay.reasons()
 
 
-def missing(rank: int, way: str, case: Case) -> tuple[str, float]:
+def missing(rank: int, all2all: str, case: Case) -> tuple[str, float]:
     """Rank 1 does not take part in a call: what rank 0 is told, and after how many seconds."""
-    groups = ParallelGroups.create(timeout=3, dp_size=case.dp, all2all_backend=way)
+    groups = ParallelGroups.create(timeout=3, dp_size=case.dp, all2all_backend=all2all)
     kernel = kernel_on(case, groups)
     x, topk_weights, topk_ids = (tensor.cuda() for tensor in inputs(case)[groups.parallel.dp_rank])
     given: dict[str, Any] = {"topk_weights": topk_weights, "topk_ids": topk_ids}

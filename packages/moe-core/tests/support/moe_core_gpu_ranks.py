@@ -47,17 +47,17 @@ def differs(found: Tensor, expected: Tensor) -> str | None:
     return None if error <= 2.0**-6 * size else f"differs by {float(error / size):g} of the norm"
 
 
-def layers(rank: int, kinds: list[Kind], ways: list[str], placed: str) -> list[str]:
+def layers(rank: int, kinds: list[Kind], backends: list[str], placed: str) -> list[str]:
     """What is wrong with outputs: of eager calls, and of 100 replays of a CUDA graph with other inputs and counts."""
     wrong = []
     everyone = ParallelGroups.create(timeout=60)
     for kind in kinds:
         config = kind.config(**SIZES, dtype=torch.bfloat16, max_num_tokens=ROOM)
         whole = FusedMoELayer.from_weights(kind.scheme, config, kind.weights(config).to("cuda")).kernel
-        for way in ways:
-            groups = everyone.with_tokens(everyone.parallel.world_size, way)
+        for all2all in backends:
+            groups = everyone.with_tokens(everyone.parallel.world_size, all2all)
             with warnings.catch_warnings():
-                warnings.simplefilter("error", FallbackWarning)  # the way itself is tested
+                warnings.simplefilter("error", FallbackWarning)  # the backend itself is tested
                 kernel = _kernel(kind, config, groups, placed)
             generator = torch.Generator().manual_seed(rank)
             x = torch.empty(ROOM, config.hidden_size, dtype=torch.bfloat16, device="cuda")
@@ -76,10 +76,10 @@ def layers(rank: int, kinds: list[Kind], ways: list[str], placed: str) -> list[s
                 tokens = (ROOM, 0, 1, 7)[(turn + rank) % 4]
                 _fill(x, weights, ids, tokens, generator)
                 problem = differs(call(kernel, tokens), call(whole, tokens))
-                wrong += [] if problem is None else [f"{kind} {way}, {tokens} tokens: rank {rank} {problem}"]
+                wrong += [] if problem is None else [f"{kind} {all2all}, {tokens} tokens: rank {rank} {problem}"]
             if not kernel.prepare_finalize.capturable:
                 continue
-            counts = [ROOM] * groups.parallel.dp_size  # for ways whose host must know
+            counts = [ROOM] * groups.parallel.dp_size  # for backends whose host must know
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 call(kernel, counts=counts)
@@ -96,20 +96,20 @@ def layers(rank: int, kinds: list[Kind], ways: list[str], placed: str) -> list[s
                     expected = call(whole)
                     found = [output.clone() for output in outputs]
                     if not all(torch.equal(found[0], other) for other in found):
-                        wrong.append(f"{kind} {way}: rank {rank}, replay {replay} gives other bits in its calls")
+                        wrong.append(f"{kind} {all2all}: rank {rank}, replay {replay} gives other bits in its calls")
                     problem = differs(found[0], expected)
-                    wrong += [] if problem is None else [f"{kind} {way}: rank {rank}, replay {replay} {problem}"]
+                    wrong += [] if problem is None else [f"{kind} {all2all}: rank {rank}, replay {replay} {problem}"]
                     if wrong:
                         break
             torch.cuda.synchronize()
-            if way != "allgather_reducescatter":
+            if all2all != "allgather_reducescatter":
                 kernel.prepare_finalize.check()
             del graph
     return wrong
 
 
-def invariant(rank: int, kind: Kind, ways: list[str]) -> list[str]:
-    """The ways on which a batch-invariant layer gives a token other bits alone than among others."""
+def invariant(rank: int, kind: Kind, backends: list[str]) -> list[str]:
+    """The all2all backends with which a batch-invariant layer gives a token other bits alone than among others."""
     wrong = []
     everyone = ParallelGroups.create(timeout=60)
     config = kind.config(**SIZES, dtype=torch.bfloat16, max_num_tokens=ROOM, batch_invariant=True)
@@ -117,22 +117,22 @@ def invariant(rank: int, kind: Kind, ways: list[str]) -> list[str]:
     weights = torch.empty(ROOM, config.top_k, device="cuda")
     ids = torch.empty(ROOM, config.top_k, dtype=torch.int32, device="cuda")
     _fill(x, weights, ids, ROOM, torch.Generator().manual_seed(0))
-    for way in ways:
-        shared = way == "all_reduce"
-        groups = everyone.with_tokens(1) if shared else everyone.with_tokens(everyone.parallel.world_size, way)
+    for all2all in backends:
+        shared = all2all == "all_reduce"
+        groups = everyone.with_tokens(1) if shared else everyone.with_tokens(everyone.parallel.world_size, all2all)
         kernel = _kernel(kind, config, groups, "contiguous")
         together = kernel.apply(x, topk_weights=weights, topk_ids=ids)
         for token in (0, 5, ROOM - 1):
             one = slice(token, token + 1)
             alone = kernel.apply(x[one], topk_weights=weights[one], topk_ids=ids[one])
             if not torch.equal(alone, together[one]):
-                wrong.append(f"{kind} {way}: rank {rank}, token {token}")
+                wrong.append(f"{kind} {all2all}: rank {rank}, token {token}")
     return wrong
 
 
-def silent(rank: int, way: str, kind: Kind) -> tuple[bool, str, float] | None:
+def silent(rank: int, all2all: str, kind: Kind) -> tuple[bool, str, float] | None:
     """Rank 1 leaves after two calls: whether the output is NaN, what the next call says, seconds of the wait."""
-    groups = ParallelGroups.create(dp_size=2, all2all_backend=way, timeout=2)
+    groups = ParallelGroups.create(dp_size=2, all2all_backend=all2all, timeout=2)
     config = kind.config(**SIZES, dtype=torch.bfloat16, max_num_tokens=ROOM)
     kernel = _kernel(kind, config, groups, "contiguous")
     x = torch.randn(4, config.hidden_size, dtype=torch.bfloat16, device="cuda")

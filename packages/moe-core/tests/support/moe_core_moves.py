@@ -58,7 +58,7 @@ class Moving:
         experts = 1 + max(expert for rank in placements[0] for expert in rank)
         self.placements = [ExpertPlacement(experts, ranks) for ranks in placements]
         self.case = Case(kind, "allgather_reducescatter", (3, 0, 4, 1), changes=(("num_experts", experts),))
-        self.groups = groups.with_tokens(self.case.dp, self.case.way)
+        self.groups = groups.with_tokens(self.case.dp, self.case.all2all)
         self.weights: MoEWeights = kind.weights(self.case.config)
         self.batch = inputs(self.case)[self.groups.parallel.dp_rank]
         self.expected = whole_output(self.case, self.weights, self.batch)

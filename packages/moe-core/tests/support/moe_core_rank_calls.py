@@ -16,12 +16,12 @@ from moe_core.expert_parallel import ExpertPlacement
 from moe_core.kernel_call import overlapped
 from moe_core.prepare_finalize.all_gather import AllGatherPrepareAndFinalize
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular, TokenRouting, TopKWeightAndReduceNoOP
-from moe_core.prepare_finalize.ways import default_prepare_finalize, load_way
+from moe_core.prepare_finalize.by_name import default_prepare_finalize, load_prepare_finalize
 from moe_core.testing.data import make_weights
 from moe_core_toys import MonolithicToyExperts, ToyExperts, UnreducedToyExperts
 from torch import Tensor
 
-WAYS = ("allgather_reducescatter", "alltoall")
+BACKENDS = ("allgather_reducescatter", "alltoall")
 CONFIG = FusedMoEConfig(
     num_experts=6, top_k=2, hidden_size=16, intermediate_size=8, dtype=torch.float32, routing="Renormalize"
 )  # type: ignore[arg-type]
@@ -88,8 +88,8 @@ def kinds_of_experts(rank: int) -> None:
     x, _, topk_weights, topk_ids = batch(rank)
     given: dict[str, Any] = {"topk_weights": topk_weights, "topk_ids": topk_ids}
     expected = whole(ToyExperts).apply(x, **given)
-    for way in WAYS:
-        own = groups.with_tokens(4, way)
+    for all2all in BACKENDS:
+        own = groups.with_tokens(4, all2all)
         movement = part(ToyExperts, own).prepare_finalize
         assert movement is not None
         routing = TokenRouting(topk_weights, topk_ids)
@@ -99,7 +99,7 @@ def kinds_of_experts(rank: int) -> None:
         movement.finalize(output, sums, prepared, routing, TopKWeightAndReduceNoOP())
         # rows that fill up what a rank brings have no expert, which would compute for nothing
         if int((prepared.routing.topk_ids >= 0).any(1).sum()) > 0 + 1 + 2 + 3:
-            raise Unequal(f"{way}: more tokens than there are")
+            raise Unequal(f"{all2all}: more tokens than there are")
         for experts in (ToyExperts, UnreducedToyExperts):
             kernel = part(experts, own)
             first = kernel.apply(x, **given)
@@ -108,7 +108,7 @@ def kinds_of_experts(rank: int) -> None:
             output = torch.full_like(x, float("nan"))
             again = kernel.apply(x, **given, output=output, tokens_per_rank=[0, 1, 2, 3])
             if again is not output or not torch.equal(again, first):
-                raise Unequal(way)
+                raise Unequal(all2all)
 
 
 def noted(events: list[str], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,12 +122,12 @@ def noted(events: list[str], name: str, call: Callable[..., Any]) -> Callable[..
 
 
 def steps(rank: int) -> list[list[str]]:
-    """Calls in steps, one and then three at the same time: what happened in what order on this rank, for each way."""
+    """Calls in steps, one and then three at the same time: what this rank did in what order, for each backend."""
     groups = ParallelGroups.create(timeout=20, dp_size=4)
     found: list[list[str]] = []
-    for way in WAYS:
+    for all2all in BACKENDS:
         events: list[str] = []
-        kernel = part(ToyExperts, groups.with_tokens(4, way))
+        kernel = part(ToyExperts, groups.with_tokens(4, all2all))
         movement, plain = kernel.prepare_finalize, whole(ToyExperts)
         assert movement is not None
 
@@ -166,7 +166,7 @@ def same_tokens(rank: int) -> None:
     equal(kernel.apply(x, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map), expected)
     routing = kernel_of(MonolithicToyExperts, config, default_prepare_finalize(config, groups), weights)
     equal(routing.apply_monolithic(x, router_logits=logits, expert_map=expert_map), expected)
-    shared = load_way("reduce_scatter")(config, groups)
+    shared = load_prepare_finalize("reduce_scatter")(config, groups)
     for made in (
         kernel_of(ToyExperts, config, shared, weights),
         kernel_of(MonolithicToyExperts, config, shared, weights),
@@ -183,8 +183,8 @@ def moving(rank: int) -> None:
     x, _, topk_weights, topk_ids = batch(rank)
     given: dict[str, Any] = {"topk_weights": topk_weights, "topk_ids": topk_ids}
     expected = whole(ToyExperts).apply(x, **given)
-    for way in WAYS:
-        kernel = part(ToyExperts, groups.with_tokens(4, way))
+    for all2all in BACKENDS:
+        kernel = part(ToyExperts, groups.with_tokens(4, all2all))
         movement = kernel.prepare_finalize
         assert movement is not None
         for placement in (MOVED, SPREAD):
@@ -205,7 +205,7 @@ class Unclaimed(AllGatherPrepareAndFinalize):
 
 
 def invariant(rank: int) -> list[str]:
-    """A batch-invariant layer on each way: a token alone, among others, and by any way has the same bits.
+    """A batch-invariant layer: a token alone, among others, and with any all2all backend has the same bits.
 
     With four experts per token three and four ranks are added up.  What is refused.
     """
@@ -216,9 +216,9 @@ def invariant(rank: int) -> list[str]:
     x, _, topk_weights, topk_ids = batch(7, config)
     weights = held(weights_of(), placement.ranks[rank])
 
-    def kernel_with(own: ParallelGroups, way: type[FusedMoEPrepareAndFinalizeModular] | None = None) -> FusedMoEKernel:
+    def kernel_with(own: ParallelGroups, cls: type[FusedMoEPrepareAndFinalizeModular] | None = None) -> FusedMoEKernel:
         asked = replace(config, parallel=own.parallel)
-        make = default_prepare_finalize if way is None else way
+        make = default_prepare_finalize if cls is None else cls
         movement = make(asked, own, placement=placement)
         return kernel_of(InvariantToyExperts, asked, movement, weights)
 
@@ -226,7 +226,10 @@ def invariant(rank: int) -> list[str]:
         return kernel.apply(x[tokens], topk_weights=topk_weights[tokens], topk_ids=topk_ids[tokens])
 
     found = {}
-    for name, own in {"all_reduce": groups.with_tokens(1), **{way: groups.with_tokens(4, way) for way in WAYS}}.items():
+    for name, own in {
+        "all_reduce": groups.with_tokens(1),
+        **{all2all: groups.with_tokens(4, all2all) for all2all in BACKENDS},
+    }.items():
         kernel = kernel_with(own)
         found[name] = together = call(kernel, slice(0, 7))
         alone = [call(kernel, slice(token, token + 1)) for token in range(7)]
@@ -234,8 +237,8 @@ def invariant(rank: int) -> list[str]:
             raise Unequal(f"{name}: tokens alone and together")
     same = found["all_reduce"]
     if not all(torch.equal(output, same) for output in found.values()):
-        raise Unequal("ways differ")
-    shared = kernel_with(groups.with_tokens(1), load_way("reduce_scatter"))
+        raise Unequal("backends differ")
+    shared = kernel_with(groups.with_tokens(1), load_prepare_finalize("reduce_scatter"))
     if not torch.equal(call(shared, slice(0, 7)), same[2 * rank : 2 * rank + 2]):
         raise Unequal("reduce_scatter")
     replicated = replace(config, num_local_experts=2)
@@ -275,10 +278,10 @@ def disagreeing(rank: int) -> list[str]:
 
 
 def missing(rank: int) -> tuple[list[str], float]:
-    """Rank 1 doesn't take part in a call: what the others are told on each way, and after how long."""
+    """Rank 1 doesn't take part in a call: what the others are told with each all2all backend, and after how long."""
     found, longest = [], 0.0
-    for way in WAYS:
-        groups = ParallelGroups.create(timeout=1, dp_size=4, all2all_backend=way)
+    for all2all in BACKENDS:
+        groups = ParallelGroups.create(timeout=1, dp_size=4, all2all_backend=all2all)
         kernel = part(ToyExperts, groups)
         x, _, topk_weights, topk_ids = batch(rank)
         started = time.monotonic()
@@ -304,8 +307,8 @@ def unfit(rank: int) -> list[str]:
         told(lambda: default_prepare_finalize(replace(config, parallel=unknown), groups)),
         told(lambda: kernel.apply(x, **named, tokens_per_rank=[1, 1])),
         told(lambda: kernel.apply(x, **named, tokens_per_rank=[9, 9, 9, 9])),
-        told(lambda: load_way("all_reduce")(config, groups)),
-        told(lambda: load_way("alltoall")(config)),
+        told(lambda: load_prepare_finalize("all_reduce")(config, groups)),
+        told(lambda: load_prepare_finalize("alltoall")(config)),
         told(lambda: kernel.prepare_finalize.move_experts(ExpertPlacement.round_robin(6, 4))),  # type: ignore[union-attr]
     ]
 

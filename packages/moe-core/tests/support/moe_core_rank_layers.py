@@ -22,7 +22,7 @@ from moe_core import (
 from moe_core.distributed import ParallelGroups
 from moe_core.expert_parallel import ExpertPlacement
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
-from moe_core.prepare_finalize.ways import SUMS, load_way
+from moe_core.prepare_finalize.by_name import REDUCTIONS, load_prepare_finalize
 from moe_core_layers import Kind
 from torch import Tensor
 
@@ -31,13 +31,13 @@ from torch import Tensor
 class Case:
     """A layer of ``kind`` over ``tp * ep`` ranks.
 
-    ``tokens``: how many each of the ``dp`` batches has; ``placement``: by name (:func:`placement_of`); ``way``: the
+    ``tokens``: how many each of the ``dp`` batches has; ``placement``: by name (:func:`placement_of`); ``all2all``: the
     name of the prepare/finalize class; ``counted``: ranks are told how many tokens there are; ``changes``: of the
     config.
     """
 
     kind: Kind
-    way: str
+    all2all: str
     tokens: tuple[int, ...]
     tp: int = 1
     ep: int = 4
@@ -54,7 +54,7 @@ class Case:
         return self.kind.config(**{"num_experts": 8, "dtype": torch.float32, **dict(self.changes)})
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.way} tp{self.tp} ep{self.ep} {self.placement} {self.tokens} {self.changes}"
+        return f"{self.kind} {self.all2all} tp{self.tp} ep{self.ep} {self.placement} {self.tokens} {self.changes}"
 
 
 def placement_of(name: str, num_experts: int, ep: int) -> ExpertPlacement:
@@ -144,15 +144,15 @@ def run_cases(rank: int, cases: list[Case]) -> list[str]:
     for case in cases:
         if (case.tp, case.ep) not in made:
             made[case.tp, case.ep] = ParallelGroups.create(tp_size=case.tp, ep_size=case.ep, timeout=30)
-        groups = made[case.tp, case.ep].with_tokens(case.dp, case.way)
+        groups = made[case.tp, case.ep].with_tokens(case.dp, case.all2all)
         if (case.kind, case.config) not in layers:
             layers[case.kind, case.config] = case.kind.weights(case.config)
         weights = layers[case.kind, case.config]
-        movement = load_way(case.way) if case.way in SUMS else None
+        movement = load_prepare_finalize(case.all2all) if case.all2all in REDUCTIONS else None
         kernel = rank_kernel(case, weights, groups, movement)
         x, topk_weights, topk_ids = inputs(case)[groups.parallel.dp_rank]
         expected = whole_output(case, weights, (x, topk_weights, topk_ids))
-        if case.way == "reduce_scatter":
+        if case.all2all == "reduce_scatter":
             each = -(-len(x) // 4)
             expected = expected[rank * each : (rank + 1) * each]
         counts = case.tokens if case.counted else None

@@ -24,7 +24,7 @@ from moe_core import (
 from moe_core.activation import apply_moe_activation
 from moe_core.device import DeviceInfo
 from moe_core.numerics import E2M1_VALUES, e8m0_to_float32
-from moe_core.prepare_finalize.ways import default_prepare_finalize
+from moe_core.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.quantization import fake_quantize
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_inputs, make_weights

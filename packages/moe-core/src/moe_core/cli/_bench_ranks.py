@@ -1,4 +1,4 @@
-"""``moe bench`` on the ranks of torchrun: a layer's time with each way of bringing tokens to its experts."""
+"""``moe bench`` on the ranks of torchrun: a layer's time with each prepare/finalize class."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from moe_core.cli._machine import Limits
     from moe_core.cli._ranks import Ranks
     from moe_core.distributed import ParallelGroups
+    from moe_core.prepare_finalize_choice import PrepareFinalizeCandidate
     from moe_core.shard import LayerShard
-    from moe_core.way_choice import WayCandidate
     from moe_core.weights import MoEWeights
 
 
 @dataclass(frozen=True, eq=False)
 class RankLayer:
-    """A rank's part of the ``layer``, the ways by name that are measured, and the process groups of the ranks."""
+    """A rank's part of the ``layer``, the names of the prepare/finalize classes to measure, and the ranks' groups."""
 
     layer: Layer
     shard: LayerShard
-    ways: tuple[str, ...]
+    names: tuple[str, ...]
     groups: ParallelGroups
     ranks: Ranks
 
@@ -36,20 +36,20 @@ class RankLayer:
     def of(args: argparse.Namespace, layer: Layer, weights: MoEWeights, ranks: Ranks, most: int) -> RankLayer:
         """Of ``weights``, the whole layer's, for calls with at most ``most`` tokens per rank.
 
-        The ways are those that fit, or the one that was asked for ("auto": the fastest by the figures of the machine).
+        They are those that fit, or the one that was asked for ("auto": the fastest by the figures of the machine).
         """
         from moe_core.cli import _arguments
         from moe_core.shard import shard_layer
 
         keys = weights.weight_key, weights.activation_key
         config, cuts = _arguments.cuts_of(layer.config, keys, ranks.parallel)
-        found, way, cut = ranks.choose(args, layer.scheme, config, cuts, most)
-        names = (way.name,) if args.all2all is not None else tuple(w.name for w in found.candidates if w.fits)
+        found, chosen, cut = ranks.choose(args, layer.scheme, config, cuts, most)
+        names = (chosen.name,) if args.all2all is not None else tuple(c.name for c in found.candidates if c.fits)
         shard = shard_layer(layer.config, weights, ranks.parallel, cut=cut)
-        return RankLayer(layer, shard, names, ranks.groups(way), ranks)
+        return RankLayer(layer, shard, names, ranks.groups(chosen), ranks)
 
-    def way(self, args: argparse.Namespace, name: str, tokens: int) -> WayCandidate:
-        """A way, with what it costs for ``tokens`` per rank."""
+    def candidate(self, args: argparse.Namespace, name: str, tokens: int) -> PrepareFinalizeCandidate:
+        """The one of that name, with what it costs for ``tokens`` per rank."""
         from moe_core.cli import _arguments
 
         keys = self.layer.weight_key, self.layer.activation_key
@@ -61,23 +61,23 @@ class RankLayer:
 def measure_ranks(
     args: argparse.Namespace, part: RankLayer, counts: Sequence[int], limits: Limits
 ) -> Iterator[dict[str, Any]]:
-    """What was measured of each way, for each number of tokens per rank; all ranks do the same, and get the same."""
+    """What was measured of each prepare/finalize class and number of tokens per rank; all ranks do and get the same."""
     from moe_core.cli._timing import measure
     from moe_core.registry import registry
 
     oracle, ranks, device = registry().oracle(part.layer.scheme), part.ranks, part.ranks.device
     parallel = ranks.parallel
-    for name in part.ways:
-        way = part.way(args, name, max(counts))
-        selection = way.selection
+    for name in part.names:
+        candidate = part.candidate(args, name, max(counts))
+        selection = candidate.selection
         if selection is None:
             continue
         groups = part.groups.with_tokens(parallel.dp_size, name)
         with progress(f"{name}, {selection.backend}: converting the weights"):
-            movement = way.way(selection.config, groups)
+            movement = candidate.cls(selection.config, groups)
             weights = oracle.convert(selection, part.shard.weights)
             kernel = oracle.make_kernel(selection, weights, prepare_finalize=movement)
-        # ways on which tokens travel know where experts are
+        # classes by which tokens travel know where experts are
         known = parallel.token_sharing is not TokenSharing.ALL
         expert_map = None if known else part.shard.expert_map
         whole = replace(selection.config, parallel=type(parallel)(), num_local_experts=None)
@@ -92,7 +92,7 @@ def measure_ranks(
                 for x, weight, ids in inputs
             ]
             with progress(f"{name}, {selection.backend}: {count} tokens per rank"):
-                calls[0]()  # by which a way may find out that it can be captured
+                calls[0]()  # by which prepare/finalize may find out that it can be captured
                 graph = movement.capturable and selection.experts.claims.cuda_graph
                 timing = measure(calls, device, graph=graph, budget=args.budget, slowest=ranks.slowest)
             median, low, high = map(ranks.slowest, (timing.median, timing.low, timing.high))
@@ -101,10 +101,10 @@ def measure_ranks(
             states = 2 * count * config.hidden_size * config.dtype.itemsize
             moved = weights.nbytes / config.local_experts * active + states
             floor = limits.floor(moved, products_of(config, every))
-            cost = part.way(args, name, count).cost
+            cost = part.candidate(args, name, count).cost
             yield {
                 "backend": f"{name} {selection.backend}",
-                "way": name,
+                "prepare_finalize": name,
                 "tokens": count,
                 "active_experts": active,
                 "seconds": median,

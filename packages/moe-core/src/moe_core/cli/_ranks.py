@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_core.cli import _arguments
-from moe_core.cli._select import select_ways
+from moe_core.cli._select import select_over_ranks
 from moe_core.errors import ConfigError
 from moe_core.selection import NoBackendError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moe_core.column_cut import ColumnCut
     from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig
     from moe_core.distributed import ParallelGroups
-    from moe_core.way_choice import WayCandidate, WaySelection
+    from moe_core.prepare_finalize_choice import PrepareFinalizeCandidate, PrepareFinalizeSelection
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,23 @@ class Ranks:
 
     def choose(
         self, args: argparse.Namespace, scheme: str, config: FusedMoEConfig, cuts: Sequence[ColumnCut], tokens: int
-    ) -> tuple[WaySelection, WayCandidate, ColumnCut]:
-        """(all ways, the one that is taken, the shares of columns) for ``tokens`` that a rank brings at most.
+    ) -> tuple[PrepareFinalizeSelection, PrepareFinalizeCandidate, ColumnCut]:
+        """(all prepare/finalize classes, the chosen one, the shares of columns) for ``tokens`` per rank at most.
 
         All ranks come to the same.  Raises NoBackendError with the reasons where none fits.
         """
-        found, cut = select_ways(args, scheme, config, cuts, tokens, self.device)
+        found, cut = select_over_ranks(args, scheme, config, cuts, tokens, self.device)
         if found.chosen is not None:
             return found, found.chosen, cut
-        asked = [way for way in found.candidates if found.requested in ("auto", way.name)]
-        why = "; ".join(f"{way.name}: {'; '.join(way.reasons or _closest(way))}" for way in asked)
-        raise NoBackendError(f"no way of the tokens fits {self.size} ranks: {why}", asked[0].report)
+        asked = [one for one in found.candidates if found.requested in ("auto", one.name)]
+        why = "; ".join(f"{one.name}: {'; '.join(one.reasons or _closest(one))}" for one in asked)
+        raise NoBackendError(f"no prepare/finalize fits {self.size} ranks: {why}", asked[0].report)
 
-    def groups(self, way: WayCandidate) -> ParallelGroups:
-        """The process groups of a layer with that way; all ranks call it."""
+    def groups(self, chosen: PrepareFinalizeCandidate) -> ParallelGroups:
+        """The process groups of a layer with that prepare/finalize; all ranks call it."""
         from moe_core.distributed import ParallelGroups
 
-        parallel = way.report.config.parallel
+        parallel = chosen.report.config.parallel
         return ParallelGroups.create(
             tp_size=parallel.tp_size,
             ep_size=parallel.ep_size,
@@ -96,8 +96,8 @@ class Ranks:
         return torch.cat([batches[batch] for batch in range(self.parallel.dp_size)])
 
 
-def _closest(way: WayCandidate) -> list[str]:
-    return [f"{c.backend} {', '.join(c.reasons)}" for c in way.report.closest[:2]]
+def _closest(candidate: PrepareFinalizeCandidate) -> list[str]:
+    return [f"{c.backend} {', '.join(c.reasons)}" for c in candidate.report.closest[:2]]
 
 
 @contextlib.contextmanager

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from moe_core.column_cut import ColumnCut
     from moe_core.config import FusedMoEConfig
     from moe_core.memory import LayerMemory
+    from moe_core.prepare_finalize_choice import PrepareFinalizeSelection
     from moe_core.quant_key import QuantKey
     from moe_core.selection import SelectionReport
-    from moe_core.way_choice import WaySelection
 
 
 def select(
@@ -54,36 +54,38 @@ def select(
     return selection.report, layer_memory(selection, args.tokens)
 
 
-def select_ways(
+def select_over_ranks(
     args: argparse.Namespace,
     scheme: str,
     config: FusedMoEConfig,
     cuts: Sequence[ColumnCut],
     tokens: int,
     device: torch.device | str | None,
-) -> tuple[WaySelection, ColumnCut]:
-    """What selection says of the ways for a layer over several ranks, and how these share its columns.
+) -> tuple[PrepareFinalizeSelection, ColumnCut]:
+    """What selection says of prepare/finalize for a layer over several ranks, and how these share its columns.
 
     ``config`` is a rank's, but for its columns; ``tokens`` that each rank brings.
     """
     from moe_core.column_choice import select_cut
     from moe_core.column_cut import plain_cut
     from moe_core.distributed.machine import Machine
+    from moe_core.prepare_finalize_choice import select_prepare_finalize
     from moe_core.registry import registry
-    from moe_core.way_choice import select_way
 
     if getattr(args, "activation_format", "standard") == "batched":
-        raise ConfigError("the way of the tokens says their format: leave --activation-format out beside --tp and --ep")
+        raise ConfigError(
+            "prepare/finalize says the format of the tokens: leave --activation-format out beside --tp and --ep"
+        )
     oracle = registry().oracle(scheme)
     backend = args.backend or "auto"
     try:
-        # which way tokens take does not change how columns are shared
+        # how tokens travel does not change how columns are shared
         alone = replace(config, parallel=replace(config.parallel, dp_size=1, dp_rank=0))
         cut, _ = select_cut(oracle, alone, cuts, moe_backend=backend, device=device)
     except SelectionError:
         cut = plain_cut(tuple(cuts))
     begin, end = cut.ranges[config.parallel.tp_rank]
-    found = select_way(
+    found = select_prepare_finalize(
         oracle,
         replace(config, intermediate_size=end - begin),
         weight_key=cut.weight_key,

@@ -19,7 +19,7 @@ from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.jit.compile_ahead import compile_in_threads, distinct
 from moe_core.kernel import FusedMoEKernel
 from moe_core.oracle import Oracle
-from moe_core.prepare_finalize.ways import default_prepare_finalize
+from moe_core.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.workspace import Workspace
 
 if TYPE_CHECKING:

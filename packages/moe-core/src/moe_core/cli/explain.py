@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from moe_core_cli.terminal.console import complain
 
-from moe_core.cli import _arguments, _report, _ways
+from moe_core.cli import _arguments, _prepare_finalize, _report
 from moe_core.cli._all_layers import explain_all
 from moe_core.cli._output import emit
-from moe_core.cli._select import select, select_ways
+from moe_core.cli._select import select, select_over_ranks
 from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from moe_core.column_cut import ColumnCut
     from moe_core.memory import LayerMemory
+    from moe_core.prepare_finalize_choice import PrepareFinalizeSelection
     from moe_core.selection import SelectionReport
-    from moe_core.way_choice import WaySelection
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         return explain_all(args)
     found: dict[str, Any] = {}
     cuts: Sequence[ColumnCut] = ()
-    ways: WaySelection | None = None
+    over_ranks: PrepareFinalizeSelection | None = None
     if args.path is not None:
         from moe_core.checkpoint import Checkpoint
 
@@ -55,31 +55,31 @@ def run(args: argparse.Namespace) -> int:
     if parallel is None:
         report, memory = select(args, scheme, config, *keys)
     else:
-        ways, cut = select_ways(args, scheme, config, cuts, args.tokens, args.device)
+        over_ranks, cut = select_over_ranks(args, scheme, config, cuts, args.tokens, args.device)
         found["columns"] = {"ranges": [list(share) for share in cut.ranges], "how": str(cut)}
-        report, memory = _of_ways(ways)
+        report, memory = _chosen(over_ranks)
     told = None if memory is None else vars(memory)
     data = {**found, **report.as_dict(), "memory": told}
-    if ways is not None:
-        data["parallel"] = ways.as_dict()
-    emit(args.json, data, _text(found, report, memory, args.verbose, ways))
-    fits = report.chosen is not None and (ways is None or ways.chosen is not None)
+    if over_ranks is not None:
+        data["parallel"] = over_ranks.as_dict()
+    emit(args.json, data, _text(found, report, memory, args.verbose, over_ranks))
+    fits = report.chosen is not None and (over_ranks is None or over_ranks.chosen is not None)
     if not fits:
-        complain(f"moe explain: no {'backend' if ways is None else 'way of the tokens'} fits; the report says why")
+        complain(f"moe explain: no {'backend' if over_ranks is None else 'prepare/finalize'} fits; the report says why")
     return 0 if fits else 2
 
 
-def _of_ways(ways: WaySelection) -> tuple[SelectionReport, LayerMemory | None]:
-    """The report of the way that is taken, else of the first, and the memory of what it chose.
+def _chosen(over_ranks: PrepareFinalizeSelection) -> tuple[SelectionReport, LayerMemory | None]:
+    """The report of the class that is taken, else of the first, and the memory of what it chose.
 
     A rank may get the tokens of all batches.
     """
     from moe_core.memory import layer_memory
 
-    chosen = ways.chosen
+    chosen = over_ranks.chosen
     if chosen is None or chosen.selection is None:
-        return ways.candidates[0].report, None
-    every = ways.tokens * chosen.report.config.parallel.dp_size
+        return over_ranks.candidates[0].report, None
+    every = over_ranks.tokens * chosen.report.config.parallel.dp_size
     return chosen.report, layer_memory(chosen.selection, every)
 
 
@@ -88,7 +88,7 @@ def _text(
     report: SelectionReport,
     memory: LayerMemory | None,
     verbose: bool,
-    ways: WaySelection | None,
+    over_ranks: PrepareFinalizeSelection | None,
 ) -> str:
     lines = []
     if "checkpoint" in found:
@@ -101,8 +101,8 @@ def _text(
         lines.append(_report.memory(report, memory))
     if "columns" in found and len(found["columns"]["ranges"]) > 1:
         lines.append(f"  columns      {found['columns']['how']}")
-    if ways is not None:
-        lines += _ways.lines(ways, verbose=verbose)
+    if over_ranks is not None:
+        lines += _prepare_finalize.lines(over_ranks, verbose=verbose)
     lines += [f"note: {note}" for note in found.get("notes", ())]
     if not verbose:
         lines.append("-v: every backend with every reason")

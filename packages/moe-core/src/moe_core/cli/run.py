@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from moe_core.cli import _arguments, _report, _ways
+from moe_core.cli import _arguments, _prepare_finalize, _report
 from moe_core.cli._output import bytes_text, check_spares, check_writable, duration, emit, progress, seconds_since
 from moe_core.cli._ranks import Ranks, ranks_of
 from moe_core.errors import CheckpointError
@@ -49,12 +49,12 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     # everything about the tokens is checked before gigabytes of weights are read
     tokens = _tokens(args, source)
     several: dict[str, Any] = {}
-    ways = None
+    over_ranks = None
     if ranks is not None:
         most = -(-tokens.hidden_states.shape[0] // ranks.parallel.dp_size)
         part = _arguments.source_of(args, checkpoint, parallel=ranks.parallel)
-        ways, way, _ = ranks.choose(args, part.scheme, part.config, part.cuts, most)
-        several = {"groups": ranks.groups(way), "max_num_tokens": max(most, 1)}
+        over_ranks, chosen, _ = ranks.choose(args, part.scheme, part.config, part.cuts, most)
+        several = {"groups": ranks.groups(chosen), "max_num_tokens": max(most, 1)}
     with progress(f"loading layer {source.index} of {args.path}"):
         start = time.perf_counter()
         layer = load_layer(
@@ -85,9 +85,9 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
         with progress("computing the float64 reference"):
             check = _check(args, source, layer, tokens, output)
     data = _summary(args, source, layer, tokens, output, loading, running, check)
-    if ways is not None:
-        data["parallel"] = ways.as_dict()
-    told = [] if ways is None else _ways.lines(ways, verbose=args.verbose)
+    if over_ranks is not None:
+        data["parallel"] = over_ranks.as_dict()
+    told = [] if over_ranks is None else _prepare_finalize.lines(over_ranks, verbose=args.verbose)
     emit(args.json, data, _text(data, layer, check, args.verbose, told))
     return 0 if check is None or check.passed else 1
 
@@ -215,13 +215,13 @@ def _notes(source: LayerSource, tokens: LayerInput) -> list[str]:
 
 
 def _text(
-    data: dict[str, Any], layer: FusedMoELayer, check: Check | None, verbose: bool, ways: Sequence[str] = ()
+    data: dict[str, Any], layer: FusedMoELayer, check: Check | None, verbose: bool, over_ranks: Sequence[str] = ()
 ) -> str:
     report = layer.selection.report
     lines = [
         f"{data['checkpoint']}: layer {data['layer']} ({data['prefix']}), {data['format']}",
         str(report) if verbose else "\n".join([_report.verdict(report), *_report.reasons(report)]),
-        *ways,
+        *over_ranks,
         (
             f"loaded {bytes_text(data['weight_bytes'])} in {duration(data['seconds_load'])}; "
             f"{data['tokens']} tokens in {duration(data['seconds_run'])} (first call)"

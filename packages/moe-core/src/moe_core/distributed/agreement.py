@@ -61,16 +61,18 @@ def check_agreement(ranks: Communicator, facts: Mapping[str, str]) -> None:
 
 
 def check_layers(
-    ranks: Communicator, experts: FusedMoEExperts, placement: ExpertPlacement | None, *, way: str = ""
+    ranks: Communicator, experts: FusedMoEExperts, placement: ExpertPlacement | None, *, prepare_finalize: str = ""
 ) -> None:
     """Compare what the ranks' parts of a layer are: :func:`check_agreement` of :func:`layer_facts`."""
-    check_agreement(ranks, layer_facts(experts, placement, way=way))
+    check_agreement(ranks, layer_facts(experts, placement, prepare_finalize=prepare_finalize))
 
 
-def layer_facts(experts: FusedMoEExperts, placement: ExpertPlacement | None, *, way: str = "") -> dict[str, str]:
+def layer_facts(
+    experts: FusedMoEExperts, placement: ExpertPlacement | None, *, prepare_finalize: str = ""
+) -> dict[str, str]:
     """What the ranks of one layer must agree about.
 
-    ``placement``: where tokens are sent by one; ``way``: the name of what moves tokens, where it was given.
+    ``placement``: where tokens are sent by one; ``prepare_finalize``: its name, where it was given.
     """
     from moe_core.experts import PROTOCOL_VERSION
 
@@ -83,7 +85,7 @@ def layer_facts(experts: FusedMoEExperts, placement: ExpertPlacement | None, *, 
         "ep_size": str(parallel.ep_size),
         "dp_size": str(parallel.dp_size),
         "all2all_backend": parallel.all2all_backend,
-        "the way of tokens": way,
+        "prepare/finalize": prepare_finalize,
         "the quantisation of weights": key_name(experts.weight_key),
         "the quantisation of activations": key_name(experts.activation_key),
         # ranks of one tp_rank hold the same columns of their experts

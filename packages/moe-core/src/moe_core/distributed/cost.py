@@ -1,4 +1,4 @@
-"""What each way of bringing tokens to the experts costs: bytes, calls and hops between ranks, seconds per layer.
+"""What communication of each prepare/finalize class costs: bytes, calls and hops between ranks, seconds per layer.
 
 Routing is taken to be uniform: a token's k experts are any k of the E, all sets of them equally likely, independently
 of other tokens.
@@ -289,7 +289,7 @@ def _deepep(traffic: Traffic) -> Steps:
 
 #: by the ``name`` of a prepare/finalize class; where ranks tell each other how many tokens they bring, that is left out
 #: of an all-gather: a caller that knows it says so, and under CUDA graphs it is known
-WAYS: Mapping[str, Callable[[Traffic], Steps]] = MappingProxyType(
+STEPS: Mapping[str, Callable[[Traffic], Steps]] = MappingProxyType(
     {
         "none": _none,
         "all_reduce": _all_reduce,
@@ -304,13 +304,13 @@ WAYS: Mapping[str, Callable[[Traffic], Steps]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one call of a layer takes with a way of bringing tokens to the experts.
+    """What one call of a layer takes with the prepare/finalize class of that ``name``.
 
     ``before`` and ``after``: its steps between ranks; ``compute``, ``latency``, ``transfer`` in seconds, None without
     figures of the machine: the experts' share of a rank at its limit, calls and hops of the steps, bytes of the steps.
     """
 
-    way: str
+    name: str
     before: tuple[Step, ...]
     after: tuple[Step, ...]
     compute: float | None = None
@@ -351,7 +351,7 @@ class LayerCost:
         """JSON-ready form."""
         steps = (*self.before, *self.after)
         return {
-            "way": self.way,
+            "name": self.name,
             "bytes_there": self.bytes_there,
             "bytes_back": self.bytes_back,
             "network_bytes": sum(step.far_bytes for step in steps),
@@ -364,7 +364,7 @@ class LayerCost:
 
 
 def layer_cost(
-    way: str,
+    name: str,
     config: FusedMoEConfig,
     tokens: int,
     machine: Machine | None,
@@ -374,22 +374,22 @@ def layer_cost(
     product_bits: int = 16,
     domain: int | None = None,
 ) -> LayerCost | None:
-    """What a call with ``tokens`` tokens per rank takes; None for a way of which no cost is known.
+    """What a call with ``tokens`` tokens per rank takes; None for a ``name`` of which no cost is known.
 
     ``config`` is a rank's (its ``intermediate_size`` too); ``machine`` None: bytes alone, ``domain`` (default: the
     machine's, else 8) then says which ranks are near; ``expert_bytes`` of one expert's weights on a rank; ``payload``:
     how tokens are quantised before they travel; ``product_bits`` of the tensor cores' operands.
     """
-    steps = WAYS.get(way)
+    steps = STEPS.get(name)
     if steps is None:
         return None
     near = domain or (8 if machine is None else machine.domain)
     before, after = steps(Traffic.of(config, tokens, near, payload))
     if machine is None:
-        return LayerCost(way, before, after)
+        return LayerCost(name, before, after)
     every = (*before, *after)
     return LayerCost(
-        way,
+        name,
         before,
         after,
         compute_seconds(config, tokens, machine, expert_bytes, product_bits),
@@ -424,9 +424,9 @@ class Line:
     slope: float
 
     @staticmethod
-    def of(way: str, config: FusedMoEConfig, machine: Machine, payload: QuantKey | None = None) -> Line | None:
-        """That of a way; None for one of which no cost is known."""
-        none, one = (layer_cost(way, config, count, machine, payload=payload) for count in (0, 1))
+    def of(name: str, config: FusedMoEConfig, machine: Machine, payload: QuantKey | None = None) -> Line | None:
+        """That of the class of that name; None for one of which no cost is known."""
+        none, one = (layer_cost(name, config, count, machine, payload=payload) for count in (0, 1))
         if none is None or one is None:
             return None
         start, first = ((cost.latency or 0.0) + (cost.transfer or 0.0) for cost in (none, one))
@@ -436,15 +436,15 @@ class Line:
         return self.start + self.slope * tokens
 
 
-def fastest_ways(lines: Mapping[str, Line]) -> tuple[tuple[int, str], ...]:
-    """The way that moves tokens in the least time, by tokens per rank: ((1, "low_latency"), (300, "alltoall")).
+def fastest(lines: Mapping[str, Line]) -> tuple[tuple[int, str], ...]:
+    """The name of what moves tokens in the least time, by tokens per rank: ((1, "low_latency"), (300, "alltoall")).
 
     Each holds from its number of tokens up to the next one's; of equal ones the first.
     """
     found: list[tuple[int, str]] = []
     tokens = 1
     while lines:
-        best = min(lines, key=lambda way: (lines[way].at(tokens), lines[way].slope))
+        best = min(lines, key=lambda name: (lines[name].at(tokens), lines[name].slope))
         found.append((tokens, best))
         mine = lines[best]
         nexts = [

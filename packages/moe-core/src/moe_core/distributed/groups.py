@@ -164,7 +164,7 @@ class ParallelGroups:
         )
 
     def with_tokens(self, dp_size: int, all2all_backend: str | None = None) -> ParallelGroups:
-        """The same groups for a layer whose tokens are shared otherwise, or travel another way."""
+        """The same groups for a layer whose tokens are shared otherwise, or travel by another backend."""
         old = self.parallel
         parallel = FusedMoEParallelConfig.of_rank(
             old.rank,

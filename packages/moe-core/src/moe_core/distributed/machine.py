@@ -26,7 +26,7 @@ KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, PUSH)
 
 @dataclass(frozen=True)
 class Link:
-    """One GPU's way to others: ``bandwidth`` in bytes/s of each direction, ``latency`` in seconds of one hop."""
+    """One GPU's link to others: ``bandwidth`` in bytes/s of each direction, ``latency`` in seconds of one hop."""
 
     bandwidth: float
     latency: float

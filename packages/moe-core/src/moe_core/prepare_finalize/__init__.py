@@ -1,4 +1,4 @@
-"""Ways of bringing tokens to the experts and results back: one file per way."""
+"""Prepare/finalize, which brings tokens to the experts and results back: one file per class."""
 
 from moe_core.pending import Pending
 from moe_core.prepare_finalize.base import (

@@ -1,6 +1,6 @@
 """Every rank gets all tokens and computes its experts; results are added up on the way back.
 
-Few, large calls that don't depend on where tokens go: the way for few ranks, for many experts per token, and for CUDA
+Few, large calls that don't depend on where tokens go: for few ranks, for many experts per token, and for CUDA
 graphs.
 """
 
@@ -110,10 +110,10 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
 
         return rows, unpack
 
-    def combine(self, output: Tensor, partial: Tensor, way_back: object) -> Pending[None]:
-        if not isinstance(way_back, _Rows):
-            raise TypeError(f"combine got {way_back!r}, expected what dispatch returned")
-        if partial.is_meta or not way_back.most:
+    def combine(self, output: Tensor, partial: Tensor, handle: object) -> Pending[None]:
+        if not isinstance(handle, _Rows):
+            raise TypeError(f"combine got {handle!r}, expected what dispatch returned")
+        if partial.is_meta or not handle.most:
             return Pending.done(None)
         fixed = self.config.batch_invariant
-        return sum_and_scatter(self.exchange, output, partial, way_back.most, fixed_order=fixed)
+        return sum_and_scatter(self.exchange, output, partial, handle.most, fixed_order=fixed)

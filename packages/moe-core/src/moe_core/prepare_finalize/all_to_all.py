@@ -210,16 +210,16 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         left = self.exchange.numbers(counts, what)
         return left, [numbers[self.ranks.parallel.dp_rank] for numbers in self.tell(left, what)]
 
-    def combine(self, output: Tensor, partial: Tensor, way_back: object) -> Pending[None]:
-        if isinstance(way_back, PushedTokens):
-            return push_back(self, way_back, output, partial)
+    def combine(self, output: Tensor, partial: Tensor, handle: object) -> Pending[None]:
+        if isinstance(handle, PushedTokens):
+            return push_back(self, handle, output, partial)
         if partial.is_meta:
             return Pending.done(None)
-        if not isinstance(way_back, _Leaving):
-            raise TypeError(f"combine got {way_back!r}, expected what dispatch returned")
-        places, back = way_back.places, partial.new_empty(sum(way_back.left), partial.shape[1])
+        if not isinstance(handle, _Leaving):
+            raise TypeError(f"combine got {handle!r}, expected what dispatch returned")
+        places, back = handle.places, partial.new_empty(sum(handle.left), partial.shape[1])
         what = "results are sent back (all-to-all)"
-        moving = self.exchange.begin(what, dist.all_to_all_single, back, partial, way_back.left, way_back.came)
+        moving = self.exchange.begin(what, dist.all_to_all_single, back, partial, handle.left, handle.came)
 
         def finish() -> None:
             moving.wait()

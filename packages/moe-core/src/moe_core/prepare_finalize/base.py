@@ -123,7 +123,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     launches_only: ClassVar[bool] = False
     #: whether prepare hands on rows that no token is in, of experts -1 and of any content
     empty_rows: ClassVar[bool] = False
-    #: the name of the way that a layer gets where :meth:`unavailable` says that the ranks can't have this one
+    #: the name of the class that a layer gets where :meth:`unavailable` says that the ranks can't have this one
     fallback: ClassVar[str] = ""
     monolithic: ClassVar[bool] = False
     #: whether :meth:`sum_ranks_async` adds up in place: its ``partial`` is its ``output``
@@ -194,7 +194,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
 
     @classmethod
     def unavailable(cls, groups: ParallelGroups, device: torch.device, own: list[str]) -> list[str]:
-        """Every reason why the ranks of ``groups``, together, can't have this way on their devices; empty if they can.
+        """Every reason why the ranks of ``groups``, together, can't have it on their devices; empty if they can.
 
         ``own``: what :meth:`unsupported_reasons` says on this rank.  Where :attr:`fallback` is set all ranks call it,
         and get the same texts.

@@ -1,4 +1,4 @@
-"""What all ways share that bring tokens to the ranks of their experts through torch.distributed."""
+"""What all prepare/finalize classes share that bring tokens to the ranks of their experts."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Arrived(Prepared):
-    """Tokens of several ranks.  ``way_back``: what the class that brought them needs to know of their way."""
+    """Tokens of several ranks.  ``handle``: what dispatch returned for combine."""
 
-    way_back: object = None
+    handle: object = None
 
 
 class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
-    """Base of ways on which tokens cross ranks, each token as one row of bytes.
+    """Base of classes by which tokens cross ranks, each token as one row of bytes.
 
     A subclass moves rows there (:meth:`dispatch`) and sums back (:meth:`combine`).  Tokens are quantised before they
     travel where ``quantize_as`` gives a token scales of its own; a scale that tokens share is found when they have
@@ -102,7 +102,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     ) -> Pending[Prepared]:
         """As of the base.  The ``expert_map`` is not asked: the placement says where experts are.
 
-        Where ``tokens_per_rank`` is not given, ways that need it have ranks tell each other, which the host waits for.
+        Where ``tokens_per_rank`` is not given, ranks tell each other where it is needed, which the host waits for.
         """
         from moe_core.ops.quantize import quantize_activation
 
@@ -121,12 +121,12 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         arriving = self.dispatch(leaving, counts, quantize_as if own else None, gaps=gaps)
 
         def arrived() -> Prepared:
-            tokens, way_back = arriving.wait()
+            tokens, handle = arriving.wait()
             hidden, found = tokens.hidden_states, tokens.scale
             if quantize_as is not None and not own:
                 hidden, found = quantize_activation(hidden, quantize_as, static_scale=static_scale)
             came = TokenRouting(tokens.weights, tokens.experts, adapter_ids=tokens.adapter_ids)
-            return Arrived(hidden, came, found, way_back=way_back)
+            return Arrived(hidden, came, found, handle=handle)
 
         return Pending(arrived)
 
@@ -144,7 +144,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         if expert_output.dim() == 3:  # unweighted, a row for each slot
             partial = torch.empty(expert_output.shape[::2], dtype=output.dtype, device=output.device)
             reduce.apply(partial, expert_output, prepared.routing, self.config)
-        return self.combine(output, partial, prepared.way_back)
+        return self.combine(output, partial, prepared.handle)
 
     def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
         if self.ranks.parallel.token_sharing is not TokenSharing.EP_RANK or output.is_meta:
@@ -186,12 +186,12 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
         They are quantised as ``quantize_as``, where that is given, before they leave.  ``gaps``: among the tokens that
         come may be rows that nobody sent, of any content and of experts -1.  The result: the tokens that
-        came, with the local index of each expert, -1 where another rank computes it; and what :meth:`combine` is
-        given of their way.
+        came, with the local index of each expert, -1 where another rank computes it; and the handle that
+        :meth:`combine` is given.
         """
 
     @abstractmethod
-    def combine(self, output: Tensor, partial: Tensor, way_back: object) -> Pending[None]:
+    def combine(self, output: Tensor, partial: Tensor, handle: object) -> Pending[None]:
         """Begin to send ``partial`` [M', K], a weighted sum for each token that came, back to where the tokens are.
 
         ``output`` [M, K] of this rank's tokens is written when the result is waited for.

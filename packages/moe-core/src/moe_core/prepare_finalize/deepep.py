@@ -43,10 +43,10 @@ DEEP_EP = Requirement("deep_ep", "deep_ep", "2.0", "deep_ep @ git+https://github
 
 
 @dataclass(frozen=True, eq=False)
-class _Way:
+class _Handle:
     """DeepEP's handle of a dispatch, and how many tokens this rank brought; no handle on meta tensors."""
 
-    handle: Any
+    deepep: Any
     count: int
 
 
@@ -94,7 +94,7 @@ class DeepEPPrepareAndFinalize(CollectivePrepareAndFinalize):
         count = len(tokens.experts)
         if device.type == "meta":
             came = replace(tokens, experts=tokens.experts.int())
-            return Pending.done((came.unpack(came.pack()), _Way(None, count)))
+            return Pending.done((came.unpack(came.pack()), _Handle(None, count)))
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
                 f"all2all_backend {self.name!r} can't be captured in a CUDA graph, since the host must know how many "
@@ -118,25 +118,26 @@ class DeepEPPrepareAndFinalize(CollectivePrepareAndFinalize):
         def finish() -> tuple[Tokens, object]:
             with self.exchange.communicating(what):
                 event.current_stream_wait()
-            return Tokens(hidden, scale, weights, ids), _Way(handle, count)
+            return Tokens(hidden, scale, weights, ids), _Handle(handle, count)
 
         return Pending(finish)
 
-    def combine(self, output: Tensor, partial: Tensor, way_back: object) -> Pending[None]:
-        if not isinstance(way_back, _Way):
-            raise TypeError(f"combine got {way_back!r}, expected what dispatch returned")
-        way = way_back
+    def combine(self, output: Tensor, partial: Tensor, handle: object) -> Pending[None]:
+        if not isinstance(handle, _Handle):
+            raise TypeError(f"combine got {handle!r}, expected what dispatch returned")
         if partial.is_meta:
             return Pending.done(None)
         what = "results are sent back and added up (DeepEP)"
         buffer = self._buffer(output.shape[1], self.config.top_k)
         with self.exchange.communicating(what):
-            summed, _, event = buffer.combine(x=partial.contiguous(), handle=way.handle, async_with_compute_stream=True)
+            summed, _, event = buffer.combine(
+                x=partial.contiguous(), handle=handle.deepep, async_with_compute_stream=True
+            )
 
         def finish() -> None:
             with self.exchange.communicating(what):
                 event.current_stream_wait()
-            output.copy_(summed[: way.count])
+            output.copy_(summed[: handle.count])
 
         return Pending(finish)
 

@@ -101,10 +101,10 @@ class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
         number, buffer = self._take(tokens.hidden_states.device)
         return push(self, tokens, code, buffer, bound(self._release, number))
 
-    def combine(self, output: Tensor, partial: Tensor, way_back: object) -> Pending[None]:
-        if not isinstance(way_back, PushedTokens):
-            raise TypeError(f"combine got {way_back!r}, expected what dispatch returned")
-        return push_back(self, way_back, output, partial)
+    def combine(self, output: Tensor, partial: Tensor, handle: object) -> Pending[None]:
+        if not isinstance(handle, PushedTokens):
+            raise TypeError(f"combine got {handle!r}, expected what dispatch returned")
+        return push_back(self, handle, output, partial)
 
     def _release(self, number: int) -> None:
         if self._buffers is not None:

@@ -1,4 +1,4 @@
-"""The steps of ways on which tokens are written straight into the memory of other GPUs, which the device waits for.
+"""The steps of classes that write tokens straight into the memory of other GPUs, which the device waits for.
 
 See :mod:`moe_core.ops.exchange`.
 """
@@ -39,27 +39,27 @@ class PushedTokens:
 
 
 def push(
-    way: CollectivePrepareAndFinalize,
+    prepare_finalize: CollectivePrepareAndFinalize,
     tokens: Tokens,
     code: TokenCode,
     buffer: ExchangeBuffer,
     release: Callable[[], None],
 ) -> Pending[tuple[Tokens, object]]:
-    """Begin to push ``tokens`` as ``code`` into ``buffer`` of each rank; as ``dispatch`` of a way."""
+    """Begin to push ``tokens`` as ``code`` into ``buffer`` of each rank; as ``dispatch`` of ``prepare_finalize``."""
     places = push_tokens(
         buffer,
         tokens.hidden_states,
         tokens.experts,
         tokens.weights,
-        way.destinations.tables(tokens.experts.device),
+        prepare_finalize.destinations.tables(tokens.experts.device),
         code,
-        copies=way.copies,
-        offset=way.destinations.offset,
+        copies=prepare_finalize.copies,
+        offset=prepare_finalize.destinations.offset,
         adapter_ids=tokens.adapter_ids,
     )
 
     def finish() -> tuple[Tokens, object]:
-        await_tokens(buffer, timeout=way.ranks.timeout.total_seconds())
+        await_tokens(buffer, timeout=prepare_finalize.ranks.timeout.total_seconds())
         came = arrived_tokens(buffer, code)
         adapters = None if tokens.adapter_ids is None else came.adapters
         return (
@@ -71,25 +71,25 @@ def push(
 
 
 def push_back(
-    way: CollectivePrepareAndFinalize, pushed: PushedTokens, output: Tensor, partial: Tensor
+    prepare_finalize: CollectivePrepareAndFinalize, pushed: PushedTokens, output: Tensor, partial: Tensor
 ) -> Pending[None]:
-    """Begin to push results back; as ``combine`` of a way."""
+    """Begin to push results back; as ``combine`` of ``prepare_finalize``."""
     push_results(pushed.buffer, partial, pushed.experts)
 
     def finish() -> None:
-        combine_results(pushed.buffer, pushed.places, output, timeout=way.ranks.timeout.total_seconds())
+        combine_results(pushed.buffer, pushed.places, output, timeout=prepare_finalize.ranks.timeout.total_seconds())
         if not output.is_meta:
             pushed.release()
 
     return Pending(finish)
 
 
-def check_came(way: CollectivePrepareAndFinalize, missing: list[int]) -> None:
+def check_came(prepare_finalize: CollectivePrepareAndFinalize, missing: list[int]) -> None:
     """Raise CommunicationError where the device has told that ranks ``missing`` were waited for in vain."""
     if missing:
-        names = [way.exchange.members[rank] for rank in missing]
+        names = [prepare_finalize.exchange.members[rank] for rank in missing]
         raise CommunicationError(
-            f"tokens were exchanged ({way.name}), and ranks {names} did not come within "
-            f"{way.ranks.timeout.total_seconds():g} s: they have died, hang, or make other calls (see their "
-            "output); outputs since then are NaN; make the groups and layers anew on all ranks"
+            f"tokens were exchanged ({prepare_finalize.name}), and ranks {names} did not come within "
+            f"{prepare_finalize.ranks.timeout.total_seconds():g} s: they have died, hang, or make other calls (see "
+            "their output); outputs since then are NaN; make the groups and layers anew on all ranks"
         )

@@ -21,7 +21,7 @@ from moe_core.prepare_finalize import (
     Pending,
     Prepared,
 )
-from moe_core.prepare_finalize.ways import default_prepare_finalize
+from moe_core.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.routing import route
 from moe_core.testing.cases import Case
 from moe_core.testing.data import Inputs, make_inputs, make_lora, make_weights

@@ -12,7 +12,7 @@ from moe_core.config import FusedMoEConfig
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.kernel import FusedMoEKernel
-from moe_core.prepare_finalize.ways import default_prepare_finalize
+from moe_core.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.quant_key import QuantKey
 from moe_core.reference import fused_moe_reference
 from moe_core.testing.data import make_inputs, make_weights

@@ -1,4 +1,4 @@
-"""Which ways go with which backends, why others do not, and which one is taken."""
+"""Which prepare/finalize classes go with which backends, why others do not, and which one is taken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_core import (
     kFp8Static128BlockSym,
 )
 from moe_core.distributed.machine import MACHINES
-from moe_core.way_choice import WaySelection, select_way
+from moe_core.prepare_finalize_choice import PrepareFinalizeSelection, select_prepare_finalize
 from moe_core_toys import PLAIN, TOY, MonolithicToyExperts, ToyExperts
 
 KEYS: dict[str, Any] = {"weight_key": kFp8Static128BlockSym, "activation_key": kFp8Dynamic128Sym}
@@ -50,41 +50,41 @@ def oracle() -> Oracle:
     return Oracle(replace(TOY, backends=rows, last_resort="quantized", order=None))
 
 
-def select(oracle: Oracle, *, tp: int = 1, ep: int = 1, dp: int = 1, **more: Any) -> WaySelection:
+def select(oracle: Oracle, *, tp: int = 1, ep: int = 1, dp: int = 1, **more: Any) -> PrepareFinalizeSelection:
     parallel = FusedMoEParallelConfig(tp_size=tp, ep_size=ep, dp_size=dp)
     config = FusedMoEConfig(64, 4, 4096, 1024, parallel=parallel)
     given: dict[str, Any] = {"device": DeviceInfo.parse("h200"), "tokens": 64, "environment": Environment(), **KEYS}
-    return select_way(oracle, config, **(given | more))
+    return select_prepare_finalize(oracle, config, **(given | more))
 
 
-def way(found: WaySelection, name: str) -> Any:
-    return next(candidate for candidate in found.candidates if candidate.name == name)
+def candidate(found: PrepareFinalizeSelection, name: str) -> Any:
+    return next(one for one in found.candidates if one.name == name)
 
 
 def test_tokens_that_cross_ranks_have_no_monolithic_experts(oracle: Oracle) -> None:
     found = select(oracle, ep=8, dp=8)
-    pairs = {c.backend: c.reasons for c in way(found, "alltoall").report.candidates}
+    pairs = {c.backend: c.reasons for c in candidate(found, "alltoall").report.candidates}
     assert pairs["routes"] == ("behind alltoall: Routes routes by itself, after tokens have been moved",)
     assert "behind alltoall: Gathers does not work behind alltoall" in pairs["gathers"]
     assert pairs["quantized"] == ()
-    assert way(found, "alltoall").report.chosen.backend == "quantized"
-    assert way(found, "allgather_reducescatter").report.chosen.backend == "gathers"
+    assert candidate(found, "alltoall").report.chosen.backend == "quantized"
+    assert candidate(found, "allgather_reducescatter").report.chosen.backend == "gathers"
 
 
-def test_selection_itself_holds_experts_to_the_way_of_the_config(oracle: Oracle) -> None:
+def test_selection_itself_holds_experts_to_the_prepare_finalize_of_the_config(oracle: Oracle) -> None:
     config = FusedMoEConfig(
         64, 4, 4096, 1024, parallel=FusedMoEParallelConfig(ep_size=8, dp_size=8, all2all_backend="alltoall")
     )
     assert oracle.select(config, **KEYS, device="h200", environment=Environment()).backend == "quantized"
-    # an engine's own way is the engine's matter
+    # an engine's own prepare/finalize is the engine's matter
     own = replace(config, parallel=replace(config.parallel, all2all_backend="mine"))
     assert oracle.select(own, **KEYS, device="h200", environment=Environment()).backend == "routes"
 
 
 def test_only_experts_that_take_it_get_quantised_tokens(oracle: Oracle) -> None:
     found = select(oracle, ep=8, dp=8)
-    assert way(found, "alltoall").payload == kFp8Dynamic128Sym
-    assert way(found, "allgather_reducescatter").payload is None
+    assert candidate(found, "alltoall").payload == kFp8Dynamic128Sym
+    assert candidate(found, "allgather_reducescatter").payload is None
     there = {c.name: c.cost.bytes_there for c in found.candidates if c.name in ("alltoall", "allgather_reducescatter")}
     # 4096 codes and 32 scales of 4 bytes, or 4096 values of 2, beside 8 bytes of each of 4 slots
     assert there["allgather_reducescatter"] == 7 * 64 * (8192 + 32)
@@ -103,13 +103,13 @@ def test_the_fastest_is_taken_or_the_one_asked_for(oracle: Oracle) -> None:
     assert asked.chosen.name == "alltoall"
     refused = select(oracle, ep=8, dp=8, all2all="alltoall", moe_backend="gathers")
     assert refused.chosen is None
-    assert way(refused, "allgather_reducescatter").fits
+    assert candidate(refused, "allgather_reducescatter").fits
 
 
-def test_captures_need_a_way_and_experts_that_can_be(oracle: Oracle) -> None:
+def test_captures_need_prepare_finalize_and_experts_that_can_be(oracle: Oracle) -> None:
     found = select(oracle, ep=8, dp=8)
-    assert way(found, "allgather_reducescatter").cuda_graph
-    assert not way(found, "alltoall").cuda_graph
+    assert candidate(found, "allgather_reducescatter").cuda_graph
+    assert not candidate(found, "alltoall").cuda_graph
 
 
 def test_ranks_with_the_same_tokens_add_up(oracle: Oracle) -> None:
@@ -120,32 +120,34 @@ def test_ranks_with_the_same_tokens_add_up(oracle: Oracle) -> None:
     assert found.fastest == ()
 
 
-def test_what_no_way_can_do_is_said_once(oracle: Oracle) -> None:
+def test_what_no_prepare_finalize_can_do_is_said_once(oracle: Oracle) -> None:
     with pytest.raises(ConfigError, match="dp_size is 3, expected 1 or 8"):
         select(oracle, ep=8, dp=3)
-    with pytest.raises(ConfigError, match="'alltoal' is no way for tokens that cross ranks; did you mean 'alltoall'"):
+    with pytest.raises(
+        ConfigError, match="all2all_backend 'alltoal' is unknown for tokens that cross ranks; did you mean 'alltoall'"
+    ):
         select(oracle, ep=8, dp=8, all2all="alltoal")
-    with pytest.raises(ConfigError, match="'alltoall' is no way for ranks that have the same tokens"):
+    with pytest.raises(ConfigError, match="'alltoall' is unknown for ranks that have the same tokens"):
         select(oracle, ep=8, all2all="alltoall")
 
 
 def test_memory_of_other_gpus_is_reached_within_a_domain(oracle: Oracle) -> None:
     environment = {"environment": Environment.current()}
-    assert way(select(oracle, ep=8, dp=8, **environment), "low_latency").fits
-    far = way(select(oracle, ep=16, dp=16, **environment), "low_latency")
+    assert candidate(select(oracle, ep=8, dp=8, **environment), "low_latency").fits
+    far = candidate(select(oracle, ep=16, dp=16, **environment), "low_latency")
     assert far.reasons == (
         "writes into the memory of other GPUs, of which 8 reach each other on h200, there are 16 ranks",
     )
     assert not far.fits
     # a rack of 72
-    assert way(select(oracle, ep=16, dp=16, machine=MACHINES["gb200"], **environment), "low_latency").fits
+    assert candidate(select(oracle, ep=16, dp=16, machine=MACHINES["gb200"], **environment), "low_latency").fits
 
 
 def test_the_report_is_json(oracle: Oracle) -> None:
     data = json.loads(json.dumps(select(oracle, tp=2, ep=8, dp=8).as_dict(), allow_nan=False))
     assert (data["tp_size"], data["ep_size"], data["dp_size"], data["tokens_per_rank"]) == (2, 8, 8, 64)
-    assert {pair["backend"] for pair in data["ways"][0]["pairs"]} == {"routes", "gathers", "quantized"}
-    assert data["ways"][0]["cost"]["seconds"] > 0
+    assert {pair["backend"] for pair in data["prepare_finalize"][0]["pairs"]} == {"routes", "gathers", "quantized"}
+    assert data["prepare_finalize"][0]["cost"]["seconds"] > 0
     elsewhere = select(oracle, ep=8, dp=8, device="cpu").as_dict()
     assert elsewhere["machine"] is None
-    assert elsewhere["ways"][0]["cost"]["seconds"] is None
+    assert elsewhere["prepare_finalize"][0]["cost"]["seconds"] is None

@@ -11,7 +11,7 @@ from typing import Any
 import moe_core_rank_calls as programs
 import pytest
 from moe_core import ConfigError, FusedMoEConfig, FusedMoEParallelConfig
-from moe_core.prepare_finalize.ways import default_prepare_finalize, load_way, way_of
+from moe_core.prepare_finalize.by_name import default_prepare_finalize, load_prepare_finalize, prepare_finalize_of
 from moe_core.testing.ranks import run_ranks
 
 
@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(ranks: list[dict[s
             assert text.startswith(start), (text, start)
 
 
-def test_a_batch_invariant_layer_gives_a_token_the_same_bits_on_every_way(ranks: list[dict[str, Any]]) -> None:
+def test_a_batch_invariant_layer_gives_a_token_the_same_bits_with_every_backend(ranks: list[dict[str, Any]]) -> None:
     # they raise where bits differ
     for found in ranks:
         replicas, unclaimed = found["invariant"]
@@ -98,19 +98,19 @@ def test_a_batch_invariant_layer_gives_a_token_the_same_bits_on_every_way(ranks:
         assert unclaimed == "ConfigError: Unclaimed does not claim to be batch invariant, the layer is"
 
 
-def test_a_config_names_its_way() -> None:
+def test_a_config_names_its_prepare_finalize() -> None:
     config = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=64, intermediate_size=32)
 
     def named(**sizes: object) -> str:
         parallel = FusedMoEParallelConfig.of_rank(0, **sizes)  # type: ignore[arg-type]
-        return way_of(replace(config, num_local_experts=1, parallel=parallel)).name
+        return prepare_finalize_of(replace(config, num_local_experts=1, parallel=parallel)).name
 
     assert named() == "none"
     assert named(tp_size=2) == named(ep_size=4) == named(tp_size=2, ep_size=2) == "all_reduce"
     assert named(ep_size=4, dp_size=4) == named(tp_size=4, dp_size=4) == "allgather_reducescatter"
     assert named(ep_size=2, tp_size=2, dp_size=2, all2all_backend="alltoall") == "alltoall"
     with pytest.raises(ConfigError, match="all2all_backend is 'alltoal'; did you mean 'alltoall'"):
-        load_way("alltoal")
+        load_prepare_finalize("alltoal")
     parallel = FusedMoEParallelConfig.of_rank(0, ep_size=2, dp_size=2)
     with pytest.raises(ConfigError, match=r"tokens cross ranks \(dp 2, ep 2\): pass groups= or prepare_finalize="):
         default_prepare_finalize(replace(config, num_local_experts=4, parallel=parallel))

@@ -1,4 +1,4 @@
-"""What people read of the ways of bringing tokens to the experts of other ranks, and which backends go with each."""
+"""What people read of the prepare/finalize classes of a layer over several ranks, and which backends go with each."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from moe_core.cli._output import bytes_text, duration, table
 from moe_core.selection import one_of_each
 
 if TYPE_CHECKING:
+    from moe_core.prepare_finalize_choice import PrepareFinalizeCandidate, PrepareFinalizeSelection
     from moe_core.selection import Candidate
-    from moe_core.way_choice import WayCandidate, WaySelection
 
 
-def verdict(found: WaySelection) -> str:
+def verdict(found: PrepareFinalizeSelection) -> str:
     """ "32 ranks (tp 4, ep 8, dp 32), 128 tokens each: alltoall with triton"."""
     parallel = found.candidates[0].report.config.parallel
     sizes = f"tp {parallel.tp_size}, ep {parallel.ep_size}, dp {parallel.dp_size}"
     chosen = found.chosen
-    what = "no way fits" if chosen is None else f"{chosen.name} with {_backend(chosen)}"
+    what = "no prepare/finalize fits" if chosen is None else f"{chosen.name} with {_backend(chosen)}"
     how = "" if found.requested == "auto" else f" (asked for {found.requested})"
     each = "each" if parallel.dp_size > 1 else "on all"
     return f"{parallel.world_size} ranks ({sizes}), {found.tokens} tokens {each}: {what}{how}"
 
 
-def lines(found: WaySelection, *, verbose: bool) -> list[str]:
-    """The verdict, a table of the ways, and why some don't fit; ``verbose``: every pair with every reason."""
+def lines(found: PrepareFinalizeSelection, *, verbose: bool) -> list[str]:
+    """The verdict, a table of the classes, and why some don't fit; ``verbose``: every pair with every reason."""
     rows = []
     for candidate in found.candidates:
         mark = "->" if candidate is found.chosen else "ok" if candidate.fits else "no"
@@ -42,7 +42,7 @@ def lines(found: WaySelection, *, verbose: bool) -> list[str]:
                 graph if candidate.fits else "",
             ]
         )
-    header = ["way", "backend", "there", "back", "experts", "calls", "bytes", "sum", "overlapped", "graph"]
+    header = ["prepare/finalize", "backend", "there", "back", "experts", "calls", "bytes", "sum", "overlapped", "graph"]
     text = table(header, rows)
     result = [verdict(found), *(f"  {line}" for line in text.split("\n"))]
     if found.machine is not None:
@@ -56,12 +56,12 @@ def lines(found: WaySelection, *, verbose: bool) -> list[str]:
     return result
 
 
-def _backend(candidate: WayCandidate) -> str:
+def _backend(candidate: PrepareFinalizeCandidate) -> str:
     chosen = candidate.report.chosen
     return chosen.backend if candidate.fits and chosen is not None else "none"
 
 
-def _reasons(candidate: WayCandidate, *, verbose: bool) -> list[str]:
+def _reasons(candidate: PrepareFinalizeCandidate, *, verbose: bool) -> list[str]:
     if candidate.reasons and not verbose:
         return [f"  no {candidate.name}: {'; '.join(candidate.reasons)}"]
     pairs = [pair for pair in candidate.report.candidates if pair.takes_keys]
@@ -75,7 +75,7 @@ def _reasons(candidate: WayCandidate, *, verbose: bool) -> list[str]:
     return [f"  no {candidate.name} with {pair.backend}: {'; '.join(pair.reasons)}" for pair in closest]
 
 
-def _pair(candidate: WayCandidate, pair: Candidate) -> str:
+def _pair(candidate: PrepareFinalizeCandidate, pair: Candidate) -> str:
     if candidate.reasons or not pair.fits:
         why = pair.reasons or candidate.reasons
         return f"     no {pair.backend} [{pair.experts.__name__}]: {'; '.join(why)}"

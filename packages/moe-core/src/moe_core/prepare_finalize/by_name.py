@@ -1,4 +1,4 @@
-"""The ways by name, and which one a layer's config asks for."""
+"""Prepare/finalize classes by name, and which one a layer's config asks for."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from moe_core.distributed.groups import ParallelGroups
     from moe_core.expert_parallel import ExpertPlacement
 
-#: on which tokens cross ranks, by the names of ``FusedMoEParallelConfig.all2all_backend``; imported when they are asked
+#: by which tokens cross ranks, by the names of ``FusedMoEParallelConfig.all2all_backend``; imported when they are asked
 #: for, since they import torch.distributed
-WAYS = {
+ALL2ALL_BACKENDS = {
     "allgather_reducescatter": "moe_core.prepare_finalize.all_gather:AllGatherPrepareAndFinalize",
     "alltoall": "moe_core.prepare_finalize.all_to_all:AllToAllPrepareAndFinalize",
     "low_latency": "moe_core.prepare_finalize.low_latency:LowLatencyPrepareAndFinalize",
@@ -30,23 +30,25 @@ WAYS = {
 }
 
 #: for ranks that have the same tokens
-SUMS = {
+REDUCTIONS = {
     "all_reduce": "moe_core.prepare_finalize.ranks_sum:AllReducePrepareAndFinalize",
     "reduce_scatter": "moe_core.prepare_finalize.ranks_sum:ReduceScatterPrepareAndFinalize",
 }
 
 
-def load_way(name: str) -> type[FusedMoEPrepareAndFinalizeModular]:
+def load_prepare_finalize(name: str) -> type[FusedMoEPrepareAndFinalizeModular]:
     """The prepare/finalize class of that name.  Raises ConfigError for a name that no class has."""
-    known = {**WAYS, **SUMS}
+    known = {**ALL2ALL_BACKENDS, **REDUCTIONS}
     if name not in known:
-        raise ConfigError(f"all2all_backend is {name!r}{did_you_mean(name, known)}, expected {' or '.join(WAYS)}")
+        raise ConfigError(
+            f"all2all_backend is {name!r}{did_you_mean(name, known)}, expected {' or '.join(ALL2ALL_BACKENDS)}"
+        )
     module, _, attribute = known[name].partition(":")
     found: type[FusedMoEPrepareAndFinalizeModular] = getattr(importlib.import_module(module), attribute)
     return found
 
 
-def way_of(config: FusedMoEConfig) -> type[FusedMoEPrepareAndFinalizeModular]:
+def prepare_finalize_of(config: FusedMoEConfig) -> type[FusedMoEPrepareAndFinalizeModular]:
     """The class that a layer over several ranks gets: by its ``all2all_backend``, or ``all_reduce`` where all ranks
     have the same tokens; of one rank by its activation format.
 
@@ -54,8 +56,8 @@ def way_of(config: FusedMoEConfig) -> type[FusedMoEPrepareAndFinalizeModular]:
     """
     parallel = config.parallel
     if parallel.token_sharing is not TokenSharing.ALL:
-        return load_way(parallel.all2all_backend)
-    return load_way("all_reduce") if parallel.world_size > 1 else _within_a_rank(config)
+        return load_prepare_finalize(parallel.all2all_backend)
+    return load_prepare_finalize("all_reduce") if parallel.world_size > 1 else _within_a_rank(config)
 
 
 def default_prepare_finalize(
@@ -69,9 +71,9 @@ def default_prepare_finalize(
     """What brings tokens to the experts of a layer and results back.
 
     Without ``groups`` nothing travels: every rank has all tokens, and the outputs of ranks are parts of a sum, which
-    the caller adds up.  With them the class is that of :func:`way_of`, for ``device`` (default: the current one) and
-    ``experts`` (None: for any); where that can't be had (its ``unavailable``), and it names a ``fallback``, this one,
-    with a FallbackWarning that has the reasons.
+    the caller adds up.  With them the class is that of :func:`prepare_finalize_of`, for ``device`` (default: the
+    current one) and ``experts`` (None: for any); where that can't be had (its ``unavailable``), and it names a
+    ``fallback``, this one, with a FallbackWarning that has the reasons.
     Raises ConfigError with every reason why the class cannot serve the layer, and where tokens would have to cross
     ranks and there are no groups.
     """
@@ -82,31 +84,31 @@ def default_prepare_finalize(
                 f"tokens cross ranks (dp {parallel.dp_size}, ep {parallel.ep_size}): pass groups= or prepare_finalize="
             )
         return _within_a_rank(config)(config)
-    found = groups.parallel
-    if (found.world_size, found.rank, found.tp_size, found.dp_size) != (
+    theirs = groups.parallel
+    if (theirs.world_size, theirs.rank, theirs.tp_size, theirs.dp_size) != (
         parallel.world_size,
         parallel.rank,
         parallel.tp_size,
         parallel.dp_size,
     ):
-        raise ConfigError(f"the groups are those of {found}, the layer's config has {parallel}")
-    way = way_of(config)
+        raise ConfigError(f"the groups are those of {theirs}, the layer's config has {parallel}")
+    cls = prepare_finalize_of(config)
     device = device or DeviceInfo.current()
-    reasons = way.unsupported_reasons(config, experts, device)
-    if way.fallback:
-        # the ranks decide together: all of them take the same way
-        reasons = way.unavailable(groups, _torch_device(device), reasons)
+    reasons = cls.unsupported_reasons(config, experts, device)
+    if cls.fallback:
+        # the ranks decide together: all of them take the same class
+        reasons = cls.unavailable(groups, _torch_device(device), reasons)
         if reasons:
             warnings.warn(
-                f"all2all_backend {way.name!r} can't be had, {way.fallback!r} takes its place: {'; '.join(reasons)}",
+                f"all2all_backend {cls.name!r} can't be had, {cls.fallback!r} takes its place: {'; '.join(reasons)}",
                 FallbackWarning,
                 stacklevel=2,
             )
-            way = load_way(way.fallback)
-            reasons = way.unsupported_reasons(config, experts, device)
+            cls = load_prepare_finalize(cls.fallback)
+            reasons = cls.unsupported_reasons(config, experts, device)
     if reasons:
-        raise ConfigError(f"{way.name} does not fit the layer: it {'; it '.join(reasons)}")
-    return way(config, groups, placement=placement)
+        raise ConfigError(f"{cls.name} does not fit the layer: it {'; it '.join(reasons)}")
+    return cls(config, groups, placement=placement)
 
 
 def _torch_device(device: DeviceInfo) -> torch.device:

@@ -1,7 +1,7 @@
-"""Which ways of bringing tokens to the experts of other ranks go with which backends, and which of them is fastest.
+"""Which prepare/finalize classes go with which backends of experts, and which of them is fastest.
 
-A way is a prepare/finalize class, known by its name.  Each is asked with every backend: selection holds a backend to
-the claims of the way that its layer's config names (:meth:`moe_core.oracle.Oracle.select`).  Like that, this is pure.
+Each class is asked with every backend: selection holds a backend to the claims of the prepare/finalize class that its
+layer's config names (:meth:`moe_core.oracle.Oracle.select`).  Like that, this is pure.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 from moe_core.config import FusedMoEConfig, TokenSharing
 from moe_core.device import DeviceInfo
-from moe_core.distributed.cost import LayerCost, Line, fastest_ways, layer_cost
+from moe_core.distributed.cost import LayerCost, Line, fastest, layer_cost
 from moe_core.distributed.machine import Machine
 from moe_core.environment import Environment
 from moe_core.errors import ConfigError, did_you_mean
 from moe_core.memory import specimen
 from moe_core.oracle import Oracle, as_device_info
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
-from moe_core.prepare_finalize.ways import SUMS, WAYS, load_way
+from moe_core.prepare_finalize.by_name import ALL2ALL_BACKENDS, REDUCTIONS, load_prepare_finalize
 from moe_core.quant_key import QuantKey
 from moe_core.selection import BackendRefusedError, NoBackendError, Selection, SelectionReport
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class WayCandidate:
-    """One way that was considered.
+class PrepareFinalizeCandidate:
+    """One prepare/finalize class that was considered.
 
     - ``reasons`` against it, whatever the backend; empty: it goes with those that fit in its ``report``
     - ``report``: what selection says of every backend behind it; ``selection``: the first that fits, if any
@@ -40,7 +40,7 @@ class WayCandidate:
     - ``cost`` of a call; None where none is known
     """
 
-    way: type[FusedMoEPrepareAndFinalizeModular]
+    cls: type[FusedMoEPrepareAndFinalizeModular]
     reasons: tuple[str, ...]
     report: SelectionReport
     selection: Selection | None
@@ -49,7 +49,7 @@ class WayCandidate:
 
     @property
     def name(self) -> str:
-        return self.way.name
+        return self.cls.name
 
     @property
     def fits(self) -> bool:
@@ -57,21 +57,21 @@ class WayCandidate:
 
     @property
     def cuda_graph(self) -> bool:
-        """Whether calls may be captured, by the way and by its backend."""
+        """Whether calls may be captured, by the class and by its backend."""
         chosen = self.report.chosen
-        return self.way.claims.cuda_graph and chosen is not None and chosen.experts.claims.cuda_graph
+        return self.cls.claims.cuda_graph and chosen is not None and chosen.experts.claims.cuda_graph
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready form, with every backend and its reasons."""
         return {
-            "way": self.name,
-            "prepare_finalize": f"{self.way.__module__}:{self.way.__qualname__}",
+            "name": self.name,
+            "class": f"{self.cls.__module__}:{self.cls.__qualname__}",
             "fits": self.fits,
             "reasons": list(self.reasons),
             "backend": None if self.report.chosen is None else self.report.chosen.backend,
             "cuda_graph": self.cuda_graph,
             "quantised_before": None if self.payload is None else str(self.payload),
-            "verified_on": list(self.way.claims.verified_on),
+            "verified_on": list(self.cls.claims.verified_on),
             "pairs": [
                 {"backend": c.backend, "experts": c.experts.__qualname__, "fits": c.fits, "reasons": list(c.reasons)}
                 for c in self.report.candidates
@@ -82,8 +82,8 @@ class WayCandidate:
 
 
 @dataclass(frozen=True)
-class WaySelection:
-    """All ways of a layer's ranks, and the one that is taken.
+class PrepareFinalizeSelection:
+    """All prepare/finalize classes of a layer's ranks, and the one that is taken.
 
     ``requested``: its name, or "auto": the fastest by the figures of the ``machine``, without figures the first that
     fits; where all ranks have the same tokens, what gives all of them the whole output.  ``fastest``: (tokens per rank,
@@ -92,8 +92,8 @@ class WaySelection:
 
     tokens: int
     requested: str
-    candidates: tuple[WayCandidate, ...]
-    chosen: WayCandidate | None
+    candidates: tuple[PrepareFinalizeCandidate, ...]
+    chosen: PrepareFinalizeCandidate | None
     machine: Machine | None
     fastest: tuple[tuple[int, str], ...] = ()
 
@@ -108,12 +108,12 @@ class WaySelection:
             "requested": self.requested,
             "chosen": None if self.chosen is None else self.chosen.name,
             "machine": None if self.machine is None else self.machine.to_json(),
-            "fastest": [{"from_tokens": tokens, "way": name} for tokens, name in self.fastest],
-            "ways": [candidate.as_dict() for candidate in self.candidates],
+            "fastest": [{"from_tokens": tokens, "name": name} for tokens, name in self.fastest],
+            "prepare_finalize": [candidate.as_dict() for candidate in self.candidates],
         }
 
 
-def select_way(
+def select_prepare_finalize(
     oracle: Oracle,
     config: FusedMoEConfig,
     *,
@@ -126,31 +126,32 @@ def select_way(
     environment: Environment | None = None,
     tuning: TuningProfile | str | Path | None = None,
     machine: Machine | None = None,
-) -> WaySelection:
-    """The ways for a layer over several ranks, each with every backend.
+) -> PrepareFinalizeSelection:
+    """The prepare/finalize classes for a layer over several ranks, each with every backend.
 
     ``config``: a rank's part of the layer, whose ``parallel`` says how many ranks there are and which of them bring
-    the same tokens; ``tokens`` that each rank brings; ``all2all``: a way by its name; ``machine``: default what is
+    the same tokens; ``tokens`` that each rank brings; ``all2all``: the name of one; ``machine``: default what is
     known of machines with that ``device``.  Other arguments: :meth:`Oracle.select`.
-    Raises ConfigError for a ``dp_size`` that means nothing, and for a name that no way has.
+    Raises ConfigError for a ``dp_size`` that means nothing, and for a name that none has.
     """
     info = as_device_info(device)
     shared = config.parallel.token_sharing is TokenSharing.ALL
-    names = SUMS if shared else WAYS
+    names = REDUCTIONS if shared else ALL2ALL_BACKENDS
     if all2all not in ("auto", *names):
         what = "ranks that have the same tokens" if shared else "tokens that cross ranks"
         raise ConfigError(
-            f"all2all {all2all!r} is no way for {what}{did_you_mean(all2all, names)}; expected auto, {', '.join(names)}"
+            f"all2all_backend {all2all!r} is unknown for {what}{did_you_mean(all2all, names)}; "
+            f"expected auto, {', '.join(names)}"
         )
     if machine is None and info.is_gpu:
         machine = Machine.of_device(info.name)
     found = []
     for name in names:
-        way = load_way(name)
+        cls = load_prepare_finalize(name)
         asked = replace(
             config,
             parallel=replace(config.parallel, all2all_backend=name),
-            activation_format=way.activation_format,
+            activation_format=cls.activation_format,
             max_num_tokens=config.max_num_tokens or max(tokens, 1),
         )
         selection = None
@@ -167,10 +168,10 @@ def select_way(
             report = selection.report
         except (NoBackendError, BackendRefusedError) as error:
             report = error.report
-        reasons = (*way.unsupported_reasons(asked, None, info, environment), *_apart(way, asked, machine))
+        reasons = (*cls.unsupported_reasons(asked, None, info, environment), *_apart(cls, asked, machine))
         if reasons:
             selection = None
-        payload = _payload(way, selection)
+        payload = _payload(cls, selection)
         cost = layer_cost(
             name,
             asked,
@@ -180,7 +181,7 @@ def select_way(
             payload=payload,
             product_bits=8 if activation_key is not None and activation_key.dtype.bits == 8 else 16,
         )
-        found.append(WayCandidate(way, reasons, report, selection, payload, cost))
+        found.append(PrepareFinalizeCandidate(cls, reasons, report, selection, payload, cost))
     fitting = [candidate for candidate in found if candidate.fits]
     lines = {} if shared else _lines(fitting, machine)
     if all2all == "auto":
@@ -188,36 +189,36 @@ def select_way(
         chosen = next(iter(fitting), None) if shared else min(fitting, key=_seconds, default=None)
     else:
         chosen = next((candidate for candidate in fitting if candidate.name == all2all), None)
-    return WaySelection(tokens, all2all, tuple(found), chosen, machine, fastest_ways(lines))
+    return PrepareFinalizeSelection(tokens, all2all, tuple(found), chosen, machine, fastest(lines))
 
 
 def _apart(
-    way: type[FusedMoEPrepareAndFinalizeModular], config: FusedMoEConfig, machine: Machine | None
+    cls: type[FusedMoEPrepareAndFinalizeModular], config: FusedMoEConfig, machine: Machine | None
 ) -> tuple[str, ...]:
-    """Why ranks of several domains can't have a way that needs one."""
+    """Why ranks of several domains can't have a class that needs one."""
     ranks = config.parallel.world_size
-    if not way.claims.one_domain or machine is None or ranks <= machine.domain:
+    if not cls.claims.one_domain or machine is None or ranks <= machine.domain:
         return ()
     others = f"of which {machine.domain} reach each other on {machine.name}"
     return (f"writes into the memory of other GPUs, {others}, there are {ranks} ranks",)
 
 
-def _seconds(candidate: WayCandidate) -> float:
+def _seconds(candidate: PrepareFinalizeCandidate) -> float:
     """What it is compared by: its seconds; those of which none are known come last, in their order."""
     seconds = None if candidate.cost is None else candidate.cost.seconds
     return float("inf") if seconds is None else seconds
 
 
-def _lines(candidates: list[WayCandidate], machine: Machine | None) -> Mapping[str, Line]:
+def _lines(candidates: list[PrepareFinalizeCandidate], machine: Machine | None) -> Mapping[str, Line]:
     if machine is None:
         return {}
     found = {c.name: Line.of(c.name, c.report.config, machine, c.payload) for c in candidates}
     return {name: line for name, line in found.items() if line is not None}
 
 
-def _payload(way: type[FusedMoEPrepareAndFinalizeModular], selection: Selection | None) -> QuantKey | None:
+def _payload(cls: type[FusedMoEPrepareAndFinalizeModular], selection: Selection | None) -> QuantKey | None:
     """How tokens are quantised before they travel."""
-    if selection is None or not (way.collective and way.claims.quantizes):
+    if selection is None or not (cls.collective and cls.claims.quantizes):
         return None
     return selection.activation_key if Oracle.make_experts(selection).takes_quantized else None
 
