@@ -59,22 +59,14 @@ def arguments(kernel: FusedMoEKernel, tokens: int) -> dict[str, torch.Tensor]:
 def called(layers: object, most: int) -> list[tuple[int, int, bool]]:
     """(intermediate size, tokens, adapters) of each call that warming up makes of experts that are a library's."""
     calls = []
-    run = FusedMoEKernel._run
+    apply = FusedMoEKernel.apply
 
-    def noted(
-        self: FusedMoEKernel,
-        output: torch.Tensor,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        adapter_ids: torch.Tensor | None,
-        *rest: Any,
-    ) -> None:
-        calls.append((self.config.intermediate_size, output.shape[0], adapter_ids is not None))
-        run(self, output, x, weights, ids, expert_map, adapter_ids, *rest)
+    def noted(self: FusedMoEKernel, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+        adapters = given.get("adapter_ids") is not None
+        calls.append((self.config.intermediate_size, hidden_states.shape[0], adapters))
+        return apply(self, hidden_states, **given)
 
-    with patch.object(FusedMoEKernel, "_run", noted), patch.object(compile_calls, "_compiles", lambda kernel: True):
+    with patch.object(FusedMoEKernel, "apply", noted), patch.object(compile_calls, "_compiles", lambda kernel: True):
         # the routing of a layer is not looked at here
         with patch.object(compile_calls, "routing_launches", lambda layer, most: []):
             assert warm_up(layers, most) == 0  # type: ignore[arg-type]
@@ -88,7 +80,7 @@ def test_one_of_the_layers_that_are_alike_is_called() -> None:
 
 
 def test_nothing_is_called_on_a_cpu() -> None:
-    with patch.object(FusedMoEKernel, "_run", lambda *_: pytest.fail("a call")):
+    with patch.object(FusedMoEKernel, "apply", lambda *_, **__: pytest.fail("a call")):
         assert warm_up(model(), 5) == 0
 
 
