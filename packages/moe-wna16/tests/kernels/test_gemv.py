@@ -33,8 +33,8 @@ def made(config, key, device):
     return MarlinWNA16Experts(config, weight_key=key, activation_key=None, device=target)
 
 
-def run(experts, config, key, device, *, tokens=1, ids=None):
-    """The output of so many tokens in poisoned memory, and what is expected of it."""
+def run(experts, config, key, device, *, tokens=1, ids=None, change=lambda x: None):
+    """The output of so many tokens, after a ``change`` of x, in poisoned memory, and what is expected of it."""
     weights = make_weights(config, key, None, seed=3).to(device)
     inputs = make_inputs(config, tokens, seed=4)
     ids = inputs.topk_ids if ids is None else ids
@@ -43,6 +43,7 @@ def run(experts, config, key, device, *, tokens=1, ids=None):
     for tensor in workspace.values():
         tensor.view(torch.uint8).fill_(0xFF)
     x = inputs.x.to(device)
+    change(x)
     out = torch.full_like(x, float("nan"))
     experts.apply(out, x, experts.convert(weights), workspace=workspace, **arguments)
     return out, expected_output(x, weights, config, **arguments)
@@ -65,6 +66,28 @@ def test_every_kind_of_scales(key, device, launched):
     config = replace(LAYER, dtype=dtype)
     out, expected = run(made(config, key, device), config, key, device)
     expected.compare(out, "result")
+    assert launched
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("key", [kInt4StaticAsym, kInt4Static.with_group(1, 32)], ids=str)
+def test_numbers_of_every_size_become_integers(key, dtype, device, launched):
+    def change(x):
+        # some far larger than those that share their power of two, some too small for it, and none at all
+        x[0, 7::32] *= 64
+        x[0, 32:48] *= 2.0**-10
+        x[0, 64:128] = 0
+
+    config = replace(LAYER, dtype=dtype)
+    out, expected = run(made(config, key, device), config, key, device, change=change)
+    expected.compare(out, "result")
+    assert launched
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(number, device, launched):
+    out, _ = run(made(LAYER, kInt4Static, device), LAYER, kInt4Static, device, change=lambda x: x[0, 40].fill_(number))
+    assert not out.isfinite().any()
     assert launched
 
 

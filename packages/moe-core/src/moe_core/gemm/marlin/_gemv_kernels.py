@@ -1,4 +1,4 @@
-"""GEMV for one token, without tensor cores: rows of packed words times a vector, in float32.
+"""GEMV for one token, without tensor cores: rows of packed words times a vector.
 
 A program takes BLOCK_N rows of one expert's words and goes through their columns, BLOCK_W words at a time.  A thread
 has four consecutive words of several rows; the numbers of the vector that it multiplies them with are in registers,
@@ -6,10 +6,10 @@ each for all its rows.  There is nothing to wait for but memory: no sorting, no 
 
 What the words are says `form`, a `GemvForm`:
 
-    dequantize(words, dtype)   makes of words [N, W] a tuple of their eight (4 bits) or four numbers, each [N, W], in
-                               the order of `moe_core.gemm.marlin.dequant.asm_values`, exact but for a scale
+    dequantize(words, dtype)   makes of words [N, W] of 8-bit codes a tuple of their four numbers, each [N, W], in the
+                               order of `moe_core.gemm.marlin.dequant.asm_values`, which are multiplied in float32;
+                               None: 4-bit codes, which are multiplied in integers (`moe_core.gemm.marlin.gemv_int4`)
     bits                       of a code
-    places                     the powers of two by which numbers are too large: the vector's are made smaller by them
     scales                     "row": float32, one per row, which multiplies the finished sum; "group": float32, one
                                per `group` columns (-1: all); "zero": int32, as "group", with zero points
                                (`moe_core.gemm.marlin.operand`)
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from moe_core.gemm.marlin.gemv_int4 import code_dot
 from moe_core.gemm.marlin.operand import scale_of, zero_of
 from moe_core.gemm.tile_kernel import finish_tile
 from moe_core.ops._sort_kernels import local_expert
@@ -32,7 +33,6 @@ class GemvForm(NamedTuple):
 
     dequantize: Any
     bits: tl.constexpr
-    places: tl.constexpr
     scales: tl.constexpr
     group: tl.constexpr
 
@@ -51,18 +51,19 @@ def _wide(pairs, dtype: tl.constexpr):
 
 @triton.jit
 def _dot(words, x, k, K, form):
-    """[N, W] sums over each word's numbers times those of `x`, and the sums [W] of the latter.
+    """Sums [N, Q, 4] over each word's numbers times those of `x`, and the sums of the latter: as many, or [1, Q, 4].
 
-    `words` [N, W] are those from word k of a row on, `x` points to K numbers.
+    `words` [N, 4 * Q] are those from word k of a row on, `x` points to K numbers.  Where four words share a scale,
+    they are added up: [N, Q] and [1, Q].
     """
+    N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     BITS: tl.constexpr = form.bits
-    PLACES: tl.constexpr = form.places
     PAIRS: tl.constexpr = 16 // BITS
+    ADDED: tl.constexpr = form.group == -1 or form.group >= 512 // BITS
     dtype: tl.constexpr = x.dtype.element_ty
     column = k * PAIRS + tl.arange(0, W * PAIRS)
     pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + column, mask=column < K // 2, other=0)
-    numbers = form.dequantize(words, dtype)
     # unit, u, s and j, t to unit, t, u, s and j (8 bits: s, j): see `moe_core.gemm.marlin.words`
     pairs = pairs.reshape(W // 16, 4, PAIRS, 4).permute(0, 3, 1, 2)
     if BITS == 4:
@@ -70,17 +71,18 @@ def _dot(words, x, k, K, form):
         pair_0, pair_2 = even.split()
         pair_1, pair_3 = odd.split()
         values = _wide(pair_0, dtype) + _wide(pair_1, dtype) + _wide(pair_2, dtype) + _wide(pair_3, dtype)
+        return code_dot(words, values, ADDED)
     else:
         pair_0, pair_1 = pairs.reshape(W, 2).split()
         values = _wide(pair_0, dtype) + _wide(pair_1, dtype)
-    x_sums = (values[0] + values[1]) + (values[2] + values[3])
-    if BITS == 4:
-        x_sums += (values[4] + values[5]) + (values[6] + values[7])
-    total = numbers[0].to(tl.float32) * (values[0] * 2.0 ** -PLACES[0])[None, :]
-    for i in tl.static_range(1, len(numbers)):
-        value = values[i] * 2.0 ** -PLACES[i]
-        total = tl.fma(numbers[i].to(tl.float32), tl.broadcast_to(value[None, :], total.shape), total)
-    return total, x_sums
+        x_sums = ((values[0] + values[1]) + (values[2] + values[3])).reshape(1, W // 4, 4)
+        numbers = form.dequantize(words, dtype)
+        total = numbers[0].to(tl.float32) * values[0][None, :]
+        for i in tl.static_range(1, 4):
+            value = tl.broadcast_to(values[i][None, :], total.shape)
+            total = tl.fma(numbers[i].to(tl.float32), value, total)
+        total = total.reshape(N, W // 4, 4)
+        return (tl.sum(total, axis=2), tl.sum(x_sums, axis=2)) if ADDED else (total, x_sums)
 
 
 @triton.jit
@@ -109,53 +111,61 @@ def _by_word(scale, quad, stride, groups, inside, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _scaled(sums, x_sums, scale, k, stride, groups, inside, form):
-    """[N, W / 4] of the `sums` [N, W] of words from word k on: times their scales, four words added up."""
-    N: tl.constexpr = sums.shape[0]
-    Q: tl.constexpr = sums.shape[1] // 4
-    BITS: tl.constexpr = form.bits
+def _load(words, scale, k, stride, width, groups, inside, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr):
+    """BLOCK_W words of each row from word k on, and their scales: [N, Q] of four words each, or [N, Q, 4]."""
+    UNIT: tl.constexpr = 512 // form.bits
     GROUP: tl.constexpr = form.group
-    UNIT: tl.constexpr = 512 // BITS
-    by_quad = sums.reshape(N, Q, 4)
-    if form.scales == "row":
-        return tl.sum(by_quad, axis=2)
-    quad = k // 4 + tl.arange(0, Q)
-    if GROUP == -1 or GROUP >= UNIT:
-        group = quad * 0 if GROUP == -1 else quad // 4 * UNIT // GROUP
-        found = _group(scale, group, stride, groups, inside)
-        sums = tl.sum(by_quad, axis=2)
-        if form.scales == "zero":
-            x_quads = tl.sum(x_sums.reshape(Q, 4), axis=1)
-            sums += (2.0 ** (BITS - 1) - zero_of(found)) * x_quads[None, :]
-        return sums * scale_of(found)
+    column = k + tl.arange(0, BLOCK_W)
+    pointers = words[:, None] + column[None, :]
+    if EVEN:
+        tile = tl.load(pointers)
     else:
-        found = _by_word(scale, quad, stride, groups, inside, UNIT // GROUP)
-        if form.scales == "zero":
-            by_quad += (2.0 ** (BITS - 1) - zero_of(found)) * x_sums.reshape(Q, 4)[None, :, :]
-        return tl.sum(by_quad * scale_of(found), axis=2)
+        tile = tl.load(pointers, mask=inside[:, None] & (column < width)[None, :], other=0)
+    quad = k // 4 + tl.arange(0, BLOCK_W // 4)
+    if form.scales == "row":
+        # one for all steps
+        return tile, inside
+    elif GROUP == -1 or GROUP >= UNIT:
+        group = quad * 0 if GROUP == -1 else quad // 4 * UNIT // GROUP
+        return tile, _group(scale, group, stride, groups, inside)
+    else:
+        return tile, _by_word(scale, quad, stride, groups, inside, UNIT // GROUP)
 
 
 @triton.jit
-def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr):
-    """[BLOCK_N, BLOCK_W / 4] whose sums along the last axis are the `rows` [BLOCK_N] of one expert times x."""
+def _scaled(sums, x_sums, scales, form):
+    """[N, Q] of `_dot`'s sums: times the scales that `_load` returns, four words added up."""
+    if form.scales == "zero":
+        sums += (2.0 ** (form.bits - 1) - zero_of(scales)) * x_sums
+    if form.scales != "row":
+        sums *= scale_of(scales)
+    return sums if len(sums.shape) == 2 else tl.sum(sums, axis=2)
+
+
+@triton.jit
+def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr, WAIT: tl.constexpr):
+    """[BLOCK_N, BLOCK_W / 4] whose sums along the last axis are the `rows` [BLOCK_N] of one expert times x.
+
+    WAIT: the launch before makes x; the first words are asked for while it does.
+    """
     words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups = b_args
     base = expert.to(tl.int64)
     inside = rows < N
     width = tl.cdiv(K, 128) * (4 * form.bits)
-    place = words + base * stride_e + rows.to(tl.int64) * stride_n
-    scale = scales + base * scale_e + rows
+    words += base * stride_e + rows.to(tl.int64) * stride_n
+    scales += base * scale_e + rows
+    if WAIT:
+        tile, found = _load(words, scales, 0, scale_g, width, groups, inside, form, BLOCK_W, EVEN)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((rows.shape[0], BLOCK_W // 4), tl.float32)
     for k in range(0, width, BLOCK_W):
-        column = k + tl.arange(0, BLOCK_W)
-        pointers = place[:, None] + column[None, :]
-        if EVEN:
-            tile = tl.load(pointers)
-        else:
-            tile = tl.load(pointers, mask=inside[:, None] & (column < width)[None, :], other=0)
+        if not WAIT or k > 0:
+            tile, found = _load(words, scales, k, scale_g, width, groups, inside, form, BLOCK_W, EVEN)
         sums, x_sums = _dot(tile, x, k, K, form)
-        total += _scaled(sums, x_sums, scale, k, scale_g, groups, inside, form)
+        total += _scaled(sums, x_sums, found, form)
     if form.scales == "row":
-        total *= tl.load(scale, mask=inside, other=0.0)[:, None]
+        total *= tl.load(scales, mask=inside, other=0.0)[:, None]
     if channel_scales is not None:
         total *= tl.load(channel_scales + base * channel_e + rows, mask=inside, other=0.0)[:, None]
     return total
@@ -179,13 +189,15 @@ def gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     EVEN: tl.constexpr,
+    SECOND: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[pair] = epilogue(w x[pair // pairs_per_row]), N columns; programs by pair and BLOCK_N rows of w.
 
-    result and epilogue as in the tile kernel; where gated, rows are gate and up interleaved in blocks of 8.
+    result and epilogue as in the tile kernel; where gated, rows are gate and up interleaved in blocks of 8.  SECOND:
+    the launch before makes nothing but x, and lets this one begin when all before it was done.
     """
-    if PDL:
+    if PDL and not SECOND:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     rows_all = tl.cdiv(N, 8) * 16 if epilogue.gated else N
@@ -197,7 +209,8 @@ def gemv_kernel(
         return
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     x_row = x + pair // pairs_per_row * stride_x
-    value = tl.sum(_row_sums(b_args, expert, x_row, rows, rows_all, K, form, BLOCK_W, EVEN), axis=1)[None, :]
+    value = _row_sums(b_args, expert, x_row, rows, rows_all, K, form, BLOCK_W, EVEN, PDL and SECOND)
+    value = tl.sum(value, axis=1)[None, :]
     up = value
     WIDTH: tl.constexpr = BLOCK_N // 2 if epilogue.gated else BLOCK_N
     if epilogue.gated:

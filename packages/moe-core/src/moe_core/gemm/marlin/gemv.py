@@ -25,14 +25,10 @@ from moe_core.ops.reduce import reduce_pairs
 
 @dataclass(frozen=True, eq=False)
 class GemvFunctions:
-    """An element type's device function, and what its scales are; see `moe_core.gemm.marlin._gemv_kernels`.
-
-    ``places``: the powers of two by which numbers are too large.
-    """
+    """An element type's device function, and what its scales are; see `moe_core.gemm.marlin._gemv_kernels`."""
 
     dequantize: Any
     scales: str
-    places: tuple[int, ...] = (0,) * 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +68,7 @@ class GemvLayer:
         pdl: bool,
     ) -> None:
         functions, (rows, width) = self.functions, matrix.words.shape[1:]
-        constants = map(constant, (matrix.bits, functions.places, functions.scales, matrix.group_size))
+        constants = map(constant, (matrix.bits, functions.scales, matrix.group_size))
         launch(
             gemv_kernel,
             (routing.num_pairs * -(-rows // config.block_n),),
@@ -92,6 +88,7 @@ class GemvLayer:
             BLOCK_N=config.block_n,
             BLOCK_W=config.block_w,
             EVEN=rows % config.block_n == 0 and width % config.block_w == 0,
+            SECOND=activation is None,
             pdl=pdl,
             num_warps=config.num_warps,
         )

@@ -11,7 +11,6 @@ import triton.language as tl
 from moe_core.gemm.marlin import operand
 from moe_core.gemm.marlin.dequant import int8_values, integers, pair, zero_offset
 from moe_core.gemm.marlin.gemv import GemvFunctions
-from moe_core.gemm.marlin.gemv_int4 import PLACES, int4_shifted
 from moe_core.gemm.marlin.operand import LOAD_WORDS, per_word, scale_of, zero_of
 from moe_core.gemm.marlin.quarters import QUARTER_INTEGERS
 from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
@@ -78,7 +77,7 @@ def integer_gemv(matrix: MarlinMatrix) -> GemvFunctions | None:
     """For one token; None where tiles were measured ahead."""
     scales = "zero" if matrix.scales.dtype == torch.int32 else "row" if matrix.group_size == -1 else "group"
     if matrix.bits == 4:
-        return GemvFunctions(int4_shifted, scales, PLACES)
+        return GemvFunctions(None, scales)
     if scales != "row" and matrix.n > _LARGEST_BYTES:
         return None
     return GemvFunctions(int8_values, scales)
