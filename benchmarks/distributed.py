@@ -59,6 +59,7 @@ from moe_core.ops.token_layout import TokenCode, TokenLayout
 from moe_core.prepare_finalize import PrepareAndFinalizeNoParallel
 from moe_core.testing.ranks import run_ranks
 from moe_core.weights import scale_shape
+from moe_core.workspace import Workspace
 from torch import Tensor
 
 
@@ -209,7 +210,10 @@ class Ranks:
         self.selection = self._oracle.select(self.config, **self._keys)
         self._converted = self._oracle.convert(self.selection, weights(self.config, weight_key, activation_key))
         experts = self._oracle.make_experts(self.selection)
-        self.alone = FusedMoEKernel(experts, self._converted, PrepareAndFinalizeNoParallel(self.config))
+        # as an engine's layers have it: kernels' descriptors of scratch memory stay, and eager calls are replayed
+        self._workspace = Workspace("cuda")
+        alone = PrepareAndFinalizeNoParallel(self.config)
+        self.alone = FusedMoEKernel(experts, self._converted, alone, workspace=self._workspace)
         self.code = TokenCode(layer.K, torch.bfloat16, activation_key if experts.takes_quantized else None)
         self._kernels: dict[tuple[str, int], FusedMoEKernel] = {}
 
@@ -225,7 +229,9 @@ class Ranks:
             groups = self.everyone.with_tokens(self.ranks, all2all)
             own = replace(self.config, parallel=groups.parallel, max_num_tokens=room or None)
             made = self._oracle.select(own, **self._keys)
-            self._kernels[all2all, room] = self._oracle.make_kernel(made, self._converted, groups=groups)
+            self._kernels[all2all, room] = self._oracle.make_kernel(
+                made, self._converted, groups=groups, workspace=self._workspace
+            )
         return self._kernels[all2all, room]
 
 

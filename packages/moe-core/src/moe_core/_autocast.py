@@ -16,6 +16,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _KINDS = ("cpu", "cuda", "xpu")
+_NOTHING = contextlib.nullcontext()
 
 
 def autocast_off(kind: str) -> contextlib.AbstractContextManager[object]:
@@ -23,7 +24,7 @@ def autocast_off(kind: str) -> contextlib.AbstractContextManager[object]:
     # torch knows no autocast of meta tensors
     if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
-    return contextlib.nullcontext()
+    return _NOTHING
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -233,15 +233,17 @@ class FusedMoEKernel:
             None if adapter_ids is None else adapter_ids.contiguous(),
             tokens_per_rank,
         )
-        return self._begin(self._scratch, output, partial, hidden_states, routing)
+        replay = self._replay_of_steps(output)
+        return self._begin(self._workspace, output, partial, hidden_states, routing, replay)
 
     def _begin(
         self,
-        workspace: Callable[[], Workspace],
+        workspace: Workspace | None,
         output: Tensor,
         partial: Tensor,
         hidden_states: Tensor,
         routing: TokenRouting,
+        replay: Replay | None = None,
     ) -> KernelCall:
         """A call whose arguments were checked; see :class:`KernelCall`."""
         experts, movement = self._modular_parts()
@@ -256,7 +258,21 @@ class FusedMoEKernel:
             hidden_states,
             routing,
             self._lora,
+            replay,
         )
+
+    def _replay_of(self, experts: FusedMoEExperts, movement: FusedMoEPrepareAndFinalizeModular) -> Replay:
+        """The records of calls as they are now."""
+        if not self._replay.fits(self.weights, experts, movement):
+            self._replay = Replay(self.weights, (self.weights, experts, movement))
+        return self._replay
+
+    def _replay_of_steps(self, output: Tensor) -> Replay | None:
+        """By which the experts' launches are made in a call that runs in steps, where they can be replayed."""
+        experts, movement = self._modular_parts()
+        if output.is_cuda and movement.collective and experts.launches_only:
+            return self._replay_of(experts, movement)
+        return None
 
     def _checked_call(
         self,
@@ -362,16 +378,15 @@ class FusedMoEKernel:
         adapter_ids = None if adapter_ids is None else adapter_ids.contiguous()
         partial = output if movement.sums_in_place else torch.empty_like(hidden_states)
 
-        def call(workspace: Workspace) -> None:
+        def call(workspace: Workspace | None, replay: Replay | None = None) -> None:
             routing = TokenRouting(topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank)
-            self.run_parts(workspace, partial, hidden_states, routing)
+            self._begin(workspace, partial, partial, hidden_states, routing, replay).finish_tokens()
 
         if adapter_ids is None and output.is_cuda and experts.launches_only and movement.launches_only:
-            if not self._replay.fits(self.weights, experts, movement):
-                self._replay = Replay(self.weights, (self.weights, experts, movement))
-            self._replay.run(call, (partial, hidden_states, topk_weights, topk_ids, expert_map), self.workspace)
+            given = partial, hidden_states, topk_weights, topk_ids, expert_map
+            self._replay_of(experts, movement).run(call, given, self._workspace)
         else:
-            call(self._scratch())
+            call(self._workspace, self._replay_of_steps(output))
         movement.sum_ranks_async(output, partial).wait()
 
     def run_parts(self, workspace: Workspace, output: Tensor, hidden_states: Tensor, routing: TokenRouting) -> None:
@@ -379,7 +394,7 @@ class FusedMoEKernel:
 
         ``output`` [M, K].  What ranks with the same tokens computed is not added up.
         """
-        self._begin(lambda: workspace, output, output, hidden_states, routing).finish_tokens()
+        self._begin(workspace, output, output, hidden_states, routing).finish_tokens()
 
     def _run_monolithic(
         self,

@@ -28,6 +28,7 @@ from moe_core.prepare_finalize.base import (
     TokenRouting,
     TopKWeightAndReduce,
 )
+from moe_core.replay import Replay
 from moe_core.weights import KernelWeights
 from moe_core.workspace import Workspace
 
@@ -38,6 +39,9 @@ class KernelCall:
     Steps run in order, each once, on the stream that is current then; what is left of them :meth:`result` does.  Calls
     of one kernel, or of kernels that share a workspace, may be under way at the same time on one stream.  All ranks
     make the same steps of the same calls in the same order.  The call's tensors stay as they are until it has ended.
+
+    ``workspace``: the layer's, or None for one of this call's own; ``replay``: by which the experts' launches are made,
+    where prepare and finalize are not among what is replayed.
     """
 
     def __init__(
@@ -46,16 +50,17 @@ class KernelCall:
         movement: FusedMoEPrepareAndFinalizeModular,
         weights: KernelWeights,
         reduce: TopKWeightAndReduce,
-        workspace: Callable[[], Workspace],
+        workspace: Workspace | None,
         output: Tensor,
         partial: Tensor,
         hidden_states: Tensor,
         routing: TokenRouting,
         lora: LoRAWeights | None,
+        replay: Replay | None,
     ) -> None:
         self._experts, self._movement, self._weights, self._reduce = experts, movement, weights, reduce
         self._workspace, self._lora, self._output, self._partial = workspace, lora, output, partial
-        self._routing = routing
+        self._routing, self._replay = routing, replay
         self._finalized: Pending[None] | None = None
         self._ended = False
         claims = experts.claims
@@ -90,7 +95,8 @@ class KernelCall:
             # experts that reduce write the caller's output directly where their tokens are the caller's
             direct = experts.claims.reduces and not movement.collective and shape == tuple(output.shape)
             expert_output = output if direct else torch.empty(shape, dtype=output.dtype, device=output.device)
-            if expert_output.numel():
+
+            def compute(workspace: Workspace) -> None:
                 experts.apply(
                     expert_output,
                     prepared.hidden_states,
@@ -100,9 +106,17 @@ class KernelCall:
                     expert_map=routing.expert_map,
                     hidden_states_scale=prepared.scale,
                     expert_tokens=prepared.expert_tokens,
-                    workspace=self._workspace().take(experts.workspaces(tokens)),
+                    workspace=workspace.take(experts.workspaces(tokens)),
                     **applied,
                 )
+
+            if not expert_output.numel():
+                pass
+            elif self._replay is not None and not applied and prepared.expert_tokens is None:
+                came = prepared.hidden_states, prepared.scale, routing.topk_weights, routing.topk_ids
+                self._replay.run(compute, (expert_output, *came, routing.expert_map), self._workspace)
+            else:
+                compute(self._workspace if self._workspace is not None else Workspace(self._weights.device))
             self._finalized = movement.finalize_async(output, expert_output, prepared, self._routing, self._reduce)
 
     def result(self) -> Tensor:

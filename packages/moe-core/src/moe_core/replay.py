@@ -15,7 +15,10 @@ A record is only used where it is certain to be what the call would have launche
 - Descriptors for the tensor memory accelerator hold addresses of their own: those of weights stay, those of scratch
   memory stay as long as the caller's workspace does.
 
-Nothing is recorded under CUDA-graph capture or for adapters; a record may be used while a graph is captured.
+Nothing is recorded under CUDA-graph capture; a record may be used while a graph is captured.
+
+A layer on one rank is recorded as a whole.  Where tokens cross ranks each step is recorded by itself, since ranks call
+each other between them.
 """
 
 from __future__ import annotations
@@ -23,16 +26,15 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from moe_core.jit.launch import Launch, observe
-from moe_core.weights import KernelWeights
 from moe_core.workspace import Workspace
 
 #: kinds of calls that a layer remembers; the oldest go first
@@ -45,6 +47,15 @@ _ALIGNMENT = 16
 _WORKSPACE = "workspace"
 #: a kind of call that was not seen yet
 _NEW: Any = object()
+
+
+class Lasting(Protocol):
+    """Tensors whose memory stays: the weights of a layer, say."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,7 @@ class Record:
 
     def __init__(self, launched: Sequence[Launch], spans: Sequence[Span], *, scratch: int) -> None:
         self.scratch = scratch
-        self.scratch_alignment = next(span.start for span in spans if span.owner == _WORKSPACE) % _ALIGNMENT
+        self.scratch_alignment = next((span.start for span in spans if span.owner == _WORKSPACE), 0) % _ALIGNMENT
         #: the scratch memory's address, where a descriptor holds it
         self.fixed_scratch: int | None = None
         self._spans = spans
@@ -208,7 +219,7 @@ class _Watch(TorchFunctionMode):
 
 
 class Replay:
-    """The records of one layer's calls.
+    """The records of one layer's calls, or of the steps of its calls.
 
     ``parts``: what the launches depend on beside a call's tensors, by identity (experts, weights …); ``weights``: whose
     memory stays; ``stream``: the current stream of the device with this number (None: of the current device), as
@@ -217,7 +228,7 @@ class Replay:
 
     def __init__(
         self,
-        weights: KernelWeights,
+        weights: Lasting,
         parts: tuple[object, ...] = (),
         *,
         stream: Callable[[int | None], int] | None = None,
@@ -248,19 +259,33 @@ class Replay:
         ``inputs``: the call's tensors, the result among them, always in the same order; ``workspace``: the layer's own,
         or None for scratch memory of each call's own.
         """
-        device = torch.cuda.current_device() if self.weights.device.type == "cuda" else None
-        kind = (device, *_kind(inputs))
-        found = self._records.get(kind, _NEW)
         scratch = workspace if workspace is not None else Workspace(self.weights.device)
+        self._run(functools.partial(call, scratch), inputs, (), scratch, workspace is not None)
+
+    def step(self, call: Callable[[], object], inputs: Sequence[Tensor | None], *kind: Hashable) -> None:
+        """As :meth:`run`, of a step without scratch memory; ``kind``: what its launches depend on beside tensors."""
+        self._run(call, inputs, kind, None, False)
+
+    def _run(
+        self,
+        call: Callable[[], object],
+        inputs: Sequence[Tensor | None],
+        of: tuple[Hashable, ...],
+        scratch: Workspace | None,
+        lasting: bool,
+    ) -> None:
+        device = torch.cuda.current_device() if self.weights.device.type == "cuda" else None
+        kind = (device, *of, *_kind(inputs))
+        found = self._records.get(kind, _NEW)
         if isinstance(found, Record) and self._started(found, inputs, scratch, device):
             return
         if found is None and not (self.weights.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             launched: list[Launch] = []
             with observe(launched.append), _Watch() as watch:
-                call(scratch)
-            self._remember(kind, self._record(launched, watch.work, inputs, scratch, workspace is not None))
+                call()
+            self._remember(kind, self._record(launched, watch.work, inputs, scratch, lasting))
             return
-        call(scratch)
+        call()
         if found is _NEW:
             self._remember(kind, None)
 
@@ -269,28 +294,34 @@ class Replay:
         launched: Sequence[Launch],
         work: str | None,
         inputs: Sequence[Tensor | None],
-        scratch: Workspace,
+        scratch: Workspace | None,
         lasting: bool,
     ) -> Record | NotReplayable:
         if work is not None:
             return NotReplayable(f"torch does a part of the work: {work}")
-        spans = [*self._weight_spans(), Span.of(_WORKSPACE, scratch.hold(0))]
+        spans = [*self._weight_spans()]
+        if scratch is not None:
+            spans.append(Span.of(_WORKSPACE, scratch.hold(0)))
         spans += [Span.of(index, tensor) for index, tensor in enumerate(inputs) if tensor is not None]
         try:
-            record = Record(launched, spans, scratch=scratch.taken)
+            record = Record(launched, spans, scratch=0 if scratch is None else scratch.taken)
         except NotReplayable as reason:
             return reason
         if record.fixed_scratch is not None and not lasting:
             return NotReplayable("a descriptor of scratch memory that belongs to one call")
         return record
 
-    def _started(self, record: Record, inputs: Sequence[Tensor | None], scratch: Workspace, device: int | None) -> bool:
+    def _started(
+        self, record: Record, inputs: Sequence[Tensor | None], scratch: Workspace | None, device: int | None
+    ) -> bool:
         if self._watched():
             return False
-        start = scratch.hold(record.scratch).data_ptr()
-        if start % _ALIGNMENT != record.scratch_alignment or record.fixed_scratch not in (None, start):
-            return False
-        addresses: dict[int | str, int] = {_WORKSPACE: start}
+        addresses: dict[int | str, int] = {}
+        if scratch is not None:
+            start = scratch.hold(record.scratch).data_ptr()
+            if start % _ALIGNMENT != record.scratch_alignment or record.fixed_scratch not in (None, start):
+                return False
+            addresses[_WORKSPACE] = start
         for index, tensor in enumerate(inputs):
             if tensor is not None:
                 addresses[index] = tensor.data_ptr()

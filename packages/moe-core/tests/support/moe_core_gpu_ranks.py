@@ -10,6 +10,7 @@ import torch
 from moe_core import FusedMoEConfig, FusedMoEKernel, FusedMoELayer, registry, shard_layer
 from moe_core.distributed import ParallelGroups
 from moe_core.errors import CommunicationError, FallbackWarning
+from moe_core.workspace import Workspace
 from moe_core_layers import Kind
 from moe_core_rank_layers import placement_of
 from torch import Tensor
@@ -28,7 +29,14 @@ def _kernel(kind: Kind, config: FusedMoEConfig, groups: ParallelGroups, placed: 
         shard.config, weight_key=kind.weight_key, activation_key=kind.activation_key, device="cuda"
     )
     weights = oracle.convert(selection, shard.weights.to("cuda"))
-    return oracle.make_kernel(selection, weights, groups=groups, placement=placement)
+    workspace = Workspace("cuda")  # as an engine's: descriptors hold its address
+    return oracle.make_kernel(selection, weights, groups=groups, placement=placement, workspace=workspace)
+
+
+def replay_reasons(kernel: FusedMoEKernel) -> tuple[str | None, ...]:
+    """Of the experts' launches and of those around them, by kind of call: None where they are replayed."""
+    steps = kernel.prepare_finalize.destinations._steps.values()
+    return (*kernel._replay.reasons(), *(reason for step in steps for reason in step.reasons()))
 
 
 def _fill(x: Tensor, weights: Tensor, ids: Tensor, tokens: int, generator: torch.Generator) -> None:
@@ -71,12 +79,15 @@ def layers(rank: int, kinds: list[Kind], backends: list[str], placed: str) -> li
                     x[:tokens], topk_weights=weights[:tokens], topk_ids=ids[:tokens], tokens_per_rank=counts
                 )
 
-            # ranks with other numbers of tokens, none too
-            for turn in range(4):
+            # ranks with other numbers of tokens, none too; the third call of a kind is replayed
+            for turn in range(12):
                 tokens = (ROOM, 0, 1, 7)[(turn + rank) % 4]
                 _fill(x, weights, ids, tokens, generator)
                 problem = differs(call(kernel, tokens), call(whole, tokens))
                 wrong += [] if problem is None else [f"{kind} {all2all}, {tokens} tokens: rank {rank} {problem}"]
+            found = replay_reasons(kernel)
+            if not found or set(found) != {None}:
+                wrong.append(f"{kind} {all2all}: rank {rank} does not replay its calls: {found}")
             if not kernel.prepare_finalize.capturable:
                 continue
             counts = [ROOM] * groups.parallel.dp_size  # for backends whose host must know

@@ -33,7 +33,7 @@ class Case:
 
     ``tokens``: how many each of the ``dp`` batches has; ``placement``: by name (:func:`placement_of`); ``all2all``: the
     name of the prepare/finalize class; ``counted``: ranks are told how many tokens there are; ``changes``: of the
-    config.
+    config; ``backend``: of experts, and for which device it is selected.
     """
 
     kind: Kind
@@ -44,6 +44,7 @@ class Case:
     placement: str = "contiguous"
     counted: bool = False
     changes: tuple[tuple[str, Any], ...] = ()
+    backend: tuple[str, str] = ("torch", "cpu")
 
     @property
     def dp(self) -> int:
@@ -114,8 +115,8 @@ def rank_parts(
         shard.config,
         weight_key=case.kind.weight_key,
         activation_key=case.kind.activation_key,
-        moe_backend="torch",
-        device="cpu",
+        moe_backend=case.backend[0],
+        device=case.backend[1],
     )
     return oracle, selection, oracle.convert(selection, shard.weights), placement
 

@@ -205,16 +205,19 @@ class ExchangeRoom:
         number = self._busy.index(False)
         capturing = _capturing(self._device)
         found = self._buffers[number]
-        if found is None or not _fits(found[0], shape, code):
+        buffer = None if found is None else found[0].of_call(shape, code)
+        if buffer is None:
             if capturing:
                 raise ConfigError(
                     "memory that GPUs share grows with the calls, outside CUDA graphs: before one is captured make as "
                     "large a call, and as many at the same time"
                 )
-            found = self._grow(ranks, number, shape, code)
+            buffer = self._grow(ranks, number, shape, code).of_call(shape, code)
+            if buffer is None:
+                raise ConfigError(f"a buffer that was made for {shape} and {code} has no room for them")
         self._captured[number] |= capturing
         self._busy[number] = True
-        return number, replace(found[0], shape=replace(shape, results_room=found[0].shape.results_nbytes))
+        return number, buffer
 
     def release(self, number: int) -> None:
         """The call has ended."""
@@ -223,18 +226,18 @@ class ExchangeRoom:
     @property
     def missing(self) -> list[int]:
         """Ranks that the device waited for in vain, as far as the host has been told."""
-        there = [*self._kept, *(found for found in self._buffers if found is not None)]
-        return sorted({rank for buffer, _ in there for rank in buffer.missing})
+        found = [rank for buffer in self._each() for rank in buffer.missing]
+        return sorted(set(found))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        there = [*self._kept, *(found for found in self._buffers if found is not None)]
-        return sum(buffer.memory.shape[0] for buffer, _ in there)
+        return sum(buffer.memory.shape[0] for buffer in self._each())
 
-    def _grow(
-        self, ranks: Communicator, number: int, shape: ExchangeShape, code: TokenCode
-    ) -> tuple[ExchangeBuffer, object]:
+    def _each(self) -> list[ExchangeBuffer]:
+        return [found[0] for found in (*self._kept, *self._buffers) if found is not None]
+
+    def _grow(self, ranks: Communicator, number: int, shape: ExchangeShape, code: TokenCode) -> ExchangeBuffer:
         old = self._buffers[number]
         results, tokens = shape.results_nbytes, shape.nbytes_of(code) - shape.arrived
         if old is not None:
@@ -250,8 +253,8 @@ class ExchangeRoom:
                 self._captured[number] = False
             self._buffers[number] = old = None
         (buffer,), keep = _connect(shape, shape.arrived + _in_steps(tokens), 1, ranks, self._device)
-        self._buffers[number] = found = buffer, keep
-        return found
+        self._buffers[number] = buffer, keep
+        return buffer
 
     @staticmethod
     def connect(ranks: Communicator, groups: ParallelGroups, device: torch.device) -> ExchangeRoom | None:
@@ -288,12 +291,6 @@ def _new_room(ranks: Communicator, groups: ParallelGroups, device: torch.device)
         warnings.warn(f"GPUs share no memory, torch's all-to-all sends tokens: {failures[0]}", FallbackWarning, 2)
         return None
     return room
-
-
-def _fits(buffer: ExchangeBuffer, shape: ExchangeShape, code: TokenCode) -> bool:
-    there = buffer.shape.results_nbytes
-    inside = replace(shape, results_room=there)
-    return shape.results_nbytes <= there and inside.nbytes_of(code) <= buffer.memory.shape[0]
 
 
 def _in_steps(nbytes: int) -> int:

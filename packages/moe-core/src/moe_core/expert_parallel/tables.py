@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,14 @@ class ReplicaTables:
         )
         tables.copy_(placement)
         return tables
+
+    @property
+    def device(self) -> torch.device:
+        return self.slots.device
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield "slots", self.slots
+        yield "counts", self.counts
 
     def copy_(self, placement: ExpertPlacement) -> None:
         """Overwrite the tables in place with those of ``placement``.

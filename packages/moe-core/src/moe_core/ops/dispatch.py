@@ -155,11 +155,12 @@ def pack_all(
     rows: int,
     offset: int = 0,
     adapter_ids: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """[rows, :attr:`TokenLayout.nbytes` of :meth:`TokenLayout.rows`] uint8: every token once, for all ranks.
 
     Expert numbers are those of the tables' ``slots``, -1 for ids out of range.  Rows behind the last token have zeros
-    and experts -1.  Arguments as of :func:`pack_tokens`.
+    and experts -1.  Arguments as of :func:`pack_tokens`.  ``out``: where they are written, by default new memory.
     """
     from moe_core.ops._dispatch_launch import code_constants, table_arguments, tile
     from moe_core.ops._gather_kernels import gather_kernel
@@ -168,7 +169,7 @@ def pack_all(
     check_shape("x", x, (topk_ids.shape[0], code.columns))
     check_dtype("topk_ids", topk_ids, (torch.int32, torch.int64))
     layout = TokenLayout.rows(code, top_k, adapters=adapter_ids is not None)
-    packed = torch.empty((rows, layout.nbytes), dtype=torch.uint8, device=x.device)
+    packed = torch.empty((rows, layout.nbytes), dtype=torch.uint8, device=x.device) if out is None else out
     launch(
         gather_kernel,
         (rows, tile(code)[2]),
@@ -203,36 +204,51 @@ class UnpackedTokens:
     experts: Tensor
     adapters: Tensor | None
 
+    @staticmethod
+    def empty(packed: Tensor, code: TokenCode, top_k: int, *, adapters: bool = False) -> UnpackedTokens:
+        """For the tokens of ``packed``, whose hidden states are there already."""
+        rows, device = packed.shape[0], packed.device
+        hidden = packed[:, : code.hidden_nbytes].view(code.code_dtype)
+        scale = None if code.key is None else torch.empty((rows, code.groups), dtype=code.scale_dtype, device=device)
+        weights = torch.empty((rows, top_k), dtype=torch.float32, device=device)
+        experts = torch.empty((rows, top_k), dtype=torch.int32, device=device)
+        numbers = torch.empty((rows,), dtype=torch.int32, device=device) if adapters else None
+        return UnpackedTokens(hidden, scale, weights, experts, numbers)
+
 
 def unpack(
-    packed: Tensor, code: TokenCode, top_k: int, *, adapters: bool = False, held: tuple[int, int] | None = None
+    packed: Tensor,
+    code: TokenCode,
+    top_k: int,
+    *,
+    adapters: bool = False,
+    held: tuple[int, int] | None = None,
+    out: UnpackedTokens | None = None,
 ) -> UnpackedTokens:
     """The tokens of ``packed`` [M, bytes], rows of :func:`pack_tokens` or :func:`pack_all` for ``code``.
 
     ``held``: (first number, how many) of the experts that this rank has, whose numbers become 0, 1, …; those of others
-    become -1.  None: the numbers stay.  All but the hidden states is copied, by one launch.
+    become -1.  None: the numbers stay.  All but the hidden states is copied, by one launch.  ``out``:
+    :meth:`UnpackedTokens.empty` of ``packed``, by default made here.
     """
     import triton.language as tl
 
     from moe_core.ops._gather_kernels import arrive_kernel
 
     layout = TokenLayout.rows(code, top_k, adapters=adapters)
-    rows, device = packed.shape[0], packed.device
+    rows = packed.shape[0]
     check_shape("packed", packed, ("M", layout.nbytes))
-    hidden = packed[:, : code.hidden_nbytes].view(code.code_dtype)
-    scale = None if code.key is None else torch.empty((rows, code.groups), dtype=code.scale_dtype, device=device)
-    weights = torch.empty((rows, top_k), dtype=torch.float32, device=device)
-    experts = torch.empty((rows, top_k), dtype=torch.int32, device=device)
-    numbers = torch.empty((rows,), dtype=torch.int32, device=device) if adapters else None
+    found = UnpackedTokens.empty(packed, code, top_k, adapters=adapters) if out is None else out
+    scale = found.scale
     block, narrow = 32, scale is not None and scale.dtype.itemsize == 1
     launch(
         arrive_kernel,
         (-(-rows // block),),
         packed,
         scale.view(torch.uint8) if scale is not None and narrow else scale,
-        weights,
-        experts,
-        numbers,
+        found.weights,
+        found.experts,
+        found.adapters,
         layout.numbers,
         rows,
         code.groups,
@@ -245,4 +261,4 @@ def unpack(
         BLOCK=block,
         num_warps=4,
     )
-    return UnpackedTokens(hidden, scale, weights, experts, numbers)
+    return found

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -131,7 +131,8 @@ class ExchangeBuffer:
     - ``alarm`` [ranks] int32, 0 at the start, in pinned memory: what the device tells the host, the step (1 there, 2
       back) in which each rank was waited for in vain
     - ``rank``: this one's number
-    - ``views``: parts of the memory that calls have asked for
+    - ``views``: parts of the memory that calls have asked for; ``arrived``: where their tokens are; ``calls``: as calls
+      of other shapes see the buffer
     """
 
     shape: ExchangeShape
@@ -141,6 +142,8 @@ class ExchangeBuffer:
     state: Tensor
     alarm: Tensor
     views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+    calls: dict[tuple[ExchangeShape, TokenCode], ExchangeBuffer] = field(default_factory=dict, repr=False)
+    arrived: dict[TokenCode, ArrivedTokens] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def state_of(ranks: int, device: torch.device | str) -> Tensor:
@@ -159,6 +162,19 @@ class ExchangeBuffer:
         """Ranks that were waited for in vain; what the device has told so far."""
         return [rank for rank, step in enumerate(self.alarm.tolist()) if step]
 
+    def of_call(self, shape: ExchangeShape, code: TokenCode) -> ExchangeBuffer | None:
+        """The buffer as a call of ``shape`` sees it; None where that does not fit in."""
+        found = self.calls.get((shape, code))
+        if found is None:
+            there = self.shape.results_nbytes
+            inside = replace(shape, results_room=there)
+            if shape.results_nbytes > there or inside.nbytes_of(code) > self.memory.shape[0]:
+                return None
+            if len(self.calls) >= _MOST_VIEWS:
+                self.calls.clear()
+            found = self.calls[shape, code] = replace(self, shape=inside, calls={}, arrived={})
+        return found
+
     def view(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous part of the memory; the same tensor for calls of the same sizes, which saves the host time."""
         found = self.views.get((start, shape, dtype))
@@ -169,6 +185,12 @@ class ExchangeBuffer:
             found = self.memory[start : start + nbytes].view(dtype).view(shape)
             self.views[start, shape, dtype] = found
         return found
+
+    @property
+    def results(self) -> Tensor:
+        """[rows, columns] of ``shape``: where results come back."""
+        shape = self.shape
+        return self.view(shape.returned, (shape.rows, shape.columns), shape.dtype)
 
     def signals(self, step: int) -> Tensor:
         """[ranks] int32: the call for which each rank has signalled, in step 1 or 2."""
@@ -192,15 +214,19 @@ class ArrivedTokens:
 
 def arrived_tokens(buffer: ExchangeBuffer, code: TokenCode) -> ArrivedTokens:
     """The tokens in ``buffer``, there after :func:`await_tokens`."""
+    found = buffer.arrived.get(code)
+    if found is not None:
+        return found
     shape, layout = buffer.shape, buffer.shape.layout(code)
     rows, top_k = shape.rows, shape.top_k
-    return ArrivedTokens(
+    buffer.arrived[code] = found = ArrivedTokens(
         buffer.view(layout.hidden[0], (rows, code.columns), code.code_dtype),
         None if code.key is None else buffer.view(layout.scale[0], (rows, code.groups), code.scale_dtype),
         buffer.view(layout.weights[0], (rows, top_k), torch.float32),
         buffer.view(layout.experts[0], (rows, top_k), torch.int32),
         buffer.view(layout.adapters[0], (rows,), torch.int32),
     )
+    return found
 
 
 def push_tokens(
@@ -214,10 +240,12 @@ def push_tokens(
     copies: int = 1,
     offset: int = 0,
     adapter_ids: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> Tensor:
     """Quantise tokens into the buffers of the ranks of their experts, and signal; places [M, ranks] int32 of results.
 
-    Arguments as of :func:`moe_core.ops.dispatch.pack_tokens`; M is at most the capacity, and may be 0.
+    Arguments as of :func:`moe_core.ops.dispatch.pack_tokens`; M is at most the capacity, and may be 0.  ``places``:
+    where these are written, by default new memory.
     Raises TensorError for more tokens, or codes that do not fit the buffer.
     """
     from moe_core.ops._dispatch_launch import launch_dispatch
@@ -225,7 +253,8 @@ def push_tokens(
     shape = buffer.shape
     tokens = x.shape[0]
     shape.check(tokens, code, buffer.memory.shape[0])
-    places = torch.empty((tokens, shape.ranks), dtype=torch.int32, device=x.device)
+    if places is None:
+        places = torch.empty((tokens, shape.ranks), dtype=torch.int32, device=x.device)
     launch_dispatch(
         x,
         topk_ids,
@@ -332,7 +361,7 @@ def combine_results(buffer: ExchangeBuffer, places: Tensor, output: Tensor, *, t
     if not each_waits:
         _wait(buffer, 2, timeout)
         block, warps = _columns(columns)
-    returned = buffer.view(shape.returned, (shape.rows, shape.columns), shape.dtype)
+    returned = buffer.results
     launch(
         combine_kernel,
         (tokens, -(-columns // block)),

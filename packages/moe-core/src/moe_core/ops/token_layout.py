@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,10 @@ class TokenCode:
             raise ConfigError(
                 f"tokens are sent as they are, or as e4m3 or int8 with scales of each token's own, the key is {key}"
             )
+
+    def __hash__(self) -> int:
+        # calls look several things up by it; codes that differ by their keys alone are few
+        return hash((self.columns, self.dtype))
 
     @property
     def code_dtype(self) -> torch.dtype:
@@ -87,10 +92,7 @@ class TokenLayout:
     @staticmethod
     def rows(code: TokenCode, top_k: int, *, adapters: bool = False) -> TokenLayout:
         """A token is one row of bytes, whose parts start at multiples of 16; ``nbytes`` are those of a row."""
-        widths = [code.hidden_nbytes, code.scale_nbytes, 4 * top_k, 4 * top_k, 4 if adapters else 0]
-        starts, width = _starts(widths)
-        hidden, scale, weights, experts, last = ((start, width) for start in starts)
-        return TokenLayout(hidden, scale, weights, experts, last, width)
+        return _rows(code, top_k, adapters)
 
     @staticmethod
     def parts(code: TokenCode, top_k: int, tokens: int, start: int = 0) -> TokenLayout:
@@ -111,6 +113,15 @@ class TokenLayout:
     def is_aligned(self) -> bool:
         """Whether every row of hidden states starts at a multiple of 16 bytes."""
         return not (self.hidden[0] % ALIGNMENT or self.hidden[1] % ALIGNMENT)
+
+
+@functools.lru_cache(maxsize=512)
+def _rows(code: TokenCode, top_k: int, adapters: bool) -> TokenLayout:
+    """Asked several times in each call."""
+    widths = [code.hidden_nbytes, code.scale_nbytes, 4 * top_k, 4 * top_k, 4 if adapters else 0]
+    starts, width = _starts(widths)
+    hidden, scale, weights, experts, last = ((start, width) for start in starts)
+    return TokenLayout(hidden, scale, weights, experts, last, width)
 
 
 def _starts(widths: list[int]) -> tuple[list[int], int]:

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_core.config import TokenSharing
-from moe_core.ops.token_layout import TokenCode
+from moe_core.ops.token_layout import TokenLayout
 from moe_core.pending import Pending
 from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.prepare_finalize.collective import CollectivePrepareAndFinalize, local_experts
 from moe_core.prepare_finalize.fixed_order import sum_and_scatter
-from moe_core.prepare_finalize.token_rows import Tokens, unpacked
+from moe_core.prepare_finalize.token_rows import Tokens
 from moe_core.quant_key import QuantKey
 
 
@@ -71,24 +71,37 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
         self, tokens: Tokens, quantize_as: QuantKey | None, most: int
     ) -> tuple[Tensor, Callable[[Tensor], Tokens]]:
         """``most`` rows of bytes, behind the tokens some of no expert; and what tokens arrive as. By kernels."""
-        from moe_core.ops.dispatch import pack_all
+        from moe_core.ops.dispatch import UnpackedTokens, pack_all, unpack
 
-        hidden, ids = tokens.hidden_states, tokens.experts
-        tables = self.destinations.tables(ids.device)
-        code = TokenCode(hidden.shape[1], hidden.dtype, quantize_as)
-        rows = pack_all(
-            hidden,
-            ids,
-            tokens.weights,
-            tables,
-            code,
-            rows=most,
-            offset=self.destinations.offset,
-            adapter_ids=tokens.adapter_ids,
-        )
-        held = self.destinations.held(tables)
-        adapters = tokens.adapter_ids is not None
-        return rows, bound(unpacked, code=code, top_k=ids.shape[1], adapters=adapters, held=held)
+        hidden, ids, weights, adapter_ids = tokens.hidden_states, tokens.experts, tokens.weights, tokens.adapter_ids
+        destinations, device, top_k = self.destinations, ids.device, ids.shape[1]
+        tables, adapters = destinations.tables(device), adapter_ids is not None
+        code = self.code(hidden, quantize_as)
+        rows = hidden.new_empty((most, TokenLayout.rows(code, top_k, adapters=adapters).nbytes), dtype=torch.uint8)
+
+        def leave() -> None:
+            pack_all(
+                hidden,
+                ids,
+                weights,
+                tables,
+                code,
+                rows=most,
+                offset=destinations.offset,
+                adapter_ids=adapter_ids,
+                out=rows,
+            )
+
+        destinations.step(device, leave, (hidden, ids, weights, adapter_ids, rows), "pack", code)
+
+        def arrive(rows: Tensor) -> Tokens:
+            found, held = UnpackedTokens.empty(rows, code, top_k, adapters=adapters), destinations.held(tables)
+            parts = found.hidden, found.scale, found.weights, found.experts, found.adapters
+            what = bound(unpack, rows, code, top_k, adapters=adapters, held=held, out=found)
+            destinations.step(device, what, (rows, *parts[1:]), "unpack", code)
+            return Tokens(*parts)
+
+        return rows, arrive
 
     def _pack_torch(
         self, tokens: Tokens, quantize_as: QuantKey | None, most: int

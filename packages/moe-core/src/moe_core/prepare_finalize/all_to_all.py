@@ -21,7 +21,6 @@ from torch import Tensor
 from moe_core.config import FusedMoEConfig, TokenSharing
 from moe_core.errors import ConfigError
 from moe_core.ops.exchange import ExchangeBuffer, ExchangeShape
-from moe_core.ops.token_layout import TokenCode
 from moe_core.pending import Pending
 from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.prepare_finalize.collective import CollectivePrepareAndFinalize
@@ -118,7 +117,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         hidden = tokens.hidden_states
         most = max(1, *self.counts(tokens, tokens_per_rank))
         shape = ExchangeShape(self.ranks.parallel.dp_size, most, hidden.shape[1], tokens.experts.shape[1], hidden.dtype)
-        code = TokenCode(hidden.shape[1], hidden.dtype, quantize_as)
+        code = self.code(hidden, quantize_as)
         if shape.nbytes_of(code) > self.most_shared:
             return None
         if hidden.is_meta:
@@ -167,7 +166,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         where = {"copies": self.copies, "offset": self.destinations.offset}
         positions, counts = count_destinations(ids, tables, ranks=self.ranks.parallel.dp_size, **where)
         left, came = self._numbers(counts)
-        code = TokenCode(hidden.shape[1], hidden.dtype, quantize_as)
+        code = self.code(hidden, quantize_as)
         packed, places = pack_tokens(
             hidden,
             ids,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig, TokenSharing
 from moe_core.errors import ConfigError, TensorError
+from moe_core.ops.token_layout import TokenCode
 from moe_core.pending import Pending
 from moe_core.prepare_finalize.base import (
     FusedMoEPrepareAndFinalizeModular,
@@ -70,6 +71,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         #: the ranks that exchange tokens, this one in it by ``dp_rank``
         self.exchange: Communicator = groups.among(exchanged)
         self.ranks: ParallelGroups = groups
+        self._code: TokenCode | None = None
         self.destinations = Destinations.of_layer(config, groups.parallel, placement, offset=groups.parallel.dp_rank)
 
     @property
@@ -89,6 +91,13 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def travels_quantized(self, key: QuantKey) -> bool:
         """Whether tokens that are quantised by ``key`` can travel so; others are quantised where they arrive."""
         return key.is_token_wise
+
+    def code(self, hidden: Tensor, quantize_as: QuantKey | None) -> TokenCode:
+        """How ``hidden`` [M, K] travels; the same object for calls of the same kind."""
+        found, columns = self._code, hidden.shape[1]
+        if found is None or found.key is not quantize_as or found.columns != columns or found.dtype is not hidden.dtype:
+            self._code = found = TokenCode(columns, hidden.dtype, quantize_as)
+        return found
 
     def max_tokens(self, num_tokens: int) -> int:
         return num_tokens * self.ranks.parallel.dp_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig
 from moe_core.errors import ConfigError
+from moe_core.replay import Replay
 
 if TYPE_CHECKING:
     from moe_core.expert_parallel import ExpertPlacement, ReplicaTables
@@ -26,6 +28,7 @@ class Destinations:
         self.ep_rank = ep_rank
         self.offset = offset
         self._tables: dict[torch.device, ReplicaTables] = {}
+        self._steps: dict[torch.device, Replay] = {}
 
     @staticmethod
     def of_layer(
@@ -66,6 +69,21 @@ class Destinations:
         if device not in self._tables:
             self._tables[device] = ReplicaTables.of(self.placement, device)
         return self._tables[device]
+
+    def step(
+        self, device: torch.device, call: Callable[[], object], tensors: tuple[Tensor | None, ...], *kind: Hashable
+    ) -> None:
+        """``call()``: a step of a call that only launches kernels, with ``tensors`` and the tables on ``device``.
+
+        Steps that repeat are replayed (:meth:`moe_core.replay.Replay.step`, whose ``kind`` this is).
+        """
+        first = tensors[0]
+        if first is None or not first.is_cuda:
+            call()
+            return
+        if device not in self._steps:
+            self._steps[device] = Replay(self.tables(device))
+        self._steps[device].step(call, tensors, *kind)
 
     def move(self, placement: ExpertPlacement) -> None:
         """Take another placement from the next call on, in the same memory, which captured graphs go on reading.

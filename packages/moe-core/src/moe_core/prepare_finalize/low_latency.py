@@ -68,6 +68,8 @@ class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
             self.ranks.parallel.dp_size, config.max_num_tokens, config.hidden_size, config.top_k, config.dtype
         )
         self._buffers = buffers
+        #: a code that fits into the buffers
+        self._fits: TokenCode | None = None
 
     @classmethod
     def unavailable(cls, groups: ParallelGroups, device: torch.device, own: list[str]) -> list[str]:
@@ -96,8 +98,10 @@ class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
     def dispatch(
         self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
     ) -> Pending[tuple[Tokens, object]]:
-        code = TokenCode(self.shape.columns, self.shape.dtype, quantize_as)
-        self.shape.check(len(tokens.hidden_states), code)
+        code = self.code(tokens.hidden_states, quantize_as)
+        if code is not self._fits or tokens.hidden_states.shape[0] > self.shape.capacity:
+            self.shape.check(tokens.hidden_states.shape[0], code)
+            self._fits = code
         number, buffer = self._take(tokens.hidden_states.device)
         return push(self, tokens, code, buffer, bound(self._release, number))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from moe_core.errors import CommunicationError
@@ -46,22 +47,33 @@ def push(
     release: Callable[[], None],
 ) -> Pending[tuple[Tokens, object]]:
     """Begin to push ``tokens`` as ``code`` into ``buffer`` of each rank; as ``dispatch`` of ``prepare_finalize``."""
-    places = push_tokens(
-        buffer,
-        tokens.hidden_states,
-        tokens.experts,
-        tokens.weights,
-        prepare_finalize.destinations.tables(tokens.experts.device),
-        code,
-        copies=prepare_finalize.copies,
-        offset=prepare_finalize.destinations.offset,
-        adapter_ids=tokens.adapter_ids,
-    )
+    hidden, experts, weights, adapter_ids = tokens.hidden_states, tokens.experts, tokens.weights, tokens.adapter_ids
+    destinations, shape, device = prepare_finalize.destinations, buffer.shape, experts.device
+    places = torch.empty((hidden.shape[0], shape.ranks), dtype=torch.int32, device=device)
+
+    def send() -> None:
+        push_tokens(
+            buffer,
+            hidden,
+            experts,
+            weights,
+            destinations.tables(device),
+            code,
+            copies=prepare_finalize.copies,
+            offset=destinations.offset,
+            adapter_ids=adapter_ids,
+            places=places,
+        )
+
+    given = hidden, experts, weights, adapter_ids, places, buffer.addresses, buffer.state
+    destinations.step(device, send, given, "push", shape, code)
 
     def finish() -> tuple[Tokens, object]:
-        await_tokens(buffer, timeout=prepare_finalize.ranks.timeout.total_seconds())
+        timeout = prepare_finalize.ranks.timeout.total_seconds()
+        signals = buffer.signals(1), buffer.state, buffer.addresses
+        destinations.step(device, lambda: await_tokens(buffer, timeout=timeout), signals, "wait")
         came = arrived_tokens(buffer, code)
-        adapters = None if tokens.adapter_ids is None else came.adapters
+        adapters = None if adapter_ids is None else came.adapters
         return (
             Tokens(came.hidden, came.scale, came.weights, came.experts, adapters),
             PushedTokens(buffer, came.experts, places, release),
@@ -74,10 +86,16 @@ def push_back(
     prepare_finalize: CollectivePrepareAndFinalize, pushed: PushedTokens, output: Tensor, partial: Tensor
 ) -> Pending[None]:
     """Begin to push results back; as ``combine`` of ``prepare_finalize``."""
-    push_results(pushed.buffer, partial, pushed.experts)
+    buffer, destinations, device = pushed.buffer, prepare_finalize.destinations, output.device
+    given = partial, pushed.experts, buffer.addresses, buffer.state
+    destinations.step(device, lambda: push_results(buffer, partial, pushed.experts), given, "push back", buffer.shape)
 
     def finish() -> None:
-        combine_results(pushed.buffer, pushed.places, output, timeout=prepare_finalize.ranks.timeout.total_seconds())
+        timeout = prepare_finalize.ranks.timeout.total_seconds()
+        came = output, pushed.places, buffer.results, buffer.signals(2), buffer.state, buffer.addresses
+        destinations.step(
+            device, lambda: combine_results(buffer, pushed.places, output, timeout=timeout), came, "combine"
+        )
         if not output.is_meta:
             pushed.release()
 

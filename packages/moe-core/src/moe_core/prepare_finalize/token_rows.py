@@ -88,13 +88,11 @@ class Tokens:
         return Tokens(hidden, scale, weights, experts, adapters)
 
 
-def unpacked(
-    rows: Tensor, code: TokenCode, top_k: int, *, adapters: bool, held: tuple[int, int] | None = None
-) -> Tokens:
+def unpacked(rows: Tensor, code: TokenCode, top_k: int, *, adapters: bool) -> Tokens:
     """The tokens of ``rows``, by one launch: :func:`moe_core.ops.dispatch.unpack`."""
     from moe_core.ops.dispatch import unpack
 
-    found = unpack(rows, code, top_k, adapters=adapters, held=held)
+    found = unpack(rows, code, top_k, adapters=adapters)
     return Tokens(found.hidden, found.scale, found.weights, found.experts, found.adapters)
 
 
