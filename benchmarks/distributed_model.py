@@ -1,11 +1,13 @@
 """The model of what communication costs beside what ``distributed.py`` measured, and fitted to it.
 
     python benchmarks/distributed_model.py RESULTS.json … [--machine FILE.json] [--within 15]
+                                           [--document docs/results/several-gpus.json --commit COMMIT --date DATE]
 
 Each point is the time of a layer: a rank's experts alone, as measured, and communication by the model
 (moe_core.distributed.cost), before and after its two numbers of each kind of step are fitted to all points of the files
-(2 and 4 ranks, say).  ``--machine`` writes the fitted figures, which ``moe explain --machine`` takes.  Ends with 1
-where a fitted prediction is off by more than ``--within`` per cent.
+(2 and 4 ranks, say).  Deviations are of the layer, and in brackets of communication alone.  ``--machine`` writes the
+fitted figures, which ``moe explain --machine`` takes; ``--document`` the table of docs/performance.md, whose title and
+notes stay.  Ends with 1 where a fitted prediction is off by more than ``--within`` per cent of the layer.
 """
 
 from __future__ import annotations
@@ -34,6 +36,13 @@ class Point:
     scheme: str
     us: float
     alone_us: float
+    layer: str = ""
+    bytes: int = 0
+
+    @property
+    def over_us(self) -> float:
+        """Microseconds of communication."""
+        return self.us - self.alone_us
 
     def cost(self, machine: Machine) -> LayerCost:
         """The model's."""
@@ -62,7 +71,17 @@ def points(data: dict[str, Any]) -> list[Point]:
         for name, layer in data["meta"]["layers"].items()
     }
     return [
-        Point(f"{ranks} ranks", row["peer"], configs[row["layer"]], p["M"], row["scheme"], p["us"], p["alone_us"])
+        Point(
+            f"{ranks} ranks",
+            row["peer"],
+            configs[row["layer"]],
+            p["M"],
+            row["scheme"],
+            p["us"],
+            p["alone_us"],
+            row["layer"],
+            p.get("bytes", 0),
+        )
         for row in data["results"]
         for p in row["points"]
         if p.get("taken", row["peer"]) == row["peer"]
@@ -76,12 +95,37 @@ def fitted(machine: Machine, found: list[Point], source: str) -> Machine:
     )
 
 
+def table(found: list[Point], machine: Machine) -> dict[str, Any]:
+    """Header and rows of a document: times of a layer, in brackets of communication, and that of the model."""
+    backends = list(dict.fromkeys(p.all2all for p in sorted(found, key=lambda p: p.us)))
+    rows = []
+    for layer, tokens in sorted(
+        {(p.layer, p.tokens) for p in found}, key=lambda key: (key[0] != "top8", key[0], key[1])
+    ):
+        mine = {p.all2all: p for p in found if (p.layer, p.tokens) == (layer, tokens)}
+        cells = []
+        for name in backends:
+            p = mine.get(name)
+            over = () if p is None else (p.over_us, p.predicted(machine) - p.alone_us)
+            measured, model = (f"{us:.1f}" if us < 100 else f"{us:.0f}" for us in over) if over else ("", "")
+            cells.append("–" if p is None else f"{p.us:.4g} (+{measured}, {model})")
+        sent = [mine[name].bytes for name in ("alltoall", "allgather_reducescatter") if name in mine]
+        ratio = f"{sent[0] / sent[1]:.2f}" if len(sent) == 2 and sent[1] else "–"
+        rows.append([f"{layer}, {tokens}", f"{next(iter(mine.values())).alone_us:.4g}", *cells, ratio])
+    titles = [f"{name}, µs" for name in backends]
+    header = ["layer, tokens of each rank", "a rank's experts alone, µs", *titles, "bytes, all-to-all over all-gather"]
+    return {"header": header, "rows": rows}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--machine", type=Path)
     parser.add_argument("--within", type=float, default=15.0)
+    parser.add_argument("--document", type=Path)
+    parser.add_argument("--commit")
+    parser.add_argument("--date")
     options = parser.parse_args(arguments)
     files = [json.loads(path.read_text()) for path in options.results]
     before = Machine.of_device(files[0]["meta"]["gpu"])
@@ -94,13 +138,21 @@ def main(arguments: list[str] | None = None) -> int:
     for p in found:
         first, then = (100 * (p.predicted(machine) / p.us - 1) for machine in (before, after))
         worst = max(worst, abs(then))
-        what = f"{p.name}  {p.scheme}  {p.all2all}  M {p.tokens}  {p.us:.1f} us"
-        print(f"{what}  assumed {first:+.0f} %  fitted {then:+.1f} %")
+        part = 100 * ((p.predicted(after) - p.alone_us) / p.over_us - 1) if p.over_us > 0 else 0.0
+        what = (
+            f"{p.name}  {p.layer}  {p.scheme}  {p.all2all}  M {p.tokens}  {p.us:.1f} us, {p.over_us:.1f} over experts"
+        )
+        print(f"{what}  before {first:+.0f} %  fitted {then:+.1f} % ({part:+.0f} %)")
     for kind, numbers in after.kinds.items():
         print(f"{kind}: call {numbers.call * 1e6:.1f} us, {100 * numbers.efficiency:.0f} % of the links")
     print(f"largest deviation {worst:.1f} %")
     if options.machine is not None:
         options.machine.write_text(json.dumps(after.to_json(), indent=2) + "\n")
+    if options.document is not None:
+        document = json.loads(options.document.read_text())
+        document["run"] |= {key: value for key in ("commit", "date") if (value := getattr(options, key)) is not None}
+        text = json.dumps(document | table(found, after), indent=1, ensure_ascii=False)
+        options.document.write_text(text + "\n")
     return int(worst > options.within)
 
 

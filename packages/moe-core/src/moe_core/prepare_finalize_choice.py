@@ -182,7 +182,8 @@ def select_prepare_finalize(
             product_bits=8 if activation_key is not None and activation_key.dtype.bits == 8 else 16,
         )
         found.append(PrepareFinalizeCandidate(cls, reasons, report, selection, payload, cost))
-    fitting = [candidate for candidate in found if candidate.fits]
+    # of equal ones that which needs nothing from the host
+    fitting = sorted((candidate for candidate in found if candidate.fits), key=lambda one: not one.cuda_graph)
     lines = {} if shared else _lines(fitting, machine)
     if all2all == "auto":
         # those of ranks that have the same tokens differ in what they give: the first is what is asked for

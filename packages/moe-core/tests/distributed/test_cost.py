@@ -24,7 +24,7 @@ from moe_core.distributed.cost import (
     payload_bytes,
     ring,
 )
-from moe_core.distributed.machine import ALL_GATHER, ALL_TO_ALL, MACHINES, Kind, Link, Machine
+from moe_core.distributed.machine import ALL_GATHER, ALL_TO_ALL, MACHINES, PUSH, Kind, Link, Machine
 
 #: 100 GB/s by NVLink, 10 GB/s by the network, one hop 1 µs and 5 µs; collectives attain all of it
 ROUND = Machine(
@@ -127,10 +127,28 @@ def test_all_to_all_sends_a_token_once_per_rank() -> None:
     cost = cost_of("alltoall", config(ep=4, dp=4), 100, ROUND, payload=kFp8Dynamic128Sym)
     hit = 1 - math.comb(6, 2) / math.comb(8, 2)  # 13 of 28 sets have one of a rank's two experts
     assert hit == pytest.approx(13 / 28)
-    # 8 bytes to each rank say how much comes; codes and 8 scales of blocks of 128, and the routing of 2 slots
-    assert cost.bytes_there == pytest.approx(3 * 8 + 3 * hit * 100 * (1000 + 32 + 16))
+    # codes and 8 scales of blocks of 128, and the routing of 2 slots
+    assert cost.bytes_there == pytest.approx(3 * hit * 100 * (1000 + 32 + 16))
     assert cost.bytes_back == pytest.approx(3 * hit * 100 * 2000)
-    assert cost.latency == pytest.approx(3 * 1e-6)
+    assert cost.latency == pytest.approx(2 * 1e-6)
+    # between hosts 8 bytes to each rank say how much comes, and the host waits for them
+    far = cost_of("alltoall", config(ep=8, dp=8), 100, replace(ROUND, sync=1e-3))
+    assert far.before[0] == Step(ALL_TO_ALL, 3 * 8, 4 * 8, 0, 1, 1)
+    assert far.latency == pytest.approx(3 * 5e-6 + 1e-3)
+
+
+def test_rows_that_exceed_the_cache_go_through_memory() -> None:
+    machine = replace(ROUND, cache=1e6, memory_efficiency=0.5)
+    # two ranks, to both of which every token goes
+    cost, few = (cost_of("low_latency", config(ep=2, dp=2, top_k=8), tokens, machine) for tokens in (1000, 50))
+    # 2000 bytes are read and 2 * 2064 written; results: 2 read, 2 written, 2 added to one
+    there, back = cost.before[0].memory_bytes, cost.after[0].memory_bytes
+    assert (there, back) == (1000 * (2000 + 2 * 2064), 1000 * 2000 * 7)
+    assert cost.transfer == pytest.approx(1000 * 4064 / 100e9 + (there + back - 2e6) / 0.5e12)
+    assert few.transfer == pytest.approx(50 * 4064 / 100e9)
+    line = Line.of("low_latency", config(ep=2, dp=2, top_k=8), machine)
+    assert line is not None
+    assert line.at(1000) == pytest.approx(2e-6 + 1000 * 4064 / 100e9 + (there + back) / 0.5e12)
 
 
 def test_batch_invariant_layers_bring_every_part_to_who_adds_it() -> None:
@@ -149,6 +167,8 @@ def test_between_hosts_the_network_counts() -> None:
     assert [step.far_bytes for step in (*cost.before, *cost.after)] == [far * 2016, far * 2000]
     assert cost.transfer == pytest.approx(far * 4016 / 10e9)
     assert cost.latency == pytest.approx(2 * 5e-6)
+    slow = replace(ROUND, kinds={PUSH: Kind(0.0, 1.0, 0.5)})
+    assert cost_of("low_latency", config(ep=8, dp=8), 100, slow).transfer == pytest.approx(far * 4016 / 5e9)
 
 
 def test_ranks_of_an_expert_parallel_rank_sum_what_they_share() -> None:
@@ -194,7 +214,7 @@ def test_all_to_all_wins_from_where_its_bytes_say_so() -> None:
     line = {name: Line.of(name, layer, ROUND) for name in ("allgather_reducescatter", "alltoall")}
     assert all(line.values())
     lines = {name: found for name, found in line.items() if found is not None}
-    # latencies are 6 and 3 µs and nothing else counts here: all-to-all from the first token
+    # latencies are 6 and 2 µs and nothing else counts here: all-to-all from the first token
     assert fastest(lines) == ((1, "alltoall"),)
     hit = 1 - math.comb(24, 2) / math.comb(32, 2)
     assert lines["alltoall"].slope == pytest.approx(3 * hit * (8192 + 16 + 8192) / 100e9)

@@ -54,6 +54,15 @@ def test_measured_layers_give_back_what_they_were_made_of() -> None:
     assert fitted.source == "a test"
 
 
+def test_steps_within_a_domain_say_nothing_of_the_network() -> None:
+    near, far = (
+        [Sample((PUSH,), 0.0, size, 1e-6 + 2 * size, 1, far) for size in (1e-6, 1e-3)] for far in (False, True)
+    )
+    found, whole = (H200.fitted(samples, "a test").kinds[PUSH] for samples in (near, far))
+    assert (found.efficiency, found.far) == (pytest.approx(0.5), H200.kinds[PUSH].far)
+    assert (whole.efficiency, whole.far) == (pytest.approx(0.5), pytest.approx(0.5))
+
+
 def test_one_size_says_nothing_of_bytes() -> None:
     assert H200.fitted([Sample((ALL_TO_ALL,), 0.0, 1e-3, 2e-3)] * 3, "a test").kinds == H200.kinds
 

@@ -13,7 +13,14 @@ probability ``1 - (1 - k / E)**T``.
 **Seconds of a step** between ranks: what its kind takes before anything moves, the hops that its last byte makes, and
 the larger of bytes over NVLink and bytes over the network, each over the bandwidth of one GPU that the kind attains::
 
-    call + near_hops * near.latency + far_hops * far.latency + max(near_bytes / near, far_bytes / far) / efficiency
+    call + near_hops * near.latency + far_hops * far.latency
+         + max(near_bytes / (near * efficiency), far_bytes / (far * far_efficiency))
+
+Kernels that write into other GPUs' memory also read and write rows in their own GPU's: tokens once, results three
+times.  What of that exceeds the cache takes its bytes over the bandwidth of memory that such kernels attain (what a
+library's collective copies by itself is in the bandwidth that it attains)::
+
+    max(memory_bytes - cache, 0) / (memory_bandwidth * memory_efficiency)
 
 **Seconds of a layer**: the larger of weights over memory bandwidth and products over the tensor cores' rate (the
 experts' share at its limit, no kernel's time), and the steps.  One after the other (``seconds``); or, where another
@@ -24,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
@@ -94,7 +101,8 @@ class Step:
 
     ``near_bytes`` and ``far_bytes`` that it sends (and receives: the same where routing is uniform) over NVLink and
     over the network; ``near_hops`` and ``far_hops`` that the last byte makes; ``kind`` of :mod:`.machine`; ``syncs``:
-    how often the host waits for a number from the GPU.
+    how often the host waits for a number from the GPU; ``memory_bytes`` that its kernels read and write in a GPU's own
+    memory, others' writes too.
     """
 
     kind: str
@@ -103,6 +111,7 @@ class Step:
     near_hops: int
     far_hops: int
     syncs: int = 0
+    memory_bytes: float = 0.0
 
     def latency(self, machine: Machine) -> float:
         """Seconds of its calls and hops."""
@@ -110,8 +119,16 @@ class Step:
         return machine.kinds[self.kind].call + hops + self.syncs * machine.sync
 
     def transfer(self, machine: Machine) -> float:
-        """Seconds that its bytes take."""
-        return self.wire(machine) / machine.kinds[self.kind].efficiency
+        """Seconds that its bytes take, between GPUs and in memory."""
+        kind, near, far = machine.kinds[self.kind], machine.near.bandwidth, machine.far.bandwidth
+        links = max(self.near_bytes / (near * kind.efficiency), self.far_bytes / (far * kind.far))
+        return links + self.memory(machine)
+
+    def memory(self, machine: Machine) -> float:
+        """Seconds that its bytes take in a GPU's own memory."""
+        if machine.cache is None:
+            return 0.0
+        return max(self.memory_bytes - machine.cache, 0.0) / (machine.memory_bandwidth * machine.memory_efficiency)
 
     def wire(self, machine: Machine) -> float:
         """Seconds that its bytes take at the links' whole bandwidth."""
@@ -260,20 +277,26 @@ def _allgather_reducescatter(traffic: Traffic) -> Steps:
 
 def _alltoall(traffic: Traffic) -> Steps:
     peers, hit, tokens = traffic.travelling, traffic.hit, traffic.tokens
-    size = traffic.token_bytes + ROUTING_BYTES * traffic.top_k
-    # GPUs that reach each other's memory write into it, and the host need not know the routing
-    crossing = peers.far > 0
-    kind = ALL_TO_ALL if crossing else PUSH
-    counts = direct(kind, peers, 1.0, 1, 8, syncs=int(crossing))
-    there = direct(kind, peers, hit, tokens, size)
-    back = direct(kind, peers, hit, tokens, traffic.result_bytes)
+    if not peers.far:
+        # GPUs that reach each other's memory write into it, and the host need not know the routing
+        return _low_latency(traffic)
+    counts = direct(ALL_TO_ALL, peers, 1.0, 1, 8, syncs=1)
+    there = direct(ALL_TO_ALL, peers, hit, tokens, traffic.token_bytes + ROUTING_BYTES * traffic.top_k)
+    back = direct(ALL_TO_ALL, peers, hit, tokens, traffic.result_bytes)
     return (counts, there), (back, *traffic.summing())
 
 
 def _low_latency(traffic: Traffic) -> Steps:
     peers, hit, tokens = traffic.travelling, traffic.hit, traffic.tokens
-    there = direct(PUSH, peers, hit, tokens, traffic.token_bytes + ROUTING_BYTES * traffic.top_k)
+    size = traffic.token_bytes + ROUTING_BYTES * traffic.top_k
+    # ranks that a token goes to, this one too; as many rows come as leave
+    goes = hit * peers.size
+    there = direct(PUSH, peers, hit, tokens, size)
+    there = replace(there, memory_bytes=tokens * (traffic.result_bytes + goes * size))
+    # results are read, written where they are added, and read there; rows that nobody sent are written by the experts
+    passes = 3 * goes + (peers.size - goes) + 1
     back = direct(PUSH, peers, hit, tokens, traffic.result_bytes)
+    back = replace(back, memory_bytes=tokens * traffic.result_bytes * passes)
     return (there,), (back, *traffic.summing())
 
 
@@ -344,8 +367,10 @@ class LayerCost:
     def sample(self, machine: Machine, seconds: float) -> Sample:
         """What :meth:`Machine.fitted` takes of its steps, which took measured ``seconds`` together."""
         steps = (*self.before, *self.after)
-        hops, wires = sum(step.hops(machine) for step in steps), sum(step.wire(machine) for step in steps)
-        return Sample(tuple(step.kind for step in steps), hops, wires, seconds, len(steps))
+        known = sum(step.hops(machine) + step.memory(machine) for step in steps)
+        wires = sum(step.wire(machine) for step in steps)
+        far = any(step.far_bytes for step in steps)
+        return Sample(tuple(step.kind for step in steps), known, wires, seconds, len(steps), far)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -417,7 +442,8 @@ def products_of(config: FusedMoEConfig, tokens: int) -> float:
 class Line:
     """Seconds that steps between ranks take: ``start``, and ``slope`` for each token that a rank brings.
 
-    Latency does not depend on the number of tokens, and bytes are proportional to it.
+    Latency does not depend on the number of tokens, and bytes are proportional to it; those in memory are counted
+    without a cache.
     """
 
     start: float
@@ -426,7 +452,8 @@ class Line:
     @staticmethod
     def of(name: str, config: FusedMoEConfig, machine: Machine, payload: QuantKey | None = None) -> Line | None:
         """That of the class of that name; None for one of which no cost is known."""
-        none, one = (layer_cost(name, config, count, machine, payload=payload) for count in (0, 1))
+        without = machine if machine.cache is None else replace(machine, cache=0.0)
+        none, one = (layer_cost(name, config, count, without, payload=payload) for count in (0, 1))
         if none is None or one is None:
             return None
         start, first = ((cost.latency or 0.0) + (cost.transfer or 0.0) for cost in (none, one))

@@ -35,22 +35,31 @@ class Link:
 @dataclass(frozen=True)
 class Kind:
     """What a kind of step adds to its links: ``call``, seconds before anything moves, and the part of the links'
-    bandwidth that it attains (``efficiency``, 0 to 1)."""
+    bandwidth that it attains: ``efficiency`` (0 to 1) within a domain, ``far_efficiency`` between domains (None: the
+    same)."""
 
     call: float
     efficiency: float
+    far_efficiency: float | None = None
+
+    @property
+    def far(self) -> float:
+        """The part of the network's bandwidth."""
+        return self.efficiency if self.far_efficiency is None else self.far_efficiency
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Measured steps that were timed together: their kinds, how many ``calls`` they are, seconds of latency and of
-    transfer by the links alone, and seconds as measured."""
+    """Measured steps that were timed together: their kinds, how many ``calls`` they are, seconds of latency (and
+    whatever else is known), of transfer by the links alone, and seconds as measured; ``far``: whether some of it went
+    between domains."""
 
     kinds: tuple[str, ...]
     latency: float
     transfer: float
     seconds: float
     calls: int = 1
+    far: bool = False
 
 
 #: of kinds that were not measured: what NCCL takes for a small message, and the part of NVLink that its rings attain
@@ -72,6 +81,8 @@ class Machine:
     - ``memory_bandwidth`` in bytes/s; ``rates``: operations/s (a multiply-add is two) of dense matrix products, by the
       bits of their operands
     - ``kinds``: what each kind of step adds
+    - ``cache``: bytes of a GPU's last cache: what kernels around a step move beyond it goes through memory, of whose
+      bandwidth they attain ``memory_efficiency``; None: that is left out
     - ``sync``: seconds that the host loses where it must wait for a number from the GPU
     - ``source``: where the figures are from
 
@@ -86,6 +97,8 @@ class Machine:
     rates: Mapping[int, float]
     kinds: Mapping[str, Kind] = field(default_factory=lambda: _ASSUMED)
     sync: float = 20e-6
+    cache: float | None = None
+    memory_efficiency: float = 0.75
     source: str = "data sheets; latencies and attained bandwidths are assumed"
 
     def __post_init__(self) -> None:
@@ -101,13 +114,16 @@ class Machine:
             "near.bandwidth": self.near.bandwidth,
             "far.bandwidth": self.far.bandwidth,
             "memory_bandwidth": self.memory_bandwidth,
+            "memory_efficiency": self.memory_efficiency,
             **{f"rates[{bits}]": rate for bits, rate in self.rates.items()},
             **{f"kinds[{name!r}].efficiency": kind.efficiency for name, kind in self.kinds.items()},
+            **{f"kinds[{name!r}].far_efficiency": kind.far for name, kind in self.kinds.items()},
         }
         others = {
             "near.latency": self.near.latency,
             "far.latency": self.far.latency,
             "sync": self.sync,
+            "cache": self.cache or 0.0,
             **{f"kinds[{name!r}].call": kind.call for name, kind in self.kinds.items()},
         }
         for name, value in {**positive, **others}.items():
@@ -123,7 +139,8 @@ class Machine:
         """The machine with ``call`` and ``efficiency`` of each kind from measured steps, two of a kind at least.
 
         ``seconds = calls * call + latency + transfer / efficiency``, with the least sum of squared relative errors.
-        Kinds that were timed together get the same.  Kinds with fewer samples, or all of one size, stay as they are.
+        Kinds that were timed together get the same.  Kinds with fewer samples, or all of one size, stay as they are,
+        and so does what kinds attain between domains where no sample went there.
         """
         together: dict[tuple[str, ...], list[Sample]] = {}
         for sample in samples:
@@ -132,7 +149,8 @@ class Machine:
         for names, mine in together.items():
             found = _least_squares(mine)
             if found is not None:
-                kinds |= dict.fromkeys(names, found)
+                far = any(sample.far for sample in mine)
+                kinds |= {name: found if far else replace(found, far_efficiency=kinds[name].far) for name in names}
         return replace(self, kinds=kinds, source=source)
 
     def to_json(self) -> dict[str, Any]:
@@ -207,8 +225,10 @@ def _least_squares(samples: list[Sample]) -> Kind | None:
     return None if slope <= 0 else Kind(call, 1 / slope)
 
 
-def _nvlink(name: str, domain: int, near: float, far: float, memory: float, rates: Mapping[int, float]) -> Machine:
-    """Units of data sheets: GB/s of each direction, TB/s of memory, TFLOP/s of dense products."""
+def _nvlink(
+    name: str, domain: int, near: float, far: float, memory: float, cache: float, rates: Mapping[int, float]
+) -> Machine:
+    """Units of data sheets: GB/s of each direction, TB/s of memory, MB of cache, TFLOP/s of dense products."""
     return Machine(
         name,
         domain,
@@ -216,19 +236,28 @@ def _nvlink(name: str, domain: int, near: float, far: float, memory: float, rate
         far=Link(far * 1e9, 4e-6),
         memory_bandwidth=memory * 1e12,
         rates={bits: rate * 1e12 for bits, rate in rates.items()},
+        cache=cache * 1e6,
     )
 
+
+#: what two H200 attained in layers of this package: benchmarks/distributed_model.py, of docs/results/several-gpus.json
+_MEASURED = {
+    ALL_GATHER: Kind(14.5e-6, 0.43, 0.8),
+    REDUCE_SCATTER: Kind(14.5e-6, 0.43, 0.8),
+    PUSH: Kind(8.5e-6, 0.79, 0.75),
+}
+_SOURCE = "data sheets; all-gather, reduce-scatter and push measured on two GPUs of a host, all else assumed"
 
 #: Hosts of eight GPUs with one network adapter each (200 Gbit/s for A100, else 400), a rack of 72.
 MACHINES: Mapping[str, Machine] = MappingProxyType(
     {
         machine.name: machine
         for machine in (
-            _nvlink("a100", 8, 300, 25, 2.04, {16: 312, 8: 624}),
-            _nvlink("h100", 8, 450, 50, 3.35, {16: 989, 8: 1979}),
-            _nvlink("h200", 8, 450, 50, 4.8, {16: 989, 8: 1979}),
-            _nvlink("b200", 8, 900, 50, 7.7, {16: 2250, 8: 4500, 4: 9000}),
-            _nvlink("gb200", 72, 900, 50, 8.0, {16: 2500, 8: 5000, 4: 10000}),
+            _nvlink("a100", 8, 300, 25, 2.04, 40, {16: 312, 8: 624}),
+            _nvlink("h100", 8, 450, 50, 3.35, 50, {16: 989, 8: 1979}),
+            replace(_nvlink("h200", 8, 450, 50, 4.8, 50, {16: 989, 8: 1979}), kinds=_MEASURED, source=_SOURCE),
+            _nvlink("b200", 8, 900, 50, 7.7, 126, {16: 2250, 8: 4500, 4: 9000}),
+            _nvlink("gb200", 72, 900, 50, 8.0, 126, {16: 2500, 8: 5000, 4: 10000}),
         )
     }
 )
