@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moe_core import Oracle, registry
 from moe_core.cli.backends import DEVICES, describe, details, support
+from moe_core.prepare_finalize.by_name import ALL2ALL_BACKENDS, REDUCTIONS, load_prepare_finalize
 
 NOXFILE = Path(__file__).parent.parent / "noxfile.py"
 WIDTH = 120
@@ -36,6 +37,17 @@ device; yes: claimed.
 """
 
 
+RANKS = """
+## Several ranks
+
+How tokens reach the experts of other ranks ([distributed.md](distributed.md)). **verified on**: where layers over ranks
+were compared with the layer on one rank, with every scheme's own kernels; no more than two GPUs yet.
+
+| prepare/finalize | tokens quantised first | batch invariant | CUDA graphs | verified on | |
+|---|---|---|---|---|---|
+"""
+
+
 def targets() -> str:
     """The architectures that the checks compile for, as noxfile.py lists them."""
     for node in ast.parse(NOXFILE.read_text(encoding="utf-8")).body:
@@ -54,6 +66,17 @@ def device_table(oracles: list[Oracle]) -> str:
         for name, found in support(oracle).items():
             text += f"| {scheme} | `{name}` | {' | '.join(cells[found[arch]] for arch in DEVICES)} |\n"
             scheme = ""
+    return text
+
+
+def ranks_table() -> str:
+    """The prepare/finalize classes by which tokens cross ranks."""
+    text = RANKS
+    for name in (*ALL2ALL_BACKENDS, *REDUCTIONS):
+        claims = load_prepare_finalize(name).claims
+        flags = ("yes" if flag else "" for flag in (claims.quantizes, claims.batch_invariant, claims.cuda_graph))
+        verified = "; ".join(claims.verified_on) or "nothing yet"
+        text += f"| `{name}` | {' | '.join(flags)} | {verified} | {claims.notes} |\n"
     return text
 
 
@@ -81,4 +104,6 @@ def item(label: str, value: str) -> str:
 def text() -> str:
     """The whole document."""
     oracles = list(registry().oracles())
-    return INTRODUCTION.format(targets=targets()) + device_table(oracles) + "".join(map(section, oracles))
+    return (
+        INTRODUCTION.format(targets=targets()) + device_table(oracles) + ranks_table() + "".join(map(section, oracles))
+    )

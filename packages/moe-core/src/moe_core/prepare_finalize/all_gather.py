@@ -45,7 +45,7 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
         frozenset({TokenSharing.EP_RANK, TokenSharing.NONE}),
         quantizes=True,
         batch_invariant=True,
-        verified_on=("cpu",),
+        verified_on=("cpu", "2 × NVIDIA H200 (sm90)"),
     )
 
     def dispatch(

@@ -49,6 +49,7 @@ class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
         bounded=True,
         max_ranks=MAX_RANKS,
         one_domain=True,
+        verified_on=("2 × NVIDIA H200 (sm90)",),
     )
     fallback = "allgather_reducescatter"
     empty_rows = True

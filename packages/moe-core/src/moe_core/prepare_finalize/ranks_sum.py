@@ -35,7 +35,9 @@ class AllReducePrepareAndFinalize(PrepareAndFinalizeNoParallel):
 
     name = "all_reduce"
     monolithic = True
-    claims = PrepareFinalizeClaims(frozenset({TokenSharing.ALL}), batch_invariant=True, verified_on=("cpu",))
+    claims = PrepareFinalizeClaims(
+        frozenset({TokenSharing.ALL}), batch_invariant=True, verified_on=("cpu", "2 × NVIDIA H200 (sm90)")
+    )
 
     def __init__(
         self,
@@ -90,7 +92,9 @@ class ReduceScatterPrepareAndFinalize(AllReducePrepareAndFinalize):
     """
 
     name = "reduce_scatter"
-    claims = PrepareFinalizeClaims(frozenset({TokenSharing.ALL}), batch_invariant=True, verified_on=("cpu",))
+    claims = PrepareFinalizeClaims(
+        frozenset({TokenSharing.ALL}), batch_invariant=True, verified_on=("cpu", "2 × NVIDIA H200 (sm90)")
+    )
     sums_in_place = False
 
     def output_tokens(self, num_tokens: int) -> int:
