@@ -146,6 +146,18 @@ def test_short_tiles_are_for_short_loops_with_scales_along_k(
         assert (plan.gemm1.short_tiles, plan.gemm2.short_tiles) == wanted
 
 
+@pytest.mark.parametrize(
+    ("group_size", "hidden", "inner", "stages"),
+    [(128, 4096, 6400, (5, 5)), (-1, 4096, 6400, (4, 4)), (128, 7168, 2048, (5, 3)), (-1, 2048, 768, (3, 3))],
+)
+def test_long_loops_have_more_steps_in_flight(
+    group_size: int, hidden: int, inner: int, stages: tuple[int, int]
+) -> None:
+    plan = plan_of("e4m3", 128, 2, 16, hidden, inner, group_size=group_size)
+    assert plan.block_m == 32
+    assert (plan.gemm1.num_stages, plan.gemm2.num_stages) == stages
+
+
 def test_few_tiles_share_loops() -> None:
     assert plan_of("mixed int4", 1, 8, 256, 7168, 256).gemm1.split_k == 8
     assert plan_of("mixed int4", 1, 2, 8, 4096, 14336).gemm1.split_k == 4

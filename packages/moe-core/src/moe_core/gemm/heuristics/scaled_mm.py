@@ -42,12 +42,17 @@ def scaled_mm_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         # few programs leave multiprocessors without work (a tile of one half leaves room for others beside it)
         limit = (132 if problem.gated else 396, 4)
         gemm1_split, gemm2_split = splits(problem, tokens, limit, (RESIDENT, 4), block)
-        gemm1_stages = 4 if gemm1_split > 1 or rows == 32 else (6 if gemm1_steps >= 32 else 3)
-        gemm2_stages = 2 if gemm2_steps <= 2 else (3 if gemm2_steps < 16 else 5)
-        most = 3 if rows == 32 else 6
+        if rows == 32:
+            # two programs beside each other, or one with more steps in flight: over long k loops the latter
+            long = 4 if problem.group_size == -1 else 5
+            gemm1_stages = long if gemm1_steps >= 32 and gemm1_split == 1 else 3
+            gemm2_stages = long if gemm2_steps >= 32 and gemm2_split == 1 else min(3, max(2, gemm2_steps))
+        else:
+            gemm1_stages = 4 if gemm1_split > 1 else (6 if gemm1_steps >= 32 else 3)
+            gemm2_stages = 2 if gemm2_steps <= 2 else (3 if gemm2_steps < 16 else 5)
         return TilePlan(
-            TileConfig(rows, block, 4, min(gemm1_stages, most), 1, True, True, gemm1_split),
-            TileConfig(rows, block, 4, min(gemm2_stages, most), 1, True, True, gemm2_split),
+            TileConfig(rows, block, 4, gemm1_stages, 1, True, True, gemm1_split),
+            TileConfig(rows, block, 4, gemm2_stages, 1, True, True, gemm2_split),
             # where launches are a good part of the time; else programs that come early only take bandwidth
             gemm1_split > 1,
         )
