@@ -10,11 +10,12 @@ from typing import Any
 import moe_core as mc
 import pytest
 import torch
-from moe_core.checkpoint import Checkpoint, find_layer, load_stacked, reading_threads
+from moe_core.checkpoint import Checkpoint, find_layer, load_stacked, reading_threads, staging
 from moe_core.checkpoint import format as formats
 from moe_core.checkpoint.format import BadValuesError
 from moe_core.checkpoint.open_file import OpenFile
 from moe_core.checkpoint.reading_threads import in_threads, read_ahead
+from moe_core.checkpoint.staging import Staging
 from moe_core.checkpoint.values import Values, load_checked
 from moe_core.model_api import PER_CALL, Given, read_layer
 from moe_core_checkpoints import count_reads, expert_tensors, layer_tensors, write
@@ -56,6 +57,19 @@ def test_the_first_error_ends_it() -> None:
         list(in_threads(job, 1000, MANY))
     assert len(begun) < 1000
     assert not [t for t in threading.enumerate() if t.name.startswith("moe_core_reader") and t.is_alive()]
+
+
+def test_all_layers_have_the_same_readers() -> None:
+    """Threads that have begun, and what they keep for reading, serve every layer that is read ahead."""
+    seen: set[threading.Thread] = set()
+
+    def read(_: int) -> None:
+        for _ in range(3):
+            seen.update(in_threads(lambda _: threading.current_thread(), 8, MANY))
+
+    list(read_ahead(range(9), read, lambda _, found: found, lambda _: MANY))
+    assert 1 < len(seen) <= reading_threads.AHEAD * reading_threads.READERS
+    assert not any(thread.is_alive() for thread in seen)
 
 
 def test_modes_of_torch_are_those_of_the_caller() -> None:
@@ -177,6 +191,68 @@ def test_a_layer_is_the_same_and_read_once(
     assert {name: reads[name] for name in experts} == dict.fromkeys(experts, 1)
 
 
+class _Operators(TorchDispatchMode):
+    """Counts what torch does, views left out."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+class _AsForAGpu:
+    """Bytes go through staging memory on their way to the CPU too."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, group_bytes: int) -> None:
+        self.pieces: list[int] = []
+        for module in (formats, staging):
+            monkeypatch.setattr(module, "is_staged", lambda _: True)
+        monkeypatch.setattr(formats, "GPU_GROUP_BYTES", group_bytes)
+        original = Staging.__init__
+
+        def init(piece: Staging, nbytes: int, *, pinned: bool = False) -> None:
+            self.pieces.append(nbytes)
+            original(piece, nbytes, pinned=pinned)
+
+        monkeypatch.setattr(Staging, "__init__", init)
+
+
+@pytest.mark.parametrize("case", FOLDERS, ids=lambda path: path.rpartition("/")[2])
+def test_a_layer_through_staging_memory_is_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory on the way to a GPU is used again for all of a layer's groups, by each thread for itself."""
+    folder = CASES / case
+    expected = canonical(folder, torch.device("cpu"))
+    monkeypatch.setattr(reading_threads, "FEWEST_BYTES", 0)
+    through = _AsForAGpu(monkeypatch, 20_000)
+    found = canonical(folder, torch.device("cpu"))
+    assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
+    assert 0 < len(through.pieces) <= 2 * (reading_threads.READERS + 1)
+
+
+@pytest.mark.parametrize("arrange", [None, lambda stored: stored.mT], ids=["as stored", "arranged"])
+def test_a_group_on_its_way_to_a_gpu_takes_one_copy(
+    tmp_path: Path, arrange: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each call of torch a thread waits for Python's lock: a group is copied, and looked at with all others."""
+    layer = find_layer(Checkpoint.open(write(tmp_path / "c", expert_tensors(experts=64))))
+    counts = []
+    for groups in (4, 8):
+        _AsForAGpu(monkeypatch, layer.nbytes // 3 * 2 // groups)
+        with _Operators() as operators:
+            load_checked(
+                layer,
+                ("gate", "up"),
+                "weight",
+                Values.FINITE,
+                experts=range(64),
+                device="cpu",
+                arrange=arrange,
+            )
+        counts.append(operators.count)
+    assert counts[1] - counts[0] == 4
+
+
 def test_a_value_that_is_refused_is_found_among_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = layer_tensors()
     name = "model.layers.0.mlp.experts.2.up_proj.weight"
@@ -211,18 +287,10 @@ def test_small_tensors_are_read_together(tmp_path: Path, arrange: Any, monkeypat
 @pytest.mark.parametrize("arrange", [None, lambda stored: stored.mT], ids=["as stored", "arranged"])
 def test_work_does_not_grow_with_experts(tmp_path: Path, arrange: Any) -> None:
     """What torch does, and a GPU would be told to do, it does for many experts at once."""
-
-    class Operators(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.count += not func.is_view
-            return func(*args, **(kwargs or {}))
-
     counts = []
     for experts in (4, 64):
         layer = find_layer(Checkpoint.open(write(tmp_path / str(experts), expert_tensors(experts=experts))))
-        with Operators() as operators:
+        with _Operators() as operators:
             load_checked(
                 layer,
                 ("gate", "up"),

@@ -15,7 +15,8 @@ from moe_core.checkpoint.families import refusal_of
 from moe_core.checkpoint.files import PICKLE_HINT, pickled_files
 from moe_core.checkpoint.names import Key, LayerNames
 from moe_core.checkpoint.reader import Checkpoint
-from moe_core.checkpoint.safetensors_file import Part, TensorInfo, places_of
+from moe_core.checkpoint.safetensors_file import Part, TensorInfo
+from moe_core.checkpoint.staging import places_of
 from moe_core.checkpoint.unsupported import unsupported_names
 from moe_core.errors import CheckpointError, ConfigError
 
@@ -132,22 +133,29 @@ class LayerExperts:
 
     def stacked(self, projection: str, suffix: str, experts: Sequence[int]) -> Tensor:
         """``[len(experts), ...]`` on the CPU."""
-        dtype = self.dtype(projection, suffix)
-        if dtype is None:
-            name = self.name(0, projection, suffix)
-            raise CheckpointError(f"{name} has the type {self.stored_dtype(projection, suffix)}, which torch has not")
-        out = torch.empty((len(experts), *self.shape(projection, suffix)), dtype=dtype)
-        self.read_all(experts, suffix, {projection: out})
-        return out
+        return self.stacked_together(((projection, suffix),), experts)[projection, suffix]
 
-    def read_all(self, experts: Sequence[int], suffix: str, outs: Mapping[str, Tensor]) -> None:
-        """Read :meth:`stacked` of several projections into their ``outs``, in the order of the file.
+    def stacked_together(self, keys: Iterable[Key], experts: Sequence[int]) -> dict[Key, Tensor]:
+        """:meth:`stacked` of several projections and suffixes; what lies side by side in the file is read at once."""
+        found: dict[Key, Tensor] = {}
+        for projection, suffix in keys:
+            dtype = self.dtype(projection, suffix)
+            if dtype is None:
+                name = self.name(0, projection, suffix)
+                raise CheckpointError(
+                    f"{name} has the type {self.stored_dtype(projection, suffix)}, which torch has not"
+                )
+            found[projection, suffix] = torch.empty((len(experts), *self.shape(projection, suffix)), dtype=dtype)
+        self.read_all(experts, {key: places_of(out) for key, out in found.items()})
+        return found
 
-        These are on the CPU, of the tensors' dtype and shape; each expert's part is contiguous.
+    def read_all(self, experts: Sequence[int], outs: Mapping[Key, Sequence[memoryview]]) -> None:
+        """Read :meth:`stacked` of several projections and suffixes into their ``outs``, in the order of the file.
+
+        ``outs``: for each expert the place of its tensor's bytes; none where it has no elements.
         """
         parts: list[Part] = []
-        for projection, out in outs.items():
-            places = places_of(out)
+        for (projection, suffix), places in outs.items():
             if self._per_expert(self._info(projection, suffix)):
                 name = self.name(0, projection, suffix)
                 parts += [(name, expert, place) for expert, place in zip(experts, places, strict=bool(places))]

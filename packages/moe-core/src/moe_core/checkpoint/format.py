@@ -8,8 +8,10 @@ from config.json, since tools write configs that don't fit their own files.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.reading_threads import in_threads
-from moe_core.checkpoint.staging import copy_bytes, staging, to_device
+from moe_core.checkpoint.staging import bytes_of, is_staged, places, staging
 from moe_core.checkpoint.statements import tool
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointError
@@ -31,6 +33,8 @@ from moe_core.weights import MoEWeights
 GROUP_BYTES = 8 << 20
 #: the same on the way to a GPU: so many that the calls between reads, each of which may wait for Python's lock, are few
 GPU_GROUP_BYTES = 32 << 20
+#: bytes at whose multiples each projection's tensors begin, so that they can be taken for any type
+_ALIGNED = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,61 +158,125 @@ def load_stacked(
     if not experts:
         raise CheckpointError(f"{layer.prefix}: no expert was asked for")
     target = torch.device(device)
+    on_gpu = is_staged(target)
     stored = [_dtype(layer, projection, suffix) for projection in projections]
     shapes = [layer.shape(projection, suffix) for projection in projections]
-    if arrange is None and len(set(stored)) > 1:
+    sizes = [math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, stored, strict=True)]
+    each = sum(sizes)
+    if arrange is None and {*stored} != {dtype or stored[0]}:
         arrange = _as_stored
-    # as stored, on the CPU: from the file straight to its place
-    in_place = arrange is None and target.type == "cpu" and dtype in (None, stored[0])
-    each = sum(math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, stored, strict=True))
-    size = max(1, (GPU_GROUP_BYTES if target.type == "cuda" else GROUP_BYTES) // max(1, each))
-    groups = [slice(at, min(at + size, len(experts))) for at in range(0, len(experts), size)]
+    many = max(1, (GPU_GROUP_BYTES if on_gpu else GROUP_BYTES) // max(1, each))
+    groups = [slice(at, min(at + many, len(experts))) for at in range(0, len(experts), many)]
+    out = _Result(len(experts), target)
 
-    def arranged(slots: slice) -> list[Tensor]:
-        """What is kept of some experts, by projection."""
+    # an expert's lie side by side where all are of one shape and type: one tensor, with which less is to be done
+    alike = len({*zip(shapes, stored, strict=True)}) == 1
+
+    def read(slots: slice, room: memoryview, begins: Sequence[int], steps: Sequence[int]) -> None:
+        """Reads some experts' tensors to where each projection's first one begins, and the next ones ``steps`` on."""
         some = experts[slots]
-        buffers = [staging((len(some), *shape), kind, target) for shape, kind in zip(shapes, stored, strict=True)]
-        layer.read_all(some, suffix, dict(zip(projections, buffers, strict=True)))
-        return [(arrange or _as_stored)(to_device(buffer, target)) for buffer in buffers]
+        spots = zip(projections, begins, steps, sizes, strict=True)
+        layer.read_all(
+            some, {(name, suffix): places(room, begin, step, size, len(some)) for name, begin, step, size in spots}
+        )
 
-    # what is kept has a shape that only some of it tells
-    first = [] if arrange is None else [arranged(groups[0])]
-    if first:
-        shapes_kept = [tuple(part.shape[1:]) for part in first[0]]
-        kept = dtype or first[0][0].dtype
-    else:
-        shapes_kept, kept = shapes, dtype or stored[0]
-    starts = list(itertools.accumulate((shape[0] for shape in shapes_kept), initial=0))
-    out = torch.empty((len(experts), starts[-1], *shapes_kept[0][1:]), dtype=kept, device=device)
+    def read_by_expert(slots: slice, room: memoryview) -> None:
+        read(slots, room, list(itertools.accumulate(sizes[:-1], initial=0)), [each] * len(sizes))
 
-    def fill(number: int) -> Tensor | None:
-        """Puts some experts into their places; what ``check`` says of them."""
-        slots = groups[number]
-        rows = out[slots]
-        if arrange is not None:
-            parts = first.pop() if first and number == 0 else arranged(slots)
-            for part, begin, end in zip(parts, starts, starts[1:], strict=False):
-                copy_bytes(rows[:, begin:end], part)
+    def fill_as_it_lies(slots: slice) -> None:
+        begin, end = slots.start * each, slots.stop * each
+        if on_gpu:
+            piece = staging(end - begin, target)
+            read_by_expert(slots, piece.room)
+            piece.copy_to(out.flat[begin:end])
         else:
-            whole = rows if in_place else staging(rows.shape, stored[0], target)
-            places = [whole[:, begin:end] for begin, end in itertools.pairwise(starts)]
-            layer.read_all(experts[slots], suffix, dict(zip(projections, places, strict=True)))
-            if not in_place:
-                copy_bytes(rows, whole)
-        return None if check is None else check(rows)
+            read_by_expert(slots, out.room[begin:end])
 
-    flags = [flag for flag in in_threads(fill, len(groups), each * len(experts)) if flag is not None]
+    def fill_arranged(slots: slice, arrange: Callable[[Tensor], Tensor]) -> None:
+        count = slots.stop - slots.start
+        if alike:
+            piece = staging(count * each, target)
+            read_by_expert(slots, piece.room)
+            here = piece.on(target, count * each).view(stored[0])
+            part = arrange(here.view(count * len(sizes), *shapes[0]))
+            out.allocate([tuple(part.shape[1:])] * len(sizes), dtype or part.dtype)
+            _copy_bytes(out.tensor[slots].view(part.shape), part)
+            return
+        begins = [0, *itertools.accumulate(-(-size * count // _ALIGNED) * _ALIGNED for size in sizes)]
+        piece = staging(begins[-1], target)
+        read(slots, piece.room, begins[:-1], sizes)
+        here = piece.on(target, begins[-1])
+        parts = [
+            arrange(here[begin : begin + size * count].view(kind).view(count, *shape))
+            for begin, size, shape, kind in zip(begins, sizes, shapes, stored, strict=False)
+        ]
+        out.allocate([tuple(part.shape[1:]) for part in parts], dtype or parts[0].dtype)
+        for part, begin, end in zip(parts, out.starts, out.starts[1:], strict=False):
+            _copy_bytes(out.tensor[slots, begin:end], part)
+
+    if arrange is None:
+        out.allocate(shapes, stored[0])
+        fill = fill_as_it_lies
+    else:
+        fill = functools.partial(fill_arranged, arrange=arrange)
+
+    def filled(number: int) -> Tensor | None:
+        """Puts some experts into their places; what ``check`` says of them, while a CPU has them at hand."""
+        fill(groups[number])
+        return None if check is None or on_gpu else check(out.tensor[groups[number]])
+
+    flags = [flag for flag in in_threads(filled, len(groups), each * len(experts)) if flag is not None]
+    if check is not None and on_gpu:
+        flags = [check(out.tensor)]
     if check is not None and bool(torch.stack(flags).any()):
         every = [(slot, number) for slot in range(len(experts)) for number in range(len(projections))]
         refused = [
             (slot, number)
             for slot, number in every
-            if bool(check(out[slot : slot + 1, starts[number] : starts[number + 1]]))
+            if bool(check(out.tensor[slot : slot + 1, out.starts[number] : out.starts[number + 1]]))
         ]
         expert, projection = experts[refused[0][0]], projections[refused[0][1]]
         name = layer.name(expert, projection, suffix) + _entry(layer, expert)
         raise BadValuesError(name, len(refused), len(every), expert=expert, projection=projection)
-    return out
+    return out.tensor
+
+
+class _Result:
+    """What :func:`load_stacked` returns, once its shape is known.
+
+    ``starts``: of each projection's rows, and their end; of what lies as it is stored, ``flat``: the bytes of a tensor
+    on a GPU, ``room``: those of one on the CPU, to be written.
+    """
+
+    tensor: Tensor
+    starts: list[int]
+    flat: Tensor
+    room: memoryview
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._count = count
+        self._device = device
+        self._lock = threading.Lock()
+
+    def allocate(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+        """Memory for each projection's ``shapes``, by the first who knows them."""
+        with self._lock:
+            if hasattr(self, "tensor"):
+                return
+            self.starts = list(itertools.accumulate((shape[0] for shape in shapes), initial=0))
+            shape = (self._count, self.starts[-1], *shapes[0][1:])
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            if self._device.type == "cpu":
+                self.room = bytes_of(tensor)
+            self.flat = tensor.view(-1).view(torch.uint8)
+            self.tensor = tensor
+
+
+def _copy_bytes(to: Tensor, source: Tensor) -> None:
+    """By bytes where types of one byte agree: torch copies rows that lie apart in the types that it computes with."""
+    if to.dtype == source.dtype and to.dtype.itemsize == 1:
+        to, source = to.view(torch.uint8), source.view(torch.uint8)
+    to.copy_(source)
 
 
 def _as_stored(stored: Tensor) -> Tensor:

@@ -1,13 +1,16 @@
 """Several threads read a layer's experts: one alone copies bytes slower than a disk or the page cache gives them.
 
-Layers of a model are read ahead: converting one takes no disk.
+Layers of a model are read ahead: converting one takes no disk.  They share their readers, so that all of these work for
+one layer while another is looked at or converted.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -16,27 +19,50 @@ S = TypeVar("S")
 T = TypeVar("T")
 U = TypeVar("U")
 
-#: threads of one load
+#: threads of one layer
 READERS = 4
 #: bytes below which starting threads takes longer than reading
 FEWEST_BYTES = 32 << 20
 #: layers that are read at a time
 AHEAD = 2
 
+#: ``pool``: the readers of the layer that a thread loads
+_OWN = threading.local()
+
+
+@contextlib.contextmanager
+def readers() -> Iterator[None]:
+    """Within it, what this thread reads by :func:`in_threads` is read by the same threads; they end with it."""
+    if getattr(_OWN, "pool", None) is not None:
+        yield
+        return
+    pool = _OWN.pool = _threads(READERS, "moe_core_reader")
+    try:
+        yield
+    finally:
+        _OWN.pool = None
+        pool.shutdown(cancel_futures=True)
+
 
 def in_threads(job: Callable[[int], T], count: int, nbytes: int) -> Iterator[T]:
     """``job(0)`` to ``job(count - 1)``, in this order, which together read ``nbytes``.
 
-    The first error ends it; jobs that have not begun are dropped.
+    The first error ends it; jobs that have not begun are dropped, and those that have are waited for.
     """
     if nbytes < FEWEST_BYTES or count < 2:
         yield from map(job, range(count))
         return
-    pool, run = _threads(READERS, "moe_core_reader", job)
-    try:
-        yield from pool.map(run, range(count))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    run = _in_modes(job)
+    with readers():
+        waiting = deque(_OWN.pool.submit(run, number) for number in range(count))
+        try:
+            while waiting:
+                waiting[0].exception()  # interrupted here, it is still among those that are waited for
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+            wait(waiting)
 
 
 def read_ahead(
@@ -48,7 +74,8 @@ def read_ahead(
     ended: two of what ``read`` returns exist at a time.  What has few ``nbytes`` is read when it is used.  The first
     error ends it; what is being read is waited for, and dropped.
     """
-    pool, run = _threads(AHEAD, "moe_core_ahead", read)
+    run, shared = _in_modes(read), _threads(AHEAD * READERS, "moe_core_reader")
+    pool = _threads(AHEAD, "moe_core_ahead", lambda: setattr(_OWN, "pool", shared))
     waiting: deque[tuple[S, Future[T] | None]] = deque()
     rest = iter(items)
     try:
@@ -69,21 +96,30 @@ def read_ahead(
     finally:
         waiting.clear()
         pool.shutdown(cancel_futures=True)
+        shared.shutdown(cancel_futures=True)
 
 
-def _threads(count: int, name: str, job: Callable[[S], T]) -> tuple[ThreadPoolExecutor, Callable[[S], T]]:
-    """A pool, and ``job`` as its threads do it: in the caller's modes of torch, which belong to threads."""
-    inference = torch.is_inference_mode_enabled()
+def _threads(count: int, name: str, begin: Callable[[], None] | None = None) -> ThreadPoolExecutor:
+    """Threads that ``begin`` so, and that work on the caller's stream; none is started before it has work."""
     initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     stream = torch.cuda.current_stream() if initialised else None
 
-    def begin() -> None:
+    def initialise() -> None:
         if stream is not None:
             torch.cuda.set_device(stream.device)
             torch.cuda.set_stream(stream)
+        if begin is not None:
+            begin()
+
+    return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=initialise)
+
+
+def _in_modes(job: Callable[[S], T]) -> Callable[[S], T]:
+    """``job`` as other threads do it: in the caller's modes of torch, which belong to threads."""
+    inference = torch.is_inference_mode_enabled()
 
     def run(given: S) -> T:
         with torch.inference_mode(inference), torch.no_grad():
             return job(given)
 
-    return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=begin), run
+    return run

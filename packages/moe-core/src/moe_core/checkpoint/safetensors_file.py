@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_core.checkpoint.open_file import FileState, OpenFile
-from moe_core.checkpoint.staging import copy_bytes, staging
+from moe_core.checkpoint.staging import bytes_of, staging
 from moe_core.checkpoint.strict_json import parse_object
 from moe_core.errors import CheckpointError
 
@@ -73,31 +73,6 @@ _OFFSET = operator.itemgetter(1)
 _INTEGERS = {int}
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous ``tensor`` on the CPU, to be written."""
-    data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
-    return data
-
-
-def places_of(tensor: Tensor) -> list[memoryview]:
-    """:func:`bytes_of` of each entry of ``tensor``'s first dimension; the entries may lie apart.
-
-    With few calls of torch: after each a thread waits for Python's lock, on which all that read depend.
-    """
-    if 0 in tensor.shape:
-        return []
-    elements = 1
-    for length, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):
-        if stride != elements and length != 1:
-            raise ValueError("entries that are not contiguous can't be read into")
-        elements *= length
-    size = elements * tensor.itemsize
-    # of one view of the memory: making a tensor of each entry takes longer than reading a small one
-    whole = bytes_of(tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0))
-    begin, step = tensor.storage_offset() * tensor.itemsize, tensor.stride(0) * tensor.itemsize
-    return [whole[at : at + size] for at in range(begin, begin + step * len(tensor), step)]
-
-
 class SafetensorsFile:
     """An opened file; its tensors are read one by one, into memory of their own."""
 
@@ -124,9 +99,10 @@ class SafetensorsFile:
         out = self._empty(name, self.kinds[name][1], target)
         flat = out.view(-1).view(torch.uint8)
         for at in range(0, len(flat), PIECE_BYTES):
-            piece = staging((min(PIECE_BYTES, len(flat) - at),), torch.uint8, target)
-            self.read_spans([(name, at, bytes_of(piece))])
-            copy_bytes(flat[at : at + len(piece)], piece)
+            count = min(PIECE_BYTES, len(flat) - at)
+            piece = staging(count, target)
+            self.read_spans([(name, at, piece.room[:count])])
+            piece.copy_to(flat[at : at + count])
         # another thread's stream may be another one
         torch.cuda.current_stream(target).synchronize()
         return out

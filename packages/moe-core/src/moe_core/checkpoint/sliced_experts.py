@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.names import Key
-from moe_core.checkpoint.safetensors_file import bytes_of
+from moe_core.checkpoint.staging import bytes_of, places_of
 
 #: bytes between two pieces below which they are read together: disks and page caches give whole pages
 GAP_BYTES = 4096
@@ -87,27 +87,28 @@ class SlicedExperts(LayerExperts):
         return self.stacked(projection, suffix, (expert,))[0]
 
     def read_into(self, expert: int, projection: str, suffix: str, out: Tensor) -> None:
-        self.read_all((expert,), suffix, {projection: out[None]})
+        self.read_all((expert,), {(projection, suffix): places_of(out[None])})
 
-    def read_all(self, experts: Sequence[int], suffix: str, outs: Mapping[str, Tensor]) -> None:
-        whole: dict[str, Tensor] = {}
-        for projection, out in outs.items():
-            part = self._slices.get((projection, suffix))
+    def read_all(self, experts: Sequence[int], outs: Mapping[Key, Sequence[memoryview]]) -> None:
+        whole: dict[Key, Sequence[memoryview]] = {}
+        for key, places in outs.items():
+            part = self._slices.get(key)
             if part is None:
-                whole[projection] = out
+                whole[key] = places
             else:
-                self._read_part(experts, projection, suffix, part, out)
-        super().read_all(experts, suffix, whole)
+                self._read_part(experts, *key, part, places)
+        super().read_all(experts, whole)
 
-    def _read_part(self, experts: Sequence[int], projection: str, suffix: str, part: _Slice, out: Tensor) -> None:
+    def _read_part(
+        self, experts: Sequence[int], projection: str, suffix: str, part: _Slice, places: Sequence[memoryview]
+    ) -> None:
         info = self._info(projection, suffix)
         whole = LayerExperts.shape(self, projection, suffix)
-        entry = math.prod(whole[part.dim + 1 :]) * out.element_size()
+        entry = math.prod(whole[part.dim + 1 :]) * (1 if info.dtype is None else info.dtype.itemsize)
         pieces = [(begin * entry, end * entry) for begin, end in part.ranges]
         rows, pitch = math.prod(whole[: part.dim]), whole[part.dim] * entry
-        for slot, expert in enumerate(experts):
+        for to, expert in zip(places, experts, strict=bool(places)):
             start = expert * rows * pitch if self._per_expert(info) else 0
-            to = bytes_of(out[slot])
             name = self.name(expert, projection, suffix)
             if rows == 1 or pitch - part.count * entry >= GAP_BYTES * len(pieces):
                 self.checkpoint.read_spans(_apart(name, start, to, rows, pitch, pieces))

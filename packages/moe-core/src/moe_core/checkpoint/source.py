@@ -17,6 +17,7 @@ from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout
 from moe_core.checkpoint.model import Given, read_model
 from moe_core.checkpoint.online import detect
 from moe_core.checkpoint.reader import Checkpoint
+from moe_core.checkpoint.reading_threads import readers
 from moe_core.column_cut import ColumnCut, column_cuts, cut_columns, plain_cut, refine
 from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig, whole_number
 from moe_core.errors import CheckpointError, CheckpointWarning, ConfigError, MoEError, RegistryError
@@ -104,7 +105,8 @@ class LayerSource:
                 self.layout.load_columns, self.whole, first, last, experts=self.experts, device=device
             )
         try:
-            weights = _of_format(self.format, load)
+            with readers():
+                weights = _of_format(self.format, load)
         except CheckpointError as error:
             if (first, last) == (0, size):
                 raise

@@ -1,47 +1,95 @@
 """Memory that tensors are read into on their way to a GPU, which copies from it by itself.
 
-A thread has two such pieces under way: one is filled while the other is copied.
+A thread has two pieces for each GPU: one is filled while the other is copied.  They stay, with what is known of them:
+each call of torch or of the system lets go of Python's lock, and a thread beside others waits to get it back.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-#: each thread's last copy
-_LAST = threading.local()
+#: each thread's pieces, by the GPU's number
+_OWN = threading.local()
+#: bytes of the smallest piece
+_LEAST = 1 << 20
 
 
-def staging(shape: Sequence[int], dtype: torch.dtype, target: torch.device) -> Tensor:
-    """Empty memory on the CPU; torch keeps pinned memory, and gives none twice that is still copied from."""
-    return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=target.type == "cuda")
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous ``tensor`` on the CPU, to be written."""
+    data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return data
 
 
-def to_device(source: Tensor, target: torch.device) -> Tensor:
-    """``source`` of :func:`staging` on ``target``; on the CPU itself."""
-    if target.type != "cuda":
-        return source.to(target)
-    out = torch.empty(source.shape, dtype=source.dtype, device=target)
-    copy_bytes(out, source)
-    return out
+def places_of(tensor: Tensor) -> list[memoryview]:
+    """:func:`bytes_of` of each entry of ``tensor``'s first dimension; the entries may lie apart."""
+    if 0 in tensor.shape:
+        return []
+    elements: int = 1
+    for length, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):
+        if stride != elements and length != 1:
+            raise ValueError("entries that are not contiguous can't be read into")
+        elements *= length
+    size = int(elements) * tensor.itemsize
+    # of one view of the memory: making a tensor of each entry takes longer than reading a small one
+    whole = bytes_of(tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0))
+    begin, step = int(tensor.storage_offset()) * tensor.itemsize, tensor.stride(0) * tensor.itemsize
+    return places(whole, begin, step, size, len(tensor))
 
 
-def copy_bytes(to: Tensor, source: Tensor) -> None:
-    """Copy ``source`` to where it is kept; from staging memory without waiting for it.
+def places(room: memoryview, begin: int, step: int, size: int, count: int) -> list[memoryview]:
+    """``count`` pieces of ``size`` bytes, ``step`` bytes apart, the first at ``begin``."""
+    return [room[at : at + size] for at in range(begin, begin + step * count, step)] if size else []
 
-    By bytes where types of one byte agree: torch copies rows that lie apart in the types that it computes with.
-    """
-    if to.dtype == source.dtype and to.dtype.itemsize == 1:
-        to, source = to.view(torch.uint8), source.view(torch.uint8)
-    pinned = to.is_cuda and not source.is_cuda
-    to.copy_(source, non_blocking=pinned)
-    if pinned:
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(to.device))
-        before: torch.cuda.Event | None = getattr(_LAST, "copy", None)
-        _LAST.copy = done
-        if before is not None:
-            before.synchronize()
+
+class Staging:
+    """Memory on the CPU: ``tensor`` uint8 [n], and its bytes as ``room`` to be written."""
+
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self.room = bytes_of(self.tensor)
+        self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+
+    def copy_to(self, out: Tensor) -> None:
+        """Copy the first bytes to ``out``, uint8 on one device; to a GPU without waiting for it."""
+        out.copy_(self.tensor[: len(out)], non_blocking=self._copied is not None)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(out.device))
+
+    def on(self, device: torch.device, nbytes: int) -> Tensor:
+        """The first bytes on ``device``: the same memory on the CPU."""
+        if self._copied is None:
+            return self.tensor[:nbytes].to(device)
+        out = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.copy_to(out)
+        return out
+
+    def wait(self) -> None:
+        """Until a GPU has copied what was here."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+def is_staged(target: torch.device) -> bool:
+    """Whether what is read for ``target`` goes through memory of :func:`staging`: a GPU's does."""
+    return target.type == "cuda"
+
+
+def staging(nbytes: int, target: torch.device) -> Staging:
+    """At least ``nbytes`` of memory; where it is for a GPU, this thread's until it has taken two more for that."""
+    if not is_staged(target):
+        return Staging(nbytes)
+    pinned = target.type == "cuda"
+    index: int | None = target.index
+    number = torch.cuda.current_device() if pinned and index is None else index
+    pieces: dict[int | None, list[Staging]] = _OWN.__dict__.setdefault("pieces", {})
+    own = pieces.setdefault(number, [])
+    piece = own.pop(0) if len(own) == 2 else None
+    if piece is not None:
+        piece.wait()
+    if piece is None or len(piece.room) < nbytes:
+        piece = Staging(max(nbytes, _LEAST), pinned=pinned)
+    own.append(piece)
+    return piece
