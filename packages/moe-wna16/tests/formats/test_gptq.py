@@ -17,7 +17,7 @@ from moe_core import (
     kInt8Static,
     kInt8StaticAsym,
 )
-from moe_core.checkpoint import Checkpoint, read_layer
+from moe_core.checkpoint import Checkpoint, open_file, read_layer
 from moe_core.testing.checkpoints import CONFIG, PREFIX, reason_against, refused, source, write
 from moe_core_checkpoints import count_reads
 from moe_wna16.formats.gptq import GptqFormat
@@ -63,6 +63,30 @@ def test_groups_of_columns_are_read_once(tmp_path: Path, order: bool, monkeypatc
     names = {name for name in tensors if name.endswith("g_idx")}
     assert {name: read[name] for name in names} == dict.fromkeys(names, 1)
     assert len(parsed) == 1
+
+
+def test_zero_points_of_a_symmetric_type_are_read_with_their_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix's lie before the next one's groups of columns: a call of the system reads both."""
+    experts = Codes(4, 32)
+    tensors = experts.tensors(gptq)
+    buffers: list[int] = []
+    original = open_file._fill
+
+    def fill(descriptor: int, run: list[memoryview], offset: int, wanted: int) -> int:
+        buffers.append(len(run))
+        return original(descriptor, run, offset, wanted)
+
+    read = count_reads(monkeypatch)
+    monkeypatch.setattr(open_file, "_GAP", memoryview(b""))
+    monkeypatch.setattr(open_file, "_fill", fill)
+    found = source(tmp_path, tensors, config(experts), **SIZES)
+    matrices = [name for name in tensors if name.endswith("qzeros") and not name.startswith(f"{PREFIX}.0.")]
+    assert buffers.count(2) == len(matrices) - 1 > 0
+    check(found, experts, key_of(experts))
+    zeros = {name for name in tensors if name.endswith("qzeros")}
+    assert {name: read[name] for name in zeros} == dict.fromkeys(zeros, 1)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, -1])

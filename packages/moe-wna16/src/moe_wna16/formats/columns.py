@@ -22,6 +22,8 @@ class ColumnGroups:
 
     - ``permuted``: some expert's columns are grouped otherwise
     - ``window``: (begin, end, all) of the columns of down that are wanted; None: all of them
+    - ``zeros``: by projection, where all experts have the same zero points: those, as stored, [1, ...].  They are known
+      of the whole matrices of a symmetric type, whose zero points may lie beside the groups and are read with them
     - ``_read``: what was read, by expert and projection; None where columns lie in order
 
     Each tensor is read once: :meth:`of` reads until one is not in order, :meth:`load` what is left.
@@ -31,41 +33,49 @@ class ColumnGroups:
     packing: Packing
     group: int
     permuted: bool
+    zeros: Mapping[str, Tensor]
     _read: Mapping[tuple[int, str], Tensor | None]
     window: tuple[int, int, int] | None = None
 
     @staticmethod
-    def of(layer: LayerExperts, packing: Packing, group: int) -> ColumnGroups:
+    def of(layer: LayerExperts, packing: Packing, group: int, symmetric: bool) -> ColumnGroups:
         """Reads ``g_idx`` of the whole layer, since tools write it for columns that lie in order, too.
 
         It is not checked here; what is broken counts as permuted.
         """
         # formats that read one tool's files, and a model's plan before its layers, ask the same
-        return layer.once((ColumnGroups, packing, group), lambda: ColumnGroups._of(layer, packing, group))
+        key = (ColumnGroups, packing, group, symmetric)
+        return layer.once(key, lambda: ColumnGroups._of(layer, packing, group, symmetric))
 
     @staticmethod
-    def _of(layer: LayerExperts, packing: Packing, group: int) -> ColumnGroups:
-        suffix = packing.g_idx
+    def _of(layer: LayerExperts, packing: Packing, group: int, symmetric: bool) -> ColumnGroups:
+        suffix, zero = packing.g_idx, packing.zero if symmetric else None
         known: dict[tuple[int, str], Tensor | None] = {}
-        for projection in sorted(layer.projections):
-            if suffix is None or not layer.has(projection, suffix):
-                continue
-            if layer.dtype(projection, suffix) not in DTYPES:
-                return ColumnGroups(layer, packing, group, True, known)
-            expected = in_order(layer.shape(projection, suffix)[-1:], group)
-            # where columns are in another order, the first expert's tell
-            for experts in filter(None, (range(1), range(1, layer.num_experts))):
-                found = layer.stacked(projection, suffix, experts)
-                same = torch.equal(found, expected.to(found.dtype).expand_as(found))
-                if same:
-                    known.update(dict.fromkeys(((expert, projection) for expert in experts), None))
-                    continue
-                for expert, one in zip(experts, found, strict=True):
-                    ordered = torch.equal(one.long(), expected) or _is_unset(one, packing)
-                    known[expert, projection] = None if ordered else one.clone()
-                if any(known[expert, projection] is not None for expert in experts):
-                    return ColumnGroups(layer, packing, group, True, known)
-        return ColumnGroups(layer, packing, group, False, known)
+        zeros: dict[str, Tensor] = {}
+        projections = [p for p in sorted(layer.projections) if suffix is not None and layer.has(p, suffix)]
+        if suffix is None or any(layer.dtype(projection, suffix) not in DTYPES for projection in projections):
+            return ColumnGroups(layer, packing, group, bool(projections), zeros, known)
+        expected = {p: in_order(layer.shape(p, suffix)[-1:], group) for p in projections}
+        beside = [
+            (p, zero)
+            for p in projections
+            if zero is not None and layer.has(p, zero) and layer.dtype(p, zero) in packing.zero_dtypes
+        ]
+        # where columns are in another order, the first expert's tell
+        for experts in filter(None, (range(1), range(1, layer.num_experts))):
+            others = beside if experts.start else []
+            found = layer.stacked_together([*((p, suffix) for p in projections), *others], experts)
+            for projection in projections:
+                known.update(
+                    _groups_read(found[projection, suffix], expected[projection], experts, projection, packing)
+                )
+            for key in others:
+                first = layer.stacked(*key, (0,))
+                if torch.equal(found[key], first.expand_as(found[key])):
+                    zeros[key[0]] = first
+            if any(groups is not None for groups in known.values()):
+                return ColumnGroups(layer, packing, group, True, zeros, known)
+        return ColumnGroups(layer, packing, group, False, zeros, known)
 
     def load(
         self,
@@ -124,6 +134,19 @@ def in_order(shape: Sequence[int], group: int) -> Tensor:
     """int64 groups of columns of the ``shape`` [K] that lie in order."""
     columns = torch.arange(shape[0] if shape else 0)
     return columns // group if group > 0 else torch.zeros_like(columns)
+
+
+def _groups_read(
+    found: Tensor, expected: Tensor, experts: Sequence[int], projection: str, packing: Packing
+) -> dict[tuple[int, str], Tensor | None]:
+    """What ``ColumnGroups`` keeps of ``found`` [n, K] of some experts."""
+    if torch.equal(found, expected.to(found.dtype).expand_as(found)):
+        return dict.fromkeys(((expert, projection) for expert in experts), None)
+    kept: dict[tuple[int, str], Tensor | None] = {}
+    for expert, one in zip(experts, found, strict=True):
+        ordered = torch.equal(one.long(), expected) or _is_unset(one, packing)
+        kept[expert, projection] = None if ordered else one.clone()
+    return kept
 
 
 def _is_unset(g_idx: Tensor, packing: Packing) -> bool:

@@ -68,7 +68,7 @@ class WNA16Storage(ExpertStorage):
 
     def layout(self, layer: LayerExperts) -> WNA16Layout:
         packing = self.packing
-        columns = ColumnGroups.of(layer, packing, self.group)
+        columns = ColumnGroups.of(layer, packing, self.group, self.symmetric)
         symmetric, zero_points = (kInt4Static, kInt4StaticAsym) if packing.bits == 4 else (kInt8Static, kInt8StaticAsym)
         key = symmetric if self.symmetric else zero_points
         pre_scaled = packing.pre_scale is not None and any(layer.has(p, packing.pre_scale) for p in layer.projections)
@@ -316,10 +316,12 @@ class WNA16Layout(QuantizedLayout):
                 refuse_zero_points(layer, projection, packing.zero, experts)
                 continue
             self._check_zero_points(projection, rows, self._groups(self.columns.row_length(projection, cols)))
-            stored = layer.stacked(projection, packing.zero, experts)
             # one for all, as a rule
-            alike = bool((stored == stored[0]).all())
-            zeros = packing.zeros(stored[: 1 if alike else None], rows)
+            same = self.columns.zeros.get(projection) if self.columns.window is None else None
+            if same is None:
+                stored = layer.stacked(projection, packing.zero, experts)
+                same = stored[: 1 if bool((stored == stored[0]).all()) else None]
+            zeros = packing.zeros(same, rows)
             bad = zeros != half
             if not bool(bad.any()):
                 continue
