@@ -6,12 +6,14 @@ import pytest
 import torch
 from moe_core.gemm.plan import TileConfig
 from moe_core.numerics import E2M1_VALUES
-from moe_core.testing.marlin import dequantized_by_gemm
-from moe_mxfp4.kernels.marlin_e2m1 import e2m1_functions
+from moe_core.testing.marlin import dequantized_by_gemm, multiplied_by_gemv
+from moe_mxfp4.kernels.marlin_e2m1 import e2m1_functions, e2m1_gemv
 from moe_mxfp4.marlin_layout import convert_e2m1
 
 COLUMNS, ROWS = 256, 128
-FEW, MANY = TileConfig(16, 128, 4, 2, swap_ab=True), TileConfig(64, 128, 4, 2, swap_ab=True)
+#: tiles of few rows, of many, and no tiles
+FEW, MANY, NONE = TileConfig(16, 128, 4, 2, swap_ab=True), TileConfig(64, 128, 4, 2, swap_ab=True), None
+CONFIGS = pytest.mark.parametrize("config", [FEW, MANY, NONE], ids=["few", "many", "none"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
@@ -20,12 +22,15 @@ def widened(
     exponents: torch.Tensor,
     dtype: torch.dtype,
     device: torch.device,
-    config: TileConfig = FEW,
+    config: TileConfig | None = FEW,
     x: float = 1.0,
 ) -> torch.Tensor:
     """float32 [ROWS, COLUMNS]: what the product makes of codes [ROWS, COLUMNS] and unit vectors times ``x``."""
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
     found = convert_e2m1(packed.to(device)[None], exponents.to(torch.uint8).to(device)[None], COLUMNS)
+    if config is None:
+        rows = (x * torch.eye(COLUMNS)).to(dtype).to(device)
+        return multiplied_by_gemv(found, 4, e2m1_gemv(), ROWS, rows).cpu().T
     return dequantized_by_gemm(found, 4, (ROWS, COLUMNS), e2m1_functions, config, dtype, x)
 
 
@@ -44,10 +49,10 @@ def powers(exponents: torch.Tensor) -> torch.Tensor:
 
 
 @DTYPES
-@pytest.mark.parametrize("config", [FEW, MANY], ids=["few", "many"])
+@CONFIGS
 @pytest.mark.parametrize("base", [0, 1, 120, 243], ids=str)
 def test_near_a_rows_largest_scale_every_code_is_exact(
-    base: int, config: TileConfig, dtype: torch.dtype, device: torch.device
+    base: int, config: TileConfig | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     exponents = (base + torch.tensor([0, 3, 1, 7, 10, 2, 9, 0])).expand(ROWS, -1).clone()
     exponents[1::2] = exponents[1::2].flip(1)

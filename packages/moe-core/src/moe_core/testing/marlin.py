@@ -1,12 +1,14 @@
-"""What the Marlin GEMM makes of repacked weights, read off products with unit vectors."""
+"""What Marlin-class kernels make of repacked weights, read off products with unit vectors or others."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from moe_core.gemm.heuristics.gemv import GemvConfig
 from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, grouped_gemm
 from moe_core.gemm.marlin.convert import Converted
+from moe_core.gemm.marlin.gemv import GemvFunctions, gemv
 from moe_core.gemm.marlin.weight import Functions, MarlinMatrix
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.tile_kernel import POSITION
@@ -42,3 +44,14 @@ def dequantized_by_gemm(
     )
     grouped_gemm(gemm)
     return y.cpu().T
+
+
+def multiplied_by_gemv(weight: Converted, bits: int, functions: GemvFunctions, n: int, x: Tensor) -> Tensor:
+    """float32 [rows, N]: rows of ``x`` [rows, K] times one expert's ``weight``, of codes of ``bits``."""
+    rows, k = x.shape
+    matrix = MarlinMatrix(weight.words, bits, n, k, weight.group_size, weight.scales, weight.channel_scales)
+    y = torch.empty(rows, n, device=x.device)
+    ids = torch.zeros(rows, 1, dtype=torch.int32, device=x.device)
+    routing = Routing(ids, torch.ones(rows, 1, device=x.device), 1)
+    gemv(functions, x, matrix, y, routing, None, GemvConfig(128, 32, 4), pdl=False)
+    return y

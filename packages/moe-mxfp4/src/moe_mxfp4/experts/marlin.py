@@ -23,7 +23,7 @@ from moe_core.experts_api import MarlinExperts
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import Converted, MarlinMatrix, WordFunctions
+    from moe_core.kernel_api import Converted, GemvFunctions, MarlinMatrix, WordFunctions
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 
@@ -44,6 +44,11 @@ class _MarlinMxfp4Experts(MarlinExperts):
         from moe_mxfp4.kernels.marlin_e2m1 import e2m1_functions
 
         return e2m1_functions
+
+    def gemv_functions(self, matrix: MarlinMatrix) -> GemvFunctions:
+        from moe_mxfp4.kernels.marlin_e2m1 import e2m1_gemv
+
+        return e2m1_gemv()
 
     def word_functions(self, matrix: MarlinMatrix) -> WordFunctions:
         from moe_mxfp4.kernels.marlin_e2m1 import e2m1_words

@@ -20,6 +20,7 @@ from moe_core.experts_api import TileConfig
 from moe_core.kernel_api import (
     INTERPRET,
     LOAD_WORDS,
+    GemvFunctions,
     MarlinMatrix,
     WordFunctions,
     asm_values,
@@ -39,22 +40,26 @@ from moe_mxfp4 import scales
 LARGEST = tl.constexpr(scales.LARGEST)
 
 
+# a word's four pairs, as they lie in bfloat16; the fourth in three parts
+_PAIRS = """
+    .reg .b32 p0, p1, p2, p3, part, sign; mov.b32 sign, 0x80008000;
+    and.b32 p0, WORD, 0x81c081c0;
+    shl.b32 p1, WORD, 3;
+    and.b32 p1, p1, 0x81c081c0;
+    shl.b32 p2, WORD, 6;
+    and.b32 p2, p2, 0x81c081c0;
+    shr.u32 p3, WORD, 3;
+    and.b32 p3, p3, 0x01800180;
+    shr.u32 part, WORD, 7;
+    lop3.b32 p3, part, 0x00400040, p3, 0xea;
+    shl.b32 part, WORD, 1;
+    lop3.b32 p3, part, sign, p3, 0xea;
+"""
+
+
 def _widening(*, float16: bool) -> tl.constexpr:
     """$0 to $7: the word $8 as four pairs, times the pair $9.  -0.0 as addend keeps the sign of zeros."""
-    lines = [
-        "and.b32 p0, $8, 0x81c081c0;",
-        "shl.b32 p1, $8, 3;",
-        "and.b32 p1, p1, 0x81c081c0;",
-        "shl.b32 p2, $8, 6;",
-        "and.b32 p2, p2, 0x81c081c0;",
-        # the fourth, in three parts
-        "shr.u32 p3, $8, 3;",
-        "and.b32 p3, p3, 0x01800180;",
-        "shr.u32 part, $8, 7;",
-        "lop3.b32 p3, part, 0x00400040, p3, 0xea;",
-        "shl.b32 part, $8, 1;",
-        "lop3.b32 p3, part, sign, p3, 0xea;",
-    ]
+    lines = [_PAIRS.replace("WORD", "$8")]
     for number in range(4):
         if float16:
             lines += [
@@ -66,12 +71,20 @@ def _widening(*, float16: bool) -> tl.constexpr:
             f"fma.rn.{'f16x2' if float16 else 'bf16x2'} p{number}, p{number}, $9, sign;",
             f"mov.b32 {{${2 * number}, ${2 * number + 1}}}, p{number};",
         ]
-    registers = ".reg .b32 p0, p1, p2, p3, part, sign; mov.b32 sign, 0x80008000;"
-    return tl.constexpr("{ " + registers + " " + " ".join(lines) + " }")
+    return tl.constexpr("{ " + " ".join(lines) + " }")
+
+
+def _integers() -> tl.constexpr:
+    """$0, $1: twice the numbers of the word $2, plus 64: the mantissa of a bfloat16 of exponent 7 counts ones."""
+    lines = [_PAIRS.replace("WORD", "$2"), ".reg .b32 up, middle; mov.b32 up, 0x7f007f00; mov.b32 middle, 0x43404340;"]
+    lines += [f"fma.rn.bf16x2 p{number}, p{number}, up, middle;" for number in range(4)]
+    lines += [f"prmt.b32 ${word}, p{word}, p{word + 2}, 0x6240;" for word in range(2)]
+    return tl.constexpr("{ " + " ".join(lines) + " }")
 
 
 _BFLOAT16 = _widening(float16=False)
 _FLOAT16 = _widening(float16=True)
+_INTEGERS = _integers()
 
 
 @triton.jit
@@ -87,7 +100,21 @@ def _interpreted(words, scale):
         # the bfloat16 numbers in both halves
         low = (pair << 16).to(tl.float32, bitcast=True) * factor
         values = (*values, low, (pair & -65536).to(tl.float32, bitcast=True) * factor)  # type: ignore[assignment]
-    return in_columns(values)
+    return values
+
+
+@triton.jit
+def e2m1_bytes(words, dtype: tl.constexpr):
+    """Twice the numbers of words, plus 64, for `moe_core.gemm.marlin.integer_dot`."""
+    if INTERPRET:
+        v = _interpreted(words, 2.0)
+        even = (v[0] + v[4] * 256 + v[1] * 65536).to(tl.int32) + (v[5].to(tl.int32) << 24)
+        odd = (v[2] + v[6] * 256 + v[3] * 65536).to(tl.int32) + (v[7].to(tl.int32) << 24)
+        return even + 0x40404040, odd + 0x40404040
+    else:
+        return tl.inline_asm_elementwise(
+            _INTEGERS, "=&r,=r,r", [words], dtype=[tl.int32, tl.int32], is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -102,7 +129,7 @@ def e2m1_scaled(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
     """[N, COLUMNS] numbers of `words` [N, W] times their `scales` int32 [N], exact in bfloat16."""
     scale = per_word(step_e8m0(scales, LARGEST, dtype), words.shape[1], 1)
     if INTERPRET:
-        return _interpreted(words, scale)
+        return in_columns(_interpreted(words, scale))
     else:
         return in_columns(e2m1_values(words, scale, dtype))
 
@@ -125,3 +152,8 @@ def e2m1_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, 
 def e2m1_words(matrix: MarlinMatrix) -> WordFunctions:
     """For the warp-specialised kernel; a step has one word of scales."""
     return WordFunctions(1, lambda: quarter_e2m1)
+
+
+def e2m1_gemv() -> GemvFunctions:
+    """For a few tokens: bytes are twice the numbers, and those of scales, 253 plus exponents, count as 254 plus."""
+    return GemvFunctions(e2m1_bytes, "e8m0", 64)

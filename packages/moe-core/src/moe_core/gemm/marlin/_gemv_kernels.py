@@ -6,13 +6,15 @@ each for all its rows.  There is nothing to wait for but memory: no sorting, no 
 
 What the words are says `form`, a `GemvForm`:
 
-    dequantize(words, dtype)   makes of words [N, W] of 8-bit codes a tuple of their four numbers, each [N, W], in the
-                               order of `moe_core.gemm.marlin.dequant.asm_values`, which are multiplied in float32;
-                               None: 4-bit codes, which are multiplied in integers (`moe_core.gemm.marlin.gemv_int4`)
+    dequantize(words, dtype)   makes of words [N, W] a tuple: their numbers plus `middle` as the bytes of int32 [N, W],
+                               which are multiplied in integers (`moe_core.gemm.marlin.integer_dot`), or, where
+                               `middle` is 0, of 8-bit codes the four numbers, each [N, W], in the order of
+                               `moe_core.gemm.marlin.dequant.asm_values`, which are multiplied in float32
     bits                       of a code
     scales                     "row": float32, one per row, which multiplies the finished sum; "group": float32, one
                                per `group` columns (-1: all); "zero": int32, as "group", with zero points
-                               (`moe_core.gemm.marlin.operand`)
+                               (`moe_core.gemm.marlin.operand`); "e8m0": int32, one per 128 columns of 4-bit codes, a
+                               byte for each 32: 254 plus an exponent, of which what is below -126 counts as 0
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from moe_core.gemm.marlin.gemv_int4 import code_dot
+from moe_core.gemm.marlin.integer_dot import integer_dot
 from moe_core.gemm.marlin.operand import scale_of, zero_of
 from moe_core.gemm.tile_kernel import finish_tile
+from moe_core.gemm.weight_tile import prefetch_rows
 from moe_core.ops._sort_kernels import local_expert
 
 
@@ -33,6 +36,7 @@ class GemvForm(NamedTuple):
 
     dequantize: Any
     bits: tl.constexpr
+    middle: tl.constexpr
     scales: tl.constexpr
     group: tl.constexpr
 
@@ -51,10 +55,10 @@ def _wide(pairs, dtype: tl.constexpr):
 
 @triton.jit
 def _dot(words, x, k, K, form):
-    """Sums [N, Q, 4] over each word's numbers times those of `x`, and the sums of the latter: as many, or [1, Q, 4].
+    """Sums [N, Q, 4] over each word's numbers times those of `x`, and those of the latter.
 
     `words` [N, 4 * Q] are those from word k of a row on, `x` points to K numbers.  Where four words share a scale,
-    they are added up: [N, Q] and [1, Q].
+    they are added up: [N, Q].
     """
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
@@ -71,12 +75,14 @@ def _dot(words, x, k, K, form):
         pair_0, pair_2 = even.split()
         pair_1, pair_3 = odd.split()
         values = _wide(pair_0, dtype) + _wide(pair_1, dtype) + _wide(pair_2, dtype) + _wide(pair_3, dtype)
-        return code_dot(words, values, ADDED)
     else:
         pair_0, pair_1 = pairs.reshape(W, 2).split()
         values = _wide(pair_0, dtype) + _wide(pair_1, dtype)
+    numbers = form.dequantize(words, dtype)
+    if form.middle != 0:
+        return integer_dot(numbers, values, form.middle, ADDED)
+    else:
         x_sums = ((values[0] + values[1]) + (values[2] + values[3])).reshape(1, W // 4, 4)
-        numbers = form.dequantize(words, dtype)
         total = numbers[0].to(tl.float32) * values[0][None, :]
         for i in tl.static_range(1, 4):
             value = tl.broadcast_to(values[i][None, :], total.shape)
@@ -125,6 +131,8 @@ def _load(words, scale, k, stride, width, groups, inside, form, BLOCK_W: tl.cons
     if form.scales == "row":
         # one for all steps
         return tile, inside
+    elif form.scales == "e8m0":
+        return tile, _group(scale, quad // 4, stride, groups, inside)
     elif GROUP == -1 or GROUP >= UNIT:
         group = quad * 0 if GROUP == -1 else quad // 4 * UNIT // GROUP
         return tile, _group(scale, group, stride, groups, inside)
@@ -134,10 +142,13 @@ def _load(words, scale, k, stride, width, groups, inside, form, BLOCK_W: tl.cons
 
 @triton.jit
 def _scaled(sums, x_sums, scales, form):
-    """[N, Q] of `_dot`'s sums: times the scales that `_load` returns, four words added up."""
+    """[N, Q] of what `_dot` returns: times the scales that `_load` returns, four words added up."""
     if form.scales == "zero":
         sums += (2.0 ** (form.bits - 1) - zero_of(scales)) * x_sums
-    if form.scales != "row":
+    if form.scales == "e8m0":
+        exponent = ((scales[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF) - 127
+        sums *= (tl.maximum(exponent, 0) << 23).to(tl.float32, bitcast=True)
+    elif form.scales != "row":
         sums *= scale_of(scales)
     return sums if len(sums.shape) == 2 else tl.sum(sums, axis=2)
 
@@ -146,7 +157,7 @@ def _scaled(sums, x_sums, scales, form):
 def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr, WAIT: tl.constexpr):
     """[BLOCK_N, BLOCK_W / 4] whose sums along the last axis are the `rows` [BLOCK_N] of one expert times x.
 
-    WAIT: the launch before makes x; the first words are asked for while it does.
+    WAIT: the launch before makes x; the first words are on their way to L2 while it does.
     """
     words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups = b_args
     base = expert.to(tl.int64)
@@ -155,15 +166,13 @@ def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: 
     words += base * stride_e + rows.to(tl.int64) * stride_n
     scales += base * scale_e + rows
     if WAIT:
-        tile, found = _load(words, scales, 0, scale_g, width, groups, inside, form, BLOCK_W, EVEN)
+        prefetch_rows(words, inside, 4 * tl.minimum(width, BLOCK_W))
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((rows.shape[0], BLOCK_W // 4), tl.float32)
     for k in range(0, width, BLOCK_W):
-        if not WAIT or k > 0:
-            tile, found = _load(words, scales, k, scale_g, width, groups, inside, form, BLOCK_W, EVEN)
-        sums, x_sums = _dot(tile, x, k, K, form)
-        total += _scaled(sums, x_sums, found, form)
+        tile, found = _load(words, scales, k, scale_g, width, groups, inside, form, BLOCK_W, EVEN)
+        total += _scaled(*_dot(tile, x, k, K, form), found, form)
     if form.scales == "row":
         total *= tl.load(scales, mask=inside, other=0.0)[:, None]
     if channel_scales is not None:

@@ -125,20 +125,6 @@ def asm_values(ASM: tl.constexpr, COUNT: tl.constexpr, INPUTS: tl.constexpr, ope
 
 
 @triton.jit
-def int8_values(words, dtype: tl.constexpr):
-    """The four 8-bit codes of words minus 128, as `asm_values`; float32 in the interpreter."""
-    if INTERPRET or dtype == tl.float32:
-        return (
-            ((words >> 0) & 255).to(tl.float32) - 128.0,
-            ((words >> 16) & 255).to(tl.float32) - 128.0,
-            ((words >> 8) & 255).to(tl.float32) - 128.0,
-            ((words >> 24) & 255).to(tl.float32) - 128.0,
-        )
-    else:
-        return integer_values(words, None, None, 8, dtype)
-
-
-@triton.jit
 def integer_values(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr):
     """The 32 / BITS numbers of `integers`, as `asm_values`; `dtype` has 16 bits."""
     SCALED: tl.constexpr = scale is not None

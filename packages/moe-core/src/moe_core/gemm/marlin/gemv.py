@@ -25,10 +25,14 @@ from moe_core.ops.reduce import reduce_pairs
 
 @dataclass(frozen=True, eq=False)
 class GemvFunctions:
-    """An element type's device function, and what its scales are; see `moe_core.gemm.marlin._gemv_kernels`."""
+    """An element type's device function, what its scales are, and what its bytes have beside their numbers.
+
+    See `moe_core.gemm.marlin._gemv_kernels`.
+    """
 
     dequantize: Any
     scales: str
+    middle: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,43 +56,45 @@ class GemvLayer:
         """As a `FusedLayer`, for ``x`` of one token, or a few, that :meth:`reads` takes."""
         h = workspace["h"]
         y = workspace["partials"][: routing.num_pairs * self.w2.n].view(-1, self.w2.n)
-        self._multiply(x, self.w13, h, routing, self.activation, plan.gemm1, pdl=plan.pdl)
-        self._multiply(h, self.w2, y, routing, None, plan.gemm2, pdl=plan.pdl)
+        gemv(self.functions, x, self.w13, h, routing, self.activation, plan.gemm1, pdl=plan.pdl)
+        gemv(self.functions, h, self.w2, y, routing, None, plan.gemm2, pdl=plan.pdl)
         reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, pdl=plan.pdl)
 
-    def _multiply(
-        self,
-        x: Tensor,
-        matrix: MarlinMatrix,
-        out: Tensor,
-        routing: Routing,
-        activation: Activation | None,
-        config: GemvConfig,
-        *,
-        pdl: bool,
-    ) -> None:
-        functions, (rows, width) = self.functions, matrix.words.shape[1:]
-        constants = map(constant, (matrix.bits, functions.scales, matrix.group_size))
-        launch(
-            gemv_kernel,
-            (routing.num_pairs * -(-rows // config.block_n),),
-            Result.of(out),
-            x,
-            matrix.arguments,
-            routing.ids,
-            routing.expert_map,
-            epilogue_of(matrix.bias, routing, activation),
-            matrix.n,
-            matrix.k,
-            routing.num_ids,
-            routing.num_experts,
-            x.stride(0),
-            1 if activation is None else routing.top_k,
-            GemvForm(functions.dequantize, *constants),
-            BLOCK_N=config.block_n,
-            BLOCK_W=config.block_w,
-            EVEN=rows % config.block_n == 0 and width % config.block_w == 0,
-            SECOND=activation is None,
-            pdl=pdl,
-            num_warps=config.num_warps,
-        )
+
+def gemv(
+    functions: GemvFunctions,
+    x: Tensor,
+    matrix: MarlinMatrix,
+    out: Tensor,
+    routing: Routing,
+    activation: Activation | None,
+    config: GemvConfig,
+    *,
+    pdl: bool,
+) -> None:
+    """``out`` [pairs, N]: each pair's matrix times its row of ``x``, a token's or, without ``activation``, its own."""
+    rows, width = matrix.words.shape[1:]
+    constants = map(constant, (matrix.bits, functions.middle, functions.scales, matrix.group_size))
+    launch(
+        gemv_kernel,
+        (routing.num_pairs * -(-rows // config.block_n),),
+        Result.of(out),
+        x,
+        matrix.arguments,
+        routing.ids,
+        routing.expert_map,
+        epilogue_of(matrix.bias, routing, activation),
+        matrix.n,
+        matrix.k,
+        routing.num_ids,
+        routing.num_experts,
+        x.stride(0),
+        1 if activation is None else routing.top_k,
+        GemvForm(functions.dequantize, *constants),
+        BLOCK_N=config.block_n,
+        BLOCK_W=config.block_w,
+        EVEN=rows % config.block_n == 0 and width % config.block_w == 0,
+        SECOND=activation is None,
+        pdl=pdl,
+        num_warps=config.num_warps,
+    )

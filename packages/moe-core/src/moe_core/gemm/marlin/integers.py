@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.marlin import operand
-from moe_core.gemm.marlin.dequant import int8_values, integers, pair, zero_offset
+from moe_core.gemm.marlin.dequant import integers, pair, zero_offset
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.operand import LOAD_WORDS, per_word, scale_of, zero_of
 from moe_core.gemm.marlin.quarters import QUARTER_INTEGERS
@@ -25,6 +25,18 @@ _LARGEST_BYTES = 1024
 
 # whether numbers are multiplied by their groups' scales; set by `specialize`
 SCALED = tl.constexpr(False)
+
+
+@triton.jit
+def int4_bytes(words, dtype: tl.constexpr):
+    """The codes of words for `moe_core.gemm.marlin.integer_dot`."""
+    return words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F
+
+
+@triton.jit
+def int8_bytes(words, dtype: tl.constexpr):
+    """As `int4_bytes`."""
+    return (words,)
 
 
 @triton.jit
@@ -77,7 +89,7 @@ def integer_gemv(matrix: MarlinMatrix) -> GemvFunctions | None:
     """For one token; None where tiles were measured ahead."""
     scales = "zero" if matrix.scales.dtype == torch.int32 else "row" if matrix.group_size == -1 else "group"
     if matrix.bits == 4:
-        return GemvFunctions(None, scales)
+        return GemvFunctions(int4_bytes, scales, 8)
     if scales != "row" and matrix.n > _LARGEST_BYTES:
         return None
-    return GemvFunctions(int8_values, scales)
+    return GemvFunctions(int8_bytes, scales, 128)
