@@ -189,15 +189,31 @@ def test_one_token_needs_no_tensor_cores(shape: tuple[int, int, int, int], kind:
     assert gemv_plan(problem_of(kind, shape, capability=80), 1) is not None
 
 
-def test_tokens_that_share_experts_take_tiles() -> None:
-    assert gemv_plan(problem_of("mixed int4", (128, 8, 2048, 768)), 2) is not None
-    assert gemv_plan(problem_of("mixed int4", (8, 2, 4096, 14336)), 2) is None
-    assert gemv_plan(problem_of("mixed int4", (128, 8, 2048, 768)), 3) is None
-    one = gemv_plan(problem_of("mixed int4", (256, 8, 7168, 256)), 1)
-    assert gemv_plan(problem_of("mixed int4", (256, 8, 7168, 256)), 4) == one
-    assert gemv_plan(problem_of("mixed int4", (512, 8, 7168, 256)), 5) is None
-    assert gemv_plan(problem_of("mixed int8", (256, 8, 7168, 256)), 3) is None
-    # no room for the results of the pairs
+@pytest.mark.parametrize(
+    ("kind", "shape", "most"),
+    [
+        # three pairs for two experts: 4 tokens that choose a quarter of them reach 68 %
+        ("mixed int4", (8, 2, 4096, 14336), 4),
+        ("mixed int4", (32, 8, 7168, 2048), 4),
+        ("mixed int4", (32, 4, 2880, 2880), 6),
+        ("mixed int4", (128, 8, 2048, 768), 11),
+        ("mixed int4", (256, 8, 7168, 256), 17),
+        ("mixed e2m1", (128, 4, 2880, 2880), 1),
+        ("mixed int4", (1, 1, 2048, 768), 1),
+        # as many experts for a token as there are here
+        ("mixed int4", (4, 8, 2048, 768), 1),
+        # bytes share hardly any
+        ("mixed int8", (256, 8, 7168, 256), 2),
+        ("mixed int8", (32, 8, 7168, 2048), 1),
+    ],
+)
+def test_tokens_that_share_experts_take_tiles(kind: str, shape: tuple[int, int, int, int], most: int) -> None:
+    one = gemv_plan(problem_of(kind, shape), 1)
+    for tokens in range(1, 20):
+        assert gemv_plan(problem_of(kind, shape), tokens) == (one if tokens <= most else None)
+
+
+def test_partial_sums_have_room() -> None:
     assert gemv_plan(problem_of("mixed int4", (256, 64, MAX_PARTS // 64 + 1, 256)), 1) is None
 
 

@@ -27,7 +27,6 @@ import triton.language as tl
 from moe_core.gemm.marlin.integer_dot import integer_dot
 from moe_core.gemm.marlin.operand import scale_of, zero_of
 from moe_core.gemm.tile_kernel import finish_tile
-from moe_core.gemm.weight_tile import prefetch_rows
 from moe_core.ops._sort_kernels import local_expert
 
 
@@ -92,32 +91,31 @@ def _dot(words, x, k, K, form):
 
 
 @triton.jit
-def _group(scale, group, stride, groups, inside):
+def _group(scale, group, stride, groups):
     """Scales [N, Q] of the groups [Q] of rows; columns beyond the last group meet zeros."""
-    place = scale[:, None] + tl.minimum(group, groups - 1)[None, :] * stride
-    return tl.load(place, mask=inside[:, None], other=0)
+    return tl.load(scale[:, None] + tl.minimum(group, groups - 1)[None, :] * stride)
 
 
 @triton.jit
-def _by_word(scale, quad, stride, groups, inside, PARTS: tl.constexpr):
+def _by_word(scale, quad, stride, groups, PARTS: tl.constexpr):
     """Scales [N, Q, 4] of the words of quads; a unit of four quads has PARTS groups."""
     first = quad // 4 * PARTS
-    found_0 = _group(scale, first, stride, groups, inside)
+    found_0 = _group(scale, first, stride, groups)
     if PARTS == 2:
-        both = tl.join(found_0, _group(scale, first + 1, stride, groups, inside))
+        both = tl.join(found_0, _group(scale, first + 1, stride, groups))
         return tl.broadcast_to(both[:, :, :, None], (both.shape[0], both.shape[1], 2, 2)).reshape(
             both.shape[0], both.shape[1], 4
         )
     else:
         tl.static_assert(PARTS == 4, "a unit has 1, 2 or 4 groups")
-        even = tl.join(found_0, _group(scale, first + 2, stride, groups, inside))
-        odd = _group(scale, first + 1, stride, groups, inside)
-        odd = tl.join(odd, _group(scale, first + 3, stride, groups, inside))
+        even = tl.join(found_0, _group(scale, first + 2, stride, groups))
+        odd = _group(scale, first + 1, stride, groups)
+        odd = tl.join(odd, _group(scale, first + 3, stride, groups))
         return tl.join(even, odd).reshape(even.shape[0], even.shape[1], 4)
 
 
 @triton.jit
-def _load(words, scale, k, stride, width, groups, inside, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr):
+def _load(words, scale, k, stride, width, groups, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr):
     """BLOCK_W words of each row from word k on, and their scales: [N, Q] of four words each, or [N, Q, 4]."""
     UNIT: tl.constexpr = 512 // form.bits
     GROUP: tl.constexpr = form.group
@@ -126,18 +124,18 @@ def _load(words, scale, k, stride, width, groups, inside, form, BLOCK_W: tl.cons
     if EVEN:
         tile = tl.load(pointers)
     else:
-        tile = tl.load(pointers, mask=inside[:, None] & (column < width)[None, :], other=0)
+        tile = tl.load(pointers, mask=(column < width)[None, :], other=0)
     quad = k // 4 + tl.arange(0, BLOCK_W // 4)
     if form.scales == "row":
         # one for all steps
-        return tile, inside
+        return tile, k
     elif form.scales == "e8m0":
-        return tile, _group(scale, quad // 4, stride, groups, inside)
+        return tile, _group(scale, quad // 4, stride, groups)
     elif GROUP == -1 or GROUP >= UNIT:
         group = quad * 0 if GROUP == -1 else quad // 4 * UNIT // GROUP
-        return tile, _group(scale, group, stride, groups, inside)
+        return tile, _group(scale, group, stride, groups)
     else:
-        return tile, _by_word(scale, quad, stride, groups, inside, UNIT // GROUP)
+        return tile, _by_word(scale, quad, stride, groups, UNIT // GROUP)
 
 
 @triton.jit
@@ -161,22 +159,26 @@ def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: 
     """
     words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups = b_args
     base = expert.to(tl.int64)
-    inside = rows < N
+    # beyond the last: that again
+    rows = tl.minimum(rows, N - 1)
     width = tl.cdiv(K, 128) * (4 * form.bits)
     words += base * stride_e + rows.to(tl.int64) * stride_n
     scales += base * scale_e + rows
     if WAIT:
-        prefetch_rows(words, inside, 4 * tl.minimum(width, BLOCK_W))
+        lines = words[:, None] + tl.minimum(32 * tl.arange(0, BLOCK_W // 32), width - 1)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+        )
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((rows.shape[0], BLOCK_W // 4), tl.float32)
     for k in range(0, width, BLOCK_W):
-        tile, found = _load(words, scales, k, scale_g, width, groups, inside, form, BLOCK_W, EVEN)
+        tile, found = _load(words, scales, k, scale_g, width, groups, form, BLOCK_W, EVEN)
         total += _scaled(*_dot(tile, x, k, K, form), found, form)
     if form.scales == "row":
-        total *= tl.load(scales, mask=inside, other=0.0)[:, None]
+        total *= tl.load(scales)[:, None]
     if channel_scales is not None:
-        total *= tl.load(channel_scales + base * channel_e + rows, mask=inside, other=0.0)[:, None]
+        total *= tl.load(channel_scales + base * channel_e + rows)[:, None]
     return total
 
 

@@ -93,7 +93,7 @@ def gemv(
         GemvForm(functions.dequantize, *constants),
         BLOCK_N=config.block_n,
         BLOCK_W=config.block_w,
-        EVEN=rows % config.block_n == 0 and width % config.block_w == 0,
+        EVEN=width % config.block_w == 0,
         SECOND=activation is None,
         pdl=pdl,
         num_warps=config.num_warps,

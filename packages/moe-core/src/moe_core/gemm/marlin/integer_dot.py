@@ -15,7 +15,7 @@ from moe_core.jit.casts import INTERPRET
 
 
 def _text(count: int) -> str:
-    """$0: the sum for `count` words of bytes, each followed by the vector's high and low bytes; $1: that of the vector's numbers.
+    """$0: the sum for `count` words of bytes, each followed by the vector's high and low bytes; $1: the vector's own.
 
     Last come the latter, which goes through, so that it is made once, for the threads that have the words, and what is
     to be added to each byte.
@@ -75,7 +75,7 @@ def integer_dot(codes, values, MIDDLE: tl.constexpr, ADDED: tl.constexpr):
     q = (_fixed(values[0], up),)
     x_sums = q[0]
     for i in tl.static_range(1, 4 * WORDS):
-        q += (_fixed(values[i], up),)
+        q += (_fixed(values[i], up),)  # type: ignore[assignment]
         x_sums += q[i]
     # less as many times 0x4B400000, modulo 2^32
     x_sums = (x_sums - (WORDS * 0x2D000000))[None, :]
@@ -91,7 +91,7 @@ def integer_dot(codes, values, MIDDLE: tl.constexpr, ADDED: tl.constexpr):
         operands = ()
         for i in tl.static_range(WORDS):
             high, low = _bytes(q[2 * i], q[2 * (i + WORDS)], q[2 * i + 1], q[2 * (i + WORDS) + 1])
-            operands += (codes[i], high[None, :], low[None, :])
+            operands += (codes[i], high[None, :], low[None, :])  # type: ignore[assignment]
         total, x_sums = tl.inline_asm_elementwise(
             _TWO if WORDS == 2 else _ONE,
             OPERANDS,
