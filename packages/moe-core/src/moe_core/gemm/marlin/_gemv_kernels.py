@@ -91,31 +91,32 @@ def _dot(words, x, k, K, form):
 
 
 @triton.jit
-def _group(scale, group, stride, groups):
+def _group(scale, group, stride, groups, inside):
     """Scales [N, Q] of the groups [Q] of rows; columns beyond the last group meet zeros."""
-    return tl.load(scale[:, None] + tl.minimum(group, groups - 1)[None, :] * stride)
+    place = scale[:, None] + tl.minimum(group, groups - 1)[None, :] * stride
+    return tl.load(place, mask=inside[:, None], other=0)
 
 
 @triton.jit
-def _by_word(scale, quad, stride, groups, PARTS: tl.constexpr):
+def _by_word(scale, quad, stride, groups, inside, PARTS: tl.constexpr):
     """Scales [N, Q, 4] of the words of quads; a unit of four quads has PARTS groups."""
     first = quad // 4 * PARTS
-    found_0 = _group(scale, first, stride, groups)
+    found_0 = _group(scale, first, stride, groups, inside)
     if PARTS == 2:
-        both = tl.join(found_0, _group(scale, first + 1, stride, groups))
+        both = tl.join(found_0, _group(scale, first + 1, stride, groups, inside))
         return tl.broadcast_to(both[:, :, :, None], (both.shape[0], both.shape[1], 2, 2)).reshape(
             both.shape[0], both.shape[1], 4
         )
     else:
         tl.static_assert(PARTS == 4, "a unit has 1, 2 or 4 groups")
-        even = tl.join(found_0, _group(scale, first + 2, stride, groups))
-        odd = _group(scale, first + 1, stride, groups)
-        odd = tl.join(odd, _group(scale, first + 3, stride, groups))
+        even = tl.join(found_0, _group(scale, first + 2, stride, groups, inside))
+        odd = _group(scale, first + 1, stride, groups, inside)
+        odd = tl.join(odd, _group(scale, first + 3, stride, groups, inside))
         return tl.join(even, odd).reshape(even.shape[0], even.shape[1], 4)
 
 
 @triton.jit
-def _load(words, scale, k, stride, width, groups, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr):
+def _load(words, scale, k, stride, width, groups, inside, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr):
     """BLOCK_W words of each row from word k on, and their scales: [N, Q] of four words each, or [N, Q, 4]."""
     UNIT: tl.constexpr = 512 // form.bits
     GROUP: tl.constexpr = form.group
@@ -128,14 +129,14 @@ def _load(words, scale, k, stride, width, groups, form, BLOCK_W: tl.constexpr, E
     quad = k // 4 + tl.arange(0, BLOCK_W // 4)
     if form.scales == "row":
         # one for all steps
-        return tile, k
+        return tile, inside
     elif form.scales == "e8m0":
-        return tile, _group(scale, quad // 4, stride, groups)
+        return tile, _group(scale, quad // 4, stride, groups, inside)
     elif GROUP == -1 or GROUP >= UNIT:
         group = quad * 0 if GROUP == -1 else quad // 4 * UNIT // GROUP
-        return tile, _group(scale, group, stride, groups)
+        return tile, _group(scale, group, stride, groups, inside)
     else:
-        return tile, _by_word(scale, quad, stride, groups, UNIT // GROUP)
+        return tile, _by_word(scale, quad, stride, groups, inside, UNIT // GROUP)
 
 
 @triton.jit
@@ -159,10 +160,9 @@ def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: 
     """
     words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups = b_args
     base = expert.to(tl.int64)
-    # beyond the last: that again
-    rows = tl.minimum(rows, N - 1)
+    inside = rows < N
     width = tl.cdiv(K, 128) * (4 * form.bits)
-    words += base * stride_e + rows.to(tl.int64) * stride_n
+    words += base * stride_e + tl.minimum(rows, N - 1).to(tl.int64) * stride_n
     scales += base * scale_e + rows
     if WAIT:
         lines = words[:, None] + tl.minimum(32 * tl.arange(0, BLOCK_W // 32), width - 1)[None, :]
@@ -173,12 +173,12 @@ def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: 
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((rows.shape[0], BLOCK_W // 4), tl.float32)
     for k in range(0, width, BLOCK_W):
-        tile, found = _load(words, scales, k, scale_g, width, groups, form, BLOCK_W, EVEN)
+        tile, found = _load(words, scales, k, scale_g, width, groups, inside, form, BLOCK_W, EVEN)
         total += _scaled(*_dot(tile, x, k, K, form), found, form)
     if form.scales == "row":
-        total *= tl.load(scales)[:, None]
+        total *= tl.load(scales, mask=inside, other=0.0)[:, None]
     if channel_scales is not None:
-        total *= tl.load(channel_scales + base * channel_e + rows)[:, None]
+        total *= tl.load(channel_scales + base * channel_e + rows, mask=inside, other=0.0)[:, None]
     return total
 
 
