@@ -81,13 +81,12 @@ def _dot(words, x, k, K, form):
     if form.middle != 0:
         return integer_dot(numbers, values, form.middle, ADDED)
     else:
-        x_sums = ((values[0] + values[1]) + (values[2] + values[3])).reshape(1, W // 4, 4)
         total = numbers[0].to(tl.float32) * values[0][None, :]
         for i in tl.static_range(1, 4):
             value = tl.broadcast_to(values[i][None, :], total.shape)
             total = tl.fma(numbers[i].to(tl.float32), value, total)
-        total = total.reshape(N, W // 4, 4)
-        return (tl.sum(total, axis=2), tl.sum(x_sums, axis=2)) if ADDED else (total, x_sums)
+        total = tl.sum(total.reshape(N, W // 4, 4), axis=2)
+        return total, total
 
 
 @triton.jit
@@ -162,6 +161,7 @@ def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: 
     base = expert.to(tl.int64)
     inside = rows < N
     width = tl.cdiv(K, 128) * (4 * form.bits)
+    # beyond the last: that again
     words += base * stride_e + tl.minimum(rows, N - 1).to(tl.int64) * stride_n
     scales += base * scale_e + rows
     if WAIT:

@@ -14,24 +14,6 @@ import triton.language as tl
 from moe_core.jit.casts import INTERPRET
 
 
-def _text(count: int) -> str:
-    """$0: the sum for `count` words of bytes, each followed by the vector's high and low bytes; $1: the vector's own.
-
-    Last come the latter, which goes through, so that it is made once, for the threads that have the words, and what is
-    to be added to each byte.
-    """
-    sums, middle = f"${2 + 3 * count}", f"${3 + 3 * count}"
-    lines = [f".reg .b32 high, low; mov.b32 high, 0; mul.lo.s32 low, {sums}, {middle};"]
-    for first in range(2, 2 + 3 * count, 3):
-        lines.append(f"dp4a.u32.s32 high, ${first}, ${first + 1}, high;")
-        lines.append(f"dp4a.u32.u32 low, ${first}, ${first + 2}, low;")
-    return "{ " + " ".join(lines) + f" mad.lo.s32 $0, high, 256, low; mov.b32 $1, {sums}; }}"
-
-
-# of one word of bytes, and of two
-_ONE, _TWO = tl.constexpr(_text(1)), tl.constexpr(_text(2))
-
-
 @triton.jit
 def _fixed(x, by):
     """x * by, less than 2^15 in magnitude, to the nearest integer, plus 0x4B400000: 1.5 * 2^23 leaves it there."""
@@ -47,6 +29,22 @@ def _bytes(a, b, c, d):
         "=&r,=r,r,r,r,r",
         [a, b, c, d],
         dtype=[tl.int32, tl.int32],
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _add(codes, high, low, sums, x_sums):
+    """`sums`, of products with high and with low bytes, plus those of `codes`.
+
+    The sums of x go through, so that they are made once, for the threads that have the words.
+    """
+    return tl.inline_asm_elementwise(
+        "dp4a.u32.s32 $0, $3, $4, $6; dp4a.u32.u32 $1, $3, $5, $7; mov.b32 $2, $8;",
+        "=&r,=&r,=r,r,r,r,r,r,r",
+        [codes, high[None, :], low[None, :], sums[0], sums[1], x_sums],
+        dtype=[tl.int32, tl.int32, tl.int32],
         is_pure=True,
         pack=1,
     )
@@ -86,20 +84,12 @@ def integer_dot(codes, values, MIDDLE: tl.constexpr, ADDED: tl.constexpr):
             byte = (codes[i // 2 % WORDS] >> (16 * (i % 2) + 8 * (i // 2 // WORDS))) & 255
             total += byte * (q[i] - 0x4B400000)[None, :]
     else:
-        middle = tl.full((1, 1), -MIDDLE, tl.int32)
-        OPERANDS: tl.constexpr = "=&r,=r,r,r" + ",r,r,r" * WORDS
-        operands = ()
+        sums = (tl.zeros_like(x_sums), -MIDDLE * x_sums)
         for i in tl.static_range(WORDS):
             high, low = _bytes(q[2 * i], q[2 * (i + WORDS)], q[2 * i + 1], q[2 * (i + WORDS) + 1])
-            operands += (codes[i], high[None, :], low[None, :])  # type: ignore[assignment]
-        total, x_sums = tl.inline_asm_elementwise(
-            _TWO if WORDS == 2 else _ONE,
-            OPERANDS,
-            operands + (x_sums, middle),
-            dtype=[tl.int32, tl.int32],
-            is_pure=True,
-            pack=1,
-        )
+            high, low, x_sums = _add(codes[i], high, low, sums, x_sums)
+            sums = (high, low)
+        total = sums[0] * 256 + sums[1]
     total = total.reshape(N, Q, 4)
     x_sums = x_sums.reshape(N, Q, 4)
     if ADDED:
