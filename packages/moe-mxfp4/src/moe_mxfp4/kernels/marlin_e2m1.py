@@ -76,8 +76,8 @@ def _widening(*, float16: bool) -> tl.constexpr:
 
 def _integers() -> tl.constexpr:
     """$0, $1: twice the numbers of the word $2, plus 64: the mantissa of a bfloat16 of exponent 7 counts ones."""
-    lines = [_PAIRS.replace("WORD", "$2"), ".reg .b32 up, middle; mov.b32 up, 0x7f007f00; mov.b32 middle, 0x43404340;"]
-    lines += [f"fma.rn.bf16x2 p{number}, p{number}, up, middle;" for number in range(4)]
+    lines = [_PAIRS.replace("WORD", "$2"), ".reg .b32 up, one; mov.b32 up, 0x7f007f00; mov.b32 one, 0x43404340;"]
+    lines += [f"fma.rn.bf16x2 p{number}, p{number}, up, one;" for number in range(4)]
     lines += [f"prmt.b32 ${word}, p{word}, p{word + 2}, 0x6240;" for word in range(2)]
     return tl.constexpr("{ " + " ".join(lines) + " }")
 
@@ -112,9 +112,7 @@ def e2m1_bytes(words, dtype: tl.constexpr):
         odd = (v[2] + v[6] * 256 + v[3] * 65536).to(tl.int32) + (v[7].to(tl.int32) << 24)
         return even + 0x40404040, odd + 0x40404040
     else:
-        return tl.inline_asm_elementwise(
-            _INTEGERS, "=&r,=r,r", [words], dtype=[tl.int32, tl.int32], is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise(_INTEGERS, "=&r,=r,r", [words], [tl.int32, tl.int32], True, 1)
 
 
 @triton.jit

@@ -35,9 +35,8 @@ def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
     pairs, bits = tokens * problem.top_k, problem.bits
     hidden, size = problem.hidden_size, problem.intermediate_size
     if tokens > 1:
-        # every pair reads its expert's weights, tiles read once those of each expert that is reached: all but those
-        # that no token's random choice has.  In 4 bits a pair takes two thirds of the time of an expert's tile, which
-        # takes less the more there are.
+        # a pair reads its expert's weights; tiles read them once for each expert that is reached, by random choice.
+        # In int4 a pair takes two thirds of the time of an expert's tile, which takes less the more there are.
         reached = problem.num_experts * (1 - max(0.0, 1 - problem.top_k / problem.num_experts) ** tokens)
         most = 1.55 - tokens / 64 if problem.element == "int4" else 1.04
         if pairs > most * reached or tokens > MOST_TOKENS.get(problem.element, tokens):

@@ -1,4 +1,4 @@
-"""GEMV for one token, without tensor cores: rows of packed words times a vector.
+"""GEMV for few tokens, without tensor cores: rows of packed words times a vector.
 
 A program takes BLOCK_N rows of one expert's words and goes through their columns, BLOCK_W words at a time.  A thread
 has four consecutive words of several rows; the numbers of the vector that it multiplies them with are in registers,
@@ -6,15 +6,14 @@ each for all its rows.  There is nothing to wait for but memory: no sorting, no 
 
 What the words are says `form`, a `GemvForm`:
 
-    dequantize(words, dtype)   makes of words [N, W] a tuple: their numbers plus `middle` as the bytes of int32 [N, W],
-                               which are multiplied in integers (`moe_core.gemm.marlin.integer_dot`), or, where
-                               `middle` is 0, of 8-bit codes the four numbers, each [N, W], in the order of
-                               `moe_core.gemm.marlin.dequant.asm_values`, which are multiplied in float32
+    dequantize(words, dtype)   makes of words [N, W] a tuple: numbers plus `middle` as bytes of int32 [N, W], for
+                               `moe_core.gemm.marlin.integer_dot`; or, without `middle` (0), of rows with one scale
+                               the four numbers [N, W] of 8-bit codes, as `asm_values`, to multiply in float32
     bits                       of a code
     scales                     "row": float32, one per row, which multiplies the finished sum; "group": float32, one
                                per `group` columns (-1: all); "zero": int32, as "group", with zero points
                                (`moe_core.gemm.marlin.operand`); "e8m0": int32, one per 128 columns of 4-bit codes, a
-                               byte for each 32: 254 plus an exponent, of which what is below -126 counts as 0
+                               byte for each 32: 254 plus an exponent, or 127 and less: 0
 """
 
 from __future__ import annotations
@@ -90,31 +89,6 @@ def _dot(words, x, k, K, form):
 
 
 @triton.jit
-def _group(scale, group, stride, groups, inside):
-    """Scales [N, Q] of the groups [Q] of rows; columns beyond the last group meet zeros."""
-    place = scale[:, None] + tl.minimum(group, groups - 1)[None, :] * stride
-    return tl.load(place, mask=inside[:, None], other=0)
-
-
-@triton.jit
-def _by_word(scale, quad, stride, groups, inside, PARTS: tl.constexpr):
-    """Scales [N, Q, 4] of the words of quads; a unit of four quads has PARTS groups."""
-    first = quad // 4 * PARTS
-    found_0 = _group(scale, first, stride, groups, inside)
-    if PARTS == 2:
-        both = tl.join(found_0, _group(scale, first + 1, stride, groups, inside))
-        return tl.broadcast_to(both[:, :, :, None], (both.shape[0], both.shape[1], 2, 2)).reshape(
-            both.shape[0], both.shape[1], 4
-        )
-    else:
-        tl.static_assert(PARTS == 4, "a unit has 1, 2 or 4 groups")
-        even = tl.join(found_0, _group(scale, first + 2, stride, groups, inside))
-        odd = _group(scale, first + 1, stride, groups, inside)
-        odd = tl.join(odd, _group(scale, first + 3, stride, groups, inside))
-        return tl.join(even, odd).reshape(even.shape[0], even.shape[1], 4)
-
-
-@triton.jit
 def _load(words, scale, k, stride, width, groups, inside, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr):
     """BLOCK_W words of each row from word k on, and their scales: [N, Q] of four words each, or [N, Q, 4]."""
     UNIT: tl.constexpr = 512 // form.bits
@@ -126,16 +100,20 @@ def _load(words, scale, k, stride, width, groups, inside, form, BLOCK_W: tl.cons
     else:
         tile = tl.load(pointers, mask=(column < width)[None, :], other=0)
     quad = k // 4 + tl.arange(0, BLOCK_W // 4)
+    # beyond the last group are zeros of x
     if form.scales == "row":
         # one for all steps
         return tile, inside
-    elif form.scales == "e8m0":
-        return tile, _group(scale, quad // 4, stride, groups, inside)
-    elif GROUP == -1 or GROUP >= UNIT:
-        group = quad * 0 if GROUP == -1 else quad // 4 * UNIT // GROUP
-        return tile, _group(scale, group, stride, groups, inside)
+    elif form.scales == "e8m0" or GROUP == -1 or GROUP >= UNIT:
+        UNITS: tl.constexpr = 1 if form.scales == "e8m0" else GROUP // UNIT
+        group = quad * 0 if GROUP == -1 else quad // (4 * UNITS)
+        place = scale[:, None] + tl.minimum(group, groups - 1)[None, :] * stride
+        return tile, tl.load(place, mask=inside[:, None], other=0)
     else:
-        return tile, _by_word(scale, quad, stride, groups, inside, UNIT // GROUP)
+        # a unit of four quads has 2 or 4 groups
+        group = quad[:, None] // 4 * (UNIT // GROUP) + tl.arange(0, 4)[None, :] // (4 * GROUP // UNIT)
+        place = scale[:, None, None] + tl.minimum(group, groups - 1)[None, :, :] * stride
+        return tile, tl.load(place, mask=inside[:, None, None], other=0)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The layer for a single token: two GEMVs, without tensor cores.
+"""The layer for few tokens: two GEMVs, without tensor cores.
 
     gemm1     h[pair] = act(w13 x)
     gemm2     y[pair] = weight * (w2 h[pair])
@@ -25,10 +25,7 @@ from moe_core.ops.reduce import reduce_pairs
 
 @dataclass(frozen=True, eq=False)
 class GemvFunctions:
-    """An element type's device function, what its scales are, and what its bytes have beside their numbers.
-
-    See `moe_core.gemm.marlin._gemv_kernels`.
-    """
+    """An element type's device function, scales and middle; see `moe_core.gemm.marlin._gemv_kernels`."""
 
     dequantize: Any
     scales: str

@@ -52,11 +52,10 @@ def _add(codes, high, low, sums, x_sums):
 
 @triton.jit
 def integer_dot(codes, values, MIDDLE: tl.constexpr, ADDED: tl.constexpr):
-    """[N, Q, 4] sums over the numbers of words times `values`, and as many sums of those.
+    """[N, Q, 4] sums over the numbers of words times `values`, and as many sums of those; ADDED: [N, Q].
 
-    ADDED: [N, Q], over four words.  `codes`: one or two int32 [N, 4 * Q], the numbers of words plus MIDDLE as bytes.
-    `values`: as many times [4 * Q] float32, in the order of `asm_values`, whose pair p is in bytes 0 and 2 of
-    codes[p], or further pairs in bytes 1 and 3; where one is not finite, so is no sum of its four words.
+    `codes`: one or two int32 [N, 4 * Q], whose bytes 0 and 2, then 1 and 3, are pairs of numbers plus MIDDLE.
+    `values`: each pair's, float32 [4 * Q], as `asm_values`; where one is not finite, so is no sum of its four words.
     """
     N: tl.constexpr = codes[0].shape[0]
     Q: tl.constexpr = codes[0].shape[1] // 4
