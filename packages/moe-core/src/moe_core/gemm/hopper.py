@@ -9,10 +9,6 @@ has 64 rows or fewer, the two groups may share its rows, and each own a column b
 The operand A has the rows of a tile next to each other ([P, K] in sorted order, or [E * T_max, K]).  Each program
 computes two blocks of 128 columns: gate and up, joined in the epilogue, or neighbours n and n + 128 of a plain product.
 
-    hopper_pipeline    the order of the tiles, and the warp that requests them
-    hopper_scaled_mm   the k loop for scales that do not change along k; a scheme may pass another
-    hopper_epilogue    bias, activation, quantisation, stores
-
 Written in Gluon, because the order of waits is the point; there is no interpreter for it.
 """
 

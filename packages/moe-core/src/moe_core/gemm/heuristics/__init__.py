@@ -1,18 +1,9 @@
 """Launch heuristics of every kernel family: (problem, tokens) -> launch configurations.
 
-    problem.py      what a layer asks: its sizes, element type, scales and device
-    tiles.py        what the families share: split-K, tiles for about 100 KB of shared memory
-    scaled_mm.py    8-bit activations, and weights that become 8-bit in registers
-    mixed_input.py  16-bit activations, weights repacked at load
-    decoded.py      weights decoded by plain Triton operations
-    gemv.py         one token, without tensor cores
-    invariant.py    plans whose rows have the same bits for every number of tokens
-    tuned.py        measured configurations of a layer, which go first
-
-The mean number of rows per expert decides.  With few, a call streams weights: tiles of 16 or 32 rows, and programs
-share the k loop of a tile (split-K) where tiles alone do not fill the device.  With many, the tensor cores decide: the
-more rows a tile has, the more products a loaded or dequantised weight enters.  The figures behind the thresholds are
-in docs/design/scaled_mm.md and docs/design/mixed_input.md.  No Triton here: plans are data.
+Rows per expert decide, their mean and how they scatter.  With few, a call streams weights: tiles of 16 or 32 rows, and
+programs share the k loop of a tile (split-K) where tiles alone do not fill the device.  With many, the tensor cores
+decide: the more rows a tile has, the more products a loaded or dequantised weight enters.  The figures behind the
+thresholds are in docs/design.  No Triton here: plans are data.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """Plans whose rows have the same bits for every number of tokens.
 
-What a plan may change without changing a row's sum, and what it may not, was found by comparing bits on an H200
-(docs/design/batch_invariance.md):
+Found by comparing bits on an H200 (docs/design/batch_invariance.md):
 
 - free: rows and columns of a tile, its warps, stages, order and tensor maps, which operand comes first, dependent
   launches; of int8 and of e4m3 with scales of blocks also the warp-specialised kernel
 - fixed: whether k loops are split; tiles, and not a product without tensor cores; whether a step's product is summed by
-  itself (`moe_core.gemm.swap_ab`) and how it is scaled; e4m3 with scales of rows takes no warp-specialised kernel,
-  which sums in the tensor cores, and what was not compared is not taken: that of 4-bit words, and short tiles
+  itself and how it is scaled; e4m3 with scales of rows takes no warp-specialised kernel, which sums in the tensor
+  cores; nor that of 4-bit words, or short tiles, which were not compared
 
-On other GPUs than those of sm_90 the height of a tile may choose the instruction: there all numbers of tokens have one
-plan.
+On other GPUs, where the height of a tile may choose the instruction, all numbers of tokens have one plan.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from dataclasses import replace
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import (
     BLOCK_N,
+    expected_tiles,
     float32_plan,
     lacks_shared_memory,
     small_shared_plan,
@@ -37,16 +38,17 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         return float32_plan()
     if lacks_shared_memory(problem.capability):
         return small_shared_plan(problem, tokens)
-    if mean <= 12:
+    # of 4-bit words tiles of 32 rows take a quarter more time than those of 16, of which a second one finds L2 warm
+    some_rows = mean <= 24 if problem.bits == 8 else expected_tiles(problem, tokens, 32) <= 1.1
+    if mean <= 12 or (problem.bits == 4 and expected_tiles(problem, tokens, 16) <= 1.5):
         return _few_rows(problem, tokens)
     e2m1, gemm2_steps = problem.element == "e2m1", steps_of(problem.intermediate_size)
-    few = TileConfig(32, BLOCK_N, 4, 3, 1 if mean <= 24 else 8, True, True)
+    few = TileConfig(32, BLOCK_N, 4, 3, 8, True, True)
     some = TileConfig(64, BLOCK_N, 4, 3, 8, swap_ab=True)
     many = TileConfig(128, BLOCK_N, 4, 3, 8, swap_ab=True)
-    if mean <= 24:
-        few = replace(few, num_stages=4, group_m=8) if e2m1 else few
+    if some_rows:
+        few = replace(few, num_stages=4) if e2m1 else few
         if problem.bits == 8:
-            few = replace(few, group_m=8)
             return TilePlan(few, few)
         # short programs: what they are made of matters more than how many products a weight enters
         return TilePlan(few, TileConfig(16, BLOCK_N, 4, 3, 1, True, True) if gemm2_steps <= 4 else few)
@@ -62,7 +64,8 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     if problem.capability == 90 and not problem.permuted:
         # the warp-specialised kernel takes the rows of the schedule's tiles; the rest is for where it can't
         some, many = replace(some, warp_specialised=True), replace(many, warp_specialised=True)
-        return TilePlan(some if mean <= 48 else many, many if mean > 384 else some)
+        gemm1 = some if expected_tiles(problem, tokens, 64) <= 1.08 else many
+        return TilePlan(gemm1, many if mean > 384 else some)
     if mean <= 48:
         return TilePlan(some if e2m1 else few, TileConfig(64, BLOCK_N, 4, 3, 1, True, True))
     if mean <= 96:
@@ -72,7 +75,9 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
 
 def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
     """Tiles of 16 rows, whose k loops may be split."""
-    gemm1, gemm2 = TileConfig(16, BLOCK_N, 4, 4, 1, True, True), TileConfig(16, BLOCK_N, 4, 3, 1, True, True)
+    # where many experts have two tiles
+    group = 1 if problem.rows_per_expert(tokens) <= 12 else 8
+    gemm1, gemm2 = TileConfig(16, BLOCK_N, 4, 4, group, True, True), TileConfig(16, BLOCK_N, 4, 3, group, True, True)
     if not problem.may_split:
         return TilePlan(gemm1, gemm2)
     pairs, bits = tokens * problem.top_k, problem.bits

@@ -13,6 +13,7 @@ from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import (
     BLOCK_N,
     RESIDENT,
+    expected_tiles,
     lacks_shared_memory,
     small_shared_plan,
     splits,
@@ -38,7 +39,8 @@ def scaled_mm_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         return _small_shared_plan(mean, block, capability)
     gemm1_steps, gemm2_steps = steps_of(problem.hidden_size, block), steps_of(problem.intermediate_size, block)
     if mean <= 24:
-        rows = 16 if mean <= 12 else 32
+        # both stream weights: what a second tile of an expert reads again decides
+        rows = 16 if expected_tiles(problem, tokens, 16) <= 1.05 else 32
         # few programs leave multiprocessors without work (a tile of one half leaves room for others beside it)
         limit = (132 if problem.gated else 396, 4)
         gemm1_split, gemm2_split = splits(problem, tokens, limit, (RESIDENT, 4), block)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.plan import TileConfig, TilePlan
 
@@ -14,6 +16,13 @@ RESIDENT = 264
 def steps_of(columns: int, depth: int = 128) -> int:
     """Steps of a k loop over ``columns``, or tiles over that many rows of weights."""
     return -(-columns // depth)
+
+
+def expected_tiles(problem: LayerProblem, tokens: int, rows: int) -> float:
+    """Tiles of so many rows that an expert has, in the mean over uniform routing."""
+    share = problem.top_k / problem.num_experts
+    mean, spread = tokens * share, math.sqrt(2 * tokens * share * max(1 - share, 1e-3))
+    return sum(math.erfc((i * rows + 0.5 - mean) / spread) / 2 for i in range(int(mean / rows) + 4))
 
 
 def split_k(programs: int, steps: int, *limits: tuple[int, int], most: int = 16) -> int:
