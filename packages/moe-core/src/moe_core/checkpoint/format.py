@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.reading_threads import in_threads
-from moe_core.checkpoint.staging import bytes_of, is_staged, places, staging
+from moe_core.checkpoint.staging import PIECE_BYTES, bytes_of, is_staged, places, staging
 from moe_core.checkpoint.statements import tool
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointError
@@ -31,8 +31,8 @@ from moe_core.weights import MoEWeights
 
 #: of experts that are read at a time, as stored: small enough for a processor's cache, where values are looked at
 GROUP_BYTES = 8 << 20
-#: the same on the way to a GPU: so many that the calls between reads, each of which may wait for Python's lock, are few
-GPU_GROUP_BYTES = 32 << 20
+#: the same on the way to a GPU
+GPU_GROUP_BYTES = PIECE_BYTES
 #: bytes at whose multiples each projection's tensors begin, so that they can be taken for any type
 _ALIGNED = 64
 

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from moe_core.checkpoint.open_file import FileState, OpenFile
-from moe_core.checkpoint.staging import bytes_of, staging
+from moe_core.checkpoint.staging import PIECE_BYTES, bytes_of, staging
 from moe_core.checkpoint.strict_json import parse_object
 from moe_core.errors import CheckpointError
 
 #: the library's own limit
 MAX_HEADER_BYTES = 100_000_000
-#: of one tensor that are read at a time on their way to a GPU
-PIECE_BYTES = 8 << 20
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,

@@ -11,6 +11,9 @@ import threading
 import torch
 from torch import Tensor
 
+#: bytes that are read at a time on their way to a GPU: so many that the calls between reads, each of which may wait for
+#: Python's lock, are few.  One size for all, since torch gives pinned memory of that size again
+PIECE_BYTES = 32 << 20
 #: each thread's pieces, by the GPU's number
 _OWN = threading.local()
 #: bytes of the smallest piece
