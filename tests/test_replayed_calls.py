@@ -6,6 +6,7 @@ interpreted kernels are recorded as if they had been compiled; what is started t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from moe_core import FusedMoEActivationFormat, FusedMoEConfig, FusedMoEKernel, r
 from moe_core.claims import expand_key
 from moe_core.environment import Environment
 from moe_core.experts import FusedMoEExperts
+from moe_core.jit.launch import Launch, observe
 from moe_core.testing.cases import Case
 from moe_core.testing.conformance import place_for
 from moe_core.testing.data import Inputs
@@ -95,3 +97,30 @@ def test_the_host_does_little(device: torch.device, experts: type[FusedMoEExpert
     assert kernel._replay.reasons() == (None,)
     # on a GPU Triton makes two more calls for each launch than its stand-in, and some for every descriptor
     assert python_calls(call) <= (52 if device.type == "cpu" else 80)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("experts", replayed())
+def test_layers_of_a_model_share_what_was_recorded(
+    device: torch.device, experts: type[FusedMoEExperts], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third starts at its first call what the second launched, with its own weights."""
+    layers = [called(device, experts, tokens) for _ in range(3)]
+    inputs = layers[0][1]
+    call = partial(FusedMoEKernel.apply, topk_weights=inputs.topk_weights, topk_ids=inputs.topk_ids)
+    for number, (kernel, _) in enumerate(layers):
+        for _, tensor in kernel.weights.tensors():
+            tensor.copy_(tensor.view(torch.uint8).roll(number, 0).view(tensor.dtype))  # other experts
+    expected = [call(kernel, inputs.x) for kernel, _ in layers]
+    assert not torch.equal(expected[1], expected[2])
+    if device.type == "cpu":
+        as_if_compiled(monkeypatch, computes=True)
+    monkeypatch.setattr("moe_core.replay._SHARED", {})
+    launched: list[Launch] = []
+    for (kernel, _), result in zip(layers, expected, strict=True):
+        kernel._register()  # without records
+        launched.clear()
+        with observe(launched.append):
+            assert torch.equal(call(kernel, inputs.x), result)
+    assert kernel._replay.reasons() == (None,)
+    assert not launched

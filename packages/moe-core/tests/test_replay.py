@@ -143,6 +143,50 @@ def test_other_kinds_of_calls_have_records_of_their_own(change: str) -> None:
     assert (kernel.dispatched, kernel.started) == (6, 2)
 
 
+@pytest.mark.parametrize("described", ["pointers", "w2 described", "scratch described"])
+def test_layers_that_are_alike_share_what_was_recorded(described: str) -> None:
+    """The first is called, the second records, the third starts its own launches at its first call."""
+    kernel, key, workspace = Kernel(), object(), Workspace("cpu")
+    workspace.reserve(4096)
+    layers = [replay(weights, alike=lambda: key) for weights in (layer(), layer(), layer())]
+    for number, calls in enumerate(layers * 2):
+        weights = calls.weights
+        x, out = numbers(), torch.full((SIZE,), float("nan"))
+
+        def call(space: Workspace, weights: Any = weights, x: Tensor = x, out: Tensor = out) -> None:
+            h = space.take(SPEC)["h"]
+            launch(kernel, (2,), h, (x, weights.w13), None, 2.0, FLAG="x")
+            base = {"pointers": None, "w2 described": weights.w2, "scratch described": h}[described]
+            launch(
+                kernel, (2,), out, (h, weights.w2), None if base is None else SimpleNamespace(base=base), 3.0, FLAG="x"
+            )
+
+        calls.run(call, (out, x), workspace)
+        h = 2 * x + weights.w13
+        assert torch.equal(out, 3 * h + (h if described == "scratch described" else weights.w2)), number
+        assert (kernel.dispatched, kernel.started) == ((2, 0) if number < 2 else (0, 2)), number
+        kernel.dispatched = kernel.started = 0
+
+
+@pytest.mark.parametrize("change", ["key", "none", "stride", "alignment", "storage"])
+def test_layers_that_differ_share_nothing(change: str) -> None:
+    kernel, key = Kernel(), object()
+    for number in range(3):
+        weights = layer()
+        if number == 2:
+            w2 = {
+                "stride": numbers(2 * SIZE)[::2],
+                "alignment": torch.frombuffer(bytearray(4 * SIZE + 20), dtype=torch.float32, offset=4, count=SIZE),
+                "storage": torch.cat((weights.w13, weights.w2))[SIZE:],
+            }.get(change, weights.w2)
+            weights = KernelWeights(w13=weights.w13, w2=w2, quant_config=FUSED_MOE_UNQUANTIZED_CONFIG)
+            key = {"key": object(), "none": None}.get(change, key)
+        calls = replay(weights, alike=lambda key=key: key)
+        x, out = numbers(), torch.empty(SIZE)
+        calls.run(product(kernel, weights, x, out), (out, x), None)
+    assert (kernel.dispatched, kernel.started) == (6, 0)
+
+
 @pytest.mark.parametrize(
     "work",
     [

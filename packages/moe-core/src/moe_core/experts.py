@@ -66,6 +66,14 @@ class FusedMoEExperts(ABC):
     #: that follow from the layer and from the shapes, strides and addresses of its tensors (see `moe_core.replay`)
     launches_only: ClassVar[bool] = False
 
+    @property
+    def launch_key(self) -> Hashable | None:
+        """What decides the launches of ``apply`` beside the tensors of a call and where the weights lie; None: unknown.
+
+        With ``launches_only``, layers of equal keys whose weights lie alike share what was recorded of their launches.
+        """
+        return None
+
     def __init__(
         self,
         config: FusedMoEConfig,

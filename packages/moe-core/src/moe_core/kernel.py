@@ -264,7 +264,15 @@ class FusedMoEKernel:
     def _replay_of(self, experts: FusedMoEExperts, movement: FusedMoEPrepareAndFinalizeModular) -> Replay:
         """The records of calls as they are now."""
         if not self._replay.fits(self.weights, experts, movement):
-            self._replay = Replay(self.weights, (self.weights, experts, movement))
+            # of a call whose tokens cross ranks only the experts' own launches are recorded here
+            shares = movement.collective or movement.stateless
+            self._replay = Replay(
+                self.weights,
+                (self.weights, experts, movement),
+                alike=lambda: (
+                    (experts.launch_key, type(movement)) if shares and experts.launch_key is not None else None
+                ),
+            )
         return self._replay
 
     def _replay_of_steps(self, output: Tensor) -> Replay | None:

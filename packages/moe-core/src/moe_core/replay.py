@@ -3,7 +3,8 @@
 The launches of a call follow from the layer and from the shapes, strides and alignments of the call's tensors.  Finding
 them costs the host far more than starting them: it is some hundred Python calls and Triton's dispatch of every launch.
 So the second call of a kind records its launches, and later ones put the addresses of their own tensors into the
-record and start the compiled kernels directly.
+record and start the compiled kernels directly.  Layers that are alike, as those of one model are, share what was
+recorded: a kind counts as seen when any of them was called, and each fills in the addresses of its own weights.
 
 A record is only used where it is certain to be what the call would have launched:
 
@@ -25,137 +26,37 @@ from __future__ import annotations
 
 import functools
 import operator
-import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from moe_core.jit.launch import Launch, observe
+from moe_core.recorded_launches import (
+    ALIGNMENT,
+    SCRATCH,
+    Lasting,
+    NotReplayable,
+    Owner,
+    Record,
+    Recording,
+    Span,
+    WeightMemory,
+)
 from moe_core.workspace import Workspace
 
 #: kinds of calls that a layer remembers; the oldest go first
 MOST_RECORDS = 128
 
-#: kernels are compiled for addresses that are multiples of so many bytes, or for any
-_ALIGNMENT = 16
+#: kinds of calls that are remembered for layers that are alike, of all models
+MOST_SHARED = 1024
 
-#: what an address may belong to beside the call's tensors
-_WORKSPACE = "workspace"
 #: a kind of call that was not seen yet
 _NEW: Any = object()
-
-
-class Lasting(Protocol):
-    """Tensors whose memory stays: the weights of a layer, say."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def tensors(self) -> Iterable[tuple[str, Tensor]]: ...
-
-
-@dataclass(frozen=True)
-class Span:
-    """Bytes from ``start`` to ``end`` of the memory that ``owner`` names; ``owner`` None: it stays where it is."""
-
-    owner: int | str | None
-    start: int
-    end: int
-
-    @staticmethod
-    def of(owner: int | str | None, tensor: Tensor) -> Span:
-        start = tensor.data_ptr()
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return Span(owner, start, start + (last + 1) * tensor.element_size() if tensor.numel() else start)
-
-
-class NotReplayable(Exception):  # noqa: N818 - an answer, no error
-    """A launch depends on something that the record cannot follow."""
-
-
-class Record:
-    """The launches of one kind of call.
-
-    ``launched``: what a call started; ``spans``: the memory that its addresses may lie in; ``scratch``: bytes of
-    scratch memory.  Raises NotReplayable.
-    """
-
-    def __init__(self, launched: Sequence[Launch], spans: Sequence[Span], *, scratch: int) -> None:
-        self.scratch = scratch
-        self.scratch_alignment = next((span.start for span in spans if span.owner == _WORKSPACE), 0) % _ALIGNMENT
-        #: the scratch memory's address, where a descriptor holds it
-        self.fixed_scratch: int | None = None
-        self._spans = spans
-        #: (where an address stands: a list and a place in it; whose memory it is in, how far from its start)
-        self._addresses: list[tuple[list[Any], int, int | str, int]] = []
-        #: tuples that hold addresses: where one stands, and its items; inner ones first
-        self._tuples: list[tuple[list[Any], int, list[Any]]] = []
-        self._launches = [self._prepared(one) for one in launched]
-        self._lock = threading.Lock()
-
-    def start(self, addresses: Mapping[int | str, int], stream: int) -> bool:
-        """Start the launches with the call's ``addresses``; False where another thread is just doing so."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            # no Python function is called for an address: there are dozens
-            for arguments, place, owner, offset in self._addresses:
-                arguments[place] = addresses[owner] + offset
-            for arguments, place, items in self._tuples:
-                arguments[place] = tuple(items)
-            for run, grid, function, metadata, arguments in self._launches:
-                # as Triton's own dispatch ends; None: what hooks around the launch would get, and the hooks
-                run(*grid, stream, function, metadata, None, None, None, *arguments)
-        finally:
-            self._lock.release()
-        return True
-
-    def _prepared(self, one: Launch) -> tuple[Any, ...]:
-        compiled = one.compiled
-        if not (hasattr(compiled, "run") and hasattr(compiled, "function") and hasattr(compiled, "packed_metadata")):
-            raise NotReplayable(f"{one.name} was not compiled")  # Triton's interpreter
-        grid = (*one.grid, 1, 1)[:3]
-        arguments = list(one.arguments.values())
-        self._bind(arguments)
-        return compiled.run, grid, compiled.function, compiled.packed_metadata, arguments
-
-    def _bind(self, arguments: list[Any]) -> bool:
-        """Note where addresses stand in ``arguments``, and put in those that stay; True if some do not."""
-        changes = False
-        for place, value in enumerate(arguments):
-            if isinstance(value, Tensor):
-                owner, offset = self._owner(value)
-                arguments[place] = value.data_ptr()
-                if owner is not None:
-                    self._addresses.append((arguments, place, owner, offset))
-                    changes = True
-            elif isinstance(value, tuple):
-                items = list(value)
-                if self._bind(items):
-                    self._tuples.append((arguments, place, items))
-                    changes = True
-                arguments[place] = tuple(items)
-            elif isinstance(getattr(value, "base", None), Tensor):  # a descriptor
-                owner, _ = self._owner(value.base)
-                if owner == _WORKSPACE:
-                    self.fixed_scratch = next(span.start for span in self._spans if span.owner == _WORKSPACE)
-                elif owner is not None:
-                    raise NotReplayable("a descriptor of one of the call's tensors")
-        return changes
-
-    def _owner(self, tensor: Tensor) -> tuple[int | str | None, int]:
-        """(whose memory the tensor lies in, how far from its start)."""
-        if not tensor.numel():
-            return None, 0
-        inner = Span.of(None, tensor)
-        around = [span for span in self._spans if span.start <= inner.start and inner.end <= span.end]
-        if len({span.owner for span in around}) != 1:
-            raise NotReplayable(f"memory of {len(around)} owners")
-        return around[0].owner, inner.start - around[0].start
+#: by what layers that are alike have in common, and the kind of call; None: seen once
+_SHARED: dict[tuple[Any, ...], Recording | None] = {}
 
 
 class _Watch(TorchFunctionMode):
@@ -222,8 +123,10 @@ class Replay:
     """The records of one layer's calls, or of the steps of its calls.
 
     ``parts``: what the launches depend on beside a call's tensors, by identity (experts, weights …); ``weights``: whose
-    memory stays; ``stream``: the current stream of the device with this number (None: of the current device), as
-    Triton's launcher takes it; ``watched``: whether a profiler wants to see launches as Triton makes them.
+    memory stays; ``alike()``: what decides the launches beside a call's tensors and where the weights lie, equal for
+    layers that share what was recorded (None: this one shares nothing); ``stream``: the current stream of the device
+    with this number (None: of the current device), as Triton's launcher takes it; ``watched``: whether a profiler wants
+    to see launches as Triton makes them.
     """
 
     def __init__(
@@ -231,6 +134,7 @@ class Replay:
         weights: Lasting,
         parts: tuple[object, ...] = (),
         *,
+        alike: Callable[[], Hashable | None] = lambda: None,
         stream: Callable[[int | None], int] | None = None,
         watched: Callable[[], bool] | None = None,
     ) -> None:
@@ -238,6 +142,7 @@ class Replay:
         self.parts = parts
         self._stream = stream or _current_stream
         self._watched = watched or _has_hooks
+        self._alike = alike
         # by kind of call; None: seen once
         self._records: dict[tuple[Any, ...], Record | NotReplayable | None] = {}
 
@@ -277,20 +182,48 @@ class Replay:
         device = torch.cuda.current_device() if self.weights.device.type == "cuda" else None
         kind = (device, *of, *_kind(inputs))
         found = self._records.get(kind, _NEW)
+        if found is _NEW or found is None:
+            found = self._shared(kind, found, scratch, lasting)
         if isinstance(found, Record) and self._started(found, inputs, scratch, device):
             return
         if found is None and not (self.weights.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             launched: list[Launch] = []
             with observe(launched.append), _Watch() as watch:
                 call()
-            self._remember(kind, self._record(launched, watch.work, inputs, scratch, lasting))
+            _remember(self._records, kind, self._record(kind, launched, watch.work, inputs, scratch, lasting))
             return
         call()
         if found is _NEW:
-            self._remember(kind, None)
+            _remember(self._records, kind, None)
+
+    @functools.cached_property
+    def _memory(self) -> WeightMemory:
+        return WeightMemory(self.weights)
+
+    def _shared_key(self, kind: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        alike = self._alike()
+        return None if alike is None else (alike, self._memory.layout, kind)
+
+    def _shared(self, kind: tuple[Any, ...], own: Any, scratch: Workspace | None, lasting: bool) -> Any:
+        """What layers that are alike know of a kind of call of which this one has no record: new, or seen (``own``)."""
+        key = self._shared_key(kind)
+        if key is None:
+            return own
+        recording = _SHARED.get(key, _NEW)
+        if recording is _NEW:
+            _remember(_SHARED, key, None, MOST_SHARED)
+            return own
+        if recording is None:
+            return None
+        record = self._bound(recording, scratch, lasting)
+        if isinstance(record, NotReplayable):
+            return own
+        _remember(self._records, kind, record)
+        return record
 
     def _record(
         self,
+        kind: tuple[Any, ...],
         launched: Sequence[Launch],
         work: str | None,
         inputs: Sequence[Tensor | None],
@@ -299,45 +232,51 @@ class Replay:
     ) -> Record | NotReplayable:
         if work is not None:
             return NotReplayable(f"torch does a part of the work: {work}")
-        spans = [*self._weight_spans()]
+        spans = [*self._memory.spans]
         if scratch is not None:
-            spans.append(Span.of(_WORKSPACE, scratch.hold(0)))
+            spans.append(Span.of(SCRATCH, scratch.hold(0)))
         spans += [Span.of(index, tensor) for index, tensor in enumerate(inputs) if tensor is not None]
         try:
-            record = Record(launched, spans, scratch=0 if scratch is None else scratch.taken)
+            recording = Recording(launched, spans, scratch=0 if scratch is None else scratch.taken)
         except NotReplayable as reason:
             return reason
-        if record.fixed_scratch is not None and not lasting:
+        key = self._shared_key(kind)
+        if key is not None:
+            _remember(_SHARED, key, recording, MOST_SHARED)
+        return self._bound(recording, scratch, lasting)
+
+    def _bound(self, recording: Recording, scratch: Workspace | None, lasting: bool) -> Record | NotReplayable:
+        """The recording for this layer."""
+        if recording.describes_scratch and not lasting:
             return NotReplayable("a descriptor of scratch memory that belongs to one call")
-        return record
+        try:
+            return Record(recording, self._memory, None if scratch is None else scratch.hold(recording.scratch))
+        except NotReplayable as reason:
+            return reason
 
     def _started(
         self, record: Record, inputs: Sequence[Tensor | None], scratch: Workspace | None, device: int | None
     ) -> bool:
         if self._watched():
             return False
-        addresses: dict[int | str, int] = {}
+        addresses: dict[Owner, int] = {}
         if scratch is not None:
-            start = scratch.hold(record.scratch).data_ptr()
-            if start % _ALIGNMENT != record.scratch_alignment or record.fixed_scratch not in (None, start):
+            start = scratch.hold(record.recording.scratch).data_ptr()
+            if start % ALIGNMENT != record.recording.scratch_alignment or record.fixed_scratch not in (None, start):
                 return False
-            addresses[_WORKSPACE] = start
+            addresses[SCRATCH] = start
         for index, tensor in enumerate(inputs):
             if tensor is not None:
                 addresses[index] = tensor.data_ptr()
         return record.start(addresses, self._stream(device))
 
-    def _remember(self, kind: tuple[Any, ...], record: Record | NotReplayable | None) -> None:
-        self._records.pop(kind, None)
-        while len(self._records) >= MOST_RECORDS:
-            self._records.pop(next(iter(self._records)), None)
-        self._records[kind] = record
 
-    def _weight_spans(self) -> Iterator[Span]:
-        """Memory of the weights, each piece once."""
-        storages = (tensor.untyped_storage() for _, tensor in self.weights.tensors())
-        for start, size in {storage.data_ptr(): storage.nbytes() for storage in storages}.items():
-            yield Span(None, start, start + size)
+def _remember(known: MutableMapping[Any, Any], key: Hashable, found: object, most: int = MOST_RECORDS) -> None:
+    """Put ``found`` into ``known``, whose oldest entries go first."""
+    known.pop(key, None)
+    while len(known) >= most:
+        known.pop(next(iter(known)), None)
+    known[key] = found
 
 
 def _kind(inputs: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -347,7 +286,7 @@ def _kind(inputs: Sequence[Tensor | None]) -> tuple[Any, ...]:
         if tensor is None:
             kind.append(None)
         else:
-            kind += (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % _ALIGNMENT)
+            kind += (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNMENT)
     return tuple(kind)
 
 

@@ -34,6 +34,8 @@ def as_if_compiled(monkeypatch: pytest.MonkeyPatch, *, computes: bool = False) -
         return made(kernel, grid, args, keywords, stand_in)
 
     monkeypatch.setattr(Launch, "of", staticmethod(of))
+    # what was recorded here is for nobody else
+    monkeypatch.setattr("moe_core.replay._SHARED", {})
     monkeypatch.setattr("moe_core.replay._current_stream", lambda device: 0)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 

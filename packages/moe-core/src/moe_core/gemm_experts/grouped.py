@@ -58,6 +58,11 @@ class GroupedExperts(FusedMoEExpertsModular):
         """What the kernels get of ``name``, "w13" or "w2"."""
 
     @property
+    def launch_key(self) -> Hashable | None:
+        # subclasses that keep more of a layer than this add it
+        return type(self), self.config, self.weight_key, self.activation_key, self.device_info, self.tuned
+
+    @property
     def batched(self) -> bool:
         return self.activation_format is FusedMoEActivationFormat.BATCHED
 

@@ -104,7 +104,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     ``collective``: tokens cross ranks.  Then every rank takes part in every call, also without tokens of its own, and
     what prepare hands on are not the caller's tokens in the caller's order.  ``lora``: prepare hands adapter numbers
     on.  ``launches_only``: as of experts.  ``monolithic``: only :meth:`sum_ranks_async` is needed, which serves experts
-    that route by themselves too.
+    that route by themselves too.  ``stateless``: what ``launches_only`` promises follows from the layer's config alone.
 
     ``groups`` (:class:`moe_core.distributed.ParallelGroups`) are the process groups of the layer's ranks, and
     ``placement`` says which of them hold which experts (default: consecutive ones).  Classes that communicate need
@@ -121,6 +121,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     collective: ClassVar[bool] = False
     lora: ClassVar[bool] = False
     launches_only: ClassVar[bool] = False
+    stateless: ClassVar[bool] = False
     #: whether prepare hands on rows that no token is in, of experts -1 and of any content
     empty_rows: ClassVar[bool] = False
     #: the name of the class that a layer gets where :meth:`unavailable` says that the ranks can't have this one

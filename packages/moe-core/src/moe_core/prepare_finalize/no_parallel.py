@@ -27,6 +27,7 @@ class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
     )
     lora = True
     launches_only = True
+    stateless = True
 
     def prepare_async(
         self,
