@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import moe_core as mc
@@ -70,6 +71,19 @@ def test_all_layers_have_the_same_readers() -> None:
     list(read_ahead(range(9), read, lambda _, found: found, lambda _: MANY))
     assert 1 < len(seen) <= reading_threads.AHEAD * reading_threads.READERS
     assert not any(thread.is_alive() for thread in seen)
+
+
+def test_threads_take_the_stream_of_the_callers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named by its number: without one, torch asks whether there are GPUs, which may be hidden by then."""
+    taken: list[object] = []
+    stream = SimpleNamespace(device=torch.device("cuda", 3))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", {3: stream}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "set_stream", taken.append)
+    assert list(in_threads(lambda number: number, 2, reading_threads.FEWEST_BYTES)) == [0, 1]
+    assert taken[:2] == [stream.device, stream]
 
 
 def test_modes_of_torch_are_those_of_the_caller() -> None:

@@ -76,3 +76,9 @@ def test_heights_rise_with_the_tokens() -> None:
             found = [height(problem, tokens) for tokens in range(1, 1500)]
             assert found == sorted(found)
             assert found[0] == 16
+
+
+def test_no_tokens_have_no_tiles() -> None:
+    problem = problem_of("e4m3", (8, 2, 4096, 14336))
+    assert expected_tiles(problem, 0, 16) == 0
+    assert height(problem, 0) == 16

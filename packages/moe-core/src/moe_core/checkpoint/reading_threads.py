@@ -102,7 +102,8 @@ def read_ahead(
 def _threads(count: int, name: str, begin: Callable[[], None] | None = None) -> ThreadPoolExecutor:
     """Threads that ``begin`` so, and that work on the caller's stream; none is started before it has work."""
     initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    stream = torch.cuda.current_stream() if initialised else None
+    # the device by its number: torch looks for none where GPUs are hidden from a process that has begun to use them
+    stream = torch.cuda.current_stream(torch.cuda.current_device()) if initialised else None
 
     def initialise() -> None:
         if stream is not None:

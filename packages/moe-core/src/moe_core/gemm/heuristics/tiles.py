@@ -20,6 +20,8 @@ def steps_of(columns: int, depth: int = 128) -> int:
 
 def expected_tiles(problem: LayerProblem, tokens: int, rows: int) -> float:
     """Tiles of so many rows that an expert has, in the mean over uniform routing."""
+    if not tokens:
+        return 0.0
     share = problem.top_k / problem.num_experts
     mean, spread = tokens * share, math.sqrt(2 * tokens * share * max(1 - share, 1e-3))
     return sum(math.erfc((i * rows + 0.5 - mean) / spread) / 2 for i in range(int(mean / rows) + 4))
