@@ -203,8 +203,9 @@ def test_one_token_needs_no_tensor_cores(shape: tuple[int, int, int, int], kind:
         # as many experts for a token as there are here
         ("mixed int4", (4, 8, 2048, 768), 1),
         # bytes share hardly any
-        ("mixed int8", (256, 8, 7168, 256), 2),
-        ("mixed int8", (32, 8, 7168, 2048), 1),
+        ("mixed int8", (256, 8, 7168, 256), 4),
+        ("mixed int8", (32, 8, 7168, 2048), 2),
+        ("mixed int8", (8, 2, 4096, 14336), 2),
     ],
 )
 def test_tokens_that_share_experts_take_tiles(kind: str, shape: tuple[int, int, int, int], most: int) -> None:

@@ -9,7 +9,7 @@ from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import steps_of
 
 #: tokens up to which 8-bit and e2m1 weights were measured ahead of tensor cores, where they hardly share an expert
-MOST_TOKENS = {"int8": 2, "e4m3": 2, "e2m1": 1}
+MOST_TOKENS = {"int8": 4, "e4m3": 2, "e2m1": 1}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
         # a pair reads its expert's weights; tiles read them once for each expert that is reached, by random choice.
         # In int4 a pair takes two thirds of the time of an expert's tile, which takes less the more there are.
         reached = problem.num_experts * (1 - max(0.0, 1 - problem.top_k / problem.num_experts) ** tokens)
-        most = 1.55 - tokens / 64 if problem.element == "int4" else 1.04
+        most = {"int4": 1.55 - tokens / 64, "int8": 1.15}.get(problem.element, 1.04)
         if pairs > most * reached or tokens > MOST_TOKENS.get(problem.element, tokens):
             return None
     if pairs * hidden > MAX_PARTS:
