@@ -21,7 +21,8 @@ from moe_core.checkpoint.families import DEFAULT_STACKS
 from moe_core.checkpoint.files import check_folder, check_shards, index_file, shard_path, unindexed_files
 from moe_core.checkpoint.names import ExpertNames, LayerNames, by_layer
 from moe_core.checkpoint.open_file import FileState
-from moe_core.checkpoint.safetensors_file import Kind, Part, SafetensorsFile, Span, TensorInfo
+from moe_core.checkpoint.safetensors_file import Part, SafetensorsFile, Span, TensorInfo
+from moe_core.checkpoint.safetensors_header import Kind
 from moe_core.checkpoint.statements import read_quantization
 from moe_core.checkpoint.strict_json import MAX_INDEX_BYTES, load_object
 from moe_core.errors import CheckpointError, ConfigError
