@@ -28,7 +28,8 @@ others :class:`QuantEntries` reads typed entries.
 
 **Tensors** are found by the last part of their names (:func:`one_suffix`, :data:`INPUT_SCALES` …), checked by
 :func:`check_expert_tensor`, and loaded, some experts at a time, by :func:`load_stacked` or by
-:func:`load_checked`, which refuses values that a checkpoint must not hold.
+:func:`load_checked`, which refuses values that a checkpoint must not hold.  :meth:`QuantizedLayout.stack` may ask for
+them instead, by ``yield`` :class:`Stack` and ``yield from`` :func:`checked`: w13 and w2 are then read together.
 """
 
 from __future__ import annotations
@@ -36,13 +37,7 @@ from __future__ import annotations
 from moe_core.checkpoint.auto_round import AutoRoundSettings, auto_round_settings
 from moe_core.checkpoint.compressed_tensors import QuantArgs, QuantGroup, quant_group
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.format import (
-    BadValuesError,
-    CheckpointFormat,
-    ExpertLayout,
-    check_expert_tensor,
-    load_stacked,
-)
+from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout, check_expert_tensor
 from moe_core.checkpoint.gptq import GptqSettings, gptq_settings
 from moe_core.checkpoint.matrices import (
     ExpertMatrices,
@@ -57,6 +52,7 @@ from moe_core.checkpoint.quant_args import QuantEntries, short
 from moe_core.checkpoint.quantized import ExpertStorage, QuantizedFormat, QuantizedLayout
 from moe_core.checkpoint.quark import QuarkArgs, QuarkLayer, quark_layer
 from moe_core.checkpoint.sliced_experts import Axes, StoredAxis
+from moe_core.checkpoint.stacks import Asking, BadValuesError, Stack, load_stacked
 from moe_core.checkpoint.statements import quantizers
 from moe_core.checkpoint.suffixes import (
     INPUT_SCALES,
@@ -67,11 +63,12 @@ from moe_core.checkpoint.suffixes import (
     refuse_mixed,
     refuse_zero_points,
 )
-from moe_core.checkpoint.values import Values, load_checked, refuse_lost_weights
+from moe_core.checkpoint.values import Values, checked, load_checked, refuse_lost_weights
 
 __all__ = [
     "INPUT_SCALES",
     "ZERO_POINTS",
+    "Asking",
     "AutoRoundSettings",
     "Axes",
     "BadValuesError",
@@ -88,11 +85,13 @@ __all__ = [
     "QuantizedLayout",
     "QuarkArgs",
     "QuarkLayer",
+    "Stack",
     "StoredAxis",
     "Values",
     "auto_round_settings",
     "check_expert_tensor",
     "check_stated_shape",
+    "checked",
     "gate_rows_first",
     "gptq_settings",
     "is_interleaved",

@@ -11,11 +11,10 @@ from typing import Any
 import moe_core as mc
 import pytest
 import torch
-from moe_core.checkpoint import Checkpoint, find_layer, load_stacked, reading_threads, staging
-from moe_core.checkpoint import format as formats
-from moe_core.checkpoint.format import BadValuesError
+from moe_core.checkpoint import Checkpoint, find_layer, load_stacked, reading_threads, stacks, staging
 from moe_core.checkpoint.open_file import OpenFile
 from moe_core.checkpoint.reading_threads import in_threads, read_ahead
+from moe_core.checkpoint.stacks import BadValuesError
 from moe_core.checkpoint.staging import Staging
 from moe_core.checkpoint.values import Values, load_checked
 from moe_core.model_api import PER_CALL, Given, read_layer
@@ -195,7 +194,7 @@ def test_a_layer_is_the_same_and_read_once(
     expected = canonical(folder, torch.device("cpu"))
     reads = count_reads(monkeypatch)
     monkeypatch.setattr(reading_threads, "FEWEST_BYTES", 0)
-    monkeypatch.setattr(formats, "GROUP_BYTES", nbytes)
+    monkeypatch.setattr(stacks, "GROUP_BYTES", nbytes)
     with torch.inference_mode():
         found = canonical(folder, device)
     assert found.keys() == expected.keys()
@@ -220,9 +219,9 @@ class _AsForAGpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, group_bytes: int) -> None:
         self.pieces: list[int] = []
-        for module in (formats, staging):
+        for module in (stacks, staging):
             monkeypatch.setattr(module, "is_staged", lambda _: True)
-        monkeypatch.setattr(formats, "GPU_GROUP_BYTES", group_bytes)
+        monkeypatch.setattr(stacks, "GPU_GROUP_BYTES", group_bytes)
         original = Staging.__init__
 
         def init(piece: Staging, nbytes: int, *, pinned: bool = False) -> None:
@@ -252,7 +251,7 @@ def test_a_group_on_its_way_to_a_gpu_takes_one_copy(
     layer = find_layer(Checkpoint.open(write(tmp_path / "c", expert_tensors(experts=64))))
     counts = []
     for groups in (4, 8):
-        _AsForAGpu(monkeypatch, layer.nbytes // 3 * 2 // groups)
+        _AsForAGpu(monkeypatch, layer.nbytes // 3 * 2 // groups + 2 * stacks._ALIGNED)
         with _Operators() as operators:
             load_checked(
                 layer,
@@ -274,7 +273,7 @@ def test_a_value_that_is_refused_is_found_among_many(tmp_path: Path, monkeypatch
     layer = find_layer(Checkpoint.open(write(tmp_path / "c", tensors)))
     arguments = {"experts": [3, 2, 1], "device": "cpu", "check": lambda kept: kept.isnan().any()}
     for nbytes in (1, 1 << 20):
-        monkeypatch.setattr(formats, "GROUP_BYTES", nbytes)
+        monkeypatch.setattr(stacks, "GROUP_BYTES", nbytes)
         with pytest.raises(
             BadValuesError, match=r"experts\.2\.up_proj\.weight holds .* \(1 of 6 tensors do\)"
         ) as caught:

@@ -113,14 +113,14 @@ def test_the_quick_way_takes_nothing_else(metadata: dict[str, str] | None) -> No
         b'{"__metadata__":{"x":"1","x":"2"},"a":{"dtype":"I8","shape":[8],"data_offsets":[0,8]}}',
         b'{"__metadata__":{"a":{"dtype":"I8","shape":[8],"data_offsets":[0,8]}}',
         b'{"a":{"dtype":"I8","shape":[8],"data_offsets":[0,9]}}',
-        b'{"a":{"dtype":"I8","shape":[9223372036854775808,0],"data_offsets":[0,0]},'
-        b'"b":{"dtype":"I8","shape":[8],"data_offsets":[0,8]}}',
+        b'{"a":{"dtype":"I8","shape":[9223372036854775808,0],"data_offsets":[0,0]}}',
     ],
 )
 def test_faults_are_left_to_the_way_that_names_them(text: bytes, tmp_path: Path) -> None:
-    quick, thorough = both(text, 8)
+    data = bytes(8 * (b"[0,0]" not in text))
+    quick, thorough = both(text, len(data))
     assert quick is None
     assert thorough is None
-    (tmp_path / "file").write_bytes(raw_file(text, b"\0" * 8))
+    (tmp_path / "file").write_bytes(raw_file(text, data))
     with pytest.raises(CheckpointError, match="file"):
         read_header(OpenFile(tmp_path / "file"))

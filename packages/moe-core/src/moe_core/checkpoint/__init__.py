@@ -8,17 +8,12 @@ What formats use of it is declared in :mod:`moe_core.format_api`.
 
 from moe_core.checkpoint.detect import detect_format
 from moe_core.checkpoint.experts import LayerExperts, find_layer
-from moe_core.checkpoint.format import (
-    BadValuesError,
-    CheckpointFormat,
-    ExpertLayout,
-    check_expert_tensor,
-    load_stacked,
-)
+from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout, check_expert_tensor
 from moe_core.checkpoint.model import PER_CALL, Given, LayerModel, read_model
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.checkpoint.safetensors_file import TensorInfo
 from moe_core.checkpoint.source import LayerSource, read_layer
+from moe_core.checkpoint.stacks import BadValuesError, load_stacked
 
 __all__ = [
     "BadValuesError",

@@ -47,7 +47,7 @@ class QuantizedLinear:
         Factors of the input's columns (AWQ's smoothing) are multiplied into it.
         """
         matrices = _matrices(self.shape)
-        found = self.layout.stack("w2", (_ONLY,), matrices, (0,), device, has_bias=False)
+        found = self.layout.stacked([("w2", (_ONLY,))], matrices, (0,), device, has_bias=False)
         factors = found.get("w2_pre_scale")
         weight = dequantize_weight(
             found["w2"],

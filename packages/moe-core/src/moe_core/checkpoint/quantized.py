@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout, names_met
 from moe_core.checkpoint.matrices import ExpertMatrices, is_interleaved, unquantized_reason
 from moe_core.checkpoint.names import Key
 from moe_core.checkpoint.sliced_experts import Axes, SlicedExperts, column_unit
+from moe_core.checkpoint.stacks import Asking, load_together
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointError, CheckpointWarning
 from moe_core.quant_key import QuantKey
@@ -68,8 +69,33 @@ class QuantizedLayout(ExpertLayout):
         device: torch.device | str,
         *,
         has_bias: bool,
+    ) -> dict[str, Tensor] | Asking[dict[str, Tensor]]:
+        """The canonical tensors of w13 or w2 (``name``), whose matrices lie in ``projections``, by name.
+
+        As a generator it asks for them (``tensor = yield Stack(...)``): what w13 and w2 ask for is read together.
+        """
+
+    def stacked(
+        self,
+        stacks: Iterable[tuple[str, tuple[str, ...]]],
+        matrices: ExpertMatrices,
+        experts: Sequence[int],
+        device: torch.device | str,
+        *,
+        has_bias: bool,
     ) -> dict[str, Tensor]:
-        """The canonical tensors of w13 or w2 (``name``), whose matrices lie in ``projections``, by name."""
+        """What :meth:`stack` gives for each name and its projections, all of them together."""
+        tensors: dict[str, Tensor] = {}
+        asking: list[Asking[dict[str, Tensor]]] = []
+        for name, projections in stacks:
+            found = self.stack(name, projections, matrices, experts, device, has_bias=has_bias)
+            if isinstance(found, dict):
+                tensors |= found
+            else:
+                asking.append(found)
+        for found in load_together(self.layer, asking, experts=experts, device=device):
+            tensors |= found
+        return tensors
 
     def axes(self, projection: str) -> Mapping[str, Axes] | None:
         """Where rows and columns of the matrix lie in each tensor that :meth:`stack` reads, by suffix.
@@ -129,9 +155,7 @@ class QuantizedLayout(ExpertLayout):
 
     def _load(self, config: FusedMoEConfig, experts: Sequence[int], device: torch.device | str) -> MoEWeights:
         matrices = ExpertMatrices.of(self.layer, config)
-        tensors: dict[str, Tensor] = {}
-        for name, projections in matrices.stacks:
-            tensors.update(self.stack(name, projections, matrices, experts, device, has_bias=config.has_bias))
+        tensors = self.stacked(matrices.stacks, matrices, experts, device, has_bias=config.has_bias)
         return MoEWeights(weight_key=self.weight_key, activation_key=self.activation_key, **tensors)
 
 

@@ -55,9 +55,9 @@ class Staging:
         self.room = bytes_of(self.tensor)
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
-    def copy_to(self, out: Tensor) -> None:
-        """Copy the first bytes to ``out``, uint8 on one device; to a GPU without waiting for it."""
-        out.copy_(self.tensor[: len(out)], non_blocking=self._copied is not None)
+    def copy_to(self, out: Tensor, begin: int = 0) -> None:
+        """Copy bytes from ``begin`` on to ``out``, uint8 on one device; to a GPU without waiting for it."""
+        out.copy_(self.tensor[begin : begin + len(out)], non_blocking=self._copied is not None)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(out.device))
 

@@ -45,7 +45,11 @@ def check_stated_shape(
     layer: LayerExperts, projection: str, size: tuple[int, int], experts: Sequence[int], suffix: str = "weight_shape"
 ) -> None:
     """CheckpointError for a ``weight_shape`` that is not ``size``, [rows, cols] of the unpacked weight."""
-    for expert, stated in zip(experts, layer.stacked(projection, suffix, experts).flatten(1).tolist(), strict=True):
+    # one expert's lie side by side, those of all projections are read together
+    keys = [(one, suffix) for one in sorted(layer.projections) if layer.has(one, suffix)]
+    key = (check_stated_shape, suffix, tuple(experts))
+    found = layer.once(key, lambda: layer.stacked_together(keys, experts))[projection, suffix]
+    for expert, stated in zip(experts, found.flatten(1).tolist(), strict=True):
         if stated != list(size):
             name = layer.name(expert, projection, suffix)
             raise CheckpointError(f"{name} says {stated}, expected {list(size)} as config.json has it")

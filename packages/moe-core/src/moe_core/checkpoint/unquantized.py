@@ -23,7 +23,8 @@ from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout, check_exp
 from moe_core.checkpoint.matrices import ExpertMatrices, gate_rows_first, is_interleaved, is_transposed
 from moe_core.checkpoint.names import Key
 from moe_core.checkpoint.sliced_experts import Axes, SlicedExperts, StoredAxis
-from moe_core.checkpoint.values import Values, load_checked
+from moe_core.checkpoint.stacks import Asking, load_together
+from moe_core.checkpoint.values import Values, checked
 from moe_core.config import FusedMoEConfig
 from moe_core.weights import MoEWeights
 
@@ -96,30 +97,23 @@ class UnquantizedLayout(ExpertLayout):
     def _load(
         self, layer: LayerExperts, config: FusedMoEConfig, experts: Sequence[int], device: torch.device | str
     ) -> MoEWeights:
-        transposed = is_transposed(self.layer)
-        tensors: dict[str, Tensor] = {}
-        for name, projections in ExpertMatrices.of(layer, config).stacks:
-            mixed = "gate_up" in projections and is_interleaved(layer)
-            tensors[name] = load_checked(
-                layer,
-                projections,
-                "weight",
-                Values.FINITE,
-                experts=experts,
-                device=device,
-                arrange=partial(_weight, transposed=transposed, mixed=mixed) if transposed or mixed else None,
-            )
-            if any(layer.has(projection, "bias") for projection in projections):
-                tensors[f"{name}_bias"] = load_checked(
-                    layer,
-                    projections,
-                    "bias",
-                    Values.FINITE,
-                    experts=experts,
-                    device=device,
-                    arrange=partial(_bias, mixed=mixed),
-                )
+        stacks = ExpertMatrices.of(layer, config).stacks
+        asking = [self._stack(layer, name, projections) for name, projections in stacks]
+        found = load_together(layer, asking, experts=experts, device=device)
+        tensors = {name: tensor for own in found for name, tensor in own.items()}
         return MoEWeights(weight_key=None, activation_key=None, **tensors)
+
+    def _stack(self, layer: LayerExperts, name: str, projections: tuple[str, ...]) -> Asking[dict[str, Tensor]]:
+        """The tensors of w13 or w2 (``name``)."""
+        transposed = is_transposed(self.layer)
+        mixed = "gate_up" in projections and is_interleaved(layer)
+        arrange = partial(_weight, transposed=transposed, mixed=mixed) if transposed or mixed else None
+        tensors = {name: (yield from checked(layer, projections, "weight", Values.FINITE, arrange=arrange))}
+        if any(layer.has(projection, "bias") for projection in projections):
+            tensors[f"{name}_bias"] = yield from checked(
+                layer, projections, "bias", Values.FINITE, arrange=partial(_bias, mixed=mixed)
+            )
+        return tensors
 
 
 def _weight(stored: Tensor, *, transposed: bool, mixed: bool) -> Tensor:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.format import BadValuesError, load_stacked
+from moe_core.checkpoint.stacks import Asking, BadValuesError, Stack, load_together
 from moe_core.errors import CheckpointError
 from moe_core.numerics import is_e8m0
 from moe_core.quant_key import QuantKey
@@ -43,20 +44,21 @@ def load_checked(
 
     The message names the tensor, how many such values it has, and the first one's place in the file's tensor.
     """
+    asking = checked(layer, projections, suffix, values, arrange=arrange)
+    return load_together(layer, [asking], experts=experts, device=device)[0]
 
-    def refuses(kept: Tensor) -> Tensor:
-        return has_bad_values(kept, values)
 
+def checked(
+    layer: LayerExperts,
+    projections: Sequence[str],
+    suffix: str,
+    values: Values,
+    *,
+    arrange: Callable[[Tensor], Tensor] | None = None,
+) -> Asking[Tensor]:
+    """Asks for what :func:`load_checked` loads: ``tensor = yield from checked(...)``."""
     try:
-        return load_stacked(
-            layer,
-            projections,
-            suffix,
-            experts=experts,
-            device=device,
-            arrange=arrange,
-            check=refuses,
-        )
+        return (yield Stack(projections, suffix, arrange=arrange, check=partial(has_bad_values, values=values)))
     except BadValuesError as error:
         name = layer.name(error.expert, error.projection, suffix)
         count, total, where, what = 0, 0, [], ""

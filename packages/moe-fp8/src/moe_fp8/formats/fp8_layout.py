@@ -12,7 +12,7 @@ where its weights are 0 too (a pruned channel); over other weights it is refused
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +29,7 @@ from moe_core import (
 from moe_core.format_api import (
     INPUT_SCALES,
     ZERO_POINTS,
+    Asking,
     Axes,
     ExpertMatrices,
     ExpertStorage,
@@ -37,8 +38,8 @@ from moe_core.format_api import (
     StoredAxis,
     Values,
     check_expert_tensor,
+    checked,
     is_transposed,
-    load_checked,
     missing,
     one_suffix,
     refuse_lost_weights,
@@ -129,21 +130,16 @@ class Fp8Layout(QuantizedLayout):
         device: torch.device | str,
         *,
         has_bias: bool,
-    ) -> dict[str, Tensor]:
-        layer = self.layer
-
-        load = partial(load_checked, layer, projections, experts=experts, device=device)
-
-        def checked(suffix: str, values: Values, arrange: Callable[[Tensor], Tensor]) -> Tensor:
-            return load(suffix, values, arrange=arrange)
-
+    ) -> Asking[dict[str, Tensor]]:
+        layer, ask = self.layer, partial(checked, self.layer, projections)
         scale = _required(scale_suffix(layer, projections[0]))
         values = Values.POSITIVE if self.storage.group.is_per_tensor else Values.SCALE
         rows, cols = matrices.sizes[projections[0]]
-        tensors = {
-            name: load("weight", Values.FINITE, arrange=_transposed if self.transposed else None),
-            f"{name}_scale": checked(scale, values, lambda stored: self._scales(stored, projections[0], rows, cols)),
-        }
+        arrange = _transposed if self.transposed else None
+        tensors = {name: (yield from ask("weight", Values.FINITE, arrange=arrange))}
+        tensors[f"{name}_scale"] = yield from ask(
+            scale, values, arrange=lambda stored: self._scales(stored, projections[0], rows, cols)
+        )
         if not self.storage.microscaling and not self.storage.group.is_per_tensor:
             refuse_lost_weights(
                 layer,
@@ -157,10 +153,10 @@ class Fp8Layout(QuantizedLayout):
             )
         if self.is_static:
             static = _required(input_suffix(layer, projections[0]))
-            both = checked(static, Values.POSITIVE, lambda stored: stored.float().reshape(-1, 1))
+            both = yield from ask(static, Values.POSITIVE, arrange=lambda stored: stored.float().reshape(-1, 1))
             tensors[f"{name}_input_scale"] = both.amax(dim=1)
         if has_bias:
-            tensors[f"{name}_bias"] = checked("bias", Values.FINITE, torch.Tensor.float)
+            tensors[f"{name}_bias"] = yield from ask("bias", Values.FINITE, arrange=torch.Tensor.float)
         return tensors
 
     # ------------------------------------------------------------------ shapes

@@ -12,8 +12,9 @@ be 0 where its weights are 0 too; over other weights it is refused, since they c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from moe_core import (
@@ -26,18 +27,19 @@ from moe_core import (
 from moe_core.format_api import (
     INPUT_SCALES,
     ZERO_POINTS,
+    Asking,
     Axes,
     BadValuesError,
     ExpertMatrices,
     ExpertStorage,
     LayerExperts,
     QuantizedLayout,
+    Stack,
     StoredAxis,
     Values,
     check_expert_tensor,
     check_stated_shape,
-    load_checked,
-    load_stacked,
+    checked,
     missing,
     one_suffix,
     refuse_lost_weights,
@@ -137,12 +139,8 @@ class Int8Layout(QuantizedLayout):
         device: torch.device | str,
         *,
         has_bias: bool,
-    ) -> dict[str, Tensor]:
-        layer, storage = self.layer, self.storage
-
-        def checked(suffix: str, values: Values, arrange: Callable[[Tensor], Tensor]) -> Tensor:
-            return load_checked(layer, projections, suffix, values, experts=experts, device=device, arrange=arrange)
-
+    ) -> Asking[dict[str, Tensor]]:
+        layer, storage, ask = self.layer, self.storage, partial(checked, self.layer, projections)
         rows, cols = matrices.sizes[projections[0]]
         scale = one_suffix(layer, projections[0], WEIGHT_SCALES) or WEIGHT_SCALES[0]
         dtype = self.weight_key.scale.dtype
@@ -151,10 +149,9 @@ class Int8Layout(QuantizedLayout):
             exact = stored.to(dtype)
             return exact.reshape(-1, 1, 1).expand(-1, rows, 1) if storage.whole else exact.reshape(len(exact), rows, -1)
 
-        tensors = {
-            name: self._codes(projections, cols, experts, device),
-            f"{name}_scale": checked(scale, Values.POSITIVE if storage.whole else Values.SCALE, scales),
-        }
+        tensors = {name: (yield from self._codes(projections, cols))}
+        allowed = Values.POSITIVE if storage.whole else Values.SCALE
+        tensors[f"{name}_scale"] = yield from ask(scale, allowed, arrange=scales)
         refuse_lost_weights(
             layer,
             projections,
@@ -168,17 +165,17 @@ class Int8Layout(QuantizedLayout):
         )
         static, zero = self._static(projections[0])
         if static is not None:
-            every = checked(static, Values.POSITIVE, lambda stored: stored.float().reshape(-1, 1))
+            every = yield from ask(static, Values.POSITIVE, arrange=lambda stored: stored.float().reshape(-1, 1))
             points = None
             if zero is not None:
-                points = checked(zero, Values.FINITE, lambda stored: stored.double().reshape(-1, 1))
+                points = yield from ask(zero, Values.FINITE, arrange=lambda stored: stored.double().reshape(-1, 1))
                 self._check_zero_points(points, projections, zero, experts)
                 points = points.to(torch.int32)
             tensors[f"{name}_input_scale"], point = shared_input(every, points)
             if point is not None:
                 tensors[f"{name}_input_zero_point"] = point
         if has_bias:
-            tensors[f"{name}_bias"] = checked("bias", Values.FINITE, torch.Tensor.float)
+            tensors[f"{name}_bias"] = yield from ask("bias", Values.FINITE, arrange=torch.Tensor.float)
         return tensors
 
     # ------------------------------------------------------------------ parts
@@ -194,9 +191,7 @@ class Int8Layout(QuantizedLayout):
             found[scale] = (rows, None if storage.group == -1 else StoredAxis(1, storage.group))
         return found
 
-    def _codes(
-        self, projections: tuple[str, ...], cols: int, experts: Sequence[int], device: torch.device | str
-    ) -> Tensor:
+    def _codes(self, projections: tuple[str, ...], cols: int) -> Asking[Tensor]:
         """int8 codes [E, rows, cols]; of 4 bits, those that are no such code are refused."""
         layer, bits = self.layer, self.storage.bits
 
@@ -209,14 +204,13 @@ class Int8Layout(QuantizedLayout):
 
         in_bytes = self.weight == "weight"
         try:
-            return load_stacked(
-                layer,
-                projections,
-                self.weight,
-                experts=experts,
-                device=device,
-                arrange=None if in_bytes else unpacked,
-                check=out_of_range if in_bytes and bits == 4 else None,
+            return (
+                yield Stack(
+                    projections,
+                    self.weight,
+                    arrange=None if in_bytes else unpacked,
+                    check=out_of_range if in_bytes and bits == 4 else None,
+                )
             )
         except BadValuesError as error:
             stored = layer.tensor(error.expert, error.projection, self.weight)

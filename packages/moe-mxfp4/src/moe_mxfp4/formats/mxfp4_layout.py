@@ -21,25 +21,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from moe_core import CheckpointError, QuantKey, kMxfp4Static
 from moe_core.format_api import (
     INPUT_SCALES,
     ZERO_POINTS,
+    Asking,
     Axes,
     ExpertMatrices,
     ExpertStorage,
     LayerExperts,
     QuantizedLayout,
+    Stack,
     StoredAxis,
     Values,
     check_expert_tensor,
     check_stated_shape,
+    checked,
     gate_rows_first,
     is_interleaved,
-    load_checked,
-    load_stacked,
     module_name,
     one_suffix,
     refuse_zero_points,
@@ -201,8 +203,8 @@ class Mxfp4Layout(QuantizedLayout):
         device: torch.device | str,
         *,
         has_bias: bool,
-    ) -> dict[str, Tensor]:
-        layer = self.layer
+    ) -> Asking[dict[str, Tensor]]:
+        layer, ask = self.layer, partial(checked, self.layer, projections)
         mixed = self.mixed and "gate_up" in projections
 
         def in_order(rows: Tensor) -> Tensor:
@@ -218,27 +220,13 @@ class Mxfp4Layout(QuantizedLayout):
             return in_order(stored.float())
 
         weight, scale = self._weight(projections[0]), self._scale(projections[0])
-        tensors = {
-            # every code is a number: there is nothing to look for
-            name: load_stacked(layer, projections, weight, experts=experts, device=device, arrange=codes),
-            f"{name}_scale": load_checked(
-                layer, projections, scale, Values.SCALE, experts=experts, device=device, arrange=exponents
-            ),
-        }
+        # every code is a number: there is nothing to look for
+        tensors = {name: (yield Stack(projections, weight, arrange=codes))}
+        tensors[f"{name}_scale"] = yield from ask(scale, Values.SCALE, arrange=exponents)
         if self.is_static:
             static = one_suffix(layer, projections[0], INPUT_SCALES) or INPUT_SCALES[0]
-            both = load_checked(
-                layer,
-                projections,
-                static,
-                Values.POSITIVE,
-                experts=experts,
-                device=device,
-                arrange=lambda stored: stored.float().reshape(-1, 1),
-            )
+            both = yield from ask(static, Values.POSITIVE, arrange=lambda stored: stored.float().reshape(-1, 1))
             tensors[f"{name}_input_scale"] = both.amax(dim=1)
         if has_bias:
-            tensors[f"{name}_bias"] = load_checked(
-                layer, projections, "bias", Values.FINITE, experts=experts, device=device, arrange=biases
-            )
+            tensors[f"{name}_bias"] = yield from ask("bias", Values.FINITE, arrange=biases)
         return tensors

@@ -25,18 +25,20 @@ from moe_core import (
 )
 from moe_core.format_api import (
     INPUT_SCALES,
+    Asking,
     Axes,
     BadValuesError,
     ExpertMatrices,
     ExpertStorage,
     LayerExperts,
     QuantizedLayout,
+    Stack,
     StoredAxis,
     Values,
     check_expert_tensor,
     check_stated_shape,
+    checked,
     load_checked,
-    load_stacked,
     module_name,
     refuse_zero_points,
 )
@@ -227,21 +229,20 @@ class WNA16Layout(QuantizedLayout):
         device: torch.device | str,
         *,
         has_bias: bool,
-    ) -> dict[str, Tensor]:
+    ) -> Asking[dict[str, Tensor]]:
         layer, storage, packing, key = self.layer, self.storage, self.storage.packing, self.weight_key
         rows, cols = matrices.sizes[projections[0]]
 
-        def checked(suffix: str, arrange: Callable[[Tensor], Tensor]) -> Tensor:
-            return load_checked(
-                layer, projections, suffix, Values.FINITE, experts=experts, device=device, arrange=arrange
-            )
+        def finite(suffix: str, arrange: Callable[[Tensor], Tensor]) -> Asking[Tensor]:
+            return checked(layer, projections, suffix, Values.FINITE, arrange=arrange)
 
-        tensors = {
-            name: self._codes(projections, cols, experts, device),
-            f"{name}_scale": checked(packing.scale, lambda found: packing.scales(found, rows).to(key.scale.dtype)),
-        }
+        tensors = {name: (yield from self._codes(projections, cols, experts))}
+        tensors[f"{name}_scale"] = yield from finite(
+            packing.scale, lambda found: packing.scales(found, rows).to(key.scale.dtype)
+        )
         if not storage.symmetric and packing.zero is not None:
-            tensors[f"{name}_zero_point"] = self._zeros(projections, rows, experts, device)
+            arrange = partial(packing.zeros, rows=rows)
+            tensors[f"{name}_zero_point"] = yield Stack(projections, packing.zero, arrange=arrange)
         else:
             self._check_symmetric(projections, rows, cols, experts)
         if key.permuted:
@@ -256,14 +257,12 @@ class WNA16Layout(QuantizedLayout):
             tensors[f"{name}_pre_scale"] = self._pre_scale(projections, cols, experts, device)
         self._refuse_lost_weights(name, tensors, projections, cols, experts)
         if has_bias:
-            tensors[f"{name}_bias"] = checked("bias", Tensor.float)
+            tensors[f"{name}_bias"] = yield from finite("bias", Tensor.float)
         return tensors
 
-    def _codes(
-        self, projections: tuple[str, ...], cols: int, experts: Sequence[int], device: torch.device | str
-    ) -> Tensor:
+    def _codes(self, projections: tuple[str, ...], cols: int, experts: Sequence[int]) -> Asking[Tensor]:
         """Canonical codes; in bytes of four bits, those that are no such code are refused."""
-        layer, packing = self.layer, self.storage.packing
+        packing = self.storage.packing
 
         def arrange(found: Tensor) -> Tensor:
             bad = packing.refused_codes(found)
@@ -272,7 +271,7 @@ class WNA16Layout(QuantizedLayout):
             return packing.codes(found, cols)
 
         try:
-            return load_stacked(layer, projections, packing.weight, experts=experts, device=device, arrange=arrange)
+            return (yield Stack(projections, packing.weight, arrange=arrange))
         except BadValuesError:
             raise self._bad_codes(projections, experts) from None
 
@@ -290,20 +289,6 @@ class WNA16Layout(QuantizedLayout):
                         f"{int(found[tuple(at)])} at {at}: expected {packing.bits}-bit codes ({self.storage.why})"
                     )
         return CheckpointError(f"{layer.prefix} holds codes of more than {packing.bits} bits")
-
-    def _zeros(
-        self, projections: Sequence[str], rows: int, experts: Sequence[int], device: torch.device | str
-    ) -> Tensor:
-        packing = self.storage.packing
-        suffix = packing.zero or ""
-        return load_stacked(
-            self.layer,
-            projections,
-            suffix,
-            experts=experts,
-            device=device,
-            arrange=lambda found: packing.zeros(found, rows),
-        )
 
     def _check_symmetric(self, projections: tuple[str, ...], rows: int, cols: int, experts: Sequence[int]) -> None:
         """Zero points that a symmetric type has in the file all the same are the middle of the codes."""
