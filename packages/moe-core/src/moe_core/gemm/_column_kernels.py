@@ -7,6 +7,7 @@ import triton.language as tl
 
 from moe_core.gemm.schedule import expert_of
 from moe_core.jit.casts import downcast
+from moe_core.jit.pdl import begin_pdl
 
 
 @triton.jit
@@ -27,9 +28,7 @@ def gather_kernel(
     PDL: tl.constexpr,
 ):
     """Program (pair, block of columns); see `columns.gather_columns`."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     pair = tl.program_id(0).to(tl.int64)
     expert = expert_of(pair, pair >= 0, row_args, IN_USE)
     if expert < 0:

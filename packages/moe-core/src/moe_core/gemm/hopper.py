@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe_core.gemm.hopper_epilogue import activate, add_bias, store_activated, store_block
 from moe_core.gemm.hopper_pipeline import (
@@ -33,6 +32,7 @@ from moe_core.gemm.hopper_pipeline import (
     producer,
     receive,
 )
+from moe_core.jit.pdl import begin_pdl
 
 
 class KernelForm(NamedTuple):
@@ -146,9 +146,7 @@ def hopper_kernel(
     - a_args and b_args, the scales, see `multiply`; schedule, result and epilogue as in the tile kernel
     - N columns of the result, of one half where gated; form: `KernelForm`
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    begin_pdl(PDL)
     DEPTH: gl.constexpr = a_desc.block_shape[1]
     a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE, DEPTH], a_desc.layout)
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 2 * TILE, DEPTH], b_desc.layout)

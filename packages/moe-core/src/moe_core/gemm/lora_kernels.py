@@ -12,6 +12,7 @@ import triton.language as tl
 
 from moe_core.gemm.schedule import expert_of
 from moe_core.jit.casts import INTERPRET
+from moe_core.jit.pdl import begin_pdl
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -27,8 +28,7 @@ def adapted_pairs_kernel(
     PDL: tl.constexpr,
 ):
     """group_ids [pairs] int32 of adapter and expert, -1 where there is none; row_args and IN_USE as of `expert_of`."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    begin_pdl(PDL)
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = pair < pairs
     expert = expert_of(pair, mask, row_args, IN_USE)

@@ -28,6 +28,7 @@ from moe_core.gemm.swap_ab import as_column, as_row
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
 from moe_core.gemm.zero_points import scale_and_zero, shifted
 from moe_core.jit.casts import INTERPRET, divide, divide_all, downcast_e4m3, factor_e4m3, round_int8
+from moe_core.jit.pdl import begin_pdl
 from moe_core.jit.specialize import specialize
 from moe_core.ops._quantize_kernels import encode, finite_bits, magnitude_bits
 
@@ -328,9 +329,7 @@ def amax_kernel(
     PDL: tl.constexpr,
 ):
     """Raise `amax` [1] int32 to the bits of the largest finite magnitude of the rows of x in use."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     found = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
     for first in range(tl.program_id(0) * BLOCK_R, rows, tl.num_programs(0) * BLOCK_R):
@@ -362,9 +361,7 @@ def quantize_rows_kernel(
     PDL: tl.constexpr,
 ):
     """Quantise rows in use, BLOCK_R per program, BLOCK_C >= width; columns from `columns` to `width` become zeros."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     used, expert = rows_in_use(row, rows, row_args, IN_USE)
     if tl.sum(used.to(tl.int32), axis=0) == 0:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.schedule import expert_of
+from moe_core.jit.pdl import begin_pdl
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -43,9 +44,7 @@ def scatter_quantize_kernel(
     quantised by itself.  EVEN: `width` is whole groups.  With x_scales [rows, groups] x are codes already, and only
     change places.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     groups = tl.cdiv(width, GROUP)
     index = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
     row = index // groups

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from moe_core.gemm.schedule import expert_of
 from moe_core.gemm.tile_kernel import finish_tile
+from moe_core.jit.pdl import begin_pdl
 
 
 @triton.jit
@@ -31,9 +32,7 @@ def split_k_reduce_kernel(
 
     The grid is (pairs, blocks of columns).
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     pair = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     expert = expert_of(pair, pair >= 0, routing, "pairs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_core.jit.pdl import begin_pdl
 from moe_core.ops._sort_kernels import local_expert
 
 
@@ -21,9 +22,7 @@ def align_kernel(
     PDL: tl.constexpr,
 ):
     """Tile t of the sort becomes rows t * BLOCK_M .. (t + 1) * BLOCK_M; rows of no pair have index -1."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     used = tl.load(tiles)
     if tl.program_id(0) == 0:
         tl.store(count, used * BLOCK_M)
@@ -56,9 +55,7 @@ def local_ids_kernel(
     PDL: tl.constexpr,
 ):
     """out[p] = the local number of ids[p], ``none`` where it has none."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < num_pairs
     expert = local_expert(ids, expert_map, pair, inside, num_ids, num_experts, HAS_MAP)

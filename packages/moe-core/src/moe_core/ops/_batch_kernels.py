@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_core.jit.pdl import begin_pdl
 from moe_core.ops._sort_kernels import quantize_groups
 
 
@@ -39,9 +40,7 @@ def batch_kernel(
 
     The others quantise rows of x [E * capacity, columns] that are in use.  All of them write zeros to `zero`.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     me = tl.program_id(0)
     if zero is not None:
         for start in range(me * 256, num_zeros, tl.num_programs(0) * 256):

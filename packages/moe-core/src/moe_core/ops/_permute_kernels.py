@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_core.jit.pdl import begin_pdl
 from moe_core.ops._sort_kernels import local_expert
 
 
@@ -34,9 +35,7 @@ def move_rows_kernel(
     """Row p of the result from row index[p] // PER_ROW, zeros if index[p] is none of 0 .. limit; or, SCATTER,
     row index[p] of the result from row p // PER_ROW, nothing if it is none.  Only the first count[0] rows p, if given.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     p = tl.program_id(0) + tl.zeros([1], dtype=tl.int32)
     there = tl.load(index + p).to(tl.int64)
     exists = (there >= 0) & (there < limit)
@@ -78,9 +77,7 @@ def assign_slots_kernel(
 
     -1 for a pair of no local expert and for one beyond max_tokens.  No atomics: the same result on every run.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     me = tl.program_id(0)
     found = 0
     for step in range(STEPS):

@@ -13,6 +13,7 @@ import triton.language as tl
 from moe_core import numerics
 from moe_core.jit.activation import activate_gated, activate_plain
 from moe_core.jit.casts import INTERPRET, downcast, downcast_e4m3
+from moe_core.jit.pdl import begin_pdl
 from moe_core.ops._exact_kernels import round_half_even
 
 _AMAX_FLOOR = tl.constexpr(numerics.AMAX_FLOOR)
@@ -200,9 +201,7 @@ def group_kernel(
     SCALE "fixed" is the scale `fixed`; SCALE "partials" that of the largest of the magnitudes `partials` [PARTIALS]
     (a power of two), which is written to scales.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     columns = activation_args[0]
     groups = tl.cdiv(columns, GROUP)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -261,9 +260,7 @@ def row_kernel(
 
     A row of one chunk stays in registers; a longer one is read twice.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     columns = activation_args[0]
     index = tl.program_id(0) + tl.zeros([1, 1], dtype=tl.int32)
     place, bias_place, out_place, scale_place, valid = row_places(layout, index, rows, HAS_COUNTS)
@@ -336,9 +333,7 @@ def amax_kernel(
 
     partials [programs]
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     columns = activation_args[0]
     groups = tl.cdiv(columns, GROUP)
     largest = tl.zeros([BLOCK, GROUP], dtype=tl.int32)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from moe_core.jit.casts import downcast
+from moe_core.jit.pdl import begin_pdl
 from moe_core.ops._sort_kernels import local_expert
 
 
@@ -33,9 +34,7 @@ def reduce_kernel(
 
     Dropped pairs count nothing.  With rows, pair p is row rows[p] of y.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_core.jit.pdl import begin_pdl
 from moe_core.ops._exact_kernels import (
     divide,
     exp_nonpositive,
@@ -102,9 +103,7 @@ def route_kernel(
     A tile holds ROWS tokens and, per token, BLOCK_G groups of BLOCK_S slots (powers of two; a padded slot has no
     expert).  PACK: the logits have 16 bits and decide alone, so that key and position fit one integer.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     group_size: tl.constexpr = EXPERTS // GROUPS
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     position = tl.arange(0, BLOCK_G * BLOCK_S)[None, :]

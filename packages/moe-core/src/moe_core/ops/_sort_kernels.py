@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_core.jit.pdl import begin_pdl
+
 # what one launch does
 SORT = tl.constexpr(0)  # everything: each program counts all pairs by itself
 COUNT = tl.constexpr(1)  # counts only, for SCATTER in a second launch
@@ -254,9 +256,7 @@ def sort_kernel(
     Writes tiles, offsets, sorted_pairs and, unless None, positions (the inverse of sorted_pairs) as
     `moe_core.gemm.schedule` reads them, or counts [sorters, E] when MODE is COUNT.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL)
     me = tl.program_id(0)
     if zero is not None:
         for start in range(me * BLOCK_P, num_zeros, tl.num_programs(0) * BLOCK_P):

@@ -26,6 +26,7 @@ import triton.language as tl
 from moe_core.gemm.marlin.integer_dot import integer_dot
 from moe_core.gemm.marlin.operand import scale_of, zero_of
 from moe_core.gemm.tile_kernel import finish_tile
+from moe_core.jit.pdl import begin_pdl
 from moe_core.ops._sort_kernels import local_expert
 
 
@@ -147,8 +148,7 @@ def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: 
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
         )
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        begin_pdl(WAIT)
     total = tl.zeros((rows.shape[0], BLOCK_W // 4), tl.float32)
     for k in range(0, width, BLOCK_W):
         tile, found = _load(words, scales, k, scale_g, width, groups, inside, form, BLOCK_W, EVEN)
@@ -186,9 +186,7 @@ def gemv_kernel(
     result and epilogue as in the tile kernel; where gated, rows are gate and up interleaved in blocks of 8.  SECOND:
     the launch before makes nothing but x, and lets this one begin when all before it was done.
     """
-    if PDL and not SECOND:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_pdl(PDL and not SECOND)
     rows_all = tl.cdiv(N, 8) * 16 if epilogue.gated else N
     blocks = tl.cdiv(rows_all, BLOCK_N)
     pair = (tl.program_id(0) // blocks).to(tl.int64)

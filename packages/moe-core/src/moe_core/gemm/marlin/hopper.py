@@ -28,12 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe_core.gemm.hopper_epilogue import activate
 from moe_core.gemm.hopper_pipeline import allocate_barriers, empty_slot, free_slot, full_slot, locate_tile, tma_load
 from moe_core.gemm.marlin.operand import scale_of
 from moe_core.gemm.tile_kernel import finish_values
+from moe_core.jit.pdl import begin_pdl
 
 # the name of Triton 3.6, where a newer one is missing
 copy_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -381,9 +381,7 @@ def words_kernel(
     - b_args as the tile kernel's device functions have it, schedule, result and epilogue as there
     - N columns of the result, of one half where gated; form: `WordsForm`
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    begin_pdl(PDL)
     dtype: gl.constexpr = x_rows[0].dtype.element_ty if form.gathers else x_desc.dtype
     x_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES * 2, form.heights[0], CHUNK], x_layout)

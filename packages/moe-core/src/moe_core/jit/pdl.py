@@ -1,0 +1,17 @@
+"""Programmatic dependent launch: a kernel's first programs start while the launch before it ends."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def begin_pdl(PDL: tl.constexpr):
+    """Wait until the launch before has written its results, then let the next launch start its programs.
+
+    What a kernel does before this must not depend on the launch before it.  Without PDL nothing.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
