@@ -35,6 +35,7 @@ needed where an MMA reads registers that the program has written.
 
 from __future__ import annotations
 
+from moe_core.gemm.activation_tile import open_plain
 from moe_core.gemm.as_stored.scheme import SHORT_STEP, STEP, activation_functions, as_stored_scheme, packed_weight
 from moe_core.gemm.as_stored.tiles import (
     in_order,
@@ -42,7 +43,6 @@ from moe_core.gemm.as_stored.tiles import (
     load_words,
     open_blocks,
     open_codes,
-    open_plain,
 )
 from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.fused.scaled_mm import E4M3, ScaledMMFunctions

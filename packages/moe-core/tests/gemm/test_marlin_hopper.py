@@ -93,7 +93,7 @@ class Product:
 
     def tiles(self, activation: Activation | None) -> torch.Tensor:
         out, config = self.poisoned(activation), TileConfig(64, 128, 4, 3, 8, swap_ab=True)
-        a = OperandA((self.values, self.values.stride(0), self.values.shape[1]), POSITION.value, "masked")
+        a = OperandA((self.values, self.values.stride(0), self.values.shape[1]), POSITION.value)
         rows = PAIR.value if activation is None else POSITION.value
         grouped_gemm(Gemm(config, self.weight, a, Result.of(out), self.pairs(64), self.routing, activation, rows))
         return out[:, : self.columns]

@@ -31,6 +31,10 @@ CONFIG = TileConfig(128, 128, 4, 4, 8, warp_specialised=True)
 SHORT = replace(CONFIG, short_tiles=True)
 
 
+def no_tiles(config, a):
+    raise AssertionError("the tile kernel is not asked for")
+
+
 def e4m3(generator, *shape):
     return (torch.randn(shape, generator=generator) * 100).clamp(-448, 448).to(E4M3)
 
@@ -142,7 +146,7 @@ class Product:
         activation = None
         if kind is not None and params is not None:
             activation = Activation(kind.value, params.alpha or 1.0, params.beta or 0.0, params.limit)
-        weight = GemmWeight((), self.columns, self.w.shape[2], bias=bias, warp_specialised=special)
+        weight = GemmWeight((), self.columns, self.w.shape[2], no_tiles, bias=bias, warp_specialised=special)
         a = OperandA((on["a"],), POSITION.value, warp_specialised=arguments[0])
         hopper_launch.hopper_gemm(Gemm(config, weight, a, self.result, self.order, self.routing, activation))
 
@@ -274,7 +278,7 @@ def test_largest_magnitudes(hopper):
 
 def test_fits():
     special = WarpSpecialisedGemm(torch.empty(0), lambda: None, ())
-    weight = GemmWeight((), 1, 1, descriptor=lambda rows, columns: None, warp_specialised=special)
+    weight = GemmWeight((), 1, 1, no_tiles, descriptor=lambda rows, columns: None, warp_specialised=special)
     call = Call(weight, weight, torch.empty(0), Batch(torch.empty(0), 1), TilePlan(CONFIG, CONFIG), {}, None)
     assert call.warp_specialises(CONFIG, weight)
     assert not call.warp_specialises(CONFIG, replace(weight, descriptor=None))

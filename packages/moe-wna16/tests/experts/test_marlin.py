@@ -8,7 +8,6 @@ import pytest
 import torch
 from moe_core import FusedMoEConfig, kInt4Static, kInt4Static32Asym, kInt8Static
 from moe_core.device import DeviceInfo
-from moe_core.gemm.activation_tile import load_indexed
 from moe_core.jit.launch import record
 from moe_core.testing import ConformanceTests
 from moe_core.testing.compile_cases import call_on_meta, experts_specimens
@@ -32,8 +31,9 @@ def test_single_columns_are_compiled():
     for specimen in shards:
         with record() as launches:
             specimen.launch()
-        gemms = [one.arguments["functions"] for one in launches if one.name == "grouped_gemm_kernel"]
-        assert [functions.load_a for functions in gemms] == [load_indexed] * 2
+        gemms = [one.arguments["a_args"] for one in launches if one.name == "grouped_gemm_kernel"]
+        indices = [index.dtype for _, _, _, index, _, _, _ in gemms]
+        assert indices == [torch.int32] * 2
 
 
 @pytest.mark.parametrize(

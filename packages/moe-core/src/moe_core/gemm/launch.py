@@ -52,8 +52,8 @@ class OperandA:
 
     - ``arguments``: the tuple `a_args` of the tile kernel's `open_a`
     - ``which``: the row of A that a row of a tile is: `POSITION`, `TOKEN` or `PAIR` of the tile kernel
-    - ``form``: which `load_a` reads it; the weight's functions know these names: "values" are padded to whole tiles,
-      "unquantized" are quantised while they are loaded, "masked" have no padding, "indexed" are read column by column
+    - ``form``: which `load_a` reads it; the weight's functions know these names: "values", and "unquantized" ones,
+      which are quantised while they are loaded
     - ``aligned``: every row starts at a multiple of 16 bytes
     - ``warp_specialised``: the tuple `a_args` of the warp-specialised kernel; None: it can't read these rows
     """
@@ -67,10 +67,6 @@ class OperandA:
 
 def _same(config: TileConfig) -> TileConfig:
     return config
-
-
-def _no_functions(config: TileConfig, a: OperandA) -> TileFunctions:
-    raise TypeError("this weight is multiplied by functions that come with the call")
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +89,7 @@ class GemmWeight:
     arguments: tuple[Any, ...]
     n: int
     k: int
-    functions: Callable[[TileConfig, OperandA], TileFunctions] = _no_functions
+    functions: Callable[[TileConfig, OperandA], TileFunctions]
     block_k: int = 128
     bias: Tensor | None = None
     descriptor: Callable[[int, int], Any] | None = None
@@ -300,15 +296,14 @@ class Gemm:
         return epilogue_of(self.weight.bias, self.routing, self.activation, self.lora)
 
 
-def grouped_gemm(gemm: Gemm, functions: TileFunctions | None = None) -> None:
-    """The GEMM by the tile kernel; ``functions``: in place of the weight's own.
+def grouped_gemm(gemm: Gemm) -> None:
+    """The GEMM by the tile kernel.
 
     Raises TensorError where rows of h have no room for whole tiles.
     """
     a, b, pairs = gemm.a, gemm.weight, gemm.order
     config = b.tile_config(gemm.config)
-    if functions is None:
-        functions = b.functions(config, a)
+    functions = b.functions(config, a)
     if functions.prefetch_b is not None and not (b.aligned and b.k % 16 == 0):
         functions = functions._replace(prefetch_b=None)
     if config.uniform:

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from moe_core.gemm import lora_kernels as device
-from moe_core.gemm.activation_tile import load_activations, open_activations
+from moe_core.gemm.activation_tile import load_plain, open_plain
 from moe_core.gemm.launch import (
     Gemm,
     GemmWeight,
@@ -38,7 +38,11 @@ from moe_core.lora import LoRA
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import sort_pairs
 
-_FUNCTIONS = TileFunctions(open_activations, load_activations, open_weights, load_weights, device.multiply)
+
+def _functions(config: TileConfig, a: OperandA) -> TileFunctions:
+    return TileFunctions(open_plain, load_plain, open_weights, load_weights, device.multiply)
+
+
 #: pairs per adapter and expert from which larger tiles pay
 _MANY = 32
 
@@ -97,7 +101,7 @@ class Adapters:
         block_n = min(max(triton.next_power_of_2(rows), 16), 64)
         block_k = min(max(triton.next_power_of_2(columns), 16), 64)
         arguments = (weights, None, weights.stride(0), weights.stride(1), 0, 0, 0)
-        weight = GemmWeight(arguments, rows, columns, block_k=block_k, aligned=is_aligned(weights))
+        weight = GemmWeight(arguments, rows, columns, _functions, block_k, aligned=is_aligned(weights))
         a = OperandA((x, x.stride(0), columns), (PAIR if by_pair else TOKEN).value)
         config = TileConfig(self.block_m, block_n, 4, 3)
-        grouped_gemm(Gemm(config, weight, a, Result.of(out), self.order, self.routing), _FUNCTIONS)
+        grouped_gemm(Gemm(config, weight, a, Result.of(out), self.order, self.routing))

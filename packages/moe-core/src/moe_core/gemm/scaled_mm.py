@@ -4,8 +4,9 @@
     activations   one float32 scale per row, per expert (static) or for all; or values still to be quantised
 
 Codes are int8 or e4m3; what `quantize_*` and `load_unquantized` make has the type of a tensor that they are given for
-that, `codes`.  Scales come once, after the loop (`scale_acc`).  int8 is summed over all of k in int32; e4m3 in the
-tensor cores for a step, and from there in float32, since Hopper's units keep fewer bits of a running sum.
+that, `codes`: numbers of e4m3 also in 16 bits, for MMAs of 16 bits.  Scales come once, after the loop (`scale_acc`).
+int8 is summed over all of k in int32; e4m3 in the tensor cores for a step, and from there in float32, since Hopper's
+units keep fewer bits of a running sum.
 
 Scales of int8 with zero points are int64 (`moe_core.gemm.zero_points`).
 
@@ -27,10 +28,19 @@ from moe_core.gemm.schedule import expert_of
 from moe_core.gemm.swap_ab import as_column, as_row
 from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
 from moe_core.gemm.zero_points import scale_and_zero, shifted
-from moe_core.jit.casts import INTERPRET, divide, divide_all, downcast_e4m3, factor_e4m3, round_int8
+from moe_core.jit.casts import (
+    INTERPRET,
+    divide,
+    divide_all,
+    downcast,
+    downcast_e4m3,
+    factor_e4m3,
+    round_e4m3,
+    round_int8,
+)
 from moe_core.jit.pdl import begin_pdl
 from moe_core.jit.specialize import specialize
-from moe_core.ops._quantize_kernels import encode, finite_bits, magnitude_bits
+from moe_core.ops._quantize_kernels import finite_bits, magnitude_bits
 
 # the smallest amax that a scale is made from: keeps the scale of zeros normal and finite
 AMAX_FLOOR = tl.constexpr(1e-10)
@@ -58,14 +68,34 @@ def scale_of_codes(amax, codes):
 
 
 @triton.jit
+def clamp(x, MAX: tl.constexpr):
+    """x between -MAX and MAX; NaN stays."""
+    x = tl.minimum(x, MAX, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(x, -MAX, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def rounded(x, codes):
+    """float32 to the type of `codes`, |x| <= 448 or NaN for e4m3; int8 saturates, NaN becomes 0."""
+    dtype: tl.constexpr = codes.dtype.element_ty
+    if dtype == tl.int8:
+        return round_int8(x)
+    elif dtype == tl.float8e4nv:
+        return downcast_e4m3(x)
+    else:
+        return downcast(round_e4m3(x), dtype)
+
+
+@triton.jit
 def saturate(x, codes):
     """float32 to the type of `codes`; what is too large becomes the largest code, NaN stays (int8: 0)."""
-    if codes.dtype.element_ty == tl.int8:
+    dtype: tl.constexpr = codes.dtype.element_ty
+    if dtype == tl.int8:
         return round_int8(x)
-    elif INTERPRET or not tl.target_info.cuda_capability_geq(8, 9):
-        return encode(x, "e4m3", tl.float8e4nv)
+    elif INTERPRET or (dtype != tl.float8e4nv or not tl.target_info.cuda_capability_geq(8, 9)):
+        return rounded(clamp(x, 448.0), codes)
     else:
-        return x.to(tl.float8e4nv)  # NVIDIA's conversion saturates
+        return x.to(dtype)  # NVIDIA's conversion saturates
 
 
 @triton.jit
@@ -170,11 +200,7 @@ def quantize_row(tile, quant_args, expert, AXIS: tl.constexpr):
     """A tile whose whole AXIS is a row: codes and one float32 scale, amax over the largest; quant_args = (codes,)."""
     codes = quant_args[0]
     scale = scale_of_codes(largest(tile, AXIS), codes)
-    values = divide(tile, tl.expand_dims(scale, AXIS))
-    if codes.dtype.element_ty == tl.int8:
-        return round_int8(values), scale
-    else:
-        return downcast_e4m3(values), scale
+    return rounded(divide(tile, tl.expand_dims(scale, AXIS)), codes), scale
 
 
 @triton.jit

@@ -48,7 +48,7 @@ def dequantized_by_gemm(
     gemm = Gemm(
         config,
         matrix.gemm_weight(functions),
-        OperandA((rows, rows.stride(0), k), POSITION.value, "masked"),
+        OperandA((rows, rows.stride(0), k), POSITION.value),
         Result.of(y),
         sort_pairs(ids, 1, config.block_m, workspace=workspace),
         Routing(ids, torch.ones(k, 1, device=device), 1),

@@ -15,11 +15,10 @@ import triton.language as tl
 
 from moe_core.errors import ConfigError
 from moe_core.gemm.as_stored.tiles import arrange
-from moe_core.gemm.scaled_mm import largest, scale_of
-from moe_core.jit.casts import divide, divide_all, downcast, downcast_e4m3, round_e2m1, round_e4m3
+from moe_core.gemm.scaled_mm import clamp, quantize_row, quantize_static
+from moe_core.jit.casts import downcast, downcast_e4m3, round_e2m1, round_e4m3
 from moe_core.jit.specialize import specialize
-from moe_core.ops._quantize_kernels import magnitude_bits
-from moe_core.ops._quantize_kernels import scale_of as group_scale_of
+from moe_core.ops._quantize_kernels import magnitude_bits, scale_of
 from moe_core.quant_key import (
     QuantKey,
     kFp8Dynamic128Sym,
@@ -29,20 +28,14 @@ from moe_core.quant_key import (
     kMxfp8Dynamic,
 )
 
-E4M3_MAX = tl.constexpr(448.0)
 # columns that share a scale of MXFP8 and MXFP4
 MX_GROUP = tl.constexpr(32)
-# set by `specialize`: codes of a word of the weights, 0 for columns in their own order; element type and rounding of
-# scales of MXFP8 and MXFP4
+# set by `specialize`: codes of a word of the weights, 0 for columns in their own order; how e4m3 is made; element type
+# and rounding of scales of MXFP8 and MXFP4
 CODES = tl.constexpr(8)
+quantize: Any = quantize_row
 CODE = tl.constexpr("e4m3")
 ROUNDING = tl.constexpr("up")
-
-
-@triton.jit
-def _saturate(x, MAX: tl.constexpr):
-    x = tl.minimum(x, MAX, propagate_nan=tl.PropagateNan.ALL)
-    return tl.maximum(x, -MAX, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -52,20 +45,10 @@ def arrange_values(tile, quant_args, expert, AXIS: tl.constexpr):
 
 
 @triton.jit
-def round_tile(tile, quant_args, expert, AXIS: tl.constexpr):
-    """All columns of the tile as e4m3 numbers and one float32 scale, amax / 448."""
-    scale = scale_of(largest(tile, AXIS), E4M3_MAX)
-    rounded = round_e4m3(divide(tile, tl.expand_dims(scale, AXIS)))
-    return arrange(downcast(rounded, tl.bfloat16), CODES, AXIS), scale
-
-
-@triton.jit
-def round_static(tile, quant_args, expert, AXIS: tl.constexpr):
-    """As `scaled_mm.quantize_static`, e4m3 numbers; quant_args = (where they go, float32 scales of experts)."""
-    scale = tl.load(quant_args[1] + expert)
-    rounded = round_e4m3(_saturate(divide_all(tile, scale), E4M3_MAX))
-    values = arrange(downcast(rounded, tl.bfloat16), CODES, AXIS)
-    return values, (0.0 if len(scale.shape) == 0 else tl.max(scale, axis=1))
+def arrange_codes(tile, quant_args, expert, AXIS: tl.constexpr):
+    """What `quantize`, of `moe_core.gemm.scaled_mm`, makes of the tile."""
+    values, scale = quantize(tile, quant_args, expert, AXIS)
+    return arrange(values, CODES, AXIS), scale
 
 
 @triton.jit
@@ -81,7 +64,7 @@ def _scaled_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, ROUNDING: tl.conste
     else:
         groups = tile.reshape(GROUPS, MX_GROUP, ROWS)
     bits = tl.max(magnitude_bits(groups), axis=2 if AXIS == 1 else 1, keep_dims=True)
-    scale = group_scale_of(bits, CODE, ROUNDING)
+    scale = scale_of(bits, CODE, ROUNDING)
     # the inverse of a power of two: 254 - exponent; that of NaN is as good as any, products have the scale's NaN
     return groups * (0x7F000000 - magnitude_bits(scale)).to(tl.float32, bitcast=True), scale
 
@@ -92,7 +75,7 @@ def round_mx(tile, quant_args, expert, AXIS: tl.constexpr):
     scaled, scale = _scaled_mx(tile, CODE, AXIS, ROUNDING)
     if ROUNDING != "up":
         # more than the largest code is possible where scales are not rounded up
-        scaled = _saturate(scaled, 448.0 if CODE == "e4m3" else 6.0)
+        scaled = clamp(scaled, 448.0 if CODE == "e4m3" else 6.0)
     rounded = round_e4m3(scaled) if CODE == "e4m3" else round_e2m1(scaled)
     return arrange(downcast((rounded * scale).reshape(tile.shape), tl.bfloat16), CODES, AXIS), 0.0
 
@@ -123,9 +106,9 @@ def quantizer(key: QuantKey | None, bits: int | None) -> Any:
     if key is None:
         return specialize(arrange_values, CODES=codes)
     if key in (kFp8DynamicTokenSym, kFp8Dynamic128Sym):
-        return specialize(round_tile, CODES=codes)
+        return specialize(arrange_codes, CODES=codes)
     if key == kFp8StaticTensorSym:
-        return specialize(round_static, CODES=codes)
+        return specialize(arrange_codes, CODES=codes, quantize=quantize_static)
     if key.with_rounding("up") in (kMxfp8Dynamic, kMxfp4Dynamic):
         return specialize(round_mx, CODES=codes, CODE=key.dtype.name, ROUNDING=key.scale.rounding)
     raise ConfigError(f"activations are 16-bit here, e4m3 per token, 128 columns or expert, MXFP8 or MXFP4, got {key}")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_core.gemm.activation_tile import open_plain
 from moe_core.gemm.as_stored import tiles
 from moe_core.gemm.as_stored.activations import code_mxfp8, quantizer
 from moe_core.gemm.fused.groups import GroupScheme
@@ -65,7 +66,7 @@ def activation_functions(key: QuantKey | None) -> tuple[Any, Any]:
     """open_a and load_a of the tile kernel for activations of ``key``."""
     if key == kFp8Dynamic128Sym:
         return tiles.open_blocks, tiles.load_blocks
-    return open_values if key in (kFp8DynamicTokenSym, kFp8StaticTensorSym) else tiles.open_plain, load_values
+    return open_values if key in (kFp8DynamicTokenSym, kFp8StaticTensorSym) else open_plain, load_values
 
 
 def packed_weight(

@@ -67,13 +67,6 @@ def load_words(state, b_desc, k, W: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: 
 
 
 @triton.jit
-def open_plain(a_args, rows, expert):
-    """a_args = (values, row stride)."""
-    values, stride = a_args
-    return values + rows * stride, 0.0
-
-
-@triton.jit
 def open_blocks(a_args, rows, expert):
     """a_args = (values, scales, values' row stride, scales' row stride), a scale for each step."""
     values, scales, stride, scale_stride = a_args

@@ -116,10 +116,11 @@ class GroupScheme(ActivationScheme):
         if call.adapters is not None:
             # every group of every pair is a row here
             wide, values = work["h"][: call.pairs].view(-1, self.group), work["h_values"].view(-1, self.group)
-            job = QuantizeRows(wide, values, work["h_scales"].view(-1), self.quantize, self.group)
+            scales = work["h_scales"].view(-1)
+            job = QuantizeRows(wide, values, scales, self.quantize, self.group, self.arguments(values))
             quantize_rows(job, ("all", ()), pdl=False)
         rows, columns = self.rows(work["h_values"], work.get("h_scales"), which), call.w2.k
         if call.w13.interleaved and columns % self.block:
             # a tile of gemm1 is half as wide in h, so that columns of the last one may not be written
-            return replace(rows, arguments=(*rows.arguments, columns), form="masked")
+            return replace(rows, arguments=(*rows.arguments, columns))
         return rows

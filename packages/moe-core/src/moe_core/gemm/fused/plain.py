@@ -70,22 +70,22 @@ class PlainScheme(ActivationScheme):
         """Operand A: ``x`` itself, or gathered by pair."""
         present = call.w2.n if by_token else call.w13.n
         k, index, pre_scales = columns.k, columns.index, columns.pre_scales
-        form = "masked" if by_token or present % TILE else "values"
+        padded_rows = not (by_token or present % TILE)
         if columns.gathers(present):
             x = call.gathered(x[:, :present], padded(k), by_token=by_token, index=index, pre_scales=pre_scales)
-            which, form = call.by_pair, "values"
+            which, padded_rows = call.by_pair, True
         sizes = (x.data_ptr(), x.stride(0) * x.element_size())
         reachable = not columns.indexes(present) and all(size % 16 == 0 for size in sizes)
         aligned = reachable and present % 8 == 0
         if not columns.indexes(present):
-            arguments = (x, x.stride(0), k) if form == "masked" else (x, x.stride(0))
+            arguments = (x, x.stride(0)) if padded_rows else (x, x.stride(0), k)
             special: tuple[int, ...] | None = () if reachable else None
             if which == TOKEN.value:
                 # gathered by the warp-specialised kernel itself, as the compiler knows it can: 32 bytes at a time
                 special = (call.routing.top_k,) if reachable and k % 16 == 0 and x.stride(0) % 16 == 0 else None
-            return OperandA(arguments, which, form, aligned, special)
+            return OperandA(arguments, which, aligned=aligned, warp_specialised=special)
         if index is None:
             raise TypeError(f"the weight has {k} columns, the activations {present}, and there is no index")
         stride = 0 if pre_scales is None else pre_scales.stride(0)
         indexed = (x, x.stride(0), k, index, index.stride(0), pre_scales, stride)
-        return OperandA(indexed, which, "indexed", aligned)
+        return OperandA(indexed, which, aligned=aligned)

@@ -8,20 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moe_core.gemm.activation_tile import load_activations, load_indexed, open_activations, open_indexed
-from moe_core.gemm.as_stored.tiles import open_plain
+from moe_core.gemm.activation_tile import load_plain, open_plain
 from moe_core.gemm.fused.plain import Columns
 from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, weight_descriptor
 from moe_core.gemm.marlin.hopper_launch import HEIGHTS, STEP, words_gemm
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.scaled_mm import load_values
-
-#: open_a and load_a for the forms of operand A
-_ROWS = {
-    "masked": (open_activations, load_activations),
-    "values": (open_plain, load_values),
-    "indexed": (open_indexed, load_indexed),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +66,7 @@ class MarlinMatrix:
         """
 
         def tile_functions(config: TileConfig, a: OperandA) -> TileFunctions:
-            return TileFunctions(*_ROWS[a.form], *functions(self, config))
+            return TileFunctions(open_plain, load_plain, *functions(self, config))
 
         special = None
         if words is not None:
