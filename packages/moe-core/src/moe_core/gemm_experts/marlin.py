@@ -120,14 +120,14 @@ class MarlinExperts(GroupedExperts):
         return self.config.dtype
 
     @property
-    def gathered_columns(self) -> tuple[int, int]:
-        """The most columns of x and of h that are gathered; 0 where none are."""
-        return 0, 0
+    def gathers_columns(self) -> bool:
+        """Whether columns of x or of h are gathered."""
+        return False
 
     @cached_property
     def problem(self) -> LayerProblem:
         # activations that are gathered are by pair; batched rows lie by expert in any case
-        permuted = any(self.gathered_columns) and not self.batched
+        permuted = self.gathers_columns and not self.batched
         return replace(super().problem, dtype_bytes=self.operand_dtype.itemsize, permuted=permuted)
 
     def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> GemvPlan | None:
@@ -150,9 +150,9 @@ class MarlinExperts(GroupedExperts):
 
         config = self.config
         if weights is None:
-            return PlainScheme(Columns(config.hidden_size), Columns(config.intermediate_size), self.gathered_columns)
+            return PlainScheme(Columns(config.hidden_size), Columns(config.intermediate_size), self.gathers_columns)
         x, h = (self.named_matrix(name, weights).activation_columns for name in ("w13", "w2"))
-        return PlainScheme(x, h, self.gathered_columns)
+        return PlainScheme(x, h, self.gathers_columns)
 
     def named_matrix(self, name: str, weights: KernelWeights) -> MarlinMatrix:
         """The matrix "w13" or "w2"."""
@@ -206,7 +206,5 @@ class MarlinIntegerExperts(MarlinExperts):
         return integer_words(matrix)
 
     @property
-    def gathered_columns(self) -> tuple[int, int]:
-        if not (self.quantized_key.permuted or self.quantized_key.pre_scaled):
-            return 0, 0
-        return self.config.hidden_size, self.config.intermediate_size
+    def gathers_columns(self) -> bool:
+        return self.quantized_key.permuted or self.quantized_key.pre_scaled

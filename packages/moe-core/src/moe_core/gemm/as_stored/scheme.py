@@ -11,7 +11,7 @@ from moe_core.gemm.activation_tile import open_plain
 from moe_core.gemm.as_stored import tiles
 from moe_core.gemm.as_stored.activations import code_mxfp8, quantizer
 from moe_core.gemm.fused.groups import GroupScheme
-from moe_core.gemm.fused.pre_scaled import PreScaledScheme
+from moe_core.gemm.fused.plain import Columns, PlainScheme
 from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions, ScaledMMScheme
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import GemmWeight, TileFunctions, is_aligned, weight_descriptor
@@ -47,7 +47,8 @@ def as_stored_scheme(
     quantize, stored = quantizer(key, bits), dtype if key is None else torch.bfloat16
     by_token, by_expert, block = (key == k for k in (kFp8DynamicTokenSym, kFp8StaticTensorSym, kFp8Dynamic128Sym))
     if pre_scaled:
-        return PreScaledScheme(quantize, stored, by_token, *pre_scales)
+        x, h = (Columns(0 if each is None else each.shape[1], None, each) for each in pre_scales)
+        return PlainScheme(x, h, True, quantize, stored, by_token)
     if by_token or by_expert:
         functions = ScaledMMFunctions(stored, quantize_row=quantize, quantize_static=quantize, load_unquantized=None)
         return ScaledMMScheme(functions, "static" if by_expert else "token", *static, scatters=by_expert)

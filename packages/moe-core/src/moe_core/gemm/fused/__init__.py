@@ -5,8 +5,7 @@
     scheme      what an activation scheme says: how x and h become operands
     groups      activations quantised in groups of columns, in registers
     scaled_mm   activations of 8 bits with a scale per token, per tensor or per expert
-    plain       activations that are not quantised, gathered where columns are permuted
-    pre_scaled  activations that are multiplied by pre-scales of their columns first
+    plain       activations in 16 bits, gathered where columns are permuted or pre-scaled
 
 Importing this package imports no Triton; its modules do.
 """

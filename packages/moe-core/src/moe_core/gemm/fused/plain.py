@@ -1,15 +1,19 @@
-"""Activations that are not quantised; their columns are gathered where those of the weights are permuted."""
+"""Activations in 16 or 32 bits.  Their columns are gathered where those of the weights are permuted or pre-scaled."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_core.gemm.fused.call import Call, Order
-from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded
-from moe_core.gemm.launch import OperandA, Result
+from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded, quantized
+from moe_core.gemm.launch import OperandA, Result, rows_by_pair
+from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.gemm.tile_kernel import TOKEN
+from moe_core.ops.sort import QuantizeRows, whole_row
 from moe_core.workspace import WorkspaceSpec
 
 
@@ -35,45 +39,61 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class PlainScheme(ActivationScheme):
-    """x and h in the dtype of x.
+    """x and h in the dtype of x; what is gathered may be quantised then, by launches of its own.
 
-    ``x`` and ``h``: columns as w13 and w2 have them; ``gathered``: the most columns of x and h that are gathered, 0
-    where none are.
+    - ``x`` and ``h_columns``: columns as w13 and w2 have them; ``gathered``: whether any are gathered
+    - ``quantize``: `@triton.jit` function of the tile kernel's form, which gets the tensor of ``dtype`` that values go
+      to; ``by_token``: rows have a float32 scale each
     """
 
     x: Columns
     h_columns: Columns
-    gathered: tuple[int, int] = (0, 0)
+    gathered: bool = False
+    quantize: Any = None
+    dtype: torch.dtype = torch.bfloat16
+    by_token: bool = False
 
     @property
     def h_by_pair(self) -> bool:  # type: ignore[override]
         return self.h_columns.index is not None or self.h_columns.pre_scales is not None
 
     def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
-        pairs, most = shape.pairs, max(self.gathered)
+        config, pairs = shape.config, shape.pairs
+        hidden, inner = padded(config.hidden_size), padded(config.intermediate_size)
+        # what x is multiplied into has its exponents, what quantised h is made of needs more
+        wide = shape.wide if self.by_token else config.dtype
+        made = 0 if self.quantize is None else pairs
         return (
-            WorkspaceSpec("h", (pairs, padded(shape.config.intermediate_size)), shape.config.dtype),
-            WorkspaceSpec("gathered", (pairs if most else 0, padded(most)), shape.config.dtype),
+            WorkspaceSpec("h", (pairs, inner), wide),
+            WorkspaceSpec("gathered", (pairs if self.gathered else 0, max(hidden, inner)), wide),
+            *quantized("x", made, hidden, self.dtype, torch.float32),
+            *quantized("h", made, inner, self.dtype, torch.float32),
         )
 
     def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
-        order = call.order()
-        return order, self._rows(call, call.x, self.x, call.by_token, by_token=True)
+        return call.order(), self._rows(call, "x", call.x, self.x, call.by_token)
 
     def result(self, call: Call) -> Result:
         return Result.of(call.workspace["h"])
 
     def h(self, call: Call, order: Order, which: int) -> OperandA:
-        return self._rows(call, call.workspace["h"], self.h_columns, which, by_token=False)
+        return self._rows(call, "h", call.workspace["h"], self.h_columns, which)
 
-    def _rows(self, call: Call, x: Tensor, columns: Columns, which: int, *, by_token: bool) -> OperandA:
-        """Operand A: ``x`` itself, or gathered by pair."""
+    def _rows(self, call: Call, name: str, x: Tensor, columns: Columns, which: int) -> OperandA:
+        """Operand A: "x", a row for each token, or "h", by pair; itself, or gathered by pair."""
+        by_token = name == "x"
         present = call.w2.n if by_token else call.w13.n
         k, index, pre_scales = columns.k, columns.index, columns.pre_scales
         padded_rows = not (by_token or present % TILE)
         if columns.gathers(present):
             x = call.gathered(x[:, :present], padded(k), by_token=by_token, index=index, pre_scales=pre_scales)
             which, padded_rows = call.by_pair, True
+        if self.quantize is not None:
+            values, scales = call.workspace[f"{name}_values"], call.workspace[f"{name}_scales"]
+            job = QuantizeRows(x[:, :k], values, scales, self.quantize, whole_row(values.shape[1]), (values,))
+            quantize_rows(job, rows_by_pair(call.routing), pdl=call.plan.pdl)
+            rows = values, values.stride(0)
+            return OperandA((values, scales, values.stride(0), 1, 0, None) if self.by_token else rows, which)
         sizes = (x.data_ptr(), x.stride(0) * x.element_size())
         reachable = not columns.indexes(present) and all(size % 16 == 0 for size in sizes)
         aligned = reachable and present % 8 == 0
