@@ -75,13 +75,11 @@ class Call:
             pdl=plan.pdl,
         )
 
-    def scattered(self, rows: QuantizeRows, *, by_expert: bool = False, order: Order | None = None) -> Order:
+    def scatter(self, rows: QuantizeRows, order: Order, *, by_expert: bool = False) -> None:
         """Quantise ``rows`` straight into the sorted order, which is that of the pairs; see `scatter_quantize`."""
-        order = self.order(positions=True) if order is None else order
         if isinstance(order, SortedPairs) and isinstance(self.routing, Routing):
             routing, pdl = self.routing, self.plan.pdl
             scatter_quantize(rows, pairs=order, routing=routing, by_expert=by_expert, x_scale=self.x_scale, pdl=pdl)
-        return order
 
     def warp_specialises(self, config: TileConfig, weight: GemmWeight) -> bool:
         """Whether the warp-specialised kernel is asked for, and can read the weight and these rows."""

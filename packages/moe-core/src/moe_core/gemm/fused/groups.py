@@ -76,18 +76,16 @@ class GroupScheme(ActivationScheme):
         return OperandA((values, scales, values.stride(0), scales.stride(0)), which, warp_specialised=warp_specialised)
 
     def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
-        work = call.workspace
-        scatter = self._scatters(call)
-        if call.x_scale is not None and not scatter:
+        work, scatters = call.workspace, self._scatters(call)
+        if call.x_scale is not None and not scatters:
             return call.order(), self.rows(call.x, call.x_scale, call.by_token)
-        prefix = "sorted" if scatter else "x"
+        prefix = "sorted" if scatters else "x"
         values, scales = work[f"{prefix}_values"], work.get(f"{prefix}_scales")
-        if scatter:
-            values = values[: call.pairs]
         job = QuantizeRows(call.x, values, scales, self.quantize, self.group, self.arguments(values))
-        if not scatter:
-            return call.order(job), self.rows(values, scales, call.by_token)
-        return call.scattered(job), self.rows(values, scales, POSITION.value)
+        order = call.order(None if scatters else job, positions=scatters)
+        if scatters:
+            call.scatter(job, order)
+        return order, self.rows(values, scales, POSITION.value if scatters else call.by_token)
 
     def _scatters(self, call: Call) -> bool:
         if isinstance(call.routing, Batch):

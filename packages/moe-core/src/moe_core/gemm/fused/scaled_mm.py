@@ -17,9 +17,9 @@ from torch import Tensor
 from moe_core.gemm import scaled_mm as device
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, padded, quantized
-from moe_core.gemm.launch import FLOAT32, OperandA, Result, Routing, constant, rows_by_pair
+from moe_core.gemm.launch import FLOAT32, InUse, OperandA, Result, constant, rows_by_pair
 from moe_core.gemm.quantize_rows import find_amax, quantize_rows, routed_tokens, sorted_rows
-from moe_core.gemm.tile_kernel import POSITION, TOKEN
+from moe_core.gemm.tile_kernel import POSITION
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows, clears_first, whole_row
 from moe_core.workspace import WorkspaceSpec
@@ -31,6 +31,8 @@ MAX_SHORT = 512
 
 #: of the activations' scales
 Granularity = Literal["token", "tensor", "static"]
+#: what gemm1 leaves of h, see `moe_core.gemm.launch.Result`
+_AMAX_KINDS = {"token": "row", "tensor": "tensor", "static": "nan"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +129,8 @@ class ScaledMMScheme(ActivationScheme):
         amax, kind = call.workspace["amax"], self.granularity
         if kind == "tensor":
             return amax[:1]
-        wanted = self.functions.flags_nan if kind == "static" else self._quantizes_h_on_load(call)
-        return amax[: call.pairs] if wanted else None
+        flags = self.functions.flags_nan and self._in_epilogue(call)
+        return amax[: call.pairs] if flags or self._quantizes_h_on_load(call) else None
 
     def _rows(
         self,
@@ -153,90 +155,71 @@ class ScaledMMScheme(ActivationScheme):
     # -------------------------------------------------------------- x
 
     def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
-        if isinstance(call.routing, Batch):
-            return self._batched_x(call, call.routing)
         # the warp-specialised kernel wants the rows of a tile side by side; a scale per expert every pair by itself
-        scatters = not self._quantizes_on_load(call) and (
-            self.granularity == "static" or call.warp_specialises(call.plan.gemm1, call.w13)
-        )
-        return self._scattered_x(call, call.routing) if scatters else self._x_by_token(call, call.routing)
+        side_by_side = self.granularity == "static" or call.warp_specialises(call.plan.gemm1, call.w13)
+        batched = isinstance(call.routing, Batch)
+        if side_by_side and not batched and not self._quantizes_on_load(call):
+            return self._scattered_x(call)
+        x, work, which, zero = call.x, call.workspace, call.by_token, self._zeroed(call)
+        if call.x_scale is not None:
+            return call.order(zero=zero), self._rows(call, x, call.x_scale, which)
+        if self.x_scale is not None and not batched:
+            flags, flagging = None, None
+            if self.functions.flags_nan:
+                flags = work["x_amax"]
+                flagging = QuantizeRows(x, None, flags, device.row_nan_flags, whole_row(x.shape[1]))
+            return call.order(flagging, zero=zero), self._rows(call, x, self.x_scale, which, flags, by_row=False)
+        values, scales = work["x_values"], work["x_scales"]
+        if self.granularity == "tensor" and x.shape[0] > 1:
+            order, amax, in_use = self._order_with_amax(call)
+            quantize_rows(self._job(x, values, scales, amax), in_use, pdl=call.plan.pdl)
+        else:
+            order = call.order(self._job(x, values, scales, static=self.x_scale), zero=zero)
+        return order, self._rows(call, values, scales, which)
 
     def _zeroed(self, call: Call) -> Tensor | None:
         """What is to be cleared before gemm1."""
         return call.workspace["amax"][:2] if self.granularity == "tensor" else self._amax(call)
 
-    def _x_by_token(self, call: Call, routing: Routing) -> tuple[Order, OperandA]:
-        """Quantised beside the sort or behind it, or left as it is."""
-        x, work, zero, which = call.x, call.workspace, self._zeroed(call), TOKEN.value
-        if call.x_scale is not None:
-            return call.order(zero=zero), self._rows(call, x, call.x_scale, which)
-        values, found = work["x_values"], work["x_scales"]
-        if self.granularity == "static":
-            if self.x_scale is None:
-                raise TypeError("static activations have scales")
-            nan_flags = work["x_amax"] if self.functions.flags_nan else None
-            flagging = (
-                None
-                if nan_flags is None
-                else QuantizeRows(x, None, nan_flags, device.row_nan_flags, whole_row(x.shape[1]))
-            )
-            return call.order(flagging, zero=zero), self._rows(call, x, self.x_scale, which, nan_flags, by_row=False)
-        if self.granularity == "token" or x.shape[0] == 1:
-            job = QuantizeRows(x, values, found, self.functions.quantize_row, whole_row(values.shape[1]), (values,))
-            order = call.order(job, zero=zero)
-        else:
-            order, amax = self._order_with_amax(call, routing)
-            quantize_rows(self._job(x, values, found, None, *amax), routed_tokens(routing), pdl=call.plan.pdl)
-        return order, self._rows(call, values, found, which)
-
-    def _scattered_x(self, call: Call, routing: Routing) -> tuple[Order, OperandA]:
+    def _scattered_x(self, call: Call) -> tuple[Order, OperandA]:
         """Quantised into the sorted order: an expert's own scale costs nothing then."""
-        work = call.workspace
-        amax: tuple[Tensor | None, int] = (None, 0)
-        values, found = work["sorted_values"][: call.pairs], work["sorted_scales"]
+        values, scales, amax = call.workspace["sorted_values"], call.workspace["sorted_scales"], None
         if self.granularity == "tensor":
-            order, amax = self._order_with_amax(call, routing, positions=True)
+            order, amax, _ = self._order_with_amax(call, positions=True)
         else:
             order = call.order(positions=True, zero=self._zeroed(call))
-        job = self._job(call.x, values, found, self.x_scale, *amax)
-        call.scattered(job, by_expert=self.granularity == "static", order=order)
-        return order, self._rows(call, values, found, POSITION.value)
+        job = self._job(call.x, values, scales, amax, self.x_scale)
+        call.scatter(job, order, by_expert=self.granularity == "static")
+        return order, self._rows(call, values, scales, POSITION.value)
 
-    def _order_with_amax(
-        self, call: Call, routing: Routing, positions: bool = False
-    ) -> tuple[Order, tuple[Tensor | None, int]]:
-        """The order, and the magnitudes of x as `quantize_by_amax` takes them."""
-        x, work = call.x, call.workspace
-        raised = work["amax"][1:2] if clears_first(call.pairs) else None
-        found = work["x_amax"]
-        arguments = (x.shape[0], routed_tokens(routing)[1], raised)
+    def _order_with_amax(self, call: Call, positions: bool = False) -> tuple[Order, tuple[Tensor, int], InUse]:
+        """The order, magnitudes of x as `quantize_by_amax` takes them, and which rows of x they span."""
+        x, found, raised, zero = call.x, call.workspace["x_amax"], call.workspace["amax"][1:2], self._zeroed(call)
+        if isinstance(call.routing, Batch):
+            order, in_use = call.order(zero=zero), rows_by_pair(call.routing)
+            find_amax(x, raised, in_use, pdl=call.plan.pdl)
+            return order, (raised, 1), in_use
+        in_use, raises = routed_tokens(call.routing), clears_first(call.pairs)
+        arguments = x.shape[0], in_use[1], raised if raises else None
         job = QuantizeRows(x, None, found, device.row_amax, whole_row(x.shape[1]), arguments)
-        order = call.order(job, positions=positions, zero=self._zeroed(call))
-        return order, ((raised, 1) if raised is not None else (found, x.shape[0]))
-
-    def _batched_x(self, call: Call, batch: Batch) -> tuple[Order, OperandA]:
-        """Quantised where it is."""
-        x, work, pdl = call.x, call.workspace, call.plan.pdl
-        values, found, amax = work["x_values"], work["x_scales"], work["amax"][1:2]
-        job = self._job(x, values, found, self.x_scale, amax, 1)
-        if self.granularity == "tensor":
-            order, in_use = call.order(zero=self._zeroed(call)), rows_by_pair(batch)
-            find_amax(x, amax, in_use, pdl=pdl)
-            quantize_rows(job, in_use, pdl=pdl)
-        else:
-            order = call.order(job, zero=self._zeroed(call))
-        return order, self._rows(call, values, found, POSITION.value)
+        order = call.order(job, positions=positions, zero=zero)
+        return order, (raised, 1) if raises else (found, x.shape[0]), in_use
 
     def _job(
-        self, x: Tensor, values: Tensor, scales: Tensor, static: Tensor | None, amax: Tensor | None, parts: int
+        self,
+        x: Tensor,
+        values: Tensor,
+        scales: Tensor,
+        amax: tuple[Tensor | None, int] | None = None,
+        static: Tensor | None = None,
     ) -> QuantizeRows:
-        """Rows of ``x`` that become ``values``, with a scale for each."""
+        """Rows of ``x`` that become ``values``, with a scale for each: its own, ``static``, or that of ``amax``."""
         arguments: tuple[Any, ...]
-        quantize, arguments = device.quantize_by_amax, (values, amax, parts)
-        if self.granularity == "static":
+        quantize, arguments = self.functions.quantize_row, (values,)
+        if amax is not None:
+            quantize, arguments = device.quantize_by_amax, (values, *amax)
+        elif static is not None:
             quantize, arguments = self.functions.quantize_static, (values, static)
-        elif self.granularity == "token":
-            quantize, arguments = self.functions.quantize_row, (values,)
         return QuantizeRows(x, values, scales, quantize, whole_row(values.shape[1]), arguments)
 
     # -------------------------------------------------------------- h
@@ -247,15 +230,12 @@ class ScaledMMScheme(ActivationScheme):
 
     def result(self, call: Call) -> Result:
         work, amax = call.workspace, self._amax(call)
-        if self._in_epilogue(call):
-            values, kind = work["h_values"], constant("" if amax is None else "nan")
-            quantize, arguments = self.functions.quantize_static, (values, self.h_scale)
-            static = constant("static")
-            return Result.of(values, quantize=quantize, quant_args=arguments, amax=amax, amax_kind=kind, kind=static)
-        if self.granularity == "static":
-            amax = None
-        kind = "" if amax is None else "row" if self.granularity == "token" else "tensor"
-        return Result.of(work["h"], amax=amax, amax_kind=constant(kind))
+        kind = constant("" if amax is None else _AMAX_KINDS[self.granularity])
+        if not self._in_epilogue(call):
+            return Result.of(work["h"], amax=amax, amax_kind=kind)
+        values, quantize = work["h_values"], self.functions.quantize_static
+        arguments, static = (values, self.h_scale), constant("static")
+        return Result.of(values, quantize=quantize, quant_args=arguments, amax=amax, amax_kind=kind, kind=static)
 
     def h(self, call: Call, order: Order, which: int) -> OperandA:
         work, amax = call.workspace, self._amax(call)
@@ -264,7 +244,8 @@ class ScaledMMScheme(ActivationScheme):
             return self._rows(call, values, self.h_scale, which, amax, by_row=False)
         if self._quantizes_h_on_load(call) and amax is not None:
             return self._rows(call, wide, amax, which, by_row=self.granularity == "token")
-        job = self._job(wide[: call.pairs], values, found, self.h_scale, amax, 1)
+        shared = (amax, 1) if self.granularity == "tensor" else None
+        job = self._job(wide[: call.pairs], values, found, shared, self.h_scale)
         in_use = rows_by_pair(call.routing) if which == call.by_pair else sorted_rows(order, call.routing)
         quantize_rows(job, in_use, pdl=call.plan.pdl)
         return self._rows(call, values, found, which)
