@@ -65,26 +65,39 @@ def group_columns(g_idx: Tensor, group_size: int, count: int) -> Grouped:
     return Grouped(index, CHUNK, groups)
 
 
-def gather_columns(
-    x: Tensor,
-    out: Tensor,
-    routing: Routing | Batch,
-    *,
-    by_token: bool,
-    index: Tensor | None,
-    factor: Tensor | None,
-    pdl: bool,
-) -> None:
-    """out[pair, c] = x[row, index[expert, c]] * factor[expert, index[expert, c]].
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Columns of activations as a weight has them.
 
-    ``x`` [rows, K], a row per token (``by_token``) or per pair (batched: row); ``out`` [pairs, C]; ``index`` int32 [E,
-    C] (-1: 0) or None for the same columns, ``factor`` float32 [E, K] or None.  Pairs without a local expert (batched:
-    rows beyond those in use) stay as they are.
+    ``k`` of them; ``index`` int32 [E, k]: those of x that stand there (-1: zeros), None: the same; ``pre_scales``
+    float32 [E, K] that multiply those of x, or None.
+    """
+
+    k: int
+    index: Tensor | None = None
+    pre_scales: Tensor | None = None
+
+    def gathers(self, columns: int) -> bool:
+        """Whether activations of so many columns are gathered before the GEMM."""
+        return (self.index is not None or self.pre_scales is not None) and self.k == columns
+
+    def indexes(self, columns: int) -> bool:
+        """Whether the GEMM reads them column by column: groups were filled up to whole ones."""
+        return self.k != columns
+
+
+def gather_columns(
+    x: Tensor, out: Tensor, columns: Columns, routing: Routing | Batch, *, by_token: bool, pdl: bool
+) -> None:
+    """out[pair, c] = x[row, index[expert, c]] * pre_scales[expert, index[expert, c]].
+
+    ``x`` [rows, K], a row per token (``by_token``) or per pair (batched: row); ``out`` [pairs, k and more].  Pairs
+    without a local expert (batched: rows beyond those in use) stay as they are.
     """
     from moe_core.gemm._column_kernels import gather_kernel
 
     in_use, row_args = rows_by_pair(routing)
-    columns = x.shape[1] if index is None else index.shape[1]
+    index, factor = columns.index, columns.pre_scales
     block = 1024
     launch(
         gather_kernel,
@@ -94,7 +107,7 @@ def gather_columns(
         row_args,
         index,
         factor,
-        columns,
+        columns.k,
         x.stride(0),
         out.stride(0),
         0 if index is None else index.stride(0),

@@ -146,7 +146,8 @@ class MarlinExperts(GroupedExperts):
         return WorkspaceSpec("partials", (size if self.supports_split_k else 0,), torch.float32)
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
-        from moe_core.gemm.fused.plain import Columns, PlainScheme
+        from moe_core.gemm.columns import Columns
+        from moe_core.gemm.fused.plain import PlainScheme
 
         config = self.config
         if weights is None:

@@ -10,8 +10,9 @@ from torch import Tensor
 from moe_core.gemm.activation_tile import open_plain
 from moe_core.gemm.as_stored import tiles
 from moe_core.gemm.as_stored.activations import code_mxfp8, quantizer
+from moe_core.gemm.columns import Columns
 from moe_core.gemm.fused.groups import GroupScheme
-from moe_core.gemm.fused.plain import Columns, PlainScheme
+from moe_core.gemm.fused.plain import PlainScheme
 from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions, ScaledMMScheme
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import GemmWeight, TileFunctions, is_aligned, weight_descriptor

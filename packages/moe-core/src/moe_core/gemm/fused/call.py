@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe_core.gemm.columns import gather_columns
 from moe_core.gemm.launch import GemmWeight, Routing
 from moe_core.gemm.lora import Adapters
 from moe_core.gemm.plan import TileConfig, TilePlan
@@ -49,14 +48,6 @@ class Call:
         """What a row of x is to it."""
         found: int = (TOKEN if isinstance(self.routing, Routing) else POSITION).value
         return found
-
-    def gathered(
-        self, x: Tensor, width: int, *, by_token: bool, index: Tensor | None, pre_scales: Tensor | None
-    ) -> Tensor:
-        """[pairs, ``width``] of "gathered": the columns of ``x``, of tokens or of pairs, see `gather_columns`."""
-        out = self.workspace["gathered"].flatten()[: self.pairs * width].view(self.pairs, width)
-        gather_columns(x, out, self.routing, by_token=by_token, index=index, factor=pre_scales, pdl=self.plan.pdl)
-        return out
 
     def order(self, rows: QuantizeRows | None = None, *, positions: bool = False, zero: Tensor | None = None) -> Order:
         """Sort the pairs (batched: list the tiles), and quantise ``rows`` and clear ``zero`` beside that."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_core.gemm.columns import Columns, gather_columns
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded, quantized
 from moe_core.gemm.launch import OperandA, Result, rows_by_pair
@@ -15,26 +16,6 @@ from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.gemm.tile_kernel import TOKEN
 from moe_core.ops.sort import QuantizeRows, whole_row
 from moe_core.workspace import WorkspaceSpec
-
-
-@dataclass(frozen=True, eq=False)
-class Columns:
-    """Columns of activations as a weight has them.
-
-    ``k`` of them; ``index`` int32 [E, k] and ``pre_scales`` float32 [E, K]: see `gather_columns`, None: the same.
-    """
-
-    k: int
-    index: Tensor | None = None
-    pre_scales: Tensor | None = None
-
-    def gathers(self, columns: int) -> bool:
-        """Whether activations of so many columns are gathered before the GEMM."""
-        return (self.index is not None or self.pre_scales is not None) and self.k == columns
-
-    def indexes(self, columns: int) -> bool:
-        """Whether the GEMM reads them column by column: groups were filled up to whole ones."""
-        return self.k != columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +67,9 @@ class PlainScheme(ActivationScheme):
         k, index, pre_scales = columns.k, columns.index, columns.pre_scales
         padded_rows = not (by_token or present % TILE)
         if columns.gathers(present):
-            x = call.gathered(x[:, :present], padded(k), by_token=by_token, index=index, pre_scales=pre_scales)
+            source, width = x[:, :present], padded(k)
+            x = call.workspace["gathered"].flatten()[: call.pairs * width].view(call.pairs, width)
+            gather_columns(source, x, columns, call.routing, by_token=by_token, pdl=call.plan.pdl)
             which, padded_rows = call.by_pair, True
         if self.quantize is not None:
             values, scales = call.workspace[f"{name}_values"], call.workspace[f"{name}_scales"]
