@@ -52,7 +52,7 @@ PAIR_ROWS = tl.constexpr(128)
 INTERLEAVED = tl.constexpr(False)
 
 
-def _widening(*, float16: bool, scaled: bool) -> tl.constexpr:
+def _widening(*, float16: bool, scaled: bool) -> str:
     """$0, $1: bytes 0 and 2, $2, $3: bytes 1 and 3 of $4, times the pair $5 where ``scaled``.
 
     -0.0 as addend keeps the sign of zeros.
@@ -60,7 +60,7 @@ def _widening(*, float16: bool, scaled: bool) -> tl.constexpr:
     kind, up, left, shift, mask = (
         ("f16x2", "0x5c005c00", 7, 1, "0x3f803f80") if float16 else ("bf16x2", "0x7b807b80", 4, 4, "0x07f007f0")
     )
-    return tl.constexpr(f"""
+    return f"""
     {{
         .reg .b32 low, high, up, sign;
         mov.b32 sign, 0x80008000;
@@ -77,50 +77,44 @@ def _widening(*, float16: bool, scaled: bool) -> tl.constexpr:
         mov.b32 {{$0, $1}}, low;
         mov.b32 {{$2, $3}}, high;
     }}
-    """)
+    """
 
 
-_BFLOAT16 = _widening(float16=False, scaled=False)
-_BFLOAT16_SCALED = _widening(float16=False, scaled=True)
-_FLOAT16 = _widening(float16=True, scaled=False)
-_FLOAT16_SCALED = _widening(float16=True, scaled=True)
+# by float16, scaled
+_TEXTS = tl.constexpr(
+    tuple(_widening(float16=float16, scaled=scaled) for float16 in (False, True) for scaled in (False, True))
+)
 
 
 @triton.jit
-def _byte(words):
+def _byte(words, scale):
     """float32 of the lowest bytes of `words`, as the asm does it."""
     bits = ((words & 0x80) << 24) | ((words & 0x7F) << 20)
-    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return value if scale is None else value * scale
 
 
 @triton.jit
-def e4m3_values(words, dtype: tl.constexpr):
-    """The four numbers of `words` [N, W], as `moe_core.gemm.marlin.dequant.asm_values`; float32 in the interpreter."""
+def e4m3_values(words, dtype: tl.constexpr, scale=None):
+    """The four numbers of `words` [N, W], as `moe_core.gemm.marlin.dequant.asm_values`; float32 in the interpreter.
+
+    Times `scale` [N, W], rounded: pairs of `dtype`, 2^120 (float16: 2^8) times the scale; for float32, and in the
+    interpreter, the scale itself.
+    """
     if INTERPRET or dtype == tl.float32:
-        return _byte(words), _byte(words >> 16), _byte(words >> 8), _byte(words >> 24)
+        return _byte(words, scale), _byte(words >> 16, scale), _byte(words >> 8, scale), _byte(words >> 24, scale)
     else:
-        asm: tl.constexpr = _FLOAT16 if dtype == tl.float16 else _BFLOAT16
-        return asm_values(asm, 4, "r", (words,), dtype)
+        asm: tl.constexpr = _TEXTS[2 * (dtype == tl.float16) + (scale is not None)]
+        if scale is None:
+            return asm_values(asm, 4, "r", (words,), dtype)
+        else:
+            return asm_values(asm, 4, "r,r", (words, scale), dtype)
 
 
 @triton.jit
 def e4m3(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
     """[N, COLUMNS] numbers of `words` [N, W], without scales."""
     return in_columns(e4m3_values(words, dtype))
-
-
-@triton.jit
-def _times(words, scale, dtype: tl.constexpr):
-    """Numbers of `words` times `scale` [N, W], rounded: pairs of `dtype`, 2^120 (float16: 2^8) times the scale.
-
-    For float32, and in the interpreter, the scale itself.
-    """
-    if INTERPRET or dtype == tl.float32:
-        v0, v1, v2, v3 = e4m3_values(words, dtype)
-        return in_columns((v0 * scale, v1 * scale, v2 * scale, v3 * scale))
-    else:
-        asm: tl.constexpr = _FLOAT16_SCALED if dtype == tl.float16 else _BFLOAT16_SCALED
-        return in_columns(asm_values(asm, 4, "r,r", (words, scale), dtype))
 
 
 @triton.jit
@@ -132,13 +126,13 @@ def e4m3_scaled(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
         scale = pair(scales * 256.0, dtype)
     else:
         scale = pair(scales * 1.329227995784916e36, dtype)
-    return _times(words, per_word(scale, words.shape[1], 2), dtype)
+    return in_columns(e4m3_values(words, dtype, per_word(scale, words.shape[1], 2)))
 
 
 @triton.jit
 def mxfp8(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
     """`e4m3` times the scales int32 [N] of a step, exact in bfloat16 and float32."""
-    return _times(words, per_word(step_e8m0(scales, LARGEST, dtype), words.shape[1], 2), dtype)
+    return in_columns(e4m3_values(words, dtype, per_word(step_e8m0(scales, LARGEST, dtype), words.shape[1], 2)))
 
 
 @triton.jit

@@ -116,27 +116,26 @@ def e2m1_bytes(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def e2m1_values(words, scale, dtype: tl.constexpr):
-    """The eight numbers of words times `scale`, pairs of `dtype` (`step_e8m0`), as `asm_values`."""
-    asm: tl.constexpr = _FLOAT16 if dtype == tl.float16 else _BFLOAT16
-    return asm_values(asm, 8, "r,r", (words, scale), dtype)
+def e2m1_values(words, dtype: tl.constexpr, scale):
+    """The eight numbers of words times `scale`, exact in bfloat16: pairs of `dtype` (`step_e8m0`), as `asm_values`."""
+    if INTERPRET:
+        return _interpreted(words, scale)
+    else:
+        asm: tl.constexpr = _FLOAT16 if dtype == tl.float16 else _BFLOAT16
+        return asm_values(asm, 8, "r,r", (words, scale), dtype)
 
 
 @triton.jit
 def e2m1_scaled(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
-    """[N, COLUMNS] numbers of `words` [N, W] times their `scales` int32 [N], exact in bfloat16."""
-    scale = per_word(step_e8m0(scales, LARGEST, dtype), words.shape[1], 1)
-    if INTERPRET:
-        return in_columns(_interpreted(words, scale))
-    else:
-        return in_columns(e2m1_values(words, scale, dtype))
+    """[N, COLUMNS] numbers of `words` [N, W] times their `scales` int32 [N]."""
+    return in_columns(e2m1_values(words, dtype, per_word(step_e8m0(scales, LARGEST, dtype), words.shape[1], 1)))
 
 
 @triton.jit
 def quarter_e2m1(words, scales, U: tl.constexpr, dtype: tl.constexpr):
     """`e2m1_values` of the words of a quarter, for the warp-specialised kernel; `scales`: ([64] of the step's four)."""
     scale = exponent_pair((scales[0] >> (8 * U)) & 0xFF, LARGEST, dtype)
-    return e2m1_values(words, scale[:, None], dtype)
+    return e2m1_values(words, dtype, scale[:, None])
 
 
 _MULTIPLY = specialize(multiply, dequantize=e2m1_scaled)

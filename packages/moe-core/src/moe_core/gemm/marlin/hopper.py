@@ -62,8 +62,7 @@ class WordsForm(NamedTuple):
 
     - ``heights`` descending, the first is that of the schedule's tiles: powers of two, and three quarters of them; the
       activations' descriptor has blocks of a common divisor
-    - ``groups`` of a step of 128 columns that have scales of their own, 0: rows have one each; ``dequantize``: see
-      `moe_core.gemm.marlin.quarters`
+    - ``groups`` and ``dequantize``: `moe_core.gemm.marlin.weight.WordFunctions`
     - ``interleaved``: gate and up rows alternate in blocks of 8; ``gathers``: activations are rows of tokens
     """
 

@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.marlin import operand
-from moe_core.gemm.marlin.dequant import integers, pair, zero_offset
+from moe_core.gemm.marlin.dequant import integer_values, integers, pair, zero_offset
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.operand import LOAD_WORDS, per_word, scale_of, zero_of
-from moe_core.gemm.marlin.quarters import QUARTER_INTEGERS
 from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.swap_ab import FEW
@@ -60,6 +59,20 @@ def dequantize_integers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexp
     return integers(words, offset, scale, BITS, dtype)
 
 
+@triton.jit
+def quarter_integers(words, scales, U: tl.constexpr, dtype: tl.constexpr):
+    """Codes minus zero points; SCALED: times the scale of their group, rounded, else that of the row scales sums."""
+    found = scales[U * len(scales) // 4]
+    offset = None
+    scale = None
+    if SCALED:
+        scale = pair(scale_of(found), dtype)[:, None]
+    if found.dtype == tl.int32:
+        offset = zero_offset(zero_of(found), 4, dtype)[:, None]
+    return integer_values(words, offset, scale, 4, dtype)
+
+
+_QUARTERS = {scaled: specialize(quarter_integers, SCALED=scaled) for scaled in (False, True)}
 _MULTIPLY = specialize(operand.multiply, dequantize=dequantize_integers)
 _MULTIPLY_GROUP = specialize(operand.multiply_group, dequantize=dequantize_integers)
 _MULTIPLY_SCALED = specialize(operand.multiply, dequantize=specialize(dequantize_integers, SCALED=True))
@@ -82,7 +95,7 @@ def integer_words(matrix: MarlinMatrix) -> WordFunctions | None:
     if matrix.bits != 4:
         return None
     groups = 0 if matrix.group_size == -1 else operand.STEP.value // matrix.group_size
-    return WordFunctions(groups, lambda: QUARTER_INTEGERS[groups != 0])
+    return WordFunctions(groups, lambda: _QUARTERS[groups != 0])
 
 
 def integer_gemv(matrix: MarlinMatrix) -> GemvFunctions | None:

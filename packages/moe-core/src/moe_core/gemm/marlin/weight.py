@@ -86,7 +86,15 @@ class MarlinMatrix:
 
 
 class WordFunctions(NamedTuple):
-    """What the warp-specialised kernel takes of an element type, see `moe_core.gemm.marlin.quarters`."""
+    """What the warp-specialised kernel takes of an element type.
+
+    ``groups`` of a step have scales of their own, 0: rows have one each.  ``dequantize`` gives a device function
+
+        dequantize(words, scales, U, dtype) -> the eight numbers [64, 4] of `words` [64, 4], as `dequant.asm_values`
+
+    of word U of four threads, which has the columns 32 U .. 32 U + 31 of a step (`moe_core.gemm.marlin.words`);
+    `scales` are a tuple of [64], as many as there are ``groups``, or the one of the row.
+    """
 
     groups: int
     dequantize: Callable[[], Any]
