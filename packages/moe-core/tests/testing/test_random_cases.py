@@ -13,6 +13,7 @@ from moe_core import (
     Claims,
     ConfigError,
     FusedMoEConfig,
+    Requirement,
     any_device,
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
@@ -100,6 +101,13 @@ def test_sound_experts_pass_and_wrong_ones_do_not() -> None:
 def test_a_class_that_refuses_its_own_claims_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"RefusesAll supports none of 400 layers .* the last: not today"):
         cases_for(RefusesAll, device="cpu", budget="random:1")
+
+
+def test_a_class_without_its_library_has_no_cases() -> None:
+    class NeedsMore(Some):
+        claims = replace(Some.claims, requires=(Requirement("no_such_library", "no-such-library"),))
+
+    assert cases_for(NeedsMore, device="cpu", budget="random:2") == []
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,11 @@ def random_cases(
 ) -> list[Case]:
     """``budget.count`` cases of the check "values" on the device ``target``; ``large``: sizes for a GPU.
 
-    Raises ConfigError where the class refuses everything that is drawn from its own claims.
+    No case where a library is missing that the class needs.  Raises ConfigError where the class refuses everything that
+    is drawn from its own claims.
     """
+    if any(map(Environment.current().reason_against, experts.claims.requires)):
+        return []
     found = []
     keys = expand_keys(experts.claims)
     for number in range(budget.count):
