@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import contextlib
+import inspect
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import add_results
+import moe_core as mc
 import pytest
 import results_document
 import run_examples
+from moe_core_cli.grammar import build
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
@@ -114,6 +120,68 @@ def test_what_is_gone_is_found() -> None:
         "moe_core.oracle.Gone",
         "moe_gone.scheme",
     }
+
+
+def code(text: str) -> Iterator[str]:
+    """Code in backticks, a line that goes on made one; then every line of shell blocks, without its comment."""
+    for block in re.findall(r"^```(?:sh)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        yield from (line.partition(" #")[0] for line in block.splitlines())
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose))
+
+
+def unknown_options(text: str) -> set[str]:
+    """Options of ``moe`` that no command has, as "run --quantise"."""
+    commands = next(a.choices for a in build()._actions if isinstance(a, argparse._SubParsersAction))
+    found = set()
+    for line in code(text):
+        for name, rest in re.findall(r"(?:^|bin/|\s)(?:moe|-m moe_core) (\w+)\b(.*)", line):
+            options = commands[name]._option_string_actions if name in commands else rest
+            found |= {f"{name} {o}" for o in re.findall(r"(?<=\s)--[\w-]+", rest) if o not in options}
+    return found
+
+
+#: what documents call with keywords
+CALLED = {name: getattr(mc, name) for name in mc.__all__ if callable(getattr(mc, name))} | {
+    name: getattr(owner, name)
+    for owner in (mc.FusedMoELayer, mc.FusedMoEKernel, mc.Oracle, mc.ParallelGroups)
+    for name in vars(owner)
+    if not name.startswith("_") and callable(getattr(owner, name))
+}
+
+
+def unknown_keywords(text: str) -> set[str]:
+    """Keywords that a public function of core does not have, as "load_layer(quantise=)"."""
+    found = set()
+    for span in code(text):
+        try:
+            nodes = list(ast.walk(ast.parse(span.replace("…", "..."))))
+        except SyntaxError:
+            continue
+        for call in nodes:
+            if not isinstance(call, ast.Call):
+                continue
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            parameters = inspect.signature(CALLED[name]).parameters if name in CALLED else {}
+            if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                found |= {f"{name}({k.arg}=)" for k in call.keywords if k.arg and k.arg not in parameters}
+    return found
+
+
+@pytest.mark.parametrize("path", CODE_DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_options_and_keywords_that_documents_name_are_there(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert unknown_options(text) | unknown_keywords(text) == set()
+
+
+def test_wrong_options_and_keywords_are_found() -> None:
+    text = (
+        "`moe run DIR --quantise\nNAME`, `load_layer(DIR, quantise=NAME)`\n\n```sh\nbin/moe bench --eq 4  # --no\n```\n"
+    )
+    assert unknown_options(text) == {"run --quantise", "bench --eq"}
+    assert unknown_keywords(text) == {"load_layer(quantise=)"}
+    assert unknown_options("`moe run DIR --tp 2`, `torchrun --nproc-per-node 2 -m moe_core bench --ep 4`") == set()
+    assert unknown_keywords("`load_layer(DIR, layer=3)`, `other(quantise=1)`, `layer(x, adapter_ids=ids)`") == set()
 
 
 @pytest.mark.parametrize(
