@@ -227,6 +227,17 @@ def test_committed_runs_name_benchmarks_that_are_there(path: Path) -> None:
     assert benchmark is None or (ROOT / benchmark).is_file()
 
 
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", results_document.RESULTS / "introduction.md"], ids=lambda p: p.name
+)
+def test_figures_in_prose_are_those_of_the_run(path: Path) -> None:
+    *_, (_, cells, ratio, lowest, _, _) = results_document.load(results_document.RESULTS / "peers-summary.json")["rows"]
+    text = path.read_text(encoding="utf-8").replace("**", "").replace("\n", " ").replace("  ", " ")
+    assert f"{ratio} times as long as these" in text
+    assert f"{lowest} times" in text
+    assert "of all cells" in text or f"of {cells} cells" in text
+
+
 def test_a_run_is_compared_cell_by_cell(tmp_path: Path) -> None:
     run = results_document.load(written(tmp_path))
     assert results_document.ratios(run, "peer") == {1: [2.0, 8.0], 32: [0.5]}

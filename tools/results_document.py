@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 FLOOR = "floor"
 #: the order of the document, by the first word of a file's name
-ORDER = ("fp8", "int8", "wna16", "mxfp4", "engine", "several", "host", "load", "cpu", "before", "peers", "steps")
+ORDER = ("peers", "fp8", "int8", "wna16", "mxfp4", "engine", "several", "host", "load", "cpu", "before", "steps")
 Run = dict[str, Any]
 
 

@@ -22,13 +22,15 @@ def test_details_follow_the_sentence(kind: type[MoEError]) -> None:
     [
         ("tritn", "; did you mean 'triton'?"),
         ("TORCH", "; did you mean 'torch'?"),
+        ("mar", "; did you mean 'marlin' or 'marlin_fp8'?"),
+        ("fp8", "; did you mean 'fp8_per_block'?"),  # and not "mxfp8", which is as close
         ("nonsense", ""),
         (None, ""),
         ("", ""),
     ],
 )
 def test_did_you_mean(name: object, meant: str) -> None:
-    assert did_you_mean(name, ["triton", "torch", "marlin"]) == meant
+    assert did_you_mean(name, ["triton", "torch", "marlin", "marlin_fp8", "mxfp8", "fp8_per_block"]) == meant
 
 
 HOSTILE = "a\x1b[31mb\x07c\x9bd\u202ee\ud800f\u2028g\x7f\r\0"

@@ -85,7 +85,9 @@ def test_only_experts_that_take_it_get_quantised_tokens(oracle: Oracle) -> None:
     found = select(oracle, ep=8, dp=8)
     assert candidate(found, "alltoall").payload == kFp8Dynamic128Sym
     assert candidate(found, "allgather_reducescatter").payload is None
-    there = {c.name: c.cost.bytes_there for c in found.candidates if c.name in ("alltoall", "allgather_reducescatter")}
+    there = {
+        c.name: c.cost.dispatch_bytes for c in found.candidates if c.name in ("alltoall", "allgather_reducescatter")
+    }
     # 4096 codes and 32 scales of 4 bytes, or 4096 values of 2, beside 8 bytes of each of 4 slots
     assert there["allgather_reducescatter"] == 7 * 64 * (8192 + 32)
     assert there["alltoall"] < 7 * 64 * (4096 + 128 + 32) + 8 * 8

@@ -109,10 +109,16 @@ class UnsupportedDeviceError(MoEError, RuntimeError):
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """What to add to an error about an unknown name: "; did you mean 'triton'?", nothing if no known one is close."""
+    """What to add to an error about an unknown name: "; did you mean 'triton'?", nothing if no known one is close.
+
+    Names that begin with it come first, up to four: "fp8" is meant for 'fp8_per_block' and not for 'mxfp8'.
+    """
     lower = {other.lower(): other for other in known}
-    close = difflib.get_close_matches(str(name)[:100].lower(), lower, n=1, cutoff=0.7)
-    return f"; did you mean {lower[close[0]]!r}?" if close else ""
+    asked = str(name)[:100].lower()
+    longer = [other for other in lower if len(asked) > 2 and other.startswith(asked)]
+    close = longer[:4] or difflib.get_close_matches(asked, lower, n=1, cutoff=0.7)
+    names = ", ".join(repr(lower[other]) for other in close[:-1])
+    return f"; did you mean {names}{' or ' if names else ''}{lower[close[-1]]!r}?" if close else ""
 
 
 def check_tensor(name: str, value: Any) -> None:

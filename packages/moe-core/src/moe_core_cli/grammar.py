@@ -104,7 +104,9 @@ def _unknown(command: str) -> str:
         return str(installed.load(command))
     package = installed.KNOWN.get(command)
     if package is not None:
-        return f"command {command!r} is that of {package}, which is not installed"
+        from moe_core.install import how_to_install  # waits for torch, where nothing else can be done
+
+        return f"{command!r} is a command of {package}, which is not installed; add it with: {how_to_install(package)}"
     return f"unknown command {shown(command)}{meant(command, (*COMMANDS, *installed.names()))}"
 
 

@@ -107,7 +107,20 @@ def test_names_are_meant(install: Callable[..., None], moe: Any) -> None:
 
 def test_commands_of_packages_that_are_not_installed(install: Callable[..., None], moe: Any) -> None:
     install()
-    assert moe("generate").err.startswith("moe: command 'generate' is that of moe-transformers, which is not installed")
+    message = "'generate' is a command of moe-transformers, which is not installed; add it with: pip install "
+    assert moe("generate").err.startswith(f"moe: {message}")
+    missing = {item["what"]: item for item in moe("doctor", "--json").data["missing"]}
+    assert missing["moe-transformers"]["why"] == "brings moe generate and moe perplexity"
+    assert missing["moe-transformers"]["command"].startswith("pip install ")
+
+
+def test_doctor_lists_packages_that_bring_commands(install: Callable[..., None], moe: Any, tmp_path: Path) -> None:
+    """Reports of faults state versions by it: of packages without a scheme too."""
+    folder = tmp_path / "package_0-1.5.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: package-0\nVersion: 1.5\n")
+    install(("greet", "greet:COMMAND"))
+    assert moe("doctor", "--json").data["versions"]["package-0"] == "1.5"
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,17 @@ def test_explain_prepare_finalize(moe: Any) -> None:
     assert data["parallel"]["fastest"]
 
 
+def test_explain_says_whether_times_are_known(moe: Any) -> None:
+    """A device without figures of its links leaves columns empty; the report says what fills them."""
+    text = moe("explain", *SHAPE, "--device", "h200", "--ep", 4).out
+    assert "dispatch  combine  experts  latency  transfer  total  overlapped" in " ".join(text.split()).replace(
+        " ", "  "
+    )
+    assert "figures of the machine" not in text
+    without = moe("explain", *SHAPE, "--device", "sm100", "--ep", 4).out
+    assert "times        none without figures of the machine: --machine a100, " in without
+
+
 def test_explain_why_pairs_do_not_fit(moe: Any) -> None:
     everything = moe("explain", *SHAPE, "--device", "cpu", "--ep", 4, "-v")
     assert everything.code == 0

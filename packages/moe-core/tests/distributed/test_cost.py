@@ -106,19 +106,19 @@ def test_over_the_network_once_per_domain() -> None:
 def test_tensor_parallel_ranks_sum_up() -> None:
     cost = cost_of("all_reduce", config(tp=4), 100, ROUND)
     # a reduce-scatter and an all-gather of 100 * 1000 * 2 bytes in four parts
-    assert (cost.bytes_there, cost.bytes_back) == (0, 2 * 3 * 50_000)
+    assert (cost.dispatch_bytes, cost.combine_bytes) == (0, 2 * 3 * 50_000)
     assert cost.transfer == pytest.approx(300_000 / 100e9)
     assert cost.latency == pytest.approx(6e-6)
     half = cost_of("reduce_scatter", config(tp=4), 100, ROUND)
-    assert (half.bytes_there, half.bytes_back) == (0, 3 * 50_000)
+    assert (half.dispatch_bytes, half.combine_bytes) == (0, 3 * 50_000)
     nothing = cost_of("none", config(tp=4), 100, ROUND)
-    assert (nothing.bytes_there, nothing.bytes_back, nothing.latency) == (0, 0, 0)
+    assert (nothing.dispatch_bytes, nothing.combine_bytes, nothing.latency) == (0, 0, 0)
 
 
 def test_all_gather_and_reduce_scatter() -> None:
     cost = cost_of("allgather_reducescatter", config(ep=4, dp=4), 100, ROUND)
-    assert cost.bytes_there == 3 * 100 * (2000 + 16)
-    assert cost.bytes_back == 3 * 100 * 2000
+    assert cost.dispatch_bytes == 3 * 100 * (2000 + 16)
+    assert cost.combine_bytes == 3 * 100 * 2000
     assert cost.transfer == pytest.approx(300 * 4016 / 100e9)
     assert cost.latency == pytest.approx(2 * 3e-6)
 
@@ -128,8 +128,8 @@ def test_all_to_all_sends_a_token_once_per_rank() -> None:
     hit = 1 - math.comb(6, 2) / math.comb(8, 2)  # 13 of 28 sets have one of a rank's two experts
     assert hit == pytest.approx(13 / 28)
     # codes and 8 scales of blocks of 128, and the routing of 2 slots
-    assert cost.bytes_there == pytest.approx(3 * hit * 100 * (1000 + 32 + 16))
-    assert cost.bytes_back == pytest.approx(3 * hit * 100 * 2000)
+    assert cost.dispatch_bytes == pytest.approx(3 * hit * 100 * (1000 + 32 + 16))
+    assert cost.combine_bytes == pytest.approx(3 * hit * 100 * 2000)
     assert cost.latency == pytest.approx(2 * 1e-6)
     # between hosts 8 bytes to each rank say how much comes, and the host waits for them
     far = cost_of("alltoall", config(ep=8, dp=8), 100, replace(ROUND, sync=1e-3))
@@ -153,8 +153,8 @@ def test_rows_that_exceed_the_cache_go_through_memory() -> None:
 
 def test_batch_invariant_layers_bring_every_part_to_who_adds_it() -> None:
     parts = {tp: cost_of("all_reduce", replace(config(tp=tp), batch_invariant=True), 100, ROUND) for tp in (2, 4)}
-    assert parts[2].bytes_back == cost_of("all_reduce", config(tp=2), 100, ROUND).bytes_back  # a + b = b + a
-    assert (parts[4].bytes_back, parts[4].latency) == (3 * 200_000, pytest.approx(3e-6))
+    assert parts[2].combine_bytes == cost_of("all_reduce", config(tp=2), 100, ROUND).combine_bytes  # a + b = b + a
+    assert (parts[4].combine_bytes, parts[4].latency) == (3 * 200_000, pytest.approx(3e-6))
     back = cost_of("allgather_reducescatter", replace(config(ep=4, dp=4), batch_invariant=True), 100, ROUND).after
     assert back == (Step(ALL_TO_ALL, 3 * 100 * 2000, 0, 1, 0),)
 
@@ -174,8 +174,8 @@ def test_between_hosts_the_network_counts() -> None:
 def test_ranks_of_an_expert_parallel_rank_sum_what_they_share() -> None:
     cost = cost_of("allgather_reducescatter", config(tp=2, ep=2, dp=2), 100, ROUND)
     # two ranks with tokens of their own, on the same host of four, then an all-reduce of two
-    assert cost.bytes_there == 100 * 2016
-    assert cost.bytes_back == 100 * 2000 + 2 * 100_000
+    assert cost.dispatch_bytes == 100 * 2016
+    assert cost.combine_bytes == 100 * 2000 + 2 * 100_000
 
 
 def test_the_share_of_the_experts() -> None:
@@ -192,7 +192,7 @@ def test_the_share_of_the_experts() -> None:
 
 def test_without_figures_bytes_alone() -> None:
     cost = cost_of("alltoall", config(ep=4, dp=4), 100, None)
-    assert cost.bytes_back > 0
+    assert cost.combine_bytes > 0
     assert (cost.seconds, cost.overlapped) == (None, None)
     assert layer_cost("carrier_pigeon", config(ep=4, dp=4), 100, ROUND) is None
 
@@ -224,5 +224,5 @@ def test_all_to_all_wins_from_where_its_bytes_say_so() -> None:
 def test_on_many_ranks_what_travels_stays_below_a_copy_per_expert(ranks: int) -> None:
     layer = config(ep=ranks, dp=ranks, experts=256, top_k=8, hidden=7168, inter=2048)
     direct, gathered = (cost_of(w, layer, 128, MACHINES["h200"]) for w in ("alltoall", "allgather_reducescatter"))
-    assert direct.bytes_back <= 8 * 128 * 7168 * 2
-    assert gathered.bytes_back == pytest.approx((ranks - 1) * 128 * 7168 * 2)
+    assert direct.combine_bytes <= 8 * 128 * 7168 * 2
+    assert gathered.combine_bytes == pytest.approx((ranks - 1) * 128 * 7168 * 2)

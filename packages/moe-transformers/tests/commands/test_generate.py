@@ -102,7 +102,7 @@ def test_refused(moe: Any, bare: Path, folder: Path, tmp_path: Path) -> None:
         moe.refuses("generate", *arguments, match=match)
 
     refuses(bare, "--prompt", "x", match="has no tokenizer that transformers reads: give token ids with --ids")
-    refuses(bare, "--prompt", "x", "--ids", match="--prompt: .*'x'; --ids says that it holds token ids")
+    refuses(bare, "--prompt", "x", "--ids", match="--prompt has 'x', which is no token id; --ids asks for")
     refuses(bare, "--prompt", "5 128", "--ids", match="--prompt has the token 128, expected 0 to 127")
     refuses(folder, "--prompt", "", match="--prompt has no tokens")
     refuses(folder, "--prompt", "x", "--batch", 0, match="--batch 0: expected 1 or more")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moe_core.cli._output import bytes_text, duration, table
+from moe_core.distributed.machine import MACHINES
 from moe_core.selection import one_of_each
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ def lines(found: PrepareFinalizeSelection, *, verbose: bool) -> list[str]:
     for candidate in found.candidates:
         mark = "->" if candidate is found.chosen else "ok" if candidate.fits else "no"
         cost = candidate.cost
-        moved = ["", ""] if cost is None else [bytes_text(round(cost.bytes_there)), bytes_text(round(cost.bytes_back))]
+        sent = () if cost is None else (cost.dispatch_bytes, cost.combine_bytes)
+        moved = [bytes_text(round(count)) for count in sent] or ["", ""]
         times = [] if cost is None else [cost.compute, cost.latency, cost.transfer, cost.seconds, cost.overlapped]
         shown = ["" if seconds is None else duration(seconds) for seconds in times]
         graph = "yes" if candidate.cuda_graph else "no"
@@ -42,12 +44,16 @@ def lines(found: PrepareFinalizeSelection, *, verbose: bool) -> list[str]:
                 graph if candidate.fits else "",
             ]
         )
-    header = ["prepare/finalize", "backend", "there", "back", "experts", "calls", "bytes", "sum", "overlapped", "graph"]
-    text = table(header, rows)
+    times_header = ["experts", "latency", "transfer", "total", "overlapped"]
+    text = table(["prepare/finalize", "backend", "dispatch", "combine", *times_header, "graph"], rows)
     result = [verdict(found), *(f"  {line}" for line in text.split("\n"))]
-    if found.machine is not None:
+    if found.machine is None:
+        result.append(
+            f"  times        none without figures of the machine: --machine {', '.join(MACHINES)}, or a JSON file"
+        )
+    else:
         figures = f"{found.machine.name} ({found.machine.source})"
-        result.append(f"  figures      {figures}; bytes and seconds are of one rank and one call, routing is uniform")
+        result.append(f"  figures      {figures}; bytes and times are of one rank and one call, routing is uniform")
     if found.fastest:
         ranges = ", ".join(f"{name} from {tokens}" for tokens, name in found.fastest)
         result.append(f"  fastest      by tokens per rank: {ranges}")

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 PACKAGES = ("moe-core", "torch", "triton", "safetensors", "numpy", "flashinfer-python")
 
+#: shown where they are installed
+FRAMEWORKS = ("transformers", "vllm", "sglang")
+
 #: entry points of packages that bring the experts into other programs: functions that return what there is to say
 INTEGRATION_GROUP = "moe_core.integrations"
 
@@ -32,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     plugins = registry()
     schemes, faults, notes = _schemes(plugins)
     integrations = _integrations(faults)
-    versions = {name: distribution_version(name) for name in (*PACKAGES, *KNOWN_SCHEMES.values())}
+    there = (name for name in (*_plugin_distributions(), *FRAMEWORKS) if distribution_version(name) is not None)
+    versions = {name: distribution_version(name) for name in (*PACKAGES, *KNOWN_SCHEMES.values(), *there)}
     data = {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -47,6 +51,17 @@ def run(args: argparse.Namespace) -> int:
     }
     emit(args.json, data, _text(data))
     return 1 if faults else 0
+
+
+def _plugin_distributions() -> list[str]:
+    """Names of the installed distributions that bring anything to moe-core, commands and integrations too."""
+    from moe_core import entry_points
+    from moe_core.plugins import PluginFault
+    from moe_core.registry import BACKEND_GROUP, FORMAT_GROUP, SCHEME_GROUP
+
+    groups = (SCHEME_GROUP, BACKEND_GROUP, FORMAT_GROUP, INTEGRATION_GROUP, installed.GROUP)
+    points = [point for group in groups for point in entry_points.installed(group)]
+    return sorted({entry_points.owner(p).partition(" ")[0] for p in points if not isinstance(p, PluginFault)})
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -143,13 +158,17 @@ def _missing(versions: dict[str, str | None], plugins: Registry) -> list[dict[st
     def add(what: str, why: str, command: str) -> None:
         missing.append({"what": what, "why": why, "command": command})
 
-    installed = plugins.scheme_names()
+    schemes = plugins.scheme_names()
     for scheme, package in KNOWN_SCHEMES.items():
         if versions[package] is None:
             add(package, f"reads and runs {scheme} checkpoints", pip_command(package))
-        elif scheme not in installed:
+        elif scheme not in schemes:
             why = f"{versions[package]} is installed, but brings no kernels yet; a newer one may"
             add(package, why, pip_command(package, upgrade=True))
+    for package in dict.fromkeys(installed.KNOWN.values()):
+        if package not in versions:
+            commands = " and ".join(f"moe {name}" for name, origin in installed.KNOWN.items() if origin == package)
+            add(package, f"brings {commands}", pip_command(package))
     environment = Environment.current()
     wanted = {TRITON}
     for oracle in plugins.oracles():

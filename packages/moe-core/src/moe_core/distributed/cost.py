@@ -341,12 +341,12 @@ class LayerCost:
     transfer: float | None = None
 
     @property
-    def bytes_there(self) -> float:
+    def dispatch_bytes(self) -> float:
         """Bytes that a rank sends before the experts."""
         return sum(step.near_bytes + step.far_bytes for step in self.before)
 
     @property
-    def bytes_back(self) -> float:
+    def combine_bytes(self) -> float:
         """Bytes that a rank sends after the experts."""
         return sum(step.near_bytes + step.far_bytes for step in self.after)
 
@@ -377,8 +377,8 @@ class LayerCost:
         steps = (*self.before, *self.after)
         return {
             "name": self.name,
-            "bytes_there": self.bytes_there,
-            "bytes_back": self.bytes_back,
+            "dispatch_bytes": self.dispatch_bytes,
+            "combine_bytes": self.combine_bytes,
             "network_bytes": sum(step.far_bytes for step in steps),
             "seconds_compute": self.compute,
             "seconds_latency": self.latency,

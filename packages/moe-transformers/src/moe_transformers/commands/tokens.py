@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ def tokens_of(args: argparse.Namespace, tokenizer: Any, text: str, name: str) ->
 
 
 def _parsed(text: str, name: str) -> list[int]:
-    try:
-        return [int(word) for word in text.replace(",", " ").split()]
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}; --ids says that it holds token ids: 1 2 3") from None
+    words = text.replace(",", " ").split()
+    wrong = next((word for word in words if not re.fullmatch(r"[+-]?[0-9]{1,18}", word)), None)
+    if wrong is not None:
+        raise ConfigError(f"{name} has {wrong[:40]!r}, which is no token id; --ids asks for these alone, e.g. 1 2 3")
+    return [int(word) for word in words]
