@@ -130,6 +130,8 @@ def matrix(w, scale, expert):
     """One expert's matrix [rows, K] float32."""
     if w.dtype is torch.uint8:
         codes, exponents = read_codes(w[expert]), read_scales(scale[expert])
+        # a bfloat16 with this exponent is 0
+        codes = codes.where(exponents.repeat_interleave(32, 1) != 0, 0)
     else:
         assert w.dtype is torch.int64
         assert scale.dtype is torch.int32
