@@ -14,7 +14,7 @@ A token whose values are not finite where its scale is made of them, or NaN wher
 of NaN.  Codes of e4m3 carry that.  Codes of integers don't: the row's scale becomes NaN, or, where programs that see a
 part of a row make codes for a static scale, the row is flagged, and who reads it makes its scale NaN (`scale_or_nan`).
 
-Few rows are quantised while they are loaded (`open_unquantized`, `load_unquantized`): their tile is small beside that
+Few rows are quantised while they are loaded (`load_unquantized`): their tile is small beside that
 of the weights, and the scale, which needs the whole row or tensor, is known by then: static, or the magnitude that the
 kernel before has left.
 """
@@ -142,15 +142,20 @@ def scale_or_nan(scale, nan_flags, rows):
 def open_values(a_args, rows, expert):
     """(pointers to rows, scales), and zero points where there are any.
 
-    a_args = (values, scales, values' row stride, scales' stride per row and per expert, NaN flags of rows or None)
+    a_args = (values, scales, values' row stride, scales' stride per row and per expert, NaN flags of rows or None).
+    Values in a wider type, for `load_unquantized`: a_args end with K and codes, scales may be magnitudes (bits, int32).
     """
-    values, scales, stride, scale_row, scale_expert, nan_flags = a_args
+    values, scales, stride, scale_row, scale_expert, nan_flags = a_args[:6]
     scale = tl.load(scales + rows * scale_row + expert * scale_expert)
     if scale.dtype == tl.int64:
         scale, zero = scale_and_zero(scale)
         return values + rows * stride, scale_or_nan(scale, nan_flags, rows), zero
-    else:
+    elif len(a_args) == 6:
         return values + rows * stride, scale_or_nan(scale, nan_flags, rows)
+    else:
+        if scale.dtype == tl.int32:
+            scale = scale_of_codes(scale, a_args[7])
+        return values + rows * stride, scale_or_nan(scale, nan_flags, rows), a_args[6], scales, a_args[7]
 
 
 @triton.jit
@@ -171,16 +176,6 @@ def _load_parts(state, k, BLOCK_K: tl.constexpr):
 
 #: load_a by the number of tiles that the columns of a step make
 LOAD_PARTS = {parts: specialize(_load_parts, PARTS=parts) for parts in (1, 2, 4)}
-
-
-@triton.jit
-def open_unquantized(a_args, rows, expert):
-    """As `open_values`, of values in a wider type; scales may be magnitudes (bits, int32).  A ends with K and codes."""
-    values, scales, stride, scale_row, scale_expert, nan_flags, columns, codes = a_args
-    scale = tl.load(scales + rows * scale_row + expert * scale_expert)
-    if scale.dtype == tl.int32:
-        scale = scale_of_codes(scale, codes)
-    return values + rows * stride, scale_or_nan(scale, nan_flags, rows), columns, scales, codes
 
 
 @triton.jit

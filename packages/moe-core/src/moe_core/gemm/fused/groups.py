@@ -16,7 +16,6 @@ from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded
 from moe_core.gemm.launch import OperandA, Result, constant
 from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.gemm.tile_kernel import POSITION
-from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows
 from moe_core.workspace import WorkspaceSpec
 
@@ -88,8 +87,7 @@ class GroupScheme(ActivationScheme):
         return order, self.rows(values, scales, POSITION.value if scatters else call.by_token)
 
     def _scatters(self, call: Call) -> bool:
-        if isinstance(call.routing, Batch):
-            return False
+        # there is no room for a batch
         fits = self.scatters and call.warp_specialises(call.plan.gemm1, call.w13)
         return fits and 0 < call.pairs <= call.workspace["sorted_values"].shape[0]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions
 from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.scaled_mm import open_unquantized, open_values
+from moe_core.gemm.scaled_mm import open_values
 
 
 def scaled_mm_weight(
@@ -31,10 +31,9 @@ def scaled_mm_weight(
     strides = (scales.stride(0), half, row, *extra)
 
     def tile_functions(config: TileConfig, a: OperandA) -> TileFunctions:
-        unquantized = a.form == "unquantized"
         return TileFunctions(
-            open_unquantized if unquantized else open_values,
-            functions.load_unquantized if unquantized else functions.load_values,
+            open_values,
+            functions.load_unquantized if a.form == "unquantized" else functions.load_values,
             functions.open_weights,
             functions.load_weights,
             functions.multiply,

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_core.errors import TensorError
 from moe_core.gemm.columns import Grouped, group_columns
 from moe_core.gemm.marlin.scales import order_scales
-from moe_core.gemm.marlin.words import interleave, order_words
+from moe_core.gemm.marlin.words import interleave, interleaved_rows, order_words, words_of
 from moe_core.quant_key import QuantKey
 
 #: turns two's complement of four bytes into codes that are 128 more, and back
@@ -80,24 +80,18 @@ def _by_group(values: Tensor, grouped: Grouped) -> Tensor:
 
 
 def _permuted_words(codes: Tensor, grouped: Grouped, bits: int, *, interleaved: bool) -> Tensor:
-    experts, rows = codes.shape[:2]
-    columns = grouped.index.shape[1]
-    words: Tensor | None = None
-    for expert in range(experts):
-        one = codes[expert]
+    experts, rows, columns = codes.shape[0], codes.shape[1], grouped.index.shape[1]
+    rows = interleaved_rows(rows) if interleaved else rows
+    words = torch.empty(experts, rows, words_of(columns, bits), dtype=torch.int32, device=codes.device)
+    for out, one, index in zip(words, codes, grouped.index, strict=True):
         if bits == 4:
             one = torch.stack((one & 15, one >> 4), dim=2).flatten(1)
         # what stands for no column meets zeros
-        one = one.index_select(1, grouped.index[expert].clamp_min(0))
+        one = one.index_select(1, index.clamp_min(0))
         if bits == 4:
             one = torch.nn.functional.pad(one, (0, columns % 2))
             one = one[:, 0::2] | one[:, 1::2] << 4
-        ordered = order_words(one[None], columns, bits, interleaved=interleaved)
-        if words is None:
-            words = torch.empty(experts, *ordered.shape[1:], dtype=torch.int32, device=codes.device)
-        words[expert] = ordered[0]
-    if words is None:
-        raise TensorError(f"the weights have shape {list(codes.shape)}, expected at least one expert")
+        out.copy_(order_words(one[None], columns, bits, interleaved=interleaved)[0])
     return words
 
 

@@ -37,13 +37,11 @@ from moe_core.ops.layout import interleave_halves
 #: columns of a unit, which is 16 words
 UNIT = {4: 128, 8: 64}
 WORDS = 16
-#: what words are made for: integers, or e2m1 that is to become 16-bit numbers, or e4m3
-ORDERS = ("integers", "e2m1", "e4m3")
 
 
-def words_of(columns: int, bits: int, step: int = 128) -> int:
-    """Words of a row of so many columns, filled up to whole steps of ``step`` columns."""
-    return -(-columns // step) * (step // UNIT[bits]) * WORDS
+def words_of(columns: int, bits: int) -> int:
+    """Words of a row of so many columns, filled up to whole steps of 128 columns."""
+    return -(-columns // 128) * (128 // UNIT[bits]) * WORDS
 
 
 def order_words(
@@ -53,27 +51,24 @@ def order_words(
     *,
     order: str = "integers",
     interleaved: bool = False,
-    step: int = 128,
     backend: str = "auto",
 ) -> Tensor:
     """int32 [E, rows, words] of ``codes`` uint8 [E, rows, ceil(columns * bits / 8)], 4-bit ones with even columns low.
 
-    ``order``: one of :data:`ORDERS`; ``interleaved``: the rows are two halves, interleaved in blocks of 8
-    (:func:`interleave`).  Any device, on a GPU one pass; ``backend`` "torch" or "triton" insists.
+    ``order``: what words are made for, "integers", "e2m1" that is to become 16-bit numbers, or "e4m3";
+    ``interleaved``: the rows are two halves, interleaved in blocks of 8 (:func:`interleave`).  Any device, on a GPU one
+    pass; ``backend`` "torch" or "triton" insists.
     Raises TensorError for codes of another shape or dtype.
     """
-    if bits not in UNIT:
-        raise ConfigError(f"codes have 4 or 8 bits, got {bits}")
-    if order not in ORDERS:
-        raise ConfigError(f"the order of words is one of {', '.join(ORDERS)}, got {order!r}")
-    if order != "integers" and bits != 4:
-        raise ConfigError(f"codes of e2m1 have 4 bits, got {bits}")
+    if (order, bits) not in ARRANGEMENTS:
+        known = ", ".join(f"{name!r} of {size} bits" for name, size in ARRANGEMENTS)
+        raise ConfigError(f"codes of {bits} bits are not put in the order {order!r}, expected one of {known}")
     check_dtype("codes", codes, (torch.uint8,))
     check_shape("codes", codes, ("E", "rows", "bytes"))
     experts, rows, size = codes.shape
     if size != -(-columns * bits // 8):
         raise TensorError(f"codes have {size} bytes a row, expected {-(-columns * bits // 8)} for {columns} columns")
-    width = words_of(columns, bits, step)
+    width = words_of(columns, bits)
     # rows that fill up blocks of 8 are not written
     make = torch.zeros if interleaved and rows % 16 else torch.empty
     words = make(
