@@ -68,7 +68,8 @@ def store_activated(value, result, expert, row, target, end, block, N, layout: g
     """Block `block` of 128 columns of h, [64, 128], by sorted row.
 
     `kind` of the result "groups": e4m3 and one scale per row and block, amax / 448; "groups_64": one per 64 columns;
-    "static": e4m3 or int8 by the scale that the expert was given, int64 with a zero point; "values": as they are.
+    "static": e4m3 or int8 by the scale that the expert was given, the second of `quant_args`, int64 with a zero point;
+    "values": as they are.
     """
     amax = result.amax
     dtype: gl.constexpr = result.out.dtype.element_ty

@@ -63,9 +63,8 @@ def hopper_gemm(gemm: Gemm) -> None:
     """One GEMM of operand A [P, K] by sorted row and a weight, of one type of one byte.
 
     ``multiply`` of the weight (see `moe_core.gemm.hopper`) gets the rows' ``gemm.a.warp_specialised`` and its scales.
-    With an activation the result has sorted rows; without, rows by pair.  ``result.kind``: "values", "groups" and
-    "groups_64" (scales [rows, columns / 128 or 64] are written), or "static" (scales [E] are given: the second of
-    ``result.quant_args``).
+    With an activation the result has sorted rows, of a ``kind`` of `moe_core.gemm.hopper_epilogue.store_activated`;
+    without, rows by pair.
     """
     from moe_core.gemm.hopper import KernelForm, hopper_kernel
 

@@ -120,14 +120,10 @@ class Activation:
     def gated(self) -> bool:
         return not self.name.endswith("_no_mul")
 
-    @property
-    def kind(self) -> str:
-        return self.name.removesuffix("_no_mul")
-
     @cached_property
     def arguments(self) -> tuple[Any, ...]:
         """The last fields of `Epilogue`."""
-        return constant(self.kind), tl.constexpr(self.gated), self.alpha, self.beta, self.limit
+        return constant(self.name.removesuffix("_no_mul")), tl.constexpr(self.gated), self.alpha, self.beta, self.limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,9 +190,8 @@ class Result(NamedTuple):
 
     ``out`` [rows, ``width``], rows ``stride`` apart: of gemm1 with room for whole tiles.  ``quantize`` None stores
     values as they are, see `moe_core.gemm.tile_kernel`; else ``quant_args`` are its own, and ``scales`` [rows, groups
-    of a row] hold ``groups`` scales per tile, or are None for static ones.  ``amax`` int32, zeroed, receives what
-    ``amax_kind`` says: "row" [rows] and "tensor" [1] largest magnitudes of what is stored as it is; "nan" [rows] NaN
-    flags of rows of what is quantised that hold a NaN; "" nothing.  ``kind`` says in the warp-specialised kernel's
+    of a row] hold ``groups`` scales per tile, or are None for static ones.  ``amax`` int32, zeroed, [rows] or [1],
+    receives what ``amax_kind`` says ("" nothing), see there.  ``kind`` says in the warp-specialised kernel's
     words what ``quantize`` does, see `moe_core.gemm.hopper_epilogue`; ``block`` columns are a tile of the split-K
     reduction.
     """

@@ -39,7 +39,11 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Launch configurations of a layer's two GEMMs; ``pdl``: programmatic dependent launch."""
+    """Launch configurations of a layer's two GEMMs.
+
+    ``pdl``: programmatic dependent launch, which pays where launches are a good part of the time; else programs that
+    come early only take bandwidth.
+    """
 
     gemm1: TileConfig
     gemm2: TileConfig

@@ -5,8 +5,7 @@ Products of codes are summed over all of k in int32, which is exact: 128 * 128 *
 where programs share a k loop, to the exact sum of each part, and parts are added in float32.
 
 With zero points an activation is (q - z) s, and sum_k (q - z) w = sum_k q w - z sum_k w, in int32 as well: the sums of
-the weights' rows are made when they are converted.  Scale and zero point of a row travel as one int64, so that
-whatever moves a scale moves both.
+the weights' rows are made when they are converted.
 """
 
 from __future__ import annotations

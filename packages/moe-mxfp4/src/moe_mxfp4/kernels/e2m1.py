@@ -5,11 +5,8 @@
     channel scales   float32 [E, rows]: the row's largest scale, which multiplies the finished sums
     activations      bfloat16, float16 or float32; see `moe_core.gemm.as_stored`
 
-An e2m1 code's three bits in the place of the lowest two of an exponent and the highest of a mantissa are that number
-times 2^-126 (bfloat16, float32) or 2^-14 (float16), subnormals included.  One multiplication by a power of two makes it
-exact and applies its scale.  A row's scales are relative to the largest, whose byte is 253: 2^126.  bfloat16 and
-float32 then hold every product; float16 holds those of scales down to 2^-23 of the row's largest exactly, and smaller
-ones with an error of at most 2^-25 times the largest scale.
+Numbers and scales are those of `moe_mxfp4.kernels.marlin_e2m1`, made of codes as checkpoints have them; float32 has the
+exponents of bfloat16.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     scales        [E, groups, rows] bfloat16, float16 or float32; zero points of that shape, uint8 or int16
     activations   bfloat16, float16 or float32 [rows, K padded], columns in the order of `arrange`
 
-A code minus its zero point is an integer of at most 8 bits and a sign, which every such type holds.  It is made in the
-low bits of a mantissa and what the bits around it are worth is subtracted: exact, without a conversion.
-`moe_core.gemm.as_stored.tiles` has the order of columns.
+A code minus its zero point is an integer of at most 8 bits and a sign, which every such type holds.  It is made as in
+`moe_core.gemm.marlin.dequant`, by plain operations; `moe_core.gemm.as_stored.tiles` has the order of columns.
 
 Where a row has one scale it multiplies the finished sum, that of a group the group's sum, both in float32.
 Columns in any order have scales of their own: the product of number and scale then enters as a sum of two numbers of

@@ -1,8 +1,7 @@
 """Packed codes that become numbers in registers by plain Triton operations: weights as stored.
 
-Checkpoints' bytes stay as they are, read as 32-bit words; the activations are written once in the order of columns in
-which a thread of the tensor cores holds the numbers of a word.  Schemes add how a tile of words is loaded, scaled and
-multiplied.
+Checkpoints' bytes stay as they are, read as 32-bit words; the activations are written once in an order of columns that
+fits them.  Schemes add how a tile of words is loaded, scaled and multiplied.
 
     tiles        the order of columns; words and activations of a tile
     activations  what x and h become, by their key: 16-bit, or quantised and multiplied as 16-bit numbers

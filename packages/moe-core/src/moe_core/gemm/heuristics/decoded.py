@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import (
-    BLOCK_N,
     RESIDENT,
     float32_plan,
     lacks_shared_memory,
     small_shared_plan,
     splits,
     steps_of,
+    swapped,
 )
-from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm.plan import TilePlan
 
 
 def decoded_plan(problem: LayerProblem, tokens: int) -> TilePlan:
@@ -38,19 +38,18 @@ def decoded_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         gemm1_split, gemm2_split = splits(problem, tokens, (RESIDENT, 4), (RESIDENT, 4))
         # two programs of eight warps on each of 132 multiprocessors, or four of four where there are more
         warps = 8 if tiles * gemm2_steps * gemm1_split <= RESIDENT else 4
-        gemm1 = TileConfig(16, BLOCK_N, warps, 4, 1, True, True, gemm1_split)
-        gemm2 = TileConfig(16, BLOCK_N, warps, 2 if gemm2_steps <= 2 else 3, 1, True, True, gemm2_split)
-        # where launches are a good part of the time; else programs that come early only take bandwidth
+        gemm1 = swapped(16, warps, 4, group=1, split=gemm1_split)
+        gemm2 = swapped(16, warps, 2 if gemm2_steps <= 2 else 3, group=1, split=gemm2_split)
         return TilePlan(gemm1, gemm2, gemm1_split > 1 or (tokens * problem.top_k <= 64 and gemm2_steps > 2))
     if mean <= 24:
         # four products of a step, or scales of its columns, take the registers of four warps
         wide = as_stored and (problem.group_size == 32 or (stepwise and problem.element == "e2m1"))
-        config = TileConfig(32, BLOCK_N, 8 if wide else 4, 3, 1, True, True)
+        config = swapped(32, 8 if wide else 4, 3, group=1)
         return TilePlan(config, config)
-    few = TileConfig(64, BLOCK_N, 8, 3, 8, swap_ab=True, tma=True)
+    few = swapped(64, 8, 3)
     # beyond sm_90 Triton multiplies int8 as sm_80 does, with both operands in registers; two accumulators of
     # 128 x 128 leave no registers for the product of a step
     if mean <= 48 or (stepwise if as_stored else capability != 90):
         return TilePlan(few, few)
-    many = TileConfig(128, BLOCK_N, 8, 3, 8, swap_ab=True, tma=True)
+    many = swapped(128, 8, 3)
     return TilePlan(few if stepwise else many, many if mean > 384 else few)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core.gemm.heuristics.mixed_input import MAX_PARTS, RESIDENT
+from moe_core.gemm.heuristics.mixed_input import MAX_PARTS, RESIDENT_4
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import steps_of
 
@@ -53,7 +53,7 @@ def _config(problem: LayerProblem, rows: int, words: int, block_n: int) -> GemvC
     """For ``rows`` of so many words; ``block_n`` of 8-bit codes, which are bound by memory, not by instructions."""
     if words <= 64:
         return GemvConfig(32, 32, 1 if problem.bits == 4 else 4)
-    if rows <= 16 * RESIDENT and words >= 256:
+    if rows <= 16 * RESIDENT_4 and words >= 256:
         # few programs: more of a row at a time
         return GemvConfig(16, 256, 4)
     if problem.bits == 4:

@@ -14,21 +14,21 @@ from dataclasses import replace
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import (
     BLOCK_N,
+    RESIDENT,
     expected_tiles,
     float32_plan,
     lacks_shared_memory,
     small_shared_plan,
     split_k,
     steps_of,
+    swapped,
 )
-from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm.plan import TilePlan
 
 #: float32 numbers that split products may leave for the launch that adds them up
 MAX_PARTS = 1 << 21
 #: programs of four warps that 132 multiprocessors hold at a time
-RESIDENT = 528
-#: programs up to which there are two for each multiprocessor at most, which eight warps use better than four
-FEW_PROGRAMS = 264
+RESIDENT_4 = 2 * RESIDENT
 
 
 def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
@@ -43,31 +43,29 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     if mean <= 12 or (problem.bits == 4 and expected_tiles(problem, tokens, 16) <= 1.5):
         return _few_rows(problem, tokens)
     e2m1, gemm2_steps = problem.element == "e2m1", steps_of(problem.intermediate_size)
-    few = TileConfig(32, BLOCK_N, 4, 3, 8, True, True)
-    some = TileConfig(64, BLOCK_N, 4, 3, 8, swap_ab=True)
-    many = TileConfig(128, BLOCK_N, 4, 3, 8, swap_ab=True)
+    few, some, many = swapped(32, 4, 3), swapped(64, 4, 3, tma=False), swapped(128, 4, 3, tma=False)
     if some_rows:
         few = replace(few, num_stages=4) if e2m1 else few
         if problem.bits == 8:
             return TilePlan(few, few)
         # short programs: what they are made of matters more than how many products a weight enters
-        return TilePlan(few, TileConfig(16, BLOCK_N, 4, 3, 1, True, True) if gemm2_steps <= 4 else few)
+        return TilePlan(few, swapped(16, 4, 3, group=1) if gemm2_steps <= 4 else few)
     if problem.bits == 8:
-        wide = TileConfig(64, 2 * BLOCK_N, 8, 3, 8, True, True)
+        wide = swapped(64, 8, 3, block_n=2 * BLOCK_N)
         gemm2 = wide if mean <= 96 and gemm2_steps > 8 else some
         if mean <= 384:
             return TilePlan(few if mean <= 48 else some, gemm2)
         # h has room for whole tiles of 128 columns, which 256 rows of a product without halves may exceed
         if problem.gated or gemm2_steps % 2 == 0:
-            return TilePlan(TileConfig(128, 2 * BLOCK_N, 8, 3, 8, True, True), gemm2)
-        return TilePlan(TileConfig(128, BLOCK_N, 4, 2, 8, True, True), gemm2)
+            return TilePlan(swapped(128, 8, 3, block_n=2 * BLOCK_N), gemm2)
+        return TilePlan(swapped(128, 4, 2), gemm2)
     if problem.capability == 90 and not problem.permuted:
         # the warp-specialised kernel takes the rows of the schedule's tiles; the rest is for where it can't
         some, many = replace(some, warp_specialised=True), replace(many, warp_specialised=True)
         gemm1 = some if expected_tiles(problem, tokens, 64) <= 1.08 else many
         return TilePlan(gemm1, many if mean > 384 else some)
     if mean <= 48:
-        return TilePlan(some if e2m1 else few, TileConfig(64, BLOCK_N, 4, 3, 1, True, True))
+        return TilePlan(some if e2m1 else few, swapped(64, 4, 3, group=1))
     if mean <= 96:
         return TilePlan(some, some)
     return TilePlan(many, many if mean > 384 else some)
@@ -77,41 +75,35 @@ def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
     """Tiles of 16 rows, whose k loops may be split."""
     # where many experts have two tiles
     group = 1 if problem.rows_per_expert(tokens) <= 12 else 8
-    gemm1, gemm2 = TileConfig(16, BLOCK_N, 4, 4, group, True, True), TileConfig(16, BLOCK_N, 4, 3, group, True, True)
     if not problem.may_split:
-        return TilePlan(gemm1, gemm2)
+        return TilePlan(swapped(16, 4, 4, group=group), swapped(16, 4, 3, group=group))
     pairs, bits = tokens * problem.top_k, problem.bits
     experts = min(pairs, problem.num_experts)
     width = problem.intermediate_size * (2 if problem.gated else 1)
     gemm1_steps, gemm2_steps = steps_of(problem.hidden_size), steps_of(problem.intermediate_size)
+    gemm1_tiles, gemm2_tiles = experts * steps_of(width), experts * gemm1_steps
     # parts of eight steps at least, and up to three rounds; shorter ones only where multiprocessors are left over
-    gemm1_split = _split(experts * steps_of(width), gemm1_steps, pairs * width, (1800, 8), (720, 5), (512, 4))
-    tiles = experts * gemm1_steps
+    gemm1_split = _split(gemm1_tiles, gemm1_steps, pairs * width, (1800, 8), (720, 5), (512, 4))
     limits = ((1056, 28), (400, 5), (264, 3)) if bits == 4 else ((264, 4),)
-    gemm2_split = _split(tiles, gemm2_steps, pairs * problem.hidden_size, *limits)
-    gemm1 = replace(gemm1, num_stages=4 if gemm1_steps > 16 else 3, split_k=gemm1_split)
-    gemm2 = replace(gemm2, num_stages=3, split_k=gemm2_split)
+    gemm2_split = _split(gemm2_tiles, gemm2_steps, pairs * problem.hidden_size, *limits)
+    gemm1 = swapped(16, 4, 4 if gemm1_steps > 16 else 3, group=group, split=gemm1_split)
+    gemm2 = swapped(16, 4, 3, group=group, split=gemm2_split)
     if bits == 8:
-        gemm1 = _few_rows_8_bit(gemm1, experts * steps_of(width), gemm1_steps)
+        # two programs for each multiprocessor at most are better off with eight warps
         depth = gemm2_steps // gemm2_split
-        gemm2 = replace(gemm2, num_stages=4 if depth > 16 else 3)
-        if tiles * gemm2_split <= FEW_PROGRAMS and depth <= 32:
-            gemm2 = replace(gemm2, num_warps=8)
-    # where launches are a good part of the time; else programs that come early only take bandwidth
-    return TilePlan(gemm1, gemm2, pairs <= 64 and tiles <= 2 * RESIDENT)
-
-
-def _few_rows_8_bit(gemm1: TileConfig, tiles: int, steps: int) -> TileConfig:
-    """gemm1 of 8-bit words, ``tiles`` in all, whose k loop has ``steps``."""
-    if tiles * gemm1.split_k <= FEW_PROGRAMS:
-        return replace(gemm1, num_warps=8, num_stages=3)
-    if steps <= 16:
-        # short loops: fetching a tensor map costs more than the addresses that it saves
-        return replace(gemm1, tma=tiles > 2 * RESIDENT)
-    # four stages take the room of a fourth program, which parts of a loop need
-    return gemm1 if gemm1.split_k == 1 else replace(gemm1, num_stages=3)
+        eight = gemm2_tiles * gemm2_split <= RESIDENT and depth <= 32
+        gemm2 = replace(gemm2, num_warps=8 if eight else 4, num_stages=4 if depth > 16 else 3)
+        if gemm1_tiles * gemm1_split <= RESIDENT:
+            gemm1 = replace(gemm1, num_warps=8, num_stages=3)
+        elif gemm1_steps <= 16:
+            # short loops: fetching a tensor map costs more than the addresses that it saves
+            gemm1 = replace(gemm1, tma=gemm1_tiles > 2 * RESIDENT_4)
+        elif gemm1_split > 1:
+            # four stages take the room of a fourth program, which parts of a loop need
+            gemm1 = replace(gemm1, num_stages=3)
+    return TilePlan(gemm1, gemm2, pairs <= 64 and gemm2_tiles <= 2 * RESIDENT_4)
 
 
 def _split(tiles: int, steps: int, size: int, *limits: tuple[int, int]) -> int:
     """`split_k`, where multiprocessors are left over and ``size`` numbers of each part's result have room."""
-    return 1 if tiles >= RESIDENT else split_k(tiles, steps, *limits, most=min(16, MAX_PARTS // max(size, 1)))
+    return 1 if tiles >= RESIDENT_4 else split_k(tiles, steps, *limits, most=min(16, MAX_PARTS // max(size, 1)))

@@ -18,6 +18,7 @@ from moe_core.gemm.heuristics.tiles import (
     small_shared_plan,
     splits,
     steps_of,
+    swapped,
 )
 from moe_core.gemm.plan import TileConfig, TilePlan
 
@@ -53,9 +54,8 @@ def scaled_mm_plan(problem: LayerProblem, tokens: int) -> TilePlan:
             gemm1_stages = 4 if gemm1_split > 1 else (6 if gemm1_steps >= 32 else 3)
             gemm2_stages = 2 if gemm2_steps <= 2 else (3 if gemm2_steps < 16 else 5)
         return TilePlan(
-            TileConfig(rows, block, 4, gemm1_stages, 1, True, True, gemm1_split),
-            TileConfig(rows, block, 4, gemm2_stages, 1, True, True, gemm2_split),
-            # where launches are a good part of the time; else programs that come early only take bandwidth
+            swapped(rows, 4, gemm1_stages, group=1, split=gemm1_split, block_n=block),
+            swapped(rows, 4, gemm2_stages, group=1, split=gemm2_split, block_n=block),
             gemm1_split > 1,
         )
     if mean <= 48 or capability != 90:
@@ -110,16 +110,15 @@ def _e2m1_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         limit = (400 if rows == 16 else RESIDENT, 5)
         gemm1_split, gemm2_split = splits(problem, tokens, limit, limit)
         return TilePlan(
-            TileConfig(rows, BLOCK_N, 4, stages, 1, True, True, gemm1_split),
-            TileConfig(rows, BLOCK_N, 4, stages, 1, True, True, gemm2_split),
+            swapped(rows, 4, stages, group=1, split=gemm1_split), swapped(rows, 4, stages, group=1, split=gemm2_split)
         )
-    some = TileConfig(64, BLOCK_N, 4, 3, 8, True, True)
+    some = swapped(64, 4, 3)
     if mean <= 96:
         return TilePlan(some, some)
     # sums of sm_100 lie in tensor memory, but pass through the registers of four warps in one piece
     warps, stages = (4, 4) if capability < 100 else (8, 3)
-    many = TileConfig(128, BLOCK_N, warps, stages, 8, True, True)
+    many = swapped(128, warps, stages)
     # sums of two halves of 64 columns each take the registers that those of one of 128 take; what an epilogue quantises
     # is padded to whole 128
-    narrow = TileConfig(128, BLOCK_N // 2, 4, 4, 8, True, True) if problem.gated else many
+    narrow = swapped(128, 4, 4, block_n=BLOCK_N // 2) if problem.gated else many
     return TilePlan(some if problem.quantizes_h else narrow, many)

@@ -50,9 +50,16 @@ def splits(
     return split_k(tiles * inner, hidden, gemm1), split_k(tiles * hidden, inner, gemm2)
 
 
+def swapped(
+    rows: int, warps: int, stages: int, *, group: int = 8, split: int = 1, block_n: int = BLOCK_N, tma: bool = True
+) -> TileConfig:
+    """Tiles of the transposed product (`swap_ab`) with so many rows; ``group`` of them are rasterised together."""
+    return TileConfig(rows, block_n, warps, stages, group, True, tma, split)
+
+
 def float32_plan() -> TilePlan:
     """No tensor cores: a small tile keeps the operands in registers."""
-    config = TileConfig(16, BLOCK_N, 8, 1, 1, swap_ab=True)
+    config = swapped(16, 8, 1, group=1, tma=False)
     return TilePlan(config, config)
 
 
@@ -67,5 +74,5 @@ def small_shared_plan(
     """The transposed product with two stages; ``warps`` of tiles of 16, 32 and 64 rows, up to ``most``."""
     mean = problem.rows_per_expert(tokens)
     rows = min(16 if mean <= 12 else 32 if mean <= 24 else 64, most)
-    config = TileConfig(rows, BLOCK_N, warps[rows // 32], 2, 1 if rows == 16 else 8, swap_ab=True)
+    config = swapped(rows, warps[rows // 32], 2, group=1 if rows == 16 else 8, tma=False)
     return TilePlan(config, config, problem.capability >= 90)

@@ -8,7 +8,6 @@ type (`dequant`) and say how its scales lie (`MarlinMatrix`); everything else is
     dequant    words as 16-bit numbers
     operand    how words, scales and zero points of a tile are loaded, multiplied and scaled
     integers   4- and 8-bit codes
-    columns    activations in the order of permuted columns
     convert    canonical weights in this layout
     weight     what the tile kernel gets of a weight
     hopper     the warp-specialised kernel of 4-bit words

@@ -1,8 +1,8 @@
 """Words of 4-bit codes x 16-bit activations on Hopper with many rows per expert: dequantising beside the tensor cores.
 
-The tile kernel of `moe_core.gemm` dequantises a step's words and then multiplies them.  Here one warp does nothing but
-request words and activations (tensor memory accelerator, STAGES deep, running ahead into the next tile); rows of
-tokens, which no tensor map gathers, take four warps of 16-byte copies.  Two groups of four warps each own 128 rows of a
+The tile kernel of `moe_core.gemm` dequantises a step's words and then multiplies them.  Here, as in
+`moe_core.gemm.hopper`, one warp does nothing but request words and activations; rows of tokens, which no tensor map
+gathers, take four warps of 16-byte copies.  Two groups of four warps each own 128 rows of a
 tile of 256 rows of weights.  Each makes the numbers of 64 rows and 64 columns while the tensor cores still multiply
 those before them.  Programs are persistent: one per multiprocessor.
 
@@ -11,8 +11,6 @@ more rows of weights than of activations, because otherwise the way from L2 woul
 takes the smallest of HEIGHTS that its rows fit in, so that an expert's last rows cost what they are.
 
 Sums are added up in the order of the tile kernel: results are the same, bit for bit, but for the activation function.
-
-Written in Gluon, because the order of waits is the point; there is no interpreter for it.
 """
 
 from __future__ import annotations
