@@ -6,7 +6,9 @@ tokens of models in 16 bits depend on the order of sums.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -116,6 +118,14 @@ def test_refused(moe: Any, bare: Path, folder: Path, tmp_path: Path) -> None:
     )
     refuses(folder, "--prompt", "x", "--experts", "eager", "--backend", "torch", match="leaves the experts to transf")
     refuses(folder, match="required: --prompt")
+
+
+def test_a_config_of_another_model_is_refused(moe: Any, bare: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(bare, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 2 * config["vocab_size"]}))
+    moe.refuses("generate", folder, "--prompt", "5", "--ids", *ON_CPU, match="not those that config.json gives")
 
 
 def test_help_imports_nothing_heavy() -> None:

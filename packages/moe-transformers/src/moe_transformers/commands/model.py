@@ -120,6 +120,13 @@ def of_transformers(args: argparse.Namespace) -> Iterator[None]:
     except (OSError, ValueError, KeyError, ImportError) as error:
         text = " ".join(str(error).split())
         raise CheckpointError(f"transformers cannot load {args.path}: {type(error).__name__}: {text}") from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):  # its name for tensors of other shapes than the modules'
+            raise
+        raise CheckpointError(
+            f"transformers cannot load {args.path}: shapes of its tensors are not those that config.json gives; the "
+            "report above names them (MISMATCH)"
+        ) from error
 
 
 @contextlib.contextmanager
