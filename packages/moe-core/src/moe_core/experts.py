@@ -185,7 +185,7 @@ class FusedMoEExperts(ABC):
 
 
 class FusedMoEExpertsModular(FusedMoEExperts):
-    """Experts that are told which tokens go where."""
+    """Experts that get ``topk_weights`` and ``topk_ids`` [M, k]: routing is done before the call."""
 
     @abstractmethod
     def apply(
@@ -223,7 +223,7 @@ class FusedMoEExpertsModular(FusedMoEExperts):
 
 
 class FusedMoEExpertsMonolithic(FusedMoEExperts):
-    """Experts that route by themselves, by ``config.routing``."""
+    """Experts that get router logits [M, E], and route by themselves as ``config.routing`` says."""
 
     is_monolithic = True
 

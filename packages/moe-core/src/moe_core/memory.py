@@ -45,7 +45,10 @@ class LayerMemory:
 
 
 def layer_memory(selection: Selection, num_tokens: int) -> LayerMemory:
-    """What the selected layer takes."""
+    """What the selected layer takes on its device, which need not be here, and a call with ``num_tokens`` tokens.
+
+    Nothing is read, and at most one expert of zeros is laid out, on the CPU.
+    """
     config = selection.config
     one = replace(selection, report=replace(selection.report, config=replace(config, num_local_experts=1)))
     keys = selection.weight_key, selection.activation_key

@@ -47,7 +47,7 @@ def local_expert_ids(topk_ids: Tensor, num_experts: int, num_local: int, expert_
 
 
 class TorchExperts(FusedMoEExpertsModular):
-    """The computation; subclasses add ``claims``."""
+    """Experts in plain torch operations, for any device; a scheme's subclass adds ``claims``."""
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         return KernelWeights(

@@ -402,6 +402,14 @@ def test_a_failing_write_leaves_nothing(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "o.safetensors"]
 
 
+def test_a_fault_of_moe_is_owned(moe: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command's own code raises is no fault of the checkpoint, and of no other package."""
+    monkeypatch.setattr(command, "_apply", None)
+    result = moe("run", folder)
+    assert (result.code, result.out) == (2, "")
+    assert "is not callable\nThis is a fault of moe, not of the input; MOE_TRACEBACK=1 shows where" in result.err
+
+
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
@@ -410,7 +418,11 @@ def test_a_failing_write_leaves_nothing(
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "CUDA out of memory; try fewer tokens"),
         (RuntimeError("Storage size calculation overflowed with sizes=[9, 9]"), 2, "out of memory: the tensors are"),
         (RuntimeError("CUDA error: out of memory"), 2, "out of memory"),
-        (RuntimeError("boom"), 2, "unexpected RuntimeError: boom"),
+        (
+            RuntimeError("boom"),
+            2,
+            f"unexpected RuntimeError: boom\nIt comes from {__name__.partition('.')[0]}; MOE_TRACE",
+        ),
         (RecursionError("deep"), 2, "unexpected RecursionError"),
     ],
 )

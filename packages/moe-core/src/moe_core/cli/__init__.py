@@ -9,6 +9,7 @@ import argparse
 import functools
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -89,7 +90,13 @@ def _paragraph(error: Exception, verbose: bool) -> str:
         return f"{error.filename or 'a file'}: {error.strerror or error}"
     if isinstance(error, SafetensorError):
         return f"safetensors: {error}"
-    return (
-        f"unexpected {type(error).__name__}: {error}\nThis is a fault of moe, not of the input; "
-        "MOE_TRACEBACK=1 shows where it happened."
-    )
+    package = _raised_by(error)
+    known = f"It comes from {package}" if package else "This is a fault of moe, not of the input"
+    return f"unexpected {type(error).__name__}: {error}\n{known}; MOE_TRACEBACK=1 shows where it happened."
+
+
+def _raised_by(error: Exception) -> str | None:
+    """The package whose code raised ``error``, None for packages of this project."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    package = modules[-1].partition(".")[0] if modules else ""
+    return None if not package or package.startswith("moe_") else package
