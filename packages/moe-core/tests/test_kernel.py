@@ -62,6 +62,10 @@ def make(experts: type[FusedMoEExperts], config: FusedMoEConfig = CONFIG) -> Fus
     return FusedMoEKernel(instance, weights, None if experts.is_monolithic else default_prepare_finalize(config))
 
 
+def test_a_kernel_says_what_it_is_made_of() -> None:
+    assert repr(make(ToyExperts)) == "FusedMoEKernel(ToyExperts, PrepareAndFinalizeNoParallel)"
+
+
 def inputs(tokens: int = 5, config: FusedMoEConfig = CONFIG, seed: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, config.hidden_size, generator=generator).to(config.dtype)

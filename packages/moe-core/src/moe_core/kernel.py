@@ -105,6 +105,10 @@ class FusedMoEKernel:
         self.lora = lora
         self._register()
 
+    def __repr__(self) -> str:
+        moves = "" if self.prepare_finalize is None else f", {type(self.prepare_finalize).__name__}"
+        return f"{type(self).__name__}({type(self.experts).__name__}{moves})"
+
     @property
     def config(self) -> FusedMoEConfig:
         return self.experts.config

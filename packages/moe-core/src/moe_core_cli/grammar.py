@@ -253,13 +253,13 @@ def _own(
 
 _COMMANDS = dict(
     (
-        _own("quickstart", "a small checkpoint written, loaded, explained, run and compared", _quickstart),
-        _own("run", "one MoE layer of a checkpoint folder on given or random tokens", _run, _RUN),
-        _own("explain", "which backend runs a layer and why, also for a GPU elsewhere", _explain, _EXPLAIN),
-        _own("backends", "every installed backend and what it claims", _backends, _BACKENDS),
-        _own("doctor", "versions, GPU, schemes, what is missing and how to add it", _doctor),
-        _own("bench", "a layer's time per token count, beside the machine's limits", _bench, _BENCH),
-        _own("tune", "the best launch configurations for this GPU, kept in a file", _tune, _TUNE),
+        _own("quickstart", "write, load, explain, run and check a small checkpoint", _quickstart),
+        _own("run", "run one MoE layer of a checkpoint on given or random tokens", _run, _RUN),
+        _own("explain", "say which backend runs a layer and why, on any GPU", _explain, _EXPLAIN),
+        _own("backends", "list the installed backends and what they claim", _backends, _BACKENDS),
+        _own("doctor", "show versions, GPUs, schemes, what is missing and how to add it", _doctor),
+        _own("bench", "time a layer per token count, beside the machine's limits", _bench, _BENCH),
+        _own("tune", "find the best launch configurations for this GPU", _tune, _TUNE),
     )
 )
 
@@ -284,7 +284,9 @@ def _of_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def _shape(parser: argparse.ArgumentParser) -> None:
     """A layer without a checkpoint, and what none says."""
-    add_choice(parser, "--activation-format", "standard", FORMATS, "|".join(FORMATS), "of what experts get")
+    add_choice(
+        parser, "--activation-format", "standard", FORMATS, "|".join(FORMATS), "layout of the tokens that experts get"
+    )
     parser.add_argument(
         "--tuning", metavar="F.json", help="a tuning profile, or none (default: MOE_TUNING, or your own of the GPU)"
     )

@@ -30,7 +30,7 @@ def test_groups_of_four_ranks() -> None:
             (
                 "ConfigError: process groups can't be pickled",
                 "ConfigError: tp_size 3 x ep_size 1 = 3 ranks, there are 4" if rank < 3 else "ConfigError: rank 3 is",
-                "ConfigError: dp_size is 3, expected 1 or 4: all 4 ranks of the layer have the same",
+                "ConfigError: dp_size is 3, expected 1 or 4: the 4 ranks of the layer bring one batch",
                 "ConfigError: timeout is 0, expected a positive number",
                 f"ConfigError: this process is rank {rank}, which is none of the layer's ranks",
                 "ConfigError: the layer's ranks are [1, 0, 2, 3], expected ascending ones",
@@ -103,7 +103,9 @@ def test_ranks_and_their_tokens() -> None:
     assert of_rank(3, ep_size=4, dp_size=4).token_sharing is TokenSharing.NONE
     assert of_rank(3, tp_size=4, dp_size=4).token_sharing is TokenSharing.NONE
     assert of_rank(0).token_sharing is TokenSharing.ALL
-    with pytest.raises(ConfigError, match="dp_size is 3, expected 1 or 2 or 4: all 4 ranks"):
+    with pytest.raises(
+        ConfigError, match="dp_size is 3, expected 1 or 2 or 4: the 4 ranks of the layer bring one batch"
+    ):
         _ = FusedMoEParallelConfig(2, 0, 3, 0, 2, 0).token_sharing
     with pytest.raises(ConfigError, match="dp_rank is 1, expected 0 for ep_rank 0 and tp_rank 0 with dp_size 2"):
         _ = FusedMoEParallelConfig(dp_size=2, dp_rank=1, ep_size=2).token_sharing

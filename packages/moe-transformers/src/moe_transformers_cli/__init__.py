@@ -67,13 +67,13 @@ def _model(parser: argparse.ArgumentParser) -> None:
 
 
 GENERATE = Command(
-    "text by a whole model, with its speed and memory",
+    "generate text with a whole model; show speed and memory",
     _generate,
     "moe_transformers.commands.generate:run",
     _GENERATE,
 )
 PERPLEXITY = Command(
-    "how well a whole model predicts a text",
+    "measure how well a whole model predicts a text",
     _perplexity,
     "moe_transformers.commands.perplexity:run",
     _PERPLEXITY,
