@@ -23,6 +23,7 @@ from moe_core.environment import Environment
 from moe_core.errors import MoEError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExperts
 from moe_core.gemm_experts.grouped import GroupedExperts
+from moe_core.jit.launch import Launch, record
 from moe_core.jit.specimen import Specimen
 from moe_core.lora import LoRA, LoRAWeights
 from moe_core.memory import specimen as meta_weights
@@ -132,6 +133,7 @@ def experts_specimens(experts: type[GroupedExperts], target: DeviceInfo) -> Iter
             yield from _shards(experts, weight_key, activation_key, target)
     yield from _invariant(experts, target)
     yield from _codes(experts, target)
+    yield from _conversions(experts, target)
 
 
 def _invariant(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specimen]:
@@ -163,6 +165,25 @@ def _codes(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specim
             tokens = (24, 5000)[number % 2]
             text = f"{experts.__name__} {str(keys[0]).partition(' ')[0]} {name} {tokens} codes"
             yield Specimen(text, partial(call_on_meta, made, tokens, codes=True), experts.accepted_spills[0])
+
+
+def _conversions(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specimen]:
+    """What kernels put weights in the layout of the backend, where there are any."""
+    name, count, top_k, hidden, size = LAYERS[1]
+    config = FusedMoEConfig(count, top_k, hidden, size, dtype=min(experts.claims.dtypes, key=str))
+    for keys in key_pairs(experts):
+        if not experts.unsupported_reasons(config, *keys, target, Environment.current()):
+            made = experts(config, weight_key=keys[0], activation_key=keys[1], device=target)
+            with record() as launches:
+                meta_layer_weights(made)
+            if launches:
+                text = f"{experts.__name__} {str(keys[0]).partition(' ')[0]} {name} conversion"
+                yield Specimen(text, partial(_start, launches))
+
+
+def _start(launches: Sequence[Launch]) -> None:
+    for one in launches:
+        one.kernel[one.grid](*one.arguments.values(), **one.options)
 
 
 def _shards(
