@@ -173,6 +173,35 @@ def _sort_tiny(
 
 
 @triton.jit
+def load_groups(x, rows, columns, width, stride_x, index, GROUP: tl.constexpr):
+    """(row, group, columns, whether there is such a row, the tile) of groups `index` of GROUP columns.
+
+    They are counted row by row, `width` columns each; what is beyond the last of `columns` counts as 0.
+    """
+    groups = tl.cdiv(width, GROUP)
+    row = index // groups
+    group = index % groups
+    inside = row < rows
+    offset = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tile = tl.load(x + row[:, None] * stride_x + offset, mask=inside[:, None] & (offset < columns), other=0.0)
+    return row, group, offset, inside, tile
+
+
+@triton.jit
+def store_groups(
+    values, scales, quantized, scale, row, group, offset, width, stride_values, stride_scales, mask, EVEN: tl.constexpr
+):
+    """Write groups of `load_groups` and their scales to `row` where `mask`; EVEN: `width` is whole groups."""
+    if values is not None:
+        stored = mask[:, None]
+        if not EVEN:
+            stored = stored & (offset < width)
+        tl.store(values + row[:, None] * stride_values + offset, quantized, mask=stored)
+    if scales is not None:
+        tl.store(scales + row * stride_scales + group, scale, mask=mask)
+
+
+@triton.jit
 def quantize_groups(
     x,
     values,
@@ -190,25 +219,16 @@ def quantize_groups(
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Quantise groups `index` of GROUP columns, counted row by row; what is beyond the last column counts as 0.
+    """Quantise groups `index`, see `load_groups` and `store_groups`.
 
-    The result has `width` columns; EVEN: they are whole groups.  `values` None keeps the scales alone, `scales` None
-    the values.  `expert` None gives `quantize` the number of the row.
+    `values` None keeps the scales alone, `scales` None the values.  `expert` None gives `quantize` the number of the
+    row.
     """
-    groups = tl.cdiv(width, GROUP)
-    row = index // groups
-    group = index % groups
-    inside = row < rows
-    offset = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tile = tl.load(x + row[:, None] * stride_x + offset, mask=inside[:, None] & (offset < columns), other=0.0)
+    row, group, offset, inside, tile = load_groups(x, rows, columns, width, stride_x, index, GROUP)
     quantized, scale = quantize(tile.to(tl.float32), quant_args, row[:, None] if expert is None else expert, 1)
-    if values is not None:
-        stored = inside[:, None]
-        if not EVEN:
-            stored = stored & (offset < width)
-        tl.store(values + row[:, None] * stride_values + offset, quantized, mask=stored)
-    if scales is not None:
-        tl.store(scales + row * stride_scales + group, scale, mask=inside)
+    store_groups(
+        values, scales, quantized, scale, row, group, offset, width, stride_values, stride_scales, inside, EVEN
+    )
 
 
 @triton.jit(do_not_specialize=["sorters", "num_zeros", "rows"])
