@@ -106,6 +106,13 @@ class LayerExperts:
             )
         return names[at]
 
+    def _names_of(self, projection: str, suffix: str, experts: Sequence[int]) -> Iterable[str]:
+        """:meth:`name` of several experts."""
+        names = self._names.get((projection, suffix), ())
+        if self.stacked_names or not names or min(experts, default=0) < 0 or max(experts, default=0) >= len(names):
+            return [self.name(expert, projection, suffix) for expert in experts]
+        return map(names.__getitem__, experts)
+
     def shape(self, projection: str, suffix: str) -> tuple[int, ...]:
         """Shape of one expert's tensor."""
         info = self._info(projection, suffix)
@@ -160,7 +167,7 @@ class LayerExperts:
                 name = self.name(0, projection, suffix)
                 parts += [(name, expert, place) for expert, place in zip(experts, places, strict=bool(places))]
             else:
-                names = [self.name(expert, projection, suffix) for expert in experts]
+                names = self._names_of(projection, suffix, experts)
                 parts += [(name, None, place) for name, place in zip(names, places, strict=bool(places))]
         self.checkpoint.read_all(parts)
 

@@ -7,6 +7,7 @@ error with the file's name.  A file is read as it was when it was first looked a
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import stat
 import threading
@@ -111,20 +112,31 @@ def _runs(parts: Iterable[tuple[memoryview, int]]) -> Iterator[tuple[list[memory
 
     Small gaps between them have buffers too.
     """
+    listed = list(parts)
+    if not listed:
+        return
+    # a layer's parts are many, and few have a gap behind them
+    buffers, offsets = zip(*listed, strict=True)
+    gaps = list(map(operator.sub, offsets[1:], map(operator.add, offsets, map(len, buffers))))
+    ends = [at for at, gap in enumerate(gaps, 1) if gap]
     run: list[memoryview] = []
-    begin = end = 0
-    for buffer, offset in parts:
-        gap = offset - end
-        if not run or not 0 <= gap <= len(_GAP) or len(run) > _MOST_BUFFERS - 2:
-            if run:
-                yield run, begin
-            run, begin = [], offset
-        elif gap:
+    start, begin = 0, offsets[0]
+    for end in (*ends, len(buffers)):
+        run += buffers[start:end]
+        while len(run) > _MOST_BUFFERS:
+            yield run[:_MOST_BUFFERS], begin
+            begin += sum(map(len, run[:_MOST_BUFFERS]))
+            del run[:_MOST_BUFFERS]
+        if end == len(buffers):
+            break
+        gap = gaps[end - 1]
+        if 0 < gap <= len(_GAP):
             run.append(_GAP[:gap])
-        run.append(buffer)
-        end = offset + len(buffer)
-    if run:
-        yield run, begin
+        else:
+            yield run, begin
+            run, begin = [], offsets[end]
+        start = end
+    yield run, begin
 
 
 def _fill(descriptor: int, buffers: list[memoryview], offset: int, wanted: int) -> int:

@@ -8,6 +8,7 @@ one, into memory of their own: a file that changes is an error, never another re
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,7 @@ from moe_core.errors import CheckpointError, ConfigError
 MOST_OPEN = 16
 
 _LOCK = threading.Lock()
+_NAME = operator.itemgetter(0)
 
 P = TypeVar("P", Part, Span)
 T = TypeVar("T")
@@ -210,9 +212,10 @@ class Checkpoint:
         """
         for found in self._by_file(parts):
             file = self._file(found[0][0])
-            for name, index, _ in found:
-                if name not in file.kinds:
+            if not all(map(file.kinds.__contains__, map(_NAME, found))):
+                for name, _, _ in found:
                     self._file(name)
+            for name, index, _ in found:
                 if index is not None:
                     self._check_entry(name, index)
             file.read_all(found)
@@ -224,9 +227,12 @@ class Checkpoint:
 
     def _by_file(self, parts: Iterable[P]) -> Iterable[list[P]]:
         """The parts that lie in one file, for each file."""
+        listed = list(parts)
+        paths = list(map(self._files.get, map(_NAME, listed)))
+        if paths and paths[0] is not None and paths.count(paths[0]) == len(paths):
+            return [listed]  # as a rule
         by_file: dict[Path, list[P]] = {}
-        for part in parts:
-            path = self._files.get(part[0])
+        for part, path in zip(listed, paths, strict=True):
             if path is None:
                 raise CheckpointError(f"{self.path} has no tensor {part[0]!r}")
             by_file.setdefault(path, []).append(part)
