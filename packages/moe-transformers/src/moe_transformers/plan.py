@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ class Plan:
                 found._add(block)
             if not places:
                 found._refuse_without_blocks(model)
-            found.left_out.update(found._experts_left_out())
+            found.left_out.update(*found._experts_left_out())
         for layer in found.layers:
             _put(model, layer.block.name)
         if options.groups is not None:
@@ -143,14 +143,14 @@ class Plan:
             source = read(parallel=options.groups.parallel)
         self.layers.append(Layer(block, source, stack, quantize))
 
-    def _experts_left_out(self) -> Iterator[str]:
+    def _experts_left_out(self) -> Iterator[Iterable[str]]:
         """Names of the experts' tensors that are moe-core's, or of layers that the model has not and quantised."""
         checkpoint = self.checkpoint
         mine = {layer.source.prefix for layer in self.layers}
         for stack in checkpoint.stacks:
             for index, tensors in checkpoint.expert_tensors(stack).items():
                 if tensors.prefix in mine or unquantized_reason(find_layer(checkpoint, index, stack)) is None:
-                    yield from tensors
+                    yield tensors
 
     def _refuse_without_blocks(self, model: nn.Module) -> None:
         """ConfigError for a model whose blocks call their experts otherwise, where these are quantised."""

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -110,7 +111,7 @@ class LayerNames:
             tensors[expert] = name
 
     def __iter__(self) -> Iterator[str]:
-        return (name for tensors in self.tensors.values() for name in tensors.values())
+        return itertools.chain.from_iterable(tensors.values() for tensors in self.tensors.values())
 
 
 class ExpertNames:
