@@ -39,7 +39,6 @@ def block_scheme(block_k: int) -> GroupScheme:
         block_k,
         block=block_k,
         scale_dtype=torch.float32,
-        scale_group=block_k,
         scatters=True,
         epilogue="groups" if block_k == _TILE else "groups_64",
     )

@@ -44,7 +44,7 @@ def as_stored_scheme(
     """
     if scaled:
         e4m3, e8m0 = torch.float8_e4m3fn, torch.uint8
-        return GroupScheme(code_mxfp8, e4m3, UNIT, scale_dtype=e8m0, scale_group=UNIT, keeps_range=False)
+        return GroupScheme(code_mxfp8, e4m3, UNIT, scale_dtype=e8m0, keeps_range=False)
     quantize, stored = quantizer(key, bits), dtype if key is None else torch.bfloat16
     by_token, by_expert, block = (key == k for k in (kFp8DynamicTokenSym, kFp8StaticTensorSym, kFp8Dynamic128Sym))
     if pre_scaled:

@@ -28,7 +28,7 @@ class GroupScheme(ActivationScheme):
     """Values of ``dtype`` in groups of ``group`` columns; of h in tiles of ``block`` columns.
 
     - ``quantize``: `@triton.jit` function of the tile kernel's form
-    - ``scale_dtype``, ``scale_group``: type of stored scales and the columns that share one; None: values hold them
+    - ``scale_dtype`` of stored scales, one for each group; None: values hold them
     - ``takes_values``: ``quantize`` gets the tensor that values go to, for its type
     - ``scatters``: x goes straight into the sorted order where gemm1 is computed by the warp-specialised kernel
     - ``epilogue``: the name of ``quantize`` in the warp-specialised kernel
@@ -40,7 +40,6 @@ class GroupScheme(ActivationScheme):
     group: int
     block: int = TILE
     scale_dtype: torch.dtype | None = None
-    scale_group: int = TILE
     takes_values: bool = False
     scatters: bool = False
     epilogue: str = "values"
@@ -61,7 +60,7 @@ class GroupScheme(ActivationScheme):
         )
 
     def _quantized(self, name: str, rows: int, columns: int) -> tuple[WorkspaceSpec, ...]:
-        return quantized(name, rows, columns, self.dtype, self.scale_dtype, columns // self.scale_group)
+        return quantized(name, rows, columns, self.dtype, self.scale_dtype, columns // self.group)
 
     def arguments(self, values: Tensor) -> tuple[Tensor, ...] | None:
         """The tuple `quant_args` of ``quantize``."""
@@ -102,7 +101,7 @@ class GroupScheme(ActivationScheme):
             work.get("h_scales"),
             quantize=self.quantize,
             quant_args=self.arguments(values),
-            groups=constant(1 if self.scale_dtype is None else self.block // self.scale_group),
+            groups=constant(1 if self.scale_dtype is None else self.block // self.group),
             kind=constant(self.epilogue),
             block=constant(self.block),
         )
