@@ -319,6 +319,14 @@ def test_quickstart_keeps_what_it_is_told_to(moe: Any, tmp_path: Path) -> None:
     moe.refuses("quickstart", "--keep", kept, parts=("expected a new or an empty folder",))
 
 
+def test_quickstart_says_what_comes_next(moe: Any, tmp_path: Path) -> None:
+    """With the folder that was kept, so that the line can be run; without one it says what DIR stands for."""
+    kept = tmp_path / "two words"
+    assert f"\nnext: moe run '{kept}', moe explain '{kept}' --device h200, " in moe("quickstart", "--keep", kept).out
+    assert "\nnext: moe run DIR, " in moe("quickstart").out
+    assert moe("quickstart").out.endswith("\nDIR: a checkpoint of yours, or what moe quickstart --keep DIR writes\n")
+
+
 def test_quickstart_leaves_nothing(moe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import tempfile
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator
@@ -157,5 +158,8 @@ def _text(data: dict[str, Any], outcome: _Outcome, verbose: bool) -> str:
         lines.append(f"   {data['fault']}")
     lines += ["", f"{'OK' if data['passed'] else 'FAILED'} in {duration(data['seconds'])}"]
     if data["passed"]:
-        lines.append("next: moe run DIR, moe explain DIR --device sm90, moe backends, moe doctor")
+        folder = shlex.quote(data["checkpoint"] or "DIR")
+        lines.append(f"next: moe run {folder}, moe explain {folder} --device h200, moe backends, moe doctor")
+        if not data["checkpoint"]:
+            lines.append("DIR: a checkpoint of yours, or what moe quickstart --keep DIR writes")
     return "\n".join(lines)
