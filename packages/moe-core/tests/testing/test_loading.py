@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,22 @@ def test_anything_else_is_refused_with_what_helps(spec: str, message: str) -> No
     with pytest.raises(ConfigError) as caught:
         load_experts(spec)
     assert message in str(caught.value)
+
+
+def test_another_packages_faulty_class_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refuses(type(FusedMoEExperts)):  # type: ignore[misc]
+        def __subclasscheck__(cls, other: type) -> bool:
+            raise OSError("meta")
+
+    module = types.ModuleType("of_a_package")
+    module.Experts = type("Experts", (ToyExperts,), {"__module__": "of_a_package"})  # type: ignore[attr-defined]
+    module.Other = type("Other", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "of_a_package", module)
+    faulty = Refuses("Faulty", (ToyExperts,), {})
+    with pytest.raises(ConfigError, match="did you mean 'Experts'"):
+        load_experts("of_a_package:Expert")
+    del faulty
+    gc.collect()  # it would stand among the subclasses of ToyExperts in other tests
 
 
 @pytest.mark.parametrize(
