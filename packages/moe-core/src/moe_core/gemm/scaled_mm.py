@@ -146,16 +146,18 @@ def open_values(a_args, rows, expert):
     Values in a wider type, for `load_unquantized`: a_args end with K and codes, scales may be magnitudes (bits, int32).
     """
     values, scales, stride, scale_row, scale_expert, nan_flags = a_args[:6]
+    # Triton 3.6 counts no tuple that holds a None
+    rest = a_args[6:]
     scale = tl.load(scales + rows * scale_row + expert * scale_expert)
     if scale.dtype == tl.int64:
         scale, zero = scale_and_zero(scale)
         return values + rows * stride, scale_or_nan(scale, nan_flags, rows), zero
-    elif len(a_args) == 6:
+    elif len(rest) == 0:
         return values + rows * stride, scale_or_nan(scale, nan_flags, rows)
     else:
         if scale.dtype == tl.int32:
-            scale = scale_of_codes(scale, a_args[7])
-        return values + rows * stride, scale_or_nan(scale, nan_flags, rows), a_args[6], scales, a_args[7]
+            scale = scale_of_codes(scale, rest[1])
+        return values + rows * stride, scale_or_nan(scale, nan_flags, rows), rest[0], scales, rest[1]
 
 
 @triton.jit
