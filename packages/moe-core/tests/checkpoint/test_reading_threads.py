@@ -250,7 +250,8 @@ def test_a_group_on_its_way_to_a_gpu_takes_one_copy(
     """After each call of torch a thread waits for Python's lock: a group is copied, and looked at with all others."""
     layer = find_layer(Checkpoint.open(write(tmp_path / "c", expert_tensors(experts=64))))
     counts = []
-    for groups in (4, 8):
+    # the first time makes this thread's pieces of memory, unless another test has
+    for groups in (4, 4, 8):
         _AsForAGpu(monkeypatch, layer.nbytes // 3 * 2 // groups + 2 * stacks._ALIGNED)
         with _Operators() as operators:
             load_checked(
@@ -263,7 +264,7 @@ def test_a_group_on_its_way_to_a_gpu_takes_one_copy(
                 arrange=arrange,
             )
         counts.append(operators.count)
-    assert counts[1] - counts[0] == 4
+    assert counts[2] - counts[1] == 4
 
 
 def test_a_value_that_is_refused_is_found_among_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
