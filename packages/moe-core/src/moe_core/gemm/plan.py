@@ -42,12 +42,14 @@ class TilePlan:
     """Launch configurations of a layer's two GEMMs.
 
     ``pdl``: programmatic dependent launch, which pays where launches are a good part of the time; else programs that
-    come early only take bandwidth.
+    come early only take bandwidth.  ``full_first``: tiles with fewer rows than the others come behind all of those, so
+    that a last round of programs is one of short tiles; an expert's weights are then not read in one go.
     """
 
     gemm1: TileConfig
     gemm2: TileConfig
     pdl: bool = False
+    full_first: bool = False
 
     @property
     def block_m(self) -> int:
@@ -60,4 +62,5 @@ class TilePlan:
 
     def interpreted(self) -> TilePlan:
         """The same for Triton's interpreter, which knows neither dependent launches nor warp specialisation."""
-        return TilePlan(replace(self.gemm1, warp_specialised=False), replace(self.gemm2, warp_specialised=False))
+        gemm1, gemm2 = (replace(config, warp_specialised=False) for config in (self.gemm1, self.gemm2))
+        return replace(self, gemm1=gemm1, gemm2=gemm2, pdl=False)

@@ -63,6 +63,7 @@ class Call:
             rows=rows,
             positions=positions,
             zero=zero,
+            full_first=plan.full_first,
             pdl=plan.pdl,
         )
 
