@@ -13,7 +13,7 @@ from moe_mxfp4.kernels.marlin_e2m1 import e2m1_functions, e2m1_gemv
 from moe_mxfp4.marlin_layout import convert_e2m1
 
 COLUMNS, ROWS = 256, 128
-FEW, MANY = TileConfig(16, 128, 4, 2, swap_ab=True), TileConfig(64, 128, 4, 2, swap_ab=True)
+FEW, MANY = TileConfig(8, 128, 4, 2, swap_ab=True), TileConfig(64, 128, 4, 2, swap_ab=True)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 

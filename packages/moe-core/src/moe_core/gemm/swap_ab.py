@@ -13,6 +13,8 @@ from moe_core.jit.wait import wait_for_mma
 
 # rows of activations up to which registers are left for the product of a step
 FEW = tl.constexpr(32)
+# up to Triton 3.7 a thread of `mma.sync` has four columns side by side of an operand that was joined from others
+_FOUR_COLUMNS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8))
 
 
 @triton.jit
@@ -28,13 +30,33 @@ def as_row(vector, SWAP_AB: tl.constexpr):
 
 
 @triton.jit
+def _by_thread(x):
+    """`x` [rows, columns] with the columns that a thread of the tensor cores has of 16 side by side: 2t, 2t + 1, 2t + 8
+    and 2t + 9 of its number t among four."""
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    return x.reshape(ROWS, COLUMNS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def _dot(values, x):
+    """As `swap_ab_dot`, of 16-bit numbers."""
+    # `wgmma` takes four warps, and for Triton up to 3.7 16 rows of activations
+    if _FOUR_COLUMNS and (x.shape[0] < 16 or tl.extra.cuda.num_warps() < 4):
+        # in the same order both have the same product, and numbers stay in the registers that they were made in
+        return tl.dot(_by_thread(values), tl.trans(_by_thread(x)))
+    else:
+        return tl.dot(values, tl.trans(x))
+
+
+@triton.jit
 def swap_ab_dot(values, x):
     """values [N, K] @ x [M, K].T, float32."""
     if INTERPRET or x.dtype == tl.float32:
         # the interpreter multiplies bfloat16 as if it were integers
         return tl.dot(values.to(tl.float32), tl.trans(x.to(tl.float32)), input_precision="ieee")
     else:
-        return tl.dot(values, tl.trans(x))
+        return _dot(values, x)
 
 
 @triton.jit
@@ -45,7 +67,7 @@ def add_swap_ab_dot(acc, values, x):
     elif acc.shape[1] <= FEW:
         # each step's product by itself: ptxas makes every `wgmma` wait for the one before where it cannot tell that
         # nobody else sets a running sum meanwhile (as `fma`: Triton would turn a sum into a running one)
-        return tl.fma(tl.dot(values, tl.trans(x)), tl.full(acc.shape, 1.0, tl.float32), acc)
+        return tl.fma(_dot(values, x), tl.full(acc.shape, 1.0, tl.float32), acc)
     else:
         return wait_for_mma(tl.dot(values, tl.trans(x), acc))
 

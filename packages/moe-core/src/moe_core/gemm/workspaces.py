@@ -12,9 +12,9 @@ from moe_core.ops.sort import sort_workspaces
 from moe_core.workspace import WorkspaceSpec
 
 #: the smallest tile of rows that a plan may ask for
-MIN_BLOCK_M = 16
-#: the most programs of a product with a split k loop; each stores at most MIN_BLOCK_M rows
-MAX_SPLIT_PROGRAMS = 528
+MIN_BLOCK_M = 8
+#: the most programs of a product with a split k loop, and the rows of partial sums that each may store
+MAX_SPLIT_PROGRAMS, SPLIT_ROWS = 528, 16
 #: how the names start of what adapters need
 LORA = "lora_"
 
@@ -28,7 +28,7 @@ def order_workspaces(pairs: int, num_tokens: int, num_experts: int, batched: boo
 
 def split_k_workspace(unsplit: bool, columns: int = 128) -> WorkspaceSpec:
     """Partial sums of split-K, none where k loops stay whole; ``columns`` of a tile of one half."""
-    return WorkspaceSpec("partials", (0 if unsplit else MAX_SPLIT_PROGRAMS * MIN_BLOCK_M * 2 * columns,), torch.float32)
+    return WorkspaceSpec("partials", (0 if unsplit else MAX_SPLIT_PROGRAMS * SPLIT_ROWS * 2 * columns,), torch.float32)
 
 
 def lora_workspaces(config: FusedMoEConfig, pairs: int) -> tuple[WorkspaceSpec, ...]:

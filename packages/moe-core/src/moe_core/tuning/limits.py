@@ -23,7 +23,7 @@ from moe_core.gemm.heuristics.mixed_input import MAX_PARTS
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import BLOCK_N, steps_of
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.workspaces import MAX_SPLIT_PROGRAMS, MIN_BLOCK_M
+from moe_core.gemm.workspaces import MAX_SPLIT_PROGRAMS, MIN_BLOCK_M, SPLIT_ROWS
 
 #: a layer's launch configurations, whichever kernels they are for
 Plan = TilePlan | GemvPlan
@@ -106,6 +106,8 @@ def _of_tiles(problem: LayerProblem, name: str, config: TileConfig, last: int) -
     columns, rows = problem.hidden_size, problem.intermediate_size * (2 if problem.gated else 1)
     if not first:
         columns, rows = problem.intermediate_size, problem.hidden_size
+    if config.block_m < 16 and (problem.family, problem.capability) != ("mixed_input", 90):
+        yield f"{config.block_m} rows are for repacked weights on sm90"
     if config.tma and problem.capability < 90:
         yield "tensor maps (tma) need sm90 or newer"
     for field in fields(config):
@@ -117,7 +119,7 @@ def _of_tiles(problem: LayerProblem, name: str, config: TileConfig, last: int) -
     if config.warp_specialised and replace(config, group_m=1) not in {replace(c, group_m=1) for c in own}:
         yield "the warp-specialised kernel has tiles of its own: only group_m is free"
     if config.split_k > 1:
-        room = MAX_PARTS if problem.family == "mixed_input" else MAX_SPLIT_PROGRAMS * MIN_BLOCK_M * 2 * BLOCK_N
+        room = MAX_PARTS if problem.family == "mixed_input" else MAX_SPLIT_PROGRAMS * SPLIT_ROWS * 2 * BLOCK_N
         step = BLOCK_N if problem.group_size == -1 else min(problem.group_size, BLOCK_N)
         if not problem.may_split or problem.dtype_bytes == 4:
             yield "split_k: this layer's k loops are not split"

@@ -187,6 +187,10 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b @ a.T) * scale of the step's one group."""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
+    if a.shape[0] < 16 and not INTERPRET:
+        # Triton copies ahead of time only what products are made of: scales go into the words, by no instruction
+        bits = b_scale.to(tl.int32, bitcast=True)[:, None]
+        b = tl.inline_asm_elementwise("", "=r,0,r", [b, bits], dtype=tl.int32, is_pure=True, pack=1)
     return acc + swap_ab_dot(dequantize(b, b_scale, a.shape[1], a.dtype), a) * scale_of(b_scale)[:, None]
 
 
