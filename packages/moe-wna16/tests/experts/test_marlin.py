@@ -25,15 +25,17 @@ class TestBatchedMarlinWNA16(ConformanceTests):
 
 
 def test_single_columns_are_compiled():
-    """Of rows with an activation order, of which a rank has a part."""
+    """Of rows with an activation order, of which a rank has a part; with factors of inputs and without."""
     shards = [one for one in experts_specimens(MarlinWNA16Experts, DeviceInfo.parse("sm90")) if " shard " in one.name]
-    assert shards
+    factors = set()
     for specimen in shards:
         with record() as launches:
             specimen.launch()
         gemms = [one.arguments["a_args"] for one in launches if one.name == "grouped_gemm_kernel"]
         indices = [index.dtype for _, _, _, index, _, _, _ in gemms]
         assert indices == [torch.int32] * 2
+        factors |= {None if pre_scales is None else pre_scales.dtype for *_, pre_scales, _ in gemms}
+    assert factors == {None, torch.float32}
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def backend_specimens(target: DeviceInfo, packages: Collection[str]) -> Iterator
 
 
 def key_pairs(experts: type[FusedMoEExperts]) -> Iterator[tuple[QuantKey | None, QuantKey | None]]:
-    """The claimed keys; of patterns so many that each of their values occurs."""
+    """The claimed keys; of patterns those of :func:`some_keys`."""
     for weight, activation in experts.claims.keys:
         weights, activations = some_keys(weight), some_keys(activation)
         for i in range(max(len(weights), len(activations))):
@@ -86,18 +86,15 @@ def key_pairs(experts: type[FusedMoEExperts]) -> Iterator[tuple[QuantKey | None,
 
 
 def some_keys(item: QuantKey | KeyPattern | None) -> Sequence[QuantKey | None]:
-    """The key, or keys of a pattern in which each of its values occurs."""
+    """The key, or keys of a pattern in which each of its values occurs, and ``permuted`` with and without
+    ``pre_scaled``: kernels get None for what a layer has not."""
     if not isinstance(item, KeyPattern):
         return (item,)
     shapes, dtypes, permuted, pre_scaled = item.choices
+    flags = tuple(itertools.product(permuted, pre_scaled))
     return [
-        item.key(
-            shapes[i % len(shapes)],
-            dtypes[i % len(dtypes)],
-            permuted[i % len(permuted)],
-            pre_scaled[i % len(pre_scaled)],
-        )
-        for i in range(max(map(len, item.choices)))
+        item.key(shapes[i % len(shapes)], dtypes[i % len(dtypes)], *flags[i % len(flags)])
+        for i in range(max(len(shapes), len(dtypes), len(flags)))
     ]
 
 
@@ -189,16 +186,21 @@ def _start(launches: Sequence[Launch]) -> None:
 def _shards(
     experts: type[GroupedExperts], weight_key: QuantKey, activation_key: QuantKey | None, target: DeviceInfo
 ) -> Iterator[Specimen]:
-    """Layers whose columns belong to more groups than their number says: a rank's part of rows with an order."""
+    """Layers whose columns belong to more groups than their number says: a rank's part of rows with an order.
+
+    Their groups are filled up to whole ones, so that the GEMM names columns one by one; with pre_scales and without.
+    """
     count, top_k, hidden, size = LAYERS[3][1:]
     # columns are read one by one: no multiples of anything
     config = FusedMoEConfig(count, top_k, hidden - 3, size + 3, dtype=torch.float16)
-    if experts.unsupported_reasons(config, weight_key, activation_key, target, Environment.current()):
-        return
-    made = experts(config, weight_key=weight_key, activation_key=activation_key, device=target)
-    for tokens in (1, 300):
-        text = f"{experts.__name__} {str(weight_key).partition(' ')[0]} shard {tokens}"
-        yield Specimen(text, partial(call_on_meta, made, tokens, more_groups=True), experts.accepted_spills[1])
+    for pre_scaled in (False, True):
+        key = replace(weight_key, pre_scaled=pre_scaled)
+        if experts.unsupported_reasons(config, key, activation_key, target, Environment.current()):
+            continue
+        made = experts(config, weight_key=key, activation_key=activation_key, device=target)
+        for tokens in (1, 300):
+            text = f"{experts.__name__} {str(key).partition(' ')[0]} shard {tokens}"
+            yield Specimen(text, partial(call_on_meta, made, tokens, more_groups=True), experts.accepted_spills[1])
 
 
 def _with(config: FusedMoEConfig, feature: Feature) -> FusedMoEConfig | None:
