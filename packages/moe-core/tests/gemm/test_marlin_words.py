@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from moe_core import ConfigError, TensorError
+from moe_core.gemm.marlin import words
 from moe_core.gemm.marlin.words import interleave, interleaved_rows, order_words, words_of
 from torch import Tensor
 
@@ -91,6 +93,34 @@ def test_halves_in_turns_of_eight(rows: int, backend: str, device: torch.device)
     rest = [row for row in range(found.shape[1]) if row not in used]
     assert not found[:, rest].any()
     assert torch.equal(found, interleave(plain))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("order", "bits"), words.ARRANGEMENTS)
+@pytest.mark.parametrize(("columns", "launches"), [(256, 1), (200, 1), (198, 3)])
+def test_rows_of_whole_int32_are_one_launch(
+    columns: int,
+    launches: int,
+    bits: int,
+    order: str,
+    interleaved: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows that do not fill their words too: gpt-oss' have 2880 columns.  Others are filled up, each expert's alone."""
+    packed = _packed(_codes(bits, 3, 26, columns), bits)
+    expected = order_words(packed, columns, bits, order=order, interleaved=interleaved, backend="torch")
+    launched: list[torch.Size] = []
+    original = words._launch
+
+    def launch(codes: Tensor, *rest: Any) -> None:
+        launched.append(codes.shape)
+        original(codes, *rest)
+
+    monkeypatch.setattr(words, "_launch", launch)
+    found = order_words(packed.to(device), columns, bits, order=order, interleaved=interleaved, backend="triton")
+    assert torch.equal(found.cpu(), expected)
+    assert len(launched) == launches
 
 
 def test_misaligned_and_strided_codes() -> None:

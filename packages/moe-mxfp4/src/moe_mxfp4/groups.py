@@ -8,6 +8,10 @@ from torch.nn import functional as F
 
 #: columns that share a scale
 GROUP = 32
+#: all bits of eight bytes' codes but their signs
+_MAGNITUDES = 0x7777777777777777
+#: bytes of codes that are looked at together
+_STEP_BYTES = 128 << 20
 
 
 def counting_groups(codes: Tensor, columns: int) -> Tensor:
@@ -15,10 +19,15 @@ def counting_groups(codes: Tensor, columns: int) -> Tensor:
     experts, rows, width = codes.shape
     groups = -(-columns // GROUP)
     out = torch.empty(experts, rows, groups, dtype=torch.bool, device=codes.device)
-    # expert by expert: magnitudes take as much memory as the codes
-    for found, one in zip(out, codes, strict=True):
-        magnitudes = F.pad(one & 0x77, (0, groups * GROUP // 2 - width))
-        found.copy_(magnitudes.view(rows, groups, GROUP // 2).amax(dim=2) > 0)
+    # some experts at a time: what is made of them takes half as much memory as they
+    step = max(1, _STEP_BYTES // max(1, rows * width))
+    for at in range(0, experts, step):
+        some = codes[at : at + step]
+        whole = F.pad(some, (0, groups * GROUP // 2 - width)) if width % (GROUP // 2) else some.contiguous()
+        if whole.storage_offset() % 8:
+            whole = whole.clone()
+        first, second = whole.view(torch.int64).view(len(some), rows, groups, 2).unbind(3)
+        torch.ne((first | second).bitwise_and_(_MAGNITUDES), 0, out=out[at : at + step])
     return out
 
 

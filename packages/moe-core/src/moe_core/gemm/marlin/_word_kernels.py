@@ -18,6 +18,7 @@ def order_kernel(
     out,
     units,
     width,
+    stored,
     rows,
     half,
     BITS: tl.constexpr,
@@ -26,7 +27,7 @@ def order_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """int32 [units, 16] of canonical codes to int32 [units, 16] in the order of `words`; a row has `width` units.
+    """int32 [rows, stored] of canonical codes to int32 [units, 16] in the order of `words`; a row has `width` units.
 
     INTERLEAVED: the `rows` of an expert, of which `half` are gates, are interleaved (`words.interleave`).
     """
@@ -34,7 +35,8 @@ def order_kernel(
     inside = (unit < units)[:, None]
     sixteen = tl.arange(0, 16)[None, :]
     # `words.ARRANGEMENTS` of the bytes
-    tile = tl.load(codes + unit[:, None] * 16 + sixteen, mask=inside, other=0)
+    column = (unit % width)[:, None] * 16 + sixteen
+    tile = tl.load(codes + (unit // width)[:, None] * stored + column, mask=inside & (column < stored), other=0)
     tile = (tile[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 255
     if BITS == 8:
         tile = tile.reshape(BLOCK, 4, 2, 4, 2).permute(0, 3, 1, 4, 2)

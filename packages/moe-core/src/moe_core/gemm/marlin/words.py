@@ -77,7 +77,7 @@ def order_words(
     if words.numel() == 0:
         return words
     on_gpu = use_triton(codes, backend)
-    if on_gpu and size == width * 4 and codes.is_contiguous() and codes.data_ptr() % 4 == 0:
+    if on_gpu and size % 4 == 0 and codes.is_contiguous() and codes.data_ptr() % 4 == 0:
         _launch(codes, words, bits, interleaved, order)
         return words
     for out, one in zip(words, codes, strict=True):
@@ -127,20 +127,22 @@ def _ordered(codes: Tensor, bits: int, order: str) -> Tensor:
 
 
 def _launch(codes: Tensor, out: Tensor, bits: int, interleaved: bool, order: str) -> None:
+    """``codes`` have rows of whole int32, which need not fill the words of ``out``."""
     import triton
 
     from moe_core.gemm.marlin._word_kernels import order_kernel
     from moe_core.jit.launch import launch
 
-    units = codes.numel() // (4 * WORDS)
-    block = 128
+    width, block = out.shape[2] // WORDS, 128
+    units = codes.shape[0] * codes.shape[1] * width
     launch(
         order_kernel,
         (triton.cdiv(units, block),),
         codes.view(torch.int32),
         out,
         units,
-        out.shape[2] // WORDS,
+        width,
+        codes.shape[2] // 4,
         codes.shape[1],
         codes.shape[1] // 2,
         BITS=bits,
