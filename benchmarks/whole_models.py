@@ -31,7 +31,7 @@ from unittest import mock
 import moe_transformers
 import torch
 import transformers
-from moe_core.checkpoint.reading_threads import AHEAD, READERS
+from moe_core.checkpoint.reading_threads import READERS_AHEAD
 from moe_transformers.plan import Plan
 from safetensors.torch import save, save_file
 from torch import Tensor
@@ -266,11 +266,10 @@ def read_seconds(folder: Path) -> float:
         if gpu:
             own.device[:size].copy_(own.host[:size])
 
-    threads = AHEAD * READERS
-    ready = threading.Barrier(threads)
-    with ThreadPoolExecutor(threads, initializer=begin) as pool:
+    ready = threading.Barrier(READERS_AHEAD)
+    with ThreadPoolExecutor(READERS_AHEAD, initializer=begin) as pool:
         # memory is taken before: every thread's initialiser waits for the others
-        list(pool.map(lambda _: None, range(threads)))
+        list(pool.map(lambda _: None, range(READERS_AHEAD)))
         start = synchronized()
         list(pool.map(bring, pieces))
         return synchronized() - start

@@ -116,11 +116,11 @@ def load_layer(
 
 
 def load_layers(chosen: Iterable[ChosenLayer]) -> Generator[FusedMoELayer, None, None]:
-    """The layers, in order; one is read while the one before it is converted.
+    """The layers, in order; the next two are read while one is converted.
 
-    At a time there are those that were returned, the tensors of a layer that is converted and those of one that is
-    read; on the way to the last layer that is never more than all layers take and one of them again.  Closing the
-    iterator ends the reading.
+    At a time there are those that were returned, the tensors of a layer that is converted and those of two that are
+    read; on the way to the last layer that is never more than all layers take and one of them again, beside some
+    hundred MB on their way.  Closing the iterator ends the reading.
     """
     from moe_core.checkpoint.reading_threads import read_ahead
 

@@ -68,7 +68,7 @@ def test_all_layers_have_the_same_readers() -> None:
             seen.update(in_threads(lambda _: threading.current_thread(), 8, MANY))
 
     list(read_ahead(range(9), read, lambda _, found: found, lambda _: MANY))
-    assert 1 < len(seen) <= reading_threads.AHEAD * reading_threads.READERS
+    assert 1 < len(seen) <= reading_threads.READERS_AHEAD
     assert not any(thread.is_alive() for thread in seen)
 
 
@@ -107,7 +107,8 @@ class Result:
 
 @pytest.mark.parametrize("nbytes", [0, MANY], ids=["in turn", "ahead"])
 def test_layers_are_read_ahead(nbytes: int) -> None:
-    """While one is used, the next is read, and no more than the two exist."""
+    """While one is used, the next ones are read, and no more than so many exist."""
+    ahead = reading_threads.AHEAD if nbytes else 1
     alive: set[int] = set()
     most, at_once = [0], [0]
     reading = [threading.Event() for _ in range(9)]
@@ -118,16 +119,15 @@ def test_layers_are_read_ahead(nbytes: int) -> None:
 
     def use(index: int, result: Result) -> int:
         assert result.index == index
-        if nbytes and index < 8:
-            assert reading[index + 1].wait(30)
-        at_once[0] += reading[min(8, index + 2)].is_set() and index + 2 <= 8
+        assert all(one.wait(30) for one in reading[index + 1 : index + ahead])
+        at_once[0] += any(one.is_set() for one in reading[index + ahead :])
         most[0] = max(most[0], len(alive))
         return index
 
     assert list(read_ahead(range(9), read, use, lambda _: nbytes)) == list(range(9))
     assert not alive
     assert not at_once[0]
-    assert most[0] <= (2 if nbytes else 1)
+    assert most[0] <= ahead
 
 
 @pytest.mark.parametrize("failing", ["read", "use", "close"])
@@ -153,7 +153,7 @@ def test_reading_ahead_ends_with_the_first_error(failing: str) -> None:
     else:
         with pytest.raises(mc.MoEError, match="broken"):
             found.extend(layers)
-    assert len(read) <= 5
+    assert len(read) <= 3 + reading_threads.AHEAD
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("moe_core_ahead")]
 
 
@@ -231,9 +231,14 @@ class _AsForAGpu:
         monkeypatch.setattr(Staging, "__init__", init)
 
 
+@pytest.mark.parametrize("arranged", [1, 50_000, 1 << 20], ids=["each group", "some groups", "all groups"])
 @pytest.mark.parametrize("case", FOLDERS, ids=lambda path: path.rpartition("/")[2])
-def test_a_layer_through_staging_memory_is_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory on the way to a GPU is used again for all of a layer's groups, by each thread for itself."""
+def test_a_layer_through_staging_memory_is_the_same(case: str, arranged: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory on the way to a GPU is used again for all of a layer's groups, by each thread for itself.
+
+    However many groups are arranged there together.
+    """
+    monkeypatch.setattr(stacks, "ARRANGED_BYTES", arranged)
     folder = CASES / case
     expected = canonical(folder, torch.device("cpu"))
     monkeypatch.setattr(reading_threads, "FEWEST_BYTES", 0)
@@ -265,6 +270,25 @@ def test_a_group_on_its_way_to_a_gpu_takes_one_copy(
             )
         counts.append(operators.count)
     assert counts[2] - counts[1] == 4
+
+
+@pytest.mark.parametrize("arranged", [1, 1 << 20], ids=["each group", "all groups"])
+def test_a_refusal_while_a_gpu_arranges_is_raised(
+    tmp_path: Path, arranged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that read are waited for; nothing is left of them."""
+    layer = find_layer(Checkpoint.open(write(tmp_path / "c", expert_tensors(experts=64))))
+    monkeypatch.setattr(reading_threads, "FEWEST_BYTES", 0)
+    monkeypatch.setattr(stacks, "ARRANGED_BYTES", arranged)
+    _AsForAGpu(monkeypatch, layer.nbytes // 9)
+
+    def refuse(stored: torch.Tensor) -> torch.Tensor:
+        raise BadValuesError("", 1, len(stored))
+
+    with pytest.raises(BadValuesError) as caught:
+        load_stacked(layer, ("gate", "up"), "weight", experts=range(64), device="cpu", arrange=refuse)
+    assert caught.value.stack is not None
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("moe_core_reader")]
 
 
 def test_a_value_that_is_refused_is_found_among_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

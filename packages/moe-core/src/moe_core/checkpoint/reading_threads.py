@@ -19,12 +19,15 @@ S = TypeVar("S")
 T = TypeVar("T")
 U = TypeVar("U")
 
-#: threads of one layer
+#: threads of one layer that is read by itself
 READERS = 4
+#: threads of all layers that are read ahead
+READERS_AHEAD = 8
 #: bytes below which starting threads takes longer than reading
 FEWEST_BYTES = 32 << 20
-#: layers that are read at a time
-AHEAD = 2
+#: layers that are read at a time: one whose tensors are all there but for the last ones, which are looked at; one that
+#: all threads read; and one that they go on with, while what waits for the first is converted
+AHEAD = 3
 
 #: ``pool``: the readers of the layer that a thread loads
 _OWN = threading.local()
@@ -44,7 +47,7 @@ def readers() -> Iterator[None]:
         pool.shutdown(cancel_futures=True)
 
 
-def in_threads(job: Callable[[int], T], count: int, nbytes: int) -> Iterator[T]:
+def in_threads(job: Callable[[int], T], count: int, nbytes: int) -> Generator[T, None, None]:
     """``job(0)`` to ``job(count - 1)``, in this order, which together read ``nbytes``.
 
     The first error ends it; jobs that have not begun are dropped, and those that have are waited for.
@@ -70,11 +73,11 @@ def read_ahead(
 ) -> Generator[U, None, None]:
     """``use(item, read(item))`` for each of ``items``, in order.
 
-    While one is used, which is done here, the next is read in a thread, and the one after it from when the use has
-    ended: two of what ``read`` returns exist at a time.  What has few ``nbytes`` is read when it is used.  The first
-    error ends it; what is being read is waited for, and dropped.
+    While one is used, which is done here, the next ones are read in threads, and another one from when the use has
+    ended: :data:`AHEAD` of what ``read`` returns exist at a time.  What has few ``nbytes`` is read when it is used.
+    The first error ends it; what is being read is waited for, and dropped.
     """
-    run, shared = _in_modes(read), _threads(AHEAD * READERS, "moe_core_reader")
+    run, shared = _in_modes(read), _threads(READERS_AHEAD, "moe_core_reader")
     pool = _threads(AHEAD, "moe_core_ahead", lambda: setattr(_OWN, "pool", shared))
     waiting: deque[tuple[S, Future[T] | None]] = deque()
     rest = iter(items)

@@ -72,7 +72,7 @@ class SafetensorsFile:
             count = min(PIECE_BYTES, len(flat) - at)
             piece = staging(count, target)
             self.read_spans([(name, at, piece.room[:count])])
-            piece.copy_to(flat[at : at + count])
+            piece.copy_to([flat[at : at + count]])
         # another thread's stream may be another one
         torch.cuda.current_stream(target).synchronize()
         return out

@@ -6,6 +6,7 @@ side by side there, and after each call of the system a thread waits for Python'
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import threading
@@ -27,6 +28,9 @@ from moe_core.errors import CheckpointError
 GROUP_BYTES = 8 << 20
 #: the same on the way to a GPU
 GPU_GROUP_BYTES = PIECE_BYTES
+#: of experts that are arranged at a time on a GPU, as stored: it is told so in few calls, after each of which a thread
+#: waits for Python's lock
+ARRANGED_BYTES = 8 * GPU_GROUP_BYTES
 #: bytes at whose multiples tensors of one kind begin, so that they can be taken for any type
 _ALIGNED = 64
 
@@ -130,12 +134,13 @@ def _read(
     target = torch.device(device)
     on_gpu = is_staged(target)
     kept = [_Kept(layer, stack, len(experts), target) for stack in stacks]
-    # in memory on the way: first what is arranged, which a GPU gets by one copy
-    on_the_way = sorted((one for one in kept if on_gpu or one.arrange is not None), key=lambda one: one.arrange is None)
+    # in memory on the way
+    on_the_way = [one for one in kept if on_gpu or one.arrange is not None]
     each = sum(one.each for one in kept)
     room = (GPU_GROUP_BYTES if on_gpu else GROUP_BYTES) - _ALIGNED * sum(len(one.sizes) for one in kept)
     many = max(1, room // max(1, each))
     groups = [slice(at, min(at + many, len(experts))) for at in range(0, len(experts), many)]
+    chunks = _Chunks(kept, groups) if on_gpu else None
 
     def filled(number: int) -> list[Tensor]:
         """Puts some experts into their places; what is said of them, while a CPU has them at hand."""
@@ -150,17 +155,20 @@ def _read(
         for one in kept:
             outs |= one.places(spots[one] if one in spots else one.room[slots.start * one.each :], count)
         layer.read_all(experts[slots], outs)
-        if piece is not None:
-            arranged = sum(one.arrange is not None for one in on_the_way)
-            here = piece.on(target, begins[arranged]) if arranged else None
-            for one, begin in zip(on_the_way, begins, strict=False):
-                if here is not None and one.arrange is not None:
-                    one.put(slots, here[begin:], one.arrange)
-                else:
-                    piece.copy_to(one.flat[slots.start * one.each : slots.stop * one.each], begin)
-        return [] if on_gpu else [one.check(one.tensor[slots]) for one in kept if one.check is not None]
+        if piece is not None and chunks is not None:
+            piece.copy_to(chunks.places(number), begins)
+            return []
+        for one, begin in zip(on_the_way, begins, strict=False):
+            if piece is not None and one.arrange is not None:
+                one.put(slots, piece.tensor[begin:], one.arrange)
+        return [one.check(one.tensor[slots]) for one in kept if one.check is not None]
 
-    flags = list(itertools.chain.from_iterable(in_threads(filled, len(groups), each * len(experts))))
+    flags: list[Tensor] = []
+    with contextlib.closing(in_threads(filled, len(groups), each * len(experts))) as reading:
+        for number, found in enumerate(reading):
+            flags += found
+            if chunks is not None:
+                chunks.arrange(number)
     if on_gpu:
         flags = [one.check(one.tensor) for one in kept if one.check is not None]
     if flags and bool(torch.stack(flags).any()):
@@ -169,10 +177,62 @@ def _read(
     return [one.tensor for one in kept]
 
 
+class _Chunks:
+    """Where ``groups`` of experts are copied to on a GPU: the result, or memory from which it is arranged.
+
+    That is done for many groups at once, a chunk: a GPU is told in few calls what to do.
+    """
+
+    def __init__(self, kept: Sequence[_Kept], groups: Sequence[slice]) -> None:
+        self._kept, self._groups = kept, groups
+        self._lock = threading.Lock()
+        arranged = [one for one in kept if one.arrange is not None]
+        each = groups[0].stop * sum(one.each for one in arranged)
+        #: groups of a chunk; projections that are not alike lie apart in each group
+        self._many = max(1, ARRANGED_BYTES // max(1, each)) if all(one.by_expert for one in arranged) else 1
+        #: by chunk, for each of ``kept``: its memory, and where in it groups begin
+        self._memory: dict[int, list[tuple[Tensor, Sequence[Tensor]]]] = {}
+
+    def places(self, number: int) -> list[Tensor]:
+        """Where each of ``kept`` has its bytes of the group ``number``."""
+        chunk, place = divmod(number, self._many)
+        with self._lock:
+            if chunk not in self._memory:
+                self._memory[chunk] = [self._of(one, self._slots(chunk)) for one in self._kept]
+            return [parts[place] for _, parts in self._memory[chunk]]
+
+    def arrange(self, number: int) -> None:
+        """Arranges a chunk where ``number`` was its last group; groups are copied in order, and all by this time."""
+        chunk = number // self._many
+        if number + 1 < min((chunk + 1) * self._many, len(self._groups)):
+            return
+        with self._lock:
+            memory = self._memory.pop(chunk)
+        for one, (whole, _) in zip(self._kept, memory, strict=True):
+            if one.arrange is not None:
+                one.put(self._slots(chunk), whole, one.arrange)
+
+    def _slots(self, chunk: int) -> slice:
+        groups = self._groups[chunk * self._many : (chunk + 1) * self._many]
+        return slice(groups[0].start, groups[-1].stop)
+
+    def _of(self, one: _Kept, slots: slice) -> tuple[Tensor, Sequence[Tensor]]:
+        if one.arrange is None:
+            whole = one.flat[slots.start * one.each : slots.stop * one.each]
+        else:
+            nbytes = one.each * (slots.stop - slots.start) if one.by_expert else one.nbytes(slots.stop - slots.start)
+            whole = torch.empty(nbytes, dtype=torch.uint8, device=one.device)
+        if self._many == 1:
+            return whole, (whole,)
+        groups = [at for at in self._groups if slots.start < at.stop <= slots.stop]
+        return whole, torch.split(whole, [one.each * (at.stop - at.start) for at in groups])
+
+
 class _Kept:
     """A stack while it is read.
 
-    - ``sizes``: bytes of one expert's tensors, as stored, ``each``: of all of them
+    - ``sizes``: bytes of one expert's tensors, as stored, ``each``: of all of them; ``by_expert``: an expert's lie side
+      by side
     - ``tensor``: the result, once its shape is known
     - where nothing is arranged, ``flat``: the result's bytes, ``room``: the same of one on the CPU, to be written
     """
@@ -182,7 +242,7 @@ class _Kept:
     room: memoryview
 
     def __init__(self, layer: LayerExperts, stack: Stack, count: int, device: torch.device) -> None:
-        self._layer, self._stack, self._count, self._device = layer, stack, count, device
+        self._layer, self._stack, self._count, self.device = layer, stack, count, device
         self._lock = threading.Lock()
         self._stored = [_dtype(layer, projection, stack.suffix) for projection in stack.projections]
         self._shapes = [layer.shape(projection, stack.suffix) for projection in stack.projections]
@@ -196,7 +256,7 @@ class _Kept:
             self.arrange = _as_stored
         # an expert's lie side by side where all are of one shape and type: one tensor, with which less is to be done
         alike = len({*zip(self._shapes, self._stored, strict=True)}) == 1
-        self._by_expert = alike or self.arrange is None
+        self.by_expert = alike or self.arrange is None
         self._starts: list[int] = []
         if self.arrange is None:
             self._allocate(self._shapes, self._stored[0])
@@ -210,13 +270,13 @@ class _Kept:
 
     def _begins(self, count: int) -> list[int]:
         """Where each projection's first tensor begins, and their end."""
-        if self._by_expert:
+        if self.by_expert:
             return [*itertools.accumulate(self.sizes[:-1], initial=0), _aligned(count * self.each)]
         return [*itertools.accumulate((_aligned(count * size) for size in self.sizes), initial=0)]
 
     def places(self, room: memoryview, count: int) -> dict[Key, Sequence[memoryview]]:
         """Where ``count`` experts' tensors are read to."""
-        steps = [self.each] * len(self.sizes) if self._by_expert else self.sizes
+        steps = [self.each] * len(self.sizes) if self.by_expert else self.sizes
         spots = zip(self._stack.projections, self._begins(count), steps, self.sizes, strict=False)
         return {(name, self._stack.suffix): places(room, begin, step, size, count) for name, begin, step, size in spots}
 
@@ -224,7 +284,7 @@ class _Kept:
         """Arranges what lies ``here``, as :meth:`places` says, and keeps it."""
         count = slots.stop - slots.start
         try:
-            if self._by_expert:
+            if self.by_expert:
                 stored = here[: count * self.each].view(self._stored[0])
                 part = arrange(stored.view(count * len(self.sizes), *self._shapes[0]))
                 self._allocate([tuple(part.shape[1:])] * len(self.sizes), self._stack.dtype or part.dtype)
@@ -250,7 +310,7 @@ class _Kept:
                 return
             starts = list(itertools.accumulate((shape[0] for shape in shapes), initial=0))
             shape = (self._count, starts[-1], *shapes[0][1:])
-            self.tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            self.tensor = torch.empty(shape, dtype=dtype, device=self.device)
             self._starts = starts
 
     def refuse(self, experts: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ each call of torch or of the system lets go of Python's lock, and a thread besid
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -55,19 +56,12 @@ class Staging:
         self.room = bytes_of(self.tensor)
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
-    def copy_to(self, out: Tensor, begin: int = 0) -> None:
-        """Copy bytes from ``begin`` on to ``out``, uint8 on one device; to a GPU without waiting for it."""
-        out.copy_(self.tensor[begin : begin + len(out)], non_blocking=self._copied is not None)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(out.device))
-
-    def on(self, device: torch.device, nbytes: int) -> Tensor:
-        """The first bytes on ``device``: the same memory on the CPU."""
-        if self._copied is None:
-            return self.tensor[:nbytes].to(device)
-        out = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.copy_to(out)
-        return out
+    def copy_to(self, outs: Sequence[Tensor], begins: Sequence[int] = (0,)) -> None:
+        """Copy bytes from ``begins`` on to ``outs``, uint8 on one device; to a GPU without waiting for it."""
+        for out, begin in zip(outs, begins, strict=False):
+            out.copy_(self.tensor[begin : begin + len(out)], non_blocking=self._copied is not None)
+        if self._copied is not None and outs:
+            self._copied.record(torch.cuda.current_stream(outs[0].device))
 
     def wait(self) -> None:
         """Until a GPU has copied what was here."""
