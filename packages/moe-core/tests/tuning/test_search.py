@@ -136,7 +136,9 @@ def test_kernels_that_round_otherwise_are_no_candidates() -> None:
     assert specialised(blocks, 640) == {False, True}
 
 
-@pytest.mark.parametrize(("tokens", "tried"), [(64, {False}), (1024, {False}), (2048, {False, True}), (4096, {False, True})])
+@pytest.mark.parametrize(
+    ("tokens", "tried"), [(64, {False}), (1024, {False}), (2048, {False, True}), (4096, {False, True})]
+)
 def test_the_order_of_tiles_is_tried_where_experts_have_several(tokens: int, tried: set[bool]) -> None:
     """Four rows for each of 128 experts, 64, 128 (half of them have more) and 256."""
     found = neighbours(INT4, launch_plan(INT4, tokens), tokens, tokens)
