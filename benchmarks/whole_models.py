@@ -61,6 +61,15 @@ def gptq(name: str, rows: int, cols: int) -> Tensors:
     }
 
 
+def packed(name: str, rows: int, cols: int) -> Tensors:
+    """compressed-tensors' 4 bits, groups of 128."""
+    return {
+        f"{name}.weight_packed": _words(rows, cols // 8),
+        f"{name}.weight_scale": torch.full((rows, cols // 128), cols**-0.5 / 4, dtype=torch.bfloat16),
+        f"{name}.weight_shape": torch.tensor([rows, cols]),
+    }
+
+
 def plain(name: str, rows: int, cols: int) -> Tensors:
     """bfloat16."""
     return {f"{name}.weight": (torch.randn(rows, cols, device=DEVICE) * cols**-0.5).bfloat16()}
@@ -147,6 +156,14 @@ TINY = {
 }
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+INT4_GROUPS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4_GROUPS}},
+}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 #: matrices so small that tensors count, in the numbers of a real model: what the host does for each while it loads
 SMALL = {
@@ -157,6 +174,7 @@ SIZES: dict[str, dict[str, Any]] = {"real": {}, "small": SMALL, "tiny": TINY}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[..., Tensors], Callable[..., Tensors]]] = {
     "qwen3-30b-a3b-fp8": ("Qwen3Moe", QWEN3, FP8, qwen3, fp8),
     "qwen3-30b-a3b-int4": ("Qwen3Moe", QWEN3, GPTQ, qwen3, gptq),
+    "qwen3-30b-a3b-int4-packed": ("Qwen3Moe", QWEN3, PACKED, qwen3, packed),
     "gpt-oss-20b-mxfp4": ("GptOss", GPT_OSS, MXFP4, gpt_oss, plain),
 }
 
