@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core.gemm.heuristics.mixed_input import MAX_PARTS, RESIDENT_4
+from moe_core.gemm.heuristics.mixed_input import MAX_PARTS, RESIDENT_4, takes_8_rows
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import steps_of
 
@@ -36,10 +36,11 @@ def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
     hidden, size = problem.hidden_size, problem.intermediate_size
     if tokens > 1:
         # a pair reads its expert's weights; tiles read them once for each expert that is reached, by random choice.
-        # In int4 a pair takes two thirds of the time of an expert's tile, which takes less the more there are.
-        reached = problem.num_experts * (1 - max(0.0, 1 - problem.top_k / problem.num_experts) ** tokens)
-        most = {"int4": 1.55 - tokens / 64, "int8": 1.15}.get(problem.element, 1.04)
-        if pairs > most * reached or tokens > MOST_TOKENS.get(problem.element, tokens):
+        # In int4 a pair takes two thirds of the time of an expert's tile of 16 rows, which takes less the more there
+        # are, and four fifths of that of one of 8 rows.
+        int4 = 1.2 if takes_8_rows(problem) else 1.55 - tokens / 64
+        most = {"int4": int4, "int8": 1.15}.get(problem.element, 1.04)
+        if pairs > most * problem.reached(tokens) or tokens > MOST_TOKENS.get(problem.element, tokens):
             return None
     if pairs * hidden > MAX_PARTS:
         return None

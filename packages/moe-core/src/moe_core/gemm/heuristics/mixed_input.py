@@ -1,10 +1,11 @@
 """Launch configurations of mixed_input: 16-bit activations, and weights that were repacked at load.
 
 Every product is transposed (`swap_ab`).  Tiles of 4-bit words have 128 rows of weights and four warps: the 16-bit
-numbers of more do not fit their registers.  With more than 24 rows per expert sm_90 has a kernel of its own for them,
-which dequantises beside the tensor cores (`moe_core.gemm.marlin.hopper`).  8-bit words take twice the shared memory:
-tiles of 128 rows of activations would leave one program of four warps on a multiprocessor, and get 256 rows of weights
-and eight warps, or two stages.
+numbers of more do not fit their registers.  Beside up to five rows per expert sm_90 takes tiles of 8 rows for them,
+multiplied by `mma.sync`: few registers, so that twice as many programs keep loads in flight.  With more than 24 rows
+per expert sm_90 has a kernel of its own for them, which dequantises beside the tensor cores
+(`moe_core.gemm.marlin.hopper`).  8-bit words take twice the shared memory: tiles of 128 rows of activations would leave
+one program of four warps on a multiprocessor, and get 256 rows of weights and eight warps, or two stages.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from moe_core.gemm.plan import TilePlan
 MAX_PARTS = 1 << 21
 #: programs of four warps that 132 multiprocessors hold at a time
 RESIDENT_4 = 2 * RESIDENT
+#: tiles of 8 rows that an expert has in the mean, up to which they are ahead of tiles of 16
+MOST_TILES_OF_8 = 1.15
 
 
 def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
@@ -71,8 +74,32 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     return TilePlan(many, many if mean > 384 else some)
 
 
+def takes_8_rows(problem: LayerProblem) -> bool:
+    """Whether tiles of 8 rows are worth it at all: their instruction sums otherwise than that of more rows."""
+    return problem.capability == 90 and problem.bits == 4 and problem.dtype_bytes == 2 and not problem.batch_invariant
+
+
+def _eight_rows(problem: LayerProblem, tokens: int) -> TilePlan:
+    """Tiles of 8 rows: a multiprocessor holds six programs, and reading is all that they wait for."""
+    reached, pairs = problem.reached(tokens), tokens * problem.top_k
+    width = problem.intermediate_size * (2 if problem.gated else 1)
+    gemm1_steps, gemm2_steps = steps_of(problem.hidden_size), steps_of(problem.intermediate_size)
+    gemm1 = swapped(8, 4, 4 if gemm1_steps > 16 else 3, group=1)
+    gemm2 = swapped(8, 4, 3, group=1)
+    if problem.may_split:
+        # up to three rounds of long parts: a second round that is nearly empty costs more than adding parts up
+        shorter = ((1800, 8), (720, 5)) if problem.element == "int4" else ()
+        limits = ((2300, 16), *shorter, (512, 4))
+        gemm1_split = _split(int(reached * steps_of(width)), gemm1_steps, pairs * width, *limits)
+        gemm2_split = _split(int(reached * gemm1_steps), gemm2_steps, pairs * problem.hidden_size, (1056, 25), (528, 5))
+        gemm1, gemm2 = replace(gemm1, split_k=gemm1_split), replace(gemm2, split_k=gemm2_split)
+    return TilePlan(gemm1, gemm2, problem.may_split and pairs <= 64)
+
+
 def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
-    """Tiles of 16 rows, whose k loops may be split."""
+    """Tiles of 8 or 16 rows, whose k loops may be split."""
+    if takes_8_rows(problem) and expected_tiles(problem, tokens, 8) <= MOST_TILES_OF_8:
+        return _eight_rows(problem, tokens)
     # where many experts have two tiles
     group = 1 if problem.rows_per_expert(tokens) <= 12 else 8
     if not problem.may_split:
@@ -83,9 +110,9 @@ def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
     gemm1_steps, gemm2_steps = steps_of(problem.hidden_size), steps_of(problem.intermediate_size)
     gemm1_tiles, gemm2_tiles = experts * steps_of(width), experts * gemm1_steps
     # parts of eight steps at least, and up to three rounds; shorter ones only where multiprocessors are left over
-    gemm1_split = _split(gemm1_tiles, gemm1_steps, pairs * width, (1800, 8), (720, 5), (512, 4))
+    gemm1_split = _split_few(gemm1_tiles, gemm1_steps, pairs * width, (1800, 8), (720, 5), (512, 4))
     limits = ((1056, 28), (400, 5), (264, 3)) if bits == 4 else ((264, 4),)
-    gemm2_split = _split(gemm2_tiles, gemm2_steps, pairs * problem.hidden_size, *limits)
+    gemm2_split = _split_few(gemm2_tiles, gemm2_steps, pairs * problem.hidden_size, *limits)
     gemm1 = swapped(16, 4, 4 if gemm1_steps > 16 else 3, group=group, split=gemm1_split)
     gemm2 = swapped(16, 4, 3, group=group, split=gemm2_split)
     if bits == 8:
@@ -105,5 +132,10 @@ def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
 
 
 def _split(tiles: int, steps: int, size: int, *limits: tuple[int, int]) -> int:
-    """`split_k`, where multiprocessors are left over and ``size`` numbers of each part's result have room."""
-    return 1 if tiles >= RESIDENT_4 else split_k(tiles, steps, *limits, most=min(16, MAX_PARTS // max(size, 1)))
+    """`split_k`, where ``size`` numbers of each part's result have room."""
+    return split_k(tiles, steps, *limits, most=min(16, MAX_PARTS // max(size, 1)))
+
+
+def _split_few(tiles: int, steps: int, size: int, *limits: tuple[int, int]) -> int:
+    """`_split`, where multiprocessors are left over."""
+    return 1 if tiles >= RESIDENT_4 else _split(tiles, steps, size, *limits)

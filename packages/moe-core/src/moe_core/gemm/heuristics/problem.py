@@ -51,6 +51,10 @@ class LayerProblem:
         """The mean over all experts."""
         return tokens * self.top_k / self.num_experts
 
+    def reached(self, tokens: int) -> float:
+        """Experts that any of the tokens goes to, in the mean over uniform routing."""
+        return self.num_experts * (1 - max(0.0, 1 - self.top_k / self.num_experts) ** tokens)
+
 
 def element_of(key: QuantKey | None) -> Element:
     """The element type of a weight key; symmetric and unsigned integers are one."""

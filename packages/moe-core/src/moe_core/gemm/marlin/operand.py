@@ -187,7 +187,8 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b @ a.T) * scale of the step's one group."""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    if a.shape[0] < 16 and not INTERPRET:
+    FOUR_BITS: tl.constexpr = b.shape[1] * 8 == a.shape[1]
+    if (a.shape[0] < 16 or (FOUR_BITS and a.shape[0] == 16)) and not INTERPRET:
         # Triton copies ahead of time only what products are made of: scales go into the words, by no instruction
         bits = b_scale.to(tl.int32, bitcast=True)[:, None]
         b = tl.inline_asm_elementwise("", "=r,0,r", [b, bits], dtype=tl.int32, is_pure=True, pack=1)
