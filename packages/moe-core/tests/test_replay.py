@@ -299,6 +299,27 @@ def test_descriptors_of_scratch_memory_follow_the_callers_workspace_alone() -> N
     assert calls.reasons() == ("a descriptor of scratch memory that belongs to one call",)
 
 
+def test_a_workspace_may_be_any_part_of_a_buffer() -> None:
+    """Engines cut scratch memory out of one buffer, anew for each call; layers that are alike are called with it."""
+    kernel, key, buffer = Kernel(), object(), torch.empty(1 << 14, dtype=torch.uint8)
+    layers = [replay(weights, alike=lambda: key) for weights in (layer(), layer(), layer())]
+    for number, first in enumerate([4096] * 6 + [8192] * 3 + [0] * 3 + [4096] * 3):
+        calls = layers[number % 3]
+        weights, x, out = calls.weights, numbers(), torch.empty(SIZE)
+        buffer.fill_(255)  # whoever read elsewhere in it would read NaN
+        workspace = Workspace("cpu", buffer[first : first + 4096])
+
+        def call(space: Workspace, weights: Any = weights, x: Tensor = x, out: Tensor = out) -> None:
+            h = space.take(SPEC)["h"]
+            launch(kernel, (2,), h, (x, weights.w13), None, 2.0, FLAG="x")
+            launch(kernel, (2,), out, (weights.w2, None), SimpleNamespace(base=h), 3.0, FLAG="x")
+
+        calls.run(call, (out, x), workspace)
+        assert torch.equal(out, 3 * weights.w2 + (2 * x + weights.w13)), number
+    # the first call and the one that is recorded, then all that lie where that one did
+    assert (kernel.dispatched, kernel.started) == (2 * (2 + 6), 2 * (4 + 3))
+
+
 def test_descriptors_of_weights_stay_and_those_of_inputs_are_not_replayed() -> None:
     kernel, weights = Kernel(), layer()
     calls = replay(weights)

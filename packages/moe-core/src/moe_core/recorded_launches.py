@@ -87,7 +87,7 @@ class WeightMemory:
 
 
 def _element(within: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
-    """One element of the memory of ``within``, ``offset`` bytes from its start."""
+    """One element of the storage of ``within``, ``offset`` bytes from the storage's start."""
     place, beyond = divmod(offset, dtype.itemsize)
     if beyond:
         raise NotReplayable(f"a descriptor {offset} bytes from the start of its memory")
@@ -226,5 +226,6 @@ class Record:
         if isinstance(owner, tuple):
             descriptor.base = self._memory.tensor_at(owner[1], offset, value.dtype)
         elif self._scratch is not None:
-            descriptor.base = _element(self._scratch, offset, value.dtype)
+            # engines give a part of a buffer of theirs, which need not be the first one; its elements are bytes
+            descriptor.base = _element(self._scratch, int(self._scratch.storage_offset()) + offset, value.dtype)
         return descriptor

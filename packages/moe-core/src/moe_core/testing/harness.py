@@ -33,7 +33,7 @@ from moe_core.workspace import Workspace, workspace_nbytes
 POISONS = {"NaN": 0xFF, "huge values": 0x7B}
 #: devices that experts are told they run on where none of theirs is: in the Triton interpreter, or for conversion only
 PRETENDED = ("sm90", "sm100", "sm89", "sm80", "sm120", "gfx950", "gfx942")
-_GUARD = 512  # bytes behind a workspace, and rows around an output, that must stay as they were
+_GUARD = 512  # bytes around a workspace, and around an output, that must stay as they were
 
 
 @contextlib.contextmanager
@@ -231,22 +231,24 @@ def call(kernel: FusedMoEKernel, problem: Problem, output: Tensor | None = None)
 def watched_call(kernel: FusedMoEKernel, problem: Problem, poison: int) -> Tensor:
     """One call with a workspace of exactly the stated size and an output, both filled with ``poison`` bytes.
 
-    Raises AssertionError where bytes behind the workspace or around the output change.
+    Both are parts of wider buffers.  Raises AssertionError where bytes around them change.
     """
     x, config = problem.inputs.x, kernel.config
     needed = workspace_nbytes(kernel.workspaces(x.shape[0]))
-    memory = torch.full((needed + _GUARD,), poison, dtype=torch.uint8, device=x.device)
+    memory = torch.full((needed + 2 * _GUARD,), poison, dtype=torch.uint8, device=x.device)
     rows = max(1, _GUARD // config.hidden_size)
     row_bytes = config.hidden_size * config.dtype.itemsize
     surrounding = torch.full(((x.shape[0] + 2 * rows) * row_bytes,), poison, dtype=torch.uint8, device=x.device)
     output = surrounding.view(config.dtype).view(-1, config.hidden_size)[rows : rows + x.shape[0]]
-    kernel.workspace = Workspace(x.device, memory[:needed])
+    kernel.workspace = Workspace(x.device, memory[_GUARD:-_GUARD])
     try:
         call(kernel, problem, output)
     finally:
         kernel.workspace = None
-    if not bool((memory[needed:] == poison).all()):
+    if not bool((memory[-_GUARD:] == poison).all()):
         raise AssertionError("bytes behind the workspace were written: workspaces() states less than apply uses")
+    if not bool((memory[:_GUARD] == poison).all()):
+        raise AssertionError("bytes before the workspace were written")
     around = torch.cat((surrounding[: rows * row_bytes], surrounding[(rows + x.shape[0]) * row_bytes :]))
     if not bool((around == poison).all()):
         raise AssertionError("memory before or behind the output was written")
