@@ -4,7 +4,8 @@
 
 vLLM's RoutedExperts, its quantisation method and its modular kernel; sizes of Qwen3-30B-A3B, random weights.
 The second and the third must be equal in every bit, and the second must hold no weights beside vLLM's parameters:
-the script exits with 1 where that is not so.  Times are medians of CUDA graphs of several calls, each on other tokens.
+the script exits with 1 where that is not so, and says which outputs differ: of eager calls, of those that start
+recorded launches, or of a graph.  Times are medians of CUDA graphs of several calls, each on other tokens.
 
 It needs vLLM 0.33.  `--vllm` names a folder with vLLM's Python files in its place (tools/unpack_python.py): what they
 import and is not installed is stood in for.  vLLM's own experts need its compiled operators in that folder; where
@@ -147,22 +148,37 @@ def layers(form: Any, sizes: Any, most: int, dry: bool, compiled: bool) -> tuple
     return found, vllm_layers.copies(ours)
 
 
-def measure(peers: dict[str, Ready], found: list[Call], replays: int) -> tuple[dict[str, float], bool, float | None]:
-    """Microseconds of each peer; whether ours equals moe-core's in every bit; how far vLLM's own is from it."""
-    outputs = {name: [peer.run(*call) for call in found] for name, peer in peers.items()}
+def difference(outputs: list[Tensor], expected: list[Tensor]) -> dict[str, Any] | None:
+    """Between two peers' outputs [M, K] of the same calls: None where all bits are equal.
+
+    Else how many rows of each call's output differ, and by how much at most (NaN where one of them has it).
+    """
+    one, two = torch.stack(outputs), torch.stack(expected)
+    rows = (one.view(torch.int16) != two.view(torch.int16)).any(dim=-1).sum(dim=-1)  # as integers: NaN equals itself
+    return {"rows": rows.tolist(), "max_abs": float((one.float() - two.float()).abs().max())} if rows.any() else None
+
+
+def measure(
+    peers: dict[str, Ready], found: list[Call], replays: int
+) -> tuple[dict[str, float], dict[str, Any], float | None]:
+    """Microseconds of each peer; which outputs are not those of moe-core's first calls; how far vLLM's own are.
+
+    Names of outputs are a peer's and how its calls ran: eager, recorded (second and later eager ones) or captured.
+    """
+    outputs = {f"{name} eager": [peer.run(*call) for call in found] for name, peer in peers.items()}
+    for name, peer in peers.items():
+        outputs[f"{name} recorded"] = [peer.run(*call) for call in found]
     graphs = {}
     for name, peer in peers.items():
-        graphs[name], captured_outputs = captured([partial(peer.run, *call) for call in found])
+        graphs[name], outputs[f"{name} captured"] = captured([partial(peer.run, *call) for call in found])
         graphs[name].replay()
-        if name != "vllm_default":  # whose kernels may add in any order
-            outputs[f"{name} captured"] = captured_outputs
-    expected = outputs["moe_core"]
-    equal = all(
-        torch.equal(one, two)
-        for name in outputs
-        if name != "vllm_default"
-        for one, two in zip(outputs[name], expected, strict=True)
-    )
+    expected = outputs["moe_core eager"]
+    differs = {
+        name: apart
+        for name, tensors in outputs.items()
+        # whose kernels may add in any order
+        if not name.startswith("vllm_default") and (apart := difference(tensors, expected)) is not None
+    }
     heat_up()
     times: dict[str, list[float]] = {name: [] for name in peers}
     # in every order: clocks drift, and what ran before has heated the GPU
@@ -170,10 +186,10 @@ def measure(peers: dict[str, Ready], found: list[Call], replays: int) -> tuple[d
         for name in names:
             times[name].append(statistics.median(replay_times(graphs[name], len(found), replays)))
     distance = None
-    if "vllm_default" in outputs:
-        one, two = outputs["vllm_default"][0].float(), expected[0].float()
+    if "vllm_default" in peers:
+        one, two = outputs["vllm_default eager"][0].float(), expected[0].float()
         distance = float((one - two).norm() / two.norm())
-    return {name: statistics.median(of) for name, of in times.items()}, equal, distance
+    return {name: statistics.median(of) for name, of in times.items()}, differs, distance
 
 
 def benchmark(kind: str, sizes: Any, tokens: list[int], chosen: argparse.Namespace, compiled: bool) -> list[Any]:
@@ -188,13 +204,15 @@ def benchmark(kind: str, sizes: Any, tokens: list[int], chosen: argparse.Namespa
         print(f"{kind}: " + ", ".join(f"{name} {peer.experts}" for name, peer in peers.items()), flush=True)
         # the largest first: vLLM's scratch memory grows before graphs are captured
         for count in [] if chosen.dry else sorted(tokens, reverse=True):
-            times, equal, distance = measure(peers, batches(sizes, count), chosen.replays)
+            times, differs, distance = measure(peers, batches(sizes, count), chosen.replays)
             for name, us in times.items():
                 rows[name]["points"].append({"M": count, "us": us})
-            rows["moe_vllm"]["points"][-1]["equal"] = equal
+            rows["moe_vllm"]["points"][-1] |= {"equal": not differs} | ({"differs": differs} if differs else {})
             text = "  ".join(f"{name} {us:8.2f} us" for name, us in times.items())
             apart = "" if distance is None else f", vLLM's own differs by {distance:.2%}"
-            print(f"{kind:13} {count:6} tokens  {text}  {'equal' if equal else 'DIFFERS'}{apart}", flush=True)
+            print(f"{kind:13} {count:6} tokens  {text}  {'DIFFERS' if differs else 'equal'}{apart}", flush=True)
+            for name, by in differs.items():
+                print(f"  DIFFERS: {name}, in {by['rows']} rows of {count}, by at most {by['max_abs']:.3g}", flush=True)
     return list(rows.values())
 
 
