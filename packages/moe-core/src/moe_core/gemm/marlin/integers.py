@@ -74,7 +74,7 @@ def quarter_integers(words, scales, U: tl.constexpr, dtype: tl.constexpr):
 
 _QUARTERS = {scaled: specialize(quarter_integers, SCALED=scaled) for scaled in (False, True)}
 _MULTIPLY = specialize(operand.multiply, dequantize=dequantize_integers)
-_MULTIPLY_GROUP = specialize(operand.multiply_group, dequantize=dequantize_integers)
+_MULTIPLY_GROUP = specialize(operand.multiply_group, dequantize=dequantize_integers, SCALES_AHEAD=True)
 _MULTIPLY_SCALED = specialize(operand.multiply, dequantize=specialize(dequantize_integers, SCALED=True))
 
 

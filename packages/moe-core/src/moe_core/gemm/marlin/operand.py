@@ -32,9 +32,11 @@ from moe_core.jit.specialize import specialize
 
 #: columns of a step
 STEP = tl.constexpr(128)
-# set by `specialize`: bits of a code, groups of a step (see `LOAD_WORDS`), and an element type
+# set by `specialize`: bits of a code, groups of a step (see `LOAD_WORDS`), whether `multiply_group` has its scales copied
+# ahead of time, and an element type
 BITS = tl.constexpr(4)
 GROUPS = tl.constexpr(0)
+SCALES_AHEAD = tl.constexpr(False)
 dequantize: Any = None
 
 
@@ -187,8 +189,7 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b @ a.T) * scale of the step's one group."""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    FOUR_BITS: tl.constexpr = b.shape[1] * 8 == a.shape[1]
-    if (a.shape[0] < 16 or (FOUR_BITS and a.shape[0] == 16)) and not INTERPRET:
+    if SCALES_AHEAD and not INTERPRET:
         # Triton copies ahead of time only what products are made of: scales go into the words, by no instruction
         bits = b_scale.to(tl.int32, bitcast=True)[:, None]
         b = tl.inline_asm_elementwise("", "=r,0,r", [b, bits], dtype=tl.int32, is_pure=True, pack=1)
