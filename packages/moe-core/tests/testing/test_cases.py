@@ -175,12 +175,26 @@ def test_gpu_checks_come_with_a_gpu() -> None:
 
 def test_every_pair_of_keys_meets_many_rows_on_a_gpu() -> None:
     cases = [c for c in conformance_cases(ToyExperts, target=CPU, on_gpu=True) if c.check == "many_rows"]
-    assert {(c.weight_key, c.activation_key) for c in cases} == set(covered_keys(ToyExperts.claims))
-    for case in cases:
+    keys = covered_keys(ToyExperts.claims)
+    wide, narrow = cases[: len(keys)], cases[len(keys) :]
+    for found in (wide, narrow):
+        assert {(c.weight_key, c.activation_key) for c in found} == set(keys)
+        assert all(c.config.max_num_tokens in (None, c.tokens) for c in found)
+    for case in wide:
         assert case.tokens / case.config.num_experts >= 512
         assert case.config.hidden_size >= 2048
         assert case.config.intermediate_size >= 1024
-        assert case.config.max_num_tokens in (None, case.tokens)
+    for case in narrow:
+        assert case.tokens / case.config.num_experts > 96
+        assert 0 < case.config.intermediate_size % 128 <= 64
+
+
+def test_many_rows_of_a_narrow_layer_are_looked_at_without_a_gpu() -> None:
+    cases = [c for c in conformance_cases(ToyExperts, target=CPU) if c.check == "many_rows"]
+    assert len(cases) == 1
+    assert cases[0].tokens > 192
+    assert cases[0].config.is_gated
+    assert 0 < cases[0].config.intermediate_size % 128 <= 64
 
 
 def test_a_budget_is_small_or_full() -> None:

@@ -45,6 +45,8 @@ KeyPair = tuple[QuantKey | None, QuantKey | None]
 
 #: tokens, hidden and intermediate size, at least, of a layer of two experts: whole tiles for many rows, and long loops
 _MANY_ROWS = (1024, 2048, 1024)
+#: the same with tiles of gemm1 that need not reach the end of an intermediate row's last 128 columns
+_MANY_NARROW_ROWS = (264, 64, 40)
 #: hidden size, intermediate size and tokens of layers whose batch invariance is looked at
 _LONG_ROWS = (1024, 768, 300)
 _LONG_ROWS_IN_SMALL = (1024, 128, 33)
@@ -189,9 +191,11 @@ def conformance_cases(
     layers = list(cases)
     cases += _layer_cases(layers, claims, budget, on_gpu)
     if on_gpu:
-        cases += [case for case in _many_rows(layers, claims) if supported(case)[0]]
+        cases += [case for case in _many_rows(layers, claims, _MANY_ROWS) if supported(case)[0]]
     if claims.keeps_nan:
         cases += _nan_cases(cases, claims, supported, everywhere=on_gpu or budget == "full")
+    narrow = [case for case in _many_rows(layers, claims, _MANY_NARROW_ROWS) if supported(case)[0]]
+    cases += narrow if on_gpu or budget == "full" else narrow[:1]
     if claims.batch_invariant:
         cases += _invariance_cases(cases, claims, supported, budget, on_gpu)
     template = cases[0] if cases else None
@@ -362,11 +366,14 @@ def _layer_cases(cases: list[Case], claims: Claims, budget: str, on_gpu: bool) -
     return [replace(layer, check=check) for check, chosen in layers.items() for layer in chosen]
 
 
-def _many_rows(cases: list[Case], claims: Claims) -> list[Case]:
-    """Hundreds of rows per expert for every pair of keys: other tiles, and more in flight at a time."""
-    tokens, hidden, size = _MANY_ROWS
+def _many_rows(cases: list[Case], claims: Claims, sizes: tuple[int, int, int]) -> list[Case]:
+    """Hundreds of rows per expert for every pair of keys: other tiles, and more in flight at a time.
+
+    ``sizes``: tokens, hidden and intermediate size, at least.  Activations are gated where one with the keys is.
+    """
+    tokens, hidden, size = sizes
     found: dict[KeyPair, Case] = {}
-    for case in cases:
+    for case in sorted(cases, key=lambda case: not case.config.is_gated):
         if case.config.routing is None and not case.config.is_lora_enabled:
             found.setdefault((case.weight_key, case.activation_key), case)
     h, n = claims.hidden_multiple, claims.intermediate_multiple

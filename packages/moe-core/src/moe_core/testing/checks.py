@@ -232,12 +232,18 @@ def check_nan(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
 
 
 def check_many_rows(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """The result of hundreds of rows per expert is right as a whole, and the same bits each time."""
+    """The result of hundreds of rows per expert is right as a whole, and the same bits each time.
+
+    Whatever scratch memory held: the last two calls are those of `check_values`.
+    """
     problem = make_problem(case, place.device)
     kernel = make_kernel(experts, problem, place)
     results = [call(kernel, problem) for _ in range(3)]
     if not all(same_bits(result, results[0]) for result in results):
         raise AssertionError("repeated calls differ")
+    for name, byte in POISONS.items():
+        if not same_bits(watched_call(kernel, problem, byte), results[0]):
+            raise AssertionError(f"the result depends on what output or workspace held before (here {name})")
     compare(experts, problem, results[0], place, elements=False)
 
 

@@ -239,7 +239,8 @@ class ScaledMMScheme(ActivationScheme):
 
     def h(self, call: Call, order: Order, which: int) -> OperandA:
         work, amax = call.workspace, self._amax(call)
-        values, wide, found = work["h_values"], work["h"], work["h_scales"]
+        # whole tiles of gemm1 may be narrower than whole blocks of h: columns behind its own may not be written
+        values, wide, found = work["h_values"], work["h"][:, : call.w2.k], work["h_scales"]
         if self._in_epilogue(call) and self.h_scale is not None:
             return self._rows(call, values, self.h_scale, which, amax, by_row=False)
         if self._quantizes_h_on_load(call) and amax is not None:
