@@ -176,3 +176,50 @@ def test_products_rounded_before_their_bias_need_a_claim() -> None:
     expected_output(inputs.x, weights, config, rounds_products=True, **arguments).compare(early, "result")
     with pytest.raises(AssertionError, match="outside their bounds"):
         expected_output(inputs.x, weights, config, **arguments).compare(early, "result")
+
+
+def _one_expert(w2: torch.Tensor, x: torch.Tensor, activation: MoEActivation) -> Expected:
+    """A float32 layer of one expert without gate: the activated ``x``, times ``w2``."""
+    config = FusedMoEConfig(
+        num_experts=1,
+        top_k=1,
+        hidden_size=len(w2),
+        intermediate_size=w2.shape[1],
+        activation=activation,
+        dtype=torch.float32,
+    )
+    weights = quantize_moe_weights(
+        torch.eye(w2.shape[1], len(w2))[None], w2[None], gated=False, weight_key=None, activation_key=None
+    )
+    ids = torch.zeros(len(x), 1, dtype=torch.int32)
+    return expected_output(x, weights, config, topk_weights=torch.ones(len(x), 1), topk_ids=ids)
+
+
+def test_terms_of_one_sign_are_added_up_one_after_another() -> None:
+    """The sum grows to many times the terms' norm, and each addition rounds it."""
+    generator = torch.Generator().manual_seed(3)
+    terms = 2048
+    w2 = torch.rand(terms, terms, generator=generator) * 0.01 + 0.01
+    x = torch.rand(1, terms, generator=generator) * 0.1 + 1
+    expected = _one_expert(w2, x, MoEActivation.RELU2_NO_MUL)
+    total = torch.zeros(terms)
+    for column in range(terms):
+        total = total + x[0, column].square() * w2[:, column]
+    expected.compare(total[None], "one after another")
+    # such an error is no rare draw: of zero mean and as large, the terms would leave much less
+    norm = (x.square().double() * w2.double()).norm(dim=1)
+    assert bool(((total.double() - expected.exact[0]).abs() > 6 * 2.0**-24 * math.sqrt(terms / 3) * norm).any())
+
+
+def test_what_is_smaller_than_any_normal_number_may_be_zero() -> None:
+    smallest = torch.finfo(torch.float32).smallest_normal
+    x = torch.zeros(2, 8)
+    x[0, 0], x[1, 0] = smallest, 1.0
+    expected = _one_expert(torch.eye(8), x, MoEActivation.SILU_NO_MUL)
+    assert 0 < expected.exact[0, 0] < smallest
+    nothing = expected.exact.clone()
+    nothing[0] = 0
+    expected.compare(nothing, "flushed")
+    nothing[1] = 0
+    with pytest.raises(AssertionError, match="are outside their bounds"):
+        expected.compare(nothing, "lost")

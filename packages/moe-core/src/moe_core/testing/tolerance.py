@@ -12,11 +12,13 @@ of the dtype:
 - weights and quantised activations: what the yardstick's rounding of them is;
 - the first product, the activated values, each expert's result, the output: an error uniform within half a unit in the
   last place (a whole one where conversions truncate);
-- float32 sums of n terms: a standard deviation of 2^-24 sqrt(n / 3) of the terms' norm, that of one sum after another;
+- float32 sums of n terms, one after another: an error of up to 2^-24 of each partial sum.  Terms of one sign add up
+  to S evenly, others to their norm T: a standard deviation of at most 2^-24 sqrt(n / 3 (T^2 + S^2 / 3));
 - the activation function: a unit of float32 in the last place of its inputs' product;
 - the quantiser of the second product (and of the first, where x was weighted) sees values that are off by this much:
   values near a rounding boundary land on the other side, and a power-of-two scale may double.  The reference's own
-  values say which and how far, so nothing is assumed about how often that happens.
+  values say which and how far, so nothing is assumed about how often that happens;
+- magnitudes below the smallest normal float32, which GPUs may take for zeros: of activated values and of results.
 
 An element's bound is six standard deviations of the sum of all these (2e-9 of falling outside, for sums of independent
 bounded terms), plus the output's rounding.  The floor is the expected norm plus four standard deviations of its square
@@ -46,6 +48,8 @@ from moe_core.weights import MoEWeights
 FACTOR = 1.5
 #: standard deviations that an element may be off, and that the squared norm may exceed its mean
 ELEMENT_SIGMAS, NORM_SIGMAS = 6.0, 4.0
+#: of float32; GPUs may take what is smaller for zero
+_SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 #: means of eight equally likely parts of the normal distribution
 _NORMAL_POINTS = (-1.647, -0.895, -0.492, -0.158, 0.158, 0.492, 0.895, 1.647)
 
@@ -216,7 +220,7 @@ def expected_output(
     entering, before_quantiser, _ = _pre_scaled(steps, "w2", hidden, hidden_variance, own, routed, rounding)
     second = _spread(entering, before_quantiser, dynamic, None)
     result = x.new_zeros(pairs_total, config.hidden_size, dtype=torch.float64)
-    variance = torch.zeros_like(result)
+    variance, flushed = torch.zeros_like(result), torch.zeros_like(result)
     mean = square = largest = 0.0
     for expert, pairs in experts:
         part = second.rows(pairs)
@@ -230,10 +234,11 @@ def expected_output(
         y_variance += early
         added, added_variance = _addition(lora, "w2", expert, hidden[pairs], token, rounding, hidden_variance[pairs])
         result[pairs], variance[pairs] = y + added, y_variance + added_variance
+        flushed[pairs] = _SMALLEST_NORMAL * (1 + w.abs().sum(dim=1))
         # in the norm over all output columns, an error of h_n counts |w_router W2[:, n]|^2
         weight = 1.0 if on_input else router[pairs].square()
         gain = w.square().sum(dim=0) * weight
-        rounded = _operands(part.value, w, rounding) + added_variance + early
+        rounded = _operands(part.value, w, y if bias is None else y - bias.double(), rounding) + added_variance + early
         mean += float((part.mean * gain).sum() + (rounded * weight).sum())
         # 2: a sum of many rounding errors is normal, its square has twice its variance squared
         square += float((part.mean * part.peak * gain.square()).sum() + 2 * (rounded * weight).square().sum())
@@ -248,7 +253,9 @@ def expected_output(
     exact = x.new_zeros(x.shape[0], config.hidden_size, dtype=torch.float64).index_add_(0, routed.token, contribution)
     total = torch.zeros_like(exact).index_add_(0, routed.token, variance)
     used = torch.zeros_like(exact[:, :1]).index_add_(0, routed.token, torch.ones_like(router))
-    bound = rounding.unit * exact.abs() + ELEMENT_SIGMAS * total.sqrt() + (used > 0) * rounding.tiny
+    zeros = torch.zeros_like(exact).index_add_(0, routed.token, flushed * factor.abs())
+    zeros += (used > 0) * max(rounding.tiny, _SMALLEST_NORMAL)
+    bound = rounding.unit * exact.abs() + ELEMENT_SIGMAS * total.sqrt() + zeros
     for last in (rounding.variance(contribution), rounding.variance(exact)):
         mean += float(last.sum())
         # 9/5: the fourth moment of a uniform variable in units of its variance squared
@@ -264,7 +271,7 @@ def expected_output(
 def _product(x: Tensor, variance: Tensor, w: Tensor, bias: Tensor | None, rounding: Rounding) -> tuple[Tensor, Tensor]:
     """x W^T + bias, and the variance of its error: that of x, and what :func:`_operands` says."""
     z = x @ w.T
-    z_variance = variance @ w.square().T + _operands(x, w, rounding)
+    z_variance = variance @ w.square().T + _operands(x, w, z, rounding)
     return (z if bias is None else z + bias.double()), z_variance
 
 
@@ -319,23 +326,30 @@ def _addition(
         parts = len(low_matrix) // high.shape[1]
         before = x.new_zeros(()) if variance is None else variance[rows] @ low_matrix.square().T
         low = x[rows] @ low_matrix.T
-        low_variance = before + _operands(x[rows], low_matrix, rounding) + rounding.variance(low)
+        low_variance = before + _operands(x[rows], low_matrix, low, rounding) + rounding.variance(low)
         for part, (at, noise, matrix) in enumerate(
             zip(low.chunk(parts, 1), low_variance.chunk(parts, 1), high.chunk(parts, 0), strict=True)
         ):
             columns = slice(part * len(matrix), (part + 1) * len(matrix))
             value = at @ matrix.T
             added[rows, columns] = value
-            summing = 2.0**-48 * len(matrix.T) / 3 * (at.square() @ matrix.square().T)
+            terms = at.square() @ matrix.square().T
+            summing = _summing(len(matrix.T)) * (terms + value.square() / 3)
             spread[rows, columns] = noise @ matrix.square().T + summing + rounding.variance(value)
     return added, spread
 
 
-def _operands(x: Tensor, w: Tensor, rounding: Rounding) -> Tensor:
-    """Variance of x W^T from rounding both operands and from summing in float32."""
+def _summing(terms: int) -> float:
+    """Variance of a float32 sum's error over T^2 + S^2 / 3, of so many terms."""
+    return 2.0**-48 * terms / 3
+
+
+def _operands(x: Tensor, w: Tensor, product: Tensor, rounding: Rounding) -> Tensor:
+    """Variance of ``product``, x W^T, from rounding both operands and from summing in float32."""
     x2, w2 = x.square(), w.square()
-    summing = 2.0**-48 * x.shape[1] / 3
-    return x2 @ (rounding.square(w) + summing * w2).T + rounding.square(x) @ w2.T
+    summing = _summing(x.shape[1])
+    of_operands = x2 @ (rounding.square(w) + summing * w2).T + rounding.square(x) @ w2.T
+    return of_operands + summing / 3 * product.square()
 
 
 def _activated(z: Tensor, sigma: Tensor, config: FusedMoEConfig) -> tuple[Tensor, Tensor]:

@@ -32,8 +32,8 @@ from moe_core.jit.specialize import specialize
 
 #: columns of a step
 STEP = tl.constexpr(128)
-# set by `specialize`: bits of a code, groups of a step (see `LOAD_WORDS`), whether `multiply_group` has its scales copied
-# ahead of time, and an element type
+# set by `specialize`: bits of a code, groups of a step (see `LOAD_WORDS`), whether `multiply_group` has its scales
+# copied ahead of time, and an element type
 BITS = tl.constexpr(4)
 GROUPS = tl.constexpr(0)
 SCALES_AHEAD = tl.constexpr(False)
