@@ -171,6 +171,21 @@ def test_short_tiles_are_for_short_loops_with_scales_along_k(
         assert (plan.gemm1.short_tiles, plan.gemm2.short_tiles) == wanted
 
 
+@pytest.mark.parametrize(("shape", "short"), [((2, 8, 4096, 14336), False), ((8, 256, 7168, 256), True)])
+def test_gemm1_keeps_tiles_of_64_rows_where_128_would_be_half_empty(
+    shape: tuple[int, int, int, int], short: bool
+) -> None:
+    top_k, experts = shape[:2]
+    for kind, wanted in (("e4m3 blocks", short), ("e4m3", False), ("int8 plain", False)):
+        for rows, alone in ((24, None), (32, True), (48, True), (64, False)):
+            plan = plan_of(kind, rows * experts // top_k, *shape)
+            assert plan.gemm1.warp_specialised == (alone is False)
+            assert plan.gemm2.warp_specialised == (alone is not None)
+            if alone:
+                assert plan.gemm1.block_m == 64
+                assert plan.gemm2.short_tiles == wanted
+
+
 @pytest.mark.parametrize(
     ("group_size", "hidden", "inner", "stages"),
     [(128, 4096, 6400, (5, 5)), (-1, 4096, 6400, (4, 4)), (128, 7168, 2048, (5, 3)), (-1, 2048, 768, (3, 3))],
