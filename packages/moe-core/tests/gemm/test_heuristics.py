@@ -198,6 +198,17 @@ def test_long_loops_have_more_steps_in_flight(
     assert (plan.gemm1.num_stages, plan.gemm2.num_stages) == stages
 
 
+def test_4_bit_words_beside_16_to_48_rows() -> None:
+    # a second tile of 16 rows costs short loops more than rows that are not there
+    plan = plan_of("mixed int4", 768, 8, 256, 7168, 256)
+    assert (plan.gemm1.block_m, plan.gemm2.block_m) == (32, 32)
+    # of an expert with one tile no other one finds the weights in L2
+    for tokens, group in ((512, 1), (1024, 8)):
+        plan = plan_of("mixed int4", tokens, 8, 128, 4096, 768)
+        assert plan.gemm1.warp_specialised
+        assert (plan.gemm1.group_m, plan.gemm2.group_m) == (group, 8)
+
+
 def test_few_tiles_share_loops() -> None:
     assert plan_of("mixed int4", 1, 8, 256, 7168, 256).gemm1.split_k == 8
     assert plan_of("mixed int4", 1, 2, 8, 4096, 14336).gemm1.split_k == 4

@@ -49,10 +49,7 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     few, some, many = swapped(32, 4, 3), swapped(64, 4, 3, tma=False), swapped(128, 4, 3, tma=False)
     if some_rows:
         few = replace(few, num_stages=4) if e2m1 else few
-        if problem.bits == 8:
-            return TilePlan(few, few)
-        # short programs: what they are made of matters more than how many products a weight enters
-        return TilePlan(few, swapped(16, 4, 3, group=1) if gemm2_steps <= 4 else few)
+        return TilePlan(few, few)
     if problem.bits == 8:
         wide = swapped(64, 8, 3, block_n=2 * BLOCK_N)
         gemm2 = wide if mean <= 96 and gemm2_steps > 8 else some
@@ -65,7 +62,8 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     if problem.capability == 90 and not problem.permuted:
         # the warp-specialised kernel takes the rows of the schedule's tiles; the rest is for where it can't
         some, many = replace(some, warp_specialised=True), replace(many, warp_specialised=True)
-        gemm1 = some if expected_tiles(problem, tokens, 64) <= 1.08 else many
+        # of an expert that has one tile no other finds the weights in L2: tiles side by side share its rows
+        gemm1 = replace(some, group_m=1) if expected_tiles(problem, tokens, 64) <= 1.08 else many
         return TilePlan(gemm1, many if mean > 384 else some)
     if mean <= 48:
         return TilePlan(some if e2m1 else few, swapped(64, 4, 3, group=1))
