@@ -170,9 +170,9 @@ def test_router_weights_in_16_bits_are_widened(dtype: torch.dtype) -> None:
 
 def test_an_empty_batch_may_have_any_strides() -> None:
     empty = torch.from_numpy(np.zeros((0, 16), dtype=np.float32))
-    apart = torch.empty_strided((0, 16), (7, 3))
+    strided = torch.empty_strided((0, 16), (7, 3))
     given = routing(0)
-    for x in (empty, empty.clone(), apart, torch.as_strided(X, (0, 16), (0, 0))):
+    for x in (empty, empty.clone(), strided, torch.as_strided(X, (0, 16), (0, 0))):
         assert make_layer()(x).shape == (0, 16)
         assert make_layer().kernel.apply(x, **given, output=torch.empty(0, 16)).shape == (0, 16)
 

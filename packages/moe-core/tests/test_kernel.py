@@ -275,7 +275,7 @@ def test_moving_a_layer_is_refused_with_the_reason() -> None:
         layer.to("meta")
 
 
-def test_columns_that_lie_apart_are_refused() -> None:
+def test_columns_that_are_not_contiguous_are_refused() -> None:
     _, _, weights, ids = inputs()
     with pytest.raises(TensorError, match=r"hidden_states has strides \(1, 5\), expected contiguous columns"):
         make(ToyExperts).apply(torch.zeros(16, 5).T, topk_weights=weights, topk_ids=ids)
@@ -294,18 +294,18 @@ def test_experts_get_contiguous_routing() -> None:
     x, _, weights, ids = inputs()
     expected = make(ToyExperts).apply(x, topk_weights=weights, topk_ids=ids)
     identity = torch.arange(6, dtype=torch.int32).repeat_interleave(2)[::2]
-    apart = {"topk_weights": weights.T.contiguous().T, "topk_ids": ids.T.contiguous().T, "expert_map": identity}
-    assert not any(tensor.is_contiguous() for tensor in apart.values())
-    assert torch.equal(make(SeesStrides).apply(x, **apart), expected)
+    strided = {"topk_weights": weights.T.contiguous().T, "topk_ids": ids.T.contiguous().T, "expert_map": identity}
+    assert not any(tensor.is_contiguous() for tensor in strided.values())
+    assert torch.equal(make(SeesStrides).apply(x, **strided), expected)
 
 
 def test_weights_are_brought_into_rows_before_conversion() -> None:
     weights = toy_weights(CONFIG)
-    apart = replace(weights, w13=weights.w13.mT.contiguous().mT, w13_bias=weights.w13_bias)
-    assert apart.w13.stride(-1) != 1
+    strided = replace(weights, w13=weights.w13.mT.contiguous().mT, w13_bias=weights.w13_bias)
+    assert strided.w13.stride(-1) != 1
     oracle = toy_oracle()
     selection = oracle.select(CONFIG, weight_key=None, activation_key=None, device="cpu")
-    converted = oracle.convert(selection, apart)
+    converted = oracle.convert(selection, strided)
     assert converted.w13.stride(-1) == 1
     assert torch.equal(converted.w13, weights.w13)
     assert oracle.convert(selection, weights).w13 is weights.w13

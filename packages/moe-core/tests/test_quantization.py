@@ -349,8 +349,8 @@ def test_packing_order() -> None:
     w = torch.tensor([[[-8.0, -7.0, 0.0, 7.0]]])
     # the scale is 8 / 7 in bf16, so that codes are those of the rounded quotients
     q, s, _ = quantize_weight(w * 7 / 8, kInt4Static.with_group(1, 4))
-    nibbles = [int(q[0, 0, 0]) & 15, int(q[0, 0, 0]) >> 4, int(q[0, 0, 1]) & 15, int(q[0, 0, 1]) >> 4]
-    assert nibbles == [1, 2, 8, 14]  # offset binary, even columns in the low nibble
+    codes = [int(q[0, 0, 0]) & 15, int(q[0, 0, 0]) >> 4, int(q[0, 0, 1]) & 15, int(q[0, 0, 1]) >> 4]
+    assert codes == [1, 2, 8, 14]  # offset binary, even columns in the low four bits
     assert s.dtype is torch.bfloat16
 
 

@@ -20,7 +20,7 @@ def codes(*shape):
 
 @pytest.mark.parametrize("columns", [32, 64, 96, 128, 1000])
 @pytest.mark.parametrize("half", [32, 64])
-def test_nibbles_come_back(half, columns):
+def test_codes_come_back(half, columns):
     w = codes(3, 5, columns)
     packed = pack_int4(w, half)
     assert packed.shape == (3, 5, -(-columns // (2 * half)) * half)
@@ -28,7 +28,7 @@ def test_nibbles_come_back(half, columns):
     assert not unpack_int4(packed, half, 2 * packed.shape[2])[:, :, columns:].any()
 
 
-def test_where_a_nibble_lies():
+def test_where_a_code_lies():
     w = torch.zeros(1, 1, 256, dtype=torch.int8)
     w[0, 0, 128 + 3], w[0, 0, 128 + 64 + 3] = -8, 5
     packed = pack_int4(w, 64)

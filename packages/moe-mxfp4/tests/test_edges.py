@@ -156,14 +156,14 @@ def test_scales_a_few_powers_apart(backend, dtype, device):
     config = layer(dtype=dtype)
     weights, inputs = problem(config)
 
-    def apart(scale):
+    def spread(scale):
         scale[:, :, 1] = scale[:, :, 1].clamp_min(12) - 12
 
     x = inputs.x.clone()
     x[:, 32:64] *= 2.0**12
-    _, exact = check(backend, config, with_scales(weights, w13=apart), replace(inputs, x=x), device)
+    _, exact = check(backend, config, with_scales(weights, w13=spread), replace(inputs, x=x), device)
     x[:, 32:64] = 0
-    _, without = check(backend, config, with_scales(weights, w13=apart), replace(inputs, x=x), device)
+    _, without = check(backend, config, with_scales(weights, w13=spread), replace(inputs, x=x), device)
     assert float((without - exact).norm()) > 0.1 * float(exact.norm())
 
 
@@ -229,7 +229,7 @@ def test_odd_sizes(backend, sizes, device):
 
 @EVERY
 def test_what_lies_beside_the_last_column(backend, device):
-    """The other nibble of a row's last byte, and infinite biases of other experts, are read by no one."""
+    """The other half of a row's last byte, and infinite biases of other experts, are read by no one."""
     config = layer(hidden_size=65, intermediate_size=33)
     weights, inputs = problem(config)
     codes = {name: getattr(weights, name).clone() for name in ("w13", "w2")}

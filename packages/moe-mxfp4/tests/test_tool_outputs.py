@@ -123,8 +123,8 @@ def test_ranks_of_expert_parallelism(case: str) -> None:
 # ------------------------------------------------------------------ the same experts, written otherwise
 
 
-def one_by_one(tensors: Tensors, weight: str, *, apart: bool) -> Tensors:
-    """gpt-oss's tensors expert by expert, gate and up ``apart`` or, as Quark has them, together with rows in turns."""
+def one_by_one(tensors: Tensors, weight: str, *, separate: bool) -> Tensors:
+    """gpt-oss's tensors expert by expert, gate and up ``separate`` or, as Quark has them, interleaved."""
     found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     ends = {"blocks": weight, "scales": "weight_scale", "bias": "bias"}
     for name, tensor in tensors.items():
@@ -134,7 +134,7 @@ def one_by_one(tensors: Tensors, weight: str, *, apart: bool) -> Tensors:
         for expert, one in enumerate(tensor):
             rows = one.flatten(1) if end == "blocks" else one
             parts = {projection: rows}
-            if apart and projection == "gate_up_proj":
+            if separate and projection == "gate_up_proj":
                 parts = {"gate_proj": rows[0::2], "up_proj": rows[1::2]}
             for part, own in parts.items():
                 found[f"{PREFIX}.{expert}.{part}.{ends[end]}"] = own
@@ -187,10 +187,10 @@ def same(tensors: Tensors) -> Tensors:
 ROUND = {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 4, "group_size": 32, "act_bits": 16}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "W4A16_MXFP4"}
 WRITTEN: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Tensors]]] = {
-    "compressed-tensors of gpt-oss": (GPT_OSS, compressed(), lambda t: one_by_one(t, "weight_packed", apart=True)),
-    "AutoRound of gpt-oss": (GPT_OSS, ROUND, lambda t: one_by_one(t, "weight_packed", apart=True)),
-    "Quark of gpt-oss": (GPT_OSS, quark(), lambda t: one_by_one(t, "weight", apart=False)),
-    "gpt-oss by its own name": (GPT_OSS, {"quant_method": "mxfp4"}, lambda t: one_by_one(t, "weight", apart=False)),
+    "compressed-tensors of gpt-oss": (GPT_OSS, compressed(), lambda t: one_by_one(t, "weight_packed", separate=True)),
+    "AutoRound of gpt-oss": (GPT_OSS, ROUND, lambda t: one_by_one(t, "weight_packed", separate=True)),
+    "Quark of gpt-oss": (GPT_OSS, quark(), lambda t: one_by_one(t, "weight", separate=False)),
+    "gpt-oss by its own name": (GPT_OSS, {"quant_method": "mxfp4"}, lambda t: one_by_one(t, "weight", separate=False)),
     "AutoRound": (COMPRESSED, ROUND, same),
     "Quark": (COMPRESSED, quark(), plain),
     "ModelOpt": (COMPRESSED, MODELOPT, plain),
@@ -261,7 +261,7 @@ def test_quantised_activations(name: str, tmp_path: Path) -> None:
 def test_gate_and_up_in_turns_are_not_taken_for_halves(tmp_path: Path) -> None:
     """The same tensors under another model's name: other values."""
     tensors = load_file(DATA / GPT_OSS / "io.safetensors")
-    folder = FILES.rewritten(GPT_OSS, tmp_path / "w", quark(), lambda t: one_by_one(t, "weight", apart=False))
+    folder = FILES.rewritten(GPT_OSS, tmp_path / "w", quark(), lambda t: one_by_one(t, "weight", separate=False))
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "openai_privacy_filter"}
     (folder / "config.json").write_text(json.dumps(config))

@@ -89,8 +89,8 @@ def matrices(case: str) -> dict[str, Matrix]:
             ("up_proj", slice(N, 2 * N), weights.w13, weights.w13_scale, weights.w13_zero_point),
             ("down_proj", slice(None), weights.w2, weights.w2_scale, weights.w2_zero_point),
         ):
-            nibbles = packed[expert, rows]
-            q = torch.stack((nibbles & 15, nibbles >> 4), dim=2).flatten(1).long()
+            packed_rows = packed[expert, rows]
+            q = torch.stack((packed_rows & 15, packed_rows >> 4), dim=2).flatten(1).long()
             s = scale[expert, rows]
             z = torch.full(s.shape, 8) if zero is None else zero[expert, rows].long()
             g_idx = torch.arange(q.shape[1], dtype=torch.int32) // (q.shape[1] // s.shape[1])

@@ -7,7 +7,7 @@ nothing runs and no memory is taken.  Which M differ is found, not listed:
 - else M decides by thresholds alone (number of programs, one launch or two): two numbers of tokens between which the
   choice stays, and whose launches are compiled alike, have none that differ between them; others are bisected
 - Triton compiles for integers that are 1, for multiples of 16 and for others; an integer that is some c * M is one of
-  these by the largest power of two up to 16 that divides M, so numbers that differ in it are looked at apart
+  these by the largest power of two up to 16 that divides M, so numbers that differ in it are looked at separately
 """
 
 from __future__ import annotations

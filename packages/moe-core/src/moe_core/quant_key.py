@@ -106,7 +106,7 @@ class Packing:
         return f"{self.values_per_word} per {str(self.storage).removeprefix('torch.')} along {self.axis}"
 
 
-#: Two 4-bit elements in a byte, even k in the low nibble.
+#: Two 4-bit elements in a byte, even k in the low four bits.
 PACKED_4BIT = Packing(torch.uint8, 2)
 #: element types whose codes are packed where a key does not say how
 _PACKED_TYPES = (FP4_E2M1, UINT4B8, UINT4)

@@ -18,7 +18,7 @@ def _codes(bits: int, *shape: int) -> Tensor:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Canonical bytes, even columns in low nibbles."""
+    """Canonical bytes, even columns in the low four bits."""
     if bits == 8:
         return codes
     even, odd = codes[..., 0::2], codes[..., 1::2]
@@ -61,8 +61,8 @@ def test_e2m1_is_spread_as_the_table_says(backend: str, device: torch.device) ->
     found = order_words(packed, 256, 4, order="e2m1", backend=backend).cpu().long()
     places = {0: (6, 7, 8, 15), 1: (3, 4, 5, 12), 2: (0, 1, 2, 9), 3: (13, 10, 11, 14)}
     for p, half in itertools.product(places, range(2)):
-        nibble = sum((found >> (place + 16 * half) & 1) << bit for bit, place in enumerate(places[p]))
-        assert torch.equal(nibble, plain >> (4 * p + 16 * half) & 15)
+        code = sum((found >> (place + 16 * half) & 1) << bit for bit, place in enumerate(places[p]))
+        assert torch.equal(code, plain >> (4 * p + 16 * half) & 15)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -140,8 +140,8 @@ def test_results_go_where_they_are_wanted(name: str, backend: str, device: torch
     w = values(shape_for(name), torch.bfloat16).to(device)
     want = quantize_weights(w, key, parts=2, backend=backend)
     out, scale = torch.empty_like(want.values), torch.empty_like(want.scale)
-    apart = torch.zeros(*w.shape[:2], w.shape[2] + 3, dtype=w.dtype, device=device)[:, :, 1:-2].copy_(w)
-    found = quantize_weights(apart, key, parts=2, out=out, scale_out=scale, backend=backend)
+    strided = torch.zeros(*w.shape[:2], w.shape[2] + 3, dtype=w.dtype, device=device)[:, :, 1:-2].copy_(w)
+    found = quantize_weights(strided, key, parts=2, out=out, scale_out=scale, backend=backend)
     assert found.values is out
     assert found.scale is scale
     same(out, want.values)

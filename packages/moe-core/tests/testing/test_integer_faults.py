@@ -111,7 +111,7 @@ class ZeroPointsLessOne(TorchExperts):
         return super().convert(replace(weights, w2_zero_point=zero_point.int() - 1))
 
 
-class ZeroPointsInNibbles(TorchExperts):
+class ZeroPointsInFourBits(TorchExperts):
     """Stores zero points like codes, where 16 becomes 0."""
 
     claims = claims(kInt4StaticAsym)
@@ -179,7 +179,7 @@ class InputFactorsAfterTheQuantiser(TorchExperts):
         return super()._entering(self.quantized(x, replace(desc, key=kFp8DynamicTokenSym)), desc, expert)
 
 
-class SwapsNibbles(TorchExperts):
+class SwapsCodes(TorchExperts):
     claims = claims(kInt4Static)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
@@ -245,14 +245,14 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (SortedColumnsFillGroups, OUTSIDE),
     (IgnoresZeroPoints, OUTSIDE),
     (ZeroPointsLessOne, OUTSIDE),
-    (ZeroPointsInNibbles, OUTSIDE),
+    (ZeroPointsInFourBits, OUTSIDE),
     (ZeroPointsInBytes, OUTSIDE),
     (ZeroPointsOfTheNextGroup, OUTSIDE),
     (IgnoresInputFactors, OUTSIDE),
     (IgnoresSecondInputFactors, OUTSIDE),
     (InputFactorsOfTheFirstExpert, OUTSIDE),
     (InputFactorsAfterTheQuantiser, NORM),
-    (SwapsNibbles, OUTSIDE),
+    (SwapsCodes, OUTSIDE),
     (ReadsCodesAsSigned, OUTSIDE),
     (LosesTheLowestCode, NORM),
     (ScalesWithoutSign, OUTSIDE),
@@ -272,13 +272,13 @@ MISTAKES: dict[type[FusedMoEExperts], str] = {
     SortedColumnsFillGroups: "the sorted columns of w13 and w2 are taken to fill their groups",
     IgnoresZeroPoints: "the zero points of w13 are the middle of the codes",
     ZeroPointsLessOne: "the zero points of w2 are one too small",
-    ZeroPointsInNibbles: "the zero points of w13 are cut to a code's bits",
+    ZeroPointsInFourBits: "the zero points of w13 are cut to a code's bits",
     ZeroPointsInBytes: "the zero points of w13 are cut to a code's bits",
     ZeroPointsOfTheNextGroup: "the zero points of w2 are those of another group",
     IgnoresInputFactors: "the factors of the inputs of w13 are left out",
     IgnoresSecondInputFactors: "the factors of the inputs of w2 are left out",
     InputFactorsOfTheFirstExpert: "the factors of the inputs of w13 are those of expert 0",
-    SwapsNibbles: "the nibbles of w2 are swapped",
+    SwapsCodes: "the two codes of each byte of w2 are swapped",
     ReadsCodesAsSigned: "the codes of w13 are read as two's complement",
     ScalesWithoutSign: "the scales of w13 lose their sign",
     LayoutOfTheOtherMatrix: "the memory of the scales of w13 is read as that of a transposed matrix",

@@ -49,8 +49,8 @@ class OtherWeights(TorchExperts):
         raise NotImplementedError
 
 
-class SwapsNibbles(OtherWeights):
-    """Takes the high nibble for the even column."""
+class SwapsCodes(OtherWeights):
+    """Takes the upper four bits for the even column."""
 
     def misread(self, weights: MoEWeights) -> dict[str, Tensor]:
         return {name: codes << 4 | codes >> 4 for name, codes in (("w13", weights.w13), ("w2", weights.w2))}
@@ -192,7 +192,7 @@ class FixedLimit(TorchExperts):
 OUTSIDE, NORM = "outside their bounds", "the error's norm"
 #: the fault, and what at least one failing case must say
 FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
-    (SwapsNibbles, OUTSIDE),
+    (SwapsCodes, OUTSIDE),
     (FlushesSubnormals, OUTSIDE),
     (SubnormalsWithALeadingOne, OUTSIDE),
     (ReadsIntegers, OUTSIDE),
@@ -211,7 +211,7 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
 ]
 #: what the kit calls the fault; nothing where it is none of the usual mistakes
 MISTAKES: dict[type[FusedMoEExperts], str] = {
-    SwapsNibbles: "the nibbles of w13 and w2 are swapped",
+    SwapsCodes: "the two codes of each byte of w13 and w2 are swapped",
     FlushesSubnormals: "subnormal codes of w13 and w2 are read as zero",
     BiasOf128: "the scales of w13 and w2 are half as large",
     LargestExponentIsInfinite: "the e8m0 scales 2**-127 or 2**127 of groups of zeros are misread",

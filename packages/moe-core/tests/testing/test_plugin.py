@@ -59,8 +59,8 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
-    def once(*arguments: str, apart: bool = False) -> pytest.RunResult:
-        start = pytester.runpytest_subprocess if apart else pytester.runpytest_inprocess
+    def once(*arguments: str, subprocess: bool = False) -> pytest.RunResult:
+        start = pytester.runpytest_subprocess if subprocess else pytester.runpytest_inprocess
         return start("-q", "-p", "no:cacheprovider", "-p", "moe-conformance", "--moe-device", "cpu", *arguments)
 
     return once
@@ -77,7 +77,7 @@ def test_sound_experts_pass_and_nothing_else_runs(run: Run) -> None:
 
 def test_other_tests_run_where_they_are_named(run: Run) -> None:
     # in a process of its own, whose options come by entry point
-    done = run("test_other.py", "--moe-experts", "mine:Mine", "-k", "refusals or other", apart=True)
+    done = run("test_other.py", "--moe-experts", "mine:Mine", "-k", "refusals or other", subprocess=True)
     assert done.ret == 0
     assert "2 passed" in done.stdout.str()
 

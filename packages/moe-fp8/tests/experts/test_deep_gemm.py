@@ -23,7 +23,9 @@ from moe_fp8.libraries.requantize import power_of_two_scales, shared_scale
 from moe_fp8.libraries.ue8m0 import packed_exponents
 
 MISSING = Environment.current().reason_against(DEEP_GEMM)
-needs_deep_gemm = pytest.mark.skipif(MISSING is not None, reason="DeepGEMM is not installed")
+needs_deep_gemm = pytest.mark.skipif(
+    MISSING is not None, reason="DeepGEMM is not installed (the package index has no release with its kernels)"
+)
 
 
 @pytest.mark.gpu

@@ -22,14 +22,14 @@ def scale_and_zero(scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def int4_half(group_size: int) -> int:
-    """Columns of a step in lower nibbles, and in upper ones; ``group_size`` -1: scales by channel."""
+    """Columns of a step in the lower four bits of bytes, and in the upper; ``group_size`` -1: scales by channel."""
     return 64 if group_size == -1 else min(group_size, 64)
 
 
 def pack_int4(codes: Tensor, half: int) -> Tensor:
     """Codes of -8 .. 7, int8 [E, rows, K], two in a byte: uint8 [E, rows, steps * half].
 
-    A step is ``2 * half`` columns in ``half`` bytes: column c in the lower nibble of byte c, column c + half in the
+    A step is ``2 * half`` columns in ``half`` bytes: column c in the lower four bits of byte c, column c + half in the
     upper one.  The last step is filled up with zeros.
     """
     experts, rows, columns = codes.shape

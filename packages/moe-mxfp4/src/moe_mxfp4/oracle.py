@@ -51,7 +51,7 @@ def convert_to_mxfp4_moe_kernel_format(
     """Canonical tensors of one layer in the layout of the selected backend.  Pure: the inputs stay as they are.
 
     - ``w13`` uint8 [E, 2N, ceil(K/2)] (gate rows first), ``w2`` uint8 [E, K, ceil(N/2)]: two e2m1 codes in a byte, even
-      columns in the low nibble
+      columns in the low four bits
     - ``w13_scale`` uint8 [E, 2N, ceil(K/32)], ``w2_scale`` uint8 [E, K, ceil(N/32)]: e8m0, 2**(s - 127)
     - ``w13_bias`` [E, 2N], ``w2_bias`` [E, K]
     - ``w13_input_scale``, ``w2_input_scale`` float32 [E], for static activations

@@ -104,7 +104,7 @@ def read_scales(scale):
     return scale[row // 64, group // 4, row % 16, row % 64 // 16 * 4 + group % 4]
 
 
-def nibbles(w):
+def canonical_codes(w):
     return torch.stack((w & 15, w >> 4), dim=-1).flatten(-2).long()
 
 
@@ -114,7 +114,7 @@ def test_every_code_has_its_place(rows, columns):
     packed = mixed_gemm_weights(w)
     assert packed.shape == w.shape
     for mine, given in zip(packed, w, strict=True):
-        assert torch.equal(read_codes(mine), nibbles(given))
+        assert torch.equal(read_codes(mine), canonical_codes(given))
 
 
 def test_every_scale_has_its_place():
@@ -135,7 +135,7 @@ def matrix(w, scale, expert):
     else:
         assert w.dtype is torch.int64
         assert scale.dtype is torch.int32
-        codes, exponents = nibbles(w[expert].view(torch.uint8)), untiled(scale[expert].view(torch.uint8))
+        codes, exponents = canonical_codes(w[expert].view(torch.uint8)), untiled(scale[expert].view(torch.uint8))
     return torch.tensor(E2M1_VALUES)[codes] * e8m0_to_float32(exponents).repeat_interleave(32, 1)
 
 
@@ -270,7 +270,7 @@ def test_padding_is_zeros(experts):
     _, converted = made(experts, LAYER)
     quant = converted.quant_config
     for w, rows, columns in ((converted.w13, 96, 160), (converted.w2, 160, 96)):
-        codes = read_codes(w[1]) if experts is FlashInferCutlassMxfp4Bf16Experts else nibbles(w[1])
+        codes = read_codes(w[1]) if experts is FlashInferCutlassMxfp4Bf16Experts else canonical_codes(w[1])
         for part in codes.chunk(2) if w is converted.w13 else (codes,):
             assert (part[:rows, :columns] & 7).any(dim=1).all()
             assert not part[rows:].any()
@@ -284,9 +284,11 @@ def test_up_comes_before_gate(experts):
     config = replace(LAYER, hidden_size=128, intermediate_size=128)
     weights = make_weights(config, *experts.claims.keys[0], seed=0)
     _, converted = made(experts, config, weights)
-    expected = nibbles(weights.w13[2]).roll(128, 0)
+    expected = canonical_codes(weights.w13[2]).roll(128, 0)
     codes = converted.w13[2]
-    assert torch.equal(read_codes(codes) if experts is FlashInferCutlassMxfp4Bf16Experts else nibbles(codes), expected)
+    assert torch.equal(
+        read_codes(codes) if experts is FlashInferCutlassMxfp4Bf16Experts else canonical_codes(codes), expected
+    )
     assert torch.equal(converted.quant_config.w1_bias, weights.w13_bias.roll(128, 1))
 
 

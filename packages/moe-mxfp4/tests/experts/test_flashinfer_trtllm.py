@@ -58,9 +58,9 @@ on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton does not
 
 
 def codes(packed):
-    """e2m1 numbers of bytes, the low nibble first, as float32."""
-    nibbles = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
-    return torch.tensor(E2M1_VALUES)[nibbles.long()]
+    """e2m1 numbers of bytes, the low four bits first, as float32."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
+    return torch.tensor(E2M1_VALUES)[codes.long()]
 
 
 def matrix(call, name, expert):
@@ -268,11 +268,11 @@ def test_rows_and_addresses_that_the_library_cannot_read_are_copied():
     kernel = FusedMoEKernel(*made(config))
     logits, plain = torch.randn(3, 8), torch.randn(3, 256, dtype=torch.bfloat16)
     expected = kernel.apply_monolithic(plain, router_logits=logits)
-    apart = torch.randn(3, 300, dtype=torch.bfloat16)[:, :256].copy_(plain)
+    strided = torch.randn(3, 300, dtype=torch.bfloat16)[:, :256].copy_(plain)
     shifted = torch.empty(1 + 3 * 256, dtype=torch.bfloat16)[1:].view(3, 256).copy_(plain)
     output = torch.zeros(1 + 3 * 256, dtype=torch.bfloat16)[1:].view(3, 256)
     assert shifted.data_ptr() % 16
-    for x in (apart, shifted):
+    for x in (strided, shifted):
         assert torch.equal(kernel.apply_monolithic(x, router_logits=logits, output=output), expected)
 
 

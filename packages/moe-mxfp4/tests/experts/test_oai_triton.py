@@ -93,7 +93,7 @@ def read_scales(scale, warps):
     return scale[place, column]
 
 
-def nibbles(w):
+def canonical_codes(w):
     return torch.stack((w & 15, w >> 4), dim=-1).flatten(-2).long()
 
 
@@ -103,7 +103,7 @@ def test_every_code_has_its_place(rows, columns):
     swizzled = swizzled_weights(w)
     assert swizzled.shape == (3, rows // 4, 2 * columns)
     for mine, given in zip(swizzled, w, strict=True):
-        assert torch.equal(read_codes(mine), nibbles(given))
+        assert torch.equal(read_codes(mine), canonical_codes(given))
 
 
 @pytest.mark.parametrize("warps", [4, 8])

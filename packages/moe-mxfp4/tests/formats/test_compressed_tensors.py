@@ -90,7 +90,7 @@ def test_experts(tmp_path: Path, gated: bool, bias: bool) -> None:
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
-    """Gate and up apart: no rows in turns."""
+    """Gate and up separate: no rows in turns."""
     experts = Experts(bias=True)
     check(source(tmp_path, experts.tensors(packed), config(), **GPT_OSS), experts)
 

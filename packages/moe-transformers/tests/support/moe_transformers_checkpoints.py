@@ -54,7 +54,7 @@ def _compressed(fmt: str, weights: dict[str, Any], inputs: dict[str, Any] | None
     return {"quant_method": "compressed-tensors", "format": fmt, "config_groups": {"group_0": group}, "ignore": []}
 
 
-def _nibbles(values: Tensor, dtype: torch.dtype) -> Tensor:
+def _packed_codes(values: Tensor, dtype: torch.dtype) -> Tensor:
     """4-bit codes in bytes, even columns low, as words of ``dtype``."""
     return values.contiguous().view(dtype)
 
@@ -72,7 +72,7 @@ def _gptq(values: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensors:
 
 def _gptq_words(values: Tensor) -> Tensor:
     """[rows, cols / 2] bytes -> [cols / 8, rows] words, whose lowest bits are the first column's."""
-    return _nibbles(values, torch.int32).mT.contiguous()
+    return _packed_codes(values, torch.int32).mT.contiguous()
 
 
 #: which output each of eight codes in a word of AWQ is
@@ -122,7 +122,7 @@ FORMATS: dict[str, Format] = {
         _INT4_32.with_scale_dtype(torch.bfloat16),
         _compressed("pack-quantized", _INT4_GROUP),
         lambda v, s, z: {
-            "weight_packed": _nibbles(v, torch.int32),
+            "weight_packed": _packed_codes(v, torch.int32),
             "weight_scale": s,
             "weight_shape": torch.tensor([v.shape[0], v.shape[1] * 2]),
         },

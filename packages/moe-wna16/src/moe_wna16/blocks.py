@@ -1,6 +1,6 @@
 """Products with weights of unsigned codes in groups, dequantised a block of rows at a time, in plain torch.
 
-A block fits into a CPU's cache, so that its float32 values are never written to memory.  The two nibbles of bytes
+A block fits into a CPU's cache, so that its float32 values are never written to memory.  The two codes of bytes
 become two halves of a block, even columns and odd ones; the columns of activations are put into that order, not codes.
 """
 

@@ -15,7 +15,7 @@ reaches from -136 to 119; t is 8 in groups with a code of 120 or more, and else 
 Other dtypes of activations take a path of the product that is slower than dequantising.  Its layout is private to torch
 and differs between instruction sets: :func:`available` finds out whether it is the one that :func:`unpack` reads,
 
-    [rows / 64, K, 32] bytes: byte j of column k holds rows j (low nibble) and j + 32 of 64
+    [rows / 64, K, 32] bytes: byte j of column k holds rows j (low four bits) and j + 32 of 64
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def convert_to_wna16_moe_kernel_format(
     """Canonical tensors of one layer in the layout of the selected backend.  Pure: the inputs stay as they are.
 
     - ``w13`` [E, 2N, K] (gate rows first), ``w2`` [E, K, N]: unsigned codes, uint8; int4 two in a byte, even columns
-      in the low nibble: [E, 2N, ceil(K/2)] and [E, K, ceil(N/2)]
+      in the low four bits: [E, 2N, ceil(K/2)] and [E, K, ceil(N/2)]
     - ``w13_scale`` [E, 2N, G], ``w2_scale`` [E, K, G] of the key's dtype, a scale for each group of columns, of which
       the last may be short; zero points of the same shapes, uint8 or int32, neither packed nor less one:
       values are ``(code - zero point) * scale``, without zero points ``(code - 8) * scale`` or ``(code - 128) * scale``

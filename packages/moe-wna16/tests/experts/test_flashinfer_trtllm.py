@@ -56,9 +56,9 @@ LAYER = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_siz
 
 
 def signed_values(packed):
-    """Two's complement nibbles, the low one first, as float32."""
-    nibbles = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1).int()
-    return torch.where(nibbles >= 8, nibbles - 16, nibbles).float()
+    """Two's complement 4-bit codes, the low one first, as float32."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1).int()
+    return torch.where(codes >= 8, codes - 16, codes).float()
 
 
 def matrix(weights, scale, expert):

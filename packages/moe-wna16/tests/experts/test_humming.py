@@ -93,14 +93,14 @@ def test_every_code_has_its_place():
 
 @pytest.mark.parametrize(("rows", "cols"), [(64, 32), (192, 96), (128, 256)])
 def test_codes_are_packed_into_their_places(rows, cols):
-    nibbles = torch.randint(0, 16, (3, rows, cols), dtype=torch.uint8)
-    packed = packed_int4(nibbles[..., 0::2] | nibbles[..., 1::2] << 4)
+    int4_codes = torch.randint(0, 16, (3, rows, cols), dtype=torch.uint8)
+    packed = packed_int4(int4_codes[..., 0::2] | int4_codes[..., 1::2] << 4)
     assert packed.shape == (3, cols // 16, 2 * rows)
     codes = torch.randint(0, 256, (3, rows, cols), dtype=torch.uint8)
     plain, distances = packed_bytes(codes, distances=False), packed_bytes(codes, distances=True)
     assert plain.shape == distances.shape == (3, cols // 16, 4 * rows)
     for expert in range(3):
-        assert torch.equal(stored_codes(packed[expert], 4), nibbles[expert].long())
+        assert torch.equal(stored_codes(packed[expert], 4), int4_codes[expert].long())
         assert torch.equal(stored_codes(plain[expert], 8), codes[expert].long())
         read = stored_codes(distances[expert], 8)
         assert torch.equal(torch.where(read < 128, read, 127 - read), codes[expert].long() - 128)

@@ -229,10 +229,10 @@ def _collect(checkpoint: Checkpoint, found: LayerNames) -> LayerExperts:
     stacked = [tensors[None] for tensors in found.tensors.values() if None in tensors]
     names: dict[Key, tuple[str, ...]]
     if stacked:
-        apart = [name for tensors in found.tensors.values() for expert, name in tensors.items() if expert is not None]
-        if apart:
+        single = [name for tensors in found.tensors.values() for expert, name in tensors.items() if expert is not None]
+        if single:
             raise CheckpointError(
-                f"{found.prefix} mixes stacked experts ({stacked[0]}) and experts one by one ({apart[0]})"
+                f"{found.prefix} mixes stacked experts ({stacked[0]}) and experts one by one ({single[0]})"
             )
         names = {key: (tensors[None],) for key, tensors in found.tensors.items()}
         infos = _stacked_infos(checkpoint, names)

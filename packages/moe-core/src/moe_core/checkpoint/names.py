@@ -45,7 +45,7 @@ _EXPERTS = ".experts."
 
 @dataclass(frozen=True)
 class ExpertName:
-    """A tensor's name, taken apart.  ``expert`` None: it holds all experts of the layer."""
+    """A tensor's parsed name.  ``expert`` None: it holds all experts of the layer."""
 
     prefix: str
     layer: int

@@ -1,7 +1,7 @@
 """The header of a safetensors file: a JSON object that says of each tensor what it is and where its data lie.
 
 It is checked before anything is allocated.  A model has 100,000 tensors, and tools write them as the library does: such
-a header is taken apart by one regular expression.  Any other, and one with a fault, is parsed as JSON, entry by entry.
+a header is parsed by one regular expression.  Any other, and one with a fault, is parsed as JSON, entry by entry.
 """
 
 from __future__ import annotations

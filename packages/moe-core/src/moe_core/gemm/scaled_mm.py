@@ -1,6 +1,6 @@
 """One-byte elements with scales that do not change along k, as the grouped GEMM sees them.
 
-    weights       [E, rows, K], one float32 scale per output row, or one per matrix (gate and up apart)
+    weights       [E, rows, K], one float32 scale per output row, or one per matrix (gate and up separately)
     activations   one float32 scale per row, per expert (static) or for all; or values still to be quantised
 
 Codes are int8 or e4m3; what `quantize_*` and `load_unquantized` make has the type of a tensor that they are given for

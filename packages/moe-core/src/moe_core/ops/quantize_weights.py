@@ -61,7 +61,7 @@ def quantize_weights(
     unsupported = _unsupported(key, w)
     if not w.numel() or not use_triton(w, backend, unsupported=unsupported):
         return _quantize_torch(w, key, parts, out, scale)
-    # what lies apart is brought together: rows are read as one long matrix
+    # strided rows become contiguous: rows are read as one long matrix
     _launch(w.contiguous(), key, parts, out, scale)
     return Quantized(out, scale)
 

@@ -376,7 +376,7 @@ def check_graph(experts: type[FusedMoEExperts], case: Case, place: Place) -> Non
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):  # kernels compile and allocators settle before the capture
+        for _ in range(3):  # kernels compile and memory is allocated before the capture
             call(kernel, problem, output)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

@@ -348,7 +348,7 @@ def _bias_times_scale(matrix: Matrix) -> Iterator[dict[str, Tensor]]:
 # ------------------------------------------------------------------ codes and zero points
 
 
-def _nibbles(matrix: Matrix) -> Iterator[dict[str, Tensor]]:
+def _swapped_codes(matrix: Matrix) -> Iterator[dict[str, Tensor]]:
     key = matrix.key
     if key is not None and key.packing is not None and key.packing.storage is torch.uint8:
         yield {"": (matrix.codes >> 4) | (matrix.codes << 4)}
@@ -415,7 +415,7 @@ MATRIX_MISTAKES: tuple[Mistake, ...] = (
     *_each("the biases of {} are applied twice", _mapped("bias", lambda b: 2 * b)),
     *_each("the biases of {} are those of expert 0", _of_first_expert("bias")),
     *_each("the biases of {} are multiplied by the scales", _bias_times_scale),
-    *_each("the nibbles of {} are swapped", _nibbles),
+    *_each("the two codes of each byte of {} are swapped", _swapped_codes),
     *_each("the codes of {} are read as two's complement", _as_signed),
     *_each("subnormal codes of {} are read as zero", _no_subnormals),
     *_each("the zero points of {} are left out", _zero_points(lambda zero, bits: torch.zeros_like(zero))),

@@ -67,7 +67,7 @@ def _byte(word, NUMBER: tl.constexpr):
 def _columns(low, high):
     """e4m3 [N, 8 W] of words [N, W] of the bytes of both halves.
 
-    Taken apart and joined by operations that the compiler undoes: a register stays what it was.
+    Split and joined by operations that the compiler undoes: a register stays what it was.
     """
     N: tl.constexpr = low.shape[0]
     W: tl.constexpr = low.shape[1]

@@ -1,6 +1,6 @@
 """e2m1 weights and e4m3 activations through `tl.dot_scaled`, which multiplies codes with the scales of their groups.
 
-    weights          uint8 [E, rows, bytes]: two codes, the even column's in the low nibble
+    weights          uint8 [E, rows, bytes]: two codes, the even column's in the low four bits
     scales           uint8 [E, groups padded to whole steps, rows], those of a row next to each other, relative to its
                      largest, which is 127: 2^0
     channel scales   float32 [E, rows]: the row's largest scale, which multiplies the finished sums

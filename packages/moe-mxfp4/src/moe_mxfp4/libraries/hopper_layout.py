@@ -1,6 +1,6 @@
 """e2m1 weights and their scales in the order in which Hopper kernels of two libraries read them.
 
-Both hold eight codes in a 32-bit word, those of four bytes: low nibbles in its lower half, high nibbles in its upper.
+Both hold eight codes in a 32-bit word, those of four bytes: low four bits in its lower half, high four in its upper.
 In a half lie, from the highest bit,
 
     15 s0   14 s3   13 d3   12 s1   11-10 c3   9 s2   8-6 m0   5-3 m1   2-0 m2

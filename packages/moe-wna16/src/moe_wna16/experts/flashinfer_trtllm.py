@@ -3,7 +3,7 @@
 One call of the library does everything, in bfloat16: both products, activation, weighted sum, and the routing unless it
 is given.  Its layout is that of `moe_core.libraries.trtllm_layout`:
 
-- nibbles are signed; up and gate rows come in turns, shuffled for a tile of 128, in blocks of 128 bytes (256 columns)
+- codes are signed; up and gate rows come in turns, shuffled for a tile of 128, in blocks of 128 bytes (256 columns)
 - scales are bfloat16, and follow their rows into tiles of 128 rows and 4 columns
 - N is padded with zeros to a multiple of 256
 
@@ -254,14 +254,14 @@ def _is_aligned(rows: Tensor) -> bool:
 
 
 def _blocks(w: Tensor, order: Tensor, rows: int, cols: int, *, parts: int = 1) -> Tensor:
-    """``w`` [E, parts * R, C / 2], nibbles of C columns, as the library reads it: [E, cols / 256, parts * rows, 128].
+    """``w`` [E, parts * R, C / 2], codes of C columns, as the library reads it: [E, cols / 256, parts * rows, 128].
 
     Each of the stacked matrices is padded with zeros to ``rows`` x ``cols``.
     """
     index, height, width = order.to(w.device), parts * rows, cols // 2
 
     def step(given: Tensor, target: Tensor) -> None:
-        # signed first: a nibble of zeros is 0 then
+        # signed first: a code of zeros is 0 then
         values = signed_int4(given)
         if values.shape[1:] != (height, width):
             values = pad_matrices(values, rows, width, parts=parts)

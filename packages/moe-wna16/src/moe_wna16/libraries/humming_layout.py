@@ -7,7 +7,7 @@ multiplies: those of the rows 16 i + 8 j + t / 4 and the columns 8 h + 2 (t mod 
     int4  word i: j, h, l from its lowest bits in the order l, j, h (h fastest)
     int8  word 2 i + j: in the order l, h (h fastest)
 
-so that one mask takes every second nibble or byte: two numbers, side by side, of the same l.
+so that one mask takes every second code: two numbers, side by side, of the same l.
 
 Scales and zero points follow the rows: those of groups with 8 x 8 of them exchanged, scales of whole rows with pairs in
 place, so that one thread's lie together.  Zero points are numbers of the hidden states' dtype: four bits would not hold

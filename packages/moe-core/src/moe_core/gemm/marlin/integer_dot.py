@@ -1,6 +1,6 @@
 """Codes times a vector in integers: `dp4a` multiplies four bytes with four others and adds the products.
 
-The vector's numbers become 16-bit integers, whose two bytes are multiplied apart.  The 32 or 16 that
+The vector's numbers become 16-bit integers, whose two bytes are multiplied separately.  The 32 or 16 that
 meet four words share a power of two, with which the largest has 15 bits.  So a bfloat16 down to 2^-7 of it keeps all
 its bits, and a smaller one is off by 2^-15 of the largest at most: a 128th of what rounding to bfloat16 may have
 changed that by.

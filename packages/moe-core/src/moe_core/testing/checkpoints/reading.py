@@ -23,8 +23,8 @@ def source(folder: Path, tensors: Tensors, quantization: Mapping[str, Any], **ch
 
 def _opened(folder: Path, tensors: Tensors, quantization: Mapping[str, Any], **changes: Any) -> Checkpoint:
     # tensors that share memory can't be stored
-    apart = {name: tensor.clone() for name, tensor in tensors.items()}
-    return Checkpoint.open(write(folder, apart, {**CONFIG, "quantization_config": quantization}, **changes))
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    return Checkpoint.open(write(folder, copies, {**CONFIG, "quantization_config": quantization}, **changes))
 
 
 def check(found: LayerSource, experts: Experts, weight_key: QuantKey, activation_key: QuantKey | None) -> None:
