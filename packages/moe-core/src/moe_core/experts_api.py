@@ -26,7 +26,7 @@ from moe_core.gemm.heuristics import LayerProblem
 from moe_core.gemm.marlin.scales import relative_e8m0
 from moe_core.gemm.marlin.words import interleave, order_words
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm_experts.grouped import GroupedExperts
+from moe_core.gemm_experts.grouped import WHOLE_COLUMNS, GroupedExperts
 from moe_core.gemm_experts.marlin import MarlinExperts, MarlinIntegerExperts
 from moe_core.gemm_experts.scaled_mm import ScaledMMExperts
 from moe_core.quantization import integer_row_scales, quantize_tensor
@@ -34,6 +34,7 @@ from moe_core.torch_experts import Adapters, expert_slices, of_expert
 
 __all__ = [
     # experts on the kernels of core
+    "WHOLE_COLUMNS",
     "GroupedExperts",
     "MarlinExperts",
     "MarlinIntegerExperts",

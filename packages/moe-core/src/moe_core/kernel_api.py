@@ -47,7 +47,15 @@ from moe_core.gemm.as_stored.tiles import (
 from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.fused.scaled_mm import E4M3, ScaledMMFunctions
 from moe_core.gemm.fused.scheme import ActivationScheme
-from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
+from moe_core.gemm.launch import (
+    GemmWeight,
+    OperandA,
+    TileFunctions,
+    WarpSpecialisedGemm,
+    is_aligned,
+    weight_descriptor,
+    weight_strides,
+)
 from moe_core.gemm.marlin.convert import Converted
 from moe_core.gemm.marlin.dequant import asm_values, in_columns, pair
 from moe_core.gemm.marlin.gemv import GemvFunctions
@@ -78,7 +86,7 @@ from moe_core.gemm.scaled_mm import (
     scale_of,
 )
 from moe_core.gemm.swap_ab import FEW, as_column, as_row, swap_ab_dot
-from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
+from moe_core.gemm.weight_tile import prefetch_rows, step_strides, weight_rows, weight_tile
 from moe_core.gemm.zero_points import shifted, with_zero
 from moe_core.jit.casts import INTERPRET, divide, downcast_e4m3, factor_e4m3, round_int8
 from moe_core.jit.specialize import specialize
@@ -94,6 +102,7 @@ __all__ = [
     "TileFunctions",
     "is_aligned",
     "weight_descriptor",
+    "weight_strides",
     # scaled_mm
     "E4M3",
     "ScaledMMFunctions",
@@ -136,6 +145,7 @@ __all__ = [
     "as_row",
     # tiles of weights
     "prefetch_rows",
+    "step_strides",
     "weight_rows",
     "weight_tile",
     # rows with a scale each

@@ -57,6 +57,9 @@ class MoEWeights(TensorRecord):
     - ``w13_pre_scale`` [E, K], ``w2_pre_scale`` [E, N] float32: factors of the columns of x and of the activated
       values, for pre-scaled keys
 
+    - ``shared``: somebody else keeps the tensors, a model its parameters.  Backends that read them as they are do so
+      then, also where another layout would be faster: weights would be in memory twice
+
     ``weight_key`` None: 16-bit weights without scales.  Keys may be given by name.
     """
 
@@ -78,6 +81,7 @@ class MoEWeights(TensorRecord):
     w2_g_idx: Tensor | None = None
     w13_pre_scale: Tensor | None = None
     w2_pre_scale: Tensor | None = None
+    shared: bool = False
 
     def __post_init__(self) -> None:
         for name in ("weight_key", "activation_key"):

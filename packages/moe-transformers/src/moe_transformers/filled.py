@@ -147,6 +147,7 @@ class Filled:
             w2_scale=w2_scale,
             w13_input_scale=tensors[_STATIC[0]] if static else None,
             w2_input_scale=tensors[_STATIC[1]] if static else None,
+            shared=True,
         )
 
     def _check_static(self, tensors: Mapping[str, Tensor]) -> None:

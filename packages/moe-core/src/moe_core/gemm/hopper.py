@@ -133,7 +133,7 @@ def hopper_kernel(
     epilogue,
     N,
     K,
-    rows_per_expert,
+    strides,
     form,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
@@ -142,7 +142,7 @@ def hopper_kernel(
 
     GEMM1: out [P, width] = quantize(act(A w13^T + bias)), rows in sorted order; gemm2: out[pair] = A w2^T + bias.
 
-    - a_desc [P, K], b_desc [E * rows_per_expert, K]: descriptors with blocks of 128 x depth of a step
+    - a_desc [P, K], b_desc over all weights: descriptors with blocks of 128 x depth of a step; strides: see `producer`
     - a_args and b_args, the scales, see `multiply`; schedule, result and epilogue as in the tile kernel
     - N columns of the result, of one half where gated; form: `KernelForm`
     """
@@ -167,7 +167,7 @@ def hopper_kernel(
             (_consumer, (schedule, a_args, b_args, result, epilogue, ring, queue, sizes, form, gl.constexpr(1))),
             (
                 producer,
-                (a_desc, b_desc, schedule, ring, queue, tiles, blocks_n, steps, rows_per_expert, second, form, BLOCKS),
+                (a_desc, b_desc, schedule, ring, queue, tiles, blocks_n, steps, strides, second, form, BLOCKS),
             ),
         ],
         [4, 1],

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from moe_core.gemm.launch import Gemm, WarpSpecialisedGemm, constant, rows_of_experts, schedule_of
+from moe_core.gemm.launch import Gemm, WarpSpecialisedGemm, constant, rows_of_experts, schedule_of, weight_strides
 from moe_core.jit.launch import launch
 
 #: rows and columns of a tile of one operand, and of a weight block
@@ -18,7 +18,7 @@ STAGES = 4
 
 
 def descriptor(matrix: Tensor, block: list[int], swizzle: int) -> Any:
-    """Tensor descriptor of a contiguous-column matrix, or of experts' [E, rows, columns], rows one after the other."""
+    """Tensor descriptor of a contiguous-column matrix, or of experts' weights as `rows_of_experts` has them."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -36,9 +36,19 @@ def specialised(gemm: Gemm) -> WarpSpecialisedGemm:
 
 
 def start(
-    kernel: Any, gemm: Gemm, blocks: int, operands: tuple[Any, ...], scales: tuple[Any, ...], form: Any, stages: int
+    kernel: Any,
+    gemm: Gemm,
+    blocks: int,
+    operands: tuple[Any, ...],
+    scales: tuple[Any, ...],
+    rows: Any,
+    form: Any,
+    stages: int,
 ) -> None:
-    """A program for each multiprocessor, at most one for each tile of ``blocks`` column blocks."""
+    """A program for each multiprocessor, at most one for each tile of ``blocks`` column blocks.
+
+    ``rows``: where the kernel finds an expert's weights in their matrix.
+    """
     device, weight = gemm.result.out.device, gemm.weight
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     launch(
@@ -51,7 +61,7 @@ def start(
         gemm.epilogue,
         weight.n,
         weight.k,
-        specialised(gemm).tensor.shape[1],
+        rows,
         form,
         STAGES=stages,
         pdl=gemm.pdl,
@@ -75,4 +85,7 @@ def hopper_gemm(gemm: Gemm) -> None:
     form = KernelForm(special.multiply(), constant(config.group_m), tl.constexpr(config.short_tiles))
     operands = values, descriptor(special.tensor, [TILE, depth], depth)
     scales = gemm.a.warp_specialised, special.weight_scales
-    start(hopper_kernel, gemm, -(-gemm.weight.n // (TILE * blocks)), operands, scales, form, STAGES * TILE // depth)
+    expert, row, step = weight_strides(special.tensor, depth)
+    strides = expert // row, *divmod(step, row)
+    column_blocks, stages = -(-gemm.weight.n // (TILE * blocks)), STAGES * TILE // depth
+    start(hopper_kernel, gemm, column_blocks, operands, scales, strides, form, stages)

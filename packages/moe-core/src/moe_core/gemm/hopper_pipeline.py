@@ -161,9 +161,12 @@ def _next_tile(schedule, tiles, blocks_n, form):
 
 @gluon.jit
 def producer(
-    a_desc, b_desc, schedule, ring, queue, tiles, blocks_n, steps, rows_per_expert, second, form, BLOCKS: gl.constexpr
+    a_desc, b_desc, schedule, ring, queue, tiles, blocks_n, steps, strides, second, form, BLOCKS: gl.constexpr
 ):
-    """Request every tile that this program multiplies, as far ahead as there is room."""
+    """Request every tile that this program multiplies, as far ahead as there is room.
+
+    strides: rows of b_desc from one expert to the next, and rows and columns from one step of the k loop to the next.
+    """
     a_tiles, b_tiles, full, empty = ring
     DEPTH: gl.constexpr = a_desc.block_shape[1]
     total = tiles * blocks_n
@@ -181,7 +184,7 @@ def producer(
         sent += 1
         expert, first, end, block_n = tile
         short = is_short(tile) if form.short else False
-        row = expert * rows_per_expert + block_n * (TILE * BLOCKS)
+        row = expert * strides[0] + block_n * (TILE * BLOCKS)
         parts = gl.where(short, 2, 1)
         for i in range(steps * parts):
             k = i // parts
@@ -200,8 +203,9 @@ def producer(
                 mbarrier.expect(ready, 3 * TILE * DEPTH)
                 tma_load(a_desc, [first, k * DEPTH], ready, a_tiles.index(slot).slice(0, HALF, 0))
                 tma_load(a_desc, [first + HALF, k * DEPTH], ready, a_tiles.index(slot).slice(HALF, HALF, 0))
-            block = row + part * (TILE * BLOCKS)
-            tma_load(b_desc, [block, k * DEPTH], ready, b_tiles.index(slot).slice(0, TILE, 0))
-            tma_load(b_desc, [block + second, k * DEPTH], ready, b_tiles.index(slot).slice(TILE, TILE, 0))
+            block = row + part * (TILE * BLOCKS) + k * strides[1]
+            column = k * strides[2]
+            tma_load(b_desc, [block, column], ready, b_tiles.index(slot).slice(0, TILE, 0))
+            tma_load(b_desc, [block + second, column], ready, b_tiles.index(slot).slice(TILE, TILE, 0))
             turn += 1
         tile = next_tile

@@ -31,10 +31,10 @@ FLOAT32 = tl.constexpr(tl.float32)
 class WarpSpecialisedGemm:
     """How the warp-specialised kernel of `moe_core.gemm.hopper` computes a GEMM.
 
-    ``tensor`` [E, rows, K] of one byte; ``multiply`` gives its k loop, imported on use; ``weight_scales``: the tuple of
-    scales that ``multiply`` takes; ``depth`` columns of a step.  ``start`` starts another kernel instead (one of
-    `moe_core.gemm.hopper_launch`), and says what the others are.  ``rows`` that the schedule's tiles may have;
-    ``gathers``: it reads the rows of tokens too.
+    ``tensor`` of one byte, row-major [E, rows, K] or block-major (`weight_strides`); ``multiply`` gives its k loop,
+    imported on use; ``weight_scales``: the tuple of scales that ``multiply`` takes; ``depth`` columns of a step.
+    ``start`` starts another kernel instead (one of `moe_core.gemm.hopper_launch`), and says what the others are.
+    ``rows`` that the schedule's tiles may have; ``gathers``: it reads the rows of tokens too.
     """
 
     tensor: Tensor
@@ -368,24 +368,42 @@ def reduce_split_k(gemm: Gemm, result: Result) -> None:
 
 
 def is_aligned(weights: Tensor) -> bool:
-    """Whether every row of ``weights`` [E, rows, columns] starts at a multiple of 16 bytes."""
-    sizes = (weights.data_ptr(), *(stride * weights.element_size() for stride in weights.stride()[:2]))
+    """Whether every row of ``weights`` [E, rows, columns], or block-major, starts at a multiple of 16 bytes."""
+    sizes = (weights.data_ptr(), *(stride * weights.element_size() for stride in weights.stride()[:-1]))
     return all(size % 16 == 0 for size in sizes)
 
 
 def rows_of_experts(weights: Tensor) -> Tensor:
-    """``weights`` [E, rows, columns], experts one after the other, as [E * rows, columns]."""
+    """``weights``, experts one after the other, as a matrix [E * rows, columns]; of block-major ones with a block of
+    columns: [E * K / block * rows, block].
+    """
+    if weights.dim() == 4:
+        return weights.flatten(0, 2)
     experts, rows, columns = weights.shape
     return torch.as_strided(weights, (experts * rows, columns), (weights.stride(1), 1))
 
 
+def weight_strides(weights: Tensor, depth: int) -> tuple[int, int, int]:
+    """Elements from an expert, a row and a step of the k loop of ``depth`` columns to the next.
+
+    ``weights`` row-major [E, rows, K], or block-major [E, K / depth, rows, depth], contiguous: what a program reads at
+    a time lies together.
+    """
+    if weights.dim() == 4:
+        return weights.stride(0), weights.stride(2), weights.stride(1)
+    return weights.stride(0), weights.stride(1), depth
+
+
 def weight_descriptor(weights: Tensor, packed: int = 1) -> Any:
-    """Maker of host-side tensor descriptors over ``weights`` [E, rows, columns], flattened to [E * rows, columns].
+    """Maker of host-side tensor descriptors over ``weights`` as `rows_of_experts` has them.
 
     It takes the rows and the columns of a tile, of which ``packed`` lie in an element of ``weights``.  None where the
     hardware's rules for such descriptors are not met (16-byte alignment, contiguous experts).
     """
-    flat = weights.stride(2) == 1 and weights.stride(0) == weights.shape[1] * weights.stride(1)
+    if weights.dim() == 4:
+        flat = weights.is_contiguous()
+    else:
+        flat = weights.stride(2) == 1 and weights.stride(0) == weights.shape[1] * weights.stride(1)
     if not (is_aligned(weights) and flat and weights.numel()):
         return None
     matrix = rows_of_experts(weights)

@@ -100,7 +100,7 @@ class Adapters:
         rows, columns = weights.shape[1:]
         block_n = min(max(triton.next_power_of_2(rows), 16), 64)
         block_k = min(max(triton.next_power_of_2(columns), 16), 64)
-        arguments = (weights, None, weights.stride(0), weights.stride(1), 0, 0, 0)
+        arguments = (weights, None, weights.stride(0), weights.stride(1), block_k, 0, 0, 0)
         weight = GemmWeight(arguments, rows, columns, _functions, block_k, aligned=is_aligned(weights))
         a = OperandA((x, x.stride(0), columns), (PAIR if by_pair else TOKEN).value)
         config = TileConfig(self.block_m, block_n, 4, 3)

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from moe_core.gemm.schedule import expert_of
 from moe_core.gemm.swap_ab import as_column, as_row
-from moe_core.gemm.weight_tile import prefetch_rows, weight_rows, weight_tile
+from moe_core.gemm.weight_tile import prefetch_rows, step_strides, weight_rows, weight_tile
 from moe_core.gemm.zero_points import scale_and_zero, shifted
 from moe_core.jit.casts import (
     INTERPRET,
@@ -239,20 +239,22 @@ def quantize_by_amax(tile, quant_args, expert, AXIS: tl.constexpr):
 
 @triton.jit
 def open_weights(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """b_args = (weights, scales or None, weights' expert and row stride, scales' stride per expert, half and row)."""
-    weights, scales, stride_e, stride_n, scale_e, scale_half, scale_n = b_args
+    """b_args = (weights, scales or None, weights' strides per expert, row and step of the k loop, scales' per expert,
+    half and row).
+    """
+    weights, scales, stride_e, stride_n, stride_k, scale_e, scale_half, scale_n = b_args
     rows, inside, first = weight_rows(weights, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     scale = 0.0
     if scales is not None:
         columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
         scale = tl.load(scales + expert.to(tl.int64) * scale_e + half * scale_half + columns * scale_n)
-    return rows, inside, scale, first
+    return rows, inside, scale, first, step_strides(stride_n, stride_k)
 
 
 @triton.jit
 def load_weights(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """Tile [BLOCK_N, BLOCK_K]."""
-    return weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K), 0.0
+    return weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K, state[4]), 0.0
 
 
 @triton.jit

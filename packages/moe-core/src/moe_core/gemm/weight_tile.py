@@ -23,11 +23,40 @@ def weight_rows(weights, stride_e, stride_n, expert, half: tl.constexpr, n, N, B
 
 
 @triton.jit
-def weight_tile(rows, inside, first, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Tile [BLOCK_N, BLOCK_K], step k; b_desc: a descriptor over the weights as [E * rows, K], or None for pointers."""
+def step_strides(stride_n, stride_k):
+    """What `weight_tile` takes of weights with steps of the k loop ``stride_k`` elements from each other.
+
+    (stride_k, rows, columns): the last two from one step to the next in a matrix of rows of ``stride_n`` elements, as
+    a descriptor has it.  Row-major weights are (0, BLOCK_K) on, block-major ones (rows of an expert, 0).
+    """
+    rows = stride_k // stride_n
+    return stride_k, rows, stride_k - rows * stride_n
+
+
+@triton.jit
+def weight_tile(
+    rows,
+    inside,
+    first,
+    b_desc,
+    k,
+    K,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    strides=None,
+):
+    """Tile [BLOCK_N, BLOCK_K], step k, of row-major weights; of others with `step_strides`.
+
+    b_desc: a descriptor over the weights as a matrix (`moe_core.gemm.launch.rows_of_experts`), or None for pointers.
+    """
     if b_desc is None:
-        depth = k * BLOCK_K + tl.arange(0, BLOCK_K)
-        pointers = rows[:, None] + depth[None, :]
+        column = tl.arange(0, BLOCK_K)
+        depth = k * BLOCK_K + column
+        if strides is None:
+            pointers = rows[:, None] + depth[None, :]
+        else:
+            pointers = (rows + k * strides[0])[:, None] + column[None, :]
         if EVEN_N and EVEN_K:
             tile = tl.load(pointers)
         elif EVEN_K:
@@ -36,7 +65,10 @@ def weight_tile(rows, inside, first, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N
             tile = tl.load(pointers, mask=inside[:, None] & (depth < K)[None, :], other=0.0)
     else:
         # rows beyond this half or this expert are other weights: they only reach columns that are never stored
-        tile = b_desc.load([first, k * BLOCK_K])
+        if strides is None:
+            tile = b_desc.load([first, k * BLOCK_K])
+        else:
+            tile = b_desc.load([first + k * strides[1], k * strides[2]])
     return tile
 
 

@@ -23,6 +23,7 @@ from moe_core.gemm.heuristics.tuned import Tuned
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.workspaces import split_k_workspace
 from moe_core.lora import LoRA
+from moe_core.ops.layout import block_major
 from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import WorkspaceSpec
 
@@ -148,6 +149,20 @@ class GroupedExperts(FusedMoEExpertsModular):
             name = "w13_input_scale" if scales[0] is None else "w2_input_scale"
             raise TensorError(f"{name} is missing, the activation key is {self.activation_key}")
         return scales[0].float().contiguous(), scales[1].float().contiguous()
+
+    def in_steps(self, weights: MoEWeights, name: str) -> Tensor:
+        """ "w13" or "w2" of 8-bit elements, in the order in which kernels read them fastest.
+
+        On sm_90 block-major, [E, K / 128, rows, 128]: what one request of the tensor memory accelerator asks for lies
+        together, which memory delivers 2 to 5 % faster than rows K bytes apart.  Elsewhere, where a row ends in a part
+        of a block, and where somebody else keeps the weights too (`MoEWeights.shared`), as they are.
+        """
+        tensor: Tensor = getattr(weights, name)
+        # kernels that read by pointers count the bytes of an expert in 32 bits
+        fits = tensor.shape[2] % WHOLE_COLUMNS == 0 and tensor.shape[1] * tensor.shape[2] < 2**31
+        if self.device_info.capability != 90 or weights.shared or not fits:
+            return tensor
+        return block_major(tensor, WHOLE_COLUMNS)
 
     def sizes(self, name: str) -> tuple[int, int]:
         """(rows of one half, columns) of "w13" or "w2"."""

@@ -2,7 +2,8 @@
 
 The tensor cores of gfx942 know another e4m3 (FNUZ): there Triton widens both operands to float16, which holds them.
 
-Weights stay as the checkpoint has them; scales that are e8m0 exponents become float32.  A call is: sort the (token,
+On sm_90 weights become block-major (`GroupedExperts.in_steps`), elsewhere they stay as the checkpoint has them; scales
+that are e8m0 exponents become float32.  A call is: sort the (token,
 expert) pairs and quantise x; first product, bias, activation and quantisation; second product and router weight; sum
 over top-k.  On sm_90, with many rows per expert, both products are a warp-specialised kernel of their own
 (``kernels/hopper.py``).
@@ -35,7 +36,7 @@ from moe_core import (
     kFp8Static128BlockSym,
     make_quant_config,
 )
-from moe_core.experts_api import GroupedExperts, LayerProblem
+from moe_core.experts_api import WHOLE_COLUMNS, GroupedExperts, LayerProblem
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -82,8 +83,8 @@ class TritonFp8BlockExperts(GroupedExperts):
         if key is None or weights.w13_scale is None or weights.w2_scale is None:
             raise TensorError("block FP8 weights come with w13_scale and w2_scale")
         return KernelWeights(
-            w13=weights.w13,
-            w2=weights.w2,
+            w13=self._stored(weights, "w13"),
+            w2=self._stored(weights, "w2"),
             quant_config=make_quant_config(
                 weight_key=key,
                 activation_key=weights.activation_key,
@@ -93,6 +94,11 @@ class TritonFp8BlockExperts(GroupedExperts):
                 w2_bias=weights.w2_bias,
             ),
         )
+
+    def _stored(self, weights: MoEWeights, name: str) -> Tensor:
+        # narrower steps are as they come
+        tensor: Tensor = getattr(weights, name)
+        return self.in_steps(weights, name) if self.block_shape[1] == WHOLE_COLUMNS else tensor
 
     @property
     def block_shape(self) -> tuple[int, int]:
@@ -112,7 +118,7 @@ class TritonFp8BlockExperts(GroupedExperts):
         from moe_fp8.kernels.block_moe import block_weight
 
         tensor = weights.w13 if name == "w13" else weights.w2
-        return block_weight(tensor, *self.scales(name, weights), self.sizes(name)[0], self.block_shape)
+        return block_weight(tensor, *self.scales(name, weights), *self.sizes(name), self.block_shape)
 
     @cached_property
     def problem(self) -> LayerProblem:

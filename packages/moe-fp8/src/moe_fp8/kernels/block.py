@@ -1,6 +1,6 @@
 """Block FP8 as the grouped GEMM sees it: how a tile is loaded, scaled and quantised.
 
-    weights       e4m3 [E, rows, K], one float32 scale per block_n x block_k
+    weights       e4m3 [E, rows, K], or block-major, one float32 scale per block_n x block_k
     activations   e4m3 [M, K padded to whole groups], one float32 scale per row and group of block_k columns
 
 BLOCK_K of the kernel equals block_k, so that each step of its loop meets one scale per row (`open_blocks`,
@@ -15,7 +15,16 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from moe_core.kernel_api import as_column, as_row, divide, downcast_e4m3, factor_e4m3, weight_rows, weight_tile
+from moe_core.kernel_api import (
+    as_column,
+    as_row,
+    divide,
+    downcast_e4m3,
+    factor_e4m3,
+    step_strides,
+    weight_rows,
+    weight_tile,
+)
 
 NAN = tl.constexpr(tl.PropagateNan.ALL)
 E4M3_MAX = tl.constexpr(448.0)
@@ -28,30 +37,30 @@ AMAX_FLOOR = tl.constexpr(1e-10)
 def open_weights(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """Pointers to the scales of a tile: a scalar within one row of scale blocks, [BLOCK_N] where it spans several.
 
-    b_args = (weights, scales, weights' expert and row stride, scales' expert and row stride, block_n, a constant);
-    columns of both are contiguous.  The up half starts at row N of the weights and at row ceil(N / block_n) of the
-    scales.
+    b_args = (weights, scales, weights' strides per expert, row and step of the k loop, scales' expert and row stride,
+    block_n, a constant); columns of both are contiguous.  The up half starts at row N of the weights and at row
+    ceil(N / block_n) of the scales.
     """
-    weights, scales, stride_e, stride_n, scale_e, scale_n, _ = b_args
-    BLOCK: tl.constexpr = b_args[6]
+    weights, scales, stride_e, stride_n, stride_k, scale_e, scale_n, _ = b_args
+    BLOCK: tl.constexpr = b_args[7]
     rows, inside, first = weight_rows(weights, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     if BLOCK % BLOCK_N == 0:
         row = n // BLOCK
     else:
         row = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1) // BLOCK
     scale = scales + expert.to(tl.int64) * scale_e + (row + half * tl.cdiv(N, BLOCK)) * scale_n
-    return rows, inside, scale, first
+    return rows, inside, scale, first, step_strides(stride_n, stride_k)
 
 
 @triton.jit
 def load_weights(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """Tile [BLOCK_N, BLOCK_K] and its scale, a scalar or [BLOCK_N].
 
-    b_desc: a tensor descriptor over the weights as [E * rows, K], or None for pointers.
+    b_desc: a tensor descriptor over the weights, or None for pointers.
     """
-    rows, inside, scales, first = state
+    rows, inside, scales, first, strides = state
     scale = tl.load(scales + k)
-    return weight_tile(rows, inside, first, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K), scale
+    return weight_tile(rows, inside, first, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K, strides), scale
 
 
 @triton.jit

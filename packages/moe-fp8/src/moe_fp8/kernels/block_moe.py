@@ -20,6 +20,7 @@ from moe_core.kernel_api import (
     open_blocks,
     prefetch_weights,
     weight_descriptor,
+    weight_strides,
 )
 from torch import Tensor
 
@@ -45,9 +46,9 @@ def block_scheme(block_k: int) -> GroupScheme:
 
 
 def block_weight(
-    weights: Tensor, scales: Tensor, bias: Tensor | None, rows: int, block_shape: tuple[int, int]
+    weights: Tensor, scales: Tensor, bias: Tensor | None, rows: int, columns: int, block_shape: tuple[int, int]
 ) -> GemmWeight:
-    """e4m3 ``weights`` [E, rows of all halves, K], columns contiguous; ``rows`` of one half.
+    """e4m3 ``weights`` [E, rows of all halves, K], or block-major; ``rows`` of one half, ``columns`` K.
 
     ``scales`` [E, halves * ceil(rows / block_n), ceil(K / block_k)] float32: gate and up each own their partial last
     row of blocks.  ``block_shape`` (block_n, block_k): powers of two from 32 and 16 on.
@@ -58,9 +59,9 @@ def block_weight(
     if block_shape in HOPPER_BLOCKS:
         warp_specialised = WarpSpecialisedGemm(weights, _multiply, (scales, *strides), block_k)
     return GemmWeight(
-        (weights, scales, weights.stride(0), weights.stride(1), *strides),
+        (weights, scales, *weight_strides(weights, block_k), *strides),
         rows,
-        weights.shape[2],
+        columns,
         _functions,
         block_k,
         bias,

@@ -62,8 +62,10 @@ def unpack(words):
 
 @triton.jit
 def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """b_args = (bytes, scales [E, groups, rows], bytes' expert and row stride, scales' per expert, -, per group)."""
-    words, scales, stride_e, stride_n, scale_e, _, scale_g = b_args
+    """b_args = (bytes, scales [E, groups, rows], bytes' strides per expert, row and step, scales' per expert, -, per
+    group).
+    """
+    words, scales, stride_e, stride_n, _, scale_e, _, scale_g = b_args
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     columns = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
     return rows, inside, scales + expert.to(tl.int64) * scale_e + columns, first, scale_g

@@ -46,15 +46,15 @@ def open_sums(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 
     B ends with the sums of the weights' rows [E, rows], int32 or float32, and their expert stride.
     """
-    state = open_weights(b_args[:7], expert, half, n, N, BLOCK_N)
+    state = open_weights(b_args[:8], expert, half, n, N, BLOCK_N)
     columns = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
-    return state + (tl.load(b_args[7] + expert.to(tl.int64) * b_args[8] + half * N + columns),)
+    return state + (tl.load(b_args[8] + expert.to(tl.int64) * b_args[9] + half * N + columns),)
 
 
 @triton.jit
 def scale_acc_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """(acc - zero point * sum of the weights) * scale of the row * scale of the column."""
-    shifts = as_column(a_state[2], SWAP_AB) * as_row(b_state[4], SWAP_AB)
+    shifts = as_column(a_state[2], SWAP_AB) * as_row(b_state[5], SWAP_AB)
     return scale_acc(acc - shifts, a_state, b_state, SWAP_AB)
 
 

@@ -103,8 +103,8 @@ def widened(words, power):
 @triton.jit
 def open_words(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """As `moe_core.gemm.scaled_mm.open_weights`; B ends with (powers, their stride per expert and per step)."""
-    state = open_weights(b_args[:7], expert, half, n, N, BLOCK_N)
-    powers, power_e, power_k = b_args[7:]
+    state = open_weights(b_args[:8], expert, half, n, N, BLOCK_N)
+    powers, power_e, power_k = b_args[8:]
     columns = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
     return state + (powers + expert.to(tl.int64) * power_e + columns, power_k)
 
@@ -112,7 +112,7 @@ def open_words(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 @triton.jit
 def load_words(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """Tile [BLOCK_N, BLOCK_K / 8] of words, and its powers [BLOCK_N]; rows are padded to whole steps."""
-    powers = tl.load(state[4] + k * state[5])
+    powers = tl.load(state[5] + k * state[6])
     return weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K // 8, EVEN_N, True), powers
 
 

@@ -7,7 +7,15 @@ from typing import Any
 from torch import Tensor
 
 from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions
-from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
+from moe_core.gemm.launch import (
+    GemmWeight,
+    OperandA,
+    TileFunctions,
+    WarpSpecialisedGemm,
+    is_aligned,
+    weight_descriptor,
+    weight_strides,
+)
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.scaled_mm import open_values
 
@@ -24,6 +32,7 @@ def scaled_mm_weight(
 ) -> GemmWeight:
     """Weights [E, rows of all halves, K] with scales [E, rows, 1] or [E, halves]; ``rows`` of one half.
 
+    Row-major, or block-major as `weight_strides` has them.
     ``functions.packed`` of the ``columns`` K lie in an element of ``weights``.
     ``extra`` goes behind what `rows.open_weights` takes, for functions of a scheme's own.
     """
@@ -46,7 +55,7 @@ def scaled_mm_weight(
     if functions.packed == 1:
         warp_specialised = WarpSpecialisedGemm(weights, _warp_specialised, (scales, *strides))
     return GemmWeight(
-        (weights, scales, weights.stride(0), weights.stride(1), *strides),
+        (weights, scales, *weight_strides(weights, functions.block_k // functions.packed), *strides),
         rows,
         columns,
         tile_functions,

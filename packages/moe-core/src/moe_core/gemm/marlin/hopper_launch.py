@@ -48,4 +48,5 @@ def words_gemm(gemm: Gemm) -> None:
     operands = rows_of_tiles, rows_of_tokens, descriptor(special.tensor, [WORDS_TILE, WORDS], 64)
     stages = RING // (WORDS_TILE * WORDS * 4 + height * STEP * 2)
     blocks = -(-special.tensor.shape[1] // WORDS_TILE)
-    start(words_kernel, gemm, blocks, operands, (tuple(arguments),), form, stages)
+    rows = special.tensor.shape[1]
+    start(words_kernel, gemm, blocks, operands, (tuple(arguments),), rows, form, stages)
