@@ -260,7 +260,7 @@ def load_weights(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexp
 @triton.jit
 def prefetch_weights(state, K):
     """Ask for the first columns of a tile's rows in L2 (sm_90 and newer; K and the rows are multiples of 16 bytes)."""
-    prefetch_rows(state[0], state[1], K)
+    prefetch_rows(state[0], state[1], K, state[4])
 
 
 @triton.jit

@@ -7,6 +7,8 @@ import triton.language as tl
 
 # bytes of each weight row that are asked for ahead of time
 PREFETCH = tl.constexpr(1024)
+# bytes of a step of block-major weights
+STEP = tl.constexpr(128)
 
 
 @triton.jit
@@ -73,10 +75,21 @@ def weight_tile(
 
 
 @triton.jit
-def prefetch_rows(rows, inside, size):
-    """Ask for the first `size` bytes of a tile's rows in L2 (sm_90 and newer; all multiples of 16 bytes)."""
-    pointers = rows.to(tl.int64)
-    size = tl.where(inside, tl.minimum(size, PREFETCH), 0)
+def prefetch_rows(rows, inside, size, strides):
+    """Ask for the first `size` bytes of a tile's rows in L2 (sm_90 and newer; all multiples of 16 bytes).
+
+    strides: `step_strides` of the weights, one byte an element.
+    """
+    wanted = tl.where(inside, tl.minimum(size, PREFETCH), 0)
+    # of a row-major row in one request, of a block-major one step by step
+    step = tl.where(strides[1] == 0, PREFETCH, STEP)
+    for i in tl.static_range(PREFETCH // STEP):
+        _prefetch(rows + i * strides[0], tl.maximum(tl.minimum(wanted - i * step, step), 0))
+
+
+@triton.jit
+def _prefetch(pointers, size):
+    """Ask for `size` bytes from each of `pointers` on; 0 asks for nothing."""
     tl.inline_asm_elementwise(
         """
         {
@@ -87,7 +100,7 @@ def prefetch_rows(rows, inside, size):
         }
         """,
         "=r,l,r",
-        [pointers, size],
+        [pointers.to(tl.int64), size],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
