@@ -78,18 +78,11 @@ def weight_tile(
 def prefetch_rows(rows, inside, size, strides):
     """Ask for the first `size` bytes of a tile's rows in L2 (sm_90 and newer; all multiples of 16 bytes).
 
-    strides: `step_strides` of the weights, one byte an element.
+    strides: `step_strides` of the weights.  Of block-major rows only the first step: requests cost more than they gain.
     """
-    wanted = tl.where(inside, tl.minimum(size, PREFETCH), 0)
-    # of a row-major row in one request, of a block-major one step by step
-    step = tl.where(strides[1] == 0, PREFETCH, STEP)
-    for i in tl.static_range(PREFETCH // STEP):
-        _prefetch(rows + i * strides[0], tl.maximum(tl.minimum(wanted - i * step, step), 0))
-
-
-@triton.jit
-def _prefetch(pointers, size):
-    """Ask for `size` bytes from each of `pointers` on; 0 asks for nothing."""
+    pointers = rows.to(tl.int64)
+    size = tl.minimum(size, tl.where(strides[1] == 0, PREFETCH, STEP))
+    size = tl.where(inside, size, 0)
     tl.inline_asm_elementwise(
         """
         {
@@ -100,7 +93,7 @@ def _prefetch(pointers, size):
         }
         """,
         "=r,l,r",
-        [pointers.to(tl.int64), size],
+        [pointers, size],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
