@@ -49,7 +49,7 @@ from moe_core.gemm.fused.scaled_mm import E4M3, ScaledMMFunctions
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, is_aligned, weight_descriptor
 from moe_core.gemm.marlin.convert import Converted
-from moe_core.gemm.marlin.dequant import asm_values, in_columns, pair
+from moe_core.gemm.marlin.dequant import apart, asm_values, in_columns, pair, together
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.operand import (
     LOAD_WORDS,
@@ -105,6 +105,7 @@ __all__ = [
     "GemvFunctions",
     "MarlinMatrix",
     "WordFunctions",
+    "apart",
     "asm_values",
     "exponent_pair",
     "in_columns",
@@ -119,6 +120,7 @@ __all__ = [
     "step_bytes",
     "step_e8m0",
     "tile_words",
+    "together",
     # as-stored GEMMs
     "SHORT_STEP",
     "activation_functions",

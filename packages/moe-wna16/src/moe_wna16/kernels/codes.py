@@ -22,6 +22,7 @@ from moe_core.kernel_api import (
     LOAD_PARTS,
     TileFunctions,
     activation_functions,
+    apart,
     in_order,
     load_words,
     multiply,
@@ -29,6 +30,7 @@ from moe_core.kernel_api import (
     scale_acc_tokens,
     specialize,
     swap_ab_dot,
+    together,
     wait_for_mma,
 )
 
@@ -71,12 +73,11 @@ def dequantize_codes(words, zero, COLUMNS: tl.constexpr, dtype: tl.constexpr):
         shift = tl.arange(0, P) * (32 // P)
         codes = (words[:, :, None] >> shift[None, None, :]) & (15 if P == 8 else 255)
         pairs = codes.to(tl.float32) - zero[:, :, None]
-    elif P == 8:
-        even = tl.join(_pair(words, zero, 0, P, dtype), _pair(words, zero, 2, P, dtype))
-        odd = tl.join(_pair(words, zero, 1, P, dtype), _pair(words, zero, 3, P, dtype))
-        pairs = tl.join(even, odd)
     else:
-        pairs = tl.join(_pair(words, zero, 0, P, dtype), _pair(words, zero, 1, P, dtype))
+        found = ()
+        for i in tl.static_range(P // 2):
+            found += (_pair(words, zero, i, P, dtype),)  # type: ignore[assignment]
+        pairs = together(found)
     return in_order(pairs, N, W, P)
 
 
@@ -123,28 +124,13 @@ def _load_codes(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
 
 
 @triton.jit
-def _parts(words, COUNT: tl.constexpr):
-    """Words [N, W] of each of a step's groups."""
-    # a thread holds words of every group: nothing moves
-    N: tl.constexpr = words.shape[0]
-    W: tl.constexpr = words.shape[1] // COUNT
-    if COUNT == 1:
-        return (words,)
-    elif COUNT == 2:
-        return words.reshape(N, 2, W).permute(0, 2, 1).split()
-    else:
-        even, odd = words.reshape(N, 2, 2, W).permute(0, 3, 1, 2).split()
-        words_0, words_2 = even.split()
-        words_1, words_3 = odd.split()
-        return words_0, words_1, words_2, words_3
-
-
-@triton.jit
 def multiply_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + the step's groups: ((codes - zero points) @ a.T) * scales of each."""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    words = _parts(b, len(b_scale))
-    for i in tl.static_range(len(b_scale)):
+    GROUPS: tl.constexpr = len(b_scale)
+    # a thread holds words of every group: nothing moves
+    words = apart(b.reshape(b.shape[0], GROUPS, b.shape[1] // GROUPS).permute(0, 2, 1))
+    for i in tl.static_range(GROUPS):
         values = dequantize_codes(words[i], b_scale[i][1], a[i].shape[1], a[i].dtype)
         acc += swap_ab_dot(values, a[i]) * b_scale[i][0].to(tl.float32)[:, None]
     return acc

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.marlin import _word_bits
+from moe_core.gemm.marlin.dequant import apart
 
 columns_apart = triton.jit(_word_bits.columns_apart)
 e2m1_bits = triton.jit(_word_bits.e2m1_bits)
@@ -44,10 +45,8 @@ def order_kernel(
         tile = tile.reshape(BLOCK, 4, 2, 4, 2).permute(0, 3, 1, 2, 4)
     else:
         tile = tile.reshape(BLOCK, 4, 4, 4).permute(0, 3, 1, 2)
-    even, odd = tile.reshape(BLOCK, 16, 2, 2).split()
-    byte_0, byte_2 = even.split()
-    byte_1, byte_3 = odd.split()
-    words = byte_0 | (byte_1 << 8) | (byte_2 << 16) | (byte_3 << 24)
+    byte = apart(tile.reshape(BLOCK, 16, 4))
+    words = byte[0] | (byte[1] << 8) | (byte[2] << 16) | (byte[3] << 24)
     if ORDER == "e4m3":
         words = signs_apart(words)
     elif BITS == 4:
