@@ -26,7 +26,7 @@ import triton.language as tl
 from moe_core.gemm.marlin.dequant import apart
 from moe_core.gemm.marlin.integer_dot import integer_dot
 from moe_core.gemm.marlin.operand import scale_of, zero_of
-from moe_core.gemm.tile_kernel import finish_tile
+from moe_core.gemm.tile_kernel import deinterleave, finish_tile
 from moe_core.jit.pdl import begin_pdl
 from moe_core.ops._sort_kernels import local_expert
 
@@ -193,14 +193,11 @@ def gemv_kernel(
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     x_row = x + pair // pairs_per_row * stride_x
     value = _row_sums(b_args, expert, x_row, rows, rows_all, K, form, BLOCK_W, EVEN, PDL and SECOND)
-    value = tl.sum(value, axis=1)[None, :]
+    value = tl.sum(value, axis=1)[:, None]
     up = value
-    WIDTH: tl.constexpr = BLOCK_N // 2 if epilogue.gated else BLOCK_N
     if epilogue.gated:
-        value, up = value.reshape(1, BLOCK_N // 16, 2, 8).permute(0, 1, 3, 2).split()
-        value = value.reshape(1, WIDTH)
-        up = up.reshape(1, WIDTH)
-    columns = block * WIDTH + tl.arange(0, WIDTH)
+        value, up = deinterleave(value, True)
+    columns = block * value.shape[0] + tl.arange(0, value.shape[0])
     one = tl.arange(0, 1)
     row = pair + one
-    finish_tile(value, up, epilogue, result, N, expert, row, row, one == 0, block, columns, False, False)
+    finish_tile(value, up, epilogue, result, N, expert, row, row, one == 0, block, columns, True, False)

@@ -31,7 +31,7 @@ from moe_core.gemm.hopper_epilogue import activate
 from moe_core.gemm.hopper_pipeline import allocate_barriers, empty_slot, free_slot, full_slot, locate_tile, tma_load
 from moe_core.gemm.marlin.dequant import apart, in_columns
 from moe_core.gemm.marlin.operand import scale_of
-from moe_core.gemm.tile_kernel import finish_values
+from moe_core.gemm.tile_kernel import deinterleave, finish_values
 from moe_core.jit.pdl import begin_pdl
 
 # the name of Triton 3.6, where a newer one is missing
@@ -216,16 +216,11 @@ def _finish(acc, factor, epilogue, result, pairs, expert, start, end, first, N, 
     WIDTH: gl.constexpr = 32 if INTERLEAVED else 64
     if factor is not None:
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    value = acc
     up = acc
     if INTERLEAVED:
-        # gate and up alternate in blocks of 8 rows: a thread has both
-        value, up = acc.reshape([4, 2, 8, HEIGHT]).permute([0, 2, 3, 1]).split()
-        value = value.reshape([32, HEIGHT])
-        up = up.reshape([32, HEIGHT])
-        column = first // 2
-    else:
-        value = acc
-        column = first
+        value, up = deinterleave(acc, True)
+    column = first // 2 if INTERLEAVED else first
     layout: gl.constexpr = value.type.layout
     columns = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))
     rows = gl.minimum(start + gl.arange(0, HEIGHT, layout=gl.SliceLayout(0, layout)), end - 1)

@@ -127,16 +127,10 @@ def per_word(groups, W: tl.constexpr, UNITS: tl.constexpr):
     N: tl.constexpr = groups.shape[0]
     G: tl.constexpr = groups.shape[1]
     tl.static_assert(W == UNITS * 16)
-    if UNITS == 1:
-        values = tl.broadcast_to(groups[:, None, :, None], (N, 4, G, 4 // G))
-    else:
-        tl.static_assert(UNITS == 2, "a step has one or two units")
-        if G == 1:
-            values = tl.broadcast_to(groups[:, :, None], (N, 1, W))
-        else:
-            by_unit = groups.reshape(N, 2, G // 2)
-            values = tl.broadcast_to(by_unit[:, :, None, :, None], (N, 2, 4, G // 2, 8 // G))
-    return values.reshape(N, W)
+    # units that have groups of their own
+    U: tl.constexpr = UNITS if G >= UNITS else G
+    by_unit = groups.reshape(N, U, G // U)[:, :, None, :, None]
+    return tl.broadcast_to(by_unit, (N, U, 4 * UNITS // U, G // U, 4 * U // G)).reshape(N, W)
 
 
 @triton.jit
