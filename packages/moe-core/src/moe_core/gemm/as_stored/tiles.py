@@ -20,16 +20,12 @@ from moe_core.gemm.weight_tile import weight_rows, weight_tile
 @triton.jit
 def arrange(tile, P: tl.constexpr, AXIS: tl.constexpr):
     """Order the columns (dimension AXIS) of a tile as `in_order` has those of the weights; P 0: leave them."""
-    ROWS: tl.constexpr = tile.shape[1 - AXIS]
-    COLUMNS: tl.constexpr = tile.shape[AXIS]
     if P == 0:
         return tile
     elif AXIS == 1:
-        units = tile.reshape(ROWS, COLUMNS // (4 * P), 4, 2, P // 2).permute(0, 1, 4, 2, 3)
-        return units.reshape(ROWS, COLUMNS)
+        return in_order(tile, tile.shape[0], tile.shape[1] // P, P)
     else:
-        units = tile.reshape(COLUMNS // (4 * P), 4, 2, P // 2, ROWS).permute(0, 3, 1, 2, 4)
-        return units.reshape(COLUMNS, ROWS)
+        return tl.trans(in_order(tl.trans(tile), tile.shape[1], tile.shape[0] // P, P))
 
 
 @triton.jit

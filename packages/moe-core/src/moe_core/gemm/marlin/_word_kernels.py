@@ -30,7 +30,8 @@ def order_kernel(
 ):
     """int32 [rows, stored] of canonical codes to int32 [units, 16] in the order of `words`; a row has `width` units.
 
-    SIZES and DIMS, from 1 on, of the bytes and the operations: `words.ARRANGEMENTS`.  INTERLEAVED: the `rows` of an expert, of which `half` are gates, are interleaved (`words.interleave`).
+    SIZES and DIMS of the bytes, those from 1 on, and operations: `words.ARRANGEMENTS`.  INTERLEAVED: the `rows` of an
+    expert, of which `half` are gates, are interleaved (`words.interleave`).
     """
     unit = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (unit < units)[:, None]
