@@ -162,12 +162,12 @@ def integer_values(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr
     SCALED: tl.constexpr = scale is not None
     ZEROS: tl.constexpr = offset is not None
     asm: tl.constexpr = _TEXTS[(BITS == 8) * 8 + SCALED * 4 + ZEROS * 2 + (dtype == tl.float16)]
-    if SCALED and ZEROS:
-        return asm_values(asm, 32 // BITS, "r,r,r", (words, offset, scale), dtype)
-    elif SCALED or ZEROS:
-        return asm_values(asm, 32 // BITS, "r,r", (words, scale if SCALED else offset), dtype)
-    else:
-        return asm_values(asm, 32 // BITS, "r", (words,), dtype)
+    operands = (words,)
+    if ZEROS:
+        operands += (offset,)
+    if SCALED:
+        operands += (scale,)
+    return asm_values(asm, 32 // BITS, "r" + ",r" * (SCALED + ZEROS), operands, dtype)
 
 
 @triton.jit

@@ -60,8 +60,8 @@ def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr)
 @triton.jit
 def open_rows(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """As `open_groups`, with the scales of rows that have one each."""
-    rows, inside, first, scale, scale_g, groups, factor = open_groups(b_args, expert, half, n, N, BLOCK_N)
-    return rows, inside, first, tl.load(scale, mask=inside, other=0), scale_g, groups, factor
+    state = open_groups(b_args, expert, half, n, N, BLOCK_N)
+    return state[:3] + (tl.load(state[3], mask=state[1], other=0),) + state[4:]
 
 
 @triton.jit
