@@ -70,8 +70,8 @@ def _dot(words, x, k, K, form):
     # unit, u, s and j, t to unit, t, u, s and j (8 bits: s, j): see `moe_core.gemm.marlin.words`
     pairs = pairs.reshape(W // 16, 4, PAIRS, 4).permute(0, 3, 1, 2)
     pairs = apart(pairs.reshape(W, PAIRS))
-    values = ()
-    for i in tl.static_range(PAIRS):
+    values = _wide(pairs[0], dtype)
+    for i in tl.static_range(1, PAIRS):
         values += _wide(pairs[i], dtype)
     numbers = form.dequantize(words, dtype)
     if form.middle != 0:

@@ -164,9 +164,9 @@ def integer_values(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr
     asm: tl.constexpr = _TEXTS[(BITS == 8) * 8 + SCALED * 4 + ZEROS * 2 + (dtype == tl.float16)]
     operands = (words,)
     if ZEROS:
-        operands += (offset,)
+        operands += (offset,)  # type: ignore[assignment]
     if SCALED:
-        operands += (scale,)
+        operands += (scale,)  # type: ignore[assignment]
     return asm_values(asm, 32 // BITS, "r" + ",r" * (SCALED + ZEROS), operands, dtype)
 
 
