@@ -132,11 +132,11 @@ class MarlinExperts(GroupedExperts):
         """Launch parameters where so many tokens are multiplied without tensor cores."""
         if self.batched or self.activation_key is not None or self.config.dtype.itemsize != 2:
             return None
-        if self.tuned is not None and self.tuned.decides(num_tokens):
-            plan = self.tuned.plan(GemvPlan, num_tokens)
-        else:
-            plan = gemv_plan(self.problem, num_tokens)
-        return plan if on_gpu or plan is None else replace(plan, pdl=False)
+        measured = None if self.tuned is None else self.tuned.at(num_tokens)
+        plan = gemv_plan(self.problem, num_tokens) if measured is None else measured.plan
+        if not isinstance(plan, GemvPlan):
+            return None
+        return plan if on_gpu else replace(plan, pdl=False)
 
     def split_k_workspace(self, shape: CallShape) -> WorkspaceSpec:
         # at most 16 programs share a loop
