@@ -43,6 +43,8 @@ from moe_core.gemm.as_stored.tiles import (
     load_words,
     open_blocks,
     open_codes,
+    scale_acc_codes,
+    scale_acc_codes_tokens,
 )
 from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.fused.scaled_mm import E4M3, ScaledMMFunctions
@@ -131,6 +133,8 @@ __all__ = [
     "open_codes",
     "open_plain",
     "packed_weight",
+    "scale_acc_codes",
+    "scale_acc_codes_tokens",
     "as_stored_scheme",
     "swap_ab_dot",
     # products as they are, or transposed

@@ -63,6 +63,19 @@ def load_words(state, b_desc, k, W: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: 
 
 
 @triton.jit
+def scale_acc_codes(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+    """acc * factor of the weights' row, the first behind the groups of columns in the state of `open_codes`."""
+    return acc * b_state[8][:, None]
+
+
+@triton.jit
+def scale_acc_codes_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+    """`scale_acc_codes` * scale of the activations' row."""
+    # one after the other: the product of both may be too large or too small where the result is not
+    return acc * a_state[1][None, :] * b_state[8][:, None]
+
+
+@triton.jit
 def open_blocks(a_args, rows, expert):
     """a_args = (values, scales, values' row stride, scales' row stride), a scale for each step."""
     values, scales, stride, scale_stride = a_args
