@@ -83,8 +83,10 @@ def code_mxfp8(tile, quant_args, expert, AXIS: tl.constexpr):
     scaled, scale = _scaled_mx(tile, "e4m3", AXIS, "up")
     exponents = (magnitude_bits(scale) >> 23).to(tl.uint8)
     codes = downcast_e4m3(scaled).reshape(tile.shape)
-    groups = [] if GROUPS == 1 else [GROUPS]
-    return codes, exponents.reshape(tile.shape[:AXIS] + groups + tile.shape[AXIS + 1 :])
+    if GROUPS == 1:
+        return codes, exponents.reshape(tile.shape[:AXIS] + tile.shape[AXIS + 1 :])
+    else:
+        return codes, exponents.reshape(tile.shape[:AXIS] + [GROUPS] + tile.shape[AXIS + 1 :])
 
 
 @cache
