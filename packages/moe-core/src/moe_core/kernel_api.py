@@ -43,6 +43,8 @@ from moe_core.gemm.as_stored.tiles import (
     load_words,
     open_blocks,
     open_codes,
+    scale_acc_codes,
+    scale_acc_codes_tokens,
 )
 from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.fused.scaled_mm import E4M3, ScaledMMFunctions
@@ -57,7 +59,7 @@ from moe_core.gemm.launch import (
     weight_strides,
 )
 from moe_core.gemm.marlin.convert import Converted
-from moe_core.gemm.marlin.dequant import asm_values, in_columns, pair
+from moe_core.gemm.marlin.dequant import apart, asm_values, in_columns, pair, together
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.operand import (
     LOAD_WORDS,
@@ -114,6 +116,7 @@ __all__ = [
     "GemvFunctions",
     "MarlinMatrix",
     "WordFunctions",
+    "apart",
     "asm_values",
     "exponent_pair",
     "in_columns",
@@ -128,6 +131,7 @@ __all__ = [
     "step_bytes",
     "step_e8m0",
     "tile_words",
+    "together",
     # as-stored GEMMs
     "SHORT_STEP",
     "activation_functions",
@@ -138,6 +142,8 @@ __all__ = [
     "open_codes",
     "open_plain",
     "packed_weight",
+    "scale_acc_codes",
+    "scale_acc_codes_tokens",
     "as_stored_scheme",
     "swap_ab_dot",
     # products as they are, or transposed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from moe_core import GroupShape, QuantKey, e8m0_to_float32, is_e8m0, kMxfp8Static
-from moe_core.experts_api import interleave, order_words, relative_e8m0
+from moe_core.experts_api import interleave, order_words, relative_e8m0, relative_scales
 from moe_core.kernel_api import Converted
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,18 +29,16 @@ def convert_e4m3(weights: Tensor, scale: Tensor, key: QuantKey, *, gated: bool =
     words = order_words(codes, columns, 8, interleaved=gated)
     if key == kMxfp8Static:
         scales, channel_scales = relative_e8m0(scale.view(torch.uint8), _counting(codes, shape, parts), _LARGEST)
-        return Converted(words, _by_row(scales, gated), 32, interleave(channel_scales) if gated else channel_scales)
+        return Converted.of(words, scales, 32, channel_scales, interleaved=gated)
     wide = e8m0_to_float32(scale) if is_e8m0(scale.dtype) else scale
     if shape.is_per_tensor:
-        return Converted(words, _by_row(wide.repeat_interleave(rows // parts, 1)[:, :, None], gated), -1)
-    if shape.is_per_row:
-        return Converted(words, _by_row(wide, gated), -1)
-    wide = torch.where(_counting(codes, shape, parts) | ~wide.isfinite(), wide, 0.0)
-    _, exponent = torch.frexp(wide.abs().amax(dim=2))
-    power = torch.exp2(exponent.float() - 1)
+        wide = wide.repeat_interleave(rows // parts, 1)[:, :, None]
+    if shape.is_per_tensor or shape.is_per_row:
+        return Converted.of(words, wide, -1, interleaved=gated)
+    scales, power = relative_scales(torch.where(_counting(codes, shape, parts) | ~wide.isfinite(), wide, 0.0))
     # each part has its own last row of blocks
     channel_scales = _repeat(power[:, :, None], shape.row, rows // parts, parts)[:, :, 0]
-    scales = _repeat(wide / power[:, :, None], shape.row // _ROWS, -(-(rows // parts) // _ROWS), parts)
+    scales = _repeat(scales, shape.row // _ROWS, -(-(rows // parts) // _ROWS), parts)
     return Converted(
         words, _in_pairs(scales, gated), shape.col, interleave(channel_scales) if gated else channel_scales
     )
@@ -53,11 +51,6 @@ def _in_pairs(scales: Tensor, gated: bool) -> Tensor:
     shape = (experts, 2, -1, groups + groups % 2) if gated else (experts, -1, 2, groups + groups % 2)
     pairs = scales.view(shape).movedim(1 if gated else 2, 3)
     return pairs.flatten(2).contiguous()
-
-
-def _by_row(values: Tensor, gated: bool) -> Tensor:
-    """[E, rows, C] as [E, C, rows], rows as the words have them."""
-    return (interleave(values) if gated else values).transpose(1, 2).contiguous()
 
 
 def _repeat(values: Tensor, times: int, rows: int, parts: int) -> Tensor:

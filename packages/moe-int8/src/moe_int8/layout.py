@@ -42,15 +42,6 @@ def pack_int4(codes: Tensor, half: int) -> Tensor:
     return packed
 
 
-def unpack_int4(packed: Tensor, half: int, columns: int) -> Tensor:
-    """The inverse of :func:`pack_int4`: int8 [E, rows, columns]."""
-    experts, rows, size = packed.shape
-    pairs = packed.view(torch.int8).view(experts, rows, size // half, 1, half)
-    # an arithmetic shift brings the sign along
-    codes = torch.cat((pairs << 4 >> 4, pairs >> 4), dim=3)
-    return codes.reshape(experts, rows, 2 * size)[:, :, :columns]
-
-
 def group_scales(scale: Tensor, half: int, group_size: int) -> Tensor:
     """Scales [E, rows, groups] as float32 [E, whole steps of groups, rows], over 16; those that do not exist are 0."""
     groups = scale.shape[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from moe_core.experts_api import interleave, order_words, relative_e8m0
+from moe_core.experts_api import order_words, relative_e8m0
 from moe_core.kernel_api import Converted
 from torch import Tensor
 
@@ -25,9 +25,7 @@ def convert_e2m1(codes: Tensor, scale: Tensor, columns: int, *, gated: bool = Fa
     """
     words = order_words(codes, columns, 4, order="e2m1", interleaved=gated)
     scales, channel_scales = relative_e8m0(scale.view(torch.uint8), counting_groups(codes, columns), LARGEST)
-    if gated:
-        scales, channel_scales = interleave(scales), interleave(channel_scales)
-    return Converted(words, scales.transpose(1, 2).contiguous(), GROUP, channel_scales)
+    return Converted.of(words, scales, GROUP, channel_scales, interleaved=gated)
 
 
 @dataclass(frozen=True, eq=False)

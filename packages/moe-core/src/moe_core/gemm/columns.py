@@ -42,6 +42,7 @@ def group_columns(g_idx: Tensor, group_size: int, count: int) -> Grouped:
     experts, columns = g_idx.shape
     device = g_idx.device
     order = torch.argsort(g_idx, dim=1, stable=True)
+    chunk, places = CHUNK, (columns // CHUNK + count) * CHUNK
     sizes = torch.zeros(experts, count, dtype=torch.int64, device=device)
     sizes.scatter_add_(1, g_idx.long(), torch.ones_like(g_idx, dtype=torch.int64))
     if count == -(-columns // group_size):
@@ -49,20 +50,19 @@ def group_columns(g_idx: Tensor, group_size: int, count: int) -> Grouped:
         whole[-1] = columns - (count - 1) * group_size
         # without values, as of a real checkpoint
         if g_idx.is_meta or bool((sizes == whole).all()):
-            return Grouped(order.int(), group_size, torch.arange(count, device=device).expand(experts, count))
-    chunks = -(-sizes // CHUNK)
-    most = columns // CHUNK + count
+            chunk, places = group_size, columns
+    chunks = -(-sizes // chunk)
     ends = chunks.cumsum(dim=1)
     # the place of a column: where its group starts, and how many of the group stand before it
     before = sizes.cumsum(dim=1) - sizes
     group = g_idx.long().gather(1, order)
     within = torch.arange(columns, device=device) - before.gather(1, group)
-    place = (ends - chunks).gather(1, group) * CHUNK + within
-    index = torch.full((experts, most * CHUNK), -1, dtype=torch.int32, device=device)
+    place = (ends - chunks).gather(1, group) * chunk + within
+    index = torch.full((experts, places), -1, dtype=torch.int32, device=device)
     index.scatter_(1, place, order.int())
-    number = torch.arange(most, device=device).expand(experts, most).contiguous()
+    number = torch.arange(-(-places // chunk), device=device).expand(experts, -1).contiguous()
     groups = torch.searchsorted(ends, number, right=True).clamp_max(count - 1)
-    return Grouped(index, CHUNK, groups)
+    return Grouped(index, chunk, groups)
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,11 +38,7 @@ from moe_core.lora import LoRA
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import sort_pairs
 
-
-def _functions(config: TileConfig, a: OperandA) -> TileFunctions:
-    return TileFunctions(open_plain, load_plain, open_weights, load_weights, device.multiply)
-
-
+_FUNCTIONS = TileFunctions(open_plain, load_plain, open_weights, load_weights, device.multiply)
 #: pairs per adapter and expert from which larger tiles pay
 _MANY = 32
 
@@ -101,7 +97,9 @@ class Adapters:
         block_n = min(max(triton.next_power_of_2(rows), 16), 64)
         block_k = min(max(triton.next_power_of_2(columns), 16), 64)
         arguments = (weights, None, weights.stride(0), weights.stride(1), block_k, 0, 0, 0)
-        weight = GemmWeight(arguments, rows, columns, _functions, block_k, aligned=is_aligned(weights))
+        weight = GemmWeight(
+            arguments, rows, columns, lambda config, a: _FUNCTIONS, block_k, aligned=is_aligned(weights)
+        )
         a = OperandA((x, x.stride(0), columns), (PAIR if by_pair else TOKEN).value)
         config = TileConfig(self.block_m, block_n, 4, 3)
         grouped_gemm(Gemm(config, weight, a, Result.of(out), self.order, self.routing))

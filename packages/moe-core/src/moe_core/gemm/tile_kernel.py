@@ -77,7 +77,7 @@ def _deltas(lora, pair, columns, mask, SWAP_AB: tl.constexpr):
 
 
 @triton.jit
-def _deinterleave(acc, SWAP_AB: tl.constexpr):
+def deinterleave(acc, SWAP_AB: tl.constexpr):
     """Gate and up of an interleaved tile, in registers."""
     tl.static_assert(SWAP_AB, "interleaved weights are the rows of a transposed tile")
     ROWS: tl.constexpr = acc.shape[0]
@@ -297,7 +297,7 @@ def grouped_gemm_kernel(
         if DUAL:
             acc_up = functions.scale_acc(acc_up, a_state, up_state, SWAP_AB)
     if INTERLEAVED:
-        acc, acc_up = _deinterleave(acc, SWAP_AB)
+        acc, acc_up = deinterleave(acc, SWAP_AB)
     if SPLIT_K == 1:
         EVEN: tl.constexpr = EVEN_N and not INTERLEAVED
         finish_tile(acc, acc_up, epilogue, result, N, expert, pair, target, mask, block_n, columns, SWAP_AB, EVEN)

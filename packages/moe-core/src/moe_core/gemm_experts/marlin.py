@@ -51,10 +51,9 @@ class MarlinExperts(GroupedExperts):
         w13 = self.converted("w13", weights, weights.w13_scale)
         w2 = self.converted("w2", weights, weights.w2_scale)
         extra = {
-            "w13_channel_scales": w13.channel_scales,
-            "w2_channel_scales": w2.channel_scales,
-            "w13_index": w13.index,
-            "w2_index": w2.index,
+            f"{name}_{kind}": getattr(made, kind)
+            for kind in ("channel_scales", "index")
+            for name, made in (("w13", w13), ("w2", w2))
         }
         return KernelWeights(
             w13=w13.words,
@@ -79,21 +78,20 @@ class MarlinExperts(GroupedExperts):
             raise TensorError("16-bit weights are not read here")
         return self.weight_key
 
-    def matrix(self, name: str, weights: KernelWeights, scales: Tensor, bias: Tensor | None) -> MarlinMatrix:
+    def matrix(self, name: str, weights: KernelWeights) -> MarlinMatrix:
         """What the kernels get of ``name``, w13 or w2."""
         from moe_core.gemm.columns import CHUNK
         from moe_core.gemm.marlin.weight import MarlinMatrix
 
-        config, key, quant, first = self.config, self.quantized_key, weights.quant_config, name == "w13"
-        sizes = (config.intermediate_size, config.hidden_size)
-        n, columns = sizes if first else sizes[::-1]
+        key, quant, first = self.quantized_key, weights.quant_config, name == "w13"
+        (n, columns), (scales, bias) = self.sizes(name), self.scales(name, weights)
         index, size = weights.extra.get(f"{name}_index"), key.group_size
         if index is not None:
             columns = index.shape[1]
             # groups of other numbers of columns were filled up to smaller ones
             size = size if scales.shape[1] == -(-columns // size) else CHUNK
         return MarlinMatrix(
-            weights.w13 if first else weights.w2,
+            getattr(weights, name),
             key.dtype.bits,
             n,
             columns,
@@ -101,7 +99,7 @@ class MarlinExperts(GroupedExperts):
             scales,
             channel_scales=weights.extra.get(f"{name}_channel_scales"),
             bias=bias,
-            interleaved=first and config.is_gated,
+            interleaved=first and self.config.is_gated,
             index=index,
             pre_scales=quant.w1_pre_scale if first else quant.w2_pre_scale,
         )
@@ -134,11 +132,11 @@ class MarlinExperts(GroupedExperts):
         """Launch parameters where so many tokens are multiplied without tensor cores."""
         if self.batched or self.activation_key is not None or self.config.dtype.itemsize != 2:
             return None
-        if self.tuned is not None and self.tuned.decides(num_tokens):
-            plan = self.tuned.plan(GemvPlan, num_tokens)
-        else:
-            plan = gemv_plan(self.problem, num_tokens)
-        return plan if on_gpu or plan is None else replace(plan, pdl=False)
+        measured = None if self.tuned is None else self.tuned.at(num_tokens)
+        plan = gemv_plan(self.problem, num_tokens) if measured is None else measured.plan
+        if not isinstance(plan, GemvPlan):
+            return None
+        return plan if on_gpu else replace(plan, pdl=False)
 
     def split_k_workspace(self, shape: CallShape) -> WorkspaceSpec:
         # at most 16 programs share a loop
@@ -152,22 +150,18 @@ class MarlinExperts(GroupedExperts):
         config = self.config
         if weights is None:
             return PlainScheme(Columns(config.hidden_size), Columns(config.intermediate_size), self.gathers_columns)
-        x, h = (self.named_matrix(name, weights).activation_columns for name in ("w13", "w2"))
+        x, h = (self.matrix(name, weights).activation_columns for name in ("w13", "w2"))
         return PlainScheme(x, h, self.gathers_columns)
 
-    def named_matrix(self, name: str, weights: KernelWeights) -> MarlinMatrix:
-        """The matrix "w13" or "w2"."""
-        return self.matrix(name, weights, *self.scales(name, weights))
-
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
-        matrix = self.named_matrix(name, weights)
+        matrix = self.matrix(name, weights)
         return matrix.gemm_weight(self.functions, self.word_functions(matrix))
 
     def gemv_layer(self, weights: KernelWeights) -> GemvLayer | None:
         from moe_core.gemm.launch import Activation
         from moe_core.gemm.marlin.gemv import GemvLayer
 
-        w13, w2 = (self.named_matrix(name, weights) for name in ("w13", "w2"))
+        w13, w2 = (self.matrix(name, weights) for name in ("w13", "w2"))
         functions = self.gemv_functions(w13)
         return None if functions is None else GemvLayer(functions, w13, w2, Activation.of(self.config))
 
@@ -178,16 +172,15 @@ class MarlinIntegerExperts(MarlinExperts):
     def converted(self, name: str, weights: MoEWeights, scale: Tensor) -> Converted:
         from moe_core.gemm.marlin.convert import convert_integers
 
-        config, first = self.config, name == "w13"
         return convert_integers(
-            weights.w13 if first else weights.w2,
+            getattr(weights, name),
             scale,
             self.quantized_key,
-            config.hidden_size if first else config.intermediate_size,
-            zero_point=weights.w13_zero_point if first else weights.w2_zero_point,
-            g_idx=weights.w13_g_idx if first else weights.w2_g_idx,
-            interleaved=first and config.is_gated,
-            dtype=config.dtype,
+            self.sizes(name)[1],
+            zero_point=getattr(weights, f"{name}_zero_point"),
+            g_idx=getattr(weights, f"{name}_g_idx"),
+            interleaved=name == "w13" and self.config.is_gated,
+            dtype=self.config.dtype,
         )
 
     @property

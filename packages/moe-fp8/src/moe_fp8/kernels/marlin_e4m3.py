@@ -41,7 +41,6 @@ from moe_core.kernel_api import (
     specialize,
     step_e8m0,
     tile_words,
-    weight_rows,
 )
 
 # the byte of a row's largest MXFP8 scale, as `convert_e4m3` makes it
@@ -145,16 +144,15 @@ def _second(start, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr):
 @triton.jit
 def open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """As `open_groups`, for scales of blocks; besides pointers to pairs."""
-    words, scales, channel_scales, stride_e, stride_n, scale_e, scale_t, channel_e, tiles = b_args
-    rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
-    row = n + tl.arange(0, BLOCK_N)
-    base = expert.to(tl.int64)
+    rows, inside, first, _, scale_t, tiles, factor = open_groups(b_args, expert, half, n, N, BLOCK_N)
+    scales = b_args[1] + expert.to(tl.int64) * b_args[5]
     start = n % PAIR_ROWS if BLOCK_N < PAIR_ROWS else 0
-    pair = scales + base * scale_e + n // PAIR_ROWS * scale_t
+    pair = scales + n // PAIR_ROWS * scale_t
     # a tile of 256 rows may end before the second pair
-    after = scales + base * scale_e + tl.minimum(n // PAIR_ROWS + 1, tiles - 1) * scale_t
-    scale = scales + base * scale_e + row // PAIR_ROWS * scale_t + _second(start, BLOCK_N, INTERLEAVED)
-    return rows, inside, first, scale, 2, scale_t // 2, channel_scales + base * channel_e + row, pair, after, start
+    after = scales + tl.minimum(n // PAIR_ROWS + 1, tiles - 1) * scale_t
+    row = n + tl.arange(0, BLOCK_N)
+    scale = scales + row // PAIR_ROWS * scale_t + _second(start, BLOCK_N, INTERLEAVED)
+    return rows, inside, first, scale, 2, scale_t // 2, factor, pair, after, start
 
 
 @triton.jit

@@ -23,6 +23,8 @@ from moe_core.kernel_api import (
     multiply,
     open_codes,
     open_plain,
+    scale_acc_codes,
+    scale_acc_codes_tokens,
     specialize,
     swap_ab_dot,
 )
@@ -95,19 +97,6 @@ def scaled_mm_blockwise(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     return acc + swap_ab_dot(dequantize_e2m1(b, b_scale, a.shape[1], a.dtype), a) * a_scale[None, :]
 
 
-@triton.jit
-def scale_acc_channels(acc, a_state, b_state, SWAP_AB: tl.constexpr):
-    """acc * channel scale of the weights' row."""
-    return acc * b_state[8][:, None]
-
-
-@triton.jit
-def scale_acc_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
-    """acc * channel scale of the weights' row * scale of the activations' row."""
-    # one after the other: the product of both may be too large or too small where the result is not
-    return acc * a_state[1][None, :] * b_state[8][:, None]
-
-
 _MULTIPLY = specialize(multiply, dequantize=dequantize_e2m1)
 
 
@@ -115,6 +104,6 @@ def e2m1_functions(key: QuantKey | None) -> TileFunctions:
     """For activations of ``key``, as `as_stored_scheme` has them."""
     open_a, load_a = activation_functions(key)
     by_step = key == kFp8Dynamic128Sym
-    scale_acc = scale_acc_channels if by_step or open_a is open_plain else scale_acc_rows
+    scale_acc = scale_acc_codes if by_step or open_a is open_plain else scale_acc_codes_tokens
     product = scaled_mm_blockwise if by_step else _MULTIPLY
     return TileFunctions(open_a, load_a, open_channels, load_e2m1, product, scale_acc)

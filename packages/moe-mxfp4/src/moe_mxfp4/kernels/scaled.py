@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.kernel_api import INTERPRET, TileFunctions, load_words, open_blocks
+from moe_core.kernel_api import INTERPRET, TileFunctions, load_words, open_blocks, scale_acc_codes
 
-from moe_mxfp4.kernels.e2m1 import open_channels, scale_acc_channels
+from moe_mxfp4.kernels.e2m1 import open_channels
 
 #: columns that share a scale
 GROUP = tl.constexpr(32)
@@ -53,4 +53,4 @@ def multiply_scaled(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     return tl.dot_scaled(b, b_scale, "e2m1", tl.trans(a), _own(a_scale), "e4m3", acc)
 
 
-SCALED = TileFunctions(open_blocks, load_codes, open_channels, load_scaled, multiply_scaled, scale_acc_channels)
+SCALED = TileFunctions(open_blocks, load_codes, open_channels, load_scaled, multiply_scaled, scale_acc_codes)

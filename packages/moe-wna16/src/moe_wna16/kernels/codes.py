@@ -22,13 +22,17 @@ from moe_core.kernel_api import (
     LOAD_PARTS,
     TileFunctions,
     activation_functions,
+    apart,
     in_order,
     load_words,
     multiply,
     open_codes,
+    scale_acc_codes,
+    scale_acc_codes_tokens,
     scale_acc_tokens,
     specialize,
     swap_ab_dot,
+    together,
     wait_for_mma,
 )
 
@@ -71,12 +75,11 @@ def dequantize_codes(words, zero, COLUMNS: tl.constexpr, dtype: tl.constexpr):
         shift = tl.arange(0, P) * (32 // P)
         codes = (words[:, :, None] >> shift[None, None, :]) & (15 if P == 8 else 255)
         pairs = codes.to(tl.float32) - zero[:, :, None]
-    elif P == 8:
-        even = tl.join(_pair(words, zero, 0, P, dtype), _pair(words, zero, 2, P, dtype))
-        odd = tl.join(_pair(words, zero, 1, P, dtype), _pair(words, zero, 3, P, dtype))
-        pairs = tl.join(even, odd)
     else:
-        pairs = tl.join(_pair(words, zero, 0, P, dtype), _pair(words, zero, 1, P, dtype))
+        found = ()
+        for i in tl.static_range(P // 2):
+            found += (_pair(words, zero, i, P, dtype),)  # type: ignore[assignment]
+        pairs = together(found)
     return in_order(pairs, N, W, P)
 
 
@@ -85,13 +88,13 @@ def dequantize_codes(words, zero, COLUMNS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def open_rows(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_codes`, for rows with one scale each: scales[, zero points] in place of pointers, float32."""
+    """As `open_codes`, for rows with one scale each: scales[, zero points] behind the rest, float32."""
     state = open_codes(b_args, expert, half, n, N, BLOCK_N)
     scale = tl.load(state[4]).to(tl.float32)
     if len(state) == 8:
-        return state[:4] + (scale,)
+        return state + (scale,)
     else:
-        return state[:4] + (scale, tl.load(state[8]).to(tl.float32))
+        return state[:8] + (scale, tl.load(state[8]).to(tl.float32))
 
 
 @triton.jit
@@ -101,7 +104,7 @@ def _load_codes(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
     MIDDLE: tl.constexpr = 2.0 ** (BITS - 1)
     if GROUPS == 0:
         words = load_words(state, b_desc, k, W, EVEN_N, EVEN_K)
-        return words, (state[5] if len(state) == 6 else tl.full((words.shape[0],), MIDDLE, tl.float32))
+        return words, (state[9] if len(state) == 10 else tl.full((words.shape[0],), MIDDLE, tl.float32))
     elif GROUPS == -1:
         words = load_words(state, b_desc, k, W, EVEN_N, EVEN_K)
         group = tl.load(state[7] + k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :] * state[5]
@@ -123,28 +126,13 @@ def _load_codes(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
 
 
 @triton.jit
-def _parts(words, COUNT: tl.constexpr):
-    """Words [N, W] of each of a step's groups."""
-    # a thread holds words of every group: nothing moves
-    N: tl.constexpr = words.shape[0]
-    W: tl.constexpr = words.shape[1] // COUNT
-    if COUNT == 1:
-        return (words,)
-    elif COUNT == 2:
-        return words.reshape(N, 2, W).permute(0, 2, 1).split()
-    else:
-        even, odd = words.reshape(N, 2, 2, W).permute(0, 3, 1, 2).split()
-        words_0, words_2 = even.split()
-        words_1, words_3 = odd.split()
-        return words_0, words_1, words_2, words_3
-
-
-@triton.jit
 def multiply_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + the step's groups: ((codes - zero points) @ a.T) * scales of each."""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
-    words = _parts(b, len(b_scale))
-    for i in tl.static_range(len(b_scale)):
+    GROUPS: tl.constexpr = len(b_scale)
+    # a thread holds words of every group: nothing moves
+    words = apart(b.reshape(b.shape[0], GROUPS, b.shape[1] // GROUPS).permute(0, 2, 1))
+    for i in tl.static_range(GROUPS):
         values = dequantize_codes(words[i], b_scale[i][1], a[i].shape[1], a[i].dtype)
         acc += swap_ab_dot(values, a[i]) * b_scale[i][0].to(tl.float32)[:, None]
     return acc
@@ -165,18 +153,6 @@ def multiply_columns(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
         return wait_for_mma(acc + swap_ab_dot(high, a) + swap_ab_dot(low, a))
 
 
-@triton.jit
-def scale_acc_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
-    """acc * scale of the weights' row."""
-    return acc * b_state[4][:, None]
-
-
-@triton.jit
-def scale_acc_rows_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
-    """acc * scale of the weights' row * scale of the token."""
-    return acc * (b_state[4][:, None] * a_state[1][None, :])
-
-
 #: load_b by bits of a code and groups of a step, [BLOCK_N] each; 0: rows have one scale; -1: columns have groups of
 #: their own, [BLOCK_N, BLOCK_K]
 _LOAD_CODES = {
@@ -195,6 +171,6 @@ def code_functions(key: QuantKey | None, bits: int, groups: int) -> TileFunction
     if groups == -1:
         return TileFunctions(open_a, load_a, open_codes, load_b, multiply_columns, scale_acc)
     if groups == 0:
-        scale_acc = scale_acc_rows if key is None else scale_acc_rows_tokens
+        scale_acc = scale_acc_codes if key is None else scale_acc_codes_tokens
         return TileFunctions(open_a, load_a, open_rows, load_b, _MULTIPLY_ROWS, scale_acc)
     return TileFunctions(open_a, LOAD_PARTS[groups], open_codes, load_b, multiply_groups, scale_acc)

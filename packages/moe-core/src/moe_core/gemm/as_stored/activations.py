@@ -57,13 +57,9 @@ def _scaled_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, ROUNDING: tl.conste
 
     Both have the columns split: [ROWS, groups, columns of one] for AXIS 1, [groups, columns of one, ROWS] for AXIS 0.
     """
-    ROWS: tl.constexpr = tile.shape[1 - AXIS]
     GROUPS: tl.constexpr = tile.shape[AXIS] // MX_GROUP
-    if AXIS == 1:
-        groups = tile.reshape(ROWS, GROUPS, MX_GROUP)
-    else:
-        groups = tile.reshape(GROUPS, MX_GROUP, ROWS)
-    bits = tl.max(magnitude_bits(groups), axis=2 if AXIS == 1 else 1, keep_dims=True)
+    groups = tile.reshape(tile.shape[:AXIS] + [GROUPS, MX_GROUP] + tile.shape[AXIS + 1 :])
+    bits = tl.max(magnitude_bits(groups), axis=AXIS + 1, keep_dims=True)
     scale = scale_of(bits, CODE, ROUNDING)
     # the inverse of a power of two: 254 - exponent; that of NaN is as good as any, products have the scale's NaN
     return groups * (0x7F000000 - magnitude_bits(scale)).to(tl.float32, bitcast=True), scale
@@ -83,17 +79,14 @@ def round_mx(tile, quant_args, expert, AXIS: tl.constexpr):
 @triton.jit
 def code_mxfp8(tile, quant_args, expert, AXIS: tl.constexpr):
     """e4m3 codes in their own order, and the bytes of scales of MX_GROUP columns."""
-    ROWS: tl.constexpr = tile.shape[1 - AXIS]
     GROUPS: tl.constexpr = tile.shape[AXIS] // MX_GROUP
     scaled, scale = _scaled_mx(tile, "e4m3", AXIS, "up")
     exponents = (magnitude_bits(scale) >> 23).to(tl.uint8)
     codes = downcast_e4m3(scaled).reshape(tile.shape)
     if GROUPS == 1:
-        return codes, exponents.reshape(ROWS)
-    elif AXIS == 1:
-        return codes, exponents.reshape(ROWS, GROUPS)
+        return codes, exponents.reshape(tile.shape[:AXIS] + tile.shape[AXIS + 1 :])
     else:
-        return codes, exponents.reshape(GROUPS, ROWS)
+        return codes, exponents.reshape(tile.shape[:AXIS] + [GROUPS] + tile.shape[AXIS + 1 :])
 
 
 @cache

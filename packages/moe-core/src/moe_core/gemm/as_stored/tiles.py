@@ -20,16 +20,12 @@ from moe_core.gemm.weight_tile import weight_rows, weight_tile
 @triton.jit
 def arrange(tile, P: tl.constexpr, AXIS: tl.constexpr):
     """Order the columns (dimension AXIS) of a tile as `in_order` has those of the weights; P 0: leave them."""
-    ROWS: tl.constexpr = tile.shape[1 - AXIS]
-    COLUMNS: tl.constexpr = tile.shape[AXIS]
     if P == 0:
         return tile
     elif AXIS == 1:
-        units = tile.reshape(ROWS, COLUMNS // (4 * P), 4, 2, P // 2).permute(0, 1, 4, 2, 3)
-        return units.reshape(ROWS, COLUMNS)
+        return in_order(tile, tile.shape[0], tile.shape[1] // P, P)
     else:
-        units = tile.reshape(COLUMNS // (4 * P), 4, 2, P // 2, ROWS).permute(0, 3, 1, 2, 4)
-        return units.reshape(COLUMNS, ROWS)
+        return tl.trans(in_order(tl.trans(tile), tile.shape[1], tile.shape[0] // P, P))
 
 
 @triton.jit
@@ -64,6 +60,19 @@ def open_codes(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 def load_words(state, b_desc, k, W: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """[BLOCK_N, W] of step k; beyond the last word 0, which meets zeros of the activations."""
     return weight_tile(state[0], state[1], state[2], b_desc, k, state[3], W, EVEN_N, EVEN_K)
+
+
+@triton.jit
+def scale_acc_codes(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+    """acc * factor of the weights' row, the first behind the groups of columns in the state of `open_codes`."""
+    return acc * b_state[8][:, None]
+
+
+@triton.jit
+def scale_acc_codes_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+    """`scale_acc_codes` * scale of the activations' row."""
+    # one after the other: the product of both may be too large or too small where the result is not
+    return acc * a_state[1][None, :] * b_state[8][:, None]
 
 
 @triton.jit

@@ -10,6 +10,7 @@ one program of four warps on a multiprocessor, and get 256 rows of weights and e
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from moe_core.gemm.heuristics.problem import LayerProblem
@@ -77,42 +78,42 @@ def takes_8_rows(problem: LayerProblem) -> bool:
     return problem.capability == 90 and problem.bits == 4 and problem.dtype_bytes == 2 and not problem.batch_invariant
 
 
-def _eight_rows(problem: LayerProblem, tokens: int) -> TilePlan:
-    """Tiles of 8 rows: a multiprocessor holds six programs, and reading is all that they wait for."""
-    reached, pairs = problem.reached(tokens), tokens * problem.top_k
-    width = problem.intermediate_size * (2 if problem.gated else 1)
-    gemm1_steps, gemm2_steps = steps_of(problem.hidden_size), steps_of(problem.intermediate_size)
-    gemm1 = swapped(8, 4, 4 if gemm1_steps > 16 else 3, group=1)
-    gemm2 = swapped(8, 4, 3, group=1)
-    if problem.may_split:
-        # up to three rounds of long parts: a second round that is nearly empty costs more than adding parts up
-        shorter = ((1800, 8), (720, 5)) if problem.element == "int4" else ()
-        limits = ((2300, 16), *shorter, (512, 4))
-        gemm1_split = _split(int(reached * steps_of(width)), gemm1_steps, pairs * width, *limits)
-        gemm2_split = _split(int(reached * gemm1_steps), gemm2_steps, pairs * problem.hidden_size, (1056, 25), (528, 5))
-        gemm1, gemm2 = replace(gemm1, split_k=gemm1_split), replace(gemm2, split_k=gemm2_split)
-    return TilePlan(gemm1, gemm2, problem.may_split and pairs <= 64)
-
-
 def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
-    """Tiles of 8 or 16 rows, whose k loops may be split."""
-    if takes_8_rows(problem) and expected_tiles(problem, tokens, 8) <= MOST_TILES_OF_8:
-        return _eight_rows(problem, tokens)
-    # where many experts have two tiles
-    group = 1 if problem.rows_per_expert(tokens) <= 12 else 8
-    if not problem.may_split:
+    """Tiles of 8 or 16 rows, whose k loops may be split.
+
+    Of 8 rows a multiprocessor holds six programs, and reading is all that they wait for.
+    """
+    eight_rows = takes_8_rows(problem) and expected_tiles(problem, tokens, 8) <= MOST_TILES_OF_8
+    # 8: where many experts have two tiles
+    rows, group = (8 if eight_rows else 16), (1 if problem.rows_per_expert(tokens) <= 12 else 8)
+    if not (eight_rows or problem.may_split):
         return TilePlan(swapped(16, 4, 4, group=group), swapped(16, 4, 3, group=group))
     pairs, bits = tokens * problem.top_k, problem.bits
-    experts = min(pairs, problem.num_experts)
     width = problem.intermediate_size * (2 if problem.gated else 1)
     gemm1_steps, gemm2_steps = steps_of(problem.hidden_size), steps_of(problem.intermediate_size)
-    gemm1_tiles, gemm2_tiles = experts * steps_of(width), experts * gemm1_steps
-    # parts of eight steps at least, and up to three rounds; shorter ones only where multiprocessors are left over
-    gemm1_split = _split_few(gemm1_tiles, gemm1_steps, pairs * width, (1800, 8), (720, 5), (512, 4))
-    limits = ((1056, 28), (400, 5), (264, 3)) if bits == 4 else ((264, 4),)
-    gemm2_split = _split_few(gemm2_tiles, gemm2_steps, pairs * problem.hidden_size, *limits)
-    gemm1 = swapped(16, 4, 4 if gemm1_steps > 16 else 3, group=group, split=gemm1_split)
-    gemm2 = swapped(16, 4, 3, group=group, split=gemm2_split)
+    gemm1_limits: tuple[tuple[int, int], ...]
+    gemm2_limits: tuple[tuple[int, int], ...]
+    if eight_rows:
+        # up to three rounds of long parts: a second round that is nearly empty costs more than adding parts up
+        shorter = ((1800, 8), (720, 5)) if problem.element == "int4" else ()
+        gemm1_limits, gemm2_limits = ((2300, 16), *shorter, (512, 4)), ((1056, 25), (528, 5))
+        experts, most_tiles = problem.reached(tokens), math.inf
+    else:
+        # parts of eight steps at least, and up to three rounds; shorter ones only where multiprocessors are left over
+        gemm1_limits = (1800, 8), (720, 5), (512, 4)
+        gemm2_limits = ((1056, 28), (400, 5), (264, 3)) if bits == 4 else ((264, 4),)
+        experts, most_tiles = min(pairs, problem.num_experts), RESIDENT_4
+    gemm1_tiles, gemm2_tiles = int(experts * steps_of(width)), int(experts * gemm1_steps)
+
+    def split(tiles: int, steps: int, columns: int, limits: tuple[tuple[int, int], ...]) -> int:
+        # numbers of each part's result have room
+        most = min(16, MAX_PARTS // max(pairs * columns, 1))
+        return split_k(tiles, steps, *limits, most=most) if tiles < most_tiles else 1
+
+    gemm1_split = split(gemm1_tiles, gemm1_steps, width, gemm1_limits)
+    gemm2_split = split(gemm2_tiles, gemm2_steps, problem.hidden_size, gemm2_limits)
+    gemm1 = swapped(rows, 4, 4 if gemm1_steps > 16 else 3, group=group, split=gemm1_split)
+    gemm2 = swapped(rows, 4, 3, group=group, split=gemm2_split)
     if bits == 8:
         # two programs for each multiprocessor at most are better off with eight warps
         depth = gemm2_steps // gemm2_split
@@ -126,14 +127,5 @@ def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
         elif gemm1_split > 1:
             # four stages take the room of a fourth program, which parts of a loop need
             gemm1 = replace(gemm1, num_stages=3)
-    return TilePlan(gemm1, gemm2, pairs <= 64 and gemm2_tiles <= 2 * RESIDENT_4)
-
-
-def _split(tiles: int, steps: int, size: int, *limits: tuple[int, int]) -> int:
-    """`split_k`, where ``size`` numbers of each part's result have room."""
-    return split_k(tiles, steps, *limits, most=min(16, MAX_PARTS // max(size, 1)))
-
-
-def _split_few(tiles: int, steps: int, size: int, *limits: tuple[int, int]) -> int:
-    """`_split`, where multiprocessors are left over."""
-    return 1 if tiles >= RESIDENT_4 else _split(tiles, steps, size, *limits)
+    few_programs = eight_rows or gemm2_tiles <= 2 * RESIDENT_4
+    return TilePlan(gemm1, gemm2, problem.may_split and pairs <= 64 and few_programs)

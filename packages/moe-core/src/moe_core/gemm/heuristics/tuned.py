@@ -39,7 +39,3 @@ class Tuned:
         """The measured plan where it is of that kind."""
         found = self.at(tokens)
         return found.plan if found is not None and isinstance(found.plan, kind) else None
-
-    def decides(self, tokens: int) -> bool:
-        """Whether anything was measured for so many tokens."""
-        return self.at(tokens) is not None

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from moe_core.gemm.marlin.dequant import apart
 from moe_core.gemm.marlin.integer_dot import integer_dot
 from moe_core.gemm.marlin.operand import scale_of, zero_of
-from moe_core.gemm.tile_kernel import finish_tile
+from moe_core.gemm.tile_kernel import deinterleave, finish_tile
 from moe_core.jit.pdl import begin_pdl
 from moe_core.ops._sort_kernels import local_expert
 
@@ -61,22 +62,17 @@ def _dot(words, x, k, K, form):
     """
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
-    BITS: tl.constexpr = form.bits
-    PAIRS: tl.constexpr = 16 // BITS
-    ADDED: tl.constexpr = form.group == -1 or form.group >= 512 // BITS
+    PAIRS: tl.constexpr = 16 // form.bits
+    ADDED: tl.constexpr = form.group == -1 or form.group >= 32 * PAIRS
     dtype: tl.constexpr = x.dtype.element_ty
     column = k * PAIRS + tl.arange(0, W * PAIRS)
     pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + column, mask=column < K // 2, other=0)
     # unit, u, s and j, t to unit, t, u, s and j (8 bits: s, j): see `moe_core.gemm.marlin.words`
     pairs = pairs.reshape(W // 16, 4, PAIRS, 4).permute(0, 3, 1, 2)
-    if BITS == 4:
-        even, odd = pairs.reshape(W, 2, 2).split()
-        pair_0, pair_2 = even.split()
-        pair_1, pair_3 = odd.split()
-        values = _wide(pair_0, dtype) + _wide(pair_1, dtype) + _wide(pair_2, dtype) + _wide(pair_3, dtype)
-    else:
-        pair_0, pair_1 = pairs.reshape(W, 2).split()
-        values = _wide(pair_0, dtype) + _wide(pair_1, dtype)
+    pairs = apart(pairs.reshape(W, PAIRS))
+    values = _wide(pairs[0], dtype)
+    for i in tl.static_range(1, PAIRS):
+        values += _wide(pairs[i], dtype)
     numbers = form.dequantize(words, dtype)
     if form.middle != 0:
         return integer_dot(numbers, values, form.middle, ADDED)
@@ -197,14 +193,11 @@ def gemv_kernel(
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     x_row = x + pair // pairs_per_row * stride_x
     value = _row_sums(b_args, expert, x_row, rows, rows_all, K, form, BLOCK_W, EVEN, PDL and SECOND)
-    value = tl.sum(value, axis=1)[None, :]
+    value = tl.sum(value, axis=1)[:, None]
     up = value
-    WIDTH: tl.constexpr = BLOCK_N // 2 if epilogue.gated else BLOCK_N
     if epilogue.gated:
-        value, up = value.reshape(1, BLOCK_N // 16, 2, 8).permute(0, 1, 3, 2).split()
-        value = value.reshape(1, WIDTH)
-        up = up.reshape(1, WIDTH)
-    columns = block * WIDTH + tl.arange(0, WIDTH)
+        value, up = deinterleave(value, True)
+    columns = block * value.shape[0] + tl.arange(0, value.shape[0])
     one = tl.arange(0, 1)
     row = pair + one
-    finish_tile(value, up, epilogue, result, N, expert, row, row, one == 0, block, columns, False, False)
+    finish_tile(value, up, epilogue, result, N, expert, row, row, one == 0, block, columns, True, False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.marlin import _word_bits
+from moe_core.gemm.marlin._word_bits import columns_apart, e2m1_bits, signs_apart
+from moe_core.gemm.marlin.dequant import apart
 
-columns_apart = triton.jit(_word_bits.columns_apart)
-e2m1_bits = triton.jit(_word_bits.e2m1_bits)
-signs_apart = triton.jit(_word_bits.signs_apart)
+#: operations of `words.ARRANGEMENTS`, compiled
+COMPILED = {each: triton.jit(each) for each in (columns_apart, e2m1_bits, signs_apart)}
 
 
 @triton.jit
@@ -21,39 +21,28 @@ def order_kernel(
     stored,
     rows,
     half,
-    BITS: tl.constexpr,
-    ORDER: tl.constexpr,
+    operations,
+    SIZES: tl.constexpr,
+    DIMS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """int32 [rows, stored] of canonical codes to int32 [units, 16] in the order of `words`; a row has `width` units.
 
-    INTERLEAVED: the `rows` of an expert, of which `half` are gates, are interleaved (`words.interleave`).
+    SIZES and DIMS of the bytes, those from 1 on, and operations: `words.ARRANGEMENTS`.  INTERLEAVED: the `rows` of an
+    expert, of which `half` are gates, are interleaved (`words.interleave`).
     """
     unit = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (unit < units)[:, None]
     sixteen = tl.arange(0, 16)[None, :]
-    # `words.ARRANGEMENTS` of the bytes
     column = (unit % width)[:, None] * 16 + sixteen
     tile = tl.load(codes + (unit // width)[:, None] * stored + column, mask=inside & (column < stored), other=0)
     tile = (tile[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 255
-    if BITS == 8:
-        tile = tile.reshape(BLOCK, 4, 2, 4, 2).permute(0, 3, 1, 4, 2)
-    elif ORDER == "e4m3":
-        tile = tile.reshape(BLOCK, 4, 2, 4, 2).permute(0, 3, 1, 2, 4)
-    else:
-        tile = tile.reshape(BLOCK, 4, 4, 4).permute(0, 3, 1, 2)
-    even, odd = tile.reshape(BLOCK, 16, 2, 2).split()
-    byte_0, byte_2 = even.split()
-    byte_1, byte_3 = odd.split()
-    words = byte_0 | (byte_1 << 8) | (byte_2 << 16) | (byte_3 << 24)
-    if ORDER == "e4m3":
-        words = signs_apart(words)
-    elif BITS == 4:
-        words = columns_apart(words)
-    if ORDER == "e2m1":
-        words = e2m1_bits(words)
+    byte = apart(tile.reshape((BLOCK,) + SIZES).permute((0,) + DIMS).reshape(BLOCK, 16, 4))
+    words = byte[0] | (byte[1] << 8) | (byte[2] << 16) | (byte[3] << 24)
+    for i in tl.static_range(len(operations)):
+        words = operations[i](words)
     place = unit
     if INTERLEAVED:
         number = unit // width

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_core.errors import TensorError
 from moe_core.gemm.columns import Grouped, group_columns
-from moe_core.gemm.marlin.scales import order_scales
+from moe_core.gemm.marlin.scales import by_group, order_scales, relative_scales
 from moe_core.gemm.marlin.words import interleave, interleaved_rows, order_words, words_of
 from moe_core.quant_key import QuantKey
 
@@ -26,6 +26,15 @@ class Converted:
     group_size: int
     channel_scales: Tensor | None = None
     index: Tensor | None = None
+
+    @staticmethod
+    def of(
+        words: Tensor, scales: Tensor, group_size: int, channel_scales: Tensor | None = None, *, interleaved: bool
+    ) -> Converted:
+        """With ``scales`` [E, rows, C] and ``channel_scales`` [E, rows] in the rows' own order."""
+        if channel_scales is not None and interleaved:
+            channel_scales = interleave(channel_scales)
+        return Converted(words, by_group(scales, interleaved).contiguous(), group_size, channel_scales)
 
 
 def convert_integers(
@@ -67,7 +76,7 @@ def convert_integers(
         words.bitwise_xor_(_SIGNS)
     wide, channel_scales = scale, None
     if dtype is torch.float16 and size != -1:
-        wide, channel_scales = _relative(scale.float())
+        wide, channel_scales = relative_scales(scale.float())
         channel_scales = interleave(channel_scales) if interleaved else channel_scales
     index = None if grouped is None else grouped.index
     return Converted(words, order_scales(wide, zero_point, interleaved=interleaved), size, channel_scales, index)
@@ -93,10 +102,3 @@ def _permuted_words(codes: Tensor, grouped: Grouped, bits: int, *, interleaved: 
             one = one[:, 0::2] | one[:, 1::2] << 4
         out.copy_(order_words(one[None], columns, bits, interleaved=interleaved)[0])
     return words
-
-
-def _relative(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """``scale`` [E, rows, groups] over powers of two [E, rows], so that the largest of a row lies in [0.5, 1)."""
-    _, exponent = torch.frexp(scale.abs().amax(dim=2))
-    power = torch.exp2(exponent.float())
-    return scale / power[:, :, None], power

@@ -79,16 +79,48 @@ def zero_offset(zero, BITS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def in_columns(values):
-    """[N, 8 W] or [N, 4 W] in the columns' order, of the eight or four numbers [N, W] of words (`asm_values`)."""
+def together(values):
+    """One, two or four tensors as one: the last dimension tells them apart.
+
+    What is joined and reshaped rather than indexed keeps its threads and registers.
+    """
+    if len(values) == 1:
+        return tl.expand_dims(values[0], -1)
+    elif len(values) == 2:
+        return tl.join(values[0], values[1])
+    else:
+        both = tl.join(tl.join(values[0], values[2]), tl.join(values[1], values[3]))
+        return both.reshape(values[0].shape + [4])
+
+
+@triton.jit
+def apart(x):
+    """The inverse of `together`."""
+    if x.shape[-1] == 1:
+        return (x.reshape(x.shape[:-1]),)
+    elif x.shape[-1] == 2:
+        return x.split()
+    else:
+        even, odd = x.reshape(x.shape[:-1] + [2, 2]).split()
+        value_0, value_2 = even.split()
+        value_1, value_3 = odd.split()
+        return value_0, value_1, value_2, value_3
+
+
+@triton.jit
+def in_columns(values, U: tl.constexpr = 4):
+    """[N, 8 W] or [N, 4 W] in the columns' order, of the eight or four numbers [N, W] of words (`asm_values`).
+
+    U words of each thread follow one another.
+    """
     N: tl.constexpr = values[0].shape[0]
     W: tl.constexpr = values[0].shape[1]
     S: tl.constexpr = len(values) // 4
-    numbers = tl.join(tl.join(values[0], values[1]), tl.join(values[2], values[3]))
+    numbers = together(values[:4])
     if S == 2:
-        numbers = tl.join(numbers, tl.join(tl.join(values[4], values[5]), tl.join(values[6], values[7])))
-    # of a word: its pair i, half j, step s; units of 4 threads t x 4 words u: [unit, t, u, i, j, s]
-    numbers = numbers.reshape(N, W // 16, 4, 4, 2, 2, S).permute(0, 1, 3, 6, 5, 2, 4)
+        numbers = tl.join(numbers, together(values[4:]))
+    # of a word: its half j, pair i, step s; units of 4 threads t x U words u: [unit, t, u, j, i, s]
+    numbers = numbers.reshape(N, W // (4 * U), 4, U, 2, 2, S).permute(0, 1, 3, 6, 4, 2, 5)
     return numbers.reshape(N, 4 * S * W)
 
 
@@ -130,12 +162,12 @@ def integer_values(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr
     SCALED: tl.constexpr = scale is not None
     ZEROS: tl.constexpr = offset is not None
     asm: tl.constexpr = _TEXTS[(BITS == 8) * 8 + SCALED * 4 + ZEROS * 2 + (dtype == tl.float16)]
-    if SCALED and ZEROS:
-        return asm_values(asm, 32 // BITS, "r,r,r", (words, offset, scale), dtype)
-    elif SCALED or ZEROS:
-        return asm_values(asm, 32 // BITS, "r,r", (words, scale if SCALED else offset), dtype)
-    else:
-        return asm_values(asm, 32 // BITS, "r", (words,), dtype)
+    operands = (words,)
+    if ZEROS:
+        operands += (offset,)  # type: ignore[assignment]
+    if SCALED:
+        operands += (scale,)  # type: ignore[assignment]
+    return asm_values(asm, 32 // BITS, "r" + ",r" * (SCALED + ZEROS), operands, dtype)
 
 
 @triton.jit

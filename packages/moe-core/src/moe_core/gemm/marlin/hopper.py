@@ -29,8 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_core.gemm.hopper_epilogue import activate
 from moe_core.gemm.hopper_pipeline import allocate_barriers, empty_slot, free_slot, full_slot, locate_tile, tma_load
+from moe_core.gemm.marlin.dequant import apart, in_columns
 from moe_core.gemm.marlin.operand import scale_of
-from moe_core.gemm.tile_kernel import finish_values
+from moe_core.gemm.tile_kernel import deinterleave, finish_values
 from moe_core.jit.pdl import begin_pdl
 
 # the name of Triton 3.6, where a newer one is missing
@@ -84,31 +85,18 @@ def _height(rows, HEIGHTS: gl.constexpr):
 @gluon.jit
 def _quarters(words):
     """words [64, 16] as four [64, 4]: word u of four threads each."""
-    even, odd = words.reshape([ROWS, 4, 2, 2]).split()
-    word_0, word_2 = even.split()
-    word_1, word_3 = odd.split()
-    return (
-        gl.convert_layout(word_0, QUARTER, assert_trivial=True),
-        gl.convert_layout(word_1, QUARTER, assert_trivial=True),
-        gl.convert_layout(word_2, QUARTER, assert_trivial=True),
-        gl.convert_layout(word_3, QUARTER, assert_trivial=True),
-    )
-
-
-@gluon.jit
-def _columns(values):
-    """[64, 32] in the columns' order, of the eight numbers [64, 4] of words; see `dequant.in_columns`."""
-    low = gl.join(gl.join(values[0], values[1]), gl.join(values[2], values[3]))
-    high = gl.join(gl.join(values[4], values[5]), gl.join(values[6], values[7]))
-    # [row, t, i, j, s] to [row, s, j, t, i]
-    return gl.join(low, high).permute([0, 4, 3, 1, 2]).reshape([64, 32])
+    parts = apart(words.reshape([ROWS, 4, 4]))
+    quarters = ()
+    for u in gl.static_range(4):
+        quarters += (gl.convert_layout(parts[u], QUARTER, assert_trivial=True),)  # type: ignore[assignment]
+    return quarters
 
 
 @gluon.jit
 def _chunk(words, scales, PLACE: gl.constexpr, layout: gl.constexpr, dequantize: gl.constexpr, dtype: gl.constexpr):
     """Numbers [64, 64] of columns 64 * PLACE .. of a step, as the tensor cores' left operand."""
-    low = _columns(dequantize(words[2 * PLACE], scales, 2 * PLACE, dtype))
-    high = _columns(dequantize(words[2 * PLACE + 1], scales, 2 * PLACE + 1, dtype))
+    low = in_columns(dequantize(words[2 * PLACE], scales, 2 * PLACE, dtype), 1)
+    high = in_columns(dequantize(words[2 * PLACE + 1], scales, 2 * PLACE + 1, dtype), 1)
     numbers = gl.join(low, high).permute([0, 2, 1]).reshape([64, 64])
     return gl.convert_layout(numbers, layout, assert_trivial=True)
 
@@ -228,16 +216,11 @@ def _finish(acc, factor, epilogue, result, pairs, expert, start, end, first, N, 
     WIDTH: gl.constexpr = 32 if INTERLEAVED else 64
     if factor is not None:
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    value = acc
     up = acc
     if INTERLEAVED:
-        # gate and up alternate in blocks of 8 rows: a thread has both
-        value, up = acc.reshape([4, 2, 8, HEIGHT]).permute([0, 2, 3, 1]).split()
-        value = value.reshape([32, HEIGHT])
-        up = up.reshape([32, HEIGHT])
-        column = first // 2
-    else:
-        value = acc
-        column = first
+        value, up = deinterleave(acc, True)
+    column = first // 2 if INTERLEAVED else first
     layout: gl.constexpr = value.type.layout
     columns = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))
     rows = gl.minimum(start + gl.arange(0, HEIGHT, layout=gl.SliceLayout(0, layout)), end - 1)

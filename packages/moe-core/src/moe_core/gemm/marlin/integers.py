@@ -45,17 +45,15 @@ def dequantize_integers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexp
     BITS: tl.constexpr = 32 * W // COLUMNS
     offset = None
     scale = None
+    # scales of rows are those of one group
+    groups = scales if SCALED else scales[:, None]
     if SCALED:
-        scale = scale_of(scales)
+        scale = scale_of(groups)
         if not INTERPRET and dtype != tl.float32:
             scale = pair(scale, dtype)
         scale = per_word(scale, W, W // 16)
     if scales.dtype == tl.int32:
-        offset = zero_offset(zero_of(scales), BITS, dtype)
-        if SCALED:
-            offset = per_word(offset, W, W // 16)
-        else:
-            offset = tl.broadcast_to(offset[:, None], words.shape)
+        offset = per_word(zero_offset(zero_of(groups), BITS, dtype), W, W // 16)
     return integers(words, offset, scale, BITS, dtype)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from moe_core.gemm.marlin.dequant import together
 from moe_core.gemm.swap_ab import add_swap_ab_dot, swap_ab_dot
 from moe_core.gemm.weight_tile import weight_rows, weight_tile
 from moe_core.jit.casts import INTERPRET
@@ -59,15 +60,14 @@ def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr)
 @triton.jit
 def open_rows(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """As `open_groups`, with the scales of rows that have one each."""
-    rows, inside, first, scale, scale_g, groups, factor = open_groups(b_args, expert, half, n, N, BLOCK_N)
-    return rows, inside, first, tl.load(scale, mask=inside, other=0), scale_g, groups, factor
+    state = open_groups(b_args, expert, half, n, N, BLOCK_N)
+    return state[:3] + (tl.load(state[3], mask=state[1], other=0),) + state[4:]
 
 
 @triton.jit
 def tile_words(state, b_desc, k, K, BLOCK_K: tl.constexpr, BITS: tl.constexpr, EVEN_N: tl.constexpr):
     """int32 [BLOCK_N, words] of step k; rows have whole steps."""
-    size = tl.cdiv(K, STEP) * (STEP * BITS // 32)
-    return weight_tile(state[0], state[1], state[2], b_desc, k, size, BLOCK_K * BITS // 32, EVEN_N, True)
+    return weight_tile(state[0], state[1], state[2], b_desc, k, K, BLOCK_K * BITS // 32, EVEN_N, True)
 
 
 @triton.jit
@@ -88,18 +88,11 @@ def _load_words(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
         scales = state[3]
     elif GROUPS == 0:
         scales = _group_scales(state, k, EVEN_N)
-    elif GROUPS == 1:
-        scales = _group_scales(state, k, EVEN_N)[:, None]
-    elif GROUPS == 2:
-        scale_0 = _group_scales(state, k * 2, EVEN_N)
-        scales = tl.join(scale_0, _group_scales(state, k * 2 + 1, EVEN_N))
     else:
-        tl.static_assert(GROUPS == 4, "a step has 1, 2 or 4 groups")
-        scale_0 = _group_scales(state, k * 4, EVEN_N)
-        scale_1 = _group_scales(state, k * 4 + 1, EVEN_N)
-        scale_2 = _group_scales(state, k * 4 + 2, EVEN_N)
-        scale_3 = _group_scales(state, k * 4 + 3, EVEN_N)
-        scales = tl.join(tl.join(scale_0, scale_2), tl.join(scale_1, scale_3)).reshape(scale_0.shape[0], 4)
+        found = ()
+        for i in tl.static_range(GROUPS):
+            found += (_group_scales(state, k * GROUPS + i, EVEN_N),)  # type: ignore[assignment]
+        scales = together(found)
     return tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N), scales
 
 
@@ -134,25 +127,16 @@ def per_word(groups, W: tl.constexpr, UNITS: tl.constexpr):
     N: tl.constexpr = groups.shape[0]
     G: tl.constexpr = groups.shape[1]
     tl.static_assert(W == UNITS * 16)
-    if UNITS == 1:
-        values = tl.broadcast_to(groups[:, None, :, None], (N, 4, G, 4 // G))
-    else:
-        tl.static_assert(UNITS == 2, "a step has one or two units")
-        if G == 1:
-            values = tl.broadcast_to(groups[:, :, None], (N, 1, W))
-        else:
-            by_unit = groups.reshape(N, 2, G // 2)
-            values = tl.broadcast_to(by_unit[:, :, None, :, None], (N, 2, 4, G // 2, 8 // G))
-    return values.reshape(N, W)
+    # units that have groups of their own
+    U: tl.constexpr = UNITS if G >= UNITS else G
+    by_unit = groups.reshape(N, U, G // U)[:, :, None, :, None]
+    return tl.broadcast_to(by_unit, (N, U, 4 * UNITS // U, G // U, 4 * U // G)).reshape(N, W)
 
 
 @triton.jit
 def step_bytes(words):
     """[N, 4] of the bytes of `words` int32 [N]."""
-    # joined and reshaped rather than indexed, see `per_word`
-    even = tl.join(words & 0xFF, (words >> 16) & 0xFF)
-    odd = tl.join((words >> 8) & 0xFF, (words >> 24) & 0xFF)
-    return tl.join(even, odd).reshape(words.shape[0], 4)
+    return together((words & 0xFF, (words >> 8) & 0xFF, (words >> 16) & 0xFF, (words >> 24) & 0xFF))
 
 
 @triton.jit

@@ -22,16 +22,24 @@ def order_scales(scale: Tensor, zero_point: Tensor | None = None, *, interleaved
     bits of mantissa, and zero points in the last ones.  ``interleaved``: the rows are two halves, interleaved in blocks
     of 8 (:func:`moe_core.gemm.marlin.words.interleave`).
     """
-
-    def turned(values: Tensor) -> Tensor:
-        return (interleave(values) if interleaved else values).transpose(1, 2)
-
-    out = turned(scale).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    out = by_group(scale, interleaved).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     if zero_point is None:
         return out
     bits, last = out.view(torch.int32), 1 << ZERO_BITS
     # rounded to the nearest; 16-bit types have zeros there
-    return bits.add_(last // 2).bitwise_and_(-last).bitwise_or_(turned(zero_point))
+    return bits.add_(last // 2).bitwise_and_(-last).bitwise_or_(by_group(zero_point, interleaved))
+
+
+def by_group(values: Tensor, interleaved: bool) -> Tensor:
+    """``values`` [E, rows, groups] as [E, groups, rows], rows as in :func:`order_scales`; a view where it can be."""
+    return (interleave(values) if interleaved else values).transpose(1, 2)
+
+
+def relative_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """``scale`` [E, rows, groups] over powers of two [E, rows], so that the largest of a row lies in [0.5, 1)."""
+    _, exponent = torch.frexp(scale.abs().amax(dim=2))
+    power = torch.exp2(exponent.float())
+    return scale / power[:, :, None], power
 
 
 def relative_e8m0(scale: Tensor, counting: Tensor, largest: int) -> tuple[Tensor, Tensor]:

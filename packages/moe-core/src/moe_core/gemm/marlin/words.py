@@ -130,9 +130,10 @@ def _launch(codes: Tensor, out: Tensor, bits: int, interleaved: bool, order: str
     """``codes`` have rows of whole int32, which need not fill the words of ``out``."""
     import triton
 
-    from moe_core.gemm.marlin._word_kernels import order_kernel
+    from moe_core.gemm.marlin._word_kernels import COMPILED, order_kernel
     from moe_core.jit.launch import launch
 
+    sizes, dims, operations = ARRANGEMENTS[order, bits]
     width, block = out.shape[2] // WORDS, 128
     units = codes.shape[0] * codes.shape[1] * width
     launch(
@@ -145,8 +146,9 @@ def _launch(codes: Tensor, out: Tensor, bits: int, interleaved: bool, order: str
         codes.shape[2] // 4,
         codes.shape[1],
         codes.shape[1] // 2,
-        BITS=bits,
-        ORDER=order,
+        tuple(COMPILED[operation] for operation in operations),
+        SIZES=sizes,
+        DIMS=tuple(1 + dim for dim in dims),
         INTERLEAVED=interleaved,
         BLOCK=block,
         num_warps=4,
