@@ -92,21 +92,13 @@ def _place(
     tile_rows,
     me,
     HAS_MAP: tl.constexpr,
-    FULL_FIRST: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """Place pairs begin .. end: `total` pairs of each expert are in all, `earlier` of them before `begin`."""
     first = tl.cumsum(total, axis=0) - total
     count_tiles = (total + tile_rows - 1) // tile_rows
-    if FULL_FIRST:
-        # what is short of rows comes behind all other tiles
-        full_tiles = total // tile_rows
-        partial_tiles = count_tiles - full_tiles
-        first_tile = tl.cumsum(full_tiles, axis=0) - full_tiles
-        last_tile = tl.cumsum(partial_tiles, axis=0) - partial_tiles + tl.sum(full_tiles, axis=0)
-    else:
-        first_tile = tl.cumsum(count_tiles, axis=0) - count_tiles
+    first_tile = tl.cumsum(count_tiles, axis=0) - count_tiles
     if me == 0:
         experts = tl.arange(0, BLOCK_E)
         tl.store(offsets + experts, first, mask=experts < num_experts)
@@ -131,11 +123,7 @@ def _place(
         if positions is not None:
             tl.store(positions + pair, row, mask=known)
         starts = known & (rank % tile_rows == 0)
-        number = rank // tile_rows
-        tile = number + tl.gather(first_tile, expert, axis=0)
-        if FULL_FIRST:
-            is_full = number < tl.gather(full_tiles, expert, axis=0)
-            tile = tl.where(is_full, tile, tl.gather(last_tile, expert, axis=0))
+        tile = rank // tile_rows + tl.gather(first_tile, expert, axis=0)
         tl.store(tiles + 2 + 2 * tile, expert, mask=starts)
         tl.store(tiles + 3 + 2 * tile, row, mask=starts)
         earlier += own
@@ -272,7 +260,6 @@ def sort_kernel(
     stride_scales,
     MODE: tl.constexpr,
     HAS_MAP: tl.constexpr,
-    FULL_FIRST: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_COUNT: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -361,7 +348,6 @@ def sort_kernel(
                 tile_rows,
                 me,
                 HAS_MAP,
-                FULL_FIRST,
                 BLOCK_P,
                 BLOCK_E,
             )

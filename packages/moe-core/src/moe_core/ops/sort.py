@@ -122,14 +122,13 @@ def sort_pairs(
     rows: QuantizeRows | None = None,
     positions: bool = False,
     zero: Tensor | None = None,
-    full_first: bool = False,
     pdl: bool = False,
 ) -> SortedPairs:
     """Sort ``topk_ids`` [M, k] (int32 or int64, contiguous) with the Triton kernel.
 
     ``num_experts`` local experts; ``expert_map`` [E] int32 gives the local number of a global id; ``positions``
     asks for the inverse too; ``zero`` (int32, contiguous) is filled with zeros, before ``rows`` are quantised where
-    `clears_first` says so; ``full_first`` numbers tiles with fewer than ``block_m`` rows behind all others.
+    `clears_first` says so.
     """
     import triton
 
@@ -144,7 +143,7 @@ def sort_pairs(
     )
     pairs = topk_ids.numel()
     num_ids = num_experts if expert_map is None else expert_map.numel()
-    tiny = pairs <= _TINY_PAIRS and not full_first
+    tiny = pairs <= _TINY_PAIRS
     modes = (TINY,) if tiny else (COUNT, SCATTER) if clears_first(pairs) else (SORT,)
     share = triton.cdiv(pairs, _MAX_CHUNKS)
     if tiny:
@@ -180,7 +179,6 @@ def sort_pairs(
             *quantized,
             MODE=mode,
             HAS_MAP=expert_map is not None,
-            FULL_FIRST=full_first,
             BLOCK_P=block_p,
             BLOCK_COUNT=256 if pairs <= 256 else 1024,
             BLOCK_E=max(triton.next_power_of_2(num_experts), 32),
@@ -195,12 +193,7 @@ def sort_pairs(
 
 
 def sort_pairs_torch(
-    topk_ids: Tensor,
-    num_experts: int,
-    block_m: int,
-    *,
-    expert_map: Tensor | None = None,
-    full_first: bool = False,
+    topk_ids: Tensor, num_experts: int, block_m: int, *, expert_map: Tensor | None = None
 ) -> SortedPairs:
     """The torch twin of `sort_pairs`: same result, exact sizes, positions of pairs of no group -1, any device."""
     ids = topk_ids.flatten().long()
@@ -215,8 +208,6 @@ def sort_pairs_torch(
     counts = torch.bincount(local[kept], minlength=num_experts)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     starts = [(expert, start) for expert, count in enumerate(counts.tolist()) for start in range(0, count, block_m)]
-    if full_first:
-        starts.sort(key=lambda tile: tile[1] + block_m > int(counts[tile[0]]))
     tiles = [len(starts), 0]
     for expert, start in starts:
         tiles += [expert, int(offsets[expert]) + start]
