@@ -161,7 +161,7 @@ class Routing:
         return max_tiles(self.ids.numel(), self.num_experts, block_m)
 
 
-#: which rows are in use: IN_USE and row_args of `moe_core.gemm.scaled_mm.rows_in_use`
+#: which rows are in use: IN_USE and row_args of `moe_core.gemm.quantize_rows_kernels.rows_in_use`
 InUse = tuple[str, tuple[Any, ...]]
 
 

@@ -25,7 +25,7 @@ pointer to a static scale per expert.  It returns the tile's values and what is 
 the tile's columns, reduced to one scale or to `groups` of them, next to each other: shape [rows] for one, otherwise
 [rows, groups] for AXIS 1 and [groups, rows] for AXIS 0.  Without `scales` (static ones) the second value is ignored.
 Rows of x are quantised by functions of the same form, there on tiles [groups, columns] with AXIS 1: by
-`moe_core.ops.batch` with `expert` [groups, 1]; by `moe_core.gemm.scatter_quantize_kernel` so or, if no expert matters,
+`moe_core.ops.batch` with `expert` [groups, 1]; by `moe_core.gemm.quantize_rows_kernels` so or, if no expert matters,
 with 0; by `moe_core.ops.sort`, where rows are tokens, with the token's number [groups, 1] in its place.
 
 A result that is stored as it is may leave its largest magnitude in `amax`, as the bits of a non-negative float32 in

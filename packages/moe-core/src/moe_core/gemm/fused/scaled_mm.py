@@ -18,7 +18,7 @@ from moe_core.gemm import scaled_mm as device
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, padded, quantized
 from moe_core.gemm.launch import FLOAT32, InUse, OperandA, Result, constant, rows_by_pair
-from moe_core.gemm.quantize_rows import find_amax, quantize_rows, routed_tokens, sorted_rows
+from moe_core.gemm.quantize_rows import quantize_rows, routed_tokens, sorted_rows
 from moe_core.gemm.tile_kernel import POSITION
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows, clears_first, whole_row
@@ -195,13 +195,15 @@ class ScaledMMScheme(ActivationScheme):
     def _order_with_amax(self, call: Call, positions: bool = False) -> tuple[Order, tuple[Tensor, int], InUse]:
         """The order, magnitudes of x as `quantize_by_amax` takes them, and which rows of x they span."""
         x, found, raised, zero = call.x, call.workspace["x_amax"], call.workspace["amax"][1:2], self._zeroed(call)
+        group = whole_row(x.shape[1])
         if isinstance(call.routing, Batch):
             order, in_use = call.order(zero=zero), rows_by_pair(call.routing)
-            find_amax(x, raised, in_use, pdl=call.plan.pdl)
+            job = QuantizeRows(x, None, None, device.row_amax, group, (None, None, raised))
+            quantize_rows(job, in_use, pdl=call.plan.pdl)
             return order, (raised, 1), in_use
         in_use, raises = routed_tokens(call.routing), clears_first(call.pairs)
         arguments = x.shape[0], in_use[1], raised if raises else None
-        job = QuantizeRows(x, None, found, device.row_amax, whole_row(x.shape[1]), arguments)
+        job = QuantizeRows(x, None, found, device.row_amax, group, arguments)
         order = call.order(job, positions=positions, zero=zero)
         return order, (raised, 1) if raises else (found, x.shape[0]), in_use
 
