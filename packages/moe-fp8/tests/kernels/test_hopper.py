@@ -18,10 +18,12 @@ from moe_core.gemm.fused.call import Call
 from moe_core.gemm.hopper_launch import TILE
 from moe_core.gemm.launch import Activation, Gemm, GemmWeight, OperandA, Result, Routing, WarpSpecialisedGemm, constant
 from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm.scaled_mm import quantize_static
 from moe_core.gemm.tile_kernel import POSITION
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
+from moe_fp8.kernels.block import quantize as block_quantize
 
 E4M3 = torch.float8_e4m3fn
 WIDE, NARROW = 2**-9 + 2**-10, 2**-4 / 3**0.5 + 2**-10
@@ -121,8 +123,15 @@ class Product:
         static = None if self.given is None else (values, self.given.to(device))
         bits = torch.zeros(amax, dtype=torch.int32, device=device) if amax else None
         kind = "" if not amax else "tensor" if amax == 1 else "row"
+        quantize = quantize_static if out == "static" else None if group is None else block_quantize
         self.result = Result.of(
-            values, made, quant_args=static, amax=bits, amax_kind=constant(kind), kind=constant(out)
+            values,
+            made,
+            quantize=quantize,
+            quant_args=static,
+            amax=bits,
+            amax_kind=constant(kind),
+            block=constant(group or TILE),
         )
 
     def run(self, config=CONFIG):

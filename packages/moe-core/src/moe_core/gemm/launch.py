@@ -191,9 +191,7 @@ class Result(NamedTuple):
     ``out`` [rows, ``width``], rows ``stride`` apart: of gemm1 with room for whole tiles.  ``quantize`` None stores
     values as they are, see `moe_core.gemm.tile_kernel`; else ``quant_args`` are its own, and ``scales`` [rows, groups
     of a row] hold ``groups`` scales per tile, or are None for static ones.  ``amax`` int32, zeroed, [rows] or [1],
-    receives what ``amax_kind`` says ("" nothing), see there.  ``kind`` says in the warp-specialised kernel's
-    words what ``quantize`` does, see `moe_core.gemm.hopper_epilogue`; ``block`` columns are a tile of the split-K
-    reduction.
+    receives what ``amax_kind`` says ("" nothing), see there.  ``block`` columns are a tile of the split-K reduction.
     """
 
     out: Tensor
@@ -205,7 +203,6 @@ class Result(NamedTuple):
     quantize: Any = None
     groups: tl.constexpr = constant(1)
     amax_kind: tl.constexpr = constant("")
-    kind: tl.constexpr = constant("values")
     width: int = 0
     block: tl.constexpr = constant(128)
 

@@ -58,7 +58,6 @@ def as_stored_scheme(
         stored,
         STEP if block else UNIT,
         scale_dtype=torch.float32 if block else None,
-        takes_values=True,
         # router weights change more than scales otherwise, and multiply x before it is rounded
         keeps_range=key is None or block,
     )

@@ -236,8 +236,7 @@ class ScaledMMScheme(ActivationScheme):
         if not self._in_epilogue(call):
             return Result.of(work["h"], amax=amax, amax_kind=kind)
         values, quantize = work["h_values"], self.functions.quantize_static
-        arguments, static = (values, self.h_scale), constant("static")
-        return Result.of(values, quantize=quantize, quant_args=arguments, amax=amax, amax_kind=kind, kind=static)
+        return Result.of(values, quantize=quantize, quant_args=(values, self.h_scale), amax=amax, amax_kind=kind)
 
     def h(self, call: Call, order: Order, which: int) -> OperandA:
         work, amax = call.workspace, self._amax(call)
