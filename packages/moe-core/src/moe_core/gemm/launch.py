@@ -247,9 +247,9 @@ _NO_ACTIVATION = (constant(""), tl.constexpr(False), 0.0, 0.0, None)
 
 
 def epilogue_of(
-    bias: Tensor | None, routing: Routing | Batch | None, activation: Activation | None, lora: LoRADelta | None = None
+    bias: Tensor | None, routing: Routing | Batch, activation: Activation | None, lora: LoRADelta | None = None
 ) -> Epilogue:
-    """The epilogue of gemm1 (with an ``activation``) or gemm2; ``routing`` None: without router weights."""
+    """The epilogue of gemm1 (with an ``activation``) or gemm2."""
     weights = None
     if isinstance(routing, Routing) and routing.weight_on_input == (activation is not None):
         weights = routing.weights
@@ -346,15 +346,15 @@ def schedule_of(pairs: SortedPairs | BatchedRows) -> tuple[Tensor, Tensor, Tenso
 
 def reduce_split_k(gemm: Gemm, result: Result) -> None:
     """The split-K reduction of gemm1: out[pair] = act(sum of the partial sums + bias), quantised as ``result`` says."""
-    routing, activation, partials, columns = gemm.routing, gemm.activation, gemm.result.out, gemm.weight.n
-    if not isinstance(routing, Routing) or activation is None:
+    routing, partials, columns = gemm.routing, gemm.result.out, gemm.weight.n
+    if not isinstance(routing, Routing) or gemm.activation is None:
         raise TypeError("the k loop of gemm1 alone is split so, and not over batched rows")
     launch(
         split_k_reduce_kernel,
         (routing.ids.numel(), -(-columns // result.block.value)),
         partials,
         routing.arguments,
-        epilogue_of(gemm.weight.bias, None, activation, gemm.lora),
+        gemm.epilogue,
         result,
         columns,
         gemm.result.stride,

@@ -243,7 +243,7 @@ def grouped_gemm_kernel(
       schedule, see `moe_core.gemm.schedule`
     - N columns of the result (of one half where gated)
     - A_ROWS and OUT_ROWS: which row of A and of the result a row of the tile is: POSITION, TOKEN or PAIR
-    - SPLIT_K > 1: gemm1 stores its halves side by side, [gate N | up N], without bias and activation
+    - SPLIT_K > 1: gemm1 stores its halves side by side, [gate N | up N], as they are
     """
     GEMM1: tl.constexpr = epilogue.activation != ""
     # gemm2: the kernel before it, gemm1, has waited for the sort and whatever that depended on, so that schedule and
@@ -302,20 +302,12 @@ def grouped_gemm_kernel(
         EVEN: tl.constexpr = EVEN_N and not INTERLEAVED
         finish_tile(acc, acc_up, epilogue, result, N, expert, pair, target, mask, block_n, columns, SWAP_AB, EVEN)
     else:
-        inside = columns < N
-        stored = as_column(mask, SWAP_AB) & as_row(inside, SWAP_AB)
-        if epilogue.lora is not None and not GEMM1:
-            delta = _deltas(epilogue.lora, pair, columns, stored, SWAP_AB)
-            acc += tl.where(k_part == 0, delta, 0.0)
-        weight = 1.0
-        if epilogue.weights is not None:
-            weight = as_column(tl.load(epilogue.weights + pair), SWAP_AB)
-            acc = acc * weight
-            acc_up = acc_up * weight
-        if epilogue.bias is not None and not GEMM1:
-            scale = tl.where(k_part == 0, 1.0, 0.0) * weight
-            bias = epilogue.bias + expert.to(tl.int64) * epilogue.stride_bias
-            acc += _bias(bias, columns, inside, SWAP_AB) * scale
+        stored = as_column(mask, SWAP_AB) & as_row(columns < N, SWAP_AB)
+        if not GEMM1:
+            # what is added once is the first part's: of the others no column takes it
+            width = tl.where(k_part == 0, N, 0)
+            added = stored & as_row(columns < width, SWAP_AB)
+            acc = finish_values(acc, acc, epilogue, width, expert, pair, columns, added, activate, SWAP_AB, EVEN_N)
         offsets = as_column((target * SPLIT_K + k_part) * result.stride, SWAP_AB) + as_row(columns, SWAP_AB)
         tl.store(result.out + offsets, acc, mask=stored)
         if epilogue.gated:
