@@ -7,18 +7,7 @@ from torch import Tensor
 from moe_core.gemm.launch import InUse, Routing
 from moe_core.gemm.quantize_rows_kernels import quantize_rows_kernel, scatter_quantize_kernel
 from moe_core.jit.launch import launch
-from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import QuantizeRows, SortedPairs
-
-
-def routed_tokens(routing: Routing) -> InUse:
-    """Tokens that have a local expert."""
-    return "tokens", routing.arguments
-
-
-def sorted_rows(order: SortedPairs | BatchedRows, routing: Routing | Batch) -> InUse:
-    """Rows of the sorted order that exist."""
-    return "sorted", (order.offsets[routing.num_experts :],)
 
 
 def quantize_rows(rows: QuantizeRows, in_use: InUse, *, pdl: bool) -> None:

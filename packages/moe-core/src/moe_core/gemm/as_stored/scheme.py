@@ -51,8 +51,10 @@ def as_stored_scheme(
         x, h = (Columns(0 if each is None else each.shape[1], None, each) for each in pre_scales)
         return PlainScheme(x, h, True, quantize, stored, by_token)
     if by_token or by_expert:
-        functions = ScaledMMFunctions(stored, quantize_row=quantize, quantize_static=quantize, load_unquantized=None)
-        return ScaledMMScheme(functions, "static" if by_expert else "token", *static, scatters=by_expert)
+        functions = ScaledMMFunctions(
+            stored, quantize_row=quantize, quantize_static=quantize, load_unquantized=None, packed=0
+        )
+        return ScaledMMScheme(functions, "static" if by_expert else "token", *static)
     return GroupScheme(
         quantize,
         stored,
