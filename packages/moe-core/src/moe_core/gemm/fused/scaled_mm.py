@@ -213,44 +213,39 @@ class ScaledMMScheme(ActivationScheme):
     # -------------------------------------------------------------- x
 
     def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
+        static, batched = self.granularity == "static", isinstance(call.routing, Batch)
         # the warp-specialised kernel wants the rows of a tile side by side; a scale per expert every pair by itself
-        side_by_side = self.granularity == "static" or call.warp_specialises(call.plan.gemm1, call.w13)
-        batched = isinstance(call.routing, Batch)
-        if side_by_side and not batched and not self._quantizes_on_load(call):
-            return self._scattered_x(call)
+        side_by_side = static or call.warp_specialises(call.plan.gemm1, call.w13)
+        scatters = side_by_side and not batched and not self._quantizes_on_load(call)
         x, work, which, zero = call.x, call.workspace, call.by_token, self._zeroed(call)
-        if call.x_scale is not None:
+        if call.x_scale is not None and not scatters:
             return call.order(zero=zero), self._rows(call, x, call.x_scale, which)
-        if self.x_scale is not None and not batched:
+        if self.x_scale is not None and not (scatters or batched):
             flags, flagging = None, None
             if self.functions.flags_nan:
                 flags = work["x_amax"]
                 flagging = QuantizeRows(x, None, flags, device.row_nan_flags, whole_row(x.shape[1]))
             return call.order(flagging, zero=zero), self._rows(call, x, self.x_scale, which, flags, by_row=False)
-        values, scales = work["x_values"], work["x_scales"]
+        prefix, amax = "sorted" if scatters else "x", None
+        values, scales = work[f"{prefix}_values"], work[f"{prefix}_scales"]
         if self.granularity == "tensor" and x.shape[0] > 1:
-            order, amax, in_use = self._order_with_amax(call)
-            quantize_rows(self._job(x, values, scales, amax), in_use, pdl=call.plan.pdl)
+            order, amax, in_use = self._order_with_amax(call, scatters)
+        elif scatters:
+            order = call.order(positions=True, zero=zero)
+        job = self._job(x, values, scales, amax, self.x_scale)
+        if scatters:
+            call.scatter(job, order, by_expert=static)
+        elif amax is not None:
+            quantize_rows(job, in_use, pdl=call.plan.pdl)
         else:
-            order = call.order(self._job(x, values, scales, static=self.x_scale), zero=zero)
-        return order, self._rows(call, values, scales, which)
+            order = call.order(job, zero=zero)
+        return order, self._rows(call, values, scales, POSITION.value if scatters else which)
 
     def _zeroed(self, call: Call) -> Tensor | None:
         """What is to be cleared before gemm1."""
         return call.workspace["amax"][:2] if self.granularity == "tensor" else self._amax(call)
 
-    def _scattered_x(self, call: Call) -> tuple[Order, OperandA]:
-        """Quantised into the sorted order: an expert's own scale costs nothing then."""
-        values, scales, amax = call.workspace["sorted_values"], call.workspace["sorted_scales"], None
-        if self.granularity == "tensor":
-            order, amax, _ = self._order_with_amax(call, positions=True)
-        else:
-            order = call.order(positions=True, zero=self._zeroed(call))
-        job = self._job(call.x, values, scales, amax, self.x_scale)
-        call.scatter(job, order, by_expert=self.granularity == "static")
-        return order, self._rows(call, values, scales, POSITION.value)
-
-    def _order_with_amax(self, call: Call, positions: bool = False) -> tuple[Order, tuple[Tensor, int], InUse]:
+    def _order_with_amax(self, call: Call, positions: bool) -> tuple[Order, tuple[Tensor, int], InUse]:
         """The order, magnitudes of x as `quantize_by_amax` takes them, and which rows of x they span."""
         x, found, raised, zero = call.x, call.workspace["x_amax"], call.workspace["amax"][1:2], self._zeroed(call)
         group = whole_row(x.shape[1])
