@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_core.gemm.hopper_pipeline import HALF, TILE
+from moe_core.gemm.tile_kernel import finish_values
 from moe_core.jit import activation
 from moe_core.ops._quantize_kernels import finite_bits
 
@@ -40,32 +41,22 @@ def activate(gate, up, epilogue):
 
 
 @gluon.jit
-def add_bias(acc, bias, column, N):
-    """acc [64, 128] + bias of its columns."""
-    return acc + gl.load(bias + column, mask=column < N, other=0.0).to(gl.float32)[None, :]
+def finish_block(acc, up, weight, epilogue, result, expert, rows, block, N, layout: gl.constexpr):
+    """From a sum [64, 128] of column block `block` (and `up`, where gated) to the stores; what is quantised is h.
 
-
-@gluon.jit
-def store_block(value, result, target, exists, first_column, layout: gl.constexpr):
-    """Store [64, 128] in rows `target`, from column `first_column` on."""
-    column = first_column + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
-    pointers = result.out + target.to(gl.int64)[:, None] * result.stride + column[None, :]
-    gl.store(pointers, gl.convert_layout(value, layout), mask=exists[:, None] & (column < result.width)[None, :])
-
-
-@gluon.jit
-def store_activated(value, result, expert, row, target, end, block, N, layout: gl.constexpr):
-    """Block `block` of 128 columns of h, [64, 128], by sorted row; quantised as the tile kernel does it."""
+    rows = (first row, row behind the expert's last one, rows in `layout`, where they go in the result)
+    """
+    first, end, target, place = rows
+    OWN: gl.constexpr = acc.type.layout
     AMAX: gl.constexpr = result.amax_kind
-    column = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, value.type.layout))
-    # what a row has beyond the last column is 0, so that the next product may read it
-    value = gl.where((column < N)[None, :], value, 0.0)
+    row = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, OWN))
+    column = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, OWN))
+    value = finish_values(acc, up, epilogue, N, expert, row, column, None, activate, False, False, weight)
     if result.quantize is None:
         codes = value.to(result.out.dtype.element_ty)
-        value = codes.to(gl.float32)
         # of single rows the tile kernel alone is asked for it: they are quantised on load where tiles are small
         if AMAX == "tensor":
-            bits = gl.max(finite_bits(value), axis=1)
+            bits = gl.max(finite_bits(codes.to(gl.float32)), axis=1)
             gl.atomic_max(result.amax, gl.max(gl.where(row < end, bits, 0), axis=0), sem="relaxed")
     else:
         if AMAX == "nan":
@@ -76,9 +67,12 @@ def store_activated(value, result, expert, row, target, end, block, N, layout: g
         GROUP: gl.constexpr = TILE // GROUPS
         codes, scale = result.quantize(value.reshape([HALF, GROUPS, GROUP]), result.quant_args, expert, 2)
         if result.scales is not None:
-            rows = gl.convert_layout(row, gl.SliceLayout(1, scale.type.layout))[:, None]
+            rows_of_scales = gl.convert_layout(row, gl.SliceLayout(1, scale.type.layout))[:, None]
             group = block * GROUPS + gl.arange(0, GROUPS, layout=gl.SliceLayout(0, scale.type.layout))[None, :]
-            pointers = result.scales + rows.to(gl.int64) * result.stride_scales + group
-            gl.store(pointers, scale, mask=(rows < end) & (group * GROUP < N))
-        codes = gl.convert_layout(codes.reshape([HALF, TILE]), value.type.layout, assert_trivial=True)
-    store_block(codes, result, target, target < end, block * TILE, layout)
+            pointers = result.scales + rows_of_scales.to(gl.int64) * result.stride_scales + group
+            gl.store(pointers, scale, mask=(rows_of_scales < end) & (group * GROUP < N))
+        codes = gl.convert_layout(codes.reshape([HALF, TILE]), OWN, assert_trivial=True)
+    column = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
+    pointers = result.out + place.to(gl.int64)[:, None] * result.stride + column[None, :]
+    mask = (target < end)[:, None] & (column < result.width)[None, :]
+    gl.store(pointers, gl.convert_layout(codes, layout), mask=mask)

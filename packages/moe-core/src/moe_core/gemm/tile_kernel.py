@@ -131,11 +131,12 @@ def finish_values(
     activate: tl.constexpr,
     SWAP_AB: tl.constexpr,
     EVEN_N: tl.constexpr,
+    weight=None,
 ):
     """LoRA deltas, router weights, bias and activation of a sum `acc` (and `up`, where gated); float32.
 
     `pair` of each row and `columns` of the tile; `stored`: where there are any; `activate`: see
-    `moe_core.jit.activation`.
+    `moe_core.jit.activation`; `weight`: router weights that were loaded before, shaped to multiply the tile.
     """
     GEMM1: tl.constexpr = epilogue.activation != ""
     inside = columns < N
@@ -144,7 +145,8 @@ def finish_values(
         if epilogue.gated:
             up += _deltas(epilogue.lora, pair, N + columns, stored, SWAP_AB)
     if epilogue.weights is not None:
-        weight = as_column(tl.load(epilogue.weights + pair), SWAP_AB)
+        if weight is None:
+            weight = as_column(tl.load(epilogue.weights + pair), SWAP_AB)
         if GEMM1:
             acc = acc * weight
             up = up * weight
