@@ -27,6 +27,7 @@ the tile's columns, reduced to one scale or to `groups` of them, next to each ot
 Rows of x are quantised by functions of the same form, there on tiles [groups, columns] with AXIS 1: by
 `moe_core.ops.batch` with `expert` [groups, 1]; by `moe_core.gemm.quantize_rows_kernels` so or, if no expert matters,
 with 0; by `moe_core.ops.sort`, where rows are tokens, with the token's number [groups, 1] in its place.
+The warp-specialised kernel of 8-bit weights gives tiles [rows, groups, columns] with AXIS 2, for one scale each.
 
 A result that is stored as it is may leave its largest magnitude in `amax`, as the bits of a non-negative float32 in
 int32 (NaN is above infinity): `amax_kind` "row" takes one per row of the result, "tensor" one for all finite numbers.
