@@ -110,7 +110,7 @@ def test_codes_are_not_quantised_again(experts: type[GroupedExperts], weight_key
         assert all(one.arguments["x_scales"] is scale for one in scattered)
         assert bool(scattered) == (tokens == 4096)
         # what sorts gets no rows to quantise
-        assert all(one.arguments["quantize"] is None for one in launches if one.name == "sort_kernel")
+        assert all(one.arguments["rows"].quantize is None for one in launches if one.name == "sort_kernel")
 
 
 def test_codes_change_places_with_their_scales() -> None:

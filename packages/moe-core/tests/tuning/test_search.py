@@ -136,15 +136,6 @@ def test_kernels_that_round_otherwise_are_no_candidates() -> None:
     assert specialised(blocks, 640) == {False, True}
 
 
-@pytest.mark.parametrize(
-    ("tokens", "tried"), [(64, {False}), (1024, {False}), (2048, {False, True}), (4096, {False, True})]
-)
-def test_the_order_of_tiles_is_tried_where_experts_have_several(tokens: int, tried: set[bool]) -> None:
-    """Four rows for each of 128 experts, 64, 128 (half of them have more) and 256."""
-    found = neighbours(INT4, launch_plan(INT4, tokens), tokens, tokens)
-    assert {plan.full_first for plan in found if isinstance(plan, TilePlan)} == tried
-
-
 def test_the_warp_specialised_kernel_keeps_its_tiles() -> None:
     """Pairs are sorted into tiles for both products: those of one may be none that the other's kernel takes."""
     problem = PROBLEMS["e4m3 blocks"]

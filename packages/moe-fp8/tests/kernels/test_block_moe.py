@@ -72,7 +72,7 @@ def fused_layer(w13, w2, s13, s2, b13=None, b2=None, *, block=(128, 128), activa
 def workspace_specs(tokens, top_k, experts, hidden, size, dtype=torch.bfloat16, block=(128, 128), batched=False):
     form = FusedMoEActivationFormat.BATCHED if batched else FusedMoEActivationFormat.STANDARD
     shape = CallShape(FusedMoEConfig(experts, top_k, hidden, size, dtype=dtype, activation_format=form), tokens)
-    return block_scheme(block[1]).workspaces(shape, split_k_workspace(batched, max(block[1], 128)))
+    return block_scheme(block[1]).workspaces(shape, split_k_workspace(batched))
 
 
 def plan_for(tokens, top_k, experts, hidden, size, **options):

@@ -18,10 +18,12 @@ from moe_core.gemm.fused.call import Call
 from moe_core.gemm.hopper_launch import TILE
 from moe_core.gemm.launch import Activation, Gemm, GemmWeight, OperandA, Result, Routing, WarpSpecialisedGemm, constant
 from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.gemm.scaled_mm import quantize_static
 from moe_core.gemm.tile_kernel import POSITION
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
+from moe_fp8.kernels.block import quantize as block_quantize
 
 E4M3 = torch.float8_e4m3fn
 WIDE, NARROW = 2**-9 + 2**-10, 2**-4 / 3**0.5 + 2**-10
@@ -57,7 +59,7 @@ class Product:
         columns=400,
         depth=528,
         width=None,
-        amax=0,
+        amax=False,
         weight=0,
         bias=False,
         capacity=None,
@@ -119,10 +121,16 @@ class Product:
         group = {"groups": TILE, "groups_64": 64}.get(out)
         made = None if group is None else torch.full((rows, -(-columns // group)), float("nan"), device=device)
         static = None if self.given is None else (values, self.given.to(device))
-        bits = torch.zeros(amax, dtype=torch.int32, device=device) if amax else None
-        kind = "" if not amax else "tensor" if amax == 1 else "row"
+        bits = torch.zeros(1, dtype=torch.int32, device=device) if amax else None
+        quantize = quantize_static if out == "static" else None if group is None else block_quantize
         self.result = Result.of(
-            values, made, quant_args=static, amax=bits, amax_kind=constant(kind), kind=constant(out)
+            values,
+            made,
+            quantize=quantize,
+            quant_args=static,
+            amax=bits,
+            amax_kind=constant("tensor" if amax else ""),
+            block=constant(group or TILE),
         )
 
     def run(self, config=CONFIG):
@@ -267,13 +275,11 @@ def test_short_tiles_change_no_bit(name, scales, capacity, hopper):
 
 
 @pytest.mark.gpu
-def test_largest_magnitudes(hopper):
-    for rows in (sum(COUNTS) + 7, 1):
-        product = Product(hopper, "rows", "silu", amax=rows)
-        product.check(WIDE)
-        values = product.result.out[: sum(COUNTS)].float().abs().amax(1)
-        found = product.result.amax.view(torch.float32)
-        assert torch.equal(found[: sum(COUNTS)], values) if rows > 1 else float(found) == float(values.max())
+def test_largest_magnitude(hopper):
+    product = Product(hopper, "rows", "silu", amax=True)
+    product.check(WIDE)
+    found = product.result.amax.view(torch.float32)
+    assert float(found) == float(product.result.out[: sum(COUNTS)].float().abs().max())
 
 
 def test_fits():

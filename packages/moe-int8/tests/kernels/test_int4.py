@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight
 from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, TileFunctions, grouped_gemm
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.scaled_mm import open_values, open_weights
@@ -55,7 +54,7 @@ def test_sums_are_those_of_float64(swap, device):
     sums = torch.full((tokens, count), -7, dtype=torch.int32, device=device)
     gemm = Gemm(
         TileConfig(16, 64, 4, 2, swap_ab=swap),
-        scaled_mm_weight(functions, pack_int4(w, 64).to(device), ones, None, count, depth),
+        functions.weight(pack_int4(w, 64).to(device), ones, None, count, depth),
         OperandA((x.to(device), ones, x.stride(0), 1, 0, None), PAIR.value),
         Result.of(sums),
         order,

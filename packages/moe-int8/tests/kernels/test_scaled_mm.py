@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from moe_core.activation import MoEActivation
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
-from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight
 from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, TileFunctions, grouped_gemm
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.quantize_rows import quantize_rows
@@ -110,7 +109,7 @@ def test_sums_are_those_of_float64(split, swap, device):
     scales = ones[: experts * count].view(experts, count, 1)
     gemm = Gemm(
         TileConfig(16, 64, 4, 2, swap_ab=swap, split_k=split),
-        scaled_mm_weight(scaled_mm.INT8, w, scales, None, count, w.shape[2]),
+        scaled_mm.INT8.weight(w, scales, None, count, w.shape[2]),
         OperandA((x, ones, x.stride(0), 1, 0, None), PAIR.value),
         Result.of(sums),
         order,
@@ -158,7 +157,7 @@ def test_sums_of_the_specialised_kernel(zero_points, device):
         sums = (row_sums(w).to(device), count)
     functions = scaled_mm.INT8_ZERO if zero_points else scaled_mm.INT8
     weight_scale = torch.ones(experts, count, 1, device=device)
-    weight = scaled_mm_weight(functions, w.to(device), weight_scale, None, count, depth, extra=sums)
+    weight = functions.weight(w.to(device), weight_scale, None, count, depth, extra=sums)
     config = TileConfig(128, 128, 8, 3, 8, warp_specialised=True)
     a = OperandA((x.to(device),), POSITION.value, warp_specialised=(a_scale, 1, None))
     hopper_gemm(Gemm(config, weight, a, Result.of(out), order, Routing(ids, None, experts)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight
 from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, grouped_gemm
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.tile_kernel import POSITION
@@ -40,7 +39,7 @@ def widened(
     scales = torch.ones(COLUMNS, device=device)
     gemm = Gemm(
         config,
-        scaled_mm_weight(E2M1, found.words, found.scales, None, ROWS, COLUMNS, extra=extra),
+        E2M1.weight(found.words, found.scales, None, ROWS, COLUMNS, extra=extra),
         OperandA((rows, scales, rows.stride(0), 1, 0, None), POSITION.value),
         Result.of(y),
         sort_pairs(ids, 1, config.block_m, workspace=workspace),

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from moe_core.gemm.hopper_epilogue import activate, add_bias, store_activated, store_block
+from moe_core.gemm.hopper_epilogue import finish_block
 from moe_core.gemm.hopper_pipeline import (
     HALF,
     LAYOUT,
@@ -54,11 +54,10 @@ def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, sizes, fo
     """
     pairs = schedule[2]
     tiles, blocks_n, steps, N = sizes
-    dtype: gl.constexpr = result.out.dtype.element_ty
     GEMM1: gl.constexpr = epilogue.activation != ""
     GATED: gl.constexpr = epilogue.gated
     rows_layout: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    bits: gl.constexpr = dtype.primitive_bitwidth
+    bits: gl.constexpr = result.out.dtype.element_ty.primitive_bitwidth
     # float32 goes as it lies, whole sectors at a time; else 16 bytes per thread, by way of shared memory
     width: gl.constexpr = 128 // bits
     rows_first: gl.constexpr = gl.BlockedLayout([1, width], [32 * width // 128, 128 // width], [4, 1], [1, 0])
@@ -86,39 +85,20 @@ def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, sizes, fo
         place = target
         if not GEMM1 and pairs is not None:
             place = gl.load(pairs + gl.minimum(target, end - 1))
+        weight = None
         if epilogue.weights is not None:
-            weight = gl.load(epilogue.weights + gl.load(pairs + row))
+            weight = gl.load(epilogue.weights + gl.load(pairs + row))[:, None]
         zero = turn - turn  # 0 as a value that changes
         acc_0, acc_1, taken = form.multiply(
             zero, row, expert, block_n, a_args, b_args, slots, steps, N, WARPGROUP, GATED
         )
         turn += taken * stride
         if first < end:
-            if GEMM1 and epilogue.weights is not None:
-                acc_0 = acc_0 * weight[:, None]
-                acc_1 = acc_1 * weight[:, None]
-            column = block_n * (TILE * BLOCKS) + gl.arange(0, TILE, layout=gl.SliceLayout(0, LAYOUT))
-            if epilogue.bias is not None:
-                bias = epilogue.bias + expert.to(gl.int64) * epilogue.stride_bias
-                acc_0 = add_bias(acc_0, bias, column, N)
-                if GATED:
-                    acc_1 = add_bias(acc_1, bias + N, column, N)
-                else:
-                    acc_1 = add_bias(acc_1, bias, column + TILE, N)
-            if GEMM1:
-                row = first + gl.arange(0, HALF, layout=rows_layout)
-                value = activate(acc_0, acc_1, epilogue)
-                store_activated(value, result, expert, row, target, end, block_n * BLOCKS, N, store)
-                if not GATED:
-                    value = activate(acc_1, acc_1, epilogue)
-                    store_activated(value, result, expert, row, target, end, block_n * 2 + 1, N, store)
-            else:
-                if epilogue.weights is not None:
-                    acc_0 = acc_0 * weight[:, None]
-                    acc_1 = acc_1 * weight[:, None]
-                first_column = block_n * (TILE * BLOCKS)
-                store_block(acc_0.to(dtype), result, place, target < end, first_column, store)
-                store_block(acc_1.to(dtype), result, place, target < end, first_column + TILE, store)
+            rows = (first, end, target, place)
+            block = block_n * BLOCKS
+            finish_block(acc_0, acc_1, weight, epilogue, result, expert, rows, block, N, store)
+            if not GATED:
+                finish_block(acc_1, acc_1, weight, epilogue, result, expert, rows, block + 1, N, store)
         tile = next_tile
 
 

@@ -9,12 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_core.gemm.hopper_pipeline import HALF, TILE
-from moe_core.gemm.scaled_mm import AMAX_FLOOR, by_static_scale
+from moe_core.gemm.tile_kernel import finish_values
 from moe_core.jit import activation
-from moe_core.jit.casts import divide
-from moe_core.ops._quantize_kernels import finite_bits, magnitude_bits
-
-E4M3_MAX = gl.constexpr(448.0)
+from moe_core.ops._quantize_kernels import finite_bits
 
 
 @gluon.jit
@@ -44,70 +41,38 @@ def activate(gate, up, epilogue):
 
 
 @gluon.jit
-def _group_scale(value, AXIS: gl.constexpr):
-    """amax / 448 along AXIS."""
-    return gl.div_rn(gl.maximum(gl.max(gl.abs(value), axis=AXIS), AMAX_FLOOR), E4M3_MAX)
+def finish_block(acc, up, weight, epilogue, result, expert, rows, block, N, layout: gl.constexpr):
+    """From a sum [64, 128] of column block `block` (and `up`, where gated) to the stores; what is quantised is h.
 
-
-@gluon.jit
-def add_bias(acc, bias, column, N):
-    """acc [64, 128] + bias of its columns."""
-    return acc + gl.load(bias + column, mask=column < N, other=0.0).to(gl.float32)[None, :]
-
-
-@gluon.jit
-def store_block(value, result, target, exists, first_column, layout: gl.constexpr):
-    """Store [64, 128] in rows `target`, from column `first_column` on."""
-    column = first_column + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
-    pointers = result.out + target.to(gl.int64)[:, None] * result.stride + column[None, :]
-    gl.store(pointers, gl.convert_layout(value, layout), mask=exists[:, None] & (column < result.width)[None, :])
-
-
-@gluon.jit
-def store_activated(value, result, expert, row, target, end, block, N, layout: gl.constexpr):
-    """Block `block` of 128 columns of h, [64, 128], by sorted row.
-
-    `kind` of the result "groups": e4m3 and one scale per row and block, amax / 448; "groups_64": one per 64 columns;
-    "static": e4m3 or int8 by the scale that the expert was given, the second of `quant_args`, int64 with a zero point;
-    "values": as they are.
+    rows = (first row, row behind the expert's last one, rows in `layout`, where they go in the result)
     """
-    amax = result.amax
-    dtype: gl.constexpr = result.out.dtype.element_ty
-    OUT: gl.constexpr = result.kind
+    first, end, target, place = rows
+    OWN: gl.constexpr = acc.type.layout
     AMAX: gl.constexpr = result.amax_kind
-    column = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, value.type.layout))
-    # what a row has beyond the last column is 0, so that the next product may read it
-    value = gl.where((column < N)[None, :], value, 0.0)
-    if OUT == "groups":
-        scale = _group_scale(value, 1)
-        pointers = result.scales + row.to(gl.int64) * result.stride_scales + block
-        gl.store(pointers, scale, mask=(row < end) & (block * TILE < N))
-        value = divide(value, scale[:, None])
-    elif OUT == "groups_64":
-        halves = value.reshape([HALF, 2, TILE // 2])
-        scale = _group_scale(halves, 2)
-        rows = gl.convert_layout(row, gl.SliceLayout(1, scale.type.layout))[:, None]
-        group = block * 2 + gl.arange(0, 2, layout=gl.SliceLayout(0, scale.type.layout))[None, :]
-        pointers = result.scales + rows.to(gl.int64) * result.stride_scales + group
-        gl.store(pointers, scale, mask=(rows < end) & (group * (TILE // 2) < N))
-        value = gl.convert_layout(
-            divide(halves, scale[:, :, None]).reshape([HALF, TILE]), value.type.layout, assert_trivial=True
-        )
-    elif OUT == "static":
-        scale = gl.load(
-            result.quant_args[1] + expert + gl.zeros([HALF], gl.int32, gl.SliceLayout(1, value.type.layout))
-        )
+    row = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, OWN))
+    column = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, OWN))
+    value = finish_values(acc, up, epilogue, N, expert, row, column, None, activate, False, False, weight)
+    if result.quantize is None:
+        codes = value.to(result.out.dtype.element_ty)
+        # of single rows the tile kernel alone is asked for it: they are quantised on load where tiles are small
+        if AMAX == "tensor":
+            bits = gl.max(finite_bits(codes.to(gl.float32)), axis=1)
+            gl.atomic_max(result.amax, gl.max(gl.where(row < end, bits, 0), axis=0), sem="relaxed")
+    else:
         if AMAX == "nan":
             found = gl.max((value != value).to(gl.int32), axis=1)
-            gl.store(amax + row, 0x7FC00000, mask=(row < end) & (found > 0))
-        codes = by_static_scale(value, scale[:, None], result.out)
-    else:
-        value = value.to(dtype).to(gl.float32)
-    if AMAX == "row":
-        gl.atomic_max(amax + row, gl.max(magnitude_bits(value), axis=1), mask=row < end, sem="relaxed")
-    elif AMAX == "tensor":
-        bits = gl.max(finite_bits(value), axis=1)
-        gl.atomic_max(amax, gl.max(gl.where(row < end, bits, 0), axis=0), sem="relaxed")
-    if OUT != "static":
-        codes = value.to(dtype)
-    store_block(codes, result, target, target < end, block * TILE, layout)
+            gl.store(result.amax + row, 0x7FC00000, mask=(row < end) & (found > 0))
+        # tiles of the tile kernel may be half as wide
+        GROUPS: gl.constexpr = TILE * result.groups // result.block
+        GROUP: gl.constexpr = TILE // GROUPS
+        codes, scale = result.quantize(value.reshape([HALF, GROUPS, GROUP]), result.quant_args, expert, 2)
+        if result.scales is not None:
+            rows_of_scales = gl.convert_layout(row, gl.SliceLayout(1, scale.type.layout))[:, None]
+            group = block * GROUPS + gl.arange(0, GROUPS, layout=gl.SliceLayout(0, scale.type.layout))[None, :]
+            pointers = result.scales + rows_of_scales.to(gl.int64) * result.stride_scales + group
+            gl.store(pointers, scale, mask=(rows_of_scales < end) & (group * GROUP < N))
+        codes = gl.convert_layout(codes.reshape([HALF, TILE]), OWN, assert_trivial=True)
+    column = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
+    pointers = result.out + place.to(gl.int64)[:, None] * result.stride + column[None, :]
+    mask = (target < end)[:, None] & (column < result.width)[None, :]
+    gl.store(pointers, gl.convert_layout(codes, layout), mask=mask)

@@ -73,8 +73,7 @@ def hopper_gemm(gemm: Gemm) -> None:
     """One GEMM of operand A [P, K] by sorted row and a weight, of one type of one byte.
 
     ``multiply`` of the weight (see `moe_core.gemm.hopper`) gets the rows' ``gemm.a.warp_specialised`` and its scales.
-    With an activation the result has sorted rows, of a ``kind`` of `moe_core.gemm.hopper_epilogue.store_activated`;
-    without, rows by pair.
+    With an activation the result has sorted rows, without, rows by pair.
     """
     from moe_core.gemm.hopper import KernelForm, hopper_kernel
 

@@ -161,7 +161,7 @@ class Routing:
         return max_tiles(self.ids.numel(), self.num_experts, block_m)
 
 
-#: which rows are in use: IN_USE and row_args of `moe_core.gemm.scaled_mm.rows_in_use`
+#: which rows are in use: IN_USE and row_args of `moe_core.gemm.quantize_rows_kernels.rows_in_use`
 InUse = tuple[str, tuple[Any, ...]]
 
 
@@ -191,9 +191,7 @@ class Result(NamedTuple):
     ``out`` [rows, ``width``], rows ``stride`` apart: of gemm1 with room for whole tiles.  ``quantize`` None stores
     values as they are, see `moe_core.gemm.tile_kernel`; else ``quant_args`` are its own, and ``scales`` [rows, groups
     of a row] hold ``groups`` scales per tile, or are None for static ones.  ``amax`` int32, zeroed, [rows] or [1],
-    receives what ``amax_kind`` says ("" nothing), see there.  ``kind`` says in the warp-specialised kernel's
-    words what ``quantize`` does, see `moe_core.gemm.hopper_epilogue`; ``block`` columns are a tile of the split-K
-    reduction.
+    receives what ``amax_kind`` says ("" nothing), see there.  ``block`` columns are a tile of the split-K reduction.
     """
 
     out: Tensor
@@ -205,7 +203,6 @@ class Result(NamedTuple):
     quantize: Any = None
     groups: tl.constexpr = constant(1)
     amax_kind: tl.constexpr = constant("")
-    kind: tl.constexpr = constant("values")
     width: int = 0
     block: tl.constexpr = constant(128)
 
@@ -250,9 +247,9 @@ _NO_ACTIVATION = (constant(""), tl.constexpr(False), 0.0, 0.0, None)
 
 
 def epilogue_of(
-    bias: Tensor | None, routing: Routing | Batch | None, activation: Activation | None, lora: LoRADelta | None = None
+    bias: Tensor | None, routing: Routing | Batch, activation: Activation | None, lora: LoRADelta | None = None
 ) -> Epilogue:
-    """The epilogue of gemm1 (with an ``activation``) or gemm2; ``routing`` None: without router weights."""
+    """The epilogue of gemm1 (with an ``activation``) or gemm2."""
     weights = None
     if isinstance(routing, Routing) and routing.weight_on_input == (activation is not None):
         weights = routing.weights
@@ -349,15 +346,15 @@ def schedule_of(pairs: SortedPairs | BatchedRows) -> tuple[Tensor, Tensor, Tenso
 
 def reduce_split_k(gemm: Gemm, result: Result) -> None:
     """The split-K reduction of gemm1: out[pair] = act(sum of the partial sums + bias), quantised as ``result`` says."""
-    routing, activation, partials, columns = gemm.routing, gemm.activation, gemm.result.out, gemm.weight.n
-    if not isinstance(routing, Routing) or activation is None:
+    routing, partials, columns = gemm.routing, gemm.result.out, gemm.weight.n
+    if not isinstance(routing, Routing) or gemm.activation is None:
         raise TypeError("the k loop of gemm1 alone is split so, and not over batched rows")
     launch(
         split_k_reduce_kernel,
         (routing.ids.numel(), -(-columns // result.block.value)),
         partials,
         routing.arguments,
-        epilogue_of(gemm.weight.bias, None, activation, gemm.lora),
+        gemm.epilogue,
         result,
         columns,
         gemm.result.stride,

@@ -42,14 +42,12 @@ class TilePlan:
     """Launch configurations of a layer's two GEMMs.
 
     ``pdl``: programmatic dependent launch, which pays where launches are a good part of the time; else programs that
-    come early only take bandwidth.  ``full_first``: tiles with fewer rows than the others come behind all of those, so
-    that a last round of programs is one of short tiles; an expert's weights are then not read in one go.
+    come early only take bandwidth.
     """
 
     gemm1: TileConfig
     gemm2: TileConfig
     pdl: bool = False
-    full_first: bool = False
 
     @property
     def block_m(self) -> int:

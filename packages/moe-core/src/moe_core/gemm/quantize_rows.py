@@ -4,59 +4,23 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_core.gemm import scaled_mm
 from moe_core.gemm.launch import InUse, Routing
-from moe_core.gemm.scatter_quantize_kernel import scatter_quantize_kernel
+from moe_core.gemm.quantize_rows_kernels import quantize_rows_kernel, scatter_quantize_kernel
 from moe_core.jit.launch import launch
-from moe_core.ops.batch import Batch, BatchedRows
-from moe_core.ops.sort import QuantizeRows, SortedPairs, whole_row
-
-
-def routed_tokens(routing: Routing) -> InUse:
-    """Tokens that have a local expert."""
-    return "tokens", routing.arguments
-
-
-def sorted_rows(order: SortedPairs | BatchedRows, routing: Routing | Batch) -> InUse:
-    """Rows of the sorted order that exist."""
-    return "sorted", (order.offsets[routing.num_experts :],)
-
-
-def find_amax(x: Tensor, amax: Tensor, in_use: InUse, *, pdl: bool) -> None:
-    """Raise ``amax`` [1] int32, zeroed, to the bits of the largest magnitude of rows of ``x`` [R, C] in use."""
-    count, columns = x.shape
-    block_c = min(whole_row(columns), 2048)
-    block_r = 2048 // block_c
-    across = -(-columns // block_c)
-    launch(
-        scaled_mm.amax_kernel,
-        (min(-(-count // block_r), max(1056 // across, 1)), across),
-        x,
-        amax,
-        in_use[1],
-        count,
-        columns,
-        x.stride(0),
-        IN_USE=in_use[0],
-        BLOCK_R=block_r,
-        BLOCK_C=block_c,
-        pdl=pdl,
-        num_warps=4,
-    )
+from moe_core.ops.sort import QuantizeRows, SortedPairs
 
 
 def quantize_rows(rows: QuantizeRows, in_use: InUse, *, pdl: bool) -> None:
     """Quantise ``rows``, whose groups are whole rows, where they are in use."""
     block_r = max(4096 // rows.group, 1)
     launch(
-        scaled_mm.quantize_rows_kernel,
+        quantize_rows_kernel,
         (-(-rows.num_groups // block_r),),
-        *rows.kernel_arguments,
+        rows.for_kernels,
+        rows.x.shape[0],
         in_use[1],
-        quantize=rows.quantize,
         IN_USE=in_use[0],
         BLOCK_R=block_r,
-        BLOCK_C=rows.group,
         pdl=pdl,
         num_warps=min(max(rows.group // 1024, 4), 16),
     )
@@ -82,16 +46,14 @@ def scatter_quantize(
     launch(
         scatter_quantize_kernel,
         (-(-rows.num_groups // block_g),),
-        *rows.kernel_arguments,
+        rows.for_kernels,
+        rows.x.shape[0],
         routing.arguments,
         pairs.positions,
         x_scale,
         0 if x_scale is None else x_scale.stride(0),
-        quantize=rows.quantize,
         TOP_K=routing.top_k,
-        GROUP=rows.group,
         BLOCK_G=block_g,
-        EVEN=rows.is_even,
         BY_EXPERT=by_expert,
         pdl=pdl,
         num_warps=4 if rows.group <= 4096 else 8,

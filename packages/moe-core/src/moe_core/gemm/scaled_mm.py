@@ -38,7 +38,6 @@ from moe_core.jit.casts import (
     round_e4m3,
     round_int8,
 )
-from moe_core.jit.pdl import begin_pdl
 from moe_core.jit.specialize import specialize
 from moe_core.ops._quantize_kernels import finite_bits, magnitude_bits
 
@@ -302,10 +301,13 @@ def routed(row, inside, routing_args):
 def row_amax(tile, quant_args, token, AXIS: tl.constexpr):
     """The largest finite magnitude of each token (bits in int32) as its scale, 0 without a local expert; values stay.
 
-    quant_args = (number of tokens, routing_args of `routed`, amax [1] to raise as well or None)
+    quant_args = (number of tokens, routing_args of `routed`, amax [1] to raise as well or None); without a number rows
+    of `tile` are of any kind, and all count.
     """
     tokens, routing_args, amax = quant_args
-    bits = tl.where(routed(token, token < tokens, routing_args), finite_bits(tile), 0)
+    bits = finite_bits(tile)
+    if tokens is not None:
+        bits = tl.where(routed(token, token < tokens, routing_args), bits, 0)
     found = tl.max(bits, axis=AXIS)
     if amax is not None:
         tl.atomic_max(amax, tl.max(found, axis=0), sem="relaxed")
@@ -316,85 +318,3 @@ def row_amax(tile, quant_args, token, AXIS: tl.constexpr):
 def row_nan_flags(tile, quant_args, token, AXIS: tl.constexpr):
     """What `scale_or_nan` takes of each row, as its scale; values stay."""
     return tile, largest(tile, AXIS)
-
-
-# ------------------------------------------------------------------ whole rows
-
-
-@triton.jit
-def rows_in_use(row, rows, row_args, IN_USE: tl.constexpr):
-    """(whether rows are in use, their local expert; 0 where a row has several or none).
-
-    IN_USE "tokens": row_args as `routed` takes it; "sorted": (their number,); "all": (); else as `schedule.expert_of`.
-    """
-    inside = row < rows
-    expert = tl.zeros_like(row).to(tl.int32)
-    if IN_USE == "tokens":
-        return inside & routed(row, inside, row_args), expert
-    elif IN_USE == "sorted":
-        return inside & (row < tl.load(row_args[0])), expert
-    elif IN_USE == "all":
-        return inside, expert
-    else:
-        expert = expert_of(row, inside, row_args, IN_USE)
-        return inside & (expert >= 0), tl.maximum(expert, 0)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def amax_kernel(
-    x,
-    amax,
-    row_args,
-    rows,
-    columns,
-    stride_x,
-    IN_USE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Raise `amax` [1] int32 to the bits of the largest finite magnitude of the rows of x in use."""
-    begin_pdl(PDL)
-    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    found = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
-    for first in range(tl.program_id(0) * BLOCK_R, rows, tl.num_programs(0) * BLOCK_R):
-        row = first + tl.arange(0, BLOCK_R).to(tl.int64)
-        used, _ = rows_in_use(row, rows, row_args, IN_USE)
-        mask = used[:, None] & (column < columns)[None, :]
-        value = tl.load(x + row[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        found = tl.maximum(found, finite_bits(value))
-    tl.atomic_max(amax, tl.max(tl.max(found, axis=1), axis=0), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["rows"])
-def quantize_rows_kernel(
-    x,
-    values,
-    scales,
-    quant_args,
-    rows,
-    columns,
-    width,
-    stride_x,
-    stride_values,
-    stride_scales,
-    row_args,
-    quantize: tl.constexpr,
-    IN_USE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Quantise rows in use, BLOCK_R per program, BLOCK_C >= width; columns from `columns` to `width` become zeros."""
-    begin_pdl(PDL)
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    used, expert = rows_in_use(row, rows, row_args, IN_USE)
-    if tl.sum(used.to(tl.int32), axis=0) == 0:
-        return
-    column = tl.arange(0, BLOCK_C)
-    mask = used[:, None] & (column < columns)[None, :]
-    tile = tl.load(x + row[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    quantized, scale = quantize(tile, quant_args, expert[:, None], 1)
-    mask = used[:, None] & (column < width)[None, :]
-    tl.store(values + row[:, None] * stride_values + column[None, :], quantized, mask=mask)
-    tl.store(scales + row * stride_scales, scale, mask=used)

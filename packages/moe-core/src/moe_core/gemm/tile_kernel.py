@@ -25,8 +25,9 @@ pointer to a static scale per expert.  It returns the tile's values and what is 
 the tile's columns, reduced to one scale or to `groups` of them, next to each other: shape [rows] for one, otherwise
 [rows, groups] for AXIS 1 and [groups, rows] for AXIS 0.  Without `scales` (static ones) the second value is ignored.
 Rows of x are quantised by functions of the same form, there on tiles [groups, columns] with AXIS 1: by
-`moe_core.ops.batch` with `expert` [groups, 1]; by `moe_core.gemm.scatter_quantize_kernel` so or, if no expert matters,
+`moe_core.ops.batch` with `expert` [groups, 1]; by `moe_core.gemm.quantize_rows_kernels` so or, if no expert matters,
 with 0; by `moe_core.ops.sort`, where rows are tokens, with the token's number [groups, 1] in its place.
+The warp-specialised kernel of 8-bit weights gives tiles [rows, groups, columns] with AXIS 2, for one scale each.
 
 A result that is stored as it is may leave its largest magnitude in `amax`, as the bits of a non-negative float32 in
 int32 (NaN is above infinity): `amax_kind` "row" takes one per row of the result, "tensor" one for all finite numbers.
@@ -131,11 +132,12 @@ def finish_values(
     activate: tl.constexpr,
     SWAP_AB: tl.constexpr,
     EVEN_N: tl.constexpr,
+    weight=None,
 ):
     """LoRA deltas, router weights, bias and activation of a sum `acc` (and `up`, where gated); float32.
 
     `pair` of each row and `columns` of the tile; `stored`: where there are any; `activate`: see
-    `moe_core.jit.activation`.
+    `moe_core.jit.activation`; `weight`: router weights that were loaded before, shaped to multiply the tile.
     """
     GEMM1: tl.constexpr = epilogue.activation != ""
     inside = columns < N
@@ -144,7 +146,8 @@ def finish_values(
         if epilogue.gated:
             up += _deltas(epilogue.lora, pair, N + columns, stored, SWAP_AB)
     if epilogue.weights is not None:
-        weight = as_column(tl.load(epilogue.weights + pair), SWAP_AB)
+        if weight is None:
+            weight = as_column(tl.load(epilogue.weights + pair), SWAP_AB)
         if GEMM1:
             acc = acc * weight
             up = up * weight
@@ -243,7 +246,7 @@ def grouped_gemm_kernel(
       schedule, see `moe_core.gemm.schedule`
     - N columns of the result (of one half where gated)
     - A_ROWS and OUT_ROWS: which row of A and of the result a row of the tile is: POSITION, TOKEN or PAIR
-    - SPLIT_K > 1: gemm1 stores its halves side by side, [gate N | up N], without bias and activation
+    - SPLIT_K > 1: gemm1 stores its halves side by side, [gate N | up N], as they are
     """
     GEMM1: tl.constexpr = epilogue.activation != ""
     # gemm2: the kernel before it, gemm1, has waited for the sort and whatever that depended on, so that schedule and
@@ -302,20 +305,12 @@ def grouped_gemm_kernel(
         EVEN: tl.constexpr = EVEN_N and not INTERLEAVED
         finish_tile(acc, acc_up, epilogue, result, N, expert, pair, target, mask, block_n, columns, SWAP_AB, EVEN)
     else:
-        inside = columns < N
-        stored = as_column(mask, SWAP_AB) & as_row(inside, SWAP_AB)
-        if epilogue.lora is not None and not GEMM1:
-            delta = _deltas(epilogue.lora, pair, columns, stored, SWAP_AB)
-            acc += tl.where(k_part == 0, delta, 0.0)
-        weight = 1.0
-        if epilogue.weights is not None:
-            weight = as_column(tl.load(epilogue.weights + pair), SWAP_AB)
-            acc = acc * weight
-            acc_up = acc_up * weight
-        if epilogue.bias is not None and not GEMM1:
-            scale = tl.where(k_part == 0, 1.0, 0.0) * weight
-            bias = epilogue.bias + expert.to(tl.int64) * epilogue.stride_bias
-            acc += _bias(bias, columns, inside, SWAP_AB) * scale
+        stored = as_column(mask, SWAP_AB) & as_row(columns < N, SWAP_AB)
+        if not GEMM1:
+            # what is added once is the first part's: of the others no column takes it
+            width = tl.where(k_part == 0, N, 0)
+            added = stored & as_row(columns < width, SWAP_AB)
+            acc = finish_values(acc, acc, epilogue, width, expert, pair, columns, added, activate, SWAP_AB, EVEN_N)
         offsets = as_column((target * SPLIT_K + k_part) * result.stride, SWAP_AB) + as_row(columns, SWAP_AB)
         tl.store(result.out + offsets, acc, mask=stored)
         if epilogue.gated:

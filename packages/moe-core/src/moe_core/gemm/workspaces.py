@@ -26,9 +26,9 @@ def order_workspaces(pairs: int, num_tokens: int, num_experts: int, batched: boo
     return sort_workspaces(pairs, num_experts, MIN_BLOCK_M)
 
 
-def split_k_workspace(unsplit: bool, columns: int = 128) -> WorkspaceSpec:
-    """Partial sums of split-K, none where k loops stay whole; ``columns`` of a tile of one half."""
-    return WorkspaceSpec("partials", (0 if unsplit else MAX_SPLIT_PROGRAMS * SPLIT_ROWS * 2 * columns,), torch.float32)
+def split_k_workspace(unsplit: bool) -> WorkspaceSpec:
+    """Partial sums of split-K, none where k loops stay whole; tiles have two halves of 128 columns at most."""
+    return WorkspaceSpec("partials", (0 if unsplit else MAX_SPLIT_PROGRAMS * SPLIT_ROWS * 2 * 128,), torch.float32)
 
 
 def lora_workspaces(config: FusedMoEConfig, pairs: int) -> tuple[WorkspaceSpec, ...]:

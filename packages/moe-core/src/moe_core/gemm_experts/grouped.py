@@ -79,14 +79,9 @@ class GroupedExperts(FusedMoEExpertsModular):
         """
         return not (self.batched or self.config.batch_invariant)
 
-    @property
-    def split_k_columns(self) -> int:
-        """Columns of a tile of one half, for the scratch memory of split products."""
-        return 128
-
     def split_k_workspace(self, shape: CallShape) -> WorkspaceSpec:
         """Scratch memory of the partial sums of split-K."""
-        return split_k_workspace(not self.supports_split_k, self.split_k_columns)
+        return split_k_workspace(not self.supports_split_k)
 
     @cached_property
     def problem(self) -> LayerProblem:

@@ -62,14 +62,5 @@ class ScaledMMExperts(GroupedExperts):
         return ScaledMMScheme(self.functions, self.granularity, x, h, self.scale_dtype, on_load)
 
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
-        from moe_core.gemm.fused.scaled_mm_weight import scaled_mm_weight
-
-        scale, bias = self.scales(name, weights)
-        return scaled_mm_weight(
-            self.functions,
-            weights.w13 if name == "w13" else weights.w2,
-            scale,
-            bias,
-            *self.sizes(name),
-            extra=self.extra_arguments(name, weights),
-        )
+        tensor, extra = weights.w13 if name == "w13" else weights.w2, self.extra_arguments(name, weights)
+        return self.functions.weight(tensor, *self.scales(name, weights), *self.sizes(name), extra=extra)

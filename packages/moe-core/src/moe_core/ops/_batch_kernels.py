@@ -19,26 +19,15 @@ def batch_kernel(
     tile_rows,
     zero,
     num_zeros,
-    x,
-    values,
-    scales,
-    quant_args,
     rows,
-    columns,
-    width,
-    stride_x,
-    stride_values,
-    stride_scales,
+    num_rows,
     BLOCK_E: tl.constexpr,
-    quantize: tl.constexpr,
-    GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Programs 0 .. num_experts - 1 write tiles and ends as `moe_core.gemm.schedule` reads them.
 
-    The others quantise rows of x [E * capacity, columns] that are in use.  All of them write zeros to `zero`.
+    The others quantise `rows`, x [E * capacity, columns], that are in use.  All of them write zeros to `zero`.
     """
     begin_pdl(PDL)
     me = tl.program_id(0)
@@ -61,28 +50,18 @@ def batch_kernel(
             exists = tile < tl.cdiv(own, tile_rows)
             tl.store(tiles + 2 + 2 * (first_tile + tile), tl.zeros((32,), tl.int32) + me, mask=exists)
             tl.store(tiles + 3 + 2 * (first_tile + tile), me * capacity + tile * tile_rows, mask=exists)
-    elif quantize is not None:
+    elif rows.quantize is not None:
         index = ((me - num_experts) * BLOCK_G).to(tl.int64) + tl.arange(0, BLOCK_G)
-        row = index // tl.cdiv(width, GROUP)
+        groups = tl.cdiv(rows.width, rows.group)
+        row = index // groups
         expert = row // capacity
-        used = tl.load(counts + expert, mask=row < rows, other=0)
-        used = (row < rows) & (row % capacity < used)
+        used = tl.load(counts + expert, mask=row < num_rows, other=0)
+        used = (row < num_rows) & (row % capacity < used)
         if tl.sum(used.to(tl.int32), axis=0) > 0:
             quantize_groups(
-                x,
-                values,
-                scales,
-                quant_args,
                 rows,
-                columns,
-                width,
-                stride_x,
-                stride_values,
-                stride_scales,
+                num_rows,
                 # a row that is not in use counts as one beyond the end
-                tl.where(used, index, index * 0 + rows * tl.cdiv(width, GROUP)),
+                tl.where(used, index, index * 0 + num_rows * groups),
                 tl.where(used, expert, 0).to(tl.int32)[:, None],
-                quantize,
-                GROUP,
-                EVEN,
             )

@@ -92,21 +92,13 @@ def _place(
     tile_rows,
     me,
     HAS_MAP: tl.constexpr,
-    FULL_FIRST: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """Place pairs begin .. end: `total` pairs of each expert are in all, `earlier` of them before `begin`."""
     first = tl.cumsum(total, axis=0) - total
     count_tiles = (total + tile_rows - 1) // tile_rows
-    if FULL_FIRST:
-        # what is short of rows comes behind all other tiles
-        full_tiles = total // tile_rows
-        partial_tiles = count_tiles - full_tiles
-        first_tile = tl.cumsum(full_tiles, axis=0) - full_tiles
-        last_tile = tl.cumsum(partial_tiles, axis=0) - partial_tiles + tl.sum(full_tiles, axis=0)
-    else:
-        first_tile = tl.cumsum(count_tiles, axis=0) - count_tiles
+    first_tile = tl.cumsum(count_tiles, axis=0) - count_tiles
     if me == 0:
         experts = tl.arange(0, BLOCK_E)
         tl.store(offsets + experts, first, mask=experts < num_experts)
@@ -131,11 +123,7 @@ def _place(
         if positions is not None:
             tl.store(positions + pair, row, mask=known)
         starts = known & (rank % tile_rows == 0)
-        number = rank // tile_rows
-        tile = number + tl.gather(first_tile, expert, axis=0)
-        if FULL_FIRST:
-            is_full = number < tl.gather(full_tiles, expert, axis=0)
-            tile = tl.where(is_full, tile, tl.gather(last_tile, expert, axis=0))
+        tile = rank // tile_rows + tl.gather(first_tile, expert, axis=0)
         tl.store(tiles + 2 + 2 * tile, expert, mask=starts)
         tl.store(tiles + 3 + 2 * tile, row, mask=starts)
         earlier += own
@@ -185,65 +173,47 @@ def _sort_tiny(
 
 
 @triton.jit
-def load_groups(x, rows, columns, width, stride_x, index, GROUP: tl.constexpr):
-    """(row, group, columns, whether there is such a row, the tile) of groups `index` of GROUP columns.
+def load_groups(rows, num_rows, index):
+    """(row, group, columns, whether there is such a row, the tile) of groups `index` of rows, a `RowsForKernels`.
 
     They are counted row by row, `width` columns each; what is beyond the last of `columns` counts as 0.
     """
-    groups = tl.cdiv(width, GROUP)
+    groups = tl.cdiv(rows.width, rows.group)
     row = index // groups
     group = index % groups
-    inside = row < rows
-    offset = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tile = tl.load(x + row[:, None] * stride_x + offset, mask=inside[:, None] & (offset < columns), other=0.0)
+    inside = row < num_rows
+    offset = group[:, None] * rows.group + tl.arange(0, rows.group)[None, :]
+    mask = inside[:, None] & (offset < rows.columns)
+    tile = tl.load(rows.x + row[:, None] * rows.stride_x + offset, mask=mask, other=0.0)
     return row, group, offset, inside, tile
 
 
 @triton.jit
-def store_groups(
-    values, scales, quantized, scale, row, group, offset, width, stride_values, stride_scales, mask, EVEN: tl.constexpr
-):
-    """Write groups of `load_groups` and their scales to `row` where `mask`; EVEN: `width` is whole groups."""
-    if values is not None:
+def store_groups(rows, quantized, scale, row, group, offset, mask):
+    """Write groups of `load_groups` and their scales to `row` where `mask`."""
+    if rows.out is not None:
         stored = mask[:, None]
-        if not EVEN:
-            stored = stored & (offset < width)
-        tl.store(values + row[:, None] * stride_values + offset, quantized, mask=stored)
-    if scales is not None:
-        tl.store(scales + row * stride_scales + group, scale, mask=mask)
+        if not rows.even:
+            stored = stored & (offset < rows.width)
+        tl.store(rows.out + row[:, None] * rows.stride_out + offset, quantized, mask=stored)
+    if rows.scales is not None:
+        tl.store(rows.scales + row * rows.stride_scales + group, scale, mask=mask)
 
 
 @triton.jit
-def quantize_groups(
-    x,
-    values,
-    scales,
-    quant_args,
-    rows,
-    columns,
-    width,
-    stride_x,
-    stride_values,
-    stride_scales,
-    index,
-    expert,
-    quantize: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+def quantize_groups(rows, num_rows, index, expert):
     """Quantise groups `index`, see `load_groups` and `store_groups`.
 
-    `values` None keeps the scales alone, `scales` None the values.  `expert` None gives `quantize` the number of the
+    `out` None keeps the scales alone, `scales` None the values.  `expert` None gives `quantize` the number of the
     row.
     """
-    row, group, offset, inside, tile = load_groups(x, rows, columns, width, stride_x, index, GROUP)
-    quantized, scale = quantize(tile.to(tl.float32), quant_args, row[:, None] if expert is None else expert, 1)
-    store_groups(
-        values, scales, quantized, scale, row, group, offset, width, stride_values, stride_scales, inside, EVEN
-    )
+    row, group, offset, inside, tile = load_groups(rows, num_rows, index)
+    expert = row[:, None] if expert is None else expert
+    quantized, scale = rows.quantize(tile.to(tl.float32), rows.arguments, expert, 1)
+    store_groups(rows, quantized, scale, row, group, offset, inside)
 
 
-@triton.jit(do_not_specialize=["sorters", "num_zeros", "rows"])
+@triton.jit(do_not_specialize=["sorters", "num_zeros", "num_rows"])
 def sort_kernel(
     ids,
     expert_map,
@@ -260,29 +230,17 @@ def sort_kernel(
     chunk,
     zero,
     num_zeros,
-    x,
-    values,
-    scales,
-    quant_args,
     rows,
-    columns,
-    width,
-    stride_x,
-    stride_values,
-    stride_scales,
+    num_rows,
     MODE: tl.constexpr,
     HAS_MAP: tl.constexpr,
-    FULL_FIRST: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_COUNT: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    quantize: tl.constexpr,
-    GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs 0 .. sorters - 1 sort, the others quantise rows of x; all of them write zeros to `zero`.
+    """Programs 0 .. sorters - 1 sort, the others quantise `rows`; all of them write zeros to `zero`.
 
     A sorter has an expert when MODE is TINY, else `chunk` pairs, which BLOCK_P divides.
 
@@ -296,24 +254,9 @@ def sort_kernel(
             index = start + tl.arange(0, BLOCK_P)
             tl.store(zero + index, tl.zeros((BLOCK_P,), tl.int32), mask=index < num_zeros)
     if me >= sorters:
-        if quantize is not None:
-            quantize_groups(
-                x,
-                values,
-                scales,
-                quant_args,
-                rows,
-                columns,
-                width,
-                stride_x,
-                stride_values,
-                stride_scales,
-                ((me - sorters) * BLOCK_G).to(tl.int64) + tl.arange(0, BLOCK_G),
-                None,
-                quantize,
-                GROUP,
-                EVEN,
-            )
+        if rows.quantize is not None:
+            index = ((me - sorters) * BLOCK_G).to(tl.int64) + tl.arange(0, BLOCK_G)
+            quantize_groups(rows, num_rows, index, None)
     elif MODE == TINY:
         _sort_tiny(
             ids,
@@ -361,7 +304,6 @@ def sort_kernel(
                 tile_rows,
                 me,
                 HAS_MAP,
-                FULL_FIRST,
                 BLOCK_P,
                 BLOCK_E,
             )

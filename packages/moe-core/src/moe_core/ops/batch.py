@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_core.jit.launch import launch
-from moe_core.ops.sort import QuantizeRows
+from moe_core.ops.sort import QuantizeRows, RowsForKernels
 from moe_core.workspace import WorkspaceSpec
 
 
@@ -96,12 +96,10 @@ def batch_rows(
         block_m,
         zero,
         0 if zero is None else zero.numel(),
-        *((None,) * 4 + (0,) * 6 if rows is None else rows.kernel_arguments),
+        RowsForKernels() if rows is None else rows.for_kernels,
+        0 if rows is None else rows.x.shape[0],
         BLOCK_E=max(triton.next_power_of_2(experts), 16),
-        quantize=None if rows is None else rows.quantize,
-        GROUP=1 if rows is None else rows.group,
         BLOCK_G=block_g,
-        EVEN=rows is None or rows.is_even,
         pdl=pdl,
         num_warps=row_warps,
     )

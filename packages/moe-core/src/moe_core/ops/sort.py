@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,14 +74,21 @@ class QuantizeRows:
         return self.x.shape[0] * -(-self.width // self.group)
 
     @property
-    def is_even(self) -> bool:
-        return self.width % self.group == 0
-
-    @property
-    def kernel_arguments(self) -> tuple[Any, ...]:
-        """From `x` to `stride_scales` of the kernels."""
-        strides = tuple(0 if tensor is None else tensor.stride(0) for tensor in (self.x, self.values, self.scales))
-        return (self.x, self.values, self.scales, self.arguments, *self.x.shape, self.width, *strides)
+    def for_kernels(self) -> RowsForKernels:
+        """All but the number of rows, for which kernels are not compiled anew."""
+        x, values, scales = self.x, self.values, self.scales
+        return RowsForKernels(
+            x,
+            values,
+            scales,
+            self.arguments,
+            x.shape[1],
+            self.width,
+            x.stride(0),
+            0 if values is None else values.stride(0),
+            0 if scales is None else scales.stride(0),
+            *_constants(self.quantize, self.group, self.width % self.group == 0),
+        )
 
     def block(self, programs: int) -> tuple[int, int]:
         """(groups of one program, warps) that spread the work over about so many programs."""
@@ -88,6 +96,33 @@ class QuantizeRows:
         most = max(4096 // self.group, 1)
         share = 1 << max(-(-self.num_groups // programs) - 1, 0).bit_length()
         return max(min(share, most), fewest), 4 if self.group <= 4096 else 8
+
+
+class RowsForKernels(NamedTuple):
+    """`QuantizeRows` as kernels get it, without ``quantize`` where there are none.
+
+    ``out`` are its values; ``even``: rows of the result are whole groups.
+    """
+
+    x: Tensor | None = None
+    out: Tensor | None = None
+    scales: Tensor | None = None
+    arguments: tuple[Any, ...] | None = None
+    columns: int = 0
+    width: int = 0
+    stride_x: int = 0
+    stride_out: int = 0
+    stride_scales: int = 0
+    quantize: Any = None
+    group: Any = None
+    even: Any = None
+
+
+@cache
+def _constants(quantize: Any, group: int, even: bool) -> tuple[Any, Any, Any]:
+    import triton.language as tl
+
+    return quantize, tl.constexpr(group), tl.constexpr(even)
 
 
 def whole_row(columns: int) -> int:
@@ -122,14 +157,13 @@ def sort_pairs(
     rows: QuantizeRows | None = None,
     positions: bool = False,
     zero: Tensor | None = None,
-    full_first: bool = False,
     pdl: bool = False,
 ) -> SortedPairs:
     """Sort ``topk_ids`` [M, k] (int32 or int64, contiguous) with the Triton kernel.
 
     ``num_experts`` local experts; ``expert_map`` [E] int32 gives the local number of a global id; ``positions``
     asks for the inverse too; ``zero`` (int32, contiguous) is filled with zeros, before ``rows`` are quantised where
-    `clears_first` says so; ``full_first`` numbers tiles with fewer than ``block_m`` rows behind all others.
+    `clears_first` says so.
     """
     import triton
 
@@ -144,7 +178,7 @@ def sort_pairs(
     )
     pairs = topk_ids.numel()
     num_ids = num_experts if expert_map is None else expert_map.numel()
-    tiny = pairs <= _TINY_PAIRS and not full_first
+    tiny = pairs <= _TINY_PAIRS
     modes = (TINY,) if tiny else (COUNT, SCATTER) if clears_first(pairs) else (SORT,)
     share = triton.cdiv(pairs, _MAX_CHUNKS)
     if tiny:
@@ -157,7 +191,6 @@ def sort_pairs(
     for mode in modes:
         job = rows if mode != COUNT else None
         cleared = zero if mode != SCATTER else None
-        quantized = (None,) * 4 + (0,) * 6 if job is None else job.kernel_arguments
         programs = sorters + (triton.cdiv(job.num_groups, block_g) if job is not None else 0)
         launch(
             sort_kernel,
@@ -177,17 +210,14 @@ def sort_pairs(
             chunk,
             cleared,
             0 if cleared is None else cleared.numel(),
-            *quantized,
+            RowsForKernels() if job is None else job.for_kernels,
+            0 if job is None else job.x.shape[0],
             MODE=mode,
             HAS_MAP=expert_map is not None,
-            FULL_FIRST=full_first,
             BLOCK_P=block_p,
             BLOCK_COUNT=256 if pairs <= 256 else 1024,
             BLOCK_E=max(triton.next_power_of_2(num_experts), 32),
-            quantize=job.quantize if job is not None else None,
-            GROUP=job.group if job is not None else 1,
             BLOCK_G=block_g,
-            EVEN=job is None or job.is_even,
             pdl=pdl,
             num_warps=max(4 if block_p < 512 else 8, row_warps),
         )
@@ -195,12 +225,7 @@ def sort_pairs(
 
 
 def sort_pairs_torch(
-    topk_ids: Tensor,
-    num_experts: int,
-    block_m: int,
-    *,
-    expert_map: Tensor | None = None,
-    full_first: bool = False,
+    topk_ids: Tensor, num_experts: int, block_m: int, *, expert_map: Tensor | None = None
 ) -> SortedPairs:
     """The torch twin of `sort_pairs`: same result, exact sizes, positions of pairs of no group -1, any device."""
     ids = topk_ids.flatten().long()
@@ -215,8 +240,6 @@ def sort_pairs_torch(
     counts = torch.bincount(local[kept], minlength=num_experts)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     starts = [(expert, start) for expert, count in enumerate(counts.tolist()) for start in range(0, count, block_m)]
-    if full_first:
-        starts.sort(key=lambda tile: tile[1] + block_m > int(counts[tile[0]]))
     tiles = [len(starts), 0]
     for expert, start in starts:
         tiles += [expert, int(offsets[expert]) + start]

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 from moe_core.gemm.heuristics import LayerProblem, launch_plan
-from moe_core.gemm.heuristics.tiles import expected_tiles
 from moe_core.gemm.plan import TilePlan
 from moe_core.tuning.limits import ASKED, NUMBERS, Plan, refusals
 
@@ -21,7 +20,7 @@ def neighbours(problem: LayerProblem, plan: Plan, first: int, last: int) -> Iter
     A step of one value of one GEMM, or of both; then what the heuristics choose for other numbers of tokens, the
     nearest first, for one GEMM or for both.  The same plan may come twice.
     """
-    for other in (*_steps(plan), *_orders(problem, plan, last), *_own(problem, plan, last)):
+    for other in (*_steps(plan), *_own(problem, plan, last)):
         if other != plan and not refusals(problem, other, first, last):
             yield other
 
@@ -37,12 +36,6 @@ def _steps(plan: Plan) -> Iterator[Plan]:
             yield from (replace(plan, **changes) for changes in ({"gemm1": one}, {"gemm2": two}))
             # rows are sorted into tiles for both
             yield replace(plan, gemm1=one, gemm2=two)
-
-
-def _orders(problem: LayerProblem, plan: Plan, tokens: int) -> Iterator[Plan]:
-    """The other order of tiles, where many experts have several."""
-    if isinstance(plan, TilePlan) and expected_tiles(problem, tokens, plan.block_m) > 1.05:
-        yield replace(plan, full_first=not plan.full_first)
 
 
 def _step(config: Any, name: str, turn: int) -> Any:

@@ -105,10 +105,6 @@ class TritonFp8BlockExperts(GroupedExperts):
         shape = self.weight_key.group_shape if self.weight_key is not None else GroupShape(128, 128)
         return shape.row, shape.col
 
-    @property
-    def split_k_columns(self) -> int:
-        return max(self.block_shape[1], 128)
-
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
         from moe_fp8.kernels.block_moe import block_scheme
 

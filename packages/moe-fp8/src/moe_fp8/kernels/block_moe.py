@@ -26,8 +26,6 @@ from torch import Tensor
 
 from moe_fp8.kernels import block
 
-#: columns of a block of its tiles
-_TILE = 128
 #: weight blocks of the warp-specialised kernel
 HOPPER_BLOCKS = ((128, 128), (64, 128), (128, 64), (64, 64))
 
@@ -41,7 +39,6 @@ def block_scheme(block_k: int) -> GroupScheme:
         block=block_k,
         scale_dtype=torch.float32,
         scatters=True,
-        epilogue="groups" if block_k == _TILE else "groups_64",
     )
 
 

@@ -48,35 +48,17 @@ def _scales(pointer, rows, k, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _factor(row_scale, scale):
+def _factors(row_scale, low, high, ROWS: gl.constexpr):
+    """Factors of a product [64, 128] whose columns have the scale `low`, from the 64th on `high`; [64, 1] for one."""
     # never infinity: weights of zero may have any scale, and 0 * infinity is no number
-    return gl.minimum(row_scale * scale, FLOAT32_MAX, propagate_nan=NAN)
-
-
-@gluon.jit
-def _add(low, high, product, by_low, by_high, ROWS: gl.constexpr):
-    """Add a scaled product [64, 128]: to `low` [64, 128] for blocks of 128 rows, else to its halves of 64 columns."""
+    by_low = gl.minimum(row_scale * low, FLOAT32_MAX, propagate_nan=NAN)[:, None]
     if ROWS == TILE:
-        return low + product * by_low[:, None], high
+        return by_low
     else:
-        product_low, product_high = _halves(product)
-        layout: gl.constexpr = gl.SliceLayout(1, low.type.layout)
-        by_low = gl.convert_layout(by_low, layout, assert_trivial=True)
-        by_high = gl.convert_layout(by_high, layout, assert_trivial=True)
-        return low + product_low * by_low[:, None], high + product_high * by_high[:, None]
-
-
-@gluon.jit
-def _halves(tile):
-    """Columns 0 to 63 and 64 to 127 of [64, 128]; no value changes its register."""
-    return tile.reshape([HALF, 2, TILE // 2]).permute([0, 2, 1]).split()
-
-
-@gluon.jit
-def _whole(low, high):
-    """The opposite of `_halves`."""
-    tile = gl.join(low, high).permute([0, 2, 1]).reshape([HALF, TILE])
-    return gl.convert_layout(tile, LAYOUT, assert_trivial=True)
+        by_high = gl.minimum(row_scale * high, FLOAT32_MAX, propagate_nan=NAN)[:, None]
+        # which of them a register takes is known when the kernel is compiled
+        column = gl.arange(0, TILE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        return gl.where(column < TILE // 2, by_low, by_high)
 
 
 @gluon.jit
@@ -89,32 +71,23 @@ def scaled_mm_blockwise(
     b_scales = b_args[0] + expert.to(gl.int64) * b_args[1]
     rows = _scale_rows(block_n, b_args[2], N, ROWS, GATED)
     zero = gl.zeros([HALF, TILE], gl.float32, LAYOUT)
-    if ROWS == TILE:
-        acc_0, acc_1, acc_2, acc_3 = zero, zero, zero, zero
-    else:
-        acc_0, acc_1 = _halves(zero)
-        acc_2, acc_3 = _halves(zero)
+    acc_0 = zero
+    acc_1 = zero
     row_scale = gl.load(scales)
     scale_0, scale_1, scale_2, scale_3 = _scales(b_scales, rows, 0, ROWS)
     for k in range(steps):
-        by_0 = _factor(row_scale, scale_0)
-        by_1 = _factor(row_scale, scale_1)
-        by_2 = _factor(row_scale, scale_2)
-        by_3 = _factor(row_scale, scale_3)
+        by_0 = _factors(row_scale, scale_0, scale_1, ROWS)
+        by_1 = _factors(row_scale, scale_2, scale_3, ROWS)
         # for the next step; the last one reads its own again
         following = gl.minimum(k + 1, steps - 1)
         row_scale = gl.load(scales + following)
         scale_0, scale_1, scale_2, scale_3 = _scales(b_scales, rows, following, ROWS)
         a, b = wait_for_slot(ring, turn, WARPGROUP)
         product = warpgroup_mma(a, b.slice(0, TILE, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        product = warpgroup_mma_wait(0, deps=[product])
-        acc_0, acc_1 = _add(acc_0, acc_1, product, by_0, by_1, ROWS)
+        acc_0 += warpgroup_mma_wait(0, deps=[product]) * by_0
         product = warpgroup_mma(a, b.slice(TILE, TILE, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
         free_slot(ring, turn, True)
-        acc_2, acc_3 = _add(acc_2, acc_3, product, by_2, by_3, ROWS)
+        acc_1 += product * by_1
         turn += 1
-    if ROWS == TILE:
-        return acc_0, acc_2, turn
-    else:
-        return _whole(acc_0, acc_1), _whole(acc_2, acc_3), turn
+    return acc_0, acc_1, turn

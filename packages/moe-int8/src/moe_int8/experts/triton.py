@@ -56,7 +56,7 @@ _ACTIVATIONS = (
 class TritonInt8Experts(Int8ScaledMMExperts):
     """INT8 per channel through the grouped GEMM of ``moe_core.gemm``."""
 
-    #: two int32 accumulators beside scales, zero points and NaN flags (most: Triton 3.6, sm90, with bias: 424)
+    #: two int32 accumulators beside scales, zero points and NaN flags (most: Triton 3.6, sm90, without a gate: 328)
     accepted_spills = (424, 424)
 
     claims = Claims(

@@ -22,7 +22,6 @@ from moe_core.kernel_api import (
     INTERPRET,
     LOAD_PARTS,
     ScaledMMFunctions,
-    as_column,
     as_row,
     load_unquantized,
     multiply_codes,
@@ -33,7 +32,7 @@ from moe_core.kernel_api import (
     weight_tile,
 )
 
-from moe_int8.kernels.scaled_mm import INT8, INT8_ZERO, open_sums
+from moe_int8.kernels.scaled_mm import INT8, INT8_ZERO, open_sums, scale_acc_zero
 
 # groups of a step, 1 or 2; 0: a row has one scale.  Set by `specialize`
 GROUPS = tl.constexpr(0)
@@ -104,16 +103,10 @@ def _scaled(sums, scale, SWAP_AB: tl.constexpr):
     return sums.to(tl.float32) * as_row(scale, SWAP_AB)
 
 
-@triton.jit
-def scale_acc_rows_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
-    """(acc - zero point * sum of the weights) * scale of the row."""
-    shifts = as_column(a_state[2].to(tl.float32), SWAP_AB) * as_row(b_state[5], SWAP_AB)
-    return scale_acc_tokens(acc - shifts, a_state, b_state, SWAP_AB)
-
-
 #: tiles of the columns in lower and in upper codes, quantised in registers
 _LOAD_UNQUANTIZED = specialize(LOAD_PARTS[2], load_values=load_unquantized)
 _OPEN_GROUPS_SUMS = specialize(open_sums, open_weights=open_groups)
+_SCALE_ACC_ZERO = specialize(scale_acc_zero, scale_acc=scale_acc_tokens)
 #: load_b and multiply by groups of a step
 _GROUPS = {
     groups: (specialize(load_packed, GROUPS=groups), specialize(multiply, GROUPS=groups)) for groups in (0, 1, 2)
@@ -131,7 +124,6 @@ def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
         INT8_ZERO if zero_points else INT8,
         load_values=LOAD_PARTS[2],
         load_unquantized=None if zero_points else _LOAD_UNQUANTIZED,
-        static_on_load=False,
         load_weights=load_weights,
         prefetch_weights=None,
         multiply=multiplied,
@@ -142,7 +134,7 @@ def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
     return replace(
         base,
         open_weights=_OPEN_GROUPS_SUMS if zero_points else open_groups,
-        scale_acc=scale_acc_rows_zero if zero_points else scale_acc_tokens,
+        scale_acc=_SCALE_ACC_ZERO if zero_points else scale_acc_tokens,
         accumulate=tl.constexpr(tl.float32),
         block_k=min(2 * group_size, 128),
     )

@@ -53,8 +53,8 @@ def open_sums(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def scale_acc_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
-    """(acc - zero point * sum of the weights) * scale of the row * scale of the column."""
-    shifts = as_column(a_state[2], SWAP_AB) * as_row(b_state[5], SWAP_AB)
+    """`scale_acc`, or another, of acc - zero point * sum of the weights, which both are of one type."""
+    shifts = as_column(a_state[2].to(acc.dtype), SWAP_AB) * as_row(b_state[-1], SWAP_AB)
     return scale_acc(acc - shifts, a_state, b_state, SWAP_AB)
 
 

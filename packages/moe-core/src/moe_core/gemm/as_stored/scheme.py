@@ -51,14 +51,15 @@ def as_stored_scheme(
         x, h = (Columns(0 if each is None else each.shape[1], None, each) for each in pre_scales)
         return PlainScheme(x, h, True, quantize, stored, by_token)
     if by_token or by_expert:
-        functions = ScaledMMFunctions(stored, quantize_row=quantize, quantize_static=quantize, load_unquantized=None)
-        return ScaledMMScheme(functions, "static" if by_expert else "token", *static, scatters=by_expert)
+        functions = ScaledMMFunctions(
+            stored, quantize_row=quantize, quantize_static=quantize, load_unquantized=None, packed=0
+        )
+        return ScaledMMScheme(functions, "static" if by_expert else "token", *static)
     return GroupScheme(
         quantize,
         stored,
         STEP if block else UNIT,
         scale_dtype=torch.float32 if block else None,
-        takes_values=True,
         # router weights change more than scales otherwise, and multiply x before it is rounded
         keeps_range=key is None or block,
     )

@@ -63,7 +63,6 @@ class Call:
             rows=rows,
             positions=positions,
             zero=zero,
-            full_first=plan.full_first,
             pdl=plan.pdl,
         )
 

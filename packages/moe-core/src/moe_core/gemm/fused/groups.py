@@ -27,11 +27,9 @@ MIN_SCATTERED_PAIRS = 256
 class GroupScheme(ActivationScheme):
     """Values of ``dtype`` in groups of ``group`` columns; of h in tiles of ``block`` columns.
 
-    - ``quantize``: `@triton.jit` function of the tile kernel's form
+    - ``quantize``: `@triton.jit` function of the tile kernel's form, which gets the tensor that values go to
     - ``scale_dtype`` of stored scales, one for each group; None: values hold them
-    - ``takes_values``: ``quantize`` gets the tensor that values go to, for its type
     - ``scatters``: x goes straight into the sorted order where gemm1 is computed by the warp-specialised kernel
-    - ``epilogue``: the name of ``quantize`` in the warp-specialised kernel
     - ``keeps_range``: router weights may multiply gemm1's product in place of x
     """
 
@@ -40,9 +38,7 @@ class GroupScheme(ActivationScheme):
     group: int
     block: int = TILE
     scale_dtype: torch.dtype | None = None
-    takes_values: bool = False
     scatters: bool = False
-    epilogue: str = "values"
     keeps_range: bool = True
 
     def weights_first(self, has_lora: bool) -> bool:
@@ -62,10 +58,6 @@ class GroupScheme(ActivationScheme):
     def _quantized(self, name: str, rows: int, columns: int) -> tuple[WorkspaceSpec, ...]:
         return quantized(name, rows, columns, self.dtype, self.scale_dtype, columns // self.group)
 
-    def arguments(self, values: Tensor) -> tuple[Tensor, ...] | None:
-        """The tuple `quant_args` of ``quantize``."""
-        return (values,) if self.takes_values else None
-
     def rows(self, values: Tensor, scales: Tensor | None, which: int) -> OperandA:
         """Operand A."""
         if scales is None:
@@ -79,7 +71,7 @@ class GroupScheme(ActivationScheme):
             return call.order(), self.rows(call.x, call.x_scale, call.by_token)
         prefix = "sorted" if scatters else "x"
         values, scales = work[f"{prefix}_values"], work.get(f"{prefix}_scales")
-        job = QuantizeRows(call.x, values, scales, self.quantize, self.group, self.arguments(values))
+        job = QuantizeRows(call.x, values, scales, self.quantize, self.group, (values,))
         order = call.order(None if scatters else job, positions=scatters)
         if scatters:
             call.scatter(job, order)
@@ -100,9 +92,8 @@ class GroupScheme(ActivationScheme):
             values,
             work.get("h_scales"),
             quantize=self.quantize,
-            quant_args=self.arguments(values),
+            quant_args=(values,),
             groups=constant(1 if self.scale_dtype is None else self.block // self.group),
-            kind=constant(self.epilogue),
             block=constant(self.block),
         )
 
@@ -112,7 +103,7 @@ class GroupScheme(ActivationScheme):
             # every group of every pair is a row here
             wide, values = work["h"][: call.pairs].view(-1, self.group), work["h_values"].view(-1, self.group)
             scales = work["h_scales"].view(-1)
-            job = QuantizeRows(wide, values, scales, self.quantize, self.group, self.arguments(values))
+            job = QuantizeRows(wide, values, scales, self.quantize, self.group, (values,))
             quantize_rows(job, ("all", ()), pdl=False)
         rows, columns = self.rows(work["h_values"], work.get("h_scales"), which), call.w2.k
         if call.w13.interleaved and columns % self.block:

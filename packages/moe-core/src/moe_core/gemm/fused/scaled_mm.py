@@ -17,8 +17,22 @@ from torch import Tensor
 from moe_core.gemm import scaled_mm as device
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, padded, quantized
-from moe_core.gemm.launch import FLOAT32, InUse, OperandA, Result, constant, rows_by_pair
-from moe_core.gemm.quantize_rows import find_amax, quantize_rows, routed_tokens, sorted_rows
+from moe_core.gemm.launch import (
+    FLOAT32,
+    GemmWeight,
+    InUse,
+    OperandA,
+    Result,
+    TileFunctions,
+    WarpSpecialisedGemm,
+    constant,
+    is_aligned,
+    rows_by_pair,
+    weight_descriptor,
+    weight_strides,
+)
+from moe_core.gemm.plan import TileConfig
+from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.gemm.tile_kernel import POSITION
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows, clears_first, whole_row
@@ -45,12 +59,12 @@ class ScaledMMFunctions:
 
     - ``multiply``: the product of a step, added to a sum of the type ``accumulate``
     - ``quantize_row``: a row by a scale of its own; ``quantize_static``: by the scale of its expert
-    - ``load_unquantized``: rows that are quantised while they are loaded (``static_on_load``: by static scales too);
-      None where they cannot be
+    - ``load_unquantized``: rows that are quantised while they are loaded; None where they cannot be
     - ``prefetch_weights`` may be None
     - ``flags_nan``: codes have no NaN, so that rows are flagged: see `moe_core.gemm.scaled_mm.scale_or_nan`
-    - ``packed``: weights of so many columns lie in an element; where it is one, the warp-specialised kernel reads them
-      too; ``block_k``: depth of a step, 128 or a divisor of it
+    - ``packed``: weights of so many columns lie in an element, 0: other functions read them; where it is one, the
+      warp-specialised kernel reads them too, and many rows may go straight into the sorted order
+    - ``block_k``: depth of a step, 128 or a divisor of it
     """
 
     dtype: torch.dtype
@@ -64,10 +78,58 @@ class ScaledMMFunctions:
     prefetch_weights: Any = device.prefetch_weights
     scale_acc: Any = device.scale_acc
     accumulate: tl.constexpr = FLOAT32
-    static_on_load: bool = True
     packed: int = 1
     block_k: int = 128
     flags_nan: bool = False
+
+    def weight(
+        self,
+        weights: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        rows: int,
+        columns: int,
+        *,
+        extra: tuple[Any, ...] = (),
+    ) -> GemmWeight:
+        """Weights [E, rows of all halves, K] with scales [E, rows, 1] or [E, halves]; ``rows`` of one half.
+
+        Row-major, or block-major as `weight_strides` has them.
+        ``packed`` of the ``columns`` K lie in an element of ``weights``.
+        ``extra`` goes behind what `device.open_weights` takes, for functions of a scheme's own.
+        """
+        half, row = (rows * scales.stride(1), scales.stride(1)) if scales.dim() == 3 else (scales.stride(1), 0)
+        strides = (scales.stride(0), half, row, *extra)
+        special = WarpSpecialisedGemm(weights, _k_loop, (scales, *strides)) if self.packed == 1 else None
+        return GemmWeight(
+            (weights, scales, *weight_strides(weights, self.block_k // self.packed), *strides),
+            rows,
+            columns,
+            self._tile_functions,
+            self.block_k,
+            bias,
+            weight_descriptor(weights, self.packed),
+            is_aligned(weights),
+            warp_specialised=special,
+        )
+
+    def _tile_functions(self, config: TileConfig, a: OperandA) -> TileFunctions:
+        return TileFunctions(
+            device.open_values,
+            self.load_unquantized if a.form == "unquantized" else self.load_values,
+            self.open_weights,
+            self.load_weights,
+            self.multiply,
+            self.scale_acc,
+            self.prefetch_weights,
+            self.accumulate,
+        )
+
+
+def _k_loop() -> Any:
+    from moe_core.gemm.hopper_scaled_mm import scaled_mm
+
+    return scaled_mm
 
 
 E4M3 = ScaledMMFunctions(torch.float8_e4m3fn)
@@ -78,9 +140,8 @@ class ScaledMMScheme(ActivationScheme):
     """Rows of ``functions``' type with a scale each, or one for all.
 
     ``x_scale`` and ``h_scale`` [E] of static ones.  ``scale_dtype`` of scales in scratch memory.  ``quantize_on_load``:
-    few rows may be quantised while they are loaded, if ``functions`` can; ``scatters``: many may go straight into the
-    sorted order.  A dynamic scale per tensor spans the tokens, then the pairs, that have a local expert, as far as they
-    are finite.
+    few rows may be quantised while they are loaded, if ``functions`` can.  A dynamic scale per tensor spans the tokens,
+    then the pairs, that have a local expert, as far as they are finite.
     """
 
     functions: ScaledMMFunctions
@@ -89,7 +150,6 @@ class ScaledMMScheme(ActivationScheme):
     h_scale: Tensor | None = None
     scale_dtype: torch.dtype = torch.float32
     quantize_on_load: bool = True
-    scatters: bool = True
 
     def weights_first(self, has_lora: bool) -> bool:
         # what shares a scale with others must have its weight before it is quantised
@@ -99,7 +159,8 @@ class ScaledMMScheme(ActivationScheme):
         element, scale, kind, config = self.functions.dtype, self.scale_dtype, self.granularity, shape.config
         width, inner, dynamic = padded(config.hidden_size), padded(config.intermediate_size), kind != "static"
         rows, pairs = shape.rows, shape.pairs
-        scattered = pairs if self.scatters and not shape.batched else 0
+        scatters = not dynamic or self.functions.packed == 1
+        scattered = pairs if scatters and not shape.batched else 0
         found = kind == "tensor" or (not dynamic and self.functions.flags_nan)
         return (
             *quantized("x", rows if dynamic or shape.batched else 0, width, element, scale),
@@ -114,9 +175,8 @@ class ScaledMMScheme(ActivationScheme):
 
     def _quantizes_on_load(self, call: Call) -> bool:
         """Whether rows are few, and may be quantised while they are loaded."""
-        functions = self.functions
-        loads = functions.load_unquantized is not None and (functions.static_on_load or self.granularity != "static")
-        return self.quantize_on_load and loads and call.plan.block_m <= MAX_ROWS_QUANTIZED_ON_LOAD
+        loads = self.quantize_on_load and self.functions.load_unquantized is not None
+        return loads and call.plan.block_m <= MAX_ROWS_QUANTIZED_ON_LOAD
 
     def _quantizes_h_on_load(self, call: Call) -> bool:
         few_launches = call.plan.gemm1.split_k > 1  # where launches are a good part of the time
@@ -155,53 +215,50 @@ class ScaledMMScheme(ActivationScheme):
     # -------------------------------------------------------------- x
 
     def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
+        static, batched = self.granularity == "static", isinstance(call.routing, Batch)
         # the warp-specialised kernel wants the rows of a tile side by side; a scale per expert every pair by itself
-        side_by_side = self.granularity == "static" or call.warp_specialises(call.plan.gemm1, call.w13)
-        batched = isinstance(call.routing, Batch)
-        if side_by_side and not batched and not self._quantizes_on_load(call):
-            return self._scattered_x(call)
+        side_by_side = static or call.warp_specialises(call.plan.gemm1, call.w13)
+        scatters = side_by_side and not batched and not self._quantizes_on_load(call)
         x, work, which, zero = call.x, call.workspace, call.by_token, self._zeroed(call)
-        if call.x_scale is not None:
+        if call.x_scale is not None and not scatters:
             return call.order(zero=zero), self._rows(call, x, call.x_scale, which)
-        if self.x_scale is not None and not batched:
+        if self.x_scale is not None and not (scatters or batched):
             flags, flagging = None, None
             if self.functions.flags_nan:
                 flags = work["x_amax"]
                 flagging = QuantizeRows(x, None, flags, device.row_nan_flags, whole_row(x.shape[1]))
             return call.order(flagging, zero=zero), self._rows(call, x, self.x_scale, which, flags, by_row=False)
-        values, scales = work["x_values"], work["x_scales"]
+        prefix, amax = "sorted" if scatters else "x", None
+        values, scales = work[f"{prefix}_values"], work[f"{prefix}_scales"]
         if self.granularity == "tensor" and x.shape[0] > 1:
-            order, amax, in_use = self._order_with_amax(call)
-            quantize_rows(self._job(x, values, scales, amax), in_use, pdl=call.plan.pdl)
+            order, amax, in_use = self._order_with_amax(call, scatters)
+        elif scatters:
+            order = call.order(positions=True, zero=zero)
+        job = self._job(x, values, scales, amax, self.x_scale)
+        if scatters:
+            call.scatter(job, order, by_expert=static)
+        elif amax is not None:
+            quantize_rows(job, in_use, pdl=call.plan.pdl)
         else:
-            order = call.order(self._job(x, values, scales, static=self.x_scale), zero=zero)
-        return order, self._rows(call, values, scales, which)
+            order = call.order(job, zero=zero)
+        return order, self._rows(call, values, scales, POSITION.value if scatters else which)
 
     def _zeroed(self, call: Call) -> Tensor | None:
         """What is to be cleared before gemm1."""
         return call.workspace["amax"][:2] if self.granularity == "tensor" else self._amax(call)
 
-    def _scattered_x(self, call: Call) -> tuple[Order, OperandA]:
-        """Quantised into the sorted order: an expert's own scale costs nothing then."""
-        values, scales, amax = call.workspace["sorted_values"], call.workspace["sorted_scales"], None
-        if self.granularity == "tensor":
-            order, amax, _ = self._order_with_amax(call, positions=True)
-        else:
-            order = call.order(positions=True, zero=self._zeroed(call))
-        job = self._job(call.x, values, scales, amax, self.x_scale)
-        call.scatter(job, order, by_expert=self.granularity == "static")
-        return order, self._rows(call, values, scales, POSITION.value)
-
-    def _order_with_amax(self, call: Call, positions: bool = False) -> tuple[Order, tuple[Tensor, int], InUse]:
+    def _order_with_amax(self, call: Call, positions: bool) -> tuple[Order, tuple[Tensor, int], InUse]:
         """The order, magnitudes of x as `quantize_by_amax` takes them, and which rows of x they span."""
         x, found, raised, zero = call.x, call.workspace["x_amax"], call.workspace["amax"][1:2], self._zeroed(call)
+        group = whole_row(x.shape[1])
         if isinstance(call.routing, Batch):
             order, in_use = call.order(zero=zero), rows_by_pair(call.routing)
-            find_amax(x, raised, in_use, pdl=call.plan.pdl)
+            job = QuantizeRows(x, None, None, device.row_amax, group, (None, None, raised))
+            quantize_rows(job, in_use, pdl=call.plan.pdl)
             return order, (raised, 1), in_use
-        in_use, raises = routed_tokens(call.routing), clears_first(call.pairs)
+        in_use, raises = ("tokens", call.routing.arguments), clears_first(call.pairs)
         arguments = x.shape[0], in_use[1], raised if raises else None
-        job = QuantizeRows(x, None, found, device.row_amax, whole_row(x.shape[1]), arguments)
+        job = QuantizeRows(x, None, found, device.row_amax, group, arguments)
         order = call.order(job, positions=positions, zero=zero)
         return order, (raised, 1) if raises else (found, x.shape[0]), in_use
 
@@ -234,8 +291,7 @@ class ScaledMMScheme(ActivationScheme):
         if not self._in_epilogue(call):
             return Result.of(work["h"], amax=amax, amax_kind=kind)
         values, quantize = work["h_values"], self.functions.quantize_static
-        arguments, static = (values, self.h_scale), constant("static")
-        return Result.of(values, quantize=quantize, quant_args=arguments, amax=amax, amax_kind=kind, kind=static)
+        return Result.of(values, quantize=quantize, quant_args=(values, self.h_scale), amax=amax, amax_kind=kind)
 
     def h(self, call: Call, order: Order, which: int) -> OperandA:
         work, amax = call.workspace, self._amax(call)
@@ -247,6 +303,8 @@ class ScaledMMScheme(ActivationScheme):
             return self._rows(call, wide, amax, which, by_row=self.granularity == "token")
         shared = (amax, 1) if self.granularity == "tensor" else None
         job = self._job(wide[: call.pairs], values, found, shared, self.h_scale)
-        in_use = rows_by_pair(call.routing) if which == call.by_pair else sorted_rows(order, call.routing)
+        in_use = rows_by_pair(call.routing)
+        if which != call.by_pair:
+            in_use = "sorted", (order.offsets[call.routing.num_experts :],)
         quantize_rows(job, in_use, pdl=call.plan.pdl)
         return self._rows(call, values, found, which)
