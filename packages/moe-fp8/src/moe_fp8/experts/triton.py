@@ -114,7 +114,7 @@ class TritonFp8BlockExperts(GroupedExperts):
         from moe_fp8.kernels.block_moe import block_weight
 
         tensor = weights.w13 if name == "w13" else weights.w2
-        return block_weight(tensor, *self.scales(name, weights), *self.sizes(name), self.block_shape)
+        return block_weight(tensor, *self.scales(name, weights), self.sizes(name)[0], self.block_shape)
 
     @cached_property
     def problem(self) -> LayerProblem:

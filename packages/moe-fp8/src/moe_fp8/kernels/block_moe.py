@@ -43,9 +43,9 @@ def block_scheme(block_k: int) -> GroupScheme:
 
 
 def block_weight(
-    weights: Tensor, scales: Tensor, bias: Tensor | None, rows: int, columns: int, block_shape: tuple[int, int]
+    weights: Tensor, scales: Tensor, bias: Tensor | None, rows: int, block_shape: tuple[int, int]
 ) -> GemmWeight:
-    """e4m3 ``weights`` [E, rows of all halves, K], or block-major; ``rows`` of one half, ``columns`` K.
+    """e4m3 ``weights`` [E, rows of all halves, K], or block-major; ``rows`` of one half.
 
     ``scales`` [E, halves * ceil(rows / block_n), ceil(K / block_k)] float32: gate and up each own their partial last
     row of blocks.  ``block_shape`` (block_n, block_k): powers of two from 32 and 16 on.
@@ -58,7 +58,7 @@ def block_weight(
     return GemmWeight(
         (weights, scales, *weight_strides(weights, block_k), *strides),
         rows,
-        columns,
+        weights[0].numel() // weights.shape[-2] if weights.dim() == 4 else weights.shape[2],
         _functions,
         block_k,
         bias,
