@@ -58,7 +58,7 @@ def block_weight(
     return GemmWeight(
         (weights, scales, *weight_strides(weights, block_k), *strides),
         rows,
-        weights[0].numel() // weights.shape[-2] if weights.dim() == 4 else weights.shape[2],
+        weights.shape[1] * weights.shape[3] if weights.dim() == 4 else weights.shape[2],
         _functions,
         block_k,
         bias,
