@@ -122,6 +122,7 @@ def test_a_block_of_gate_and_up_is_repeated_for_each() -> None:
     filled = Filled.of(module, "experts", top_k=1, dtype=torch.bfloat16)
     weights = filled.weights()
     weights.validate(filled.config)
+    assert weights.shared, "a kernel would hold the model's parameters twice"
     assert weights.w13_scale is not None
     found = dequantize_weight(weights.w13, weights.w13_scale, weights.weight_key, parts=2)
     scale = module.gate_up_proj_scale_inv.repeat_interleave(128, 1).repeat_interleave(128, 2)

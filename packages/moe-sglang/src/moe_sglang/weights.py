@@ -35,7 +35,9 @@ def canonical(info: Any, kind: Kind, parts: int) -> MoEWeights:
         tensors["w13_input_scale"] = _per_expert("a13_scale", info.a13_scale, experts)
         tensors["w2_input_scale"] = _per_expert("a2_scale", info.a2_scale, experts)
     given: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    return MoEWeights(weight_key=kind.weight_key, activation_key=kind.activation_key, **given).detached()
+    keys: dict[str, Any] = {"weight_key": kind.weight_key, "activation_key": kind.activation_key}
+    # SGLang keeps its tensors, and has left no memory for others
+    return MoEWeights(**keys, **given, shared=True).detached()
 
 
 def _per_part(name: str, scale: Tensor, experts: int, parts: int) -> Tensor:

@@ -45,7 +45,7 @@ def weights_of(row: tuple[str, str], static: bool, layer: FusedMoEConfig, seed: 
         # 4-bit zero points in 4 bits
         held = {name: getattr(weights, name).clamp(max=15) for name in ("w13_zero_point", "w2_zero_point")}
         weights = replace(weights, **held)
-    return weights
+    return replace(weights, shared=True)
 
 
 def info_of(sglang: types.SimpleNamespace, row: tuple[str, str], weights: MoEWeights) -> Any:

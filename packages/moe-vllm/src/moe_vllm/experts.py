@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -146,8 +147,8 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         reference = type(self).layer
         return None if reference is None else reference()
 
-    def _convert(self, w13: Tensor, w2: Tensor) -> KernelWeights:
-        """The weights in the layout of the kernel that fits them as they were loaded."""
+    def _convert(self, w13: Tensor, w2: Tensor, *, shared: bool = False) -> KernelWeights:
+        """The weights in the layout of the kernel that fits them as they were loaded; ``shared``: vLLM keeps them."""
         quant, moe = self.quant_config, self.moe_config
         has_bias = quant.w1_bias is not None or quant.w2_bias is not None
         config = layer_config(moe, has_bias=has_bias, params=self.activation_config)
@@ -159,7 +160,7 @@ class MoeCoreExperts(FusedMoEExpertsModular):
             type(self).selection = select_kernel(self.scheme, config, weight_key, activation_key, device=moe.device)
             log_choice(self.selection)
         weights = canonical_weights(config, weight_key, activation_key, w13, w2, quant)
-        return oracle(self.scheme).convert(self.selection, weights)
+        return oracle(self.scheme).convert(self.selection, replace(weights, shared=shared))
 
     def _check_rearranging(self, weights: KernelWeights) -> None:
         """vLLM's load balancing between ranks copies experts: every tensor must have a part of each."""
@@ -178,7 +179,7 @@ class MoeCoreExperts(FusedMoEExpertsModular):
     def _bound_kernel(self, w13: Tensor, w2: Tensor) -> FusedMoEKernel:
         """The kernel on the tensors of this call: vLLM places others when it has loaded new weights."""
         if self._kernel is None:  # not by vLLM's loading: the converted weights are the kernel's own
-            self._kernel = self._make_kernel(self._convert(w13.detach(), w2.detach()))
+            self._kernel = self._make_kernel(self._convert(w13.detach(), w2.detach(), shared=True))
         elif self._names and self._kernel.weights.w13.data_ptr() != w13.data_ptr():
             layer = self._present_layer()
             if layer is not None:
