@@ -15,6 +15,7 @@ from moe_core.testing.data import make_weights
 from moe_sglang import fused
 from moe_sglang.fused import FusedFunction
 from moe_sglang.kinds import KINDS, kind_of
+from moe_sglang.weights import canonical
 from moe_sglang_layers import ROWS, E, config, dispatched, expected, info_of, row_name, runner, weights_of
 
 BLOCK = ("use_fp8_w8a8", "block")
@@ -267,9 +268,11 @@ def test_a_batch_invariant_engine_gets_batch_invariant_kernels_or_its_own(
     ("row", "device", "backend"),
     [(BLOCK, "h200", "triton"), (INT8, "sm80", "triton"), (INT4, "h200", "triton"), (INT4, "sm80", "triton")],
 )
-def test_kernels_of_gpus_read_the_codes_where_they_lie(row: tuple[str, str], device: str, backend: str) -> None:
-    """Marlin, which is preferred for INT4, would lay them out anew."""
-    weights = weights_of(row, False, config())
+def test_kernels_of_gpus_read_the_codes_where_they_lie(
+    sglang: types.SimpleNamespace, row: tuple[str, str], device: str, backend: str
+) -> None:
+    """Marlin, which is preferred for INT4, would lay them out anew, and so would the others on sm_90 by default."""
+    weights = canonical(info_of(sglang, row, weights_of(row, False, config())), KINDS[row], 2)
     selection = fused.choose(KINDS[row], config(), weights, DeviceInfo.parse(device))
     assert (selection.backend, selection.report.device.is_gpu) == (backend, True)
     assert fused.keeps_codes(selection, weights)
