@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ def specimen(
     packing = None if weight_key is None else weight_key.packing
     per_word = 1 if packing is None else packing.values_per_word
     dtype = config.dtype if weight_key is None else storage_dtypes(weight_key)[0]
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
 
     def add(name: str, dtype: torch.dtype, *shape: int) -> None:
         tensors[name] = torch.zeros(shape, dtype=dtype, device=device)

@@ -44,7 +44,7 @@ def canonical_weights(
     """
     experts, hidden, inter = config.local_experts, config.hidden_size, config.intermediate_size
     parts = 2 if config.is_gated else 1
-    tensors: dict[str, Tensor | None] = {}
+    tensors: dict[str, Any] = {}
     for name, mine, rows, cols, stacked in (
         ("w13", "w1", config.w13_rows, hidden, parts),
         ("w2", "w2", hidden, inter, 1),

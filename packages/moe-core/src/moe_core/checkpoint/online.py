@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moe_core.checkpoint.detect import Detected, detect_format
 from moe_core.checkpoint.experts import LayerExperts
@@ -72,7 +71,7 @@ class OnlineLayout(ExpertLayout):
     ) -> MoEWeights:
         one = 4 * (config.w13_rows * config.hidden_size + config.hidden_size * config.intermediate_size)
         step = max(1, CHUNK_BYTES // one)
-        whole: dict[str, Tensor] = {}
+        whole: dict[str, Any] = {}
         for start in range(0, len(experts), step):
             chosen = experts[start : start + step]
             here = replace(config, num_local_experts=len(chosen))

@@ -155,7 +155,7 @@ class QuantizedLayout(ExpertLayout):
 
     def _load(self, config: FusedMoEConfig, experts: Sequence[int], device: torch.device | str) -> MoEWeights:
         matrices = ExpertMatrices.of(self.layer, config)
-        tensors = self.stacked(matrices.stacks, matrices, experts, device, has_bias=config.has_bias)
+        tensors: dict[str, Any] = self.stacked(matrices.stacks, matrices, experts, device, has_bias=config.has_bias)
         return MoEWeights(weight_key=self.weight_key, activation_key=self.activation_key, **tensors)
 
 

@@ -100,7 +100,7 @@ class UnquantizedLayout(ExpertLayout):
         stacks = ExpertMatrices.of(layer, config).stacks
         asking = [self._stack(layer, name, projections) for name, projections in stacks]
         found = load_together(layer, asking, experts=experts, device=device)
-        tensors = {name: tensor for own in found for name, tensor in own.items()}
+        tensors: dict[str, Any] = {name: tensor for own in found for name, tensor in own.items()}
         return MoEWeights(weight_key=None, activation_key=None, **tensors)
 
     def _stack(self, layer: LayerExperts, name: str, projections: tuple[str, ...]) -> Asking[dict[str, Tensor]]:
