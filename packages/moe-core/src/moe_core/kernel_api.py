@@ -59,7 +59,7 @@ from moe_core.gemm.launch import (
     weight_strides,
 )
 from moe_core.gemm.marlin.convert import Converted
-from moe_core.gemm.marlin.dequant import apart, asm_values, in_columns, pair, together
+from moe_core.gemm.marlin.dequant import asm_values, in_columns, join_last, pair, split_last
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.operand import (
     LOAD_WORDS,
@@ -116,7 +116,7 @@ __all__ = [
     "GemvFunctions",
     "MarlinMatrix",
     "WordFunctions",
-    "apart",
+    "split_last",
     "asm_values",
     "exponent_pair",
     "in_columns",
@@ -131,7 +131,7 @@ __all__ = [
     "step_bytes",
     "step_e8m0",
     "tile_words",
-    "together",
+    "join_last",
     # as-stored GEMMs
     "SHORT_STEP",
     "activation_functions",

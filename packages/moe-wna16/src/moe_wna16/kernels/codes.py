@@ -22,8 +22,8 @@ from moe_core.kernel_api import (
     LOAD_PARTS,
     TileFunctions,
     activation_functions,
-    apart,
     in_order,
+    join_last,
     load_words,
     multiply,
     open_codes,
@@ -31,8 +31,8 @@ from moe_core.kernel_api import (
     scale_acc_codes_tokens,
     scale_acc_tokens,
     specialize,
+    split_last,
     swap_ab_dot,
-    together,
     wait_for_mma,
 )
 
@@ -79,7 +79,7 @@ def dequantize_codes(words, zero, COLUMNS: tl.constexpr, dtype: tl.constexpr):
         found = ()
         for i in tl.static_range(P // 2):
             found += (_pair(words, zero, i, P, dtype),)  # type: ignore[assignment]
-        pairs = together(found)
+        pairs = join_last(found)
     return in_order(pairs, N, W, P)
 
 
@@ -131,7 +131,7 @@ def multiply_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     GROUPS: tl.constexpr = len(b_scale)
     # a thread holds words of every group: nothing moves
-    words = apart(b.reshape(b.shape[0], GROUPS, b.shape[1] // GROUPS).permute(0, 2, 1))
+    words = split_last(b.reshape(b.shape[0], GROUPS, b.shape[1] // GROUPS).permute(0, 2, 1))
     for i in tl.static_range(GROUPS):
         values = dequantize_codes(words[i], b_scale[i][1], a[i].shape[1], a[i].dtype)
         acc += swap_ab_dot(values, a[i]) * b_scale[i][0].to(tl.float32)[:, None]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from moe_core.gemm.marlin.dequant import apart
+from moe_core.gemm.marlin.dequant import split_last
 from moe_core.gemm.marlin.integer_dot import integer_dot
 from moe_core.gemm.marlin.operand import scale_of, zero_of
 from moe_core.gemm.tile_kernel import deinterleave, finish_tile
@@ -69,7 +69,7 @@ def _dot(words, x, k, K, form):
     pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + column, mask=column < K // 2, other=0)
     # unit, u, s and j, t to unit, t, u, s and j (8 bits: s, j): see `moe_core.gemm.marlin.words`
     pairs = pairs.reshape(W // 16, 4, PAIRS, 4).permute(0, 3, 1, 2)
-    pairs = apart(pairs.reshape(W, PAIRS))
+    pairs = split_last(pairs.reshape(W, PAIRS))
     values = _wide(pairs[0], dtype)
     for i in tl.static_range(1, PAIRS):
         values += _wide(pairs[i], dtype)

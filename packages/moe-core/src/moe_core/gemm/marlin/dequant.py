@@ -79,8 +79,8 @@ def zero_offset(zero, BITS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def together(values):
-    """One, two or four tensors as one: the last dimension tells them apart.
+def join_last(values):
+    """One, two or four tensors along a new last dimension.
 
     What is joined and reshaped rather than indexed keeps its threads and registers.
     """
@@ -94,8 +94,8 @@ def together(values):
 
 
 @triton.jit
-def apart(x):
-    """The inverse of `together`."""
+def split_last(x):
+    """The parts of a last dimension of 1, 2 or 4: the inverse of `join_last`."""
     if x.shape[-1] == 1:
         return (x.reshape(x.shape[:-1]),)
     elif x.shape[-1] == 2:
@@ -116,9 +116,9 @@ def in_columns(values, U: tl.constexpr = 4):
     N: tl.constexpr = values[0].shape[0]
     W: tl.constexpr = values[0].shape[1]
     S: tl.constexpr = len(values) // 4
-    numbers = together(values[:4])
+    numbers = join_last(values[:4])
     if S == 2:
-        numbers = tl.join(numbers, together(values[4:]))
+        numbers = tl.join(numbers, join_last(values[4:]))
     # of a word: its half j, pair i, step s; units of 4 threads t x U words u: [unit, t, u, j, i, s]
     numbers = numbers.reshape(N, W // (4 * U), 4, U, 2, 2, S).permute(0, 1, 3, 6, 4, 2, 5)
     return numbers.reshape(N, 4 * S * W)

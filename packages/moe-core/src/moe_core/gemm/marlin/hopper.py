@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_core.gemm.hopper_epilogue import activate
 from moe_core.gemm.hopper_pipeline import allocate_barriers, empty_slot, free_slot, full_slot, locate_tile, tma_load
-from moe_core.gemm.marlin.dequant import apart, in_columns
+from moe_core.gemm.marlin.dequant import in_columns, split_last
 from moe_core.gemm.marlin.operand import scale_of
 from moe_core.gemm.tile_kernel import deinterleave, finish_values
 from moe_core.jit.pdl import begin_pdl
@@ -85,7 +85,7 @@ def _height(rows, HEIGHTS: gl.constexpr):
 @gluon.jit
 def _quarters(words):
     """words [64, 16] as four [64, 4]: word u of four threads each."""
-    parts = apart(words.reshape([ROWS, 4, 4]))
+    parts = split_last(words.reshape([ROWS, 4, 4]))
     quarters = ()
     for u in gl.static_range(4):
         quarters += (gl.convert_layout(parts[u], QUARTER, assert_trivial=True),)  # type: ignore[assignment]

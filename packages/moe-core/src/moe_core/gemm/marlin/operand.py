@@ -25,7 +25,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from moe_core.gemm.marlin.dequant import together
+from moe_core.gemm.marlin.dequant import join_last
 from moe_core.gemm.swap_ab import add_swap_ab_dot, swap_ab_dot
 from moe_core.gemm.weight_tile import weight_rows, weight_tile
 from moe_core.jit.casts import INTERPRET
@@ -92,7 +92,7 @@ def _load_words(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
         found = ()
         for i in tl.static_range(GROUPS):
             found += (_group_scales(state, k * GROUPS + i, EVEN_N),)  # type: ignore[assignment]
-        scales = together(found)
+        scales = join_last(found)
     return tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N), scales
 
 
@@ -136,7 +136,7 @@ def per_word(groups, W: tl.constexpr, UNITS: tl.constexpr):
 @triton.jit
 def step_bytes(words):
     """[N, 4] of the bytes of `words` int32 [N]."""
-    return together((words & 0xFF, (words >> 8) & 0xFF, (words >> 16) & 0xFF, (words >> 24) & 0xFF))
+    return join_last((words & 0xFF, (words >> 8) & 0xFF, (words >> 16) & 0xFF, (words >> 24) & 0xFF))
 
 
 @triton.jit
