@@ -55,6 +55,19 @@ def test_both_layouts_give_the_same_bits(
         assert torch.equal(results[0], results[1])
 
 
+def test_a_layer_that_owns_its_weights_takes_new_ones_that_are_shared() -> None:
+    _, *keys = KINDS[1]
+    config = mc.FusedMoEConfig(4, 2, 256, 128)
+    first, second = (replace(make_weights(config, *keys, seed=seed), shared=True) for seed in (0, 1))
+    kernel = made(TritonFp8Experts, config, tuple(keys))
+    kernel = FusedMoEKernel(kernel, kernel.convert(replace(first, shared=False)), default_prepare_finalize(config))
+    selection = mc.oracle("fp8").select(config, weight_key=keys[0], activation_key=keys[1], device="cpu")
+    layer = mc.FusedMoELayer(kernel, selection, owns_weights=True)
+    layer.reload(second)
+    expected = second.w13.view(torch.uint8).view(4, 256, 2, 128).transpose(1, 2)
+    assert torch.equal(layer.weights.w13.view(torch.uint8), expected)
+
+
 @pytest.mark.parametrize("arch", ["sm80", "sm100", "sm120", "gfx942"])
 def test_other_devices_read_weights_as_they_are(arch: str) -> None:
     config = mc.FusedMoEConfig(4, 2, 256, 128)

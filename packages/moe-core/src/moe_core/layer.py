@@ -149,7 +149,7 @@ class FusedMoELayer(nn.Module):
         if online is not None:
             weights.validate(config)
         quantized = weights if online is None else online.quantize(weights)
-        converted = oracle.convert(selection, quantized)
+        converted = oracle.convert(selection, replace(quantized, shared=quantized.shared and not copy))
         kernel = oracle.make_kernel(
             selection, converted.apart_from(weights) if copy else converted, groups=groups, placement=placement
         )
@@ -342,7 +342,8 @@ class FusedMoELayer(nn.Module):
                 f"the new weights are {weights.weight_key} with {weights.activation_key}"
             )
         weights.validate(self.config)
-        ready = weights.to(self.weights.device).detached().row_major()
+        # the layer's tensors are its own, and have the layout of such
+        ready = replace(weights.to(self.weights.device).detached().row_major(), shared=False)
         self.kernel.weights.copy_(self.kernel.experts.convert(ready))
         for name, tensor in router.items():
             getattr(self, name).copy_(tensor)

@@ -23,7 +23,7 @@ from moe_core.gemm.heuristics.tuned import Tuned
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm.workspaces import split_k_workspace
 from moe_core.lora import LoRA
-from moe_core.ops.layout import block_major
+from moe_core.ops import layout
 from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import WorkspaceSpec
 
@@ -145,8 +145,8 @@ class GroupedExperts(FusedMoEExpertsModular):
             raise TensorError(f"{name} is missing, the activation key is {self.activation_key}")
         return scales[0].float().contiguous(), scales[1].float().contiguous()
 
-    def in_steps(self, weights: MoEWeights, name: str) -> Tensor:
-        """ "w13" or "w2" of 8-bit elements, in the order in which kernels read them fastest.
+    def block_major(self, weights: MoEWeights, name: str) -> Tensor:
+        """Weights "w13" or "w2" of 8-bit elements, in the order in which kernels read them fastest.
 
         On sm_90 block-major, [E, K / 128, rows, 128]: what one request of the tensor memory accelerator asks for lies
         together, which memory delivers 2 to 5 % faster than rows K bytes apart.  Elsewhere, where a row ends in a part
@@ -157,7 +157,7 @@ class GroupedExperts(FusedMoEExpertsModular):
         fits = tensor.shape[2] % WHOLE_COLUMNS == 0 and tensor.shape[1] * tensor.shape[2] < 2**31
         if self.device_info.capability != 90 or weights.shared or not fits:
             return tensor
-        return block_major(tensor, WHOLE_COLUMNS)
+        return layout.block_major(tensor, WHOLE_COLUMNS)
 
     def sizes(self, name: str) -> tuple[int, int]:
         """(rows of one half, columns) of "w13" or "w2"."""

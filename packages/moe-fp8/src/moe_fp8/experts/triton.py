@@ -2,8 +2,8 @@
 
 The tensor cores of gfx942 know another e4m3 (FNUZ): there Triton widens both operands to float16, which holds them.
 
-On sm_90 weights become block-major (`GroupedExperts.in_steps`), elsewhere they stay as the checkpoint has them; scales
-that are e8m0 exponents become float32.  A call is: sort the (token,
+On sm_90 weights become block-major (`GroupedExperts.block_major`), elsewhere they stay as the checkpoint has them;
+scales that are e8m0 exponents become float32.  A call is: sort the (token,
 expert) pairs and quantise x; first product, bias, activation and quantisation; second product and router weight; sum
 over top-k.  On sm_90, with many rows per expert, both products are a warp-specialised kernel of their own
 (``kernels/hopper.py``).
@@ -98,7 +98,7 @@ class TritonFp8BlockExperts(GroupedExperts):
     def _stored(self, weights: MoEWeights, name: str) -> Tensor:
         # narrower steps are as they come
         tensor: Tensor = getattr(weights, name)
-        return self.in_steps(weights, name) if self.block_shape[1] == WHOLE_COLUMNS else tensor
+        return self.block_major(weights, name) if self.block_shape[1] == WHOLE_COLUMNS else tensor
 
     @property
     def block_shape(self) -> tuple[int, int]:

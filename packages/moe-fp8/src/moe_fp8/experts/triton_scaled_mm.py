@@ -1,6 +1,6 @@
 """Triton, e4m3 weights with one scale per tensor or output channel, e4m3 activations (sm_89 and newer, gfx942, gfx950).
 
-On sm_90 weights become block-major (`GroupedExperts.in_steps`), elsewhere they stay as the checkpoint has them; gate
+On sm_90 weights become block-major (`GroupedExperts.block_major`), elsewhere they stay as the checkpoint has them; gate
 and up keep scales of their own.  Activations have one scale per token, one for all (both found at run time) or one per
 expert (static).  Standard and batched format.
 ``moe_core.gemm.fused.scaled_mm`` says what a call consists of.
@@ -64,8 +64,8 @@ class TritonFp8Experts(ScaledMMExperts):
             raise TensorError("FP8 weights come with w13_scale and w2_scale")
         x_scale, h_scale = self.input_scales(weights)
         return KernelWeights(
-            w13=self.in_steps(weights, "w13"),
-            w2=self.in_steps(weights, "w2"),
+            w13=self.block_major(weights, "w13"),
+            w2=self.block_major(weights, "w2"),
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,

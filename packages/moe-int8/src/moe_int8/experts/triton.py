@@ -2,7 +2,7 @@
 
 Not sm_75, whose tensor cores could: Triton 3.6 to 3.9 compiles no product of int8 for it.
 
-On sm_90 weights become block-major (`GroupedExperts.in_steps`), elsewhere they stay as the checkpoint has them.
+On sm_90 weights become block-major (`GroupedExperts.block_major`), elsewhere they stay as the checkpoint has them.
 Activations have one scale per token, one for all (both found at run time) or one per expert (static), and zero points
 per token or per expert; for these, sums of the weights' rows are kept.
 Standard and batched format.  ``moe_core.gemm.fused.scaled_mm`` says what a call consists of.
@@ -99,8 +99,8 @@ class TritonInt8Experts(Int8ScaledMMExperts):
                 if zero is not None:
                     extra[f"{name}_input"] = scale_and_zero(scale, zero)
         return KernelWeights(
-            w13=self.in_steps(weights, "w13"),
-            w2=self.in_steps(weights, "w2"),
+            w13=self.block_major(weights, "w13"),
+            w2=self.block_major(weights, "w2"),
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
