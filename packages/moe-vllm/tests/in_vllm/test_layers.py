@@ -77,9 +77,7 @@ def test_what_is_chosen_at_load_is_logged(device: str, brought: pytest.LogCaptur
     assert line.startswith("moe-vllm runs wna16 experts (kInt4Static")
 
 
-#: formats whose w13 and w2 the kernels of an H200 read as they are
-SHARED = ("fp8_block", "fp8_tensor_static", "fp8_tensor_dynamic", "fp8_channel", "int8_channel")
-#: what runs each format there
+#: what runs each format on an H200
 BACKENDS = {
     "fp8_block": "triton",
     "fp8_tensor_static": "triton",
@@ -94,23 +92,34 @@ BACKENDS = {
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("device", ["h200"], indirect=True)
 def test_memory(name: str, device: str) -> None:
-    """Kernels that read the checkpoint's tensors share them; others' replace them, and nothing is kept besides."""
+    """The kernels' tensors take the place of the checkpoint's, and nothing is kept besides."""
     form = FORMATS[name]
     layer = make_layer(form.config(), moe_config(**form.layer))
     loaded = form.load()
     fill(layer, loaded.tensors)
-    before = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
     process(layer)
     weights, backend = experts_of(layer)._kernel.weights, experts_of(layer).selection.backend
     assert backend == BACKENDS[name]
-    if name in SHARED:
-        assert weights.w13.data_ptr() == before["w13_weight"]
-        assert weights.w2.data_ptr() == before["w2_weight"]
     pieces = {parameter.untyped_storage().data_ptr(): parameter.nbytes for parameter in layer.parameters()}
+    assert {tensor.untyped_storage().data_ptr() for _, tensor in weights.tensors()} <= pieces.keys()
     own = own_layer(form, loaded, device).weights
     # beside the kernel's: shapes that compressed-tensors' checkpoints state, GPTQ's unused zero points
     assert sum(pieces.values()) <= own.nbytes + 4 * E * 4 + loaded.weights.nbytes // 50
     assert not copies(layer)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_tensor_static", "fp8_tensor_dynamic", "fp8_channel", "int8_channel"])
+@pytest.mark.parametrize("device", ["l40s"], indirect=True)
+def test_tensors_that_kernels_read_as_they_are(name: str, device: str) -> None:
+    """They stay where the checkpoint was loaded."""
+    form = FORMATS[name]
+    layer = make_layer(form.config(), moe_config(**form.layer))
+    fill(layer, form.load().tensors)
+    before = layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()
+    process(layer)
+    assert experts_of(layer).selection.backend == "triton"
+    weights = experts_of(layer)._kernel.weights
+    assert (weights.w13.data_ptr(), weights.w2.data_ptr()) == before
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "int4_compressed", "mxfp4_gpt_oss"])
