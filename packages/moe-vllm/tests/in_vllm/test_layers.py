@@ -108,7 +108,9 @@ def test_memory(name: str, device: str) -> None:
     assert not copies(layer)
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "fp8_tensor_static", "fp8_tensor_dynamic", "fp8_channel", "int8_channel"])
+@pytest.mark.parametrize(
+    "name", ["fp8_block", "fp8_tensor_static", "fp8_tensor_dynamic", "fp8_channel", "int8_channel"]
+)
 @pytest.mark.parametrize("device", ["l40s"], indirect=True)
 def test_tensors_that_kernels_read_as_they_are(name: str, device: str) -> None:
     """They stay where the checkpoint was loaded."""
