@@ -8,7 +8,7 @@ import pytest
 import torch
 from moe_core.gemm.launch import Activation, Gemm, OperandA, Result, Routing, grouped_gemm
 from moe_core.gemm.marlin.convert import convert_integers
-from moe_core.gemm.marlin.hopper_launch import HEIGHTS, RING, STEP, WORDS, WORDS_TILE, words_gemm
+from moe_core.gemm.marlin.hopper_launch import HEIGHTS, MMA_SYNC_HEIGHTS, RING, STEP, WORDS, WORDS_TILE, words_gemm
 from moe_core.gemm.marlin.integers import integer_functions, integer_words
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.plan import TileConfig
@@ -17,7 +17,7 @@ from moe_core.ops.sort import SortedPairs, sort_pairs, sort_workspaces
 from moe_core.quant_key import GroupShape, kInt4Static, kInt4StaticAsym
 
 #: rows of each expert: every height with its first and last number of rows, none, and several tiles
-COUNTS = (128, 0, 97, 96, 65, 64, 49, 48, 33, 32, 1, 300)
+COUNTS = (128, 0, 97, 96, 65, 64, 49, 48, 33, 32, 25, 24, 17, 16, 9, 8, 1, 300)
 
 
 class Product:
@@ -83,9 +83,11 @@ class Product:
         columns = self.columns if activation is None else -(-self.columns // 128) * 128
         return torch.full((self.number, columns), float("nan"), dtype=self.dtype, device=self.device)
 
-    def special(self, rows: int, activation: Activation | None, gathers: bool = False) -> torch.Tensor:
+    def special(
+        self, rows: int, activation: Activation | None, gathers: bool = False, mma_sync: bool = False
+    ) -> torch.Tensor:
         out = self.poisoned(activation)
-        config = TileConfig(rows, 128, 4, 3, 8, swap_ab=True, warp_specialised=True)
+        config = TileConfig(rows, 128, 4, 3, 8, swap_ab=True, warp_specialised=True, mma_sync=mma_sync)
         values, which = (self.tokens, TOKEN) if gathers else (self.values, POSITION)
         a = OperandA((values, values.stride(0)), which.value, warp_specialised=(2,) if gathers else ())
         words_gemm(Gemm(config, self.weight, a, Result.of(out), self.pairs(rows), self.routing, activation))
@@ -149,24 +151,49 @@ def test_products_have_the_bits_of_the_tile_kernel(rows, gathers, case, hopper):
     assert float((found - exact)[some].norm() / exact[some].norm()) < 2**-8
 
 
+MMA_SYNC_CASES = [
+    (64, True, {"bias": True}),
+    (64, False, {"group": 64, "n": 264, "k": 136}),
+    (32, True, {"group": 32, "zeros": True, "dtype": torch.float16, "k": 416}),
+    (32, False, {"group": -1, "zeros": True, "k": 1024, "n": 1000}),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "name"), [(64, "gelu"), (128, "silu")])
-def test_activated_products(rows, name, hopper):
+@pytest.mark.parametrize(("rows", "gathers", "case"), MMA_SYNC_CASES, ids=str)
+def test_products_by_mma_sync(rows, gathers, case, hopper):
+    product = Product(hopper, **case)
+    exact = product.exact()
+    found = product.special(rows, None, gathers, mma_sync=True)
+    again = product.special(rows, None, gathers, mma_sync=True)
+    assert torch.equal(found.view(torch.int16), again.view(torch.int16))
+    some = ~exact.isnan()
+    found = found.double().cpu()
+    assert torch.equal(found.isnan(), ~some)
+    assert float((found - exact)[some].norm() / exact[some].norm()) < 2**-8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "name", "mma_sync"), [(64, "gelu", False), (128, "silu", False), (64, "silu", True), (32, "gelu", True)]
+)
+def test_activated_products(rows, name, mma_sync, hopper):
     product = Product(hopper, gated=True, bias=True)
     expected = product.tiles(Activation(name))
-    found = product.special(rows, Activation(name), gathers=True)
+    found = product.special(rows, Activation(name), gathers=True, mma_sync=mma_sync)
     some = ~expected.isnan()
     assert torch.equal(found.isnan(), ~some)
     # silu by another formula, and the compiler joins operations as it likes: rarely another neighbour
     assert float((found - expected)[some].double().norm() / expected[some].double().norm()) < 2**-12
 
 
-@pytest.mark.parametrize("rows", HEIGHTS)
-def test_heights(rows):
-    heights = HEIGHTS[rows]
+@pytest.mark.parametrize(
+    ("rows", "heights"), [*HEIGHTS.items(), *MMA_SYNC_HEIGHTS.items()], ids=lambda value: str(value)
+)
+def test_heights(rows, heights):
     assert heights[0] == rows
     assert list(heights) == sorted(heights, reverse=True)
     # parts of sums are powers of two that tensor cores have, and blocks of the copies fit all
-    assert all(height % 16 == 0 and height // (3 if height % 3 == 0 else 1) % 8 == 0 for height in heights)
+    assert all(height % 8 == 0 and height // (3 if height % 3 == 0 else 1) % 8 == 0 for height in heights)
     # words and activations of three steps at least, beside 24 KB for the epilogue
     assert RING // (WORDS_TILE * WORDS * 4 + rows * STEP * 2) >= 3

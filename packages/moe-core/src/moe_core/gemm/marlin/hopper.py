@@ -6,11 +6,14 @@ gathers, take four warps of 16-byte copies.  Two groups of four warps each own 1
 tile of 256 rows of weights.  Each makes the numbers of 64 rows and 64 columns while the tensor cores still multiply
 those before them.  Programs are persistent: one per multiprocessor.
 
-Products are transposed, weights first, from registers.  Activations are four times as many bytes as weights: a tile has
+Products are transposed, weights first, from registers.  `wgmma` takes them 64 rows at a time, however few rows of
+activations there are; with `mma.sync` the way of a product is short, nothing waits for one, and the compiler mixes
+dequantising and products by itself.  Activations are four times as many bytes as weights: a tile has
 more rows of weights than of activations, because otherwise the way from L2 would be the limit.  A tile of the schedule
 takes the smallest of HEIGHTS that its rows fit in, so that an expert's last rows cost what they are.
 
-Sums are added up in the order of the tile kernel: results are the same, bit for bit, but for the activation function.
+By `wgmma` sums are added up in the order of the tile kernel: results are the same, bit for bit, but for the activation
+function.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
@@ -54,6 +58,8 @@ WORD_LAYOUT = gl.constexpr(
 # one word u of each of four threads, [ROWS, 4]
 QUARTER = gl.constexpr(gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], *_LANES], _WARPS, [], [64, 4]))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, QUARTER.value))
+# sums of `mma.sync`, whose left operand has the columns of a thread where that of `wgmma` has them
+MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
 
 
 class WordsForm(NamedTuple):
@@ -62,11 +68,13 @@ class WordsForm(NamedTuple):
     - ``heights`` descending, the first is that of the schedule's tiles: powers of two, and three quarters of them; the
       activations' descriptor has blocks of a common divisor
     - ``groups`` and ``dequantize``: `moe_core.gemm.marlin.weight.WordFunctions`
+    - ``mma_sync``: `mma.sync` multiplies instead of `wgmma`
     - ``interleaved``: gate and up rows alternate in blocks of 8; ``gathers``: activations are rows of tokens
     """
 
     heights: gl.constexpr
     groups: gl.constexpr
+    mma_sync: gl.constexpr
     interleaved: gl.constexpr
     gathers: gl.constexpr
     group_m: gl.constexpr
@@ -208,6 +216,65 @@ def _sums(turn, ring, scale_0, scale_1, stride, groups, steps, form, HEIGHT: gl.
 
 
 @gluon.jit
+def _zeros_of_mma(HEIGHT: gl.constexpr):
+    """As `_zeros`."""
+    if HEIGHT % 3 == 0:
+        return (_zeros_of_mma(HEIGHT // 3 * 2)[0], _zeros_of_mma(HEIGHT // 3)[0])
+    else:
+        return (gl.zeros([ROWS, HEIGHT], gl.float32, MMA),)
+
+
+@gluon.jit
+def _multiply(numbers_0, numbers_1, x, acc_0, acc_1):
+    """Sums of both blocks + numbers @ x.T; a warp reads the rows of `x` once for both."""
+    right: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    sums_0 = ()
+    sums_1 = ()
+    for i in gl.static_range(len(acc_0)):
+        rows = x.slice(i * acc_0[0].shape[1], acc_0[i].shape[1], 0).permute((1, 0)).load(right)
+        sums_0 += (mma_v2(numbers_0, rows, acc_0[i]),)  # type: ignore[assignment]
+        sums_1 += (mma_v2(numbers_1, rows, acc_1[i]),)  # type: ignore[assignment]
+    return sums_0, sums_1
+
+
+@gluon.jit
+def _sums_by_mma(
+    turn, ring, scale_0, scale_1, stride, groups, steps, form, HEIGHT: gl.constexpr, WARPGROUP: gl.constexpr
+):
+    """As `_sums`, by `mma.sync`: nothing is in flight, and the compiler mixes dequantising and products."""
+    x_tiles = ring[0]
+    STAGES: gl.constexpr = ring[2].shape[0]
+    GROUPS: gl.constexpr = form.groups
+    dtype: gl.constexpr = x_tiles.dtype
+    operand: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    acc_0 = _zeros_of_mma(HEIGHT)
+    acc_1 = _zeros_of_mma(HEIGHT)
+    scales_0 = _scales(scale_0, 0, stride, groups, GROUPS)
+    scales_1 = _scales(scale_1, 0, stride, groups, GROUPS)
+    words_0, words_1 = _words(ring, turn, form, WARPGROUP)
+    for k in range(steps):
+        slot = turn % STAGES
+        next_scales_0 = scales_0
+        next_scales_1 = scales_1
+        if GROUPS != 0:
+            next_scales_0 = _scales(scale_0, k + 1, stride, groups, GROUPS)
+            next_scales_1 = _scales(scale_1, k + 1, stride, groups, GROUPS)
+        numbers_0 = _chunk(words_0, scales_0, 0, operand, form.dequantize, dtype)
+        numbers_1 = _chunk(words_1, scales_1, 0, operand, form.dequantize, dtype)
+        acc_0, acc_1 = _multiply(numbers_0, numbers_1, x_tiles.index(slot * 2), acc_0, acc_1)
+        numbers_0 = _chunk(words_0, scales_0, 1, operand, form.dequantize, dtype)
+        numbers_1 = _chunk(words_1, scales_1, 1, operand, form.dequantize, dtype)
+        # the next step's words are on their way to registers meanwhile; behind the last step this one's again
+        words_0, words_1 = _words(ring, turn + (k + 1 < steps).to(gl.int32), form, WARPGROUP)
+        acc_0, acc_1 = _multiply(numbers_0, numbers_1, x_tiles.index(slot * 2 + 1), acc_0, acc_1)
+        scales_0 = next_scales_0
+        scales_1 = next_scales_1
+        free_slot((x_tiles, ring[1], ring[2], ring[3], 0, 1), turn, True)
+        turn += 1
+    return acc_0, acc_1, turn
+
+
+@gluon.jit
 def _finish(acc, factor, epilogue, result, pairs, expert, start, end, first, N, INTERLEAVED: gl.constexpr):
     """From a finished product [64, rows] of rows `first` .. of the weights and `start` .. to the stores."""
     HEIGHT: gl.constexpr = acc.shape[1]
@@ -254,9 +321,8 @@ def _tile(
     row_0 = gl.minimum(first + row, rows_per_expert - 1)
     row_1 = gl.minimum(first + ROWS + row, rows_per_expert - 1)
     scale = scales + expert.to(gl.int64) * scale_e
-    acc_0, acc_1, turn = _sums(
-        turn, ring, scale + row_0, scale + row_1, scale_g, groups, steps, form, HEIGHT, WARPGROUP
-    )
+    sums: gl.constexpr = _sums_by_mma if form.mma_sync else _sums
+    acc_0, acc_1, turn = sums(turn, ring, scale + row_0, scale + row_1, scale_g, groups, steps, form, HEIGHT, WARPGROUP)
     factor_0 = None
     factor_1 = None
     if form.groups == 0:

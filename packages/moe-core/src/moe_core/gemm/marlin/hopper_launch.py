@@ -17,6 +17,10 @@ WORDS = 16
 RING = 196608
 #: heights that tiles take, by the rows that the schedule's have: what an expert's last rows need
 HEIGHTS = {128: (128, 96, 64), 64: (64, 48, 32)}
+#: the same for `mma.sync`
+MMA_SYNC_HEIGHTS = {64: (64, 48, 32, 16), 32: (32, 24, 16, 8)}
+#: rows of the schedule's tiles
+ROWS = tuple(dict.fromkeys((*HEIGHTS, *MMA_SYNC_HEIGHTS)))
 
 
 def words_gemm(gemm: Gemm) -> None:
@@ -30,7 +34,9 @@ def words_gemm(gemm: Gemm) -> None:
 
     special, height = specialised(gemm), gemm.order.block_m
     *arguments, groups = special.weight_scales
-    heights, per_token, values = HEIGHTS[height], gemm.a.warp_specialised, gemm.a.arguments[0]
+    mma_sync = height in MMA_SYNC_HEIGHTS and (gemm.config.mma_sync or height not in HEIGHTS)
+    heights = (MMA_SYNC_HEIGHTS if mma_sync else HEIGHTS)[height]
+    per_token, values = gemm.a.warp_specialised, gemm.a.arguments[0]
     rows_of_tiles = rows_of_tokens = None
     if per_token:
         rows_of_tokens = (values[: gemm.routing.num_pairs], values.stride(0), *per_token)
@@ -40,6 +46,7 @@ def words_gemm(gemm: Gemm) -> None:
     form = WordsForm(
         constant(heights),
         constant(groups),
+        tl.constexpr(mma_sync),
         tl.constexpr(gemm.weight.interleaved),
         tl.constexpr(bool(per_token)),
         constant(gemm.config.group_m),

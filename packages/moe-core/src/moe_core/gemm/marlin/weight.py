@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_core.gemm.activation_tile import load_plain, open_plain
 from moe_core.gemm.columns import Columns
 from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, weight_descriptor
-from moe_core.gemm.marlin.hopper_launch import HEIGHTS, STEP, words_gemm
+from moe_core.gemm.marlin.hopper_launch import ROWS, STEP, words_gemm
 from moe_core.gemm.plan import TileConfig
 
 
@@ -71,8 +71,7 @@ class MarlinMatrix:
         special = None
         if words is not None:
             scales = (*self.arguments, words.groups)
-            heights = tuple(HEIGHTS)
-            special = WarpSpecialisedGemm(self.words, words.dequantize, scales, STEP, words_gemm, heights, gathers=True)
+            special = WarpSpecialisedGemm(self.words, words.dequantize, scales, STEP, words_gemm, ROWS, gathers=True)
         return GemmWeight(
             self.arguments,
             self.n,

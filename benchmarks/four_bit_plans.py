@@ -1,0 +1,162 @@
+"""Launch configurations of layers with 4-bit weights beside those that the heuristics choose, on an sm_90 GPU.
+
+    python benchmarks/four_bit_plans.py                   # times over today's, one line for each layer and token count
+    python benchmarks/four_bit_plans.py --only mxfp4 --tokens 128,512
+
+"mma32" and "mma64" multiply by `mma.sync` in the warp-specialised kernel, in tiles of 32 and 64 rows, "wgmma64" by
+`wgmma`; "A + chosen" takes A for gemm1 and the heuristics' choice for gemm2, "chosen + A" the reverse.  All read the
+same weights, and their results are compared with those of the heuristics' choice: `err` is the largest relative
+difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import moe_core as mc
+import torch
+from moe_core import replay
+from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.kernel import FusedMoEKernel
+from moe_core.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.testing.planned import with_plan
+
+#: scheme, name, experts, experts per token, hidden size, intermediate size, numbers of tokens
+LAYERS = [
+    ("int4", "dsv3-tp8", 256, 8, 7168, 256, (128, 256, 512, 768, 1024, 1536, 2048)),
+    ("int4", "kimi-k2-tp8", 384, 8, 7168, 256, (512, 1024, 2048)),
+    ("int4", "qwen3-30b-a3b", 128, 8, 2048, 768, (64, 128, 256, 384, 512, 640, 768, 1024)),
+    ("int4", "glm-4.5-air", 128, 8, 4096, 1408, (128, 256, 512, 768)),
+    ("int4", "mixtral-8x7b", 8, 2, 4096, 14336, (32, 48, 64, 96, 128, 192, 256)),
+    ("int4", "phi-3.5-moe", 16, 2, 4096, 6400, (64, 128, 256, 384)),
+    ("int4", "llama-4-scout-tp2", 16, 1, 5120, 4096, (256, 512)),
+    ("mxfp4", "gpt-oss-120b", 128, 4, 2880, 2880, (128, 256, 512, 768, 1024, 1536)),
+    ("mxfp4", "gpt-oss-20b", 32, 4, 2880, 2880, (64, 128, 192, 256, 384, 512)),
+]
+DEVICE = torch.device("cuda")
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def layer(scheme: str, experts: int, top_k: int, hidden: int, inner: int) -> tuple[Any, Any, Any, Any]:
+    """(config, experts class, weight key, converted random weights)."""
+    gpt_oss = scheme == "mxfp4"
+    config = mc.FusedMoEConfig(
+        num_experts=experts,
+        top_k=top_k,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        activation=mc.MoEActivation("swigluoai" if gpt_oss else "silu"),
+        activation_params=mc.ActivationParams(alpha=1.702, beta=1.0, limit=7.0) if gpt_oss else None,
+        has_bias=gpt_oss,
+    )
+    key = mc.kMxfp4Static if gpt_oss else mc.kInt4Static
+    oracle = mc.oracle("mxfp4" if gpt_oss else "wna16")
+    selection = oracle.select(config, weight_key=key, activation_key=None)
+    given = {}
+    for name, rows, columns in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
+        given[name] = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, device=DEVICE)
+        if gpt_oss:
+            scale = torch.randint(118, 123, (experts, rows, columns // 32), dtype=torch.uint8, device=DEVICE)
+            given[f"{name}_bias"] = torch.randn(experts, rows, device=DEVICE, dtype=torch.bfloat16)
+        else:
+            scale = ((torch.rand(experts, rows, columns // 128, device=DEVICE) + 0.5) / 200).bfloat16()
+        given[f"{name}_scale"] = scale
+    return config, selection.experts, key, oracle.convert(selection, **given)
+
+
+def other_plans(chosen: TilePlan, rows_per_expert: float) -> dict[str, TilePlan]:
+    """What is compared with the heuristics' choice."""
+    plans = {}
+    for name, rows, mma_sync in (("mma64", 64, True), ("mma32", 32, True), ("wgmma64", 64, False)):
+        if rows == 32 and rows_per_expert > 33:
+            continue  # nearly every expert has a second tile
+        one = TileConfig(rows, 128, 4, 3, 1, swap_ab=True, warp_specialised=True, mma_sync=mma_sync)
+        two = replace(one, group_m=8)
+        plans[name] = TilePlan(one, two)
+        # rows are sorted into tiles for both, which the tile kernel may divide
+        if chosen.gemm2.block_m <= rows:
+            plans[f"{name} + chosen"] = TilePlan(one, chosen.gemm2)
+        if chosen.gemm1.block_m <= rows:
+            plans[f"chosen + {name}"] = TilePlan(chosen.gemm1, two)
+    return plans
+
+
+def draw(experts: int, top_k: int, hidden: int, tokens: int) -> Inputs:
+    """Hidden states, router weights and ids of uniform routing."""
+    ids = torch.rand(tokens, experts, device=DEVICE).topk(top_k).indices.int()
+    x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16)
+    return x, torch.rand(tokens, top_k, device=DEVICE), ids
+
+
+def capture(kernel: FusedMoEKernel, inputs: list[Inputs]) -> Callable[[], None]:
+    """A CUDA graph of a call with each of ``inputs``."""
+    for x, weights, ids in inputs:
+        kernel.apply(x, topk_weights=weights, topk_ids=ids)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for x, weights, ids in inputs:
+            kernel.apply(x, topk_weights=weights, topk_ids=ids)
+    return graph.replay
+
+
+def microseconds(calls: list[Callable[[], None]], number: int) -> list[float]:
+    """The median of each, which take turns; ``number`` layers in a call."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    found: list[list[float]] = [[] for _ in calls]
+    for turn in range(8):
+        for times, call in zip(found, calls, strict=True):
+            start.record()
+            for _ in range(4):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            if turn:
+                times.append(start.elapsed_time(end) * 1000 / 4 / number)
+    return [statistics.median(times) for times in found]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="layers with this in their scheme or name")
+    parser.add_argument("--tokens", default="", help="numbers of tokens instead of the layers' own")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    for scheme, name, *sizes, counts in LAYERS:
+        if arguments.only not in f"{scheme} {name}":
+            continue
+        experts, top_k, hidden, inner = sizes
+        config, made, key, weights = layer(scheme, experts, top_k, hidden, inner)
+        for tokens in [int(word) for word in arguments.tokens.split(",") if word] or counts:
+            rows = tokens * top_k / experts
+            chosen = made(config, weight_key=key, activation_key=None).plan(tokens)
+            inputs = [draw(experts, top_k, hidden, tokens) for _ in range(8 if tokens <= 512 else 4)]
+            x, router, ids = inputs[0]
+            calls, results = [], []
+            for plan in (chosen, *other_plans(chosen, rows).values()):
+                replay._SHARED.clear()  # layers that are alike share launches, whatever their class plans
+                planned = with_plan(made, plan)(config, weight_key=key, activation_key=None)
+                kernel = FusedMoEKernel(planned, weights, default_prepare_finalize(config))
+                kernel.workspace = mc.Workspace(DEVICE)
+                kernel.workspace.take(kernel.workspaces(tokens))
+                torch.cuda.synchronize()
+                results.append(kernel.apply(x, topk_weights=router, topk_ids=ids).float())
+                calls.append(capture(kernel, inputs))
+            times = microseconds(calls, len(inputs))
+            error = max(float((y - results[0]).norm() / results[0].norm()) for y in results)
+            kind = "wgmma" if chosen.gemm1.warp_specialised else "tiles"
+            tiles = f"{kind} {chosen.gemm1.block_m}/{chosen.gemm2.block_m}"
+            text = f"{name} M {tokens} ({rows:.1f} rows) {tiles} {times[0]:.1f} us"
+            others = zip(other_plans(chosen, rows), times[1:], strict=True)
+            print(text, *(f"| {plan} {time / times[0]:.3f}" for plan, time in others), f"| err {error:.1e}", flush=True)
+        del weights
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
