@@ -40,11 +40,7 @@ from moe_core.gemm.as_stored.scheme import SHORT_STEP, STEP, activation_function
 from moe_core.gemm.as_stored.tiles import (
     in_order,
     load_blocks,
-    load_words,
     open_blocks,
-    open_codes,
-    scale_acc_codes,
-    scale_acc_codes_tokens,
 )
 from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.fused.scaled_mm import E4M3, ScaledMMFunctions
@@ -63,9 +59,11 @@ from moe_core.gemm.marlin.dequant import asm_values, in_columns, join_last, pair
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.operand import (
     LOAD_WORDS,
+    SCALE_ACC_TOKENS,
     exponent_pair,
     multiply,
     multiply_group,
+    of_group,
     open_groups,
     open_rows,
     per_word,
@@ -111,6 +109,7 @@ __all__ = [
     # Marlin GEMMs
     "FEW",
     "LOAD_WORDS",
+    "SCALE_ACC_TOKENS",
     "STEP",
     "Converted",
     "GemvFunctions",
@@ -122,6 +121,7 @@ __all__ = [
     "in_columns",
     "multiply",
     "multiply_group",
+    "of_group",
     "open_groups",
     "open_rows",
     "pair",
@@ -137,13 +137,9 @@ __all__ = [
     "activation_functions",
     "in_order",
     "load_blocks",
-    "load_words",
     "open_blocks",
-    "open_codes",
     "open_plain",
     "packed_weight",
-    "scale_acc_codes",
-    "scale_acc_codes_tokens",
     "as_stored_scheme",
     "swap_ab_dot",
     # products as they are, or transposed

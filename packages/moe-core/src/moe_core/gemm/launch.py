@@ -77,7 +77,7 @@ class GemmWeight:
     - ``n`` rows, of one half (gate or up) where gated, and ``k`` columns; ``bias`` [E, rows of all halves], any float
       dtype
     - ``functions``: the device functions for a launch configuration and an operand A
-    - ``block_k``: columns of a step of the k loop
+    - ``block_k``: columns of a step of the k loop; ``whole_steps``: rows are filled up to a multiple of it
     - ``descriptor`` makes the host-side tensor descriptor for a tile of so many rows and columns; None: the weight must
       be read through pointers
     - ``aligned``: every row starts at a multiple of 16 bytes; ``interleaved``: gate and up rows are interleaved in
@@ -95,6 +95,7 @@ class GemmWeight:
     descriptor: Callable[[int, int], Any] | None = None
     aligned: bool = True
     interleaved: bool = False
+    whole_steps: bool = False
     warp_specialised: WarpSpecialisedGemm | None = None
     tile_config: Callable[[TileConfig], TileConfig] = _same
 
@@ -325,7 +326,7 @@ def grouped_gemm(gemm: Gemm) -> None:
         BLOCK_K=block_k,
         GROUP_M=config.group_m,
         EVEN_N=rows % config.block_n == 0,
-        EVEN_K=b.k % block_k == 0,
+        EVEN_K=b.whole_steps or b.k % block_k == 0,
         SWAP_AB=config.swap_ab,
         INTERLEAVED=b.interleaved,
         A_ROWS=a.which,

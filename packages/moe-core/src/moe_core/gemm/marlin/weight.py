@@ -15,6 +15,16 @@ from moe_core.gemm.marlin.hopper_launch import HEIGHTS, STEP, words_gemm
 from moe_core.gemm.plan import TileConfig
 
 
+def packed_arguments(words: Tensor, scales: Tensor, others: Tensor | None) -> tuple[Any, ...]:
+    """The tuple `b_args` of `moe_core.gemm.marlin.operand.open_groups`.
+
+    ``words`` [E, rows, words], ``scales`` [E, groups, rows]; ``others``: channel scales [E, rows] or zero points.
+    """
+    strides = (words.stride(0), words.stride(1), scales.stride(0), scales.stride(1))
+    other_e = 0 if others is None else others.stride(0)
+    return words, scales, others, *strides, other_e, scales.shape[1], scales.stride(2)
+
+
 @dataclass(frozen=True, eq=False)
 class MarlinMatrix:
     """One of the two weights of a layer's experts.
@@ -43,16 +53,7 @@ class MarlinMatrix:
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The tuple `b_args` of the device functions, see `moe_core.gemm.marlin.operand`."""
-        words, scales, channel_scales = self.words, self.scales, self.channel_scales
-        strides = (words.stride(0), words.stride(1), scales.stride(0), scales.stride(1))
-        return (
-            words,
-            scales,
-            channel_scales,
-            *strides,
-            0 if channel_scales is None else channel_scales.stride(0),
-            scales.shape[1],
-        )
+        return packed_arguments(self.words, self.scales, self.channel_scales)
 
     @property
     def activation_columns(self) -> Columns:
@@ -79,6 +80,7 @@ class MarlinMatrix:
             self.k,
             tile_functions,
             bias=self.bias,
+            whole_steps=True,
             descriptor=weight_descriptor(self.words, 32 // self.bits),
             interleaved=self.interleaved,
             warp_specialised=special,
