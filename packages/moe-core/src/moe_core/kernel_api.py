@@ -50,8 +50,6 @@ from moe_core.gemm.launch import (
     OperandA,
     TileFunctions,
     WarpSpecialisedGemm,
-    is_aligned,
-    weight_descriptor,
     weight_strides,
 )
 from moe_core.gemm.marlin.convert import Converted
@@ -100,8 +98,6 @@ __all__ = [
     "OperandA",
     "WarpSpecialisedGemm",
     "TileFunctions",
-    "is_aligned",
-    "weight_descriptor",
     "weight_strides",
     # scaled_mm
     "E4M3",

@@ -284,10 +284,11 @@ def test_largest_magnitude(hopper):
 
 def test_fits():
     special = WarpSpecialisedGemm(torch.empty(0), lambda: None, ())
-    weight = GemmWeight((), 1, 1, no_tiles, descriptor=lambda rows, columns: None, warp_specialised=special)
+    weights = torch.empty(2, 16, 32, device="meta")
+    weight = GemmWeight((weights,), 1, 1, no_tiles, warp_specialised=special)
     call = Call(weight, weight, torch.empty(0), Batch(torch.empty(0), 1), TilePlan(CONFIG, CONFIG), {}, None)
     assert call.warp_specialises(CONFIG, weight)
-    assert not call.warp_specialises(CONFIG, replace(weight, descriptor=None))
+    assert not call.warp_specialises(CONFIG, replace(weight, arguments=(weights[:, 1:],)))
     assert not call.warp_specialises(TileConfig(128, 128, 4, 4), weight)
     tiles = replace(CONFIG, block_m=64)
     assert not replace(call, plan=TilePlan(tiles, tiles)).warp_specialises(CONFIG, weight)

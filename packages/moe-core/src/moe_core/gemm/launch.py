@@ -73,15 +73,13 @@ def _same(config: TileConfig) -> TileConfig:
 class GemmWeight:
     """The weight of one GEMM, made once per layer: what kernels get of it, and how many rows and columns there are.
 
-    - ``arguments``: the tuple `b_args` of the tile kernel's `open_b`
+    - ``arguments``: the tuple `b_args` of the tile kernel's `open_b`; the first is the tensor of weights [E, rows,
+      columns], or block-major (`weight_strides`), in which an element holds ``packed`` columns
     - ``n`` rows, of one half (gate or up) where gated, and ``k`` columns; ``bias`` [E, rows of all halves], any float
       dtype
     - ``functions``: the device functions for a launch configuration and an operand A
     - ``block_k``: columns of a step of the k loop; ``whole_steps``: rows are filled up to a multiple of it
-    - ``descriptor`` makes the host-side tensor descriptor for a tile of so many rows and columns; None: the weight must
-      be read through pointers
-    - ``aligned``: every row starts at a multiple of 16 bytes; ``interleaved``: gate and up rows are interleaved in
-      blocks of 8, see the tile kernel
+    - ``interleaved``: gate and up rows are interleaved in blocks of 8, see the tile kernel
     - ``warp_specialised``: how the warp-specialised kernel multiplies it, if it can; ``tile_config``: the launch
       configuration of the tile kernel where that one was chosen and can't
     """
@@ -92,12 +90,36 @@ class GemmWeight:
     functions: Callable[[TileConfig, OperandA], TileFunctions]
     block_k: int = 128
     bias: Tensor | None = None
-    descriptor: Callable[[int, int], Any] | None = None
-    aligned: bool = True
+    packed: int = 1
     interleaved: bool = False
     whole_steps: bool = False
     warp_specialised: WarpSpecialisedGemm | None = None
     tile_config: Callable[[TileConfig], TileConfig] = _same
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether every row starts at a multiple of 16 bytes."""
+        weights = self.arguments[0]
+        sizes = (weights.data_ptr(), *(stride * weights.element_size() for stride in weights.stride()[:-1]))
+        return all(size % 16 == 0 for size in sizes)
+
+    @cached_property
+    def matrix(self) -> Tensor | None:
+        """The weights as `rows_of_experts` has them, where tensor descriptors can: aligned, experts contiguous."""
+        weights = self.arguments[0]
+        if weights.dim() == 4:
+            flat = weights.is_contiguous()
+        else:
+            flat = weights.stride(2) == 1 and weights.stride(0) == weights.shape[1] * weights.stride(1)
+        return rows_of_experts(weights) if self.aligned and flat and weights.numel() else None
+
+    def descriptor(self, block_rows: int, block_columns: int) -> Any:
+        """Host-side tensor descriptor over the matrix, if there is one, for a tile of so many rows and columns."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        if self.matrix is None:
+            return None
+        return TensorDescriptor.from_tensor(self.matrix, [block_rows, block_columns // self.packed])
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,7 +336,7 @@ def grouped_gemm(gemm: Gemm) -> None:
         gemm.result,
         a.arguments,
         b.arguments,
-        b.descriptor(config.block_n, block_k) if config.tma and b.descriptor is not None else None,
+        b.descriptor(config.block_n, block_k) if config.tma else None,
         schedule_of(pairs),
         gemm.epilogue,
         functions,
@@ -365,12 +387,6 @@ def reduce_split_k(gemm: Gemm, result: Result) -> None:
     )
 
 
-def is_aligned(weights: Tensor) -> bool:
-    """Whether every row of ``weights`` [E, rows, columns], or block-major, starts at a multiple of 16 bytes."""
-    sizes = (weights.data_ptr(), *(stride * weights.element_size() for stride in weights.stride()[:-1]))
-    return all(size % 16 == 0 for size in sizes)
-
-
 def rows_of_experts(weights: Tensor) -> Tensor:
     """``weights``, experts one after the other, as a matrix [E * rows, columns]; of block-major ones with a block of
     columns: [E * K / block * rows, block].
@@ -390,25 +406,3 @@ def weight_strides(weights: Tensor, depth: int) -> tuple[int, int, int]:
     if weights.dim() == 4:
         return weights.stride(0), weights.stride(2), weights.stride(1)
     return weights.stride(0), weights.stride(1), depth
-
-
-def weight_descriptor(weights: Tensor, packed: int = 1) -> Any:
-    """Maker of host-side tensor descriptors over ``weights`` as `rows_of_experts` has them.
-
-    It takes the rows and the columns of a tile, of which ``packed`` lie in an element of ``weights``.  None where the
-    hardware's rules for such descriptors are not met (16-byte alignment, contiguous experts).
-    """
-    if weights.dim() == 4:
-        flat = weights.is_contiguous()
-    else:
-        flat = weights.stride(2) == 1 and weights.stride(0) == weights.shape[1] * weights.stride(1)
-    if not (is_aligned(weights) and flat and weights.numel()):
-        return None
-    matrix = rows_of_experts(weights)
-
-    def make(block_rows: int, block_columns: int) -> Any:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        return TensorDescriptor.from_tensor(matrix, [block_rows, block_columns // packed])
-
-    return make

@@ -15,11 +15,9 @@ from moe_core.kernel_api import (
     OperandA,
     TileFunctions,
     WarpSpecialisedGemm,
-    is_aligned,
     load_blocks,
     open_blocks,
     prefetch_weights,
-    weight_descriptor,
     weight_strides,
 )
 from torch import Tensor
@@ -62,8 +60,6 @@ def block_weight(
         _functions,
         block_k,
         bias,
-        weight_descriptor(weights),
-        is_aligned(weights),
         warp_specialised=warp_specialised,
         tile_config=partial(_tile_config, block_n),
     )

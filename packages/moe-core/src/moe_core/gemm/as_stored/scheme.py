@@ -15,7 +15,7 @@ from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.fused.plain import PlainScheme
 from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions, ScaledMMScheme
 from moe_core.gemm.fused.scheme import ActivationScheme
-from moe_core.gemm.launch import GemmWeight, TileFunctions, is_aligned, weight_descriptor
+from moe_core.gemm.launch import GemmWeight, TileFunctions
 from moe_core.gemm.marlin.weight import packed_arguments
 from moe_core.gemm.scaled_mm import load_values, open_values
 from moe_core.quant_key import QuantKey, kFp8Dynamic128Sym, kFp8DynamicTokenSym, kFp8StaticTensorSym
@@ -101,6 +101,5 @@ def packed_weight(
         lambda config, a: functions,
         step,
         bias,
-        weight_descriptor(words, 8 * words.element_size() // bits),
-        is_aligned(words),
+        8 * words.element_size() // bits,
     )

@@ -75,7 +75,7 @@ class Call:
     def warp_specialises(self, config: TileConfig, weight: GemmWeight) -> bool:
         """Whether the warp-specialised kernel is asked for, and can read the weight and these rows."""
         special = weight.warp_specialised
-        reads = special is not None and weight.descriptor is not None and self.plan.block_m in special.rows
+        reads = special is not None and weight.matrix is not None and self.plan.block_m in special.rows
         return config.warp_specialised and reads and self.adapters is None
 
     def partials(self, split: int, columns: int) -> Tensor:

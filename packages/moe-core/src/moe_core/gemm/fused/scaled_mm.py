@@ -26,9 +26,7 @@ from moe_core.gemm.launch import (
     TileFunctions,
     WarpSpecialisedGemm,
     constant,
-    is_aligned,
     rows_by_pair,
-    weight_descriptor,
     weight_strides,
 )
 from moe_core.gemm.plan import TileConfig
@@ -108,8 +106,7 @@ class ScaledMMFunctions:
             self._tile_functions,
             self.block_k,
             bias,
-            weight_descriptor(weights, self.packed),
-            is_aligned(weights),
+            self.packed,
             warp_specialised=special,
         )
 

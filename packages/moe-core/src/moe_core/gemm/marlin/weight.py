@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_core.gemm.activation_tile import load_plain, open_plain
 from moe_core.gemm.columns import Columns
-from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, weight_descriptor
+from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm
 from moe_core.gemm.marlin.hopper_launch import HEIGHTS, STEP, words_gemm
 from moe_core.gemm.plan import TileConfig
 
@@ -81,7 +81,7 @@ class MarlinMatrix:
             tile_functions,
             bias=self.bias,
             whole_steps=True,
-            descriptor=weight_descriptor(self.words, 32 // self.bits),
+            packed=32 // self.bits,
             interleaved=self.interleaved,
             warp_specialised=special,
         )
