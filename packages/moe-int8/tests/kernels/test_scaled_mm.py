@@ -103,7 +103,7 @@ def test_sums_are_those_of_float64(split, swap, device):
     )
     sums = torch.full((tokens * split, count), -7, dtype=torch.int32, device=device)
     functions = TileFunctions(
-        open_values, load_values, open_weights, load_weights, multiply_codes, accumulate=scaled_mm.INT8.accumulate
+        open_values, load_values, open_weights, load_weights, multiply_codes, accumulate=scaled_mm.INT8.tile.accumulate
     )
     ones = torch.ones(max(experts * count, tokens), device=device)
     scales = ones[: experts * count].view(experts, count, 1)

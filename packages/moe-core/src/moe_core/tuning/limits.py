@@ -19,6 +19,7 @@ from typing import Any
 
 from moe_core.gemm.heuristics import gemv_plan, launch_plan
 from moe_core.gemm.heuristics.gemv import GemvPlan
+from moe_core.gemm.heuristics.invariant import sums_alike
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import BLOCK_N, steps_of
 from moe_core.gemm.plan import TileConfig, TilePlan
@@ -53,8 +54,7 @@ def own_plans(problem: LayerProblem) -> tuple[TilePlan, ...]:
 def rounding(problem: LayerProblem, config: TileConfig) -> tuple[bool, bool]:
     """What of a configuration decides how numbers are rounded; see the module."""
     plain = problem.family == "scaled_mm" and problem.element in ("e4m3", "int8")
-    summed = plain and (problem.element == "int8" or problem.group_size != -1)
-    running = config.warp_specialised and problem.family == "scaled_mm" and not summed
+    running = config.warp_specialised and problem.family == "scaled_mm" and not sums_alike(problem)
     return config.block_m <= FEW and not plain, running
 
 

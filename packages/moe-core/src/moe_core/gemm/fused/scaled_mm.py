@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from moe_core.gemm import scaled_mm as device
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, padded, quantized
 from moe_core.gemm.launch import (
-    FLOAT32,
     GemmWeight,
     InUse,
     OperandA,
@@ -43,6 +41,15 @@ MAX_SHORT = 512
 
 #: of the activations' scales
 Granularity = Literal["token", "tensor", "static"]
+_TILE = TileFunctions(
+    device.open_values,
+    device.load_values,
+    device.open_weights,
+    device.load_weights,
+    device.multiply_codes,
+    device.scale_acc,
+    device.prefetch_weights,
+)
 #: what gemm1 leaves of h, see `moe_core.gemm.launch.Result`
 _AMAX_KINDS = {"token": "row", "tensor": "tensor", "static": "nan"}
 
@@ -55,10 +62,9 @@ class ScaledMMFunctions:
 
     Defaults are those of `moe_core.gemm.scaled_mm`; others go with other scales and weights.
 
-    - ``multiply``: the product of a step, added to a sum of the type ``accumulate``
+    - ``tile``: of the tile kernel
+    - ``load_unquantized``: its `load_a` of rows that are quantised while they are loaded; None where they cannot be
     - ``quantize_row``: a row by a scale of its own; ``quantize_static``: by the scale of its expert
-    - ``load_unquantized``: rows that are quantised while they are loaded; None where they cannot be
-    - ``prefetch_weights`` may be None
     - ``flags_nan``: codes have no NaN, so that rows are flagged: see `moe_core.gemm.scaled_mm.scale_or_nan`
     - ``packed``: weights of so many columns lie in an element, 0: other functions read them; where it is one, the
       warp-specialised kernel reads them too, and many rows may go straight into the sorted order
@@ -66,16 +72,10 @@ class ScaledMMFunctions:
     """
 
     dtype: torch.dtype
-    multiply: Any = device.multiply_codes
+    tile: TileFunctions = _TILE
+    load_unquantized: Any = device.load_unquantized
     quantize_row: Any = device.quantize_row
     quantize_static: Any = device.quantize_static
-    load_values: Any = device.load_values
-    load_unquantized: Any = device.load_unquantized
-    open_weights: Any = device.open_weights
-    load_weights: Any = device.load_weights
-    prefetch_weights: Any = device.prefetch_weights
-    scale_acc: Any = device.scale_acc
-    accumulate: tl.constexpr = FLOAT32
     packed: int = 1
     block_k: int = 128
     flags_nan: bool = False
@@ -111,16 +111,7 @@ class ScaledMMFunctions:
         )
 
     def _tile_functions(self, config: TileConfig, a: OperandA) -> TileFunctions:
-        return TileFunctions(
-            device.open_values,
-            self.load_unquantized if a.form == "unquantized" else self.load_values,
-            self.open_weights,
-            self.load_weights,
-            self.multiply,
-            self.scale_acc,
-            self.prefetch_weights,
-            self.accumulate,
-        )
+        return self.tile._replace(load_a=self.load_unquantized) if a.form == "unquantized" else self.tile
 
 
 def _k_loop() -> Any:
