@@ -19,7 +19,6 @@ from moe_core.gemm.hopper_launch import TILE
 from moe_core.gemm.launch import Activation, Gemm, GemmWeight, OperandA, Result, Routing, WarpSpecialisedGemm, constant
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.scaled_mm import quantize_static
-from moe_core.gemm.tile_kernel import POSITION
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
@@ -155,7 +154,7 @@ class Product:
         if kind is not None and params is not None:
             activation = Activation(kind.value, params.alpha or 1.0, params.beta or 0.0, params.limit)
         weight = GemmWeight((), self.columns, self.w.shape[2], no_tiles, bias=bias, warp_specialised=special)
-        a = OperandA((on["a"],), POSITION.value, warp_specialised=arguments[0])
+        a = OperandA((on["a"],), "position", warp_specialised=arguments[0])
         hopper_launch.hopper_gemm(Gemm(config, weight, a, self.result, self.order, self.routing, activation))
 
     def exact(self, expert):

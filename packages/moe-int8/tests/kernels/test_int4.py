@@ -11,7 +11,6 @@ import pytest
 import torch
 from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, grouped_gemm
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.tile_kernel import PAIR
 from moe_core.ops.sort import sort_pairs, sort_workspaces
 from moe_core.quant_key import (
     kInt4W4A8StaticChannelSym,
@@ -54,7 +53,7 @@ def test_sums_are_those_of_float64(swap, device):
     gemm = Gemm(
         TileConfig(16, 64, 4, 2, swap_ab=swap),
         functions.weight(pack_int4(w, 64).to(device), ones, None, count, depth),
-        OperandA((x.to(device), ones, x.stride(0), 1, 0, None), PAIR.value),
+        OperandA((x.to(device), ones, x.stride(0), 1, 0, None), "pair"),
         Result.of(sums),
         order,
         Routing(ids, None, experts),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton.language as tl
@@ -16,7 +16,7 @@ from moe_core.errors import TensorError
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.split_k_reduce import split_k_reduce_kernel
 from moe_core.gemm.swap_ab import uniform
-from moe_core.gemm.tile_kernel import PAIR, grouped_gemm_kernel
+from moe_core.gemm.tile_kernel import grouped_gemm_kernel
 from moe_core.jit.launch import launch
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
@@ -25,6 +25,8 @@ from moe_core.ops.sort import SortedPairs
 #: as Triton takes numbers and texts inside a tuple, if constant; not truth values, which equal numbers
 constant = cache(tl.constexpr)
 FLOAT32 = tl.constexpr(tl.float32)
+#: the row of an operand or of the result that a row of a tile is; "position": in the sorted order
+Rows = Literal["position", "token", "pair"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +53,7 @@ class OperandA:
     """Operand A of a GEMM.
 
     - ``arguments``: the tuple `a_args` of the tile kernel's `open_a`
-    - ``which``: the row of A that a row of a tile is: `POSITION`, `TOKEN` or `PAIR` of the tile kernel
+    - ``which``: the row of A that a row of a tile is
     - ``form``: which `load_a` reads it; the weight's functions know these names: "values", and "unquantized" ones,
       which are quantised while they are loaded
     - ``aligned``: every row starts at a multiple of 16 bytes
@@ -59,7 +61,7 @@ class OperandA:
     """
 
     arguments: tuple[Any, ...]
-    which: int
+    which: Rows
     form: str = "values"
     aligned: bool = True
     warp_specialised: tuple[Any, ...] | None = None
@@ -290,9 +292,9 @@ def epilogue_of(
 class Gemm:
     """A grouped GEMM over sorted pairs, or over batched rows: gemm1 with an ``activation``, gemm2 without.
 
-    ``a`` [rows, K] times ``weight``, to ``result``, whose rows are ``out_rows`` of the tile kernel: `POSITION`, `TOKEN`
-    or `PAIR`; batched rows, [E * T_max, columns], are all the same.  With ``config.split_k`` > 1 ``result`` gets
-    float32 partial sums by pair, [pairs * split_k, columns of all halves]; gemm1's `reduce_split_k` reduces.
+    ``a`` [rows, K] times ``weight``, to ``result``, whose rows are ``out_rows``; batched rows, [E * T_max, columns],
+    are all the same.  With ``config.split_k`` > 1 ``result`` gets float32 partial sums by pair, [pairs * split_k,
+    columns of all halves]; gemm1's `reduce_split_k` reduces.
     """
 
     config: TileConfig
@@ -302,7 +304,7 @@ class Gemm:
     order: SortedPairs | BatchedRows
     routing: Routing | Batch
     activation: Activation | None = None
-    out_rows: int = PAIR.value
+    out_rows: Rows = "pair"
     lora: LoRADelta | None = None
     pdl: bool = False
 

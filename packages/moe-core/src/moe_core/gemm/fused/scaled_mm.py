@@ -21,6 +21,7 @@ from moe_core.gemm.launch import (
     InUse,
     OperandA,
     Result,
+    Rows,
     TileFunctions,
     WarpSpecialisedGemm,
     constant,
@@ -29,7 +30,6 @@ from moe_core.gemm.launch import (
 )
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.quantize_rows import quantize_rows
-from moe_core.gemm.tile_kernel import POSITION
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows, clears_first, whole_row
 from moe_core.workspace import WorkspaceSpec
@@ -185,7 +185,7 @@ class ScaledMMScheme(ActivationScheme):
         call: Call,
         values: Tensor,
         scales: Tensor,
-        which: int,
+        which: Rows,
         nan_flags: Tensor | None = None,
         by_row: bool = True,
     ) -> OperandA:
@@ -229,7 +229,7 @@ class ScaledMMScheme(ActivationScheme):
             quantize_rows(job, in_use, pdl=call.plan.pdl)
         else:
             order = call.order(job, zero=zero)
-        return order, self._rows(call, values, scales, POSITION.value if scatters else which)
+        return order, self._rows(call, values, scales, "position" if scatters else which)
 
     def _zeroed(self, call: Call) -> Tensor | None:
         """What is to be cleared before gemm1."""
@@ -281,7 +281,7 @@ class ScaledMMScheme(ActivationScheme):
         values, quantize = work["h_values"], self.functions.quantize_static
         return Result.of(values, quantize=quantize, quant_args=(values, self.h_scale), amax=amax, amax_kind=kind)
 
-    def h(self, call: Call, order: Order, which: int) -> OperandA:
+    def h(self, call: Call, order: Order, which: Rows) -> OperandA:
         work, amax = call.workspace, self._amax(call)
         # whole tiles of gemm1 may be narrower than whole blocks of h: columns behind its own may not be written
         values, wide, found = work["h_values"], work["h"][:, : call.w2.k], work["h_scales"]

@@ -9,7 +9,7 @@ import torch
 
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.gemm.fused.call import Call, Order
-from moe_core.gemm.launch import OperandA, Result
+from moe_core.gemm.launch import OperandA, Result, Rows
 from moe_core.gemm.workspaces import lora_workspaces, order_workspaces, split_k_workspace
 from moe_core.workspace import WorkspaceSpec
 
@@ -63,7 +63,7 @@ class ActivationScheme(ABC):
         """Where gemm1's epilogue leaves h, and how it is quantised there."""
 
     @abstractmethod
-    def h(self, call: Call, order: Order, which: int) -> OperandA:
+    def h(self, call: Call, order: Order, which: Rows) -> OperandA:
         """h as operand A of gemm2; its rows are ``which`` of the tile kernel's."""
 
     def weights_first(self, has_lora: bool) -> bool:
