@@ -135,7 +135,7 @@ PROTOCOL_2 = {
     "moe_core.hopper_api": "HALF LAYOUT TILE free_slot wait_for_slot",
     "moe_core.kernel_api": (
         "ActivationScheme Converted E4M3 FEW GemmWeight GemvFunctions GroupScheme INTERPRET LOAD_PARTS LOAD_WORDS "
-        "MarlinMatrix OperandA SHORT_STEP STEP ScaledMMFunctions TileFunctions WarpSpecialisedGemm "
+        "MarlinMatrix SHORT_STEP STEP ScaledMMFunctions TileFunctions WarpSpecialisedGemm "
         "activation_functions as_stored_scheme asm_values divide factor_e4m3 in_columns in_order "
         "is_finite load_unquantized multiply multiply_group downcast_e4m3 open_blocks "
         "open_groups open_plain open_rows open_weights packed_weight pair per_word prefetch_rows "

@@ -47,7 +47,6 @@ from moe_core.gemm.fused.scaled_mm import E4M3, ScaledMMFunctions
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import (
     GemmWeight,
-    OperandA,
     TileFunctions,
     WarpSpecialisedGemm,
     weight_strides,
@@ -95,7 +94,6 @@ __all__ = [
     "ActivationScheme",
     "GemmWeight",
     "GroupScheme",
-    "OperandA",
     "WarpSpecialisedGemm",
     "TileFunctions",
     "weight_strides",

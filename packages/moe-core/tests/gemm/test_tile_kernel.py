@@ -106,7 +106,7 @@ class Product:
     def __call__(self, out, *, swap, split):
         functions = TileFunctions(open_a, load_a, open_b, load_b, multiply, scale_acc)
         strides = self.w.stride(0), self.w.stride(1)
-        weight = GemmWeight((self.w, *strides), SIZE, HIDDEN, lambda config, a: functions, block_k=16)
+        weight = GemmWeight((self.w, *strides), SIZE, HIDDEN, lambda config: functions, block_k=16)
         activation = Activation("relu2_no_mul")
         parts = torch.empty(TOKENS * TOP_K * split, SIZE, device=self.x.device)
         gemm = Gemm(

@@ -32,7 +32,7 @@ CONFIG = TileConfig(128, 128, 4, 4, 8, warp_specialised=True)
 SHORT = replace(CONFIG, short_tiles=True)
 
 
-def no_tiles(config, a):
+def no_tiles(config):
     raise AssertionError("the tile kernel is not asked for")
 
 

@@ -59,7 +59,7 @@ def test_sums_are_those_of_float64(swap, device):
         Routing(ids, None, experts),
     )
     without_scales = functions.tile._replace(scale_acc=None)
-    grouped_gemm(replace(gemm, weight=replace(gemm.weight, functions=lambda config, a: without_scales)))
+    grouped_gemm(replace(gemm, weight=replace(gemm.weight, functions=lambda config: without_scales)))
     assert torch.equal(sums.cpu().double(), exact * 16)
 
 

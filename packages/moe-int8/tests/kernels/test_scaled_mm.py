@@ -114,7 +114,7 @@ def test_sums_are_those_of_float64(split, swap, device):
         order,
         Routing(ids, None, experts),
     )
-    grouped_gemm(replace(gemm, weight=replace(gemm.weight, functions=lambda config, a: functions)))
+    grouped_gemm(replace(gemm, weight=replace(gemm.weight, functions=lambda config: functions)))
     parts = sums.view(tokens, split, count).cpu().double()
     assert torch.equal(parts.sum(1), exact)
 

@@ -54,15 +54,14 @@ class OperandA:
 
     - ``arguments``: the tuple `a_args` of the tile kernel's `open_a`
     - ``which``: the row of A that a row of a tile is
-    - ``form``: which `load_a` reads it; the weight's functions know these names: "values", and "unquantized" ones,
-      which are quantised while they are loaded
+    - ``load_a`` reads it in place of the weight's, if given: what is quantised while it is loaded
     - ``aligned``: every row starts at a multiple of 16 bytes
     - ``warp_specialised``: the tuple `a_args` of the warp-specialised kernel; None: it can't read these rows
     """
 
     arguments: tuple[Any, ...]
     which: Rows
-    form: str = "values"
+    load_a: Any = None
     aligned: bool = True
     warp_specialised: tuple[Any, ...] | None = None
 
@@ -79,7 +78,7 @@ class GemmWeight:
       columns], or block-major (`weight_strides`), in which an element holds ``packed`` columns
     - ``n`` rows, of one half (gate or up) where gated, and ``k`` columns; ``bias`` [E, rows of all halves], any float
       dtype
-    - ``functions``: the device functions for a launch configuration and an operand A
+    - ``functions``: the device functions for a launch configuration
     - ``block_k``: columns of a step of the k loop; ``whole_steps``: rows are filled up to a multiple of it
     - ``interleaved``: gate and up rows are interleaved in blocks of 8, see the tile kernel
     - ``warp_specialised``: how the warp-specialised kernel multiplies it, if it can; ``tile_config``: the launch
@@ -89,7 +88,7 @@ class GemmWeight:
     arguments: tuple[Any, ...]
     n: int
     k: int
-    functions: Callable[[TileConfig, OperandA], TileFunctions]
+    functions: Callable[[TileConfig], TileFunctions]
     block_k: int = 128
     bias: Tensor | None = None
     packed: int = 1
@@ -320,7 +319,9 @@ def grouped_gemm(gemm: Gemm) -> None:
     """
     a, b, pairs = gemm.a, gemm.weight, gemm.order
     config = b.tile_config(gemm.config)
-    functions = b.functions(config, a)
+    functions = b.functions(config)
+    if a.load_a is not None:
+        functions = functions._replace(load_a=a.load_a)
     if functions.prefetch_b is not None and not (b.aligned and b.k % 16 == 0):
         functions = functions._replace(prefetch_b=None)
     if config.uniform:

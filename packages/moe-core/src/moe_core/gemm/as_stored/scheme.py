@@ -98,7 +98,7 @@ def packed_weight(
         (*packed_arguments(words, scales, others), *columns_of),
         rows,
         columns,
-        lambda config, a: functions,
+        lambda config: functions,
         step,
         bias,
         8 * words.element_size() // bits,

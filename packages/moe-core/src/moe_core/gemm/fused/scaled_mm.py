@@ -28,7 +28,6 @@ from moe_core.gemm.launch import (
     rows_by_pair,
     weight_strides,
 )
-from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows, clears_first, whole_row
@@ -103,15 +102,12 @@ class ScaledMMFunctions:
             (weights, scales, *weight_strides(weights, self.block_k // self.packed), *strides),
             rows,
             columns,
-            self._tile_functions,
+            lambda config: self.tile,
             self.block_k,
             bias,
             self.packed,
             warp_specialised=special,
         )
-
-    def _tile_functions(self, config: TileConfig, a: OperandA) -> TileFunctions:
-        return self.tile._replace(load_a=self.load_unquantized) if a.form == "unquantized" else self.tile
 
 
 def _k_loop() -> Any:
@@ -198,7 +194,7 @@ class ScaledMMScheme(ActivationScheme):
         if values.dtype is self.functions.dtype:
             return OperandA(arguments, which, warp_specialised=(scales, 1 if by_row else None, nan_flags))
         codes = call.workspace["h_values"]
-        return OperandA((*arguments, values.shape[1], codes), which, form="unquantized")
+        return OperandA((*arguments, values.shape[1], codes), which, load_a=self.functions.load_unquantized)
 
     # -------------------------------------------------------------- x
 

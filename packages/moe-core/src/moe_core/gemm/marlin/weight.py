@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_core.gemm.activation_tile import load_plain, open_plain
 from moe_core.gemm.columns import Columns
-from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm
+from moe_core.gemm.launch import GemmWeight, TileFunctions, WarpSpecialisedGemm
 from moe_core.gemm.marlin.hopper_launch import HEIGHTS, STEP, words_gemm
 from moe_core.gemm.plan import TileConfig
 
@@ -65,10 +65,6 @@ class MarlinMatrix:
 
         ``words``: those of the warp-specialised kernel, where it multiplies such a matrix.
         """
-
-        def tile_functions(config: TileConfig, a: OperandA) -> TileFunctions:
-            return TileFunctions(open_plain, load_plain, *functions(self, config))
-
         special = None
         if words is not None:
             scales = (*self.arguments, words.groups)
@@ -78,7 +74,7 @@ class MarlinMatrix:
             self.arguments,
             self.n,
             self.k,
-            tile_functions,
+            lambda config: TileFunctions(open_plain, load_plain, *functions(self, config)),
             bias=self.bias,
             whole_steps=True,
             packed=32 // self.bits,
