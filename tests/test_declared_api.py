@@ -135,12 +135,12 @@ PROTOCOL_2 = {
     "moe_core.hopper_api": "HALF LAYOUT TILE free_slot wait_for_slot",
     "moe_core.kernel_api": (
         "ActivationScheme Converted E4M3 FEW GemmWeight GemvFunctions GroupScheme INTERPRET LOAD_PARTS LOAD_WORDS "
-        "MarlinMatrix OperandA SHORT_STEP STEP ScaledMMFunctions TileFunctions WarpSpecialisedGemm "
-        "activation_functions as_stored_scheme asm_values divide factor_e4m3 in_columns in_order is_aligned "
-        "is_finite load_unquantized load_words multiply multiply_group downcast_e4m3 open_blocks open_codes "
+        "MarlinMatrix SHORT_STEP STEP ScaledMMFunctions TileFunctions WarpSpecialisedGemm "
+        "activation_functions as_stored_scheme asm_values divide factor_e4m3 in_columns in_order "
+        "is_finite load_unquantized multiply multiply_group downcast_e4m3 open_blocks "
         "open_groups open_plain open_rows open_weights packed_weight pair per_word prefetch_rows "
         "scale_acc_channels scale_acc_rows scale_of shifted specialize step_bytes step_e8m0 swap_ab_dot tile_words "
-        "wait_for_mma weight_descriptor weight_rows weight_tile with_zero"
+        "wait_for_mma weight_rows weight_tile with_zero"
     ),
     "moe_core.model_api": (
         "PER_CALL Given LayerSource QuantizedLinear find_layer names_experts quantized_linears read_layer "

@@ -21,10 +21,9 @@ tokens are computed (``results``), and quantised activations as the reference de
 
 from __future__ import annotations
 
-from moe_core.gemm.as_stored.words import as_words
 from moe_core.gemm.heuristics import LayerProblem
 from moe_core.gemm.marlin.scales import relative_e8m0, relative_scales
-from moe_core.gemm.marlin.words import interleave, order_words
+from moe_core.gemm.marlin.words import as_words, interleave, order_words
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm_experts.grouped import WHOLE_COLUMNS, GroupedExperts
 from moe_core.gemm_experts.marlin import MarlinExperts, MarlinIntegerExperts

@@ -40,22 +40,15 @@ from moe_core.gemm.as_stored.scheme import SHORT_STEP, STEP, activation_function
 from moe_core.gemm.as_stored.tiles import (
     in_order,
     load_blocks,
-    load_words,
     open_blocks,
-    open_codes,
-    scale_acc_codes,
-    scale_acc_codes_tokens,
 )
 from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.fused.scaled_mm import E4M3, ScaledMMFunctions
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import (
     GemmWeight,
-    OperandA,
     TileFunctions,
     WarpSpecialisedGemm,
-    is_aligned,
-    weight_descriptor,
     weight_strides,
 )
 from moe_core.gemm.marlin.convert import Converted
@@ -63,9 +56,11 @@ from moe_core.gemm.marlin.dequant import asm_values, in_columns, join_last, pair
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.operand import (
     LOAD_WORDS,
+    SCALE_ACC_TOKENS,
     exponent_pair,
     multiply,
     multiply_group,
+    of_group,
     open_groups,
     open_rows,
     per_word,
@@ -99,11 +94,8 @@ __all__ = [
     "ActivationScheme",
     "GemmWeight",
     "GroupScheme",
-    "OperandA",
     "WarpSpecialisedGemm",
     "TileFunctions",
-    "is_aligned",
-    "weight_descriptor",
     "weight_strides",
     # scaled_mm
     "E4M3",
@@ -111,6 +103,7 @@ __all__ = [
     # Marlin GEMMs
     "FEW",
     "LOAD_WORDS",
+    "SCALE_ACC_TOKENS",
     "STEP",
     "Converted",
     "GemvFunctions",
@@ -122,6 +115,7 @@ __all__ = [
     "in_columns",
     "multiply",
     "multiply_group",
+    "of_group",
     "open_groups",
     "open_rows",
     "pair",
@@ -137,13 +131,9 @@ __all__ = [
     "activation_functions",
     "in_order",
     "load_blocks",
-    "load_words",
     "open_blocks",
-    "open_codes",
     "open_plain",
     "packed_weight",
-    "scale_acc_codes",
-    "scale_acc_codes_tokens",
     "as_stored_scheme",
     "swap_ab_dot",
     # products as they are, or transposed

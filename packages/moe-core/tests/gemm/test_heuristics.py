@@ -9,7 +9,7 @@ from moe_core.gemm.heuristics import LayerProblem, gemv_plan, launch_plan
 from moe_core.gemm.heuristics.mixed_input import MAX_PARTS
 from moe_core.gemm.heuristics.tiles import BLOCK_N, expected_tiles, split_k
 from moe_core.gemm.plan import TilePlan
-from moe_core.gemm.workspaces import split_k_workspace
+from moe_core.gemm.workspaces import MAX_PARTIALS
 from moe_core.tuning.limits import refusals
 
 SHAPES = (
@@ -67,7 +67,7 @@ def test_plans_hold_together(kind: str, shape: tuple[int, int, int, int]) -> Non
     for capability in CAPABILITIES:
         problem = problem_of(kind, shape, capability=capability)
         depth = problem.group_size if kind == "e4m3 blocks" else 128
-        room = MAX_PARTS if problem.family == "mixed_input" else split_k_workspace(unsplit=False).shape[0]
+        room = MAX_PARTS if problem.family == "mixed_input" else MAX_PARTIALS
         unsplit = problem_of(kind, shape, capability=capability, may_split=False)
         for tokens in TOKENS:
             plan, pairs = launch_plan(problem, tokens), tokens * problem.top_k

@@ -12,7 +12,6 @@ from moe_core.gemm.marlin.hopper_launch import HEIGHTS, MMA_SYNC_HEIGHTS, RING, 
 from moe_core.gemm.marlin.integers import integer_functions, integer_words
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
 from moe_core.ops.sort import SortedPairs, sort_pairs, sort_workspaces
 from moe_core.quant_key import GroupShape, kInt4Static, kInt4StaticAsym
 
@@ -88,15 +87,15 @@ class Product:
     ) -> torch.Tensor:
         out = self.poisoned(activation)
         config = TileConfig(rows, 128, 4, 3, 8, swap_ab=True, warp_specialised=True, mma_sync=mma_sync)
-        values, which = (self.tokens, TOKEN) if gathers else (self.values, POSITION)
-        a = OperandA((values, values.stride(0)), which.value, warp_specialised=(2,) if gathers else ())
+        values, which = (self.tokens, "token") if gathers else (self.values, "position")
+        a = OperandA((values, values.stride(0)), which, warp_specialised=(2,) if gathers else ())
         words_gemm(Gemm(config, self.weight, a, Result.of(out), self.pairs(rows), self.routing, activation))
         return out[:, : self.columns]
 
     def tiles(self, activation: Activation | None) -> torch.Tensor:
         out, config = self.poisoned(activation), TileConfig(64, 128, 4, 3, 8, swap_ab=True)
-        a = OperandA((self.values, self.values.stride(0), self.values.shape[1]), POSITION.value)
-        rows = PAIR.value if activation is None else POSITION.value
+        a = OperandA((self.values, self.values.stride(0), self.values.shape[1]), "position")
+        rows = "pair" if activation is None else "position"
         grouped_gemm(Gemm(config, self.weight, a, Result.of(out), self.pairs(64), self.routing, activation, rows))
         return out[:, : self.columns]
 

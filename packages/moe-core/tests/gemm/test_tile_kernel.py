@@ -23,7 +23,6 @@ from moe_core.gemm.launch import (
     reduce_split_k,
 )
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
 from moe_core.ops.sort import sort_pairs, sort_workspaces
 from moe_core.workspace import Workspace, workspace_nbytes
 
@@ -107,18 +106,18 @@ class Product:
     def __call__(self, out, *, swap, split):
         functions = TileFunctions(open_a, load_a, open_b, load_b, multiply, scale_acc)
         strides = self.w.stride(0), self.w.stride(1)
-        weight = GemmWeight((self.w, *strides), SIZE, HIDDEN, lambda config, a: functions, block_k=16, aligned=False)
+        weight = GemmWeight((self.w, *strides), SIZE, HIDDEN, lambda config: functions, block_k=16)
         activation = Activation("relu2_no_mul")
         parts = torch.empty(TOKENS * TOP_K * split, SIZE, device=self.x.device)
         gemm = Gemm(
             TileConfig(16, BLOCK, 4, 1, swap_ab=swap, split_k=split),
             weight,
-            OperandA((self.x, self.x.stride(0), self.factors), TOKEN.value),
+            OperandA((self.x, self.x.stride(0), self.factors), "token"),
             out if split == 1 else Result.of(parts),
             self.order,
             self.routing,
             activation,
-            (POSITION if split == 1 else PAIR).value,
+            "position" if split == 1 else "pair",
         )
         grouped_gemm(gemm)
         if split > 1:

@@ -21,7 +21,6 @@ from moe_core.gemm.fused.scheme import CallShape
 from moe_core.gemm.heuristics import LayerProblem, launch_plan
 from moe_core.gemm.launch import Activation, Routing
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.workspaces import split_k_workspace
 from moe_core.jit.launch import record
 from moe_core.ops.batch import Batch
 from moe_core.quant_key import GroupShape, kFp8Dynamic64Sym, kFp8Dynamic128Sym, kFp8Static128BlockSym
@@ -72,7 +71,7 @@ def fused_layer(w13, w2, s13, s2, b13=None, b2=None, *, block=(128, 128), activa
 def workspace_specs(tokens, top_k, experts, hidden, size, dtype=torch.bfloat16, block=(128, 128), batched=False):
     form = FusedMoEActivationFormat.BATCHED if batched else FusedMoEActivationFormat.STANDARD
     shape = CallShape(FusedMoEConfig(experts, top_k, hidden, size, dtype=dtype, activation_format=form), tokens)
-    return block_scheme(block[1]).workspaces(shape, split_k_workspace(batched))
+    return block_scheme(block[1]).workspaces(shape, not batched)
 
 
 def plan_for(tokens, top_k, experts, hidden, size, **options):

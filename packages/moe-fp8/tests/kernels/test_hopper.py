@@ -19,7 +19,6 @@ from moe_core.gemm.hopper_launch import TILE
 from moe_core.gemm.launch import Activation, Gemm, GemmWeight, OperandA, Result, Routing, WarpSpecialisedGemm, constant
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.scaled_mm import quantize_static
-from moe_core.gemm.tile_kernel import POSITION
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
@@ -33,7 +32,7 @@ CONFIG = TileConfig(128, 128, 4, 4, 8, warp_specialised=True)
 SHORT = replace(CONFIG, short_tiles=True)
 
 
-def no_tiles(config, a):
+def no_tiles(config):
     raise AssertionError("the tile kernel is not asked for")
 
 
@@ -155,7 +154,7 @@ class Product:
         if kind is not None and params is not None:
             activation = Activation(kind.value, params.alpha or 1.0, params.beta or 0.0, params.limit)
         weight = GemmWeight((), self.columns, self.w.shape[2], no_tiles, bias=bias, warp_specialised=special)
-        a = OperandA((on["a"],), POSITION.value, warp_specialised=arguments[0])
+        a = OperandA((on["a"],), "position", warp_specialised=arguments[0])
         hopper_launch.hopper_gemm(Gemm(config, weight, a, self.result, self.order, self.routing, activation))
 
     def exact(self, expert):
@@ -284,10 +283,11 @@ def test_largest_magnitude(hopper):
 
 def test_fits():
     special = WarpSpecialisedGemm(torch.empty(0), lambda: None, ())
-    weight = GemmWeight((), 1, 1, no_tiles, descriptor=lambda rows, columns: None, warp_specialised=special)
+    weights = torch.empty(2, 16, 32, device="meta")
+    weight = GemmWeight((weights,), 1, 1, no_tiles, warp_specialised=special)
     call = Call(weight, weight, torch.empty(0), Batch(torch.empty(0), 1), TilePlan(CONFIG, CONFIG), {}, None)
     assert call.warp_specialises(CONFIG, weight)
-    assert not call.warp_specialises(CONFIG, replace(weight, descriptor=None))
+    assert not call.warp_specialises(CONFIG, replace(weight, arguments=(weights[:, 1:],)))
     assert not call.warp_specialises(TileConfig(128, 128, 4, 4), weight)
     tiles = replace(CONFIG, block_m=64)
     assert not replace(call, plan=TilePlan(tiles, tiles)).warp_specialises(CONFIG, weight)

@@ -9,10 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, TileFunctions, grouped_gemm
+from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, grouped_gemm
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.scaled_mm import open_values, open_weights
-from moe_core.gemm.tile_kernel import PAIR
 from moe_core.ops.sort import sort_pairs, sort_workspaces
 from moe_core.quant_key import (
     kInt4W4A8StaticChannelSym,
@@ -55,14 +53,13 @@ def test_sums_are_those_of_float64(swap, device):
     gemm = Gemm(
         TileConfig(16, 64, 4, 2, swap_ab=swap),
         functions.weight(pack_int4(w, 64).to(device), ones, None, count, depth),
-        OperandA((x.to(device), ones, x.stride(0), 1, 0, None), PAIR.value),
+        OperandA((x.to(device), ones, x.stride(0), 1, 0, None), "pair"),
         Result.of(sums),
         order,
         Routing(ids, None, experts),
     )
-    load_a, load_b, multiply = functions.load_values, functions.load_weights, functions.multiply
-    without_scales = TileFunctions(open_values, load_a, open_weights, load_b, multiply, accumulate=functions.accumulate)
-    grouped_gemm(replace(gemm, weight=replace(gemm.weight, functions=lambda config, a: without_scales)))
+    without_scales = functions.tile._replace(scale_acc=None)
+    grouped_gemm(replace(gemm, weight=replace(gemm.weight, functions=lambda config: without_scales)))
     assert torch.equal(sums.cpu().double(), exact * 16)
 
 

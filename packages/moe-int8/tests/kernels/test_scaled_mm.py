@@ -27,7 +27,6 @@ from moe_core.gemm.scaled_mm import (
     open_weights,
     quantize_static,
 )
-from moe_core.gemm.tile_kernel import PAIR, POSITION
 from moe_core.kernel import FusedMoEKernel
 from moe_core.ops.sort import QuantizeRows, sort_pairs, sort_workspaces, whole_row
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
@@ -103,19 +102,19 @@ def test_sums_are_those_of_float64(split, swap, device):
     )
     sums = torch.full((tokens * split, count), -7, dtype=torch.int32, device=device)
     functions = TileFunctions(
-        open_values, load_values, open_weights, load_weights, multiply_codes, accumulate=scaled_mm.INT8.accumulate
+        open_values, load_values, open_weights, load_weights, multiply_codes, accumulate=scaled_mm.INT8.tile.accumulate
     )
     ones = torch.ones(max(experts * count, tokens), device=device)
     scales = ones[: experts * count].view(experts, count, 1)
     gemm = Gemm(
         TileConfig(16, 64, 4, 2, swap_ab=swap, split_k=split),
         scaled_mm.INT8.weight(w, scales, None, count, w.shape[2]),
-        OperandA((x, ones, x.stride(0), 1, 0, None), PAIR.value),
+        OperandA((x, ones, x.stride(0), 1, 0, None), "pair"),
         Result.of(sums),
         order,
         Routing(ids, None, experts),
     )
-    grouped_gemm(replace(gemm, weight=replace(gemm.weight, functions=lambda config, a: functions)))
+    grouped_gemm(replace(gemm, weight=replace(gemm.weight, functions=lambda config: functions)))
     parts = sums.view(tokens, split, count).cpu().double()
     assert torch.equal(parts.sum(1), exact)
 
@@ -159,7 +158,7 @@ def test_sums_of_the_specialised_kernel(zero_points, device):
     weight_scale = torch.ones(experts, count, 1, device=device)
     weight = functions.weight(w.to(device), weight_scale, None, count, depth, extra=sums)
     config = TileConfig(128, 128, 8, 3, 8, warp_specialised=True)
-    a = OperandA((x.to(device),), POSITION.value, warp_specialised=(a_scale, 1, None))
+    a = OperandA((x.to(device),), "position", warp_specialised=(a_scale, 1, None))
     hopper_gemm(Gemm(config, weight, a, Result.of(out), order, Routing(ids, None, experts)))
     assert torch.equal(out.cpu(), exact.float())
 

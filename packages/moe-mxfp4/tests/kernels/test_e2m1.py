@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.as_stored.words import as_words
+from moe_core.gemm.marlin.words import as_words
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.numerics import E2M1_VALUES
 from moe_core.quant_key import kFp8Dynamic128Sym, kFp8DynamicTokenSym, kFp8StaticTensorSym, kMxfp4Static, kMxfp8Dynamic

@@ -6,7 +6,6 @@ import pytest
 import torch
 from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, grouped_gemm
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.tile_kernel import POSITION
 from moe_core.gemm.workspaces import order_workspaces
 from moe_core.numerics import E2M1_VALUES
 from moe_core.ops.sort import sort_pairs
@@ -40,7 +39,7 @@ def widened(
     gemm = Gemm(
         config,
         E2M1.weight(found.words, found.scales, None, ROWS, COLUMNS, extra=extra),
-        OperandA((rows, scales, rows.stride(0), 1, 0, None), POSITION.value),
+        OperandA((rows, scales, rows.stride(0), 1, 0, None), "position"),
         Result.of(y),
         sort_pairs(ids, 1, config.block_m, workspace=workspace),
         Routing(ids, torch.ones(COLUMNS, 1, device=device), 1),

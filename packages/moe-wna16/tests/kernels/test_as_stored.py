@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from moe_core.config import FusedMoEActivationFormat
 from moe_core.gemm.as_stored import tiles
-from moe_core.gemm.as_stored.words import as_words
+from moe_core.gemm.marlin.words import as_words
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.quant_key import kInt4Static, kInt4StaticAsym, kInt8StaticAsym
 from moe_core.testing.planned import layer_error

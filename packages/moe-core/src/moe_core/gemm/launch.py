@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton.language as tl
@@ -16,7 +16,7 @@ from moe_core.errors import TensorError
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.split_k_reduce import split_k_reduce_kernel
 from moe_core.gemm.swap_ab import uniform
-from moe_core.gemm.tile_kernel import PAIR, grouped_gemm_kernel
+from moe_core.gemm.tile_kernel import grouped_gemm_kernel
 from moe_core.jit.launch import launch
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
@@ -25,6 +25,8 @@ from moe_core.ops.sort import SortedPairs
 #: as Triton takes numbers and texts inside a tuple, if constant; not truth values, which equal numbers
 constant = cache(tl.constexpr)
 FLOAT32 = tl.constexpr(tl.float32)
+#: the row of an operand or of the result that a row of a tile is; "position": in the sorted order
+Rows = Literal["position", "token", "pair"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,16 +53,15 @@ class OperandA:
     """Operand A of a GEMM.
 
     - ``arguments``: the tuple `a_args` of the tile kernel's `open_a`
-    - ``which``: the row of A that a row of a tile is: `POSITION`, `TOKEN` or `PAIR` of the tile kernel
-    - ``form``: which `load_a` reads it; the weight's functions know these names: "values", and "unquantized" ones,
-      which are quantised while they are loaded
+    - ``which``: the row of A that a row of a tile is
+    - ``load_a`` reads it in place of the weight's, if given: what is quantised while it is loaded
     - ``aligned``: every row starts at a multiple of 16 bytes
     - ``warp_specialised``: the tuple `a_args` of the warp-specialised kernel; None: it can't read these rows
     """
 
     arguments: tuple[Any, ...]
-    which: int
-    form: str = "values"
+    which: Rows
+    load_a: Any = None
     aligned: bool = True
     warp_specialised: tuple[Any, ...] | None = None
 
@@ -73,15 +74,13 @@ def _same(config: TileConfig) -> TileConfig:
 class GemmWeight:
     """The weight of one GEMM, made once per layer: what kernels get of it, and how many rows and columns there are.
 
-    - ``arguments``: the tuple `b_args` of the tile kernel's `open_b`
+    - ``arguments``: the tuple `b_args` of the tile kernel's `open_b`; the first is the tensor of weights [E, rows,
+      columns], or block-major (`weight_strides`), in which an element holds ``packed`` columns
     - ``n`` rows, of one half (gate or up) where gated, and ``k`` columns; ``bias`` [E, rows of all halves], any float
       dtype
-    - ``functions``: the device functions for a launch configuration and an operand A
-    - ``block_k``: columns of a step of the k loop
-    - ``descriptor`` makes the host-side tensor descriptor for a tile of so many rows and columns; None: the weight must
-      be read through pointers
-    - ``aligned``: every row starts at a multiple of 16 bytes; ``interleaved``: gate and up rows are interleaved in
-      blocks of 8, see the tile kernel
+    - ``functions``: the device functions for a launch configuration
+    - ``block_k``: columns of a step of the k loop; ``whole_steps``: rows are filled up to a multiple of it
+    - ``interleaved``: gate and up rows are interleaved in blocks of 8, see the tile kernel
     - ``warp_specialised``: how the warp-specialised kernel multiplies it, if it can; ``tile_config``: the launch
       configuration of the tile kernel where that one was chosen and can't
     """
@@ -89,14 +88,39 @@ class GemmWeight:
     arguments: tuple[Any, ...]
     n: int
     k: int
-    functions: Callable[[TileConfig, OperandA], TileFunctions]
+    functions: Callable[[TileConfig], TileFunctions]
     block_k: int = 128
     bias: Tensor | None = None
-    descriptor: Callable[[int, int], Any] | None = None
-    aligned: bool = True
+    packed: int = 1
     interleaved: bool = False
+    whole_steps: bool = False
     warp_specialised: WarpSpecialisedGemm | None = None
     tile_config: Callable[[TileConfig], TileConfig] = _same
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether every row starts at a multiple of 16 bytes."""
+        weights = self.arguments[0]
+        sizes = (weights.data_ptr(), *(stride * weights.element_size() for stride in weights.stride()[:-1]))
+        return all(size % 16 == 0 for size in sizes)
+
+    @cached_property
+    def matrix(self) -> Tensor | None:
+        """The weights as `rows_of_experts` has them, where tensor descriptors can: aligned, experts contiguous."""
+        weights = self.arguments[0]
+        if weights.dim() == 4:
+            flat = weights.is_contiguous()
+        else:
+            flat = weights.stride(2) == 1 and weights.stride(0) == weights.shape[1] * weights.stride(1)
+        return rows_of_experts(weights) if self.aligned and flat and weights.numel() else None
+
+    def descriptor(self, block_rows: int, block_columns: int) -> Any:
+        """Host-side tensor descriptor over the matrix, if there is one, for a tile of so many rows and columns."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        if self.matrix is None:
+            return None
+        return TensorDescriptor.from_tensor(self.matrix, [block_rows, block_columns // self.packed])
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,9 +291,9 @@ def epilogue_of(
 class Gemm:
     """A grouped GEMM over sorted pairs, or over batched rows: gemm1 with an ``activation``, gemm2 without.
 
-    ``a`` [rows, K] times ``weight``, to ``result``, whose rows are ``out_rows`` of the tile kernel: `POSITION`, `TOKEN`
-    or `PAIR`; batched rows, [E * T_max, columns], are all the same.  With ``config.split_k`` > 1 ``result`` gets
-    float32 partial sums by pair, [pairs * split_k, columns of all halves]; gemm1's `reduce_split_k` reduces.
+    ``a`` [rows, K] times ``weight``, to ``result``, whose rows are ``out_rows``; batched rows, [E * T_max, columns],
+    are all the same.  With ``config.split_k`` > 1 ``result`` gets float32 partial sums by pair, [pairs * split_k,
+    columns of all halves]; gemm1's `reduce_split_k` reduces.
     """
 
     config: TileConfig
@@ -279,7 +303,7 @@ class Gemm:
     order: SortedPairs | BatchedRows
     routing: Routing | Batch
     activation: Activation | None = None
-    out_rows: int = PAIR.value
+    out_rows: Rows = "pair"
     lora: LoRADelta | None = None
     pdl: bool = False
 
@@ -295,7 +319,9 @@ def grouped_gemm(gemm: Gemm) -> None:
     """
     a, b, pairs = gemm.a, gemm.weight, gemm.order
     config = b.tile_config(gemm.config)
-    functions = b.functions(config, a)
+    functions = b.functions(config)
+    if a.load_a is not None:
+        functions = functions._replace(load_a=a.load_a)
     if functions.prefetch_b is not None and not (b.aligned and b.k % 16 == 0):
         functions = functions._replace(prefetch_b=None)
     if config.uniform:
@@ -313,7 +339,7 @@ def grouped_gemm(gemm: Gemm) -> None:
         gemm.result,
         a.arguments,
         b.arguments,
-        b.descriptor(config.block_n, block_k) if config.tma and b.descriptor is not None else None,
+        b.descriptor(config.block_n, block_k) if config.tma else None,
         schedule_of(pairs),
         gemm.epilogue,
         functions,
@@ -325,7 +351,7 @@ def grouped_gemm(gemm: Gemm) -> None:
         BLOCK_K=block_k,
         GROUP_M=config.group_m,
         EVEN_N=rows % config.block_n == 0,
-        EVEN_K=b.k % block_k == 0,
+        EVEN_K=b.whole_steps or b.k % block_k == 0,
         SWAP_AB=config.swap_ab,
         INTERLEAVED=b.interleaved,
         A_ROWS=a.which,
@@ -364,12 +390,6 @@ def reduce_split_k(gemm: Gemm, result: Result) -> None:
     )
 
 
-def is_aligned(weights: Tensor) -> bool:
-    """Whether every row of ``weights`` [E, rows, columns], or block-major, starts at a multiple of 16 bytes."""
-    sizes = (weights.data_ptr(), *(stride * weights.element_size() for stride in weights.stride()[:-1]))
-    return all(size % 16 == 0 for size in sizes)
-
-
 def rows_of_experts(weights: Tensor) -> Tensor:
     """``weights``, experts one after the other, as a matrix [E * rows, columns]; of block-major ones with a block of
     columns: [E * K / block * rows, block].
@@ -389,25 +409,3 @@ def weight_strides(weights: Tensor, depth: int) -> tuple[int, int, int]:
     if weights.dim() == 4:
         return weights.stride(0), weights.stride(2), weights.stride(1)
     return weights.stride(0), weights.stride(1), depth
-
-
-def weight_descriptor(weights: Tensor, packed: int = 1) -> Any:
-    """Maker of host-side tensor descriptors over ``weights`` as `rows_of_experts` has them.
-
-    It takes the rows and the columns of a tile, of which ``packed`` lie in an element of ``weights``.  None where the
-    hardware's rules for such descriptors are not met (16-byte alignment, contiguous experts).
-    """
-    if weights.dim() == 4:
-        flat = weights.is_contiguous()
-    else:
-        flat = weights.stride(2) == 1 and weights.stride(0) == weights.shape[1] * weights.stride(1)
-    if not (is_aligned(weights) and flat and weights.numel()):
-        return None
-    matrix = rows_of_experts(weights)
-
-    def make(block_rows: int, block_columns: int) -> Any:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        return TensorDescriptor.from_tensor(matrix, [block_rows, block_columns // packed])
-
-    return make

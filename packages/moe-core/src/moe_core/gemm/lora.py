@@ -26,12 +26,10 @@ from moe_core.gemm.launch import (
     Routing,
     TileFunctions,
     grouped_gemm,
-    is_aligned,
     rows_by_pair,
 )
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.scaled_mm import load_weights, open_weights
-from moe_core.gemm.tile_kernel import PAIR, TOKEN
 from moe_core.gemm.workspaces import LORA
 from moe_core.jit.launch import launch
 from moe_core.lora import LoRA
@@ -97,9 +95,7 @@ class Adapters:
         block_n = min(max(triton.next_power_of_2(rows), 16), 64)
         block_k = min(max(triton.next_power_of_2(columns), 16), 64)
         arguments = (weights, None, weights.stride(0), weights.stride(1), block_k, 0, 0, 0)
-        weight = GemmWeight(
-            arguments, rows, columns, lambda config, a: _FUNCTIONS, block_k, aligned=is_aligned(weights)
-        )
-        a = OperandA((x, x.stride(0), columns), (PAIR if by_pair else TOKEN).value)
+        weight = GemmWeight(arguments, rows, columns, lambda config: _FUNCTIONS, block_k)
+        a = OperandA((x, x.stride(0), columns), "pair" if by_pair else "token")
         config = TileConfig(self.block_m, block_n, 4, 3)
         grouped_gemm(Gemm(config, weight, a, Result.of(out), self.order, self.routing))

@@ -56,11 +56,6 @@ from moe_core.jit.activation import activate
 from moe_core.jit.casts import downcast
 from moe_core.ops._quantize_kernels import finite_bits, magnitude_bits
 
-# which row of an operand or of the result belongs to a row of the tile
-POSITION = tl.constexpr(0)  # its place in the sorted order
-TOKEN = tl.constexpr(1)
-PAIR = tl.constexpr(2)
-
 
 @triton.jit
 def _bias(row, columns, inside, SWAP_AB: tl.constexpr):
@@ -111,11 +106,13 @@ def _flag_nan(nan_flags, value, target, value_mask, AXIS: tl.constexpr):
 
 @triton.jit
 def _rows(position, pair, top_k, WHICH: tl.constexpr):
-    if WHICH == POSITION:
+    """Which row of an operand or of the result a row of the tile is; "position": its place in the sorted order."""
+    if WHICH == "position":
         return position
-    elif WHICH == TOKEN:
+    elif WHICH == "token":
         return pair // top_k
     else:
+        tl.static_assert(WHICH == "pair", "a row of the tile is a position, a token or a pair")
         return pair
 
 
@@ -245,7 +242,7 @@ def grouped_gemm_kernel(
     - result, epilogue, functions: `Result`, `Epilogue` and `TileFunctions` of `moe_core.gemm.launch`;
       schedule, see `moe_core.gemm.schedule`
     - N columns of the result (of one half where gated)
-    - A_ROWS and OUT_ROWS: which row of A and of the result a row of the tile is: POSITION, TOKEN or PAIR
+    - A_ROWS and OUT_ROWS: which row of A and of the result a row of the tile is, see `_rows`
     - SPLIT_K > 1: gemm1 stores its halves side by side, [gate N | up N], as they are
     """
     GEMM1: tl.constexpr = epilogue.activation != ""

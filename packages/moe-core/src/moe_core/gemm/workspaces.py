@@ -13,8 +13,10 @@ from moe_core.workspace import WorkspaceSpec
 
 #: the smallest tile of rows that a plan may ask for
 MIN_BLOCK_M = 8
-#: the most programs of a product with a split k loop, and the rows of partial sums that each may store
-MAX_SPLIT_PROGRAMS, SPLIT_ROWS = 528, 16
+#: partial sums that products with a split k loop may leave: of 528 programs, 16 rows of two halves of 128 columns each
+MAX_PARTIALS = 528 * 16 * 2 * 128
+#: the most programs that share a k loop
+MAX_SPLIT_K = 16
 #: how the names start of what adapters need
 LORA = "lora_"
 
@@ -26,9 +28,10 @@ def order_workspaces(pairs: int, num_tokens: int, num_experts: int, batched: boo
     return sort_workspaces(pairs, num_experts, MIN_BLOCK_M)
 
 
-def split_k_workspace(unsplit: bool) -> WorkspaceSpec:
-    """Partial sums of split-K, none where k loops stay whole; tiles have two halves of 128 columns at most."""
-    return WorkspaceSpec("partials", (0 if unsplit else MAX_SPLIT_PROGRAMS * SPLIT_ROWS * 2 * 128,), torch.float32)
+def split_k_workspace(config: FusedMoEConfig, pairs: int) -> WorkspaceSpec:
+    """Partial sums of split-K for at most ``pairs`` pairs; 0: k loops stay whole."""
+    columns = max(2 * config.intermediate_size, config.hidden_size)
+    return WorkspaceSpec("partials", (min(MAX_PARTIALS, MAX_SPLIT_K * pairs * columns),), torch.float32)
 
 
 def lora_workspaces(config: FusedMoEConfig, pairs: int) -> tuple[WorkspaceSpec, ...]:

@@ -21,7 +21,6 @@ from moe_core.gemm.heuristics import Family, LayerProblem, launch_plan
 from moe_core.gemm.heuristics.problem import element_of
 from moe_core.gemm.heuristics.tuned import Tuned
 from moe_core.gemm.plan import TilePlan
-from moe_core.gemm.workspaces import split_k_workspace
 from moe_core.lora import LoRA
 from moe_core.ops import layout
 from moe_core.weights import KernelWeights, MoEWeights
@@ -29,7 +28,7 @@ from moe_core.workspace import WorkspaceSpec
 
 if TYPE_CHECKING:
     from moe_core.gemm.fused.layer import FusedLayer
-    from moe_core.gemm.fused.scheme import ActivationScheme, CallShape
+    from moe_core.gemm.fused.scheme import ActivationScheme
     from moe_core.gemm.heuristics.gemv import GemvPlan
     from moe_core.gemm.launch import GemmWeight
     from moe_core.gemm.marlin.gemv import GemvLayer
@@ -79,10 +78,6 @@ class GroupedExperts(FusedMoEExpertsModular):
         """
         return not (self.batched or self.config.batch_invariant)
 
-    def split_k_workspace(self, shape: CallShape) -> WorkspaceSpec:
-        """Scratch memory of the partial sums of split-K."""
-        return split_k_workspace(not self.supports_split_k)
-
     @cached_property
     def problem(self) -> LayerProblem:
         """What the launch heuristics know of the layer; subclasses add what is theirs."""
@@ -124,8 +119,7 @@ class GroupedExperts(FusedMoEExpertsModular):
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
         from moe_core.gemm.fused.scheme import CallShape
 
-        shape = CallShape(self.config, num_tokens)
-        return self.activation_scheme(None).workspaces(shape, self.split_k_workspace(shape))
+        return self.activation_scheme(None).workspaces(CallShape(self.config, num_tokens), self.supports_split_k)
 
     def scales(self, name: str, weights: KernelWeights) -> tuple[Tensor, Tensor | None]:
         """(scales, bias) of "w13" or "w2" in the quant config."""

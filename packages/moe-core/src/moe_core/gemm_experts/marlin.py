@@ -13,15 +13,13 @@ from torch import Tensor
 from moe_core.errors import TensorError
 from moe_core.gemm.heuristics import LayerProblem, gemv_plan
 from moe_core.gemm.heuristics.gemv import GemvPlan
-from moe_core.gemm.heuristics.mixed_input import MAX_PARTS
 from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.quant_config import make_quant_config
 from moe_core.quant_key import QuantKey
 from moe_core.weights import KernelWeights, MoEWeights
-from moe_core.workspace import WorkspaceSpec
 
 if TYPE_CHECKING:
-    from moe_core.gemm.fused.scheme import ActivationScheme, CallShape
+    from moe_core.gemm.fused.scheme import ActivationScheme
     from moe_core.gemm.launch import GemmWeight
     from moe_core.gemm.marlin.convert import Converted
     from moe_core.gemm.marlin.gemv import GemvFunctions, GemvLayer
@@ -137,11 +135,6 @@ class MarlinExperts(GroupedExperts):
         if not isinstance(plan, GemvPlan):
             return None
         return plan if on_gpu else replace(plan, pdl=False)
-
-    def split_k_workspace(self, shape: CallShape) -> WorkspaceSpec:
-        # at most 16 programs share a loop
-        size = min(MAX_PARTS, 16 * shape.pairs * max(2 * self.config.intermediate_size, self.config.hidden_size))
-        return WorkspaceSpec("partials", (size if self.supports_split_k else 0,), torch.float32)
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
         from moe_core.gemm.columns import Columns

@@ -18,7 +18,6 @@ from moe_core.gemm.marlin.convert import Converted
 from moe_core.gemm.marlin.gemv import GemvFunctions, GemvLayer, gemv
 from moe_core.gemm.marlin.weight import Functions, MarlinMatrix
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.tile_kernel import POSITION
 from moe_core.gemm.workspaces import order_workspaces
 from moe_core.gemm_experts.marlin import MarlinExperts
 from moe_core.ops.sort import sort_pairs
@@ -48,7 +47,7 @@ def dequantized_by_gemm(
     gemm = Gemm(
         config,
         matrix.gemm_weight(functions),
-        OperandA((rows, rows.stride(0), k), POSITION.value),
+        OperandA((rows, rows.stride(0), k), "position"),
         Result.of(y),
         sort_pairs(ids, 1, config.block_m, workspace=workspace),
         Routing(ids, torch.ones(k, 1, device=device), 1),

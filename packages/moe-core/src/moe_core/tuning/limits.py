@@ -19,11 +19,11 @@ from typing import Any
 
 from moe_core.gemm.heuristics import gemv_plan, launch_plan
 from moe_core.gemm.heuristics.gemv import GemvPlan
-from moe_core.gemm.heuristics.mixed_input import MAX_PARTS
+from moe_core.gemm.heuristics.invariant import sums_alike
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import BLOCK_N, steps_of
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.workspaces import MAX_SPLIT_PROGRAMS, MIN_BLOCK_M, SPLIT_ROWS
+from moe_core.gemm.workspaces import MAX_PARTIALS, MAX_SPLIT_K, MIN_BLOCK_M
 
 #: a layer's launch configurations, whichever kernels they are for
 Plan = TilePlan | GemvPlan
@@ -37,7 +37,7 @@ NUMBERS = {
     "num_warps": (1, 16),
     "num_stages": (1, 8),
     "group_m": (1, 64),
-    "split_k": (1, 16),
+    "split_k": (1, MAX_SPLIT_K),
 }
 #: what else a configuration is free to have; other fields have values that the heuristics give them for the layer
 FREE = ("tma",)
@@ -54,8 +54,7 @@ def own_plans(problem: LayerProblem) -> tuple[TilePlan, ...]:
 def rounding(problem: LayerProblem, config: TileConfig) -> tuple[bool, bool]:
     """What of a configuration decides how numbers are rounded; see the module."""
     plain = problem.family == "scaled_mm" and problem.element in ("e4m3", "int8")
-    summed = plain and (problem.element == "int8" or problem.group_size != -1)
-    running = config.warp_specialised and problem.family == "scaled_mm" and not summed
+    running = config.warp_specialised and problem.family == "scaled_mm" and not sums_alike(problem)
     return config.block_m <= FEW and not plain, running
 
 
@@ -119,13 +118,12 @@ def _of_tiles(problem: LayerProblem, name: str, config: TileConfig, last: int) -
     if config.warp_specialised and replace(config, group_m=1) not in {replace(c, group_m=1) for c in own}:
         yield "the warp-specialised kernel has tiles of its own: only group_m is free"
     if config.split_k > 1:
-        room = MAX_PARTS if problem.family == "mixed_input" else MAX_SPLIT_PROGRAMS * SPLIT_ROWS * 2 * BLOCK_N
         step = BLOCK_N if problem.group_size == -1 else min(problem.group_size, BLOCK_N)
         if not problem.may_split or problem.dtype_bytes == 4:
             yield "split_k: this layer's k loops are not split"
         elif config.split_k > steps_of(columns, step):
             yield f"split_k is {config.split_k}, the k loop has {steps_of(columns, step)} steps"
-        elif last * problem.top_k * config.split_k * rows > room:
+        elif last * problem.top_k * config.split_k * rows > MAX_PARTIALS:
             yield f"split_k is {config.split_k}: partial sums of {last} tokens have no room"
 
 

@@ -12,20 +12,20 @@ from moe_core.experts_api import TileConfig
 from moe_core.kernel_api import (
     GemmWeight,
     GroupScheme,
-    OperandA,
     TileFunctions,
     WarpSpecialisedGemm,
-    is_aligned,
     load_blocks,
     open_blocks,
     prefetch_weights,
-    weight_descriptor,
     weight_strides,
 )
 from torch import Tensor
 
 from moe_fp8.kernels import block
 
+_TILE = TileFunctions(
+    open_blocks, load_blocks, block.open_weights, block.load_weights, block.multiply, prefetch_b=prefetch_weights
+)
 #: weight blocks of the warp-specialised kernel
 HOPPER_BLOCKS = ((128, 128), (64, 128), (128, 64), (64, 64))
 
@@ -59,11 +59,9 @@ def block_weight(
         (weights, scales, *weight_strides(weights, block_k), *strides),
         rows,
         weights.shape[1] * weights.shape[3] if weights.dim() == 4 else weights.shape[2],
-        _functions,
+        lambda config: _TILE,
         block_k,
         bias,
-        weight_descriptor(weights),
-        is_aligned(weights),
         warp_specialised=warp_specialised,
         tile_config=partial(_tile_config, block_n),
     )
@@ -73,11 +71,6 @@ def _multiply() -> Any:
     from moe_fp8.kernels.hopper_blockwise import scaled_mm_blockwise
 
     return scaled_mm_blockwise
-
-
-def _functions(config: TileConfig, a: OperandA) -> TileFunctions:
-    weights = block.open_weights, block.load_weights
-    return TileFunctions(open_blocks, load_blocks, *weights, block.multiply, prefetch_b=prefetch_weights)
 
 
 def _tile_config(block_n: int, config: TileConfig) -> TileConfig:

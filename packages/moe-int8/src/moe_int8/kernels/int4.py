@@ -120,21 +120,18 @@ def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
     scaled (by group).
     """
     load_weights, multiplied = _GROUPS[0 if group_size == -1 else 1 if group_size == 128 else 2]
-    base = replace(
-        INT8_ZERO if zero_points else INT8,
-        load_values=LOAD_PARTS[2],
-        load_unquantized=None if zero_points else _LOAD_UNQUANTIZED,
-        load_weights=load_weights,
-        prefetch_weights=None,
-        multiply=multiplied,
-        packed=2,
-    )
-    if group_size == -1:
-        return base
+    base = INT8_ZERO if zero_points else INT8
+    tile = base.tile._replace(load_a=LOAD_PARTS[2], load_b=load_weights, prefetch_b=None, multiply=multiplied)
+    if group_size != -1:
+        tile = tile._replace(
+            open_b=_OPEN_GROUPS_SUMS if zero_points else open_groups,
+            scale_acc=_SCALE_ACC_ZERO if zero_points else scale_acc_tokens,
+            accumulate=tl.constexpr(tl.float32),
+        )
     return replace(
         base,
-        open_weights=_OPEN_GROUPS_SUMS if zero_points else open_groups,
-        scale_acc=_SCALE_ACC_ZERO if zero_points else scale_acc_tokens,
-        accumulate=tl.constexpr(tl.float32),
-        block_k=min(2 * group_size, 128),
+        tile=tile,
+        load_unquantized=None if zero_points else _LOAD_UNQUANTIZED,
+        packed=2,
+        block_k=128 if group_size == -1 else min(2 * group_size, 128),
     )

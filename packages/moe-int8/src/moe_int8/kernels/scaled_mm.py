@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from moe_core.kernel_api import (
+    E4M3,
     ScaledMMFunctions,
     as_column,
     as_row,
@@ -61,13 +62,12 @@ def scale_acc_zero(acc, a_state, b_state, SWAP_AB: tl.constexpr):
 # ------------------------------------------------------------------ as values
 
 
-INT8 = ScaledMMFunctions(torch.int8, accumulate=tl.constexpr(tl.int32), flags_nan=True)
+INT8 = ScaledMMFunctions(torch.int8, E4M3.tile._replace(accumulate=tl.constexpr(tl.int32)), flags_nan=True)
 
 #: activations with zero points: `ActivationScales` and scratch scales are `with_zero`, operands have `row_sums`
 INT8_ZERO = replace(
     INT8,
-    quantize_row=quantize_row_zero,
+    tile=INT8.tile._replace(open_b=open_sums, scale_acc=scale_acc_zero),
     load_unquantized=None,
-    open_weights=open_sums,
-    scale_acc=scale_acc_zero,
+    quantize_row=quantize_row_zero,
 )

@@ -113,13 +113,14 @@ class TritonMxfp4Experts(GroupedExperts):
         from moe_mxfp4.kernels.scaled import SCALED
 
         scales, bias = self.scales(name, weights)
+        step = SHORT_STEP if self.short_steps and weights.device.type != "cpu" else STEP
         return packed_weight(
             weights.w13 if name == "w13" else weights.w2,
             4,
             *self.sizes(name),
             scales.transpose(1, 2) if self.scaled else scales,
-            SCALED if self.scaled else e2m1_functions(self.activation_key),
+            SCALED if self.scaled else e2m1_functions(self.activation_key, step),
             others=weights.extra[f"{name}_channel_scales"],
             bias=bias,
-            step=SHORT_STEP if self.short_steps and weights.device.type != "cpu" else STEP,
+            step=step,
         )

@@ -16,21 +16,20 @@ import triton.language as tl
 from moe_core import QuantKey, kFp8Dynamic128Sym
 from moe_core.kernel_api import (
     INTERPRET,
+    LOAD_WORDS,
+    SCALE_ACC_TOKENS,
     TileFunctions,
     activation_functions,
     in_order,
-    load_words,
     multiply,
-    open_codes,
+    of_group,
+    open_groups,
     open_plain,
-    scale_acc_codes,
-    scale_acc_codes_tokens,
+    scale_acc_channels,
     specialize,
     swap_ab_dot,
+    tile_words,
 )
-
-#: columns of which an int32 holds the scales
-STEP = tl.constexpr(128)
 
 
 @triton.jit
@@ -72,22 +71,10 @@ def dequantize_e2m1(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def open_channels(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_codes`, with the rows' channel scales in place of pointers to them."""
-    state = open_codes(b_args, expert, half, n, N, BLOCK_N)
-    return state[:8] + (tl.load(state[8]),)
-
-
-@triton.jit
-def load_e2m1(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of a step and its rows' scales, the first group's in the low bits."""
-    # before the tile: nothing waits for them until the words have come
-    if BLOCK_K == STEP:
-        scales = tl.load(state[4] + k * state[5])
-    else:
-        tl.static_assert(BLOCK_K == STEP // 4, "a step has one group or four")
-        scales = tl.load(state[4] + k // 4 * state[5]) >> k % 4 * 8
-    return load_words(state, b_desc, k, BLOCK_K // 8, EVEN_N, EVEN_K), scales
+def load_short(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of a step of one group and its rows' scales, in the low bits."""
+    scales = of_group(state[3], state, k // 4, EVEN_N) >> k % 4 * 8
+    return tile_words(state, b_desc, k, K, BLOCK_K, 4, EVEN_N, EVEN_K), scales
 
 
 @triton.jit
@@ -100,10 +87,12 @@ def scaled_mm_blockwise(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 _MULTIPLY = specialize(multiply, dequantize=dequantize_e2m1)
 
 
-def e2m1_functions(key: QuantKey | None) -> TileFunctions:
-    """For activations of ``key``, as `as_stored_scheme` has them."""
+def e2m1_functions(key: QuantKey | None, step: int) -> TileFunctions:
+    """For activations of ``key``, as `as_stored_scheme` has them; ``step`` columns, of one group or of four."""
     open_a, load_a = activation_functions(key)
     by_step = key == kFp8Dynamic128Sym
-    scale_acc = scale_acc_codes if by_step or open_a is open_plain else scale_acc_codes_tokens
-    product = scaled_mm_blockwise if by_step else _MULTIPLY
-    return TileFunctions(open_a, load_a, open_channels, load_e2m1, product, scale_acc)
+    scale_acc = scale_acc_channels
+    if not (by_step or open_a is open_plain):
+        scale_acc = SCALE_ACC_TOKENS[scale_acc]
+    load_b, product = load_short if step == 32 else LOAD_WORDS[4, 0], scaled_mm_blockwise if by_step else _MULTIPLY
+    return TileFunctions(open_a, load_a, open_groups, load_b, product, scale_acc)

@@ -139,9 +139,6 @@ def multiply_words(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 #: e4m3 activations with e2m1 weights
 E2M1 = replace(
     E4M3,
-    open_weights=open_words,
-    load_weights=load_words,
-    prefetch_weights=prefetch_words,
-    multiply=multiply_words,
+    tile=E4M3.tile._replace(open_b=open_words, load_b=load_words, multiply=multiply_words, prefetch_b=prefetch_words),
     packed=8,
 )

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.kernel_api import INTERPRET, TileFunctions, load_words, open_blocks, scale_acc_codes
-
-from moe_mxfp4.kernels.e2m1 import open_channels
+from moe_core.kernel_api import INTERPRET, TileFunctions, open_blocks, open_groups, scale_acc_channels, weight_tile
 
 #: columns that share a scale
 GROUP = tl.constexpr(32)
@@ -33,8 +31,9 @@ def load_codes(state, k, BLOCK_K: tl.constexpr):
 def load_scaled(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """Bytes [BLOCK_N, BLOCK_K / 2] and their scales [BLOCK_N, groups]."""
     groups = k * (BLOCK_K // GROUP) + tl.arange(0, BLOCK_K // GROUP)
-    scales = tl.load(state[4][:, None] + groups[None, :])
-    return load_words(state, b_desc, k, BLOCK_K // 2, EVEN_N, EVEN_K), scales
+    scales = tl.load(state[3][:, None] + groups[None, :], mask=state[1][:, None], other=0)
+    codes = weight_tile(state[0], state[1], state[2], b_desc, k, tl.cdiv(K, 2), BLOCK_K // 2, EVEN_N, EVEN_K)
+    return codes, scales
 
 
 @triton.jit
@@ -53,4 +52,4 @@ def multiply_scaled(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     return tl.dot_scaled(b, b_scale, "e2m1", tl.trans(a), _own(a_scale), "e4m3", acc)
 
 
-SCALED = TileFunctions(open_blocks, load_codes, open_channels, load_scaled, multiply_scaled, scale_acc_codes)
+SCALED = TileFunctions(open_blocks, load_codes, open_groups, load_scaled, multiply_scaled, scale_acc_channels)

@@ -20,19 +20,21 @@ from moe_core import QuantKey
 from moe_core.kernel_api import (
     INTERPRET,
     LOAD_PARTS,
+    SCALE_ACC_TOKENS,
     TileFunctions,
     activation_functions,
     in_order,
     join_last,
-    load_words,
     multiply,
-    open_codes,
-    scale_acc_codes,
-    scale_acc_codes_tokens,
+    of_group,
+    open_groups,
+    open_rows,
+    scale_acc_rows,
     scale_acc_tokens,
     specialize,
     split_last,
     swap_ab_dot,
+    tile_words,
     wait_for_mma,
 )
 
@@ -87,39 +89,44 @@ def dequantize_codes(words, zero, COLUMNS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def open_rows(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_codes`, for rows with one scale each: scales[, zero points] behind the rest, float32."""
-    state = open_codes(b_args, expert, half, n, N, BLOCK_N)
-    scale = tl.load(state[4]).to(tl.float32)
-    if len(state) == 8:
-        return state + (scale,)
-    else:
-        return state[:8] + (scale, tl.load(state[8]).to(tl.float32))
+def open_zeros(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_rows`, with the zero points of rows in place of pointers to them."""
+    state = open_rows(b_args, expert, half, n, N, BLOCK_N)
+    if len(state) == 7:
+        state = state[:6] + (tl.load(state[6], mask=state[1], other=0),)
+    return state
+
+
+@triton.jit
+def open_columns(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
+    """As `open_groups`, and a pointer to the groups of columns; b_args ends with these and their stride per expert."""
+    state = open_groups(b_args[:10], expert, half, n, N, BLOCK_N)
+    return state + (b_args[10] + expert.to(tl.int64) * b_args[11],)
 
 
 @triton.jit
 def _load_codes(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """Words of a step; zero points of rows, or (scales, zero points) of columns or of each group, see `_LOAD_CODES`."""
-    W: tl.constexpr = BLOCK_K * BITS // 32
     MIDDLE: tl.constexpr = 2.0 ** (BITS - 1)
     if GROUPS == 0:
-        words = load_words(state, b_desc, k, W, EVEN_N, EVEN_K)
-        return words, (state[9] if len(state) == 10 else tl.full((words.shape[0],), MIDDLE, tl.float32))
+        words = tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N, EVEN_K)
+        return words, (state[6] if len(state) == 7 else tl.full((words.shape[0],), MIDDLE, tl.float32))
     elif GROUPS == -1:
-        words = load_words(state, b_desc, k, W, EVEN_N, EVEN_K)
-        group = tl.load(state[7] + k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :] * state[5]
-        scale = tl.load(state[4][:, None] + group)
-        return words, (scale, tl.load(state[8][:, None] + group) if len(state) == 9 else MIDDLE)
+        words = tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N, EVEN_K)
+        group = tl.load(state[-1] + k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :] * state[4]
+        exists = state[1][:, None]
+        scale = tl.load(state[3][:, None] + group, mask=exists, other=0.0)
+        return words, (scale, tl.load(state[6][:, None] + group, mask=exists, other=0) if len(state) == 8 else MIDDLE)
     else:
         # before the tile: nothing waits for them until the words have come
         scales = ()
         for i in tl.static_range(GROUPS):
-            # the last step may have columns of no group, which meet zeros
-            offset = tl.minimum(GROUPS * k + i, state[6] - 1) * state[5]
-            scale = tl.load(state[4] + offset)
-            zero = tl.load(state[8] + offset) if len(state) == 9 else tl.full(scale.shape, MIDDLE, tl.float32)
+            scale = of_group(state[3], state, GROUPS * k + i, EVEN_N)
+            zero = tl.full(scale.shape, MIDDLE, tl.float32)
+            if len(state) == 7:
+                zero = of_group(state[6], state, GROUPS * k + i, EVEN_N)
             scales += ((scale, zero),)  # type: ignore[assignment]
-        return load_words(state, b_desc, k, W, EVEN_N, EVEN_K), scales
+        return tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N, EVEN_K), scales
 
 
 # ------------------------------------------------------------------ products and scales
@@ -169,8 +176,8 @@ def code_functions(key: QuantKey | None, bits: int, groups: int) -> TileFunction
     open_a, load_a = activation_functions(key)
     load_b, scale_acc = _LOAD_CODES[bits, groups], None if key is None else scale_acc_tokens
     if groups == -1:
-        return TileFunctions(open_a, load_a, open_codes, load_b, multiply_columns, scale_acc)
+        return TileFunctions(open_a, load_a, open_columns, load_b, multiply_columns, scale_acc)
     if groups == 0:
-        scale_acc = scale_acc_codes if key is None else scale_acc_codes_tokens
-        return TileFunctions(open_a, load_a, open_rows, load_b, _MULTIPLY_ROWS, scale_acc)
-    return TileFunctions(open_a, LOAD_PARTS[groups], open_codes, load_b, multiply_groups, scale_acc)
+        scale_acc = scale_acc_rows if key is None else SCALE_ACC_TOKENS[scale_acc_rows]
+        return TileFunctions(open_a, load_a, open_zeros, load_b, _MULTIPLY_ROWS, scale_acc)
+    return TileFunctions(open_a, LOAD_PARTS[groups], open_groups, load_b, multiply_groups, scale_acc)

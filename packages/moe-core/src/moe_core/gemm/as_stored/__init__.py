@@ -6,7 +6,6 @@ fits them.  Schemes add how a tile of words is loaded, scaled and multiplied.
     tiles        the order of columns; words and activations of a tile
     activations  what x and h become, by their key: 16-bit, or quantised and multiplied as 16-bit numbers
     scheme       activations and weights as the fused layer takes them
-    words        canonical weights as words
 
-Importing this package imports no Triton; its modules but `words` do.
+Importing this package imports no Triton; its modules do.
 """

@@ -30,25 +30,15 @@ from moe_core.quant_key import (
 
 # columns that share a scale of MXFP8 and MXFP4
 MX_GROUP = tl.constexpr(32)
-# set by `specialize`: codes of a word of the weights, 0 for columns in their own order; how e4m3 is made; element type
-# and rounding of scales of MXFP8 and MXFP4
-CODES = tl.constexpr(8)
-quantize: Any = quantize_row
+# set by `specialize`: element type and rounding of scales of MXFP8 and MXFP4
 CODE = tl.constexpr("e4m3")
 ROUNDING = tl.constexpr("up")
 
 
 @triton.jit
-def arrange_values(tile, quant_args, expert, AXIS: tl.constexpr):
-    """Values as they are, in the type of the tensor that they go to."""
-    return arrange(downcast(tile, quant_args[0].dtype.element_ty), CODES, AXIS), 0.0
-
-
-@triton.jit
-def arrange_codes(tile, quant_args, expert, AXIS: tl.constexpr):
-    """What `quantize`, of `moe_core.gemm.scaled_mm`, makes of the tile."""
-    values, scale = quantize(tile, quant_args, expert, AXIS)
-    return arrange(values, CODES, AXIS), scale
+def values_as_they_are(tile, quant_args, expert, AXIS: tl.constexpr):
+    """In the type of the tensor that they go to."""
+    return downcast(tile, quant_args[0].dtype.element_ty), 0.0
 
 
 @triton.jit
@@ -73,7 +63,7 @@ def round_mx(tile, quant_args, expert, AXIS: tl.constexpr):
         # more than the largest code is possible where scales are not rounded up
         scaled = clamp(scaled, 448.0 if CODE == "e4m3" else 6.0)
     rounded = round_e4m3(scaled) if CODE == "e4m3" else round_e2m1(scaled)
-    return arrange(downcast((rounded * scale).reshape(tile.shape), tl.bfloat16), CODES, AXIS), 0.0
+    return downcast((rounded * scale).reshape(tile.shape), tl.bfloat16), 0.0
 
 
 @triton.jit
@@ -89,19 +79,34 @@ def code_mxfp8(tile, quant_args, expert, AXIS: tl.constexpr):
         return codes, exponents.reshape(tile.shape[:AXIS] + [GROUPS] + tile.shape[AXIS + 1 :])
 
 
+# set by `specialize`: codes of a word of the weights, 0 for columns in their own order; how values are made
+CODES = tl.constexpr(8)
+quantize: Any = values_as_they_are
+
+
+@triton.jit
+def arranged(tile, quant_args, expert, AXIS: tl.constexpr):
+    """What `quantize` makes of the tile, its columns in the order of the weights'."""
+    values, scale = quantize(tile, quant_args, expert, AXIS)
+    return arrange(values, CODES, AXIS), scale
+
+
 @cache
 def quantizer(key: QuantKey | None, bits: int | None) -> Any:
     """The `quantize` function of an activation key, beside codes of so many bits; None: columns keep their order.
 
     Raises ConfigError for keys that there is none for.
     """
-    codes = 0 if bits is None else 32 // bits
     if key is None:
-        return specialize(arrange_values, CODES=codes)
-    if key in (kFp8DynamicTokenSym, kFp8Dynamic128Sym):
-        return specialize(arrange_codes, CODES=codes)
-    if key == kFp8StaticTensorSym:
-        return specialize(arrange_codes, CODES=codes, quantize=quantize_static)
-    if key.with_rounding("up") in (kMxfp8Dynamic, kMxfp4Dynamic):
-        return specialize(round_mx, CODES=codes, CODE=key.dtype.name, ROUNDING=key.scale.rounding)
-    raise ConfigError(f"activations are 16-bit here, e4m3 per token, 128 columns or expert, MXFP8 or MXFP4, got {key}")
+        made: Any = values_as_they_are
+    elif key in (kFp8DynamicTokenSym, kFp8Dynamic128Sym):
+        made = quantize_row
+    elif key == kFp8StaticTensorSym:
+        made = quantize_static
+    elif key.with_rounding("up") in (kMxfp8Dynamic, kMxfp4Dynamic):
+        made = specialize(round_mx, CODE=key.dtype.name, ROUNDING=key.scale.rounding)
+    else:
+        raise ConfigError(
+            f"activations are 16-bit here, e4m3 per token, 128 columns or expert, MXFP8 or MXFP4, got {key}"
+        )
+    return specialize(arranged, CODES=0 if bits is None else 32 // bits, quantize=made)

@@ -15,7 +15,8 @@ from moe_core.gemm.fused.groups import GroupScheme
 from moe_core.gemm.fused.plain import PlainScheme
 from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions, ScaledMMScheme
 from moe_core.gemm.fused.scheme import ActivationScheme
-from moe_core.gemm.launch import GemmWeight, TileFunctions, is_aligned, weight_descriptor
+from moe_core.gemm.launch import GemmWeight, TileFunctions
+from moe_core.gemm.marlin.weight import packed_arguments
 from moe_core.gemm.scaled_mm import load_values, open_values
 from moe_core.quant_key import QuantKey, kFp8Dynamic128Sym, kFp8DynamicTokenSym, kFp8StaticTensorSym
 
@@ -87,24 +88,18 @@ def packed_weight(
 ) -> GemmWeight:
     """A weight of ``words`` int32 or uint8 [E, rows of all halves, words]: ``columns`` codes of ``bits``.
 
-    Low bits come first; ``rows`` of one half; ``step`` columns of a step of the k loop.  For `tiles.open_codes`:
-    ``scales`` [E, groups, rows of all halves]; ``others``: of that shape, or [E, rows of all halves];
-    ``column_groups`` [E, columns padded to whole steps]: the group of each column.
+    Low bits come first; ``rows`` of one half; ``step`` columns of a step of the k loop.  For `open_groups`:
+    ``scales`` [E, groups, rows of all halves]; ``others``: of that shape, or [E, rows of all halves].
+    ``column_groups`` [E, columns padded to whole steps], and their stride, are the last arguments: the group of each
+    column.
     """
-    strides = (
-        *(words.stride(0), words.stride(1), words.shape[2]),
-        *scales.stride(),
-        scales.shape[1],
-        0 if others is None else others.stride(0),
-        0 if column_groups is None else column_groups.stride(0),
-    )
+    columns_of = () if column_groups is None else (column_groups, column_groups.stride(0))
     return GemmWeight(
-        (words, scales, others, column_groups, *strides),
+        (*packed_arguments(words, scales, others), *columns_of),
         rows,
         columns,
-        lambda config, a: functions,
+        lambda config: functions,
         step,
         bias,
-        weight_descriptor(words, 8 * words.element_size() // bits),
-        is_aligned(words),
+        8 * words.element_size() // bits,
     )

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.scaled_mm import load_values
-from moe_core.gemm.weight_tile import weight_rows, weight_tile
 
 
 @triton.jit
@@ -33,46 +32,6 @@ def in_order(numbers, N: tl.constexpr, W: tl.constexpr, P: tl.constexpr):
     """Numbers of words [N, W, P numbers in the order of the word's bits] as [N, P W] in the order of `arrange`."""
     # [unit, thread, of its pair, pair] to [unit, pair, thread, of its pair]
     return numbers.reshape(N, W // 4, 4, 2, P // 2).permute(0, 1, 4, 2, 3).reshape(N, P * W)
-
-
-@triton.jit
-def open_codes(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """State of a tile, of b_args as `moe_core.gemm.as_stored.scheme.packed_weight` makes them.
-
-    Pointers to the tile's rows, which of them exist, the first, words of a row; pointers to the rows' scales, stride of
-    a group's, number of groups; a pointer to the groups of columns; if there are any, pointers to the rows' `others`.
-    """
-    words, scales, others, columns = b_args[:4]
-    stride_e, stride_n, row_words, scale_e, scale_g, scale_n, groups, other_e, column_e = b_args[4:]
-    rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
-    base = expert.to(tl.int64)
-    row = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
-    # a state holds no None
-    column = words if columns is None else columns + base * column_e
-    state = rows, inside, first, row_words, scales + base * scale_e + row * scale_n, scale_g, groups, column
-    if others is None:
-        return state
-    else:
-        return state + (others + base * other_e + row,)
-
-
-@triton.jit
-def load_words(state, b_desc, k, W: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """[BLOCK_N, W] of step k; beyond the last word 0, which meets zeros of the activations."""
-    return weight_tile(state[0], state[1], state[2], b_desc, k, state[3], W, EVEN_N, EVEN_K)
-
-
-@triton.jit
-def scale_acc_codes(acc, a_state, b_state, SWAP_AB: tl.constexpr):
-    """acc * factor of the weights' row, the first behind the groups of columns in the state of `open_codes`."""
-    return acc * b_state[8][:, None]
-
-
-@triton.jit
-def scale_acc_codes_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
-    """`scale_acc_codes` * scale of the activations' row."""
-    # one after the other: the product of both may be too large or too small where the result is not
-    return acc * a_state[1][None, :] * b_state[8][:, None]
 
 
 @triton.jit

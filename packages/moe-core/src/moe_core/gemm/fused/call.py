@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe_core.gemm.launch import GemmWeight, Routing
+from moe_core.gemm.launch import GemmWeight, Routing, Rows
 from moe_core.gemm.lora import Adapters
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.quantize_rows import scatter_quantize
-from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
 from moe_core.ops.batch import Batch, BatchedRows, batch_rows
 from moe_core.ops.sort import QuantizeRows, SortedPairs, sort_pairs
 
@@ -38,16 +37,14 @@ class Call:
         return self.routing.num_pairs
 
     @property
-    def by_pair(self) -> int:
+    def by_pair(self) -> Rows:
         """What a row of a tensor by pair is to the tile kernel; batched rows are all the same."""
-        found: int = (PAIR if isinstance(self.routing, Routing) else POSITION).value
-        return found
+        return "pair" if isinstance(self.routing, Routing) else "position"
 
     @property
-    def by_token(self) -> int:
+    def by_token(self) -> Rows:
         """What a row of x is to it."""
-        found: int = (TOKEN if isinstance(self.routing, Routing) else POSITION).value
-        return found
+        return "token" if isinstance(self.routing, Routing) else "position"
 
     def order(self, rows: QuantizeRows | None = None, *, positions: bool = False, zero: Tensor | None = None) -> Order:
         """Sort the pairs (batched: list the tiles), and quantise ``rows`` and clear ``zero`` beside that."""
@@ -75,7 +72,7 @@ class Call:
     def warp_specialises(self, config: TileConfig, weight: GemmWeight) -> bool:
         """Whether the warp-specialised kernel is asked for, and can read the weight and these rows."""
         special = weight.warp_specialised
-        reads = special is not None and weight.descriptor is not None and self.plan.block_m in special.rows
+        reads = special is not None and weight.matrix is not None and self.plan.block_m in special.rows
         return config.warp_specialised and reads and self.adapters is None
 
     def partials(self, split: int, columns: int) -> Tensor:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded, quantized
-from moe_core.gemm.launch import OperandA, Result, constant
+from moe_core.gemm.launch import OperandA, Result, Rows, constant
 from moe_core.gemm.quantize_rows import quantize_rows
-from moe_core.gemm.tile_kernel import POSITION
 from moe_core.ops.sort import QuantizeRows
 from moe_core.workspace import WorkspaceSpec
 
@@ -58,7 +57,7 @@ class GroupScheme(ActivationScheme):
     def _quantized(self, name: str, rows: int, columns: int) -> tuple[WorkspaceSpec, ...]:
         return quantized(name, rows, columns, self.dtype, self.scale_dtype, columns // self.group)
 
-    def rows(self, values: Tensor, scales: Tensor | None, which: int) -> OperandA:
+    def rows(self, values: Tensor, scales: Tensor | None, which: Rows) -> OperandA:
         """Operand A."""
         if scales is None:
             return OperandA((values, values.stride(0)), which)
@@ -75,7 +74,7 @@ class GroupScheme(ActivationScheme):
         order = call.order(None if scatters else job, positions=scatters)
         if scatters:
             call.scatter(job, order)
-        return order, self.rows(values, scales, POSITION.value if scatters else call.by_token)
+        return order, self.rows(values, scales, "position" if scatters else call.by_token)
 
     def _scatters(self, call: Call) -> bool:
         # there is no room for a batch
@@ -97,7 +96,7 @@ class GroupScheme(ActivationScheme):
             block=constant(self.block),
         )
 
-    def h(self, call: Call, order: Order, which: int) -> OperandA:
+    def h(self, call: Call, order: Order, which: Rows) -> OperandA:
         work = call.workspace
         if call.adapters is not None:
             # every group of every pair is a row here

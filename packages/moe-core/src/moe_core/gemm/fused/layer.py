@@ -29,7 +29,6 @@ from moe_core.gemm.hopper_launch import hopper_gemm
 from moe_core.gemm.launch import Activation, Gemm, GemmWeight, OperandA, Result, Routing, grouped_gemm, reduce_split_k
 from moe_core.gemm.lora import Adapters
 from moe_core.gemm.plan import TilePlan
-from moe_core.gemm.tile_kernel import PAIR, POSITION, TOKEN
 from moe_core.lora import LoRA
 from moe_core.ops.batch import Batch
 from moe_core.ops.reduce import reduce_pairs
@@ -91,11 +90,11 @@ class FusedLayer:
         weight, activation = self.w13, self.activation
         lora = None if call.adapters is None else call.adapters.delta("w13", call.x, by_pair=False)
         # the rows of adapters have an order of their own
-        by_pair = call.by_pair if lora is not None or self.scheme.h_by_pair else POSITION.value
+        by_pair = call.by_pair if lora is not None or self.scheme.h_by_pair else "position"
         h = result = self.scheme.result(call)
         split = config.split_k > 1 and isinstance(routing, Routing)
         if split:
-            by_pair = PAIR.value
+            by_pair = "pair"
             result = Result.of(call.partials(config.split_k, weight.n * (2 if activation.gated else 1)))
         gemm = Gemm(config, weight, a, result, order, routing, activation, by_pair, lora, call.plan.pdl)
         self._multiply(call, gemm)
@@ -120,7 +119,7 @@ class FusedLayer:
         if (
             special is not None
             and a.warp_specialised is not None
-            and (a.which == POSITION.value or (a.which == TOKEN.value and special.gathers))
+            and (a.which == "position" or (a.which == "token" and special.gathers))
             and call.warp_specialises(gemm.config, gemm.weight)
         ):
             (special.start or hopper_gemm)(gemm)

@@ -11,9 +11,8 @@ from torch import Tensor
 from moe_core.gemm.columns import Columns, gather_columns
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded, quantized
-from moe_core.gemm.launch import OperandA, Result, rows_by_pair
+from moe_core.gemm.launch import OperandA, Result, Rows, rows_by_pair
 from moe_core.gemm.quantize_rows import quantize_rows
-from moe_core.gemm.tile_kernel import TOKEN
 from moe_core.ops.sort import QuantizeRows, whole_row
 from moe_core.workspace import WorkspaceSpec
 
@@ -57,10 +56,10 @@ class PlainScheme(ActivationScheme):
     def result(self, call: Call) -> Result:
         return Result.of(call.workspace["h"])
 
-    def h(self, call: Call, order: Order, which: int) -> OperandA:
+    def h(self, call: Call, order: Order, which: Rows) -> OperandA:
         return self._rows(call, "h", call.workspace["h"], self.h_columns, which)
 
-    def _rows(self, call: Call, name: str, x: Tensor, columns: Columns, which: int) -> OperandA:
+    def _rows(self, call: Call, name: str, x: Tensor, columns: Columns, which: Rows) -> OperandA:
         """Operand A: "x", a row for each token, or "h", by pair; itself, or gathered by pair."""
         by_token = name == "x"
         present = call.w2.n if by_token else call.w13.n
@@ -83,7 +82,7 @@ class PlainScheme(ActivationScheme):
         if not columns.indexes(present):
             arguments = (x, x.stride(0)) if padded_rows else (x, x.stride(0), k)
             special: tuple[int, ...] | None = () if reachable else None
-            if which == TOKEN.value:
+            if which == "token":
                 # gathered by the warp-specialised kernel itself, as the compiler knows it can: 32 bytes at a time
                 special = (call.routing.top_k,) if reachable and k % 16 == 0 and x.stride(0) % 16 == 0 else None
             return OperandA(arguments, which, aligned=aligned, warp_specialised=special)

@@ -11,29 +11,24 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from moe_core.gemm import scaled_mm as device
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, padded, quantized
 from moe_core.gemm.launch import (
-    FLOAT32,
     GemmWeight,
     InUse,
     OperandA,
     Result,
+    Rows,
     TileFunctions,
     WarpSpecialisedGemm,
     constant,
-    is_aligned,
     rows_by_pair,
-    weight_descriptor,
     weight_strides,
 )
-from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.quantize_rows import quantize_rows
-from moe_core.gemm.tile_kernel import POSITION
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows, clears_first, whole_row
 from moe_core.workspace import WorkspaceSpec
@@ -45,6 +40,15 @@ MAX_SHORT = 512
 
 #: of the activations' scales
 Granularity = Literal["token", "tensor", "static"]
+_TILE = TileFunctions(
+    device.open_values,
+    device.load_values,
+    device.open_weights,
+    device.load_weights,
+    device.multiply_codes,
+    device.scale_acc,
+    device.prefetch_weights,
+)
 #: what gemm1 leaves of h, see `moe_core.gemm.launch.Result`
 _AMAX_KINDS = {"token": "row", "tensor": "tensor", "static": "nan"}
 
@@ -57,10 +61,9 @@ class ScaledMMFunctions:
 
     Defaults are those of `moe_core.gemm.scaled_mm`; others go with other scales and weights.
 
-    - ``multiply``: the product of a step, added to a sum of the type ``accumulate``
+    - ``tile``: of the tile kernel
+    - ``load_unquantized``: its `load_a` of rows that are quantised while they are loaded; None where they cannot be
     - ``quantize_row``: a row by a scale of its own; ``quantize_static``: by the scale of its expert
-    - ``load_unquantized``: rows that are quantised while they are loaded; None where they cannot be
-    - ``prefetch_weights`` may be None
     - ``flags_nan``: codes have no NaN, so that rows are flagged: see `moe_core.gemm.scaled_mm.scale_or_nan`
     - ``packed``: weights of so many columns lie in an element, 0: other functions read them; where it is one, the
       warp-specialised kernel reads them too, and many rows may go straight into the sorted order
@@ -68,16 +71,10 @@ class ScaledMMFunctions:
     """
 
     dtype: torch.dtype
-    multiply: Any = device.multiply_codes
+    tile: TileFunctions = _TILE
+    load_unquantized: Any = device.load_unquantized
     quantize_row: Any = device.quantize_row
     quantize_static: Any = device.quantize_static
-    load_values: Any = device.load_values
-    load_unquantized: Any = device.load_unquantized
-    open_weights: Any = device.open_weights
-    load_weights: Any = device.load_weights
-    prefetch_weights: Any = device.prefetch_weights
-    scale_acc: Any = device.scale_acc
-    accumulate: tl.constexpr = FLOAT32
     packed: int = 1
     block_k: int = 128
     flags_nan: bool = False
@@ -105,24 +102,11 @@ class ScaledMMFunctions:
             (weights, scales, *weight_strides(weights, self.block_k // self.packed), *strides),
             rows,
             columns,
-            self._tile_functions,
+            lambda config: self.tile,
             self.block_k,
             bias,
-            weight_descriptor(weights, self.packed),
-            is_aligned(weights),
+            self.packed,
             warp_specialised=special,
-        )
-
-    def _tile_functions(self, config: TileConfig, a: OperandA) -> TileFunctions:
-        return TileFunctions(
-            device.open_values,
-            self.load_unquantized if a.form == "unquantized" else self.load_values,
-            self.open_weights,
-            self.load_weights,
-            self.multiply,
-            self.scale_acc,
-            self.prefetch_weights,
-            self.accumulate,
         )
 
 
@@ -197,7 +181,7 @@ class ScaledMMScheme(ActivationScheme):
         call: Call,
         values: Tensor,
         scales: Tensor,
-        which: int,
+        which: Rows,
         nan_flags: Tensor | None = None,
         by_row: bool = True,
     ) -> OperandA:
@@ -210,7 +194,7 @@ class ScaledMMScheme(ActivationScheme):
         if values.dtype is self.functions.dtype:
             return OperandA(arguments, which, warp_specialised=(scales, 1 if by_row else None, nan_flags))
         codes = call.workspace["h_values"]
-        return OperandA((*arguments, values.shape[1], codes), which, form="unquantized")
+        return OperandA((*arguments, values.shape[1], codes), which, load_a=self.functions.load_unquantized)
 
     # -------------------------------------------------------------- x
 
@@ -241,7 +225,7 @@ class ScaledMMScheme(ActivationScheme):
             quantize_rows(job, in_use, pdl=call.plan.pdl)
         else:
             order = call.order(job, zero=zero)
-        return order, self._rows(call, values, scales, POSITION.value if scatters else which)
+        return order, self._rows(call, values, scales, "position" if scatters else which)
 
     def _zeroed(self, call: Call) -> Tensor | None:
         """What is to be cleared before gemm1."""
@@ -293,7 +277,7 @@ class ScaledMMScheme(ActivationScheme):
         values, quantize = work["h_values"], self.functions.quantize_static
         return Result.of(values, quantize=quantize, quant_args=(values, self.h_scale), amax=amax, amax_kind=kind)
 
-    def h(self, call: Call, order: Order, which: int) -> OperandA:
+    def h(self, call: Call, order: Order, which: Rows) -> OperandA:
         work, amax = call.workspace, self._amax(call)
         # whole tiles of gemm1 may be narrower than whole blocks of h: columns behind its own may not be written
         values, wide, found = work["h_values"], work["h"][:, : call.w2.k], work["h_scales"]

@@ -9,8 +9,8 @@ import torch
 
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.gemm.fused.call import Call, Order
-from moe_core.gemm.launch import OperandA, Result
-from moe_core.gemm.workspaces import lora_workspaces, order_workspaces
+from moe_core.gemm.launch import OperandA, Result, Rows
+from moe_core.gemm.workspaces import lora_workspaces, order_workspaces, split_k_workspace
 from moe_core.workspace import WorkspaceSpec
 
 #: columns of a tile of gemm1, and what rows of x and h are padded to a multiple of
@@ -63,7 +63,7 @@ class ActivationScheme(ABC):
         """Where gemm1's epilogue leaves h, and how it is quantised there."""
 
     @abstractmethod
-    def h(self, call: Call, order: Order, which: int) -> OperandA:
+    def h(self, call: Call, order: Order, which: Rows) -> OperandA:
         """h as operand A of gemm2; its rows are ``which`` of the tile kernel's."""
 
     def weights_first(self, has_lora: bool) -> bool:
@@ -73,8 +73,8 @@ class ActivationScheme(ABC):
         """
         return has_lora
 
-    def workspaces(self, shape: CallShape, partials: WorkspaceSpec) -> tuple[WorkspaceSpec, ...]:
-        """All scratch memory of the layer; ``partials``: of split-K."""
+    def workspaces(self, shape: CallShape, splits: bool) -> tuple[WorkspaceSpec, ...]:
+        """All scratch memory of the layer; ``splits``: k loops may be split."""
         config, has_lora = shape.config, shape.config.is_lora_enabled
         on_input = config.apply_router_weight_on_input and not shape.batched
         weighted = on_input and self.weights_first(has_lora)
@@ -82,7 +82,7 @@ class ActivationScheme(ABC):
             *order_workspaces(shape.pairs, shape.num_tokens, config.local_experts, shape.batched),
             WorkspaceSpec("x_weighted", (shape.rows if weighted else 0, config.hidden_size), torch.float32),
             *self.operands(shape),
-            partials,
+            split_k_workspace(config, shape.pairs if splits else 0),
             WorkspaceSpec("y", (0 if shape.batched else shape.pairs, config.hidden_size), config.dtype),
             *(lora_workspaces(config, shape.pairs) if has_lora else ()),
         )

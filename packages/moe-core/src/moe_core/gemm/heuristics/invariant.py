@@ -33,7 +33,7 @@ def invariant_plan(heuristic: Callable[[LayerProblem, int], TilePlan], problem: 
 
 def _invariant(problem: LayerProblem, config: TileConfig) -> TileConfig:
     config = replace(config, uniform=True, short_tiles=False)
-    if not config.warp_specialised or _sums_alike(problem):
+    if not config.warp_specialised or sums_alike(problem):
         return config
     if problem.family == "scaled_mm":
         # the rest of the configuration has no registers for the product of a step
@@ -41,7 +41,7 @@ def _invariant(problem: LayerProblem, config: TileConfig) -> TileConfig:
     return replace(config, warp_specialised=False)
 
 
-def _sums_alike(problem: LayerProblem) -> bool:
+def sums_alike(problem: LayerProblem) -> bool:
     """Whether the warp-specialised kernel was seen to sum as the tile kernel does."""
     blocks = problem.element == "e4m3" and problem.group_size != -1
     return problem.family == "scaled_mm" and (problem.element == "int8" or blocks)

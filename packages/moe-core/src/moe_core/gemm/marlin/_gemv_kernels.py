@@ -132,7 +132,7 @@ def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: 
 
     WAIT: the launch before makes x; the first words are on their way to L2 while it does.
     """
-    words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups = b_args
+    words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups, _ = b_args
     base = expert.to(tl.int64)
     inside = rows < N
     width = tl.cdiv(K, 128) * (4 * form.bits)

@@ -313,7 +313,7 @@ def _tile(
     turn, tile, ring, schedule, b_args, result, epilogue, sizes, form, HEIGHT: gl.constexpr, WARPGROUP: gl.constexpr
 ):
     """Multiply, finish and store one tile; the number of steps that were taken so far."""
-    words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups = b_args
+    words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups, _ = b_args
     expert, start, end, block_n = tile
     tiles, blocks_n, steps, N, rows_per_expert = sizes
     first = block_n * TILE + WARPGROUP * PART

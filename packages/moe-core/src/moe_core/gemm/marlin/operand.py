@@ -1,5 +1,7 @@
 """How tiles of the family are loaded, multiplied and scaled; what the tile kernel's functions are made of.
 
+Weights as stored (`moe_core.gemm.as_stored`) are opened and scaled by the same functions.
+
     weights       int32 words [E, rows, words of K], see `moe_core.gemm.marlin.words`
     scales        float32 [E, groups of K, rows]; beside zero points int32: the bits of a float32 whose last nine are 0,
                   and the zero point in their place.  Four bytes, so that they too are copied ahead of time.
@@ -43,18 +45,20 @@ dequantize: Any = None
 
 @triton.jit
 def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """State of a tile: pointers to the rows' scales.
+    """State of a tile: pointers to its rows, which of them exist, the first; pointers to the rows' scales, stride of a
+    group's, number of groups; if there are any, pointers to the rows' channel scales, or zero points.
 
-    b_args = (words, scales, channel scales or None, strides of the words' experts and rows, of the scales' experts and
-    groups, of the channel_scales' experts, number of groups).
+    b_args as `moe_core.gemm.marlin.weight.packed_arguments` makes them.
     """
-    words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups = b_args
+    words, scales, others, stride_e, stride_n, scale_e, scale_g, other_e, groups, scale_n = b_args
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
     columns = half * N + n + tl.arange(0, BLOCK_N)
-    scale = scales + expert.to(tl.int64) * scale_e + columns
-    # a state holds no None: without channel_scales, anything
-    factor = scale if channel_scales is None else channel_scales + expert.to(tl.int64) * channel_e + columns
-    return rows, inside, first, scale, scale_g, groups, factor
+    state = rows, inside, first, scales + expert.to(tl.int64) * scale_e + columns * scale_n, scale_g, groups
+    # a state holds no None
+    if others is None:
+        return state
+    else:
+        return state + (others + expert.to(tl.int64) * other_e + columns,)
 
 
 @triton.jit
@@ -65,16 +69,26 @@ def open_rows(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def tile_words(state, b_desc, k, K, BLOCK_K: tl.constexpr, BITS: tl.constexpr, EVEN_N: tl.constexpr):
-    """int32 [BLOCK_N, words] of step k; rows have whole steps."""
-    return weight_tile(state[0], state[1], state[2], b_desc, k, K, BLOCK_K * BITS // 32, EVEN_N, True)
+def tile_words(
+    state,
+    b_desc,
+    k,
+    K,
+    BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr = True,
+):
+    """int32 [BLOCK_N, words] of step k; beyond the last word 0, which meets zeros of the activations."""
+    words = tl.cdiv(K * BITS, 32)
+    return weight_tile(state[0], state[1], state[2], b_desc, k, words, BLOCK_K * BITS // 32, EVEN_N, EVEN_K)
 
 
 @triton.jit
-def _group_scales(state, group, EVEN_N: tl.constexpr):
-    """Scales [BLOCK_N] of one group."""
+def of_group(pointers, state, group, EVEN_N: tl.constexpr):
+    """[BLOCK_N] of one group, `pointers` to those of the first; `state` of `open_groups`."""
     # the last step may have columns of no group, whose activations are zeros
-    pointers = state[3] + tl.minimum(group, state[5] - 1) * state[4]
+    pointers += tl.minimum(group, state[5] - 1) * state[4]
     if EVEN_N:
         return tl.load(pointers)
     else:
@@ -87,13 +101,13 @@ def _load_words(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
     if GROUPS == -1:
         scales = state[3]
     elif GROUPS == 0:
-        scales = _group_scales(state, k, EVEN_N)
+        scales = of_group(state[3], state, k, EVEN_N)
     else:
         found = ()
         for i in tl.static_range(GROUPS):
-            found += (_group_scales(state, k * GROUPS + i, EVEN_N),)  # type: ignore[assignment]
+            found += (of_group(state[3], state, k * GROUPS + i, EVEN_N),)  # type: ignore[assignment]
         scales = join_last(found)
-    return tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N), scales
+    return tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N, EVEN_K), scales
 
 
 #: load_b by bits of a code and groups of a step; scales are [N, groups], or [N] for -1 (rows) and 0 (steps)
@@ -190,3 +204,17 @@ def scale_acc_rows(acc, a_state, b_state, SWAP_AB: tl.constexpr):
 def scale_acc_channels(acc, a_state, b_state, SWAP_AB: tl.constexpr):
     """acc times the factor of each row."""
     return acc * tl.load(b_state[6], mask=b_state[1], other=0.0)[:, None]
+
+
+@triton.jit
+def _scale_acc_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
+    """acc times the scale of each row of the activations, then `scale_acc_rows`, or another."""
+    # one after the other: the product of both may be too large or too small where the result is not
+    return scale_acc_rows(acc * a_state[1][None, :], a_state, b_state, SWAP_AB)
+
+
+#: scale_acc of activations with a scale per row, by that of those without
+SCALE_ACC_TOKENS = {
+    function: specialize(_scale_acc_tokens, scale_acc_rows=function)
+    for function in (scale_acc_rows, scale_acc_channels)
+}

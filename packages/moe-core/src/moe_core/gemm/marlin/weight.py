@@ -10,9 +10,19 @@ from torch import Tensor
 
 from moe_core.gemm.activation_tile import load_plain, open_plain
 from moe_core.gemm.columns import Columns
-from moe_core.gemm.launch import GemmWeight, OperandA, TileFunctions, WarpSpecialisedGemm, weight_descriptor
+from moe_core.gemm.launch import GemmWeight, TileFunctions, WarpSpecialisedGemm
 from moe_core.gemm.marlin.hopper_launch import ROWS, STEP, words_gemm
 from moe_core.gemm.plan import TileConfig
+
+
+def packed_arguments(words: Tensor, scales: Tensor, others: Tensor | None) -> tuple[Any, ...]:
+    """The tuple `b_args` of `moe_core.gemm.marlin.operand.open_groups`.
+
+    ``words`` [E, rows, words], ``scales`` [E, groups, rows]; ``others``: channel scales [E, rows] or zero points.
+    """
+    strides = (words.stride(0), words.stride(1), scales.stride(0), scales.stride(1))
+    other_e = 0 if others is None else others.stride(0)
+    return words, scales, others, *strides, other_e, scales.shape[1], scales.stride(2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,16 +53,7 @@ class MarlinMatrix:
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The tuple `b_args` of the device functions, see `moe_core.gemm.marlin.operand`."""
-        words, scales, channel_scales = self.words, self.scales, self.channel_scales
-        strides = (words.stride(0), words.stride(1), scales.stride(0), scales.stride(1))
-        return (
-            words,
-            scales,
-            channel_scales,
-            *strides,
-            0 if channel_scales is None else channel_scales.stride(0),
-            scales.shape[1],
-        )
+        return packed_arguments(self.words, self.scales, self.channel_scales)
 
     @property
     def activation_columns(self) -> Columns:
@@ -64,10 +65,6 @@ class MarlinMatrix:
 
         ``words``: those of the warp-specialised kernel, where it multiplies such a matrix.
         """
-
-        def tile_functions(config: TileConfig, a: OperandA) -> TileFunctions:
-            return TileFunctions(open_plain, load_plain, *functions(self, config))
-
         special = None
         if words is not None:
             scales = (*self.arguments, words.groups)
@@ -76,9 +73,10 @@ class MarlinMatrix:
             self.arguments,
             self.n,
             self.k,
-            tile_functions,
+            lambda config: TileFunctions(open_plain, load_plain, *functions(self, config)),
             bias=self.bias,
-            descriptor=weight_descriptor(self.words, 32 // self.bits),
+            whole_steps=True,
+            packed=32 // self.bits,
             interleaved=self.interleaved,
             warp_specialised=special,
         )

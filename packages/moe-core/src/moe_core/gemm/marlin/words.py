@@ -90,6 +90,18 @@ def order_words(
     return words
 
 
+def as_words(codes: Tensor) -> Tensor:
+    """uint8 [E, rows, bytes] as int32 [E, rows, ceil(bytes / 4)]: a view, or, where rows are no whole words, padded.
+
+    Padded rows start at multiples of 16 bytes.
+    """
+    if codes.shape[2] % 4:
+        codes = torch.nn.functional.pad(codes, (0, -codes.shape[2] % 16))
+    elif codes.stride(2) != 1 or any(number % 4 for number in (codes.storage_offset(), *codes.stride()[:2])):
+        codes = codes.clone(memory_format=torch.contiguous_format)
+    return codes.view(torch.int32)
+
+
 def interleaved_rows(rows: int) -> int:
     """Rows of two halves interleaved in blocks of 8."""
     return -(-(rows // 2) // 8) * 16
