@@ -3,10 +3,10 @@
     python benchmarks/four_bit_plans.py                   # times over today's, one line for each layer and token count
     python benchmarks/four_bit_plans.py --only mxfp4 --tokens 128,512
 
-"mma32" and "mma64" multiply by `mma.sync` in the warp-specialised kernel, in tiles of 32 and 64 rows, "wgmma64" by
-`wgmma`; "A + chosen" takes A for gemm1 and the heuristics' choice for gemm2, "chosen + A" the reverse.  All read the
-same weights, and their results are compared with those of the heuristics' choice: `err` is the largest relative
-difference.
+"mma32" and "mma64" multiply by `mma.sync` in the warp-specialised kernel, in tiles of 32 and 64 rows, "wide" of 512
+rows of weights instead of 256, "wgmma64" by `wgmma`; "A + chosen" takes A for gemm1 and the heuristics' choice for
+gemm2, "chosen + A" the reverse.  All read the same weights, and their results are compared with those of the
+heuristics' choice: `err` is the largest relative difference.
 """
 
 from __future__ import annotations
@@ -71,10 +71,17 @@ def layer(scheme: str, experts: int, top_k: int, hidden: int, inner: int) -> tup
 def other_plans(chosen: TilePlan, rows_per_expert: float) -> dict[str, TilePlan]:
     """What is compared with the heuristics' choice."""
     plans = {}
-    for name, rows, mma_sync in (("mma64", 64, True), ("mma32", 32, True), ("wgmma64", 64, False)):
+    forms = (
+        ("mma64", 64, 128, True),
+        ("mma64 wide", 64, 256, True),
+        ("mma32", 32, 128, True),
+        ("mma32 wide", 32, 256, True),
+        ("wgmma64", 64, 128, False),
+    )
+    for name, rows, block_n, mma_sync in forms:
         if rows == 32 and rows_per_expert > 33:
             continue  # nearly every expert has a second tile
-        one = TileConfig(rows, 128, 4, 3, 1, swap_ab=True, warp_specialised=True, mma_sync=mma_sync)
+        one = TileConfig(rows, block_n, 4, 3, 1, swap_ab=True, warp_specialised=True, mma_sync=mma_sync)
         two = replace(one, group_m=8)
         plans[name] = TilePlan(one, two)
         # rows are sorted into tiles for both, which the tile kernel may divide

@@ -42,8 +42,8 @@ DRY = "--dry" in sys.argv
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def swapped(rows, split=1, tma=True, warps=4, **more):
-    return TileConfig(rows, 128, warps, 3, 1, swap_ab=True, tma=tma, split_k=split, **more)
+def swapped(rows, split=1, tma=True, warps=4, block_n=128, **more):
+    return TileConfig(rows, block_n, warps, 3, 1, swap_ab=True, tma=tma, split_k=split, **more)
 
 
 def both(config, pdl=False):
@@ -53,7 +53,10 @@ def both(config, pdl=False):
 WIDE = TileConfig(128, 128, 8, 3, 8, warp_specialised=True)
 SPECIAL, SHORT = both(WIDE), both(replace(WIDE, short_tiles=True))
 WORDS = {rows: both(swapped(rows, tma=False, warp_specialised=True)) for rows in (64, 128)}
-MMA_SYNC = {rows: both(swapped(rows, tma=False, warp_specialised=True, mma_sync=True)) for rows in (32, 64)}
+MMA_SYNC = {
+    rows: both(swapped(rows, tma=False, block_n=block_n, warp_specialised=True, mma_sync=True))
+    for rows, block_n in ((32, 256), (64, 128))
+}
 PLAIN = both(TileConfig(64, 128, 8, 3, 8, tma=True))
 SPLIT, FEW, MANY = both(swapped(16, 2), True), both(swapped(32), True), both(swapped(64, tma=False))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from moe_core.gemm.launch import Activation, Gemm, OperandA, Result, Routing, grouped_gemm
 from moe_core.gemm.marlin.convert import convert_integers
-from moe_core.gemm.marlin.hopper_launch import HEIGHTS, MMA_SYNC_HEIGHTS, RING, STEP, WORDS, WORDS_TILE, words_gemm
+from moe_core.gemm.marlin.hopper_launch import HEIGHTS, MMA_SYNC_HEIGHTS, RING, STEP, WORDS, WORDS_BOX, words_gemm
 from moe_core.gemm.marlin.integers import integer_functions, integer_words
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.plan import TileConfig
@@ -83,10 +83,12 @@ class Product:
         return torch.full((self.number, columns), float("nan"), dtype=self.dtype, device=self.device)
 
     def special(
-        self, rows: int, activation: Activation | None, gathers: bool = False, mma_sync: bool = False
+        self, rows: int, activation: Activation | None, gathers: bool = False, block_n: int | None = None
     ) -> torch.Tensor:
+        """By `wgmma`, or with ``block_n`` rows of weights of a group of warps by `mma.sync`."""
         out = self.poisoned(activation)
-        config = TileConfig(rows, 128, 4, 3, 8, swap_ab=True, warp_specialised=True, mma_sync=mma_sync)
+        mma_sync = block_n is not None
+        config = TileConfig(rows, block_n or 128, 4, 3, 8, swap_ab=True, warp_specialised=True, mma_sync=mma_sync)
         values, which = (self.tokens, "token") if gathers else (self.values, "position")
         a = OperandA((values, values.stride(0)), which, warp_specialised=(2,) if gathers else ())
         words_gemm(Gemm(config, self.weight, a, Result.of(out), self.pairs(rows), self.routing, activation))
@@ -150,21 +152,24 @@ def test_products_have_the_bits_of_the_tile_kernel(rows, gathers, case, hopper):
     assert float((found - exact)[some].norm() / exact[some].norm()) < 2**-8
 
 
+#: the same, and rows of weights of a group of warps
 MMA_SYNC_CASES = [
-    (64, True, {"bias": True}),
-    (64, False, {"group": 64, "n": 264, "k": 136}),
-    (32, True, {"group": 32, "zeros": True, "dtype": torch.float16, "k": 416}),
-    (32, False, {"group": -1, "zeros": True, "k": 1024, "n": 1000}),
+    (64, 128, True, {"bias": True}),
+    (64, 128, False, {"group": 64, "n": 264, "k": 136}),
+    (32, 128, True, {"group": 32, "zeros": True, "dtype": torch.float16, "k": 416}),
+    (32, 256, True, {"bias": True, "n": 520}),
+    (32, 256, False, {"group": -1, "zeros": True, "k": 1024, "n": 1000}),
+    (64, 256, False, {"group": 32, "n": 264, "k": 160}),
 ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "gathers", "case"), MMA_SYNC_CASES, ids=str)
-def test_products_by_mma_sync(rows, gathers, case, hopper):
+@pytest.mark.parametrize(("rows", "block_n", "gathers", "case"), MMA_SYNC_CASES, ids=str)
+def test_products_by_mma_sync(rows, block_n, gathers, case, hopper):
     product = Product(hopper, **case)
     exact = product.exact()
-    found = product.special(rows, None, gathers, mma_sync=True)
-    again = product.special(rows, None, gathers, mma_sync=True)
+    found = product.special(rows, None, gathers, block_n)
+    again = product.special(rows, None, gathers, block_n)
     assert torch.equal(found.view(torch.int16), again.view(torch.int16))
     some = ~exact.isnan()
     found = found.double().cpu()
@@ -174,12 +179,12 @@ def test_products_by_mma_sync(rows, gathers, case, hopper):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("rows", "name", "mma_sync"), [(64, "gelu", False), (128, "silu", False), (64, "silu", True), (32, "gelu", True)]
+    ("rows", "name", "block_n"), [(64, "gelu", None), (128, "silu", None), (64, "silu", 128), (32, "gelu", 256)]
 )
-def test_activated_products(rows, name, mma_sync, hopper):
+def test_activated_products(rows, name, block_n, hopper):
     product = Product(hopper, gated=True, bias=True)
     expected = product.tiles(Activation(name))
-    found = product.special(rows, Activation(name), gathers=True, mma_sync=mma_sync)
+    found = product.special(rows, Activation(name), gathers=True, block_n=block_n)
     some = ~expected.isnan()
     assert torch.equal(found.isnan(), ~some)
     # silu by another formula, and the compiler joins operations as it likes: rarely another neighbour
@@ -195,4 +200,4 @@ def test_heights(rows, heights):
     # parts of sums are powers of two that tensor cores have, and blocks of the copies fit all
     assert all(height % 8 == 0 and height // (3 if height % 3 == 0 else 1) % 8 == 0 for height in heights)
     # words and activations of three steps at least, beside 24 KB for the epilogue
-    assert RING // (WORDS_TILE * WORDS * 4 + rows * STEP * 2) >= 3
+    assert RING // (WORDS_BOX * WORDS * 4 + rows * STEP * 2) >= 3

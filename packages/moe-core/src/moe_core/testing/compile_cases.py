@@ -22,7 +22,6 @@ from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
 from moe_core.errors import MoEError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExperts
-from moe_core.gemm.marlin.hopper_launch import MMA_SYNC_HEIGHTS
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.jit.launch import Launch, record
@@ -163,12 +162,12 @@ def _mma_sync(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Spe
         other = keys[0] is None or keys[0].permuted or target.capability != 90
         if other or experts.unsupported_reasons(config, *keys, target, Environment.current()):
             continue
-        for rows in MMA_SYNC_HEIGHTS:
-            gemm = TileConfig(rows, 128, 4, 3, 8, swap_ab=True, warp_specialised=True, mma_sync=True)
+        for rows, block_n in ((64, 128), (32, 128), (32, 256)):
+            gemm = TileConfig(rows, block_n, 4, 3, 8, swap_ab=True, warp_specialised=True, mma_sync=True)
             planned = with_plan(experts, TilePlan(gemm, gemm))
             made = planned(config, weight_key=keys[0], activation_key=keys[1], device=target)
             if made.problem.family == "mixed_input" and made.problem.bits == 4:
-                text = f"{experts.__name__} {str(keys[0]).partition(' ')[0]} {name} mma.sync {rows}"
+                text = f"{experts.__name__} {str(keys[0]).partition(' ')[0]} {name} mma.sync {rows} {block_n}"
                 yield Specimen(text, partial(call_on_meta, made, 16 * rows), experts.accepted_spills[0])
 
 

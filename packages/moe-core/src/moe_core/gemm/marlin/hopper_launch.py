@@ -9,8 +9,8 @@ import triton.language as tl
 from moe_core.gemm.hopper_launch import descriptor, specialised, start
 from moe_core.gemm.launch import Gemm, constant
 
-#: rows of weights of a tile, columns of a step, and words that these are
-WORDS_TILE = 256
+#: rows of weights that are requested together, columns of a step, and words that these are
+WORDS_BOX = 256
 STEP = 128
 WORDS = 16
 #: shared memory for operands: what is left is room for the epilogue's change of layout
@@ -36,6 +36,8 @@ def words_gemm(gemm: Gemm) -> None:
     *arguments, groups = special.weight_scales
     mma_sync = height in MMA_SYNC_HEIGHTS and (gemm.config.mma_sync or height not in HEIGHTS)
     heights = (MMA_SYNC_HEIGHTS if mma_sync else HEIGHTS)[height]
+    # of 64 rows of weights, of each of two groups of warps
+    blocks = gemm.config.block_n // 64 if mma_sync else 2
     per_token, values = gemm.a.warp_specialised, gemm.a.arguments[0]
     rows_of_tiles = rows_of_tokens = None
     if per_token:
@@ -47,13 +49,13 @@ def words_gemm(gemm: Gemm) -> None:
         constant(heights),
         constant(groups),
         tl.constexpr(mma_sync),
+        constant(blocks),
         tl.constexpr(gemm.weight.interleaved),
         tl.constexpr(bool(per_token)),
         constant(gemm.config.group_m),
         special.multiply(),
     )
-    operands = rows_of_tiles, rows_of_tokens, descriptor(special.tensor, [WORDS_TILE, WORDS], 64)
-    stages = RING // (WORDS_TILE * WORDS * 4 + height * STEP * 2)
-    blocks = -(-special.tensor.shape[1] // WORDS_TILE)
-    rows = special.tensor.shape[1]
-    start(words_kernel, gemm, blocks, operands, (tuple(arguments),), rows, form, stages)
+    operands = rows_of_tiles, rows_of_tokens, descriptor(special.tensor, [WORDS_BOX, WORDS], 64)
+    tile, rows = 2 * 64 * blocks, special.tensor.shape[1]
+    stages = RING // (tile * WORDS * 4 + height * STEP * 2)
+    start(words_kernel, gemm, -(-rows // tile), operands, (tuple(arguments),), rows, form, stages)

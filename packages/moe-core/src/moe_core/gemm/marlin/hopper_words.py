@@ -1,0 +1,87 @@
+"""Words of 4-bit codes as the left operand of `moe_core.gemm.marlin.hopper`: 64 rows of weights at a time.
+
+A group of four warps takes a step's words from shared memory and makes numbers of them in registers, where the tensor
+cores want them: `wgmma` and `mma.sync` have the left operand's columns in the same places.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from moe_core.gemm.hopper_pipeline import full_slot
+from moe_core.gemm.marlin.dequant import in_columns, split_last
+
+# rows of weights of one product
+ROWS = gl.constexpr(64)
+# columns of a step, of one product, and of one word of each of four threads
+STEP = gl.constexpr(128)
+CHUNK = gl.constexpr(64)
+WORDS = gl.constexpr(16)
+_LANES = [[1, 0], [2, 0], [4, 0]]
+_WARPS = [[16, 0], [32, 0]]
+# words [ROWS, 16]: a thread has 16 bytes of row r and of row r + 8
+WORD_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], *_LANES], _WARPS, [], [64, 16])
+)
+# one word u of each of four threads, [ROWS, 4]
+QUARTER = gl.constexpr(gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], *_LANES], _WARPS, [], [64, 4]))
+ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, QUARTER.value))
+
+
+@gluon.jit
+def _quarters(words):
+    """words [64, 16] as four [64, 4]: word u of four threads each."""
+    parts = split_last(words.reshape([ROWS, 4, 4]))
+    quarters = ()
+    for u in gl.static_range(4):
+        quarters += (gl.convert_layout(parts[u], QUARTER, assert_trivial=True),)  # type: ignore[assignment]
+    return quarters
+
+
+@gluon.jit
+def numbers_of(words, scales, PLACE: gl.constexpr, layout: gl.constexpr, dequantize: gl.constexpr, dtype: gl.constexpr):
+    """Numbers [64, 64] of columns 64 * PLACE .. of a step, as the tensor cores' left operand."""
+    low = in_columns(dequantize(words[2 * PLACE], scales, 2 * PLACE, dtype), 1)
+    high = in_columns(dequantize(words[2 * PLACE + 1], scales, 2 * PLACE + 1, dtype), 1)
+    numbers = gl.join(low, high).permute([0, 2, 1]).reshape([64, 64])
+    return gl.convert_layout(numbers, layout, assert_trivial=True)
+
+
+@gluon.jit
+def load_scales(pointers, k, stride, groups, GROUPS: gl.constexpr):
+    """Scales [64] of the GROUPS groups of step k, of each block of rows; 0: of the row."""
+    found = ()
+    for block in gl.static_range(len(pointers)):
+        of_block = ()
+        if GROUPS == 0:
+            of_block += (gl.load(pointers[block]),)  # type: ignore[assignment]
+        for i in gl.static_range(GROUPS):
+            group = gl.minimum(k * GROUPS + i, groups - 1)
+            of_block += (gl.load(pointers[block] + group * stride),)  # type: ignore[assignment]
+        found += (of_block,)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def next_scales(scales, pointers, k, stride, groups, GROUPS: gl.constexpr):
+    """`load_scales`; those of rows, `scales`, are always the same."""
+    if GROUPS == 0:
+        return scales
+    else:
+        return load_scales(pointers, k, stride, groups, GROUPS)
+
+
+@gluon.jit
+def load_words(ring, turn, form, WARPGROUP: gl.constexpr):
+    """Words of step `turn`, of each block of 64 rows of a consumer."""
+    words = ring[1].index(full_slot(ring[2], turn))
+    if form.gathers:
+        # threads wrote the activations, the tensor cores read them
+        fence_async_shared()
+    found = ()
+    for block in gl.static_range(form.blocks):
+        rows = words.slice((WARPGROUP * form.blocks + block) * ROWS, ROWS, 0)
+        found += (_quarters(rows.load(WORD_LAYOUT)),)  # type: ignore[assignment]
+    return found
