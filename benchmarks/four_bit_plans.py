@@ -21,8 +21,11 @@ import moe_core as mc
 import torch
 from moe_core import replay
 from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.jit.compile_ahead import compile_ahead
+from moe_core.jit.launch import record
 from moe_core.kernel import FusedMoEKernel
 from moe_core.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.testing.compile_cases import call_on_meta
 from moe_core.testing.planned import with_plan
 
 #: scheme, name, experts, experts per token, hidden size, intermediate size, numbers of tokens
@@ -92,6 +95,18 @@ def other_plans(chosen: TilePlan, rows_per_expert: float) -> dict[str, TilePlan]
     return plans
 
 
+def compile_all(config: Any, made: Any, key: Any, tokens: list[int]) -> None:
+    """Compile what a layer's plans launch, on all cores: one after the other takes minutes."""
+    chosen = made(config, weight_key=key, activation_key=None)
+    with record() as launches:
+        for number in tokens:
+            plan = chosen.plan(number)
+            rows = number * config.top_k / config.num_experts
+            for other in (plan, *other_plans(plan, rows).values()):
+                call_on_meta(with_plan(made, other)(config, weight_key=key, activation_key=None), number)
+    compile_ahead(launches)
+
+
 def draw(experts: int, top_k: int, hidden: int, tokens: int) -> Inputs:
     """Hidden states, router weights and ids of uniform routing."""
     ids = torch.rand(tokens, experts, device=DEVICE).topk(top_k).indices.int()
@@ -139,7 +154,9 @@ def main() -> None:
             continue
         experts, top_k, hidden, inner = sizes
         config, made, key, weights = layer(scheme, experts, top_k, hidden, inner)
-        for tokens in [int(word) for word in arguments.tokens.split(",") if word] or counts:
+        numbers = [int(word) for word in arguments.tokens.split(",") if word] or list(counts)
+        compile_all(config, made, key, numbers)
+        for tokens in numbers:
             rows = tokens * top_k / experts
             chosen = made(config, weight_key=key, activation_key=None).plan(tokens)
             inputs = [draw(experts, top_k, hidden, tokens) for _ in range(8 if tokens <= 512 else 4)]
