@@ -12,26 +12,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from moe_core.gemm.hopper_pipeline import free_slot
-from moe_core.gemm.marlin.hopper_words import ROWS, load_scales, load_words, next_scales, numbers_of
-
-# of the sums [64, rows of activations]
-LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
-
-
-@gluon.jit
-def _zeros(HEIGHT: gl.constexpr):
-    """Sums of 64 rows of weights and HEIGHT of activations; 48 and 24, no powers of two, are two thirds and one."""
-    if HEIGHT % 3 == 0:
-        return (_zeros(HEIGHT // 3 * 2)[0], _zeros(HEIGHT // 3)[0])
-    else:
-        return (gl.zeros([ROWS, HEIGHT], gl.float32, LAYOUT),)
+from moe_core.gemm.marlin.hopper_words import MMA_SYNC, load_scales, load_words, next_scales, numbers_of, zeros
 
 
 @gluon.jit
 def _multiply(words, scales, x, sums, PLACE: gl.constexpr, dequantize: gl.constexpr):
     """`sums` of each block + its numbers of columns 64 * PLACE .. @ x.T."""
-    left: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
+    left: gl.constexpr = gl.DotOperandLayout(0, MMA_SYNC, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, MMA_SYNC, 2)
     rows = ()
     for i in gl.static_range(len(sums[0])):
         part = x.slice(i * sums[0][0].shape[1], sums[0][i].shape[1], 0)
@@ -53,7 +41,7 @@ def sums_by_mma_sync(turn, ring, pointers, stride, groups, steps, form, HEIGHT: 
     STAGES: gl.constexpr = ring[2].shape[0]
     sums = ()
     for _ in gl.static_range(form.blocks):
-        sums += (_zeros(HEIGHT),)  # type: ignore[assignment]
+        sums += (zeros(HEIGHT, True),)  # type: ignore[assignment]
     scales = load_scales(pointers, 0, stride, groups, form.groups)
     words = load_words(ring, turn, form, WARPGROUP)
     for k in range(steps):

@@ -11,19 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from moe_core.gemm.hopper_pipeline import free_slot
-from moe_core.gemm.marlin.hopper_words import ROWS, load_scales, load_words, next_scales, numbers_of
-
-
-@gluon.jit
-def _zeros(HEIGHT: gl.constexpr):
-    """Sums of 64 rows of weights and HEIGHT of activations; 96 and 48, no powers of two, are two thirds and one."""
-    if HEIGHT % 3 == 0:
-        return (_zeros(HEIGHT // 3 * 2)[0], _zeros(HEIGHT // 3)[0])
-    else:
-        layout: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEIGHT, 16]
-        )
-        return (gl.zeros([ROWS, HEIGHT], gl.float32, layout),)
+from moe_core.gemm.marlin.hopper_words import load_scales, load_words, next_scales, numbers_of, zeros
 
 
 @gluon.jit
@@ -60,8 +48,8 @@ def sums_by_wgmma(turn, ring, pointers, stride, groups, steps, form, HEIGHT: gl.
     x_tiles = ring[0]
     STAGES: gl.constexpr = ring[2].shape[0]
     dtype: gl.constexpr = x_tiles.dtype
-    acc_0 = _zeros(HEIGHT)
-    acc_1 = _zeros(HEIGHT)
+    acc_0 = zeros(HEIGHT, False)
+    acc_1 = zeros(HEIGHT, False)
     operand: gl.constexpr = gl.DotOperandLayout(0, acc_0[0].type.layout, 2)
     scales = load_scales(pointers, 0, stride, groups, form.groups)
     words = load_words(ring, turn, form, WARPGROUP)

@@ -28,6 +28,8 @@ WORD_LAYOUT = gl.constexpr(
 # one word u of each of four threads, [ROWS, 4]
 QUARTER = gl.constexpr(gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], *_LANES], _WARPS, [], [64, 4]))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, QUARTER.value))
+# sums of `mma.sync`
+MMA_SYNC = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
 
 
 @gluon.jit
@@ -47,6 +49,18 @@ def numbers_of(words, scales, PLACE: gl.constexpr, layout: gl.constexpr, dequant
     high = in_columns(dequantize(words[2 * PLACE + 1], scales, 2 * PLACE + 1, dtype), 1)
     numbers = gl.join(low, high).permute([0, 2, 1]).reshape([64, 64])
     return gl.convert_layout(numbers, layout, assert_trivial=True)
+
+
+@gluon.jit
+def zeros(HEIGHT: gl.constexpr, BY_MMA_SYNC: gl.constexpr):
+    """Sums of 64 rows of weights and HEIGHT of activations; 96, 48 and 24, no powers of two, are two thirds and one."""
+    if HEIGHT % 3 == 0:
+        return (zeros(HEIGHT // 3 * 2, BY_MMA_SYNC)[0], zeros(HEIGHT // 3, BY_MMA_SYNC)[0])
+    else:
+        wgmma: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEIGHT, 16]
+        )
+        return (gl.zeros([ROWS, HEIGHT], gl.float32, MMA_SYNC if BY_MMA_SYNC else wgmma),)
 
 
 @gluon.jit
