@@ -159,7 +159,7 @@ def _mma_sync(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Spe
     config = FusedMoEConfig(count, top_k, hidden, size, dtype=min(experts.claims.dtypes, key=str))
     config = replace(config, activation_format=min(experts.claims.formats, key=lambda item: item.value))
     for keys in key_pairs(experts):
-        other = keys[0] is None or keys[0].permuted or target.capability != 90
+        other = keys[0] is None or keys[0].permuted or keys[0].pre_scaled or target.capability != 90
         if other or experts.unsupported_reasons(config, *keys, target, Environment.current()):
             continue
         for rows, block_n in ((64, 128), (32, 128), (32, 256)):
