@@ -16,7 +16,7 @@ from moe_core.ops.sort import SortedPairs, sort_pairs, sort_workspaces
 from moe_core.quant_key import GroupShape, kInt4Static, kInt4StaticAsym
 
 #: rows of each expert: every height with its first and last number of rows, none, and several tiles
-COUNTS = (128, 0, 97, 96, 65, 64, 49, 48, 33, 32, 25, 24, 17, 16, 9, 8, 1, 300)
+COUNTS = (128, 0, 97, 96, 65, 64, 49, 48, 33, 32, 25, 24, 17, 16, 9, 8, 1, 301)
 
 
 class Product:
