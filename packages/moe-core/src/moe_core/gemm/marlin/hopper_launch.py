@@ -34,6 +34,7 @@ def words_gemm(gemm: Gemm) -> None:
 
     special, height = specialised(gemm), gemm.order.block_m
     *arguments, groups = special.weight_scales
+    # rows are sorted into tiles for both GEMMs: the other one's height may leave one instruction only
     mma_sync = height in MMA_SYNC_HEIGHTS and (gemm.config.mma_sync or height not in HEIGHTS)
     heights = (MMA_SYNC_HEIGHTS if mma_sync else HEIGHTS)[height]
     # of 64 rows of weights, of each of two groups of warps
