@@ -53,7 +53,7 @@ class _MarlinMxfp4Experts(MarlinExperts):
     def word_functions(self, matrix: MarlinMatrix) -> WordFunctions:
         from moe_mxfp4.kernels.marlin_e2m1 import e2m1_words
 
-        return e2m1_words(matrix)
+        return e2m1_words()
 
 
 class MarlinMxfp4Experts(_MarlinMxfp4Experts):

@@ -147,11 +147,11 @@ def e2m1_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, 
     return open_groups, LOAD_WORDS[4, 0], _MULTIPLY, scale_acc_channels
 
 
-def e2m1_words(matrix: MarlinMatrix) -> WordFunctions:
-    """For the warp-specialised kernel; a step has one word of scales."""
+def e2m1_words() -> WordFunctions:
+    """For kernels of four warps; a step has one word of scales."""
     return WordFunctions(1, lambda: quarter_e2m1)
 
 
 def e2m1_gemv() -> GemvFunctions:
     """For a few tokens: bytes are twice the numbers, and those of scales, 253 plus exponents, count as 254 plus."""
-    return GemvFunctions(e2m1_bytes, "e8m0", 64)
+    return GemvFunctions(e2m1_bytes, "e8m0", 64, e2m1_words())

@@ -14,11 +14,16 @@ MOST_TOKENS = {"int8": 4, "e4m3": 2, "e2m1": 1}
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """Launch parameters of a matrix times a vector: ``block_n`` rows, ``block_w`` words of each at a time."""
+    """Launch parameters of a matrix times a vector: ``block_n`` rows, ``block_w`` words of each at a time.
+
+    ``mma_sync``: 4-bit words are multiplied by `mma.sync` where there is that kernel, on sm_90: four warps, which share
+    the columns of 16, 32 or 64 rows.
+    """
 
     block_n: int
     block_w: int
     num_warps: int
+    mma_sync: bool = False
 
 
 @dataclass(frozen=True)

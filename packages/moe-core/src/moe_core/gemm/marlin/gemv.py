@@ -18,18 +18,26 @@ from torch import Tensor
 from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.gemm.launch import Activation, Result, Routing, constant, epilogue_of
 from moe_core.gemm.marlin._gemv_kernels import GemvForm, gemv_kernel
-from moe_core.gemm.marlin.weight import MarlinMatrix
+from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
+from moe_core.jit.casts import INTERPRET
 from moe_core.jit.launch import launch
 from moe_core.ops.reduce import reduce_pairs
+
+#: rows of words of all four warps by `mma.sync`, as many times as they share
+MMA_ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class GemvFunctions:
-    """An element type's device function, scales and middle; see `moe_core.gemm.marlin._gemv_kernels`."""
+    """An element type's device function, scales and middle; see `moe_core.gemm.marlin._gemv_kernels`.
+
+    ``words``: what `moe_core.gemm.marlin._gemv_mma_kernels` takes, where a plan may ask for it.
+    """
 
     dequantize: Any
     scales: str
     middle: int = 0
+    words: WordFunctions | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,10 +79,7 @@ def gemv(
 ) -> None:
     """``out`` [pairs, N]: each pair's matrix times its row of ``x``, a token's or, without ``activation``, its own."""
     rows, width = matrix.words.shape[1:]
-    constants = map(constant, (matrix.bits, functions.middle, functions.scales, matrix.group_size))
-    launch(
-        gemv_kernel,
-        (routing.num_pairs * -(-rows // config.block_n),),
+    arguments = (
         Result.of(out),
         x,
         matrix.arguments,
@@ -87,6 +92,33 @@ def gemv(
         routing.num_experts,
         x.stride(0),
         1 if activation is None else routing.top_k,
+    )
+    grid = (routing.num_pairs * -(-rows // config.block_n),)
+    if config.mma_sync and functions.words is not None and not INTERPRET.value:
+        from moe_core.gemm.marlin._gemv_mma_kernels import MmaForm, gemv_mma_kernel
+
+        # words of a step: 16 of each part
+        parts, (groups, dequantize) = MMA_ROWS // config.block_n, functions.words
+        step = 16 * parts
+        steps = -(-width // step)
+        launch(
+            gemv_mma_kernel,
+            grid,
+            *arguments,
+            MmaForm(constant(parts), constant(groups), dequantize()),
+            STEPS=steps,
+            DEPTH=min(max(config.block_w // step, 1), steps),
+            EVEN=width % step == 0,
+            SECOND=activation is None,
+            pdl=pdl,
+            num_warps=4,
+        )
+        return
+    constants = map(constant, (matrix.bits, functions.middle, functions.scales, matrix.group_size))
+    launch(
+        gemv_kernel,
+        grid,
+        *arguments,
         GemvForm(functions.dequantize, *constants),
         BLOCK_N=config.block_n,
         BLOCK_W=config.block_w,

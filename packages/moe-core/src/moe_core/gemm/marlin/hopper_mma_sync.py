@@ -16,7 +16,7 @@ from moe_core.gemm.marlin.hopper_words import MMA_SYNC, load_scales, load_words,
 
 
 @gluon.jit
-def _multiply(words, scales, x, sums, PLACE: gl.constexpr, dequantize: gl.constexpr):
+def multiply_half(words, scales, x, sums, PLACE: gl.constexpr, dequantize: gl.constexpr):
     """`sums` of each block + its numbers of columns 64 * PLACE .. @ x.T."""
     left: gl.constexpr = gl.DotOperandLayout(0, MMA_SYNC, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, MMA_SYNC, 2)
@@ -47,8 +47,8 @@ def sums_by_mma_sync(turn, ring, pointers, stride, groups, steps, form, HEIGHT: 
     for k in range(steps):
         slot = turn % STAGES
         following = next_scales(scales, pointers, k + 1, stride, groups, form.groups)
-        sums = _multiply(words, scales, x_tiles.index(slot * 2), sums, 0, form.dequantize)
-        sums = _multiply(words, scales, x_tiles.index(slot * 2 + 1), sums, 1, form.dequantize)
+        sums = multiply_half(words, scales, x_tiles.index(slot * 2), sums, 0, form.dequantize)
+        sums = multiply_half(words, scales, x_tiles.index(slot * 2 + 1), sums, 1, form.dequantize)
         # behind the last step this one's words again
         words = load_words(ring, turn + (k + 1 < steps).to(gl.int32), form, WARPGROUP)
         scales = following

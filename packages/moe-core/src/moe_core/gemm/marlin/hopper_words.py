@@ -33,7 +33,7 @@ MMA_SYNC = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=
 
 
 @gluon.jit
-def _quarters(words):
+def quarters(words):
     """words [64, 16] as four [64, 4]: word u of four threads each."""
     parts = split_last(words.reshape([ROWS, 4, 4]))
     quarters = ()
@@ -97,5 +97,5 @@ def load_words(ring, turn, form, WARPGROUP: gl.constexpr):
     found = ()
     for block in gl.static_range(form.blocks):
         rows = words.slice((WARPGROUP * form.blocks + block) * ROWS, ROWS, 0)
-        found += (_quarters(rows.load(WORD_LAYOUT)),)  # type: ignore[assignment]
+        found += (quarters(rows.load(WORD_LAYOUT)),)  # type: ignore[assignment]
     return found

@@ -1,0 +1,183 @@
+"""GEMV for few tokens by `mma.sync`: words go from memory to registers as its left operand has them.
+
+Four warps multiply 16 rows of words each, of 128 columns a step, with `moe_core.gemm.marlin.hopper_words`.  PARTS of
+them share the same rows: of their columns step k has the units k * PARTS .. of 128, one for each warp.  The right
+operand has eight columns: column c is what part c % PARTS of K has of the vector, so that all warps multiply with the
+same operand, and each finds its sums in the column of its own part.
+
+Words of `depth` steps are on their way while those before them are multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from moe_core.gemm.marlin.hopper_mma_sync import multiply_half
+from moe_core.gemm.marlin.hopper_words import (
+    MMA_SYNC,
+    ROW_LAYOUT,
+    ROWS,
+    STEP,
+    WORD_LAYOUT,
+    WORDS,
+    load_scales,
+    quarters,
+    zeros,
+)
+from moe_core.gemm.marlin.operand import scale_of
+from moe_core.gemm.tile_kernel import deinterleave, finish_tile
+from moe_core.jit.pdl import begin_pdl
+from moe_core.ops._sort_kernels import local_expert
+
+# columns of the right operand
+COLUMNS = gl.constexpr(8)
+# eight consecutive numbers of a thread
+X_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+# 16 bytes of eight rows are in different banks
+X_TILE = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]))
+
+
+class MmaForm(NamedTuple):
+    """What the kernel is compiled for; constants, and a device function.
+
+    - ``parts``: 1, 2 or 4 warps share the columns of the same rows
+    - ``groups`` and ``dequantize``: `moe_core.gemm.marlin.weight.WordFunctions`
+    """
+
+    parts: gl.constexpr
+    groups: gl.constexpr
+    dequantize: Any
+
+
+@gluon.jit
+def _rows(first, last, PARTS: gl.constexpr, layout: gl.constexpr):
+    """Of each of a program's 64 rows, row of the weights and part of K; beyond the `last` row that one again."""
+    place = gl.arange(0, ROWS, layout=layout)
+    return gl.minimum(first + place // (16 * PARTS) * 16 + place % 16, last), place // 16 % PARTS
+
+
+@gluon.jit
+def _load_steps(state, form, FIRST: gl.constexpr, END: gl.constexpr, LAST: gl.constexpr):
+    """Words [64, 16] and scales of steps FIRST to END; in step LAST a part without more columns has any words."""
+    words, part, scales, scale_part, units, stride, groups = state
+    found = ()
+    for k in gl.static_range(FIRST, END):
+        pointers = words + k * form.parts * WORDS
+        if k == LAST:
+            tile = gl.load(pointers, mask=(part < units - k * form.parts)[:, None])
+        else:
+            tile = gl.load(pointers)
+        of_step = load_scales((scales,), k * form.parts + scale_part, stride, groups, form.groups)[0]
+        found += ((tile, of_step),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _share(x, K, STEPS: gl.constexpr, PARTS: gl.constexpr):
+    """The numbers of x in shared memory: [8, 128] for each step; beyond K zeros."""
+    row = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, X_LAYOUT))
+    column = gl.arange(0, STEP, layout=gl.SliceLayout(0, X_LAYOUT))
+    first = (row % PARTS * STEP)[:, None] + column[None, :]
+    values = ()
+    for k in gl.static_range(STEPS):
+        at = first + k * PARTS * STEP
+        values += (gl.load(x + at, mask=at < K, other=0.0),)  # type: ignore[assignment]
+    tiles = ()
+    for k in gl.static_range(STEPS):
+        # a tile by itself: writing to one does not wait for another
+        tile = gl.allocate_shared_memory(x.dtype.element_ty, [COLUMNS, STEP], X_TILE, values[k])
+        tiles += (tile,)  # type: ignore[assignment]
+    return tiles
+
+
+@gluon.jit
+def _row_sums(sums, PARTS: gl.constexpr):
+    """[64 / PARTS, 1] of what warps have in the column of their part, [64, 8]."""
+    _, part = _rows(0, ROWS, PARTS, gl.SliceLayout(1, MMA_SYNC))
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA_SYNC))
+    own = gl.sum(gl.where(column[None, :] == part[:, None], sums, 0.0), axis=1)
+    return gl.sum(own.reshape([4 // PARTS, PARTS, 16]), axis=1).reshape([ROWS // PARTS, 1])
+
+
+@gluon.jit
+def gemv_mma_kernel(
+    result,
+    x,
+    b_args,
+    ids,
+    expert_map,
+    epilogue,
+    N,
+    K,
+    num_ids,
+    num_experts,
+    stride_x,
+    pairs_per_row,
+    form,
+    STEPS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    EVEN: gl.constexpr,
+    SECOND: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """`moe_core.gemm.marlin._gemv_kernels.gemv_kernel` by `mma.sync`; programs by pair and 64 / parts rows of w.
+
+    - form: `MmaForm`; STEPS of 128 * parts columns, DEPTH of which are requested ahead; EVEN: the last is a whole one
+    - SECOND: the first words are on their way to registers while the launch before makes x
+    """
+    begin_pdl(PDL and not SECOND)
+    HEIGHT: gl.constexpr = ROWS // form.parts
+    rows_all = gl.cdiv(N, 8) * 16 if epilogue.gated else N
+    blocks = gl.cdiv(rows_all, HEIGHT)
+    number = gl.program_id(0) // blocks
+    block = gl.program_id(0) % blocks
+    pair = number.to(gl.int64)
+    expert = local_expert(ids, expert_map, pair, pair >= 0, num_ids, num_experts, expert_map is not None)
+    if expert < 0:
+        return
+    words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups, _ = b_args
+    base = expert.to(gl.int64)
+    row, part = _rows(block * HEIGHT, rows_all - 1, form.parts, gl.SliceLayout(1, WORD_LAYOUT))
+    word = part[:, None] * WORDS + gl.arange(0, WORDS, layout=gl.SliceLayout(0, WORD_LAYOUT))[None, :]
+    words += base * stride_e
+    scales += base * scale_e
+    scale_row, scale_part = _rows(block * HEIGHT, rows_all - 1, form.parts, ROW_LAYOUT)
+    state = (
+        words + (row.to(gl.int64) * stride_n)[:, None] + word,
+        part,
+        scales + scale_row,
+        scale_part,
+        gl.cdiv(K, STEP),
+        scale_g,
+        groups,
+    )
+    LAST: gl.constexpr = STEPS if EVEN else STEPS - 1
+    tiles = _load_steps(state, form, 0, DEPTH, LAST)
+    begin_pdl(PDL and SECOND)
+    x_tiles = _share(x + (number // pairs_per_row).to(gl.int64) * stride_x, K, STEPS, form.parts)
+    sums = zeros(COLUMNS, True)
+    for k in gl.static_range(STEPS):
+        if k + DEPTH < STEPS:
+            tiles += _load_steps(state, form, k + DEPTH, k + DEPTH + 1, LAST)
+        words_of_step = (quarters(tiles[k][0]),)
+        for place in gl.static_range(2):
+            half = x_tiles[k].slice(place * (STEP // 2), STEP // 2, 1)
+            sums = multiply_half(words_of_step, (tiles[k][1],), half, (sums,), place, form.dequantize)[0]
+    value = _row_sums(sums[0], form.parts)
+    layout: gl.constexpr = value.type.layout
+    row = gl.minimum(block * HEIGHT + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout)), rows_all - 1)
+    if form.groups == 0:
+        value *= scale_of(gl.load(scales + row))[:, None]
+    elif channel_scales is not None:
+        value *= gl.load(channel_scales + base * channel_e + row)[:, None]
+    up = value
+    if epilogue.gated:
+        value, up = deinterleave(value, True)
+    own: gl.constexpr = value.type.layout
+    columns = block * value.shape[0] + gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, own))
+    one = gl.arange(0, 1, layout=gl.SliceLayout(0, own))
+    target = pair + one
+    finish_tile(value, up, epilogue, result, N, expert, target, target, one == 0, block, columns, True, False)
