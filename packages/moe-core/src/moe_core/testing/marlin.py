@@ -90,17 +90,20 @@ class FewTokens:
         change: Callable[[Tensor], object] = lambda x: None,
         made: MarlinExperts | None = None,
         finite: bool = True,
+        routing: str = "uniform",
     ) -> Tensor:
-        """The output for ``tokens``, after a ``change`` of x, in poisoned memory.
+        """The output for ``tokens``, after a ``change`` of x, in poisoned memory; ``routing`` as for `make_inputs`.
 
         Raises AssertionError unless it is as exact as is expected of it (or not ``finite``), and without tensor cores
         or, with ``tiles``, with them.
         """
         experts = self.made(device) if made is None else made
         weights = make_weights(self.config, self.key, None, seed=3).to(device)
-        inputs = make_inputs(self.config, tokens, seed=4)
+        inputs = make_inputs(self.config, tokens, seed=4, routing=routing)
         ids = inputs.topk_ids if ids is None else ids
         routed: dict[str, Any] = {"topk_weights": inputs.topk_weights.to(device), "topk_ids": ids.to(device)}
+        if inputs.expert_map is not None:
+            routed["expert_map"] = inputs.expert_map.to(device)
         workspace = Workspace(device).take(experts.workspaces(tokens))
         for tensor in workspace.values():
             tensor.view(torch.uint8).fill_(0xFF)

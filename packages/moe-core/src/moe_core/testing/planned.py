@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from moe_core.config import FusedMoEConfig
+from moe_core.gemm.heuristics.gemv import GemvPlan
 from moe_core.gemm.plan import TilePlan
 from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.kernel import FusedMoEKernel
@@ -29,6 +30,16 @@ def with_plan(experts: type[E], plan: TilePlan) -> type[E]:
         def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:
             chosen = plan if self.supports_split_k else plan.unsplit()
             return replace(chosen, pdl=chosen.pdl and on_gpu)
+
+    return Planned
+
+
+def with_gemv(experts: type[E], plan: GemvPlan | None) -> type[E]:
+    """The class with ``plan`` of products with vectors for any number of tokens; None: tiles."""
+
+    class Planned(experts):  # type: ignore[misc, valid-type]
+        def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> GemvPlan | None:
+            return plan if plan is None or on_gpu else replace(plan, pdl=False)
 
     return Planned
 

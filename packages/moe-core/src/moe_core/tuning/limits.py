@@ -97,6 +97,8 @@ def _of_gemv(problem: LayerProblem, plan: GemvPlan, last: int) -> Iterator[str]:
     for name, config in (("gemm1", plan.gemm1), ("gemm2", plan.gemm2)):
         if config.block_n * config.block_w < 4 * 32 * config.num_warps:
             yield f"{name}: block_n x block_w leaves threads of {config.num_warps} warps without four words each"
+        if config.mma_sync:
+            yield f"{name}: mma_sync is True, which no built-in choice has"
 
 
 def _of_tiles(problem: LayerProblem, name: str, config: TileConfig, last: int) -> Iterator[str]:

@@ -16,8 +16,8 @@ MOST_TOKENS = {"int8": 4, "e4m3": 2, "e2m1": 1}
 class GemvConfig:
     """Launch parameters of a matrix times a vector: ``block_n`` rows, ``block_w`` words of each at a time.
 
-    ``mma_sync``: 4-bit words are multiplied by `mma.sync` where there is that kernel, on sm_90: four warps, which share
-    the columns of 16, 32 or 64 rows.
+    ``mma_sync``: 4-bit words are multiplied by `mma.sync`, on a GPU: four warps have 64 rows, or share the columns of
+    32 or 16, and ``block_w`` words of each row are requested ahead.
     """
 
     block_n: int

@@ -11,7 +11,7 @@ type (`dequant`) and say how its scales lie (`MarlinMatrix`); everything else is
     convert    canonical weights in this layout
     weight     what the tile kernel gets of a weight
     hopper     the warp-specialised kernel of 4-bit words
-    gemv       the layer for one token, without tensor cores; `integer_dot`, its products in integers
+    gemv       the layer for one token, without tiles: products in integers (`integer_dot`), or by `mma.sync`
 
 The name is that of the first kernel of this kind (Frantar et al., 2024, arXiv:2408.11743).
 """

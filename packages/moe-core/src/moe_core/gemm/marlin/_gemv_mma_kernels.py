@@ -1,11 +1,11 @@
 """GEMV for few tokens by `mma.sync`: words go from memory to registers as its left operand has them.
 
-Four warps multiply 16 rows of words each, of 128 columns a step, with `moe_core.gemm.marlin.hopper_words`.  PARTS of
-them share the same rows: of their columns step k has the units k * PARTS .. of 128, one for each warp.  The right
-operand has eight columns: column c is what part c % PARTS of K has of the vector, so that all warps multiply with the
-same operand, and each finds its sums in the column of its own part.
+Each of four warps multiplies 16 rows of 128 columns a step, by `moe_core.gemm.marlin.hopper_words`.  PARTS of the
+warps have the same rows and share their columns: step k has the units k * PARTS .. (k + 1) * PARTS - 1 of 128 columns,
+one for each.  The right operand has eight columns: column c holds the numbers of the vector for part c % PARTS.  So all
+warps have the same right operand, and each finds its sums in the column of its own part.
 
-Words of `depth` steps are on their way while those before them are multiplied.
+The loop over steps is unrolled: words of DEPTH steps are on their way while those before them are multiplied.
 """
 
 from __future__ import annotations
@@ -73,6 +73,14 @@ def _load_steps(state, form, FIRST: gl.constexpr, END: gl.constexpr, LAST: gl.co
         of_step = load_scales((scales,), k * form.parts + scale_part, stride, groups, form.groups)[0]
         found += ((tile, of_step),)  # type: ignore[assignment]
     return found
+
+
+@gluon.jit
+def _stay(any_number):
+    """Loads before this stay before it: ptxas would put them off until shortly before the words are needed."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [any_number], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -162,6 +170,7 @@ def gemv_mma_kernel(
     for k in gl.static_range(STEPS):
         if k + DEPTH < STEPS:
             tiles += _load_steps(state, form, k + DEPTH, k + DEPTH + 1, LAST)
+            _stay(N)
         words_of_step = (quarters(tiles[k][0]),)
         for place in gl.static_range(2):
             half = x_tiles[k].slice(place * (STEP // 2), STEP // 2, 1)

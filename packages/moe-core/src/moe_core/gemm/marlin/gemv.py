@@ -23,7 +23,7 @@ from moe_core.jit.casts import INTERPRET
 from moe_core.jit.launch import launch
 from moe_core.ops.reduce import reduce_pairs
 
-#: rows of words of all four warps by `mma.sync`, as many times as they share
+#: rows of four warps by `mma.sync` where none share the same
 MMA_ROWS = 64
 
 
