@@ -37,16 +37,21 @@ LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4
 
 
 @gluon.jit
-def locate_tile(index, schedule, tiles, blocks_n, GROUP_M: gl.constexpr):
-    """Expert, first and last row and column block of a tile; of the last tile for an index beyond it."""
-    tiles_ptr, offsets, pairs = schedule
-    last = tiles * blocks_n - 1
+def tile_start(index, schedule, tiles, blocks_n, GROUP_M: gl.constexpr):
+    """Expert, first row and column block of a tile; of the last tile for an index beyond it."""
+    last = gl.maximum(tiles * blocks_n - 1, 0)
     tile, block_n = tile_of(gl.minimum(index, last), gl.maximum(tiles, 1), blocks_n, GROUP_M)
     exists = tiles > 0
-    expert = gl.load(tiles_ptr + 2 + 2 * tile, mask=exists, other=0)
-    first = gl.load(tiles_ptr + 3 + 2 * tile, mask=exists, other=0)
-    end = gl.load(offsets + expert + 1)
-    return expert, first, end, block_n
+    expert = gl.load(schedule[0] + 2 + 2 * tile, mask=exists, other=0)
+    first = gl.load(schedule[0] + 3 + 2 * tile, mask=exists, other=0)
+    return expert, first, block_n
+
+
+@gluon.jit
+def locate_tile(index, schedule, tiles, blocks_n, GROUP_M: gl.constexpr):
+    """As `tile_start`, with the row behind the expert's last one: expert, first row, that row, column block."""
+    expert, first, block_n = tile_start(index, schedule, tiles, blocks_n, GROUP_M)
+    return expert, first, gl.load(schedule[1] + expert + 1), block_n
 
 
 @gluon.jit

@@ -9,6 +9,10 @@ Products are transposed, weights first, from registers.  Activations are four ti
 more rows of weights than of activations, because otherwise the way from L2 would be the limit.  A tile of the schedule
 takes the smallest of HEIGHTS that its rows fit in, so that an expert's last rows cost what they are.
 
+Latency that nothing covers would be a third of the time of a tile of few steps.  So a tile's place in the schedule is
+requested before the k loop of the tile before, its first scales and its pairs before that tile's epilogue, and its
+router weights before its own k loop.
+
 By `wgmma` sums are added up in the order of the tile kernel: results are the same, bit for bit, but for the activation
 function.
 """
@@ -22,10 +26,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from moe_core.gemm.hopper_epilogue import activate
-from moe_core.gemm.hopper_pipeline import allocate_barriers, empty_slot, locate_tile, tma_load
+from moe_core.gemm.hopper_pipeline import allocate_barriers, barrier, empty_slot, locate_tile, tile_start, tma_load
 from moe_core.gemm.marlin.hopper_mma_sync import sums_by_mma_sync
 from moe_core.gemm.marlin.hopper_wgmma import sums_by_wgmma
-from moe_core.gemm.marlin.hopper_words import CHUNK, ROW_LAYOUT, ROWS, STEP, WORDS
+from moe_core.gemm.marlin.hopper_words import CHUNK, ROW_LAYOUT, ROWS, STEP, WORDS, load_scales
 from moe_core.gemm.marlin.operand import scale_of
 from moe_core.gemm.tile_kernel import deinterleave, finish_values
 from moe_core.jit.pdl import begin_pdl
@@ -68,34 +72,81 @@ def _height(rows, HEIGHTS: gl.constexpr):
 
 
 @gluon.jit
-def _finish(acc, factor, epilogue, result, pairs, expert, start, end, first, N, INTERLEAVED: gl.constexpr):
-    """From a finished product [64, rows] of rows `first` .. of the weights and `start` .. to the stores."""
+def _scale_pointers(tile, b_args, sizes, form, WARPGROUP: gl.constexpr):
+    """(rows of the expert's weights, pointers to their first scales) of each block of a `tile_start`."""
+    scales, scale_e = b_args[1], b_args[5]
+    expert, _, block_n = tile
+    first = (block_n * CONSUMERS + WARPGROUP) * (form.blocks * ROWS)
+    rows = ()
+    pointers = ()
+    for block in gl.static_range(form.blocks):
+        row = first + block * ROWS + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        row = gl.minimum(row, sizes[4] - 1)
+        rows += (row,)  # type: ignore[assignment]
+        pointers += (scales + expert.to(gl.int64) * scale_e + row,)  # type: ignore[assignment]
+    return rows, pointers
+
+
+@gluon.jit
+def _prefetch(tile, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP: gl.constexpr):
+    """Loads for the tile of a `tile_start`, in flight.
+
+    (row behind the expert's last one, scales of the first step, channel scales of each block, pairs of the rows); the
+    last two are () where there are none.  How many rows the tile has is not known yet: pairs are those of the highest
+    tile, with rows of other experts, and of row 0 in place of rows that are not `in_use`.
+    """
+    channel_scales, scale_g, channel_e, groups = b_args[2], b_args[6], b_args[7], b_args[8]
+    expert, first, _ = tile
+    end = gl.load(schedule[1] + expert + 1)
+    rows, pointers = _scale_pointers(tile, b_args, sizes, form, WARPGROUP)
+    scales = load_scales(pointers, 0, scale_g, groups, form.groups)
+    factors = ()
+    if channel_scales is not None:
+        for block in gl.static_range(form.blocks):
+            factor = gl.load(channel_scales + expert.to(gl.int64) * channel_e + rows[block])
+            factors += (factor,)  # type: ignore[assignment]
+    pairs = ()
+    if epilogue.weights is not None or epilogue.activation == "":
+        row = first + gl.arange(0, form.heights[0], layout=gl.BlockedLayout([1], [32], [4], [0]))
+        row = gl.where(row < in_use, row, 0)
+        if schedule[2] is not None:
+            row = gl.load(schedule[2] + row)
+        pairs += (row,)  # type: ignore[assignment]
+    return end, scales, factors, pairs
+
+
+@gluon.jit
+def _finish(acc, factor, epilogue, result, of_rows, tile, end, first, N, form, PART: gl.constexpr):
+    """From a finished product [64, rows] to the stores: rows `first` .. of the weights, PART .. of the tile.
+
+    of_rows: router weights and pairs of the tile's rows, in shared memory; end: the row behind the expert's last one.
+    """
     HEIGHT: gl.constexpr = acc.shape[1]
     dtype: gl.constexpr = result.out.dtype.element_ty
     GEMM1: gl.constexpr = epilogue.activation != ""
-    WIDTH: gl.constexpr = 32 if INTERLEAVED else 64
+    WIDTH: gl.constexpr = 32 if form.interleaved else 64
+    expert, start, _ = tile
     if factor is not None:
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
     value = acc
     up = acc
-    if INTERLEAVED:
+    if form.interleaved:
         value, up = deinterleave(acc, True)
-    column = first // 2 if INTERLEAVED else first
+    column = first // 2 if form.interleaved else first
     layout: gl.constexpr = value.type.layout
     columns = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))
-    rows = gl.minimum(start + gl.arange(0, HEIGHT, layout=gl.SliceLayout(0, layout)), end - 1)
-    pair = rows
-    if epilogue.weights is not None and pairs is not None:
-        pair = gl.load(pairs + rows)
-    value = finish_values(value, up, epilogue, N, expert, pair, columns, None, activate, True, False)
+    weight = None
+    if epilogue.weights is not None:
+        weight = of_rows[0].slice(PART, HEIGHT, 0).load(gl.SliceLayout(0, layout))[None, :]
+    value = finish_values(value, up, epilogue, N, expert, None, columns, None, activate, True, False, weight)
     # eight consecutive columns of a row of the result per thread
     store: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 8, 256 // WIDTH], [1, 4], [0, 1])
     value = gl.convert_layout(value.to(dtype), store)
     columns = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, store))
-    place = start + gl.arange(0, HEIGHT, layout=gl.SliceLayout(0, store))
+    place = start + PART + gl.arange(0, HEIGHT, layout=gl.SliceLayout(0, store))
     exists = place < end
-    if not GEMM1 and pairs is not None:
-        place = gl.load(pairs + gl.minimum(place, end - 1))
+    if not GEMM1:
+        place = of_rows[1].slice(PART, HEIGHT, 0).load(gl.SliceLayout(0, store))
     limit = result.width if GEMM1 else N
     pointers = result.out + place.to(gl.int64)[None, :] * result.stride + columns[:, None]
     gl.store(pointers, value, mask=exists[None, :] & (columns < limit)[:, None])
@@ -103,48 +154,97 @@ def _finish(acc, factor, epilogue, result, pairs, expert, start, end, first, N, 
 
 @gluon.jit
 def _tile(
-    turn, tile, ring, schedule, b_args, result, epilogue, sizes, form, HEIGHT: gl.constexpr, WARPGROUP: gl.constexpr
+    turn,
+    tile,
+    ahead,
+    following,
+    in_use,
+    schedule,
+    b_args,
+    result,
+    epilogue,
+    ring,
+    of_rows,
+    sizes,
+    form,
+    HEIGHT: gl.constexpr,
+    WARPGROUP: gl.constexpr,
 ):
-    """Multiply, finish and store one tile; the number of steps that were taken so far."""
-    words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups, _ = b_args
-    expert, start, end, block_n = tile
-    tiles, blocks_n, steps, N, rows_per_expert = sizes
-    first = (block_n * CONSUMERS + WARPGROUP) * (form.blocks * ROWS)
-    rows = ()
-    pointers = ()
-    for block in gl.static_range(form.blocks):
-        row = first + block * ROWS + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-        row = gl.minimum(row, rows_per_expert - 1)
-        rows += (row,)  # type: ignore[assignment]
-        pointers += (scales + expert.to(gl.int64) * scale_e + row,)  # type: ignore[assignment]
+    """Multiply, finish and store one tile, whose `_prefetch` is `ahead`.
+
+    (number of steps that were taken so far, `_prefetch` of the tile `following`)
+    """
+    end, scales, factors, pairs = ahead
+    weight = None
+    if epilogue.weights is not None:
+        weight = gl.load(epilogue.weights + pairs[0])
+    _, pointers = _scale_pointers(tile, b_args, sizes, form, WARPGROUP)
     multiply: gl.constexpr = sums_by_mma_sync if form.mma_sync else sums_by_wgmma
-    sums, turn = multiply(turn, ring, pointers, scale_g, groups, steps, form, HEIGHT, WARPGROUP)
+    sums, turn = multiply(turn, ring, scales, pointers, b_args[6], b_args[8], sizes[2], form, HEIGHT, WARPGROUP)
+    ahead = _prefetch(following, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP)
+    if len(pairs) > 0:
+        # all warps have read those of the tile before: they met in the k loop
+        of_rows[1].store(pairs[0])
+        if weight is not None:
+            of_rows[0].store(weight)
+        barrier()
+    first = (tile[2] * CONSUMERS + WARPGROUP) * (form.blocks * ROWS)
     for i in gl.static_range(len(sums[0])):
-        at = start + i * (HEIGHT // 3 * 2)
         for block in gl.static_range(form.blocks):
             factor = None
             if form.groups == 0:
-                factor = scale_of(gl.load(pointers[block]))
-            elif channel_scales is not None:
-                factor = gl.load(channel_scales + expert.to(gl.int64) * channel_e + rows[block])
-            own = first + block * ROWS
-            _finish(sums[block][i], factor, epilogue, result, schedule[2], expert, at, end, own, N, form.interleaved)
-    return turn
+                factor = scale_of(scales[block][0])
+            elif len(factors) > 0:
+                factor = factors[block]
+            _finish(
+                sums[block][i],
+                factor,
+                epilogue,
+                result,
+                of_rows,
+                tile,
+                end,
+                first + block * ROWS,
+                sizes[3],
+                form,
+                i * (HEIGHT // 3 * 2),
+            )
+    return turn, ahead
 
 
 @gluon.jit
-def _consumer(schedule, b_args, result, epilogue, ring, sizes, form, WARPGROUP: gl.constexpr):
+def _consumer(schedule, b_args, result, epilogue, ring, of_rows, sizes, form, WARPGROUP: gl.constexpr):
     """Multiply the blocks of one group of warps of every tile of weights."""
     tiles, blocks_n, steps, N, rows_per_expert = sizes
+    own = (of_rows[0].index(WARPGROUP), of_rows[1].index(WARPGROUP))
+    tile = tile_start(gl.program_id(0), schedule, tiles, blocks_n, form.group_m)
+    # rows are in use up to the end of the last tile
+    in_use = locate_tile(tiles * blocks_n, schedule, tiles, blocks_n, form.group_m)[2]
+    ahead = _prefetch(tile, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP)
     turn = 0
     for index in range(gl.program_id(0), tiles * blocks_n, gl.num_programs(0)):
-        tile = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
-        height = _height(tile[2] - tile[1], form.heights)
+        following = tile_start(index + gl.num_programs(0), schedule, tiles, blocks_n, form.group_m)
+        height = _height(ahead[0] - tile[1], form.heights)
         for i in gl.static_range(len(form.heights)):
             if height == form.heights[i]:
-                turn = _tile(
-                    turn, tile, ring, schedule, b_args, result, epilogue, sizes, form, form.heights[i], WARPGROUP
+                turn, ahead = _tile(
+                    turn,
+                    tile,
+                    ahead,
+                    following,
+                    in_use,
+                    schedule,
+                    b_args,
+                    result,
+                    epilogue,
+                    ring,
+                    own,
+                    sizes,
+                    form,
+                    form.heights[i],
+                    WARPGROUP,
                 )
+        tile = following
 
 
 @gluon.jit
@@ -230,6 +330,10 @@ def words_kernel(
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES * 2, form.heights[0], CHUNK], x_layout)
     TILE: gl.constexpr = CONSUMERS * form.blocks * ROWS
     w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TILE, WORDS], w_desc.layout)
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    row_weights = gl.allocate_shared_memory(gl.float32, [CONSUMERS, form.heights[0]], row_layout)
+    row_pairs = gl.allocate_shared_memory(gl.int32, [CONSUMERS, form.heights[0]], row_layout)
+    of_rows = (row_weights, row_pairs)
     full, empty = allocate_barriers(STAGES, 129 if form.gathers else 1)
     fence_async_shared()
     ring = (x_tiles, w_tiles, full, empty)
@@ -243,8 +347,8 @@ def words_kernel(
         x = x_desc
     gl.warp_specialize(
         [
-            (_consumer, (schedule, b_args, result, epilogue, ring, sizes, form, gl.constexpr(0))),
-            (_consumer, (schedule, b_args, result, epilogue, ring, sizes, form, gl.constexpr(1))),
+            (_consumer, (schedule, b_args, result, epilogue, ring, of_rows, sizes, form, gl.constexpr(0))),
+            (_consumer, (schedule, b_args, result, epilogue, ring, of_rows, sizes, form, gl.constexpr(1))),
             (_producer, (x, w_desc, schedule, ring, sizes, K, form)),
         ],
         [4, 4 if form.gathers else 1],

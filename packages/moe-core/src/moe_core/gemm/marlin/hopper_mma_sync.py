@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from moe_core.gemm.hopper_pipeline import free_slot
-from moe_core.gemm.marlin.hopper_words import MMA_SYNC, load_scales, load_words, next_scales, numbers_of, zeros
+from moe_core.gemm.marlin.hopper_words import MMA_SYNC, load_words, next_scales, numbers_of, zeros
 
 
 @gluon.jit
@@ -35,14 +35,15 @@ def multiply_half(words, scales, x, sums, PLACE: gl.constexpr, dequantize: gl.co
 
 
 @gluon.jit
-def sums_by_mma_sync(turn, ring, pointers, stride, groups, steps, form, HEIGHT: gl.constexpr, WARPGROUP: gl.constexpr):
+def sums_by_mma_sync(
+    turn, ring, scales, pointers, stride, groups, steps, form, HEIGHT: gl.constexpr, WARPGROUP: gl.constexpr
+):
     """(sums [64, HEIGHT] of each block of 64 rows, number of steps that were taken so far), as `sums_by_wgmma`."""
     x_tiles = ring[0]
     STAGES: gl.constexpr = ring[2].shape[0]
     sums = ()
     for _ in gl.static_range(form.blocks):
         sums += (zeros(HEIGHT, True),)  # type: ignore[assignment]
-    scales = load_scales(pointers, 0, stride, groups, form.groups)
     words = load_words(ring, turn, form, WARPGROUP)
     for k in range(steps):
         slot = turn % STAGES

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from moe_core.gemm.hopper_pipeline import free_slot
-from moe_core.gemm.marlin.hopper_words import load_scales, load_words, next_scales, numbers_of, zeros
+from moe_core.gemm.marlin.hopper_words import load_words, next_scales, numbers_of, zeros
 
 
 @gluon.jit
@@ -40,10 +40,13 @@ def _wait(sums, numbers, OTHERS: gl.constexpr):
 
 
 @gluon.jit
-def sums_by_wgmma(turn, ring, pointers, stride, groups, steps, form, HEIGHT: gl.constexpr, WARPGROUP: gl.constexpr):
+def sums_by_wgmma(
+    turn, ring, scales, pointers, stride, groups, steps, form, HEIGHT: gl.constexpr, WARPGROUP: gl.constexpr
+):
     """(sums [64, HEIGHT] of both blocks of 64 rows, number of steps that were taken so far).
 
-    pointers: to the scales of the rows of both blocks, `stride` from one of `groups` groups to the next.
+    scales: of the first step; pointers: to the scales of the rows of both blocks, `stride` from one of `groups` groups
+    to the next.
     """
     x_tiles = ring[0]
     STAGES: gl.constexpr = ring[2].shape[0]
@@ -51,7 +54,6 @@ def sums_by_wgmma(turn, ring, pointers, stride, groups, steps, form, HEIGHT: gl.
     acc_0 = zeros(HEIGHT, False)
     acc_1 = zeros(HEIGHT, False)
     operand: gl.constexpr = gl.DotOperandLayout(0, acc_0[0].type.layout, 2)
-    scales = load_scales(pointers, 0, stride, groups, form.groups)
     words = load_words(ring, turn, form, WARPGROUP)
     numbers = numbers_of(words[0], scales[0], 0, operand, form.dequantize, dtype)
     for k in range(steps):
