@@ -1,4 +1,4 @@
-"""Few tokens of MXFP4 layers by tiles, by products with vectors, and by those of `mma.sync`, on an sm_90 GPU.
+"""Few tokens of 4-bit layers by tiles, by products with vectors, and by those of `mma.sync`, on an sm_90 GPU.
 
     python benchmarks/gemv_forms.py                       # microseconds of a layer, one line for each number of tokens
     python benchmarks/gemv_forms.py --only qwen3 --tokens 1,2 --pairs
@@ -27,11 +27,16 @@ from moe_core.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.testing.compile_cases import call_on_meta
 from moe_core.testing.planned import with_gemv
 
-#: name, experts, experts per token, hidden size, intermediate size
+#: scheme, name, experts, experts per token, hidden size, intermediate size
 LAYERS = [
-    ("gpt-oss-20b", 32, 4, 2880, 2880),
-    ("gpt-oss-120b", 128, 4, 2880, 2880),
-    ("qwen3-30b-a3b", 128, 8, 2048, 768),
+    ("mxfp4", "gpt-oss-20b", 32, 4, 2880, 2880),
+    ("mxfp4", "gpt-oss-120b", 128, 4, 2880, 2880),
+    ("mxfp4", "qwen3-30b-a3b", 128, 8, 2048, 768),
+    ("int4", "qwen3-30b-a3b", 128, 8, 2048, 768),
+    ("int4", "dsv3-tp8", 256, 8, 7168, 256),
+    ("int4", "dsv3-ep8", 32, 8, 7168, 2048),
+    ("int4", "phi-3.5-moe", 16, 2, 4096, 6400),
+    ("int4", "mixtral-8x7b", 8, 2, 4096, 14336),
 ]
 #: rows of a program, and steps that its warps request ahead
 FORMS = [(16, 2), (16, 3), (16, 6), (32, 2), (32, 3), (32, 4), (32, 6), (64, 4), (64, 6)]
@@ -56,17 +61,18 @@ def plans(today: GemvPlan, pairs: bool) -> Iterator[tuple[str, GemvPlan | None]]
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="layers with this in their name")
+    parser.add_argument("--only", default="", help="layers with this in their scheme or name")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="numbers of tokens")
     parser.add_argument("--pairs", action="store_true", help="every form of gemm1 with every form of gemm2")
     arguments = parser.parse_args()
     numbers = [int(word) for word in arguments.tokens.split(",")]
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), flush=True)
-    for name, experts, top_k, hidden, inner in LAYERS:
-        if arguments.only not in name:
+    for scheme, name, *sizes in LAYERS:
+        if arguments.only not in f"{scheme} {name}":
             continue
-        config, made, key, weights = layer("mxfp4", experts, top_k, hidden, inner)
+        experts, top_k, hidden, inner = sizes
+        config, made, key, weights = layer(scheme, experts, top_k, hidden, inner)
 
         def planned(plan: GemvPlan | None, made: Any = made, config: Any = config, key: Any = key) -> Any:
             return with_gemv(made, plan)(config, weight_key=key, activation_key=None)
@@ -97,7 +103,7 @@ def main() -> None:
             times = microseconds(calls, len(inputs))
             by_form = " ".join(f"{form} {time:.1f}" for form, time in zip(forms, times, strict=True))
             error = max(value for form, value in errors.items() if form != "tiles")
-            print(f"{name} M {tokens} | {by_form} | err {error:.1e} tiles {errors['tiles']:.1e}", flush=True)
+            print(f"{scheme} {name} M {tokens} | {by_form} | err {error:.1e} tiles {errors['tiles']:.1e}", flush=True)
         del weights
         torch.cuda.empty_cache()
 
