@@ -164,7 +164,10 @@ LAYERS = {
         "int8 words": (INT4, None, kInt8Static, None, 1, {"dtype": BF16}, "gemv_kernel"),
         "int8 channel": (W8, None, kInt8StaticChannelSym, None, 1, ODD | {"dtype": BF16}, "gemv_kernel"),
         "e4m3": (MARLIN8, None, kFp8StaticChannelSym, None, 1, ODD | {"dtype": BF16}, "gemv_kernel"),
-        "mxfp4": (MARLIN4, None, kMxfp4Static, None, 1, {"dtype": BF16}, "gemv_kernel"),
+        "mxfp4": (MARLIN4, None, kMxfp4Static, None, 1, {"dtype": BF16, "has_bias": True}, "gemv_mma_kernel"),
+        "block": (FP8, None, BLOCK, DYN, 1, EVEN | {"has_bias": True}, "scaled_gemv_kernel"),
+        "channel": (CHANNEL, None, kFp8StaticChannelSym, kFp8DynamicTokenSym, 1, EVEN | MAPPED, "scaled_gemv_kernel"),
+        "int8": (INT8, None, kInt8StaticChannelSym, kInt8DynamicTokenSym, 1, EVEN, "scaled_gemv_kernel"),
     },
     "ops": {},
 }

@@ -6,7 +6,8 @@ new :data:`moe_core.PROTOCOL_VERSION` only.
 
 **Experts on the kernels of core**: a subclass of :class:`GroupedExperts` adds claims, the conversion of weights, an
 activation scheme and its weights as the kernels read them.  :class:`ScaledMMExperts` is the base for 8-bit weights and
-activations whose scales do not change along k, :class:`MarlinExperts` that for weights that are repacked at load and
+activations whose scales do not change along k, :class:`ScaledGemvExperts` adds the few tokens of those and others that
+need no sort, :class:`MarlinExperts` that for weights that are repacked at load and
 dequantised in registers; :class:`MarlinIntegerExperts` has 4- and 8-bit integers already.
 
 **Launch heuristics** choose a :class:`TilePlan`, a :class:`TileConfig` for each GEMM, by the :class:`LayerProblem`: the
@@ -27,6 +28,7 @@ from moe_core.gemm.marlin.words import as_words, interleave, order_words
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm_experts.grouped import WHOLE_COLUMNS, GroupedExperts
 from moe_core.gemm_experts.marlin import MarlinExperts, MarlinIntegerExperts
+from moe_core.gemm_experts.scaled_gemv import ScaledGemvExperts
 from moe_core.gemm_experts.scaled_mm import ScaledMMExperts
 from moe_core.quantization import integer_row_scales, quantize_tensor
 from moe_core.torch_experts import Adapters, expert_slices, of_expert
@@ -37,6 +39,7 @@ __all__ = [
     "GroupedExperts",
     "MarlinExperts",
     "MarlinIntegerExperts",
+    "ScaledGemvExperts",
     "ScaledMMExperts",
     # launch heuristics
     "LayerProblem",

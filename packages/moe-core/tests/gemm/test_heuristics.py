@@ -200,8 +200,16 @@ def test_long_loops_have_more_steps_in_flight(
 
 def test_4_bit_words_beside_16_to_48_rows() -> None:
     # a second tile of 16 rows costs short loops more than rows that are not there
-    plan = plan_of("mixed int4", 768, 8, 256, 7168, 256)
+    plan = plan_of("mixed int4", 384, 8, 128, 2048, 768)
     assert (plan.gemm1.block_m, plan.gemm2.block_m) == (32, 32)
+    # loops of few steps are short beside what surrounds them, which the warp-specialised kernel has in flight
+    for tokens, rows in ((512, 16), (768, 32)):
+        plan = plan_of("mixed int4", tokens, 8, 256, 7168, 256)
+        assert (plan.gemm1.block_m, plan.gemm2.block_m) == (rows, 64)
+        assert plan.gemm2.warp_specialised
+        assert not plan.gemm1.warp_specialised
+    assert not plan_of("mixed int4", 256, 8, 256, 7168, 256).gemm2.warp_specialised
+    assert plan_of("mixed int4", 768, 8, 256, 7168, 256, capability=80).gemm2.block_m == 32
     # of an expert with one tile no other one finds the weights in L2
     for tokens, group in ((512, 1), (1024, 8)):
         plan = plan_of("mixed int4", tokens, 8, 128, 4096, 768)
@@ -249,7 +257,9 @@ def test_one_token_needs_no_tensor_cores(shape: tuple[int, int, int, int], kind:
         ("mixed int4", (32, 4, 2880, 2880), 3),
         ("mixed int4", (128, 8, 2048, 768), 6),
         ("mixed int4", (256, 8, 7168, 256), 12),
-        ("mixed e2m1", (128, 4, 2880, 2880), 1),
+        # by `mma.sync` a pair takes as long as a tile of 8 rows, without sort and split-K
+        ("mixed e2m1", (128, 4, 2880, 2880), 8),
+        ("mixed e2m1", (32, 4, 2880, 2880), 6),
         ("mixed int4", (1, 1, 2048, 768), 1),
         # as many experts for a token as there are here
         ("mixed int4", (4, 8, 2048, 768), 1),
@@ -263,6 +273,34 @@ def test_tokens_that_share_experts_take_tiles(kind: str, shape: tuple[int, int, 
     one = gemv_plan(problem_of(kind, shape), 1)
     for tokens in range(1, 20):
         assert gemv_plan(problem_of(kind, shape), tokens) == (one if tokens <= most else None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "most"),
+    [
+        ("int8 plain", (128, 8, 2048, 768), 8),
+        ("int8 plain", (256, 8, 7168, 256), 8),
+        ("int8 plain", (16, 2, 4096, 6400), 2),
+        ("int8 plain", (8, 2, 4096, 14336), 1),
+        ("e4m3", (128, 8, 2048, 768), 5),
+        ("e4m3 blocks", (128, 8, 2048, 768), 5),
+        ("e4m3 blocks", (128, 8, 4096, 1408), 3),
+        ("e4m3 blocks", (32, 8, 7168, 2048), 1),
+        # long vectors of float32 in shared memory
+        ("e4m3", (8, 2, 4096, 14336), 0),
+    ],
+)
+def test_8_bit_pairs_read_little_again(kind: str, shape: tuple[int, int, int, int], most: int) -> None:
+    problem = problem_of(kind, shape)
+    one = gemv_plan(problem, 1)
+    for tokens in range(1, 20):
+        assert gemv_plan(problem, tokens) == (one if tokens <= most else None)
+    if one is not None:
+        assert not refusals(problem, one, 1, most)
+    experts, top_k, hidden, size = shape
+    for other in ({"capability": 80}, {"may_split": False}, {"batch_invariant": True}):
+        assert gemv_plan(problem_of(kind, shape, **other), 1) is None
+    assert gemv_plan(problem_of(kind, (experts, top_k, hidden + 8, size)), 1) is None
 
 
 @pytest.mark.parametrize(("shape", "most"), [((8, 2, 4096, 14336), 4), ((128, 8, 2048, 768), 11)])

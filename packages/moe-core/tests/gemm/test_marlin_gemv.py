@@ -8,7 +8,7 @@ import pytest
 import torch
 from moe_core.gemm.launch import Activation
 from moe_core.gemm.marlin.convert import Converted
-from moe_core.gemm.marlin.gemv import GemvFunctions, GemvLayer
+from moe_core.gemm.marlin.gemv import GemvFunctions, MarlinGemvLayer
 from moe_core.gemm.marlin.integers import int4_bytes, int8_bytes
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.marlin.words import order_words
@@ -21,7 +21,7 @@ def test_activations_are_read_two_at_a_time() -> None:
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
 
     def reads_gemv(x: torch.Tensor, w13: MarlinMatrix, w2: MarlinMatrix) -> bool:
-        return GemvLayer(GemvFunctions(None, "row"), w13, w2, Activation("silu")).reads(x)
+        return MarlinGemvLayer(Activation("silu"), GemvFunctions(None, "row"), w13, w2).reads(x)
 
     assert reads_gemv(x[:, :32], even, even)
     assert not reads_gemv(x[:, 1:33], even, even)

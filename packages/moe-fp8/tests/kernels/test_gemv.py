@@ -11,7 +11,7 @@ from moe_core import (
     kFp8StaticTensorSym,
     kMxfp8Static,
 )
-from moe_core.testing.marlin import FewTokens
+from moe_core.testing.few_tokens import FewTokens
 from moe_fp8.experts.marlin import MarlinFp8Experts
 
 KEYS = [kFp8StaticTensorSym, kFp8StaticChannelSym, kFp8Static128BlockSym, kMxfp8Static]

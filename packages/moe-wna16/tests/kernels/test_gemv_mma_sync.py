@@ -7,7 +7,7 @@ import torch
 from moe_core import FusedMoEConfig, kInt4Static, kInt4StaticAsym
 from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.jit.launch import observe
-from moe_core.testing.marlin import FewTokens
+from moe_core.testing.few_tokens import FewTokens
 from moe_core.testing.planned import with_gemv
 from moe_wna16.experts.marlin import MarlinWNA16Experts
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from moe_core.config import FusedMoEActivationFormat
 from moe_core.errors import TensorError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular
-from moe_core.gemm.heuristics import Family, LayerProblem, launch_plan
+from moe_core.gemm.heuristics import Family, LayerProblem, gemv_plan, launch_plan
+from moe_core.gemm.heuristics.gemv import GemvPlan
 from moe_core.gemm.heuristics.problem import element_of
 from moe_core.gemm.heuristics.tuned import Tuned
 from moe_core.gemm.plan import TilePlan
@@ -29,9 +30,8 @@ from moe_core.workspace import WorkspaceSpec
 if TYPE_CHECKING:
     from moe_core.gemm.fused.layer import FusedLayer
     from moe_core.gemm.fused.scheme import ActivationScheme
-    from moe_core.gemm.heuristics.gemv import GemvPlan
+    from moe_core.gemm.gemv import GemvLayer
     from moe_core.gemm.launch import GemmWeight
-    from moe_core.gemm.marlin.gemv import GemvLayer
 
 
 #: columns of a step of the k loop at most
@@ -105,13 +105,24 @@ class GroupedExperts(FusedMoEExpertsModular):
         plan = launch_plan(self.problem, num_tokens) if measured is None else measured
         return plan if on_gpu else plan.interpreted()
 
+    @property
+    def takes_vectors(self) -> bool:
+        """Whether the pairs of few tokens may be multiplied without being sorted, by :meth:`gemv_layer`."""
+        return False
+
     def gemv_layer(self, weights: KernelWeights) -> GemvLayer | None:
-        """The same layer without tensor cores, for one token, where that is ahead."""
+        """The same layer for few tokens, where it has one."""
         return None
 
     def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> GemvPlan | None:
         """Its launch configurations, where so many tokens are computed so."""
-        return None
+        if not self.takes_vectors:
+            return None
+        measured = None if self.tuned is None else self.tuned.at(num_tokens)
+        plan = gemv_plan(self.problem, num_tokens) if measured is None else measured.plan
+        if not isinstance(plan, GemvPlan):
+            return None
+        return plan if on_gpu else plan.interpreted()
 
     def launch_choice(self, num_tokens: int) -> Hashable:
         return self.plan(num_tokens), self.gemv_plan(num_tokens)
@@ -159,7 +170,7 @@ class GroupedExperts(FusedMoEExpertsModular):
         return (size, hidden) if name == "w13" else (hidden, size)
 
     def layers(self, weights: KernelWeights) -> tuple[FusedLayer, GemvLayer | None]:
-        """What the calls with ``weights`` share, made at the first: the layer, and that without tensor cores."""
+        """What the calls with ``weights`` share, made at the first: the layer, and that for few tokens."""
         layers = self.__dict__.setdefault("_layers", WeakKeyDictionary())
         found = layers.get(weights)
         if found is None:

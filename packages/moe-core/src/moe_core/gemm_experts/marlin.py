@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_core.errors import TensorError
-from moe_core.gemm.heuristics import LayerProblem, gemv_plan
-from moe_core.gemm.heuristics.gemv import GemvPlan
+from moe_core.gemm.heuristics import LayerProblem
 from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.quant_config import make_quant_config
 from moe_core.quant_key import QuantKey
@@ -20,9 +19,10 @@ from moe_core.weights import KernelWeights, MoEWeights
 
 if TYPE_CHECKING:
     from moe_core.gemm.fused.scheme import ActivationScheme
+    from moe_core.gemm.gemv import GemvLayer
     from moe_core.gemm.launch import GemmWeight
     from moe_core.gemm.marlin.convert import Converted
-    from moe_core.gemm.marlin.gemv import GemvFunctions, GemvLayer
+    from moe_core.gemm.marlin.gemv import GemvFunctions
     from moe_core.gemm.marlin.weight import Functions, MarlinMatrix, WordFunctions
 
 
@@ -126,15 +126,9 @@ class MarlinExperts(GroupedExperts):
         permuted = self.gathers_columns and not self.batched
         return replace(super().problem, dtype_bytes=self.operand_dtype.itemsize, permuted=permuted)
 
-    def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> GemvPlan | None:
-        """Launch parameters where so many tokens are multiplied without tensor cores."""
-        if self.batched or self.activation_key is not None or self.config.dtype.itemsize != 2:
-            return None
-        measured = None if self.tuned is None else self.tuned.at(num_tokens)
-        plan = gemv_plan(self.problem, num_tokens) if measured is None else measured.plan
-        if not isinstance(plan, GemvPlan):
-            return None
-        return plan if on_gpu else replace(plan, pdl=False)
+    @property
+    def takes_vectors(self) -> bool:
+        return not self.batched and self.activation_key is None and self.config.dtype.itemsize == 2
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
         from moe_core.gemm.columns import Columns
@@ -152,11 +146,11 @@ class MarlinExperts(GroupedExperts):
 
     def gemv_layer(self, weights: KernelWeights) -> GemvLayer | None:
         from moe_core.gemm.launch import Activation
-        from moe_core.gemm.marlin.gemv import GemvLayer
+        from moe_core.gemm.marlin.gemv import MarlinGemvLayer
 
         w13, w2 = (self.matrix(name, weights) for name in ("w13", "w2"))
         functions = self.gemv_functions(w13)
-        return None if functions is None else GemvLayer(functions, w13, w2, Activation.of(self.config))
+        return None if functions is None else MarlinGemvLayer(Activation.of(self.config), functions, w13, w2)
 
 
 class MarlinIntegerExperts(MarlinExperts):

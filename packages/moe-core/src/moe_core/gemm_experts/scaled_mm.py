@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_core.errors import TensorError
 from moe_core.gemm.heuristics.scaled_mm import quantizes_while_loading
-from moe_core.gemm_experts.grouped import GroupedExperts
+from moe_core.gemm_experts.scaled_gemv import ScaledGemvExperts
 from moe_core.weights import KernelWeights
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moe_core.gemm.launch import GemmWeight
 
 
-class ScaledMMExperts(GroupedExperts):
+class ScaledMMExperts(ScaledGemvExperts):
     """8-bit elements whose scales do not change along k: `moe_core.gemm.fused.scaled_mm`."""
 
     family = "scaled_mm"
@@ -48,6 +48,15 @@ class ScaledMMExperts(GroupedExperts):
     def static_scales(self, weights: KernelWeights) -> tuple[Tensor | None, Tensor | None]:
         """Of x and h, [E] each."""
         return weights.quant_config.a1_scale, weights.quant_config.a2_scale
+
+    @property
+    def takes_vectors(self) -> bool:
+        # a scale for all tokens spans what no program sees; static ones are for weighted hidden states
+        own = self.granularity == "token" or not self.config.apply_router_weight_on_input
+        return super().takes_vectors and self.granularity != "tensor" and own
+
+    def vector_scales(self, weights: KernelWeights) -> tuple[Tensor | None, Tensor | None]:
+        return self.static_scales(weights) if self.granularity == "static" else (None, None)
 
     def extra_arguments(self, name: str, weights: KernelWeights) -> tuple[Any, ...]:
         """What device functions of the scheme's own get of a weight besides."""

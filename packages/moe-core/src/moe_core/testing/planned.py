@@ -39,7 +39,7 @@ def with_gemv(experts: type[E], plan: GemvPlan | None) -> type[E]:
 
     class Planned(experts):  # type: ignore[misc, valid-type]
         def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> GemvPlan | None:
-            return plan if plan is None or on_gpu else replace(plan, pdl=False)
+            return plan if plan is None or on_gpu else plan.interpreted()
 
     return Planned
 

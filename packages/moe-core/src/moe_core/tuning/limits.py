@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from moe_core.gemm.heuristics import gemv_plan, launch_plan
-from moe_core.gemm.heuristics.gemv import GemvPlan
+from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.gemm.heuristics.invariant import sums_alike
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import BLOCK_N, steps_of
@@ -39,6 +39,8 @@ NUMBERS = {
     "group_m": (1, 64),
     "split_k": (1, MAX_SPLIT_K),
 }
+#: numbers that are no powers of two, by `mma_sync`, whose words are requested in steps
+_ANY = {False: ("num_stages",), True: ("num_stages", "block_w")}
 #: what else a configuration is free to have; other fields have values that the heuristics give them for the layer
 FREE = ("tma",)
 #: numbers of tokens at which the heuristics are asked what they choose for a layer at all
@@ -87,18 +89,27 @@ def _numbers(plan: Plan) -> Iterator[str]:
             value, (low, high) = getattr(config, field.name), NUMBERS[field.name]
             if not low <= value <= high:
                 yield f"{name}: {field.name} is {value}, expected {low} to {high}"
-            elif field.name != "num_stages" and value & (value - 1):
+            elif field.name not in _ANY[config.mma_sync] and value & (value - 1):
                 yield f"{name}: {field.name} is {value}, expected a power of two"
 
 
 def _of_gemv(problem: LayerProblem, plan: GemvPlan, last: int) -> Iterator[str]:
-    if gemv_plan(problem, last) is None:
-        yield f"kernels without tensor cores are not for {last} tokens of this layer"
+    own = gemv_plan(problem, last)
+    if own is None:
+        yield f"kernels for unsorted pairs are not for {last} tokens of this layer"
+        return
     for name, config in (("gemm1", plan.gemm1), ("gemm2", plan.gemm2)):
+        built_in: GemvConfig = getattr(own, name)
+        if config.mma_sync != built_in.mma_sync:
+            yield f"{name}: mma_sync is {config.mma_sync}, which no built-in choice for such a layer has"
         if config.block_n * config.block_w < 4 * 32 * config.num_warps:
             yield f"{name}: block_n x block_w leaves threads of {config.num_warps} warps without four words each"
-        if config.mma_sync:
-            yield f"{name}: mma_sync is True, which no built-in choice has"
+        if config.mma_sync and (config.num_warps != 4 or config.block_n not in (16, 32, 64)):
+            yield f"{name}: by mma.sync four warps have 16, 32 or 64 rows"
+        if problem.family == "scaled_mm" and config.block_w > 128:
+            yield f"{name}: block_w is {config.block_w}, a warp reads at most 128 words of a row at a time"
+        if problem.family != "scaled_mm" and config.num_stages != 1:
+            yield f"{name}: num_stages is {config.num_stages}, which kernels of words do not know"
 
 
 def _of_tiles(problem: LayerProblem, name: str, config: TileConfig, last: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from moe_core import (
@@ -36,7 +36,7 @@ from moe_core import (
     kFp8Static128BlockSym,
     make_quant_config,
 )
-from moe_core.experts_api import WHOLE_COLUMNS, GroupedExperts, LayerProblem
+from moe_core.experts_api import WHOLE_COLUMNS, LayerProblem, ScaledGemvExperts
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _float32(scale: Tensor) -> Tensor:
     return e8m0_to_float32(scale) if is_e8m0(scale.dtype) else scale
 
 
-class TritonFp8BlockExperts(GroupedExperts):
+class TritonFp8BlockExperts(ScaledGemvExperts):
     """Block FP8 through the grouped GEMM of ``moe_core.gemm``."""
 
     family = "scaled_mm"
@@ -104,6 +104,11 @@ class TritonFp8BlockExperts(GroupedExperts):
     def block_shape(self) -> tuple[int, int]:
         shape = self.weight_key.group_shape if self.weight_key is not None else GroupShape(128, 128)
         return shape.row, shape.col
+
+    def vector_groups(self) -> tuple[Any, int]:
+        from moe_fp8.kernels.block import quantize
+
+        return quantize, self.block_shape[1]
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
         from moe_fp8.kernels.block_moe import block_scheme

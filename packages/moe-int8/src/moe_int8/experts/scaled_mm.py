@@ -22,6 +22,10 @@ class Int8ScaledMMExperts(ScaledMMExperts):
         return super().supports_split_k and not self.zero_points
 
     @property
+    def takes_vectors(self) -> bool:
+        return super().takes_vectors and not self.zero_points
+
+    @property
     def scale_dtype(self) -> torch.dtype:
         # a scale and its zero point travel as one
         return torch.int64 if self.zero_points else torch.float32

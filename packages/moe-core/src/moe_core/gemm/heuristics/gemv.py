@@ -1,58 +1,128 @@
-"""Launch configurations of a layer without tensor cores, for tokens that share little of what is read of weights."""
+"""Launch configurations of a layer whose pairs are not sorted, for tokens that share little of what is read of weights.
+
+A pair reads its expert's weights; tiles read them once for each expert that is reached, by random choice.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_core.gemm.heuristics.mixed_input import MAX_PARTS, RESIDENT_4, takes_8_rows
 from moe_core.gemm.heuristics.problem import LayerProblem
-from moe_core.gemm.heuristics.tiles import steps_of
+from moe_core.gemm.heuristics.tiles import RESIDENT, steps_of
 
-#: tokens up to which 8-bit and e2m1 weights were measured ahead of tensor cores, where they hardly share an expert
+#: tokens up to which 8-bit and e2m1 weights x 16-bit activations were measured ahead of tiles, where they hardly share
+#: an expert; e2m1 with `mma.sync`, and 8-bit weights with 8-bit activations
 MOST_TOKENS = {"int8": 4, "e4m3": 2, "e2m1": 1}
+MOST_BY_MMA_SYNC = 8
+MOST_SCALED = 8
+#: pairs for each expert that is reached, up to which e2m1 is ahead
+SHARED_BY_MMA_SYNC = 1.4
+#: bytes of 8-bit weights that may be read again, by experts of less and of more than SMALL bytes
+AGAIN = {"e4m3": (28e6, 14e6), "int8": (56e6, 28e6)}
+SMALL = 20e6
+#: intermediate size up to which vectors of e4m3 are ahead: their numbers are float32 in shared memory
+LONGEST_E4M3 = 8192
+#: intermediate size from which 8-bit weights take long steps in gemm2
+LONG = 2048
 
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """Launch parameters of a matrix times a vector: ``block_n`` rows, ``block_w`` words of each at a time.
+    """Launch parameters of a matrix times a vector: ``block_n`` rows (of both halves), ``block_w`` words of each.
 
-    ``mma_sync``: 4-bit words are multiplied by `mma.sync`, on a GPU: four warps have 64 rows, or share the columns of
-    32 or 16, and ``block_w`` words of each row are requested ahead.
+    ``block_w`` words are multiplied at a time; ``num_stages`` times as many are requested ahead, by the kernel of 8-bit
+    weights and activations.  ``mma_sync``: 4-bit words are multiplied by `mma.sync`: four warps have 64 rows, or share
+    the columns of 32 or 16, and ``block_w`` words of each row are requested ahead.
     """
 
     block_n: int
     block_w: int
     num_warps: int
     mma_sync: bool = False
+    num_stages: int = 1
 
 
 @dataclass(frozen=True)
 class GemvPlan:
-    """The layer without tensor cores."""
+    """The layer by vectors."""
 
     gemm1: GemvConfig
     gemm2: GemvConfig
     pdl: bool = False
 
+    def interpreted(self) -> GemvPlan:
+        """The same for Triton's interpreter, which knows neither dependent launches nor `mma.sync`."""
+        gemm1, gemm2 = (
+            replace(config, mma_sync=False, block_w=128) if config.mma_sync else config
+            for config in (self.gemm1, self.gemm2)
+        )
+        return GemvPlan(gemm1, gemm2)
+
 
 def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
     """The plan for one token, or a few that share few experts; None for more."""
-    pairs, bits = tokens * problem.top_k, problem.bits
-    hidden, size = problem.hidden_size, problem.intermediate_size
-    if tokens > 1:
-        # a pair reads its expert's weights; tiles read them once for each expert that is reached, by random choice.
-        # In int4 a pair takes two thirds of the time of an expert's tile of 16 rows, which takes less the more there
-        # are, and four fifths of that of one of 8 rows.
-        int4 = 1.2 if takes_8_rows(problem) else 1.55 - tokens / 64
-        most = {"int4": int4, "int8": 1.15}.get(problem.element, 1.04)
-        if pairs > most * problem.reached(tokens) or tokens > MOST_TOKENS.get(problem.element, tokens):
-            return None
-    if pairs * hidden > MAX_PARTS:
+    pairs, element = tokens * problem.top_k, problem.element
+    scaled = problem.family == "scaled_mm"
+    by_mma_sync = element == "e2m1" and problem.capability == 90 and not scaled
+    if pairs * problem.hidden_size > MAX_PARTS or (scaled and not _takes_scaled(problem, tokens)):
         return None
+    if tokens > 1 and not scaled:
+        # in int4 a pair takes two thirds of the time of an expert's tile of 16 rows, which takes less the more there
+        # are, and four fifths of that of one of 8 rows
+        int4 = 1.2 if takes_8_rows(problem) else 1.55 - tokens / 64
+        shared = {"int4": int4, "int8": 1.15}.get(element, 1.04)
+        most = MOST_TOKENS.get(element, tokens)
+        if by_mma_sync:
+            shared, most = SHARED_BY_MMA_SYNC, MOST_BY_MMA_SYNC
+        if tokens > most or pairs > shared * problem.reached(tokens):
+            return None
     # what is best for one token is for the others too
+    if scaled:
+        return _scaled_plan(problem)
+    pdl = 90 <= problem.capability < 120
+    return _mma_sync_plan(problem) if by_mma_sync else _words_plan(problem, pdl)
+
+
+def _takes_scaled(problem: LayerProblem, tokens: int) -> bool:
+    """Whether vectors are for 8-bit weights and activations, and ahead: three launches instead of four or five.
+
+    Measured on sm_90 alone.  What pairs read again of an expert costs the more, the better tiles of such an expert use
+    the memory.
+    """
+    hidden, size = problem.hidden_size, problem.intermediate_size
+    if problem.capability != 90 or problem.bits != 8 or not problem.may_split or hidden % 16 or size % 16:
+        return False
+    if tokens > MOST_SCALED or (problem.element == "e4m3" and size > LONGEST_E4M3):
+        return False
+    expert = hidden * size * (3 if problem.gated else 2)
+    again = (tokens * problem.top_k - problem.reached(tokens)) * expert
+    return tokens == 1 or again <= AGAIN[problem.element][expert > SMALL]
+
+
+def _scaled_plan(problem: LayerProblem) -> GemvPlan:
+    halves = 2 if problem.gated else 1
+    # 16 rows of a half where that makes two programs for each multiprocessor
+    rows = 16 if problem.top_k * steps_of(problem.intermediate_size, 16) >= RESIDENT else 8
+    gemm1 = GemvConfig(max(rows * halves, 16), 128, 8, num_stages=2)
+    if problem.intermediate_size < LONG:
+        return GemvPlan(gemm1, GemvConfig(32, 32, 4, num_stages=2), pdl=True)
+    return GemvPlan(gemm1, GemvConfig(16, 128, 4, num_stages=4), pdl=True)
+
+
+def _mma_sync_plan(problem: LayerProblem) -> GemvPlan:
+    """Long rows are shared by all four warps."""
+    if problem.hidden_size <= 2048:
+        config = GemvConfig(32, 64, 4, mma_sync=True)
+        return GemvPlan(config, config, pdl=True)
+    return GemvPlan(GemvConfig(16, 128, 4, mma_sync=True), GemvConfig(16, 192, 4, mma_sync=True), pdl=True)
+
+
+def _words_plan(problem: LayerProblem, pdl: bool) -> GemvPlan:
+    hidden, size, bits = problem.hidden_size, problem.intermediate_size, problem.bits
     gemm1 = _config(problem, problem.top_k * size * (2 if problem.gated else 1), steps_of(hidden) * 4 * bits, 16)
     gemm2 = _config(problem, problem.top_k * hidden, steps_of(size) * 4 * bits, 32)
-    return GemvPlan(gemm1, gemm2, 90 <= problem.capability < 120)
+    return GemvPlan(gemm1, gemm2, pdl)
 
 
 def _config(problem: LayerProblem, rows: int, words: int, block_n: int) -> GemvConfig:

@@ -45,12 +45,12 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     # of 4-bit words tiles of 32 rows take a quarter more time than those of 16, of which a second one finds L2 warm
     some_rows = mean <= 24 if problem.bits == 8 else expected_tiles(problem, tokens, 32) <= 1.1
     if mean <= 12 or (problem.bits == 4 and expected_tiles(problem, tokens, 16) <= 1.5):
-        return _few_rows(problem, tokens)
+        return _with_short_gemm2(problem, mean, _few_rows(problem, tokens))
     e2m1, gemm2_steps = problem.element == "e2m1", steps_of(problem.intermediate_size)
     few, some, many = swapped(32, 4, 3), swapped(64, 4, 3, tma=False), swapped(128, 4, 3, tma=False)
     if some_rows:
         few = replace(few, num_stages=4) if e2m1 else few
-        return TilePlan(few, few)
+        return _with_short_gemm2(problem, mean, TilePlan(few, few))
     if problem.bits == 8:
         wide = swapped(64, 8, 3, block_n=2 * BLOCK_N)
         gemm2 = wide if mean <= 96 and gemm2_steps > 8 else some
@@ -71,6 +71,14 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     if mean <= 96:
         return TilePlan(some, some)
     return TilePlan(many, many if mean > 384 else some)
+
+
+def _with_short_gemm2(problem: LayerProblem, mean: float, plan: TilePlan) -> TilePlan:
+    """``plan``, but gemm2 of few steps by the warp-specialised kernel, whose tiles start beside the ones before."""
+    fits = problem.capability == 90 and problem.bits == 4 and problem.dtype_bytes == 2 and not problem.permuted
+    if not fits or mean < 14 or steps_of(problem.intermediate_size) > 4:
+        return plan
+    return replace(plan, gemm2=replace(swapped(64, 4, 3, tma=False), warp_specialised=True))
 
 
 def takes_8_rows(problem: LayerProblem) -> bool:

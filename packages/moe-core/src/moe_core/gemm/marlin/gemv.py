@@ -1,27 +1,19 @@
-"""The layer for few tokens: two GEMVs, without tensor cores.
-
-    gemm1     h[pair] = act(w13 x)
-    gemm2     y[pair] = weight * (w2 h[pair])
-    finalize  out = sum over pairs of y, in float32
-
-Pairs are not sorted: each reads its expert's weights.  These are those of `moe_core.gemm.marlin.weight`.
-"""
+"""The layer for few tokens (`moe_core.gemm.gemv`) with the weights of `moe_core.gemm.marlin.weight`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
+from moe_core.gemm.gemv import GemvLayer
+from moe_core.gemm.heuristics.gemv import GemvConfig
 from moe_core.gemm.launch import Activation, Result, Routing, constant, epilogue_of
 from moe_core.gemm.marlin._gemv_kernels import GemvForm, gemv_kernel
 from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
 from moe_core.jit.casts import INTERPRET
 from moe_core.jit.launch import launch
-from moe_core.ops.reduce import reduce_pairs
 
 #: rows of four warps by `mma.sync` where none share the same
 MMA_ROWS = 64
@@ -41,13 +33,12 @@ class GemvFunctions:
 
 
 @dataclass(frozen=True, eq=False)
-class GemvLayer:
-    """The layer whose ``w13`` and ``w2`` are multiplied by vectors; made once, like a `FusedLayer`."""
+class MarlinGemvLayer(GemvLayer):
+    """Words of 4 or 8 bits x 16-bit activations."""
 
     functions: GemvFunctions
     w13: MarlinMatrix
     w2: MarlinMatrix
-    activation: Activation
 
     def reads(self, x: Tensor) -> bool:
         """Whether the kernels can read the activations: two numbers at a time, in the order of their columns."""
@@ -55,15 +46,11 @@ class GemvLayer:
             return False
         return x.data_ptr() % 4 == 0 and x.stride(0) % 2 == 0
 
-    def __call__(
-        self, x: Tensor, out: Tensor, *, routing: Routing, plan: GemvPlan, workspace: Mapping[str, Tensor]
-    ) -> None:
-        """As a `FusedLayer`, for ``x`` of one token, or a few, that :meth:`reads` takes."""
-        h = workspace["h"]
-        y = workspace["partials"][: routing.num_pairs * self.w2.n].view(-1, self.w2.n)
-        gemv(self.functions, x, self.w13, h, routing, self.activation, plan.gemm1, pdl=plan.pdl)
-        gemv(self.functions, h, self.w2, y, routing, None, plan.gemm2, pdl=plan.pdl)
-        reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, pdl=plan.pdl)
+    def gemm1(self, x: Tensor, h: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
+        gemv(self.functions, x, self.w13, h, routing, self.activation, config, pdl=pdl)
+
+    def gemm2(self, h: Tensor, y: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
+        gemv(self.functions, h, self.w2, y, routing, None, config, pdl=pdl)
 
 
 def gemv(

@@ -1,0 +1,52 @@
+"""The layer for few tokens: two products of weights with the vector of each pair.
+
+    gemm1     h[pair] = act(w13 x)
+    gemm2     y[pair] = weight * (w2 h[pair])
+    finalize  out = sum over pairs of y, in float32
+
+Pairs are not sorted: each reads its expert's weights.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
+from moe_core.gemm.launch import Activation, Routing
+from moe_core.ops.reduce import reduce_pairs
+
+
+@dataclass(frozen=True, eq=False)
+class GemvLayer(ABC):
+    """A layer whose weights are multiplied by vectors; made once, like a `FusedLayer`."""
+
+    activation: Activation
+
+    @abstractmethod
+    def reads(self, x: Tensor) -> bool:
+        """Whether the kernels can read the activations."""
+
+    @abstractmethod
+    def gemm1(self, x: Tensor, h: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
+        """``h`` [pairs, intermediate size] of ``x`` [tokens, hidden size]."""
+
+    @abstractmethod
+    def gemm2(self, h: Tensor, y: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
+        """``y`` [pairs, hidden size] float32; the launch before is that of gemm1."""
+
+    def __call__(
+        self, x: Tensor, out: Tensor, *, routing: Routing, plan: GemvPlan, workspace: Mapping[str, Tensor]
+    ) -> None:
+        """As a `FusedLayer`, for ``x`` of one token, or a few, that :meth:`reads` takes.
+
+        ``workspace`` has "h" [pairs, whole tiles of columns] and room for y in "partials".
+        """
+        h, columns = workspace["h"], out.shape[1]
+        y = workspace["partials"][: routing.num_pairs * columns].view(-1, columns)
+        self.gemm1(x, h, routing, plan.gemm1, pdl=plan.pdl)
+        self.gemm2(h, y, routing, plan.gemm2, pdl=plan.pdl)
+        reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, pdl=plan.pdl)

@@ -1,0 +1,86 @@
+"""The layer for few tokens (`moe_core.gemm.gemv`) with 8-bit weights and activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moe_core.gemm.gemv import GemvLayer
+from moe_core.gemm.heuristics.gemv import GemvConfig
+from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, constant, epilogue_of
+from moe_core.jit.launch import launch
+
+#: columns of a step that a thread reads, and words that these are
+COLUMNS = 16
+WORDS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledGemvLayer(GemvLayer):
+    """Weights of int8 or e4m3 with activations that are quantised alike.
+
+    ``w13`` and ``w2`` with steps of 128 columns and the arguments that `moe_core.gemm.scaled_gemv_kernel` takes.
+    ``quantize``: groups of ``group`` columns, of the tile kernel's form; None, and 0: whole vectors, by ``x_scale`` and
+    ``h_scale`` [E] where they are static.
+    """
+
+    w13: GemmWeight
+    w2: GemmWeight
+    quantize: Any = None
+    group: int = 0
+    x_scale: Tensor | None = None
+    h_scale: Tensor | None = None
+
+    def reads(self, x: Tensor) -> bool:
+        """Whether the kernels can read the weights, which is in whole 16 bytes; activations lie anyhow."""
+        return all(weight.aligned and weight.k % COLUMNS == 0 for weight in (self.w13, self.w2))
+
+    def gemm1(self, x: Tensor, h: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
+        self._multiply(x, self.x_scale, self.w13, h, routing, self.activation, config, pdl)
+
+    def gemm2(self, h: Tensor, y: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
+        self._multiply(h, self.h_scale, self.w2, y, routing, None, config, pdl)
+
+    def _multiply(
+        self,
+        x: Tensor,
+        scale: Tensor | None,
+        weight: GemmWeight,
+        out: Tensor,
+        routing: Routing,
+        activation: Activation | None,
+        config: GemvConfig,
+        pdl: bool,
+    ) -> None:
+        from moe_core.gemm.scaled_gemv_kernel import ScaledGemvForm, scaled_gemv_kernel
+
+        # of each half
+        rows = config.block_n // (2 if activation is not None and activation.gated else 1)
+        lanes = config.block_w // WORDS
+        launch(
+            scaled_gemv_kernel,
+            (routing.num_pairs * -(-weight.n // rows),),
+            Result.of(out),
+            x,
+            scale,
+            weight.arguments,
+            routing.ids,
+            routing.expert_map,
+            epilogue_of(weight.bias, routing, activation),
+            weight.n,
+            weight.k,
+            routing.num_ids,
+            routing.num_experts,
+            x.stride(0),
+            1 if activation is None else routing.top_k,
+            ScaledGemvForm(weight.arguments[0], self.quantize, constant(self.group)),
+            ROWS=rows,
+            LANES=lanes,
+            DEPTH=config.num_stages,
+            STEPS=-(-weight.k // (COLUMNS * lanes)),
+            SECOND=activation is None,
+            pdl=pdl,
+            num_warps=config.num_warps,
+        )

@@ -1,0 +1,73 @@
+"""Layers for few tokens, whose pairs are not sorted, beside the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from moe_core.config import FusedMoEConfig
+from moe_core.device import DeviceInfo
+from moe_core.gemm.gemv import GemvLayer
+from moe_core.gemm_experts.grouped import GroupedExperts
+from moe_core.quant_key import QuantKey
+from moe_core.testing.data import make_inputs, make_weights
+from moe_core.testing.tolerance import expected_output
+from moe_core.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class FewTokens:
+    """A layer of ``experts`` that is called with few tokens."""
+
+    experts: type[GroupedExperts]
+    config: FusedMoEConfig
+    key: QuantKey
+    activation_key: QuantKey | None = None
+
+    def made(self, device: torch.device) -> GroupedExperts:
+        """The experts; where there is no GPU, as on sm_90."""
+        target = DeviceInfo.current(device) if device.type == "cuda" else DeviceInfo.parse("sm90")
+        return self.experts(self.config, weight_key=self.key, activation_key=self.activation_key, device=target)
+
+    def check(
+        self,
+        device: torch.device,
+        *,
+        tiles: bool = False,
+        tokens: int = 1,
+        ids: Tensor | None = None,
+        change: Callable[[Tensor], object] = lambda x: None,
+        made: GroupedExperts | None = None,
+        finite: bool = True,
+        routing: str = "uniform",
+    ) -> Tensor:
+        """The output for ``tokens``, after a ``change`` of x, in poisoned memory; ``routing`` as for `make_inputs`.
+
+        Raises AssertionError unless it is as exact as is expected of it (or not ``finite``), and by vectors
+        or, with ``tiles``, by tiles.
+        """
+        experts = self.made(device) if made is None else made
+        weights = make_weights(self.config, self.key, self.activation_key, seed=3).to(device)
+        inputs = make_inputs(self.config, tokens, seed=4, routing=routing)
+        ids = inputs.topk_ids if ids is None else ids
+        routed: dict[str, Any] = {"topk_weights": inputs.topk_weights.to(device), "topk_ids": ids.to(device)}
+        if inputs.expert_map is not None:
+            routed["expert_map"] = inputs.expert_map.to(device)
+        workspace = Workspace(device).take(experts.workspaces(tokens))
+        for tensor in workspace.values():
+            tensor.view(torch.uint8).fill_(0xFF)
+        x = inputs.x.to(device)
+        change(x)
+        out = torch.full_like(x, float("nan"))
+        with patch.object(GemvLayer, "__call__", autospec=True, side_effect=GemvLayer.__call__) as called:
+            experts.apply(out, x, experts.convert(weights), workspace=workspace, **routed)
+        if called.called is tiles:
+            raise AssertionError(f"expected {'tiles' if tiles else 'vectors'} for {tokens} tokens")
+        if finite:
+            expected_output(x, weights, self.config, **routed).compare(out, "result")
+        return out
