@@ -9,9 +9,11 @@ from torch import Tensor
 
 from moe_core.gemm.gemv import GemvLayer
 from moe_core.gemm.heuristics.gemv import GemvConfig
-from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, constant, epilogue_of
+from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, constant, epilogue_of, weight_strides
 from moe_core.jit.launch import launch
 
+#: columns of a block of block-major weights
+BLOCK = 128
 #: columns of a step that a thread reads, and words that these are
 COLUMNS = 16
 WORDS = 4
@@ -21,7 +23,7 @@ WORDS = 4
 class ScaledGemvLayer(GemvLayer):
     """Weights of int8 or e4m3 with activations that are quantised alike.
 
-    ``w13`` and ``w2`` with steps of 128 columns and the arguments that `moe_core.gemm.scaled_gemv_kernel` takes.
+    ``w13`` and ``w2`` have the arguments that `moe_core.gemm.scaled_gemv_kernel` takes, but for the depth of a step.
     ``quantize``: groups of ``group`` columns, of the tile kernel's form; None, and 0: whole vectors, by ``x_scale`` and
     ``h_scale`` [E] where they are static.
     """
@@ -57,6 +59,7 @@ class ScaledGemvLayer(GemvLayer):
         from moe_core.gemm.scaled_gemv_kernel import ScaledGemvForm, scaled_gemv_kernel
 
         # of each half
+        weights, scales, _, _, _, *others = weight.arguments
         rows = config.block_n // (2 if activation is not None and activation.gated else 1)
         lanes = config.block_w // WORDS
         launch(
@@ -65,7 +68,7 @@ class ScaledGemvLayer(GemvLayer):
             Result.of(out),
             x,
             scale,
-            weight.arguments,
+            (weights, scales, *weight_strides(weights, BLOCK), *others),
             routing.ids,
             routing.expert_map,
             epilogue_of(weight.bias, routing, activation),
@@ -75,7 +78,7 @@ class ScaledGemvLayer(GemvLayer):
             routing.num_experts,
             x.stride(0),
             1 if activation is None else routing.top_k,
-            ScaledGemvForm(weight.arguments[0], self.quantize, constant(self.group)),
+            ScaledGemvForm(weights, self.quantize, constant(self.group)),
             ROWS=rows,
             LANES=lanes,
             DEPTH=config.num_stages,
