@@ -203,8 +203,8 @@ def test_heights(rows, heights):
     assert RING // (WORDS_BOX * WORDS * 4 + rows * STEP * 2) >= 3
 
 
-def test_the_tile_kernel_gets_tiles_of_128_rows_in_place_of_wide_ones():
-    product = Product(torch.device("cpu"))
+def test_the_tile_kernel_gets_tiles_of_128_rows_in_place_of_wide_ones(device):
+    product = Product(device)
     wide = TileConfig(32, 256, 4, 3, 8, swap_ab=True, warp_specialised=True, mma_sync=True)
     assert product.weight.tile_config(wide) == replace(wide, block_n=128)
     eight_warps = TileConfig(64, 256, 8, 3)
