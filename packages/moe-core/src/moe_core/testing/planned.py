@@ -24,12 +24,15 @@ E = TypeVar("E", bound=GroupedExperts)
 
 
 def with_plan(experts: type[E], plan: TilePlan) -> type[E]:
-    """The class with ``plan`` for any number of tokens: without split-K or PDL where it has none."""
+    """The class with tiles by ``plan`` for any number of tokens: without split-K or PDL where it has none."""
 
     class Planned(experts):  # type: ignore[misc, valid-type]
         def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:
             chosen = plan if self.supports_split_k else plan.unsplit()
             return replace(chosen, pdl=chosen.pdl and on_gpu)
+
+        def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> GemvPlan | None:
+            return None
 
     return Planned
 
