@@ -53,10 +53,6 @@ def both(config, pdl=False):
 WIDE = TileConfig(128, 128, 8, 3, 8, warp_specialised=True)
 SPECIAL, SHORT = both(WIDE), both(replace(WIDE, short_tiles=True))
 WORDS = {rows: both(swapped(rows, tma=False, warp_specialised=True)) for rows in (64, 128)}
-MMA_SYNC = {
-    rows: both(swapped(rows, tma=False, block_n=block_n, warp_specialised=True, mma_sync=True))
-    for rows, block_n in ((32, 256), (64, 128))
-}
 PLAIN = both(TileConfig(64, 128, 8, 3, 8, tma=True))
 SPLIT, FEW, MANY = both(swapped(16, 2), True), both(swapped(32), True), both(swapped(64, tma=False))
 
@@ -98,8 +94,6 @@ LAYERS = {
     "words": {
         "int4 64": (INT4, WORDS[64], kInt4Static, None, 120, EVEN | {"dtype": BF16, "has_bias": True}, "words_kernel"),
         "int4 128": (INT4, WORDS[128], kInt4Static, None, 200, EVEN | MAPPED | {"dtype": BF16}, "words_kernel"),
-        "int4 mma.sync 32": (INT4, MMA_SYNC[32], kInt4Static, None, 70, EVEN | {"dtype": BF16}, "words_kernel"),
-        "int4 mma.sync 64": (INT4, MMA_SYNC[64], kInt4Static32Asym, None, 120, EVEN | {"dtype": FP16}, "words_kernel"),
         "int4 zero": (INT4, WORDS[64], kInt4Static32Asym, None, 120, EVEN | {"dtype": FP16}, "words_kernel"),
         "int4 batched": (
             BATCHED_INT4,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from moe_core.gemm.launch import Activation, Gemm, OperandA, Result, Routing, grouped_gemm
 from moe_core.gemm.marlin.convert import convert_integers
-from moe_core.gemm.marlin.hopper_launch import HEIGHTS, MMA_SYNC_HEIGHTS, RING, STEP, WORDS, WORDS_BOX, words_gemm
+from moe_core.gemm.marlin.hopper_launch import HEIGHTS, RING, STEP, WORDS, WORDS_BOX, words_gemm
 from moe_core.gemm.marlin.integers import integer_functions, integer_words
 from moe_core.gemm.marlin.weight import MarlinMatrix
 from moe_core.gemm.plan import TileConfig
@@ -82,13 +82,9 @@ class Product:
         columns = self.columns if activation is None else -(-self.columns // 128) * 128
         return torch.full((self.number, columns), float("nan"), dtype=self.dtype, device=self.device)
 
-    def special(
-        self, rows: int, activation: Activation | None, gathers: bool = False, block_n: int | None = None
-    ) -> torch.Tensor:
-        """By `wgmma`, or with ``block_n`` rows of weights of a group of warps by `mma.sync`."""
+    def special(self, rows: int, activation: Activation | None, gathers: bool = False) -> torch.Tensor:
         out = self.poisoned(activation)
-        mma_sync = block_n is not None
-        config = TileConfig(rows, block_n or 128, 4, 3, 8, swap_ab=True, warp_specialised=True, mma_sync=mma_sync)
+        config = TileConfig(rows, 128, 4, 3, 8, swap_ab=True, warp_specialised=True)
         values, which = (self.tokens, "token") if gathers else (self.values, "position")
         a = OperandA((values, values.stride(0)), which, warp_specialised=(2,) if gathers else ())
         words_gemm(Gemm(config, self.weight, a, Result.of(out), self.pairs(rows), self.routing, activation))
@@ -152,48 +148,19 @@ def test_products_have_the_bits_of_the_tile_kernel(rows, gathers, case, hopper):
     assert float((found - exact)[some].norm() / exact[some].norm()) < 2**-8
 
 
-#: the same, and rows of weights of a group of warps
-MMA_SYNC_CASES = [
-    (64, 128, True, {"bias": True}),
-    (64, 128, False, {"group": 64, "n": 264, "k": 136}),
-    (32, 128, True, {"group": 32, "zeros": True, "dtype": torch.float16, "k": 416}),
-    (32, 256, True, {"bias": True, "n": 520}),
-    (32, 256, False, {"group": -1, "zeros": True, "k": 1024, "n": 1000}),
-    (64, 256, False, {"group": 32, "n": 264, "k": 160}),
-]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "block_n", "gathers", "case"), MMA_SYNC_CASES, ids=str)
-def test_products_by_mma_sync(rows, block_n, gathers, case, hopper):
-    product = Product(hopper, **case)
-    exact = product.exact()
-    found = product.special(rows, None, gathers, block_n)
-    again = product.special(rows, None, gathers, block_n)
-    assert torch.equal(found.view(torch.int16), again.view(torch.int16))
-    some = ~exact.isnan()
-    found = found.double().cpu()
-    assert torch.equal(found.isnan(), ~some)
-    assert float((found - exact)[some].norm() / exact[some].norm()) < 2**-8
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("rows", "name", "block_n"), [(64, "gelu", None), (128, "silu", None), (64, "silu", 128), (32, "gelu", 256)]
-)
-def test_activated_products(rows, name, block_n, hopper):
+@pytest.mark.parametrize(("rows", "name"), [(64, "gelu"), (128, "silu")])
+def test_activated_products(rows, name, hopper):
     product = Product(hopper, gated=True, bias=True)
     expected = product.tiles(Activation(name))
-    found = product.special(rows, Activation(name), gathers=True, block_n=block_n)
+    found = product.special(rows, Activation(name), gathers=True)
     some = ~expected.isnan()
     assert torch.equal(found.isnan(), ~some)
     # silu by another formula, and the compiler joins operations as it likes: rarely another neighbour
     assert float((found - expected)[some].double().norm() / expected[some].double().norm()) < 2**-12
 
 
-@pytest.mark.parametrize(
-    ("rows", "heights"), [*HEIGHTS.items(), *MMA_SYNC_HEIGHTS.items()], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("rows", "heights"), HEIGHTS.items())
 def test_heights(rows, heights):
     assert heights[0] == rows
     assert list(heights) == sorted(heights, reverse=True)
@@ -201,11 +168,3 @@ def test_heights(rows, heights):
     assert all(height % 8 == 0 and height // (3 if height % 3 == 0 else 1) % 8 == 0 for height in heights)
     # words and activations of three steps at least, beside 24 KB for the epilogue
     assert RING // (WORDS_BOX * WORDS * 4 + rows * STEP * 2) >= 3
-
-
-def test_the_tile_kernel_gets_tiles_of_128_rows_in_place_of_wide_ones(device):
-    product = Product(device)
-    wide = TileConfig(32, 256, 4, 3, 8, swap_ab=True, warp_specialised=True, mma_sync=True)
-    assert product.weight.tile_config(wide) == replace(wide, block_n=128)
-    eight_warps = TileConfig(64, 256, 8, 3)
-    assert product.weight.tile_config(eight_warps) == eight_warps

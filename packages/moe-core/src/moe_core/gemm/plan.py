@@ -21,8 +21,6 @@ class TileConfig:
     - ``warp_specialised``: take the scheme's warp-specialised kernel where it has one that fits; elsewhere the other
       values hold
     - ``uniform``: products are scaled in the way that every tile height can, also where this one has a faster way
-    - ``mma_sync``: that of 4-bit words multiplies by `mma.sync`, beside up to 64 rows; with ``block_n`` 256 instead of
-      128 in tiles of twice the rows of weights
     - ``short_tiles``: the warp-specialised kernel computes two column blocks at a time of tiles with at most 64 rows
     """
 
@@ -37,7 +35,6 @@ class TileConfig:
     warp_specialised: bool = False
     uniform: bool = False
     short_tiles: bool = False
-    mma_sync: bool = False
 
 
 @dataclass(frozen=True)

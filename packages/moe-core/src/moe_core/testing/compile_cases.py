@@ -22,8 +22,6 @@ from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
 from moe_core.errors import MoEError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExperts
-from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
-from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.jit.launch import Launch, record
 from moe_core.jit.specimen import Specimen
@@ -32,7 +30,6 @@ from moe_core.memory import specimen as meta_weights
 from moe_core.ops.quantize import quantize_activation
 from moe_core.quant_key import KeyPattern, QuantKey
 from moe_core.registry import registry
-from moe_core.testing.planned import with_gemv, with_plan
 from moe_core.weights import KernelWeights
 
 #: name, experts, top-k, hidden size, intermediate size
@@ -132,7 +129,6 @@ def experts_specimens(experts: type[GroupedExperts], target: DeviceInfo) -> Iter
         if weight_key is not None and weight_key.permuted and weight_key.group_size != -1:
             yield from _shards(experts, weight_key, activation_key, target)
     yield from _invariant(experts, target)
-    yield from _mma_sync(experts, target)
     yield from _codes(experts, target)
     yield from _conversions(experts, target)
 
@@ -152,32 +148,6 @@ def _invariant(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Sp
                 text = f"{experts.__name__} {str(keys[0]).partition(' ')[0]} {name} {tokens} invariant"
                 yield Specimen(text, partial(call_on_meta, made, tokens), experts.accepted_spills[0])
             return
-
-
-def _mma_sync(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specimen]:
-    """4-bit words multiplied by `mma.sync`, in the warp-specialised kernel and with vectors, which no heuristics choose
-    yet."""
-    name, count, top_k, hidden, size = LAYERS[1]
-    config = FusedMoEConfig(count, top_k, hidden, size, dtype=min(experts.claims.dtypes, key=str))
-    config = replace(config, activation_format=min(experts.claims.formats, key=lambda item: item.value))
-    for keys in key_pairs(experts):
-        other = keys[0] is None or keys[0].permuted or keys[0].pre_scaled or target.capability != 90
-        if other or experts.unsupported_reasons(config, *keys, target, Environment.current()):
-            continue
-        for rows, block_n in ((64, 128), (32, 128), (32, 256)):
-            gemm = TileConfig(rows, block_n, 4, 3, 8, swap_ab=True, warp_specialised=True, mma_sync=True)
-            planned = with_plan(experts, TilePlan(gemm, gemm))
-            made = planned(config, weight_key=keys[0], activation_key=keys[1], device=target)
-            if made.problem.family == "mixed_input" and made.problem.bits == 4:
-                text = f"{experts.__name__} {str(keys[0]).partition(' ')[0]} {name} mma.sync {rows} {block_n}"
-                yield Specimen(text, partial(call_on_meta, made, 16 * rows), experts.accepted_spills[0])
-        for block_n in (16, 32, 64):
-            vector = GemvConfig(block_n, 128, 4, mma_sync=True)
-            planned = with_gemv(experts, GemvPlan(vector, vector, pdl=True))
-            made = planned(config, weight_key=keys[0], activation_key=keys[1], device=target)
-            if made.problem.family == "mixed_input" and made.problem.bits == 4 and not made.batched:
-                text = f"{experts.__name__} {str(keys[0]).partition(' ')[0]} {name} mma.sync vector {block_n}"
-                yield Specimen(text, partial(call_on_meta, made, 1))
 
 
 def _codes(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specimen]:

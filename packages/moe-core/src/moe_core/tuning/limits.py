@@ -89,7 +89,7 @@ def _numbers(plan: Plan) -> Iterator[str]:
             value, (low, high) = getattr(config, field.name), NUMBERS[field.name]
             if not low <= value <= high:
                 yield f"{name}: {field.name} is {value}, expected {low} to {high}"
-            elif field.name not in _ANY[config.mma_sync] and value & (value - 1):
+            elif field.name not in _ANY[getattr(config, "mma_sync", False)] and value & (value - 1):
                 yield f"{name}: {field.name} is {value}, expected a power of two"
 
 

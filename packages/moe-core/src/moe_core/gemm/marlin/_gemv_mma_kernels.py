@@ -14,18 +14,17 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from moe_core.gemm.marlin.hopper_mma_sync import multiply_half
 from moe_core.gemm.marlin.hopper_words import (
-    MMA_SYNC,
     ROW_LAYOUT,
     ROWS,
     STEP,
     WORD_LAYOUT,
     WORDS,
     load_scales,
+    numbers_of,
     quarters,
-    zeros,
 )
 from moe_core.gemm.marlin.operand import scale_of
 from moe_core.gemm.tile_kernel import deinterleave, finish_tile
@@ -34,6 +33,8 @@ from moe_core.ops._sort_kernels import local_expert
 
 # columns of the right operand
 COLUMNS = gl.constexpr(8)
+# sums [64, 8]
+MMA_SYNC = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
 # eight consecutive numbers of a thread
 X_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 # 16 bytes of eight rows are in different banks
@@ -166,16 +167,19 @@ def gemv_mma_kernel(
     tiles = _load_steps(state, form, 0, DEPTH, LAST)
     begin_pdl(PDL and SECOND)
     x_tiles = _share(x + (number // pairs_per_row).to(gl.int64) * stride_x, K, STEPS, form.parts)
-    sums = zeros(COLUMNS, True)
+    left: gl.constexpr = gl.DotOperandLayout(0, MMA_SYNC, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, MMA_SYNC, 2)
+    sums = gl.zeros([ROWS, COLUMNS], gl.float32, MMA_SYNC)
     for k in gl.static_range(STEPS):
         if k + DEPTH < STEPS:
             tiles += _load_steps(state, form, k + DEPTH, k + DEPTH + 1, LAST)
             _stay(N)
-        words_of_step = (quarters(tiles[k][0]),)
+        words_of_step = quarters(tiles[k][0])
         for place in gl.static_range(2):
-            half = x_tiles[k].slice(place * (STEP // 2), STEP // 2, 1)
-            sums = multiply_half(words_of_step, (tiles[k][1],), half, (sums,), place, form.dequantize)[0]
-    value = _row_sums(sums[0], form.parts)
+            half = x_tiles[k].slice(place * (STEP // 2), STEP // 2, 1).permute((1, 0)).load(right)
+            numbers = numbers_of(words_of_step, tiles[k][1], place, left, form.dequantize, half.dtype)
+            sums = mma_v2(numbers, half, sums)
+    value = _row_sums(sums, form.parts)
     layout: gl.constexpr = value.type.layout
     row = gl.minimum(block * HEIGHT + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout)), rows_all - 1)
     if form.groups == 0:

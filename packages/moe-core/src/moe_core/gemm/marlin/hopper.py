@@ -3,7 +3,7 @@
 The tile kernel of `moe_core.gemm` dequantises a step's words and then multiplies them.  Here, as in
 `moe_core.gemm.hopper`, one warp does nothing but request words and activations; rows of tokens, which no tensor map
 gathers, take four warps of 16-byte copies.  Two groups of four warps share a tile of weights, each in blocks of 64
-rows, by `wgmma` or by `mma.sync`.  Programs are persistent: one per multiprocessor.
+rows.  Programs are persistent: one per multiprocessor.
 
 Products are transposed, weights first, from registers.  Activations are four times as many bytes as weights: a tile has
 more rows of weights than of activations, because otherwise the way from L2 would be the limit.  A tile of the schedule
@@ -13,7 +13,7 @@ Latency that nothing covers would be a third of the time of a tile of few steps.
 requested before the k loop of the tile before, its first scales and its pairs before that tile's epilogue, and its
 router weights before its own k loop.
 
-By `wgmma` sums are added up in the order of the tile kernel: results are the same, bit for bit, but for the activation
+Sums are added up in the order of the tile kernel: results are the same, bit for bit, but for the activation
 function.
 """
 
@@ -27,9 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from moe_core.gemm.hopper_epilogue import activate
 from moe_core.gemm.hopper_pipeline import allocate_barriers, barrier, empty_slot, locate_tile, tile_start, tma_load
-from moe_core.gemm.marlin.hopper_mma_sync import sums_by_mma_sync
 from moe_core.gemm.marlin.hopper_wgmma import sums_by_wgmma
-from moe_core.gemm.marlin.hopper_words import CHUNK, ROW_LAYOUT, ROWS, STEP, WORDS, load_scales
+from moe_core.gemm.marlin.hopper_words import BLOCKS, CHUNK, ROW_LAYOUT, ROWS, STEP, WORDS, load_scales
 from moe_core.gemm.marlin.operand import scale_of
 from moe_core.gemm.tile_kernel import deinterleave, finish_values
 from moe_core.jit.pdl import begin_pdl
@@ -47,15 +46,11 @@ class WordsForm(NamedTuple):
     - ``heights`` descending, the first is that of the schedule's tiles: powers of two, and three quarters of them; the
       activations' descriptor has blocks of a common divisor
     - ``groups`` and ``dequantize``: `moe_core.gemm.marlin.weight.WordFunctions`
-    - ``mma_sync``: `mma.sync` multiplies instead of `wgmma`; ``blocks`` of 64 rows of weights that a group of warps
-      has: two, or four with `mma.sync`
     - ``interleaved``: gate and up rows alternate in blocks of 8; ``gathers``: activations are rows of tokens
     """
 
     heights: gl.constexpr
     groups: gl.constexpr
-    mma_sync: gl.constexpr
-    blocks: gl.constexpr
     interleaved: gl.constexpr
     gathers: gl.constexpr
     group_m: gl.constexpr
@@ -76,10 +71,10 @@ def _scale_pointers(tile, b_args, sizes, form, WARPGROUP: gl.constexpr):
     """(rows of the expert's weights, pointers to their first scales) of each block of a `tile_start`."""
     scales, scale_e = b_args[1], b_args[5]
     expert, _, block_n = tile
-    first = (block_n * CONSUMERS + WARPGROUP) * (form.blocks * ROWS)
+    first = (block_n * CONSUMERS + WARPGROUP) * (BLOCKS * ROWS)
     rows = ()
     pointers = ()
-    for block in gl.static_range(form.blocks):
+    for block in gl.static_range(BLOCKS):
         row = first + block * ROWS + gl.arange(0, ROWS, layout=ROW_LAYOUT)
         row = gl.minimum(row, sizes[4] - 1)
         rows += (row,)  # type: ignore[assignment]
@@ -102,7 +97,7 @@ def _prefetch(tile, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP: 
     scales = load_scales(pointers, 0, scale_g, groups, form.groups)
     factors = ()
     if channel_scales is not None:
-        for block in gl.static_range(form.blocks):
+        for block in gl.static_range(BLOCKS):
             factor = gl.load(channel_scales + expert.to(gl.int64) * channel_e + rows[block])
             factors += (factor,)  # type: ignore[assignment]
     pairs = ()
@@ -179,8 +174,7 @@ def _tile(
     if epilogue.weights is not None:
         weight = gl.load(epilogue.weights + pairs[0])
     _, pointers = _scale_pointers(tile, b_args, sizes, form, WARPGROUP)
-    multiply: gl.constexpr = sums_by_mma_sync if form.mma_sync else sums_by_wgmma
-    sums, turn = multiply(turn, ring, scales, pointers, b_args[6], b_args[8], sizes[2], form, HEIGHT, WARPGROUP)
+    sums, turn = sums_by_wgmma(turn, ring, scales, pointers, b_args[6], b_args[8], sizes[2], form, HEIGHT, WARPGROUP)
     ahead = _prefetch(following, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP)
     if len(pairs) > 0:
         # all warps have read those of the tile before: they met in the k loop
@@ -188,9 +182,9 @@ def _tile(
         if weight is not None:
             of_rows[0].store(weight)
         barrier()
-    first = (tile[2] * CONSUMERS + WARPGROUP) * (form.blocks * ROWS)
+    first = (tile[2] * CONSUMERS + WARPGROUP) * (BLOCKS * ROWS)
     for i in gl.static_range(len(sums[0])):
-        for block in gl.static_range(form.blocks):
+        for block in gl.static_range(BLOCKS):
             factor = None
             if form.groups == 0:
                 factor = scale_of(scales[block][0])
@@ -256,7 +250,7 @@ def _producer(x, w_desc, schedule, ring, sizes, K, form):
     x_tiles, w_tiles, full, empty = ring
     tiles, blocks_n, steps, N, rows_per_expert = sizes
     HEIGHTS: gl.constexpr = form.heights
-    TILE: gl.constexpr = CONSUMERS * form.blocks * ROWS
+    TILE: gl.constexpr = CONSUMERS * BLOCKS * ROWS
     BOX: gl.constexpr = w_desc.block_shape[0]
     BYTES: gl.constexpr = TILE * WORDS * 4
     if form.gathers:
@@ -328,7 +322,7 @@ def words_kernel(
     dtype: gl.constexpr = x_rows[0].dtype.element_ty if form.gathers else x_desc.dtype
     x_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES * 2, form.heights[0], CHUNK], x_layout)
-    TILE: gl.constexpr = CONSUMERS * form.blocks * ROWS
+    TILE: gl.constexpr = CONSUMERS * BLOCKS * ROWS
     w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TILE, WORDS], w_desc.layout)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     row_weights = gl.allocate_shared_memory(gl.float32, [CONSUMERS, form.heights[0]], row_layout)

@@ -9,7 +9,7 @@ import triton.language as tl
 from moe_core.gemm.hopper_launch import descriptor, specialised, start
 from moe_core.gemm.launch import Gemm, constant
 
-#: rows of weights that are requested together, columns of a step, and words that these are
+#: rows of weights of a tile, which are requested together, columns of a step, and words that these are
 WORDS_BOX = 256
 STEP = 128
 WORDS = 16
@@ -17,10 +17,8 @@ WORDS = 16
 RING = 196608
 #: heights that tiles take, by the rows that the schedule's have: what an expert's last rows need
 HEIGHTS = {128: (128, 96, 64), 64: (64, 48, 32)}
-#: the same for `mma.sync`
-MMA_SYNC_HEIGHTS = {64: (64, 48, 32, 16), 32: (32, 24, 16, 8)}
 #: rows of the schedule's tiles
-ROWS = tuple(dict.fromkeys((*HEIGHTS, *MMA_SYNC_HEIGHTS)))
+ROWS = tuple(HEIGHTS)
 
 
 def words_gemm(gemm: Gemm) -> None:
@@ -34,11 +32,7 @@ def words_gemm(gemm: Gemm) -> None:
 
     special, height = specialised(gemm), gemm.order.block_m
     *arguments, groups = special.weight_scales
-    # rows are sorted into tiles for both GEMMs: the other one's height may leave one instruction only
-    mma_sync = height in MMA_SYNC_HEIGHTS and (gemm.config.mma_sync or height not in HEIGHTS)
-    heights = (MMA_SYNC_HEIGHTS if mma_sync else HEIGHTS)[height]
-    # of 64 rows of weights, of each of two groups of warps
-    blocks = gemm.config.block_n // 64 if mma_sync else 2
+    heights = HEIGHTS[height]
     per_token, values = gemm.a.warp_specialised, gemm.a.arguments[0]
     rows_of_tiles = rows_of_tokens = None
     if per_token:
@@ -49,14 +43,12 @@ def words_gemm(gemm: Gemm) -> None:
     form = WordsForm(
         constant(heights),
         constant(groups),
-        tl.constexpr(mma_sync),
-        constant(blocks),
         tl.constexpr(gemm.weight.interleaved),
         tl.constexpr(bool(per_token)),
         constant(gemm.config.group_m),
         special.multiply(),
     )
     operands = rows_of_tiles, rows_of_tokens, descriptor(special.tensor, [WORDS_BOX, WORDS], 64)
-    tile, rows = 2 * 64 * blocks, special.tensor.shape[1]
+    tile, rows = WORDS_BOX, special.tensor.shape[1]
     stages = RING // (tile * WORDS * 4 + height * STEP * 2)
     start(words_kernel, gemm, -(-rows // tile), operands, (tuple(arguments),), rows, form, stages)

@@ -51,8 +51,8 @@ def sums_by_wgmma(
     x_tiles = ring[0]
     STAGES: gl.constexpr = ring[2].shape[0]
     dtype: gl.constexpr = x_tiles.dtype
-    acc_0 = zeros(HEIGHT, False)
-    acc_1 = zeros(HEIGHT, False)
+    acc_0 = zeros(HEIGHT)
+    acc_1 = zeros(HEIGHT)
     operand: gl.constexpr = gl.DotOperandLayout(0, acc_0[0].type.layout, 2)
     words = load_words(ring, turn, form, WARPGROUP)
     numbers = numbers_of(words[0], scales[0], 0, operand, form.dequantize, dtype)

@@ -15,6 +15,8 @@ from moe_core.gemm.marlin.dequant import in_columns, split_last
 
 # rows of weights of one product
 ROWS = gl.constexpr(64)
+# of which a group of warps of `moe_core.gemm.marlin.hopper` has so many blocks
+BLOCKS = gl.constexpr(2)
 # columns of a step, of one product, and of one word of each of four threads
 STEP = gl.constexpr(128)
 CHUNK = gl.constexpr(64)
@@ -28,8 +30,6 @@ WORD_LAYOUT = gl.constexpr(
 # one word u of each of four threads, [ROWS, 4]
 QUARTER = gl.constexpr(gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], *_LANES], _WARPS, [], [64, 4]))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, QUARTER.value))
-# sums of `mma.sync`
-MMA_SYNC = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
 
 
 @gluon.jit
@@ -52,15 +52,15 @@ def numbers_of(words, scales, PLACE: gl.constexpr, layout: gl.constexpr, dequant
 
 
 @gluon.jit
-def zeros(HEIGHT: gl.constexpr, BY_MMA_SYNC: gl.constexpr):
-    """Sums of 64 rows of weights and HEIGHT of activations; 96, 48 and 24, no powers of two, are two thirds and one."""
+def zeros(HEIGHT: gl.constexpr):
+    """Sums of 64 rows of weights and HEIGHT of activations; 96 and 48, no powers of two, are two thirds and one."""
     if HEIGHT % 3 == 0:
-        return (zeros(HEIGHT // 3 * 2, BY_MMA_SYNC)[0], zeros(HEIGHT // 3, BY_MMA_SYNC)[0])
+        return (zeros(HEIGHT // 3 * 2)[0], zeros(HEIGHT // 3)[0])
     else:
-        wgmma: gl.constexpr = gl.NVMMADistributedLayout(
+        layout: gl.constexpr = gl.NVMMADistributedLayout(
             version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEIGHT, 16]
         )
-        return (gl.zeros([ROWS, HEIGHT], gl.float32, MMA_SYNC if BY_MMA_SYNC else wgmma),)
+        return (gl.zeros([ROWS, HEIGHT], gl.float32, layout),)
 
 
 @gluon.jit
@@ -95,7 +95,7 @@ def load_words(ring, turn, form, WARPGROUP: gl.constexpr):
         # threads wrote the activations, the tensor cores read them
         fence_async_shared()
     found = ()
-    for block in gl.static_range(form.blocks):
-        rows = words.slice((WARPGROUP * form.blocks + block) * ROWS, ROWS, 0)
+    for block in gl.static_range(BLOCKS):
+        rows = words.slice((WARPGROUP * BLOCKS + block) * ROWS, ROWS, 0)
         found += (quarters(rows.load(WORD_LAYOUT)),)  # type: ignore[assignment]
     return found

@@ -100,7 +100,7 @@ def integer_gemv(matrix: MarlinMatrix) -> GemvFunctions | None:
     """For one token; None where tiles were measured ahead."""
     scales = "zero" if matrix.scales.dtype == torch.int32 else "row" if matrix.group_size == -1 else "group"
     if matrix.bits == 4:
-        return GemvFunctions(int4_bytes, scales, 8, integer_words(matrix))
+        return GemvFunctions(int4_bytes, scales, 8)
     if scales != "row" and matrix.n > _LARGEST_BYTES:
         return None
     return GemvFunctions(int8_bytes, scales, 128)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from moe_core.gemm.activation_tile import load_plain, open_plain
 from moe_core.gemm.columns import Columns
-from moe_core.gemm.heuristics.tiles import BLOCK_N
 from moe_core.gemm.launch import GemmWeight, TileFunctions, WarpSpecialisedGemm
 from moe_core.gemm.marlin.hopper_launch import ROWS, STEP, words_gemm
 from moe_core.gemm.plan import TileConfig
@@ -80,13 +79,7 @@ class MarlinMatrix:
             packed=32 // self.bits,
             interleaved=self.interleaved,
             warp_specialised=special,
-            tile_config=_tile_config,
         )
-
-
-def _tile_config(config: TileConfig) -> TileConfig:
-    # `mma.sync` of the warp-specialised kernel has registers for more rows of weights
-    return replace(config, block_n=BLOCK_N) if config.mma_sync else config
 
 
 class WordFunctions(NamedTuple):
