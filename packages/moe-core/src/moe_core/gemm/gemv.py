@@ -12,11 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
-from moe_core.gemm.launch import Activation, Routing
+from moe_core.gemm.launch import Activation, Result, Routing, epilogue_of
 from moe_core.ops.reduce import reduce_pairs
 
 
@@ -50,3 +51,21 @@ class GemvLayer(ABC):
         self.gemm1(x, h, routing, plan.gemm1, pdl=plan.pdl)
         self.gemm2(h, y, routing, plan.gemm2, pdl=plan.pdl)
         reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, pdl=plan.pdl)
+
+
+def vector_arguments(
+    out: Tensor,
+    x: Tensor,
+    weight: tuple[Any, ...],
+    n: int,
+    k: int,
+    bias: Tensor | None,
+    routing: Routing,
+    activation: Activation | None,
+) -> tuple[Any, ...]:
+    """What all kernels get first: ``out`` [pairs, N] of ``x`` [tokens, K], or of [pairs, K] without ``activation``.
+
+    ``weight``: the kernel's own arguments, `b_args`.
+    """
+    epilogue = epilogue_of(bias, routing, activation)
+    return Result.of(out), x, x.stride(0), weight, routing.arguments, epilogue, n, k

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_core.gemm.gemv import GemvLayer
+from moe_core.gemm.gemv import GemvLayer, vector_arguments
 from moe_core.gemm.heuristics.gemv import GemvConfig
-from moe_core.gemm.launch import Activation, GemmWeight, Result, Routing, constant, epilogue_of, weight_strides
+from moe_core.gemm.launch import Activation, GemmWeight, Routing, constant, weight_strides
 from moe_core.jit.launch import launch
 
 #: columns of a block of block-major weights
@@ -61,24 +61,14 @@ class ScaledGemvLayer(GemvLayer):
         # of each half
         weights, scales, _, _, _, *others = weight.arguments
         rows = config.block_n // (2 if activation is not None and activation.gated else 1)
+        arguments = weights, scales, *weight_strides(weights, BLOCK), *others
         lanes = config.block_w // WORDS
         launch(
             scaled_gemv_kernel,
             (routing.num_pairs * -(-weight.n // rows),),
-            Result.of(out),
-            x,
-            scale,
-            (weights, scales, *weight_strides(weights, BLOCK), *others),
-            routing.ids,
-            routing.expert_map,
-            epilogue_of(weight.bias, routing, activation),
-            weight.n,
-            weight.k,
-            routing.num_ids,
-            routing.num_experts,
-            x.stride(0),
-            1 if activation is None else routing.top_k,
+            *vector_arguments(out, x, arguments, weight.n, weight.k, weight.bias, routing, activation),
             ScaledGemvForm(weights, self.quantize, constant(self.group)),
+            scale,
             ROWS=rows,
             LANES=lanes,
             DEPTH=config.num_stages,

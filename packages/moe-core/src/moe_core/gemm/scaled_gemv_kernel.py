@@ -18,11 +18,11 @@ from triton.experimental.gluon import language as gl
 from moe_core.gemm.hopper_pipeline import barrier
 from moe_core.gemm.marlin.dequant import split_last
 from moe_core.gemm.scaled_mm import INFINITY_BITS, saturate, scale_of_codes
+from moe_core.gemm.schedule import locate_vector
 from moe_core.gemm.tile_kernel import finish_tile
 from moe_core.jit.casts import divide, divide_all
 from moe_core.jit.pdl import begin_pdl
 from moe_core.ops._quantize_kernels import magnitude_bits
-from moe_core.ops._sort_kernels import local_expert
 
 # the name of Triton 3.6, where a newer one is missing
 _DESCRIPTOR = gl.shared_memory_descriptor
@@ -219,18 +219,14 @@ def _load_step(pointers, factors, step, column, lane, K, stride_k, form):
 def scaled_gemv_kernel(
     result,
     x,
-    x_scales,
+    stride_x,
     b_args,
-    ids,
-    expert_map,
+    row_args,
     epilogue,
     N,
     K,
-    num_ids,
-    num_experts,
-    stride_x,
-    pairs_per_row,
     form,
+    x_scales,
     ROWS: gl.constexpr,
     LANES: gl.constexpr,
     DEPTH: gl.constexpr,
@@ -238,14 +234,14 @@ def scaled_gemv_kernel(
     SECOND: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out[pair] = epilogue(w x[pair // pairs_per_row]), N columns (of a half); programs by pair and ROWS rows of w.
+    """out[pair] = epilogue(w x[row]), N columns (of a half); programs by pair and ROWS rows of w.
 
+    - row_args and SECOND as in `locate_vector`, result and epilogue as in the tile kernel
     - x_scales [E] of static activations, or None; K is a multiple of 16
     - b_args as `open_weights` of `moe_core.gemm.scaled_mm` has them, with steps of 128 columns; where columns have
       groups (weights, scales [E, rows of blocks, groups], the same strides of weights, scales' expert and row stride,
       rows of a block, a constant), gate and up each with its own last row of blocks
     - LANES threads read a row, 16 columns each: K is STEPS times as many
-    - SECOND: the launch before makes nothing but x, and lets this one begin when all before it was done
     """
     begin_pdl(PDL and not SECOND)
     HALVES: gl.constexpr = 2 if epilogue.gated else 1
@@ -267,10 +263,7 @@ def scaled_gemv_kernel(
         ),
         gl.allocate_shared_memory(gl.float32, [TURNS if form.group != 0 else 1, VECTOR_ROWS, LANES], plain),
     )
-    blocks = gl.cdiv(N, ROWS)
-    pair = (gl.program_id(0) // blocks).to(gl.int64)
-    block = gl.program_id(0) % blocks
-    expert = local_expert(ids, expert_map, pair, pair >= 0, num_ids, num_experts, expert_map is not None)
+    pair, vector_row, block, expert = locate_vector(row_args, gl.cdiv(N, ROWS), SECOND)
     if expert < 0:
         return
     weights, scales, stride_e, stride_n, stride_k, scale_e, scale_half, scale_n = b_args
@@ -301,7 +294,7 @@ def scaled_gemv_kernel(
     for step in gl.static_range(DEPTH):
         ring += (_load_step(pointers, factors, step, column, lane, K, stride_k, form),)  # type: ignore[assignment]
     begin_pdl(PDL and SECOND)
-    x += pair // pairs_per_row * stride_x
+    x += vector_row * stride_x
     scale = 0.0
     if form.group == 0:
         scale = _row_scale(x, x_scales, K, expert, form.codes, STEPS, VECTOR, vector)

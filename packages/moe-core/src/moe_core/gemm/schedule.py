@@ -67,3 +67,14 @@ def expert_of(row, inside, row_args, IN_USE: tl.constexpr):
         tl.static_assert(IN_USE == "pairs", "rows by pair are those of a routing or of a batch")
         ids, expert_map, _, num_ids, num_experts = row_args
         return local_expert(ids, expert_map, row, inside, num_ids, num_experts, expert_map is not None)
+
+
+@triton.jit
+def locate_vector(row_args, blocks, SECOND: tl.constexpr):
+    """(pair, row of the vector, row block, local expert) of a program that multiplies the vector of one pair.
+
+    row_args: of "pairs" in `expert_of`; SECOND: each pair has a vector of its own, otherwise a token's pairs share one.
+    """
+    pair = (tl.program_id(0) // blocks).to(tl.int64)
+    row = pair if SECOND else pair // row_args[2]
+    return pair, row, tl.program_id(0) % blocks, expert_of(pair, pair >= 0, row_args, "pairs")

@@ -26,9 +26,9 @@ import triton.language as tl
 from moe_core.gemm.marlin.dequant import split_last
 from moe_core.gemm.marlin.integer_dot import integer_dot
 from moe_core.gemm.marlin.operand import scale_of, zero_of
+from moe_core.gemm.schedule import locate_vector
 from moe_core.gemm.tile_kernel import deinterleave, finish_tile
 from moe_core.jit.pdl import begin_pdl
-from moe_core.ops._sort_kernels import local_expert
 
 
 class GemvForm(NamedTuple):
@@ -160,16 +160,12 @@ def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: 
 def gemv_kernel(
     result,
     x,
+    stride_x,
     b_args,
-    ids,
-    expert_map,
+    row_args,
     epilogue,
     N,
     K,
-    num_ids,
-    num_experts,
-    stride_x,
-    pairs_per_row,
     form,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -177,27 +173,24 @@ def gemv_kernel(
     SECOND: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[pair] = epilogue(w x[pair // pairs_per_row]), N columns; programs by pair and BLOCK_N rows of w.
+    """out[pair] = epilogue(w x[row]), N columns; programs by pair and BLOCK_N rows of w.
 
-    result and epilogue as in the tile kernel; where gated, rows are gate and up interleaved in blocks of 8.  SECOND:
-    the launch before makes nothing but x, and lets this one begin when all before it was done.
+    row_args and SECOND as in `locate_vector`, result and epilogue as in the tile kernel; where gated, rows are gate and up
+    interleaved in blocks of 8.  SECOND also: the launch before makes nothing but x, and lets this one begin when all
+    before it was done.
     """
     begin_pdl(PDL and not SECOND)
     rows_all = tl.cdiv(N, 8) * 16 if epilogue.gated else N
-    blocks = tl.cdiv(rows_all, BLOCK_N)
-    pair = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
-    expert = local_expert(ids, expert_map, pair, pair >= 0, num_ids, num_experts, expert_map is not None)
+    pair, row, block, expert = locate_vector(row_args, tl.cdiv(rows_all, BLOCK_N), SECOND)
     if expert < 0:
         return
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_row = x + pair // pairs_per_row * stride_x
-    value = _row_sums(b_args, expert, x_row, rows, rows_all, K, form, BLOCK_W, EVEN, PDL and SECOND)
+    value = _row_sums(b_args, expert, x + row * stride_x, rows, rows_all, K, form, BLOCK_W, EVEN, PDL and SECOND)
     value = tl.sum(value, axis=1)[:, None]
     up = value
     if epilogue.gated:
         value, up = deinterleave(value, True)
     columns = block * value.shape[0] + tl.arange(0, value.shape[0])
     one = tl.arange(0, 1)
-    row = pair + one
-    finish_tile(value, up, epilogue, result, N, expert, row, row, one == 0, block, columns, True, False)
+    target = pair + one
+    finish_tile(value, up, epilogue, result, N, expert, target, target, one == 0, block, columns, True, False)

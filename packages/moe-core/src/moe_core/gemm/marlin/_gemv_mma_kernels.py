@@ -27,9 +27,9 @@ from moe_core.gemm.marlin.hopper_words import (
     quarters,
 )
 from moe_core.gemm.marlin.operand import scale_of
+from moe_core.gemm.schedule import locate_vector
 from moe_core.gemm.tile_kernel import deinterleave, finish_tile
 from moe_core.jit.pdl import begin_pdl
-from moe_core.ops._sort_kernels import local_expert
 
 # columns of the right operand
 COLUMNS = gl.constexpr(8)
@@ -115,16 +115,12 @@ def _row_sums(sums, PARTS: gl.constexpr):
 def gemv_mma_kernel(
     result,
     x,
+    stride_x,
     b_args,
-    ids,
-    expert_map,
+    row_args,
     epilogue,
     N,
     K,
-    num_ids,
-    num_experts,
-    stride_x,
-    pairs_per_row,
     form,
     STEPS: gl.constexpr,
     DEPTH: gl.constexpr,
@@ -140,11 +136,7 @@ def gemv_mma_kernel(
     begin_pdl(PDL and not SECOND)
     HEIGHT: gl.constexpr = ROWS // form.parts
     rows_all = gl.cdiv(N, 8) * 16 if epilogue.gated else N
-    blocks = gl.cdiv(rows_all, HEIGHT)
-    number = gl.program_id(0) // blocks
-    block = gl.program_id(0) % blocks
-    pair = number.to(gl.int64)
-    expert = local_expert(ids, expert_map, pair, pair >= 0, num_ids, num_experts, expert_map is not None)
+    pair, vector, block, expert = locate_vector(row_args, gl.cdiv(rows_all, HEIGHT), SECOND)
     if expert < 0:
         return
     words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups, _ = b_args
@@ -166,7 +158,7 @@ def gemv_mma_kernel(
     LAST: gl.constexpr = STEPS if EVEN else STEPS - 1
     tiles = _load_steps(state, form, 0, DEPTH, LAST)
     begin_pdl(PDL and SECOND)
-    x_tiles = _share(x + (number // pairs_per_row).to(gl.int64) * stride_x, K, STEPS, form.parts)
+    x_tiles = _share(x + vector * stride_x, K, STEPS, form.parts)
     left: gl.constexpr = gl.DotOperandLayout(0, MMA_SYNC, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, MMA_SYNC, 2)
     sums = gl.zeros([ROWS, COLUMNS], gl.float32, MMA_SYNC)

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_core.gemm.gemv import GemvLayer
+from moe_core.gemm.gemv import GemvLayer, vector_arguments
 from moe_core.gemm.heuristics.gemv import GemvConfig
-from moe_core.gemm.launch import Activation, Result, Routing, constant, epilogue_of
+from moe_core.gemm.launch import Activation, Routing, constant
 from moe_core.gemm.marlin._gemv_kernels import GemvForm, gemv_kernel
 from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
 from moe_core.jit.casts import INTERPRET
@@ -66,20 +66,7 @@ def gemv(
 ) -> None:
     """``out`` [pairs, N]: each pair's matrix times its row of ``x``, a token's or, without ``activation``, its own."""
     rows, width = matrix.words.shape[1:]
-    arguments = (
-        Result.of(out),
-        x,
-        matrix.arguments,
-        routing.ids,
-        routing.expert_map,
-        epilogue_of(matrix.bias, routing, activation),
-        matrix.n,
-        matrix.k,
-        routing.num_ids,
-        routing.num_experts,
-        x.stride(0),
-        1 if activation is None else routing.top_k,
-    )
+    arguments = vector_arguments(out, x, matrix.arguments, matrix.n, matrix.k, matrix.bias, routing, activation)
     grid = (routing.num_pairs * -(-rows // config.block_n),)
     if config.mma_sync and functions.words is not None and not INTERPRET.value:
         from moe_core.gemm.marlin._gemv_mma_kernels import MmaForm, gemv_mma_kernel
