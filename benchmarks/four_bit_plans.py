@@ -140,6 +140,24 @@ def microseconds(calls: list[Callable[[], None]], number: int) -> list[float]:
     return [statistics.median(times) for times in found]
 
 
+def compared(layers: list[Any], weights: Any, inputs: list[Inputs]) -> tuple[list[float], list[float]]:
+    """Microseconds of each of several layers with the same weights, and its relative difference from the first."""
+    x, router, ids = inputs[0]
+    calls, kernels, outputs = [], [], []
+    for experts in layers:
+        replay._SHARED.clear()  # layers that are alike share launches, whatever their class plans
+        kernel = FusedMoEKernel(experts, weights, default_prepare_finalize(experts.config))
+        kernel.workspace = mc.Workspace(DEVICE)
+        kernel.workspace.take(kernel.workspaces(x.shape[0]))
+        kernels.append(kernel)  # a graph writes to its workspace
+        torch.cuda.synchronize()
+        outputs.append(kernel.apply(x, topk_weights=router, topk_ids=ids).float())
+        calls.append(capture(kernel, inputs))
+    first = outputs[0]
+    errors = [float((y - first).norm() / first.norm()) for y in outputs]
+    return microseconds(calls, len(inputs)), errors
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -158,21 +176,10 @@ def main() -> None:
             rows = tokens * top_k / experts
             chosen = made(config, weight_key=key, activation_key=None).plan(tokens)
             inputs = [draw(experts, top_k, hidden, tokens) for _ in range(8 if tokens <= 512 else 4)]
-            x, router, ids = inputs[0]
-            calls, kernels, error, reference = [], [], 0.0, None
-            for plan in (chosen, *other_plans(chosen, rows).values()):
-                replay._SHARED.clear()  # layers that are alike share launches, whatever their class plans
-                planned = with_plan(made, plan)(config, weight_key=key, activation_key=None)
-                kernel = FusedMoEKernel(planned, weights, default_prepare_finalize(config))
-                kernel.workspace = mc.Workspace(DEVICE)
-                kernel.workspace.take(kernel.workspaces(tokens))
-                kernels.append(kernel)  # a graph writes to its workspace
-                torch.cuda.synchronize()
-                y = kernel.apply(x, topk_weights=router, topk_ids=ids).float()
-                reference = y if reference is None else reference
-                error = max(error, float((y - reference).norm() / reference.norm()))
-                calls.append(capture(kernel, inputs))
-            times = microseconds(calls, len(inputs))
+            plans = chosen, *other_plans(chosen, rows).values()
+            layers = [with_plan(made, plan)(config, weight_key=key, activation_key=None) for plan in plans]
+            times, errors = compared(layers, weights, inputs)
+            error = max(errors)
             kind = "special" if chosen.gemm1.warp_specialised else "tiles"
             tiles = f"{kind} {chosen.gemm1.block_m}/{chosen.gemm2.block_m}"
             text = f"{name} M {tokens} ({rows:.1f} rows) {tiles} {times[0]:.1f} us"

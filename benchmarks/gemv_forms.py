@@ -1,4 +1,4 @@
-"""Few tokens of 4-bit layers by tiles, by products with vectors, and by those of `mma.sync`, on an sm_90 GPU.
+"""Few tokens of layers by tiles and by products with vectors, 4-bit ones also by `mma.sync`, on an sm_90 GPU.
 
     python benchmarks/gemv_forms.py                       # microseconds of a layer, one line for each number of tokens
     python benchmarks/gemv_forms.py --only qwen3 --tokens 1,2 --pairs
@@ -16,14 +16,11 @@ from typing import Any
 
 import moe_core as mc
 import torch
-from four_bit_plans import DEVICE, capture, draw, layer, microseconds
-from moe_core import replay
+from four_bit_plans import DEVICE, compared, draw, layer
 from moe_core.gemm.heuristics import gemv_plan
 from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.jit.compile_ahead import compile_ahead
 from moe_core.jit.launch import record
-from moe_core.kernel import FusedMoEKernel
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.testing.compile_cases import call_on_meta
 from moe_core.testing.planned import with_gemv
 
@@ -37,10 +34,45 @@ LAYERS = [
     ("int4", "dsv3-ep8", 32, 8, 7168, 2048),
     ("int4", "phi-3.5-moe", 16, 2, 4096, 6400),
     ("int4", "mixtral-8x7b", 8, 2, 4096, 14336),
+    *(
+        (scheme, *sizes)
+        for scheme in ("fp8_block", "fp8_channel", "int8_channel")
+        for sizes in (
+            ("qwen3-30b-a3b", 128, 8, 2048, 768),
+            ("dsv3-tp8", 256, 8, 7168, 256),
+            ("glm-4.5-air", 128, 8, 4096, 1408),
+            ("qwen3-235b-tp2", 128, 8, 4096, 768),
+            ("llama-4-scout-tp2", 16, 1, 5120, 4096),
+            ("phi-3.5-moe", 16, 2, 4096, 6400),
+            ("dsv3-ep8", 32, 8, 7168, 2048),
+            ("mixtral-8x7b", 8, 2, 4096, 14336),
+        )
+    ),
 ]
+#: scheme of 8-bit weights: oracle, weight key, activation key
+KEYS = {
+    "fp8_block": ("fp8", mc.kFp8Static128BlockSym, mc.kFp8Dynamic128Sym),
+    "fp8_channel": ("fp8", mc.kFp8StaticChannelSym, mc.kFp8DynamicTokenSym),
+    "int8_channel": ("int8", mc.kInt8StaticChannelSym, mc.kInt8DynamicTokenSym),
+}
 #: rows of a program, and steps that its warps request ahead
 FORMS = [(16, 2), (16, 3), (16, 6), (32, 2), (32, 3), (32, 4), (32, 6), (64, 4), (64, 6)]
 TOKENS = (1, 2, 3, 4, 6, 8)
+
+
+def layer_of_8_bits(scheme: str, experts: int, top_k: int, hidden: int, inner: int) -> tuple[Any, Any, Any, Any]:
+    """(config, experts class, keys, converted random weights)."""
+    name, *keys = KEYS[scheme]
+    config = mc.FusedMoEConfig(num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inner)
+    oracle = mc.oracle(name)
+    selection = oracle.select(config, weight_key=keys[0], activation_key=keys[1])
+    given = {}
+    for matrix, rows, columns in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
+        codes = torch.randint(-64, 64, (experts, rows, columns), dtype=torch.int8, device=DEVICE)
+        given[matrix] = codes if name == "int8" else codes.view(torch.float8_e4m3fn)
+        sizes = (-(-rows // 128), -(-columns // 128)) if scheme == "fp8_block" else (rows, 1)
+        given[f"{matrix}_scale"] = (torch.rand(experts, *sizes, device=DEVICE) + 0.5) / 1000
+    return config, selection.experts, keys, oracle.convert(selection, **given)
 
 
 def plans(today: GemvPlan, pairs: bool) -> Iterator[tuple[str, GemvPlan | None]]:
@@ -72,35 +104,27 @@ def main() -> None:
         if arguments.only not in f"{scheme} {name}":
             continue
         experts, top_k, hidden, inner = sizes
-        config, made, key, weights = layer(scheme, experts, top_k, hidden, inner)
+        if scheme in KEYS:
+            config, made, keys, weights = layer_of_8_bits(scheme, experts, top_k, hidden, inner)
+        else:
+            config, made, key, weights = layer(scheme, experts, top_k, hidden, inner)
+            keys = [key, None]
 
-        def planned(plan: GemvPlan | None, made: Any = made, config: Any = config, key: Any = key) -> Any:
-            return with_gemv(made, plan)(config, weight_key=key, activation_key=None)
+        def planned(plan: GemvPlan | None, made: Any = made, config: Any = config, keys: Any = keys) -> Any:
+            return with_gemv(made, plan)(config, weight_key=keys[0], activation_key=keys[1])
 
         today = gemv_plan(planned(None).problem, 1)
         if today is None:
             raise SystemExit(f"{name} has no products with vectors")
-        forms = dict(plans(today, arguments.pairs))
+        forms = dict(plans(today, arguments.pairs)) if scheme not in KEYS else {"gemv": today, "tiles": None}
         with record() as launches:
             for tokens, plan in product(numbers, forms.values()):
                 call_on_meta(planned(plan), tokens)
         compile_ahead(launches)
         for tokens in numbers:
             inputs = [draw(experts, top_k, hidden, tokens) for _ in range(24)]
-            x, router, ids = inputs[0]
-            calls, kernels, errors, reference = [], [], {}, None
-            for form, plan in forms.items():
-                replay._SHARED.clear()  # layers that are alike share launches, whatever their class plans
-                kernel = FusedMoEKernel(planned(plan), weights, default_prepare_finalize(config))
-                kernel.workspace = mc.Workspace(DEVICE)
-                kernel.workspace.take(kernel.workspaces(tokens))
-                kernels.append(kernel)  # a graph writes to its workspace
-                torch.cuda.synchronize()
-                y = kernel.apply(x, topk_weights=router, topk_ids=ids).float()
-                reference = y if reference is None else reference
-                errors[form] = float((y - reference).norm() / reference.norm())
-                calls.append(capture(kernel, inputs))
-            times = microseconds(calls, len(inputs))
+            times, found = compared([planned(plan) for plan in forms.values()], weights, inputs)
+            errors = dict(zip(forms, found, strict=True))
             by_form = " ".join(f"{form} {time:.1f}" for form, time in zip(forms, times, strict=True))
             error = max(value for form, value in errors.items() if form != "tiles")
             print(f"{scheme} {name} M {tokens} | {by_form} | err {error:.1e} tiles {errors['tiles']:.1e}", flush=True)

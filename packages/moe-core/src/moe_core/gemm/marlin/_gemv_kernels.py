@@ -175,8 +175,8 @@ def gemv_kernel(
 ):
     """out[pair] = epilogue(w x[row]), N columns; programs by pair and BLOCK_N rows of w.
 
-    row_args and SECOND as in `locate_vector`, result and epilogue as in the tile kernel; where gated, rows are gate and up
-    interleaved in blocks of 8.  SECOND also: the launch before makes nothing but x, and lets this one begin when all
+    row_args and SECOND as in `locate_vector`, result and epilogue as in the tile kernel; where gated, rows are gate and
+    up interleaved in blocks of 8.  SECOND also: the launch before makes nothing but x, and lets this one begin when all
     before it was done.
     """
     begin_pdl(PDL and not SECOND)
