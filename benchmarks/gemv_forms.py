@@ -115,7 +115,8 @@ def main() -> None:
 
         today = gemv_plan(planned(None).problem, 1)
         if today is None:
-            raise SystemExit(f"{name} has no products with vectors")
+            print(f"{scheme} {name} has no products with vectors", flush=True)
+            continue
         forms = dict(plans(today, arguments.pairs)) if scheme not in KEYS else {"gemv": today, "tiles": None}
         with record() as launches:
             for tokens, plan in product(numbers, forms.values()):
