@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -297,10 +298,14 @@ def test_8_bit_pairs_read_little_again(kind: str, shape: tuple[int, int, int, in
         assert gemv_plan(problem, tokens) == (one if tokens <= most else None)
     if one is not None:
         assert not refusals(problem, one, 1, most)
+        wide, long = replace(one.gemm1, block_n=128), replace(one.gemm2, block_w=256)
+        assert "gemm1: block_n is 128" in refusals(problem, replace(one, gemm1=wide), 1, 1)[0]
+        assert "gemm2: block_w is 256" in refusals(problem, replace(one, gemm2=long), 1, 1)[0]
     experts, top_k, hidden, size = shape
     for other in ({"capability": 80}, {"may_split": False}, {"batch_invariant": True}):
         assert gemv_plan(problem_of(kind, shape, **other), 1) is None
-    assert gemv_plan(problem_of(kind, (experts, top_k, hidden + 8, size)), 1) is None
+    for sizes in ((hidden + 8, size), (hidden, size + 8), (131072, size), (hidden, 131072)):
+        assert gemv_plan(problem_of(kind, (experts, top_k, *sizes)), 1) is None
 
 
 @pytest.mark.parametrize(("shape", "most"), [((8, 2, 4096, 14336), 4), ((128, 8, 2048, 768), 11)])

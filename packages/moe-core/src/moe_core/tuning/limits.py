@@ -108,6 +108,9 @@ def _of_gemv(problem: LayerProblem, plan: GemvPlan, last: int) -> Iterator[str]:
             yield f"{name}: by mma.sync four warps have 16, 32 or 64 rows"
         if problem.family == "scaled_mm" and config.block_w > 128:
             yield f"{name}: block_w is {config.block_w}, a warp reads at most 128 words of a row at a time"
+        if problem.family == "scaled_mm" and config.block_n > 64:
+            # rows of h have room for whole 128 columns, and a program meets one row of weight scales
+            yield f"{name}: block_n is {config.block_n}, a program has at most 64 rows"
         if problem.family != "scaled_mm" and config.num_stages != 1:
             yield f"{name}: num_stages is {config.num_stages}, which kernels of words do not know"
 

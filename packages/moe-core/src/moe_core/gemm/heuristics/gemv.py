@@ -21,8 +21,8 @@ SHARED_BY_MMA_SYNC = 1.4
 #: bytes of 8-bit weights that may be read again, by experts of less and of more than SMALL bytes
 AGAIN = {"e4m3": (28e6, 14e6), "int8": (56e6, 28e6)}
 SMALL = 20e6
-#: intermediate size up to which vectors of e4m3 are ahead: their numbers are float32 in shared memory
-LONGEST_E4M3 = 8192
+#: columns of vectors up to which they are ahead; in shared memory numbers of e4m3 are float32
+LONGEST = {"e4m3": 8192, "int8": 65536}
 #: intermediate size from which 8-bit weights take long steps in gemm2
 LONG = 2048
 
@@ -93,7 +93,7 @@ def _takes_scaled(problem: LayerProblem, tokens: int) -> bool:
     hidden, size = problem.hidden_size, problem.intermediate_size
     if problem.capability != 90 or problem.bits != 8 or not problem.may_split or hidden % 16 or size % 16:
         return False
-    if tokens > MOST_SCALED or (problem.element == "e4m3" and size > LONGEST_E4M3):
+    if tokens > MOST_SCALED or max(hidden, size) > LONGEST[problem.element]:
         return False
     expert = hidden * size * (3 if problem.gated else 2)
     again = (tokens * problem.top_k - problem.reached(tokens)) * expert
