@@ -5,8 +5,8 @@ The tensor cores of gfx942 know another e4m3 (FNUZ): there Triton widens both op
 On sm_90 weights become block-major (`GroupedExperts.block_major`), elsewhere they stay as the checkpoint has them;
 scales that are e8m0 exponents become float32.  A call is: sort the (token, expert) pairs and quantise x; gemm1, bias,
 activation and quantisation; gemm2 and router weight; sum over top-k.  On sm_90, with many rows per expert, both GEMMs
-are a warp-specialised kernel of their own (``kernels/hopper_blockwise.py``), and a few tokens that hardly share an expert
-are not sorted (`moe_core.gemm.scaled_gemv`).
+are a warp-specialised kernel of their own (``kernels/hopper_blockwise.py``), and a few tokens that hardly share an
+expert are not sorted (`moe_core.gemm.scaled_gemv`).
 """
 
 from __future__ import annotations
