@@ -73,7 +73,7 @@ def test_activations(kind, activation, device):
 
 
 @kinds
-@pytest.mark.parametrize("tokens", [2, 5])
+@pytest.mark.parametrize("tokens", [2, 4])
 def test_a_few_tokens(kind, tokens, device):
     checked(device, kind, call={"tokens": tokens}, num_experts=128, num_local_experts=128)
 

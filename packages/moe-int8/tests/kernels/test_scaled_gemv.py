@@ -41,7 +41,7 @@ def test_every_size(key, columns, dtype, device):
 
 
 @keys
-@pytest.mark.parametrize("tokens", [2, 5])
+@pytest.mark.parametrize("tokens", [2, 4])
 def test_a_few_tokens(key, tokens, device):
     checked(device, key, {"tokens": tokens}, num_experts=128, num_local_experts=128)
 
