@@ -93,7 +93,7 @@ def _store_vector(shared, x, x_scales, scale, K, form, STEPS: gl.constexpr, TILE
             a, b, c, d = split_last((codes.to(gl.int32) & 0xFF).reshape([TILE[0], 4 * LANES, 4]))
             target.store(a | (b << 8) | (c << 16) | (d << 24))
         else:
-            # the four words of a thread apart, so that its neighbours' lie beside each of them
+            # word by word, those of all threads side by side: 16 numbers of a thread in a row would conflict
             words = codes.to(gl.float32).reshape([TILE[0], LANES, 4, 4]).permute([0, 2, 1, 3])
             target.store(words.reshape([TILE[0] * 4, 4 * LANES]))
 
