@@ -500,5 +500,9 @@ def test_any_shape_and_magnitude(
     again = dequantize_weight(q, s, key, parts=parts, cols=cols, dtype=torch.float64)
     assert again.shape == w.shape
     # 1/4 of the largest value: half the widest gap of e2m1, with a power-of-two scale up to twice too large
+    bound = (0.26 * 2 if scale is torch.uint8 else 0.26) * float(w.abs().max()) if w.numel() else 0.0
+    if scale is torch.float16:
+        # below its normal numbers a scale is off by up to half their distance, and the largest code by as much
+        bound += 2.0**-25 * kind[0].max_value
     if w.numel():
-        assert float((again - w).abs().max()) <= (0.26 * 2 if scale is torch.uint8 else 0.26) * float(w.abs().max())
+        assert float((again - w).abs().max()) <= bound
