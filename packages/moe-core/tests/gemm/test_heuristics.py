@@ -211,6 +211,10 @@ def test_4_bit_words_beside_16_to_48_rows() -> None:
         assert not plan.gemm1.warp_specialised
     assert not plan_of("mixed int4", 256, 8, 256, 7168, 256).gemm2.warp_specialised
     assert plan_of("mixed int4", 768, 8, 256, 7168, 256, capability=80).gemm2.block_m == 32
+    # rows of h are in the order of the schedule only where gemm1's loops are whole, and not where bits are fixed
+    split = plan_of("mixed int4", 256, 8, 128, 4096, 192)
+    assert (split.gemm1.split_k, split.gemm2.block_m, split.gemm2.warp_specialised) == (2, 16, False)
+    assert plan_of("mixed int4", 768, 8, 256, 7168, 256, may_split=False, batch_invariant=True).gemm2.block_m == 32
     # of an expert with one tile no other one finds the weights in L2
     for tokens, group in ((512, 1), (1024, 8)):
         plan = plan_of("mixed int4", tokens, 8, 128, 4096, 768)

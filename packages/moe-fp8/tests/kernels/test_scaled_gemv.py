@@ -8,6 +8,7 @@ import pytest
 import torch
 from moe_core import (
     FusedMoEConfig,
+    FusedMoEKernel,
     MoEActivation,
     kFp8Dynamic64Sym,
     kFp8Dynamic128Sym,
@@ -18,6 +19,8 @@ from moe_core import (
 )
 from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.jit.launch import observe
+from moe_core.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.testing.data import make_inputs, make_weights
 from moe_core.testing.few_tokens import FewTokens
 from moe_core.testing.planned import with_gemv
 from moe_fp8.experts.triton import TritonFp8BlockExperts
@@ -94,6 +97,16 @@ def test_pairs_without_an_expert_add_nothing(kind, routing, device):
 def test_a_nan_stays_one(kind, device):
     call = {"change": lambda x: x[0, 40].fill_(float("nan")), "finite": False}
     assert bool(checked(device, kind, call=call).isnan().all())
+
+
+def test_a_nan_among_the_scales_of_blocks_stays_one(device):
+    experts, *keys = BLOCK
+    made = FewTokens(experts, CONFIG, *keys).made(device)
+    weights, inputs = make_weights(CONFIG, *keys, seed=3).to(device), make_inputs(CONFIG, 1, seed=4)
+    weights.w2_scale.fill_(float("nan"))
+    kernel = FusedMoEKernel(made, made.convert(weights), default_prepare_finalize(CONFIG))
+    routed = {"topk_weights": inputs.topk_weights.to(device), "topk_ids": inputs.topk_ids.to(device)}
+    assert bool(kernel.apply(inputs.x.to(device), **routed).isnan().all())
 
 
 def test_sizes_that_are_not_read_in_16_bytes_take_the_tiles(device):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -31,6 +32,7 @@ reinterpret = _DESCRIPTOR.reinterpret if hasattr(_DESCRIPTOR, "reinterpret") els
 # columns of a block of block-major weights
 BLOCK = gl.constexpr(128)
 FLOAT32_MAX = gl.constexpr(3.4028234663852886e38)
+NAN = gl.constexpr(tl.PropagateNan.ALL)
 
 
 class ScaledGemvForm(NamedTuple):
@@ -193,7 +195,7 @@ def _add(acc, words, factor, x, layout: gl.constexpr, form):
         for word in gl.static_range(4):
             part = _add_word(part, words[word], numbers[word])
         # never infinity: weights of zero may have any scale, and 0 * infinity is no number
-        both = gl.minimum(scale * factor, FLOAT32_MAX)
+        both = gl.minimum(scale * factor, FLOAT32_MAX, propagate_nan=NAN)
         return gl.fma(part, gl.expand_dims(both, 0).broadcast_to(acc.shape), acc)
 
 

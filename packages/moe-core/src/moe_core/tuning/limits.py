@@ -29,7 +29,7 @@ from moe_core.gemm.workspaces import MAX_PARTIALS, MAX_SPLIT_K, MIN_BLOCK_M
 Plan = TilePlan | GemvPlan
 #: rows of activations up to which a step's product has registers of its own
 FEW = 32
-#: fewest and most of each number of a configuration; all are powers of two but the stages
+#: fewest and most of each number of a configuration; all are powers of two but those of `_ANY`
 NUMBERS = {
     "block_m": (MIN_BLOCK_M, 256),
     "block_n": (16, 256),

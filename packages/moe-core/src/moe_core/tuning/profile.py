@@ -1,6 +1,6 @@
 """A tuning profile: what ``moe tune`` measured on one GPU, as a value and as a JSON file.
 
-    {"profile": 1, "gpu": "NVIDIA A100-SXM4-80GB", "arch": "sm80", "kernels": 2,
+    {"profile": 1, "gpu": "NVIDIA A100-SXM4-80GB", "arch": "sm80", "kernels": 3,
      "versions": {"moe-core": "0.1.0", "torch": "2.11.0", "triton": "3.6.0"},
      "layers": [{"scheme": "fp8", "weight_key": …, "activation_key": …, "problem": {…},
                  "ranges": [{"first": 1, "last": 1, "default_us": 20.1, "best_us": 18.4,

@@ -39,5 +39,5 @@ def launch_plan(problem: LayerProblem, tokens: int) -> TilePlan:
 
 @lru_cache(maxsize=4096)
 def gemv_plan(problem: LayerProblem, tokens: int) -> GemvPlan | None:
-    """As :func:`launch_plan`, without tensor cores: for one token, or a few that hardly share an expert; else None."""
+    """As :func:`launch_plan`, of unsorted pairs: for one token, or a few that hardly share experts; or None."""
     return None if problem.batch_invariant else choose_gemv(problem, tokens)

@@ -3,7 +3,7 @@
 Every product is transposed (`swap_ab`).  Tiles of 4-bit words have 128 rows of weights and four warps: the 16-bit
 numbers of more do not fit their registers.  Beside up to five rows per expert sm_90 takes tiles of 8 rows for them,
 multiplied by `mma.sync`: few registers, so that twice as many programs keep loads in flight.  With more than 24 rows
-per expert sm_90 has a kernel of its own for them, which dequantises beside the tensor cores
+per expert (gemm2 of few steps: 14) sm_90 has a kernel of its own for them, which dequantises beside the tensor cores
 (`moe_core.gemm.marlin.hopper`).  8-bit words take twice the shared memory: tiles of 128 rows of activations would leave
 one program of four warps on a multiprocessor, and get 256 rows of weights and eight warps, or two stages.
 """
@@ -76,7 +76,9 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
 def _with_short_gemm2(problem: LayerProblem, mean: float, plan: TilePlan) -> TilePlan:
     """``plan``, but gemm2 of few steps by the warp-specialised kernel, whose tiles start beside the ones before."""
     fits = problem.capability == 90 and problem.bits == 4 and problem.dtype_bytes == 2 and not problem.permuted
-    if not fits or mean < 14 or steps_of(problem.intermediate_size) > 4:
+    # where gemm1's k loops are split, rows of h are by pair; batch-invariant layers have no such kernel
+    sorted_rows = plan.gemm1.split_k == 1 and not problem.batch_invariant
+    if not (fits and sorted_rows) or mean < 14 or steps_of(problem.intermediate_size) > 4:
         return plan
     return replace(plan, gemm2=replace(swapped(64, 4, 3, tma=False), warp_specialised=True))
 
