@@ -318,6 +318,19 @@ def test_tiles_of_16_rows_leave_more_tokens_to_vectors(shape: tuple[int, int, in
     assert [plan is None for plan in found] == [False, True]
 
 
+@pytest.mark.parametrize("size", [16384, 16512])
+def test_vectors_beside_e2m1_have_room_in_shared_memory(size: int) -> None:
+    for shape in ((8, 2, 2048, size), (8, 2, size, 2048)):
+        plan = gemv_plan(problem_of("mixed e2m1", shape), 1)
+        assert plan is not None
+        assert (plan.gemm1.mma_sync, plan.gemm2.mma_sync) == (size <= 16384,) * 2
+        if size > 16384:
+            continue
+        for config, columns in ((plan.gemm1, shape[2]), (plan.gemm2, shape[3])):
+            # [8, 128] numbers of 16 bits for each step of 128 columns of each part
+            assert -(-columns // (128 * 64 // config.block_n)) * 8 * 128 * 2 <= 200 * 1024
+
+
 def test_partial_sums_have_room() -> None:
     assert gemv_plan(problem_of("mixed int4", (256, 64, MAX_PARTS // 64 + 1, 256)), 1) is None
 

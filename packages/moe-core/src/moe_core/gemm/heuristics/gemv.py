@@ -22,8 +22,9 @@ SHARED_BY_MMA_SYNC = 1.4
 #: bytes of 8-bit weights that may be read again, by experts of less and of more than SMALL bytes
 AGAIN = {"e4m3": (28e6, 14e6), "int8": (56e6, 28e6)}
 SMALL = 20e6
-#: columns of vectors up to which they are ahead; in shared memory numbers of e4m3 are float32
-LONGEST = {"e4m3": 8192, "int8": 65536}
+#: columns of vectors up to which they are ahead, and have room in shared memory: numbers of e4m3 are float32 there,
+#: those beside e2m1 stand in eight columns
+LONGEST = {"e4m3": 8192, "int8": 65536, "e2m1": 16384}
 #: intermediate size from which 8-bit weights take long steps in gemm2
 LONG = 2048
 
@@ -65,7 +66,7 @@ def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
     """The plan for one token, or a few that share few experts; None for more."""
     pairs, element = tokens * problem.top_k, problem.element
     scaled = problem.family == "scaled_mm"
-    by_mma_sync = element == "e2m1" and problem.capability == 90 and not scaled
+    by_mma_sync = element == "e2m1" and problem.capability == 90 and not scaled and _has_room(problem)
     if pairs * problem.hidden_size > MAX_PARTS or (scaled and not _takes_scaled(problem, tokens)):
         return None
     if tokens > 1 and not scaled:
@@ -85,6 +86,10 @@ def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
     return _mma_sync_plan(problem) if by_mma_sync else _words_plan(problem, pdl)
 
 
+def _has_room(problem: LayerProblem) -> bool:
+    return max(problem.hidden_size, problem.intermediate_size) <= LONGEST[problem.element]
+
+
 def _takes_scaled(problem: LayerProblem, tokens: int) -> bool:
     """Whether vectors are for 8-bit weights and activations, and ahead: three launches instead of four or five.
 
@@ -94,7 +99,7 @@ def _takes_scaled(problem: LayerProblem, tokens: int) -> bool:
     hidden, size = problem.hidden_size, problem.intermediate_size
     if problem.capability != 90 or problem.bits != 8 or not problem.may_split or hidden % 16 or size % 16:
         return False
-    if tokens > MOST_SCALED or max(hidden, size) > LONGEST[problem.element]:
+    if tokens > MOST_SCALED or not _has_room(problem):
         return False
     expert = hidden * size * (3 if problem.gated else 2)
     again = (tokens * problem.top_k - problem.reached(tokens)) * expert

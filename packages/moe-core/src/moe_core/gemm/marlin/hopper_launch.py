@@ -49,6 +49,5 @@ def words_gemm(gemm: Gemm) -> None:
         special.multiply(),
     )
     operands = rows_of_tiles, rows_of_tokens, descriptor(special.tensor, [WORDS_BOX, WORDS], 64)
-    tile, rows = WORDS_BOX, special.tensor.shape[1]
-    stages = RING // (tile * WORDS * 4 + height * STEP * 2)
-    start(words_kernel, gemm, -(-rows // tile), operands, (tuple(arguments),), rows, form, stages)
+    rows, stages = special.tensor.shape[1], RING // (WORDS_BOX * WORDS * 4 + height * STEP * 2)
+    start(words_kernel, gemm, -(-rows // WORDS_BOX), operands, (tuple(arguments),), rows, form, stages)

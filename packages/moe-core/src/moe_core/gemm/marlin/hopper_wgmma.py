@@ -11,7 +11,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from moe_core.gemm.hopper_pipeline import free_slot
-from moe_core.gemm.marlin.hopper_words import load_words, next_scales, numbers_of, zeros
+from moe_core.gemm.marlin.hopper_words import ROWS, load_words, next_scales, numbers_of
+
+
+@gluon.jit
+def _zeros(HEIGHT: gl.constexpr):
+    """Sums of 64 rows of weights and HEIGHT of activations; 96 and 48, no powers of two, are two thirds and one."""
+    if HEIGHT % 3 == 0:
+        return (_zeros(HEIGHT // 3 * 2)[0], _zeros(HEIGHT // 3)[0])
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEIGHT, 16]
+        )
+        return (gl.zeros([ROWS, HEIGHT], gl.float32, layout),)
 
 
 @gluon.jit
@@ -51,8 +63,8 @@ def sums_by_wgmma(
     x_tiles = ring[0]
     STAGES: gl.constexpr = ring[2].shape[0]
     dtype: gl.constexpr = x_tiles.dtype
-    acc_0 = zeros(HEIGHT)
-    acc_1 = zeros(HEIGHT)
+    acc_0 = _zeros(HEIGHT)
+    acc_1 = _zeros(HEIGHT)
     operand: gl.constexpr = gl.DotOperandLayout(0, acc_0[0].type.layout, 2)
     words = load_words(ring, turn, form, WARPGROUP)
     numbers = numbers_of(words[0], scales[0], 0, operand, form.dequantize, dtype)

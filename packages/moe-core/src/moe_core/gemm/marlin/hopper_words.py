@@ -52,18 +52,6 @@ def numbers_of(words, scales, PLACE: gl.constexpr, layout: gl.constexpr, dequant
 
 
 @gluon.jit
-def zeros(HEIGHT: gl.constexpr):
-    """Sums of 64 rows of weights and HEIGHT of activations; 96 and 48, no powers of two, are two thirds and one."""
-    if HEIGHT % 3 == 0:
-        return (zeros(HEIGHT // 3 * 2)[0], zeros(HEIGHT // 3)[0])
-    else:
-        layout: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEIGHT, 16]
-        )
-        return (gl.zeros([ROWS, HEIGHT], gl.float32, layout),)
-
-
-@gluon.jit
 def load_scales(pointers, k, stride, groups, GROUPS: gl.constexpr):
     """Scales [64] of the GROUPS groups of step k, of each block of rows; 0: of the row."""
     found = ()
