@@ -1,6 +1,6 @@
 #!/bin/bash
 # compute-sanitizer (memcheck, racecheck, synccheck) over small launches of every kind of kernel, on one sm_90 GPU.
-#   bash tests/sanitizer/run.sh REPORT [SECONDS]
+#   bash tests/sanitizer/run.sh REPORT [SECONDS [GROUPS]]
 # First each group runs without a tool: Triton's cache, and results that the tools' runs must equal bit for bit.  Then
 # all run at once.  What still runs after SECONDS (140) is ended, and named.  Planted errors show that the tools see any.
 set -u
@@ -16,7 +16,7 @@ nvcc=$(command -v nvcc || ls /usr/local/cuda*/bin/nvcc 2>/dev/null | head -1)
 help=$($tool --help 2>&1)
 option() { grep -q -- "$1" <<<"$help" && echo "$1 ${2:-}"; }
 common="$(option --target-processes application-only) $(option --show-backtrace device) $(option --print-limit 200)"
-groups="hopper words tiles ops gemv" # the longest first
+groups=${3:-hopper words tiles ops gemv} # the longest first
 $nvcc -arch=sm_90 -lineinfo -o "$work/planted" "$here/planted.cu" >"$work/nvcc.log" 2>&1 || tail -3 "$work/nvcc.log" &
 for group in $groups; do
   timeout "$(left)" "$python" "$here/launches.py" $group "$kept" >"$work/warm-$group" 2>&1 &
