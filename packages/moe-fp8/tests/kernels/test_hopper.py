@@ -274,6 +274,14 @@ def test_short_tiles_change_no_bit(name, scales, capacity, hopper):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scales", ["blocks", "rows", "tensor"])
+def test_more_tiles_than_programs(scales, hopper):
+    """Programs draw all tiles but their first."""
+    programs = torch.cuda.get_device_properties(hopper).multi_processor_count
+    Product(hopper, scales, None, columns=programs * TILE // 2, depth=272).check(WIDE)
+
+
+@pytest.mark.gpu
 def test_largest_magnitude(hopper):
     product = Product(hopper, "rows", "silu", amax=True)
     product.check(WIDE)
