@@ -29,6 +29,7 @@ from moe_core.kernel_api import (
     of_group,
     open_groups,
     open_rows,
+    prefetch_group,
     scale_acc_rows,
     scale_acc_tokens,
     specialize,
@@ -126,7 +127,12 @@ def _load_codes(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
             if len(state) == 7:
                 zero = of_group(state[6], state, GROUPS * k + i, EVEN_N)
             scales += ((scale, zero),)  # type: ignore[assignment]
-        return tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N, EVEN_K), scales
+        words = tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N, EVEN_K)
+        for i in tl.static_range(GROUPS):
+            prefetch_group(state[3], state, GROUPS * (k + 1) + i, EVEN_N)
+            if len(state) == 7:
+                prefetch_group(state[6], state, GROUPS * (k + 1) + i, EVEN_N)
+        return words, scales
 
 
 # ------------------------------------------------------------------ products and scales

@@ -29,6 +29,7 @@ from moe_core.gemm.marlin.operand import scale_of, zero_of
 from moe_core.gemm.schedule import locate_vector
 from moe_core.gemm.tile_kernel import deinterleave, finish_tile
 from moe_core.jit.pdl import begin_pdl
+from moe_core.jit.prefetch import prefetch_l2
 
 
 class GemvForm(NamedTuple):
@@ -141,9 +142,7 @@ def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: 
     scales += base * scale_e + rows
     if WAIT:
         lines = words[:, None] + tl.minimum(32 * tl.arange(0, BLOCK_W // 32), width - 1)[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-        )
+        prefetch_l2(lines, 1)
         begin_pdl(WAIT)
     total = tl.zeros((rows.shape[0], BLOCK_W // 4), tl.float32)
     for k in range(0, width, BLOCK_W):

@@ -31,6 +31,7 @@ from moe_core.gemm.marlin.dequant import join_last
 from moe_core.gemm.swap_ab import add_swap_ab_dot, swap_ab_dot
 from moe_core.gemm.weight_tile import weight_rows, weight_tile
 from moe_core.jit.casts import INTERPRET
+from moe_core.jit.prefetch import prefetch_l2
 from moe_core.jit.specialize import specialize
 
 #: columns of a step
@@ -93,6 +94,12 @@ def of_group(pointers, state, group, EVEN_N: tl.constexpr):
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=state[1], other=0)
+
+
+@triton.jit
+def prefetch_group(pointers, state, group, EVEN_N: tl.constexpr):
+    """Ask for what `of_group` will load, where Triton cannot copy it ahead of time: values of less than four bytes."""
+    prefetch_l2(pointers + tl.minimum(group, state[5] - 1) * state[4], 1 if EVEN_N else state[1].to(tl.int32))
 
 
 @triton.jit
