@@ -203,23 +203,47 @@ def test_4_bit_words_beside_16_to_48_rows() -> None:
     # a second tile of 16 rows costs short loops more than rows that are not there
     plan = plan_of("mixed int4", 384, 8, 128, 2048, 768)
     assert (plan.gemm1.block_m, plan.gemm2.block_m) == (32, 32)
-    # loops of few steps are short beside what surrounds them, which the warp-specialised kernel has in flight
-    for tokens, rows in ((512, 16), (768, 32)):
+    for tokens, rows in ((448, 16), (512, 32), (768, 32)):
         plan = plan_of("mixed int4", tokens, 8, 256, 7168, 256)
-        assert (plan.gemm1.block_m, plan.gemm2.block_m) == (rows, 64)
-        assert plan.gemm2.warp_specialised
+        assert (plan.gemm1.block_m, plan.gemm2.block_m) == (rows, rows)
         assert not plan.gemm1.warp_specialised
-    assert not plan_of("mixed int4", 256, 8, 256, 7168, 256).gemm2.warp_specialised
-    assert plan_of("mixed int4", 768, 8, 256, 7168, 256, capability=80).gemm2.block_m == 32
-    # rows of h are in the order of the schedule only where gemm1's loops are whole, and not where bits are fixed
-    split = plan_of("mixed int4", 256, 8, 128, 4096, 192)
-    assert (split.gemm1.split_k, split.gemm2.block_m, split.gemm2.warp_specialised) == (2, 16, False)
+        assert not plan.gemm2.warp_specialised
+    # where the compiler leaves tiles of 16 rows as they are, a second one is the cheaper for longer
+    assert plan_of("mixed int4", 512, 8, 256, 7168, 256, capability=100).gemm2.block_m == 16
     assert plan_of("mixed int4", 768, 8, 256, 7168, 256, may_split=False, batch_invariant=True).gemm2.block_m == 32
     # of an expert with one tile no other one finds the weights in L2
     for tokens, group in ((512, 1), (1024, 8)):
         plan = plan_of("mixed int4", tokens, 8, 128, 4096, 768)
         assert plan.gemm1.warp_specialised
         assert (plan.gemm1.group_m, plan.gemm2.group_m) == (group, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "tokens", "registers"),
+    [
+        # rows per expert 8: 512 programs of gemm2 are one round of four for each multiprocessor, and two of three
+        ("mixed int4", (16, 2, 4096, 6400), 64, (0, 128)),
+        # 24: 261 programs are one round of two
+        ("mixed int4", (8, 2, 4096, 14336), 96, (168, 0)),
+        # 16: 512 programs are two rounds, of two or of three
+        ("mixed int4", (16, 2, 4096, 6400), 128, (168, 0)),
+        ("mixed int4", (128, 8, 4096, 1408), 384, (168, 168)),
+        ("mixed e2m1", (32, 4, 2880, 2880), 192, (168, 168)),
+        # tiles of 8 rows, and those of e2m1 with 16, take few
+        ("mixed int4", (128, 8, 4096, 1408), 64, (0, 0)),
+        ("mixed e2m1", (128, 4, 2880, 2880), 256, (0, 0)),
+        ("mixed int8", (128, 8, 2048, 768), 128, (0, 0)),
+    ],
+)
+def test_registers_leave_room_for_one_program_more(
+    kind: str, shape: tuple[int, int, int, int], tokens: int, registers: tuple[int, int]
+) -> None:
+    experts, top_k, hidden, inner = shape
+    plan = plan_of(kind, tokens, top_k, experts, hidden, inner)
+    assert (plan.gemm1.max_registers, plan.gemm2.max_registers) == registers
+    for others in ({"capability": 100}, {"batch_invariant": True, "may_split": False}, {"dtype_bytes": 4}):
+        plan = plan_of(kind, tokens, top_k, experts, hidden, inner, **others)
+        assert (plan.gemm1.max_registers, plan.gemm2.max_registers) == (0, 0)
 
 
 def test_few_tiles_share_loops() -> None:

@@ -45,9 +45,7 @@ def test_single_columns_are_compiled():
         ("sm90", kInt4Static32Asym, 1024, 1500, ["words_kernel"] * 2),
         # rows of x that do not start at multiples of 32 bytes; those of h do
         ("sm90", kInt4Static, 1020, 400, ["grouped_gemm_kernel", "words_kernel"]),
-        # of few steps gemm2 alone
-        ("sm90", kInt4Static, 1024, 96, ["grouped_gemm_kernel", "words_kernel"]),
-        ("sm90", kInt4Static, 1024, 48, ["grouped_gemm_kernel"] * 2),
+        ("sm90", kInt4Static, 1024, 96, ["grouped_gemm_kernel"] * 2),
         ("sm90", kInt8Static, 1024, 400, ["grouped_gemm_kernel"] * 2),
         ("sm100", kInt4Static, 1024, 400, ["grouped_gemm_kernel"] * 2),
         ("sm90", replace(kInt4Static, permuted=True), 1024, 400, ["grouped_gemm_kernel"] * 2),

@@ -333,6 +333,7 @@ def grouped_gemm(gemm: Gemm) -> None:
     written = blocks * config.block_n // (2 if b.interleaved else 1)
     if gemm.activation is not None and config.split_k == 1 and gemm.result.stride < written:
         raise TensorError(f"rows of h are {gemm.result.stride} columns apart, expected room for {written}: whole tiles")
+    aligned = a.aligned and b.aligned
     launch(
         grouped_gemm_kernel,
         (tiles * blocks * config.split_k,),
@@ -360,8 +361,9 @@ def grouped_gemm(gemm: Gemm) -> None:
         SUBTILES=subtiles,
         pdl=gemm.pdl,
         # rows that 16-byte copies cannot reach go through registers: share them among more threads
-        num_warps=config.num_warps if a.aligned and b.aligned else 8,
+        num_warps=config.num_warps if aligned else 8,
         num_stages=config.num_stages,
+        **({"maxnreg": config.max_registers} if config.max_registers and aligned else {}),
     )
 
 

@@ -22,6 +22,8 @@ class TileConfig:
       values hold
     - ``uniform``: products are scaled in the way that every tile height can, also where this one has a faster way
     - ``short_tiles``: the warp-specialised kernel computes two column blocks at a time of tiles with at most 64 rows
+    - ``max_registers`` of a thread, where the compiler would take so many that one program less fits a multiprocessor;
+      0: as it likes
     """
 
     block_m: int
@@ -35,6 +37,7 @@ class TileConfig:
     warp_specialised: bool = False
     uniform: bool = False
     short_tiles: bool = False
+    max_registers: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,15 @@ from dataclasses import fields, replace
 from typing import Any
 
 from moe_core.gemm.heuristics import LayerProblem, launch_plan
+from moe_core.gemm.heuristics.mixed_input import with_registers
 from moe_core.gemm.plan import TilePlan
 from moe_core.tuning.limits import ASKED, NUMBERS, Plan, refusals
 
 #: what decides most first: parts of k loops, steps in flight, warps, tiles, what shares L2, how weights are read
-ORDER = ("split_k", "num_stages", "num_warps", "block_m", "block_n", "block_w", "group_m", "tma", "swap_ab")
+ORDER = (
+    *("split_k", "num_stages", "num_warps", "block_m", "block_n", "block_w"),
+    *("group_m", "tma", "max_registers", "swap_ab"),
+)
 
 
 def neighbours(problem: LayerProblem, plan: Plan, first: int, last: int) -> Iterator[Plan]:
@@ -20,27 +24,29 @@ def neighbours(problem: LayerProblem, plan: Plan, first: int, last: int) -> Iter
     A step of one value of one GEMM, or of both; then what the heuristics choose for other numbers of tokens, the
     nearest first, for one GEMM or for both.  The same plan may come twice.
     """
-    for other in (*_steps(plan), *_own(problem, plan, last)):
+    for other in (*_steps(problem, plan), *_own(problem, plan, last)):
         if other != plan and not refusals(problem, other, first, last):
             yield other
 
 
-def _steps(plan: Plan) -> Iterator[Plan]:
+def _steps(problem: LayerProblem, plan: Plan) -> Iterator[Plan]:
     yield replace(plan, pdl=not plan.pdl)
     known = {field.name for field in fields(plan.gemm1)}
     for name in ORDER:
         if name not in known:
             continue
         for turn in (0, 1):
-            one, two = (_step(config, name, turn) for config in (plan.gemm1, plan.gemm2))
+            one, two = (_step(problem, config, name, turn) for config in (plan.gemm1, plan.gemm2))
             yield from (replace(plan, **changes) for changes in ({"gemm1": one}, {"gemm2": two}))
             # rows are sorted into tiles for both
             yield replace(plan, gemm1=one, gemm2=two)
 
 
-def _step(config: Any, name: str, turn: int) -> Any:
+def _step(problem: LayerProblem, config: Any, name: str, turn: int) -> Any:
     """``config`` with the next value of ``name``: the larger one first, or the other of two."""
     value = getattr(config, name)
+    if name == "max_registers":
+        return with_registers(problem, config) if value == 0 else replace(config, max_registers=0)
     if isinstance(value, bool):
         return replace(config, **{name: not value})
     if name == "num_stages":
@@ -51,7 +57,11 @@ def _step(config: Any, name: str, turn: int) -> Any:
     else:
         wanted = value * 2 if turn == 0 else value // 2
     low, high = NUMBERS[name]
-    return replace(config, **{name: wanted}) if low <= wanted <= high else config
+    if not low <= wanted <= high:
+        return config
+    stepped = replace(config, **{name: wanted})
+    # another tile has other registers
+    return with_registers(problem, stepped) if getattr(config, "max_registers", 0) else stepped
 
 
 def _own(problem: LayerProblem, plan: Plan, tokens: int) -> Iterator[Plan]:

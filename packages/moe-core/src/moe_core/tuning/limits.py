@@ -20,6 +20,7 @@ from typing import Any
 from moe_core.gemm.heuristics import gemv_plan, launch_plan
 from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.gemm.heuristics.invariant import sums_alike
+from moe_core.gemm.heuristics.mixed_input import with_registers
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import BLOCK_N, steps_of
 from moe_core.gemm.plan import TileConfig, TilePlan
@@ -41,8 +42,8 @@ NUMBERS = {
 }
 #: numbers that are no powers of two, by `mma_sync`, whose words are requested in steps
 _ANY = {False: ("num_stages",), True: ("num_stages", "block_w")}
-#: what else a configuration is free to have; other fields have values that the heuristics give them for the layer
-FREE = ("tma",)
+#: what else is free to be, or held to more; other fields have values that the heuristics give them for the layer
+FREE = ("tma", "max_registers")
 #: numbers of tokens at which the heuristics are asked what they choose for a layer at all
 ASKED = tuple(sorted({step * 2**power // 2 for power in range(1, 18) for step in (2, 3)}))
 
@@ -129,6 +130,9 @@ def _of_tiles(problem: LayerProblem, name: str, config: TileConfig, last: int) -
         value = getattr(config, field.name)
         if field.name not in (*NUMBERS, *FREE) and value not in {getattr(c, field.name) for c in own}:
             yield f"{field.name} is {value}, which no built-in choice for such a layer has"
+    possible = {0, with_registers(problem, config).max_registers if problem.capability == 90 else 0}
+    if config.max_registers not in possible:
+        yield f"max_registers is {config.max_registers}, expected one of {sorted(possible)} for such a tile"
     if config.block_n not in widths(problem, name):
         yield f"block_n is {config.block_n}, expected one of {sorted(widths(problem, name))}"
     if config.warp_specialised and replace(config, group_m=1) not in {replace(c, group_m=1) for c in own}:

@@ -3,7 +3,7 @@
 Every product is transposed (`swap_ab`).  Tiles of 4-bit words have 128 rows of weights and four warps: the 16-bit
 numbers of more do not fit their registers.  Beside up to five rows per expert sm_90 takes tiles of 8 rows for them,
 multiplied by `mma.sync`: few registers, so that twice as many programs keep loads in flight.  With more than 24 rows
-per expert (gemm2 of few steps: 14) sm_90 has a kernel of its own for them, which dequantises beside the tensor cores
+per expert sm_90 has a kernel of its own for them, which dequantises beside the tensor cores
 (`moe_core.gemm.marlin.hopper`).  8-bit words take twice the shared memory: tiles of 128 rows of activations would leave
 one program of four warps on a multiprocessor, and get 256 rows of weights and eight warps, or two stages.
 """
@@ -25,18 +25,55 @@ from moe_core.gemm.heuristics.tiles import (
     steps_of,
     swapped,
 )
-from moe_core.gemm.plan import TilePlan
+from moe_core.gemm.plan import TileConfig, TilePlan
 
 #: float32 numbers that split products may leave for the launch that adds them up
 MAX_PARTS = 1 << 21
 #: programs of four warps that 132 multiprocessors hold at a time
 RESIDENT_4 = 2 * RESIDENT
+#: registers of a thread, by rows of a tile of four warps, with which a multiprocessor of sm_90 holds `PROGRAMS` of
+#: gemm2: one more than with those that the compiler takes, and nothing spills
+MAX_REGISTERS = {16: 128, 32: 168}
+PROGRAMS = {16: 4, 32: 3}
+MULTIPROCESSORS = 132
 #: tiles of 8 rows that an expert has in the mean, up to which they are ahead of tiles of 16
 MOST_TILES_OF_8 = 1.15
 
 
 def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     """Of integers and e4m3; e2m1 takes more instructions to dequantise, so that tiles with more rows pay sooner."""
+    plan = _tiles(problem, tokens)
+    if problem.capability != 90 or problem.dtype_bytes != 2 or problem.batch_invariant:
+        return plan
+    gemm1, gemm2 = plan.gemm1, plan.gemm2
+    # of 16 rows gemm1 takes no more anyway
+    if gemm1.block_m == 32:
+        gemm1 = with_registers(problem, gemm1)
+    tiles = expected_tiles(problem, tokens, gemm2.block_m) * problem.num_experts * steps_of(problem.hidden_size)
+    if _saves_a_round(gemm2.block_m, tiles * gemm2.split_k):
+        gemm2 = with_registers(problem, gemm2)
+    return replace(plan, gemm1=gemm1, gemm2=gemm2)
+
+
+def with_registers(problem: LayerProblem, config: TileConfig) -> TileConfig:
+    """``config`` of the tile kernel with `MAX_REGISTERS`, where it is one for them."""
+    four_warps = (config.block_n, config.num_warps, config.warp_specialised) == (BLOCK_N, 4, False)
+    # of 16 rows e2m1 takes few registers anyway; 8-bit words were slower, or not measured
+    known = config.block_m == 32 or (config.block_m == 16 and problem.element == "int4")
+    limited = problem.family == "mixed_input" and four_warps and known
+    return replace(config, max_registers=MAX_REGISTERS[config.block_m] if limited else 0)
+
+
+def _saves_a_round(rows: int, programs: float) -> bool:
+    """Whether so many programs run in fewer rounds if a multiprocessor holds one more, each of which is slower then."""
+    most = PROGRAMS.get(rows, 1) * MULTIPROCESSORS
+    fewer = most - MULTIPROCESSORS
+    if programs <= 1.2 * fewer:
+        return False
+    return programs > 3 * fewer or math.ceil(programs / most) < math.ceil(programs / fewer)
+
+
+def _tiles(problem: LayerProblem, tokens: int) -> TilePlan:
     mean = problem.rows_per_expert(tokens)
     if problem.dtype_bytes == 4:
         return float32_plan()
@@ -44,13 +81,14 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         return small_shared_plan(problem, tokens)
     # of 4-bit words tiles of 32 rows take a quarter more time than those of 16, of which a second one finds L2 warm
     some_rows = mean <= 24 if problem.bits == 8 else expected_tiles(problem, tokens, 32) <= 1.1
-    if mean <= 12 or (problem.bits == 4 and expected_tiles(problem, tokens, 16) <= 1.5):
-        return _with_short_gemm2(problem, mean, _few_rows(problem, tokens))
+    second_tiles = 1.3 if problem.capability == 90 else 1.5
+    if mean <= 12 or (problem.bits == 4 and expected_tiles(problem, tokens, 16) <= second_tiles):
+        return _few_rows(problem, tokens)
     e2m1, gemm2_steps = problem.element == "e2m1", steps_of(problem.intermediate_size)
     few, some, many = swapped(32, 4, 3), swapped(64, 4, 3, tma=False), swapped(128, 4, 3, tma=False)
     if some_rows:
         few = replace(few, num_stages=4) if e2m1 else few
-        return _with_short_gemm2(problem, mean, TilePlan(few, few))
+        return TilePlan(few, few)
     if problem.bits == 8:
         wide = swapped(64, 8, 3, block_n=2 * BLOCK_N)
         gemm2 = wide if mean <= 96 and gemm2_steps > 8 else some
@@ -71,16 +109,6 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     if mean <= 96:
         return TilePlan(some, some)
     return TilePlan(many, many if mean > 384 else some)
-
-
-def _with_short_gemm2(problem: LayerProblem, mean: float, plan: TilePlan) -> TilePlan:
-    """``plan``, but gemm2 of few steps by the warp-specialised kernel, whose tiles start beside the ones before."""
-    fits = problem.capability == 90 and problem.bits == 4 and problem.dtype_bytes == 2 and not problem.permuted
-    # where gemm1's k loops are split, rows of h are by pair; batch-invariant layers have no such kernel
-    sorted_rows = plan.gemm1.split_k == 1 and not problem.batch_invariant
-    if not (fits and sorted_rows) or mean < 14 or steps_of(problem.intermediate_size) > 4:
-        return plan
-    return replace(plan, gemm2=replace(swapped(64, 4, 3, tma=False), warp_specialised=True))
 
 
 def takes_8_rows(problem: LayerProblem) -> bool:
