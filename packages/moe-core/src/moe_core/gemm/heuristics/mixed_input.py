@@ -79,16 +79,17 @@ def _tiles(problem: LayerProblem, tokens: int) -> TilePlan:
         return float32_plan()
     if lacks_shared_memory(problem.capability):
         return small_shared_plan(problem, tokens)
-    # of 4-bit words tiles of 32 rows take a quarter more time than those of 16, of which a second one finds L2 warm
-    some_rows = mean <= 24 if problem.bits == 8 else expected_tiles(problem, tokens, 32) <= 1.1
-    second_tiles = 1.3 if problem.capability == 90 else 1.5
-    if mean <= 12 or (problem.bits == 4 and expected_tiles(problem, tokens, 16) <= second_tiles):
+    hopper, four_bits, gemm2_steps = problem.capability == 90, problem.bits == 4, steps_of(problem.intermediate_size)
+    # of 4-bit words tiles of 32 rows take more time than those of 16, of which a second one finds L2 warm
+    if mean <= 12 or (four_bits and expected_tiles(problem, tokens, 16) <= (1.3 if hopper else 1.5)):
         return _few_rows(problem, tokens)
-    e2m1, gemm2_steps = problem.element == "e2m1", steps_of(problem.intermediate_size)
+    e2m1 = problem.element == "e2m1"
     few, some, many = swapped(32, 4, 3), swapped(64, 4, 3, tma=False), swapped(128, 4, 3, tma=False)
-    if some_rows:
-        few = replace(few, num_stages=4) if e2m1 else few
-        return TilePlan(few, few)
+    # a second tile of few steps is not worth what the other kernel saves there
+    most = 1.2 if hopper and gemm2_steps > 4 else 1.1
+    if expected_tiles(problem, tokens, 32) <= most if four_bits else mean <= 24:
+        deep = replace(few, num_stages=4) if e2m1 or (hopper and four_bits) else few
+        return TilePlan(deep, deep if e2m1 or gemm2_steps > 4 else few)
     if problem.bits == 8:
         wide = swapped(64, 8, 3, block_n=2 * BLOCK_N)
         gemm2 = wide if mean <= 96 and gemm2_steps > 8 else some
