@@ -143,9 +143,10 @@ def test_tiles_of_8_rows_are_for_few_rows_of_4_bits(kind: str, capability: int, 
 
 
 def test_parts_of_tiles_of_8_rows_fill_the_multiprocessors() -> None:
-    # a second round that is nearly empty costs more than sums of parts do, which short loops do not repay
-    assert plan_of("mixed int4", 64, 8, 256, 7168, 256).gemm1.split_k == 2
+    # a last round that is nearly empty costs more than sums of parts do, unless those are many
+    assert plan_of("mixed int4", 64, 8, 256, 7168, 256).gemm1.split_k == 4
     assert plan_of("mixed int4", 16, 8, 32, 7168, 2048).gemm1.split_k == 2
+    assert plan_of("mixed int4", 16, 8, 128, 2048, 768).gemm1.split_k == 2
     assert plan_of("mixed int4", 32, 8, 128, 2048, 768).gemm1.split_k == 1
     assert plan_of("mixed e2m1", 4, 4, 32, 2880, 2880).gemm1.split_k == 1
     assert plan_of("mixed int4", 32, 2, 16, 4096, 6400).gemm2.split_k == 2
@@ -244,6 +245,13 @@ def test_registers_leave_room_for_one_program_more(
     for others in ({"capability": 100}, {"batch_invariant": True, "may_split": False}, {"dtype_bytes": 4}):
         plan = plan_of(kind, tokens, top_k, experts, hidden, inner, **others)
         assert (plan.gemm1.max_registers, plan.gemm2.max_registers) == (0, 0)
+
+
+def test_launches_of_few_pairs_overlap() -> None:
+    for kind in ("int8 plain", "e4m3", "e4m3 blocks"):
+        for tokens, overlap in ((2, True), (8, True), (16, False)):
+            assert plan_of(kind, tokens, 8, 32, 7168, 2048).pdl == overlap
+            assert not plan_of(kind, tokens, 8, 32, 7168, 2048, capability=80).pdl
 
 
 def test_few_tiles_share_loops() -> None:

@@ -66,11 +66,12 @@ def with_registers(problem: LayerProblem, config: TileConfig) -> TileConfig:
 
 def _saves_a_round(rows: int, programs: float) -> bool:
     """Whether so many programs run in fewer rounds if a multiprocessor holds one more, each of which is slower then."""
-    most = PROGRAMS.get(rows, 1) * MULTIPROCESSORS
-    fewer = most - MULTIPROCESSORS
-    if programs <= 1.2 * fewer:
+    if rows not in PROGRAMS:
         return False
-    return programs > 3 * fewer or math.ceil(programs / most) < math.ceil(programs / fewer)
+    most = PROGRAMS[rows] * MULTIPROCESSORS
+    fewer = most - MULTIPROCESSORS
+    # what is left of a round is in the mean: within a twentieth some calls have none
+    return programs > 3 * fewer or math.ceil(programs / most) < math.ceil(0.95 * programs / fewer)
 
 
 def _tiles(problem: LayerProblem, tokens: int) -> TilePlan:
@@ -144,12 +145,16 @@ def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
         experts, most_tiles = min(pairs, problem.num_experts), RESIDENT_4
     gemm1_tiles, gemm2_tiles = int(experts * steps_of(width)), int(experts * gemm1_steps)
 
-    def split(tiles: int, steps: int, columns: int, limits: tuple[tuple[int, int], ...]) -> int:
+    def split(tiles: int, steps: int, columns: int, limits: tuple[tuple[int, int], ...], most: int = 16) -> int:
         # numbers of each part's result have room
-        most = min(16, MAX_PARTS // max(pairs * columns, 1))
+        most = min(most, MAX_PARTS // max(pairs * columns, 1))
         return split_k(tiles, steps, *limits, most=most) if tiles < most_tiles else 1
 
     gemm1_split = split(gemm1_tiles, gemm1_steps, width, gemm1_limits)
+    if eight_rows and problem.element == "int4":
+        # six rounds of parts, which are written and read (8 bytes a number) for at most 1/30 of the weights' bytes
+        few = int(experts * problem.hidden_size * bits / (30 * 64 * max(pairs, 1)))
+        gemm1_split = max(gemm1_split, split(gemm1_tiles, gemm1_steps, width, ((4800, 8),), min(few, 16)))
     gemm2_split = split(gemm2_tiles, gemm2_steps, problem.hidden_size, gemm2_limits)
     gemm1 = swapped(rows, 4, 4 if gemm1_steps > 16 else 3, group=group, split=gemm1_split)
     gemm2 = swapped(rows, 4, 3, group=group, split=gemm2_split)
