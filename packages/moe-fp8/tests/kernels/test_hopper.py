@@ -133,8 +133,8 @@ class Product:
         )
 
     def run(self, config=CONFIG):
-        from moe_core.gemm.hopper_scaled_mm import scaled_mm
-        from moe_fp8.kernels.hopper_blockwise import scaled_mm_blockwise
+        from moe_core.gemm import hopper_scaled_mm
+        from moe_fp8.kernels import hopper_blockwise
 
         on = {name: getattr(self, name).to(self.device) for name in ("a", "w", "a_scale", "w_scale")}
         a_scale, w_scale = on["a_scale"], on["w_scale"]
@@ -145,9 +145,11 @@ class Product:
             arguments = (a_scale, 1, None), (w_scale, w_scale.stride(0), self.columns, 1)
         else:
             arguments = (a_scale, None, None), (w_scale, w_scale.stride(0), 1, 0)
-        multiply = scaled_mm_blockwise if self.scales == "blocks" else scaled_mm
+        k_loop = hopper_scaled_mm.prefetch, hopper_scaled_mm.scaled_mm
+        if self.scales == "blocks":
+            k_loop = hopper_blockwise.prefetch, hopper_blockwise.scaled_mm_blockwise
         bias = None if self.bias is None else self.bias.to(self.device)
-        special = WarpSpecialisedGemm(on["w"], lambda: multiply, arguments[1], self.block[1])
+        special = WarpSpecialisedGemm(on["w"], lambda: k_loop, arguments[1], self.block[1])
         kind = self.activation
         params = None if kind is None else kind.resolve_params(None)
         activation = None

@@ -9,6 +9,9 @@ has 64 rows or fewer, the two groups may share its rows, and each own a column b
 The operand A has the rows of a tile next to each other ([P, K] in sorted order, or [E * T_max, K]).  Each program
 computes two blocks of 128 columns: gate and up, joined in the epilogue, or neighbours n and n + 128 of a plain product.
 
+Latency that nothing covers would be a third of the time of a tile of few steps.  So its scales and pairs are requested
+before the epilogue of the tile before, and its router weights before its own k loop.
+
 Written in Gluon, because the order of waits is the point; there is no interpreter for it.
 """
 
@@ -28,7 +31,6 @@ from moe_core.gemm.hopper_pipeline import (
     allocate_barriers,
     allocate_queue,
     is_short,
-    locate_tile,
     producer,
     receive,
 )
@@ -36,27 +38,47 @@ from moe_core.jit.pdl import begin_pdl
 
 
 class KernelForm(NamedTuple):
-    """What the kernel is compiled for: its k loop, and constants.
+    """What the kernel is compiled for: its k loop with what it reads before, and constants.
 
     ``short``: how tiles of at most 64 rows are computed, see `hopper_pipeline`; the result is the same.
     """
 
+    prefetch: Any
     multiply: Any
     group_m: gl.constexpr
     short: gl.constexpr
 
 
 @gluon.jit
-def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, sizes, form, WARPGROUP: gl.constexpr):
-    """Multiply rows 64 * WARPGROUP .. 64 * WARPGROUP + 63 of every tile, scale, finish and store.
+def _share(tile, form, WARPGROUP: gl.constexpr):
+    """(first row, rows [64] that may be read, column block) of what one consumer multiplies of a tile.
 
     Of a short tile all rows, and column block n + WARPGROUP.
     """
+    _, start, end, block_n = tile
+    short = is_short(tile) if form.short else False
+    first = start + gl.where(short, 0, WARPGROUP * HALF)
+    row = gl.minimum(first + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT)), end - 1)
+    return first, gl.maximum(row, 0), block_n + gl.where(short, WARPGROUP, 0)
+
+
+@gluon.jit
+def _prefetch(tile, schedule, a_args, b_args, epilogue, N, form, WARPGROUP: gl.constexpr):
+    """Loads for a tile, in flight: what the k loop takes, and the pairs of the rows, () where none are needed."""
+    _, row, block_n = _share(tile, form, WARPGROUP)
+    pairs = ()
+    if epilogue.weights is not None:
+        pairs += (gl.load(schedule[2] + row),)  # type: ignore[assignment]
+    return form.prefetch(row, tile[0], block_n, a_args, b_args, N, epilogue.gated), pairs
+
+
+@gluon.jit
+def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, sizes, form, WARPGROUP: gl.constexpr):
+    """Multiply rows 64 * WARPGROUP .. 64 * WARPGROUP + 63 of every tile, scale, finish and store; see `_share`."""
     pairs = schedule[2]
     tiles, blocks_n, steps, N = sizes
     GEMM1: gl.constexpr = epilogue.activation != ""
     GATED: gl.constexpr = epilogue.gated
-    rows_layout: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     bits: gl.constexpr = result.out.dtype.element_ty.primitive_bitwidth
     # float32 goes as it lies, whole sectors at a time; else 16 bytes per thread, by way of shared memory
     width: gl.constexpr = 128 // bits
@@ -65,34 +87,32 @@ def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, sizes, fo
     BLOCKS: gl.constexpr = 1 if GATED else 2
     turn = 0
     received = 1
-    index = receive(queue, 0)
-    tile = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
+    index, tile = receive(queue, 0)
+    ahead = _prefetch(tile, schedule, a_args, b_args, epilogue, N, form, WARPGROUP)
     while index < tiles * blocks_n:
         # what the next tile is arrives while this one is multiplied
-        index = receive(queue, received)
+        index, next_tile = receive(queue, received)
         received += 1
-        next_tile = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
-        expert, start, end, first_block = tile
+        expert, _, end, _ = tile
         short = is_short(tile) if form.short else False
-        first = start + gl.where(short, 0, WARPGROUP * HALF)
-        block_n = first_block + gl.where(short, WARPGROUP, 0)
+        first, row, block_n = _share(tile, form, WARPGROUP)
         # the slots of a short tile are in turn one consumer's and the other's
         own = gl.where(short, WARPGROUP, 0)
         stride = gl.where(short, 2, 1)
         slots = (ring[0], ring[1], ring[2], ring[3], turn + own, stride)
-        row = gl.minimum(first + gl.arange(0, HALF, layout=rows_layout), end - 1)
         target = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, store))
         place = target
         if not GEMM1 and pairs is not None:
             place = gl.load(pairs + gl.minimum(target, end - 1))
         weight = None
         if epilogue.weights is not None:
-            weight = gl.load(epilogue.weights + gl.load(pairs + row))[:, None]
+            weight = gl.load(epilogue.weights + ahead[1][0])[:, None]
         zero = turn - turn  # 0 as a value that changes
         acc_0, acc_1, taken = form.multiply(
-            zero, row, expert, block_n, a_args, b_args, slots, steps, N, WARPGROUP, GATED
+            zero, ahead[0], row, expert, block_n, a_args, b_args, slots, steps, N, WARPGROUP, GATED
         )
         turn += taken * stride
+        ahead = _prefetch(next_tile, schedule, a_args, b_args, epilogue, N, form, WARPGROUP)
         if first < end:
             rows = (first, end, target, place)
             block = block_n * BLOCKS
@@ -123,7 +143,7 @@ def hopper_kernel(
     GEMM1: out [P, width] = quantize(act(A w13^T + bias)), rows in sorted order; gemm2: out[pair] = A w2^T + bias.
 
     - a_desc [P, K], b_desc over all weights: descriptors with blocks of 128 x depth of a step; strides: see `producer`
-    - a_args and b_args, the scales, see `multiply`; schedule, result and epilogue as in the tile kernel
+    - a_args and b_args, the scales, see the k loops; schedule, result and epilogue as in the tile kernel
     - N columns of the result, of one half where gated; form: `KernelForm`
     """
     begin_pdl(PDL)

@@ -72,7 +72,7 @@ def start(
 def hopper_gemm(gemm: Gemm) -> None:
     """One GEMM of operand A [P, K] by sorted row and a weight, of one type of one byte.
 
-    ``multiply`` of the weight (see `moe_core.gemm.hopper`) gets the rows' ``gemm.a.warp_specialised`` and its scales.
+    The weight's ``functions`` (see `moe_core.gemm.hopper`) get the rows' ``gemm.a.warp_specialised`` and its scales.
     With an activation the result has sorted rows, without, rows by pair.
     """
     from moe_core.gemm.hopper import KernelForm, hopper_kernel
@@ -81,7 +81,8 @@ def hopper_gemm(gemm: Gemm) -> None:
     depth = special.depth
     blocks = 1 if gemm.activation is not None and gemm.activation.gated else 2
     values = descriptor(gemm.a.arguments[0][: gemm.routing.num_pairs], [TILE // 2, depth], depth)
-    form = KernelForm(special.multiply(), constant(config.group_m), tl.constexpr(config.short_tiles))
+    prefetch, multiply = special.functions()
+    form = KernelForm(prefetch, multiply, constant(config.group_m), tl.constexpr(config.short_tiles))
     operands = values, descriptor(special.tensor, [TILE, depth], depth)
     scales = gemm.a.warp_specialised, special.weight_scales
     expert, row, step = weight_strides(special.tensor, depth)

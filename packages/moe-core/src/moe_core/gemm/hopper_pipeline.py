@@ -7,7 +7,7 @@ blocks of their descriptors.  `full` and `empty` are its barriers.  Step `turn` 
 stride, counted without end.
 
 Programs draw their tiles from a counter, tiles[1] of the schedule, which is 0 before the kernel and after it.  The
-producer draws one tile ahead, and tells the consumers by a queue.
+producer draws ahead, finds where the tile is, and tells the consumers by a queue.
 
 A short tile, the end of an expert with at most 64 rows, is the work of one consumer.  Where `short` the two consumers
 multiply the same rows by neighbouring column blocks, each from slots of its own, every other one of the ring.  Its
@@ -99,31 +99,43 @@ def free_slot(ring, turn, some):
 
 @gluon.jit
 def allocate_queue():
-    """(indices, sent, taken): what the producer tells the consumers, and its barriers."""
+    """(tiles, sent, taken): what the producer tells the consumers, and its barriers."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
-    indices = gl.allocate_shared_memory(gl.int32, [QUEUE, 1], layout)
+    # the five numbers of an entry lie QUEUE entries apart
+    entries = gl.allocate_shared_memory(gl.int32, [5 * QUEUE, 1], layout)
     sent, taken = allocate_barriers(QUEUE, 1)
-    return indices, sent, taken
+    return entries, sent, taken
+
+
+@gluon.jit
+def _read(entries, place):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(entries.index(place).load(layout), axis=0)
 
 
 @gluon.jit
 def receive(queue, turn):
-    """The index that was sent as number `turn`."""
-    indices, sent, taken = queue
+    """The index that was sent as number `turn`, and its `locate_tile`."""
+    entries, sent, taken = queue
     slot = full_slot(sent, turn)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    index = gl.max(indices.index(slot).load(layout), axis=0)
+    index = _read(entries, slot)
+    expert = _read(entries, slot + QUEUE)
+    first = _read(entries, slot + 2 * QUEUE)
+    end = _read(entries, slot + 3 * QUEUE)
+    block_n = _read(entries, slot + 4 * QUEUE)
     barrier()
     mbarrier.arrive(taken.index(slot))
-    return index
+    return index, (expert, first, end, block_n)
 
 
 @gluon.jit
-def _send(queue, turn, index):
-    indices, sent, taken = queue
+def _send(queue, turn, index, tile):
+    entries, sent, taken = queue
     slot = empty_slot(taken, turn)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    indices.index(slot).store(gl.full([1], 0, gl.int32, layout) + index)
+    entries.index(slot).store(gl.full([1], 0, gl.int32, layout) + index)
+    for i in gl.static_range(4):
+        entries.index(slot + (i + 1) * QUEUE).store(gl.full([1], 0, gl.int32, layout) + tile[i])
     barrier()
     mbarrier.arrive(sent.index(slot))
 
@@ -179,13 +191,13 @@ def producer(
     tile = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
     if index >= total or _is_done(tile, form):
         index, tile = _next_tile(schedule, tiles, blocks_n, form)
-    _send(queue, 0, index)
+    _send(queue, 0, index, tile)
     sent = 1
     turn = 0
     while index < total:
         # sent before the tile is requested: consumers ask for it before they multiply
         index, next_tile = _next_tile(schedule, tiles, blocks_n, form)
-        _send(queue, sent, index)
+        _send(queue, sent, index, next_tile)
         sent += 1
         expert, first, end, block_n = tile
         short = is_short(tile) if form.short else False

@@ -33,14 +33,15 @@ Rows = Literal["position", "token", "pair"]
 class WarpSpecialisedGemm:
     """How the warp-specialised kernel of `moe_core.gemm.hopper` computes a GEMM.
 
-    ``tensor`` of one byte, row-major [E, rows, K] or block-major (`weight_strides`); ``multiply`` gives its k loop,
-    imported on use; ``weight_scales``: the tuple of scales that ``multiply`` takes; ``depth`` columns of a step.
+    ``tensor`` of one byte, row-major [E, rows, K] or block-major (`weight_strides`); ``functions`` gives the scheme's
+    device functions, (prefetch, k loop), imported on use; ``weight_scales``: the tuple of scales that both take;
+    ``depth`` columns of a step.
     ``start`` starts another kernel instead (one of `moe_core.gemm.hopper_launch`), and says what the others are.
     ``rows`` that the schedule's tiles may have; ``gathers``: it reads the rows of tokens too.
     """
 
     tensor: Tensor
-    multiply: Callable[[], Any]
+    functions: Callable[[], Any]
     weight_scales: tuple[Any, ...]
     depth: int = 128
     start: Callable[[Gemm], None] | None = None

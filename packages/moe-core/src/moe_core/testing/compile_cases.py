@@ -117,7 +117,8 @@ def experts_specimens(experts: type[GroupedExperts], target: DeviceInfo) -> Iter
                 ):
                     continue
                 made = experts(changed, weight_key=weight_key, activation_key=activation_key, device=target)
-                plan = (made.plan(tokens), made.gemv_plan(tokens))
+                # rows of four bytes take more shared memory where they are quantised as they are loaded
+                plan = (made.plan(tokens), made.gemv_plan(tokens), dtype.itemsize)
                 if plan in found:
                     continue
                 found.add(plan)

@@ -54,7 +54,7 @@ def block_weight(
     strides = scales.stride(0), scales.stride(1), tl.constexpr(block_n)
     warp_specialised = None
     if block_shape in HOPPER_BLOCKS:
-        warp_specialised = WarpSpecialisedGemm(weights, _multiply, (scales, *strides), block_k)
+        warp_specialised = WarpSpecialisedGemm(weights, _functions, (scales, *strides), block_k)
     return GemmWeight(
         (weights, scales, *weight_strides(weights, block_k), *strides),
         rows,
@@ -67,10 +67,10 @@ def block_weight(
     )
 
 
-def _multiply() -> Any:
-    from moe_fp8.kernels.hopper_blockwise import scaled_mm_blockwise
+def _functions() -> Any:
+    from moe_fp8.kernels.hopper_blockwise import prefetch, scaled_mm_blockwise
 
-    return scaled_mm_blockwise
+    return prefetch, scaled_mm_blockwise
 
 
 def _tile_config(block_n: int, config: TileConfig) -> TileConfig:

@@ -62,8 +62,14 @@ def _factors(row_scale, low, high, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def prefetch(row, expert, block_n, a_args, b_args, N, GATED: gl.constexpr):
+    """Nothing: no registers are left to carry scales through the epilogue of the tile before."""
+    return ()
+
+
+@gluon.jit
 def scaled_mm_blockwise(
-    turn, row, expert, block_n, a_args, b_args, ring, steps, N, WARPGROUP: gl.constexpr, GATED: gl.constexpr
+    turn, ahead, row, expert, block_n, a_args, b_args, ring, steps, N, WARPGROUP: gl.constexpr, GATED: gl.constexpr
 ):
     """(scaled float32 products [64, 128] of both blocks, number of steps that were taken so far)."""
     ROWS: gl.constexpr = b_args[3]

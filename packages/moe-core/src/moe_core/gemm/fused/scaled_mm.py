@@ -97,7 +97,7 @@ class ScaledMMFunctions:
         """
         half, row = (rows * scales.stride(1), scales.stride(1)) if scales.dim() == 3 else (scales.stride(1), 0)
         strides = (scales.stride(0), half, row, *extra)
-        special = WarpSpecialisedGemm(weights, _k_loop, (scales, *strides)) if self.packed == 1 else None
+        special = WarpSpecialisedGemm(weights, _functions, (scales, *strides)) if self.packed == 1 else None
         return GemmWeight(
             (weights, scales, *weight_strides(weights, self.block_k // self.packed), *strides),
             rows,
@@ -110,10 +110,10 @@ class ScaledMMFunctions:
         )
 
 
-def _k_loop() -> Any:
-    from moe_core.gemm.hopper_scaled_mm import scaled_mm
+def _functions() -> Any:
+    from moe_core.gemm.hopper_scaled_mm import prefetch, scaled_mm
 
-    return scaled_mm
+    return prefetch, scaled_mm
 
 
 E4M3 = ScaledMMFunctions(torch.float8_e4m3fn)

@@ -51,7 +51,9 @@ def scaled_mm_plan(problem: LayerProblem, tokens: int) -> TilePlan:
             gemm1_stages = long if gemm1_steps >= 32 and gemm1_split == 1 else 3
             gemm2_stages = long if gemm2_steps >= 32 and gemm2_split == 1 else min(3, max(2, gemm2_steps))
         else:
-            gemm1_stages = 4 if gemm1_split > 1 else (6 if gemm1_steps >= 32 else 3)
+            # float32 rows, where they are quantised as they are loaded, leave room for five steps
+            deep = 5 if problem.dtype_bytes == 4 else 6
+            gemm1_stages = 4 if gemm1_split > 1 else (deep if gemm1_steps >= 32 else 3)
             gemm2_stages = 2 if gemm2_steps <= 2 else (3 if gemm2_steps < 16 else 5)
         return TilePlan(
             swapped(rows, 4, gemm1_stages, group=1, split=gemm1_split, block_n=block),

@@ -46,7 +46,7 @@ def words_gemm(gemm: Gemm) -> None:
         tl.constexpr(gemm.weight.interleaved),
         tl.constexpr(bool(per_token)),
         constant(gemm.config.group_m),
-        special.multiply(),
+        special.functions(),
     )
     operands = rows_of_tiles, rows_of_tokens, descriptor(special.tensor, [WORDS_BOX, WORDS], 64)
     rows, stages = special.tensor.shape[1], RING // (WORDS_BOX * WORDS * 4 + height * STEP * 2)
