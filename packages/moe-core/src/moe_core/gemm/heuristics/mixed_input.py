@@ -2,8 +2,9 @@
 
 Every product is transposed (`swap_ab`).  Tiles of 4-bit words have 128 rows of weights and four warps: the 16-bit
 numbers of more do not fit their registers.  Beside up to five rows per expert sm_90 takes tiles of 8 rows for them,
-multiplied by `mma.sync`: few registers, so that twice as many programs keep loads in flight.  With more than 28 rows
-per expert sm_90 has a kernel of its own for them, which dequantises beside the tensor cores
+multiplied by `mma.sync`: few registers, so that twice as many programs keep loads in flight.  Tiles of 16 and 32 rows
+get a limit on registers there, where one program more on a multiprocessor saves a round.  With more than 28 rows per
+expert sm_90 has a kernel of its own for them, which dequantises beside the tensor cores
 (`moe_core.gemm.marlin.hopper`).  8-bit words take twice the shared memory: tiles of 128 rows of activations would leave
 one program of four warps on a multiprocessor, and get 256 rows of weights and eight warps, or two stages.
 """
