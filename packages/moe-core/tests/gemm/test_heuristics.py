@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 from moe_core.gemm.heuristics import LayerProblem, gemv_plan, launch_plan
-from moe_core.gemm.heuristics.mixed_input import MAX_PARTS
-from moe_core.gemm.heuristics.tiles import BLOCK_N, expected_tiles, split_k
+from moe_core.gemm.heuristics.tiles import BLOCK_N, MAX_PARTIALS, expected_tiles, split_k
 from moe_core.gemm.plan import TilePlan
-from moe_core.gemm.workspaces import MAX_PARTIALS
 from moe_core.tuning.limits import refusals
 
 SHAPES = (
@@ -68,7 +66,6 @@ def test_plans_hold_together(kind: str, shape: tuple[int, int, int, int]) -> Non
     for capability in CAPABILITIES:
         problem = problem_of(kind, shape, capability=capability)
         depth = problem.group_size if kind == "e4m3 blocks" else 128
-        room = MAX_PARTS if problem.family == "mixed_input" else MAX_PARTIALS
         unsplit = problem_of(kind, shape, capability=capability, may_split=False)
         for tokens in TOKENS:
             plan, pairs = launch_plan(problem, tokens), tokens * problem.top_k
@@ -79,7 +76,7 @@ def test_plans_hold_together(kind: str, shape: tuple[int, int, int, int]) -> Non
             ):
                 assert plan.block_m % config.block_m == 0
                 # partial sums have room, and none is without a step
-                assert config.split_k == 1 or pairs * config.split_k * rows <= room
+                assert config.split_k == 1 or pairs * config.split_k * rows <= MAX_PARTIALS
                 assert config.split_k <= max(-(-columns // depth), 1)
                 # neither dependent launches nor descriptors before sm_90
                 assert capability >= 90 or not (plan.pdl or config.tma)
@@ -364,7 +361,7 @@ def test_vectors_beside_e2m1_have_room_in_shared_memory(size: int) -> None:
 
 
 def test_partial_sums_have_room() -> None:
-    assert gemv_plan(problem_of("mixed int4", (256, 64, MAX_PARTS // 64 + 1, 256)), 1) is None
+    assert gemv_plan(problem_of("mixed int4", (256, 64, MAX_PARTIALS // 64 + 1, 256)), 1) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,14 +7,13 @@ from dataclasses import replace
 import torch
 
 from moe_core.config import FusedMoEConfig
+from moe_core.gemm.heuristics.tiles import MAX_PARTIALS
 from moe_core.ops.batch import batch_workspaces
 from moe_core.ops.sort import sort_workspaces
 from moe_core.workspace import WorkspaceSpec
 
 #: the smallest tile of rows that a plan may ask for
 MIN_BLOCK_M = 8
-#: partial sums that products with a split k loop may leave: of 528 programs, 16 rows of two halves of 128 columns each
-MAX_PARTIALS = 528 * 16 * 2 * 128
 #: the most programs that share a k loop
 MAX_SPLIT_K = 16
 #: how the names start of what adapters need

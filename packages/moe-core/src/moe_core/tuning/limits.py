@@ -22,9 +22,9 @@ from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.gemm.heuristics.invariant import sums_alike
 from moe_core.gemm.heuristics.mixed_input import with_registers
 from moe_core.gemm.heuristics.problem import LayerProblem
-from moe_core.gemm.heuristics.tiles import BLOCK_N, steps_of
+from moe_core.gemm.heuristics.tiles import BLOCK_N, MAX_PARTIALS, steps_of
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.workspaces import MAX_PARTIALS, MAX_SPLIT_K, MIN_BLOCK_M
+from moe_core.gemm.workspaces import MAX_SPLIT_K, MIN_BLOCK_M
 
 #: a layer's launch configurations, whichever kernels they are for
 Plan = TilePlan | GemvPlan

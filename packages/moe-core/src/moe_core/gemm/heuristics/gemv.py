@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moe_core.gemm.heuristics.mixed_input import MAX_PARTS, RESIDENT_4, takes_8_rows
+from moe_core.gemm.heuristics.mixed_input import RESIDENT_4, takes_8_rows
 from moe_core.gemm.heuristics.problem import LayerProblem
-from moe_core.gemm.heuristics.tiles import RESIDENT, steps_of
+from moe_core.gemm.heuristics.tiles import MAX_PARTIALS, RESIDENT, steps_of
 
 #: tokens up to which 8-bit and e2m1 weights x 16-bit activations were measured ahead of tiles, where they hardly share
 #: an expert; e2m1 with `mma.sync`, and 8-bit weights with 8-bit activations: more of them would gain a few per cent
@@ -67,7 +67,7 @@ def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
     pairs, element = tokens * problem.top_k, problem.element
     scaled = problem.family == "scaled_mm"
     by_mma_sync = element == "e2m1" and problem.capability == 90 and not scaled and _has_room(problem)
-    if pairs * problem.hidden_size > MAX_PARTS or (scaled and not _takes_scaled(problem, tokens)):
+    if pairs * problem.hidden_size > MAX_PARTIALS or (scaled and not _takes_scaled(problem, tokens)):
         return None
     if tokens > 1 and not scaled:
         # in int4 a pair takes two thirds of the time of an expert's tile of 16 rows, which takes less the more there

@@ -17,6 +17,7 @@ from dataclasses import replace
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import (
     BLOCK_N,
+    MAX_PARTIALS,
     RESIDENT,
     expected_tiles,
     float32_plan,
@@ -28,8 +29,6 @@ from moe_core.gemm.heuristics.tiles import (
 )
 from moe_core.gemm.plan import TileConfig, TilePlan
 
-#: float32 numbers that split products may leave for the launch that adds them up
-MAX_PARTS = 1 << 21
 #: programs of four warps that 132 multiprocessors hold at a time
 RESIDENT_4 = 2 * RESIDENT
 #: registers of a thread, by rows of a tile of four warps, with which a multiprocessor of sm_90 holds `PROGRAMS` of
@@ -148,7 +147,7 @@ def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
 
     def split(tiles: int, steps: int, columns: int, limits: tuple[tuple[int, int], ...], most: int = 16) -> int:
         # numbers of each part's result have room
-        most = min(most, MAX_PARTS // max(pairs * columns, 1))
+        most = min(most, MAX_PARTIALS // max(pairs * columns, 1))
         return split_k(tiles, steps, *limits, most=most) if tiles < most_tiles else 1
 
     gemm1_split = split(gemm1_tiles, gemm1_steps, width, gemm1_limits)

@@ -9,6 +9,8 @@ from moe_core.gemm.plan import TileConfig, TilePlan
 
 #: columns of a tile, and depth of a step of the k loop, where scales do not ask for others
 BLOCK_N = 128
+#: float32 partial sums that a GEMM with split k loops may leave: of 528 programs, 16 rows of two halves of 128 columns
+MAX_PARTIALS = 528 * 16 * 2 * 128
 #: programs of eight warps that 132 multiprocessors hold at a time, two each
 RESIDENT = 264
 
