@@ -101,7 +101,7 @@ def free_slot(ring, turn, some):
 def allocate_queue():
     """(tiles, sent, taken): what the producer tells the consumers, and its barriers."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
-    # the five numbers of an entry lie QUEUE entries apart
+    # number i of an entry is at i * QUEUE
     entries = gl.allocate_shared_memory(gl.int32, [5 * QUEUE, 1], layout)
     sent, taken = allocate_barriers(QUEUE, 1)
     return entries, sent, taken
