@@ -197,23 +197,24 @@ def test_long_loops_have_more_steps_in_flight(
     assert (plan.gemm1.num_stages, plan.gemm2.num_stages) == stages
 
 
-def test_4_bit_words_beside_16_to_48_rows() -> None:
-    # a second tile of 16 rows costs short loops more than rows that are not there
-    plan = plan_of("mixed int4", 384, 8, 128, 2048, 768)
-    assert (plan.gemm1.block_m, plan.gemm2.block_m) == (32, 32)
-    for tokens, rows in ((448, 16), (512, 32), (768, 32)):
+def test_4_bit_words_beside_12_to_128_rows() -> None:
+    # a second tile of 16 rows costs more than rows that are not there
+    for tokens, rows in ((384, 16), (448, 16), (512, 64), (768, 64), (1792, 64), (2048, 128), (4096, 128)):
         plan = plan_of("mixed int4", tokens, 8, 256, 7168, 256)
         assert (plan.gemm1.block_m, plan.gemm2.block_m) == (rows, rows)
-        assert not plan.gemm1.warp_specialised
-        assert not plan.gemm2.warp_specialised
+        # tiles side by side have the same rows of activations
+        assert (plan.gemm1.warp_specialised, plan.gemm1.group_m == 1) == (rows > 16,) + (rows > 16 or tokens == 384,)
+    # e2m1 takes more instructions to dequantise
+    for tokens, rows in ((512, 32), (896, 32), (1024, 64)):
+        plan = plan_of("mixed e2m1", tokens, 4, 128, 2880, 2880)
+        assert (plan.gemm1.block_m, plan.gemm2.block_m) == (rows, rows)
+        assert plan.gemm1.warp_specialised == (rows == 64)
+    # columns in another order have no warp-specialised kernel
+    plan = plan_of("mixed int4", 384, 8, 128, 2048, 768, permuted=True)
+    assert (plan.gemm1.block_m, plan.gemm1.warp_specialised) == (32, False)
     # where the compiler leaves tiles of 16 rows as they are, a second one is the cheaper for longer
     assert plan_of("mixed int4", 512, 8, 256, 7168, 256, capability=100).gemm2.block_m == 16
     assert plan_of("mixed int4", 768, 8, 256, 7168, 256, may_split=False, batch_invariant=True).gemm2.block_m == 32
-    # of an expert with one tile no other one finds the weights in L2
-    for tokens, group in ((512, 1), (1024, 8)):
-        plan = plan_of("mixed int4", tokens, 8, 128, 4096, 768)
-        assert plan.gemm1.warp_specialised
-        assert (plan.gemm1.group_m, plan.gemm2.group_m) == (group, 8)
 
 
 @pytest.mark.parametrize(
@@ -222,11 +223,13 @@ def test_4_bit_words_beside_16_to_48_rows() -> None:
         # rows per expert 8: 512 programs of gemm2 are one round of four for each multiprocessor, and two of three
         ("mixed int4", (16, 2, 4096, 6400), 64, (0, 128)),
         # 24: 261 programs are one round of two
-        ("mixed int4", (8, 2, 4096, 14336), 96, (168, 0)),
+        ("mixed e2m1", (8, 2, 4096, 14336), 96, (168, 0)),
         # 16: 512 programs are two rounds, of two or of three
-        ("mixed int4", (16, 2, 4096, 6400), 128, (168, 0)),
-        ("mixed int4", (128, 8, 4096, 1408), 384, (168, 168)),
+        ("mixed e2m1", (16, 2, 4096, 6400), 128, (168, 0)),
+        ("mixed e2m1", (128, 8, 4096, 1408), 384, (168, 168)),
         ("mixed e2m1", (32, 4, 2880, 2880), 192, (168, 168)),
+        # for it there is the warp-specialised kernel
+        ("mixed int4", (128, 8, 4096, 1408), 384, (0, 0)),
         # tiles of 8 rows, and those of e2m1 with 16, take few
         ("mixed int4", (128, 8, 4096, 1408), 64, (0, 0)),
         ("mixed e2m1", (128, 4, 2880, 2880), 256, (0, 0)),

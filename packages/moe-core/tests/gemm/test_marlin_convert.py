@@ -22,6 +22,24 @@ def test_symmetric_scales_are_turned_and_widened() -> None:
     assert (found.group_size, found.channel_scales, found.index) == (128, None, None)
 
 
+def test_powers_are_more_than_half_of_an_expert_s_largest_scale() -> None:
+    scale = torch.full((5, 8, 2), 2.0**-20)
+    scale[1, 3, 1], scale[2, 0, 0], scale[2, 7, 1] = 1.999, -96.0, 3.0
+    scale[3, 2, 0], scale[3, 2, 1], scale[3, 4, 0] = float("inf"), float("nan"), 5.0
+    scale[4, 0, 0] = torch.finfo(torch.float32).max
+    found = convert_integers(_codes(5, 8, 128), scale, kInt4Static, 256)
+    assert found.powers is not None
+    assert found.powers.tolist() == [1.0, 1.0, 64.0, 4.0, 2.0**127]
+
+
+def test_only_symmetric_groups_in_bfloat16_have_powers() -> None:
+    scale, zero = torch.rand(2, 8, 2), torch.zeros(2, 8, 2, dtype=torch.uint8)
+    assert convert_integers(_codes(2, 8, 128), scale, kInt4Static, 256, dtype=torch.float16).powers is None
+    assert convert_integers(_codes(2, 8, 128), scale, kInt4Static, 256, dtype=torch.float32).powers is None
+    assert convert_integers(_codes(2, 8, 128), scale, kInt4StaticAsym, 256, zero_point=zero).powers is None
+    assert convert_integers(_codes(2, 8, 256), scale, kInt8Static, 256).powers is None
+
+
 def test_interleaved_scales_follow_their_rows() -> None:
     for rows in (32, 20):
         scale = torch.randn(2, rows, 2).bfloat16()

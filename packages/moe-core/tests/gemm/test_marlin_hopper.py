@@ -33,6 +33,7 @@ class Product:
         n: int = 200,
         k: int = 400,
         bias: bool = False,
+        spread: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(n + k + group)
         base = kInt4StaticAsym if zeros else kInt4Static
@@ -43,6 +44,9 @@ class Product:
             return torch.randint(low, high, shape, generator=generator)
 
         self.scale = (torch.rand(experts, rows, groups, generator=generator) / 50 + 0.001).bfloat16()
+        if spread:
+            # from 2^-24 to 2^27, one expert's beside another's
+            self.scale *= torch.exp2(3.0 * torch.arange(experts) - 24)[:, None, None].bfloat16()
         self.codes = draw(0, 16, experts, rows, k).to(torch.uint8)
         self.zeros = draw(0, 17, experts, rows, groups).to(torch.uint8) if zeros else None
         self.group, self.dtype, self.device = group, dtype, device
@@ -58,7 +62,16 @@ class Product:
         )
         self.bias = torch.randn(experts, rows, generator=generator).bfloat16().to(device) if bias else None
         matrix = MarlinMatrix(
-            made.words, 4, n, k, group, made.scales, made.channel_scales, self.bias, interleaved=gated
+            made.words,
+            4,
+            n,
+            k,
+            group,
+            made.scales,
+            made.channel_scales,
+            self.bias,
+            interleaved=gated,
+            powers=made.powers,
         )
         self.weight = matrix.gemm_weight(integer_functions, integer_words(matrix))
         ids = torch.repeat_interleave(torch.arange(experts), torch.tensor(COUNTS))
@@ -128,7 +141,8 @@ def hopper(device: torch.device) -> torch.device:
 #: rows of the schedule's tiles, whether rows of tokens are gathered, and weights: each compiles for seconds
 CASES = [
     (128, True, {"bias": True}),
-    (64, False, {"group": 64, "n": 264, "k": 136}),
+    (64, False, {"group": 64, "n": 264, "k": 136, "spread": True}),
+    (64, True, {"zeros": True}),
     (64, True, {"group": 32, "zeros": True, "dtype": torch.float16, "k": 416}),
     (128, False, {"group": -1, "zeros": True, "k": 1024, "n": 1000}),
 ]
@@ -166,5 +180,7 @@ def test_heights(rows, heights):
     assert list(heights) == sorted(heights, reverse=True)
     # parts of sums are powers of two that tensor cores have, and blocks of the copies fit all
     assert all(height % 8 == 0 and height // (3 if height % 3 == 0 else 1) % 8 == 0 for height in heights)
-    # words and activations of three steps at least, beside 24 KB for the epilogue
-    assert RING // (WORDS_BOX * WORDS * 4 + rows * STEP * 2) >= 3
+    # words and activations of three steps at least, beside their scales, of four groups, and 8 KB for the epilogue
+    stages = RING // (WORDS_BOX * WORDS * 4 + rows * STEP * 2)
+    assert stages >= 3
+    assert RING + stages * 4 * WORDS_BOX * 4 + 8192 <= 227 * 1024

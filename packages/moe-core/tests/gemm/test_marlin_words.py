@@ -59,9 +59,11 @@ def test_e2m1_is_spread_as_the_table_says(backend: str, device: torch.device) ->
     packed = _packed(codes, 4).to(device)
     plain = order_words(packed, 256, 4, backend=backend).cpu().long()
     found = order_words(packed, 256, 4, order="e2m1", backend=backend).cpu().long()
-    places = {0: (6, 7, 8, 15), 1: (3, 4, 5, 12), 2: (0, 1, 2, 9), 3: (13, 10, 11, 14)}
-    for p, half in itertools.product(places, range(2)):
-        code = sum((found >> (place + 16 * half) & 1) << bit for bit, place in enumerate(places[p]))
+    rotations = {0: (0, 0, 0, 0), 1: (4, 4, 4, 4), 2: (10, 10, 10, 10), 3: (6, 14, 14, 14)}
+    for p, half in itertools.product(rotations, range(2)):
+        code = torch.zeros_like(found)
+        for bit, (place, left) in enumerate(zip((6, 7, 8, 15), rotations[p], strict=True)):
+            code |= (found >> (place + 16 * half - left) % 32 & 1) << bit
         assert torch.equal(code, plain >> (4 * p + 16 * half) & 15)
 
 

@@ -151,16 +151,17 @@ def test_the_warp_specialised_kernel_keeps_its_tiles() -> None:
 
 
 def test_registers_go_with_the_tile() -> None:
-    plan = launch_plan(INT4, 256)
+    problem = replace(INT4, permuted=True)  # has no warp-specialised kernel
+    plan = launch_plan(problem, 256)
     assert (plan.gemm2.block_m, plan.gemm2.max_registers) == (32, 168)
     found: dict[tuple[int, int], set[int]] = {}
-    for other in neighbours(INT4, plan, 256, 256):
+    for other in neighbours(problem, plan, 256, 256):
         if isinstance(other, TilePlan):
             found.setdefault((other.gemm2.block_m, other.gemm2.num_warps), set()).add(other.gemm2.max_registers)
     assert found[32, 4] == {0, 168}
     # a step to another tile takes the limit of that tile
     assert found[16, 4] == {128}
     assert found[32, 8] == {0}
-    for problem, registers in ((INT4, 100), (replace(INT4, capability=100), 168)):
+    for other_problem, registers in ((problem, 100), (replace(problem, capability=100), 168)):
         other = replace(plan, gemm2=replace(plan.gemm2, max_registers=registers))
-        assert any("max_registers is" in reason for reason in refusals(problem, other, 256, 256))
+        assert any("max_registers is" in reason for reason in refusals(other_problem, other, 256, 256))

@@ -45,14 +45,15 @@ def test_single_columns_are_compiled():
         ("sm90", kInt4Static32Asym, 1024, 1500, ["words_kernel"] * 2),
         # rows of x that do not start at multiples of 32 bytes; those of h do
         ("sm90", kInt4Static, 1020, 400, ["grouped_gemm_kernel", "words_kernel"]),
-        ("sm90", kInt4Static, 1024, 96, ["grouped_gemm_kernel"] * 2),
+        ("sm90", kInt4Static, 1024, 96, ["words_kernel"] * 2),
+        ("sm90", kInt4Static, 1024, 40, ["grouped_gemm_kernel"] * 2),
         ("sm90", kInt8Static, 1024, 400, ["grouped_gemm_kernel"] * 2),
         ("sm100", kInt4Static, 1024, 400, ["grouped_gemm_kernel"] * 2),
         ("sm90", replace(kInt4Static, permuted=True), 1024, 400, ["grouped_gemm_kernel"] * 2),
     ],
 )
 def test_many_rows_on_hopper(device, key, hidden, tokens, expected):
-    """With 25 rows per expert and more 4-bit words are dequantised beside the tensor cores."""
+    """With 15 rows per expert and more 4-bit words are dequantised beside the tensor cores."""
     config = FusedMoEConfig(8, 2, hidden, 512, dtype=torch.bfloat16)
     experts = MarlinWNA16Experts(config, weight_key=key, activation_key=None, device=DeviceInfo.parse(device))
     with record() as launches:

@@ -50,7 +50,7 @@ class MarlinExperts(GroupedExperts):
         w2 = self.converted("w2", weights, weights.w2_scale)
         extra = {
             f"{name}_{kind}": getattr(made, kind)
-            for kind in ("channel_scales", "index")
+            for kind in ("channel_scales", "index", "powers")
             for name, made in (("w13", w13), ("w2", w2))
         }
         return KernelWeights(
@@ -100,6 +100,7 @@ class MarlinExperts(GroupedExperts):
             interleaved=first and self.config.is_gated,
             index=index,
             pre_scales=quant.w1_pre_scale if first else quant.w2_pre_scale,
+            powers=weights.extra.get(f"{name}_powers"),
         )
 
     def gemv_functions(self, matrix: MarlinMatrix) -> GemvFunctions | None:

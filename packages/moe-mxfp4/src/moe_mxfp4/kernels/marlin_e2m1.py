@@ -41,20 +41,19 @@ from moe_mxfp4 import scales
 LARGEST = tl.constexpr(scales.LARGEST)
 
 
-# a word's four pairs, as they lie in bfloat16; the fourth in three parts
+# a word's four pairs, as they lie in bfloat16; the fourth in two parts.  Where nothing wraps around a shift is the
+# rotation: ptxas makes a product of it, for which another unit has time
 _PAIRS = """
     .reg .b32 p0, p1, p2, p3, part, sign; mov.b32 sign, 0x80008000;
     and.b32 p0, WORD, 0x81c081c0;
-    shl.b32 p1, WORD, 3;
+    shl.b32 p1, WORD, 4;
     and.b32 p1, p1, 0x81c081c0;
-    shl.b32 p2, WORD, 6;
+    shf.l.wrap.b32 p2, WORD, WORD, 10;
     and.b32 p2, p2, 0x81c081c0;
-    shr.u32 p3, WORD, 3;
-    and.b32 p3, p3, 0x01800180;
-    shr.u32 part, WORD, 7;
+    shf.l.wrap.b32 p3, WORD, WORD, 14;
+    and.b32 p3, p3, 0x81808180;
+    shl.b32 part, WORD, 6;
     lop3.b32 p3, part, 0x00400040, p3, 0xea;
-    shl.b32 part, WORD, 1;
-    lop3.b32 p3, part, sign, p3, 0xea;
 """
 
 
@@ -89,12 +88,18 @@ _INTEGERS = _integers()
 
 
 @triton.jit
+def _rotated(words, BITS: tl.constexpr):
+    """To the left."""
+    return (words << BITS) | ((words >> (32 - BITS)) & ((1 << BITS) - 1))
+
+
+@triton.jit
 def _interpreted(words, scale):
     """As the asm for bfloat16 does it, in float32."""
     p0 = words & -2118090304
-    p1 = (words << 3) & -2118090304
-    p2 = (words << 6) & -2118090304
-    p3 = ((words >> 3) & 0x01800180) | ((words >> 7) & 0x00400040) | ((words << 1) & -2147450880)
+    p1 = _rotated(words, 4) & -2118090304
+    p2 = _rotated(words, 10) & -2118090304
+    p3 = (_rotated(words, 14) & -2122284672) | (_rotated(words, 6) & 0x00400040)
     factor = scale * 8.507059173023462e37
     values = ()
     for pair in (p0, p1, p2, p3):

@@ -3,8 +3,8 @@
 Every product is transposed (`swap_ab`).  Tiles of 4-bit words have 128 rows of weights and four warps: the 16-bit
 numbers of more do not fit their registers.  Beside up to five rows per expert sm_90 takes tiles of 8 rows for them,
 multiplied by `mma.sync`: few registers, so that twice as many programs keep loads in flight.  Tiles of 16 and 32 rows
-get a limit on registers there, where one program more on a multiprocessor saves a round.  With more than 28 rows per
-expert sm_90 has a kernel of its own for them, which dequantises beside the tensor cores
+get a limit on registers there, where one program more on a multiprocessor saves a round.  With more than 14 rows per
+expert, of e2m1 28, sm_90 has a kernel of its own for them, which dequantises beside the tensor cores
 (`moe_core.gemm.marlin.hopper`).  8-bit words take twice the shared memory: tiles of 128 rows of activations would leave
 one program of four warps on a multiprocessor, and get 256 rows of weights and eight warps, or two stages.
 """
@@ -88,7 +88,11 @@ def _tiles(problem: LayerProblem, tokens: int) -> TilePlan:
     few, some, many = swapped(32, 4, 3), swapped(64, 4, 3, tma=False), swapped(128, 4, 3, tma=False)
     # a second tile of few steps is not worth what the other kernel saves there
     most = 1.2 if hopper and gemm2_steps > 4 else 1.1
-    if expected_tiles(problem, tokens, 32) <= most if four_bits else mean <= 24:
+    special = hopper and four_bits and not (problem.permuted or problem.batch_invariant)
+    thirty_two = mean <= 24
+    if four_bits:
+        thirty_two = expected_tiles(problem, tokens, 32) <= most and (e2m1 or not special)
+    if thirty_two:
         deep = replace(few, num_stages=4) if e2m1 or (hopper and four_bits) else few
         return TilePlan(deep, deep if e2m1 or gemm2_steps > 4 else few)
     if problem.bits == 8:
@@ -100,12 +104,11 @@ def _tiles(problem: LayerProblem, tokens: int) -> TilePlan:
         if problem.gated or gemm2_steps % 2 == 0:
             return TilePlan(swapped(128, 8, 3, block_n=2 * BLOCK_N), gemm2)
         return TilePlan(swapped(128, 4, 2), gemm2)
-    if problem.capability == 90 and not problem.permuted:
+    if special:
         # the warp-specialised kernel takes the rows of the schedule's tiles; the rest is for where it can't
-        some, many = replace(some, warp_specialised=True), replace(many, warp_specialised=True)
-        # of an expert that has one tile no other finds the weights in L2: tiles side by side share its rows
-        gemm1 = replace(some, group_m=1) if expected_tiles(problem, tokens, 64) <= 1.08 else many
-        return TilePlan(gemm1, many if mean > 384 else some)
+        some, many = (replace(config, warp_specialised=True, group_m=1) for config in (some, many))
+        one = some if expected_tiles(problem, tokens, 64) <= 1.2 else many
+        return TilePlan(one, one)
     if mean <= 48:
         return TilePlan(some if e2m1 else few, swapped(64, 4, 3, group=1))
     if mean <= 96:

@@ -12,14 +12,20 @@ def columns_apart(words):
 
 
 def e2m1_bits(words):
-    """The bits of e2m1 where the table above has them."""
+    """The bits of e2m1 where the table of `moe_core.gemm.marlin.words` has them."""
     second = words >> 4
     third = words >> 8
     fourth = words >> 12
+    # the sign at 15, the rest at 8 to 6, of both halves
     out = ((words & 0x00070007) << 6) | ((words & 0x00080008) << 12)
-    out = out | ((second & 0x00070007) << 3) | ((second & 0x00080008) << 9)
-    out = out | (third & 0x00070007) | ((third & 0x00080008) << 6)
-    return out | ((fourth & 0x00010001) << 13) | ((fourth & 0x00060006) << 9) | ((fourth & 0x00080008) << 11)
+    second = ((second & 0x00070007) << 6) | ((second & 0x00080008) << 12)
+    third = ((third & 0x00070007) << 6) | ((third & 0x00080008) << 12)
+    last = fourth & 0x00010001
+    fourth = ((fourth & 0x00060006) << 6) | ((fourth & 0x00080008) << 12)
+    # rotated to the right by 4, 10 and 14
+    out = out | ((second >> 4) & 0x0FFFFFFF) | (second << 28)
+    out = out | ((third >> 10) & 0x003FFFFF) | (third << 22)
+    return out | ((fourth >> 14) & 0x0003FFFF) | (fourth << 18) | last
 
 
 def signs_apart(words):

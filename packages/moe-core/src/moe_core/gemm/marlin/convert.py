@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_core.errors import TensorError
 from moe_core.gemm.columns import Grouped, group_columns
-from moe_core.gemm.marlin.scales import by_group, order_scales, relative_scales
+from moe_core.gemm.marlin.scales import by_group, order_scales, powers_of, relative_scales
 from moe_core.gemm.marlin.words import interleave, interleaved_rows, order_words, words_of
 from moe_core.quant_key import QuantKey
 
@@ -26,6 +26,7 @@ class Converted:
     group_size: int
     channel_scales: Tensor | None = None
     index: Tensor | None = None
+    powers: Tensor | None = None
 
     @staticmethod
     def of(
@@ -79,7 +80,9 @@ def convert_integers(
         wide, channel_scales = relative_scales(scale.float())
         channel_scales = interleave(channel_scales) if interleaved else channel_scales
     index = None if grouped is None else grouped.index
-    return Converted(words, order_scales(wide, zero_point, interleaved=interleaved), size, channel_scales, index)
+    scales = order_scales(wide, zero_point, interleaved=interleaved)
+    unshifted = dtype is torch.bfloat16 and bits == 4 and size != -1 and zero_point is None
+    return Converted(words, scales, size, channel_scales, index, powers_of(scales) if unshifted else None)
 
 
 def _by_group(values: Tensor, grouped: Grouped) -> Tensor:

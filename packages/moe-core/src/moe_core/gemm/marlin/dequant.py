@@ -59,10 +59,44 @@ _TEXTS = tl.constexpr(
 )
 
 
+def _unshifted(low: str, high: str, added: str, factor: str = "") -> tl.constexpr:
+    """4-bit codes times `low`, those of bits 4 to 7 times `high`, plus `added`, times `factor`; the word is $8.
+
+    A bfloat16 whose sign and exponent are zeros, but for the exponent's last bit, counts 2^-133: in bits 0 to 7 of each
+    half codes need no shift.
+    """
+    lines = ["mov.b32 w, $8;"]
+    for first in (0, 4):
+        for number, mask, power in ((first, "0x000f000f", low), (first + 2, "0x00f000f0", high)):
+            lines.append(f"and.b32 p, w, {mask};")
+            lines.append(f"fma.rn.bf16x2 p, p, {power}, {added};")
+            if factor:
+                lines.append(f"mul.rn.bf16x2 p, p, {factor};")
+            lines.append(f"mov.b32 {{${number}, ${number + 1}}}, p;")
+        if first == 0:
+            lines.append("shr.u32 w, w, 8;")
+    constants = "mov.b32 a, 0x7f007f00; mov.b32 b, 0x7d007d00; mov.b32 c, 0xbe00be00;"
+    return tl.constexpr("{ .reg .b32 w, p, a, b, c; " + constants + " ".join(lines) + " }")
+
+
+_UNSHIFTED = _unshifted("$9", "$10", "$11")
+# a, b, c: 2^127, 2^123, -2^-3
+_UNSHIFTED_64THS = _unshifted("a", "b", "c")
+_UNSHIFTED_ZEROS = _unshifted("a", "b", "$9", "$10")
+# $0, $1, $2 of a float32 $3, rounded: the number itself, times 2^-4 and times -8 * 2^-133
+_FACTORS = tl.constexpr(
+    "{ .reg .b32 c; cvt.rn.bf16x2.f32 $0, $3, $3; "
+    "mov.b32 c, 0x3d803d80; mul.rn.bf16x2 $1, $0, c; mov.b32 c, 0x80088008; mul.rn.bf16x2 $2, $0, c; }"
+)
+
+
 @triton.jit
 def pair(x, dtype: tl.constexpr):
     """int32: float32 `x`, rounded to `dtype`, twice."""
-    return (x.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [x], tl.int32, True, 1)
+    else:
+        return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [x], tl.int32, True, 1)
 
 
 @triton.jit
@@ -168,6 +202,27 @@ def integer_values(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr
     if SCALED:
         operands += (scale,)  # type: ignore[assignment]
     return asm_values(asm, 32 // BITS, "r" + ",r" * (SCALED + ZEROS), operands, dtype)
+
+
+@triton.jit
+def unshifted_int4(words, factor):
+    """(code - 8) * factor * 2^-133, rounded to bfloat16, as `asm_values`; `factor` float32 [N, 1] below 2^127."""
+    low, high, eight = tl.inline_asm_elementwise(_FACTORS, "=&r,=r,=r,f", [factor], [tl.int32] * 3, True, 1)
+    return asm_values(_UNSHIFTED, 8, "r,r,r,r", (words, low, high, eight), tl.bfloat16)
+
+
+@triton.jit
+def unshifted_zeros(words, zero, scale):
+    """(code - zero) * scale, rounded to bfloat16, as `asm_values`; float32 `zero` and `scale` [N, 1]."""
+    offset = pair(zero * -0.015625, tl.bfloat16)
+    factor = pair(scale * 64.0, tl.bfloat16)
+    return asm_values(_UNSHIFTED_ZEROS, 8, "r,r,r", (words, offset, factor), tl.bfloat16)
+
+
+@triton.jit
+def int4_64ths(words):
+    """(code - 8) / 64 in bfloat16, as `asm_values`."""
+    return asm_values(_UNSHIFTED_64THS, 8, "r", (words,), tl.bfloat16)
 
 
 @triton.jit

@@ -72,7 +72,7 @@ def gemv(
         from moe_core.gemm.marlin._gemv_mma_kernels import MmaForm, gemv_mma_kernel
 
         # words of a step: 16 of each part
-        parts, (groups, dequantize) = MMA_ROWS // config.block_n, functions.words
+        parts, groups, dequantize = MMA_ROWS // config.block_n, functions.words.groups, functions.words.dequantize
         step = 16 * parts
         steps = -(-width // step)
         launch(

@@ -10,8 +10,8 @@ more rows of weights than of activations, because otherwise the way from L2 woul
 takes the smallest of HEIGHTS that its rows fit in, so that an expert's last rows cost what they are.
 
 Latency that nothing covers would be a third of the time of a tile of few steps.  So a tile's place in the schedule is
-requested before the k loop of the tile before, its first scales and its pairs before that tile's epilogue, and its
-router weights before its own k loop.
+requested before the k loop of the tile before, its pairs before that tile's epilogue, and its router weights before its
+own k loop.  Scales of groups come with the words that they belong to, as many steps ahead.
 
 Sums are added up in the order of the tile kernel: results are the same, bit for bit, but for the activation
 function.
@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 from moe_core.gemm.hopper_epilogue import activate
 from moe_core.gemm.hopper_pipeline import allocate_barriers, barrier, empty_slot, locate_tile, tile_start, tma_load
 from moe_core.gemm.marlin.hopper_wgmma import sums_by_wgmma
-from moe_core.gemm.marlin.hopper_words import BLOCKS, CHUNK, ROW_LAYOUT, ROWS, STEP, WORDS, load_scales
+from moe_core.gemm.marlin.hopper_words import BLOCKS, CHUNK, ROW_LAYOUT, ROWS, STEP, WORDS
 from moe_core.gemm.marlin.operand import scale_of
 from moe_core.gemm.tile_kernel import deinterleave, finish_values
 from moe_core.jit.pdl import begin_pdl
@@ -38,6 +38,8 @@ copy_rows = async_copy.async_load if hasattr(async_copy, "async_load") else asyn
 
 # groups of warps that multiply
 CONSUMERS = gl.constexpr(2)
+# rows of weights of a tile
+TILE = gl.constexpr(CONSUMERS.value * BLOCKS.value * ROWS.value)
 
 
 class WordsForm(NamedTuple):
@@ -67,38 +69,25 @@ def _height(rows, HEIGHTS: gl.constexpr):
 
 
 @gluon.jit
-def _scale_pointers(tile, b_args, sizes, form, WARPGROUP: gl.constexpr):
-    """(rows of the expert's weights, pointers to their first scales) of each block of a `tile_start`."""
-    scales, scale_e = b_args[1], b_args[5]
-    expert, _, block_n = tile
-    first = (block_n * CONSUMERS + WARPGROUP) * (BLOCKS * ROWS)
-    rows = ()
-    pointers = ()
-    for block in gl.static_range(BLOCKS):
-        row = first + block * ROWS + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-        row = gl.minimum(row, sizes[4] - 1)
-        rows += (row,)  # type: ignore[assignment]
-        pointers += (scales + expert.to(gl.int64) * scale_e + row,)  # type: ignore[assignment]
-    return rows, pointers
-
-
-@gluon.jit
 def _prefetch(tile, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP: gl.constexpr):
     """Loads for the tile of a `tile_start`, in flight.
 
-    (row behind the expert's last one, scales of the first step, channel scales of each block, pairs of the rows); the
-    last two are () where there are none.  How many rows the tile has is not known yet: pairs are those of the highest
-    tile, with rows of other experts, and of row 0 in place of rows that are not `in_use`.
+    (row behind the expert's last one, scales of the rows of each block, their channel scales, pairs of the rows, the
+    expert's power); all but the first are () where there are none.  How many rows the tile has is not known yet: pairs
+    are those of the highest tile, with rows of other experts, and of row 0 in place of rows that are not `in_use`.
     """
-    channel_scales, scale_g, channel_e, groups = b_args[2], b_args[6], b_args[7], b_args[8]
-    expert, first, _ = tile
+    row_scales, channel_scales, scale_e, channel_e = b_args[1], b_args[2], b_args[5], b_args[7]
+    expert, first, block_n = tile
     end = gl.load(schedule[1] + expert + 1)
-    rows, pointers = _scale_pointers(tile, b_args, sizes, form, WARPGROUP)
-    scales = load_scales(pointers, 0, scale_g, groups, form.groups)
+    scales = ()
     factors = ()
-    if channel_scales is not None:
-        for block in gl.static_range(BLOCKS):
-            factor = gl.load(channel_scales + expert.to(gl.int64) * channel_e + rows[block])
+    for block in gl.static_range(BLOCKS):
+        row = block_n * TILE + (WARPGROUP * BLOCKS + block) * ROWS + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        row = gl.minimum(row, sizes[4] - 1)
+        if form.groups == 0:
+            scales += ((gl.load(row_scales + expert.to(gl.int64) * scale_e + row),),)  # type: ignore[assignment]
+        if channel_scales is not None:
+            factor = gl.load(channel_scales + expert.to(gl.int64) * channel_e + row)
             factors += (factor,)  # type: ignore[assignment]
     pairs = ()
     if epilogue.weights is not None or epilogue.activation == "":
@@ -107,7 +96,10 @@ def _prefetch(tile, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP: 
         if schedule[2] is not None:
             row = gl.load(schedule[2] + row)
         pairs += (row,)  # type: ignore[assignment]
-    return end, scales, factors, pairs
+    power = ()
+    if b_args[10] is not None:
+        power += (gl.load(b_args[10] + expert),)  # type: ignore[assignment]
+    return end, scales, factors, pairs, power
 
 
 @gluon.jit
@@ -169,12 +161,17 @@ def _tile(
 
     (number of steps that were taken so far, `_prefetch` of the tile `following`)
     """
-    end, scales, factors, pairs = ahead
+    end, scales, factors, pairs, power = ahead
     weight = None
     if epilogue.weights is not None:
         weight = gl.load(epilogue.weights + pairs[0])
-    _, pointers = _scale_pointers(tile, b_args, sizes, form, WARPGROUP)
-    sums, turn = sums_by_wgmma(turn, ring, scales, pointers, b_args[6], b_args[8], sizes[2], form, HEIGHT, WARPGROUP)
+    given = None
+    if form.groups == 0:
+        given = scales
+    elif len(power) > 0:
+        # 2^126 / power
+        given = (-1107296256 - power[0].to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+    sums, turn = sums_by_wgmma(turn, ring, given, sizes[2], form, HEIGHT, WARPGROUP)
     ahead = _prefetch(following, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP)
     if len(pairs) > 0:
         # all warps have read those of the tile before: they met in the k loop
@@ -182,7 +179,7 @@ def _tile(
         if weight is not None:
             of_rows[0].store(weight)
         barrier()
-    first = (tile[2] * CONSUMERS + WARPGROUP) * (BLOCKS * ROWS)
+    first = tile[2] * TILE + WARPGROUP * (BLOCKS * ROWS)
     for i in gl.static_range(len(sums[0])):
         for block in gl.static_range(BLOCKS):
             factor = None
@@ -190,6 +187,8 @@ def _tile(
                 factor = scale_of(scales[block][0])
             elif len(factors) > 0:
                 factor = factors[block]
+            elif len(power) > 0:
+                factor = gl.full([ROWS], 128.0, gl.float32, ROW_LAYOUT) * power[0]
             _finish(
                 sums[block][i],
                 factor,
@@ -242,15 +241,15 @@ def _consumer(schedule, b_args, result, epilogue, ring, of_rows, sizes, form, WA
 
 
 @gluon.jit
-def _producer(x, w_desc, schedule, ring, sizes, K, form):
+def _producer(x, w_desc, schedule, b_args, ring, sizes, K, form):
     """Request every tile that this program multiplies, as far ahead as there is room.
 
     Activations in sorted order by their descriptor; of tokens by four warps, which copy their rows, 16 bytes a thread.
     """
-    x_tiles, w_tiles, full, empty = ring
+    x_tiles, w_tiles, full, empty, s_tiles = ring
     tiles, blocks_n, steps, N, rows_per_expert = sizes
     HEIGHTS: gl.constexpr = form.heights
-    TILE: gl.constexpr = CONSUMERS * BLOCKS * ROWS
+    GROUPS: gl.constexpr = form.groups
     BOX: gl.constexpr = w_desc.block_shape[0]
     BYTES: gl.constexpr = TILE * WORDS * 4
     if form.gathers:
@@ -258,14 +257,19 @@ def _producer(x, w_desc, schedule, ring, sizes, K, form):
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         place = gl.arange(0, HEIGHTS[0], layout=gl.SliceLayout(1, layout))
         column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
+    s_layout: gl.constexpr = gl.BlockedLayout([8 // gl.num_warps()], [32], [gl.num_warps()], [0])
+    scale_row = gl.arange(0, TILE, layout=s_layout)
     turn = 0
     for index in range(gl.program_id(0), tiles * blocks_n, gl.num_programs(0)):
         expert, start, end, block_n = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
         row = expert * rows_per_expert + block_n * TILE
         if form.gathers:
             token = gl.load(schedule[2] + gl.minimum(start + place, end - 1)) // per_row
-            source = values + token.to(gl.int64) * stride
+            source = (values + token.to(gl.int64) * stride)[:, None] + column[None, :]
         height = _height(end - start, HEIGHTS)
+        if GROUPS > 0:
+            scales = b_args[1] + expert.to(gl.int64) * b_args[5] + block_n * TILE + scale_row
+            exists = block_n * TILE + scale_row < rows_per_expert
         for k in range(steps):
             slot = empty_slot(empty, turn)
             ready = full.index(slot)
@@ -277,13 +281,18 @@ def _producer(x, w_desc, schedule, ring, sizes, K, form):
             for part in gl.static_range(TILE // BOX):
                 target = w_tiles.index(slot).slice(part * BOX, BOX, 0)
                 tma_load(w_desc, [row + part * BOX, k * WORDS], ready, target)
+            for i in gl.static_range(GROUPS):
+                group = gl.minimum(k * GROUPS + i, b_args[8] - 1)
+                copy_rows(s_tiles.index(slot * GROUPS + i), scales + group * b_args[6], mask=exists)
             if form.gathers:
                 for half in gl.static_range(2):
-                    at = k * STEP + half * CHUNK + column
-                    mask = (place < height)[:, None] & (at < K)[None, :]
-                    copy_rows(x_tiles.index(slot * 2 + half), source[:, None] + at[None, :], mask=mask)
+                    inside = k * STEP + half * CHUNK + column < K
+                    mask = (place < height)[:, None] & inside[None, :]
+                    copy_rows(x_tiles.index(slot * 2 + half), source + half * CHUNK, mask=mask)
+                source += STEP
+            if form.gathers or GROUPS > 0:
                 async_copy.mbarrier_arrive(ready, increment_count=False)
-            else:
+            if not form.gathers:
                 LOW: gl.constexpr = x.block_shape[0]
                 for box in gl.static_range(HEIGHTS[0] // LOW):
                     for half in gl.static_range(2):
@@ -322,15 +331,17 @@ def words_kernel(
     dtype: gl.constexpr = x_rows[0].dtype.element_ty if form.gathers else x_desc.dtype
     x_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES * 2, form.heights[0], CHUNK], x_layout)
-    TILE: gl.constexpr = CONSUMERS * BLOCKS * ROWS
     w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TILE, WORDS], w_desc.layout)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     row_weights = gl.allocate_shared_memory(gl.float32, [CONSUMERS, form.heights[0]], row_layout)
     row_pairs = gl.allocate_shared_memory(gl.int32, [CONSUMERS, form.heights[0]], row_layout)
     of_rows = (row_weights, row_pairs)
-    full, empty = allocate_barriers(STAGES, 129 if form.gathers else 1)
+    PRODUCERS: gl.constexpr = 129 if form.gathers else 33 if form.groups > 0 else 1
+    full, empty = allocate_barriers(STAGES, PRODUCERS)
+    SCALES: gl.constexpr = STAGES * form.groups if form.groups > 0 else 1
+    s_tiles = gl.allocate_shared_memory(b_args[1].dtype.element_ty, [SCALES, TILE], row_layout)
     fence_async_shared()
-    ring = (x_tiles, w_tiles, full, empty)
+    ring = (x_tiles, w_tiles, full, empty, s_tiles)
     tiles = gl.load(schedule[0])
     steps = gl.cdiv(K, STEP)
     blocks_n = gl.cdiv(rows_per_expert, TILE)
@@ -343,7 +354,7 @@ def words_kernel(
         [
             (_consumer, (schedule, b_args, result, epilogue, ring, of_rows, sizes, form, gl.constexpr(0))),
             (_consumer, (schedule, b_args, result, epilogue, ring, of_rows, sizes, form, gl.constexpr(1))),
-            (_producer, (x, w_desc, schedule, ring, sizes, K, form)),
+            (_producer, (x, w_desc, schedule, b_args, ring, sizes, K, form)),
         ],
         [4, 4 if form.gathers else 1],
         [224 if form.gathers else 240, 56 if form.gathers else 24],

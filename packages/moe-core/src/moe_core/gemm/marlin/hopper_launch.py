@@ -13,7 +13,7 @@ from moe_core.gemm.launch import Gemm, constant
 WORDS_BOX = 256
 STEP = 128
 WORDS = 16
-#: shared memory for operands: what is left is room for the epilogue's change of layout
+#: shared memory for operands: what is left is room for their scales, and for the epilogue's change of layout
 RING = 196608
 #: heights that tiles take, by the rows that the schedule's have: what an expert's last rows need
 HEIGHTS = {128: (128, 96, 64), 64: (64, 48, 32)}

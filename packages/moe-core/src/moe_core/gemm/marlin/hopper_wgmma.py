@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from moe_core.gemm.hopper_pipeline import free_slot
-from moe_core.gemm.marlin.hopper_words import ROWS, load_words, next_scales, numbers_of
+from moe_core.gemm.marlin.hopper_words import ROWS, load_words, numbers_of
 
 
 @gluon.jit
@@ -52,25 +52,18 @@ def _wait(sums, numbers, OTHERS: gl.constexpr):
 
 
 @gluon.jit
-def sums_by_wgmma(
-    turn, ring, scales, pointers, stride, groups, steps, form, HEIGHT: gl.constexpr, WARPGROUP: gl.constexpr
-):
-    """(sums [64, HEIGHT] of both blocks of 64 rows, number of steps that were taken so far).
-
-    scales: of the first step; pointers: to the scales of the rows of both blocks, `stride` from one of `groups` groups
-    to the next.
-    """
+def sums_by_wgmma(turn, ring, given, steps, form, HEIGHT: gl.constexpr, WARPGROUP: gl.constexpr):
+    """(sums [64, HEIGHT] of both blocks of 64 rows, number of steps so far); given: see `load_words`."""
     x_tiles = ring[0]
     STAGES: gl.constexpr = ring[2].shape[0]
     dtype: gl.constexpr = x_tiles.dtype
     acc_0 = _zeros(HEIGHT)
     acc_1 = _zeros(HEIGHT)
     operand: gl.constexpr = gl.DotOperandLayout(0, acc_0[0].type.layout, 2)
-    words = load_words(ring, turn, form, WARPGROUP)
+    words, scales = load_words(ring, turn, given, form, WARPGROUP)
     numbers = numbers_of(words[0], scales[0], 0, operand, form.dequantize, dtype)
     for k in range(steps):
         slot = turn % STAGES
-        following = next_scales(scales, pointers, k + 1, stride, groups, form.groups)
         x_0 = x_tiles.index(slot * 2)
         x_1 = x_tiles.index(slot * 2 + 1)
         sum_0 = _add(numbers, x_0, acc_0)
@@ -84,8 +77,7 @@ def sums_by_wgmma(
         sum_1 = _add(last, x_1, acc_1)
         acc_0 = _wait(sum_0, numbers, 1)
         # the next step's first numbers, beside the last products; behind the last step this one's words again
-        words = load_words(ring, turn + (k + 1 < steps).to(gl.int32), form, WARPGROUP)
-        scales = following
+        words, scales = load_words(ring, turn + (k + 1 < steps).to(gl.int32), given, form, WARPGROUP)
         numbers = numbers_of(words[0], scales[0], 0, operand, form.dequantize, dtype)
         acc_1 = _wait(sum_1, last, 0)
         free_slot((x_tiles, ring[1], ring[2], ring[3], 0, 1), turn, True)

@@ -67,23 +67,28 @@ def load_scales(pointers, k, stride, groups, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def next_scales(scales, pointers, k, stride, groups, GROUPS: gl.constexpr):
-    """`load_scales`; those of rows, `scales`, are always the same."""
-    if GROUPS == 0:
-        return scales
-    else:
-        return load_scales(pointers, k, stride, groups, GROUPS)
+def load_words(ring, turn, given, form, WARPGROUP: gl.constexpr):
+    """(words, scales) of step `turn`, of each block of 64 rows of a consumer.
 
-
-@gluon.jit
-def load_words(ring, turn, form, WARPGROUP: gl.constexpr):
-    """Words of step `turn`, of each block of 64 rows of a consumer."""
-    words = ring[1].index(full_slot(ring[2], turn))
+    given: scales of the rows, which all steps have; where groups have scales, what these are multiplied by, or None.
+    """
+    slot = full_slot(ring[2], turn)
     if form.gathers:
-        # threads wrote the activations, the tensor cores read them
         fence_async_shared()
-    found = ()
+    words = ()
+    scales = ()
     for block in gl.static_range(BLOCKS):
-        rows = words.slice((WARPGROUP * BLOCKS + block) * ROWS, ROWS, 0)
-        found += (quarters(rows.load(WORD_LAYOUT)),)  # type: ignore[assignment]
-    return found
+        rows = ring[1].index(slot).slice((WARPGROUP * BLOCKS + block) * ROWS, ROWS, 0)
+        words += (quarters(rows.load(WORD_LAYOUT)),)  # type: ignore[assignment]
+        of_block = ()
+        for i in gl.static_range(form.groups):
+            rows = ring[4].index(slot * form.groups + i).slice((WARPGROUP * BLOCKS + block) * ROWS, ROWS, 0)
+            scale = rows.load(ROW_LAYOUT)
+            if given is not None:
+                scale *= given
+            of_block += (scale,)  # type: ignore[assignment]
+        scales += (of_block,)  # type: ignore[assignment]
+    if form.groups == 0:
+        return words, given
+    else:
+        return words, scales

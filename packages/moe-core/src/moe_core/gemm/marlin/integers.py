@@ -9,7 +9,16 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.marlin import operand
-from moe_core.gemm.marlin.dequant import integer_values, integers, pair, zero_offset
+from moe_core.gemm.marlin.dequant import (
+    in_columns,
+    int4_64ths,
+    integer_values,
+    integers,
+    pair,
+    unshifted_int4,
+    unshifted_zeros,
+    zero_offset,
+)
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.operand import LOAD_WORDS, per_word, scale_of, zero_of
 from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
@@ -58,9 +67,26 @@ def dequantize_integers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexp
 
 
 @triton.jit
+def dequantize_int4(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
+    """Symmetric codes minus 8; of bfloat16 64ths of them, see `int4_factor`."""
+    if INTERPRET or dtype != tl.bfloat16:
+        return integers(words, None, None, 4, dtype)
+    else:
+        return in_columns(int4_64ths(words))
+
+
+@triton.jit
+def int4_factor(scales, dtype: tl.constexpr):
+    """`moe_core.gemm.marlin.operand.factor_of` beside `dequantize_int4`."""
+    return scales if INTERPRET or dtype != tl.bfloat16 else scales * 64.0
+
+
+@triton.jit
 def quarter_integers(words, scales, U: tl.constexpr, dtype: tl.constexpr):
     """Codes minus zero points; SCALED: times the scale of their group, rounded, else that of the row scales sums."""
     found = scales[U * len(scales) // 4]
+    if SCALED and found.dtype == tl.int32 and dtype == tl.bfloat16:
+        return unshifted_zeros(words, zero_of(found)[:, None], scale_of(found)[:, None])
     offset = None
     scale = None
     if SCALED:
@@ -70,9 +96,18 @@ def quarter_integers(words, scales, U: tl.constexpr, dtype: tl.constexpr):
     return integer_values(words, offset, scale, 4, dtype)
 
 
+@triton.jit
+def quarter_unshifted(words, scales, U: tl.constexpr, dtype: tl.constexpr):
+    """As `quarter_integers`, of symmetric codes in bfloat16, relative to `WordFunctions.powers`."""
+    return unshifted_int4(words, scales[U * len(scales) // 4][:, None])
+
+
 _QUARTERS = {scaled: specialize(quarter_integers, SCALED=scaled) for scaled in (False, True)}
 _MULTIPLY = specialize(operand.multiply, dequantize=dequantize_integers)
 _MULTIPLY_GROUP = specialize(operand.multiply_group, dequantize=dequantize_integers, SCALES_AHEAD=True)
+_MULTIPLY_INT4 = specialize(
+    operand.multiply_group, dequantize=dequantize_int4, factor_of=int4_factor, SCALES_AHEAD=True
+)
 _MULTIPLY_SCALED = specialize(operand.multiply, dequantize=specialize(dequantize_integers, SCALED=True))
 
 
@@ -84,7 +119,8 @@ def integer_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, An
     scale_acc = None if matrix.channel_scales is None else operand.scale_acc_channels
     if size == operand.STEP.value and config.block_m <= FEW.value and not config.uniform:
         # each step's product is scaled by itself: beyond, its sums take too many registers
-        return operand.open_groups, LOAD_WORDS[bits, 0], _MULTIPLY_GROUP, scale_acc
+        symmetric = bits == 4 and matrix.scales.dtype == torch.float32
+        return operand.open_groups, LOAD_WORDS[bits, 0], _MULTIPLY_INT4 if symmetric else _MULTIPLY_GROUP, scale_acc
     return operand.open_groups, LOAD_WORDS[bits, operand.STEP.value // size], _MULTIPLY_SCALED, scale_acc
 
 
@@ -93,6 +129,8 @@ def integer_words(matrix: MarlinMatrix) -> WordFunctions | None:
     if matrix.bits != 4:
         return None
     groups = 0 if matrix.group_size == -1 else operand.STEP.value // matrix.group_size
+    if matrix.powers is not None:
+        return WordFunctions(groups, lambda: quarter_unshifted, matrix.powers)
     return WordFunctions(groups, lambda: _QUARTERS[groups != 0])
 
 

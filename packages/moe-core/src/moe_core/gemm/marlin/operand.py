@@ -191,6 +191,12 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 
 
 @triton.jit
+def factor_of(scales, dtype: tl.constexpr):
+    """What `multiply_group` multiplies by; replaced by `specialize` where numbers have a unit of their own."""
+    return scale_of(scales)
+
+
+@triton.jit
 def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (b @ a.T) * scale of the step's one group."""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
@@ -198,7 +204,7 @@ def multiply_group(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
         # Triton copies ahead of time only what products are made of: scales go into the words, by no instruction
         bits = b_scale.to(tl.int32, bitcast=True)[:, None]
         b = tl.inline_asm_elementwise("", "=r,0,r", [b, bits], dtype=tl.int32, is_pure=True, pack=1)
-    return acc + swap_ab_dot(dequantize(b, b_scale, a.shape[1], a.dtype), a) * scale_of(b_scale)[:, None]
+    return acc + swap_ab_dot(dequantize(b, b_scale, a.shape[1], a.dtype), a) * factor_of(b_scale, a.dtype)[:, None]
 
 
 @triton.jit

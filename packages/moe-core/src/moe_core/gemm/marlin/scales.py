@@ -42,6 +42,13 @@ def relative_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
     return scale / power[:, :, None], power
 
 
+def powers_of(scales: Tensor) -> Tensor:
+    """float32 [E]: powers of two, at least 1 and more than half of the largest finite one of an expert's ``scales``."""
+    finite = torch.where(scales.isfinite(), scales.abs(), 0.0)
+    _, exponent = torch.frexp(finite.amax(dim=(1, 2)))
+    return torch.exp2((exponent - 1).clamp_min(0).float())
+
+
 def relative_e8m0(scale: Tensor, counting: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     """(int32 [E, rows, steps], float32 channel scales [E, rows]) of e8m0 bytes ``scale`` uint8 [E, rows, groups].
 

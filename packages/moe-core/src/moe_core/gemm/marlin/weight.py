@@ -34,6 +34,7 @@ class MarlinMatrix:
     - ``k`` columns of x or h as the words have them; ``group_size`` of them share a scale, -1: all of a row
     - ``scales`` [E, groups, rows] float32, or int32 with zero points (`moe_core.gemm.marlin.operand`)
     - ``channel_scales`` float32 [E, rows]: multiply the finished sums; or None
+    - ``powers`` float32 [E]: `moe_core.gemm.marlin.scales.powers_of` ``scales``; or None
     - ``bias`` [E, n], of interleaved rows [E, 2 * n]: gate, then up; any float dtype
     - ``index`` int32 [E, columns], ``pre_scales`` float32 [E, K]: see `moe_core.gemm.columns`
     """
@@ -49,6 +50,7 @@ class MarlinMatrix:
     interleaved: bool = False
     index: Tensor | None = None
     pre_scales: Tensor | None = None
+    powers: Tensor | None = None
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -67,7 +69,7 @@ class MarlinMatrix:
         """
         special = None
         if words is not None:
-            scales = (*self.arguments, words.groups)
+            scales = (*self.arguments, words.powers, words.groups)
             special = WarpSpecialisedGemm(self.words, words.dequantize, scales, STEP, words_gemm, ROWS, gathers=True)
         return GemmWeight(
             self.arguments,
@@ -90,11 +92,14 @@ class WordFunctions(NamedTuple):
         dequantize(words, scales, U, dtype) -> the eight numbers [64, 4] of `words` [64, 4], as `dequant.asm_values`
 
     of word U of four threads, which has the columns 32 U .. 32 U + 31 of a step (`moe_core.gemm.marlin.words`);
-    `scales` are a tuple of [64], as many as there are ``groups``, or the one of the row.
+    `scales` are a tuple of [64], as many as there are ``groups``, or the one of the row.  With ``powers`` (float32 [E],
+    see `moe_core.gemm.marlin.scales.powers_of`) they are multiplied by 2^126 / power before, and finished sums by
+    power * 2^7.
     """
 
     groups: int
     dequantize: Callable[[], Any]
+    powers: Tensor | None = None
 
 
 #: the tile kernel's open_b, load_b, multiply and scale_acc for a matrix and a tile

@@ -9,11 +9,11 @@ needs, and the words of a thread follow one another:
 
 for t, u, s (8 bits) of 0 to 3 and i, j, s (4 bits) of 0 and 1.  Rows are filled up with zeros to whole units.
 
-Numbers of e2m1 (a sign, two bits of exponent, one of mantissa) lie in the 16 bits of their half of a word, so
-that one shift puts three of the four where bfloat16 has them (sign 15, exponent 8 and 7, mantissa 6):
+Numbers of e2m1 (a sign, two bits of exponent, one of mantissa) lie so that a word, rotated to the left, has one of each
+half where bfloat16 has them (sign 15, exponent 8 and 7, mantissa 6):
 
-    p = 0   sign 15, the rest 8 to 6        p = 2   sign 9, the rest 2 to 0
-    p = 1   sign 12, the rest 5 to 3        p = 3   sign 14, exponent 11 and 10, mantissa 13
+    p = 0   not rotated                     p = 2   by 10
+    p = 1   by 4                            p = 3   by 14, its mantissa by 6
 
 Tensor cores of 8-bit numbers have four consecutive columns in a register.  Numbers of e2m1 that become e4m3 ("e4m3"):
 
