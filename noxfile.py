@@ -8,6 +8,7 @@ except in ``tests_lowest``. On a machine that already has everything (a GPU host
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,10 @@ nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = False
+
+# gigabytes are installed: one answer that a registry owes must not end a run of twenty minutes
+os.environ.setdefault("UV_HTTP_RETRIES", "8")
+os.environ.setdefault("UV_HTTP_TIMEOUT", "120")
 
 ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
