@@ -27,6 +27,7 @@ CAPABILITIES = (0, 80, 89, 90, 100, 120)
 #: every family and element type, with what its callers ask for
 KINDS: dict[str, dict[str, Any]] = {
     "e4m3": {"family": "scaled_mm", "element": "e4m3"},
+    "e4m3 of float32": {"family": "scaled_mm", "element": "e4m3", "dtype_bytes": 4},
     "e4m3 blocks": {"family": "scaled_mm", "element": "e4m3", "group_size": 64},
     "int8 plain": {"family": "scaled_mm", "element": "int8", "gated": False},
     "int4 as int8": {"family": "scaled_mm", "element": "int4"},
@@ -209,9 +210,10 @@ def test_4_bit_words_beside_12_to_128_rows() -> None:
         plan = plan_of("mixed e2m1", tokens, 4, 128, 2880, 2880)
         assert (plan.gemm1.block_m, plan.gemm2.block_m) == (rows, rows)
         assert plan.gemm1.warp_specialised == (rows == 64)
-    # columns in another order have no warp-specialised kernel
-    plan = plan_of("mixed int4", 384, 8, 128, 2048, 768, permuted=True)
-    assert (plan.gemm1.block_m, plan.gemm1.warp_specialised) == (32, False)
+    # columns in another order have no warp-specialised kernel, nor have LoRA deltas
+    for changes in ({"permuted": True}, {"lora": True}):
+        plan = plan_of("mixed int4", 384, 8, 128, 2048, 768, **changes)
+        assert (plan.gemm1.block_m, plan.gemm1.warp_specialised) == (32, False)
     # where the compiler leaves tiles of 16 rows as they are, a second one is the cheaper for longer
     assert plan_of("mixed int4", 512, 8, 256, 7168, 256, capability=100).gemm2.block_m == 16
     assert plan_of("mixed int4", 768, 8, 256, 7168, 256, may_split=False, batch_invariant=True).gemm2.block_m == 32

@@ -29,7 +29,8 @@ def test_powers_are_more_than_half_of_an_expert_s_largest_scale() -> None:
     scale[4, 0, 0] = torch.finfo(torch.float32).max
     found = convert_integers(_codes(5, 8, 128), scale, kInt4Static, 256)
     assert found.powers is not None
-    assert found.powers.tolist() == [1.0, 1.0, 64.0, 4.0, 2.0**127]
+    # no higher: the other scales of the last expert keep their bits, and 2^7 times the power is finite
+    assert found.powers.tolist() == [1.0, 1.0, 64.0, 4.0, 2.0**60]
 
 
 def test_only_symmetric_groups_in_bfloat16_have_powers() -> None:

@@ -18,6 +18,7 @@ PROBLEMS = {
     "int4": INT4,
     "e4m3 blocks": LayerProblem("scaled_mm", "e4m3", 128, 8, 2048, 768, group_size=128),
     "e4m3": LayerProblem("scaled_mm", "e4m3", 8, 2, 4096, 14336),
+    "e4m3 of float32": LayerProblem("scaled_mm", "e4m3", 8, 2, 4096, 14336, dtype_bytes=4),
     "int8": LayerProblem("scaled_mm", "int8", 8, 2, 4096, 14336),
     "e2m1 as e4m3": LayerProblem("scaled_mm", "e2m1", 32, 4, 2880, 2880),
     "as stored": LayerProblem("as_stored", "int4", 64, 6, 2048, 1408, group_size=128),

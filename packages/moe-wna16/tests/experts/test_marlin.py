@@ -64,3 +64,9 @@ def test_many_rows_on_hopper(device, key, hidden, tokens, expected):
         if one.name == "words_kernel":
             # a tile of the schedule is one of the kernel's
             assert one.arguments["form"].heights.value[0] == (64 if tokens <= 192 else 128)
+
+
+def test_layers_with_adapters_have_tiles_for_the_kernel_that_adds_deltas():
+    config = FusedMoEConfig(8, 2, 1024, 512, dtype=torch.bfloat16, is_lora_enabled=True)
+    experts = MarlinWNA16Experts(config, weight_key=kInt4Static, activation_key=None, device=DeviceInfo.parse("sm90"))
+    assert not any(experts.plan(tokens).gemm1.warp_specialised for tokens in (96, 400, 4096))

@@ -91,6 +91,7 @@ class GroupedExperts(FusedMoEExpertsModular):
             config.intermediate_size,
             gated=config.is_gated,
             dtype_bytes=config.dtype.itemsize,
+            lora=config.is_lora_enabled,
             capability=self.device_info.capability,
             may_split=self.supports_split_k,
             batch_invariant=config.batch_invariant,

@@ -139,7 +139,8 @@ def _of_tiles(problem: LayerProblem, name: str, config: TileConfig, last: int) -
         yield "the warp-specialised kernel has tiles of its own: only group_m is free"
     if config.split_k > 1:
         step = BLOCK_N if problem.group_size == -1 else min(problem.group_size, BLOCK_N)
-        if not problem.may_split or problem.dtype_bytes == 4:
+        # float32 operands have one plan; 8-bit activations of a float32 layer are no such operands
+        if not problem.may_split or (problem.dtype_bytes == 4 and problem.family != "scaled_mm"):
             yield "split_k: this layer's k loops are not split"
         elif config.split_k > steps_of(columns, step):
             yield f"split_k is {config.split_k}, the k loop has {steps_of(columns, step)} steps"

@@ -7,8 +7,8 @@ A code in the place of a 16-bit number's sign, last exponent bits and first mant
     channel_scales   float32 [E, rows], powers of two that multiply finished sums (`MarlinMatrix.channel_scales`)
 
 Scales are relative to the largest of their row: its byte is 253, the exponent of a bfloat16 number 2^126 times as
-large.  bfloat16 then holds every product; float16 those of scales down to 2^-23 of the row's largest exactly, and
-smaller ones with an error of at most 2^-25 times the largest scale.
+large.  bfloat16 then holds every product of scales down to 2^-132 of that; float16 those of scales down to 2^-23 of it
+exactly, and smaller ones with an error of at most 2^-25 times the largest scale.
 """
 
 from __future__ import annotations

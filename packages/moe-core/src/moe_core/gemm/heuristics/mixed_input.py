@@ -88,7 +88,7 @@ def _tiles(problem: LayerProblem, tokens: int) -> TilePlan:
     few, some, many = swapped(32, 4, 3), swapped(64, 4, 3, tma=False), swapped(128, 4, 3, tma=False)
     # a second tile of few steps is not worth what the other kernel saves there
     most = 1.2 if hopper and gemm2_steps > 4 else 1.1
-    special = hopper and four_bits and not (problem.permuted or problem.batch_invariant)
+    special = hopper and four_bits and not (problem.permuted or problem.lora or problem.batch_invariant)
     thirty_two = mean <= 24
     if four_bits:
         thirty_two = expected_tiles(problem, tokens, 32) <= most and (e2m1 or not special)

@@ -25,6 +25,7 @@ class LayerProblem:
     - ``group_size`` columns whose partial sum is scaled by itself, -1: only the finished sum
     - ``permuted``: each column has a scale of its own (activation order)
     - ``quantizes_h``: the epilogue of gemm1 quantises h
+    - ``lora``: LoRA deltas are added, by the tile kernel alone
     """
 
     family: Family
@@ -38,6 +39,7 @@ class LayerProblem:
     group_size: int = -1
     permuted: bool = False
     quantizes_h: bool = False
+    lora: bool = False
     capability: int = 90
     may_split: bool = True
     batch_invariant: bool = False

@@ -206,14 +206,14 @@ def integer_values(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr
 
 @triton.jit
 def unshifted_int4(words, factor):
-    """(code - 8) * factor * 2^-133, rounded to bfloat16, as `asm_values`; `factor` float32 [N, 1] below 2^127."""
+    """(code - 8) * factor * 2^-133, as `asm_values`; `factor` float32 [N, 1] below 2^127 is rounded first."""
     low, high, eight = tl.inline_asm_elementwise(_FACTORS, "=&r,=r,=r,f", [factor], [tl.int32] * 3, True, 1)
     return asm_values(_UNSHIFTED, 8, "r,r,r,r", (words, low, high, eight), tl.bfloat16)
 
 
 @triton.jit
 def unshifted_zeros(words, zero, scale):
-    """(code - zero) * scale, rounded to bfloat16, as `asm_values`; float32 `zero` and `scale` [N, 1]."""
+    """(code - zero) * scale, as `asm_values`; float32 `zero` and `scale` [N, 1], rounded first, below 2^121."""
     offset = pair(zero * -0.015625, tl.bfloat16)
     factor = pair(scale * 64.0, tl.bfloat16)
     return asm_values(_UNSHIFTED_ZEROS, 8, "r,r,r", (words, offset, factor), tl.bfloat16)

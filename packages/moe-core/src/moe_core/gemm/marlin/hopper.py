@@ -14,7 +14,7 @@ requested before the k loop of the tile before, its pairs before that tile's epi
 own k loop.  Scales of groups come with the words that they belong to, as many steps ahead.
 
 Sums are added up in the order of the tile kernel: results are the same, bit for bit, but for the activation
-function.
+function, and for int4 with scales near the limits of float32 (`moe_core.gemm.marlin.scales.powers_of`).
 """
 
 from __future__ import annotations
@@ -324,7 +324,8 @@ def words_kernel(
 
     - x_desc [P, K] in sorted order and w_desc [E * rows_per_expert, words]: descriptors
     - or x_rows = (x [tokens, K], row stride, pairs of a token), x_desc None
-    - b_args as the tile kernel's device functions have it, schedule, result and epilogue as there
+    - b_args as the tile kernel's device functions have it, and `WordFunctions.powers`; schedule, result and epilogue as
+      there
     - N columns of the result, of one half where gated; form: `WordsForm`
     """
     begin_pdl(PDL)

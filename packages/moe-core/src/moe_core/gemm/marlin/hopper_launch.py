@@ -25,8 +25,8 @@ def words_gemm(gemm: Gemm) -> None:
     """As `hopper_gemm`, for 4-bit words [E, rows, words] and operand A of 16 bits.
 
     ``gemm.a.warp_specialised`` is () where A is sorted; of tokens, (top-k,), and rows are read in whole 32 bytes.
-    ``weight_scales``: `b_args` of the tile kernel's device functions, and the groups of `WordFunctions`, whose
-    ``dequantize`` is ``multiply``.
+    ``weight_scales``: `b_args` of the tile kernel's device functions, and powers and groups of `WordFunctions`, whose
+    ``dequantize`` is what ``functions`` give.
     """
     from moe_core.gemm.marlin.hopper import WordsForm, words_kernel
 

@@ -77,7 +77,7 @@ def dequantize_int4(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def int4_factor(scales, dtype: tl.constexpr):
-    """`moe_core.gemm.marlin.operand.factor_of` beside `dequantize_int4`."""
+    """`moe_core.gemm.marlin.operand.factor_of` beside `dequantize_int4`, of scales below 2^122."""
     return scales if INTERPRET or dtype != tl.bfloat16 else scales * 64.0
 
 

@@ -177,7 +177,7 @@ def exponent_pair(exponents, LARGEST: tl.constexpr, dtype: tl.constexpr):
     if INTERPRET or dtype == tl.float32:
         return (exponents << 23).to(tl.float32, bitcast=True) * 2.0 ** (127 - LARGEST)
     elif dtype == tl.float16:
-        # what is 2^-23 and less of the largest becomes 0
+        # what is 2^(224 - LARGEST) of the largest, and less, becomes 0
         return tl.maximum(exponents - 224, 0) * 0x04000400
     else:
         return exponents * 0x00800080

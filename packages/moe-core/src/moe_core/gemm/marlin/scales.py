@@ -11,6 +11,8 @@ from moe_core.numerics import e8m0_to_float32
 
 #: the last bits of a float32 scale, in whose place a zero point stands
 ZERO_BITS = 9
+#: exponent of the highest power of `powers_of`
+_HIGHEST = 60
 #: e8m0's NaN
 _NAN = 255
 
@@ -43,10 +45,14 @@ def relative_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def powers_of(scales: Tensor) -> Tensor:
-    """float32 [E]: powers of two, at least 1 and more than half of the largest finite one of an expert's ``scales``."""
+    """float32 [E]: powers of two, more than half of the largest finite one of an expert's ``scales``, 1 to 2^60.
+
+    Numbers are made of a scale times 2^126 / power: of one from 2^62 on infinity or NaN.  A higher power would take
+    the bits of the expert's other scales, and its product with 2^7, which multiplies sums, would be infinite.
+    """
     finite = torch.where(scales.isfinite(), scales.abs(), 0.0)
     _, exponent = torch.frexp(finite.amax(dim=(1, 2)))
-    return torch.exp2((exponent - 1).clamp_min(0).float())
+    return torch.exp2((exponent - 1).clamp(0, _HIGHEST).float())
 
 
 def relative_e8m0(scale: Tensor, counting: Tensor, largest: int) -> tuple[Tensor, Tensor]:
