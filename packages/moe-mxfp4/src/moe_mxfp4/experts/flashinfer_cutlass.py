@@ -54,7 +54,7 @@ def _claims(notes: str, **own: Any) -> Claims:
     )
 
 
-class FlashInferCutlassMxfp4Experts(FlashInferCutlassExperts, PaddedExperts):
+class FlashInferCutlassMxfp4Experts(PaddedExperts, FlashInferCutlassExperts):
     """What both kinds of activations share."""
 
     #: the library's name for the kind of scales
@@ -63,14 +63,6 @@ class FlashInferCutlassMxfp4Experts(FlashInferCutlassExperts, PaddedExperts):
     @classmethod
     def padded_sizes(cls, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
         return round_up(hidden_size, 128), round_up(intermediate_size, 128)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.padded_sizes(self.config.hidden_size, self.config.intermediate_size)[0]
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.padded_sizes(self.config.hidden_size, self.config.intermediate_size)[1]
 
     @property
     def options(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ _CLAIMS = trtllm_claims(
 )
 
 
-class TrtLlmMxfp4Experts(TrtLlmExperts, PaddedExperts):
+class TrtLlmMxfp4Experts(PaddedExperts, TrtLlmExperts):
     """What both classes share."""
 
     function = "trtllm_fp4_block_scale"
@@ -67,14 +67,6 @@ class TrtLlmMxfp4Experts(TrtLlmExperts, PaddedExperts):
     @classmethod
     def padded_sizes(cls, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
         return round_up(hidden_size, 256), round_up(intermediate_size, 128)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.padded_sizes(self.config.hidden_size, self.config.intermediate_size)[0]
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.padded_sizes(self.config.hidden_size, self.config.intermediate_size)[1]
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         w13_scale, w2_scale = weights.w13_scale, weights.w2_scale

@@ -60,7 +60,7 @@ STEP = 128
 _TILE = 64
 
 
-class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
+class OAITritonExperts(PaddedExperts, FusedMoEExpertsModular):
     """Two calls of ``matmul_ogs``."""
 
     claims = Claims(
@@ -94,7 +94,7 @@ class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
     @property
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of each matrix."""
-        hidden, inter = self.padded_sizes(self.config.hidden_size, self.config.intermediate_size)
+        hidden, inter = self.hidden_size, self.intermediate_size
         return {"w13": (2 * inter if self.config.is_gated else inter, hidden), "w2": (hidden, inter)}
 
     @property
