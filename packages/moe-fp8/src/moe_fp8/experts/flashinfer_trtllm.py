@@ -177,8 +177,7 @@ class TrtLlmFp8BlockExperts(TrtLlmFp8Experts):
     ungrouped = 0
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        if weights.w13_scale is None or weights.w2_scale is None:
-            raise TensorError("block FP8 weights come with w13_scale and w2_scale")
+        w13_scale, w2_scale = weights.weight_scales
         rows = weights.w13.shape[1]
         return KernelWeights(
             w13=trtllm_block_weights(weights.w13, trtllm_row_order(rows, 64, gated=True, in_turns=False)),
@@ -186,8 +185,8 @@ class TrtLlmFp8BlockExperts(TrtLlmFp8Experts):
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
-                w1_scale=swap_halves(weights.w13_scale),
-                w2_scale=weights.w2_scale.clone(),
+                w1_scale=swap_halves(w13_scale),
+                w2_scale=w2_scale.clone(),
             ),
             extra=trtllm_activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
         )
@@ -213,9 +212,7 @@ class TrtLlmMxfp8Experts(TrtLlmFp8Experts):
         return _round_up(self.config.hidden_size, 256)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        s13, s2 = weights.w13_scale, weights.w2_scale
-        if s13 is None or s2 is None:
-            raise TensorError("MXFP8 weights come with w13_scale and w2_scale")
+        s13, s2 = weights.weight_scales
         gated, size, hidden = self.config.is_gated, self.intermediate_size, self.hidden_size
         parts = 2 if gated else 1
         if (size, hidden) != (self.config.intermediate_size, self.config.hidden_size):

@@ -20,7 +20,6 @@ from moe_core import (
     TRITON,
     KernelWeights,
     MoEWeights,
-    TensorError,
     WorkspaceSpec,
     kMxfp4Static,
     kMxfp8Dynamic,
@@ -69,9 +68,7 @@ class TrtLlmMxfp4Experts(PaddedExperts, TrtLlmExperts):
         return round_up(hidden_size, 256), round_up(intermediate_size, 128)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
-        if w13_scale is None or w2_scale is None:
-            raise TensorError(f"w13_scale and w2_scale are missing: the weights are {weights.weight_key}")
+        w13_scale, w2_scale = weights.weight_scales
         hidden, size = self.hidden_size, self.intermediate_size
         first, second = trtllm_row_order(2 * size, 128, gated=True), trtllm_row_order(hidden, 128)
         biases: dict[str, Any] = {}
@@ -98,15 +95,14 @@ class TrtLlmMxfp4Experts(PaddedExperts, TrtLlmExperts):
 
     def weight_arguments(self, weights: KernelWeights) -> dict[str, Any]:
         quant = weights.quant_config
-        if quant.w1_scale is None or quant.w2_scale is None:
-            raise TensorError("the quant config of MXFP4 weights holds w1_scale and w2_scale")
+        w13_scale, w2_scale = quant.weight_scales
         return {
             "gemm1_weights": weights.w13,
             # the library tells what scales are from how many there are; the dtype is that of all it knows
-            "gemm1_weights_scale": quant.w1_scale.view(torch.float8_e4m3fn),
+            "gemm1_weights_scale": w13_scale.view(torch.float8_e4m3fn),
             "gemm1_bias": quant.w1_bias,
             "gemm2_weights": weights.w2,
-            "gemm2_weights_scale": quant.w2_scale.view(torch.float8_e4m3fn),
+            "gemm2_weights_scale": w2_scale.view(torch.float8_e4m3fn),
             "gemm2_bias": quant.w2_bias,
             "activation_type": self.activation_type,
             # none of these has a default

@@ -103,8 +103,7 @@ class OAITritonExperts(PaddedExperts, FusedMoEExpertsModular):
         return self.config.activation is MoEActivation.SWIGLUOAI and self.config.params.beta == 1.0
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        if weights.w13_scale is None or weights.w2_scale is None:
-            raise TensorError(f"w13_scale and w2_scale are missing: the weights are {weights.weight_key}")
+        w13_scale, w2_scale = weights.weight_scales
         first, second, parts = self._shapes["w13"], self._shapes["w2"], 2 if self.config.is_gated else 1
         biases: dict[str, Any] = {}
         if weights.w13_bias is not None and weights.w2_bias is not None:
@@ -118,8 +117,8 @@ class OAITritonExperts(PaddedExperts, FusedMoEExpertsModular):
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=None,
-                w1_scale=_swizzled_scale(weights.w13_scale, *first, parts=parts, turns=self.fuses),
-                w2_scale=_swizzled_scale(weights.w2_scale, *second),
+                w1_scale=_swizzled_scale(w13_scale, *first, parts=parts, turns=self.fuses),
+                w2_scale=_swizzled_scale(w2_scale, *second),
                 **biases,
             ),
         )

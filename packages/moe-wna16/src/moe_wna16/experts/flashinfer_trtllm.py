@@ -20,7 +20,6 @@ from moe_core import (
     KernelWeights,
     MoEActivation,
     MoEWeights,
-    TensorError,
     kInt4Static32,
     make_quant_config,
 )
@@ -69,9 +68,7 @@ class TrtLlmMxint4Experts(TrtLlmExperts):
         return -(-self.config.intermediate_size // BLOCK) * BLOCK
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
-        if w13_scale is None or w2_scale is None:
-            raise TensorError(f"w13_scale and w2_scale are missing: the weights are {weights.weight_key}")
+        w13_scale, w2_scale = weights.weight_scales
         size, hidden = self.intermediate_size, self.config.hidden_size
         if size != self.config.intermediate_size:
             w13_scale = pad_matrices(w13_scale, size, hidden // GROUP, parts=2)
