@@ -149,8 +149,8 @@ PROTOCOL_2 = {
     "moe_core.libraries_api": (
         "FlashInferCutlassExperts TRTLLM_MAX_LOCAL_EXPERTS TRTLLM_ROUTING_METHODS TrtLlmExperts TrtLlmRouted "
         "TrtLlmRouting activate_and_quantize align_pairs align_workspaces aligned_rows block_major by_experts "
-        "cutlass_claims fused_activation gather_rows interleave_halves pad_matrices quantize_activation "
-        "reduce_pairs sort_pairs sort_workspaces swap_halves trtllm_activation_arguments "
+        "cutlass_claims fused_activation gather_rows interleave_halves mxfp8_input mxfp8_workspaces pad_matrices "
+        "quantize_activation reduce_pairs sort_pairs sort_workspaces swap_halves trtllm_activation_arguments "
         "trtllm_activation_parameters trtllm_block_weights trtllm_claims trtllm_given_routing trtllm_row_order "
         "trtllm_scales trtllm_weights"
     ),

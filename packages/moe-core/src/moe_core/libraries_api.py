@@ -6,7 +6,8 @@ a new :data:`moe_core.PROTOCOL_VERSION` only.
 
 **Around the call**, for libraries that compute a part of the layer: tokens in the order of their experts
 (:func:`sort_pairs`, :func:`align_pairs` with whole blocks of rows per expert, :func:`gather_rows`), quantised
-activations, the activation function, and the weighted sum over top-k.
+activations (:func:`mxfp8_input` also for kernels that take more columns than the layer has), the activation function,
+and the weighted sum over top-k.
 
 **Layouts**: the bytes of weights moved into another order, at the memory's speed.
 
@@ -20,6 +21,7 @@ weights and scales, and the activation's parameters.
 from __future__ import annotations
 
 from moe_core.libraries.flashinfer_cutlass import FlashInferCutlassExperts, cutlass_claims
+from moe_core.libraries.mxfp8_input import mxfp8_input, mxfp8_workspaces
 from moe_core.libraries.trtllm_activation import trtllm_activation_arguments, trtllm_activation_parameters
 from moe_core.libraries.trtllm_experts import TrtLlmExperts, trtllm_claims
 from moe_core.libraries.trtllm_layout import (
@@ -51,6 +53,8 @@ __all__ = [
     "aligned_rows",
     "fused_activation",
     "gather_rows",
+    "mxfp8_input",
+    "mxfp8_workspaces",
     "quantize_activation",
     "reduce_pairs",
     "sort_pairs",

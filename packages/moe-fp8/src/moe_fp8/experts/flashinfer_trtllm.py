@@ -38,6 +38,8 @@ from moe_core.libraries_api import (
     TrtLlmExperts,
     TrtLlmRouted,
     TrtLlmRouting,
+    mxfp8_input,
+    mxfp8_workspaces,
     quantize_activation,
     swap_halves,
     trtllm_activation_parameters,
@@ -83,7 +85,7 @@ _MXFP8_CLAIMS = trtllm_claims(
 
 
 class TrtLlmFp8Experts(TrtLlmExperts):
-    """Base of all: scratch memory, and where the library writes."""
+    """Base of all."""
 
     function = "trtllm_fp8_block_scale"
 
@@ -92,19 +94,10 @@ class TrtLlmFp8Experts(TrtLlmExperts):
         return _round_up(self.config.intermediate_size, 128)
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        hidden = self.hidden_size
-        padded = num_tokens * hidden if hidden != self.config.hidden_size else 0
-        return (
-            WorkspaceSpec("x_values", (num_tokens * hidden,), torch.float8_e4m3fn),
-            WorkspaceSpec("x_scales", (num_tokens * hidden // 32,), torch.float32),
-            WorkspaceSpec("y", (padded,), self.config.dtype),
-        )
+        return (WorkspaceSpec("x_values", (num_tokens * self.hidden_size,), torch.float8_e4m3fn),)
 
     def library_output(self, output: Tensor, workspace: Mapping[str, Tensor]) -> Tensor:
-        """The output, or a wider matrix where K is padded."""
-        if self.hidden_size == self.config.hidden_size:
-            return output
-        return workspace["y"][: output.shape[0] * self.hidden_size].view(-1, self.hidden_size)
+        return output
 
     def activation_arguments(self) -> dict[str, Any]:
         """The activation, named unless the library's default is meant: SILU."""
@@ -191,6 +184,10 @@ class TrtLlmFp8BlockExperts(TrtLlmFp8Experts):
             extra=trtllm_activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
         )
 
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        scales = WorkspaceSpec("x_scales", (num_tokens * self.hidden_size // 128,), torch.float32)
+        return (*super().workspaces(num_tokens), scales)
+
     def library_input(
         self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
     ) -> dict[str, Any]:
@@ -230,18 +227,21 @@ class TrtLlmMxfp8Experts(TrtLlmFp8Experts):
             extra=trtllm_activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
         )
 
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        padded = num_tokens * self.hidden_size if self.hidden_size != self.config.hidden_size else 0
+        y = WorkspaceSpec("y", (padded,), self.config.dtype)
+        return (*mxfp8_workspaces(num_tokens, self.hidden_size), y)
+
     def library_input(
         self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        (tokens, columns), hidden = hidden_states.shape, self.hidden_size
-        x = workspace["x_values"][: tokens * hidden].view(tokens, hidden)
-        groups = hidden // 32
-        scale = workspace["x_scales"].view(torch.uint8)[: tokens * groups].view(tokens, groups)
-        quantize_activation(hidden_states, kMxfp8Dynamic, out=x[:, :columns], scale_out=scale[:, : columns // 32])
-        if hidden != columns:
-            x.view(torch.uint8)[:, columns:].zero_()
-            scale[:, columns // 32 :].fill_(ONE)
+        x, scale = mxfp8_input(hidden_states, self.hidden_size, workspace)
         return {"hidden_states": x, "hidden_states_scale": scale}
+
+    def library_output(self, output: Tensor, workspace: Mapping[str, Tensor]) -> Tensor:
+        if self.hidden_size == self.config.hidden_size:
+            return output
+        return workspace["y"][: output.shape[0] * self.hidden_size].view(-1, self.hidden_size)
 
     def weight_arguments(self, weights: KernelWeights) -> dict[str, Any]:
         return {**_block_scale_arguments(weights, MAJOR_K, MX_FP8), "activation_type": self.activation_type}

@@ -30,6 +30,8 @@ from moe_core.libraries_api import (
     FlashInferCutlassExperts,
     by_experts,
     cutlass_claims,
+    mxfp8_input,
+    mxfp8_workspaces,
     pad_matrices,
     swap_halves,
     trtllm_scales,
@@ -39,7 +41,6 @@ from torch import Tensor
 from moe_mxfp4.groups import GROUP, without_groups
 from moe_mxfp4.libraries import FLASHINFER
 from moe_mxfp4.libraries.hopper_layout import mixed_gemm_scales, mixed_gemm_weights
-from moe_mxfp4.libraries.mxfp8_input import mxfp8_input, mxfp8_workspaces
 from moe_mxfp4.padding import PaddedExperts, round_up
 
 

@@ -31,6 +31,8 @@ from moe_core.libraries_api import (
     TrtLlmExperts,
     TrtLlmRouted,
     TrtLlmRouting,
+    mxfp8_input,
+    mxfp8_workspaces,
     pad_matrices,
     trtllm_activation_arguments,
     trtllm_activation_parameters,
@@ -43,7 +45,6 @@ from torch import Tensor
 
 from moe_mxfp4.groups import GROUP
 from moe_mxfp4.libraries import FLASHINFER
-from moe_mxfp4.libraries.mxfp8_input import mxfp8_input, mxfp8_workspaces
 from moe_mxfp4.padding import PaddedExperts, round_up
 
 #: value of flashinfer.tllm_enums.SfLayout: scales of x lie row by row
