@@ -147,10 +147,11 @@ PROTOCOL_2 = {
         "unquantized_reason"
     ),
     "moe_core.libraries_api": (
-        "FlashInferCutlassExperts TRTLLM_MAX_LOCAL_EXPERTS TRTLLM_ROUTING_METHODS TrtLlmRouting activate_and_quantize "
-        "align_pairs align_workspaces aligned_rows block_major by_experts cutlass_claims fused_activation gather_rows "
-        "interleave_halves local_ids pad_matrices quantize_activation reduce_pairs sort_pairs sort_workspaces "
-        "swap_halves trtllm_activation_parameters trtllm_block_weights trtllm_given_routing trtllm_row_order "
+        "FlashInferCutlassExperts TRTLLM_MAX_LOCAL_EXPERTS TRTLLM_ROUTING_METHODS TrtLlmExperts TrtLlmRouted "
+        "TrtLlmRouting activate_and_quantize align_pairs align_workspaces aligned_rows block_major by_experts "
+        "cutlass_claims fused_activation gather_rows interleave_halves mxfp8_input mxfp8_workspaces pad_matrices "
+        "quantize_activation reduce_pairs sort_pairs sort_workspaces swap_halves trtllm_activation_arguments "
+        "trtllm_activation_parameters trtllm_block_weights trtllm_claims trtllm_given_routing trtllm_row_order "
         "trtllm_scales trtllm_weights"
     ),
 }

@@ -7,6 +7,7 @@ import pytest
 import torch
 from moe_core import (
     ConfigError,
+    TensorError,
     fp8_w8a8_moe_quant_config,
     fp8_w8a16_moe_quant_config,
     int8_w8a8_moe_quant_config,
@@ -133,6 +134,12 @@ def test_biases_and_scales_land_where_they_belong() -> None:
     assert quant.has_bias
     assert dict(quant.tensors()).keys() == tensors.keys()
     assert quant.w1.global_scale is None
+    assert quant.weight_scales == (tensors["w1_scale"], tensors["w2_scale"])
+
+
+def test_weights_without_scales() -> None:
+    with pytest.raises(TensorError, match="w1_scale and w2_scale are missing: the weights are None"):
+        _ = make_quant_config(weight_key=None, activation_key=None).weight_scales
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,16 @@ def test_scale_shapes(key: qk.QuantKey, parts: int, expected: tuple[int, ...]) -
     assert scale_shape(key, 3, 384, 256, parts) == expected
 
 
+def test_both_scales_or_an_error() -> None:
+    weights = block_weights()
+    w13_scale, w2_scale = weights.weight_scales
+    assert w13_scale is weights.w13_scale
+    assert w2_scale is weights.w2_scale
+    for name in ("w13_scale", "w2_scale"):
+        with pytest.raises(TensorError, match="are missing: the weights are kFp8Static128BlockSym"):
+            _ = replace(weights, **{name: None}).weight_scales
+
+
 def test_good_weights_pass() -> None:
     block_weights().validate(CONFIG, values=True)
 

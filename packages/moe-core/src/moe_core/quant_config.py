@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.errors import ConfigError, check_dtype, check_shape
+from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
 from moe_core.numerics import FP8_E4M3, UINT4, UINT4B8, UINT8, UINT8B128
 from moe_core.quant_key import (
     PACKED_4BIT,
@@ -89,6 +89,13 @@ class FusedMoEQuantConfig(TensorRecord):
     @property
     def w2_scale(self) -> Tensor | None:
         return self.w2.scale
+
+    @property
+    def weight_scales(self) -> tuple[Tensor, Tensor]:
+        """(``w1_scale``, ``w2_scale``).  Raises TensorError where one is missing."""
+        if self.w1.scale is None or self.w2.scale is None:
+            raise TensorError(f"w1_scale and w2_scale are missing: the weights are {self.weight_key}")
+        return self.w1.scale, self.w2.scale
 
     @property
     def w1_bias(self) -> Tensor | None:

@@ -97,6 +97,13 @@ class MoEWeights(TensorRecord):
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for _, t in self.tensors())
 
+    @property
+    def weight_scales(self) -> tuple[Tensor, Tensor]:
+        """(``w13_scale``, ``w2_scale``).  Raises TensorError where one is missing."""
+        if self.w13_scale is None or self.w2_scale is None:
+            raise TensorError(f"w13_scale and w2_scale are missing: the weights are {self.weight_key}")
+        return self.w13_scale, self.w2_scale
+
     def to(self, device: torch.device | str) -> MoEWeights:
         """The same weights on another device."""
         where = as_torch_device(device)

@@ -48,19 +48,18 @@ def layer_tensors(layer: int, generator: torch.Generator) -> dict[str, Tensor]:
         gated=True,
         weight_key=kFp8Static128BlockSym,
     )
-    if weights.w13_scale is None or weights.w2_scale is None:
-        raise RuntimeError("block quantisation gave no scales")
+    w13_scale, w2_scale = weights.weight_scales
     prefix = f"model.layers.{layer}.mlp"
     tensors = {
         f"{prefix}.gate.weight": normal(EXPERTS, HIDDEN).bfloat16(),
         f"model.layers.{layer}.post_attention_layernorm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
     }
-    grid_rows = weights.w13_scale.shape[1] // 2
+    grid_rows = w13_scale.shape[1] // 2
     for expert in range(EXPERTS):
         parts = {
-            "gate_proj": (weights.w13[expert, :INTERMEDIATE], weights.w13_scale[expert, :grid_rows]),
-            "up_proj": (weights.w13[expert, INTERMEDIATE:], weights.w13_scale[expert, grid_rows:]),
-            "down_proj": (weights.w2[expert], weights.w2_scale[expert]),
+            "gate_proj": (weights.w13[expert, :INTERMEDIATE], w13_scale[expert, :grid_rows]),
+            "up_proj": (weights.w13[expert, INTERMEDIATE:], w13_scale[expert, grid_rows:]),
+            "down_proj": (weights.w2[expert], w2_scale[expert]),
         }
         for projection, (weight, scale) in parts.items():
             name = f"{prefix}.experts.{expert}.{projection}"

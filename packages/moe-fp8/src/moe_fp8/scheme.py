@@ -77,12 +77,12 @@ SCHEME = SchemeSpec(
         Backend(
             Fp8MoeBackend.FLASHINFER_TRTLLM.value,
             (
-                "moe_fp8.experts.flashinfer_trtllm_monolithic:TrtLlmFp8BlockExpertsMonolithic",
-                "moe_fp8.experts.flashinfer_trtllm_monolithic:TrtLlmMxfp8ExpertsMonolithic",
-                "moe_fp8.experts.flashinfer_trtllm_monolithic:TrtLlmFp8TensorExpertsMonolithic",
-                "moe_fp8.experts.flashinfer_trtllm_modular:TrtLlmFp8BlockExpertsModular",
-                "moe_fp8.experts.flashinfer_trtllm_modular:TrtLlmMxfp8ExpertsModular",
-                "moe_fp8.experts.flashinfer_trtllm_modular:TrtLlmFp8TensorExpertsModular",
+                "moe_fp8.experts.flashinfer_trtllm:TrtLlmFp8BlockExpertsMonolithic",
+                "moe_fp8.experts.flashinfer_trtllm:TrtLlmMxfp8ExpertsMonolithic",
+                "moe_fp8.experts.flashinfer_trtllm:TrtLlmFp8TensorExpertsMonolithic",
+                "moe_fp8.experts.flashinfer_trtllm:TrtLlmFp8BlockExpertsModular",
+                "moe_fp8.experts.flashinfer_trtllm:TrtLlmMxfp8ExpertsModular",
+                "moe_fp8.experts.flashinfer_trtllm:TrtLlmFp8TensorExpertsModular",
             ),
         ),
         Backend(

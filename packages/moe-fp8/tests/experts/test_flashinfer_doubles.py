@@ -37,7 +37,7 @@ from moe_core.testing.trtllm_double import (
     unshuffled,
     untiled,
 )
-from moe_fp8.experts import flashinfer_cutlass, flashinfer_trtllm_modular, flashinfer_trtllm_monolithic
+from moe_fp8.experts import flashinfer_cutlass, flashinfer_trtllm
 
 E4M3 = torch.float8_e4m3fn
 CUTLASS_NAMES = {
@@ -239,9 +239,9 @@ TRTLLM = SimpleNamespace(
 
 
 MONOLITHIC = [
-    flashinfer_trtllm_monolithic.TrtLlmFp8TensorExpertsMonolithic,
-    flashinfer_trtllm_monolithic.TrtLlmFp8BlockExpertsMonolithic,
-    flashinfer_trtllm_monolithic.TrtLlmMxfp8ExpertsMonolithic,
+    flashinfer_trtllm.TrtLlmFp8TensorExpertsMonolithic,
+    flashinfer_trtllm.TrtLlmFp8BlockExpertsMonolithic,
+    flashinfer_trtllm.TrtLlmMxfp8ExpertsMonolithic,
 ]
 
 
@@ -314,30 +314,30 @@ def test_values_between_two_codes_go_where_the_library_rounds_them():
 
 
 class TestTrtLlmTensorModular(ConformanceTests):
-    experts = doubled(flashinfer_trtllm_modular.TrtLlmFp8TensorExpertsModular, TRTLLM)
+    experts = doubled(flashinfer_trtllm.TrtLlmFp8TensorExpertsModular, TRTLLM)
     device = "cpu"
 
 
 class TestTrtLlmBlockModular(ConformanceTests):
-    experts = doubled(flashinfer_trtllm_modular.TrtLlmFp8BlockExpertsModular, TRTLLM)
+    experts = doubled(flashinfer_trtllm.TrtLlmFp8BlockExpertsModular, TRTLLM)
     device = "cpu"
 
 
 class TestTrtLlmMxfp8Modular(ConformanceTests):
-    experts = doubled(flashinfer_trtllm_modular.TrtLlmMxfp8ExpertsModular, TRTLLM)
+    experts = doubled(flashinfer_trtllm.TrtLlmMxfp8ExpertsModular, TRTLLM)
     device = "cpu"
 
 
 class TestTrtLlmTensorMonolithic(ConformanceTests):
-    experts = doubled(flashinfer_trtllm_monolithic.TrtLlmFp8TensorExpertsMonolithic, TRTLLM)
+    experts = doubled(flashinfer_trtllm.TrtLlmFp8TensorExpertsMonolithic, TRTLLM)
     device = "cpu"
 
 
 class TestTrtLlmBlockMonolithic(ConformanceTests):
-    experts = doubled(flashinfer_trtllm_monolithic.TrtLlmFp8BlockExpertsMonolithic, TRTLLM)
+    experts = doubled(flashinfer_trtllm.TrtLlmFp8BlockExpertsMonolithic, TRTLLM)
     device = "cpu"
 
 
 class TestTrtLlmMxfp8Monolithic(ConformanceTests):
-    experts = doubled(flashinfer_trtllm_monolithic.TrtLlmMxfp8ExpertsMonolithic, TRTLLM)
+    experts = doubled(flashinfer_trtllm.TrtLlmMxfp8ExpertsMonolithic, TRTLLM)
     device = "cpu"

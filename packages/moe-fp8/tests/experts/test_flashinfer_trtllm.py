@@ -22,11 +22,10 @@ from moe_core import (
     kMxfp8Static,
 )
 from moe_core.config import FusedMoEParallelConfig
+from moe_core.libraries.flashinfer import ACTIVATION_TYPES
+from moe_core.libraries_api import TrtLlmRouted, TrtLlmRouting
 from moe_core.testing.data import make_weights
 from moe_fp8 import Fp8MoeBackend
-from moe_fp8.experts.flashinfer_trtllm import ACTIVATION_TYPES
-from moe_fp8.experts.flashinfer_trtllm_modular import TrtLlmModular
-from moe_fp8.experts.flashinfer_trtllm_monolithic import TrtLlmMonolithic
 from moe_fp8.scheme import SCHEME
 from torch import Tensor
 
@@ -68,12 +67,13 @@ def call(config: FusedMoEConfig, kind: str) -> dict[str, object]:
     weights = experts.convert(make_weights(config, *KEYS[kind], seed=0))
     output = torch.empty(3, config.hidden_size, dtype=config.dtype)
     inputs: dict[str, Tensor] = {"hidden_states": torch.empty(3, config.hidden_size, dtype=torch.float8_e4m3fn)}
-    if isinstance(experts, TrtLlmMonolithic):
-        logits = torch.randn(3, config.num_experts)
-        return experts.arguments(output, inputs, weights, router_logits=logits, correction_bias=None)
-    assert isinstance(experts, TrtLlmModular)
-    ids, topk_weights = torch.zeros(3, config.top_k, dtype=torch.int32), torch.ones(3, config.top_k)
-    return experts.arguments(output, inputs, weights, topk_weights=topk_weights, local_ids=ids)
+    if isinstance(experts, TrtLlmRouting):
+        routing = experts.routing_arguments(torch.randn(3, config.num_experts), None)
+    else:
+        assert isinstance(experts, TrtLlmRouted)
+        ids = torch.zeros(3, config.top_k, dtype=torch.int32)
+        routing = experts.routing_arguments(torch.ones(3, config.top_k), ids)
+    return experts.arguments(output, inputs, weights, routing)
 
 
 @pytest.mark.parametrize("routing", [UNGROUPED, None])

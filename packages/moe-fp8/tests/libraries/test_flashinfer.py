@@ -21,7 +21,7 @@ from moe_core import (
     RoutingMethodType,
 )
 from moe_core.device import DeviceInfo
-from moe_core.libraries.flashinfer_cutlass import ACTIVATION_TYPES
+from moe_core.libraries.flashinfer import ACTIVATION_TYPES
 from moe_core.libraries.trtllm_layout import (
     shuffled_rows,
     trtllm_block_weights,
@@ -138,9 +138,8 @@ def call_modular(instance, output, inputs, weights, workspace):
         )
         instance.library().cutlass_fused_moe(**arguments)
         return
-    given = instance.quantized_input(inputs.x, weights, workspace)
-    call = getattr(instance.library(), f"{instance.function}_routed_moe")
-    call(**instance.arguments(output, given, weights, topk_weights=inputs.topk_weights, local_ids=ids))
+    routing = instance.routing_arguments(inputs.topk_weights, ids)
+    instance.call(f"{instance.function}_routed_moe", output, inputs.x, weights, routing, workspace)
 
 
 def test_the_workspace_size_is_asked_as_the_library_wants(fused_moe):
@@ -173,10 +172,9 @@ def test_numbers_of_enums(fused_moe):
         MoEActivation.SILU_NO_MUL: ActivationType.Silu,
         MoEActivation.RELU2_NO_MUL: ActivationType.Relu2,
     }
-    for table in (ACTIVATION_TYPES, flashinfer_trtllm.ACTIVATION_TYPES):
-        for activation, number in table.items():
-            assert number == int(names[activation])
-            assert activation.is_gated == names[activation].is_gated
+    for activation, number in ACTIVATION_TYPES.items():
+        assert number == int(names[activation])
+        assert activation.is_gated == names[activation].is_gated
     assert int(WeightLayout.MajorK) == flashinfer_trtllm.MAJOR_K
     assert int(WeightLayout.BlockMajorK) == flashinfer_trtllm.BLOCK_MAJOR_K
     assert int(Fp8QuantizationType.DeepSeekFp8) == flashinfer_trtllm.DEEP_SEEK_FP8
@@ -255,7 +253,7 @@ def test_activations_of_block_fp8_lie_as_the_library_reads_them():
     )
     weights = experts.convert(make_weights(config, kFp8Static128BlockSym, kFp8Dynamic128Sym, seed=0))
     x = torch.randn(5, 256, dtype=torch.bfloat16)
-    given = experts.quantized_input(x, weights, Workspace("cpu").take(experts.workspaces(5)))
+    given = experts.library_input(x, weights, Workspace("cpu").take(experts.workspaces(5)))
     scale = given["hidden_states_scale"]
     assert scale.shape == (2, 5)
     assert scale.is_contiguous()

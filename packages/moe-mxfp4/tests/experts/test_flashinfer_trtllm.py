@@ -163,8 +163,8 @@ def arguments(config, tokens=3):
     instance, weights = made(config)
     x = torch.randn(tokens, config.hidden_size, dtype=torch.bfloat16)
     logits = torch.randn(tokens, config.num_experts)
-    tensors = {"hidden_states": x, "hidden_states_scale": None, "output": torch.empty_like(x)}
-    return instance.arguments(tensors, weights, router_logits=logits, correction_bias=None)
+    inputs = {"hidden_states": x, "hidden_states_scale": None}
+    return instance.arguments(torch.empty_like(x), inputs, weights, instance.routing_arguments(logits, None))
 
 
 def test_alpha_beta_and_limit_are_the_config_s():

@@ -28,7 +28,7 @@ from moe_core import (
     kMxfp8Dynamic,
 )
 from moe_core.device import DeviceInfo
-from moe_core.libraries.flashinfer_cutlass import ACTIVATION_TYPES
+from moe_core.libraries.flashinfer import ACTIVATION_TYPES
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.workspace import Workspace
 from moe_mxfp4.experts import flashinfer_cutlass, flashinfer_trtllm
@@ -110,11 +110,8 @@ def test_calls_with_a_routing_fit_the_library(activation_key):
     inputs = make_inputs(LAYER, 3, seed=0)
     output = torch.empty(3, 160, dtype=torch.bfloat16)
     # without device code: the ids are local ones already
-    with instance.tensors(inputs.x, output, workspace) as tensors:
-        given = instance.arguments(
-            tensors, weights, topk_weights=inputs.topk_weights, local_ids=inputs.topk_ids.to(torch.int32)
-        )
-        instance.library().trtllm_fp4_block_scale_routed_moe(**given)
+    routing = instance.routing_arguments(inputs.topk_weights, inputs.topk_ids.to(torch.int32))
+    instance.call("trtllm_fp4_block_scale_routed_moe", output, inputs.x, weights, routing, workspace)
     ((_, bound),) = recorder.calls
     assert bound["num_experts"] == 20
     from flashinfer.fused_moe.core import _split_precomputed_routing
@@ -152,16 +149,15 @@ def test_cutlass_calls_fit_the_library(activation, experts):
 
 
 def test_numbers_of_enums():
-    from flashinfer.tllm_enums import ActivationType, DtypeTrtllmGen, SfLayout, deduce_trtllm_gen_tensor_dtype
+    from flashinfer.tllm_enums import DtypeTrtllmGen, SfLayout, deduce_trtllm_gen_tensor_dtype
     from flashinfer.tllm_enums import RoutingMethodType as Theirs
 
-    assert int(ActivationType.Swiglu) == flashinfer_trtllm.SWIGLU
     assert int(SfLayout.layout_linear) == flashinfer_trtllm.LAYOUT_LINEAR
     for method in TRTLLM[0].claims.routing_methods:
         assert int(method) == int(Theirs[method.name])
     for activation_key, x_dtype in ((None, DtypeTrtllmGen.Bfloat16), (kMxfp8Dynamic, DtypeTrtllmGen.MxE4m3)):
         instance, weights, workspace = made(TRTLLM[1], LAYER, activation_key, Recorder())
-        given = instance.library_input(make_inputs(LAYER, 3, seed=0).x, workspace)
+        given = instance.library_input(make_inputs(LAYER, 3, seed=0).x, weights, workspace)
         assert deduce_trtllm_gen_tensor_dtype(given["hidden_states"], given["hidden_states_scale"]) == x_dtype
         call = instance.weight_arguments(weights)
         for name in ("gemm1", "gemm2"):

@@ -141,8 +141,8 @@ def arguments(config, tokens=3):
     instance, weights = made(config)
     x = torch.randn(tokens, config.hidden_size, dtype=torch.bfloat16)
     logits = torch.randn(tokens, config.num_experts)
-    matrices = {"hidden_states": x, "output": torch.empty_like(x)}
-    return instance.arguments(matrices, weights, router_logits=logits, correction_bias=None)
+    routing = instance.routing_arguments(logits, None)
+    return instance.arguments(torch.empty_like(x), {"hidden_states": x}, weights, routing)
 
 
 def test_parameters_of_the_activation_reach_the_library():

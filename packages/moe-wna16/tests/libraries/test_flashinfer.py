@@ -95,7 +95,7 @@ def test_the_call_with_a_routing_fits_the_library():
     weights = instance.convert(make_weights(LAYER, kInt4Static32, None, seed=0))
     x = torch.empty(3, 256, dtype=torch.bfloat16)
     ids = torch.zeros(3, 2, dtype=torch.int32)
-    given = instance.arguments({"hidden_states": x, "output": x}, weights, packed_routing=ids)
+    given = instance.arguments(x, {"hidden_states": x}, weights, instance.routing_arguments(torch.ones(3, 2), ids))
     bound = signature.bind(**given).arguments
     assert not {"kwargs", "args"} & bound.keys()
     assert bound["topk_ids"] is ids

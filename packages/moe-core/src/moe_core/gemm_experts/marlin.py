@@ -44,10 +44,8 @@ class MarlinExperts(GroupedExperts):
         """``name``, w13 or w2, of canonical weights as the kernels read it; ``scale`` is its scale."""
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        if weights.w13_scale is None or weights.w2_scale is None:
-            raise TensorError("quantised weights come with w13_scale and w2_scale")
-        w13 = self.converted("w13", weights, weights.w13_scale)
-        w2 = self.converted("w2", weights, weights.w2_scale)
+        w13_scale, w2_scale = weights.weight_scales
+        w13, w2 = self.converted("w13", weights, w13_scale), self.converted("w2", weights, w2_scale)
         extra = {
             f"{name}_{kind}": getattr(made, kind)
             for kind in ("channel_scales", "index", "powers")

@@ -1,1 +1,1 @@
-"""What schemes' adapters of kernel libraries share: layouts and limits.  Imports no library."""
+"""What schemes' adapters of kernel libraries share: bases, layouts, limits.  Imports no library."""

@@ -7,7 +7,6 @@ expert map works.  The sum over top-k is the library's deterministic one, not th
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -19,29 +18,16 @@ from moe_core.activation import MoEActivation
 from moe_core.claims import Claims
 from moe_core.device import cuda
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular
+from moe_core.libraries.flashinfer import ACTIVATION_TYPES, FlashInferExperts, is_aligned
 from moe_core.ops.layout import pad_matrices, swap_halves
 from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import WorkspaceSpec
 
-#: values of flashinfer.tllm_enums.ActivationType
-ACTIVATION_TYPES = {
-    MoEActivation.SILU: 3,  # Swiglu
-    MoEActivation.GELU: 4,  # Geglu
-    MoEActivation.GELU_TANH: 8,  # GegluTanh
-    MoEActivation.SWIGLUOAI: 3,  # Swiglu with alpha, beta and limit
-    MoEActivation.SWIGLUSTEP: 7,  # SwigluStep
-    MoEActivation.GELU_NO_MUL: 0,  # Gelu
-    MoEActivation.SILU_NO_MUL: 2,  # Silu
-    MoEActivation.RELU2_NO_MUL: 6,  # Relu2
-}
 #: what users have to know of it
 _NOTES = (
     "FlashInfer compiles its kernels when they are first used, and takes its first tile for every call "
     "(up to 7 times slower) unless one has run inside flashinfer.autotuner.autotune()"
 )
-
-#: bytes at whose multiples x and the output lie: the library reads and writes 16 bytes at a time
-ALIGNMENT = 16
 
 
 def cutlass_claims(notes: str, **own: Any) -> Claims:
@@ -62,11 +48,8 @@ def cutlass_claims(notes: str, **own: Any) -> Claims:
     return Claims(**{**fields, **own}, notes=f"{notes}; {_NOTES}")
 
 
-class FlashInferCutlassExperts(FusedMoEExpertsModular):
-    """Base of adapters: the call, its scratch memory, activation and biases.
-
-    The first of the claims' requirements is FlashInfer.
-    """
+class FlashInferCutlassExperts(FlashInferExperts, FusedMoEExpertsModular):
+    """Base of adapters: the call, its scratch memory, activation and biases."""
 
     #: dtype as which the library sees the weights
     weight_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
@@ -77,26 +60,10 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
         super().__init__(*arguments, **keywords)
         self._library_bytes: dict[int, int] = {}
 
-    @classmethod
-    def library(cls) -> Any:
-        """``flashinfer.fused_moe``, imported on first use."""
-        cls.claims.requires[0].load()
-        return importlib.import_module("flashinfer.fused_moe")
-
-    @property
-    def hidden_size(self) -> int:
-        """Columns of w13 as the library sees them."""
-        return self.config.hidden_size
-
-    @property
-    def intermediate_size(self) -> int:
-        """Rows of gate (or up) as the library sees them."""
-        return self.config.intermediate_size
-
     @property
     def options(self) -> dict[str, Any]:
         """What the size of the library's workspace depends on, and the call too."""
-        return {"activation_type": ACTIVATION_TYPES[self.config.activation], "use_fused_finalize": False}
+        return {"activation_type": self.activation_type, "use_fused_finalize": False}
 
     @property
     def input_dtype(self) -> torch.dtype:
@@ -149,7 +116,7 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
         self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """x as the library takes it: its argument ``input``, and what goes with it."""
-        if hidden_states.is_contiguous() and hidden_states.data_ptr() % ALIGNMENT == 0:
+        if is_aligned(hidden_states):
             return {"input": hidden_states}
         return {"input": hidden_states.clone(memory_format=torch.contiguous_format)}
 
@@ -157,7 +124,7 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
         """Where the library writes: the output, unless it cannot, or is to write more columns."""
         if self.hidden_size != self.config.hidden_size:
             return workspace["y"][: output.shape[0] * self.hidden_size].view(-1, self.hidden_size)
-        return output if output.data_ptr() % ALIGNMENT == 0 else torch.empty_like(output)
+        return output if is_aligned(output) else torch.empty_like(output)
 
     def requantized(self, weights: MoEWeights) -> MoEWeights:
         """With biases as the library takes them, in the output's dtype."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -20,3 +22,8 @@ def trtllm_activation_parameters(config: FusedMoEConfig, experts: int, device: t
         for name, value in wanted.items()
         if value is not None
     }
+
+
+def trtllm_activation_arguments(parameters: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """All parameters of a gated activation, for functions in which they have no default: None that it has not."""
+    return {name: parameters.get(name) for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")}

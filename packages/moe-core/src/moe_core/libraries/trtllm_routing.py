@@ -1,13 +1,16 @@
-"""FlashInfer's TRTLLM kernels and the routing: what they can route by themselves, whatever the weights are.
+"""FlashInfer's TRTLLM kernels and the routing, whatever the weights are: computed by the kernel, or given.
 
-The routing method is the config's, as are its groups, scaling factor and bias.  Methods to which the library does not
-apply the scaling factor have it applied to the output.  Under expert parallelism a rank holds one contiguous range of
-experts, as the library assumes; an expert map that says otherwise turns the output into NaN, since reading it on the
-host would wait for the device.
+Kernels that route: the routing method is the config's, as are its groups, scaling factor and bias.  Methods to which
+the library does not apply the scaling factor have it applied to the output.  Under expert parallelism a rank holds one
+contiguous range of experts, as the library assumes; an expert map that says otherwise turns the output into NaN, since
+reading it on the host would wait for the device.
+
+Kernels that are given the routing: ids become those of local experts before the call, so that any expert map works.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,9 +19,13 @@ from torch import Tensor
 from moe_core.config import FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.errors import ConfigError
-from moe_core.experts import FusedMoEExpertsMonolithic
+from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular, FusedMoEExpertsMonolithic
+from moe_core.libraries.trtllm_experts import TrtLlmExperts
+from moe_core.ops.align import local_ids
 from moe_core.quant_key import QuantKey
 from moe_core.routing import RoutingMethodType
+from moe_core.weights import KernelWeights
+from moe_core.workspace import WorkspaceSpec
 
 #: what the library's routing kernels compute
 TRTLLM_ROUTING_METHODS = frozenset(
@@ -63,8 +70,8 @@ def trtllm_given_routing(config: FusedMoEConfig) -> dict[str, Any]:
     }
 
 
-class TrtLlmRouting(FusedMoEExpertsMonolithic):
-    """Base of adapters: limits, arguments of the routing, and what is left to do after the call."""
+class TrtLlmRouting(TrtLlmExperts, FusedMoEExpertsMonolithic):
+    """Base of adapters that route: limits, arguments of the routing, and what is left to do after the call."""
 
     @classmethod
     def extra_reasons(
@@ -99,24 +106,37 @@ class TrtLlmRouting(FusedMoEExpertsMonolithic):
                 reasons.append(f"routes DeepSeekV3 with top_k below the experts of the groups taken, got {top_k}")
         return reasons
 
-    def routing_arguments(
-        self, router_logits: Tensor, correction_bias: Tensor | None, *, ungrouped: int | None
-    ) -> dict[str, Any]:
-        """The routing by the library's names: logits [M, E], bias [E]; ``ungrouped``: groups where there are none.
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        weights: KernelWeights,
+        *,
+        router_logits: Tensor,
+        workspace: Mapping[str, Tensor],
+        correction_bias: Tensor | None = None,
+        expert_map: Tensor | None = None,
+        hidden_states_scale: Tensor | None = None,
+    ) -> None:
+        routing = self.routing_arguments(self.library_logits(router_logits), correction_bias)
+        self.call(f"{self.function}_moe", output, hidden_states, weights, routing, workspace)
+        self.finish(output, expert_map)
+
+    def routing_arguments(self, router_logits: Tensor, correction_bias: Tensor | None) -> dict[str, Any]:
+        """The routing by the library's names: logits [M, E], bias [E].
 
         Looks at no value and needs no GPU.  Raises ConfigError where the config names no routing.
         """
         config, routing = self.config, self.config.routing
         if routing is None:
             raise ConfigError(f"{type(self).__name__} routes by itself: the config needs a routing")
-        groups = (routing.num_expert_group, routing.topk_group) if routing.is_grouped else (ungrouped, ungrouped)
         return {
             "routing_logits": router_logits,
             "routing_bias": correction_bias,
             "num_experts": config.num_experts,
             "top_k": config.top_k,
-            "n_group": groups[0],
-            "topk_group": groups[1],
+            "n_group": routing.num_expert_group if routing.is_grouped else self.ungrouped,
+            "topk_group": routing.topk_group if routing.is_grouped else self.ungrouped,
             "local_expert_offset": config.parallel.ep_rank * config.local_experts,
             "local_num_experts": config.local_experts,
             "routed_scaling_factor": routing.routed_scaling_factor if routing.method in SCALED_METHODS else None,
@@ -146,3 +166,37 @@ class TrtLlmRouting(FusedMoEExpertsMonolithic):
             return torch.where((ids >= 0) & (ids < local), ids, -1)
 
         return (known(expert_map) != known(number)).any()
+
+
+class TrtLlmRouted(TrtLlmExperts, FusedMoEExpertsModular):
+    """Base of adapters that are given the routing."""
+
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        ids = WorkspaceSpec("ids", (num_tokens * self.config.top_k,), torch.int32)
+        return (*super().workspaces(num_tokens), ids)
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        weights: KernelWeights,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        workspace: Mapping[str, Tensor],
+        expert_map: Tensor | None = None,
+        hidden_states_scale: Tensor | None = None,
+        expert_tokens: ExpertTokensMetadata | None = None,
+    ) -> None:
+        ids = workspace["ids"][: topk_ids.numel()].view(topk_ids.shape)
+        local = self.config.local_experts
+        local_ids(topk_ids, local, ids, none=local, expert_map=expert_map)
+        routing = self.routing_arguments(topk_weights, ids)
+        self.call(f"{self.function}_routed_moe", output, hidden_states, weights, routing, workspace)
+
+    def routing_arguments(self, topk_weights: Tensor, ids: Tensor) -> dict[str, Any]:
+        """The routing by the library's names: router weights [M, k] float32, local ``ids`` [M, k] int32.
+
+        Looks at no value and needs no GPU; may overwrite ``ids``.
+        """
+        return {**trtllm_given_routing(self.config), "topk_ids": (ids, topk_weights), "routing_bias": None}

@@ -164,7 +164,7 @@ class DeepGemmExperts(FusedMoEExpertsModular):
         a_scale = _columns(workspace["a_scales"], count, hidden // self.group)
         gather_rows(x, rows.index, per_row=config.top_k, scale=x_scale, count=rows.count, out=a, scale_out=a_scale)
         y = _matrix(workspace["y"], count, config.w13_rows)
-        w13_scale, w2_scale = _scales(weights)
+        w13_scale, w2_scale = weights.quant_config.weight_scales
         self.product((a, a_scale), (weights.w13, w13_scale), y, rows.row_experts)
         h = _matrix(workspace["a_values"], count, inter)
         h_scale = _columns(workspace["a_scales"], count, inter // self.group)
@@ -230,10 +230,3 @@ def _matrix(flat: Tensor, rows: int, columns: int) -> Tensor:
 def _columns(flat: Tensor, rows: int, columns: int) -> Tensor:
     """[rows, columns] with the rows of a column next to each other, as the TMA reads scales."""
     return flat[: rows * columns].view(columns, rows).t()
-
-
-def _scales(weights: KernelWeights) -> tuple[Tensor, Tensor]:
-    quant = weights.quant_config
-    if quant.w1_scale is None or quant.w2_scale is None:
-        raise TensorError("the quant config of DeepGEMM's weights holds w1_scale and w2_scale")
-    return quant.w1_scale, quant.w2_scale

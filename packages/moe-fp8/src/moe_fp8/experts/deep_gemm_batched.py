@@ -15,7 +15,7 @@ from moe_core import ExpertTokensMetadata, FusedMoEActivationFormat, KernelWeigh
 from moe_core.libraries_api import activate_and_quantize, quantize_activation
 from torch import Tensor
 
-from moe_fp8.experts.deep_gemm import TILE, DeepGemmFp8BlockExperts, _scales, recipe
+from moe_fp8.experts.deep_gemm import TILE, DeepGemmFp8BlockExperts, recipe
 
 
 class BatchedDeepGemmFp8BlockExperts(DeepGemmFp8BlockExperts):
@@ -61,7 +61,7 @@ class BatchedDeepGemmFp8BlockExperts(DeepGemmFp8BlockExperts):
         height = _padded(tokens)
         # where tokens spread evenly: it only chooses among kernels
         expected = min(tokens, max(1, -(-tokens * config.top_k // config.num_experts)))
-        w13_scale, w2_scale = _scales(weights)
+        w13_scale, w2_scale = weights.quant_config.weight_scales
 
         def product(a: Tensor, scale: Tensor, b: tuple[Tensor, Tensor], out: Tensor) -> None:
             arguments, options = masked_arguments((a, scale), b, out, counts, expected, group=self.group)

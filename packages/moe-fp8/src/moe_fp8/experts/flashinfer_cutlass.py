@@ -172,8 +172,7 @@ class FlashInferCutlassFp8BlockExperts(FlashInferCutlassExperts):
         return wide * (1 + 2.0**-21 * side)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        if weights.w13_scale is None or weights.w2_scale is None:
-            raise TensorError("block FP8 weights come with w13_scale and w2_scale")
+        w13_scale, w2_scale = weights.weight_scales
         gated = self.config.is_gated
         return KernelWeights(
             w13=swap_halves(weights.w13) if gated else weights.w13.contiguous(),
@@ -181,15 +180,12 @@ class FlashInferCutlassFp8BlockExperts(FlashInferCutlassExperts):
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
-                w1_scale=swap_halves(weights.w13_scale) if gated else weights.w13_scale.contiguous(),
-                w2_scale=weights.w2_scale.contiguous(),
+                w1_scale=swap_halves(w13_scale) if gated else w13_scale.contiguous(),
+                w2_scale=w2_scale.contiguous(),
                 **self.bias_options(weights),
             ),
             extra=self.activation_parameters(weights.w13.shape[0], weights.w13.device),
         )
 
     def quant_scales(self, weights: KernelWeights) -> list[Tensor]:
-        quant = weights.quant_config
-        if quant.w1_scale is None or quant.w2_scale is None:
-            raise TensorError("the quant config of block FP8 weights holds w1_scale and w2_scale")
-        return [quant.w1_scale, quant.w2_scale]
+        return list(weights.quant_config.weight_scales)

@@ -1,7 +1,7 @@
-"""FlashInfer's TRTLLM kernels on the sm_100 family: what their monolithic and modular classes share.
+"""FlashInfer's TRTLLM kernels for FP8 weights on the sm_100 family.
 
-Three kinds of scales, each one call of the library: per tensor with static activations, block FP8, MXFP8.  Their
-layouts are those of `moe_core.libraries.trtllm_layout`:
+Three kinds of scales: per tensor with static activations, block FP8, MXFP8.  The call is that of
+`moe_core.libraries.trtllm_experts`, the layouts are those of `moe_core.libraries.trtllm_layout`:
 
     per tensor  rows in turns and shuffled for a tile of 128, sizes padded to multiples of 128
     block       up rows, then gate rows; shuffled for a tile of 64, in blocks of 128 columns; scales not shuffled
@@ -13,7 +13,6 @@ activation, and the product by the other.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,14 +20,11 @@ from typing import Any
 import torch
 from moe_core import (
     TRITON,
-    Claims,
-    FusedMoEExperts,
     KernelWeights,
     MoEActivation,
     MoEWeights,
     TensorError,
     WorkspaceSpec,
-    cuda,
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
     kFp8StaticTensorSym,
@@ -37,10 +33,18 @@ from moe_core import (
     make_quant_config,
 )
 from moe_core.libraries_api import (
+    TRTLLM_MAX_LOCAL_EXPERTS,
+    TRTLLM_ROUTING_METHODS,
+    TrtLlmExperts,
+    TrtLlmRouted,
+    TrtLlmRouting,
+    mxfp8_input,
+    mxfp8_workspaces,
     quantize_activation,
     swap_halves,
     trtllm_activation_parameters,
     trtllm_block_weights,
+    trtllm_claims,
     trtllm_row_order,
     trtllm_scales,
     trtllm_weights,
@@ -49,12 +53,6 @@ from torch import Tensor
 
 from moe_fp8.libraries import FLASHINFER
 
-#: values of flashinfer.tllm_enums.ActivationType
-ACTIVATION_TYPES = {
-    MoEActivation.SILU: 3,  # Swiglu
-    MoEActivation.SWIGLUOAI: 3,  # Swiglu with alpha, beta and limit
-    MoEActivation.RELU2_NO_MUL: 6,  # Relu2
-}
 #: values of flashinfer.fused_moe.WeightLayout and Fp8QuantizationType
 MAJOR_K, BLOCK_MAJOR_K = 0, 2
 DEEP_SEEK_FP8, MX_FP8 = 1, 2
@@ -62,100 +60,55 @@ DEEP_SEEK_FP8, MX_FP8 = 1, 2
 #: e8m0 of 1.0
 ONE = 127
 
-_GATED = frozenset({MoEActivation.SILU, MoEActivation.SWIGLUOAI})
-CLAIMS = Claims(
-    devices=(cuda(min=100, max=109),),
+_BLOCK_CLAIMS = trtllm_claims(
     keys=((kFp8Static128BlockSym, kFp8Dynamic128Sym),),
-    activations=_GATED,
-    activation_limit=_GATED,
-    dtypes=frozenset({torch.bfloat16}),
     hidden_multiple=128,
     intermediate_multiple=128,
-    allocates=True,
-    keeps_nan=False,
+    max_top_k=10,
     requires=(FLASHINFER, TRITON),
-    notes="calls are bound against FlashInfer's signatures, and shuffles compared with its helpers",
 )
-BLOCK_CLAIMS = replace(CLAIMS, max_top_k=10)
-TENSOR_CLAIMS = replace(
-    CLAIMS,
+_TENSOR_CLAIMS = trtllm_claims(
+    "x is quantised under the largest of the experts' input scales",
     keys=((kFp8StaticTensorSym, kFp8StaticTensorSym),),
     activations=frozenset({MoEActivation.SILU, MoEActivation.RELU2_NO_MUL}),
     activation_limit=False,
-    intermediate_multiple=1,
-    max_top_k=32,
-    notes="x is quantised under the largest of the experts' input scales. " + CLAIMS.notes,
+    hidden_multiple=128,
+    requires=(FLASHINFER, TRITON),
 )
-MXFP8_CLAIMS = replace(
-    CLAIMS,
+_MXFP8_CLAIMS = trtllm_claims(
     keys=((kMxfp8Static, kMxfp8Dynamic),),
-    activations=_GATED | {MoEActivation.RELU2_NO_MUL},
+    activations=frozenset({MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.RELU2_NO_MUL}),
     hidden_multiple=32,
     intermediate_multiple=32,
-    max_top_k=32,
+    requires=(FLASHINFER, TRITON),
 )
 
 
-class TrtLlmFp8Experts(FusedMoEExperts):
-    """Base of all: the library, and what a call holds whatever routes."""
+class TrtLlmFp8Experts(TrtLlmExperts):
+    """Base of all."""
 
-    #: name of the library's functions, without what tells who routes
     function = "trtllm_fp8_block_scale"
-
-    @staticmethod
-    def library() -> Any:
-        """``flashinfer.fused_moe``, imported on first use."""
-        FLASHINFER.load()
-        return importlib.import_module("flashinfer.fused_moe")
-
-    @property
-    def hidden_size(self) -> int:
-        """Columns of w13 as the library sees them."""
-        return self.config.hidden_size
 
     @property
     def intermediate_size(self) -> int:
-        """Rows of gate (or up) as the library sees them."""
         return _round_up(self.config.intermediate_size, 128)
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        hidden = self.hidden_size
-        padded = num_tokens * hidden if hidden != self.config.hidden_size else 0
-        return (
-            WorkspaceSpec("ids", (num_tokens * self.config.top_k,), torch.int32),
-            WorkspaceSpec("x_values", (num_tokens * hidden,), torch.float8_e4m3fn),
-            WorkspaceSpec("x_scales", (num_tokens * hidden // 32,), torch.float32),
-            WorkspaceSpec("y", (padded,), self.config.dtype),
-        )
+        return (WorkspaceSpec("x_values", (num_tokens * self.hidden_size,), torch.float8_e4m3fn),)
 
-    def quantized_input(
-        self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """x as the library takes it: its arguments ``hidden_states`` and, but per tensor, ``hidden_states_scale``."""
-        raise NotImplementedError
-
-    def weight_arguments(self, weights: KernelWeights) -> dict[str, Any]:
-        """Weights, scales and layout, by the library's names."""
-        raise NotImplementedError
+    def library_output(self, output: Tensor, workspace: Mapping[str, Tensor]) -> Tensor:
+        return output
 
     def activation_arguments(self) -> dict[str, Any]:
-        """The activation, named unless the library's default is meant: SILU, and no MXFP8."""
-        activation = self.config.activation
-        if activation is MoEActivation.SILU and self.weight_key != kMxfp8Static:
-            return {}
-        return {"activation_type": ACTIVATION_TYPES[activation]}
-
-    def layer_output(self, output: Tensor, workspace: Mapping[str, Tensor]) -> Tensor:
-        """Where the library writes: the output, or a wider matrix where K is padded."""
-        if self.hidden_size == self.config.hidden_size:
-            return output
-        return workspace["y"][: output.shape[0] * self.hidden_size].view(-1, self.hidden_size)
+        """The activation, named unless the library's default is meant: SILU."""
+        return {} if self.config.activation is MoEActivation.SILU else {"activation_type": self.activation_type}
 
 
 class TrtLlmFp8TensorExperts(TrtLlmFp8Experts):
     """One scale per expert and matrix (and one each of gate and up), static activation scales."""
 
     function = "trtllm_fp8_per_tensor_scale"
+    ungrouped = 0
 
     def requantized(self, weights: MoEWeights) -> MoEWeights:
         scale = weights.w13_input_scale
@@ -192,9 +145,9 @@ class TrtLlmFp8TensorExperts(TrtLlmFp8Experts):
             },
         )
 
-    def quantized_input(
+    def library_input(
         self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         x = workspace["x_values"][: hidden_states.numel()].view(hidden_states.shape)
         quantize_activation(hidden_states, kFp8StaticTensorSym, static_scale=weights.extra["x_scale"], out=x)
         return {"hidden_states": x}
@@ -207,15 +160,17 @@ class TrtLlmFp8TensorExperts(TrtLlmFp8Experts):
             # it would weight x after its quantisation
             "use_routing_scales_on_input": False,
             **{name: weights.extra[name] for name in factors},
+            **self.activation_arguments(),
         }
 
 
 class TrtLlmFp8BlockExperts(TrtLlmFp8Experts):
     """128×128 blocks with 1×128 groups."""
 
+    ungrouped = 0
+
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        if weights.w13_scale is None or weights.w2_scale is None:
-            raise TensorError("block FP8 weights come with w13_scale and w2_scale")
+        w13_scale, w2_scale = weights.weight_scales
         rows = weights.w13.shape[1]
         return KernelWeights(
             w13=trtllm_block_weights(weights.w13, trtllm_row_order(rows, 64, gated=True, in_turns=False)),
@@ -223,15 +178,19 @@ class TrtLlmFp8BlockExperts(TrtLlmFp8Experts):
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
-                w1_scale=swap_halves(weights.w13_scale),
-                w2_scale=weights.w2_scale.clone(),
+                w1_scale=swap_halves(w13_scale),
+                w2_scale=w2_scale.clone(),
             ),
             extra=trtllm_activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
         )
 
-    def quantized_input(
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        scales = WorkspaceSpec("x_scales", (num_tokens * self.hidden_size // 128,), torch.float32)
+        return (*super().workspaces(num_tokens), scales)
+
+    def library_input(
         self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         tokens, hidden = hidden_states.shape
         x = workspace["x_values"][: tokens * hidden].view(tokens, hidden)
         scale = workspace["x_scales"][: tokens * hidden // 128].view(hidden // 128, tokens)
@@ -239,7 +198,7 @@ class TrtLlmFp8BlockExperts(TrtLlmFp8Experts):
         return {"hidden_states": x, "hidden_states_scale": scale}
 
     def weight_arguments(self, weights: KernelWeights) -> dict[str, Any]:
-        return block_scale_arguments(weights, BLOCK_MAJOR_K, DEEP_SEEK_FP8)
+        return {**_block_scale_arguments(weights, BLOCK_MAJOR_K, DEEP_SEEK_FP8), **self.activation_arguments()}
 
 
 class TrtLlmMxfp8Experts(TrtLlmFp8Experts):
@@ -250,9 +209,7 @@ class TrtLlmMxfp8Experts(TrtLlmFp8Experts):
         return _round_up(self.config.hidden_size, 256)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        s13, s2 = weights.w13_scale, weights.w2_scale
-        if s13 is None or s2 is None:
-            raise TensorError("MXFP8 weights come with w13_scale and w2_scale")
+        s13, s2 = weights.weight_scales
         gated, size, hidden = self.config.is_gated, self.intermediate_size, self.hidden_size
         parts = 2 if gated else 1
         if (size, hidden) != (self.config.intermediate_size, self.config.hidden_size):
@@ -270,24 +227,63 @@ class TrtLlmMxfp8Experts(TrtLlmFp8Experts):
             extra=trtllm_activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
         )
 
-    def quantized_input(
+    def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
+        padded = num_tokens * self.hidden_size if self.hidden_size != self.config.hidden_size else 0
+        y = WorkspaceSpec("y", (padded,), self.config.dtype)
+        return (*mxfp8_workspaces(num_tokens, self.hidden_size), y)
+
+    def library_input(
         self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        (tokens, columns), hidden = hidden_states.shape, self.hidden_size
-        x = workspace["x_values"][: tokens * hidden].view(tokens, hidden)
-        groups = hidden // 32
-        scale = workspace["x_scales"].view(torch.uint8)[: tokens * groups].view(tokens, groups)
-        quantize_activation(hidden_states, kMxfp8Dynamic, out=x[:, :columns], scale_out=scale[:, : columns // 32])
-        if hidden != columns:
-            x.view(torch.uint8)[:, columns:].zero_()
-            scale[:, columns // 32 :].fill_(ONE)
+    ) -> dict[str, Any]:
+        x, scale = mxfp8_input(hidden_states, self.hidden_size, workspace)
         return {"hidden_states": x, "hidden_states_scale": scale}
 
+    def library_output(self, output: Tensor, workspace: Mapping[str, Tensor]) -> Tensor:
+        if self.hidden_size == self.config.hidden_size:
+            return output
+        return workspace["y"][: output.shape[0] * self.hidden_size].view(-1, self.hidden_size)
+
     def weight_arguments(self, weights: KernelWeights) -> dict[str, Any]:
-        return block_scale_arguments(weights, MAJOR_K, MX_FP8)
+        return {**_block_scale_arguments(weights, MAJOR_K, MX_FP8), "activation_type": self.activation_type}
 
 
-def block_scale_arguments(weights: KernelWeights, layout: int, kind: int) -> dict[str, Any]:
+class TrtLlmFp8TensorExpertsMonolithic(TrtLlmRouting, TrtLlmFp8TensorExperts):
+    """Per tensor: a call with router logits."""
+
+    claims = replace(_TENSOR_CLAIMS, routing_methods=TRTLLM_ROUTING_METHODS)
+
+
+class TrtLlmFp8BlockExpertsMonolithic(TrtLlmRouting, TrtLlmFp8BlockExperts):
+    """Block FP8: a call with router logits."""
+
+    claims = replace(_BLOCK_CLAIMS, routing_methods=TRTLLM_ROUTING_METHODS)
+
+
+class TrtLlmMxfp8ExpertsMonolithic(TrtLlmRouting, TrtLlmMxfp8Experts):
+    """MXFP8: a call with router logits."""
+
+    claims = replace(_MXFP8_CLAIMS, routing_methods=TRTLLM_ROUTING_METHODS)
+
+
+class TrtLlmFp8TensorExpertsModular(TrtLlmRouted, TrtLlmFp8TensorExperts):
+    """Per tensor: a call with ids and router weights."""
+
+    claims = replace(_TENSOR_CLAIMS, max_experts=TRTLLM_MAX_LOCAL_EXPERTS)
+
+
+class TrtLlmFp8BlockExpertsModular(TrtLlmRouted, TrtLlmFp8BlockExperts):
+    """Block FP8: a call with ids and router weights."""
+
+    claims = replace(_BLOCK_CLAIMS, max_experts=TRTLLM_MAX_LOCAL_EXPERTS)
+
+
+class TrtLlmMxfp8ExpertsModular(TrtLlmRouted, TrtLlmMxfp8Experts):
+    """MXFP8: a call with ids and router weights."""
+
+    claims = replace(_MXFP8_CLAIMS, max_experts=TRTLLM_MAX_LOCAL_EXPERTS)
+
+
+def _block_scale_arguments(weights: KernelWeights, layout: int, kind: int) -> dict[str, Any]:
     """Weights, scales and activation parameters of the block-scale functions."""
     quant = weights.quant_config
     return {

@@ -26,7 +26,6 @@ from moe_core import (
     KernelWeights,
     KeyPattern,
     MoEWeights,
-    TensorError,
     cuda,
     e8m0_to_float32,
     hip,
@@ -79,17 +78,15 @@ class TritonFp8BlockExperts(ScaledGemvExperts):
     )
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        key = weights.weight_key
-        if key is None or weights.w13_scale is None or weights.w2_scale is None:
-            raise TensorError("block FP8 weights come with w13_scale and w2_scale")
+        w13_scale, w2_scale = weights.weight_scales
         return KernelWeights(
             w13=self._stored(weights, "w13"),
             w2=self._stored(weights, "w2"),
             quant_config=make_quant_config(
-                weight_key=key,
+                weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
-                w1_scale=_float32(weights.w13_scale),
-                w2_scale=_float32(weights.w2_scale),
+                w1_scale=_float32(w13_scale),
+                w2_scale=_float32(w2_scale),
                 w1_bias=weights.w13_bias,
                 w2_bias=weights.w2_bias,
             ),

@@ -19,7 +19,6 @@ from moe_core import (
     FusedMoEActivationFormat,
     KernelWeights,
     MoEWeights,
-    TensorError,
     cuda,
     hip,
     kFp8DynamicTensorSym,
@@ -60,8 +59,7 @@ class TritonFp8Experts(ScaledMMExperts):
     )
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        if weights.w13_scale is None or weights.w2_scale is None:
-            raise TensorError("FP8 weights come with w13_scale and w2_scale")
+        w13_scale, w2_scale = weights.weight_scales
         x_scale, h_scale = self.input_scales(weights)
         return KernelWeights(
             w13=self.block_major(weights, "w13"),
@@ -69,8 +67,8 @@ class TritonFp8Experts(ScaledMMExperts):
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
-                w1_scale=weights.w13_scale,
-                w2_scale=weights.w2_scale,
+                w1_scale=w13_scale,
+                w2_scale=w2_scale,
                 a1_scale=x_scale,
                 a2_scale=h_scale,
                 w1_bias=weights.w13_bias,

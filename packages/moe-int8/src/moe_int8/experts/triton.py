@@ -86,8 +86,7 @@ class TritonInt8Experts(Int8ScaledMMExperts):
         return sum_reasons(config, weight_key, activation_key)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        if weights.w13_scale is None or weights.w2_scale is None:
-            raise TensorError("int8 weights come with w13_scale and w2_scale")
+        w13_scale, w2_scale = weights.weight_scales
         extra: dict[str, Tensor] = {}
         if self.zero_points:
             extra = {"w13_sums": row_sums(weights.w13), "w2_sums": row_sums(weights.w2)}
@@ -104,8 +103,8 @@ class TritonInt8Experts(Int8ScaledMMExperts):
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
-                w1_scale=weights.w13_scale,
-                w2_scale=weights.w2_scale,
+                w1_scale=w13_scale,
+                w2_scale=w2_scale,
                 a1_scale=weights.w13_input_scale,
                 a2_scale=weights.w2_input_scale,
                 a1_zp=weights.w13_input_zero_point,

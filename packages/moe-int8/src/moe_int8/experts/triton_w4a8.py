@@ -84,9 +84,7 @@ class TritonW4A8Int8Experts(Int8ScaledMMExperts):
         return sum_reasons(config, weight_key, activation_key)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
-        if w13_scale is None or w2_scale is None:
-            raise TensorError("int4 weights come with w13_scale and w2_scale")
+        w13_scale, w2_scale = weights.weight_scales
         half = int4_half(self.group_size)
         extra: dict[str, Tensor] = {}
         if self.zero_points and self.group_size == -1:

@@ -20,7 +20,6 @@ from moe_core import (
     Claims,
     KernelWeights,
     MoEWeights,
-    TensorError,
     WorkspaceSpec,
     cuda,
     kMxfp4Static,
@@ -31,6 +30,8 @@ from moe_core.libraries_api import (
     FlashInferCutlassExperts,
     by_experts,
     cutlass_claims,
+    mxfp8_input,
+    mxfp8_workspaces,
     pad_matrices,
     swap_halves,
     trtllm_scales,
@@ -40,7 +41,6 @@ from torch import Tensor
 from moe_mxfp4.groups import GROUP, without_groups
 from moe_mxfp4.libraries import FLASHINFER
 from moe_mxfp4.libraries.hopper_layout import mixed_gemm_scales, mixed_gemm_weights
-from moe_mxfp4.libraries.mxfp8_input import mxfp8_input, mxfp8_workspaces
 from moe_mxfp4.padding import PaddedExperts, round_up
 
 
@@ -54,7 +54,7 @@ def _claims(notes: str, **own: Any) -> Claims:
     )
 
 
-class FlashInferCutlassMxfp4Experts(FlashInferCutlassExperts, PaddedExperts):
+class FlashInferCutlassMxfp4Experts(PaddedExperts, FlashInferCutlassExperts):
     """What both kinds of activations share."""
 
     #: the library's name for the kind of scales
@@ -63,14 +63,6 @@ class FlashInferCutlassMxfp4Experts(FlashInferCutlassExperts, PaddedExperts):
     @classmethod
     def padded_sizes(cls, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
         return round_up(hidden_size, 128), round_up(intermediate_size, 128)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.padded_sizes(self.config.hidden_size, self.config.intermediate_size)[0]
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.padded_sizes(self.config.hidden_size, self.config.intermediate_size)[1]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -87,8 +79,7 @@ class FlashInferCutlassMxfp4Experts(FlashInferCutlassExperts, PaddedExperts):
         """Scales [E, rows, columns / 32] in the library's order."""
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        if weights.w13_scale is None or weights.w2_scale is None:
-            raise TensorError(f"w13_scale and w2_scale are missing: the weights are {weights.weight_key}")
+        w13_scale, w2_scale = weights.weight_scales
         hidden, size = self.hidden_size, self.intermediate_size
         return KernelWeights(
             w13=self._converted(weights.w13, size, hidden // 2, gated=self.config.is_gated),
@@ -96,8 +87,8 @@ class FlashInferCutlassMxfp4Experts(FlashInferCutlassExperts, PaddedExperts):
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
-                w1_scale=self.folded(_padded(weights.w13_scale, size, hidden // GROUP, gated=self.config.is_gated)),
-                w2_scale=self.folded(_padded(weights.w2_scale, hidden, size // GROUP)),
+                w1_scale=self.folded(_padded(w13_scale, size, hidden // GROUP, gated=self.config.is_gated)),
+                w2_scale=self.folded(_padded(w2_scale, hidden, size // GROUP)),
                 **self.bias_options(weights),
             ),
             extra=self.activation_parameters(weights.w13.shape[0], weights.w13.device),
@@ -155,7 +146,7 @@ class FlashInferCutlassMxfp4Bf16Experts(FlashInferCutlassMxfp4Experts):
         return {"input": x}
 
     def quant_scales(self, weights: KernelWeights) -> list[Tensor]:
-        return list(_scales(weights))
+        return list(weights.quant_config.weight_scales)
 
 
 class FlashInferCutlassMxfp4Mxfp8Experts(FlashInferCutlassMxfp4Experts):
@@ -196,7 +187,7 @@ class FlashInferCutlassMxfp4Mxfp8Experts(FlashInferCutlassMxfp4Experts):
         return {"input": x, "input_sf": scale, "swizzled_input_sf": False}
 
     def quant_scales(self, weights: KernelWeights) -> list[Tensor]:
-        first, second = (scale.view(torch.int32) for scale in _scales(weights))
+        first, second = (scale.view(torch.int32) for scale in weights.quant_config.weight_scales)
         one = weights.extra["global_scale"]
         return [first, one, second, one]
 
@@ -205,10 +196,3 @@ def _padded(tensor: Tensor, rows: int, width: int, *, gated: bool = False) -> Te
     """Codes or scales [E, R, W] with zeros below and beside each matrix; of gate and up, up first."""
     wide = pad_matrices(tensor, rows, width, parts=2 if gated else 1)
     return swap_halves(wide) if gated else wide
-
-
-def _scales(weights: KernelWeights) -> tuple[Tensor, Tensor]:
-    quant = weights.quant_config
-    if quant.w1_scale is None or quant.w2_scale is None:
-        raise TensorError("the quant config of MXFP4 weights holds w1_scale and w2_scale")
-    return quant.w1_scale, quant.w2_scale

@@ -20,7 +20,6 @@ from moe_core import (
     FusedMoEActivationFormat,
     KernelWeights,
     MoEWeights,
-    TensorError,
     cuda,
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
@@ -66,11 +65,10 @@ class MarlinMxfp4Fp8Experts(ScaledMMExperts):
     def convert(self, weights: MoEWeights) -> KernelWeights:
         from moe_mxfp4.marlin_layout import convert_to_e4m3
 
-        if weights.w13_scale is None or weights.w2_scale is None:
-            raise TensorError("MXFP4 weights come with w13_scale and w2_scale")
+        w13_scale, w2_scale = weights.weight_scales
         x_scale, h_scale = self.input_scales(weights)
-        w13 = convert_to_e4m3(weights.w13, weights.w13_scale, self.config.hidden_size)
-        w2 = convert_to_e4m3(weights.w2, weights.w2_scale, self.config.intermediate_size)
+        w13 = convert_to_e4m3(weights.w13, w13_scale, self.config.hidden_size)
+        w2 = convert_to_e4m3(weights.w2, w2_scale, self.config.intermediate_size)
         return KernelWeights(
             w13=w13.words,
             w2=w2.words,

@@ -60,7 +60,7 @@ STEP = 128
 _TILE = 64
 
 
-class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
+class OAITritonExperts(PaddedExperts, FusedMoEExpertsModular):
     """Two calls of ``matmul_ogs``."""
 
     claims = Claims(
@@ -94,7 +94,7 @@ class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
     @property
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of each matrix."""
-        hidden, inter = self.padded_sizes(self.config.hidden_size, self.config.intermediate_size)
+        hidden, inter = self.hidden_size, self.intermediate_size
         return {"w13": (2 * inter if self.config.is_gated else inter, hidden), "w2": (hidden, inter)}
 
     @property
@@ -103,8 +103,7 @@ class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
         return self.config.activation is MoEActivation.SWIGLUOAI and self.config.params.beta == 1.0
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        if weights.w13_scale is None or weights.w2_scale is None:
-            raise TensorError(f"w13_scale and w2_scale are missing: the weights are {weights.weight_key}")
+        w13_scale, w2_scale = weights.weight_scales
         first, second, parts = self._shapes["w13"], self._shapes["w2"], 2 if self.config.is_gated else 1
         biases: dict[str, Any] = {}
         if weights.w13_bias is not None and weights.w2_bias is not None:
@@ -118,8 +117,8 @@ class OAITritonExperts(FusedMoEExpertsModular, PaddedExperts):
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=None,
-                w1_scale=_swizzled_scale(weights.w13_scale, *first, parts=parts, turns=self.fuses),
-                w2_scale=_swizzled_scale(weights.w2_scale, *second),
+                w1_scale=_swizzled_scale(w13_scale, *first, parts=parts, turns=self.fuses),
+                w2_scale=_swizzled_scale(w2_scale, *second),
                 **biases,
             ),
         )

@@ -22,7 +22,6 @@ from moe_core import (
     FusedMoEActivationFormat,
     KernelWeights,
     MoEWeights,
-    TensorError,
     cuda,
     hip,
     kFp8Dynamic128Sym,
@@ -62,11 +61,10 @@ class TritonMxfp4Experts(GroupedExperts):
     )
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        if weights.w13_scale is None or weights.w2_scale is None:
-            raise TensorError("MXFP4 weights come with w13_scale and w2_scale")
+        first, second = weights.weight_scales
         config, scales = self.config, group_scales if self.scaled else step_scales
-        w13_scale, w13_channel_scales = scales(weights.w13, weights.w13_scale, config.hidden_size)
-        w2_scale, w2_channel_scales = scales(weights.w2, weights.w2_scale, config.intermediate_size)
+        w13_scale, w13_channel_scales = scales(weights.w13, first, config.hidden_size)
+        w2_scale, w2_channel_scales = scales(weights.w2, second, config.intermediate_size)
         x_scale, h_scale = self.input_scales(weights)
         return KernelWeights(
             w13=weights.w13 if self.scaled else as_words(weights.w13),

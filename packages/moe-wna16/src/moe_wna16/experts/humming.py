@@ -34,7 +34,6 @@ from moe_core import (
     KeyPattern,
     MoEWeights,
     QuantKey,
-    TensorError,
     WorkspaceSpec,
     cuda,
     make_quant_config,
@@ -98,15 +97,13 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
         )
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        w13_scale, w2_scale, key = weights.w13_scale, weights.w2_scale, weights.weight_key
-        if w13_scale is None or w2_scale is None or key is None:
-            raise TensorError(f"w13_scale and w2_scale are missing: the weights are {weights.weight_key}")
-        whole_rows = key.group_size == -1
+        w13_scale, w2_scale = weights.weight_scales
+        whole_rows = self._key.group_size == -1
         return KernelWeights(
             w13=self._packed(weights.w13),
             w2=self._packed(weights.w2),
             quant_config=make_quant_config(
-                weight_key=key,
+                weight_key=weights.weight_key,
                 activation_key=None,
                 w1_scale=ordered_scales(w13_scale, whole_rows=whole_rows),
                 w2_scale=ordered_scales(w2_scale, whole_rows=whole_rows),

@@ -63,9 +63,7 @@ class TritonWNA16Experts(GroupedExperts):
     )
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
-        if w13_scale is None or w2_scale is None:
-            raise TensorError("codes come with w13_scale and w2_scale")
+        w13_scale, w2_scale = weights.weight_scales
 
         def zeros(tensor: Tensor | None) -> Tensor | None:
             if tensor is None:

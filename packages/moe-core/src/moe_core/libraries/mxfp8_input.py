@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from moe_core import WorkspaceSpec, kMxfp8Dynamic
-from moe_core.libraries_api import quantize_activation
 from torch import Tensor
 
-from moe_mxfp4.groups import GROUP
+from moe_core.ops.quantize import quantize_activation
+from moe_core.quant_key import kMxfp8Dynamic
+from moe_core.workspace import WorkspaceSpec
 
+#: columns that share a scale
+GROUP = 32
 #: e8m0 of 1.0
 ONE = 127
 
