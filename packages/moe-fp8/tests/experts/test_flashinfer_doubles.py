@@ -191,6 +191,7 @@ def computed(call, ids, weights):
     """The layer's output from the library's arguments; experts that live elsewhere count nothing."""
     gated = call.get("activation_type", 3) == 3
     kind = call.get("activation_type", 3)
+    assert call["hidden_states"].data_ptr() % 16 == call["output"].data_ptr() % 16 == 0
     x = call["hidden_states"].float()
     per_tensor = "hidden_states_scale" not in call
     block = call.get("weight_layout") == 2
@@ -266,10 +267,10 @@ class TestCutlassBlock(ConformanceTests):
     device = "cpu"
 
 
-def block_layer(library, tokens):
-    """A kernel of the block experts around ``library``, and inputs for it."""
-    experts = doubled(flashinfer_cutlass.FlashInferCutlassFp8BlockExperts, library)
-    config = FusedMoEConfig(num_experts=4, top_k=2, hidden_size=128, intermediate_size=128)
+def layer_around(library, tokens, experts=flashinfer_cutlass.FlashInferCutlassFp8BlockExperts, hidden=128):
+    """A kernel of ``experts`` around ``library``, and inputs for it."""
+    experts = doubled(experts, library)
+    config = FusedMoEConfig(num_experts=4, top_k=2, hidden_size=hidden, intermediate_size=128)
     ((weight_key, activation_key),) = experts.claims.keys
     weights = make_weights(config, weight_key, activation_key, seed=0)
     instance = experts(config, weight_key=weight_key, activation_key=activation_key, device=DeviceInfo.parse("sm90"))
@@ -279,7 +280,7 @@ def block_layer(library, tokens):
 
 @on_a_cpu
 def test_small_calls_after_a_large_one():
-    kernel, inputs = block_layer(Cutlass(), 40)
+    kernel, inputs = layer_around(Cutlass(), 40)
 
     def run(tokens):
         weights, ids = inputs.topk_weights[:tokens], inputs.topk_ids[:tokens]
@@ -290,10 +291,22 @@ def test_small_calls_after_a_large_one():
 
 
 @on_a_cpu
-def test_hidden_states_and_outputs_at_any_address():
-    kernel, inputs = block_layer(Cutlass(), 2)
+@pytest.mark.parametrize("hidden", [128, 256])
+@pytest.mark.parametrize(
+    ("experts", "library"),
+    [
+        (flashinfer_cutlass.FlashInferCutlassFp8BlockExperts, Cutlass()),
+        (flashinfer_trtllm.TrtLlmFp8TensorExpertsModular, TRTLLM),
+        (flashinfer_trtllm.TrtLlmFp8BlockExpertsModular, TRTLLM),
+        # K is padded to 256
+        (flashinfer_trtllm.TrtLlmMxfp8ExpertsModular, TRTLLM),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_hidden_states_and_outputs_at_any_address(experts, library, hidden):
+    kernel, inputs = layer_around(library, 2, experts, hidden)
     routing = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids}
-    x, output = (torch.zeros(1 + 2 * 128, dtype=torch.bfloat16)[1:].view(2, 128) for _ in range(2))
+    x, output = (torch.zeros(1 + 2 * hidden, dtype=torch.bfloat16)[1:].view(2, hidden) for _ in range(2))
     assert x.data_ptr() % 16
     x.copy_(inputs.x)
     assert torch.equal(kernel.apply(x, **routing, output=output), kernel.apply(inputs.x, **routing))

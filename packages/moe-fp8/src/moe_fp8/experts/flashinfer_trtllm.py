@@ -94,10 +94,8 @@ class TrtLlmFp8Experts(TrtLlmExperts):
         return _round_up(self.config.intermediate_size, 128)
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        return (WorkspaceSpec("x_values", (num_tokens * self.hidden_size,), torch.float8_e4m3fn),)
-
-    def library_output(self, output: Tensor, workspace: Mapping[str, Tensor]) -> Tensor:
-        return output
+        values = (num_tokens * self.hidden_size,)
+        return WorkspaceSpec("x_values", values, torch.float8_e4m3fn), WorkspaceSpec("y", values, self.config.dtype)
 
     def activation_arguments(self) -> dict[str, Any]:
         """The activation, named unless the library's default is meant: SILU."""
@@ -228,8 +226,7 @@ class TrtLlmMxfp8Experts(TrtLlmFp8Experts):
         )
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        padded = num_tokens * self.hidden_size if self.hidden_size != self.config.hidden_size else 0
-        y = WorkspaceSpec("y", (padded,), self.config.dtype)
+        y = WorkspaceSpec("y", (num_tokens * self.hidden_size,), self.config.dtype)
         return (*mxfp8_workspaces(num_tokens, self.hidden_size), y)
 
     def library_input(
@@ -240,7 +237,7 @@ class TrtLlmMxfp8Experts(TrtLlmFp8Experts):
 
     def library_output(self, output: Tensor, workspace: Mapping[str, Tensor]) -> Tensor:
         if self.hidden_size == self.config.hidden_size:
-            return output
+            return super().library_output(output, workspace)
         return workspace["y"][: output.shape[0] * self.hidden_size].view(-1, self.hidden_size)
 
     def weight_arguments(self, weights: KernelWeights) -> dict[str, Any]:
