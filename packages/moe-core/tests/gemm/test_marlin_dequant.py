@@ -52,7 +52,7 @@ def test_codes_become_numbers(
 ) -> None:
     codes = _codes(bits)
     packed = codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes
-    words = order_words(packed[None], COLUMNS, bits)[0]
+    words = order_words(packed[None], COLUMNS, bits)[0].transpose(0, 1).flatten(1)
     # zero points go up to one more than codes do
     zeros = torch.linspace(0, 2**bits, ROWS).round()
     # powers of two: no rounding that the interpreter does not do

@@ -9,7 +9,7 @@ import pytest
 import torch
 from moe_core import ConfigError, TensorError
 from moe_core.gemm.marlin import words
-from moe_core.gemm.marlin.words import interleave, interleaved_rows, order_words, words_of
+from moe_core.gemm.marlin.words import interleave, interleaved_rows, order_words
 from torch import Tensor
 
 
@@ -23,6 +23,11 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
         return codes
     even, odd = codes[..., 0::2], codes[..., 1::2]
     return even | torch.nn.functional.pad(odd, (0, even.shape[-1] - odd.shape[-1])) << 4
+
+
+def _by_row(words: Tensor) -> Tensor:
+    """Words [E, steps, rows, words of a step] as [E, rows, words]."""
+    return words.transpose(1, 2).flatten(2)
 
 
 def _expected(codes: Tensor, bits: int) -> Tensor:
@@ -49,8 +54,9 @@ def test_words_follow_the_table(bits: int, columns: int, backend: str, device: t
     codes = _codes(bits, 3, 5, columns)
     found = order_words(_packed(codes, bits).to(device), columns, bits, backend=backend).cpu()
     whole = torch.nn.functional.pad(codes, (0, -columns % 128))
-    assert torch.equal(found, torch.stack([_expected(one, bits) for one in whole]))
-    assert found.shape[2] == words_of(columns, bits)
+    assert torch.equal(_by_row(found), torch.stack([_expected(one, bits) for one in whole]))
+    assert found.shape == (3, -(-columns // 128), 5, 4 * bits)
+    assert found.is_contiguous()
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -71,7 +77,7 @@ def test_e2m1_is_spread_as_the_table_says(backend: str, device: torch.device) ->
 def test_e2m1_for_8_bit_units_follows_the_table(backend: str, device: torch.device) -> None:
     codes = _codes(4, 2, 5, 256).long()
     packed = _packed(codes.to(torch.uint8), 4).to(device)
-    found = order_words(packed, 256, 4, order="e4m3", backend=backend).cpu().long()
+    found = _by_row(order_words(packed, 256, 4, order="e4m3", backend=backend).cpu()).long()
     for unit, t, u, h, j in itertools.product(range(2), range(4), range(4), range(2), range(4)):
         word = found[:, :, 16 * unit + 4 * t + u]
         number = (word >> (16 * h + 4 * j) & 7) | (word >> (8 * j + 7 - 4 * h) & 1) << 3
@@ -83,8 +89,8 @@ def test_e2m1_for_8_bit_units_follows_the_table(backend: str, device: torch.devi
 def test_halves_in_turns_of_eight(rows: int, backend: str, device: torch.device) -> None:
     codes = _codes(4, 2, rows, 128)
     packed = _packed(codes, 4).to(device)
-    plain = order_words(packed, 128, 4, backend=backend).cpu()
-    found = order_words(packed, 128, 4, interleaved=True, backend=backend).cpu()
+    plain = _by_row(order_words(packed, 128, 4, backend=backend).cpu())
+    found = _by_row(order_words(packed, 128, 4, interleaved=True, backend=backend).cpu())
     assert found.shape[1] == interleaved_rows(rows)
     half, used = rows // 2, set()
     for row in range(half):

@@ -30,7 +30,7 @@ def convert_e2m1(codes: Tensor, scale: Tensor, columns: int, *, gated: bool = Fa
 
 @dataclass(frozen=True, eq=False)
 class E4m3Matrix:
-    """``words`` int32 [E, rows, words], ``scales`` float32 [E, rows, 1], ``powers`` int32 [E, steps, rows]."""
+    """``words`` int32 [E, steps, rows, words], ``scales`` float32 [E, rows, 1], ``powers`` int32 [E, steps, rows]."""
 
     words: Tensor
     scales: Tensor

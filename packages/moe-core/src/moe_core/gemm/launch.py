@@ -116,12 +116,19 @@ class GemmWeight:
         return rows_of_experts(weights) if self.aligned and flat and weights.numel() else None
 
     def descriptor(self, block_rows: int, block_columns: int) -> Any:
-        """Host-side tensor descriptor over the matrix, if there is one, for a tile of so many rows and columns."""
+        """Host-side tensor descriptor for a tile of so many rows and columns, where there is a matrix.
+
+        Over `lines_of_experts` of block-major weights, so that a block of it is a tile of other sizes.
+        """
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         if self.matrix is None:
             return None
-        return TensorDescriptor.from_tensor(self.matrix, [block_rows, block_columns // self.packed])
+        columns = block_columns // self.packed
+        if self.arguments[0].dim() == 3:
+            return TensorDescriptor.from_tensor(self.matrix, [block_rows, columns])
+        matrix = lines_of_experts(self.arguments[0])
+        return TensorDescriptor.from_tensor(matrix, [block_rows * columns // matrix.shape[1], matrix.shape[1]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -401,6 +408,13 @@ def rows_of_experts(weights: Tensor) -> Tensor:
         return weights.flatten(0, 2)
     experts, rows, columns = weights.shape
     return torch.as_strided(weights, (experts * rows, columns), (weights.stride(1), 1))
+
+
+def lines_of_experts(weights: Tensor) -> Tensor:
+    """`rows_of_experts` of block-major weights, two rows of 64 bytes in one: the memory system's requests are 128."""
+    matrix = rows_of_experts(weights)
+    half = weights.dim() == 4 and matrix.shape[1] * matrix.element_size() == 64 and weights.shape[2] % 2 == 0
+    return matrix.view(-1, 2 * matrix.shape[1]) if half else matrix
 
 
 def weight_strides(weights: Tensor, depth: int) -> tuple[int, int, int]:

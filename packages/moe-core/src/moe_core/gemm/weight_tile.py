@@ -51,6 +51,7 @@ def weight_tile(
     """Tile [BLOCK_N, BLOCK_K], step k, of row-major weights; of others with `step_strides`.
 
     b_desc: a descriptor over the weights as a matrix (`moe_core.gemm.launch.rows_of_experts`), or None for pointers.
+    A row of it may be several of a block-major step (`lines_of_experts`).
     """
     if b_desc is None:
         column = tl.arange(0, BLOCK_K)
@@ -67,10 +68,13 @@ def weight_tile(
             tile = tl.load(pointers, mask=inside[:, None] & (depth < K)[None, :], other=0.0)
     else:
         # rows beyond this half or this expert are other weights: they only reach columns that are never stored
+        SHARED: tl.constexpr = b_desc.block_shape[1] // BLOCK_K
         if strides is None:
             tile = b_desc.load([first, k * BLOCK_K])
-        else:
+        elif SHARED == 1:
             tile = b_desc.load([first + k * strides[1], k * strides[2]])
+        else:
+            tile = b_desc.load([(first + k * strides[1]) // SHARED, 0]).reshape(rows.shape[0], BLOCK_K)
     return tile
 
 

@@ -145,7 +145,7 @@ def _second(start, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr):
 def open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """As `open_groups`, for scales of blocks; besides pointers to pairs."""
     rows, inside, first, _, scale_t, tiles, factor = open_groups(b_args, expert, half, n, N, BLOCK_N)
-    scales = b_args[1] + expert.to(tl.int64) * b_args[5]
+    scales = b_args.scales + expert.to(tl.int64) * b_args.scale_e
     start = n % PAIR_ROWS if BLOCK_N < PAIR_ROWS else 0
     pair = scales + n // PAIR_ROWS * scale_t
     # a tile of 256 rows may end before the second pair

@@ -1,6 +1,6 @@
 """e2m1 weights that become e4m3 in registers, for products with e4m3 activations.
 
-    words     int32 [E, rows, words of K] in the order of `moe_core.gemm.marlin.words` ("e4m3"), whole steps of 128
+    words     int32 [E, steps, rows, words of 128 columns] in the order of `moe_core.gemm.marlin.words` ("e4m3")
     scales    float32 [E, rows, 1], powers of two that multiply finished sums
     powers    int32 [E, steps, rows], a byte for each of a step's four groups: its scale over the row's largest, times
               2^11, as an exponent of 0 to 11
@@ -113,7 +113,7 @@ def open_words(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 def load_words(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """Tile [BLOCK_N, BLOCK_K / 8] of words, and its powers [BLOCK_N]; rows are padded to whole steps."""
     powers = tl.load(state[5] + k * state[6])
-    return weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K // 8, EVEN_N, True), powers
+    return weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K // 8, EVEN_N, True, state[4]), powers
 
 
 @triton.jit

@@ -32,7 +32,7 @@ def load_scaled(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
     """Bytes [BLOCK_N, BLOCK_K / 2] and their scales [BLOCK_N, groups]."""
     groups = k * (BLOCK_K // GROUP) + tl.arange(0, BLOCK_K // GROUP)
     scales = tl.load(state[3][:, None] + groups[None, :], mask=state[1][:, None], other=0)
-    codes = weight_tile(state[0], state[1], state[2], b_desc, k, tl.cdiv(K, 2), BLOCK_K // 2, EVEN_N, EVEN_K)
+    codes = weight_tile(state[0], state[1], state[2][0], b_desc, k, tl.cdiv(K, 2), BLOCK_K // 2, EVEN_N, EVEN_K)
     return codes, scales
 
 

@@ -100,9 +100,9 @@ def open_zeros(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def open_columns(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_groups`, and a pointer to the groups of columns; b_args ends with these and their stride per expert."""
-    state = open_groups(b_args[:10], expert, half, n, N, BLOCK_N)
-    return state + (b_args[10] + expert.to(tl.int64) * b_args[11],)
+    """As `open_groups`, and a pointer to the groups of columns."""
+    state = open_groups(b_args, expert, half, n, N, BLOCK_N)
+    return state + (b_args.column_groups + expert.to(tl.int64) * b_args.column_e,)
 
 
 @triton.jit

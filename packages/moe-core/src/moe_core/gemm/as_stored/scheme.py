@@ -16,7 +16,7 @@ from moe_core.gemm.fused.plain import PlainScheme
 from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions, ScaledMMScheme
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import GemmWeight, TileFunctions
-from moe_core.gemm.marlin.weight import packed_arguments
+from moe_core.gemm.marlin.weight import PackedWeight
 from moe_core.gemm.scaled_mm import load_values, open_values
 from moe_core.quant_key import QuantKey, kFp8Dynamic128Sym, kFp8DynamicTokenSym, kFp8StaticTensorSym
 
@@ -90,12 +90,10 @@ def packed_weight(
 
     Low bits come first; ``rows`` of one half; ``step`` columns of a step of the k loop.  For `open_groups`:
     ``scales`` [E, groups, rows of all halves]; ``others``: of that shape, or [E, rows of all halves].
-    ``column_groups`` [E, columns padded to whole steps], and their stride, are the last arguments: the group of each
-    column.
+    ``column_groups`` [E, columns padded to whole steps]: the group of each column.
     """
-    columns_of = () if column_groups is None else (column_groups, column_groups.stride(0))
     return GemmWeight(
-        (*packed_arguments(words, scales, others), *columns_of),
+        PackedWeight.of(words, scales, others, column_groups),
         rows,
         columns,
         lambda config: functions,

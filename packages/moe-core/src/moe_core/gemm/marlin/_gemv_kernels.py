@@ -87,12 +87,19 @@ def _dot(words, x, k, K, form):
 
 
 @triton.jit
-def _load(words, scale, k, stride, width, groups, inside, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr):
+def _in_steps(word, stride_k, form):
+    """Where the word of a row is, from the row's first on."""
+    WORDS: tl.constexpr = 4 * form.bits
+    return word // WORDS * stride_k + word % WORDS
+
+
+@triton.jit
+def _load(words, stride_k, scale, k, stride, width, groups, inside, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr):
     """BLOCK_W words of each row from word k on, and their scales: [N, Q] of four words each, or [N, Q, 4]."""
     UNIT: tl.constexpr = 512 // form.bits
     GROUP: tl.constexpr = form.group
     column = k + tl.arange(0, BLOCK_W)
-    pointers = words[:, None] + column[None, :]
+    pointers = words[:, None] + _in_steps(column, stride_k, form)[None, :]
     if EVEN:
         tile = tl.load(pointers)
     else:
@@ -133,25 +140,26 @@ def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: 
 
     WAIT: the launch before makes x; the first words are on their way to L2 while it does.
     """
-    words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups, _ = b_args
     base = expert.to(tl.int64)
     inside = rows < N
     width = tl.cdiv(K, 128) * (4 * form.bits)
     # beyond the last: that again
-    words += base * stride_e + tl.minimum(rows, N - 1).to(tl.int64) * stride_n
-    scales += base * scale_e + rows
+    words = b_args.words + base * b_args.stride_e + tl.minimum(rows, N - 1).to(tl.int64) * b_args.stride_n
+    scales = b_args.scales + base * b_args.scale_e + rows
     if WAIT:
-        lines = words[:, None] + tl.minimum(32 * tl.arange(0, BLOCK_W // 32), width - 1)[None, :]
-        prefetch_l2(lines, 1)
+        line = tl.minimum(32 * tl.arange(0, BLOCK_W // 32), width - 1)
+        prefetch_l2(words[:, None] + _in_steps(line, b_args.stride_k, form)[None, :], 1)
         begin_pdl(WAIT)
     total = tl.zeros((rows.shape[0], BLOCK_W // 4), tl.float32)
     for k in range(0, width, BLOCK_W):
-        tile, found = _load(words, scales, k, scale_g, width, groups, inside, form, BLOCK_W, EVEN)
+        tile, found = _load(
+            words, b_args.stride_k, scales, k, b_args.scale_g, width, b_args.groups, inside, form, BLOCK_W, EVEN
+        )
         total += _scaled(*_dot(tile, x, k, K, form), found, form)
     if form.scales == "row":
         total *= tl.load(scales, mask=inside, other=0.0)[:, None]
-    if channel_scales is not None:
-        total *= tl.load(channel_scales + base * channel_e + rows, mask=inside, other=0.0)[:, None]
+    if b_args.others is not None:
+        total *= tl.load(b_args.others + base * b_args.other_e + rows, mask=inside, other=0.0)[:, None]
     return total
 
 

@@ -63,10 +63,10 @@ def _rows(first, last, PARTS: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _load_steps(state, form, FIRST: gl.constexpr, END: gl.constexpr, LAST: gl.constexpr):
     """Words [64, 16] and scales of steps FIRST to END; in step LAST a part without more columns has any words."""
-    words, part, scales, scale_part, units, stride, groups = state
+    words, stride_k, part, scales, scale_part, units, stride, groups = state
     found = ()
     for k in gl.static_range(FIRST, END):
-        pointers = words + k * form.parts * WORDS
+        pointers = words + k * form.parts * stride_k
         if k == LAST:
             tile = gl.load(pointers, mask=(part < units - k * form.parts)[:, None])
         else:
@@ -139,21 +139,21 @@ def gemv_mma_kernel(
     pair, vector, block, expert = locate_vector(row_args, gl.cdiv(rows_all, HEIGHT), SECOND)
     if expert < 0:
         return
-    words, scales, channel_scales, stride_e, stride_n, scale_e, scale_g, channel_e, groups, _ = b_args
     base = expert.to(gl.int64)
     row, part = _rows(block * HEIGHT, rows_all - 1, form.parts, gl.SliceLayout(1, WORD_LAYOUT))
-    word = part[:, None] * WORDS + gl.arange(0, WORDS, layout=gl.SliceLayout(0, WORD_LAYOUT))[None, :]
-    words += base * stride_e
-    scales += base * scale_e
+    word = part[:, None] * b_args.stride_k + gl.arange(0, WORDS, layout=gl.SliceLayout(0, WORD_LAYOUT))[None, :]
+    words = b_args.words + base * b_args.stride_e
+    scales = b_args.scales + base * b_args.scale_e
     scale_row, scale_part = _rows(block * HEIGHT, rows_all - 1, form.parts, ROW_LAYOUT)
     state = (
-        words + (row.to(gl.int64) * stride_n)[:, None] + word,
+        words + (row.to(gl.int64) * b_args.stride_n)[:, None] + word,
+        b_args.stride_k,
         part,
         scales + scale_row,
         scale_part,
         gl.cdiv(K, STEP),
-        scale_g,
-        groups,
+        b_args.scale_g,
+        b_args.groups,
     )
     LAST: gl.constexpr = STEPS if EVEN else STEPS - 1
     tiles = _load_steps(state, form, 0, DEPTH, LAST)
@@ -176,8 +176,8 @@ def gemv_mma_kernel(
     row = gl.minimum(block * HEIGHT + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout)), rows_all - 1)
     if form.groups == 0:
         value *= scale_of(gl.load(scales + row))[:, None]
-    elif channel_scales is not None:
-        value *= gl.load(channel_scales + base * channel_e + row)[:, None]
+    elif b_args.others is not None:
+        value *= gl.load(b_args.others + base * b_args.other_e + row)[:, None]
     up = value
     if epilogue.gated:
         value, up = deinterleave(value, True)

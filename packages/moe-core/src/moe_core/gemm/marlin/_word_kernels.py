@@ -17,7 +17,7 @@ def order_kernel(
     codes,
     out,
     units,
-    width,
+    steps,
     stored,
     rows,
     half,
@@ -25,14 +25,16 @@ def order_kernel(
     SIZES: tl.constexpr,
     DIMS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    PER_STEP: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """int32 [rows, stored] of canonical codes to int32 [units, 16] in the order of `words`; a row has `width` units.
+    """int32 [E * rows, stored] of canonical codes to int32 [E, steps, rows, PER_STEP * 16] in the order of `words`.
 
-    SIZES and DIMS of the bytes, those from 1 on, and operations: `words.ARRANGEMENTS`.  INTERLEAVED: the `rows` of an
-    expert, of which `half` are gates, are interleaved (`words.interleave`).
+    `units` of 16 words in all; SIZES and DIMS of the bytes, those from 1 on, and operations: `words.ARRANGEMENTS`.
+    INTERLEAVED: the `rows` of an expert, of which `half` are gates, are interleaved (`words.interleave`).
     """
+    width = steps * PER_STEP
     unit = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (unit < units)[:, None]
     sixteen = tl.arange(0, 16)[None, :]
@@ -43,13 +45,11 @@ def order_kernel(
     words = byte[0] | (byte[1] << 8) | (byte[2] << 16) | (byte[3] << 24)
     for i in tl.static_range(len(operations)):
         words = operations[i](words)
-    place = unit
+    expert = unit // width // rows
+    row = unit // width % rows
     if INTERLEAVED:
-        number = unit // width
-        expert = number // rows
-        within = number % rows
-        up = within // half
-        source = within % half
-        blocks = tl.cdiv(half, 8) * 16
-        place = (expert * blocks + source // 8 * 16 + up * 8 + source % 8) * width + unit % width
+        up = row // half
+        row = row % half // 8 * 16 + up * 8 + row % half % 8
+        rows = tl.cdiv(half, 8) * 16
+    place = ((expert * steps + unit % width // PER_STEP) * rows + row) * PER_STEP + unit % PER_STEP
     tl.store(out + place[:, None] * 16 + sixteen, words, mask=inside)

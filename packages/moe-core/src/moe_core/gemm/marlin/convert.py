@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_core.errors import TensorError
 from moe_core.gemm.columns import Grouped, group_columns
 from moe_core.gemm.marlin.scales import by_group, order_scales, powers_of, relative_scales
-from moe_core.gemm.marlin.words import interleave, interleaved_rows, order_words, words_of
+from moe_core.gemm.marlin.words import empty_words, interleave, interleaved_rows, order_words
 from moe_core.quant_key import QuantKey
 
 #: turns two's complement of four bytes into codes that are 128 more, and back
@@ -94,7 +94,7 @@ def _by_group(values: Tensor, grouped: Grouped) -> Tensor:
 def _permuted_words(codes: Tensor, grouped: Grouped, bits: int, *, interleaved: bool) -> Tensor:
     experts, rows, columns = codes.shape[0], codes.shape[1], grouped.index.shape[1]
     rows = interleaved_rows(rows) if interleaved else rows
-    words = torch.empty(experts, rows, words_of(columns, bits), dtype=torch.int32, device=codes.device)
+    words = empty_words(experts, rows, columns, bits, codes.device)
     for out, one, index in zip(words, codes, grouped.index, strict=True):
         if bits == 4:
             one = torch.stack((one & 15, one >> 4), dim=2).flatten(1)

@@ -65,7 +65,8 @@ def gemv(
     pdl: bool,
 ) -> None:
     """``out`` [pairs, N]: each pair's matrix times its row of ``x``, a token's or, without ``activation``, its own."""
-    rows, width = matrix.words.shape[1:]
+    _, steps, rows, words_of_step = matrix.words.shape
+    width = steps * words_of_step
     arguments = vector_arguments(out, x, matrix.arguments, matrix.n, matrix.k, matrix.bias, routing, activation)
     grid = (routing.num_pairs * -(-rows // config.block_n),)
     if config.mma_sync and functions.words is not None and not INTERPRET.value:
@@ -74,14 +75,14 @@ def gemv(
         # words of a step: 16 of each part
         parts, groups, dequantize = MMA_ROWS // config.block_n, functions.words.groups, functions.words.dequantize
         step = 16 * parts
-        steps = -(-width // step)
+        turns = -(-width // step)
         launch(
             gemv_mma_kernel,
             grid,
             *arguments,
             MmaForm(constant(parts), constant(groups), dequantize()),
-            STEPS=steps,
-            DEPTH=min(max(config.block_w // step, 1), steps),
+            STEPS=turns,
+            DEPTH=min(max(config.block_w // step, 1), turns),
             EVEN=width % step == 0,
             SECOND=activation is None,
             pdl=pdl,

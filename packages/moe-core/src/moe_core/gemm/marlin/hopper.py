@@ -76,7 +76,6 @@ def _prefetch(tile, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP: 
     expert's power); all but the first are () where there are none.  How many rows the tile has is not known yet: pairs
     are those of the highest tile, with rows of other experts, and of row 0 in place of rows that are not `in_use`.
     """
-    row_scales, channel_scales, scale_e, channel_e = b_args[1], b_args[2], b_args[5], b_args[7]
     expert, first, block_n = tile
     end = gl.load(schedule[1] + expert + 1)
     scales = ()
@@ -85,9 +84,10 @@ def _prefetch(tile, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP: 
         row = block_n * TILE + (WARPGROUP * BLOCKS + block) * ROWS + gl.arange(0, ROWS, layout=ROW_LAYOUT)
         row = gl.minimum(row, sizes[4] - 1)
         if form.groups == 0:
-            scales += ((gl.load(row_scales + expert.to(gl.int64) * scale_e + row),),)  # type: ignore[assignment]
-        if channel_scales is not None:
-            factor = gl.load(channel_scales + expert.to(gl.int64) * channel_e + row)
+            scale = gl.load(b_args.scales + expert.to(gl.int64) * b_args.scale_e + row)
+            scales += ((scale,),)  # type: ignore[assignment]
+        if b_args.others is not None:
+            factor = gl.load(b_args.others + expert.to(gl.int64) * b_args.other_e + row)
             factors += (factor,)  # type: ignore[assignment]
     pairs = ()
     if epilogue.weights is not None or epilogue.activation == "":
@@ -97,8 +97,8 @@ def _prefetch(tile, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP: 
             row = gl.load(schedule[2] + row)
         pairs += (row,)  # type: ignore[assignment]
     power = ()
-    if b_args[10] is not None:
-        power += (gl.load(b_args[10] + expert),)  # type: ignore[assignment]
+    if b_args.powers is not None:
+        power += (gl.load(b_args.powers + expert),)  # type: ignore[assignment]
     return end, scales, factors, pairs, power
 
 
@@ -251,6 +251,8 @@ def _producer(x, w_desc, schedule, b_args, ring, sizes, K, form):
     HEIGHTS: gl.constexpr = form.heights
     GROUPS: gl.constexpr = form.groups
     BOX: gl.constexpr = w_desc.block_shape[0]
+    # rows of a step that share a row of the matrix
+    SHARED: gl.constexpr = w_desc.block_shape[1] // WORDS
     BYTES: gl.constexpr = TILE * WORDS * 4
     if form.gathers:
         values, stride, per_row = x
@@ -262,13 +264,13 @@ def _producer(x, w_desc, schedule, b_args, ring, sizes, K, form):
     turn = 0
     for index in range(gl.program_id(0), tiles * blocks_n, gl.num_programs(0)):
         expert, start, end, block_n = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
-        row = expert * rows_per_expert + block_n * TILE
+        row = expert * steps * rows_per_expert + block_n * TILE
         if form.gathers:
             token = gl.load(schedule[2] + gl.minimum(start + place, end - 1)) // per_row
             source = (values + token.to(gl.int64) * stride)[:, None] + column[None, :]
         height = _height(end - start, HEIGHTS)
         if GROUPS > 0:
-            scales = b_args[1] + expert.to(gl.int64) * b_args[5] + block_n * TILE + scale_row
+            scales = b_args.scales + expert.to(gl.int64) * b_args.scale_e + block_n * TILE + scale_row
             exists = block_n * TILE + scale_row < rows_per_expert
         for k in range(steps):
             slot = empty_slot(empty, turn)
@@ -278,12 +280,12 @@ def _producer(x, w_desc, schedule, b_args, ring, sizes, K, form):
             else:
                 for i in gl.static_range(len(HEIGHTS)):
                     mbarrier.expect(ready, BYTES + HEIGHTS[i] * STEP * 2, pred=height == HEIGHTS[i])
-            for part in gl.static_range(TILE // BOX):
+            for part in gl.static_range(TILE // SHARED // BOX):
                 target = w_tiles.index(slot).slice(part * BOX, BOX, 0)
-                tma_load(w_desc, [row + part * BOX, k * WORDS], ready, target)
+                tma_load(w_desc, [(row + k * rows_per_expert) // SHARED + part * BOX, 0], ready, target)
             for i in gl.static_range(GROUPS):
-                group = gl.minimum(k * GROUPS + i, b_args[8] - 1)
-                copy_rows(s_tiles.index(slot * GROUPS + i), scales + group * b_args[6], mask=exists)
+                group = gl.minimum(k * GROUPS + i, b_args.groups - 1)
+                copy_rows(s_tiles.index(slot * GROUPS + i), scales + group * b_args.scale_g, mask=exists)
             if form.gathers:
                 for half in gl.static_range(2):
                     inside = k * STEP + half * CHUNK + column < K
@@ -322,17 +324,18 @@ def words_kernel(
 
     GEMM1: out [P, width] = act(x w13^T + bias), rows in sorted order; gemm2: out[pair] = x w2^T + bias.
 
-    - x_desc [P, K] in sorted order and w_desc [E * rows_per_expert, words]: descriptors
+    - x_desc [P, K] in sorted order and w_desc [E * steps * rows_per_expert, words of a step], or with two such rows in
+      one: descriptors
     - or x_rows = (x [tokens, K], row stride, pairs of a token), x_desc None
-    - b_args as the tile kernel's device functions have it, and `WordFunctions.powers`; schedule, result and epilogue as
-      there
+    - b_args, schedule, result and epilogue as the tile kernel and its device functions have them
     - N columns of the result, of one half where gated; form: `WordsForm`
     """
     begin_pdl(PDL)
     dtype: gl.constexpr = x_rows[0].dtype.element_ty if form.gathers else x_desc.dtype
     x_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES * 2, form.heights[0], CHUNK], x_layout)
-    w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TILE, WORDS], w_desc.layout)
+    SHARED: gl.constexpr = w_desc.block_shape[1] // WORDS
+    w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TILE // SHARED, SHARED * WORDS], w_desc.layout)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     row_weights = gl.allocate_shared_memory(gl.float32, [CONSUMERS, form.heights[0]], row_layout)
     row_pairs = gl.allocate_shared_memory(gl.int32, [CONSUMERS, form.heights[0]], row_layout)
@@ -340,7 +343,7 @@ def words_kernel(
     PRODUCERS: gl.constexpr = 129 if form.gathers else 33 if form.groups > 0 else 1
     full, empty = allocate_barriers(STAGES, PRODUCERS)
     SCALES: gl.constexpr = STAGES * form.groups if form.groups > 0 else 1
-    s_tiles = gl.allocate_shared_memory(b_args[1].dtype.element_ty, [SCALES, TILE], row_layout)
+    s_tiles = gl.allocate_shared_memory(b_args.scales.dtype.element_ty, [SCALES, TILE], row_layout)
     fence_async_shared()
     ring = (x_tiles, w_tiles, full, empty, s_tiles)
     tiles = gl.load(schedule[0])

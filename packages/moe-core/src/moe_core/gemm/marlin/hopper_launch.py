@@ -7,7 +7,7 @@ import math
 import triton.language as tl
 
 from moe_core.gemm.hopper_launch import descriptor, specialised, start
-from moe_core.gemm.launch import Gemm, constant
+from moe_core.gemm.launch import Gemm, constant, lines_of_experts
 
 #: rows of weights of a tile, which are requested together, columns of a step, and words that these are
 WORDS_BOX = 256
@@ -22,16 +22,16 @@ ROWS = tuple(HEIGHTS)
 
 
 def words_gemm(gemm: Gemm) -> None:
-    """As `hopper_gemm`, for 4-bit words [E, rows, words] and operand A of 16 bits.
+    """As `hopper_gemm`, for 4-bit words [E, steps, rows, words of a step] and operand A of 16 bits.
 
     ``gemm.a.warp_specialised`` is () where A is sorted; of tokens, (top-k,), and rows are read in whole 32 bytes.
-    ``weight_scales``: `b_args` of the tile kernel's device functions, and powers and groups of `WordFunctions`, whose
+    ``weight_scales``: `b_args` of the tile kernel's device functions, and the groups of `WordFunctions`, whose
     ``dequantize`` is what ``functions`` give.
     """
     from moe_core.gemm.marlin.hopper import WordsForm, words_kernel
 
     special, height = specialised(gemm), gemm.order.block_m
-    *arguments, groups = special.weight_scales
+    arguments, groups = special.weight_scales
     heights = HEIGHTS[height]
     per_token, values = gemm.a.warp_specialised, gemm.a.arguments[0]
     rows_of_tiles = rows_of_tokens = None
@@ -48,6 +48,8 @@ def words_gemm(gemm: Gemm) -> None:
         constant(gemm.config.group_m),
         special.functions(),
     )
-    operands = rows_of_tiles, rows_of_tokens, descriptor(special.tensor, [WORDS_BOX, WORDS], 64)
-    rows, stages = special.tensor.shape[1], RING // (WORDS_BOX * WORDS * 4 + height * STEP * 2)
-    start(words_kernel, gemm, -(-rows // WORDS_BOX), operands, (tuple(arguments),), rows, form, stages)
+    words, rows = lines_of_experts(special.tensor), special.tensor.shape[2]
+    box = [WORDS_BOX * WORDS // words.shape[1], words.shape[1]]
+    operands = rows_of_tiles, rows_of_tokens, descriptor(words, box, 4 * words.shape[1])
+    stages = RING // (WORDS_BOX * WORDS * 4 + height * STEP * 2)
+    start(words_kernel, gemm, -(-rows // WORDS_BOX), operands, (arguments,), rows, form, stages)

@@ -27,6 +27,12 @@ _WARPS = [[16, 0], [32, 0]]
 WORD_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], *_LANES], _WARPS, [], [64, 16])
 )
+# the same of two rows in one, [ROWS / 2, 32]
+PAIR_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [4, 0]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[8, 0], [16, 0]], [], [32, 32]
+    )
+)
 # one word u of each of four threads, [ROWS, 4]
 QUARTER = gl.constexpr(gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], *_LANES], _WARPS, [], [64, 4]))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, QUARTER.value))
@@ -75,11 +81,16 @@ def load_words(ring, turn, given, form, WARPGROUP: gl.constexpr):
     slot = full_slot(ring[2], turn)
     if form.gathers:
         fence_async_shared()
+    SHARED: gl.constexpr = ring[1].shape[2] // WORDS
     words = ()
     scales = ()
     for block in gl.static_range(BLOCKS):
-        rows = ring[1].index(slot).slice((WARPGROUP * BLOCKS + block) * ROWS, ROWS, 0)
-        words += (quarters(rows.load(WORD_LAYOUT)),)  # type: ignore[assignment]
+        rows = ring[1].index(slot).slice((WARPGROUP * BLOCKS + block) * ROWS // SHARED, ROWS // SHARED, 0)
+        if SHARED == 2:
+            loaded = gl.convert_layout(rows.load(PAIR_LAYOUT).reshape([ROWS, WORDS]), WORD_LAYOUT, assert_trivial=True)
+        else:
+            loaded = rows.load(WORD_LAYOUT)
+        words += (quarters(loaded),)  # type: ignore[assignment]
         of_block = ()
         for i in gl.static_range(form.groups):
             rows = ring[4].index(slot * form.groups + i).slice((WARPGROUP * BLOCKS + block) * ROWS, ROWS, 0)

@@ -2,7 +2,8 @@
 
 Weights as stored (`moe_core.gemm.as_stored`) are opened and scaled by the same functions.
 
-    weights       int32 words [E, rows, words of K], see `moe_core.gemm.marlin.words`
+    weights       int32 words [E, steps, rows, words of a step], see `moe_core.gemm.marlin.words`; as stored [E, rows,
+                  words of K]
     scales        float32 [E, groups of K, rows]; beside zero points int32: the bits of a float32 whose last nine are 0,
                   and the zero point in their place.  Four bytes, so that they too are copied ahead of time.
     channel scales   float32 [E, rows] that multiply finished sums, or None
@@ -29,7 +30,7 @@ import triton.language as tl
 
 from moe_core.gemm.marlin.dequant import join_last
 from moe_core.gemm.swap_ab import add_swap_ab_dot, swap_ab_dot
-from moe_core.gemm.weight_tile import weight_rows, weight_tile
+from moe_core.gemm.weight_tile import step_strides, weight_rows, weight_tile
 from moe_core.jit.casts import INTERPRET
 from moe_core.jit.prefetch import prefetch_l2
 from moe_core.jit.specialize import specialize
@@ -46,20 +47,24 @@ dequantize: Any = None
 
 @triton.jit
 def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """State of a tile: pointers to its rows, which of them exist, the first; pointers to the rows' scales, stride of a
-    group's, number of groups; if there are any, pointers to the rows' channel scales, or zero points.
+    """State of a tile: pointers to its rows, which of them exist, where they are for a descriptor (the first, and
+    `step_strides` of block-major words); pointers to the rows' scales, stride of a group's, number of groups; if there
+    are any, pointers to the rows' channel scales, or zero points.
 
-    b_args as `moe_core.gemm.marlin.weight.packed_arguments` makes them.
+    b_args: `moe_core.gemm.marlin.weight.PackedWeight`.
     """
-    words, scales, others, stride_e, stride_n, scale_e, scale_g, other_e, groups, scale_n = b_args
-    rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
+    rows, inside, first = weight_rows(b_args.words, b_args.stride_e, b_args.stride_n, expert, half, n, N, BLOCK_N)
+    place = (first,)
+    if b_args.stride_k is not None:
+        place += step_strides(b_args.stride_n, b_args.stride_k)
     columns = half * N + n + tl.arange(0, BLOCK_N)
-    state = rows, inside, first, scales + expert.to(tl.int64) * scale_e + columns * scale_n, scale_g, groups
+    scales = b_args.scales + expert.to(tl.int64) * b_args.scale_e + columns * b_args.scale_n
+    state = rows, inside, place, scales, b_args.scale_g, b_args.groups
     # a state holds no None
-    if others is None:
+    if b_args.others is None:
         return state
     else:
-        return state + (others + expert.to(tl.int64) * other_e + columns,)
+        return state + (b_args.others + expert.to(tl.int64) * b_args.other_e + columns,)
 
 
 @triton.jit
@@ -82,7 +87,10 @@ def tile_words(
 ):
     """int32 [BLOCK_N, words] of step k; beyond the last word 0, which meets zeros of the activations."""
     words = tl.cdiv(K * BITS, 32)
-    return weight_tile(state[0], state[1], state[2], b_desc, k, words, BLOCK_K * BITS // 32, EVEN_N, EVEN_K)
+    strides = None
+    if len(state[2]) > 1:
+        strides = state[2][1:]
+    return weight_tile(state[0], state[1], state[2][0], b_desc, k, words, BLOCK_K * BITS // 32, EVEN_N, EVEN_K, strides)
 
 
 @triton.jit

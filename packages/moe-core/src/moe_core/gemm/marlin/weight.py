@@ -15,21 +15,55 @@ from moe_core.gemm.marlin.hopper_launch import ROWS, STEP, words_gemm
 from moe_core.gemm.plan import TileConfig
 
 
-def packed_arguments(words: Tensor, scales: Tensor, others: Tensor | None) -> tuple[Any, ...]:
-    """The tuple `b_args` of `moe_core.gemm.marlin.operand.open_groups`.
+class PackedWeight(NamedTuple):
+    """The tuple `b_args` of `moe_core.gemm.marlin.operand.open_groups`; `PackedWeight.of` makes it.
 
-    ``words`` [E, rows, words], ``scales`` [E, groups, rows]; ``others``: channel scales [E, rows] or zero points.
+    ``words`` with their strides by expert, row and, where they are block-major, step; ``scales`` with theirs by expert,
+    group and row, and how many ``groups`` there are; ``others``: channel scales or zero points, by expert.  What has a
+    default is for some kernels: ``powers``, see `WordFunctions`, and ``column_groups`` [E, columns], by expert.
     """
-    strides = (words.stride(0), words.stride(1), scales.stride(0), scales.stride(1))
-    other_e = 0 if others is None else others.stride(0)
-    return words, scales, others, *strides, other_e, scales.shape[1], scales.stride(2)
+
+    words: Tensor
+    scales: Tensor
+    others: Tensor | None
+    stride_e: int
+    stride_n: int
+    stride_k: int | None
+    scale_e: int
+    scale_g: int
+    scale_n: int
+    groups: int
+    other_e: int
+    powers: Tensor | None = None
+    column_groups: Tensor | None = None
+    column_e: int = 0
+
+    @staticmethod
+    def of(words: Tensor, scales: Tensor, others: Tensor | None, column_groups: Tensor | None = None) -> PackedWeight:
+        """``words`` [E, rows, words] or [E, steps, rows, words of a step], ``scales`` [E, groups, rows]."""
+        scale_e, scale_g, scale_n = scales.stride()
+        return PackedWeight(
+            words,
+            scales,
+            others,
+            words.stride(0),
+            words.stride(-2),
+            words.stride(1) if words.dim() == 4 else None,
+            scale_e,
+            scale_g,
+            scale_n,
+            scales.shape[1],
+            0 if others is None else others.stride(0),
+            column_groups=column_groups,
+            column_e=0 if column_groups is None else column_groups.stride(0),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class MarlinMatrix:
     """One of the two weights of a layer's experts.
 
-    - ``words`` int32 [E, rows, words], see `moe_core.gemm.marlin.words`: whole steps of 128 columns; ``bits`` of a code
+    - ``words`` int32 [E, steps, rows, words of a step], see `moe_core.gemm.marlin.words`; ``bits`` of a code
     - ``n`` columns of the result, of one half where gate and up rows are interleaved
     - ``k`` columns of x or h as the words have them; ``group_size`` of them share a scale, -1: all of a row
     - ``scales`` [E, groups, rows] float32, or int32 with zero points (`moe_core.gemm.marlin.operand`)
@@ -53,9 +87,9 @@ class MarlinMatrix:
     powers: Tensor | None = None
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> PackedWeight:
         """The tuple `b_args` of the device functions, see `moe_core.gemm.marlin.operand`."""
-        return packed_arguments(self.words, self.scales, self.channel_scales)
+        return PackedWeight.of(self.words, self.scales, self.channel_scales)
 
     @property
     def activation_columns(self) -> Columns:
@@ -69,7 +103,7 @@ class MarlinMatrix:
         """
         special = None
         if words is not None:
-            scales = (*self.arguments, words.powers, words.groups)
+            scales = (self.arguments._replace(powers=words.powers), words.groups)
             special = WarpSpecialisedGemm(self.words, words.dequantize, scales, STEP, words_gemm, ROWS, gathers=True)
         return GemmWeight(
             self.arguments,

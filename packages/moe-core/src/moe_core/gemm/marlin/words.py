@@ -7,7 +7,9 @@ needs, and the words of a thread follow one another:
     4 bits, units of 128 columns   word 4t + u, bits 4p + 16i:      column 32u + 16s + 8j + 2t + i, with p = 2s + j
     8 bits, units of 64 columns    word 4t + s, bits 8j + 16i:      column 16s + 8j + 2t + i
 
-for t, u, s (8 bits) of 0 to 3 and i, j, s (4 bits) of 0 and 1.  Rows are filled up with zeros to whole units.
+for t, u, s (8 bits) of 0 to 3 and i, j, s (4 bits) of 0 and 1.  Rows are filled up with zeros to whole steps of 128
+columns.  Words are block-major: those that all rows have of one step lie together, so that what a program reads at a
+time is one piece of memory.
 
 Numbers of e2m1 (a sign, two bits of exponent, one of mantissa) lie so that a word, rotated to the left, has one of each
 half where bfloat16 has them (sign 15, exponent 8 and 7, mantissa 6):
@@ -34,14 +36,13 @@ from moe_core.gemm.marlin._word_bits import columns_apart, e2m1_bits, signs_apar
 from moe_core.ops._backend import use_triton
 from moe_core.ops.layout import interleave_halves
 
-#: columns of a unit, which is 16 words
-UNIT = {4: 128, 8: 64}
-WORDS = 16
+#: columns of a step, and words of a unit
+STEP, WORDS = 128, 16
 
 
-def words_of(columns: int, bits: int) -> int:
-    """Words of a row of so many columns, filled up to whole steps of 128 columns."""
-    return -(-columns // 128) * (128 // UNIT[bits]) * WORDS
+def empty_words(experts: int, rows: int, columns: int, bits: int, device: torch.device) -> Tensor:
+    """Room for the words of so many rows and columns: int32 [E, steps, rows, words of a step]."""
+    return torch.empty(experts, -(-columns // STEP), rows, STEP * bits // 32, dtype=torch.int32, device=device)
 
 
 def order_words(
@@ -53,7 +54,7 @@ def order_words(
     interleaved: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """int32 [E, rows, words] of ``codes`` uint8 [E, rows, ceil(columns * bits / 8)], 4-bit ones with even columns low.
+    """int32 [E, steps, rows, words] of ``codes`` uint8 [E, rows, ceil(columns * bits / 8)], the even of 4-bit ones low.
 
     ``order``: what words are made for, "integers", "e2m1" that is to become 16-bit numbers, or "e4m3";
     ``interleaved``: the rows are two halves, interleaved in blocks of 8 (:func:`interleave`).  Any device, on a GPU one
@@ -68,14 +69,13 @@ def order_words(
     experts, rows, size = codes.shape
     if size != -(-columns * bits // 8):
         raise TensorError(f"codes have {size} bytes a row, expected {-(-columns * bits // 8)} for {columns} columns")
-    width = words_of(columns, bits)
-    # rows that fill up blocks of 8 are not written
-    make = torch.zeros if interleaved and rows % 16 else torch.empty
-    words = make(
-        experts, interleaved_rows(rows) if interleaved else rows, width, dtype=torch.int32, device=codes.device
-    )
+    words = empty_words(experts, interleaved_rows(rows) if interleaved else rows, columns, bits, codes.device)
     if words.numel() == 0:
         return words
+    if interleaved and rows % 16:
+        # rows that fill up blocks of 8 are not written
+        words.zero_()
+    width = words.shape[1] * words.shape[3]
     on_gpu = use_triton(codes, backend)
     if on_gpu and size % 4 == 0 and codes.is_contiguous() and codes.data_ptr() % 4 == 0:
         _launch(codes, words, bits, interleaved, order)
@@ -86,7 +86,8 @@ def order_words(
             _launch((whole.clone() if whole.data_ptr() % 4 else whole)[None], out[None], bits, interleaved, order)
         else:
             ordered = _ordered(whole, bits, order)
-            out.copy_(interleave(ordered[None])[0] if interleaved else ordered)
+            ordered = interleave(ordered[None])[0] if interleaved else ordered
+            out.copy_(ordered.view(len(ordered), len(out), -1).transpose(0, 1))
     return words
 
 
@@ -139,22 +140,22 @@ def _ordered(codes: Tensor, bits: int, order: str) -> Tensor:
 
 
 def _launch(codes: Tensor, out: Tensor, bits: int, interleaved: bool, order: str) -> None:
-    """``codes`` have rows of whole int32, which need not fill the words of ``out``."""
+    """``codes`` [E, rows, bytes] have rows of whole int32, which need not fill the words of ``out``."""
     import triton
 
     from moe_core.gemm.marlin._word_kernels import COMPILED, order_kernel
     from moe_core.jit.launch import launch
 
     sizes, dims, operations = ARRANGEMENTS[order, bits]
-    width, block = out.shape[2] // WORDS, 128
-    units = codes.shape[0] * codes.shape[1] * width
+    per_step, block = out.shape[3] // WORDS, 128
+    units = codes.shape[0] * codes.shape[1] * out.shape[1] * per_step
     launch(
         order_kernel,
         (triton.cdiv(units, block),),
         codes.view(torch.int32),
         out,
         units,
-        width,
+        out.shape[1],
         codes.shape[2] // 4,
         codes.shape[1],
         codes.shape[1] // 2,
@@ -162,6 +163,7 @@ def _launch(codes: Tensor, out: Tensor, bits: int, interleaved: bool, order: str
         SIZES=sizes,
         DIMS=tuple(1 + dim for dim in dims),
         INTERLEAVED=interleaved,
+        PER_STEP=per_step,
         BLOCK=block,
         num_warps=4,
     )
