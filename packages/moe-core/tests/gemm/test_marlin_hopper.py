@@ -142,7 +142,8 @@ def hopper(device: torch.device) -> torch.device:
 CASES = [
     (128, True, {"bias": True}),
     (64, False, {"group": 64, "n": 264, "k": 136, "spread": True}),
-    (64, True, {"zeros": True}),
+    # an odd number of rows, none of which shares a row of the tensor map with another
+    (64, True, {"zeros": True, "n": 201}),
     (64, True, {"group": 32, "zeros": True, "dtype": torch.float16, "k": 416}),
     (128, False, {"group": -1, "zeros": True, "k": 1024, "n": 1000}),
 ]
