@@ -124,11 +124,12 @@ class GemmWeight:
 
         if self.matrix is None:
             return None
-        columns = block_columns // self.packed
-        if self.arguments[0].dim() == 3:
-            return TensorDescriptor.from_tensor(self.matrix, [block_rows, columns])
-        matrix = lines_of_experts(self.arguments[0])
-        return TensorDescriptor.from_tensor(matrix, [block_rows * columns // matrix.shape[1], matrix.shape[1]])
+        weights, columns = self.arguments[0], block_columns // self.packed
+        # the up half of an odd number of rows starts in the middle of a line
+        if weights.dim() == 4 and (self.interleaved or self.n % 2 == 0):
+            matrix = lines_of_experts(weights)
+            return TensorDescriptor.from_tensor(matrix, [block_rows * columns // matrix.shape[1], matrix.shape[1]])
+        return TensorDescriptor.from_tensor(self.matrix, [block_rows, columns])
 
 
 @dataclass(frozen=True, eq=False)
