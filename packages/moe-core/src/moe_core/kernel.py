@@ -33,6 +33,7 @@ from moe_core.experts import (
     FusedMoEExpertsMonolithic,
 )
 from moe_core.jit.compile_ahead import Progress
+from moe_core.jit.current_device import current
 from moe_core.kernel_call import KernelCall
 from moe_core.lora import LoRAWeights
 from moe_core.prepare_finalize.base import (
@@ -398,7 +399,8 @@ class FusedMoEKernel:
             given = partial, hidden_states, topk_weights, topk_ids, expert_map
             self._replay_of(experts, movement).run(call, given, self._workspace)
         else:
-            call(self._workspace, self._replay_of_steps(output))
+            with current(output.device):
+                call(self._workspace, self._replay_of_steps(output))
         movement.sum_ranks_async(output, partial).wait()
 
     def run_parts(self, workspace: Workspace, output: Tensor, hidden_states: Tensor, routing: TokenRouting) -> None:
@@ -422,7 +424,7 @@ class FusedMoEKernel:
             return
         movement = self.prepare_finalize
         partial = output if movement is None or movement.sums_in_place else torch.empty_like(hidden_states)
-        with autocast_off(output.device.type):
+        with autocast_off(output.device.type), current(output.device):
             self.experts.apply(
                 partial,
                 hidden_states,

@@ -53,6 +53,9 @@ MOST_RECORDS = 128
 #: kinds of calls that are remembered for layers that are alike, of all models
 MOST_SHARED = 1024
 
+#: how often a record is made anew for other scratch memory: engines may alternate between buffers
+MOST_BINDINGS = 16
+
 #: a kind of call that was not seen yet
 _NEW: Any = object()
 #: by what layers that are alike have in common, and the kind of call; None: seen once
@@ -179,14 +182,24 @@ class Replay:
         scratch: Workspace | None,
         lasting: bool,
     ) -> None:
-        device = torch.cuda.current_device() if self.weights.device.type == "cuda" else None
+        place, device = self.weights.device, None
+        if place.type == "cuda":
+            device = torch.cuda.current_device()
+            if device != place.index:
+                # what is launched goes to the current GPU
+                with torch.cuda.device(place):
+                    self._run(call, inputs, of, scratch, lasting)
+                return
         kind = (device, *of, *_kind(inputs))
         found = self._records.get(kind, _NEW)
         if found is _NEW or found is None:
             found = self._shared(kind, found, scratch, lasting)
-        if isinstance(found, Record) and self._started(found, inputs, scratch, device):
-            return
-        if found is None and not (self.weights.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if isinstance(found, Record):
+            if scratch is not None and found.fixed_scratch is not None:
+                found = self._moved(found, kind, scratch, lasting)
+            if self._started(found, inputs, scratch, device):
+                return
+        if found is None and not (place.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             launched: list[Launch] = []
             with observe(launched.append), _Watch() as watch:
                 call()
@@ -253,6 +266,20 @@ class Replay:
             return Record(recording, self._memory, None if scratch is None else scratch.hold(recording.scratch))
         except NotReplayable as reason:
             return reason
+
+    def _moved(self, record: Record, kind: tuple[Any, ...], scratch: Workspace, lasting: bool) -> Record:
+        """``record``, made anew where its descriptors are of scratch memory that has grown, or was replaced, since."""
+        if (
+            record.bindings >= MOST_BINDINGS
+            or scratch.hold(record.recording.scratch).data_ptr() == record.fixed_scratch
+        ):
+            return record
+        found = self._bound(record.recording, scratch, lasting)
+        if isinstance(found, NotReplayable):
+            return record
+        found.bindings = record.bindings + 1
+        _remember(self._records, kind, found)
+        return found
 
     def _started(
         self, record: Record, inputs: Sequence[Tensor | None], scratch: Workspace | None, device: int | None
