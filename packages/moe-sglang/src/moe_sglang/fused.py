@@ -97,8 +97,8 @@ class FusedFunction:
         tensors = _tensors(info)
         if self._call != (top_k, dtype) or any(new is not old for new, old in zip(tensors, self._tensors, strict=True)):
             return False
-        # the same parameters may have other memory
-        return self._addresses == _addresses(tensors)
+        # the same parameters may have other memory; tensors that are traced have none
+        return torch.compiler.is_compiling() or self._addresses == _addresses(tensors)
 
     def _make(self, info: Any, runner: Any, top_k: int, x: Tensor) -> None:
         """Make the kernel; the reason is logged, once for all layers, where there is none."""
