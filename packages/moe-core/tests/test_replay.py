@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 from moe_core.jit.launch import launch
 from moe_core.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG
-from moe_core.replay import MOST_BINDINGS, MOST_RECORDS, Replay
+from moe_core.replay import MOST_BINDINGS, MOST_RECORDS, Replay, _remember
 from moe_core.weights import KernelWeights
 from moe_core.workspace import Workspace, WorkspaceSpec
 from torch import Tensor
@@ -378,6 +380,28 @@ def test_the_number_of_records_is_bounded() -> None:
             calls.run(product(kernel, weights, x, out), (out, x, padding), None)
     assert len(calls.reasons()) == MOST_RECORDS
     assert all(reason is None for reason in calls.reasons())
+
+
+def test_threads_may_remember_kinds_of_calls_at_the_same_time() -> None:
+    class Slow(dict[Any, Any]):
+        """Another thread has its turn while the oldest entry is looked for, and between two changes."""
+
+        def __iter__(self) -> Iterator[Any]:
+            oldest = super().__iter__()
+            time.sleep(1e-4)
+            return oldest
+
+        def pop(self, *args: Any) -> Any:
+            found = super().pop(*args)
+            time.sleep(1e-4)
+            return found
+
+    known, most = Slow(), 8
+    with ThreadPoolExecutor(2) as threads:
+        inserted = [threads.submit(_remember, known, number, None, most) for number in range(200)]
+        for one in inserted:
+            one.result()
+    assert len(known) == most
 
 
 def test_records_belong_to_the_parts_that_they_were_made_with() -> None:

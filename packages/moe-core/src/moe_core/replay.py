@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from typing import Any
 
@@ -60,6 +61,8 @@ MOST_BINDINGS = 16
 _NEW: Any = object()
 #: by what layers that are alike have in common, and the kind of call; None: seen once
 _SHARED: dict[tuple[Any, ...], Recording | None] = {}
+#: held while what is known changes or is gone through; looking a kind up, as every call does, needs no lock
+_CHANGING = threading.Lock()
 
 
 class _Watch(TorchFunctionMode):
@@ -155,9 +158,9 @@ class Replay:
 
     def reasons(self) -> tuple[str | None, ...]:
         """Of every kind of call that was looked at: None if it is recorded, else why not."""
-        return tuple(
-            str(found) if isinstance(found, NotReplayable) else None for found in self._records.values() if found
-        )
+        with _CHANGING:
+            known = tuple(self._records.values())
+        return tuple(str(found) if isinstance(found, NotReplayable) else None for found in known if found)
 
     def run(
         self, call: Callable[[Workspace], None], inputs: Sequence[Tensor | None], workspace: Workspace | None
@@ -299,11 +302,12 @@ class Replay:
 
 
 def _remember(known: MutableMapping[Any, Any], key: Hashable, found: object, most: int = MOST_RECORDS) -> None:
-    """Put ``found`` into ``known``, whose oldest entries go first."""
-    known.pop(key, None)
-    while len(known) >= most:
-        known.pop(next(iter(known)), None)
-    known[key] = found
+    """Put ``found`` into ``known``, whose oldest entries go first; from any thread."""
+    with _CHANGING:
+        known.pop(key, None)
+        while len(known) >= most:
+            known.pop(next(iter(known)), None)
+        known[key] = found
 
 
 def _kind(inputs: Sequence[Tensor | None]) -> tuple[Any, ...]:
