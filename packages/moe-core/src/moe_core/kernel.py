@@ -399,8 +399,7 @@ class FusedMoEKernel:
             given = partial, hidden_states, topk_weights, topk_ids, expert_map
             self._replay_of(experts, movement).run(call, given, self._workspace)
         else:
-            with current(output.device):
-                call(self._workspace, self._replay_of_steps(output))
+            call(self._workspace, self._replay_of_steps(output))
         movement.sum_ranks_async(output, partial).wait()
 
     def run_parts(self, workspace: Workspace, output: Tensor, hidden_states: Tensor, routing: TokenRouting) -> None:

@@ -197,11 +197,8 @@ class Replay:
         found = self._records.get(kind, _NEW)
         if found is _NEW or found is None:
             found = self._shared(kind, found, scratch, lasting)
-        if isinstance(found, Record):
-            if scratch is not None and found.fixed_scratch is not None:
-                found = self._moved(found, kind, scratch, lasting)
-            if self._started(found, inputs, scratch, device):
-                return
+        if isinstance(found, Record) and self._started(found, kind, inputs, scratch, lasting, device):
+            return
         if found is None and not (place.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             launched: list[Launch] = []
             with observe(launched.append), _Watch() as watch:
@@ -270,35 +267,41 @@ class Replay:
         except NotReplayable as reason:
             return reason
 
-    def _moved(self, record: Record, kind: tuple[Any, ...], scratch: Workspace, lasting: bool) -> Record:
-        """``record``, made anew where its descriptors are of scratch memory that has grown, or was replaced, since."""
-        if (
-            record.bindings >= MOST_BINDINGS
-            or scratch.hold(record.recording.scratch).data_ptr() == record.fixed_scratch
-        ):
-            return record
-        found = self._bound(record.recording, scratch, lasting)
-        if isinstance(found, NotReplayable):
-            return record
-        found.bindings = record.bindings + 1
-        _remember(self._records, kind, found)
-        return found
-
     def _started(
-        self, record: Record, inputs: Sequence[Tensor | None], scratch: Workspace | None, device: int | None
+        self,
+        record: Record,
+        kind: tuple[Any, ...],
+        inputs: Sequence[Tensor | None],
+        scratch: Workspace | None,
+        lasting: bool,
+        device: int | None,
     ) -> bool:
         if self._watched():
             return False
         addresses: dict[Owner, int] = {}
         if scratch is not None:
             start = scratch.hold(record.recording.scratch).data_ptr()
-            if start % ALIGNMENT != record.recording.scratch_alignment or record.fixed_scratch not in (None, start):
+            if start % ALIGNMENT != record.recording.scratch_alignment:
                 return False
+            if record.fixed_scratch not in (None, start):
+                moved = self._moved(record, scratch, lasting)
+                if moved is None:
+                    return False
+                _remember(self._records, kind, moved)
+                record = moved
             addresses[SCRATCH] = start
         for index, tensor in enumerate(inputs):
             if tensor is not None:
                 addresses[index] = tensor.data_ptr()
         return record.start(addresses, self._stream(device))
+
+    def _moved(self, record: Record, scratch: Workspace, lasting: bool) -> Record | None:
+        """``record`` for other scratch memory than that of its descriptors: it has grown, or was replaced, since."""
+        found = None if record.bindings >= MOST_BINDINGS else self._bound(record.recording, scratch, lasting)
+        if not isinstance(found, Record):
+            return None
+        found.bindings = record.bindings + 1
+        return found
 
 
 def _remember(known: MutableMapping[Any, Any], key: Hashable, found: object, most: int = MOST_RECORDS) -> None:
