@@ -28,17 +28,17 @@ CHUNK_BYTES = 1 << 20
 class StoredAxis:
     """The dimension ``dim`` of one expert's tensor as stored whose entries hold ``unit`` rows (or columns) each.
 
-    ``apart``: where gate and up are one matrix, either begins with an entry of its own, though the last one of gate may
+    ``separate``: where gate and up are one matrix, either begins with an entry of its own, though gate's last one may
     hold fewer rows; otherwise entries are counted over all rows, and one may hold rows of both.
     """
 
     dim: int
     unit: int = 1
-    apart: bool = False
+    separate: bool = False
 
     def straddles(self, size: int) -> bool:
         """Whether an entry holds rows of both, where gate has ``size`` rows and up's come after them."""
-        return not self.apart and size % self.unit != 0
+        return not self.separate and size % self.unit != 0
 
 
 #: (that of the matrix's rows, that of its columns); None where a tensor has none
