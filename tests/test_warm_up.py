@@ -79,7 +79,7 @@ def test_layers_that_are_alike_are_compiled_once_and_progress_is_told() -> None:
         patch.object(compile_calls, "_compiles", lambda kernel: True),
         patch.object(compile_calls, "_call", lambda *_: None),
         patch.object(compile_calls, "compile_ahead", compile_ahead),
-        patch.object(compile_calls, "on_device", lambda device: record()),
+        patch.object(compile_calls, "current", lambda device: record()),
     ):
         count = mc.warm_up(layers, 64, progress=lambda *now: told.append(now))
     assert told == [(count, count)]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 import torch
 from moe_core.jit.launch import launch
 from moe_core.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG
-from moe_core.replay import MOST_RECORDS, Replay
+from moe_core.replay import MOST_BINDINGS, MOST_RECORDS, Replay, _remember
 from moe_core.weights import KernelWeights
 from moe_core.workspace import Workspace, WorkspaceSpec
 from torch import Tensor
@@ -286,16 +289,27 @@ def test_descriptors_of_scratch_memory_follow_the_callers_workspace_alone() -> N
     old = shared.hold(0)
     shared.reserve(1 << 20)
     old.fill_(255)  # whoever still wrote there would read NaN
+    memory = weakref.ref(old.untyped_storage())
+    del old
     for _ in range(2):
         x, out = numbers(), torch.empty(SIZE)
         calls.run(call_of(x, out), (out, x), shared)
         assert torch.equal(out, 3 * weights.w2 + (2 * x + weights.w13))
-    assert kernel.started == 2
+    assert kernel.started == 6
+    assert memory() is None
 
-    calls = replay(weights)
+    # not for ever: who alternates between buffers has calls dispatched
+    for _ in range(MOST_BINDINGS + 5):
+        other = Workspace("cpu")
+        calls.run(call_of(x, out), (out, x), other)
+        assert torch.equal(out, 3 * weights.w2 + (2 * x + weights.w13))
+    started = 6 + 2 * (MOST_BINDINGS - 1)
+    assert started <= kernel.started < started + 2 * 5
+
+    calls, before = replay(weights), kernel.started
     for _ in range(4):
         calls.run(call_of(x, out), (out, x), None)
-    assert kernel.started == 2
+    assert kernel.started == before
     assert calls.reasons() == ("a descriptor of scratch memory that belongs to one call",)
 
 
@@ -316,8 +330,8 @@ def test_a_workspace_may_be_any_part_of_a_buffer() -> None:
 
         calls.run(call, (out, x), workspace)
         assert torch.equal(out, 3 * weights.w2 + (2 * x + weights.w13)), number
-    # the first call and the one that is recorded, then all that lie where that one did
-    assert (kernel.dispatched, kernel.started) == (2 * (2 + 6), 2 * (4 + 3))
+    # the first call and the one that is recorded; records are made anew for a part of the buffer that was not theirs
+    assert (kernel.dispatched, kernel.started) == (2 * 2, 2 * 13)
 
 
 def test_descriptors_of_weights_stay_and_those_of_inputs_are_not_replayed() -> None:
@@ -366,6 +380,28 @@ def test_the_number_of_records_is_bounded() -> None:
             calls.run(product(kernel, weights, x, out), (out, x, padding), None)
     assert len(calls.reasons()) == MOST_RECORDS
     assert all(reason is None for reason in calls.reasons())
+
+
+def test_threads_may_remember_kinds_of_calls_at_the_same_time() -> None:
+    class Slow(dict[Any, Any]):
+        """Another thread has its turn while the oldest entry is looked for, and between two changes."""
+
+        def __iter__(self) -> Iterator[Any]:
+            oldest = super().__iter__()
+            time.sleep(1e-4)
+            return oldest
+
+        def pop(self, *args: Any) -> Any:
+            found = super().pop(*args)
+            time.sleep(1e-4)
+            return found
+
+    known, most = Slow(), 8
+    with ThreadPoolExecutor(2) as threads:
+        inserted = [threads.submit(_remember, known, number, None, most) for number in range(200)]
+        for one in inserted:
+            one.result()
+    assert len(known) == most
 
 
 def test_records_belong_to_the_parts_that_they_were_made_with() -> None:

@@ -47,6 +47,17 @@ def test_both_scales_or_an_error() -> None:
             _ = replace(weights, **{name: None}).weight_scales
 
 
+def test_detached_weights_keep_the_memory_of_parameters_whose_data_changes() -> None:
+    plain = block_weights()
+    parameter = torch.nn.Parameter(plain.w2, requires_grad=False)
+    weights = replace(plain, w2=parameter).detached()
+    assert type(weights.w2) is torch.Tensor
+    assert weights.w2.data_ptr() == parameter.data_ptr()
+    parameter.data = torch.zeros(3, 256, 192).to(torch.float8_e4m3fn)
+    assert bool((weights.w2.float() == 1).all())
+    assert plain.detached() is plain
+
+
 def test_good_weights_pass() -> None:
     block_weights().validate(CONFIG, values=True)
 

@@ -145,6 +145,20 @@ def test_new_values_in_the_same_tensors_are_used(sglang: types.SimpleNamespace, 
     assert torch.equal(found.hidden_states, expected("fp8", config(), new, tokens))
 
 
+def test_a_kernel_is_made_anew_for_tensors_with_other_memory(
+    sglang: types.SimpleNamespace, function: FusedFunction
+) -> None:
+    weights, new = (weights_of(BLOCK, False, config(), seed=seed) for seed in (0, 1))
+    info, tokens = info_of(sglang, BLOCK, weights), dispatched(sglang)
+    function(tokens, info, runner(sglang))
+    former = function.kernel
+    for (_, mine), (_, theirs) in zip(weights.tensors(), new.tensors(), strict=True):
+        mine.data = theirs
+    found = function(tokens, info, runner(sglang))
+    assert function.kernel is not former
+    assert torch.equal(found.hidden_states, expected("fp8", config(), new, tokens))
+
+
 @pytest.mark.parametrize(("row", "static"), [(BLOCK, False), (INT8, False), (("use_fp8_w8a8", "tensor"), False)])
 def test_sglang_refuses_new_weights_where_tensors_are_derived(
     sglang: types.SimpleNamespace, function: FusedFunction, row: tuple[str, str], static: bool

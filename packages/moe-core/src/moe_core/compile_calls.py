@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_core.call_launches import Kernel, Layer, launches_up_to, records_launches, routing_launches
 from moe_core.config import whole_number
 from moe_core.jit.compile_ahead import Progress, compile_ahead, distinct
+from moe_core.jit.current_device import current
 from moe_core.jit.launch import Launch
 from moe_core.ops._backend import interpreting
 from moe_core.shard import map_of
@@ -64,14 +65,9 @@ def compile_calls(
     for device, found in launches.items():
         if not found:
             continue
-        with on_device(device):
+        with current(device):
             ready += compile_ahead(found, progress=told)
     return ready
-
-
-def on_device(device: torch.device) -> torch.cuda.device:
-    """Makes ``device`` the one that Triton compiles for."""
-    return torch.cuda.device(device)
 
 
 def _compiles(kernel: CalledKernel) -> bool:

@@ -33,6 +33,7 @@ from moe_core.experts import (
     FusedMoEExpertsMonolithic,
 )
 from moe_core.jit.compile_ahead import Progress
+from moe_core.jit.current_device import current
 from moe_core.kernel_call import KernelCall
 from moe_core.lora import LoRAWeights
 from moe_core.prepare_finalize.base import (
@@ -422,7 +423,7 @@ class FusedMoEKernel:
             return
         movement = self.prepare_finalize
         partial = output if movement is None or movement.sums_in_place else torch.empty_like(hidden_states)
-        with autocast_off(output.device.type):
+        with autocast_off(output.device.type), current(output.device):
             self.experts.apply(
                 partial,
                 hidden_states,

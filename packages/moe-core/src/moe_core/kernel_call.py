@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_core._autocast import autocast_off
 from moe_core.config import FusedMoEActivationFormat
 from moe_core.experts import FusedMoEExpertsModular, output_shape
+from moe_core.jit.current_device import current
 from moe_core.lora import LoRA, LoRAWeights
 from moe_core.pending import Pending
 from moe_core.prepare_finalize.base import (
@@ -82,7 +83,7 @@ class KernelCall:
         if self._finalized is not None:
             return
         experts, movement, output = self._experts, self._movement, self._partial
-        with autocast_off(output.device.type):
+        with autocast_off(output.device.type), current(output.device):
             prepared = self._prepared.wait()
             routing, applied = prepared.routing, dict[str, Any]()
             if self._lora is not None and routing.adapter_ids is not None:

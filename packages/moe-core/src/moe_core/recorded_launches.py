@@ -173,6 +173,8 @@ class Record:
         self.recording = recording
         #: the scratch memory's address, where a descriptor holds it
         self.fixed_scratch = scratch.data_ptr() if scratch is not None and recording.describes_scratch else None
+        #: how often it was made for other scratch memory before
+        self.bindings = 0
         self._memory, self._starts, self._scratch = memory, memory.starts(), scratch
         #: (where an address stands: a list and a place in it; whose memory it is in, how far from its start)
         self._addresses: list[tuple[list[Any], int, Owner, int]] = []

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from typing import Any
 
@@ -53,10 +54,15 @@ MOST_RECORDS = 128
 #: kinds of calls that are remembered for layers that are alike, of all models
 MOST_SHARED = 1024
 
+#: how often a record is made anew for other scratch memory: engines may alternate between buffers
+MOST_BINDINGS = 16
+
 #: a kind of call that was not seen yet
 _NEW: Any = object()
 #: by what layers that are alike have in common, and the kind of call; None: seen once
 _SHARED: dict[tuple[Any, ...], Recording | None] = {}
+#: held while what is known changes or is gone through; looking a kind up, as every call does, needs no lock
+_CHANGING = threading.Lock()
 
 
 class _Watch(TorchFunctionMode):
@@ -152,9 +158,9 @@ class Replay:
 
     def reasons(self) -> tuple[str | None, ...]:
         """Of every kind of call that was looked at: None if it is recorded, else why not."""
-        return tuple(
-            str(found) if isinstance(found, NotReplayable) else None for found in self._records.values() if found
-        )
+        with _CHANGING:
+            known = tuple(self._records.values())
+        return tuple(str(found) if isinstance(found, NotReplayable) else None for found in known if found)
 
     def run(
         self, call: Callable[[Workspace], None], inputs: Sequence[Tensor | None], workspace: Workspace | None
@@ -179,14 +185,21 @@ class Replay:
         scratch: Workspace | None,
         lasting: bool,
     ) -> None:
-        device = torch.cuda.current_device() if self.weights.device.type == "cuda" else None
+        place, device = self.weights.device, None
+        if place.type == "cuda":
+            device = torch.cuda.current_device()
+            if device != place.index:
+                # what is launched goes to the current GPU
+                with torch.cuda.device(place):
+                    self._run(call, inputs, of, scratch, lasting)
+                return
         kind = (device, *of, *_kind(inputs))
         found = self._records.get(kind, _NEW)
         if found is _NEW or found is None:
             found = self._shared(kind, found, scratch, lasting)
-        if isinstance(found, Record) and self._started(found, inputs, scratch, device):
+        if isinstance(found, Record) and self._started(found, kind, inputs, scratch, lasting, device):
             return
-        if found is None and not (self.weights.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if found is None and not (place.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             launched: list[Launch] = []
             with observe(launched.append), _Watch() as watch:
                 call()
@@ -255,28 +268,49 @@ class Replay:
             return reason
 
     def _started(
-        self, record: Record, inputs: Sequence[Tensor | None], scratch: Workspace | None, device: int | None
+        self,
+        record: Record,
+        kind: tuple[Any, ...],
+        inputs: Sequence[Tensor | None],
+        scratch: Workspace | None,
+        lasting: bool,
+        device: int | None,
     ) -> bool:
         if self._watched():
             return False
         addresses: dict[Owner, int] = {}
         if scratch is not None:
             start = scratch.hold(record.recording.scratch).data_ptr()
-            if start % ALIGNMENT != record.recording.scratch_alignment or record.fixed_scratch not in (None, start):
+            if start % ALIGNMENT != record.recording.scratch_alignment:
                 return False
+            if record.fixed_scratch not in (None, start):
+                moved = self._moved(record, scratch, lasting)
+                if moved is None:
+                    return False
+                _remember(self._records, kind, moved)
+                record = moved
             addresses[SCRATCH] = start
         for index, tensor in enumerate(inputs):
             if tensor is not None:
                 addresses[index] = tensor.data_ptr()
         return record.start(addresses, self._stream(device))
 
+    def _moved(self, record: Record, scratch: Workspace, lasting: bool) -> Record | None:
+        """``record`` for other scratch memory than that of its descriptors: it has grown, or was replaced, since."""
+        found = None if record.bindings >= MOST_BINDINGS else self._bound(record.recording, scratch, lasting)
+        if not isinstance(found, Record):
+            return None
+        found.bindings = record.bindings + 1
+        return found
+
 
 def _remember(known: MutableMapping[Any, Any], key: Hashable, found: object, most: int = MOST_RECORDS) -> None:
-    """Put ``found`` into ``known``, whose oldest entries go first."""
-    known.pop(key, None)
-    while len(known) >= most:
-        known.pop(next(iter(known)), None)
-    known[key] = found
+    """Put ``found`` into ``known``, whose oldest entries go first; from any thread."""
+    with _CHANGING:
+        known.pop(key, None)
+        while len(known) >= most:
+            known.pop(next(iter(known)), None)
+        known[key] = found
 
 
 def _kind(inputs: Sequence[Tensor | None]) -> tuple[Any, ...]:

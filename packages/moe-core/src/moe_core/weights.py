@@ -114,8 +114,15 @@ class MoEWeights(TensorRecord):
         return replace(self, **moved)
 
     def detached(self) -> MoEWeights:
-        """The same weights, in the same memory, without gradients."""
-        moved: dict[str, Any] = {name: tensor.detach() for name, tensor in self.tensors() if tensor.requires_grad}
+        """The same weights, in the same memory, as plain tensors without gradients.
+
+        What is put into a parameter's ``data`` later changes nothing of them.
+        """
+        moved: dict[str, Any] = {
+            name: tensor.detach()
+            for name, tensor in self.tensors()
+            if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
+        }
         return replace(self, **moved) if moved else self
 
     def row_major(self) -> MoEWeights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import itertools
 import json
@@ -10,8 +11,10 @@ import re
 import resource
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from moe_core import CheckpointError, FusedMoEConfig, Requirement, Verified, __version__, entry_points
+from moe_core import CheckpointError, ConfigError, FusedMoEConfig, Requirement, Verified, __version__, entry_points
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli import _machine, _output, _picture
 from moe_core.cli import quickstart as quickstart_command
 from moe_core.cli._layers import random_call
-from moe_core.cli._output import write_whole, written_folder
+from moe_core.cli._output import locked, write_whole, written_folder
 from moe_core.cli.backends import describe, details
 from moe_core.cli.doctor import INTEGRATION_GROUP
 from moe_core.registry import registry
@@ -373,6 +376,58 @@ def test_signals_leave_nothing_half_written(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         write_whole(tmp_path / "o.safetensors", b"content")
     assert not [*tmp_path.iterdir()]
+
+
+def test_writers_with_the_same_process_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in two containers that share a folder: the last one's content stands there, whole."""
+    path, fsync, others = tmp_path / "o.json", os.fsync, [b"another"]
+
+    def another_comes_first(descriptor: int) -> None:
+        fsync(descriptor)
+        while others:
+            write_whole(path, others.pop())
+
+    monkeypatch.setattr(os, "fsync", another_comes_first)
+    write_whole(path, b"content")
+    assert path.read_bytes() == b"content"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_what_is_locked_waits_for_the_one_before(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    path = tmp_path / "p.json"
+
+    def one_more() -> None:
+        with locked(path):
+            count = int(path.read_text())
+            time.sleep(1e-3)
+            write_whole(path, str(count + 1).encode())
+
+    path.write_text("0")
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(one_more) for _ in range(40)]:
+            done.result()
+    assert path.read_text() == "40"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_without_locks_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if "fcntl" in sys.modules:
+        monkeypatch.setattr("fcntl.flock", refuses)
+    for _ in range(2):
+        with locked(tmp_path / "p.json"):
+            write_whole(tmp_path / "p.json", b"content")
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+    assert [*tmp_path.iterdir()] == [tmp_path / "p.json"]
+
+
+def test_a_lock_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    with pytest.raises(ConfigError, match=r"p\.json can't be written: No such file"), locked(tmp_path / "no/p.json"):
+        pass
 
 
 def test_quickstart_outside_the_tolerance(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,26 @@ def test_a_profile_keeps_its_other_layers(moe: Moe, tmp_path: Path) -> None:
     assert [layer.problem.num_experts for layer in TuningProfile.read(file).layers] == [128]
 
 
+def test_runs_at_the_same_time_keep_each_others_layers(
+    moe: Moe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run begins and ends while this one, which has read the file, measures its layer."""
+    file = tmp_path / "p.json"
+    arguments = ("tune", "--tokens", "8", "--budget", 5, "--output", file)
+    other = (*LAYER[:2], "--shape", "64,6,2048,1408", *LAYER[4:])
+    waiting = [other]
+
+    def rig_of(layer: Any, selection: Any, device: torch.device, most: int) -> Any:
+        while waiting:
+            assert moe(*arguments, *waiting.pop()).code == 0
+        return nullcontext(Rig(selection))
+
+    monkeypatch.setattr(tune, "rig_of", rig_of)
+    assert moe(*arguments, *LAYER).code == 0
+    assert [layer.problem.num_experts for layer in TuningProfile.read(file).layers] == [64, 128]
+    assert [*tmp_path.iterdir()] == [file]
+
+
 def test_layers_of_a_checkpoint_that_are_alike_are_tuned_once(moe: Moe, tmp_path: Path) -> None:
     quickstart = pytest.importorskip("moe_fp8.quickstart", reason="it writes a checkpoint of several layers")
     folder, file = tmp_path / "checkpoint", tmp_path / "p.json"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from moe_core import ConfigError, DeviceInfo, FusedMoEConfig
+from moe_core import ConfigError, DeviceInfo, FusedMoEConfig, MoEError
 from moe_core.environment import distribution_version
 from moe_core.gemm.heuristics import KERNELS, LayerProblem, gemv_plan, launch_plan
 from moe_core.gemm.heuristics.tuned import TunedRange
@@ -71,7 +71,10 @@ def _plan(data: dict[str, Any], layer: int = 0, number: int = 1) -> dict[str, An
         (lambda d: d["layers"][0]["ranges"][0].update(first=0), "first and last are 0 and 1"),
         (lambda d: d["layers"][0]["ranges"][1].update(first=1), "begins before the one before it ends"),
         (lambda d: d["layers"][0]["ranges"][0].update(best_us="fast"), "expected µs"),
+        (lambda d: d["layers"][0]["problem"].update(group_size=0), "group_size is 0, expected a number of columns, or"),
+        (lambda d: d["layers"][0]["problem"].update(group_size=-2), "problem.group_size is -2"),
         (lambda d: _plan(d).update(kind="magic"), "expected a plan of the kind tiles or gemv"),
+        (lambda d: _plan(d).update(kind=["tiles"]), "expected a plan of the kind tiles or gemv"),
         (lambda d: _plan(d).update(gemm3={}), "plan.gemm3 is not known"),
         (lambda d: _plan(d).update(pdl=1), "plan.pdl is '1', expected bool"),
         (lambda d: _plan(d)["gemm1"].update(num_warps=True), "gemm1.num_warps is 'True', expected int"),
@@ -96,6 +99,33 @@ def test_what_no_kernel_takes_is_refused(change: Callable[[dict[str, Any]], obje
     with pytest.raises(ConfigError, match=r"^p\.json") as caught:
         TuningProfile.from_json(changed(change), "p.json")
     assert part in str(caught.value)
+
+
+def places(data: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (object or list, key or index in it) of ``data``."""
+    for key in data if isinstance(data, dict) else range(len(data)):
+        yield data, key
+        if isinstance(data[key], (dict, list)):
+            yield from places(data[key])
+
+
+@pytest.mark.parametrize("value", [None, [], {}, 0, -1, "x", 1e308, True], ids=repr)
+def test_any_other_value_is_refused_or_does_no_harm(value: Any) -> None:
+    data = profile().as_dict()
+    escaped = []
+    for holder, key in places(data):
+        before, holder[key] = holder[key], value
+        try:
+            found = TuningProfile.from_json(json.dumps(data).encode(), "p.json")
+            found.reason_against(GPU)
+            found.find("kInt4Static[1x128]", None, INT4)
+        except MoEError:
+            pass
+        except Exception as error:
+            escaped.append((key, error))
+        holder[key] = before
+    assert not escaped
+    assert data == profile().as_dict()
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"profile": 1', b"\xff", b"{}"])

@@ -76,6 +76,7 @@ class FusedFunction:
         self._names = names()
         #: what the kernel, or the refusal, is for: tensors, top-k, dtype
         self._tensors: tuple[Tensor | None, ...] = ()
+        self._addresses: tuple[int, ...] = ()
         self._call: tuple[int, torch.dtype] | None = None
 
     def __call__(self, dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
@@ -94,11 +95,15 @@ class FusedFunction:
 
     def _is_made(self, info: Any, top_k: int, dtype: torch.dtype) -> bool:
         tensors = _tensors(info)
-        return self._call == (top_k, dtype) and all(new is old for new, old in zip(tensors, self._tensors, strict=True))
+        if self._call != (top_k, dtype) or any(new is not old for new, old in zip(tensors, self._tensors, strict=True)):
+            return False
+        # the same parameters may have other memory; tensors that are traced have none
+        return torch.compiler.is_compiling() or self._addresses == _addresses(tensors)
 
     def _make(self, info: Any, runner: Any, top_k: int, x: Tensor) -> None:
         """Make the kernel; the reason is logged, once for all layers, where there is none."""
         self._tensors, self._call, self.kernel = _tensors(info), (top_k, x.dtype), None
+        self._addresses = _addresses(self._tensors)
         try:
             if self._names.is_symmetric_memory_enabled():
                 raise MoEError("outputs lie in NCCL's symmetric memory (--enable-symm-mem)")
@@ -177,6 +182,10 @@ def keeps_codes(selection: Selection, weights: MoEWeights) -> bool:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+    return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 def _tensors(info: Any) -> tuple[Tensor | None, ...]:

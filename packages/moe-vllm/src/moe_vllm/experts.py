@@ -180,11 +180,18 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         """The kernel on the tensors of this call: vLLM places others when it has loaded new weights."""
         if self._kernel is None:  # not by vLLM's loading: the converted weights are the kernel's own
             self._kernel = self._make_kernel(self._convert(w13.detach(), w2.detach(), shared=True))
-        elif self._names and self._kernel.weights.w13.data_ptr() != w13.data_ptr():
+        elif self._names and (w13.data_ptr(), w2.data_ptr()) != self._addresses:
             layer = self._present_layer()
             if layer is not None:
                 self._kernel = self._make_kernel(bound(layer, self._kernel.weights, self._names))
         return self._kernel
+
+    @property
+    def _addresses(self) -> tuple[int, int]:
+        """Of the kernel's w13 and w2: offloading may move one of them alone."""
+        if self._kernel is None:
+            return 0, 0
+        return self._kernel.weights.w13.data_ptr(), self._kernel.weights.w2.data_ptr()
 
     def _elements(self, num_tokens: int) -> int:
         """Elements of the hidden states' dtype that hold the kernel's scratch memory."""

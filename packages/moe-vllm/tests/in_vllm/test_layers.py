@@ -173,6 +173,22 @@ def test_new_weights_are_loaded_in_place(name: str, device: str) -> None:
     assert not copies(layer)
 
 
+@pytest.mark.parametrize("moved", ["w13_weight", "w2_weight"])
+def test_a_parameter_that_moves_alone_is_followed(moved: str, device: str) -> None:
+    """As offloading of some parameters does; the former memory may hold anything from then on."""
+    form = FORMATS["fp8_channel"]
+    layer = make_layer(form.config(), moe_config(**form.layer))
+    fill(layer, form.load().tensors)
+    process(layer)
+    x, topk_weights, topk_ids = calls(5)
+    expected = run(layer, x, topk_weights, topk_ids).clone()
+    parameter = getattr(layer, moved)
+    former = parameter.data
+    parameter.data = former.clone()
+    former.zero_()
+    assert torch.equal(run(layer, x, topk_weights, topk_ids), expected)
+
+
 def test_router_weights_on_the_input(device: str) -> None:
     """vLLM multiplies the hidden states; the experts must not weight again."""
     form = FORMATS["fp8_channel"]

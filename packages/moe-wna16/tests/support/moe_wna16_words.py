@@ -104,6 +104,18 @@ class Codes:
             for suffix, tensor in write(matrix, self.bits).items()
         }
 
+    def fused(self, write: Callable[[Matrix, int], Tensors]) -> Tensors:
+        """Stacked, gate and up rows in one matrix: entries of several rows are counted over both."""
+        found: dict[str, list[Tensor]] = {}
+        for one in self.matrices:
+            gate, up = one["gate"], one["up"]
+            q, z, s = (torch.cat((getattr(gate, name), getattr(up, name))) for name in ("q", "z", "s"))
+            both = Matrix(q, z, s, gate.g_idx)
+            for projection, matrix in (("gate_up_proj", both), ("down_proj", one["down"])):
+                for suffix, tensor in write(matrix, self.bits).items():
+                    found.setdefault(f"{PREFIX}.{projection}.{suffix}", []).append(tensor)
+        return {name: torch.stack(tensors).contiguous() for name, tensors in found.items()}
+
 
 # ------------------------------------------------------------------ words
 

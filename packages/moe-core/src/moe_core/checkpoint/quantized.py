@@ -125,7 +125,7 @@ class QuantizedLayout(ExpertLayout):
 
     @property
     def column_unit(self) -> int | None:
-        return None if self._axes is None else column_unit(self._axes)
+        return None if self._axes is None else column_unit(self.layer, self._axes, interleaved=self.interleaved)
 
     def columns_of(self, begin: int, end: int, size: int) -> QuantizedLayout:
         """The layout of these columns of the intermediate ``size`` alone."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.names import Key
 from moe_core.checkpoint.staging import bytes_of, places_of
+from moe_core.errors import CheckpointError
 
 #: bytes between two pieces below which they are read together: disks and page caches give whole pages
 GAP_BYTES = 4096
@@ -25,10 +26,19 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class StoredAxis:
-    """The dimension ``dim`` of one expert's tensor as stored whose entries hold ``unit`` rows (or columns) each."""
+    """The dimension ``dim`` of one expert's tensor as stored whose entries hold ``unit`` rows (or columns) each.
+
+    ``separate``: where gate and up are one matrix, either begins with an entry of its own, though gate's last one may
+    hold fewer rows; otherwise entries are counted over all rows, and one may hold rows of both.
+    """
 
     dim: int
     unit: int = 1
+    separate: bool = False
+
+    def straddles(self, size: int) -> bool:
+        """Whether an entry holds rows of both, where gate has ``size`` rows and up's come after them."""
+        return not self.separate and size % self.unit != 0
 
 
 #: (that of the matrix's rows, that of its columns); None where a tensor has none
@@ -62,7 +72,8 @@ class SlicedExperts(LayerExperts):
     ) -> SlicedExperts:
         """``axes`` of each projection and suffix; ``interleaved``: rows of gate_up are theirs in turns.
 
-        ``begin`` and ``end`` are multiples of :func:`column_unit`, or ``size``.
+        ``begin`` and ``end`` are multiples of :func:`column_unit`, or ``size``.  Raises CheckpointError where an entry
+        holds rows of gate and of up, so that neither can be read by itself.
         """
         slices: dict[Key, _Slice] = {}
         for (projection, suffix), both in axes.items():
@@ -72,6 +83,11 @@ class SlicedExperts(LayerExperts):
             first, last = begin // axis.unit, -(-end // axis.unit)
             ranges: tuple[tuple[int, int], ...] = ((first, last),)
             if projection == "gate_up":
+                if not interleaved and axis.straddles(size):
+                    raise CheckpointError(
+                        f"{layer.name(0, projection, suffix)} holds {axis.unit} rows in an entry, and gate and up have "
+                        f"{size} each: expected a multiple of {axis.unit}, or to be read whole and cut"
+                    )
                 each = -(-size // axis.unit)
                 ranges = ((2 * first, 2 * last),) if interleaved else ((first, last), (each + first, each + last))
             slices[projection, suffix] = _Slice(axis.dim, ranges)
@@ -141,10 +157,20 @@ def along(projection: str, axes: Axes) -> StoredAxis | None:
     return axes[1] if projection == "down" else axes[0]
 
 
-def column_unit(axes: Mapping[Key, Axes]) -> int:
-    """Columns of the intermediate size that no entry of a stored tensor parts."""
-    found = (along(projection, both) for (projection, _), both in axes.items())
-    return math.lcm(*(axis.unit for axis in found if axis is not None))
+def column_unit(layer: LayerExperts, axes: Mapping[Key, Axes], *, interleaved: bool) -> int | None:
+    """Columns of the intermediate size that no entry of a stored tensor parts.
+
+    None where the layer must be read whole: where entries of one tensor hold rows of gate and of up.
+    """
+    found = [(key, axis) for key, both in axes.items() if (axis := along(key[0], both)) is not None]
+    if not interleaved:
+        # shapes with too few dimensions are refused where the layer is read
+        fused = [(axis, layer.shape(*key)[axis.dim :][:1]) for key, axis in found if key[0] == "gate_up"]
+        # of gate and up; the last entry may have room for more rows than there are, but some tensor has one in each
+        rows = min((axis.unit * count for axis, counts in fused for count in counts), default=0)
+        if any(axis.straddles(rows // 2) for axis, _ in fused):
+            return None
+    return math.lcm(*(axis.unit for _, axis in found))
 
 
 def _apart(

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import stat
 import sys
@@ -144,7 +145,8 @@ def writing(path: Path) -> Iterator[None]:
 def write_whole(path: Path, content: bytes) -> None:
     """Write ``content``, so that the file holds all of it or is untouched; a symbolic link stays one."""
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name[:200]}.{os.getpid()}.tmp")
+    # containers that share a folder may have processes of the same number
+    temporary = target.with_name(f".{target.name[:200]}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     with writing(path):
         try:
             with temporary.open("wb") as file:
@@ -154,6 +156,48 @@ def write_whole(path: Path, content: bytes) -> None:
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """No other process is in here with the same ``path`` while it lasts: what is read of it stays until it is written.
+
+    Waits for the others.  The lock is a file beside it, which is gone afterwards; without one where the system, or the
+    file system, has no such locks.  Raises ConfigError where that file can't be made.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    target = Path(os.path.realpath(path))
+    lock = target.with_name(f".{target.name[:200]}.lock")
+    while True:
+        with writing(path):
+            descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT, 0o666)
+        try:
+            # some network file systems refuse
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not _is_at(descriptor, lock):
+                # the one before removed it: others lock the next one
+                continue
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    lock.unlink()
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file is the one at ``path``."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager

@@ -13,10 +13,10 @@ from moe_core.call_launches import call_launches
 from moe_core.cli._compile_pool import CompilePool
 from moe_core.cli._layers import INPUTS, Layer, random_call
 from moe_core.cli._timing import measure
-from moe_core.compile_calls import on_device
 from moe_core.gemm.heuristics.tuned import Tuned, TunedRange
 from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.jit.compile_ahead import compile_in_threads, distinct
+from moe_core.jit.current_device import current
 from moe_core.kernel import FusedMoEKernel
 from moe_core.oracle import Oracle
 from moe_core.prepare_finalize.by_name import default_prepare_finalize
@@ -66,7 +66,7 @@ class LayerOnGpu:
 
     def prepare(self, trials: Sequence[tuple[int, Plan]]) -> list[bool]:
         compiles = self._pool.compile(trials)
-        with on_device(self.device):
+        with current(self.device):
             found = [self._launches(*trial) if fits else [] for trial, fits in zip(trials, compiles, strict=True)]
             wanted = distinct(one for launches in found for one in launches)
             # what was compiled is found in Triton's cache on disk

@@ -6,13 +6,14 @@ import argparse
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_core.cli import _arguments
 from moe_core.cli._layers import Layer, kinds_of_layers, token_counts
-from moe_core.cli._output import check_spares, check_writable, emit, progress, table, write_whole, writing
+from moe_core.cli._output import check_spares, check_writable, emit, locked, progress, table, write_whole, writing
 from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,16 +35,16 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--budget {args.budget}: expected a positive number of seconds")
     device, gpu = _gpu(args.device)
     path = _path(args, gpu)
-    profile, note = _profile(path, gpu)
+    # a file that is not replaced is refused before anything is measured
+    _, note = _profile(path, gpu)
     layers = [(layer, _selection(layer, gpu, args.backend)) for layer in kinds_of_layers(args, device)]
-    found = []
+    found: list[tuple[Layer, Selection, TunedLayer, dict[int, Plan]]] = []
     for layer, selection in layers:
         with torch.inference_mode(), progress(f"{layer.what}: loading the weights") as tell:
             tuned, defaults = _tuned(layer, selection, device, counts, args.budget, tell)
-        # after each: what follows may be interrupted
-        profile = profile.with_layer(tuned)
-        write_whole(path, profile.to_json().encode())
         found.append((layer, selection, tuned, defaults))
+        # after each: what follows may be interrupted
+        _add(path, gpu, [tuned for _, _, tuned, _ in found])
     data = {
         "file": str(path),
         "note": note,
@@ -120,6 +121,15 @@ def _profile(path: Path, gpu: DeviceInfo) -> tuple[TuningProfile, str]:
     if (before.gpu, before.arch) != (gpu.name, gpu.arch):
         raise ConfigError(f"{path} is not replaced: {reason}; give another --output")
     return empty, f"what the file held before was {reason.partition(':')[0]}, and is left out"
+
+
+def _add(path: Path, gpu: DeviceInfo, layers: Sequence[TunedLayer]) -> None:
+    """Put ``layers`` into the profile, which another run may have added some to since it was read."""
+    with locked(path):
+        profile, _ = _profile(path, gpu)
+        for layer in layers:
+            profile = profile.with_layer(layer)
+        write_whole(path, profile.to_json().encode())
 
 
 def _selection(layer: Layer, gpu: DeviceInfo, backend: str) -> Selection:

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from moe_core.jit.current_device import current, device_of
 from moe_core.jit.describe import Value, describe
 
 #: Triton's options of a launch, which are no parameters of the kernel
@@ -86,7 +87,8 @@ def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **keywords: Any) -> None:
     """``kernel[grid](*args, **keywords)``, or its record; nothing for an empty grid.
 
-    ``pdl`` adds the constant PDL and lets the launch overlap the end of the kernel before it.
+    On the device of the tensors.  ``pdl`` adds the constant PDL and lets the launch overlap the end of the kernel
+    before it.
     """
     if 0 in grid:
         return
@@ -98,7 +100,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **
     if recording is not None:
         recording.append(Launch.of(kernel, grid, args, keywords))
         return
-    compiled = kernel[grid](*args, **keywords)
+    with current(device_of(args)):
+        compiled = kernel[grid](*args, **keywords)
     observer = _OBSERVER.get()
     if observer is not None:
         observer(Launch.of(kernel, grid, args, keywords, compiled))

@@ -24,10 +24,12 @@ def plan_to_json(plan: TilePlan | GemvPlan) -> dict[str, Any]:
 
 def plan_from_json(data: object, where: str) -> TilePlan | GemvPlan:
     """The plan that ``data`` describes.  Raises ConfigError, naming ``where``, for anything else."""
-    if not isinstance(data, Mapping) or data.get("kind") not in KINDS:
+    kind = data.get("kind") if isinstance(data, Mapping) else None
+    # a list or an object can't be looked up
+    if not isinstance(data, Mapping) or not isinstance(kind, str) or kind not in KINDS:
         raise ConfigError(f"{where} is {str(data)[:80]!r}, expected a plan of the kind {' or '.join(KINDS)}")
     rest = {name: value for name, value in data.items() if name != "kind"}
-    plan: TilePlan | GemvPlan = from_json(KINDS[data["kind"]], rest, where)
+    plan: TilePlan | GemvPlan = from_json(KINDS[kind], rest, where)
     return plan
 
 

@@ -166,6 +166,10 @@ def _layer(data: object, where: str) -> TunedLayer:
     sizes = (problem.num_experts, problem.top_k, problem.hidden_size, problem.intermediate_size)
     if not all(0 < size < 2**31 for size in sizes):
         raise ConfigError(f"{where}.problem: a size is not positive, or too large")
+    if problem.group_size != -1 and not 0 < problem.group_size < 2**31:
+        raise ConfigError(
+            f"{where}.problem.group_size is {problem.group_size}, expected a number of columns, or -1 for all of a row"
+        )
     ranges = data.get("ranges")
     if not isinstance(ranges, list):
         raise ConfigError(f"{where}.ranges is {str(ranges)[:80]!r}, expected a list")

@@ -176,7 +176,7 @@ class Fp8Layout(QuantizedLayout):
             found[scale] = (StoredAxis(first if dims == 2 else 0), None)
         elif not group.is_per_tensor:
             first, second = (0, 2) if dims == 4 else (first, second)
-            found[scale] = (StoredAxis(first, group.row), StoredAxis(second, group.col))
+            found[scale] = (StoredAxis(first, group.row, separate=True), StoredAxis(second, group.col))
         return found
 
     def _stored(self, rows: int, cols: int) -> tuple[int, int]:

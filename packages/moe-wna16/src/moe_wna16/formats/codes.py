@@ -10,9 +10,18 @@ import torch
 from torch import Tensor
 
 
+def bytes_of(words: Tensor) -> Tensor:
+    """uint8 bytes [..., 4 * n] of int32 ``words`` [..., n], those of a row one after the other; a copy if need be."""
+    found = words.contiguous()
+    if found.stride(-1) != 1:
+        # a row of one word counts as contiguous whatever its stride, and is not viewed as bytes
+        found = found.clone(memory_format=torch.contiguous_format)
+    return found.view(torch.uint8)
+
+
 def fields(words: Tensor, bits: int) -> Tensor:
     """uint8 codes [..., n * 32 / bits] of int32 ``words`` [..., n], the lowest bits of a word first."""
-    raw = words.contiguous().view(torch.uint8)
+    raw = bytes_of(words)
     return raw if bits == 8 else torch.stack((raw & 15, raw >> 4), dim=-1).flatten(-2)
 
 
@@ -32,7 +41,7 @@ def rows_of_words(words: Tensor, bits: int, cols: int) -> Tensor:
 
     No copy where rows end with a whole byte.
     """
-    raw = words.contiguous().view(torch.uint8)[..., : -(-cols * bits // 8)]
+    raw = bytes_of(words)[..., : -(-cols * bits // 8)]
     if cols * bits % 8:
         raw = raw.clone()
         raw[..., -1] &= 15

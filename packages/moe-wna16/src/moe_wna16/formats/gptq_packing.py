@@ -17,7 +17,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from moe_wna16.formats.codes import fields
+from moe_wna16.formats.codes import bytes_of, fields
 from moe_wna16.formats.packing import Packing, Shape
 
 
@@ -62,8 +62,7 @@ class GptqPacking(Packing):
 
     def codes(self, stored: Tensor, cols: int) -> Tensor:
         # a word holds consecutive columns of one row: its bytes are the canonical ones
-        rows = stored.mT.clone(memory_format=torch.contiguous_format)  # one word in a row counts as contiguous as it is
-        return rows.view(torch.uint8)
+        return bytes_of(stored.mT)
 
     def scale_shapes(self, rows: int, groups: int) -> Sequence[Shape]:
         return [(groups, rows)]
