@@ -34,21 +34,25 @@ def reduce_kernel(
 
     Dropped pairs count nothing.  With rows, pair p is row rows[p] of y.
     """
-    begin_pdl(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    ends = ()
     for j in tl.static_range(TOP_K):
         pair = token * TOP_K + j
         expert = local_expert(ids, expert_map, pair, pair >= 0, num_ids, num_experts, HAS_MAP)
         # a dropped pair has no columns
-        end = tl.where(expert >= 0, columns, 0)
+        ends += (tl.where(expert >= 0, columns, 0),)  # type: ignore[assignment]
+    # ids are from before the launch that makes y
+    begin_pdl(PDL)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for j in tl.static_range(TOP_K):
+        pair = token * TOP_K + j
         weight = tl.load(weights + pair) if HAS_WEIGHTS else 1.0
         place = pair
         if rows is not None:
-            place = tl.load(rows + pair, mask=expert >= 0, other=0).to(tl.int64)
+            place = tl.load(rows + pair, mask=ends[j] > 0, other=0).to(tl.int64)
         for part in tl.static_range(SPLIT_K):
             row = y + (place * SPLIT_K + part) * stride_y
-            total += weight * tl.load(row + column, mask=column < end, other=0.0).to(tl.float32)
+            total += weight * tl.load(row + column, mask=column < ends[j], other=0.0).to(tl.float32)
     tl.store(out + token * stride_out + column, downcast(total, out.dtype.element_ty), mask=inside)

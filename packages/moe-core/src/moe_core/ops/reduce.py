@@ -7,6 +7,9 @@ from torch import Tensor
 
 from moe_core.jit.launch import launch
 
+#: two programs of 1024 columns for each of 132 multiprocessors
+_FEW_PROGRAMS = 264
+
 
 def reduce_pairs(
     y: Tensor,
@@ -26,7 +29,8 @@ def reduce_pairs(
     ``topk_weights`` [M, k] float32 contiguous or None for weights already applied.  Sums in float32, slots ascending:
     the same on every run.  With ``split_k`` partial sums per pair ``y`` is [M * k * split_k, K].  A pair of no local
     expert (see `moe_core.ops.sort`) is not read and adds nothing.  With ``rows`` [M * k] int32, ``y`` has any number of
-    rows and pair p is row ``rows[p]``.
+    rows and pair p is row ``rows[p]``.  ``pdl``: the launch before makes ``y``; ids and
+    ``expert_map`` are older than that.
     """
     import triton
 
@@ -35,7 +39,9 @@ def reduce_pairs(
     tokens, columns = out.shape
     if tokens == 0 or columns == 0:
         return out
-    block = min(triton.next_power_of_2(columns), 1024)
+    # few tokens: more programs, each of which waits for fewer bytes
+    largest = 256 if tokens * triton.cdiv(columns, 1024) < _FEW_PROGRAMS else 1024
+    block = min(triton.next_power_of_2(columns), largest)
     launch(
         reduce_kernel,
         (tokens, triton.cdiv(columns, block)),
