@@ -333,7 +333,12 @@ def test_8_bit_pairs_read_little_again(kind: str, shape: tuple[int, int, int, in
     problem = problem_of(kind, shape)
     one = gemv_plan(problem, 1)
     for tokens in range(1, 20):
-        assert gemv_plan(problem, tokens) == (one if tokens <= most else None)
+        plan = gemv_plan(problem, tokens)
+        assert (plan is not None) == (tokens <= most)
+        if plan is not None:
+            assert one is not None
+            assert plan.gemm1 == one.gemm1
+            assert not refusals(problem, plan, tokens, tokens)
     if one is not None:
         assert not refusals(problem, one, 1, most)
         wide, long = replace(one.gemm1, block_n=128), replace(one.gemm2, block_w=256)
@@ -344,6 +349,40 @@ def test_8_bit_pairs_read_little_again(kind: str, shape: tuple[int, int, int, in
         assert gemv_plan(problem_of(kind, shape, **other), 1) is None
     for sizes in ((hidden + 8, size), (hidden, size + 8), (131072, size), (hidden, 131072)):
         assert gemv_plan(problem_of(kind, (experts, top_k, *sizes)), 1) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "most"),
+    [
+        # one pair of a token is nothing to add up
+        ("e4m3 blocks", (16, 1, 5120, 4096), 3),
+        ("int8 plain", (16, 1, 5120, 4096), 4),
+        # int8: little work to quantise a vector again
+        ("int8 plain", (256, 8, 7168, 256), 4),
+        ("int8 plain", (128, 8, 4096, 1408), 4),
+        ("int8 plain", (32, 8, 7168, 2048), 0),
+        # e4m3: 256 programs, which fit at a time
+        ("e4m3 blocks", (128, 8, 2048, 768), 1),
+        ("e4m3", (128, 8, 2048, 768), 1),
+        ("e4m3", (128, 8, 2048, 1408), 0),
+        ("e4m3", (128, 8, 4096, 768), 0),
+        # warps are shared out evenly
+        ("int8 plain", (64, 6, 2048, 1408), 0),
+    ],
+)
+def test_pairs_are_added_up_at_the_end_of_gemm2(kind: str, shape: tuple[int, int, int, int], most: int) -> None:
+    problem, fused = problem_of(kind, shape), []
+    for tokens in range(1, 5):
+        plan = gemv_plan(problem, tokens)
+        if plan is not None and plan.fuse_finalize:
+            fused.append(tokens)
+            # every warp has whole rows of one pair
+            assert plan.gemm2.num_warps % shape[1] == 0
+            lanes = plan.gemm2.block_w // 4
+            assert plan.gemm2.block_n % (32 // lanes * plan.gemm2.num_warps) == 0
+            few = replace(plan, gemm2=replace(plan.gemm2, num_warps=shape[1] // 2))
+            assert shape[1] == 1 or f"share no {shape[1]} pairs" in "".join(refusals(problem, few, tokens, tokens))
+    assert fused == list(range(1, most + 1))
 
 
 @pytest.mark.parametrize(("shape", "most"), [((8, 2, 4096, 14336), 4), ((128, 8, 2048, 768), 11)])

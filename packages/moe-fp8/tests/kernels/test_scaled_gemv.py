@@ -44,7 +44,10 @@ def checked(device, kind="block", plan=None, call=None, **changes):
     with observe(launches.append):
         layer = FewTokens(experts if plan is None else with_gemv(experts, plan), replace(CONFIG, **changes), *keys)
         out = layer.check(device, **(call or {}))
-    assert [one.name for one in launches].count("scaled_gemv_kernel") == 2
+    names = [one.name for one in launches]
+    assert names.count("scaled_gemv_kernel") == 2
+    if plan is not None:
+        assert names.count("reduce_kernel") == (not plan.fuse_finalize)
     return out
 
 
@@ -67,6 +70,17 @@ def test_every_configuration(block_n, block_w, stages, device):
     config = GemvConfig(block_n, block_w, 4, num_stages=stages)
     checked(device, "block", GemvPlan(config, config, pdl=stages > 1))
     checked(device, "channel", GemvPlan(config, config, pdl=stages > 1))
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4, 8])
+@pytest.mark.parametrize(("rows", "block_w", "stages"), [(8, 32, 2), (16, 32, 1), (4, 32, 4), (8, 64, 2), (4, 128, 3)])
+@kinds
+def test_every_configuration_that_adds_up_pairs(kind, rows, block_w, stages, top_k, device):
+    warps = max(top_k, 4)
+    config = GemvConfig(rows * warps, block_w, warps, num_stages=stages)
+    plan = GemvPlan(GemvConfig(16, block_w, 4, num_stages=stages), config, pdl=stages > 1, fuse_finalize=True)
+    for call in ({}, {"tokens": 3, "routing": "invalid"}):
+        checked(device, kind, plan, call, top_k=top_k, num_local_experts=12)
 
 
 @kinds

@@ -41,6 +41,12 @@ def test_every_size(key, columns, dtype, device):
 
 
 @keys
+@pytest.mark.parametrize("top_k", [1, 2, 4, 6, 8])
+def test_pairs_are_added_up(key, top_k, device):
+    checked(device, key, {"tokens": 3}, top_k=top_k, num_experts=128, num_local_experts=100)
+
+
+@keys
 @pytest.mark.parametrize("tokens", [2, 4])
 def test_a_few_tokens(key, tokens, device):
     checked(device, key, {"tokens": tokens}, num_experts=128, num_local_experts=128)

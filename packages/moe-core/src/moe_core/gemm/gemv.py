@@ -2,7 +2,7 @@
 
     gemm1     h[pair] = act(w13 x)
     gemm2     y[pair] = weight * (w2 h[pair])
-    finalize  out = sum over pairs of y, in float32
+    finalize  out = sum over pairs of y, in float32: a launch, or the end of gemm2
 
 Pairs are not sorted: each reads its expert's weights.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_core.errors import ConfigError
 from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.gemm.launch import Activation, Result, Routing, epilogue_of
 from moe_core.ops.reduce import reduce_pairs
@@ -39,6 +40,10 @@ class GemvLayer(ABC):
     def gemm2(self, h: Tensor, y: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
         """``y`` [pairs, hidden size] float32; the launch before is that of gemm1."""
 
+    def gemm2_finalize(self, h: Tensor, out: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
+        """``out`` [tokens, hidden size]: gemm2 and finalize in one launch, of a plan that says ``fuse_finalize``."""
+        raise ConfigError(f"{type(self).__name__} has no gemm2 that adds up a token's pairs")
+
     def __call__(
         self, x: Tensor, out: Tensor, *, routing: Routing, plan: GemvPlan, workspace: Mapping[str, Tensor]
     ) -> None:
@@ -47,8 +52,11 @@ class GemvLayer(ABC):
         ``workspace`` has "h" [pairs, whole tiles of columns] and room for y in "partials".
         """
         h, columns = workspace["h"], out.shape[1]
-        y = workspace["partials"][: routing.num_pairs * columns].view(-1, columns)
         self.gemm1(x, h, routing, plan.gemm1, pdl=plan.pdl)
+        if plan.fuse_finalize:
+            self.gemm2_finalize(h, out, routing, plan.gemm2, pdl=plan.pdl)
+            return
+        y = workspace["partials"][: routing.num_pairs * columns].view(-1, columns)
         self.gemm2(h, y, routing, plan.gemm2, pdl=plan.pdl)
         reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, pdl=plan.pdl)
 

@@ -45,6 +45,9 @@ class ScaledGemvLayer(GemvLayer):
     def gemm2(self, h: Tensor, y: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
         self._multiply(h, self.h_scale, self.w2, y, routing, None, config, pdl)
 
+    def gemm2_finalize(self, h: Tensor, out: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
+        self._multiply(h, self.h_scale, self.w2, out, routing, None, config, pdl, routing.top_k)
+
     def _multiply(
         self,
         x: Tensor,
@@ -55,17 +58,19 @@ class ScaledGemvLayer(GemvLayer):
         activation: Activation | None,
         config: GemvConfig,
         pdl: bool,
+        vectors: int = 0,
     ) -> None:
         from moe_core.gemm.scaled_gemv_kernel import ScaledGemvForm, scaled_gemv_kernel
 
         # of each half
         weights, scales, _, _, _, *others = weight.arguments
-        rows = config.block_n // (2 if activation is not None and activation.gated else 1)
+        halves = 2 if activation is not None and activation.gated else 1
+        rows = config.block_n // halves // max(vectors, 1)
         arguments = weights, scales, *weight_strides(weights, BLOCK), *others
         lanes = config.block_w // WORDS
         launch(
             scaled_gemv_kernel,
-            (routing.num_pairs * -(-weight.n // rows),),
+            (routing.num_pairs // max(vectors, 1) * -(-weight.n // rows),),
             *vector_arguments(out, x, arguments, weight.n, weight.k, weight.bias, routing, activation),
             ScaledGemvForm(weights, self.quantize, constant(self.group)),
             scale,
@@ -73,6 +78,7 @@ class ScaledGemvLayer(GemvLayer):
             LANES=lanes,
             DEPTH=config.num_stages,
             STEPS=-(-weight.k // (COLUMNS * lanes)),
+            VECTORS=vectors,
             SECOND=activation is None,
             pdl=pdl,
             num_warps=config.num_warps,

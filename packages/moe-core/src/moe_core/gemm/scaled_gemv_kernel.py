@@ -1,8 +1,9 @@
 """GEMV for few tokens of 8-bit codes with scales of rows, matrices or blocks, and activations of 8 bits.
 
-A program multiplies ROWS rows of one expert (gated: of each half) by the vector of one pair.  A warp reads whole rows,
-16 codes a thread; the codes of the next DEPTH steps are on their way to registers.  Every program quantises the vector
-by itself, into shared memory, so that there is neither a sort nor a launch before.
+A program multiplies ROWS rows of one expert (gated: of each half) by the vector of one pair; or, in gemm2, ROWS rows
+of the experts of all pairs of a token, each by a group of warps, and adds up the results.  A warp reads whole rows, 16
+codes a thread; the codes of the next DEPTH steps are on their way to registers.  Every program quantises its vectors by
+itself, into shared memory, so that there is neither a sort nor a launch before.
 
 Codes of int8 are multiplied four at a time (`dp4a`), those of e4m3 in float32.  Sums are those of the tile kernel but
 for the order in which float32 is added up.
@@ -16,10 +17,11 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from moe_core.gemm.finalize import finalize_pairs
 from moe_core.gemm.hopper_pipeline import barrier
 from moe_core.gemm.marlin.dequant import split_last
 from moe_core.gemm.scaled_mm import INFINITY_BITS, saturate, scale_of_codes
-from moe_core.gemm.schedule import locate_vector
+from moe_core.gemm.schedule import expert_of, locate_vector
 from moe_core.gemm.tile_kernel import finish_tile
 from moe_core.jit.casts import divide, divide_all
 from moe_core.jit.pdl import begin_pdl
@@ -49,23 +51,28 @@ class ScaledGemvForm(NamedTuple):
 
 
 @gluon.jit
-def _load_vector(x, step, K, TILE: gl.constexpr, layout: gl.constexpr):
-    """TILE columns of the vector from step `step` on, [rows, columns of a step], float32."""
-    row = step + gl.arange(0, TILE[0], layout=gl.SliceLayout(1, layout))
-    column = row[:, None] * TILE[1] + gl.arange(0, TILE[1], layout=gl.SliceLayout(0, layout))[None, :]
-    return gl.load(x + column, mask=column < K, other=0.0).to(gl.float32)
+def _load_vectors(x, stride_x, first, K, VECTORS: gl.constexpr, TILE: gl.constexpr, layout: gl.constexpr):
+    """float32 TILE of the vectors from row `first` on; row r is step r / VECTORS of vector r % VECTORS."""
+    row = first + gl.arange(0, TILE[0], layout=gl.SliceLayout(1, layout))
+    column = (row // VECTORS)[:, None] * TILE[1] + gl.arange(0, TILE[1], layout=gl.SliceLayout(0, layout))[None, :]
+    at = x + (row % VECTORS * stride_x)[:, None] + column
+    return gl.load(at, mask=column < K, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def _row_scale(x, x_scales, K, expert, codes, STEPS: gl.constexpr, TILE: gl.constexpr, layout: gl.constexpr):
-    """The scale of the whole vector: static, or found from its largest magnitude; NaN where codes can't say NaN."""
+def _row_scales(x, stride_x, x_scales, K, expert, codes, STEPS: gl.constexpr, TILE: gl.constexpr, layout: gl.constexpr):
+    """The scales of whole vectors, of the shape and layout of `expert` [vectors]: static, or found from their largest
+    magnitudes; NaN where codes can't say NaN."""
     if x_scales is not None and codes.dtype.element_ty != gl.int8:
         return gl.load(x_scales + expert)
     else:
+        VECTORS: gl.constexpr = expert.shape[0]
         bits = gl.zeros(TILE, gl.int32, layout)
-        for step in range(0, STEPS, TILE[0]):
-            bits = gl.maximum(bits, magnitude_bits(_load_vector(x, step, K, TILE, layout)))
-        most = gl.max(gl.max(bits, axis=1), axis=0)
+        for row in range(0, STEPS * VECTORS, TILE[0]):
+            bits = gl.maximum(bits, magnitude_bits(_load_vectors(x, stride_x, row, K, VECTORS, TILE, layout)))
+        of_rows = gl.max(bits, axis=1)
+        most = gl.max(of_rows.reshape([TILE[0] // VECTORS, VECTORS]), axis=0)
+        most = gl.convert_layout(most, expert.type.layout)
         if x_scales is None:
             return scale_of_codes(most, codes)
         else:
@@ -73,30 +80,47 @@ def _row_scale(x, x_scales, K, expert, codes, STEPS: gl.constexpr, TILE: gl.cons
 
 
 @gluon.jit
-def _store_vector(shared, x, x_scales, scale, K, form, STEPS: gl.constexpr, TILE: gl.constexpr, layout: gl.constexpr):
-    """Quantise the vector: codes to shared[0], as float32 or int8 words, and scales of groups to shared[1]."""
+def _store_vectors(
+    shared,
+    x,
+    stride_x,
+    x_scales,
+    scales,
+    K,
+    form,
+    STEPS: gl.constexpr,
+    VECTORS: gl.constexpr,
+    TILE: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Quantise the vectors: codes to shared[0], as float32 or int8 words, and scales of groups to shared[1]."""
     LANES: gl.constexpr = TILE[1] // 16
-    for step in range(0, STEPS, TILE[0]):
-        values = _load_vector(x, step, K, TILE, layout)
+    of_rows = scales
+    if form.group == 0:
+        of_rows = gl.convert_layout(scales, gl.SliceLayout(0, layout))[None, :]
+        of_rows = of_rows.broadcast_to([TILE[0] // VECTORS, VECTORS]).reshape([TILE[0]])
+        of_rows = gl.convert_layout(of_rows, gl.SliceLayout(1, layout))[:, None]
+    for row in range(0, STEPS * VECTORS, TILE[0]):
+        values = _load_vectors(x, stride_x, row, K, VECTORS, TILE, layout)
         if form.group != 0:
             GROUPS: gl.constexpr = TILE[1] // form.group
             groups = values.reshape([TILE[0] * GROUPS, form.group])
-            codes, scales = form.quantize(groups, (form.codes,), 0, 1)
+            codes, of_groups = form.quantize(groups, (form.codes,), 0, 1)
             # one for each thread that multiplies its columns
-            scales = gl.expand_dims(scales, 1).broadcast_to([TILE[0] * GROUPS, LANES // GROUPS])
-            shared[1].index(step // TILE[0]).store(scales.reshape([TILE[0], LANES]))
+            of_groups = gl.expand_dims(of_groups, 1).broadcast_to([TILE[0] * GROUPS, LANES // GROUPS])
+            shared[1].index(row // TILE[0]).store(of_groups.reshape([TILE[0], LANES]))
             codes = codes.reshape(TILE)
         elif x_scales is None:
-            codes = saturate(divide(values, scale), form.codes)
+            codes = saturate(divide(values, of_rows), form.codes)
         else:
-            codes = saturate(divide_all(values, scale), form.codes)
-        target = shared[0].index(step // TILE[0])
+            codes = saturate(divide_all(values, of_rows), form.codes)
+        target = shared[0].index(row // TILE[0])
         if form.codes.dtype.element_ty == gl.int8:
             a, b, c, d = split_last((codes.to(gl.int32) & 0xFF).reshape([TILE[0], 4 * LANES, 4]))
             target.store(a | (b << 8) | (c << 16) | (d << 24))
         else:
             # word by word, those of all threads side by side: 16 numbers of a thread in a row would conflict
-            words = codes.to(gl.float32).reshape([TILE[0], LANES, 4, 4]).permute([0, 2, 1, 3])
+            words = codes.to(gl.float32).reshape([TILE[0] // VECTORS, VECTORS, LANES, 4, 4]).permute([0, 3, 1, 2, 4])
             target.store(words.reshape([TILE[0] * 4, 4 * LANES]))
 
 
@@ -111,22 +135,22 @@ def _of_thread(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def _flattened(shared):
-    """[A, B, C] of shared memory as [A * B, C]."""
-    SHAPE: gl.constexpr = [shared.shape[0] * shared.shape[1], shared.shape[2]]
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+def _by_vector(shared, VECTORS: gl.constexpr):
+    """[A, B, C] of shared memory as [A * B / VECTORS, VECTORS, C]."""
+    SHAPE: gl.constexpr = [shared.shape[0] * shared.shape[1] // VECTORS, VECTORS, shared.shape[2]]
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return reinterpret(shared, shared.dtype, SHAPE, layout)
 
 
 @gluon.jit
-def _vector_of(shared, step, form, ROWS: gl.constexpr, layout: gl.constexpr):
-    """(four float32 [LANES] of each word, or of int8 its word; scales [LANES], 1 where there are none) of a step."""
-    own: gl.constexpr = gl.SliceLayout(0, layout)
+def _vectors_of(shared, step, form, VECTORS: gl.constexpr, layout: gl.constexpr):
+    """(four float32 [VECTORS, LANES] of each word, or of int8 its word; scales [VECTORS, LANES], 1 where there are
+    none) of a step."""
+    own: gl.constexpr = gl.SliceLayout(1, layout)
     four: gl.constexpr = gl.SliceLayout(
-        0, gl.BlockedLayout([1, 4], layout.threads_per_warp, layout.warps_per_cta, [1, 0])
+        1, gl.BlockedLayout([1, 1, 4], layout.threads_per_warp, layout.warps_per_cta, [2, 1, 0])
     )
-    PARTS: gl.constexpr = shared[0].shape[1] // ROWS
-    at = _flattened(shared[0])
+    at = _by_vector(shared[0], VECTORS)
     numbers = ()
     if form.codes.dtype.element_ty == gl.int8:
         words = _of_thread(at.index(step).load(four), own)
@@ -134,21 +158,21 @@ def _vector_of(shared, step, form, ROWS: gl.constexpr, layout: gl.constexpr):
             numbers += ((words[word],),)  # type: ignore[assignment]
     else:
         for word in gl.static_range(4):
-            numbers += (_of_thread(at.index(step * PARTS + word).load(four), own),)  # type: ignore[assignment]
+            numbers += (_of_thread(at.index(step * 4 + word).load(four), own),)  # type: ignore[assignment]
     if form.group == 0:
         return numbers, 1.0
     else:
-        return numbers, _flattened(shared[1]).index(step).load(own)
+        return numbers, _by_vector(shared[1], VECTORS).index(step).load(own)
 
 
 @gluon.jit
 def _add_word(acc, word, x):
-    """acc + products of the four codes of `word` [ROWS, LANES]."""
+    """acc + products of the four codes of `word` [VECTORS, ROWS, LANES]."""
     if len(x) == 1:
         return gl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;",
             "=r,r,r,r",
-            [word, gl.expand_dims(x[0], 0), acc],
+            [word, gl.expand_dims(x[0], 1).broadcast_to(acc.shape), acc],
             dtype=gl.int32,
             is_pure=True,
             pack=1,
@@ -177,13 +201,13 @@ def _add_word(acc, word, x):
             pack=1,
         )
         for i in gl.static_range(4):
-            acc = gl.fma(numbers[i], gl.expand_dims(x[i], 0).broadcast_to(acc.shape), acc)
+            acc = gl.fma(numbers[i], gl.expand_dims(x[i], 1).broadcast_to(acc.shape), acc)
         return acc
 
 
 @gluon.jit
 def _add(acc, words, factor, x, layout: gl.constexpr, form):
-    """acc [ROWS, LANES] + products of `words` [ROWS, 4 * LANES] and a step of the vector, times `factor` of groups."""
+    """acc [VECTORS, ROWS, LANES] + products of `words` and a step of the vectors, times `factor` of groups."""
     numbers, scale = x
     words = _of_thread(words, layout)
     if form.group == 0:
@@ -196,25 +220,34 @@ def _add(acc, words, factor, x, layout: gl.constexpr, form):
             part = _add_word(part, words[word], numbers[word])
         # never infinity: weights of zero may have any scale, and 0 * infinity is no number
         both = gl.minimum(scale * factor, FLOAT32_MAX, propagate_nan=NAN)
-        return gl.fma(part, gl.expand_dims(both, 0).broadcast_to(acc.shape), acc)
+        return gl.fma(part, gl.expand_dims(both, 1).broadcast_to(acc.shape), acc)
 
 
 @gluon.jit
-def _load_step(pointers, factors, step, column, lane, K, stride_k, form):
-    """(words of each half's rows, weight scales of the lanes' groups) of a step."""
+def _load_step(pointers, factors, step, column, lane, local, K, stride_k, form):
+    """(words of each half's rows, weight scales of the lanes' groups) of a step; words of no `local` expert are 0."""
     words = ()
     scales = ()
     for half in gl.static_range(len(pointers)):
         at = pointers[half] + step * (column.shape[0] // (BLOCK // 4)) * (stride_k // 4)
-        mask = (column < K // 4 - step * column.shape[0])[None, :]
+        mask = gl.expand_dims((column < K // 4 - step * column.shape[0])[None, :], 0)
+        if local is not None:
+            mask = mask & local
         words += (gl.load(at, mask=mask, other=0),)  # type: ignore[assignment]
         if form.group != 0:
             first, groups = factors[half]
             group = (step * lane.shape[0] + lane) * 16 // form.group
-            scales += (gl.load(first + gl.minimum(group, groups - 1)),)  # type: ignore[assignment]
+            scales += (gl.load(first + gl.minimum(group, groups - 1)[None, :]),)  # type: ignore[assignment]
         else:
             scales += (1.0,)  # type: ignore[assignment]
     return words, scales
+
+
+@gluon.jit
+def _per_vector(x, layout: gl.constexpr):
+    """x [vectors] as [vectors, 1, 1] in `layout`."""
+    x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(2, layout)), assert_trivial=True)
+    return gl.expand_dims(gl.expand_dims(x, 1), 2)
 
 
 @gluon.jit
@@ -233,12 +266,15 @@ def scaled_gemv_kernel(
     LANES: gl.constexpr,
     DEPTH: gl.constexpr,
     STEPS: gl.constexpr,
+    VECTORS: gl.constexpr,
     SECOND: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """out[pair] = epilogue(w x[row]), N columns (of a half); programs by pair and ROWS rows of w.
 
     - row_args and SECOND as in `locate_vector`, result and epilogue as in the tile kernel
+    - VECTORS > 0, of gemm2: programs by token and ROWS rows, of all its VECTORS pairs at a time, whose results they add
+      up: out[token]; groups of warps have a pair each
     - x_scales [E] of static activations, or None; K is a multiple of 16
     - b_args as `open_weights` of `moe_core.gemm.scaled_mm` has them, with steps of 128 columns; where columns have
       groups (weights, scales [E, rows of blocks, groups], the same strides of weights, scales' expert and row stride,
@@ -248,15 +284,20 @@ def scaled_gemv_kernel(
     begin_pdl(PDL and not SECOND)
     HALVES: gl.constexpr = 2 if epilogue.gated else 1
     WARPS: gl.constexpr = gl.num_warps()
+    PAIRS: gl.constexpr = VECTORS if VECTORS > 0 else 1
     # words of a thread, its sums, and 16 numbers of the vector
-    tile: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    summed: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    THREADS: gl.constexpr = [1, 32 // LANES, LANES]
+    OF_WARPS: gl.constexpr = [PAIRS, WARPS // PAIRS, 1]
+    tile: gl.constexpr = gl.BlockedLayout([1, 1, 4], THREADS, OF_WARPS, [2, 1, 0])
+    summed: gl.constexpr = gl.BlockedLayout([1, 1, 1], THREADS, OF_WARPS, [2, 1, 0])
     vector: gl.constexpr = gl.BlockedLayout([1, 16], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    of_pairs: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, summed))
+    of_rows: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, summed))
     VECTOR_ROWS: gl.constexpr = 32 // LANES * WARPS
     VECTOR: gl.constexpr = [VECTOR_ROWS, 16 * LANES]
     INTEGERS: gl.constexpr = form.codes.dtype.element_ty == gl.int8
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    TURNS: gl.constexpr = (STEPS + VECTOR_ROWS - 1) // VECTOR_ROWS
+    TURNS: gl.constexpr = (STEPS * PAIRS + VECTOR_ROWS - 1) // VECTOR_ROWS
     shared = (
         gl.allocate_shared_memory(
             gl.int32 if INTEGERS else gl.float32,
@@ -265,76 +306,98 @@ def scaled_gemv_kernel(
         ),
         gl.allocate_shared_memory(gl.float32, [TURNS if form.group != 0 else 1, VECTOR_ROWS, LANES], plain),
     )
-    pair, vector_row, block, expert = locate_vector(row_args, gl.cdiv(N, ROWS), SECOND)
-    if expert < 0:
-        return
+    first_pair, vector_row, block, own_expert = locate_vector(row_args, gl.cdiv(N, ROWS), SECOND)
+    local = None
+    if VECTORS > 0:
+        # programs are by token
+        first_pair *= PAIRS
+        vector_row = first_pair
+        pair = first_pair + gl.arange(0, PAIRS, layout=of_pairs)
+        expert = expert_of(pair, pair >= 0, row_args, "pairs")
+        exists = expert >= 0
+        expert = gl.maximum(expert, 0)
+        local = _per_vector(exists, tile)
+    else:
+        if own_expert < 0:
+            return
+        expert = own_expert + gl.arange(0, 1, layout=of_pairs)
     weights, scales, stride_e, stride_n, stride_k, scale_e, scale_half, scale_n = b_args
     # of groups
     BLOCK_N: gl.constexpr = b_args[7] if form.group != 0 else 1
-    column = gl.arange(0, 4 * LANES, layout=gl.SliceLayout(0, tile))
-    lane = gl.arange(0, LANES, layout=gl.SliceLayout(0, summed))
-    row = gl.minimum(block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, tile)), N - 1)
-    columns = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, summed))
+    column = gl.arange(0, 4 * LANES, layout=gl.SliceLayout(0, gl.SliceLayout(0, tile)))
+    lane = gl.arange(0, LANES, layout=gl.SliceLayout(0, gl.SliceLayout(1, summed)))
+    row = gl.minimum(block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(0, tile))), N - 1)
+    columns = block * ROWS + gl.arange(0, ROWS, layout=of_rows)
     place = (
         row.to(gl.int64)[:, None] * (stride_n // 4)
         + (column // (BLOCK // 4) * (stride_k // 4) + column % (BLOCK // 4))[None, :]
     )
     base = scales + expert.to(gl.int64) * scale_e
+    starts = weights + _per_vector(expert, tile).to(gl.int64) * stride_e
     pointers = ()
     sums = ()
     factors = ()
     for half in gl.static_range(HALVES):
-        first = weights + expert.to(gl.int64) * stride_e + half * N.to(gl.int64) * stride_n
-        pointers += (first.to(gl.pointer_type(gl.int32)) + place,)  # type: ignore[assignment]
-        sums += (gl.zeros([ROWS, LANES], gl.int32 if INTEGERS else gl.float32, summed),)  # type: ignore[assignment]
+        first = (starts + half * N.to(gl.int64) * stride_n).to(gl.pointer_type(gl.int32))
+        pointers += (first + gl.expand_dims(place, 0),)  # type: ignore[assignment]
+        sums += (gl.zeros([PAIRS, ROWS, LANES], gl.int32 if INTEGERS else gl.float32, summed),)  # type: ignore[assignment]
         if form.group != 0:
             block_row = block * ROWS // BLOCK_N + half * gl.cdiv(N, BLOCK_N)
-            factors += ((base + block_row * scale_half, gl.cdiv(K, form.group)),)  # type: ignore[assignment]
+            of_block = gl.convert_layout(base + block_row * scale_half, gl.SliceLayout(1, gl.SliceLayout(1, summed)))
+            factors += ((of_block[:, None], gl.cdiv(K, form.group)),)  # type: ignore[assignment]
         else:
-            factors += (gl.load(base + half * scale_half + gl.minimum(columns, N - 1) * scale_n),)  # type: ignore[assignment]
+            at = (base + half * scale_half)[:, None] + (gl.minimum(columns, N - 1) * scale_n)[None, :]
+            factors += (gl.load(at),)  # type: ignore[assignment]
     ring = ()
     for step in gl.static_range(DEPTH):
-        ring += (_load_step(pointers, factors, step, column, lane, K, stride_k, form),)  # type: ignore[assignment]
+        ring += (_load_step(pointers, factors, step, column, lane, local, K, stride_k, form),)  # type: ignore[assignment]
     begin_pdl(PDL and SECOND)
     x += vector_row * stride_x
     scale = 0.0
     if form.group == 0:
-        scale = _row_scale(x, x_scales, K, expert, form.codes, STEPS, VECTOR, vector)
-    _store_vector(shared, x, x_scales, scale, K, form, STEPS, VECTOR, vector)
+        scale = _row_scales(x, stride_x, x_scales, K, expert, form.codes, STEPS, VECTOR, vector)
+    _store_vectors(shared, x, stride_x, x_scales, scale, K, form, STEPS, PAIRS, VECTOR, vector)
     barrier()
     for k in range(0, STEPS, DEPTH):
         following = ()
         for step in gl.static_range(DEPTH):
             # behind the last step there are zeros of the weights
-            numbers = _vector_of(shared, gl.minimum(k + step, STEPS - 1), form, VECTOR_ROWS, summed)
+            numbers = _vectors_of(shared, gl.minimum(k + step, STEPS - 1), form, PAIRS, summed)
             words, scales_of_step = ring[step]  # type: ignore[var-annotated]
             new = ()
             for half in gl.static_range(HALVES):
                 new += (_add(sums[half], words[half], scales_of_step[half], numbers, summed, form),)  # type: ignore[assignment]
             sums = new
             # into the registers that this step has left
-            following += (_load_step(pointers, factors, k + step + DEPTH, column, lane, K, stride_k, form),)  # type: ignore[assignment]
+            following += (_load_step(pointers, factors, k + step + DEPTH, column, lane, local, K, stride_k, form),)  # type: ignore[assignment]
         ring = following
     found = ()
     for half in gl.static_range(HALVES):
-        value = gl.sum(sums[half], axis=1).to(gl.float32)
+        value = gl.sum(sums[half], axis=2).to(gl.float32)
         if form.group == 0:
-            value *= scale * factors[half]
-        found += (gl.expand_dims(value, 1),)  # type: ignore[assignment]
-    one = gl.arange(0, 1, layout=gl.SliceLayout(0, summed))
-    target = pair + one
-    finish_tile(
-        found[0],  # type: ignore[misc]
-        found[HALVES - 1],
-        epilogue,
-        result,
-        N,
-        expert,
-        target,
-        target,
-        one == 0,
-        block,
-        columns,
-        True,
-        False,
-    )
+            value *= scale[:, None] * factors[half]  # type: ignore[index]
+        found += (value,)  # type: ignore[assignment]
+    if VECTORS > 0:
+        sums_of_pairs = found[0]  # type: ignore[misc]
+        finalize_pairs(sums_of_pairs, epilogue, result, N, expert, exists, pair, first_pair // PAIRS, columns)
+    else:
+        value = found[0].reshape([ROWS, 1])  # type: ignore[misc]
+        layout: gl.constexpr = value.type.layout
+        one = gl.arange(0, 1, layout=gl.SliceLayout(0, layout))
+        target = first_pair + one
+        columns = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        finish_tile(
+            value,
+            found[HALVES - 1].reshape([ROWS, 1]),
+            epilogue,
+            result,
+            N,
+            own_expert,
+            target,
+            target,
+            one == 0,
+            block,
+            columns,
+            True,
+            False,
+        )

@@ -99,8 +99,14 @@ def _of_gemv(problem: LayerProblem, plan: GemvPlan, last: int) -> Iterator[str]:
     if own is None:
         yield f"kernels for unsorted pairs are not for {last} tokens of this layer"
         return
+    pairs = problem.top_k if plan.fuse_finalize else 1
+    if plan.fuse_finalize and problem.family != "scaled_mm":
+        yield "fuse_finalize is for 8-bit weights and activations"
+    if pairs & (pairs - 1) or pairs > plan.gemm2.num_warps:
+        yield f"gemm2: {plan.gemm2.num_warps} warps share no {pairs} pairs"
     for name, config in (("gemm1", plan.gemm1), ("gemm2", plan.gemm2)):
         built_in: GemvConfig = getattr(own, name)
+        most = 64 * pairs if name == "gemm2" else 64
         if config.mma_sync != built_in.mma_sync:
             yield f"{name}: mma_sync is {config.mma_sync}, which no built-in choice for such a layer has"
         if config.block_n * config.block_w < 4 * 32 * config.num_warps:
@@ -109,9 +115,9 @@ def _of_gemv(problem: LayerProblem, plan: GemvPlan, last: int) -> Iterator[str]:
             yield f"{name}: by mma.sync four warps have 16, 32 or 64 rows"
         if problem.family == "scaled_mm" and config.block_w > 128:
             yield f"{name}: block_w is {config.block_w}, a warp reads at most 128 words of a row at a time"
-        if problem.family == "scaled_mm" and config.block_n > 64:
+        if problem.family == "scaled_mm" and config.block_n > most:
             # rows of h have room for whole 128 columns, and a program meets one row of weight scales
-            yield f"{name}: block_n is {config.block_n}, a program has at most 64 rows"
+            yield f"{name}: block_n is {config.block_n}, a program has at most {most} rows"
         if problem.family != "scaled_mm" and config.num_stages != 1:
             yield f"{name}: num_stages is {config.num_stages}, which kernels of words do not know"
 

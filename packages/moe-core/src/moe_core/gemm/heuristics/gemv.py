@@ -25,8 +25,9 @@ SMALL = 20e6
 #: columns of vectors up to which they are ahead, and have room in shared memory: numbers of e4m3 are float32 there,
 #: those beside e2m1 stand in eight columns
 LONGEST = {"e4m3": 8192, "int8": 65536, "e2m1": 16384}
-#: intermediate size from which 8-bit weights take long steps in gemm2
+#: intermediate size from which 8-bit weights take long steps in gemm2, and up to which e4m3 may add up pairs there
 LONG = 2048
+SHORT = 1024
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,16 @@ class GemvConfig:
 
 @dataclass(frozen=True)
 class GemvPlan:
-    """The layer by vectors."""
+    """The layer by vectors.
+
+    ``fuse_finalize``: programs of gemm2 have all pairs of a token, in groups of warps, and add them up: a power of two,
+    at most one for each warp.  ``gemm2.block_n`` are then rows of all of them.  For 8-bit weights and activations.
+    """
 
     gemm1: GemvConfig
     gemm2: GemvConfig
     pdl: bool = False
+    fuse_finalize: bool = False
 
     def interpreted(self) -> GemvPlan:
         """The same for Triton's interpreter, which knows neither dependent launches nor `mma.sync`."""
@@ -81,7 +87,7 @@ def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
             return None
     # what is best for one token is for the others too
     if scaled:
-        return _scaled_plan(problem)
+        return _scaled_plan(problem, tokens)
     pdl = 90 <= problem.capability < 120
     return _mma_sync_plan(problem) if by_mma_sync else _words_plan(problem, pdl)
 
@@ -106,14 +112,36 @@ def _takes_scaled(problem: LayerProblem, tokens: int) -> bool:
     return tokens == 1 or again <= AGAIN[problem.element][expert > SMALL]
 
 
-def _scaled_plan(problem: LayerProblem) -> GemvPlan:
+def _scaled_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
     halves = 2 if problem.gated else 1
     # 16 rows of a half where that makes two programs for each multiprocessor
     rows = 16 if problem.top_k * steps_of(problem.intermediate_size, 16) >= RESIDENT else 8
     gemm1 = GemvConfig(max(rows * halves, 16), 128, 8, num_stages=2)
+    fused = _fused_gemm2(problem, tokens)
+    if fused is not None:
+        return GemvPlan(gemm1, fused, pdl=True, fuse_finalize=True)
     if problem.intermediate_size < LONG:
         return GemvPlan(gemm1, GemvConfig(32, 32, 4, num_stages=2), pdl=True)
     return GemvPlan(gemm1, GemvConfig(16, 128, 4, num_stages=4), pdl=True)
+
+
+def _fused_gemm2(problem: LayerProblem, tokens: int) -> GemvConfig | None:
+    """The configuration of a gemm2 that adds up a token's pairs, where that is ahead of a launch more.
+
+    A warp quantises the vector of its pair for a few rows alone, which is little work in int8; for e4m3 it is less than
+    a launch where vectors are short, and all programs run at a time.
+    """
+    short, top_k = problem.intermediate_size < LONG, problem.top_k
+    if top_k == 1:
+        return GemvConfig(32, 32, 4, num_stages=2) if short else GemvConfig(8, 128, 4, num_stages=4)
+    if top_k not in (2, 4, 8) or not short:
+        return None
+    warps = max(top_k, 4)
+    if problem.element == "int8":
+        return GemvConfig(16 * warps, 32, warps, num_stages=2)
+    config = GemvConfig(8 * warps, 64, warps, num_stages=2)
+    programs = tokens * steps_of(problem.hidden_size, config.block_n // top_k)
+    return config if problem.intermediate_size <= SHORT and programs <= RESIDENT else None
 
 
 def _mma_sync_plan(problem: LayerProblem) -> GemvPlan:
