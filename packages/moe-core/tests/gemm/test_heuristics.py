@@ -223,7 +223,7 @@ def test_4_bit_words_beside_12_to_128_rows() -> None:
     ("kind", "shape", "tokens", "registers"),
     [
         # rows per expert 8: 512 programs of gemm2 are one round of four for each multiprocessor, and two of three
-        ("mixed int4", (16, 2, 4096, 6400), 64, (0, 128)),
+        ("mixed int4", (16, 2, 4096, 6400), 64, (128, 128)),
         # 24: 261 programs are one round of two
         ("mixed e2m1", (8, 2, 4096, 14336), 96, (168, 0)),
         # 16: 512 programs are two rounds, of two or of three

@@ -15,11 +15,58 @@ def _codes(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
 
 
-def test_symmetric_scales_are_turned_and_widened() -> None:
-    scale = torch.randn(2, 24, 2).bfloat16()
-    found = convert_integers(_codes(2, 24, 128), scale, kInt4Static, 256)
-    assert torch.equal(found.scales, scale.float().transpose(1, 2))
-    assert (found.group_size, found.channel_scales, found.index) == (128, None, None)
+def _by_group(pairs: torch.Tensor, groups: int) -> torch.Tensor:
+    """[E, groups, rows] of scales in pairs, one after the other."""
+    return torch.stack([pairs[:, group // 2, :, group % 2] for group in range(groups)], dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("groups", "size"), [(4, 64), (3, 128), (1, 128), (7, 32)])
+def test_symmetric_16_bit_scales_of_two_groups_share_a_word(groups: int, size: int, dtype: torch.dtype) -> None:
+    scale, columns = torch.randn(2, 24, groups).to(dtype), groups * size
+    key = kInt4Static.with_group(1, size)
+    found = convert_integers(_codes(2, 24, columns // 2), scale, key, columns)
+    assert found.scales.shape == (2, -(-groups // 2), 24, 2)
+    assert found.scales.dtype is dtype
+    assert found.scales.is_contiguous()
+    assert torch.equal(_by_group(found.scales, groups), scale.transpose(1, 2))
+    if groups % 2:
+        assert not found.scales[:, -1, :, 1].any()
+    assert (found.group_size, found.channel_scales, found.index) == (size, None, None)
+
+
+def test_other_scales_have_four_bytes() -> None:
+    codes, scale, zero = _codes(1, 8, 128), torch.rand(1, 8, 2).bfloat16(), torch.zeros(1, 8, 2, dtype=torch.uint8)
+    assert convert_integers(codes, scale.float(), kInt4Static, 256).scales.dtype is torch.float32
+    assert convert_integers(codes, scale, kInt4StaticAsym, 256, zero_point=zero).scales.dtype is torch.int32
+    by_row = convert_integers(codes, scale[:, :, :1], kInt4Static.with_group(1, -1), 256)
+    assert by_row.scales.dtype is torch.float32
+    # groups of other sizes, which are filled up
+    g_idx = torch.zeros(1, 256, dtype=torch.int32)
+    g_idx[0, 100:] = 1
+    assert convert_integers(codes, scale, kInt4Static, 256, g_idx=g_idx).scales.dtype is torch.float32
+
+
+def test_relative_scales_stay_bfloat16_and_exact() -> None:
+    scale = (torch.randn(2, 8, 3) * torch.exp2(torch.randint(-30, 30, (2, 8, 3)))).bfloat16()
+    found = convert_integers(_codes(2, 8, 192), scale, kInt4Static, 384, dtype=torch.float16)
+    wide = convert_integers(_codes(2, 8, 192), scale.float(), kInt4Static, 384, dtype=torch.float16)
+    assert found.channel_scales is not None
+    assert wide.channel_scales is not None
+    assert torch.equal(found.channel_scales, wide.channel_scales)
+    assert found.scales.dtype is torch.bfloat16
+    assert torch.equal(_by_group(found.scales, 3).float(), wide.scales)
+    # what is small beside a row's largest is no float16
+    half = convert_integers(_codes(2, 8, 192), scale.half(), kInt4Static, 384, dtype=torch.float16)
+    assert half.scales.dtype is torch.float32
+
+
+def test_scales_in_pairs_have_the_powers_of_wide_ones() -> None:
+    scale = (torch.randn(4, 8, 3) * 50).bfloat16()
+    found, wide = (convert_integers(_codes(4, 8, 192), each, kInt4Static, 384) for each in (scale, scale.float()))
+    assert found.powers is not None
+    assert wide.powers is not None
+    assert torch.equal(found.powers, wide.powers)
 
 
 def test_powers_are_more_than_half_of_an_expert_s_largest_scale() -> None:
@@ -44,8 +91,10 @@ def test_only_symmetric_groups_in_bfloat16_have_powers() -> None:
 def test_interleaved_scales_follow_their_rows() -> None:
     for rows in (32, 20):
         scale = torch.randn(2, rows, 2).bfloat16()
+        wide = convert_integers(_codes(2, rows, 128), scale.float(), kInt4Static, 256, interleaved=True)
+        assert torch.equal(wide.scales, interleave(scale.float()).transpose(1, 2))
         found = convert_integers(_codes(2, rows, 128), scale, kInt4Static, 256, interleaved=True)
-        assert torch.equal(found.scales, interleave(scale.float()).transpose(1, 2))
+        assert torch.equal(_by_group(found.scales, 2), interleave(scale).transpose(1, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

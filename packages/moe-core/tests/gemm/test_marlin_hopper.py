@@ -34,6 +34,7 @@ class Product:
         k: int = 400,
         bias: bool = False,
         spread: bool = False,
+        scale_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         generator = torch.Generator().manual_seed(n + k + group)
         base = kInt4StaticAsym if zeros else kInt4Static
@@ -43,10 +44,10 @@ class Product:
         def draw(low: int, high: int, *shape: int) -> torch.Tensor:
             return torch.randint(low, high, shape, generator=generator)
 
-        self.scale = (torch.rand(experts, rows, groups, generator=generator) / 50 + 0.001).bfloat16()
+        self.scale = (torch.rand(experts, rows, groups, generator=generator) / 50 + 0.001).to(scale_dtype)
         if spread:
             # from 2^-24 to 2^27, one expert's beside another's
-            self.scale *= torch.exp2(3.0 * torch.arange(experts) - 24)[:, None, None].bfloat16()
+            self.scale *= torch.exp2(3.0 * torch.arange(experts) - 24)[:, None, None].to(scale_dtype)
         self.codes = draw(0, 16, experts, rows, k).to(torch.uint8)
         self.zeros = draw(0, 17, experts, rows, groups).to(torch.uint8) if zeros else None
         self.group, self.dtype, self.device = group, dtype, device
@@ -144,6 +145,11 @@ CASES = [
     (64, False, {"group": 64, "n": 264, "k": 136, "spread": True}),
     # an odd number of rows, none of which shares a row of the tensor map with another
     (64, True, {"zeros": True, "n": 201}),
+    # of five groups two in a word each, and an only one; both in a step, one, and one of float32
+    (64, True, {"group": 64, "n": 264, "k": 320, "scale_dtype": torch.float16}),
+    (128, True, {"group": 32, "k": 160}),
+    (64, False, {"n": 264, "k": 640, "scale_dtype": torch.float16}),
+    (64, False, {"n": 264, "k": 640, "scale_dtype": torch.float32}),
     (64, True, {"group": 32, "zeros": True, "dtype": torch.float16, "k": 416}),
     (128, False, {"group": -1, "zeros": True, "k": 1024, "n": 1000}),
 ]

@@ -84,8 +84,8 @@ class MarlinExperts(GroupedExperts):
         index, size = weights.extra.get(f"{name}_index"), key.group_size
         if index is not None:
             columns = index.shape[1]
-            # groups of other numbers of columns were filled up to smaller ones
-            size = size if scales.shape[1] == -(-columns // size) else CHUNK
+            # groups of other numbers of columns were filled up to smaller ones, whose scales are in no pairs
+            size = size if scales.dim() == 4 or scales.shape[1] == -(-columns // size) else CHUNK
         return MarlinMatrix(
             getattr(weights, name),
             key.dtype.bits,

@@ -11,9 +11,9 @@ What the words are says `form`, a `GemvForm`:
                                the four numbers [N, W] of 8-bit codes, as `asm_values`, to multiply in float32
     bits                       of a code
     scales                     "row": float32, one per row, which multiplies the finished sum; "group": float32, one
-                               per `group` columns (-1: all); "zero": int32, as "group", with zero points
-                               (`moe_core.gemm.marlin.operand`); "e8m0": int32, one per 128 columns of 4-bit codes, a
-                               byte for each 32: 254 plus an exponent, or 127 and less: 0
+                               per `group` columns (-1: all), or 16-bit ones in pairs; "zero": int32, as "group", with
+                               zero points (`moe_core.gemm.marlin.operand`); "e8m0": int32, one per 128 columns of 4-bit
+                               codes, a byte for each 32: 254 plus an exponent, or 127 and less: 0
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import triton.language as tl
 
 from moe_core.gemm.marlin.dequant import split_last
 from moe_core.gemm.marlin.integer_dot import integer_dot
-from moe_core.gemm.marlin.operand import scale_of, zero_of
+from moe_core.gemm.marlin.operand import both_halves, half_of, scale_of, word_pointers, zero_of
 from moe_core.gemm.schedule import locate_vector
 from moe_core.gemm.tile_kernel import deinterleave, finish_tile
 from moe_core.jit.pdl import begin_pdl
@@ -40,18 +40,6 @@ class GemvForm(NamedTuple):
     middle: tl.constexpr
     scales: tl.constexpr
     group: tl.constexpr
-
-
-@triton.jit
-def _wide(pairs, dtype: tl.constexpr):
-    """float32 of the two `dtype` numbers in each int32."""
-    if dtype == tl.bfloat16:
-        return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
-    else:
-        tl.static_assert(dtype == tl.float16, "activations are bfloat16 or float16")
-        low = (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-        high = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-        return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit
@@ -71,9 +59,9 @@ def _dot(words, x, k, K, form):
     # unit, u, s and j, t to unit, t, u, s and j (8 bits: s, j): see `moe_core.gemm.marlin.words`
     pairs = pairs.reshape(W // 16, 4, PAIRS, 4).permute(0, 3, 1, 2)
     pairs = split_last(pairs.reshape(W, PAIRS))
-    values = _wide(pairs[0], dtype)
+    values = both_halves(pairs[0], dtype)
     for i in tl.static_range(1, PAIRS):
-        values += _wide(pairs[i], dtype)
+        values += both_halves(pairs[i], dtype)
     numbers = form.dequantize(words, dtype)
     if form.middle != 0:
         return integer_dot(numbers, values, form.middle, ADDED)
@@ -94,41 +82,93 @@ def _in_steps(word, stride_k, form):
 
 
 @triton.jit
-def _load(words, stride_k, scale, k, stride, width, groups, inside, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr):
-    """BLOCK_W words of each row from word k on, and their scales: [N, Q] of four words each, or [N, Q, 4]."""
+def _groups(k, form, Q: tl.constexpr, PAIRED: tl.constexpr):
+    """The groups of Q times four words from word k on, [1, Q], or of each word, [1, Q, 4].
+
+    PAIRED: of groups that are smaller than a unit the pairs that it has, [1, Q, 1 or 2].
+    """
     UNIT: tl.constexpr = 512 // form.bits
     GROUP: tl.constexpr = form.group
+    quad = k // 4 + tl.arange(0, Q)
+    if GROUP == -1:
+        group = quad * 0
+    elif form.scales == "e8m0":
+        group = quad // 4
+    elif GROUP >= UNIT:
+        group = quad // (4 * (GROUP // UNIT))
+    elif PAIRED:
+        PAIRS: tl.constexpr = UNIT // GROUP // 2
+        group = quad[:, None] // 4 * PAIRS + tl.arange(0, PAIRS)[None, :]
+    else:
+        # a unit of four quads has 2 or 4 groups
+        group = quad[:, None] // 4 * (UNIT // GROUP) + tl.arange(0, 4)[None, :] // (4 * GROUP // UNIT)
+    return tl.expand_dims(group, 0)
+
+
+@triton.jit
+def _of_pairs(words, k, form, dtype: tl.constexpr):
+    """float32 scales [N, Q], or [N, Q, 4], of the words of pairs that `_load` returns for word k."""
+    if len(words.shape) == 2:
+        return half_of(words, _groups(k, form, words.shape[1], True) % 2, dtype)
+    else:
+        N: tl.constexpr = words.shape[0]
+        Q: tl.constexpr = words.shape[1]
+        GROUPS: tl.constexpr = 2 * words.shape[2]
+        low, high = both_halves(words, dtype)
+        scales = tl.join(low, high).reshape(N, Q, GROUPS, 1)
+        return tl.broadcast_to(scales, (N, Q, GROUPS, 4 // GROUPS)).reshape(N, Q, 4)
+
+
+@triton.jit
+def _load(
+    words,
+    stride_k,
+    scale,
+    k,
+    stride,
+    width,
+    groups,
+    inside,
+    form,
+    BLOCK_W: tl.constexpr,
+    EVEN: tl.constexpr,
+    PAIRED: tl.constexpr,
+):
+    """BLOCK_W words of each row from word k on, and their scales: [N, Q] of four words each, or [N, Q, 4].
+
+    PAIRED: of scales that are in pairs their words, so that nothing waits for them before `_scaled`.
+    """
     column = k + tl.arange(0, BLOCK_W)
     pointers = words[:, None] + _in_steps(column, stride_k, form)[None, :]
     if EVEN:
         tile = tl.load(pointers)
     else:
         tile = tl.load(pointers, mask=(column < width)[None, :], other=0)
-    quad = k // 4 + tl.arange(0, BLOCK_W // 4)
-    # beyond the last group are zeros of x
     if form.scales == "row":
         # one for all steps
         return tile, inside
-    elif form.scales == "e8m0" or GROUP == -1 or GROUP >= UNIT:
-        UNITS: tl.constexpr = 1 if form.scales == "e8m0" else GROUP // UNIT
-        group = quad * 0 if GROUP == -1 else quad // (4 * UNITS)
-        place = scale[:, None] + tl.minimum(group, groups - 1)[None, :] * stride
-        return tile, tl.load(place, mask=inside[:, None], other=0)
     else:
-        # a unit of four quads has 2 or 4 groups
-        group = quad[:, None] // 4 * (UNIT // GROUP) + tl.arange(0, 4)[None, :] // (4 * GROUP // UNIT)
-        place = scale[:, None, None] + tl.minimum(group, groups - 1)[None, :, :] * stride
-        return tile, tl.load(place, mask=inside[:, None, None], other=0)
+        group = _groups(k, form, BLOCK_W // 4, PAIRED)
+        if PAIRED and len(group.shape) == 2:
+            group = group // 2
+        # beyond the last group are zeros of x
+        group = tl.minimum(group, groups - 1) * stride
+        if len(group.shape) == 2:
+            return tile, tl.load(scale[:, None] + group, mask=inside[:, None], other=0)
+        else:
+            return tile, tl.load(scale[:, None, None] + group, mask=inside[:, None, None], other=0)
 
 
 @triton.jit
-def _scaled(sums, x_sums, scales, form):
-    """[N, Q] of what `_dot` returns: times the scales that `_load` returns, four words added up."""
+def _scaled(sums, x_sums, scales, k, form, dtype: tl.constexpr, PAIRED: tl.constexpr):
+    """[N, Q] of what `_dot` returns: times the scales of `dtype` that `_load` returns, four words added up."""
     if form.scales == "zero":
         sums += (2.0 ** (form.bits - 1) - zero_of(scales)) * x_sums
     if form.scales == "e8m0":
         exponent = ((scales[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF) - 127
         sums *= (tl.maximum(exponent, 0) << 23).to(tl.float32, bitcast=True)
+    elif PAIRED:
+        sums *= _of_pairs(scales, k, form, dtype)
     elif form.scales != "row":
         sums *= scale_of(scales)
     return sums if len(sums.shape) == 2 else tl.sum(sums, axis=2)
@@ -145,7 +185,12 @@ def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: 
     width = tl.cdiv(K, 128) * (4 * form.bits)
     # beyond the last: that again
     words = b_args.words + base * b_args.stride_e + tl.minimum(rows, N - 1).to(tl.int64) * b_args.stride_n
-    scales = b_args.scales + base * b_args.scale_e + rows
+    dtype: tl.constexpr = b_args.scales.dtype.element_ty
+    PAIRED: tl.constexpr = dtype.primitive_bitwidth == 16
+    scales = b_args.scales
+    if PAIRED:
+        scales = word_pointers(scales)
+    scales += base * b_args.scale_e + rows
     if WAIT:
         line = tl.minimum(32 * tl.arange(0, BLOCK_W // 32), width - 1)
         prefetch_l2(words[:, None] + _in_steps(line, b_args.stride_k, form)[None, :], 1)
@@ -153,9 +198,9 @@ def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: 
     total = tl.zeros((rows.shape[0], BLOCK_W // 4), tl.float32)
     for k in range(0, width, BLOCK_W):
         tile, found = _load(
-            words, b_args.stride_k, scales, k, b_args.scale_g, width, b_args.groups, inside, form, BLOCK_W, EVEN
+            words, b_args.stride_k, scales, k, b_args.scale_g, width, b_args.groups, inside, form, BLOCK_W, EVEN, PAIRED
         )
-        total += _scaled(*_dot(tile, x, k, K, form), found, form)
+        total += _scaled(*_dot(tile, x, k, K, form), found, k, form, dtype, PAIRED)
     if form.scales == "row":
         total *= tl.load(scales, mask=inside, other=0.0)[:, None]
     if b_args.others is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_core.errors import TensorError
 from moe_core.gemm.columns import Grouped, group_columns
-from moe_core.gemm.marlin.scales import by_group, order_scales, powers_of, relative_scales
+from moe_core.gemm.marlin.scales import by_group, order_scales, pair_scales, powers_of, relative_scales
 from moe_core.gemm.marlin.words import empty_words, interleave, interleaved_rows, order_words
 from moe_core.quant_key import QuantKey
 
@@ -53,8 +53,8 @@ def convert_integers(
 
     ``codes`` uint8, or int8 for 8-bit numbers in two's complement; ``columns`` K of the matrix; ``interleaved``: rows
     are gate and up; ``dtype`` of the activations.  float16 holds scales relative to the largest of a row, whose power
-    of two becomes a factor.  Beside zero points scales keep 14 bits of mantissa, all that a 16-bit type has.  With
-    ``g_idx`` this waits for the device.
+    of two becomes a factor.  Symmetric groups' scales of 16 bits stay so where that keeps their values; beside zero
+    points scales keep 14 bits of mantissa, all that a 16-bit type has.  With ``g_idx`` this waits for the device.
     """
     size = key.group_size
     if size not in (-1, 32, 64, 128):
@@ -78,9 +78,16 @@ def convert_integers(
     wide, channel_scales = scale, None
     if dtype is torch.float16 and size != -1:
         wide, channel_scales = relative_scales(scale.float())
+        if scale.dtype is torch.bfloat16:
+            # it has float32's exponents; a small float16 scale beside a large one would lose bits
+            wide = wide.to(scale.dtype)
         channel_scales = interleave(channel_scales) if interleaved else channel_scales
     index = None if grouped is None else grouped.index
-    scales = order_scales(wide, zero_point, interleaved=interleaved)
+    # groups that were filled up are told by their number (`MarlinExperts.matrix`), which pairs do not keep
+    if zero_point is None and size == key.group_size != -1 and wide.dtype.itemsize == 2:
+        scales = pair_scales(wide, interleaved=interleaved)
+    else:
+        scales = order_scales(wide, zero_point, interleaved=interleaved)
     unshifted = dtype is torch.bfloat16 and bits == 4 and size != -1 and zero_point is None
     return Converted(words, scales, size, channel_scales, index, powers_of(scales) if unshifted else None)
 

@@ -29,7 +29,7 @@ from moe_core.gemm.hopper_epilogue import activate
 from moe_core.gemm.hopper_pipeline import allocate_barriers, barrier, empty_slot, locate_tile, tile_start, tma_load
 from moe_core.gemm.marlin.hopper_wgmma import sums_by_wgmma
 from moe_core.gemm.marlin.hopper_words import BLOCKS, CHUNK, ROW_LAYOUT, ROWS, STEP, WORDS
-from moe_core.gemm.marlin.operand import scale_of
+from moe_core.gemm.marlin.operand import scale_of, word_pointers
 from moe_core.gemm.tile_kernel import deinterleave, finish_values
 from moe_core.jit.pdl import begin_pdl
 
@@ -171,7 +171,8 @@ def _tile(
     elif len(power) > 0:
         # 2^126 / power
         given = (-1107296256 - power[0].to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
-    sums, turn = sums_by_wgmma(turn, ring, given, sizes[2], form, HEIGHT, WARPGROUP)
+    scale_dtype: gl.constexpr = b_args.scales.dtype.element_ty
+    sums, turn = sums_by_wgmma(turn, ring, given, sizes[2], form, scale_dtype, HEIGHT, WARPGROUP)
     ahead = _prefetch(following, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP)
     if len(pairs) > 0:
         # all warps have read those of the tile before: they met in the k loop
@@ -250,6 +251,9 @@ def _producer(x, w_desc, schedule, b_args, ring, sizes, K, form):
     tiles, blocks_n, steps, N, rows_per_expert = sizes
     HEIGHTS: gl.constexpr = form.heights
     GROUPS: gl.constexpr = form.groups
+    PAIRED: gl.constexpr = b_args.scales.dtype.element_ty.primitive_bitwidth == 16
+    # rows of scales, or of pairs, that a step has
+    PER_STEP: gl.constexpr = s_tiles.shape[0] // full.shape[0]
     BOX: gl.constexpr = w_desc.block_shape[0]
     # rows of a step that share a row of the matrix
     SHARED: gl.constexpr = w_desc.block_shape[1] // WORDS
@@ -270,7 +274,10 @@ def _producer(x, w_desc, schedule, b_args, ring, sizes, K, form):
             source = (values + token.to(gl.int64) * stride)[:, None] + column[None, :]
         height = _height(end - start, HEIGHTS)
         if GROUPS > 0:
-            scales = b_args.scales + expert.to(gl.int64) * b_args.scale_e + block_n * TILE + scale_row
+            scales = b_args.scales
+            if PAIRED:
+                scales = word_pointers(scales)
+            scales += expert.to(gl.int64) * b_args.scale_e + block_n * TILE + scale_row
             exists = block_n * TILE + scale_row < rows_per_expert
         for k in range(steps):
             slot = empty_slot(empty, turn)
@@ -283,9 +290,11 @@ def _producer(x, w_desc, schedule, b_args, ring, sizes, K, form):
             for part in gl.static_range(TILE // SHARED // BOX):
                 target = w_tiles.index(slot).slice(part * BOX, BOX, 0)
                 tma_load(w_desc, [(row + k * rows_per_expert) // SHARED + part * BOX, 0], ready, target)
-            for i in gl.static_range(GROUPS):
-                group = gl.minimum(k * GROUPS + i, b_args.groups - 1)
-                copy_rows(s_tiles.index(slot * GROUPS + i), scales + group * b_args.scale_g, mask=exists)
+            for i in gl.static_range(PER_STEP):
+                # two steps of one group share pairs
+                group = k // 2 if PAIRED and GROUPS == 1 else k * PER_STEP + i
+                group = gl.minimum(group, b_args.groups - 1)
+                copy_rows(s_tiles.index(slot * PER_STEP + i), scales + group * b_args.scale_g, mask=exists)
             if form.gathers:
                 for half in gl.static_range(2):
                     inside = k * STEP + half * CHUNK + column < K
@@ -342,8 +351,11 @@ def words_kernel(
     of_rows = (row_weights, row_pairs)
     PRODUCERS: gl.constexpr = 129 if form.gathers else 33 if form.groups > 0 else 1
     full, empty = allocate_barriers(STAGES, PRODUCERS)
-    SCALES: gl.constexpr = STAGES * form.groups if form.groups > 0 else 1
-    s_tiles = gl.allocate_shared_memory(b_args.scales.dtype.element_ty, [SCALES, TILE], row_layout)
+    PAIRED: gl.constexpr = b_args.scales.dtype.element_ty.primitive_bitwidth == 16
+    PER_STEP: gl.constexpr = (form.groups + 1) // 2 if PAIRED else form.groups
+    SCALES: gl.constexpr = STAGES * PER_STEP if PER_STEP > 0 else 1
+    s_dtype: gl.constexpr = gl.int32 if PAIRED else b_args.scales.dtype.element_ty
+    s_tiles = gl.allocate_shared_memory(s_dtype, [SCALES, TILE], row_layout)
     fence_async_shared()
     ring = (x_tiles, w_tiles, full, empty, s_tiles)
     tiles = gl.load(schedule[0])

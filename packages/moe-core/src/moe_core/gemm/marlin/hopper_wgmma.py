@@ -52,15 +52,17 @@ def _wait(sums, numbers, OTHERS: gl.constexpr):
 
 
 @gluon.jit
-def sums_by_wgmma(turn, ring, given, steps, form, HEIGHT: gl.constexpr, WARPGROUP: gl.constexpr):
-    """(sums [64, HEIGHT] of both blocks of 64 rows, number of steps so far); given: see `load_words`."""
+def sums_by_wgmma(
+    turn, ring, given, steps, form, scale_dtype: gl.constexpr, HEIGHT: gl.constexpr, WARPGROUP: gl.constexpr
+):
+    """(sums [64, HEIGHT] of both blocks of 64 rows, number of steps so far); given, scale_dtype: see `load_words`."""
     x_tiles = ring[0]
     STAGES: gl.constexpr = ring[2].shape[0]
     dtype: gl.constexpr = x_tiles.dtype
     acc_0 = _zeros(HEIGHT)
     acc_1 = _zeros(HEIGHT)
     operand: gl.constexpr = gl.DotOperandLayout(0, acc_0[0].type.layout, 2)
-    words, scales = load_words(ring, turn, given, form, WARPGROUP)
+    words, scales = load_words(ring, turn, 0, given, form, scale_dtype, WARPGROUP)
     numbers = numbers_of(words[0], scales[0], 0, operand, form.dequantize, dtype)
     for k in range(steps):
         slot = turn % STAGES
@@ -77,7 +79,8 @@ def sums_by_wgmma(turn, ring, given, steps, form, HEIGHT: gl.constexpr, WARPGROU
         sum_1 = _add(last, x_1, acc_1)
         acc_0 = _wait(sum_0, numbers, 1)
         # the next step's first numbers, beside the last products; behind the last step this one's words again
-        words, scales = load_words(ring, turn + (k + 1 < steps).to(gl.int32), given, form, WARPGROUP)
+        following = turn + (k + 1 < steps).to(gl.int32)
+        words, scales = load_words(ring, following, k + 1, given, form, scale_dtype, WARPGROUP)
         numbers = numbers_of(words[0], scales[0], 0, operand, form.dequantize, dtype)
         acc_1 = _wait(sum_1, last, 0)
         free_slot((x_tiles, ring[1], ring[2], ring[3], 0, 1), turn, True)

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from moe_core.gemm.hopper_pipeline import full_slot
 from moe_core.gemm.marlin.dequant import in_columns, split_last
+from moe_core.gemm.marlin.operand import both_halves, half_of
 
 # rows of weights of one product
 ROWS = gl.constexpr(64)
@@ -73,9 +74,29 @@ def load_scales(pointers, k, stride, groups, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def load_words(ring, turn, given, form, WARPGROUP: gl.constexpr):
+def _scales_of_slot(ring, slot, k, first, form, dtype: gl.constexpr):
+    """Scales [64] of the groups of step k of a tile, of the rows from row `first` of the tile on.
+
+    They are of `dtype`; of 16 bits, words have two groups' each, and a step of one group takes one half of its word.
+    """
+    PER_STEP: gl.constexpr = ring[4].shape[0] // ring[2].shape[0]
+    found = ()
+    for i in gl.static_range(PER_STEP):
+        values = ring[4].index(slot * PER_STEP + i).slice(first, ROWS, 0).load(ROW_LAYOUT)
+        if dtype.primitive_bitwidth != 16:
+            found += (values,)  # type: ignore[assignment]
+        elif form.groups == 1:
+            found += (half_of(values, k % 2, dtype),)  # type: ignore[assignment]
+        else:
+            found += both_halves(values, dtype)
+    return found
+
+
+@gluon.jit
+def load_words(ring, turn, k, given, form, dtype: gl.constexpr, WARPGROUP: gl.constexpr):
     """(words, scales) of step `turn`, of each block of 64 rows of a consumer.
 
+    It is step k of its tile.  dtype: of the scales as they are stored.
     given: scales of the rows, which all steps have; where groups have scales, what these are multiplied by, or None.
     """
     slot = full_slot(ring[2], turn)
@@ -92,12 +113,13 @@ def load_words(ring, turn, given, form, WARPGROUP: gl.constexpr):
             loaded = rows.load(WORD_LAYOUT)
         words += (quarters(loaded),)  # type: ignore[assignment]
         of_block = ()
-        for i in gl.static_range(form.groups):
-            rows = ring[4].index(slot * form.groups + i).slice((WARPGROUP * BLOCKS + block) * ROWS, ROWS, 0)
-            scale = rows.load(ROW_LAYOUT)
-            if given is not None:
-                scale *= given
-            of_block += (scale,)  # type: ignore[assignment]
+        if form.groups > 0:
+            found = _scales_of_slot(ring, slot, k, (WARPGROUP * BLOCKS + block) * ROWS, form, dtype)
+            for i in gl.static_range(form.groups):
+                scale = found[i]
+                if given is not None:
+                    scale *= given
+                of_block += (scale,)  # type: ignore[assignment]
         scales += (of_block,)  # type: ignore[assignment]
     if form.groups == 0:
         return words, given

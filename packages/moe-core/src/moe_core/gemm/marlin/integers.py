@@ -117,11 +117,12 @@ def integer_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, An
     if size == -1:
         return operand.open_rows, LOAD_WORDS[bits, -1], _MULTIPLY, operand.scale_acc_rows
     scale_acc = None if matrix.channel_scales is None else operand.scale_acc_channels
+    open_b = operand.open_pairs if matrix.paired else operand.open_groups
     if size == operand.STEP.value and config.block_m <= FEW.value and not config.uniform:
         # each step's product is scaled by itself: beyond, its sums take too many registers
-        symmetric = bits == 4 and matrix.scales.dtype == torch.float32
-        return operand.open_groups, LOAD_WORDS[bits, 0], _MULTIPLY_INT4 if symmetric else _MULTIPLY_GROUP, scale_acc
-    return operand.open_groups, LOAD_WORDS[bits, operand.STEP.value // size], _MULTIPLY_SCALED, scale_acc
+        symmetric = bits == 4 and matrix.scales.dtype != torch.int32
+        return open_b, LOAD_WORDS[bits, 0], _MULTIPLY_INT4 if symmetric else _MULTIPLY_GROUP, scale_acc
+    return open_b, LOAD_WORDS[bits, operand.STEP.value // size], _MULTIPLY_SCALED, scale_acc
 
 
 def integer_words(matrix: MarlinMatrix) -> WordFunctions | None:

@@ -4,8 +4,10 @@ Weights as stored (`moe_core.gemm.as_stored`) are opened and scaled by the same 
 
     weights       int32 words [E, steps, rows, words of a step], see `moe_core.gemm.marlin.words`; as stored [E, rows,
                   words of K]
-    scales        float32 [E, groups of K, rows]; beside zero points int32: the bits of a float32 whose last nine are 0,
-                  and the zero point in their place.  Four bytes, so that they too are copied ahead of time.
+    scales        in words of four bytes, so that they too are copied ahead of time: float32 [E, groups of K, rows];
+                  beside zero points int32: the bits of a float32 whose last nine are 0, and the zero point in their
+                  place; or bfloat16 or float16 [E, groups / 2 rounded up, rows, 2]: two groups' scales of a row lie
+                  side by side (`open_pairs`).  As stored of any type [E, groups of K, rows].
     channel scales   float32 [E, rows] that multiply finished sums, or None
     activations   bfloat16, float16 or float32 [rows, K]
 
@@ -37,12 +39,39 @@ from moe_core.jit.specialize import specialize
 
 #: columns of a step
 STEP = tl.constexpr(128)
-# set by `specialize`: bits of a code, groups of a step (see `LOAD_WORDS`), whether `multiply_group` has its scales
-# copied ahead of time, and an element type
+# set by `specialize`: whether two groups' scales lie side by side, bits of a code, groups of a step (see `LOAD_WORDS`),
+# whether `multiply_group` has its scales copied ahead of time, and an element type
+PAIRED = tl.constexpr(False)
 BITS = tl.constexpr(4)
 GROUPS = tl.constexpr(0)
 SCALES_AHEAD = tl.constexpr(False)
 dequantize: Any = None
+
+
+@triton.jit
+def word_pointers(pointers):
+    """`pointers` to 16-bit scales as pointers to the int32 words of two."""
+    return pointers.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def both_halves(words, dtype: tl.constexpr):
+    """float32 of the two `dtype` numbers in each int32."""
+    if dtype == tl.bfloat16:
+        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        tl.static_assert(dtype == tl.float16, "halves are bfloat16 or float16")
+        return half_of(words, 0, dtype), half_of(words, 1, dtype)
+
+
+@triton.jit
+def half_of(words, place, dtype: tl.constexpr):
+    """float32 of the `dtype` number in the lower half of int32 `words`, or in the upper one where `place` is 1."""
+    if dtype == tl.bfloat16:
+        return ((words << (16 - 16 * place)) & -65536).to(tl.float32, bitcast=True)
+    else:
+        tl.static_assert(dtype == tl.float16, "halves are bfloat16 or float16")
+        return (words >> (16 * place)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -58,13 +87,23 @@ def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr)
     if b_args.stride_k is not None:
         place += step_strides(b_args.stride_n, b_args.stride_k)
     columns = half * N + n + tl.arange(0, BLOCK_N)
-    scales = b_args.scales + expert.to(tl.int64) * b_args.scale_e + columns * b_args.scale_n
+    scales = b_args.scales
+    if PAIRED:
+        scales = word_pointers(scales)
+    scales = scales + expert.to(tl.int64) * b_args.scale_e + columns * b_args.scale_n
+    if PAIRED:
+        # the pointers' type goes on saying what the halves of a word are
+        scales = scales.to(b_args.scales.dtype)
     state = rows, inside, place, scales, b_args.scale_g, b_args.groups
     # a state holds no None
     if b_args.others is None:
         return state
     else:
         return state + (b_args.others + expert.to(tl.int64) * b_args.other_e + columns,)
+
+
+#: with 16-bit scales of two groups side by side: strides are of words, and pairs take the place of groups
+open_pairs = specialize(open_groups, PAIRED=True)
 
 
 @triton.jit
@@ -111,17 +150,32 @@ def prefetch_group(pointers, state, group, EVEN_N: tl.constexpr):
 
 
 @triton.jit
+def _scales_of_step(state, k, GROUPS: tl.constexpr, EVEN_N: tl.constexpr):
+    """Scales [BLOCK_N] of each of step k's GROUPS groups; `state` of `open_groups` or `open_pairs`."""
+    dtype: tl.constexpr = state[3].dtype.element_ty
+    found = ()
+    if dtype.primitive_bitwidth != 16:
+        for i in tl.static_range(GROUPS):
+            found += (of_group(state[3], state, k * GROUPS + i, EVEN_N),)  # type: ignore[assignment]
+    elif GROUPS == 1:
+        words = of_group(word_pointers(state[3]), state, k // 2, EVEN_N)
+        found += (half_of(words, k % 2, dtype),)  # type: ignore[assignment]
+    else:
+        for i in tl.static_range(GROUPS // 2):
+            words = of_group(word_pointers(state[3]), state, k * (GROUPS // 2) + i, EVEN_N)
+            found += both_halves(words, dtype)
+    return found
+
+
+@triton.jit
 def _load_words(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """Words of a step and its scales."""
     if GROUPS == -1:
         scales = state[3]
     elif GROUPS == 0:
-        scales = of_group(state[3], state, k, EVEN_N)
+        scales = _scales_of_step(state, k, 1, EVEN_N)[0]
     else:
-        found = ()
-        for i in tl.static_range(GROUPS):
-            found += (of_group(state[3], state, k * GROUPS + i, EVEN_N),)  # type: ignore[assignment]
-        scales = join_last(found)
+        scales = join_last(_scales_of_step(state, k, GROUPS, EVEN_N))
     return tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N, EVEN_K), scales
 
 

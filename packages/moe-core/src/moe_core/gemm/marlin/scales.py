@@ -32,6 +32,19 @@ def order_scales(scale: Tensor, zero_point: Tensor | None = None, *, interleaved
     return bits.add_(last // 2).bitwise_and_(-last).bitwise_or_(by_group(zero_point, interleaved))
 
 
+def pair_scales(scale: Tensor, *, interleaved: bool = False) -> Tensor:
+    """``scale`` [E, rows, groups] of 16 bits as [E, pairs, rows, 2]: two groups' scales of a row in one word.
+
+    The last half of an odd number of groups is 0.  ``interleaved``: see :func:`order_scales`.
+    """
+    groups = by_group(scale, interleaved)
+    experts, count, rows = groups.shape
+    pairs = scale.new_zeros(experts, -(-count // 2), rows, 2)
+    for half in (0, 1):
+        pairs[:, : (count + 1 - half) // 2, :, half].copy_(groups[:, half::2])
+    return pairs
+
+
 def by_group(values: Tensor, interleaved: bool) -> Tensor:
     """``values`` [E, rows, groups] as [E, groups, rows], rows as in :func:`order_scales`; a view where it can be."""
     return (interleave(values) if interleaved else values).transpose(1, 2)
@@ -51,7 +64,7 @@ def powers_of(scales: Tensor) -> Tensor:
     the bits of the expert's other scales, and its product with 2^7, which multiplies sums, would be infinite.
     """
     finite = torch.where(scales.isfinite(), scales.abs(), 0.0)
-    _, exponent = torch.frexp(finite.amax(dim=(1, 2)))
+    _, exponent = torch.frexp(finite.flatten(1).amax(dim=1).float())
     return torch.exp2((exponent - 1).clamp(0, _HIGHEST).float())
 
 

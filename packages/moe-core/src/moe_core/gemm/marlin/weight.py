@@ -19,8 +19,9 @@ class PackedWeight(NamedTuple):
     """The tuple `b_args` of `moe_core.gemm.marlin.operand.open_groups`; `PackedWeight.of` makes it.
 
     ``words`` with their strides by expert, row and, where they are block-major, step; ``scales`` with theirs by expert,
-    group and row, and how many ``groups`` there are; ``others``: channel scales or zero points, by expert.  What has a
-    default is for some kernels: ``powers``, see `WordFunctions`, and ``column_groups`` [E, columns], by expert.
+    group and row, and how many ``groups`` there are (of pairs, strides of words, and how many pairs); ``others``:
+    channel scales or zero points, by expert.  What has a default is for some kernels: ``powers``, see `WordFunctions`,
+    and ``column_groups`` [E, columns], by expert.
     """
 
     words: Tensor
@@ -40,8 +41,12 @@ class PackedWeight(NamedTuple):
 
     @staticmethod
     def of(words: Tensor, scales: Tensor, others: Tensor | None, column_groups: Tensor | None = None) -> PackedWeight:
-        """``words`` [E, rows, words] or [E, steps, rows, words of a step], ``scales`` [E, groups, rows]."""
-        scale_e, scale_g, scale_n = scales.stride()
+        """``words`` [E, rows, words] or [E, steps, rows, words of a step].
+
+        ``scales`` [E, groups, rows] or, of 16 bits and in words of two groups', [E, pairs, rows, 2].
+        """
+        halves = scales.shape[3] if scales.dim() == 4 else 1
+        scale_e, scale_g, scale_n = (stride // halves for stride in scales.stride()[:3])
         return PackedWeight(
             words,
             scales,
@@ -66,7 +71,8 @@ class MarlinMatrix:
     - ``words`` int32 [E, steps, rows, words of a step], see `moe_core.gemm.marlin.words`; ``bits`` of a code
     - ``n`` columns of the result, of one half where gate and up rows are interleaved
     - ``k`` columns of x or h as the words have them; ``group_size`` of them share a scale, -1: all of a row
-    - ``scales`` [E, groups, rows] float32, or int32 with zero points (`moe_core.gemm.marlin.operand`)
+    - ``scales`` [E, groups, rows] float32, or int32 with zero points; or [E, pairs of groups, rows, 2] bfloat16 or
+      float16 (`moe_core.gemm.marlin.operand`)
     - ``channel_scales`` float32 [E, rows]: multiply the finished sums; or None
     - ``powers`` float32 [E]: `moe_core.gemm.marlin.scales.powers_of` ``scales``; or None
     - ``bias`` [E, n], of interleaved rows [E, 2 * n]: gate, then up; any float dtype
@@ -85,6 +91,11 @@ class MarlinMatrix:
     index: Tensor | None = None
     pre_scales: Tensor | None = None
     powers: Tensor | None = None
+
+    @property
+    def paired(self) -> bool:
+        """Whether ``scales`` are of 16 bits, two groups' side by side."""
+        return self.scales.dim() == 4
 
     @property
     def arguments(self) -> PackedWeight:
