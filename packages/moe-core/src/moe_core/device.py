@@ -16,7 +16,7 @@ class DeviceInfo:
 
     ``kind`` is "cuda", "hip", "xpu" or "cpu"; ``arch`` is "sm90", "gfx950", "cpu" ….
     ``shared_memory`` is the most that one block can have, in bytes;
-    ``memory`` in bytes; 0 where unknown.
+    ``memory`` in bytes, ``bandwidth`` of it in GB/s; 0 where unknown.
     """
 
     kind: str
@@ -26,6 +26,7 @@ class DeviceInfo:
     shared_memory: int = 0
     l2_cache: int = 0
     memory: int = 0
+    bandwidth: int = 0
 
     @property
     def capability(self) -> int:
@@ -103,6 +104,8 @@ class DeviceInfo:
             properties.shared_memory_per_block_optin,
             properties.L2_cache_size,
             properties.total_memory,
+            # kHz, and bits that move twice in a period
+            properties.memory_clock_rate * properties.memory_bus_width // 4_000_000,
         )
 
 
@@ -166,61 +169,68 @@ _KNOWN: dict[str, DeviceInfo] = {
 }
 
 
-def _card(name: str, arch: str, multiprocessors: int, l2_mib: int, memory_gib: int) -> DeviceInfo:
+def _card(name: str, arch: str, multiprocessors: int, l2_mib: int, memory_gib: int, bandwidth: int) -> DeviceInfo:
     typical = _KNOWN.get(arch) or DeviceInfo("hip", arch, shared_memory=64 << 10)
-    return replace(typical, name=name, multiprocessors=multiprocessors, l2_cache=l2_mib << 20, memory=memory_gib << 30)
+    return replace(
+        typical,
+        name=name,
+        multiprocessors=multiprocessors,
+        l2_cache=l2_mib << 20,
+        memory=memory_gib << 30,
+        bandwidth=bandwidth,
+    )
 
 
-#: By name: multiprocessors (of one die, where torch sees two devices), MiB of L2 cache, GiB of memory.
+#: By name: multiprocessors (of one die, where torch sees two devices), MiB of L2 cache, GiB of memory, and its GB/s.
 CARDS: dict[str, DeviceInfo] = {
-    name: _card(name, arch, multiprocessors, l2_mib, memory_gib)
-    for name, arch, multiprocessors, l2_mib, memory_gib in (
-        ("v100", "sm70", 80, 6, 32),
-        ("t4", "sm75", 40, 4, 16),
-        ("rtx2080ti", "sm75", 68, 5, 11),
-        ("a30", "sm80", 56, 24, 24),
-        ("a100", "sm80", 108, 40, 80),
-        ("a800", "sm80", 108, 40, 80),
-        ("a10", "sm86", 72, 6, 24),
-        ("a10g", "sm86", 80, 6, 24),
-        ("a40", "sm86", 84, 6, 48),
-        ("a6000", "sm86", 84, 6, 48),
-        ("rtxa6000", "sm86", 84, 6, 48),
-        ("rtx3090", "sm86", 82, 6, 24),
-        ("orin", "sm87", 16, 4, 64),
-        ("l4", "sm89", 58, 48, 24),
-        ("l20", "sm89", 92, 96, 48),
-        ("l40", "sm89", 142, 96, 48),
-        ("l40s", "sm89", 142, 96, 48),
-        ("rtx4090", "sm89", 128, 72, 24),
-        ("rtx6000ada", "sm89", 142, 96, 48),
-        ("h20", "sm90", 78, 60, 96),
-        ("h100", "sm90", 132, 50, 80),
-        ("h800", "sm90", 132, 50, 80),
-        ("h200", "sm90", 132, 50, 141),
-        ("gh200", "sm90", 132, 50, 96),
-        ("b200", "sm100", 148, 126, 192),
-        ("gb200", "sm100", 148, 126, 192),
-        ("b300", "sm103", 148, 126, 288),
-        ("gb300", "sm103", 148, 126, 288),
-        ("thor", "sm110", 20, 32, 128),
-        ("rtx5080", "sm120", 84, 64, 16),
-        ("rtx5090", "sm120", 170, 96, 32),
-        ("rtxpro6000", "sm120", 188, 128, 96),
-        ("gb10", "sm121", 48, 24, 128),
-        ("dgxspark", "sm121", 48, 24, 128),
-        ("mi100", "gfx908", 120, 8, 32),
-        ("mi210", "gfx90a", 104, 8, 64),
-        ("mi250", "gfx90a", 104, 8, 64),
-        ("mi250x", "gfx90a", 110, 8, 64),
-        ("mi300a", "gfx942", 228, 4, 128),
-        ("mi300x", "gfx942", 304, 4, 192),
-        ("mi308x", "gfx942", 80, 4, 192),
-        ("mi325x", "gfx942", 304, 4, 256),
-        ("mi350x", "gfx950", 256, 4, 288),
-        ("mi355x", "gfx950", 256, 4, 288),
-        ("rx7900xtx", "gfx1100", 96, 6, 24),
-        ("rx9070xt", "gfx1201", 64, 8, 16),
+    name: _card(name, arch, *sizes)
+    for name, arch, *sizes in (
+        ("v100", "sm70", 80, 6, 32, 900),
+        ("t4", "sm75", 40, 4, 16, 320),
+        ("rtx2080ti", "sm75", 68, 5, 11, 616),
+        ("a30", "sm80", 56, 24, 24, 933),
+        ("a100", "sm80", 108, 40, 80, 2039),
+        ("a800", "sm80", 108, 40, 80, 2039),
+        ("a10", "sm86", 72, 6, 24, 600),
+        ("a10g", "sm86", 80, 6, 24, 600),
+        ("a40", "sm86", 84, 6, 48, 696),
+        ("a6000", "sm86", 84, 6, 48, 768),
+        ("rtxa6000", "sm86", 84, 6, 48, 768),
+        ("rtx3090", "sm86", 82, 6, 24, 936),
+        ("orin", "sm87", 16, 4, 64, 205),
+        ("l4", "sm89", 58, 48, 24, 300),
+        ("l20", "sm89", 92, 96, 48, 864),
+        ("l40", "sm89", 142, 96, 48, 864),
+        ("l40s", "sm89", 142, 96, 48, 864),
+        ("rtx4090", "sm89", 128, 72, 24, 1008),
+        ("rtx6000ada", "sm89", 142, 96, 48, 960),
+        ("h20", "sm90", 78, 60, 96, 4000),
+        ("h100", "sm90", 132, 50, 80, 3352),
+        ("h800", "sm90", 132, 50, 80, 3352),
+        ("h200", "sm90", 132, 50, 141, 4917),
+        ("gh200", "sm90", 132, 50, 96, 4000),
+        ("b200", "sm100", 148, 126, 192, 8000),
+        ("gb200", "sm100", 148, 126, 192, 8000),
+        ("b300", "sm103", 148, 126, 288, 8000),
+        ("gb300", "sm103", 148, 126, 288, 8000),
+        ("thor", "sm110", 20, 32, 128, 273),
+        ("rtx5080", "sm120", 84, 64, 16, 960),
+        ("rtx5090", "sm120", 170, 96, 32, 1792),
+        ("rtxpro6000", "sm120", 188, 128, 96, 1792),
+        ("gb10", "sm121", 48, 24, 128, 273),
+        ("dgxspark", "sm121", 48, 24, 128, 273),
+        ("mi100", "gfx908", 120, 8, 32, 1229),
+        ("mi210", "gfx90a", 104, 8, 64, 1638),
+        ("mi250", "gfx90a", 104, 8, 64, 1638),
+        ("mi250x", "gfx90a", 110, 8, 64, 1638),
+        ("mi300a", "gfx942", 228, 4, 128, 5300),
+        ("mi300x", "gfx942", 304, 4, 192, 5300),
+        ("mi308x", "gfx942", 80, 4, 192, 5300),
+        ("mi325x", "gfx942", 304, 4, 256, 6000),
+        ("mi350x", "gfx950", 256, 4, 288, 8000),
+        ("mi355x", "gfx950", 256, 4, 288, 8000),
+        ("rx7900xtx", "gfx1100", 96, 6, 24, 960),
+        ("rx9070xt", "gfx1201", 64, 8, 16, 640),
     )
 }
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from moe_core.device import DeviceInfo
 from moe_core.gemm.heuristics import LayerProblem, gemv_plan, launch_plan
+from moe_core.gemm.heuristics.problem import balance_of
 from moe_core.gemm.heuristics.tiles import BLOCK_N, MAX_PARTIALS, expected_tiles, split_k
 from moe_core.gemm.plan import TilePlan
 from moe_core.tuning.limits import refusals
@@ -171,13 +173,57 @@ def test_short_tiles_are_for_short_loops_with_scales_along_k(
         assert (plan.gemm1.short_tiles, plan.gemm2.short_tiles) == wanted
 
 
-@pytest.mark.parametrize(("shape", "short"), [((2, 8, 4096, 14336), False), ((8, 256, 7168, 256), True)])
+@pytest.mark.parametrize(
+    ("shape", "balance", "short"),
+    [
+        ((2, 8, 4096, 14336), 172, {160: (False, False), 192: (True, False)}),
+        ((8, 128, 2048, 768), 172, {96: (False, False), 160: (False, False), 192: (True, True)}),
+        ((8, 128, 2048, 768), 117, {96: (False, True), 128: (True, True)}),
+        # loops of few steps, by which an H200 gains, and an H100 does not lose
+        ((8, 256, 7168, 512), 172, {96: (False, True), 192: (False, True)}),
+    ],
+)
+def test_short_tiles_are_for_gpus_that_wait_for_products(
+    shape: tuple[int, int, int, int], balance: int, short: dict[int, tuple[bool, bool]]
+) -> None:
+    top_k, experts, *sizes = shape
+    problem = problem_of("e4m3 blocks", (experts, top_k, *sizes), balance=balance)
+    for rows, expected in short.items():
+        plan = launch_plan(problem, rows * experts // top_k)
+        assert (plan.gemm1.short_tiles, plan.gemm2.short_tiles) == expected
+
+
+def test_how_many_rows_products_take_as_long_as_reading() -> None:
+    for card, expected in (("h100", 172), ("h200", 117), ("h20", 85), ("sm90", 117), ("a100", 117), ("cpu", 117)):
+        assert balance_of(DeviceInfo.parse(card)) == expected
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("e4m3 blocks", (1, 1)), ("e4m3", (1, 1)), ("int8 plain", (1, 1))])
+def test_small_experts_stay_in_l2_for_their_second_tile(kind: str, expected: tuple[int, int]) -> None:
+    for shape, wanted in (
+        ((8, 128, 4096, 1408), expected),
+        ((8, 32, 7168, 2048), expected),
+        ((2, 8, 4096, 14336), (8, 8)),
+    ):
+        plan = plan_of(kind, 160 * shape[1] // shape[0], *shape)
+        assert (plan.gemm1.group_m, plan.gemm2.group_m) == wanted
+
+
+@pytest.mark.parametrize(
+    ("shape", "short", "most"),
+    [
+        ((2, 8, 4096, 14336), False, 48),
+        ((8, 256, 7168, 256), True, 128),
+        ((8, 256, 7168, 512), True, 64),
+        ((8, 128, 4096, 768), True, 48),
+    ],
+)
 def test_gemm1_keeps_tiles_of_64_rows_where_128_would_be_half_empty(
-    shape: tuple[int, int, int, int], short: bool
+    shape: tuple[int, int, int, int], short: bool, most: int
 ) -> None:
     top_k, experts = shape[:2]
     for kind, wanted in (("e4m3 blocks", short), ("e4m3", False), ("int8 plain", False)):
-        for rows, alone in ((24, None), (32, True), (48, True), (64, False)):
+        for rows, alone in ((24, None), (32, True), (most, True), (most + 16, False)):
             plan = plan_of(kind, rows * experts // top_k, *shape)
             assert plan.gemm1.warp_specialised == (alone is False)
             assert plan.gemm2.warp_specialised == (alone is not None)

@@ -22,6 +22,8 @@ H200 = SimpleNamespace(
     total_memory=143771 << 20,
     shared_memory_per_block_optin=232448,
     L2_cache_size=60 << 20,
+    memory_clock_rate=3201000,
+    memory_bus_width=6144,
     warp_size=32,
 )
 

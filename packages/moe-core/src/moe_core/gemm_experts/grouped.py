@@ -19,7 +19,7 @@ from moe_core.errors import TensorError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular
 from moe_core.gemm.heuristics import Family, LayerProblem, gemv_plan, launch_plan
 from moe_core.gemm.heuristics.gemv import GemvPlan
-from moe_core.gemm.heuristics.problem import element_of
+from moe_core.gemm.heuristics.problem import balance_of, element_of
 from moe_core.gemm.heuristics.tuned import Tuned
 from moe_core.gemm.plan import TilePlan
 from moe_core.lora import LoRA
@@ -95,6 +95,7 @@ class GroupedExperts(FusedMoEExpertsModular):
             capability=self.device_info.capability,
             may_split=self.supports_split_k,
             batch_invariant=config.batch_invariant,
+            balance=balance_of(self.device_info),
         )
 
     def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:

@@ -46,8 +46,11 @@ def mixed_input_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     if problem.capability != 90 or problem.dtype_bytes != 2 or problem.batch_invariant:
         return plan
     gemm1, gemm2 = plan.gemm1, plan.gemm2
+    columns = problem.intermediate_size * (2 if problem.gated else 1)
+    tiles = expected_tiles(problem, tokens, gemm1.block_m) * problem.num_experts * steps_of(columns)
     # of 16 rows few types take more: groups of 128 with zero points, or with scales in pairs
-    gemm1 = with_registers(problem, gemm1)
+    if gemm1.block_m == 32 or _saves_a_round(gemm1.block_m, tiles * gemm1.split_k):
+        gemm1 = with_registers(problem, gemm1)
     tiles = expected_tiles(problem, tokens, gemm2.block_m) * problem.num_experts * steps_of(problem.hidden_size)
     if _saves_a_round(gemm2.block_m, tiles * gemm2.split_k):
         gemm2 = with_registers(problem, gemm2)

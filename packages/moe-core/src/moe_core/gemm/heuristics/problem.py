@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_core.device import DeviceInfo
 from moe_core.numerics import NumberKind
 from moe_core.quant_key import QuantKey
 
@@ -14,13 +15,28 @@ Family = Literal["scaled_mm", "mixed_input", "as_stored"]
 Element = Literal["int4", "int8", "e2m1", "e4m3"]
 
 
+#: `balance_of` an H200, where nothing is known
+BALANCE = 117
+
+
+def balance_of(device: DeviceInfo) -> int:
+    """Rows per expert with which 8-bit products take as long as reading their weights: 172 on an H100.
+
+    Each row has two operations for each byte, at 1150 TFLOP/s of 132 multiprocessors of sm_90.
+    """
+    if device.capability != 90 or not device.bandwidth:
+        return BALANCE
+    return round(1150e12 * device.multiprocessors / 132 / (2e9 * device.bandwidth))
+
+
 @dataclass(frozen=True)
 class LayerProblem:
     """A layer, as far as its launch configurations depend on it; hashable, so that plans can be looked up by it.
 
     ``num_experts`` of the layer, local or not; ``gated``: gemm1 has gate and up; ``dtype_bytes`` of the operands that
     activations become, 1, 2 or 4; ``capability`` 90 for sm_90, 0 for no NVIDIA GPU; ``may_split``: partial sums of
-    split-K have a place; ``batch_invariant``: a row's result is the same bits for every number of tokens.
+    split-K have a place; ``batch_invariant``: a row's result is the same bits for every number of tokens; ``balance``
+    of the GPU, see `balance_of`.
 
     - ``group_size`` columns whose partial sum is scaled by itself, -1: only the finished sum
     - ``permuted``: each column has a scale of its own (activation order)
@@ -43,6 +59,7 @@ class LayerProblem:
     capability: int = 90
     may_split: bool = True
     batch_invariant: bool = False
+    balance: int = BALANCE
 
     @property
     def bits(self) -> int:

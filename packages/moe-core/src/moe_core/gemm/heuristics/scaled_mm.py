@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_core.gemm.heuristics.decoded import decoded_plan
-from moe_core.gemm.heuristics.problem import LayerProblem
+from moe_core.gemm.heuristics.problem import BALANCE, LayerProblem
 from moe_core.gemm.heuristics.tiles import (
     BLOCK_N,
     RESIDENT,
@@ -21,6 +21,12 @@ from moe_core.gemm.heuristics.tiles import (
     swapped,
 )
 from moe_core.gemm.plan import TileConfig, TilePlan
+
+#: rows per expert, and times the intermediate size, up to which gemm1 has tiles of 64 rows
+FEW_ROWS = 128
+FEW_ELEMENTS = 32768
+#: bytes of gemm1's weights of an expert that L2 keeps
+IN_L2 = 32 << 20
 
 
 def quantizes_while_loading(capability: int) -> bool:
@@ -65,12 +71,21 @@ def scaled_mm_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         return TilePlan(few, TileConfig(64, block, 4, 3, 8, tma=True) if mean > 64 else few, False)
     # Pointers, not descriptors: 128 x 2 x 128 accumulators leave no registers for the descriptors' bookkeeping.
     # No dependent launch: persistent programs that come early take room from the kernel before them.
-    many = TileConfig(128, block, 8, 3, 8, warp_specialised=True)
+    many = TileConfig(128, block, 8, 3, _group_m(problem), warp_specialised=True)
     gemm1_short, gemm2_short = _short_tiles(problem, mean)
-    if mean <= 48:
-        # of 128 rows most would be empty, which gemm1 feels, and gemm2 does not
+    if mean <= max(48, min(FEW_ROWS, FEW_ELEMENTS / problem.intermediate_size)):
+        # of 128 rows most would be empty, which gemm1 feels, the more so the fewer columns it has, and gemm2 does not
         return TilePlan(replace(few, group_m=8), replace(many, short_tiles=gemm2_short), False)
     return TilePlan(replace(many, short_tiles=gemm1_short), replace(many, short_tiles=gemm2_short), False)
+
+
+def _group_m(problem: LayerProblem) -> int:
+    """Row tiles that walk through the columns together, in the warp-specialised kernel.
+
+    One at a time where L2 still has the expert's weights for its second tile.
+    """
+    weights = problem.hidden_size * problem.intermediate_size * (2 if problem.gated else 1)
+    return 1 if weights <= IN_L2 else 8
 
 
 def _short_tiles(problem: LayerProblem, mean: float) -> tuple[bool, bool]:
@@ -78,15 +93,18 @@ def _short_tiles(problem: LayerProblem, mean: float) -> tuple[bool, bool]:
 
     Two column blocks at a time ask for weights at another pace than the whole tile beside them: over long k loops one
     runs away from the other, and L2 no longer has what both read.  Where products are summed over all of k, consumers
-    free a slot a step later, and starve with half of the slots.
+    free a slot a step later, and starve with half of the slots.  Where memory is the limit, fewer products are no gain.
     """
     if problem.group_size == -1:
         return False, False
     hidden, inner = problem.hidden_size, problem.intermediate_size
+    by_memory = mean < 1.05 * problem.balance
     # with two column blocks, 256 columns in all, there is nothing but such pairs: measured from 768 on
     gemm1 = (hidden <= 4096 and inner >= 512) or (hidden <= 8192 and inner >= 1024 and mean >= 144)
-    # many rows have few short tiles, and programs of short loops look at each tile before they take it
-    return gemm1, inner <= 4096 and mean <= 224
+    # many rows have few short tiles, and programs of short loops look at each tile before they take it; rows of h come
+    # from L2 in short loops, and an H200 gains from 48 rows on
+    gemm2 = inner <= 4096 and mean <= 224 and not (by_memory and inner > 512 and problem.balance > BALANCE)
+    return gemm1 and not by_memory, gemm2
 
 
 def _small_shared_plan(mean: float, block: int, capability: int) -> TilePlan:
