@@ -13,6 +13,8 @@ from moe_core.ops.sort import QuantizeRows, SortedPairs
 def quantize_rows(rows: QuantizeRows, in_use: InUse, *, pdl: bool) -> None:
     """Quantise ``rows``, whose groups are whole rows, where they are in use."""
     block_r = max(4096 // rows.group, 1)
+    # of rows of one column `ptxas` 12.8 breaks down with fewer warps
+    fewest = 8 if rows.x.shape[1] == 1 else 4
     launch(
         quantize_rows_kernel,
         (-(-rows.num_groups // block_r),),
@@ -22,7 +24,7 @@ def quantize_rows(rows: QuantizeRows, in_use: InUse, *, pdl: bool) -> None:
         IN_USE=in_use[0],
         BLOCK_R=block_r,
         pdl=pdl,
-        num_warps=min(max(rows.group // 1024, 4), 16),
+        num_warps=min(max(rows.group // 1024, fewest), 16),
     )
 
 

@@ -1,0 +1,22 @@
+"""Layers of one column, whose rows are quantised before their products."""
+
+from __future__ import annotations
+
+import pytest
+from moe_core import DeviceInfo, FusedMoEConfig, kFp8DynamicTensorSym, kFp8StaticTensorSym
+from moe_core.jit.launch import record
+from moe_core.testing.compile_cases import call_on_meta
+from moe_fp8.experts.triton_scaled_mm import TritonFp8Experts
+
+
+@pytest.mark.parametrize("sizes", [(1, 64), (64, 1), (64, 64)])
+def test_rows_of_one_column_take_warps_with_which_they_compile(sizes: tuple[int, int]) -> None:
+    config = FusedMoEConfig(2, 1, *sizes)
+    keys = {"weight_key": kFp8StaticTensorSym, "activation_key": kFp8DynamicTensorSym}
+    made = TritonFp8Experts(config, device=DeviceInfo.parse("sm90"), **keys)
+    with record() as launches:
+        call_on_meta(made, 631)
+    rows = [launch for launch in launches if launch.name == "quantize_rows_kernel"]
+    assert rows
+    for launch in rows:
+        assert launch.options["num_warps"] == (8 if launch.arguments["rows"].columns == 1 else 4)
