@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from moe_core.device import DeviceInfo
 from moe_core.gemm.heuristics import LayerProblem, gemv_plan, launch_plan
+from moe_core.gemm.heuristics.gemv import GemvConfig
 from moe_core.gemm.heuristics.problem import balance_of
 from moe_core.gemm.heuristics.tiles import BLOCK_N, MAX_PARTIALS, expected_tiles, split_k
 from moe_core.gemm.plan import TilePlan
@@ -194,7 +195,15 @@ def test_short_tiles_are_for_gpus_that_wait_for_products(
 
 
 def test_how_many_rows_products_take_as_long_as_reading() -> None:
-    for card, expected in (("h100", 172), ("h200", 117), ("h20", 85), ("sm90", 117), ("a100", 117), ("cpu", 117)):
+    for card, expected in (
+        ("h100", 172),
+        ("h200", 117),
+        ("h20", 84),
+        ("gh200", 143),
+        ("sm90", 117),
+        ("a100", 117),
+        ("cpu", 117),
+    ):
         assert balance_of(DeviceInfo.parse(card)) == expected
 
 
@@ -426,9 +435,28 @@ def test_pairs_are_added_up_at_the_end_of_gemm2(kind: str, shape: tuple[int, int
             assert plan.gemm2.num_warps % shape[1] == 0
             lanes = plan.gemm2.block_w // 4
             assert plan.gemm2.block_n % (32 // lanes * plan.gemm2.num_warps) == 0
+            assert not refusals(problem, plan, tokens, tokens)
             few = replace(plan, gemm2=replace(plan.gemm2, num_warps=shape[1] // 2))
             assert shape[1] == 1 or f"share no {shape[1]} pairs" in "".join(refusals(problem, few, tokens, tokens))
     assert fused == list(range(1, most + 1))
+
+
+def test_vectors_of_all_pairs_of_a_token_have_room() -> None:
+    problem = problem_of("e4m3 blocks", (128, 8, 2048, 8192))
+    plan = gemv_plan(problem, 1)
+    assert plan is not None
+    fused = replace(plan, gemm2=GemvConfig(64, 64, 8, num_stages=2), fuse_finalize=True)
+    assert refusals(problem, fused, 1, 1) == [
+        "fuse_finalize: vectors of 8 pairs take 262144 bytes of shared memory, of 131072 for them"
+    ]
+    narrow = replace(plan, gemm2=replace(plan.gemm2, block_n=8))
+    assert "gemm2: block_n is 8, a program has at least 16 rows" in refusals(problem, narrow, 1, 1)
+
+
+def test_a_plan_between_the_numbers_of_tokens_that_are_asked_is_one_of_the_layer() -> None:
+    problem = problem_of("e4m3 blocks", (8, 2, 1024, 512), group_size=128, balance=84)
+    for tokens in (264, 300, 352):
+        assert not refusals(problem, launch_plan(problem, tokens), tokens, tokens)
 
 
 @pytest.mark.parametrize(("shape", "most"), [((8, 2, 4096, 14336), 4), ((128, 8, 2048, 768), 11)])

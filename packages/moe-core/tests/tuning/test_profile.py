@@ -79,7 +79,7 @@ def _plan(data: dict[str, Any], layer: int = 0, number: int = 1) -> dict[str, An
         (lambda d: _plan(d).update(pdl=1), "plan.pdl is '1', expected bool"),
         (lambda d: _plan(d)["gemm1"].update(num_warps=True), "gemm1.num_warps is 'True', expected int"),
         (lambda d: _plan(d)["gemm1"].update(block_m=24), "gemm1: block_m is 24, expected a power of two"),
-        (lambda d: _plan(d)["gemm1"].update(block_n=1024), "block_n is 1024, expected 16 to 256"),
+        (lambda d: _plan(d)["gemm1"].update(block_n=1024), "block_n is 1024, expected 8 to 256"),
         (lambda d: _plan(d)["gemm2"].update(num_stages=0), "gemm2: num_stages is 0, expected 1 to 8"),
         (
             lambda d: _plan(d)["gemm2"].update(swap_ab=False),

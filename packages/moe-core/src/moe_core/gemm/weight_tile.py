@@ -7,7 +7,7 @@ import triton.language as tl
 
 # bytes of each weight row that are asked for ahead of time
 PREFETCH = tl.constexpr(1024)
-# bytes of a step of block-major weights
+# bytes of a step of block-major weights of 8 bits
 STEP = tl.constexpr(128)
 
 
@@ -15,7 +15,7 @@ STEP = tl.constexpr(128)
 def weight_rows(weights, stride_e, stride_n, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
     """(pointers to the tile's rows, which of them exist, the first row's number for a descriptor over all experts).
 
-    weights [E, rows, K] with contiguous columns; the up half starts at row N.
+    weights [E, rows, K] with contiguous columns, or the first step of block-major ones; the up half starts at row N.
     """
     columns = n + tl.arange(0, BLOCK_N)
     base = expert.to(tl.int64)
@@ -79,13 +79,14 @@ def weight_tile(
 
 
 @triton.jit
-def prefetch_rows(rows, inside, size, strides):
+def prefetch_rows(rows, inside, size, strides, step=STEP):
     """Ask for the first `size` bytes of a tile's rows in L2 (sm_90 and newer; all multiples of 16 bytes).
 
-    strides: `step_strides` of the weights.  Of block-major rows only the first step: requests cost more than they gain.
+    strides: `step_strides` of the weights.  Of block-major rows only the first `step` bytes, those of a step: requests
+    cost more than they gain.
     """
     pointers = rows.to(tl.int64)
-    size = tl.minimum(size, tl.where(strides[1] == 0, PREFETCH, STEP))
+    size = tl.minimum(size, tl.where(strides[1] == 0, PREFETCH, step))
     size = tl.where(inside, size, 0)
     tl.inline_asm_elementwise(
         """

@@ -29,8 +29,8 @@ def reduce_pairs(
     ``topk_weights`` [M, k] float32 contiguous or None for weights already applied.  Sums in float32, slots ascending:
     the same on every run.  With ``split_k`` partial sums per pair ``y`` is [M * k * split_k, K].  A pair of no local
     expert (see `moe_core.ops.sort`) is not read and adds nothing.  With ``rows`` [M * k] int32, ``y`` has any number of
-    rows and pair p is row ``rows[p]``.  ``pdl``: the launch before makes ``y``; ids and
-    ``expert_map`` are older than that.
+    rows and pair p is row ``rows[p]``.  ``pdl``: the launch before makes ``y`` alone; ids and
+    ``expert_map`` are older.
     """
     import triton
 

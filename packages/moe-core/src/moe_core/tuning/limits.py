@@ -12,7 +12,7 @@ Two choices decide how numbers are rounded, so that they are the heuristics' alo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
@@ -33,13 +33,15 @@ FEW = 32
 #: fewest and most of each number of a configuration; all are powers of two but those of `_ANY`
 NUMBERS = {
     "block_m": (MIN_BLOCK_M, 256),
-    "block_n": (16, 256),
+    "block_n": (8, 256),
     "block_w": (32, 1024),
     "num_warps": (1, 16),
     "num_stages": (1, 8),
     "group_m": (1, 64),
     "split_k": (1, MAX_SPLIT_K),
 }
+#: bytes of shared memory for the vectors of a program
+_VECTORS = 128 << 10
 #: numbers that are no powers of two, by `mma_sync`, whose words are requested in steps
 _ANY = {False: ("num_stages",), True: ("num_stages", "block_w")}
 #: what else is free to be, or held to more; other fields have values that the heuristics give them for the layer
@@ -64,14 +66,17 @@ def rounding(problem: LayerProblem, config: TileConfig) -> tuple[bool, bool]:
 def refusals(problem: LayerProblem, plan: Plan, first: int, last: int) -> list[str]:
     """Reasons against ``plan`` for calls with ``first`` to ``last`` tokens; empty if there are none."""
     found = list(_numbers(plan))
+    edges = (launch_plan(problem, tokens) for tokens in (first, last))
+    own = tuple(dict.fromkeys((*own_plans(problem), *edges)))
     if plan.pdl and not problem.capability >= 90:
         found.append("dependent launches (pdl) need sm90 or newer")
     if isinstance(plan, GemvPlan):
         return [*found, *_of_gemv(problem, plan, last)]
     for name in ("gemm1", "gemm2"):
-        found += [f"{name}: {reason}" for reason in _of_tiles(problem, name, getattr(plan, name), last)]
+        of_gemm = [getattr(one, name) for one in own]
+        found += [f"{name}: {reason}" for reason in _of_tiles(problem, name, getattr(plan, name), of_gemm, last)]
         config, allowed = getattr(plan, name), set()
-        heights = {own.block_m for own in own_plans(problem) if getattr(own, name).warp_specialised}
+        heights = {one.block_m for one in own if getattr(one, name).warp_specialised}
         if config.warp_specialised and plan.block_m not in heights:
             found.append(f"{name}: the warp-specialised kernel does not take tiles of {plan.block_m} rows")
         for tokens in (first, last):
@@ -104,9 +109,14 @@ def _of_gemv(problem: LayerProblem, plan: GemvPlan, last: int) -> Iterator[str]:
         yield "fuse_finalize is for 8-bit weights and activations"
     if pairs & (pairs - 1) or pairs > plan.gemm2.num_warps:
         yield f"gemm2: {plan.gemm2.num_warps} warps share no {pairs} pairs"
+    numbers = pairs * problem.intermediate_size * (1 if problem.element == "int8" else 4)
+    if plan.fuse_finalize and numbers > _VECTORS:
+        yield f"fuse_finalize: vectors of {pairs} pairs take {numbers} bytes of shared memory, of {_VECTORS} for them"
     for name, config in (("gemm1", plan.gemm1), ("gemm2", plan.gemm2)):
         built_in: GemvConfig = getattr(own, name)
         most = 64 * pairs if name == "gemm2" else 64
+        if config.block_n < 16 and not (plan.fuse_finalize and name == "gemm2"):
+            yield f"{name}: block_n is {config.block_n}, a program has at least 16 rows"
         if config.mma_sync != built_in.mma_sync:
             yield f"{name}: mma_sync is {config.mma_sync}, which no built-in choice for such a layer has"
         if config.block_n * config.block_w < 4 * 32 * config.num_warps:
@@ -122,8 +132,9 @@ def _of_gemv(problem: LayerProblem, plan: GemvPlan, last: int) -> Iterator[str]:
             yield f"{name}: num_stages is {config.num_stages}, which kernels of words do not know"
 
 
-def _of_tiles(problem: LayerProblem, name: str, config: TileConfig, last: int) -> Iterator[str]:
-    own = [getattr(plan, name) for plan in own_plans(problem)]
+def _of_tiles(
+    problem: LayerProblem, name: str, config: TileConfig, own: Sequence[TileConfig], last: int
+) -> Iterator[str]:
     first = name == "gemm1"
     columns, rows = problem.hidden_size, problem.intermediate_size * (2 if problem.gated else 1)
     if not first:

@@ -119,7 +119,7 @@ def load_words(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
 @triton.jit
 def prefetch_words(state, K):
     """Ask for the first columns of a tile's rows in L2."""
-    prefetch_rows(state[0], state[1], tl.cdiv(K, 128) * 64, state[4])
+    prefetch_rows(state[0], state[1], tl.cdiv(K, 128) * 64, state[4], 64)
 
 
 @triton.jit

@@ -97,7 +97,7 @@ def _has_room(problem: LayerProblem) -> bool:
 
 
 def _takes_scaled(problem: LayerProblem, tokens: int) -> bool:
-    """Whether vectors are for 8-bit weights and activations, and ahead: three launches instead of four or five.
+    """Whether vectors are for 8-bit weights and activations, and ahead: two or three launches instead of four or five.
 
     Measured on sm_90 alone.  What pairs read again of an expert costs the more, the better tiles of such an expert use
     the memory.

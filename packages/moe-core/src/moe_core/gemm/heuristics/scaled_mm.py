@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_core.gemm.heuristics.decoded import decoded_plan
-from moe_core.gemm.heuristics.problem import BALANCE, LayerProblem
+from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import (
     BLOCK_N,
     RESIDENT,
@@ -25,6 +25,8 @@ from moe_core.gemm.plan import TileConfig, TilePlan
 #: rows per expert, and times the intermediate size, up to which gemm1 has tiles of 64 rows
 FEW_ROWS = 128
 FEW_ELEMENTS = 32768
+#: `LayerProblem.balance` above which memory is as slow beside the tensor cores as an H100's
+SLOW = 150
 #: bytes of gemm1's weights of an expert that L2 keeps
 IN_L2 = 32 << 20
 
@@ -103,7 +105,7 @@ def _short_tiles(problem: LayerProblem, mean: float) -> tuple[bool, bool]:
     gemm1 = (hidden <= 4096 and inner >= 512) or (hidden <= 8192 and inner >= 1024 and mean >= 144)
     # many rows have few short tiles, and programs of short loops look at each tile before they take it; rows of h come
     # from L2 in short loops, and an H200 gains from 48 rows on
-    gemm2 = inner <= 4096 and mean <= 224 and not (by_memory and inner > 512 and problem.balance > BALANCE)
+    gemm2 = inner <= 4096 and mean <= 224 and not (by_memory and inner > 512 and problem.balance > SLOW)
     return gemm1 and not by_memory, gemm2
 
 

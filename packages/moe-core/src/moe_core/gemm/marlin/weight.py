@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from moe_core.errors import TensorError
 from moe_core.gemm.activation_tile import load_plain, open_plain
 from moe_core.gemm.columns import Columns
 from moe_core.gemm.launch import GemmWeight, TileFunctions, WarpSpecialisedGemm
@@ -91,6 +92,11 @@ class MarlinMatrix:
     index: Tensor | None = None
     pre_scales: Tensor | None = None
     powers: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.words.dim() != 4:
+            shape = list(self.words.shape)
+            raise TensorError(f"words have shape {shape}, expected 4 axes: convert weights of an older version again")
 
     @property
     def paired(self) -> bool:
