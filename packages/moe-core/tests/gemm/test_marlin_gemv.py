@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from moe_core import TensorError
 from moe_core.gemm.launch import Activation
 from moe_core.gemm.marlin.convert import Converted
 from moe_core.gemm.marlin.gemv import GemvFunctions, MarlinGemvLayer
@@ -16,7 +17,7 @@ from moe_core.testing.marlin import multiplied_by_gemv
 
 
 def test_activations_are_read_two_at_a_time() -> None:
-    words, scales = torch.zeros(1, 8, 32, dtype=torch.int32), torch.ones(1, 1, 8)
+    words, scales = torch.zeros(1, 1, 8, 32, dtype=torch.int32), torch.ones(1, 1, 8)
     even, odd = (MarlinMatrix(words, 8, 8, columns, -1, scales) for columns in (32, 31))
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
 
@@ -29,6 +30,12 @@ def test_activations_are_read_two_at_a_time() -> None:
     assert not reads_gemv(torch.zeros(2, 33, dtype=torch.bfloat16)[:, :32], even, even)
     assert not reads_gemv(x[:, :32], even, replace(even, index=torch.zeros(1, 32, dtype=torch.int32)))
     assert not reads_gemv(x[:, :32], replace(even, pre_scales=torch.ones(1, 32)), even)
+
+
+def test_words_of_an_older_layout_are_refused() -> None:
+    words = torch.zeros(1, 8, 32, dtype=torch.int32)
+    with pytest.raises(TensorError, match=r"words have shape \[1, 8, 32\], expected 4 axes"):
+        MarlinMatrix(words, 8, 8, 32, -1, torch.ones(1, 1, 8))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
