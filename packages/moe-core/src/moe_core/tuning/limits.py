@@ -66,12 +66,13 @@ def rounding(problem: LayerProblem, config: TileConfig) -> tuple[bool, bool]:
 def refusals(problem: LayerProblem, plan: Plan, first: int, last: int) -> list[str]:
     """Reasons against ``plan`` for calls with ``first`` to ``last`` tokens; empty if there are none."""
     found = list(_numbers(plan))
-    edges = (launch_plan(problem, tokens) for tokens in (first, last))
-    own = tuple(dict.fromkeys((*own_plans(problem), *edges)))
     if plan.pdl and not problem.capability >= 90:
         found.append("dependent launches (pdl) need sm90 or newer")
     if isinstance(plan, GemvPlan):
         return [*found, *_of_gemv(problem, plan, last)]
+    # numbers of tokens between those that are asked may have plans of their own
+    edges = tuple(launch_plan(problem, tokens) for tokens in (first, last))
+    own = (*own_plans(problem), *edges)
     for name in ("gemm1", "gemm2"):
         of_gemm = [getattr(one, name) for one in own]
         found += [f"{name}: {reason}" for reason in _of_tiles(problem, name, getattr(plan, name), of_gemm, last)]
@@ -79,8 +80,8 @@ def refusals(problem: LayerProblem, plan: Plan, first: int, last: int) -> list[s
         heights = {one.block_m for one in own if getattr(one, name).warp_specialised}
         if config.warp_specialised and plan.block_m not in heights:
             found.append(f"{name}: the warp-specialised kernel does not take tiles of {plan.block_m} rows")
-        for tokens in (first, last):
-            allowed.add(rounding(problem, getattr(launch_plan(problem, tokens), name)))
+        for one in edges:
+            allowed.add(rounding(problem, getattr(one, name)))
         if rounding(problem, config) not in allowed:
             found.append(f"{name}: {config.block_m} rows, by this kernel, round otherwise than the built-in choice")
     return found

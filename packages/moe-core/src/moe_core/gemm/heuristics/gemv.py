@@ -85,9 +85,9 @@ def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
             shared, most = SHARED_BY_MMA_SYNC, MOST_BY_MMA_SYNC
         if tokens > most or pairs > shared * problem.reached(tokens):
             return None
-    # what is best for one token is for the others too
     if scaled:
         return _scaled_plan(problem, tokens)
+    # what is best for one token is for the others too
     pdl = 90 <= problem.capability < 120
     return _mma_sync_plan(problem) if by_mma_sync else _words_plan(problem, pdl)
 
