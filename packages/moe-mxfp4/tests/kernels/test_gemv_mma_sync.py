@@ -17,14 +17,16 @@ CONFIG = FusedMoEConfig(num_experts=32, top_k=4, hidden_size=468, intermediate_s
 pytestmark = pytest.mark.gpu
 
 
-def checked(device, block_n=16, block_w=128, pdl=True, call=None, **changes):
+def checked(device, block_n=16, block_w=128, pdl=True, call=None, fuse_finalize=False, **changes):
     """The output of a layer, by two launches of the kernel."""
     config = GemvConfig(block_n, block_w, 4, mma_sync=True)
-    experts = with_gemv(MarlinMxfp4Experts, GemvPlan(config, config, pdl))
+    experts = with_gemv(MarlinMxfp4Experts, GemvPlan(config, config, pdl, fuse_finalize))
     launches = []
     with observe(launches.append):
         out = FewTokens(experts, replace(CONFIG, **changes), kMxfp4Static).check(device, **(call or {}))
-    assert [one.name for one in launches].count("gemv_mma_kernel") == 2
+    names = [one.name for one in launches]
+    assert names.count("gemv_mma_kernel") == 2
+    assert names.count("reduce_kernel") == (not fuse_finalize)
     return out
 
 
@@ -71,3 +73,11 @@ def test_pairs_without_an_expert_add_nothing(local, routing, device):
 def test_what_is_not_finite_stays_so(number, device):
     out = checked(device, call={"change": lambda x: x[0, 40].fill_(number), "finite": False})
     assert not out.isfinite().any()
+
+
+@pytest.mark.parametrize("block_n", [16, 32, 64])
+def test_the_only_pair_of_a_token_needs_no_finalize(block_n, device):
+    call = {"tokens": 2, "ids": torch.tensor([[2], [-1]])}
+    out = checked(device, block_n, call=call, top_k=1, fuse_finalize=True)
+    assert out[0].any()
+    assert not out[1].any()

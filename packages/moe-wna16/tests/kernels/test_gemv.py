@@ -8,6 +8,7 @@ import pytest
 import torch
 from moe_core import FusedMoEConfig, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym
 from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
+from moe_core.jit.launch import observe
 from moe_core.testing.few_tokens import FewTokens
 from moe_wna16.experts.marlin import MarlinWNA16Experts
 
@@ -70,6 +71,19 @@ def test_a_few_tokens_that_may_share_experts(device):
 def test_pairs_without_an_expert_add_nothing(device):
     layer().check(device, ids=torch.tensor([[-1, 2, 7]]))
     assert not layer().check(device, ids=torch.full((1, 3), -1)).any()
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_only_pair_of_a_token_needs_no_finalize(key, bias, device):
+    launches = []
+    with observe(launches.append):
+        out = layer(key, top_k=1, has_bias=bias).check(device, tokens=2, ids=torch.tensor([[2], [-1]]))
+    names = [one.name for one in launches]
+    assert names.count("gemv_kernel") == 2
+    assert "reduce_kernel" not in names
+    assert out[0].any()
+    assert not out[1].any()
 
 
 def test_activations_that_are_not_read_in_pairs_take_the_tiles(device):

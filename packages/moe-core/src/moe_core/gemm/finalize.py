@@ -22,3 +22,11 @@ def finalize_pairs(acc, epilogue, result, N, expert, exists, pair, token, column
         acc = acc * tl.load(epilogue.weights + pair)[:, None]
     total = tl.sum(tl.where(exists[:, None], acc, 0.0), axis=0)
     tl.store(result.out + token * result.stride + columns, downcast(total, result.out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_zeros(result, N, token, columns):
+    """out[token] = 0: no pair of the token has an expert here."""
+    # of the columns' layout
+    zeros = (columns * 0).to(result.out.dtype.element_ty)
+    tl.store(result.out + token * result.stride + columns, zeros, mask=columns < N)

@@ -5,8 +5,9 @@ of the experts of all pairs of a token, each by a group of warps, and adds up th
 codes a thread; the codes of the next DEPTH steps are on their way to registers.  Every program quantises its vectors by
 itself, into shared memory, so that there is neither a sort nor a launch before.
 
-Codes of int8 are multiplied four at a time (`dp4a`), those of e4m3 in float32.  Sums are those of the tile kernel but
-for the order in which float32 is added up.
+Codes of int8 are multiplied four at a time (`dp4a`).  Those of e4m3 are multiplied in float16, two at a time, which is
+exact, and a few products are added up there: half the instructions of float32.  Beyond that, sums are those of the tile
+kernel but for the order in which float32 is added up.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ reinterpret = _DESCRIPTOR.reinterpret if hasattr(_DESCRIPTOR, "reinterpret") els
 
 # columns of a block of block-major weights
 BLOCK = gl.constexpr(128)
+# what the vector's e4m3 are multiplied by: products are numbers of float16, and eight of the largest are, added up
+SMALLER = gl.constexpr(2.0**-5)
 FLOAT32_MAX = gl.constexpr(3.4028234663852886e38)
 NAN = gl.constexpr(tl.PropagateNan.ALL)
 
@@ -41,11 +44,13 @@ class ScaledGemvForm(NamedTuple):
     """What the kernel is compiled for.
 
     - ``codes``: a tensor of the codes' type, int8 or e4m3
+    - ``summed``: so many products of e4m3, 1 to 8, are added up in float16 before they are in float32; 1 is exact
     - ``quantize``: of the tile kernel's form, for groups of ``group`` columns of the vector; None, and 0: one scale for
       all of it
     """
 
     codes: Any
+    summed: gl.constexpr
     quantize: Any
     group: gl.constexpr
 
@@ -93,7 +98,7 @@ def _store_vectors(
     TILE: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Quantise the vectors: codes to shared[0], as float32 or int8 words, and scales of groups to shared[1]."""
+    """Quantise the vectors: codes to shared[0], as words of int8 or of float16, and scales of groups to shared[1]."""
     LANES: gl.constexpr = TILE[1] // 16
     of_rows = scales
     if form.group == 0:
@@ -119,9 +124,11 @@ def _store_vectors(
             a, b, c, d = split_last((codes.to(gl.int32) & 0xFF).reshape([TILE[0], 4 * LANES, 4]))
             target.store(a | (b << 8) | (c << 16) | (d << 24))
         else:
-            # word by word, those of all threads side by side: 16 numbers of a thread in a row would conflict
-            words = codes.to(gl.float32).reshape([TILE[0] // VECTORS, VECTORS, LANES, 4, 4]).permute([0, 3, 1, 2, 4])
-            target.store(words.reshape([TILE[0] * 4, 4 * LANES]))
+            # two words at a time, those of all threads side by side: 16 numbers of a thread in a row would conflict
+            numbers = (codes.to(gl.float32) * SMALLER).to(gl.float16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+            low, high = gl.split(numbers.reshape([TILE[0] // VECTORS, VECTORS, LANES, 2, 4, 2]))
+            words = (low | (high << 16)).permute([0, 3, 1, 2, 4])
+            target.store(words.reshape([TILE[0] * 2, 4 * LANES]))
 
 
 @gluon.jit
@@ -144,8 +151,8 @@ def _by_vector(shared, VECTORS: gl.constexpr):
 
 @gluon.jit
 def _vectors_of(shared, step, form, VECTORS: gl.constexpr, layout: gl.constexpr):
-    """(four float32 [VECTORS, LANES] of each word, or of int8 its word; scales [VECTORS, LANES], 1 where there are
-    none) of a step."""
+    """(for each word of codes the vector's words [VECTORS, LANES], one of int8 or two of float16; scales
+    [VECTORS, LANES], 1 where there are none) of a step."""
     own: gl.constexpr = gl.SliceLayout(1, layout)
     four: gl.constexpr = gl.SliceLayout(
         1, gl.BlockedLayout([1, 1, 4], layout.threads_per_warp, layout.warps_per_cta, [2, 1, 0])
@@ -157,8 +164,9 @@ def _vectors_of(shared, step, form, VECTORS: gl.constexpr, layout: gl.constexpr)
         for word in gl.static_range(4):
             numbers += ((words[word],),)  # type: ignore[assignment]
     else:
-        for word in gl.static_range(4):
-            numbers += (_of_thread(at.index(step * 4 + word).load(four), own),)  # type: ignore[assignment]
+        for two in gl.static_range(2):
+            a, b, c, d = _of_thread(at.index(step * 2 + two).load(four), own)
+            numbers += ((a, b), (c, d))  # type: ignore[assignment]
     if form.group == 0:
         return numbers, 1.0
     else:
@@ -166,43 +174,55 @@ def _vectors_of(shared, step, form, VECTORS: gl.constexpr, layout: gl.constexpr)
 
 
 @gluon.jit
-def _add_word(acc, word, x):
-    """acc + products of the four codes of `word` [VECTORS, ROWS, LANES]."""
-    if len(x) == 1:
-        return gl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;",
-            "=r,r,r,r",
-            [word, gl.expand_dims(x[0], 1).broadcast_to(acc.shape), acc],
-            dtype=gl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        numbers = gl.inline_asm_elementwise(
-            """
-            {
-                .reg .b16 a, b, c, d;
-                .reg .b32 low, high;
-                mov.b32 {a, b}, $4;
-                cvt.rn.f16x2.e4m3x2 low, a;
-                cvt.rn.f16x2.e4m3x2 high, b;
-                mov.b32 {a, b}, low;
-                mov.b32 {c, d}, high;
-                cvt.f32.f16 $0, a;
-                cvt.f32.f16 $1, b;
-                cvt.f32.f16 $2, c;
-                cvt.f32.f16 $3, d;
-            }
-            """,
-            "=&f,=&f,=&f,=&f,r",
-            [word],
-            dtype=[gl.float32, gl.float32, gl.float32, gl.float32],
-            is_pure=True,
-            pack=1,
-        )
-        for i in gl.static_range(4):
-            acc = gl.fma(numbers[i], gl.expand_dims(x[i], 1).broadcast_to(acc.shape), acc)
-        return acc
+def _dot4(acc, word, x):
+    """acc + products of the four int8 of `word` [VECTORS, ROWS, LANES] and those of x [VECTORS, LANES]."""
+    x = gl.expand_dims(x, 1).broadcast_to(acc.shape)
+    return gl.inline_asm_elementwise(
+        "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [word, x, acc], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _widen(word):
+    """The four e4m3 of a word as float16, two in a word."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+            .reg .b16 a, b;
+            mov.b32 {a, b}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, a;
+            cvt.rn.f16x2.e4m3x2 $1, b;
+        }
+        """,
+        "=&r,=r,r",
+        [word],
+        dtype=[gl.int32, gl.int32],
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _fma2(a, x, acc):
+    """a * x + acc of two float16 in each word; x [VECTORS, LANES]."""
+    x = gl.expand_dims(x, 1).broadcast_to(acc.shape)
+    return gl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, x, acc], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _both(sums):
+    """The sum, in float32, of the two float16 of a word."""
+    low, high = gl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+        "=f,=f,r",
+        [sums],
+        dtype=[gl.float32, gl.float32],
+        is_pure=True,
+        pack=1,
+    )
+    return low + high
 
 
 @gluon.jit
@@ -210,14 +230,24 @@ def _add(acc, words, factor, x, layout: gl.constexpr, form):
     """acc [VECTORS, ROWS, LANES] + products of `words` and a step of the vectors, times `factor` of groups."""
     numbers, scale = x
     words = _of_thread(words, layout)
+    INTEGERS: gl.constexpr = form.codes.dtype.element_ty == gl.int8
+    part = acc
+    if form.group != 0:
+        part = gl.zeros(acc.shape, gl.int32 if INTEGERS else gl.float32, layout)
+    sums = gl.zeros(acc.shape, gl.int32, layout)
+    for word in gl.static_range(4):
+        if INTEGERS:
+            part = _dot4(part, words[word], numbers[word][0])
+        else:
+            twos = _widen(words[word])
+            for half in gl.static_range(2):
+                sums = _fma2(twos[half], numbers[word][half], sums)
+                if (2 * word + half) % form.summed == form.summed - 1:
+                    part += _both(sums)
+                    sums = gl.zeros(acc.shape, gl.int32, layout)
     if form.group == 0:
-        for word in gl.static_range(4):
-            acc = _add_word(acc, words[word], numbers[word])
-        return acc
+        return part
     else:
-        part = gl.zeros(acc.shape, gl.float32, layout)
-        for word in gl.static_range(4):
-            part = _add_word(part, words[word], numbers[word])
         # never infinity: weights of zero may have any scale, and 0 * infinity is no number
         both = gl.minimum(scale * factor, FLOAT32_MAX, propagate_nan=NAN)
         return gl.fma(part, gl.expand_dims(both, 1).broadcast_to(acc.shape), acc)
@@ -299,11 +329,7 @@ def scaled_gemv_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     TURNS: gl.constexpr = (STEPS * PAIRS + VECTOR_ROWS - 1) // VECTOR_ROWS
     shared = (
-        gl.allocate_shared_memory(
-            gl.int32 if INTEGERS else gl.float32,
-            [TURNS, VECTOR_ROWS if INTEGERS else 4 * VECTOR_ROWS, 4 * LANES],
-            plain,
-        ),
+        gl.allocate_shared_memory(gl.int32, [TURNS, VECTOR_ROWS if INTEGERS else 2 * VECTOR_ROWS, 4 * LANES], plain),
         gl.allocate_shared_memory(gl.float32, [TURNS if form.group != 0 else 1, VECTOR_ROWS, LANES], plain),
     )
     first_pair, vector_row, block, own_expert = locate_vector(row_args, gl.cdiv(N, ROWS), SECOND)
@@ -374,6 +400,8 @@ def scaled_gemv_kernel(
     found = ()
     for half in gl.static_range(HALVES):
         value = gl.sum(sums[half], axis=2).to(gl.float32)
+        if not INTEGERS:
+            value *= 1 / SMALLER
         if form.group == 0:
             value *= scale[:, None] * factors[half]  # type: ignore[index]
         found += (value,)  # type: ignore[assignment]

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from moe_core.gemm.heuristics import LayerProblem, launch_plan
+from moe_core.gemm.heuristics.gemv import GemvPlan
 from moe_core.gemm.heuristics.mixed_input import with_registers
 from moe_core.gemm.plan import TilePlan
 from moe_core.tuning.limits import ASKED, NUMBERS, Plan, refusals
@@ -31,6 +32,8 @@ def neighbours(problem: LayerProblem, plan: Plan, first: int, last: int) -> Iter
 
 def _steps(problem: LayerProblem, plan: Plan) -> Iterator[Plan]:
     yield replace(plan, pdl=not plan.pdl)
+    if isinstance(plan, GemvPlan):
+        yield _with_finalize(problem, plan, not plan.fuse_finalize)
     known = {field.name for field in fields(plan.gemm1)}
     for name in ORDER:
         if name not in known:
@@ -40,6 +43,14 @@ def _steps(problem: LayerProblem, plan: Plan) -> Iterator[Plan]:
             yield from (replace(plan, **changes) for changes in ({"gemm1": one}, {"gemm2": two}))
             # rows are sorted into tiles for both
             yield replace(plan, gemm1=one, gemm2=two)
+
+
+def _with_finalize(problem: LayerProblem, plan: GemvPlan, fused: bool) -> GemvPlan:
+    """``plan`` with as many rows of each pair in a program of gemm2, fused with finalize or not."""
+    top_k, config = problem.top_k, plan.gemm2
+    rows = config.block_n * top_k if fused else config.block_n // top_k
+    config = replace(config, block_n=rows, num_warps=max(config.num_warps, top_k if fused else 1))
+    return replace(plan, gemm2=config, fuse_finalize=fused)
 
 
 def _step(problem: LayerProblem, config: Any, name: str, turn: int) -> Any:

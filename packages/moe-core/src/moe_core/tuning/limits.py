@@ -106,17 +106,18 @@ def _of_gemv(problem: LayerProblem, plan: GemvPlan, last: int) -> Iterator[str]:
         yield f"kernels for unsorted pairs are not for {last} tokens of this layer"
         return
     pairs = problem.top_k if plan.fuse_finalize else 1
-    if plan.fuse_finalize and problem.family != "scaled_mm":
-        yield "fuse_finalize is for 8-bit weights and activations"
+    scaled = problem.family == "scaled_mm"
+    if pairs > 1 and not scaled:
+        yield f"fuse_finalize: kernels of words add up no pairs of a token, which has {pairs}"
     if pairs & (pairs - 1) or pairs > plan.gemm2.num_warps:
         yield f"gemm2: {plan.gemm2.num_warps} warps share no {pairs} pairs"
-    numbers = pairs * problem.intermediate_size * (1 if problem.element == "int8" else 4)
-    if plan.fuse_finalize and numbers > _VECTORS:
+    numbers = pairs * problem.intermediate_size * (1 if problem.element == "int8" else 2)
+    if plan.fuse_finalize and scaled and numbers > _VECTORS:
         yield f"fuse_finalize: vectors of {pairs} pairs take {numbers} bytes of shared memory, of {_VECTORS} for them"
     for name, config in (("gemm1", plan.gemm1), ("gemm2", plan.gemm2)):
         built_in: GemvConfig = getattr(own, name)
         most = 64 * pairs if name == "gemm2" else 64
-        if config.block_n < 16 and not (plan.fuse_finalize and name == "gemm2"):
+        if config.block_n < 16 and not (plan.fuse_finalize and scaled and name == "gemm2"):
             yield f"{name}: block_n is {config.block_n}, a program has at least 16 rows"
         if config.mma_sync != built_in.mma_sync:
             yield f"{name}: mma_sync is {config.mma_sync}, which no built-in choice for such a layer has"
@@ -124,12 +125,12 @@ def _of_gemv(problem: LayerProblem, plan: GemvPlan, last: int) -> Iterator[str]:
             yield f"{name}: block_n x block_w leaves threads of {config.num_warps} warps without four words each"
         if config.mma_sync and (config.num_warps != 4 or config.block_n not in (16, 32, 64)):
             yield f"{name}: by mma.sync four warps have 16, 32 or 64 rows"
-        if problem.family == "scaled_mm" and config.block_w > 128:
+        if scaled and config.block_w > 128:
             yield f"{name}: block_w is {config.block_w}, a warp reads at most 128 words of a row at a time"
-        if problem.family == "scaled_mm" and config.block_n > most:
+        if scaled and config.block_n > most:
             # rows of h have room for whole 128 columns, and a program meets one row of weight scales
             yield f"{name}: block_n is {config.block_n}, a program has at most {most} rows"
-        if problem.family != "scaled_mm" and config.num_stages != 1:
+        if not scaled and config.num_stages != 1:
             yield f"{name}: num_stages is {config.num_stages}, which kernels of words do not know"
 
 

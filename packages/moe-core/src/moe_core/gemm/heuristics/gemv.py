@@ -20,14 +20,18 @@ MOST_SCALED = 4
 #: pairs for each expert that is reached, up to which e2m1 is ahead
 SHARED_BY_MMA_SYNC = 1.4
 #: bytes of 8-bit weights that may be read again, by experts of less and of more than SMALL bytes
-AGAIN = {"e4m3": (28e6, 14e6), "int8": (56e6, 28e6)}
+AGAIN = {"e4m3": (28e6, 14e6), "int8": (40e6, 28e6)}
 SMALL = 20e6
-#: columns of vectors up to which they are ahead, and have room in shared memory: numbers of e4m3 are float32 there,
-#: those beside e2m1 stand in eight columns
-LONGEST = {"e4m3": 8192, "int8": 65536, "e2m1": 16384}
-#: intermediate size from which 8-bit weights take long steps in gemm2, and up to which e4m3 may add up pairs there
+#: columns of vectors up to which they have room in shared memory: numbers of e4m3 are float16 there, those beside e2m1
+#: stand in eight columns
+LONGEST = {"e4m3": 32768, "int8": 65536, "e2m1": 16384}
+#: intermediate size beyond which 8-bit weights take long steps in gemm2, from which int8 does not add up pairs there,
+#: and up to which e4m3 does: for one token, and for more
 LONG = 2048
 SHORT = 1024
+SHORTEST = 256
+#: hidden size from which int8 asks for three steps of 16 rows ahead
+DEEP = 4096
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class GemvPlan:
     """The layer by vectors.
 
     ``fuse_finalize``: programs of gemm2 have all pairs of a token, in groups of warps, and add them up: a power of two,
-    at most one for each warp.  ``gemm2.block_n`` are then rows of all of them.  For 8-bit weights and activations.
+    at most one for each warp.  ``gemm2.block_n`` are then rows of all of them.  Words have one pair alone.
     """
 
     gemm1: GemvConfig
@@ -65,7 +69,7 @@ class GemvPlan:
             replace(config, mma_sync=False, block_w=128) if config.mma_sync else config
             for config in (self.gemm1, self.gemm2)
         )
-        return GemvPlan(gemm1, gemm2)
+        return replace(self, gemm1=gemm1, gemm2=gemm2, pdl=False)
 
 
 def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
@@ -89,7 +93,8 @@ def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
         return _scaled_plan(problem, tokens)
     # what is best for one token is for the others too
     pdl = 90 <= problem.capability < 120
-    return _mma_sync_plan(problem) if by_mma_sync else _words_plan(problem, pdl)
+    plan = _mma_sync_plan(problem) if by_mma_sync else _words_plan(problem, pdl)
+    return replace(plan, fuse_finalize=problem.top_k == 1)
 
 
 def _has_room(problem: LayerProblem) -> bool:
@@ -114,15 +119,28 @@ def _takes_scaled(problem: LayerProblem, tokens: int) -> bool:
 
 def _scaled_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
     halves = 2 if problem.gated else 1
-    # 16 rows of a half where that makes two programs for each multiprocessor
-    rows = 16 if problem.top_k * steps_of(problem.intermediate_size, 16) >= RESIDENT else 8
-    gemm1 = GemvConfig(max(rows * halves, 16), 128, 8, num_stages=2)
+    rows = _rows_of_half(problem, tokens)
+    deep = problem.element == "int8" and rows == 16 and problem.hidden_size >= DEEP
+    gemm1 = GemvConfig(max(rows * halves, 16), 128, 8, num_stages=3 if deep else 2)
     fused = _fused_gemm2(problem, tokens)
     if fused is not None:
         return GemvPlan(gemm1, fused, pdl=True, fuse_finalize=True)
-    if problem.intermediate_size < LONG:
+    if problem.intermediate_size <= LONG:
         return GemvPlan(gemm1, GemvConfig(32, 32, 4, num_stages=2), pdl=True)
     return GemvPlan(gemm1, GemvConfig(16, 128, 4, num_stages=4), pdl=True)
+
+
+def _rows_of_half(problem: LayerProblem, tokens: int) -> int:
+    """16 rows of each half for a program of gemm1, or 8 for twice as many programs.
+
+    With scales of blocks few programs are best in whole rounds of the GPU: those of 16 rows last twice as long.
+    """
+    size = problem.intermediate_size
+    grouped, pairs = problem.group_size != -1, problem.top_k * (tokens if problem.group_size != -1 else 1)
+    programs = pairs * steps_of(size, 16)
+    if not grouped or programs >= 2 * RESIDENT:
+        return 16 if programs >= RESIDENT else 8
+    return 16 if 2 * steps_of(programs, RESIDENT) <= steps_of(pairs * steps_of(size, 8), RESIDENT) else 8
 
 
 def _fused_gemm2(problem: LayerProblem, tokens: int) -> GemvConfig | None:
@@ -131,17 +149,22 @@ def _fused_gemm2(problem: LayerProblem, tokens: int) -> GemvConfig | None:
     A warp quantises the vector of its pair for a few rows alone, which is little work in int8; for e4m3 it is less than
     a launch where vectors are short, and all programs run at a time.
     """
-    short, top_k = problem.intermediate_size < LONG, problem.top_k
+    size, top_k, int8 = problem.intermediate_size, problem.top_k, problem.element == "int8"
     if top_k == 1:
-        return GemvConfig(32, 32, 4, num_stages=2) if short else GemvConfig(8, 128, 4, num_stages=4)
-    if top_k not in (2, 4, 8) or not short:
+        if size < LONG:
+            return GemvConfig(32, 32, 4, num_stages=2)
+        grouped = problem.group_size != -1
+        return GemvConfig(16, 128, 8, num_stages=2) if grouped else GemvConfig(8, 128, 4, num_stages=4)
+    if top_k not in (2, 4, 8) or size >= LONG:
         return None
     warps = max(top_k, 4)
-    if problem.element == "int8":
+    if int8:
         return GemvConfig(16 * warps, 32, warps, num_stages=2)
+    if size <= SHORTEST:
+        return GemvConfig(8 * warps, 32, warps, num_stages=2)
     config = GemvConfig(8 * warps, 64, warps, num_stages=2)
     programs = tokens * steps_of(problem.hidden_size, config.block_n // top_k)
-    return config if problem.intermediate_size <= SHORT and programs <= RESIDENT else None
+    return config if size <= SHORT and programs <= RESIDENT else None
 
 
 def _mma_sync_plan(problem: LayerProblem) -> GemvPlan:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from moe_core.gemm.finalize import store_zeros
 from moe_core.gemm.marlin.dequant import split_last
 from moe_core.gemm.marlin.integer_dot import integer_dot
 from moe_core.gemm.marlin.operand import both_halves, half_of, scale_of, word_pointers, zero_of
@@ -223,18 +224,21 @@ def gemv_kernel(
     BLOCK_W: tl.constexpr,
     EVEN: tl.constexpr,
     SECOND: tl.constexpr,
+    FINALIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[pair] = epilogue(w x[row]), N columns; programs by pair and BLOCK_N rows of w.
 
     row_args and SECOND as in `locate_vector`, result and epilogue as in the tile kernel; where gated, rows are gate and
     up interleaved in blocks of 8.  SECOND also: the launch before makes nothing but x, and lets this one begin when all
-    before it was done.
+    before it was done.  FINALIZE: a token has one pair, and `result` is the layer's.
     """
     begin_pdl(PDL and not SECOND)
     rows_all = tl.cdiv(N, 8) * 16 if epilogue.gated else N
     pair, row, block, expert = locate_vector(row_args, tl.cdiv(rows_all, BLOCK_N), SECOND)
     if expert < 0:
+        if FINALIZE:
+            store_zeros(result, N, pair, block * BLOCK_N + tl.arange(0, BLOCK_N))
         return
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     value = _row_sums(b_args, expert, x + row * stride_x, rows, rows_all, K, form, BLOCK_W, EVEN, PDL and SECOND)

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from moe_core.gemm.finalize import store_zeros
 from moe_core.gemm.marlin.hopper_words import (
     ROW_LAYOUT,
     ROWS,
@@ -126,6 +127,7 @@ def gemv_mma_kernel(
     DEPTH: gl.constexpr,
     EVEN: gl.constexpr,
     SECOND: gl.constexpr,
+    FINALIZE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """`moe_core.gemm.marlin._gemv_kernels.gemv_kernel` by `mma.sync`; programs by pair and 64 / parts rows of w.
@@ -138,6 +140,9 @@ def gemv_mma_kernel(
     rows_all = gl.cdiv(N, 8) * 16 if epilogue.gated else N
     pair, vector, block, expert = locate_vector(row_args, gl.cdiv(rows_all, HEIGHT), SECOND)
     if expert < 0:
+        if FINALIZE:
+            places: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            store_zeros(result, N, pair, block * HEIGHT + gl.arange(0, HEIGHT, layout=places))
         return
     base = expert.to(gl.int64)
     row, part = _rows(block * HEIGHT, rows_all - 1, form.parts, gl.SliceLayout(1, WORD_LAYOUT))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_core.errors import ConfigError
 from moe_core.gemm.gemv import GemvLayer, vector_arguments
 from moe_core.gemm.heuristics.gemv import GemvConfig
 from moe_core.gemm.launch import Activation, Routing, constant
@@ -53,6 +54,11 @@ class MarlinGemvLayer(GemvLayer):
     def gemm2(self, h: Tensor, y: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
         gemv(self.functions, h, self.w2, y, routing, None, config, pdl=pdl)
 
+    def gemm2_finalize(self, h: Tensor, out: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
+        if routing.top_k != 1:
+            raise ConfigError(f"words: gemm2 adds up no pairs of a token, of which there are {routing.top_k}")
+        gemv(self.functions, h, self.w2, out, routing, None, config, pdl=pdl, finalize=True)
+
 
 def gemv(
     functions: GemvFunctions,
@@ -64,8 +70,12 @@ def gemv(
     config: GemvConfig,
     *,
     pdl: bool,
+    finalize: bool = False,
 ) -> None:
-    """``out`` [pairs, N]: each pair's matrix times its row of ``x``, a token's or, without ``activation``, its own."""
+    """``out`` [pairs, N]: each pair's matrix times its row of ``x``, a token's or, without ``activation``, its own.
+
+    ``finalize``: tokens have one pair each, and ``out`` is the layer's.
+    """
     _, steps, rows, words_of_step = matrix.words.shape
     width = steps * words_of_step
     arguments = vector_arguments(out, x, matrix.arguments, matrix.n, matrix.k, matrix.bias, routing, activation)
@@ -86,6 +96,7 @@ def gemv(
             DEPTH=min(max(config.block_w // step, 1), turns),
             EVEN=width % step == 0,
             SECOND=activation is None,
+            FINALIZE=finalize,
             pdl=pdl,
             num_warps=4,
         )
@@ -100,6 +111,7 @@ def gemv(
         BLOCK_W=config.block_w,
         EVEN=width % config.block_w == 0,
         SECOND=activation is None,
+        FINALIZE=finalize,
         pdl=pdl,
         num_warps=config.num_warps,
         **_limit(matrix, x, config),
