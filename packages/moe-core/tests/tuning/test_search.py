@@ -166,3 +166,20 @@ def test_registers_go_with_the_tile() -> None:
     for other_problem, registers in ((problem, 100), (replace(problem, capability=100), 168)):
         other = replace(plan, gemm2=replace(plan.gemm2, max_registers=registers))
         assert any("max_registers is" in reason for reason in refusals(other_problem, other, 256, 256))
+
+
+def test_vectors_are_tried_with_and_without_finalize() -> None:
+    """As many rows of each pair, and 16 at least of one by itself."""
+    for problem, others in ((PROBLEMS["e4m3 blocks"], [False]), (PROBLEMS["int8"], [True])):
+        plan = gemv_plan(problem, 1)
+        assert plan is not None
+        flipped = [
+            other
+            for other in neighbours(problem, plan, 1, 1)
+            if isinstance(other, GemvPlan) and other.fuse_finalize != plan.fuse_finalize
+        ]
+        assert [other.fuse_finalize for other in flipped] == others
+    # mixtral in int8: 16 rows of one pair, 32 of both; and back
+    two = flipped[0]
+    assert (two.gemm2.block_n, two.gemm2.num_warps) == (32, 4)
+    assert plan in set(neighbours(problem, two, 1, 1))

@@ -46,9 +46,9 @@ def _steps(problem: LayerProblem, plan: Plan) -> Iterator[Plan]:
 
 
 def _with_finalize(problem: LayerProblem, plan: GemvPlan, fused: bool) -> GemvPlan:
-    """``plan`` with as many rows of each pair in a program of gemm2, fused with finalize or not."""
+    """``plan`` with as many rows of each pair in a program of gemm2, or the fewest, fused with finalize or not."""
     top_k, config = problem.top_k, plan.gemm2
-    rows = config.block_n * top_k if fused else config.block_n // top_k
+    rows = config.block_n * top_k if fused else max(config.block_n // top_k, 16)
     config = replace(config, block_n=rows, num_warps=max(config.num_warps, top_k if fused else 1))
     return replace(plan, gemm2=config, fuse_finalize=fused)
 
