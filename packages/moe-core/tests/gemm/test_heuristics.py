@@ -150,7 +150,14 @@ def test_parts_of_tiles_of_8_rows_fill_the_multiprocessors() -> None:
     assert plan_of("mixed int4", 16, 8, 128, 2048, 768).gemm1.split_k == 2
     assert plan_of("mixed int4", 32, 8, 128, 2048, 768).gemm1.split_k == 1
     assert plan_of("mixed e2m1", 4, 4, 32, 2880, 2880).gemm1.split_k == 1
-    assert plan_of("mixed int4", 32, 2, 16, 4096, 6400).gemm2.split_k == 2
+    # gemm2: 175, 253 and 451 tiles, of 660 programs that run at a time
+    assert plan_of("mixed int4", 4, 2, 8, 4096, 14336).gemm2.split_k == 2
+    assert plan_of("mixed int4", 16, 2, 8, 4096, 14336).gemm2.split_k == 2
+    assert plan_of("mixed int4", 16, 2, 16, 4096, 6400).gemm2.split_k == 1
+    # 649 and 661: two whole rounds instead; 1,612 of short loops
+    assert plan_of("mixed e2m1", 16, 4, 32, 2880, 2880).gemm2.split_k == 2
+    assert plan_of("mixed e2m1", 8, 4, 128, 2880, 2880).gemm2.split_k == 2
+    assert plan_of("mixed int4", 8, 8, 32, 7168, 2048).gemm2.split_k == 1
 
 
 @pytest.mark.parametrize(
@@ -306,9 +313,13 @@ def test_registers_leave_room_for_one_program_more(
 
 def test_launches_of_few_pairs_overlap() -> None:
     for kind in ("int8 plain", "e4m3", "e4m3 blocks"):
-        for tokens, overlap in ((2, True), (8, True), (16, False)):
+        for tokens, overlap in ((2, True), (8, True), (16, True), (128, False)):
             assert plan_of(kind, tokens, 8, 32, 7168, 2048).pdl == overlap
             assert not plan_of(kind, tokens, 8, 32, 7168, 2048, capability=80).pdl
+            assert not plan_of(kind, tokens + 8, 8, 32, 7168, 2048, capability=100).pdl
+        # in tiles of the tile kernel
+        assert [plan_of(kind, tokens, 8, 256, 7168, 256).pdl for tokens in (128, 136)] == [True, False]
+    assert [plan_of("mixed int4", tokens, 8, 256, 7168, 256).pdl for tokens in (16, 128, 136)] == [True, True, False]
 
 
 def test_few_tiles_share_loops() -> None:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import (
     BLOCK_N,
+    DEPENDENT,
     MAX_PARTIALS,
     RESIDENT,
     expected_tiles,
@@ -36,6 +37,9 @@ RESIDENT_4 = 2 * RESIDENT
 MAX_REGISTERS = {16: 128, 32: 168}
 PROGRAMS = {16: 4, 32: 3}
 MULTIPROCESSORS = 132
+#: programs with tiles of 8 rows that run at a time, and steps of the loops that are worth parts for two whole rounds
+RESIDENT_8 = 5 * MULTIPROCESSORS
+LONG_LOOP = 20
 #: tiles of 8 rows that an expert has in the mean, up to which they are ahead of tiles of 16
 MOST_TILES_OF_8 = 1.15
 
@@ -141,7 +145,8 @@ def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
     if eight_rows:
         # up to three rounds of long parts: a second round that is nearly empty costs more than adding parts up
         shorter = ((1800, 8), (720, 5)) if problem.element == "int4" else ()
-        gemm1_limits, gemm2_limits = ((2300, 16), *shorter, (512, 4)), ((1056, 25), (528, 5))
+        # gemm2: most of one round
+        gemm1_limits, gemm2_limits = ((2300, 16), *shorter, (512, 4)), ((int(1.03 * RESIDENT_8), 5),)
         experts, most_tiles = problem.reached(tokens), math.inf
     else:
         # parts of eight steps at least, and up to three rounds; shorter ones only where multiprocessors are left over
@@ -161,7 +166,10 @@ def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
         few = int(experts * problem.hidden_size * bits / (30 * 64 * max(pairs, 1)))
         gemm1_split = max(gemm1_split, split(gemm1_tiles, gemm1_steps, width, ((4800, 8),), min(few, 16)))
     gemm2_split = split(gemm2_tiles, gemm2_steps, problem.hidden_size, gemm2_limits)
-    gemm1 = swapped(rows, 4, 4 if gemm1_steps > 16 else 3, group=group, split=gemm1_split)
+    if eight_rows and 0.95 * RESIDENT_8 < gemm2_tiles < 1.8 * RESIDENT_8 and gemm2_steps > LONG_LOOP:
+        # two rounds instead of one and a few programs, or a half
+        gemm2_split = split(gemm2_tiles, gemm2_steps, problem.hidden_size, ((4 * RESIDENT_8, 5),), 2)
+    gemm1 = swapped(rows, 4, 4 if gemm1_steps > 16 and not eight_rows else 3, group=group, split=gemm1_split)
     gemm2 = swapped(rows, 4, 3, group=group, split=gemm2_split)
     if bits == 8:
         # two programs for each multiprocessor at most are better off with eight warps
@@ -177,4 +185,5 @@ def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
             # four stages take the room of a fourth program, which parts of a loop need
             gemm1 = replace(gemm1, num_stages=3)
     few_programs = eight_rows or gemm2_tiles <= 2 * RESIDENT_4
-    return TilePlan(gemm1, gemm2, problem.may_split and pairs <= 64 and few_programs)
+    dependent = pairs <= (DEPENDENT if eight_rows else 64) and few_programs
+    return TilePlan(gemm1, gemm2, problem.may_split and dependent)

@@ -12,6 +12,7 @@ from moe_core.gemm.heuristics.decoded import decoded_plan
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import (
     BLOCK_N,
+    DEPENDENT,
     RESIDENT,
     expected_tiles,
     lacks_shared_memory,
@@ -66,7 +67,7 @@ def scaled_mm_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         return TilePlan(
             swapped(rows, 4, gemm1_stages, group=1, split=gemm1_split, block_n=block),
             swapped(rows, 4, gemm2_stages, group=1, split=gemm2_split, block_n=block),
-            gemm1_split > 1 or tokens * problem.top_k <= 64,
+            gemm1_split > 1 or tokens * problem.top_k <= (DEPENDENT if capability == 90 else 64),
         )
     few = TileConfig(64, block, 8, 4, 1 if mean <= 64 else 8, tma=True)
     if capability != 90:

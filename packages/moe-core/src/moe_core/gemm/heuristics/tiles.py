@@ -13,6 +13,8 @@ BLOCK_N = 128
 MAX_PARTIALS = 528 * 16 * 2 * 128
 #: programs of eight warps that 132 multiprocessors hold at a time, two each
 RESIDENT = 264
+#: pairs up to which tiles of few rows of the tile kernel gain by dependent launches on sm_90
+DEPENDENT = 1024
 
 
 def steps_of(columns: int, depth: int = 128) -> int:
