@@ -118,7 +118,7 @@ def tests(session: nox.Session) -> None:
 def tests_lowest(session: nox.Session) -> None:
     """A part of the CPU suite with the lowest versions that the packages allow; kernels compiled for all targets.
 
-    Of parametrised tests every twelfth case: what a version changes shows in any of them.  Of what kernels are compiled
+    Of parametrised tests every 24th case: what a version changes shows in any of them.  Of what kernels are compiled
     for: each kernel for each target, each value of its arguments for one of them.
     """
     # the workspace's constraints pin the newest versions: uv must not find them from where it runs
@@ -126,7 +126,7 @@ def tests_lowest(session: nox.Session) -> None:
         session.install("--upgrade", "--resolution", "lowest-direct", *editable("moe-core", *SCHEMES), *group("test"))
         session.install("--no-deps", *editable(*INTEGRATIONS))
     session.run("python", "-c", "import torch, triton; print('torch', torch.__version__, 'triton', triton.__version__)")
-    run_tests(session, "--every", "12")
+    run_tests(session, "--every", "24")
     if not session.posargs:
         compile_kernels(session, *COVERED, "--cover", "1")
 
@@ -175,7 +175,8 @@ def families(session: nox.Session, release: str) -> None:
 def transformers(session: nox.Session, release: str) -> None:
     """Whole tiny models in transformers with their experts run by moe-core; the examples of that package's README."""
     install_transformers(session, release, "transformers")
-    run_tests(session, "packages/moe-transformers/tests")
+    # what a release changes shows in any case of a test
+    run_tests(session, "packages/moe-transformers/tests", *([] if release == "newest" else ["--every", "4"]))
 
 
 @nox.session(download_python="never")

@@ -30,6 +30,7 @@ def made(experts: Any, config: mc.FusedMoEConfig, keys: tuple[Any, ...], arch: s
 
 
 @pytest.mark.parametrize(("experts", "weight_key", "activation_key"), KINDS, ids=NAMES)
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize("tokens", [1, 20, 90])
 def test_both_layouts_give_the_same_bits(
     experts: Any, weight_key: mc.QuantKey, activation_key: mc.QuantKey, tokens: int

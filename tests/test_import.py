@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-# what `import torch` itself loads is not core's doing
+# what `import torch` itself loads is not core's doing; after each module, what was loaded for it and those before
 NEW_MODULES = """
-import sys, torch
+import importlib, sys, torch
 before = set(sys.modules)
-import {module}
-print(*sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}))
+for module in {modules}:
+    importlib.import_module(module)
+    print(module, *sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}))
 """
 
 # The processor's time, which a busy machine stretches too, but that of torch alike.  A full garbage collection of
@@ -36,17 +37,24 @@ BUDGET = 0.06
 LIGHT = ("moe_core", "moe_core.experts_api", "moe_core.format_api", "moe_core.libraries_api", "moe_core.model_api")
 
 
-@pytest.mark.parametrize("module", LIGHT)
-def test_core_loads_nothing_heavy(module: str, run_python: Callable[..., str]) -> None:
-    loaded = set(run_python(NEW_MODULES.format(module=module)).split())
+def loaded_by(run_python: Callable[..., str], *modules: str) -> dict[str, set[str]]:
+    """The packages that are loaded once each module is, in this order, in one process."""
+    lines = [line.split() for line in run_python(NEW_MODULES.format(modules=modules)).splitlines()]
+    return {module: set(loaded) for module, *loaded in lines}
+
+
+def test_core_loads_nothing_heavy(run_python: Callable[..., str]) -> None:
     heavy = {"triton", "flashinfer", "numpy", "safetensors", "matplotlib", "pytest", "hypothesis"}
-    assert not loaded & heavy
-    assert {name for name in loaded if name.startswith("moe_")} == {"moe_core"}
+    found = loaded_by(run_python, *LIGHT)
+    assert list(found) == list(LIGHT)
+    for loaded in found.values():
+        assert not loaded & heavy
+        assert {name for name in loaded if name.startswith("moe_")} == {"moe_core"}
 
 
 @pytest.mark.parametrize("package", ["moe_fp8", "moe_int8", "moe_mxfp4", "moe_wna16"])
 def test_scheme_loads_neither_triton_nor_another_scheme(package: str, run_python: Callable[..., str]) -> None:
-    loaded = set(run_python(NEW_MODULES.format(module=package)).split())
+    loaded = loaded_by(run_python, package)[package]
     assert "triton" not in loaded
     assert {name for name in loaded if name.startswith("moe_")} <= {"moe_core", package}
 
@@ -72,10 +80,12 @@ def test_core_adds_little_to_torch(run_python: Callable[..., str]) -> None:
     pytest.fail(f"`import moe_core` takes {min(shares):.1%} of the time of `import torch`, allowed are {BUDGET:.0%}")
 
 
-@pytest.mark.parametrize("name", [*LIGHT, "moe_core.hopper_api", "moe_core.kernel_api"])
-def test_every_public_name_is_shown_and_there(name: str, run_python: Callable[..., str]) -> None:
+def test_every_public_name_is_shown_and_there(run_python: Callable[..., str]) -> None:
+    modules = (*LIGHT, "moe_core.hopper_api", "moe_core.kernel_api")
     code = f"""
-import {name} as module
-print(sorted(set(module.__all__) - set(dir(module))), [n for n in module.__all__ if not hasattr(module, n)])
+import importlib
+for name in {modules}:
+    module = importlib.import_module(name)
+    print(name, sorted(set(module.__all__) - set(dir(module))), [n for n in module.__all__ if not hasattr(module, n)])
 """
-    assert run_python(code).split("\n")[0] == "[] []"
+    assert run_python(code).splitlines() == [f"{name} [] []" for name in modules]

@@ -10,12 +10,14 @@ from moe_int8.experts.triton_weight_only import TritonInt8WeightOnlyExperts
 
 class TestTritonInt8(ConformanceTests):
     experts = TritonInt8Experts
+    interpreted_every = 3
 
 
 class TestTritonInt8WeightOnly(ConformanceTests):
     experts = TritonInt8WeightOnlyExperts
+    interpreted_every = 3
 
 
 class TestTritonW4A8Int8(ConformanceTests):
     experts = TritonW4A8Int8Experts
-    interpreted_every = 2
+    interpreted_every = 4

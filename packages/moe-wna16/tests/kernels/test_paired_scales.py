@@ -96,6 +96,7 @@ def permuted(weights: MoEWeights, config: FusedMoEConfig) -> MoEWeights:
     )
 
 
+@pytest.mark.diagonal(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [32, 64, 128])
@@ -103,6 +104,7 @@ def test_int4(size: int, scale_dtype: torch.dtype, way: str, device: torch.devic
     check(way, kInt4Static.with_group(1, size), device, scale_dtype=scale_dtype)
 
 
+@pytest.mark.diagonal(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_int8(size: int, way: str, device: torch.device) -> None:
