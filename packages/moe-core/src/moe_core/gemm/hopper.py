@@ -68,7 +68,7 @@ def _prefetch(tile, schedule, a_args, b_args, epilogue, N, form, WARPGROUP: gl.c
     _, row, block_n = _share(tile, form, WARPGROUP)
     pairs = ()
     if epilogue.weights is not None:
-        pairs += (gl.load(schedule[2] + row),)  # type: ignore[assignment]
+        pairs += (gl.load(schedule[2] + row),)
     return form.prefetch(row, tile[0], block_n, a_args, b_args, N, epilogue.gated), pairs
 
 

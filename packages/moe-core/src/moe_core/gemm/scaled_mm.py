@@ -171,7 +171,7 @@ def _load_parts(state, k, BLOCK_K: tl.constexpr):
     tiles = ()
     for i in tl.static_range(PARTS):
         tile, _ = load_values(state, PARTS * k + i, BLOCK_K // PARTS)
-        tiles += (tile,)  # type: ignore[assignment]
+        tiles += (tile,)
     return tiles, 0.0
 
 

@@ -81,7 +81,7 @@ def dequantize_codes(words, zero, COLUMNS: tl.constexpr, dtype: tl.constexpr):
     else:
         found = ()
         for i in tl.static_range(P // 2):
-            found += (_pair(words, zero, i, P, dtype),)  # type: ignore[assignment]
+            found += (_pair(words, zero, i, P, dtype),)
         pairs = join_last(found)
     return in_order(pairs, N, W, P)
 
@@ -126,7 +126,7 @@ def _load_codes(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
             zero = tl.full(scale.shape, MIDDLE, tl.float32)
             if len(state) == 7:
                 zero = of_group(state[6], state, GROUPS * k + i, EVEN_N)
-            scales += ((scale, zero),)  # type: ignore[assignment]
+            scales += ((scale, zero),)
         words = tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N, EVEN_K)
         for i in tl.static_range(GROUPS):
             prefetch_group(state[3], state, GROUPS * (k + 1) + i, EVEN_N)

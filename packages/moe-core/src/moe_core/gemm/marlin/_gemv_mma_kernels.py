@@ -73,7 +73,7 @@ def _load_steps(state, form, FIRST: gl.constexpr, END: gl.constexpr, LAST: gl.co
         else:
             tile = gl.load(pointers)
         of_step = load_scales((scales,), k * form.parts + scale_part, stride, groups, form.groups)[0]
-        found += ((tile, of_step),)  # type: ignore[assignment]
+        found += ((tile, of_step),)
     return found
 
 
@@ -94,12 +94,12 @@ def _share(x, K, STEPS: gl.constexpr, PARTS: gl.constexpr):
     values = ()
     for k in gl.static_range(STEPS):
         at = first + k * PARTS * STEP
-        values += (gl.load(x + at, mask=at < K, other=0.0),)  # type: ignore[assignment]
+        values += (gl.load(x + at, mask=at < K, other=0.0),)
     tiles = ()
     for k in gl.static_range(STEPS):
         # a tile by itself: writing to one does not wait for another
         tile = gl.allocate_shared_memory(x.dtype.element_ty, [COLUMNS, STEP], X_TILE, values[k])
-        tiles += (tile,)  # type: ignore[assignment]
+        tiles += (tile,)
     return tiles
 
 

@@ -198,9 +198,9 @@ def integer_values(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr
     asm: tl.constexpr = _TEXTS[(BITS == 8) * 8 + SCALED * 4 + ZEROS * 2 + (dtype == tl.float16)]
     operands = (words,)
     if ZEROS:
-        operands += (offset,)  # type: ignore[assignment]
+        operands += (offset,)
     if SCALED:
-        operands += (scale,)  # type: ignore[assignment]
+        operands += (scale,)
     return asm_values(asm, 32 // BITS, "r" + ",r" * (SCALED + ZEROS), operands, dtype)
 
 

@@ -85,20 +85,20 @@ def _prefetch(tile, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP: 
         row = gl.minimum(row, sizes[4] - 1)
         if form.groups == 0:
             scale = gl.load(b_args.scales + expert.to(gl.int64) * b_args.scale_e + row)
-            scales += ((scale,),)  # type: ignore[assignment]
+            scales += ((scale,),)
         if b_args.others is not None:
             factor = gl.load(b_args.others + expert.to(gl.int64) * b_args.other_e + row)
-            factors += (factor,)  # type: ignore[assignment]
+            factors += (factor,)
     pairs = ()
     if epilogue.weights is not None or epilogue.activation == "":
         row = first + gl.arange(0, form.heights[0], layout=gl.BlockedLayout([1], [32], [4], [0]))
         row = gl.where(row < in_use, row, 0)
         if schedule[2] is not None:
             row = gl.load(schedule[2] + row)
-        pairs += (row,)  # type: ignore[assignment]
+        pairs += (row,)
     power = ()
     if b_args.powers is not None:
-        power += (gl.load(b_args.powers + expert),)  # type: ignore[assignment]
+        power += (gl.load(b_args.powers + expert),)
     return end, scales, factors, pairs, power
 
 

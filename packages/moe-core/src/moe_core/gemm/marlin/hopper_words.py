@@ -45,7 +45,7 @@ def quarters(words):
     parts = split_last(words.reshape([ROWS, 4, 4]))
     quarters = ()
     for u in gl.static_range(4):
-        quarters += (gl.convert_layout(parts[u], QUARTER, assert_trivial=True),)  # type: ignore[assignment]
+        quarters += (gl.convert_layout(parts[u], QUARTER, assert_trivial=True),)
     return quarters
 
 
@@ -65,11 +65,11 @@ def load_scales(pointers, k, stride, groups, GROUPS: gl.constexpr):
     for block in gl.static_range(len(pointers)):
         of_block = ()
         if GROUPS == 0:
-            of_block += (gl.load(pointers[block]),)  # type: ignore[assignment]
+            of_block += (gl.load(pointers[block]),)
         for i in gl.static_range(GROUPS):
             group = gl.minimum(k * GROUPS + i, groups - 1)
-            of_block += (gl.load(pointers[block] + group * stride),)  # type: ignore[assignment]
-        found += (of_block,)  # type: ignore[assignment]
+            of_block += (gl.load(pointers[block] + group * stride),)
+        found += (of_block,)
     return found
 
 
@@ -84,9 +84,9 @@ def _scales_of_slot(ring, slot, k, first, form, dtype: gl.constexpr):
     for i in gl.static_range(PER_STEP):
         values = ring[4].index(slot * PER_STEP + i).slice(first, ROWS, 0).load(ROW_LAYOUT)
         if dtype.primitive_bitwidth != 16:
-            found += (values,)  # type: ignore[assignment]
+            found += (values,)
         elif form.groups == 1:
-            found += (half_of(values, k % 2, dtype),)  # type: ignore[assignment]
+            found += (half_of(values, k % 2, dtype),)
         else:
             found += both_halves(values, dtype)
     return found
@@ -111,7 +111,7 @@ def load_words(ring, turn, k, given, form, dtype: gl.constexpr, WARPGROUP: gl.co
             loaded = gl.convert_layout(rows.load(PAIR_LAYOUT).reshape([ROWS, WORDS]), WORD_LAYOUT, assert_trivial=True)
         else:
             loaded = rows.load(WORD_LAYOUT)
-        words += (quarters(loaded),)  # type: ignore[assignment]
+        words += (quarters(loaded),)
         of_block = ()
         if form.groups > 0:
             found = _scales_of_slot(ring, slot, k, (WARPGROUP * BLOCKS + block) * ROWS, form, dtype)
@@ -119,8 +119,8 @@ def load_words(ring, turn, k, given, form, dtype: gl.constexpr, WARPGROUP: gl.co
                 scale = found[i]
                 if given is not None:
                     scale *= given
-                of_block += (scale,)  # type: ignore[assignment]
-        scales += (of_block,)  # type: ignore[assignment]
+                of_block += (scale,)
+        scales += (of_block,)
     if form.groups == 0:
         return words, given
     else:

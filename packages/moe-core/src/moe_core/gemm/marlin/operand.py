@@ -156,10 +156,10 @@ def _scales_of_step(state, k, GROUPS: tl.constexpr, EVEN_N: tl.constexpr):
     found = ()
     if dtype.primitive_bitwidth != 16:
         for i in tl.static_range(GROUPS):
-            found += (of_group(state[3], state, k * GROUPS + i, EVEN_N),)  # type: ignore[assignment]
+            found += (of_group(state[3], state, k * GROUPS + i, EVEN_N),)
     elif GROUPS == 1:
         words = of_group(word_pointers(state[3]), state, k // 2, EVEN_N)
-        found += (half_of(words, k % 2, dtype),)  # type: ignore[assignment]
+        found += (half_of(words, k % 2, dtype),)
     else:
         for i in tl.static_range(GROUPS // 2):
             words = of_group(word_pointers(state[3]), state, k * (GROUPS // 2) + i, EVEN_N)
