@@ -52,7 +52,7 @@ from moe_core.gemm.launch import (
     weight_strides,
 )
 from moe_core.gemm.marlin.convert import Converted
-from moe_core.gemm.marlin.dequant import asm_values, in_columns, join_last, pair, split_last
+from moe_core.gemm.marlin.dequant import asm_values, in_columns, pair
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.operand import (
     LOAD_WORDS,
@@ -74,11 +74,11 @@ from moe_core.gemm.marlin.operand import (
 from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
 from moe_core.gemm.scaled_mm import (
     LOAD_PARTS,
-    is_finite,
     load_unquantized,
     multiply_codes,
     open_weights,
     prefetch_weights,
+    quantize_group,
     scale_acc,
     scale_acc_tokens,
     scale_of,
@@ -86,9 +86,11 @@ from moe_core.gemm.scaled_mm import (
 from moe_core.gemm.swap_ab import FEW, as_column, as_row, swap_ab_dot
 from moe_core.gemm.weight_tile import prefetch_rows, step_strides, weight_rows, weight_tile
 from moe_core.gemm.zero_points import shifted, with_zero
-from moe_core.jit.casts import INTERPRET, divide, downcast_e4m3, factor_e4m3, round_int8
+from moe_core.jit.casts import INTERPRET, divide, downcast_e4m3, factor_e4m3, round_int8, scale_product
+from moe_core.jit.registers import join_last, split_last
 from moe_core.jit.specialize import specialize
 from moe_core.jit.wait import wait_for_mma
+from moe_core.ops._quantize_kernels import is_finite
 
 __all__ = [
     # weights and activations of a layer
@@ -153,6 +155,7 @@ __all__ = [
     "multiply_codes",
     "open_weights",
     "prefetch_weights",
+    "quantize_group",
     "scale_acc",
     "scale_acc_tokens",
     "scale_of",
@@ -165,6 +168,7 @@ __all__ = [
     "factor_e4m3",
     "downcast_e4m3",
     "round_int8",
+    "scale_product",
     "wait_for_mma",
     # copies of device functions
     "specialize",

@@ -18,13 +18,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from moe_core.gemm.schedule import tile_of
-
-# the names of Triton 3.6, where newer ones are missing
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+from moe_core.jit.gluon import barrier as barrier
+from moe_core.jit.gluon import tma_load
 
 # rows of a tile, columns of one of its two blocks
 TILE = gl.constexpr(128)

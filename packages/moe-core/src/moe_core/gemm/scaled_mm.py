@@ -28,25 +28,14 @@ from moe_core.gemm.schedule import expert_of
 from moe_core.gemm.swap_ab import as_column, as_row
 from moe_core.gemm.weight_tile import prefetch_rows, step_strides, weight_rows, weight_tile
 from moe_core.gemm.zero_points import scale_and_zero, shifted
-from moe_core.jit.casts import (
-    INTERPRET,
-    divide,
-    divide_all,
-    downcast,
-    downcast_e4m3,
-    factor_e4m3,
-    round_e4m3,
-    round_int8,
-)
+from moe_core.jit.casts import divide, divide_all, factor_e4m3, rounded
+from moe_core.jit.casts import saturate as saturate
 from moe_core.jit.specialize import specialize
-from moe_core.ops._quantize_kernels import finite_bits, magnitude_bits
+from moe_core.ops._quantize_kernels import AMAX_FLOOR, finite_bits, has_nan, is_finite, largest, largest_magnitude
+from moe_core.ops._quantize_kernels import INFINITY_BITS as INFINITY_BITS
 
-# the smallest amax that a scale is made from: keeps the scale of zeros normal and finite
-AMAX_FLOOR = tl.constexpr(1e-10)
 # tiles that `_load_parts` makes of a step, set by `specialize`
 PARTS = tl.constexpr(1)
-# what lies above is NaN
-INFINITY_BITS = tl.constexpr(0x7F800000)
 # scale and zero point of a row that holds a NaN
 NAN_AND_ZERO = tl.constexpr(0x7FC00000)
 
@@ -67,37 +56,6 @@ def scale_of_codes(amax, codes):
 
 
 @triton.jit
-def clamp(x, MAX: tl.constexpr):
-    """x between -MAX and MAX; NaN stays."""
-    x = tl.minimum(x, MAX, propagate_nan=tl.PropagateNan.ALL)
-    return tl.maximum(x, -MAX, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def rounded(x, codes):
-    """float32 to the type of `codes`, |x| <= 448 or NaN for e4m3; int8 saturates, NaN becomes 0."""
-    dtype: tl.constexpr = codes.dtype.element_ty
-    if dtype == tl.int8:
-        return round_int8(x)
-    elif dtype == tl.float8e4nv:
-        return downcast_e4m3(x)
-    else:
-        return downcast(round_e4m3(x), dtype)
-
-
-@triton.jit
-def saturate(x, codes):
-    """float32 to the type of `codes`; what is too large becomes the largest code, NaN stays (int8: 0)."""
-    dtype: tl.constexpr = codes.dtype.element_ty
-    if dtype == tl.int8:
-        return round_int8(x)
-    elif INTERPRET or (dtype != tl.float8e4nv or not tl.target_info.cuda_capability_geq(8, 9)):
-        return rounded(clamp(x, 448.0), codes)
-    else:
-        return x.to(dtype)  # NVIDIA's conversion saturates
-
-
-@triton.jit
 def by_static_scale(x, scale, codes):
     """Codes of float32 x by a static scale."""
     if scale.dtype == tl.int64:
@@ -105,24 +63,6 @@ def by_static_scale(x, scale, codes):
         return shifted(x, factor, zero)
     else:
         return saturate(divide_all(x, scale), codes)
-
-
-@triton.jit
-def largest(tile, AXIS: tl.constexpr):
-    """Bits of the largest magnitude along AXIS; NaN is above infinity."""
-    return tl.max(magnitude_bits(tile), axis=AXIS)
-
-
-@triton.jit
-def has_nan(tile, AXIS: tl.constexpr):
-    """Whether there is a NaN along AXIS."""
-    return largest(tile, AXIS) > INFINITY_BITS
-
-
-@triton.jit
-def is_finite(tile, AXIS: tl.constexpr):
-    """Whether everything along AXIS is finite."""
-    return largest(tile, AXIS) < INFINITY_BITS
 
 
 @triton.jit
@@ -197,6 +137,10 @@ def quantize_row(tile, quant_args, expert, AXIS: tl.constexpr):
     codes = quant_args[0]
     scale = scale_of_codes(largest(tile, AXIS), codes)
     return rounded(divide(tile, tl.expand_dims(scale, AXIS)), codes), scale
+
+
+#: as `quantize_row`, of groups of columns, which few threads share
+quantize_group = specialize(quantize_row, largest=largest_magnitude)
 
 
 @triton.jit

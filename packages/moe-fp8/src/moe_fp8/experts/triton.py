@@ -103,9 +103,9 @@ class TritonFp8BlockExperts(ScaledGemvExperts):
         return shape.row, shape.col
 
     def vector_groups(self) -> tuple[Any, int]:
-        from moe_fp8.kernels.block import quantize
+        from moe_core.kernel_api import quantize_group
 
-        return quantize, self.block_shape[1]
+        return quantize_group, self.block_shape[1]
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
         from moe_fp8.kernels.block_moe import block_scheme

@@ -1,4 +1,4 @@
-"""Block FP8 as the grouped GEMM sees it: how a tile is loaded, scaled and quantised.
+"""Block FP8 as the grouped GEMM sees it: how a tile is loaded and scaled.
 
     weights       e4m3 [E, rows, K], or block-major, one float32 scale per block_n x block_k
     activations   e4m3 [M, K padded to whole groups], one float32 scale per row and group of block_k columns
@@ -12,25 +12,17 @@ This file is the model for another scheme: write these functions and nothing els
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from moe_core.kernel_api import (
     as_column,
     as_row,
-    divide,
-    downcast_e4m3,
     factor_e4m3,
+    scale_product,
     step_strides,
     weight_rows,
     weight_tile,
 )
-
-NAN = tl.constexpr(tl.PropagateNan.ALL)
-E4M3_MAX = tl.constexpr(448.0)
-FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
-# the smallest amax that a scale is made from: keeps the scale of an all-zero group normal and finite
-AMAX_FLOOR = tl.constexpr(1e-10)
 
 
 @triton.jit
@@ -68,19 +60,10 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (a @ b.T) * scales; a_scale [BLOCK_M], b_scale a scalar or [BLOCK_N]."""
     ONE: tl.constexpr = len(b_scale.shape) == 0
     if ONE:
-        # never infinity: weights of zero may have any scale, and 0 * infinity is no number
-        a_scale = tl.minimum(a_scale * b_scale, FLOAT32_MAX, propagate_nan=NAN)
+        a_scale = scale_product(a_scale, b_scale)
     a, b = factor_e4m3(a), factor_e4m3(b)
     left, right = (b, tl.trans(a)) if SWAP_AB else (a, tl.trans(b))
     product = tl.dot(left, right, out_dtype=tl.float32) * as_column(a_scale, SWAP_AB)
     if not ONE:
         product *= as_row(b_scale, SWAP_AB)
     return acc + product
-
-
-@triton.jit
-def quantize(tile, quant_args, expert, AXIS: tl.constexpr):
-    """Quantise a float32 tile whose whole AXIS is one group: e4m3 values and one float32 scale, amax / 448."""
-    amax = tl.maximum(tl.max(tl.abs(tile), axis=AXIS), AMAX_FLOOR)
-    scale = tl.div_rn(amax, E4M3_MAX)
-    return downcast_e4m3(divide(tile, tl.expand_dims(scale, AXIS))), scale

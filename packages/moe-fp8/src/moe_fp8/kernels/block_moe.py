@@ -17,6 +17,7 @@ from moe_core.kernel_api import (
     load_blocks,
     open_blocks,
     prefetch_weights,
+    quantize_group,
     weight_strides,
 )
 from torch import Tensor
@@ -33,7 +34,7 @@ HOPPER_BLOCKS = ((128, 128), (64, 128), (128, 64), (64, 64))
 def block_scheme(block_k: int) -> GroupScheme:
     """x and h in e4m3, one float32 scale per row and ``block_k`` columns."""
     return GroupScheme(
-        block.quantize,
+        quantize_group,
         torch.float8_e4m3fn,
         block_k,
         block=block_k,

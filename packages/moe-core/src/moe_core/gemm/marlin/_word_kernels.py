@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.marlin._word_bits import columns_apart, e2m1_bits, signs_apart
-from moe_core.gemm.marlin.dequant import split_last
+from moe_core.jit.registers import split_last
 
 #: operations of `words.ARRANGEMENTS`, compiled
 COMPILED = {each: triton.jit(each) for each in (columns_apart, e2m1_bits, signs_apart)}

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 
 from moe_core.jit.casts import INTERPRET
+from moe_core.jit.registers import join_last
+from moe_core.jit.registers import split_last as split_last
 
 # In the texts below $0, $1, ... are the pairs' numbers, then comes the word; with zero points a pair to be added, and
 # last, where numbers are scaled, a pair of factors.  -0.0 as addend keeps the sign of zeros.
@@ -110,35 +112,6 @@ def zero_offset(zero, BITS: tl.constexpr, dtype: tl.constexpr):
         return pair(-128.0 - zero, dtype)
     else:
         return pair(128.0 - zero, dtype)
-
-
-@triton.jit
-def join_last(values):
-    """One, two or four tensors along a new last dimension.
-
-    What is joined and reshaped rather than indexed keeps its threads and registers.
-    """
-    if len(values) == 1:
-        return tl.expand_dims(values[0], -1)
-    elif len(values) == 2:
-        return tl.join(values[0], values[1])
-    else:
-        both = tl.join(tl.join(values[0], values[2]), tl.join(values[1], values[3]))
-        return both.reshape(values[0].shape + [4])
-
-
-@triton.jit
-def split_last(x):
-    """The parts of a last dimension of 1, 2 or 4: the inverse of `join_last`."""
-    if x.shape[-1] == 1:
-        return (x.reshape(x.shape[:-1]),)
-    elif x.shape[-1] == 2:
-        return x.split()
-    else:
-        even, odd = x.reshape(x.shape[:-1] + [2, 2]).split()
-        value_0, value_2 = even.split()
-        value_1, value_3 = odd.split()
-        return value_0, value_1, value_2, value_3
 
 
 @triton.jit

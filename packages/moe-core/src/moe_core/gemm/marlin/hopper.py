@@ -26,15 +26,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from moe_core.gemm.hopper_epilogue import activate
-from moe_core.gemm.hopper_pipeline import allocate_barriers, barrier, empty_slot, locate_tile, tile_start, tma_load
+from moe_core.gemm.hopper_pipeline import allocate_barriers, empty_slot, locate_tile, tile_start
 from moe_core.gemm.marlin.hopper_wgmma import sums_by_wgmma
 from moe_core.gemm.marlin.hopper_words import BLOCKS, CHUNK, ROW_LAYOUT, ROWS, STEP, WORDS
-from moe_core.gemm.marlin.operand import scale_of, word_pointers
+from moe_core.gemm.marlin.operand import scale_of
 from moe_core.gemm.tile_kernel import deinterleave, finish_values
+from moe_core.jit.gluon import barrier, copy_rows, tma_load
 from moe_core.jit.pdl import begin_pdl
-
-# the name of Triton 3.6, where a newer one is missing
-copy_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+from moe_core.jit.registers import word_pointers
 
 # groups of warps that multiply
 CONSUMERS = gl.constexpr(2)

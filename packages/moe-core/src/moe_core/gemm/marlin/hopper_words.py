@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from moe_core.gemm.hopper_pipeline import full_slot
-from moe_core.gemm.marlin.dequant import in_columns, split_last
-from moe_core.gemm.marlin.operand import both_halves, half_of
+from moe_core.gemm.marlin.dequant import in_columns
+from moe_core.jit.registers import both_halves, half_of, split_last
 
 # rows of weights of one product
 ROWS = gl.constexpr(64)

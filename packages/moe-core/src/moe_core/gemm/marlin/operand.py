@@ -30,11 +30,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from moe_core.gemm.marlin.dequant import join_last
 from moe_core.gemm.swap_ab import add_swap_ab_dot, swap_ab_dot
 from moe_core.gemm.weight_tile import step_strides, weight_rows, weight_tile
 from moe_core.jit.casts import INTERPRET
 from moe_core.jit.prefetch import prefetch_l2
+from moe_core.jit.registers import both_halves, half_of, join_last, word_pointers
 from moe_core.jit.specialize import specialize
 
 #: columns of a step
@@ -46,32 +46,6 @@ BITS = tl.constexpr(4)
 GROUPS = tl.constexpr(0)
 SCALES_AHEAD = tl.constexpr(False)
 dequantize: Any = None
-
-
-@triton.jit
-def word_pointers(pointers):
-    """`pointers` to 16-bit scales as pointers to the int32 words of two."""
-    return pointers.to(tl.pointer_type(tl.int32))
-
-
-@triton.jit
-def both_halves(words, dtype: tl.constexpr):
-    """float32 of the two `dtype` numbers in each int32."""
-    if dtype == tl.bfloat16:
-        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
-    else:
-        tl.static_assert(dtype == tl.float16, "halves are bfloat16 or float16")
-        return half_of(words, 0, dtype), half_of(words, 1, dtype)
-
-
-@triton.jit
-def half_of(words, place, dtype: tl.constexpr):
-    """float32 of the `dtype` number in the lower half of int32 `words`, or in the upper one where `place` is 1."""
-    if dtype == tl.bfloat16:
-        return ((words << (16 - 16 * place)) & -65536).to(tl.float32, bitcast=True)
-    else:
-        tl.static_assert(dtype == tl.float16, "halves are bfloat16 or float16")
-        return (words >> (16 * place)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
