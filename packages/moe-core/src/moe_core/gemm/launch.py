@@ -1,4 +1,4 @@
-"""Launches the grouped GEMM; the host side of `tile_kernel` and `split_k_reduce_kernel`."""
+"""Launches the grouped GEMM; the host side of `tile_kernel`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from torch import Tensor
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import TensorError
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.split_k_reduce import split_k_reduce_kernel
 from moe_core.gemm.swap_ab import uniform
-from moe_core.gemm.tile_kernel import grouped_gemm_kernel
+from moe_core.gemm.tile_kernel import grouped_gemm_kernel, split_k_reduce_kernel
 from moe_core.jit.launch import launch
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
@@ -194,7 +193,7 @@ class Routing:
         return max_tiles(self.ids.numel(), self.num_experts, block_m)
 
 
-#: which rows are in use: IN_USE and row_args of `moe_core.gemm.quantize_rows_kernels.rows_in_use`
+#: which rows are in use: IN_USE and row_args of `moe_core.gemm.quantize_rows.rows_in_use`
 InUse = tuple[str, tuple[Any, ...]]
 
 

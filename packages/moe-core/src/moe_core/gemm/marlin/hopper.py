@@ -27,8 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from moe_core.gemm.hopper_epilogue import activate
 from moe_core.gemm.hopper_pipeline import allocate_barriers, empty_slot, locate_tile, tile_start
-from moe_core.gemm.marlin.hopper_wgmma import sums_by_wgmma
-from moe_core.gemm.marlin.hopper_words import BLOCKS, CHUNK, ROW_LAYOUT, ROWS, STEP, WORDS
+from moe_core.gemm.marlin.hopper_words import BLOCKS, CHUNK, ROW_LAYOUT, ROWS, STEP, WORDS, sums_by_wgmma
 from moe_core.gemm.marlin.operand import scale_of
 from moe_core.gemm.tile_kernel import deinterleave, finish_values
 from moe_core.jit.gluon import barrier, copy_rows, tma_load
