@@ -87,7 +87,7 @@ from moe_core.gemm.swap_ab import FEW, as_column, as_row, swap_ab_dot
 from moe_core.gemm.weight_tile import prefetch_rows, step_strides, weight_rows, weight_tile
 from moe_core.gemm.zero_points import shifted, with_zero
 from moe_core.jit.casts import INTERPRET, divide, downcast_e4m3, factor_e4m3, round_int8, scale_product
-from moe_core.jit.registers import join_last, split_last
+from moe_core.jit.registers import join_last, split_last, unpack
 from moe_core.jit.specialize import specialize
 from moe_core.jit.wait import wait_for_mma
 from moe_core.ops._quantize_kernels import is_finite
@@ -130,6 +130,7 @@ __all__ = [
     "step_e8m0",
     "tile_words",
     "join_last",
+    "unpack",
     # as-stored GEMMs
     "SHORT_STEP",
     "activation_functions",

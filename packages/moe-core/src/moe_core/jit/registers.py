@@ -33,6 +33,13 @@ def half_of(words, place, dtype: tl.constexpr):
 
 
 @triton.jit
+def unpack(words, BITS: tl.constexpr):
+    """[N, W, 32 / BITS] of the codes in int32 words [N, W], low bits first."""
+    shifts = BITS * tl.arange(0, 32 // BITS)
+    return (words[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
+
+
+@triton.jit
 def join_last(values):
     """One, two or four tensors along a new last dimension.
 

@@ -36,6 +36,7 @@ from moe_core.kernel_api import (
     split_last,
     swap_ab_dot,
     tile_words,
+    unpack,
     wait_for_mma,
 )
 
@@ -75,9 +76,7 @@ def dequantize_codes(words, zero, COLUMNS: tl.constexpr, dtype: tl.constexpr):
     zero = zero.to(tl.float32)[:, None]
     if INTERPRET or dtype == tl.float32:
         # few operations, since the interpreter takes a tenth of a millisecond for each
-        shift = tl.arange(0, P) * (32 // P)
-        codes = (words[:, :, None] >> shift[None, None, :]) & (15 if P == 8 else 255)
-        pairs = codes.to(tl.float32) - zero[:, :, None]
+        pairs = unpack(words, 32 // P).to(tl.float32) - zero[:, :, None]
     else:
         found = ()
         for i in tl.static_range(P // 2):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from moe_core.jit.casts import INTERPRET
-from moe_core.jit.registers import join_last
+from moe_core.jit.registers import join_last, unpack
 from moe_core.jit.registers import split_last as split_last
 
 # In the texts below $0, $1, ... are the pairs' numbers, then comes the word; with zero points a pair to be added, and
@@ -137,8 +137,7 @@ def _interpreted(words, zero, scale, BITS: tl.constexpr):
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     CODES: tl.constexpr = 32 // BITS
-    codes = (words[:, :, None] >> (BITS * tl.arange(0, CODES))[None, None, :]) & ((1 << BITS) - 1)
-    numbers = (codes.to(tl.float32) - zero) * scale
+    numbers = (unpack(words, BITS).to(tl.float32) - zero) * scale
     # code 4i + 2s + j (8 bits: 2i + j) of a word: [unit, t, u, i, s, j] to [unit, u, s, j, t, i]
     numbers = numbers.reshape(N, W // 16, 4, 4, 2, CODES // 4, 2).permute(0, 1, 3, 5, 6, 2, 4)
     return numbers.reshape(N, CODES * W)

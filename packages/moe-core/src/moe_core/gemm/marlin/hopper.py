@@ -313,8 +313,7 @@ def _producer(x, w_desc, schedule, b_args, ring, sizes, K, form):
 
 @gluon.jit
 def words_kernel(
-    x_desc,
-    x_rows,
+    x,
     w_desc,
     schedule,
     b_args,
@@ -331,14 +330,13 @@ def words_kernel(
 
     GEMM1: out [P, width] = act(x w13^T + bias), rows in sorted order; gemm2: out[pair] = x w2^T + bias.
 
-    - x_desc [P, K] in sorted order and w_desc [E * steps * rows_per_expert, words of a step], or with two such rows in
-      one: descriptors
-    - or x_rows = (x [tokens, K], row stride, pairs of a token), x_desc None
+    - x [P, K] in sorted order and w_desc [E * steps * rows_per_expert, words of a step], or with two such rows in one:
+      descriptors; or, where the form `gathers`, x = (x [tokens, K], row stride, pairs of a token)
     - b_args, schedule, result and epilogue as the tile kernel and its device functions have them
     - N columns of the result, of one half where gated; form: `WordsForm`
     """
     begin_pdl(PDL)
-    dtype: gl.constexpr = x_rows[0].dtype.element_ty if form.gathers else x_desc.dtype
+    dtype: gl.constexpr = x[0].dtype.element_ty if form.gathers else x.dtype
     x_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES * 2, form.heights[0], CHUNK], x_layout)
     SHARED: gl.constexpr = w_desc.block_shape[1] // WORDS
@@ -360,10 +358,6 @@ def words_kernel(
     steps = gl.cdiv(K, STEP)
     blocks_n = gl.cdiv(rows_per_expert, TILE)
     sizes = (tiles, blocks_n, steps, N, rows_per_expert)
-    if form.gathers:
-        x = x_rows
-    else:
-        x = x_desc
     gl.warp_specialize(
         [
             (_consumer, (schedule, b_args, result, epilogue, ring, of_rows, sizes, form, gl.constexpr(0))),

@@ -14,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from moe_core.gemm.hopper_pipeline import free_slot, full_slot
 from moe_core.gemm.marlin.dequant import in_columns
-from moe_core.jit.registers import both_halves, half_of, split_last
+from moe_core.gemm.marlin.operand import scales_in
+from moe_core.jit.registers import split_last
 
 # rows of weights of one product
 ROWS = gl.constexpr(64)
@@ -61,37 +62,16 @@ def numbers_of(words, scales, PLACE: gl.constexpr, layout: gl.constexpr, dequant
 
 
 @gluon.jit
-def load_scales(pointers, k, stride, groups, GROUPS: gl.constexpr):
-    """Scales [64] of the GROUPS groups of step k, of each block of rows; 0: of the row."""
-    found = ()
-    for block in gl.static_range(len(pointers)):
-        of_block = ()
-        if GROUPS == 0:
-            of_block += (gl.load(pointers[block]),)
-        for i in gl.static_range(GROUPS):
-            group = gl.minimum(k * GROUPS + i, groups - 1)
-            of_block += (gl.load(pointers[block] + group * stride),)
-        found += (of_block,)
-    return found
-
-
-@gluon.jit
 def _scales_of_slot(ring, slot, k, first, form, dtype: gl.constexpr):
     """Scales [64] of the groups of step k of a tile, of the rows from row `first` of the tile on.
 
-    They are of `dtype`; of 16 bits, words have two groups' each, and a step of one group takes one half of its word.
+    They are of `dtype`, see `scales_in`.
     """
     PER_STEP: gl.constexpr = ring[4].shape[0] // ring[2].shape[0]
-    found = ()
+    loaded = ()
     for i in gl.static_range(PER_STEP):
-        values = ring[4].index(slot * PER_STEP + i).slice(first, ROWS, 0).load(ROW_LAYOUT)
-        if dtype.primitive_bitwidth != 16:
-            found += (values,)
-        elif form.groups == 1:
-            found += (half_of(values, k % 2, dtype),)
-        else:
-            found += both_halves(values, dtype)
-    return found
+        loaded += (ring[4].index(slot * PER_STEP + i).slice(first, ROWS, 0).load(ROW_LAYOUT),)
+    return scales_in(loaded, k, form.groups, dtype)
 
 
 @gluon.jit

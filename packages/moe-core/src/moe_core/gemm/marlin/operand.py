@@ -124,21 +124,36 @@ def prefetch_group(pointers, state, group, EVEN_N: tl.constexpr):
 
 
 @triton.jit
+def scales_in(loaded, k, GROUPS: tl.constexpr, dtype: tl.constexpr):
+    """Scales of `dtype` of step k's GROUPS groups, of what was `loaded` of each.
+
+    Of 16 bits, words have two groups' each, and a step of one group takes one half of its word.
+    """
+    if dtype.primitive_bitwidth != 16:
+        return loaded
+    elif GROUPS == 1:
+        return (half_of(loaded[0], k % 2, dtype),)
+    else:
+        found = ()
+        for i in tl.static_range(len(loaded)):
+            found += both_halves(loaded[i], dtype)
+        return found
+
+
+@triton.jit
 def _scales_of_step(state, k, GROUPS: tl.constexpr, EVEN_N: tl.constexpr):
     """Scales [BLOCK_N] of each of step k's GROUPS groups; `state` of `open_groups` or `open_pairs`."""
     dtype: tl.constexpr = state[3].dtype.element_ty
-    found = ()
-    if dtype.primitive_bitwidth != 16:
-        for i in tl.static_range(GROUPS):
-            found += (of_group(state[3], state, k * GROUPS + i, EVEN_N),)
-    elif GROUPS == 1:
-        words = of_group(word_pointers(state[3]), state, k // 2, EVEN_N)
-        found += (half_of(words, k % 2, dtype),)
-    else:
-        for i in tl.static_range(GROUPS // 2):
-            words = of_group(word_pointers(state[3]), state, k * (GROUPS // 2) + i, EVEN_N)
-            found += both_halves(words, dtype)
-    return found
+    PER_WORD: tl.constexpr = 2 if dtype.primitive_bitwidth == 16 else 1
+    pointers = state[3]
+    if PER_WORD == 2:
+        pointers = word_pointers(pointers)
+    loaded = ()
+    COUNT: tl.constexpr = (GROUPS + PER_WORD - 1) // PER_WORD
+    first = k // PER_WORD if GROUPS == 1 else k * COUNT
+    for i in tl.static_range(COUNT):
+        loaded += (of_group(pointers, state, first + i, EVEN_N),)
+    return scales_in(loaded, k, GROUPS, dtype)
 
 
 @triton.jit
