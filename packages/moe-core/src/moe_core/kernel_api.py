@@ -35,7 +35,6 @@ needed where an MMA reads registers that the program has written.
 
 from __future__ import annotations
 
-from moe_core.gemm.activation_tile import open_plain
 from moe_core.gemm.as_stored.scheme import SHORT_STEP, STEP, activation_functions, as_stored_scheme, packed_weight
 from moe_core.gemm.as_stored.tiles import (
     in_order,
@@ -72,6 +71,7 @@ from moe_core.gemm.marlin.operand import (
     tile_words,
 )
 from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
+from moe_core.gemm.operand_tiles import open_plain, prefetch_rows, step_strides, weight_rows, weight_tile
 from moe_core.gemm.scaled_mm import (
     LOAD_PARTS,
     load_unquantized,
@@ -82,10 +82,10 @@ from moe_core.gemm.scaled_mm import (
     scale_acc,
     scale_acc_tokens,
     scale_of,
+    shifted,
+    with_zero,
 )
 from moe_core.gemm.swap_ab import FEW, as_column, as_row, swap_ab_dot
-from moe_core.gemm.weight_tile import prefetch_rows, step_strides, weight_rows, weight_tile
-from moe_core.gemm.zero_points import shifted, with_zero
 from moe_core.jit.casts import INTERPRET, divide, downcast_e4m3, factor_e4m3, round_int8, scale_product
 from moe_core.jit.registers import join_last, split_last, unpack
 from moe_core.jit.specialize import specialize

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_core.gemm.activation_tile import load_plain, open_plain
 from moe_core.gemm.launch import (
     Gemm,
     GemmWeight,
@@ -31,6 +30,7 @@ from moe_core.gemm.launch import (
     grouped_gemm,
     rows_by_pair,
 )
+from moe_core.gemm.operand_tiles import load_plain, open_plain
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.scaled_mm import load_weights, open_weights
 from moe_core.gemm.schedule import expert_of

@@ -8,7 +8,8 @@ that, `codes`: numbers of e4m3 also in 16 bits, for MMAs of 16 bits.  Scales com
 int8 is summed over all of k in int32; e4m3 in the tensor cores for a step, and from there in float32, since Hopper's
 units keep fewer bits of a running sum.
 
-Scales of int8 with zero points are int64 (`moe_core.gemm.zero_points`).
+With zero points int8 codes stand for (code - zero point) * scale.  Scale and zero point travel as one int64
+(`with_zero`), so that whatever moves a scale moves both.
 
 A token whose values are not finite where its scale is made of them, or NaN where the scale is static, has a result
 of NaN.  Codes of e4m3 carry that.  Codes of integers don't: the row's scale becomes NaN, or, where programs that see a
@@ -24,10 +25,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_core.gemm.operand_tiles import load_values, prefetch_rows, step_strides, weight_rows, weight_tile
 from moe_core.gemm.schedule import expert_of
 from moe_core.gemm.swap_ab import as_column, as_row
-from moe_core.gemm.weight_tile import prefetch_rows, step_strides, weight_rows, weight_tile
-from moe_core.gemm.zero_points import scale_and_zero, shifted
 from moe_core.jit.casts import divide, divide_all, factor_e4m3, rounded
 from moe_core.jit.casts import saturate as saturate
 from moe_core.jit.specialize import specialize
@@ -53,6 +53,29 @@ def scale_of(amax, MAX: tl.constexpr):
 def scale_of_codes(amax, codes):
     """As `scale_of`, for `codes` of int8 or e4m3."""
     return scale_of(amax, 127.0 if codes.dtype.element_ty == tl.int8 else 448.0)
+
+
+@triton.jit
+def with_zero(scale, zero):
+    """A float32 scale in the low half of an int64, an int32 zero point in the high one."""
+    return (zero.to(tl.int64) << 32) | (scale.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def scale_and_zero(both):
+    """The inverse of `with_zero`."""
+    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32)
+
+
+@triton.jit
+def shifted(x, scale, zero):
+    """Codes of round(x / scale) + zero, saturating; NaN becomes 0."""
+    quotient = divide_all(x, scale)
+    x = tl.maximum(tl.minimum(tl.where(quotient == quotient, quotient, 0.0), 512.0), -512.0)
+    # rounding comes before the zero point is added, as integer hardware does it
+    code = (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + zero
+    code = tl.maximum(tl.minimum(code, 127), -128)
+    return tl.where(quotient == quotient, code, 0).to(tl.int8)
 
 
 @triton.jit
@@ -97,12 +120,6 @@ def open_values(a_args, rows, expert):
         if scale.dtype == tl.int32:
             scale = scale_of_codes(scale, rest[1])
         return values + rows * stride, scale_or_nan(scale, nan_flags, rows), rest[0], scales, rest[1]
-
-
-@triton.jit
-def load_values(state, k, BLOCK_K: tl.constexpr):
-    """Tile [BLOCK_M, BLOCK_K] of values that are padded to whole steps; `state` starts with pointers to the rows."""
-    return tl.load(state[0][:, None] + (k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]), 0.0
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def half_of(words, place, dtype: tl.constexpr):
 def unpack(words, BITS: tl.constexpr):
     """[N, W, 32 / BITS] of the codes in int32 words [N, W], low bits first."""
     shifts = BITS * tl.arange(0, 32 // BITS)
-    return (words[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
+    return (words[:, :, None] >> shifts[None, None, :]) & (2**BITS - 1)
 
 
 @triton.jit

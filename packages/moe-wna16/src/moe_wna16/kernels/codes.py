@@ -108,11 +108,11 @@ def open_columns(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr
 def _load_codes(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """Words of a step; zero points of rows, or (scales, zero points) of columns or of each group, see `_LOAD_CODES`."""
     MIDDLE: tl.constexpr = 2.0 ** (BITS - 1)
-    if GROUPS == 0:
+    if GROUPS <= 0:
         words = tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N, EVEN_K)
+    if GROUPS == 0:
         return words, (state[6] if len(state) == 7 else tl.full((words.shape[0],), MIDDLE, tl.float32))
     elif GROUPS == -1:
-        words = tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N, EVEN_K)
         group = tl.load(state[-1] + k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :] * state[4]
         exists = state[1][:, None]
         scale = tl.load(state[3][:, None] + group, mask=exists, other=0.0)

@@ -9,11 +9,10 @@ import triton.language as tl
 
 from moe_core.gemm.hopper_launch import descriptor, specialised, start
 from moe_core.gemm.launch import Gemm, constant, lines_of_experts
+from moe_core.gemm.marlin.words import STEP, WORDS
 
-#: rows of weights of a tile, which are requested together, columns of a step, and words that these are
+#: rows of weights of a tile, which are requested together
 WORDS_BOX = 256
-STEP = 128
-WORDS = 16
 #: shared memory for operands: what is left is room for their scales, and for the epilogue's change of layout
 RING = 196608
 #: heights that tiles take, by the rows that the schedule's have: what an expert's last rows need

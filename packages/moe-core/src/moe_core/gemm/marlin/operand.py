@@ -30,8 +30,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from moe_core.gemm.operand_tiles import step_strides, weight_rows, weight_tile
 from moe_core.gemm.swap_ab import add_swap_ab_dot, swap_ab_dot
-from moe_core.gemm.weight_tile import step_strides, weight_rows, weight_tile
 from moe_core.jit.casts import INTERPRET
 from moe_core.jit.prefetch import prefetch_l2
 from moe_core.jit.registers import both_halves, half_of, join_last, word_pointers
