@@ -99,10 +99,8 @@ class GemmWeight:
 
     @cached_property
     def aligned(self) -> bool:
-        """Whether every row starts at a multiple of 16 bytes."""
-        weights = self.arguments[0]
-        sizes = (weights.data_ptr(), *(stride * weights.element_size() for stride in weights.stride()[:-1]))
-        return all(size % 16 == 0 for size in sizes)
+        """`has_aligned_rows` of the weights."""
+        return has_aligned_rows(self.arguments[0])
 
     @cached_property
     def matrix(self) -> Tensor | None:
@@ -398,6 +396,12 @@ def reduce_split_k(gemm: Gemm, result: Result) -> None:
         pdl=gemm.pdl,
         num_warps=1,
     )
+
+
+def has_aligned_rows(tensor: Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes."""
+    starts = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
+    return all(start % 16 == 0 for start in starts)
 
 
 def rows_of_experts(weights: Tensor) -> Tensor:
