@@ -41,7 +41,7 @@ def test_every_number_of_tokens_has_the_same_products(experts: type[GroupedExper
             assert launch.name != "hopper_kernel" or keys[0].group_size != -1 or keys[0].dtype.kind.name == "INT"
             if launch.name != "grouped_gemm_kernel":
                 continue
-            if launch.arguments["functions"].multiply.fn.__module__ == "moe_core.gemm.lora_kernels":
+            if launch.arguments["functions"].multiply.fn.__module__ == "moe_core.gemm.lora":
                 heights.add(launch.arguments["BLOCK_M"])
             else:
                 products.setdefault(launch.arguments["epilogue"].activation.value == "", set()).add(product(launch))

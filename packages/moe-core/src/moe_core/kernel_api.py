@@ -35,7 +35,6 @@ needed where an MMA reads registers that the program has written.
 
 from __future__ import annotations
 
-from moe_core.gemm.activation_tile import open_plain
 from moe_core.gemm.as_stored.scheme import SHORT_STEP, STEP, activation_functions, as_stored_scheme, packed_weight
 from moe_core.gemm.as_stored.tiles import (
     in_order,
@@ -52,7 +51,7 @@ from moe_core.gemm.launch import (
     weight_strides,
 )
 from moe_core.gemm.marlin.convert import Converted
-from moe_core.gemm.marlin.dequant import asm_values, in_columns, join_last, pair, split_last
+from moe_core.gemm.marlin.dequant import asm_values, in_columns, pair
 from moe_core.gemm.marlin.gemv import GemvFunctions
 from moe_core.gemm.marlin.operand import (
     LOAD_WORDS,
@@ -72,23 +71,26 @@ from moe_core.gemm.marlin.operand import (
     tile_words,
 )
 from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
+from moe_core.gemm.operand_tiles import open_plain, prefetch_rows, step_strides, weight_rows, weight_tile
 from moe_core.gemm.scaled_mm import (
     LOAD_PARTS,
-    is_finite,
     load_unquantized,
     multiply_codes,
     open_weights,
     prefetch_weights,
+    quantize_group,
     scale_acc,
     scale_acc_tokens,
     scale_of,
+    shifted,
+    with_zero,
 )
 from moe_core.gemm.swap_ab import FEW, as_column, as_row, swap_ab_dot
-from moe_core.gemm.weight_tile import prefetch_rows, step_strides, weight_rows, weight_tile
-from moe_core.gemm.zero_points import shifted, with_zero
-from moe_core.jit.casts import INTERPRET, divide, downcast_e4m3, factor_e4m3, round_int8
+from moe_core.jit.casts import INTERPRET, divide, downcast_e4m3, factor_e4m3, round_int8, scale_product
+from moe_core.jit.registers import join_last, split_last, unpack
 from moe_core.jit.specialize import specialize
 from moe_core.jit.wait import wait_for_mma
+from moe_core.ops._quantize_kernels import is_finite
 
 __all__ = [
     # weights and activations of a layer
@@ -128,6 +130,7 @@ __all__ = [
     "step_e8m0",
     "tile_words",
     "join_last",
+    "unpack",
     # as-stored GEMMs
     "SHORT_STEP",
     "activation_functions",
@@ -153,6 +156,7 @@ __all__ = [
     "multiply_codes",
     "open_weights",
     "prefetch_weights",
+    "quantize_group",
     "scale_acc",
     "scale_acc_tokens",
     "scale_of",
@@ -165,6 +169,7 @@ __all__ = [
     "factor_e4m3",
     "downcast_e4m3",
     "round_int8",
+    "scale_product",
     "wait_for_mma",
     # copies of device functions
     "specialize",

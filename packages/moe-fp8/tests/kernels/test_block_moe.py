@@ -27,7 +27,7 @@ from moe_core.quant_key import GroupShape, kFp8Dynamic64Sym, kFp8Dynamic128Sym, 
 from moe_core.testing.compile_cases import call_on_meta
 from moe_core.workspace import Workspace, workspace_nbytes
 from moe_fp8.experts.triton import TritonFp8BlockExperts
-from moe_fp8.kernels.block_moe import block_scheme, block_weight
+from moe_fp8.kernels.block import block_scheme, block_weight
 
 TOLERANCE = 2**-6
 SILU = Activation("silu")

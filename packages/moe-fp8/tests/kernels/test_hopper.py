@@ -18,11 +18,10 @@ from moe_core.gemm.fused.call import Call
 from moe_core.gemm.hopper_launch import TILE
 from moe_core.gemm.launch import Activation, Gemm, GemmWeight, OperandA, Result, Routing, WarpSpecialisedGemm, constant
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.scaled_mm import quantize_static
+from moe_core.gemm.scaled_mm import quantize_group, quantize_static
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
 from moe_core.ops.sort import SortedPairs
-from moe_fp8.kernels.block import quantize as block_quantize
 
 E4M3 = torch.float8_e4m3fn
 WIDE, NARROW = 2**-9 + 2**-10, 2**-4 / 3**0.5 + 2**-10
@@ -121,7 +120,7 @@ class Product:
         made = None if group is None else torch.full((rows, -(-columns // group)), float("nan"), device=device)
         static = None if self.given is None else (values, self.given.to(device))
         bits = torch.zeros(1, dtype=torch.int32, device=device) if amax else None
-        quantize = quantize_static if out == "static" else None if group is None else block_quantize
+        quantize = quantize_static if out == "static" else None if group is None else quantize_group
         self.result = Result.of(
             values,
             made,

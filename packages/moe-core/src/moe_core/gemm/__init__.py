@@ -4,8 +4,7 @@
     plan.py            launch configurations as data (no Triton)
     heuristics/        which of them a layer gets, for all families
     launch.py          GEMMs by the tile kernel: the host side
-    tile_kernel.py     tiles on the tensor cores, and their epilogue
-    split_k_reduce.py  the reduction of gemm1 where its k loop was split
+    tile_kernel.py     tiles on the tensor cores, their epilogue, the reduction of gemm1 where its k loop was split
     schedule.py        which rows a program works on
     scaled_mm.py       8-bit elements with scales that do not change along k; quantize_rows.py
     gemv.py            the layer for few tokens, whose pairs are not sorted; scaled_gemv.py, that of 8-bit elements

@@ -11,10 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from moe_core.gemm.launch import Routing, rows_by_pair
+from moe_core.gemm.schedule import expert_of
+from moe_core.jit.casts import downcast
 from moe_core.jit.launch import launch
+from moe_core.jit.pdl import begin_pdl
 from moe_core.ops.batch import Batch
 
 #: columns of the smaller groups
@@ -86,6 +91,44 @@ class Columns:
         return self.k != columns
 
 
+@triton.jit
+def gather_kernel(
+    x,
+    out,
+    row_args,
+    index,
+    factor,
+    columns,
+    stride_x,
+    stride_out,
+    stride_index,
+    stride_factor,
+    per_row,
+    IN_USE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (pair, block of columns); see `gather_columns`."""
+    begin_pdl(PDL)
+    pair = tl.program_id(0).to(tl.int64)
+    expert = expert_of(pair, pair >= 0, row_args, IN_USE)
+    if expert < 0:
+        return
+    expert = expert.to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    some = column < columns
+    source = column
+    if index is not None:
+        source = tl.load(index + expert * stride_index + column, mask=some, other=-1)
+        some = some & (source >= 0)
+    value = tl.load(x + pair // per_row * stride_x + source, mask=some, other=0.0)
+    if factor is not None:
+        value = value.to(tl.float32) * tl.load(factor + expert * stride_factor + source, mask=some, other=0.0)
+        value = downcast(value, out.dtype.element_ty)
+    # zeros fill up the row
+    tl.store(out + pair * stride_out + column, value, mask=column < stride_out)
+
+
 def gather_columns(
     x: Tensor, out: Tensor, columns: Columns, routing: Routing | Batch, *, by_token: bool, pdl: bool
 ) -> None:
@@ -94,8 +137,6 @@ def gather_columns(
     ``x`` [rows, K], a row per token (``by_token``) or per pair (batched: row); ``out`` [pairs, k and more].  Pairs
     without a local expert (batched: rows beyond those in use) stay as they are.
     """
-    from moe_core.gemm._column_kernels import gather_kernel
-
     in_use, row_args = rows_by_pair(routing)
     index, factor = columns.index, columns.pre_scales
     block = 1024

@@ -56,7 +56,7 @@ def _share(tile, form, WARPGROUP: gl.constexpr):
     Of a short tile all rows, and column block n + WARPGROUP.
     """
     _, start, end, block_n = tile
-    short = is_short(tile) if form.short else False
+    short = is_short(tile, form)
     first = start + gl.where(short, 0, WARPGROUP * HALF)
     row = gl.minimum(first + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT)), end - 1)
     return first, gl.maximum(row, 0), block_n + gl.where(short, WARPGROUP, 0)
@@ -68,7 +68,7 @@ def _prefetch(tile, schedule, a_args, b_args, epilogue, N, form, WARPGROUP: gl.c
     _, row, block_n = _share(tile, form, WARPGROUP)
     pairs = ()
     if epilogue.weights is not None:
-        pairs += (gl.load(schedule[2] + row),)  # type: ignore[assignment]
+        pairs += (gl.load(schedule[2] + row),)
     return form.prefetch(row, tile[0], block_n, a_args, b_args, N, epilogue.gated), pairs
 
 
@@ -94,7 +94,7 @@ def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, sizes, fo
         index, next_tile = receive(queue, received)
         received += 1
         expert, _, end, _ = tile
-        short = is_short(tile) if form.short else False
+        short = is_short(tile, form)
         first, row, block_n = _share(tile, form, WARPGROUP)
         # the slots of a short tile are in turn one consumer's and the other's
         own = gl.where(short, WARPGROUP, 0)

@@ -18,13 +18,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from moe_core.gemm.schedule import tile_of
-
-# the names of Triton 3.6, where newer ones are missing
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+from moe_core.jit.gluon import barrier as barrier
+from moe_core.jit.gluon import tma_load
 
 # rows of a tile, columns of one of its two blocks
 TILE = gl.constexpr(128)
@@ -141,15 +139,15 @@ def _send(queue, turn, index, tile):
 
 
 @gluon.jit
-def is_short(tile):
-    """Whether a tile has the rows of one consumer only."""
-    return tile[2] - tile[1] <= HALF
+def is_short(tile, form):
+    """Whether a tile has the rows of one consumer only, and the two share it."""
+    return form.short and tile[2] - tile[1] <= HALF
 
 
 @gluon.jit
 def _is_done(tile, form):
     """Whether a tile is done with the column block before it."""
-    return form.short and is_short(tile) and tile[3] % 2 == 1
+    return is_short(tile, form) and tile[3] % 2 == 1
 
 
 @gluon.jit
@@ -200,7 +198,7 @@ def producer(
         _send(queue, sent, index, next_tile)
         sent += 1
         expert, first, end, block_n = tile
-        short = is_short(tile) if form.short else False
+        short = is_short(tile, form)
         row = expert * strides[0] + block_n * (TILE * BLOCKS)
         parts = gl.where(short, 2, 1)
         for i in range(steps * parts):

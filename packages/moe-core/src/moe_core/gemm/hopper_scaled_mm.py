@@ -4,7 +4,7 @@
         `gemm.scaled_mm.scale_or_nan`)
     b_args = (scales, stride per expert, per half of a gated product, per column)
 
-with strides of 0 where the scale is the same.  Scales of A with zero points are int64 (`moe_core.gemm.zero_points`);
+with strides of 0 where the scale is the same.  Scales of A with zero points are int64 (`gemm.scaled_mm.with_zero`);
 b_args then ends with the sums of the weights' rows [E, rows] int32 and their expert stride.
 """
 
@@ -15,8 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from moe_core.gemm.hopper_pipeline import HALF, LAYOUT, TILE, free_slot, wait_for_slot
-from moe_core.gemm.scaled_mm import scale_or_nan
-from moe_core.gemm.zero_points import scale_and_zero
+from moe_core.gemm.scaled_mm import scale_and_zero, scale_or_nan
 
 
 @gluon.jit

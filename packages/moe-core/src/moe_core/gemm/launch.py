@@ -1,4 +1,4 @@
-"""Launches the grouped GEMM; the host side of `tile_kernel` and `split_k_reduce_kernel`."""
+"""Launches the grouped GEMM; the host side of `tile_kernel`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from torch import Tensor
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import TensorError
 from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.split_k_reduce import split_k_reduce_kernel
 from moe_core.gemm.swap_ab import uniform
-from moe_core.gemm.tile_kernel import grouped_gemm_kernel
+from moe_core.gemm.tile_kernel import grouped_gemm_kernel, split_k_reduce_kernel
 from moe_core.jit.launch import launch
 from moe_core.ops._sizes import max_tiles
 from moe_core.ops.batch import Batch, BatchedRows
@@ -100,10 +99,8 @@ class GemmWeight:
 
     @cached_property
     def aligned(self) -> bool:
-        """Whether every row starts at a multiple of 16 bytes."""
-        weights = self.arguments[0]
-        sizes = (weights.data_ptr(), *(stride * weights.element_size() for stride in weights.stride()[:-1]))
-        return all(size % 16 == 0 for size in sizes)
+        """`has_aligned_rows` of the weights."""
+        return has_aligned_rows(self.arguments[0])
 
     @cached_property
     def matrix(self) -> Tensor | None:
@@ -194,7 +191,7 @@ class Routing:
         return max_tiles(self.ids.numel(), self.num_experts, block_m)
 
 
-#: which rows are in use: IN_USE and row_args of `moe_core.gemm.quantize_rows_kernels.rows_in_use`
+#: which rows are in use: IN_USE and row_args of `moe_core.gemm.quantize_rows.rows_in_use`
 InUse = tuple[str, tuple[Any, ...]]
 
 
@@ -399,6 +396,12 @@ def reduce_split_k(gemm: Gemm, result: Result) -> None:
         pdl=gemm.pdl,
         num_warps=1,
     )
+
+
+def has_aligned_rows(tensor: Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes."""
+    starts = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
+    return all(start % 16 == 0 for start in starts)
 
 
 def rows_of_experts(weights: Tensor) -> Tensor:

@@ -5,6 +5,9 @@
     low        [pairs, parts * R] = x A^T
     added      [pairs, columns]   = low B^T                           (one launch for each part)
 
+Each pair of adapter and expert is an expert of its own there: adapter a and local expert e are number a * E + e of the
+weights [L * E, rows, columns], which are 16-bit or float32 numbers without scales.
+
 The tile kernel adds `LoRADelta` in its epilogue, before bias, activation and router weight.
 """
 
@@ -13,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from moe_core.gemm import lora_kernels as device
-from moe_core.gemm.activation_tile import load_plain, open_plain
 from moe_core.gemm.launch import (
     Gemm,
     GemmWeight,
@@ -28,15 +30,51 @@ from moe_core.gemm.launch import (
     grouped_gemm,
     rows_by_pair,
 )
+from moe_core.gemm.operand_tiles import load_plain, open_plain
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.scaled_mm import load_weights, open_weights
+from moe_core.gemm.schedule import expert_of
 from moe_core.gemm.workspaces import LORA
+from moe_core.jit.casts import INTERPRET
 from moe_core.jit.launch import launch
+from moe_core.jit.pdl import begin_pdl
 from moe_core.lora import LoRA
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import sort_pairs
 
-_FUNCTIONS = TileFunctions(open_plain, load_plain, open_weights, load_weights, device.multiply)
+
+@triton.jit(do_not_specialize=["pairs"])
+def adapted_pairs_kernel(
+    group_ids,
+    adapter_ids,
+    row_args,
+    pairs,
+    num_experts,
+    num_adapters,
+    IN_USE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """group_ids [pairs] int32 of adapter and expert, -1 where there is none; row_args and IN_USE as of `expert_of`."""
+    begin_pdl(PDL)
+    pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = pair < pairs
+    expert = expert_of(pair, mask, row_args, IN_USE)
+    row = pair if IN_USE == "batched" else pair // row_args[2]
+    adapter = tl.load(adapter_ids + row, mask=mask, other=-1)
+    known = (expert >= 0) & (adapter >= 0) & (adapter < num_adapters)
+    tl.store(group_ids + pair, tl.where(known, adapter * num_experts + expert, -1), mask=mask)
+
+
+@triton.jit
+def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
+    """acc + a @ b.T, in float32 where a is."""
+    if INTERPRET:
+        a = a.to(tl.float32)  # the interpreter multiplies the bits of bfloat16
+    return acc + tl.dot(a, tl.trans(b.to(a.dtype)), out_dtype=tl.float32, input_precision="ieee")
+
+
+_FUNCTIONS = TileFunctions(open_plain, load_plain, open_weights, load_weights, multiply)
 #: pairs per adapter and expert from which larger tiles pay
 _MANY = 32
 
@@ -57,7 +95,7 @@ class Adapters:
         group_ids = workspace["lora_group_ids"][:pairs]
         in_use, row_args = rows_by_pair(routing)
         launch(
-            device.adapted_pairs_kernel,
+            adapted_pairs_kernel,
             (triton.cdiv(pairs, 256),),
             group_ids,
             lora.adapter_ids,

@@ -1,13 +1,94 @@
-"""Start the kernels that quantise whole rows: where they are, or straight into the sorted order."""
+"""Quantise rows of x where they are, or into the sorted order; rows are the `RowsForKernels` of `moe_core.ops.sort`.
+
+The sorted order is for kernels that want the rows of a tile side by side.  Every row is read once; a copy of the
+quantised rows afterwards would read them once per pair, from all over memory.
+"""
 
 from __future__ import annotations
 
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from moe_core.gemm.launch import InUse, Routing
-from moe_core.gemm.quantize_rows_kernels import quantize_rows_kernel, scatter_quantize_kernel
+from moe_core.gemm.scaled_mm import routed
+from moe_core.gemm.schedule import expert_of
 from moe_core.jit.launch import launch
+from moe_core.jit.pdl import begin_pdl
+from moe_core.ops._sort_kernels import load_groups, store_groups
 from moe_core.ops.sort import QuantizeRows, SortedPairs
+
+
+@triton.jit
+def rows_in_use(row, num_rows, row_args, IN_USE: tl.constexpr):
+    """(whether rows are in use, their local expert; 0 where a row has several or none).
+
+    IN_USE "tokens": row_args as `routed` takes it; "sorted": (their number,); "all": (); else as `schedule.expert_of`.
+    """
+    inside = row < num_rows
+    expert = tl.zeros_like(row).to(tl.int32)
+    if IN_USE == "tokens":
+        return inside & routed(row, inside, row_args), expert
+    elif IN_USE == "sorted":
+        return inside & (row < tl.load(row_args[0])), expert
+    elif IN_USE == "all":
+        return inside, expert
+    else:
+        expert = expert_of(row, inside, row_args, IN_USE)
+        return inside & (expert >= 0), tl.maximum(expert, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def quantize_rows_kernel(rows, num_rows, row_args, IN_USE: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):
+    """Quantise rows in use, which are a group each, BLOCK_R per program."""
+    begin_pdl(PDL)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    used, expert = rows_in_use(row, num_rows, row_args, IN_USE)
+    if tl.sum(used.to(tl.int32), axis=0) == 0:
+        return
+    column = tl.arange(0, rows.group)[None, :]
+    mask = used[:, None] & (column < rows.columns)
+    tile = tl.load(rows.x + row[:, None] * rows.stride_x + column, mask=mask, other=0.0).to(tl.float32)
+    quantized, scale = rows.quantize(tile, rows.arguments, expert[:, None], 1)
+    store_groups(rows, quantized, scale, row, 0, column, used)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def scatter_quantize_kernel(
+    rows,
+    num_rows,
+    routing,
+    positions,
+    x_scales,
+    stride_x_scales,
+    TOP_K: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BY_EXPERT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_G groups per program, see `load_groups` and `store_groups`; rows of the result are those of pairs.
+
+    routing: `row_args` of `expert_of`; positions [num_rows * TOP_K]: the place of each pair of a local expert.
+    BY_EXPERT: `quantize` depends on the expert, so that every pair is quantised by itself.  With x_scales [num_rows,
+    groups] x are codes already, and only change places.
+    """
+    begin_pdl(PDL)
+    index = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
+    row, group, offset, inside, tile = load_groups(rows, num_rows, index)
+    if x_scales is not None:
+        quantized = tile
+        scale = tl.load(x_scales + row * stride_x_scales + group, mask=inside, other=0)
+    elif not BY_EXPERT:
+        quantized, scale = rows.quantize(tile.to(tl.float32), rows.arguments, 0, 1)
+    for slot in tl.static_range(TOP_K):
+        pair = row * TOP_K + slot
+        expert = expert_of(pair, inside, routing, "pairs")
+        known = expert >= 0
+        if BY_EXPERT:
+            tile_expert = tl.maximum(expert, 0)[:, None]
+            quantized, scale = rows.quantize(tile.to(tl.float32), rows.arguments, tile_expert, 1)
+        position = tl.load(positions + pair, mask=known, other=0).to(tl.int64)
+        store_groups(rows, quantized, scale, position, group, offset, known)
 
 
 def quantize_rows(rows: QuantizeRows, in_use: InUse, *, pdl: bool) -> None:

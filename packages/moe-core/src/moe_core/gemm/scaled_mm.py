@@ -8,7 +8,8 @@ that, `codes`: numbers of e4m3 also in 16 bits, for MMAs of 16 bits.  Scales com
 int8 is summed over all of k in int32; e4m3 in the tensor cores for a step, and from there in float32, since Hopper's
 units keep fewer bits of a running sum.
 
-Scales of int8 with zero points are int64 (`moe_core.gemm.zero_points`).
+With zero points int8 codes stand for (code - zero point) * scale.  Scale and zero point travel as one int64
+(`with_zero`), so that whatever moves a scale moves both.
 
 A token whose values are not finite where its scale is made of them, or NaN where the scale is static, has a result
 of NaN.  Codes of e4m3 carry that.  Codes of integers don't: the row's scale becomes NaN, or, where programs that see a
@@ -24,29 +25,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_core.gemm.operand_tiles import load_values, prefetch_rows, step_strides, weight_rows, weight_tile
 from moe_core.gemm.schedule import expert_of
 from moe_core.gemm.swap_ab import as_column, as_row
-from moe_core.gemm.weight_tile import prefetch_rows, step_strides, weight_rows, weight_tile
-from moe_core.gemm.zero_points import scale_and_zero, shifted
-from moe_core.jit.casts import (
-    INTERPRET,
-    divide,
-    divide_all,
-    downcast,
-    downcast_e4m3,
-    factor_e4m3,
-    round_e4m3,
-    round_int8,
-)
+from moe_core.jit.casts import divide, divide_all, factor_e4m3, rounded
+from moe_core.jit.casts import saturate as saturate
 from moe_core.jit.specialize import specialize
-from moe_core.ops._quantize_kernels import finite_bits, magnitude_bits
+from moe_core.ops._quantize_kernels import AMAX_FLOOR, finite_bits, has_nan, is_finite, largest, largest_magnitude
+from moe_core.ops._quantize_kernels import INFINITY_BITS as INFINITY_BITS
 
-# the smallest amax that a scale is made from: keeps the scale of zeros normal and finite
-AMAX_FLOOR = tl.constexpr(1e-10)
 # tiles that `_load_parts` makes of a step, set by `specialize`
 PARTS = tl.constexpr(1)
-# what lies above is NaN
-INFINITY_BITS = tl.constexpr(0x7F800000)
 # scale and zero point of a row that holds a NaN
 NAN_AND_ZERO = tl.constexpr(0x7FC00000)
 
@@ -67,34 +56,26 @@ def scale_of_codes(amax, codes):
 
 
 @triton.jit
-def clamp(x, MAX: tl.constexpr):
-    """x between -MAX and MAX; NaN stays."""
-    x = tl.minimum(x, MAX, propagate_nan=tl.PropagateNan.ALL)
-    return tl.maximum(x, -MAX, propagate_nan=tl.PropagateNan.ALL)
+def with_zero(scale, zero):
+    """A float32 scale in the low half of an int64, an int32 zero point in the high one."""
+    return (zero.to(tl.int64) << 32) | (scale.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
-def rounded(x, codes):
-    """float32 to the type of `codes`, |x| <= 448 or NaN for e4m3; int8 saturates, NaN becomes 0."""
-    dtype: tl.constexpr = codes.dtype.element_ty
-    if dtype == tl.int8:
-        return round_int8(x)
-    elif dtype == tl.float8e4nv:
-        return downcast_e4m3(x)
-    else:
-        return downcast(round_e4m3(x), dtype)
+def scale_and_zero(both):
+    """The inverse of `with_zero`."""
+    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32)
 
 
 @triton.jit
-def saturate(x, codes):
-    """float32 to the type of `codes`; what is too large becomes the largest code, NaN stays (int8: 0)."""
-    dtype: tl.constexpr = codes.dtype.element_ty
-    if dtype == tl.int8:
-        return round_int8(x)
-    elif INTERPRET or (dtype != tl.float8e4nv or not tl.target_info.cuda_capability_geq(8, 9)):
-        return rounded(clamp(x, 448.0), codes)
-    else:
-        return x.to(dtype)  # NVIDIA's conversion saturates
+def shifted(x, scale, zero):
+    """Codes of round(x / scale) + zero, saturating; NaN becomes 0."""
+    quotient = divide_all(x, scale)
+    x = tl.maximum(tl.minimum(tl.where(quotient == quotient, quotient, 0.0), 512.0), -512.0)
+    # rounding comes before the zero point is added, as integer hardware does it
+    code = (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + zero
+    code = tl.maximum(tl.minimum(code, 127), -128)
+    return tl.where(quotient == quotient, code, 0).to(tl.int8)
 
 
 @triton.jit
@@ -105,24 +86,6 @@ def by_static_scale(x, scale, codes):
         return shifted(x, factor, zero)
     else:
         return saturate(divide_all(x, scale), codes)
-
-
-@triton.jit
-def largest(tile, AXIS: tl.constexpr):
-    """Bits of the largest magnitude along AXIS; NaN is above infinity."""
-    return tl.max(magnitude_bits(tile), axis=AXIS)
-
-
-@triton.jit
-def has_nan(tile, AXIS: tl.constexpr):
-    """Whether there is a NaN along AXIS."""
-    return largest(tile, AXIS) > INFINITY_BITS
-
-
-@triton.jit
-def is_finite(tile, AXIS: tl.constexpr):
-    """Whether everything along AXIS is finite."""
-    return largest(tile, AXIS) < INFINITY_BITS
 
 
 @triton.jit
@@ -160,18 +123,12 @@ def open_values(a_args, rows, expert):
 
 
 @triton.jit
-def load_values(state, k, BLOCK_K: tl.constexpr):
-    """Tile [BLOCK_M, BLOCK_K] of values that are padded to whole steps; `state` starts with pointers to the rows."""
-    return tl.load(state[0][:, None] + (k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]), 0.0
-
-
-@triton.jit
 def _load_parts(state, k, BLOCK_K: tl.constexpr):
     """Tiles [BLOCK_M, BLOCK_K / PARTS] of the columns of a step, as `load_values`."""
     tiles = ()
     for i in tl.static_range(PARTS):
         tile, _ = load_values(state, PARTS * k + i, BLOCK_K // PARTS)
-        tiles += (tile,)  # type: ignore[assignment]
+        tiles += (tile,)
     return tiles, 0.0
 
 
@@ -197,6 +154,10 @@ def quantize_row(tile, quant_args, expert, AXIS: tl.constexpr):
     codes = quant_args[0]
     scale = scale_of_codes(largest(tile, AXIS), codes)
     return rounded(divide(tile, tl.expand_dims(scale, AXIS)), codes), scale
+
+
+#: as `quantize_row`, of groups of columns, which few threads share
+quantize_group = specialize(quantize_row, largest=largest_magnitude)
 
 
 @triton.jit

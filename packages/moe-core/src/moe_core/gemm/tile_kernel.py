@@ -25,7 +25,7 @@ pointer to a static scale per expert.  It returns the tile's values and what is 
 the tile's columns, reduced to one scale or to `groups` of them, next to each other: shape [rows] for one, otherwise
 [rows, groups] for AXIS 1 and [groups, rows] for AXIS 0.  Without `scales` (static ones) the second value is ignored.
 Rows of x are quantised by functions of the same form, there on tiles [groups, columns] with AXIS 1: by
-`moe_core.ops.batch` with `expert` [groups, 1]; by `moe_core.gemm.quantize_rows_kernels` so or, if no expert matters,
+`moe_core.ops.batch` with `expert` [groups, 1]; by `moe_core.gemm.quantize_rows` so or, if no expert matters,
 with 0; by `moe_core.ops.sort`, where rows are tokens, with the token's number [groups, 1] in its place.
 The warp-specialised kernel of 8-bit weights gives tiles [rows, groups, columns] with AXIS 2, for one scale each.
 
@@ -42,7 +42,8 @@ a row and the eighth after it in one thread, so that a tile has gate and up of t
 Otherwise a gated tile has two accumulators (DUAL), of which each reads its own half of the weights.
 
 SPLIT_K programs share the k loop of one tile, where tiles alone are too few for all multiprocessors.  Each stores its
-partial sums in float32 and by pair, [pair * SPLIT_K + k_part, columns]; the next launch adds them.
+partial sums in float32 and by pair, [pair * SPLIT_K + k_part, columns]; the next launch adds them, of gemm1
+`split_k_reduce_kernel`.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.schedule import locate, tile_of
+from moe_core.gemm.schedule import expert_of, locate, tile_of
 from moe_core.gemm.swap_ab import as_column, as_row
 from moe_core.jit.activation import activate
 from moe_core.jit.casts import downcast
+from moe_core.jit.pdl import begin_pdl
 from moe_core.ops._quantize_kernels import finite_bits, magnitude_bits
 
 
@@ -312,3 +314,43 @@ def grouped_gemm_kernel(
         tl.store(result.out + offsets, acc, mask=stored)
         if epilogue.gated:
             tl.store(result.out + offsets + N, acc_up, mask=stored)
+
+
+@triton.jit
+def _sum_partials(partials, columns, inside, stride, SPLIT_K: tl.constexpr):
+    index = tl.arange(0, SPLIT_K)
+    tile = tl.load(partials + index[:, None] * stride + columns[None, :], mask=inside[None, :], other=0.0)
+    return tl.sum(tile, axis=0)[None, :]
+
+
+@triton.jit
+def split_k_reduce_kernel(
+    partials,
+    routing,
+    epilogue,
+    result,
+    N,
+    stride_partials,
+    SPLIT_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The sum of gemm1's partial sums, and its epilogue, of `block` columns of one pair, a tile of one row.
+
+    partials [pairs * SPLIT_K, N or 2N] float32; routing: `row_args`.  The grid is (pairs, blocks of columns).
+    """
+    begin_pdl(PDL)
+    pair = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    expert = expert_of(pair, pair >= 0, routing, "pairs")
+    if expert < 0:
+        return
+    columns = block * result.block + tl.arange(0, result.block)
+    inside = columns < N
+    first = partials + pair * SPLIT_K * stride_partials
+    value = _sum_partials(first, columns, inside, stride_partials, SPLIT_K)
+    up = value
+    if epilogue.gated:
+        up = _sum_partials(first + N, columns, inside, stride_partials, SPLIT_K)
+    one = tl.arange(0, 1)
+    row = pair + one
+    finish_tile(value, up, epilogue, result, N, expert, row, row, one == 0, block, columns, False, False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NAN = tl.constexpr(tl.PropagateNan.ALL)
+from moe_core.jit.casts import NAN, at_most, clamp
 
 
 @triton.jit
@@ -20,16 +20,6 @@ def _sigmoid(x):
 def _tanh(x):
     # 2 sigmoid(2x) - 1: finite for every x
     return 2.0 * _sigmoid(2.0 * x) - 1.0
-
-
-@triton.jit
-def _at_most(x, limit):
-    return tl.minimum(x, limit, propagate_nan=NAN)
-
-
-@triton.jit
-def _within(x, limit):
-    return tl.maximum(tl.minimum(x, limit, propagate_nan=NAN), -limit, propagate_nan=NAN)
 
 
 @triton.jit
@@ -52,8 +42,8 @@ def activate_gated(gate, up, alpha, beta, limit, KIND: tl.constexpr, HAS_LIMIT: 
     if KIND == "swiglustep":
         value = _plain(gate, "silu")
         if HAS_LIMIT:
-            value = _at_most(value, limit)
-            up = _within(up, limit)
+            value = at_most(value, limit)
+            up = clamp(up, limit)
         return value * up
     elif KIND == "situ":
         if HAS_LIMIT:
@@ -61,8 +51,8 @@ def activate_gated(gate, up, alpha, beta, limit, KIND: tl.constexpr, HAS_LIMIT: 
         return beta * _tanh(gate / beta) * _sigmoid(gate) * up
     else:
         if HAS_LIMIT:
-            gate = _at_most(gate, limit)
-            up = _within(up, limit)
+            gate = at_most(gate, limit)
+            up = clamp(up, limit)
         if KIND == "swigluoai":
             return gate * _sigmoid(alpha * gate) * (up + beta)
         else:
@@ -73,7 +63,7 @@ def activate_gated(gate, up, alpha, beta, limit, KIND: tl.constexpr, HAS_LIMIT: 
 def activate_plain(x, limit, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr):
     """A value without gate; KIND without its suffix `_no_mul`."""
     if HAS_LIMIT:
-        x = _at_most(x, limit)
+        x = at_most(x, limit)
     return _plain(x, KIND)
 
 

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
+NAN = tl.constexpr(tl.PropagateNan.ALL)
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
@@ -97,3 +99,45 @@ def downcast(x, dtype: tl.constexpr):
     if INTERPRET and dtype == tl.bfloat16:
         x = _keep_bits(x, 16)
     return x.to(dtype)
+
+
+@triton.jit
+def at_most(x, limit):
+    """The smaller of both; NaN stays."""
+    return tl.minimum(x, limit, propagate_nan=NAN)
+
+
+@triton.jit
+def clamp(x, limit):
+    """x between -limit and limit; NaN stays."""
+    return tl.maximum(at_most(x, limit), -limit, propagate_nan=NAN)
+
+
+@triton.jit
+def scale_product(a, b):
+    """a * b of two scales, never infinity: weights of zero may have any scale, and 0 * infinity is no number."""
+    return at_most(a * b, FLOAT32_MAX)
+
+
+@triton.jit
+def rounded(x, codes):
+    """float32 to the type of `codes`, |x| <= 448 or NaN for e4m3; int8 saturates, NaN becomes 0."""
+    dtype: tl.constexpr = codes.dtype.element_ty
+    if dtype == tl.int8:
+        return round_int8(x)
+    elif dtype == tl.float8e4nv:
+        return downcast_e4m3(x)
+    else:
+        return downcast(round_e4m3(x), dtype)
+
+
+@triton.jit
+def saturate(x, codes):
+    """float32 to the type of `codes`; what is too large becomes the largest code, NaN stays (int8: 0)."""
+    dtype: tl.constexpr = codes.dtype.element_ty
+    if dtype == tl.int8:
+        return round_int8(x)
+    elif INTERPRET or (dtype != tl.float8e4nv or not tl.target_info.cuda_capability_geq(8, 9)):
+        return rounded(clamp(x, 448.0), codes)
+    else:
+        return x.to(dtype)  # NVIDIA's conversion saturates

@@ -12,13 +12,14 @@ import triton.language as tl
 
 from moe_core import numerics
 from moe_core.jit.activation import activate_gated, activate_plain
-from moe_core.jit.casts import INTERPRET, downcast, downcast_e4m3
+from moe_core.jit.casts import INTERPRET, NAN, clamp, downcast, downcast_e4m3
 from moe_core.jit.pdl import begin_pdl
 from moe_core.ops._exact_kernels import round_half_even
 
-_AMAX_FLOOR = tl.constexpr(numerics.AMAX_FLOOR)
-_INFINITY_BITS = tl.constexpr(0x7F800000)
-_NAN = tl.constexpr(tl.PropagateNan.ALL)
+# the smallest amax that a scale is made from: keeps the scale of zeros normal and finite
+AMAX_FLOOR = tl.constexpr(numerics.AMAX_FLOOR)
+# what lies above is NaN
+INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -37,7 +38,40 @@ def magnitude_bits(x):
 def finite_bits(x):
     """`magnitude_bits` of finite numbers, 0 of others: what a scale that several tokens share is made of."""
     bits = magnitude_bits(x)
-    return tl.where(bits < _INFINITY_BITS, bits, 0)
+    return tl.where(bits < INFINITY_BITS, bits, 0)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=NAN)
+
+
+@triton.jit
+def largest_magnitude(x, AXIS: tl.constexpr, KEEP: tl.constexpr = False):
+    """`magnitude_bits` of the largest |x| along an axis, which stays if KEEP."""
+    if INTERPRET or not tl.target_info.is_cuda():
+        return tl.max(magnitude_bits(x), axis=AXIS, keep_dims=KEEP)
+    else:
+        # one instruction, which takes the magnitude and lets NaN through
+        return tl.reduce(tl.abs(x), AXIS, _larger, keep_dims=KEEP).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def largest(x, AXIS: tl.constexpr):
+    """As `largest_magnitude`, by the instruction that finds a maximum of integers in a warp: of whole rows."""
+    return tl.max(magnitude_bits(x), axis=AXIS)
+
+
+@triton.jit
+def has_nan(tile, AXIS: tl.constexpr):
+    """Whether there is a NaN along AXIS."""
+    return largest(tile, AXIS) > INFINITY_BITS
+
+
+@triton.jit
+def is_finite(tile, AXIS: tl.constexpr):
+    """Whether everything along AXIS is finite."""
+    return largest(tile, AXIS) < INFINITY_BITS
 
 
 @triton.jit
@@ -48,26 +82,26 @@ def scale_of(bits, CODE: tl.constexpr, SCALE: tl.constexpr):
     roundings, of scales of e2m1 and e4m3.
     """
     amax = bits.to(tl.float32, bitcast=True)
-    amax = tl.where(amax < _AMAX_FLOOR, _AMAX_FLOOR, amax)
+    amax = tl.where(amax < AMAX_FLOOR, AMAX_FLOOR, amax)
     if SCALE == "even" or SCALE == "down":
         exact = amax.to(tl.int32, bitcast=True)
         # half of the last place of a code's mantissa; 6 is 1.5 * 2**2, 448 is 1.75 * 2**8
         HALF: tl.constexpr = 0x200000 if CODE == "e2m1" else 0x80000
         EXPONENT: tl.constexpr = 2 if CODE == "e2m1" else 8
-        power = ((exact + (HALF if SCALE == "even" else 0)) & _INFINITY_BITS) - (EXPONENT << 23)
-        return tl.where(exact >= _INFINITY_BITS, 0x7FC00000, power).to(tl.float32, bitcast=True)
+        power = ((exact + (HALF if SCALE == "even" else 0)) & INFINITY_BITS) - (EXPONENT << 23)
+        return tl.where(exact >= INFINITY_BITS, 0x7FC00000, power).to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, tl.full(amax.shape, max_code(CODE), tl.float32))
     if SCALE != "float32":
         exact = scale.to(tl.int32, bitcast=True)
-        up = (exact + 0x7FFFFF) & _INFINITY_BITS
-        scale = tl.where(exact >= _INFINITY_BITS, 0x7FC00000, up).to(tl.float32, bitcast=True)
+        up = (exact + 0x7FFFFF) & INFINITY_BITS
+        scale = tl.where(exact >= INFINITY_BITS, 0x7FC00000, up).to(tl.float32, bitcast=True)
     return scale
 
 
 @triton.jit
 def divisor_of(scale):
     """(scale, 1 / scale) as `divide_by` wants them: an infinite scale makes every number 0."""
-    infinite = magnitude_bits(scale) == _INFINITY_BITS
+    infinite = magnitude_bits(scale) == INFINITY_BITS
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     return tl.where(infinite, scale if INTERPRET else 0.0, scale), inverse
 
@@ -86,7 +120,7 @@ def divide_by(x, scale, inverse):
         remainder = tl.fma(-quotient, scale, x)
         corrected = tl.fma(remainder, tl.broadcast_to(inverse, x.shape), quotient)
         # an exact quotient keeps the sign of its zero; what overflows has no remainder to speak of
-        finite = magnitude_bits(quotient) < _INFINITY_BITS
+        finite = magnitude_bits(quotient) < INFINITY_BITS
         return tl.where(finite & (remainder != 0.0), corrected, quotient)
 
 
@@ -103,10 +137,9 @@ def store_scale(pointers, scale, mask, SCALE: tl.constexpr):
 def encode(x, CODE: tl.constexpr, dtype: tl.constexpr):
     """Codes of values that are divided by their scale, saturating; NaN stays NaN in e4m3 and is 0 in int8."""
     if CODE == "e4m3":
-        x = tl.maximum(tl.minimum(x, 448.0, propagate_nan=_NAN), -448.0, propagate_nan=_NAN)
-        return downcast_e4m3(x)
+        return downcast_e4m3(clamp(x, 448.0))
     elif CODE == "int8":
-        x = tl.maximum(tl.minimum(x, 127.0, propagate_nan=_NAN), -128.0, propagate_nan=_NAN)
+        x = tl.maximum(tl.minimum(x, 127.0, propagate_nan=NAN), -128.0, propagate_nan=NAN)
         return tl.where(x == x, round_half_even(x), 0.0).to(tl.int8)
     else:
         return downcast(x, dtype)
@@ -219,7 +252,7 @@ def group_kernel(
             scale = scale_of(largest, CODE, "float32")
             zero = tl.zeros([1, 1], dtype=tl.int32)
             tl.store(scales + zero, scale, mask=zero + tl.program_id(0) == 0)
-            values = tl.where(magnitude_bits(values) < _INFINITY_BITS, values, float("nan"))
+            values = tl.where(magnitude_bits(values) < INFINITY_BITS, values, float("nan"))
         else:
             scale = scale_of(tl.max(magnitude_bits(values), axis=1, keep_dims=True), CODE, SCALE)
             store_scale(scales + scale_place + group * stride_group, scale, valid, SCALE)
@@ -288,9 +321,9 @@ def row_kernel(
         # scale = (high - low) / 255; a NaN or an infinity anywhere makes it NaN
         low = tl.minimum(low, 0.0)
         width = tl.maximum(high, 0.0) - low
-        width = tl.where(width < _AMAX_FLOOR, _AMAX_FLOOR, width)
+        width = tl.where(width < AMAX_FLOOR, AMAX_FLOOR, width)
         scale = tl.div_rn(width, tl.full(width.shape, 255.0, tl.float32))
-        scale = tl.where(largest < _INFINITY_BITS, scale, float("nan"))
+        scale = tl.where(largest < INFINITY_BITS, scale, float("nan"))
         divisor, inverse = divisor_of(scale)
         zero = -128.0 - divide_by(low, divisor, inverse)
         zero = tl.where(zero == zero, round_half_even(zero), 0.0)

@@ -42,7 +42,7 @@ def reduce_kernel(
         pair = token * TOP_K + j
         expert = local_expert(ids, expert_map, pair, pair >= 0, num_ids, num_experts, HAS_MAP)
         # a dropped pair has no columns
-        ends += (tl.where(expert >= 0, columns, 0),)  # type: ignore[assignment]
+        ends += (tl.where(expert >= 0, columns, 0),)
     # ids are from before the launch that makes y
     begin_pdl(PDL)
     total = tl.zeros((BLOCK,), dtype=tl.float32)

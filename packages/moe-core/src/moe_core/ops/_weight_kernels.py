@@ -12,27 +12,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core import numerics
-from moe_core.jit.casts import INTERPRET, round_e2m1
-from moe_core.ops._quantize_kernels import divide_by, divisor_of, encode, magnitude_bits, scale_of, store_scale
+from moe_core.jit.casts import INTERPRET, NAN, round_e2m1
+from moe_core.ops._quantize_kernels import (
+    AMAX_FLOOR,
+    divide_by,
+    divisor_of,
+    encode,
+    largest_magnitude,
+    magnitude_bits,
+    scale_of,
+    store_scale,
+)
 
-_NAN = tl.constexpr(tl.PropagateNan.ALL)
-_AMAX_FLOOR = tl.constexpr(numerics.AMAX_FLOOR)
 _SIGN = tl.constexpr(-0x80000000)
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=_NAN)
-
-
-@triton.jit
-def largest_magnitude(x, AXIS: tl.constexpr):
-    """Bits of the largest |x| along an axis, which stays; NaN is larger than all."""
-    if INTERPRET:
-        return tl.max(magnitude_bits(x), axis=AXIS, keep_dims=True)
-    else:
-        return tl.reduce(tl.abs(x), AXIS, _larger, keep_dims=True).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -43,7 +35,7 @@ def codes_of(x, bits, CODE: tl.constexpr, SCALE: tl.constexpr, dtype: tl.constex
     """
     if CODE == "e4m3" and SCALE == "e8m0" and not INTERPRET:
         # 2**ceil(log2(amax / 448)) by integers: 448 is 1.75 * 2**8, and beyond 1.75 * 2**n the exponent goes up
-        floor = tl.full(bits.shape, _AMAX_FLOOR, tl.float32).to(tl.int32, bitcast=True)
+        floor = tl.full(bits.shape, AMAX_FLOOR, tl.float32).to(tl.int32, bitcast=True)
         exponent = ((tl.maximum(bits, floor) + 0x1FFFFF) >> 23) - 8
         finite = bits < 0x7F800000
         scale = tl.where(finite, exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
@@ -85,7 +77,7 @@ def run_kernel(
     out += first.to(tl.int64) * size
     place = row * size + column
     x = tl.load(w + place, mask=inside, other=0.0).to(tl.float32)
-    codes, scale = codes_of(x, largest_magnitude(x, 1), CODE, SCALE, out.dtype.element_ty)
+    codes, scale = codes_of(x, largest_magnitude(x, 1, True), CODE, SCALE, out.dtype.element_ty)
     tl.store(out + place, codes, mask=inside)
     store_scale(scales + first + row, scale, first + row < runs, SCALE)
 
@@ -102,7 +94,7 @@ def pair_kernel(w, out, scales, runs, SIZE: tl.constexpr, ROWS: tl.constexpr, PD
     w += first.to(tl.int64) * SIZE
     out += first.to(tl.int64) * (SIZE // 2)
     x = tl.load(w + row * SIZE + column, mask=inside & (column < SIZE), other=0.0).to(tl.float32)
-    scale = scale_of(largest_magnitude(x, 1), "e2m1", "e8m0")
+    scale = scale_of(largest_magnitude(x, 1, True), "e2m1", "e8m0")
     # a product with a power of two is as exact as the quotient; scales are rounded up, so that none is above 6
     rounded = round_e2m1(tl.abs(x * (0x7F000000 - magnitude_bits(scale)).to(tl.float32, bitcast=True)))
     bits = rounded.to(tl.int32, bitcast=True)
@@ -146,7 +138,7 @@ def block_kernel(
     place = row * cols + col
     x = tl.load(w + place, mask=inside, other=0.0).to(tl.float32)
     # down the rows first: most of them are a thread's own
-    bits = largest_magnitude(largest_magnitude(x, 0).to(tl.float32, bitcast=True), 1)
+    bits = largest_magnitude(largest_magnitude(x, 0, True).to(tl.float32, bitcast=True), 1, True)
     codes, scale = codes_of(x, bits, CODE, SCALE, out.dtype.element_ty)
     tl.store(out + place, codes, mask=inside)
     one = tl.zeros([1, 1], dtype=tl.int32)
@@ -167,8 +159,8 @@ def matrix_amax_kernel(w, bits, count, chunks, BLOCK: tl.constexpr, STEPS: tl.co
     largest = tl.zeros([BLOCK], dtype=tl.float32)
     for step in range(STEPS):
         x = tl.load(w + step * BLOCK + place, mask=step * BLOCK + place < left, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(x), propagate_nan=_NAN)
-    tl.atomic_max(bits + matrix + tl.arange(0, 1), largest_magnitude(largest, 0))
+        largest = tl.maximum(largest, tl.abs(x), propagate_nan=NAN)
+    tl.atomic_max(bits + matrix + tl.arange(0, 1), largest_magnitude(largest, 0, True))
 
 
 @triton.jit

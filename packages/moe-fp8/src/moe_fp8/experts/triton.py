@@ -103,17 +103,17 @@ class TritonFp8BlockExperts(ScaledGemvExperts):
         return shape.row, shape.col
 
     def vector_groups(self) -> tuple[Any, int]:
-        from moe_fp8.kernels.block import quantize
+        from moe_core.kernel_api import quantize_group
 
-        return quantize, self.block_shape[1]
+        return quantize_group, self.block_shape[1]
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
-        from moe_fp8.kernels.block_moe import block_scheme
+        from moe_fp8.kernels.block import block_scheme
 
         return block_scheme(self.block_shape[1])
 
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
-        from moe_fp8.kernels.block_moe import block_weight
+        from moe_fp8.kernels.block import block_weight
 
         tensor = weights.w13 if name == "w13" else weights.w2
         return block_weight(tensor, *self.scales(name, weights), self.sizes(name)[0], self.block_shape)

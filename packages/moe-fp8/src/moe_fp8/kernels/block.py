@@ -1,4 +1,4 @@
-"""Block FP8 as the grouped GEMM sees it: how a tile is loaded, scaled and quantised.
+"""Block FP8 as the grouped GEMM sees it: how a tile is loaded and scaled; as the fused layer takes it.
 
     weights       e4m3 [E, rows, K], or block-major, one float32 scale per block_n x block_k
     activations   e4m3 [M, K padded to whole groups], one float32 scale per row and group of block_k columns
@@ -12,25 +12,33 @@ This file is the model for another scheme: write these functions and nothing els
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from moe_core.experts_api import TileConfig
 from moe_core.kernel_api import (
+    GemmWeight,
+    GroupScheme,
+    TileFunctions,
+    WarpSpecialisedGemm,
     as_column,
     as_row,
-    divide,
-    downcast_e4m3,
     factor_e4m3,
+    load_blocks,
+    open_blocks,
+    prefetch_weights,
+    quantize_group,
+    scale_product,
     step_strides,
     weight_rows,
+    weight_strides,
     weight_tile,
 )
-
-NAN = tl.constexpr(tl.PropagateNan.ALL)
-E4M3_MAX = tl.constexpr(448.0)
-FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
-# the smallest amax that a scale is made from: keeps the scale of an all-zero group normal and finite
-AMAX_FLOOR = tl.constexpr(1e-10)
+from torch import Tensor
 
 
 @triton.jit
@@ -68,8 +76,7 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + (a @ b.T) * scales; a_scale [BLOCK_M], b_scale a scalar or [BLOCK_N]."""
     ONE: tl.constexpr = len(b_scale.shape) == 0
     if ONE:
-        # never infinity: weights of zero may have any scale, and 0 * infinity is no number
-        a_scale = tl.minimum(a_scale * b_scale, FLOAT32_MAX, propagate_nan=NAN)
+        a_scale = scale_product(a_scale, b_scale)
     a, b = factor_e4m3(a), factor_e4m3(b)
     left, right = (b, tl.trans(a)) if SWAP_AB else (a, tl.trans(b))
     product = tl.dot(left, right, out_dtype=tl.float32) * as_column(a_scale, SWAP_AB)
@@ -78,9 +85,59 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     return acc + product
 
 
-@triton.jit
-def quantize(tile, quant_args, expert, AXIS: tl.constexpr):
-    """Quantise a float32 tile whose whole AXIS is one group: e4m3 values and one float32 scale, amax / 448."""
-    amax = tl.maximum(tl.max(tl.abs(tile), axis=AXIS), AMAX_FLOOR)
-    scale = tl.div_rn(amax, E4M3_MAX)
-    return downcast_e4m3(divide(tile, tl.expand_dims(scale, AXIS))), scale
+_TILE = TileFunctions(open_blocks, load_blocks, open_weights, load_weights, multiply, prefetch_b=prefetch_weights)
+#: weight blocks of the warp-specialised kernel
+HOPPER_BLOCKS = ((128, 128), (64, 128), (128, 64), (64, 64))
+
+
+def block_scheme(block_k: int) -> GroupScheme:
+    """x and h in e4m3, one float32 scale per row and ``block_k`` columns."""
+    return GroupScheme(
+        quantize_group,
+        torch.float8_e4m3fn,
+        block_k,
+        block=block_k,
+        scale_dtype=torch.float32,
+        scatters=True,
+    )
+
+
+def block_weight(
+    weights: Tensor, scales: Tensor, bias: Tensor | None, rows: int, block_shape: tuple[int, int]
+) -> GemmWeight:
+    """e4m3 ``weights`` [E, rows of all halves, K], or block-major; ``rows`` of one half.
+
+    ``scales`` [E, halves * ceil(rows / block_n), ceil(K / block_k)] float32: gate and up each own their partial last
+    row of blocks.  ``block_shape`` (block_n, block_k): powers of two from 32 and 16 on.
+    """
+    block_n, block_k = block_shape
+    strides = scales.stride(0), scales.stride(1), tl.constexpr(block_n)
+    warp_specialised = None
+    if block_shape in HOPPER_BLOCKS:
+        warp_specialised = WarpSpecialisedGemm(weights, _functions, (scales, *strides), block_k)
+    return GemmWeight(
+        (weights, scales, *weight_strides(weights, block_k), *strides),
+        rows,
+        weights.shape[1] * weights.shape[3] if weights.dim() == 4 else weights.shape[2],
+        lambda config: _TILE,
+        block_k,
+        bias,
+        warp_specialised=warp_specialised,
+        tile_config=partial(_tile_config, block_n),
+    )
+
+
+def _functions() -> Any:
+    from moe_fp8.kernels.hopper_blockwise import prefetch, scaled_mm_blockwise
+
+    return prefetch, scaled_mm_blockwise
+
+
+def _tile_config(block_n: int, config: TileConfig) -> TileConfig:
+    """For the tile kernel, what was chosen for the specialised one.
+
+    Scales that differ among the columns of a tile leave no registers for 128 rows of gate and up.
+    """
+    if config.warp_specialised and block_n < config.block_n:
+        return replace(config, block_m=min(config.block_m, 64))
+    return config

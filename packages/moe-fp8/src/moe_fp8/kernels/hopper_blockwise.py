@@ -8,11 +8,10 @@ stride, rows of a block as a constant).
 from __future__ import annotations
 
 from moe_core.hopper_api import HALF, LAYOUT, TILE, free_slot, wait_for_slot
+from moe_core.kernel_api import scale_product
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
-
-from moe_fp8.kernels.block import FLOAT32_MAX, NAN
 
 
 @gluon.jit
@@ -50,12 +49,11 @@ def _scales(pointer, rows, k, ROWS: gl.constexpr):
 @gluon.jit
 def _factors(row_scale, low, high, ROWS: gl.constexpr):
     """Factors of a product [64, 128] whose columns have the scale `low`, from the 64th on `high`; [64, 1] for one."""
-    # never infinity: weights of zero may have any scale, and 0 * infinity is no number
-    by_low = gl.minimum(row_scale * low, FLOAT32_MAX, propagate_nan=NAN)[:, None]
+    by_low = scale_product(row_scale, low)[:, None]
     if ROWS == TILE:
         return by_low
     else:
-        by_high = gl.minimum(row_scale * high, FLOAT32_MAX, propagate_nan=NAN)[:, None]
+        by_high = scale_product(row_scale, high)[:, None]
         # which of them a register takes is known when the kernel is compiled
         column = gl.arange(0, TILE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
         return gl.where(column < TILE // 2, by_low, by_high)

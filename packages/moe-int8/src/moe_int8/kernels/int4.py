@@ -75,7 +75,7 @@ def load_packed(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
     """Tile [BLOCK_N, BLOCK_K / 2] of bytes, and the scales [BLOCK_N] of each group; rows are padded to whole steps."""
     scales = ()
     for i in tl.static_range(GROUPS):
-        scales += (tl.load(state[2] + (GROUPS * k + i) * state[4]),)  # type: ignore[assignment]
+        scales += (tl.load(state[2] + (GROUPS * k + i) * state[4]),)
     tile = weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K // 2, EVEN_N, True)
     return tile, (0.0 if GROUPS == 0 else scales)
 

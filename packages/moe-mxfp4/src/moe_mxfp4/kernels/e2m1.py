@@ -29,6 +29,7 @@ from moe_core.kernel_api import (
     specialize,
     swap_ab_dot,
     tile_words,
+    unpack,
 )
 
 
@@ -54,7 +55,7 @@ def dequantize_e2m1(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
     power = (scales[:, None] >> (tl.arange(0, W) // 4 * 8)[None, :]) & 255
     if INTERPRET or dtype == tl.float32:
         # few operations, since the interpreter takes a tenth of a millisecond for each
-        codes = words[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]
+        codes = unpack(words, 4)
         bits = ((codes & 8) << 28) | ((codes & 7) << 22)
         pairs = bits.to(tl.float32, bitcast=True) * (power << 23).to(tl.float32, bitcast=True)[:, :, None]
         if dtype == tl.float16:

@@ -105,7 +105,7 @@ def _interpreted(words, scale):
     for pair in (p0, p1, p2, p3):
         # the bfloat16 numbers in both halves
         low = (pair << 16).to(tl.float32, bitcast=True) * factor
-        values = (*values, low, (pair & -65536).to(tl.float32, bitcast=True) * factor)  # type: ignore[assignment]
+        values = (*values, low, (pair & -65536).to(tl.float32, bitcast=True) * factor)
     return values
 
 

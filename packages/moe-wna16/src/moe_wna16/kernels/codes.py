@@ -36,6 +36,7 @@ from moe_core.kernel_api import (
     split_last,
     swap_ab_dot,
     tile_words,
+    unpack,
     wait_for_mma,
 )
 
@@ -75,13 +76,11 @@ def dequantize_codes(words, zero, COLUMNS: tl.constexpr, dtype: tl.constexpr):
     zero = zero.to(tl.float32)[:, None]
     if INTERPRET or dtype == tl.float32:
         # few operations, since the interpreter takes a tenth of a millisecond for each
-        shift = tl.arange(0, P) * (32 // P)
-        codes = (words[:, :, None] >> shift[None, None, :]) & (15 if P == 8 else 255)
-        pairs = codes.to(tl.float32) - zero[:, :, None]
+        pairs = unpack(words, 32 // P).to(tl.float32) - zero[:, :, None]
     else:
         found = ()
         for i in tl.static_range(P // 2):
-            found += (_pair(words, zero, i, P, dtype),)  # type: ignore[assignment]
+            found += (_pair(words, zero, i, P, dtype),)
         pairs = join_last(found)
     return in_order(pairs, N, W, P)
 
@@ -109,11 +108,11 @@ def open_columns(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr
 def _load_codes(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """Words of a step; zero points of rows, or (scales, zero points) of columns or of each group, see `_LOAD_CODES`."""
     MIDDLE: tl.constexpr = 2.0 ** (BITS - 1)
-    if GROUPS == 0:
+    if GROUPS <= 0:
         words = tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N, EVEN_K)
+    if GROUPS == 0:
         return words, (state[6] if len(state) == 7 else tl.full((words.shape[0],), MIDDLE, tl.float32))
     elif GROUPS == -1:
-        words = tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N, EVEN_K)
         group = tl.load(state[-1] + k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :] * state[4]
         exists = state[1][:, None]
         scale = tl.load(state[3][:, None] + group, mask=exists, other=0.0)
@@ -126,7 +125,7 @@ def _load_codes(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
             zero = tl.full(scale.shape, MIDDLE, tl.float32)
             if len(state) == 7:
                 zero = of_group(state[6], state, GROUPS * k + i, EVEN_N)
-            scales += ((scale, zero),)  # type: ignore[assignment]
+            scales += ((scale, zero),)
         words = tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N, EVEN_K)
         for i in tl.static_range(GROUPS):
             prefetch_group(state[3], state, GROUPS * (k + 1) + i, EVEN_N)

@@ -15,8 +15,8 @@ import triton.language as tl
 
 from moe_core.errors import ConfigError
 from moe_core.gemm.as_stored.tiles import arrange
-from moe_core.gemm.scaled_mm import clamp, quantize_row, quantize_static
-from moe_core.jit.casts import downcast, downcast_e4m3, round_e2m1, round_e4m3
+from moe_core.gemm.scaled_mm import quantize_row, quantize_static
+from moe_core.jit.casts import clamp, downcast, downcast_e4m3, round_e2m1, round_e4m3
 from moe_core.jit.specialize import specialize
 from moe_core.ops._quantize_kernels import magnitude_bits, scale_of
 from moe_core.quant_key import (

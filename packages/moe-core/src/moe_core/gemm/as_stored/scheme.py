@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.gemm.activation_tile import open_plain
 from moe_core.gemm.as_stored import tiles
 from moe_core.gemm.as_stored.activations import code_mxfp8, quantizer
 from moe_core.gemm.columns import Columns
@@ -17,7 +16,8 @@ from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions, ScaledMMScheme
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import GemmWeight, TileFunctions
 from moe_core.gemm.marlin.weight import PackedWeight
-from moe_core.gemm.scaled_mm import load_values, open_values
+from moe_core.gemm.operand_tiles import load_values, open_plain
+from moe_core.gemm.scaled_mm import open_values
 from moe_core.quant_key import QuantKey, kFp8Dynamic128Sym, kFp8DynamicTokenSym, kFp8StaticTensorSym
 
 #: depth of a step of the k loop; of a short one, where columns have groups of their own, and for float32 products,

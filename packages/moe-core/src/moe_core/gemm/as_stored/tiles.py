@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.scaled_mm import load_values
+from moe_core.gemm.operand_tiles import load_values
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_core.gemm.columns import Columns, gather_columns
 from moe_core.gemm.fused.call import Call, Order
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded, quantized
-from moe_core.gemm.launch import OperandA, Result, Rows, rows_by_pair
+from moe_core.gemm.launch import OperandA, Result, Rows, has_aligned_rows, rows_by_pair
 from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.ops.sort import QuantizeRows, whole_row
 from moe_core.workspace import WorkspaceSpec
@@ -76,10 +76,10 @@ class PlainScheme(ActivationScheme):
             quantize_rows(job, rows_by_pair(call.routing), pdl=call.plan.pdl)
             rows = values, values.stride(0)
             return OperandA((values, scales, values.stride(0), 1, 0, None) if self.by_token else rows, which)
-        sizes = (x.data_ptr(), x.stride(0) * x.element_size())
-        reachable = not columns.indexes(present) and all(size % 16 == 0 for size in sizes)
+        indexed = columns.indexes(present)
+        reachable = not indexed and has_aligned_rows(x)
         aligned = reachable and present % 8 == 0
-        if not columns.indexes(present):
+        if not indexed:
             arguments = (x, x.stride(0)) if padded_rows else (x, x.stride(0), k)
             special: tuple[int, ...] | None = () if reachable else None
             if which == "token":
@@ -89,5 +89,5 @@ class PlainScheme(ActivationScheme):
         if index is None:
             raise TypeError(f"the weight has {k} columns, the activations {present}, and there is no index")
         stride = 0 if pre_scales is None else pre_scales.stride(0)
-        indexed = (x, x.stride(0), k, index, index.stride(0), pre_scales, stride)
-        return OperandA(indexed, which, aligned=aligned)
+        by_column = (x, x.stride(0), k, index, index.stride(0), pre_scales, stride)
+        return OperandA(by_column, which, aligned=aligned)

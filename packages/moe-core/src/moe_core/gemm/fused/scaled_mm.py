@@ -28,6 +28,7 @@ from moe_core.gemm.launch import (
     rows_by_pair,
     weight_strides,
 )
+from moe_core.gemm.operand_tiles import load_values
 from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows, clears_first, whole_row
@@ -42,7 +43,7 @@ MAX_SHORT = 512
 Granularity = Literal["token", "tensor", "static"]
 _TILE = TileFunctions(
     device.open_values,
-    device.load_values,
+    load_values,
     device.open_weights,
     device.load_weights,
     device.multiply_codes,

@@ -20,6 +20,7 @@ from moe_core.gemm.heuristics.tiles import (
     DEPENDENT,
     MAX_PARTIALS,
     RESIDENT,
+    Limits,
     expected_tiles,
     float32_plan,
     lacks_shared_memory,
@@ -140,8 +141,8 @@ def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
     pairs, bits = tokens * problem.top_k, problem.bits
     width = problem.intermediate_size * (2 if problem.gated else 1)
     gemm1_steps, gemm2_steps = steps_of(problem.hidden_size), steps_of(problem.intermediate_size)
-    gemm1_limits: tuple[tuple[int, int], ...]
-    gemm2_limits: tuple[tuple[int, int], ...]
+    gemm1_limits: Limits
+    gemm2_limits: Limits
     if eight_rows:
         # up to three rounds of long parts: a second round that is nearly empty costs more than adding parts up
         shorter = ((1800, 8), (720, 5)) if problem.element == "int4" else ()
@@ -155,7 +156,7 @@ def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
         experts, most_tiles = min(pairs, problem.num_experts), RESIDENT_4
     gemm1_tiles, gemm2_tiles = int(experts * steps_of(width)), int(experts * gemm1_steps)
 
-    def split(tiles: int, steps: int, columns: int, limits: tuple[tuple[int, int], ...], most: int = 16) -> int:
+    def split(tiles: int, steps: int, columns: int, limits: Limits, most: int = 16) -> int:
         # numbers of each part's result have room
         most = min(most, MAX_PARTIALS // max(pairs * columns, 1))
         return split_k(tiles, steps, *limits, most=most) if tiles < most_tiles else 1

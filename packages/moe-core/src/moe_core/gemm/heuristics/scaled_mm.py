@@ -71,15 +71,15 @@ def scaled_mm_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         )
     few = TileConfig(64, block, 8, 4, 1 if mean <= 64 else 8, tma=True)
     if capability != 90:
-        return TilePlan(few, TileConfig(64, block, 4, 3, 8, tma=True) if mean > 64 else few, False)
+        return TilePlan(few, TileConfig(64, block, 4, 3, 8, tma=True) if mean > 64 else few)
     # Pointers, not descriptors: 128 x 2 x 128 accumulators leave no registers for the descriptors' bookkeeping.
     # No dependent launch: persistent programs that come early take room from the kernel before them.
     many = TileConfig(128, block, 8, 3, _group_m(problem), warp_specialised=True)
     gemm1_short, gemm2_short = _short_tiles(problem, mean)
     if mean <= max(48, min(FEW_ROWS, FEW_ELEMENTS / problem.intermediate_size)):
         # of 128 rows most would be empty, which gemm1 feels, the more so the fewer columns it has, and gemm2 does not
-        return TilePlan(replace(few, group_m=8), replace(many, short_tiles=gemm2_short), False)
-    return TilePlan(replace(many, short_tiles=gemm1_short), replace(many, short_tiles=gemm2_short), False)
+        return TilePlan(replace(few, group_m=8), replace(many, short_tiles=gemm2_short))
+    return TilePlan(replace(many, short_tiles=gemm1_short), replace(many, short_tiles=gemm2_short))
 
 
 def _group_m(problem: LayerProblem) -> int:

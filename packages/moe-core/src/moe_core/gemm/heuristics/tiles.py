@@ -31,11 +31,12 @@ def expected_tiles(problem: LayerProblem, tokens: int, rows: int) -> float:
     return sum(math.erfc((i * rows + 0.5 - mean) / spread) / 2 for i in range(int(mean / rows) + 4))
 
 
-def split_k(programs: int, steps: int, *limits: tuple[int, int], most: int = 16) -> int:
-    """Programs that share a tile's k loop, a power of two up to ``most``.
+#: of programs that share k loops: (most programs in all, fewest steps of each), of which one must hold
+Limits = tuple[tuple[int, int], ...]
 
-    ``limits``: (most programs in all, fewest steps of each), of which one must hold.
-    """
+
+def split_k(programs: int, steps: int, *limits: tuple[int, int], most: int = 16) -> int:
+    """Programs that share a tile's k loop within ``limits``, a power of two up to ``most``."""
     split = 1
     while split * 2 <= most:
         twice = split * 2

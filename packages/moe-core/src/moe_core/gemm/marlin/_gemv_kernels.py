@@ -24,13 +24,13 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.finalize import store_zeros
-from moe_core.gemm.marlin.dequant import split_last
 from moe_core.gemm.marlin.integer_dot import integer_dot
-from moe_core.gemm.marlin.operand import both_halves, half_of, scale_of, word_pointers, zero_of
+from moe_core.gemm.marlin.operand import scale_of, zero_of
 from moe_core.gemm.schedule import locate_vector
 from moe_core.gemm.tile_kernel import deinterleave, finish_tile
 from moe_core.jit.pdl import begin_pdl
 from moe_core.jit.prefetch import prefetch_l2
+from moe_core.jit.registers import both_halves, half_of, split_last, unpack, word_pointers
 
 
 class GemvForm(NamedTuple):
@@ -166,7 +166,7 @@ def _scaled(sums, x_sums, scales, k, form, dtype: tl.constexpr, PAIRED: tl.const
     if form.scales == "zero":
         sums += (2.0 ** (form.bits - 1) - zero_of(scales)) * x_sums
     if form.scales == "e8m0":
-        exponent = ((scales[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF) - 127
+        exponent = unpack(scales, 8) - 127
         sums *= (tl.maximum(exponent, 0) << 23).to(tl.float32, bitcast=True)
     elif PAIRED:
         sums *= _of_pairs(scales, k, form, dtype)

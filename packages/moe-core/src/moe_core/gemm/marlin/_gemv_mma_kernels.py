@@ -23,7 +23,6 @@ from moe_core.gemm.marlin.hopper_words import (
     STEP,
     WORD_LAYOUT,
     WORDS,
-    load_scales,
     numbers_of,
     quarters,
 )
@@ -63,7 +62,10 @@ def _rows(first, last, PARTS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _load_steps(state, form, FIRST: gl.constexpr, END: gl.constexpr, LAST: gl.constexpr):
-    """Words [64, 16] and scales of steps FIRST to END; in step LAST a part without more columns has any words."""
+    """Words [64, 16] and scales of steps FIRST to END, those of groups or of rows.
+
+    In step LAST a part without more columns has any words.
+    """
     words, stride_k, part, scales, scale_part, units, stride, groups = state
     found = ()
     for k in gl.static_range(FIRST, END):
@@ -72,8 +74,13 @@ def _load_steps(state, form, FIRST: gl.constexpr, END: gl.constexpr, LAST: gl.co
             tile = gl.load(pointers, mask=(part < units - k * form.parts)[:, None])
         else:
             tile = gl.load(pointers)
-        of_step = load_scales((scales,), k * form.parts + scale_part, stride, groups, form.groups)[0]
-        found += ((tile, of_step),)  # type: ignore[assignment]
+        of_step = ()
+        if form.groups == 0:
+            of_step += (gl.load(scales),)
+        for i in gl.static_range(form.groups):
+            group = gl.minimum((k * form.parts + scale_part) * form.groups + i, groups - 1)
+            of_step += (gl.load(scales + group * stride),)
+        found += ((tile, of_step),)
     return found
 
 
@@ -94,12 +101,12 @@ def _share(x, K, STEPS: gl.constexpr, PARTS: gl.constexpr):
     values = ()
     for k in gl.static_range(STEPS):
         at = first + k * PARTS * STEP
-        values += (gl.load(x + at, mask=at < K, other=0.0),)  # type: ignore[assignment]
+        values += (gl.load(x + at, mask=at < K, other=0.0),)
     tiles = ()
     for k in gl.static_range(STEPS):
         # a tile by itself: writing to one does not wait for another
         tile = gl.allocate_shared_memory(x.dtype.element_ty, [COLUMNS, STEP], X_TILE, values[k])
-        tiles += (tile,)  # type: ignore[assignment]
+        tiles += (tile,)
     return tiles
 
 

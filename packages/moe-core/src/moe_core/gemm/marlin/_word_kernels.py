@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from moe_core.gemm.marlin._word_bits import columns_apart, e2m1_bits, signs_apart
-from moe_core.gemm.marlin.dequant import split_last
+from moe_core.jit.registers import split_last, unpack
 
 #: operations of `words.ARRANGEMENTS`, compiled
 COMPILED = {each: triton.jit(each) for each in (columns_apart, e2m1_bits, signs_apart)}
@@ -40,8 +40,7 @@ def order_kernel(
     sixteen = tl.arange(0, 16)[None, :]
     column = (unit % width)[:, None] * 16 + sixteen
     tile = tl.load(codes + (unit // width)[:, None] * stored + column, mask=inside & (column < stored), other=0)
-    tile = (tile[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 255
-    byte = split_last(tile.reshape((BLOCK,) + SIZES).permute((0,) + DIMS).reshape(BLOCK, 16, 4))
+    byte = split_last(unpack(tile, 8).reshape((BLOCK,) + SIZES).permute((0,) + DIMS).reshape(BLOCK, 16, 4))
     words = byte[0] | (byte[1] << 8) | (byte[2] << 16) | (byte[3] << 24)
     for i in tl.static_range(len(operations)):
         words = operations[i](words)

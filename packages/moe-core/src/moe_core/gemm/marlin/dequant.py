@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 
 from moe_core.jit.casts import INTERPRET
+from moe_core.jit.registers import join_last, unpack
+from moe_core.jit.registers import split_last as split_last
 
 # In the texts below $0, $1, ... are the pairs' numbers, then comes the word; with zero points a pair to be added, and
 # last, where numbers are scaled, a pair of factors.  -0.0 as addend keeps the sign of zeros.
@@ -92,8 +94,10 @@ _FACTORS = tl.constexpr(
 
 @triton.jit
 def pair(x, dtype: tl.constexpr):
-    """int32: float32 `x`, rounded to `dtype`, twice."""
-    if dtype == tl.bfloat16:
+    """int32: float32 `x`, rounded to `dtype`, twice; `x` itself in the interpreter, and where numbers are float32."""
+    if INTERPRET or dtype == tl.float32:
+        return x
+    elif dtype == tl.bfloat16:
         return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [x], tl.int32, True, 1)
     else:
         return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [x], tl.int32, True, 1)
@@ -110,35 +114,6 @@ def zero_offset(zero, BITS: tl.constexpr, dtype: tl.constexpr):
         return pair(-128.0 - zero, dtype)
     else:
         return pair(128.0 - zero, dtype)
-
-
-@triton.jit
-def join_last(values):
-    """One, two or four tensors along a new last dimension.
-
-    What is joined and reshaped rather than indexed keeps its threads and registers.
-    """
-    if len(values) == 1:
-        return tl.expand_dims(values[0], -1)
-    elif len(values) == 2:
-        return tl.join(values[0], values[1])
-    else:
-        both = tl.join(tl.join(values[0], values[2]), tl.join(values[1], values[3]))
-        return both.reshape(values[0].shape + [4])
-
-
-@triton.jit
-def split_last(x):
-    """The parts of a last dimension of 1, 2 or 4: the inverse of `join_last`."""
-    if x.shape[-1] == 1:
-        return (x.reshape(x.shape[:-1]),)
-    elif x.shape[-1] == 2:
-        return x.split()
-    else:
-        even, odd = x.reshape(x.shape[:-1] + [2, 2]).split()
-        value_0, value_2 = even.split()
-        value_1, value_3 = odd.split()
-        return value_0, value_1, value_2, value_3
 
 
 @triton.jit
@@ -164,8 +139,7 @@ def _interpreted(words, zero, scale, BITS: tl.constexpr):
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     CODES: tl.constexpr = 32 // BITS
-    codes = (words[:, :, None] >> (BITS * tl.arange(0, CODES))[None, None, :]) & ((1 << BITS) - 1)
-    numbers = (codes.to(tl.float32) - zero) * scale
+    numbers = (unpack(words, BITS).to(tl.float32) - zero) * scale
     # code 4i + 2s + j (8 bits: 2i + j) of a word: [unit, t, u, i, s, j] to [unit, u, s, j, t, i]
     numbers = numbers.reshape(N, W // 16, 4, 4, 2, CODES // 4, 2).permute(0, 1, 3, 5, 6, 2, 4)
     return numbers.reshape(N, CODES * W)
@@ -198,9 +172,9 @@ def integer_values(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr
     asm: tl.constexpr = _TEXTS[(BITS == 8) * 8 + SCALED * 4 + ZEROS * 2 + (dtype == tl.float16)]
     operands = (words,)
     if ZEROS:
-        operands += (offset,)  # type: ignore[assignment]
+        operands += (offset,)
     if SCALED:
-        operands += (scale,)  # type: ignore[assignment]
+        operands += (scale,)
     return asm_values(asm, 32 // BITS, "r" + ",r" * (SCALED + ZEROS), operands, dtype)
 
 

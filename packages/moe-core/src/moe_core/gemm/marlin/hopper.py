@@ -26,15 +26,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from moe_core.gemm.hopper_epilogue import activate
-from moe_core.gemm.hopper_pipeline import allocate_barriers, barrier, empty_slot, locate_tile, tile_start, tma_load
-from moe_core.gemm.marlin.hopper_wgmma import sums_by_wgmma
-from moe_core.gemm.marlin.hopper_words import BLOCKS, CHUNK, ROW_LAYOUT, ROWS, STEP, WORDS
-from moe_core.gemm.marlin.operand import scale_of, word_pointers
+from moe_core.gemm.hopper_pipeline import allocate_barriers, empty_slot, locate_tile, tile_start
+from moe_core.gemm.marlin.hopper_words import BLOCKS, CHUNK, ROW_LAYOUT, ROWS, STEP, WORDS, sums_by_wgmma
+from moe_core.gemm.marlin.operand import scale_of
 from moe_core.gemm.tile_kernel import deinterleave, finish_values
+from moe_core.jit.gluon import barrier, copy_rows, tma_load
 from moe_core.jit.pdl import begin_pdl
-
-# the name of Triton 3.6, where a newer one is missing
-copy_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+from moe_core.jit.registers import word_pointers
 
 # groups of warps that multiply
 CONSUMERS = gl.constexpr(2)
@@ -85,20 +83,20 @@ def _prefetch(tile, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP: 
         row = gl.minimum(row, sizes[4] - 1)
         if form.groups == 0:
             scale = gl.load(b_args.scales + expert.to(gl.int64) * b_args.scale_e + row)
-            scales += ((scale,),)  # type: ignore[assignment]
+            scales += ((scale,),)
         if b_args.others is not None:
             factor = gl.load(b_args.others + expert.to(gl.int64) * b_args.other_e + row)
-            factors += (factor,)  # type: ignore[assignment]
+            factors += (factor,)
     pairs = ()
     if epilogue.weights is not None or epilogue.activation == "":
         row = first + gl.arange(0, form.heights[0], layout=gl.BlockedLayout([1], [32], [4], [0]))
         row = gl.where(row < in_use, row, 0)
         if schedule[2] is not None:
             row = gl.load(schedule[2] + row)
-        pairs += (row,)  # type: ignore[assignment]
+        pairs += (row,)
     power = ()
     if b_args.powers is not None:
-        power += (gl.load(b_args.powers + expert),)  # type: ignore[assignment]
+        power += (gl.load(b_args.powers + expert),)
     return end, scales, factors, pairs, power
 
 
@@ -315,8 +313,7 @@ def _producer(x, w_desc, schedule, b_args, ring, sizes, K, form):
 
 @gluon.jit
 def words_kernel(
-    x_desc,
-    x_rows,
+    x,
     w_desc,
     schedule,
     b_args,
@@ -333,14 +330,13 @@ def words_kernel(
 
     GEMM1: out [P, width] = act(x w13^T + bias), rows in sorted order; gemm2: out[pair] = x w2^T + bias.
 
-    - x_desc [P, K] in sorted order and w_desc [E * steps * rows_per_expert, words of a step], or with two such rows in
-      one: descriptors
-    - or x_rows = (x [tokens, K], row stride, pairs of a token), x_desc None
+    - x [P, K] in sorted order and w_desc [E * steps * rows_per_expert, words of a step], or with two such rows in one:
+      descriptors; or, where the form `gathers`, x = (x [tokens, K], row stride, pairs of a token)
     - b_args, schedule, result and epilogue as the tile kernel and its device functions have them
     - N columns of the result, of one half where gated; form: `WordsForm`
     """
     begin_pdl(PDL)
-    dtype: gl.constexpr = x_rows[0].dtype.element_ty if form.gathers else x_desc.dtype
+    dtype: gl.constexpr = x[0].dtype.element_ty if form.gathers else x.dtype
     x_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES * 2, form.heights[0], CHUNK], x_layout)
     SHARED: gl.constexpr = w_desc.block_shape[1] // WORDS
@@ -362,10 +358,6 @@ def words_kernel(
     steps = gl.cdiv(K, STEP)
     blocks_n = gl.cdiv(rows_per_expert, TILE)
     sizes = (tiles, blocks_n, steps, N, rows_per_expert)
-    if form.gathers:
-        x = x_rows
-    else:
-        x = x_desc
     gl.warp_specialize(
         [
             (_consumer, (schedule, b_args, result, epilogue, ring, of_rows, sizes, form, gl.constexpr(0))),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import triton.language as tl
 
 from moe_core.gemm.hopper_launch import descriptor, specialised, start
 from moe_core.gemm.launch import Gemm, constant, lines_of_experts
+from moe_core.gemm.marlin.words import STEP, WORDS
 
-#: rows of weights of a tile, which are requested together, columns of a step, and words that these are
+#: rows of weights of a tile, which are requested together
 WORDS_BOX = 256
-STEP = 128
-WORDS = 16
 #: shared memory for operands: what is left is room for their scales, and for the epilogue's change of layout
 RING = 196608
 #: heights that tiles take, by the rows that the schedule's have: what an expert's last rows need
@@ -34,12 +34,10 @@ def words_gemm(gemm: Gemm) -> None:
     arguments, groups = special.weight_scales
     heights = HEIGHTS[height]
     per_token, values = gemm.a.warp_specialised, gemm.a.arguments[0]
-    rows_of_tiles = rows_of_tokens = None
-    if per_token:
-        rows_of_tokens = (values[: gemm.routing.num_pairs], values.stride(0), *per_token)
-    else:
+    x: Any = (values[: gemm.routing.num_pairs], values.stride(0), *(per_token or ()))
+    if not per_token:
         box = [math.gcd(*heights), STEP // 2]
-        rows_of_tiles = descriptor(values[: gemm.routing.num_pairs, : gemm.weight.k], box, 128)
+        x = descriptor(values[: gemm.routing.num_pairs, : gemm.weight.k], box, 128)
     form = WordsForm(
         constant(heights),
         constant(groups),
@@ -50,6 +48,6 @@ def words_gemm(gemm: Gemm) -> None:
     )
     words, rows = lines_of_experts(special.tensor), special.tensor.shape[2]
     box = [WORDS_BOX * WORDS // words.shape[1], words.shape[1]]
-    operands = rows_of_tiles, rows_of_tokens, descriptor(words, box, 4 * words.shape[1])
+    operands = x, descriptor(words, box, 4 * words.shape[1])
     stages = RING // (WORDS_BOX * WORDS * 4 + height * STEP * 2)
     start(words_kernel, gemm, -(-rows // WORDS_BOX), operands, (arguments,), rows, form, stages)

@@ -1,18 +1,21 @@
 """Words of 4-bit codes as the left operand of `moe_core.gemm.marlin.hopper`: 64 rows of weights at a time.
 
 A group of four warps takes a step's words from shared memory and makes numbers of them in registers, where the tensor
-cores want them: `wgmma` and `mma.sync` have the left operand's columns in the same places.
+cores want them: `wgmma` and `mma.sync` have the left operand's columns in the same places.  By `wgmma`
+(`sums_by_wgmma`, the k loop of one consumer) the next numbers are made while the tensor cores multiply 64 rows and 64
+columns of the weights; numbers stay in registers until their products are done.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from moe_core.gemm.hopper_pipeline import full_slot
-from moe_core.gemm.marlin.dequant import in_columns, split_last
-from moe_core.gemm.marlin.operand import both_halves, half_of
+from moe_core.gemm.hopper_pipeline import free_slot, full_slot
+from moe_core.gemm.marlin.dequant import in_columns
+from moe_core.gemm.marlin.operand import scales_in
+from moe_core.jit.registers import split_last
 
 # rows of weights of one product
 ROWS = gl.constexpr(64)
@@ -45,7 +48,7 @@ def quarters(words):
     parts = split_last(words.reshape([ROWS, 4, 4]))
     quarters = ()
     for u in gl.static_range(4):
-        quarters += (gl.convert_layout(parts[u], QUARTER, assert_trivial=True),)  # type: ignore[assignment]
+        quarters += (gl.convert_layout(parts[u], QUARTER, assert_trivial=True),)
     return quarters
 
 
@@ -59,37 +62,16 @@ def numbers_of(words, scales, PLACE: gl.constexpr, layout: gl.constexpr, dequant
 
 
 @gluon.jit
-def load_scales(pointers, k, stride, groups, GROUPS: gl.constexpr):
-    """Scales [64] of the GROUPS groups of step k, of each block of rows; 0: of the row."""
-    found = ()
-    for block in gl.static_range(len(pointers)):
-        of_block = ()
-        if GROUPS == 0:
-            of_block += (gl.load(pointers[block]),)  # type: ignore[assignment]
-        for i in gl.static_range(GROUPS):
-            group = gl.minimum(k * GROUPS + i, groups - 1)
-            of_block += (gl.load(pointers[block] + group * stride),)  # type: ignore[assignment]
-        found += (of_block,)  # type: ignore[assignment]
-    return found
-
-
-@gluon.jit
 def _scales_of_slot(ring, slot, k, first, form, dtype: gl.constexpr):
     """Scales [64] of the groups of step k of a tile, of the rows from row `first` of the tile on.
 
-    They are of `dtype`; of 16 bits, words have two groups' each, and a step of one group takes one half of its word.
+    They are of `dtype`, see `scales_in`.
     """
     PER_STEP: gl.constexpr = ring[4].shape[0] // ring[2].shape[0]
-    found = ()
+    loaded = ()
     for i in gl.static_range(PER_STEP):
-        values = ring[4].index(slot * PER_STEP + i).slice(first, ROWS, 0).load(ROW_LAYOUT)
-        if dtype.primitive_bitwidth != 16:
-            found += (values,)  # type: ignore[assignment]
-        elif form.groups == 1:
-            found += (half_of(values, k % 2, dtype),)  # type: ignore[assignment]
-        else:
-            found += both_halves(values, dtype)
-    return found
+        loaded += (ring[4].index(slot * PER_STEP + i).slice(first, ROWS, 0).load(ROW_LAYOUT),)
+    return scales_in(loaded, k, form.groups, dtype)
 
 
 @gluon.jit
@@ -111,7 +93,7 @@ def load_words(ring, turn, k, given, form, dtype: gl.constexpr, WARPGROUP: gl.co
             loaded = gl.convert_layout(rows.load(PAIR_LAYOUT).reshape([ROWS, WORDS]), WORD_LAYOUT, assert_trivial=True)
         else:
             loaded = rows.load(WORD_LAYOUT)
-        words += (quarters(loaded),)  # type: ignore[assignment]
+        words += (quarters(loaded),)
         of_block = ()
         if form.groups > 0:
             found = _scales_of_slot(ring, slot, k, (WARPGROUP * BLOCKS + block) * ROWS, form, dtype)
@@ -119,9 +101,83 @@ def load_words(ring, turn, k, given, form, dtype: gl.constexpr, WARPGROUP: gl.co
                 scale = found[i]
                 if given is not None:
                     scale *= given
-                of_block += (scale,)  # type: ignore[assignment]
-        scales += (of_block,)  # type: ignore[assignment]
+                of_block += (scale,)
+        scales += (of_block,)
     if form.groups == 0:
         return words, given
     else:
         return words, scales
+
+
+@gluon.jit
+def _zeros(HEIGHT: gl.constexpr):
+    """Sums of 64 rows of weights and HEIGHT of activations; 96 and 48, no powers of two, are two thirds and one."""
+    if HEIGHT % 3 == 0:
+        return (_zeros(HEIGHT // 3 * 2)[0], _zeros(HEIGHT // 3)[0])
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEIGHT, 16]
+        )
+        return (gl.zeros([ROWS, HEIGHT], gl.float32, layout),)
+
+
+@gluon.jit
+def _add(numbers, x, sums):
+    """sums + numbers @ x.T, in flight."""
+    FIRST: gl.constexpr = sums[0].shape[1]
+    sum_0 = warpgroup_mma(numbers, x.slice(0, FIRST, 0).permute((1, 0)), sums[0], is_async=True)
+    if len(sums) == 2:
+        layout: gl.constexpr = gl.DotOperandLayout(0, sums[1].type.layout, 2)
+        same = gl.convert_layout(numbers, layout, assert_trivial=True)
+        sum_1 = warpgroup_mma(same, x.slice(FIRST, FIRST // 2, 0).permute((1, 0)), sums[1], is_async=True)
+        return (sum_0, sum_1)
+    else:
+        return (sum_0,)
+
+
+@gluon.jit
+def _wait(sums, numbers, OTHERS: gl.constexpr):
+    """`sums` once they are there, while OTHERS other `_add`s may be in flight; `numbers` were theirs until now."""
+    if len(sums) == 2:
+        sums = warpgroup_mma_wait(2 * OTHERS, deps=[sums[0], sums[1]])
+    else:
+        sums = (warpgroup_mma_wait(OTHERS, deps=[sums[0]]),)
+    gl.inline_asm_elementwise("", "=r,0", [numbers], dtype=numbers.dtype, is_pure=False, pack=2)
+    return sums
+
+
+@gluon.jit
+def sums_by_wgmma(
+    turn, ring, given, steps, form, scale_dtype: gl.constexpr, HEIGHT: gl.constexpr, WARPGROUP: gl.constexpr
+):
+    """(sums [64, HEIGHT] of both blocks of 64 rows, number of steps so far); given, scale_dtype: see `load_words`."""
+    x_tiles = ring[0]
+    STAGES: gl.constexpr = ring[2].shape[0]
+    dtype: gl.constexpr = x_tiles.dtype
+    acc_0 = _zeros(HEIGHT)
+    acc_1 = _zeros(HEIGHT)
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc_0[0].type.layout, 2)
+    words, scales = load_words(ring, turn, 0, given, form, scale_dtype, WARPGROUP)
+    numbers = numbers_of(words[0], scales[0], 0, operand, form.dequantize, dtype)
+    for k in range(steps):
+        slot = turn % STAGES
+        x_0 = x_tiles.index(slot * 2)
+        x_1 = x_tiles.index(slot * 2 + 1)
+        sum_0 = _add(numbers, x_0, acc_0)
+        last = numbers_of(words[1], scales[1], 0, operand, form.dequantize, dtype)
+        sum_1 = _add(last, x_0, acc_1)
+        acc_0 = _wait(sum_0, numbers, 1)
+        numbers = numbers_of(words[0], scales[0], 1, operand, form.dequantize, dtype)
+        sum_0 = _add(numbers, x_1, acc_0)
+        acc_1 = _wait(sum_1, last, 1)
+        last = numbers_of(words[1], scales[1], 1, operand, form.dequantize, dtype)
+        sum_1 = _add(last, x_1, acc_1)
+        acc_0 = _wait(sum_0, numbers, 1)
+        # the next step's first numbers, beside the last products; behind the last step this one's words again
+        following = turn + (k + 1 < steps).to(gl.int32)
+        words, scales = load_words(ring, following, k + 1, given, form, scale_dtype, WARPGROUP)
+        numbers = numbers_of(words[0], scales[0], 0, operand, form.dequantize, dtype)
+        acc_1 = _wait(sum_1, last, 0)
+        free_slot((x_tiles, ring[1], ring[2], ring[3], 0, 1), turn, True)
+        turn += 1
+    return (acc_0, acc_1), turn

@@ -72,7 +72,7 @@ def integer_dot(codes, values, MIDDLE: tl.constexpr, ADDED: tl.constexpr):
     q = (_fixed(values[0], up),)
     x_sums = q[0]
     for i in tl.static_range(1, 4 * WORDS):
-        q += (_fixed(values[i], up),)  # type: ignore[assignment]
+        q += (_fixed(values[i], up),)
         x_sums += q[i]
     # less as many times 0x4B400000, modulo 2^32
     x_sums = (x_sums - (WORDS * 0x2D000000))[None, :]

@@ -57,10 +57,7 @@ def dequantize_integers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexp
     # scales of rows are those of one group
     groups = scales if SCALED else scales[:, None]
     if SCALED:
-        scale = scale_of(groups)
-        if not INTERPRET and dtype != tl.float32:
-            scale = pair(scale, dtype)
-        scale = per_word(scale, W, W // 16)
+        scale = per_word(pair(scale_of(groups), dtype), W, W // 16)
     if scales.dtype == tl.int32:
         offset = per_word(zero_offset(zero_of(groups), BITS, dtype), W, W // 16)
     return integers(words, offset, scale, BITS, dtype)

@@ -30,11 +30,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from moe_core.gemm.marlin.dequant import join_last
+from moe_core.gemm.operand_tiles import step_strides, weight_rows, weight_tile
 from moe_core.gemm.swap_ab import add_swap_ab_dot, swap_ab_dot
-from moe_core.gemm.weight_tile import step_strides, weight_rows, weight_tile
 from moe_core.jit.casts import INTERPRET
 from moe_core.jit.prefetch import prefetch_l2
+from moe_core.jit.registers import both_halves, half_of, join_last, word_pointers
 from moe_core.jit.specialize import specialize
 
 #: columns of a step
@@ -46,32 +46,6 @@ BITS = tl.constexpr(4)
 GROUPS = tl.constexpr(0)
 SCALES_AHEAD = tl.constexpr(False)
 dequantize: Any = None
-
-
-@triton.jit
-def word_pointers(pointers):
-    """`pointers` to 16-bit scales as pointers to the int32 words of two."""
-    return pointers.to(tl.pointer_type(tl.int32))
-
-
-@triton.jit
-def both_halves(words, dtype: tl.constexpr):
-    """float32 of the two `dtype` numbers in each int32."""
-    if dtype == tl.bfloat16:
-        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
-    else:
-        tl.static_assert(dtype == tl.float16, "halves are bfloat16 or float16")
-        return half_of(words, 0, dtype), half_of(words, 1, dtype)
-
-
-@triton.jit
-def half_of(words, place, dtype: tl.constexpr):
-    """float32 of the `dtype` number in the lower half of int32 `words`, or in the upper one where `place` is 1."""
-    if dtype == tl.bfloat16:
-        return ((words << (16 - 16 * place)) & -65536).to(tl.float32, bitcast=True)
-    else:
-        tl.static_assert(dtype == tl.float16, "halves are bfloat16 or float16")
-        return (words >> (16 * place)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -150,21 +124,36 @@ def prefetch_group(pointers, state, group, EVEN_N: tl.constexpr):
 
 
 @triton.jit
+def scales_in(loaded, k, GROUPS: tl.constexpr, dtype: tl.constexpr):
+    """Scales of `dtype` of step k's GROUPS groups, of what was `loaded` of each.
+
+    Of 16 bits, words have two groups' each, and a step of one group takes one half of its word.
+    """
+    if dtype.primitive_bitwidth != 16:
+        return loaded
+    elif GROUPS == 1:
+        return (half_of(loaded[0], k % 2, dtype),)
+    else:
+        found = ()
+        for i in tl.static_range(len(loaded)):
+            found += both_halves(loaded[i], dtype)
+        return found
+
+
+@triton.jit
 def _scales_of_step(state, k, GROUPS: tl.constexpr, EVEN_N: tl.constexpr):
     """Scales [BLOCK_N] of each of step k's GROUPS groups; `state` of `open_groups` or `open_pairs`."""
     dtype: tl.constexpr = state[3].dtype.element_ty
-    found = ()
-    if dtype.primitive_bitwidth != 16:
-        for i in tl.static_range(GROUPS):
-            found += (of_group(state[3], state, k * GROUPS + i, EVEN_N),)  # type: ignore[assignment]
-    elif GROUPS == 1:
-        words = of_group(word_pointers(state[3]), state, k // 2, EVEN_N)
-        found += (half_of(words, k % 2, dtype),)  # type: ignore[assignment]
-    else:
-        for i in tl.static_range(GROUPS // 2):
-            words = of_group(word_pointers(state[3]), state, k * (GROUPS // 2) + i, EVEN_N)
-            found += both_halves(words, dtype)
-    return found
+    PER_WORD: tl.constexpr = 2 if dtype.primitive_bitwidth == 16 else 1
+    pointers = state[3]
+    if PER_WORD == 2:
+        pointers = word_pointers(pointers)
+    loaded = ()
+    COUNT: tl.constexpr = (GROUPS + PER_WORD - 1) // PER_WORD
+    first = k // PER_WORD if GROUPS == 1 else k * COUNT
+    for i in tl.static_range(COUNT):
+        loaded += (of_group(pointers, state, first + i, EVEN_N),)
+    return scales_in(loaded, k, GROUPS, dtype)
 
 
 @triton.jit

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from moe_core.errors import TensorError
-from moe_core.gemm.activation_tile import load_plain, open_plain
 from moe_core.gemm.columns import Columns
 from moe_core.gemm.launch import GemmWeight, TileFunctions, WarpSpecialisedGemm
-from moe_core.gemm.marlin.hopper_launch import ROWS, STEP, words_gemm
+from moe_core.gemm.marlin.hopper_launch import ROWS, words_gemm
+from moe_core.gemm.marlin.words import STEP
+from moe_core.gemm.operand_tiles import load_plain, open_plain
 from moe_core.gemm.plan import TileConfig
 
 

@@ -1,9 +1,15 @@
-"""How a tile of weights with one element per byte (or more) is read; what `open_b`, `load_b` and `prefetch_b` share."""
+"""How tiles of operands without scales of their own are read.
+
+Weights with one element per byte (or more): what `open_b`, `load_b` and `prefetch_b` share.  Activations: bfloat16,
+float16 or float32 [rows, K], or codes.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from moe_core.jit.casts import downcast
 
 # bytes of each weight row that are asked for ahead of time
 PREFETCH = tl.constexpr(1024)
@@ -103,3 +109,48 @@ def prefetch_rows(rows, inside, size, strides, step=STEP):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def load_values(state, k, BLOCK_K: tl.constexpr):
+    """Tile [BLOCK_M, BLOCK_K] of values that are padded to whole steps; `state` starts with pointers to the rows."""
+    return tl.load(state[0][:, None] + (k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]), 0.0
+
+
+@triton.jit
+def open_plain(a_args, rows, expert):
+    """a_args = (values, row stride): rows are padded to whole steps; with (…, columns) they have so many.
+
+    (…, columns, index [E, columns], stride, pre_scales [E, K] or None, stride): columns that `index` names (-1: zeros),
+    times their pre_scales.
+    """
+    pointers = a_args[0] + rows * a_args[1]
+    # Triton 3.6 counts no tuple that holds a None
+    rest = a_args[2:4]
+    if len(rest) < 2:
+        return (pointers,) + rest
+    else:
+        columns, index, stride_index, pre_scales, stride_pre = a_args[2:]
+        base = expert.to(tl.int64)
+        if pre_scales is None:
+            return pointers, columns, index + base * stride_index
+        else:
+            return pointers, columns, index + base * stride_index, pre_scales + base * stride_pre
+
+
+@triton.jit
+def load_plain(state, k, BLOCK_K: tl.constexpr):
+    """Tile [BLOCK_M, BLOCK_K]."""
+    if len(state) == 1:
+        return load_values(state, k, BLOCK_K)
+    else:
+        column = k * BLOCK_K + tl.arange(0, BLOCK_K)
+        some = column < state[1]
+        if len(state) > 2:
+            column = tl.load(state[2] + column, mask=some, other=-1)
+            some = column >= 0
+        tile = tl.load(state[0][:, None] + column[None, :], mask=some[None, :], other=0.0)
+        if len(state) == 4:
+            factor = tl.load(state[3] + column, mask=some, other=0.0)
+            tile = downcast(tile.to(tl.float32) * factor[None, :], tile.dtype)
+        return tile, 0.0
