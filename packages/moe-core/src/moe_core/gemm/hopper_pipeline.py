@@ -21,8 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from moe_core.gemm.schedule import tile_of
-from moe_core.jit.gluon import barrier as barrier
-from moe_core.jit.gluon import tma_load
+from moe_core.jit.gluon import barrier, tma_load
 
 # rows of a tile, columns of one of its two blocks
 TILE = gl.constexpr(128)

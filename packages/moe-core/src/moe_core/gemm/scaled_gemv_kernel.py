@@ -14,30 +14,23 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_core.gemm.finalize import finalize_pairs
-from moe_core.gemm.hopper_pipeline import barrier
-from moe_core.gemm.marlin.dequant import split_last
-from moe_core.gemm.scaled_mm import INFINITY_BITS, saturate, scale_of_codes
+from moe_core.gemm.scaled_mm import scale_of_codes
 from moe_core.gemm.schedule import expert_of, locate_vector
 from moe_core.gemm.tile_kernel import finish_tile
-from moe_core.jit.casts import divide, divide_all
+from moe_core.jit.casts import divide, divide_all, saturate, scale_product
+from moe_core.jit.gluon import barrier, reinterpret
 from moe_core.jit.pdl import begin_pdl
-from moe_core.ops._quantize_kernels import magnitude_bits
-
-# the name of Triton 3.6, where a newer one is missing
-_DESCRIPTOR = gl.shared_memory_descriptor
-reinterpret = _DESCRIPTOR.reinterpret if hasattr(_DESCRIPTOR, "reinterpret") else _DESCRIPTOR._reinterpret
+from moe_core.jit.registers import split_last
+from moe_core.ops._quantize_kernels import INFINITY_BITS, magnitude_bits
 
 # columns of a block of block-major weights
 BLOCK = gl.constexpr(128)
 # what the vector's e4m3 are multiplied by: products are numbers of float16, and eight of the largest are, added up
 SMALLER = gl.constexpr(2.0**-5)
-FLOAT32_MAX = gl.constexpr(3.4028234663852886e38)
-NAN = gl.constexpr(tl.PropagateNan.ALL)
 
 
 class ScaledGemvForm(NamedTuple):
@@ -137,7 +130,7 @@ def _of_thread(x, layout: gl.constexpr):
     found = ()
     for part in gl.static_range(4):
         values = split_last(x.reshape(x.shape[:-1] + [x.shape[-1] // 4, 4]))[part]
-        found += (gl.convert_layout(values, layout, assert_trivial=True),)  # type: ignore[assignment]
+        found += (gl.convert_layout(values, layout, assert_trivial=True),)
     return found
 
 
@@ -162,11 +155,11 @@ def _vectors_of(shared, step, form, VECTORS: gl.constexpr, layout: gl.constexpr)
     if form.codes.dtype.element_ty == gl.int8:
         words = _of_thread(at.index(step).load(four), own)
         for word in gl.static_range(4):
-            numbers += ((words[word],),)  # type: ignore[assignment]
+            numbers += ((words[word],),)
     else:
         for two in gl.static_range(2):
             a, b, c, d = _of_thread(at.index(step * 2 + two).load(four), own)
-            numbers += ((a, b), (c, d))  # type: ignore[assignment]
+            numbers += ((a, b), (c, d))
     if form.group == 0:
         return numbers, 1.0
     else:
@@ -248,8 +241,7 @@ def _add(acc, words, factor, x, layout: gl.constexpr, form):
     if form.group == 0:
         return part
     else:
-        # never infinity: weights of zero may have any scale, and 0 * infinity is no number
-        both = gl.minimum(scale * factor, FLOAT32_MAX, propagate_nan=NAN)
+        both = scale_product(scale, factor)
         return gl.fma(part, gl.expand_dims(both, 1).broadcast_to(acc.shape), acc)
 
 
@@ -263,13 +255,13 @@ def _load_step(pointers, factors, step, column, lane, local, K, stride_k, form):
         mask = gl.expand_dims((column < K // 4 - step * column.shape[0])[None, :], 0)
         if local is not None:
             mask = mask & local
-        words += (gl.load(at, mask=mask, other=0),)  # type: ignore[assignment]
+        words += (gl.load(at, mask=mask, other=0),)
         if form.group != 0:
             first, groups = factors[half]
             group = (step * lane.shape[0] + lane) * 16 // form.group
-            scales += (gl.load(first + gl.minimum(group, groups - 1)[None, :]),)  # type: ignore[assignment]
+            scales += (gl.load(first + gl.minimum(group, groups - 1)[None, :]),)
         else:
-            scales += (1.0,)  # type: ignore[assignment]
+            scales += (1.0,)
     return words, scales
 
 
@@ -365,18 +357,18 @@ def scaled_gemv_kernel(
     factors = ()
     for half in gl.static_range(HALVES):
         first = (starts + half * N.to(gl.int64) * stride_n).to(gl.pointer_type(gl.int32))
-        pointers += (first + gl.expand_dims(place, 0),)  # type: ignore[assignment]
-        sums += (gl.zeros([PAIRS, ROWS, LANES], gl.int32 if INTEGERS else gl.float32, summed),)  # type: ignore[assignment]
+        pointers += (first + gl.expand_dims(place, 0),)
+        sums += (gl.zeros([PAIRS, ROWS, LANES], gl.int32 if INTEGERS else gl.float32, summed),)
         if form.group != 0:
             block_row = block * ROWS // BLOCK_N + half * gl.cdiv(N, BLOCK_N)
             of_block = gl.convert_layout(base + block_row * scale_half, gl.SliceLayout(1, gl.SliceLayout(1, summed)))
-            factors += ((of_block[:, None], gl.cdiv(K, form.group)),)  # type: ignore[assignment]
+            factors += ((of_block[:, None], gl.cdiv(K, form.group)),)
         else:
             at = (base + half * scale_half)[:, None] + (gl.minimum(columns, N - 1) * scale_n)[None, :]
-            factors += (gl.load(at),)  # type: ignore[assignment]
+            factors += (gl.load(at),)
     ring = ()
     for step in gl.static_range(DEPTH):
-        ring += (_load_step(pointers, factors, step, column, lane, local, K, stride_k, form),)  # type: ignore[assignment]
+        ring += (_load_step(pointers, factors, step, column, lane, local, K, stride_k, form),)
     begin_pdl(PDL and SECOND)
     x += vector_row * stride_x
     scale = 0.0
@@ -392,10 +384,10 @@ def scaled_gemv_kernel(
             words, scales_of_step = ring[step]  # type: ignore[var-annotated]
             new = ()
             for half in gl.static_range(HALVES):
-                new += (_add(sums[half], words[half], scales_of_step[half], numbers, summed, form),)  # type: ignore[assignment]
+                new += (_add(sums[half], words[half], scales_of_step[half], numbers, summed, form),)
             sums = new
             # into the registers that this step has left
-            following += (_load_step(pointers, factors, k + step + DEPTH, column, lane, local, K, stride_k, form),)  # type: ignore[assignment]
+            following += (_load_step(pointers, factors, k + step + DEPTH, column, lane, local, K, stride_k, form),)
         ring = following
     found = ()
     for half in gl.static_range(HALVES):
@@ -404,7 +396,7 @@ def scaled_gemv_kernel(
             value *= 1 / SMALLER
         if form.group == 0:
             value *= scale[:, None] * factors[half]  # type: ignore[index]
-        found += (value,)  # type: ignore[assignment]
+        found += (value,)
     if VECTORS > 0:
         sums_of_pairs = found[0]  # type: ignore[misc]
         finalize_pairs(sums_of_pairs, epilogue, result, N, expert, exists, pair, first_pair // PAIRS, columns)

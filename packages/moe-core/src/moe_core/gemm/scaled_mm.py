@@ -28,11 +28,17 @@ import triton.language as tl
 from moe_core.gemm.operand_tiles import load_values, prefetch_rows, step_strides, weight_rows, weight_tile
 from moe_core.gemm.schedule import expert_of
 from moe_core.gemm.swap_ab import as_column, as_row
-from moe_core.jit.casts import divide, divide_all, factor_e4m3, rounded
-from moe_core.jit.casts import saturate as saturate
+from moe_core.jit.casts import divide, divide_all, factor_e4m3, rounded, saturate
 from moe_core.jit.specialize import specialize
-from moe_core.ops._quantize_kernels import AMAX_FLOOR, finite_bits, has_nan, is_finite, largest, largest_magnitude
-from moe_core.ops._quantize_kernels import INFINITY_BITS as INFINITY_BITS
+from moe_core.ops._quantize_kernels import (
+    AMAX_FLOOR,
+    INFINITY_BITS,
+    finite_bits,
+    has_nan,
+    is_finite,
+    largest,
+    largest_magnitude,
+)
 
 # tiles that `_load_parts` makes of a step, set by `specialize`
 PARTS = tl.constexpr(1)

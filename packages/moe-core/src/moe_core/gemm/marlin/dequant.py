@@ -15,7 +15,6 @@ import triton.language as tl
 
 from moe_core.jit.casts import INTERPRET
 from moe_core.jit.registers import join_last, unpack
-from moe_core.jit.registers import split_last as split_last
 
 # In the texts below $0, $1, ... are the pairs' numbers, then comes the word; with zero points a pair to be added, and
 # last, where numbers are scaled, a pair of factors.  -0.0 as addend keeps the sign of zeros.
