@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_core.errors import ConfigError
 from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.gemm.launch import Activation, Result, Routing, epilogue_of
 from moe_core.ops.reduce import reduce_pairs
@@ -33,16 +32,22 @@ class GemvLayer(ABC):
         """Whether the kernels can read the activations."""
 
     @abstractmethod
-    def gemm1(self, x: Tensor, h: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
-        """``h`` [pairs, intermediate size] of ``x`` [tokens, hidden size]."""
+    def multiply(
+        self,
+        x: Tensor,
+        out: Tensor,
+        routing: Routing,
+        config: GemvConfig,
+        *,
+        second: bool,
+        pdl: bool,
+        finalize: bool = False,
+    ) -> None:
+        """gemm1, or the ``second``, whose launch before is that of gemm1.
 
-    @abstractmethod
-    def gemm2(self, h: Tensor, y: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
-        """``y`` [pairs, hidden size] float32; the launch before is that of gemm1."""
-
-    def gemm2_finalize(self, h: Tensor, out: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
-        """``out`` [tokens, hidden size]: gemm2 and finalize in one launch, of a plan that says ``fuse_finalize``."""
-        raise ConfigError(f"{type(self).__name__} has no gemm2 that adds up a token's pairs")
+        ``out`` [pairs, intermediate size] of ``x`` [tokens, hidden size]; or [pairs, hidden size] float32 of h; or with
+        ``finalize`` the layer's [tokens, hidden size] in one launch, of a plan that says ``fuse_finalize``.
+        """
 
     def __call__(
         self, x: Tensor, out: Tensor, *, routing: Routing, plan: GemvPlan, workspace: Mapping[str, Tensor]
@@ -52,12 +57,12 @@ class GemvLayer(ABC):
         ``workspace`` has "h" [pairs, whole tiles of columns] and room for y in "partials".
         """
         h, columns = workspace["h"], out.shape[1]
-        self.gemm1(x, h, routing, plan.gemm1, pdl=plan.pdl)
+        self.multiply(x, h, routing, plan.gemm1, second=False, pdl=plan.pdl)
         if plan.fuse_finalize:
-            self.gemm2_finalize(h, out, routing, plan.gemm2, pdl=plan.pdl)
+            self.multiply(h, out, routing, plan.gemm2, second=True, pdl=plan.pdl, finalize=True)
             return
         y = workspace["partials"][: routing.num_pairs * columns].view(-1, columns)
-        self.gemm2(h, y, routing, plan.gemm2, pdl=plan.pdl)
+        self.multiply(h, y, routing, plan.gemm2, second=True, pdl=plan.pdl)
         reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, pdl=plan.pdl)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_core.gemm.gemv import GemvLayer, vector_arguments
 from moe_core.gemm.heuristics.gemv import GemvConfig
-from moe_core.gemm.launch import Activation, GemmWeight, Routing, constant, weight_strides
+from moe_core.gemm.launch import GemmWeight, Routing, constant, weight_strides
 from moe_core.jit.launch import launch
 
 #: columns of a block of block-major weights
@@ -42,50 +42,42 @@ class ScaledGemvLayer(GemvLayer):
         """Whether the kernels can read the weights, which is in whole 16 bytes; activations lie anyhow."""
         return all(weight.aligned and weight.k % COLUMNS == 0 for weight in (self.w13, self.w2))
 
-    def gemm1(self, x: Tensor, h: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
-        self._multiply(x, self.x_scale, self.w13, h, routing, self.activation, config, pdl)
-
-    def gemm2(self, h: Tensor, y: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
-        self._multiply(h, self.h_scale, self.w2, y, routing, None, config, pdl)
-
-    def gemm2_finalize(self, h: Tensor, out: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
-        self._multiply(h, self.h_scale, self.w2, out, routing, None, config, pdl, routing.top_k)
-
-    def _multiply(
+    def multiply(
         self,
         x: Tensor,
-        scale: Tensor | None,
-        weight: GemmWeight,
         out: Tensor,
         routing: Routing,
-        activation: Activation | None,
         config: GemvConfig,
+        *,
+        second: bool,
         pdl: bool,
-        vectors: int = 0,
+        finalize: bool = False,
     ) -> None:
         from moe_core.gemm.scaled_gemv_kernel import ScaledGemvForm, scaled_gemv_kernel
 
+        weight, scale = (self.w2, self.h_scale) if second else (self.w13, self.x_scale)
+        activation = None if second else self.activation
         # of each half
         weights, scales, _, _, _, *others = weight.arguments
         halves = 2 if activation is not None and activation.gated else 1
-        rows = config.block_n // halves // max(vectors, 1)
+        pairs = routing.top_k if finalize else 1
+        rows = config.block_n // halves // pairs
         arguments = weights, scales, *weight_strides(weights, BLOCK), *others
         lanes = config.block_w // WORDS
+        # float32 results are to be as exact as float32
+        summed = 1 if x.dtype is torch.float32 else SUMMED
         launch(
             scaled_gemv_kernel,
-            (routing.num_pairs // max(vectors, 1) * -(-weight.n // rows),),
+            (routing.num_pairs // pairs * -(-weight.n // rows),),
             *vector_arguments(out, x, arguments, weight.n, weight.k, weight.bias, routing, activation),
-            # float32 results are to be as exact as float32
-            ScaledGemvForm(
-                weights, constant(1 if x.dtype is torch.float32 else SUMMED), self.quantize, constant(self.group)
-            ),
+            ScaledGemvForm(weights, constant(summed), self.quantize, constant(self.group)),
             scale,
             ROWS=rows,
             LANES=lanes,
             DEPTH=config.num_stages,
             STEPS=-(-weight.k // (COLUMNS * lanes)),
-            VECTORS=vectors,
-            SECOND=activation is None,
+            VECTORS=pairs if finalize else 0,
+            SECOND=second,
             pdl=pdl,
             num_warps=config.num_warps,
         )

@@ -48,16 +48,21 @@ class MarlinGemvLayer(GemvLayer):
             return False
         return x.data_ptr() % 4 == 0 and x.stride(0) % 2 == 0
 
-    def gemm1(self, x: Tensor, h: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
-        gemv(self.functions, x, self.w13, h, routing, self.activation, config, pdl=pdl)
-
-    def gemm2(self, h: Tensor, y: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
-        gemv(self.functions, h, self.w2, y, routing, None, config, pdl=pdl)
-
-    def gemm2_finalize(self, h: Tensor, out: Tensor, routing: Routing, config: GemvConfig, *, pdl: bool) -> None:
-        if routing.top_k != 1:
+    def multiply(
+        self,
+        x: Tensor,
+        out: Tensor,
+        routing: Routing,
+        config: GemvConfig,
+        *,
+        second: bool,
+        pdl: bool,
+        finalize: bool = False,
+    ) -> None:
+        if finalize and routing.top_k != 1:
             raise ConfigError(f"words: gemm2 adds up no pairs of a token, of which there are {routing.top_k}")
-        gemv(self.functions, h, self.w2, out, routing, None, config, pdl=pdl, finalize=True)
+        matrix, activation = (self.w2, None) if second else (self.w13, self.activation)
+        gemv(self.functions, x, matrix, out, routing, activation, config, pdl=pdl, finalize=finalize)
 
 
 def gemv(
