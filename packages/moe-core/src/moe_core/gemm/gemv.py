@@ -12,13 +12,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.gemm.launch import Activation, Result, Routing, epilogue_of
 from moe_core.ops.reduce import reduce_pairs
+
+Step = Literal["gemm1", "gemm2", "gemm2_finalize"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,21 +34,12 @@ class GemvLayer(ABC):
         """Whether the kernels can read the activations."""
 
     @abstractmethod
-    def multiply(
-        self,
-        x: Tensor,
-        out: Tensor,
-        routing: Routing,
-        config: GemvConfig,
-        *,
-        second: bool,
-        pdl: bool,
-        finalize: bool = False,
-    ) -> None:
-        """gemm1, or the ``second``, whose launch before is that of gemm1.
+    def multiply(self, x: Tensor, out: Tensor, routing: Routing, config: GemvConfig, step: Step, pdl: bool) -> None:
+        """One launch; that of gemm2 follows the one of gemm1.
 
-        ``out`` [pairs, intermediate size] of ``x`` [tokens, hidden size]; or [pairs, hidden size] float32 of h; or with
-        ``finalize`` the layer's [tokens, hidden size] in one launch, of a plan that says ``fuse_finalize``.
+        - "gemm1": ``out`` [pairs, intermediate size] of ``x`` [tokens, hidden size]
+        - "gemm2": [pairs, hidden size] float32 of ``x`` [pairs, intermediate size]
+        - "gemm2_finalize": the layer's [tokens, hidden size], of a plan that says ``fuse_finalize``
         """
 
     def __call__(
@@ -57,12 +50,12 @@ class GemvLayer(ABC):
         ``workspace`` has "h" [pairs, whole tiles of columns] and room for y in "partials".
         """
         h, columns = workspace["h"], out.shape[1]
-        self.multiply(x, h, routing, plan.gemm1, second=False, pdl=plan.pdl)
+        self.multiply(x, h, routing, plan.gemm1, "gemm1", plan.pdl)
         if plan.fuse_finalize:
-            self.multiply(h, out, routing, plan.gemm2, second=True, pdl=plan.pdl, finalize=True)
+            self.multiply(h, out, routing, plan.gemm2, "gemm2_finalize", plan.pdl)
             return
         y = workspace["partials"][: routing.num_pairs * columns].view(-1, columns)
-        self.multiply(h, y, routing, plan.gemm2, second=True, pdl=plan.pdl)
+        self.multiply(h, y, routing, plan.gemm2, "gemm2", plan.pdl)
         reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, pdl=plan.pdl)
 
 

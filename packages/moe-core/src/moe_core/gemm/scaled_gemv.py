@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.gemm.gemv import GemvLayer, vector_arguments
+from moe_core.gemm.gemv import GemvLayer, Step, vector_arguments
 from moe_core.gemm.heuristics.gemv import GemvConfig
 from moe_core.gemm.launch import GemmWeight, Routing, constant, weight_strides
 from moe_core.jit.launch import launch
@@ -42,19 +42,10 @@ class ScaledGemvLayer(GemvLayer):
         """Whether the kernels can read the weights, which is in whole 16 bytes; activations lie anyhow."""
         return all(weight.aligned and weight.k % COLUMNS == 0 for weight in (self.w13, self.w2))
 
-    def multiply(
-        self,
-        x: Tensor,
-        out: Tensor,
-        routing: Routing,
-        config: GemvConfig,
-        *,
-        second: bool,
-        pdl: bool,
-        finalize: bool = False,
-    ) -> None:
+    def multiply(self, x: Tensor, out: Tensor, routing: Routing, config: GemvConfig, step: Step, pdl: bool) -> None:
         from moe_core.gemm.scaled_gemv_kernel import ScaledGemvForm, scaled_gemv_kernel
 
+        second, finalize = step != "gemm1", step == "gemm2_finalize"
         weight, scale = (self.w2, self.h_scale) if second else (self.w13, self.x_scale)
         activation = None if second else self.activation
         # of each half

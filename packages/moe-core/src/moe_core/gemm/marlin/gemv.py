@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_core.errors import ConfigError
-from moe_core.gemm.gemv import GemvLayer, vector_arguments
+from moe_core.gemm.gemv import GemvLayer, Step, vector_arguments
 from moe_core.gemm.heuristics.gemv import GemvConfig
 from moe_core.gemm.launch import Activation, Routing, constant
 from moe_core.gemm.marlin._gemv_kernels import GemvForm, gemv_kernel
@@ -48,20 +48,11 @@ class MarlinGemvLayer(GemvLayer):
             return False
         return x.data_ptr() % 4 == 0 and x.stride(0) % 2 == 0
 
-    def multiply(
-        self,
-        x: Tensor,
-        out: Tensor,
-        routing: Routing,
-        config: GemvConfig,
-        *,
-        second: bool,
-        pdl: bool,
-        finalize: bool = False,
-    ) -> None:
+    def multiply(self, x: Tensor, out: Tensor, routing: Routing, config: GemvConfig, step: Step, pdl: bool) -> None:
+        finalize = step == "gemm2_finalize"
         if finalize and routing.top_k != 1:
             raise ConfigError(f"words: gemm2 adds up no pairs of a token, of which there are {routing.top_k}")
-        matrix, activation = (self.w2, None) if second else (self.w13, self.activation)
+        matrix, activation = (self.w13, self.activation) if step == "gemm1" else (self.w2, None)
         gemv(self.functions, x, matrix, out, routing, activation, config, pdl=pdl, finalize=finalize)
 
 
