@@ -1,4 +1,4 @@
-"""Numbers that share a register, and tensors that are taken apart and put together in the registers that they have."""
+"""Numbers that share a register, and tensors that are split and joined in the registers that they have."""
 
 from __future__ import annotations
 

@@ -135,12 +135,12 @@ def _rows_of_half(problem: LayerProblem, tokens: int) -> int:
 
     With scales of blocks few programs are best in whole rounds of the GPU: those of 16 rows last twice as long.
     """
-    size = problem.intermediate_size
-    grouped, pairs = problem.group_size != -1, problem.top_k * (tokens if problem.group_size != -1 else 1)
-    programs = pairs * steps_of(size, 16)
-    if not grouped or programs >= 2 * RESIDENT:
-        return 16 if programs >= RESIDENT else 8
-    return 16 if 2 * steps_of(programs, RESIDENT) <= steps_of(pairs * steps_of(size, 8), RESIDENT) else 8
+    size, top_k = problem.intermediate_size, problem.top_k
+    if problem.group_size == -1:
+        return 16 if top_k * steps_of(size, 16) >= RESIDENT else 8
+    programs, twice = (tokens * top_k * steps_of(size, rows) for rows in (16, 8))
+    fills = programs >= 2 * RESIDENT
+    return 16 if fills or 2 * steps_of(programs, RESIDENT) <= steps_of(twice, RESIDENT) else 8
 
 
 def _fused_gemm2(problem: LayerProblem, tokens: int) -> GemvConfig | None:
