@@ -83,6 +83,16 @@ def test_blocks_of_zeros_do_not_count(dtype: torch.dtype, config: TileConfig, de
     assert torch.equal(found, codes * 2.0**-20)
 
 
+@DTYPES
+@pytest.mark.parametrize("config", [FEW, MANY], ids=["few", "many"])
+def test_a_rows_largest_scale_is_not_rounded(dtype: torch.dtype, config: TileConfig, device: torch.device) -> None:
+    """Kernels make 16-bit numbers of codes and scales; no bit is lost of a scale that all blocks of a row have."""
+    for key in (kFp8Static128BlockSym, kFp8Static128BlockSym.with_group(128, 64)):
+        scale = torch.full((1, COLUMNS // key.group_shape.col), 1.0 + 2.0**-20)
+        found = widened(every_code(), scale, key, dtype, device, config)
+        assert torch.equal(found, every_code().float() * scale[0, 0])
+
+
 @pytest.mark.parametrize("rows_of_weights", [64, 128, 256], ids=str)
 @pytest.mark.parametrize("rows", [16, 64], ids=["few", "many"])
 @pytest.mark.parametrize("block", [(128, 128), (64, 128), (64, 64), (128, 64)], ids=str)
@@ -112,8 +122,10 @@ def test_gate_and_up_of_a_tile_have_a_pair_of_scales(rows: int) -> None:
     factors = found.channel_scales[0].view(-1, 2, 8)[:, :, 0]
     gate, up = scale[0].chunk(2)
     for tile in range(4):
-        assert torch.equal(tiles[tile, :, 0] * factors[8 * tile, 0], gate[64 * tile // rows])
-        assert torch.equal(tiles[tile, :, 1] * factors[8 * tile, 1], up[64 * tile // rows])
+        for part, rows_of in enumerate((gate, up)):
+            made = tiles[tile, :, part] * factors[8 * tile, part]
+            # relative to the row's largest, and back
+            torch.testing.assert_close(made, rows_of[64 * tile // rows], rtol=2.0**-23, atol=0.0)
 
 
 @DTYPES

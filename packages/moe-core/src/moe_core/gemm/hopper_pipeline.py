@@ -63,20 +63,28 @@ def allocate_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
 
 
 @gluon.jit
+def slot_and_phase(place, SLOTS: gl.constexpr):
+    """The slot of `place`, counted without end, and the phase of its barriers: in the way of each step."""
+    if SLOTS & (SLOTS - 1) == 0:
+        # a signed division would ask for the sign
+        return place & (SLOTS - 1), (place & SLOTS) // SLOTS
+    else:
+        return place % SLOTS, (place // SLOTS) & 1
+
+
+@gluon.jit
 def full_slot(full, place):
     """The slot of `place`, counted without end, when it has been filled."""
-    SLOTS: gl.constexpr = full.shape[0]
-    slot = place % SLOTS
-    mbarrier.wait(full.index(slot), (place // SLOTS) & 1)
+    slot, phase = slot_and_phase(place, full.shape[0])
+    mbarrier.wait(full.index(slot), phase)
     return slot
 
 
 @gluon.jit
 def empty_slot(empty, place):
     """The slot for `place`, when the consumers have freed it."""
-    SLOTS: gl.constexpr = empty.shape[0]
-    slot = place % SLOTS
-    mbarrier.wait(empty.index(slot), ((place // SLOTS) & 1) ^ 1)
+    slot, phase = slot_and_phase(place, empty.shape[0])
+    mbarrier.wait(empty.index(slot), phase ^ 1)
     return slot
 
 
@@ -91,7 +99,8 @@ def wait_for_slot(ring, turn, WARPGROUP: gl.constexpr):
 def free_slot(ring, turn, some):
     """All four warps have read the operands of step `turn` of a tile; if `some`."""
     barrier()
-    mbarrier.arrive(ring[3].index((ring[4] + turn * ring[5]) % ring[3].shape[0]), pred=some)
+    slot, _ = slot_and_phase(ring[4] + turn * ring[5], ring[3].shape[0])
+    mbarrier.arrive(ring[3].index(slot), pred=some)
 
 
 @gluon.jit

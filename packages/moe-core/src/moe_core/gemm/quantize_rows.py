@@ -15,7 +15,7 @@ from moe_core.gemm.scaled_mm import routed
 from moe_core.gemm.schedule import expert_of
 from moe_core.jit.launch import launch
 from moe_core.jit.pdl import begin_pdl
-from moe_core.ops._sort_kernels import load_groups, store_groups
+from moe_core.ops._sort_kernels import load_columns, load_groups, store_groups
 from moe_core.ops.sort import QuantizeRows, SortedPairs
 
 
@@ -47,8 +47,7 @@ def quantize_rows_kernel(rows, num_rows, row_args, IN_USE: tl.constexpr, BLOCK_R
     if tl.sum(used.to(tl.int32), axis=0) == 0:
         return
     column = tl.arange(0, rows.group)[None, :]
-    mask = used[:, None] & (column < rows.columns)
-    tile = tl.load(rows.x + row[:, None] * rows.stride_x + column, mask=mask, other=0.0).to(tl.float32)
+    tile = load_columns(rows, row[:, None], column, used[:, None]).to(tl.float32)
     quantized, scale = rows.quantize(tile, rows.arguments, expert[:, None], 1)
     store_groups(rows, quantized, scale, row, 0, column, used)
 
@@ -94,8 +93,6 @@ def scatter_quantize_kernel(
 def quantize_rows(rows: QuantizeRows, in_use: InUse, *, pdl: bool) -> None:
     """Quantise ``rows``, whose groups are whole rows, where they are in use."""
     block_r = max(4096 // rows.group, 1)
-    # of rows of one column `ptxas` 12.8 breaks down with fewer warps
-    fewest = 8 if rows.x.shape[1] == 1 else 4
     launch(
         quantize_rows_kernel,
         (-(-rows.num_groups // block_r),),
@@ -105,7 +102,7 @@ def quantize_rows(rows: QuantizeRows, in_use: InUse, *, pdl: bool) -> None:
         IN_USE=in_use[0],
         BLOCK_R=block_r,
         pdl=pdl,
-        num_warps=min(max(rows.group // 1024, fewest), 16),
+        num_warps=min(max(rows.group // 1024, 4), 16),
     )
 
 

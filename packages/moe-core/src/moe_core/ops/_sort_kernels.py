@@ -173,19 +173,28 @@ def _sort_tiny(
 
 
 @triton.jit
+def load_columns(rows, row, column, mask):
+    """`column` of rows of x where `mask`, as they are stored; what is beyond the last of `columns` counts as 0."""
+    columns = rows.columns
+    if rows.single:
+        # a constant, from which all other columns are known to be 0: `ptxas` 12.8 breaks down over their codes or
+        # makes other numbers of them. Grids have no third axis, which compilers do not know
+        columns += tl.program_id(2)
+    return tl.load(rows.x + row * rows.stride_x + column, mask=mask & (column < columns), other=0.0)
+
+
+@triton.jit
 def load_groups(rows, num_rows, index):
     """(row, group, columns, whether there is such a row, the tile) of groups `index` of rows, a `RowsForKernels`.
 
-    They are counted row by row, `width` columns each; what is beyond the last of `columns` counts as 0.
+    They are counted row by row, `width` columns each; see `load_columns`.
     """
     groups = tl.cdiv(rows.width, rows.group)
     row = index // groups
     group = index % groups
     inside = row < num_rows
     offset = group[:, None] * rows.group + tl.arange(0, rows.group)[None, :]
-    mask = inside[:, None] & (offset < rows.columns)
-    tile = tl.load(rows.x + row[:, None] * rows.stride_x + offset, mask=mask, other=0.0)
-    return row, group, offset, inside, tile
+    return row, group, offset, inside, load_columns(rows, row[:, None], offset, inside[:, None])
 
 
 @triton.jit

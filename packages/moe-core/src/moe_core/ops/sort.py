@@ -87,7 +87,7 @@ class QuantizeRows:
             x.stride(0),
             0 if values is None else values.stride(0),
             0 if scales is None else scales.stride(0),
-            *_constants(self.quantize, self.group, self.width % self.group == 0),
+            *_constants(self.quantize, self.group, self.width % self.group == 0, x.shape[1] == 1),
         )
 
     def block(self, programs: int) -> tuple[int, int]:
@@ -101,7 +101,7 @@ class QuantizeRows:
 class RowsForKernels(NamedTuple):
     """`QuantizeRows` as kernels get it, without ``quantize`` where there are none.
 
-    ``out`` are its values; ``even``: rows of the result are whole groups.
+    ``out`` are its values; ``even``: rows of the result are whole groups; ``single``: those of x have one column.
     """
 
     x: Tensor | None = None
@@ -116,13 +116,14 @@ class RowsForKernels(NamedTuple):
     quantize: Any = None
     group: Any = None
     even: Any = None
+    single: Any = None
 
 
 @cache
-def _constants(quantize: Any, group: int, even: bool) -> tuple[Any, Any, Any]:
+def _constants(quantize: Any, group: int, even: bool, single: bool) -> tuple[Any, ...]:
     import triton.language as tl
 
-    return quantize, tl.constexpr(group), tl.constexpr(even)
+    return quantize, tl.constexpr(group), tl.constexpr(even), tl.constexpr(single)
 
 
 def whole_row(columns: int) -> int:

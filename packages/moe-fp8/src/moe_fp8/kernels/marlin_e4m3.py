@@ -8,10 +8,10 @@ An e4m3 byte shifted into the place of a 16-bit number's exponent is that number
                   each: gate and up where these are interleaved, else one half of the tile and the other
     MXFP8         int32 [E, steps of 128 columns, rows], the bytes of a step's four groups: 247 + exponent
 
-The last two are relative to powers of two, one for each row, that multiply its finished sum
-(`MarlinMatrix.channel_scales`): the largest MXFP8 scale of a row is 1 and its byte 247, so that the byte is that of a
-bfloat16 number 2^120 times as large, and float16 loses only what is 2^-23 of a row's largest group.  NaN codes (0x7f,
-0xff) become 480: checkpoints are checked for them.
+The last two are relative to the largest scale of a row, which multiplies its finished sum
+(`MarlinMatrix.channel_scales`): that of MXFP8 is 1 and its byte 247, so that the byte is that of a bfloat16 number
+2^120 times as large, and float16 loses only what is 2^-23 of a row's largest group.  NaN codes (0x7f, 0xff) become 480:
+checkpoints are checked for them.
 """
 
 from __future__ import annotations

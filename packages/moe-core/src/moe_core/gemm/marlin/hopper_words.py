@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from moe_core.gemm.hopper_pipeline import free_slot, full_slot
+from moe_core.gemm.hopper_pipeline import free_slot, full_slot, slot_and_phase
 from moe_core.gemm.marlin.dequant import in_columns
 from moe_core.gemm.marlin.operand import scales_in
 from moe_core.jit.registers import split_last
@@ -160,7 +160,7 @@ def sums_by_wgmma(
     words, scales = load_words(ring, turn, 0, given, form, scale_dtype, WARPGROUP)
     numbers = numbers_of(words[0], scales[0], 0, operand, form.dequantize, dtype)
     for k in range(steps):
-        slot = turn % STAGES
+        slot, _ = slot_and_phase(turn, STAGES)
         x_0 = x_tiles.index(slot * 2)
         x_1 = x_tiles.index(slot * 2 + 1)
         sum_0 = _add(numbers, x_0, acc_0)
