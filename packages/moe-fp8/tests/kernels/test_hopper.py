@@ -118,14 +118,14 @@ class Product:
         values = torch.full((rows, width or columns), float("nan"), device=device).to(E4M3 if e4m3_out else dtype)
         group = {"groups": TILE, "groups_64": 64}.get(out)
         made = None if group is None else torch.full((rows, -(-columns // group)), float("nan"), device=device)
-        static = None if self.given is None else (values, self.given.to(device))
+        given = () if self.given is None else (self.given.to(device),)
         bits = torch.zeros(1, dtype=torch.int32, device=device) if amax else None
         quantize = quantize_static if out == "static" else None if group is None else quantize_group
         self.result = Result.of(
             values,
             made,
             quantize=quantize,
-            quant_args=static,
+            quant_args=(values, *given),
             amax=bits,
             amax_kind=constant("tensor" if amax else ""),
             block=constant(group or TILE),
