@@ -75,7 +75,7 @@ class MarlinFp8Experts(MarlinE4M3Experts):
         apply_router_weight_on_input=True,
         batch_invariant=True,
         requires=(TRITON,),
-        verified_on=("NVIDIA H200 (sm90)",),
+        verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
         notes="float32 layers multiply outside the tensor cores",
     )
 
@@ -92,6 +92,6 @@ class BatchedMarlinFp8Experts(MarlinE4M3Experts):
         batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
-        verified_on=("NVIDIA H200 (sm90)",),
+        verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
         notes="float32 layers multiply outside the tensor cores",
     )

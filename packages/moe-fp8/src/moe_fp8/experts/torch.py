@@ -59,6 +59,6 @@ class TorchFp8Experts(TorchExperts):
         batch_invariant=True,
         cuda_graph=False,
         takes_quantized=True,
-        verified_on=("cpu", "NVIDIA H200 (sm90)"),
+        verified_on=("cpu", "NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
         notes="reads token counts on the host: no CUDA graphs",
     )

@@ -74,7 +74,7 @@ class TritonFp8BlockExperts(ScaledGemvExperts):
         lora=True,
         requires=(TRITON,),
         takes_quantized=True,
-        verified_on=("NVIDIA H200 (sm90)",),
+        verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
     )
 
     def convert(self, weights: MoEWeights) -> KernelWeights:

@@ -47,7 +47,7 @@ class TritonMxfp8Experts(MarlinE4M3Experts):
         batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
-        verified_on=("NVIDIA H200 (sm90)",),
+        verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
         notes="products in bfloat16, which holds MXFP8 values exactly",
     )
 

@@ -105,7 +105,7 @@ class TorchInt8Experts(TorchExperts):
         whole_groups=True,
         cuda_graph=False,
         takes_quantized=True,
-        verified_on=("cpu", "NVIDIA H200 (sm90)"),
+        verified_on=("cpu", "NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
         notes="reads token counts on the host: no CUDA graphs",
     )
 

@@ -72,7 +72,7 @@ class TritonInt8Experts(Int8ScaledMMExperts):
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         takes_quantized=True,
-        verified_on=("NVIDIA H200 (sm90)",),
+        verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
     )
 
     @classmethod

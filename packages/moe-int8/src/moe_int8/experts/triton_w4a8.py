@@ -70,7 +70,7 @@ class TritonW4A8Int8Experts(Int8ScaledMMExperts):
         batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
-        verified_on=("NVIDIA H200 (sm90)",),
+        verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
     )
 
     @classmethod

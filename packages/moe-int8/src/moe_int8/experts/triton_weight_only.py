@@ -25,6 +25,6 @@ class TritonInt8WeightOnlyExperts(MarlinIntegerExperts):
         batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
-        verified_on=("NVIDIA H200 (sm90)",),
+        verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
         notes="float32 layers multiply outside the tensor cores",
     )

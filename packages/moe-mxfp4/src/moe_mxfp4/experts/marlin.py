@@ -69,7 +69,7 @@ class MarlinMxfp4Experts(_MarlinMxfp4Experts):
         apply_router_weight_on_input=True,
         batch_invariant=True,
         requires=(TRITON,),
-        verified_on=("NVIDIA H200 (sm90)",),
+        verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
     )
 
 
@@ -85,5 +85,5 @@ class BatchedMarlinMxfp4Experts(_MarlinMxfp4Experts):
         batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
-        verified_on=("NVIDIA H200 (sm90)",),
+        verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
     )

@@ -49,7 +49,7 @@ class MarlinMxfp4Fp8Experts(ScaledMMExperts):
         batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
-        verified_on=("NVIDIA H200 (sm90)",),
+        verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
         notes="of a row's groups those whose scale is 2^-12 of the largest and less count as zeros",
     )
 

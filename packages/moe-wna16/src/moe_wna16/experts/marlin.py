@@ -30,7 +30,7 @@ class MarlinWNA16Experts(MarlinIntegerExperts):
         apply_router_weight_on_input=True,
         batch_invariant=True,
         requires=(TRITON,),
-        verified_on=("NVIDIA H200 (sm90)",),
+        verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
     )
 
 
@@ -46,5 +46,5 @@ class BatchedMarlinWNA16Experts(MarlinIntegerExperts):
         batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
-        verified_on=("NVIDIA H200 (sm90)",),
+        verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
     )

@@ -59,7 +59,7 @@ class TritonWNA16Experts(GroupedExperts):
         batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
-        verified_on=("NVIDIA H200 (sm90)",),
+        verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
     )
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
