@@ -24,6 +24,7 @@ from moe_core import (
     kFp8Static128BlockSym,
     kInt4Static,
 )
+from moe_core.environment import Requirement
 from moe_core.testing.cases import BUDGETS, Case, conformance_cases, covered_keys, expand_keys
 from moe_core.testing.data import make_inputs
 from moe_core.torch_experts import TorchExperts
@@ -162,6 +163,16 @@ def test_a_device_that_is_not_claimed_has_no_cases() -> None:
     experts = with_claims(devices=(cuda(min=90),))
     assert not conformance_cases(experts, target=CPU)
     assert conformance_cases(experts, target=DeviceInfo.parse("sm90"))
+
+
+def test_what_is_not_installed_is_the_reason_against_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no row is searched for, which takes long where all are refused."""
+    monkeypatch.setattr("moe_core.testing.cases.covering_rows", pytest.fail)
+    experts = with_claims(activations=GATED, requires=(Requirement("no_such_library", "no-such-library"),))
+    cases = conformance_cases(experts, target=CPU)
+    assert len(cases) > len(GATED)
+    assert {case.check for case in cases} == {"claims"}
+    assert all("no-such-library, which is not installed" in case.reason for case in cases)
 
 
 def test_gpu_checks_come_with_a_gpu() -> None:
