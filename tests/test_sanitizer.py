@@ -28,11 +28,12 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=variables)
 
 
-@pytest.mark.parametrize("group", [group for group in GROUPS if group != "ops"])
-def test_layers_launch_what_they_are_there_for(group):
-    done = run("launches.py", group, "-", "--dry")
+def test_layers_launch_what_they_are_there_for():
+    groups = [group for group in GROUPS if group != "ops"]
+    done = run("launches.py", ",".join(groups), "-", "--dry")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"DONE {group}" in done.stdout
+    for group in groups:
+        assert f"DONE {group}" in done.stdout
 
 
 @pytest.fixture

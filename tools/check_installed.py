@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ALL = ("moe-core", "moe-fp8", "moe-int8", "moe-mxfp4", "moe-sglang", "moe-transformers", "moe-vllm", "moe-wna16")
@@ -33,8 +34,14 @@ def modules_of(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def check_imports(packages: list[str]) -> bool:
-    """Checks what is installed and imported; returns whether the scheme, if there is one, has kernels."""
+def schemes_of(packages: list[str]) -> list[str]:
+    """The schemes that ``packages`` register."""
+    points = importlib.metadata.entry_points(group="moe_core.schemes")
+    return [point.name for point in points if point.dist is not None and point.dist.metadata["Name"] in packages]
+
+
+def check_imports(packages: list[str]) -> None:
+    """Checks what is installed and imported."""
     installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
     expect(installed & set(ALL) == set(packages), f"installed are {sorted(installed & set(ALL))}")
     for name in set(ALL) - set(packages):
@@ -42,22 +49,16 @@ def check_imports(packages: list[str]) -> bool:
 
     for name in packages:
         modules_of(f"import {name.replace('-', '_')}")
-    points = [
-        (point.name, point.value)
-        for point in importlib.metadata.entry_points(group="moe_core.schemes")
-        if point.dist is not None and point.dist.metadata["Name"] in packages
-    ]
     listed = modules_of("import moe_core; moe_core.registry().scheme_names()")
     expect("triton" not in listed, "listing the schemes imports triton")
     expect({m for m in listed if m.startswith("moe_")} == {"moe_core"}, "listing the schemes imports one")
-    for name, _ in points:
+    for name in schemes_of(packages):
         loaded = modules_of(f"import moe_core; assert moe_core.oracle({name!r}).table()")
         foreign = {m for m in loaded if m.startswith("moe_")} - {p.replace("-", "_") for p in packages}
         expect(not foreign, f"loading the scheme {name} imports {sorted(foreign)}")
-    return bool(points)
 
 
-def check_command_line(kernels: bool) -> str:
+def check_command_line(packages: list[str]) -> str:
     """Runs ``moe backends``, the help of added commands and ``moe quickstart``; returns what to say of the latter."""
     done = subprocess.run([MOE, "backends", "--json"], capture_output=True, text=True)
     expect(done.returncode == 0, f"moe backends failed:\n{done.stderr}")
@@ -68,7 +69,7 @@ def check_command_line(kernels: bool) -> str:
     start = time.perf_counter()
     done = subprocess.run([MOE, "quickstart"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     seconds = time.perf_counter() - start
-    if kernels:
+    if schemes_of(packages):
         expect(done.returncode == 0, f"moe quickstart failed:\n{done.stdout}{done.stderr}")
         expect(seconds < 60, f"moe quickstart took {seconds:.0f} s")
         return f"moe quickstart ran in {seconds:.1f} s"
@@ -79,4 +80,8 @@ def check_command_line(kernels: bool) -> str:
 
 
 if __name__ == "__main__":
-    print(f"{' + '.join(sys.argv[1:])}: {check_command_line(check_imports(sys.argv[1:]))}")
+    # both start processes, one after the other
+    with ThreadPoolExecutor() as pool:
+        imports, said = (pool.submit(check, sys.argv[1:]) for check in (check_imports, check_command_line))
+        imports.result()
+        print(f"{' + '.join(sys.argv[1:])}: {said.result()}")

@@ -1,7 +1,7 @@
 """Small launches of every kind of kernel, by group, for compute-sanitizer; `run.sh` beside it runs them.
 
-- ``python launches.py GROUP FOLDER``: results are kept in FOLDER, or compared bit for bit with those kept there
-- ``python launches.py GROUP - --dry``: without a GPU, which kernels the layers of the group launch
+- ``python launches.py GROUP,... FOLDER``: results are kept in FOLDER, or compared bit for bit with those kept there
+- ``python launches.py GROUP,... - --dry``: without a GPU, which kernels the layers of the groups launch
 
 The exit status is 1 where a call fails, launches other kernels than it is there for, or gives other bits.
 """
@@ -298,8 +298,7 @@ def ops():
     yield "batch tokens", batched
 
 
-def main():
-    group, folder = sys.argv[1], sys.argv[2]
+def run_group(group, folder):
     start, counts, missing, failed, differ, new = time.time(), collections.Counter(), [], [], [], 0
     names = []
 
@@ -354,4 +353,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(max([run_group(group, sys.argv[2]) for group in sys.argv[1].split(",")]))

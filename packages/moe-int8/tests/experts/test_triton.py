@@ -10,12 +10,12 @@ from moe_int8.experts.triton_weight_only import TritonInt8WeightOnlyExperts
 
 class TestTritonInt8(ConformanceTests):
     experts = TritonInt8Experts
-    interpreted_every = 3
+    interpreted_every = 5
 
 
 class TestTritonInt8WeightOnly(ConformanceTests):
     experts = TritonInt8WeightOnlyExperts
-    interpreted_every = 3
+    interpreted_every = 5
 
 
 class TestTritonW4A8Int8(ConformanceTests):

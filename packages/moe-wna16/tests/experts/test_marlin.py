@@ -16,7 +16,7 @@ from moe_wna16.experts.marlin import BatchedMarlinWNA16Experts, MarlinWNA16Exper
 
 class TestMarlinWNA16(ConformanceTests):
     experts = MarlinWNA16Experts
-    interpreted_every = 3
+    interpreted_every = 5
 
 
 class TestBatchedMarlinWNA16(ConformanceTests):

@@ -8,4 +8,4 @@ from moe_wna16.experts.triton import TritonWNA16Experts
 
 class TestTritonWNA16(ConformanceTests):
     experts = TritonWNA16Experts
-    interpreted_every = 4
+    interpreted_every = 6
