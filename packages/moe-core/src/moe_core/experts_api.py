@@ -14,7 +14,7 @@ dequantised in registers; :class:`MarlinIntegerExperts` has 4- and 8-bit integer
 experts' ``problem``, to which a subclass adds what is its own.
 
 **Weights in other layouts**: :func:`as_words` for those that are read as stored; :func:`order_words`,
-:func:`interleave` and :func:`relative_e8m0` for those of the Marlin family.
+:func:`interleave`, :func:`relative_e8m0` and :func:`relative_scales` for those of the Marlin family.
 
 **Experts in plain torch**: what a subclass of :class:`moe_core.TorchExperts` needs that overrides how one expert's
 tokens are computed (``results``), and quantised activations as the reference defines them.
@@ -23,7 +23,7 @@ tokens are computed (``results``), and quantised activations as the reference de
 from __future__ import annotations
 
 from moe_core.gemm.heuristics import LayerProblem
-from moe_core.gemm.marlin.scales import relative_e8m0
+from moe_core.gemm.marlin.scales import relative_e8m0, relative_scales
 from moe_core.gemm.marlin.words import as_words, interleave, order_words
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm_experts.grouped import WHOLE_COLUMNS, GroupedExperts
@@ -50,6 +50,7 @@ __all__ = [
     "interleave",
     "order_words",
     "relative_e8m0",
+    "relative_scales",
     # experts in plain torch
     "Adapters",
     "expert_slices",

@@ -7,7 +7,7 @@ import torch
 from moe_core import TensorError, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticChannelSym
 from moe_core.gemm.columns import CHUNK, group_columns
 from moe_core.gemm.marlin.convert import convert_integers
-from moe_core.gemm.marlin.scales import order_scales
+from moe_core.gemm.marlin.scales import order_scales, relative_scales
 from moe_core.gemm.marlin.words import interleave, order_words
 
 
@@ -218,3 +218,11 @@ def test_signed_codes_have_a_byte_each() -> None:
 def test_other_groups_are_refused() -> None:
     with pytest.raises(TensorError, match="groups of 256 columns"):
         convert_integers(_codes(1, 4, 128), torch.rand(1, 4, 1), kInt4Static.with_group(1, 256), 256)
+
+
+def test_a_rows_largest_scale_is_one_to_which_16_bits_are_exact() -> None:
+    scale = torch.tensor([[[1.0 + 2.0**-20, 0.3, -3.7], [0.0, 0.0, 0.0], [float("inf"), 2.0, 1.0]]])
+    relative, unit = relative_scales(scale, power_of_two=False)
+    assert torch.equal(unit, torch.tensor([[3.7, 1.0, 1.0]]))
+    assert relative[0, 0, 2] == -1.0
+    assert torch.equal(relative[0, 1:], scale[0, 1:])

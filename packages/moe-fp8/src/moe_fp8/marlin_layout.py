@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from moe_core import GroupShape, QuantKey, e8m0_to_float32, is_e8m0, kMxfp8Static
-from moe_core.experts_api import interleave, order_words, relative_e8m0
+from moe_core.experts_api import interleave, order_words, relative_e8m0, relative_scales
 from moe_core.kernel_api import Converted
 from torch import Tensor
 from torch.nn import functional as F
@@ -35,23 +35,14 @@ def convert_e4m3(weights: Tensor, scale: Tensor, key: QuantKey, *, gated: bool =
         wide = wide.repeat_interleave(rows // parts, 1)[:, :, None]
     if shape.is_per_tensor or shape.is_per_row:
         return Converted.of(words, wide, -1, interleaved=gated)
-    scales, largest = _over_largest(torch.where(_counting(codes, shape, parts) | ~wide.isfinite(), wide, 0.0))
+    counting = torch.where(_counting(codes, shape, parts) | ~wide.isfinite(), wide, 0.0)
+    scales, largest = relative_scales(counting, power_of_two=False)
     # each part has its own last row of blocks
     channel_scales = _repeat(largest[:, :, None], shape.row, rows // parts, parts)[:, :, 0]
     scales = _repeat(scales, shape.row // _ROWS, -(-(rows // parts) // _ROWS), parts)
     return Converted(
         words, _in_pairs(scales, gated), shape.col, interleave(channel_scales) if gated else channel_scales
     )
-
-
-def _over_largest(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 ``scale`` [E, rows, groups] over the largest of a row, and that [E, rows]: 1 where it is 0 or not finite.
-
-    Kernels round scales to 16 bits, to which the largest, 1, is exact: with one group a row has no such error.
-    """
-    largest = scale.abs().amax(dim=2)
-    largest = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
-    return scale / largest[:, :, None], largest
 
 
 def _in_pairs(scales: Tensor, gated: bool) -> Tensor:

@@ -91,6 +91,7 @@ def test_a_rows_largest_scale_is_not_rounded(dtype: torch.dtype, config: TileCon
         scale = torch.full((1, COLUMNS // key.group_shape.col), 1.0 + 2.0**-20)
         found = widened(every_code(), scale, key, dtype, device, config)
         assert torch.equal(found, every_code().float() * scale[0, 0])
+        assert float(convert_e4m3(every_code()[None], scale[None], key).scales.max()) == 1.0
 
 
 @pytest.mark.parametrize("rows_of_weights", [64, 128, 256], ids=str)

@@ -64,9 +64,9 @@ def allocate_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
 
 @gluon.jit
 def slot_and_phase(place, SLOTS: gl.constexpr):
-    """The slot of `place`, counted without end, and the phase of its barriers: in the way of each step."""
+    """The slot of `place`, counted without end, and the phase of its barriers."""
     if SLOTS & (SLOTS - 1) == 0:
-        # a signed division would ask for the sign
+        # on the critical path of each step: a signed division would ask for the sign
         return place & (SLOTS - 1), (place & SLOTS) // SLOTS
     else:
         return place % SLOTS, (place // SLOTS) & 1

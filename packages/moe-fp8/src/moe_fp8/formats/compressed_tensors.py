@@ -5,7 +5,7 @@ Per expert and projection: ``weight`` e4m3 [N, K] and ``weight_scale``, mostly b
 ==================  ==============================  =============================================
 weights' strategy   ``weight_scale``                weight key's groups
 ==================  ==============================  =============================================
-tensor              [1]                             per tensor, gate and up apart
+tensor              [1]                             per tensor, gate and up separate
 channel             [N, 1]                          1 x K
 group, float scale  [N, ceil(K/g)]                  1 x g
 group, e8m0 scale   [N, K/32] uint8                 MXFP8

@@ -269,12 +269,12 @@ def _shares_block(layer: LayerExperts, block_rows: int, transposed: bool) -> boo
     half = rows // 2
     if rows % 2 or half % block_rows == 0:
         return False
-    together, apart = -(-rows // block_rows), 2 * -(-half // block_rows)
+    together, separate = -(-rows // block_rows), 2 * -(-half // block_rows)
     shape = layer.shape("gate_up", suffix)
     found = shape[-1 if transposed else 0] if len(shape) == 2 else 0
-    if together == apart == found:
+    if together == separate == found:
         raise CheckpointError(
             f"{layer.name(0, 'gate_up', suffix)}: {found} rows of {block_rows}-row blocks over {half} gate and "
-            f"{half} up rows can mean blocks of gate and up apart or of both together; which one is not known"
+            f"{half} up rows can mean separate blocks of gate and up or blocks of both; which one is not known"
         )
     return found == together

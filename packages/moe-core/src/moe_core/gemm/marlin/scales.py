@@ -50,11 +50,19 @@ def by_group(values: Tensor, interleaved: bool) -> Tensor:
     return (interleave(values) if interleaved else values).transpose(1, 2)
 
 
-def relative_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """``scale`` [E, rows, groups] over powers of two [E, rows], so that the largest of a row lies in [0.5, 1)."""
-    _, exponent = torch.frexp(scale.abs().amax(dim=2))
-    power = torch.exp2(exponent.float())
-    return scale / power[:, :, None], power
+def relative_scales(scale: Tensor, *, power_of_two: bool = True) -> tuple[Tensor, Tensor]:
+    """(``scale`` [E, rows, groups] over a number for each row, these numbers [E, rows]).
+
+    With ``power_of_two`` no bit is lost, and the largest scale of a row lies in [0.5, 1).  Without, the number is that
+    scale, or 1 where it is 0 or not finite: where kernels round scales to 16 bits, a row's largest is exact.
+    """
+    largest = scale.abs().amax(dim=2)
+    if power_of_two:
+        _, exponent = torch.frexp(largest)
+        unit = torch.exp2(exponent.float())
+    else:
+        unit = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+    return scale / unit[:, :, None], unit
 
 
 def powers_of(scales: Tensor) -> Tensor:
