@@ -360,7 +360,9 @@ def test_one_token_needs_no_tensor_cores(shape: tuple[int, int, int, int], kind:
         ("mixed int4", (8, 2, 4096, 14336), 2),
         ("mixed int4", (32, 8, 7168, 2048), 2),
         ("mixed int4", (32, 4, 2880, 2880), 3),
-        ("mixed int4", (128, 8, 2048, 768), 6),
+        ("mixed int4", (128, 8, 2048, 768), 8),
+        ("mixed int4", (128, 8, 4096, 1408), 6),
+        ("mixed int4", (16, 1, 5120, 4096), 8),
         ("mixed int4", (256, 8, 7168, 256), 12),
         # by `mma.sync` a pair takes as long as a tile of 8 rows, without sort and split-K
         ("mixed e2m1", (128, 4, 2880, 2880), 4),
@@ -369,15 +371,36 @@ def test_one_token_needs_no_tensor_cores(shape: tuple[int, int, int, int], kind:
         # as many experts for a token as there are here
         ("mixed int4", (4, 8, 2048, 768), 1),
         # bytes share hardly any
-        ("mixed int8", (256, 8, 7168, 256), 4),
+        ("mixed int8", (256, 8, 7168, 256), 10),
+        ("mixed int8", (128, 8, 2048, 768), 6),
+        ("mixed int8", (128, 8, 4096, 1408), 5),
         ("mixed int8", (32, 8, 7168, 2048), 2),
         ("mixed int8", (8, 2, 4096, 14336), 2),
     ],
 )
 def test_tokens_that_share_experts_take_tiles(kind: str, shape: tuple[int, int, int, int], most: int) -> None:
-    one = gemv_plan(problem_of(kind, shape), 1)
+    problem = problem_of(kind, shape)
     for tokens in range(1, 20):
-        assert gemv_plan(problem_of(kind, shape), tokens) == (one if tokens <= most else None)
+        plan = gemv_plan(problem, tokens)
+        assert (plan is not None) == (tokens <= most)
+        assert plan is None or not refusals(problem, plan, tokens, tokens)
+
+
+@pytest.mark.parametrize(
+    ("shape", "gemm1", "gemm2"),
+    [
+        # rows of all pairs; words of a program's rows, and its warps, for 1, 2, 4 and 8 tokens
+        ((128, 8, 2048, 768), [(128, 2), (64, 1), (32, 1), (64, 1)], [(128, 2), (64, 1), (32, 1), (32, 1)]),
+        ((256, 8, 7168, 256), [(256, 4), (256, 4), (128, 2), (64, 1)], [(32, 1)] * 4),
+        ((16, 1, 5120, 4096), [(256, 4), (128, 2), (64, 1), (32, 1)], [(256, 4), (128, 2), (64, 1), (32, 1)]),
+    ],
+)
+def test_words_of_a_row_are_shared_by_as_few_warps_as_fill_the_gpu(
+    shape: tuple[int, int, int, int], gemm1: list[tuple[int, int]], gemm2: list[tuple[int, int]]
+) -> None:
+    plans = [gemv_plan(problem_of("mixed int4", shape), tokens) for tokens in (1, 2, 4, 8)]
+    assert [(plan.gemm1.block_w, plan.gemm1.num_warps) for plan in plans if plan is not None] == gemm1
+    assert [(plan.gemm2.block_w, plan.gemm2.num_warps) for plan in plans if plan is not None] == gemm2
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,8 @@ from moe_core.gemm.heuristics.mixed_input import RESIDENT_4, takes_8_rows
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import MAX_PARTIALS, RESIDENT, steps_of
 
-#: tokens up to which 8-bit and e2m1 weights x 16-bit activations were measured ahead of tiles, where they hardly share
-#: an expert; e2m1 with `mma.sync`, and 8-bit weights with 8-bit activations: more of them would gain a few per cent
-#: under uniform routing, but share more experts, and lose to tiles, under any other
-MOST_TOKENS = {"int8": 4, "e4m3": 2, "e2m1": 1}
+#: tokens up to which e2m1 with `mma.sync`, and 8-bit weights with 8-bit activations, are taken: more would gain a few
+#: per cent under uniform routing, but share more experts, and lose to tiles, under any other
 MOST_BY_MMA_SYNC = 4
 MOST_SCALED = 4
 #: pairs for each expert that is reached, up to which e2m1 is ahead
@@ -22,6 +20,16 @@ SHARED_BY_MMA_SYNC = 1.4
 #: bytes of 8-bit weights that may be read again, by experts of less and of more than SMALL bytes
 AGAIN = {"e4m3": (28e6, 14e6), "int8": (40e6, 28e6)}
 SMALL = 20e6
+#: warps of words that 132 multiprocessors hold at a time, 128 registers a thread; and parts of that many which are
+#: enough for a round, and for each of several
+RESIDENT_WARPS = 4 * RESIDENT_4
+FULL = 0.6
+FULL_ROUNDS = 0.8
+#: pairs for each expert that is reached, up to which words are ahead of tiles: of large experts, and of small ones
+SHARED = {"int4": (1.2, 1.25), "int8": (1.15, 1.175), "e4m3": (1.07, 1.1)}
+#: numbers of an expert that is small, and tokens up to which that was measured
+SMALL_WORDS = {"int4": 8e6, "int8": 10e6, "e4m3": 8e6}
+MOST_SMALL = 8
 #: columns of vectors up to which they have room in shared memory: numbers of e4m3 are float16 there, those beside e2m1
 #: stand in eight columns
 LONGEST = {"e4m3": 32768, "int8": 65536, "e2m1": 16384}
@@ -80,21 +88,33 @@ def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
     if pairs * problem.hidden_size > MAX_PARTIALS or (scaled and not _takes_scaled(problem, tokens)):
         return None
     if tokens > 1 and not scaled:
-        # in int4 a pair takes two thirds of the time of an expert's tile of 16 rows, which takes less the more there
-        # are, and four fifths of that of one of 8 rows
-        int4 = 1.2 if takes_8_rows(problem) else 1.55 - tokens / 64
-        shared = {"int4": int4, "int8": 1.15}.get(element, 1.04)
-        most = MOST_TOKENS.get(element, tokens)
-        if by_mma_sync:
-            shared, most = SHARED_BY_MMA_SYNC, MOST_BY_MMA_SYNC
-        if tokens > most or pairs > shared * problem.reached(tokens):
+        if element == "e2m1" and tokens > (MOST_BY_MMA_SYNC if by_mma_sync else 1):
+            return None
+        if pairs > (SHARED_BY_MMA_SYNC if by_mma_sync else _shared(problem, tokens)) * problem.reached(tokens):
             return None
     if scaled:
         return _scaled_plan(problem, tokens)
-    # what is best for one token is for the others too
     pdl = 90 <= problem.capability < 120
-    plan = _mma_sync_plan(problem) if by_mma_sync else _words_plan(problem, pdl)
+    plan = _mma_sync_plan(problem, tokens) if by_mma_sync else _words_plan(problem, tokens, pdl)
     return replace(plan, fuse_finalize=problem.top_k == 1)
+
+
+def _shared(problem: LayerProblem, tokens: int) -> float:
+    """Pairs for each expert that is reached, up to which words are ahead of tiles.
+
+    In int4 a pair takes two thirds of the time of an expert's tile of 16 rows, which takes less the more there are, and
+    four fifths of that of one of 8 rows; still less where tiles of small experts have little to do.
+    """
+    if problem.element == "int4" and not takes_8_rows(problem):
+        return 1.55 - tokens / 64
+    one_pair = problem.element == "int4" and problem.top_k == 1
+    small = one_pair or _expert(problem) <= SMALL_WORDS[problem.element]
+    return SHARED[problem.element][small and tokens <= MOST_SMALL]
+
+
+def _expert(problem: LayerProblem) -> int:
+    """Numbers of an expert's weights."""
+    return problem.hidden_size * problem.intermediate_size * (3 if problem.gated else 2)
 
 
 def _has_room(problem: LayerProblem) -> bool:
@@ -112,7 +132,7 @@ def _takes_scaled(problem: LayerProblem, tokens: int) -> bool:
         return False
     if tokens > MOST_SCALED or not _has_room(problem):
         return False
-    expert = hidden * size * (3 if problem.gated else 2)
+    expert = _expert(problem)
     again = (tokens * problem.top_k - problem.reached(tokens)) * expert
     return tokens == 1 or again <= AGAIN[problem.element][expert > SMALL]
 
@@ -167,29 +187,48 @@ def _fused_gemm2(problem: LayerProblem, tokens: int) -> GemvConfig | None:
     return config if size <= SHORT and programs <= RESIDENT else None
 
 
-def _mma_sync_plan(problem: LayerProblem) -> GemvPlan:
+def _mma_sync_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
     """Long rows are shared by all four warps."""
     if problem.hidden_size <= 2048:
         config = GemvConfig(32, 64, 4, mma_sync=True)
         return GemvPlan(config, config, pdl=True)
-    return GemvPlan(GemvConfig(16, 128, 4, mma_sync=True), GemvConfig(16, 192, 4, mma_sync=True), pdl=True)
+    # few programs: more of a row is requested ahead
+    ahead = 192 if tokens == 1 else 128
+    return GemvPlan(GemvConfig(16, 128, 4, mma_sync=True), GemvConfig(16, ahead, 4, mma_sync=True), pdl=True)
 
 
-def _words_plan(problem: LayerProblem, pdl: bool) -> GemvPlan:
+def _words_plan(problem: LayerProblem, tokens: int, pdl: bool) -> GemvPlan:
     hidden, size, bits = problem.hidden_size, problem.intermediate_size, problem.bits
-    gemm1 = _config(problem, problem.top_k * size * (2 if problem.gated else 1), steps_of(hidden) * 4 * bits, 16)
-    gemm2 = _config(problem, problem.top_k * hidden, steps_of(size) * 4 * bits, 32)
+    rows = problem.top_k * size * (2 if problem.gated else 1)
+    gemm1 = _config(problem, rows, tokens, steps_of(hidden) * 4 * bits, 16)
+    gemm2 = _config(problem, problem.top_k * hidden, tokens, steps_of(size) * 4 * bits, 32)
     return GemvPlan(gemm1, gemm2, pdl)
 
 
-def _config(problem: LayerProblem, rows: int, words: int, block_n: int) -> GemvConfig:
-    """For ``rows`` of so many words; ``block_n`` of 8-bit codes, which are bound by memory, not by instructions."""
+def _config(problem: LayerProblem, rows: int, tokens: int, words: int, block_n: int) -> GemvConfig:
+    """For ``rows`` of each token, of so many words; ``block_n`` of e4m3.
+
+    As few warps for the words of a row as leave enough for the GPU: what warps share goes through shared memory.
+    """
+    integers, bits = problem.element != "e4m3", problem.bits
+    if problem.element != "e2m1" and (integers or words > 64):
+        narrow = GemvConfig(32, 32, 1), GemvConfig(16, 64, 1), GemvConfig(16, 128, 2)
+        for config in narrow if integers else narrow[:2]:
+            if config.block_w >= words or _fills(tokens * rows // config.block_n * config.num_warps):
+                return config
+        if integers:
+            return GemvConfig(16, 256, 4)
     if words <= 64:
-        return GemvConfig(32, 32, 1 if problem.bits == 4 else 4)
+        return GemvConfig(32, 32, 1 if bits == 4 else 4)
     if rows <= 16 * RESIDENT_4 and words >= 256:
         # few programs: more of a row at a time
         return GemvConfig(16, 256, 4)
-    if problem.bits == 4:
-        short = problem.element == "e2m1" and words <= 128
-        return GemvConfig(16, 256 if words >= 512 and words % 256 == 0 else 128, 1 if short else 2)
+    if bits == 4:
+        return GemvConfig(16, 256 if words >= 512 and words % 256 == 0 else 128, 1 if words <= 128 else 2)
     return GemvConfig(block_n, 128, 4)
+
+
+def _fills(warps: int) -> bool:
+    """Whether so many warps are most of a round of the GPU, or of more, the last of which is not nearly empty."""
+    rounds = steps_of(warps, RESIDENT_WARPS)
+    return warps >= (FULL if rounds == 1 else FULL_ROUNDS) * rounds * RESIDENT_WARPS

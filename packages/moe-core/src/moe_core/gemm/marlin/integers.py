@@ -27,10 +27,6 @@ from moe_core.gemm.swap_ab import FEW
 from moe_core.jit.casts import INTERPRET
 from moe_core.jit.specialize import specialize
 
-#: n up to which bytes with scales of groups need no tiles for one token: a scale comes with every 16 bytes
-_LARGEST_BYTES = 1024
-
-
 # whether numbers are multiplied by their groups' scales; set by `specialize`
 SCALED = tl.constexpr(False)
 
@@ -132,11 +128,7 @@ def integer_words(matrix: MarlinMatrix) -> WordFunctions | None:
     return WordFunctions(groups, lambda: _QUARTERS[groups != 0])
 
 
-def integer_gemv(matrix: MarlinMatrix) -> GemvFunctions | None:
-    """For one token; None where tiles were measured ahead."""
+def integer_gemv(matrix: MarlinMatrix) -> GemvFunctions:
+    """For few tokens."""
     scales = "zero" if matrix.scales.dtype == torch.int32 else "row" if matrix.group_size == -1 else "group"
-    if matrix.bits == 4:
-        return GemvFunctions(int4_bytes, scales, 8)
-    if scales != "row" and matrix.n > _LARGEST_BYTES:
-        return None
-    return GemvFunctions(int8_bytes, scales, 128)
+    return GemvFunctions(int4_bytes, scales, 8) if matrix.bits == 4 else GemvFunctions(int8_bytes, scales, 128)
