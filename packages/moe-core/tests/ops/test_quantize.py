@@ -326,3 +326,23 @@ def test_wrong_calls(device):
         quantize_activation_asymmetric(x, kInt8DynamicTokenSym)
     with pytest.raises(TensorError, match="int32"):
         quantize_activation(x.int(), kFp8DynamicTokenSym)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_columns_may_lie_any_number_of_elements_apart(gated, device):
+    """Three columns, the last 2**31 elements behind the first; on a CPU most of the 4 GB are never touched."""
+    apart, values = 2**30, torch.tensor([[1.0, -2.0, 4.0, 3.0], [5.0, 6.0, -7.0, 8.0]], dtype=torch.bfloat16)
+    columns = values.shape[1] if gated else 3
+    step = apart if not gated else -(-(2**31) // 3)
+    memory = torch.empty((columns - 1) * step + 2, dtype=torch.bfloat16, device=device)
+    x = memory.as_strided((2, columns), (1, step))
+    x.copy_(values[:, :columns])
+    for key in (kInt8DynamicTokenSym, kInt8DynamicTensorSym, kMxfp8Dynamic):
+        if gated:
+            found = activate_and_quantize(MoEActivation.SILU, x, key, backend="triton")
+            expected = activate_and_quantize(MoEActivation.SILU, x.contiguous(), key, backend="triton")
+        else:
+            found = quantize_activation(x, key, backend="triton")
+            expected = quantize_activation(x.contiguous(), key, backend="triton")
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

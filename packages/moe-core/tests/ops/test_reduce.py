@@ -16,10 +16,11 @@ def test_reduce(tokens, top_k, columns, weighted, dtype, device):
     ids = torch.randint(-1, 6, (tokens, top_k), generator=generator, dtype=torch.int32).to(device)
     weights = torch.rand(tokens, top_k, generator=generator).to(device) if weighted else None
     known = (ids >= 0) & (ids < 5)
-    # what no expert computed must not be read
+    # what no expert computed must not be read, and router weights of pairs without an expert are anything
     y[~known.flatten()] = float("nan")
+    given = None if weights is None else torch.where(known, weights, float("nan"))
     out = torch.full((tokens, columns), float("nan"), dtype=dtype, device=device)
-    reduce_pairs(y, ids, 5, out, topk_weights=weights)
+    reduce_pairs(y, ids, 5, out, topk_weights=given)
     assert torch.equal(out, reduce_pairs_torch(y, ids, 5, torch.empty_like(out), topk_weights=weights))
     terms = torch.where(known[..., None], y.view(tokens, top_k, columns).double(), 0.0)
     exact = (terms if weights is None else terms * weights[..., None]).sum(1)

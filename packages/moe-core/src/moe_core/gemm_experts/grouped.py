@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from moe_core.config import FusedMoEActivationFormat
+from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.device import DeviceInfo
 from moe_core.errors import TensorError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular
 from moe_core.gemm.heuristics import Family, LayerProblem, gemv_plan, launch_plan
@@ -24,6 +25,7 @@ from moe_core.gemm.heuristics.tuned import Tuned
 from moe_core.gemm.plan import TilePlan
 from moe_core.lora import LoRA
 from moe_core.ops import layout
+from moe_core.quant_key import QuantKey
 from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import WorkspaceSpec
 
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 #: columns of a step of the k loop at most
 WHOLE_COLUMNS = 128
+#: most pairs of an adapter and a local expert: a program that sorts by them counts all in registers
+MOST_LORA_GROUPS = 8192
 
 
 class GroupedExperts(FusedMoEExpertsModular):
@@ -48,6 +52,20 @@ class GroupedExperts(FusedMoEExpertsModular):
     accepted_spills: ClassVar[tuple[int, int]] = (0, 0)
     #: measured launch configurations, which go before the heuristics' (:mod:`moe_core.tuning`)
     tuned: Tuned | None = None
+
+    @classmethod
+    def extra_reasons(
+        cls,
+        config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        device: DeviceInfo,
+    ) -> list[str]:
+        groups = config.max_loras * config.local_experts
+        if not config.is_lora_enabled or groups <= MOST_LORA_GROUPS:
+            return []
+        found = f"{groups}: max_loras {config.max_loras} x {config.local_experts}"
+        return [f"applies LoRA to at most {MOST_LORA_GROUPS} pairs of an adapter and a local expert, got {found}"]
 
     @abstractmethod
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:

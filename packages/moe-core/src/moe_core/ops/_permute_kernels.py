@@ -51,7 +51,7 @@ def move_rows_kernel(
     tl.store(target + target_row * stride_target + column, values, mask=mask)
     if source_scale is not None:  # noqa: SIM102 - one is known when compiling, the other when running
         if tl.program_id(1) == 0:
-            group = tl.arange(0, BLOCK_S)
+            group = tl.arange(0, BLOCK_S).to(tl.int64)
             present = (group < scale_columns) & wanted
             place = source_row * stride_source_scale + group * stride_source_group
             scale = tl.load(source_scale + place, mask=present & exists, other=0)

@@ -190,13 +190,14 @@ def load_values(
     activation_args = (output columns, column stride of x, alpha, beta, limit).
     """
     columns, stride, alpha, beta, limit = activation_args
-    first = tl.load(x + place + column * stride, mask=mask, other=0.0).to(tl.float32)
+    # columns may be any number of elements apart
+    first = tl.load(x + place + column.to(tl.int64) * stride, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
         first += tl.load(bias + bias_place + column, mask=mask & (bias_place >= 0), other=0.0).to(tl.float32)
     if ACTIVATION == "":
         return first
     elif GATED:
-        second = tl.load(x + place + (columns + column) * stride, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(x + place + (columns + column).to(tl.int64) * stride, mask=mask, other=0.0).to(tl.float32)
         if bias is not None:
             up_bias = tl.load(bias + bias_place + columns + column, mask=mask & (bias_place >= 0), other=0.0)
             second += up_bias.to(tl.float32)
@@ -255,7 +256,7 @@ def group_kernel(
             values = tl.where(magnitude_bits(values) < INFINITY_BITS, values, float("nan"))
         else:
             scale = scale_of(tl.max(magnitude_bits(values), axis=1, keep_dims=True), CODE, SCALE)
-            store_scale(scales + scale_place + group * stride_group, scale, valid, SCALE)
+            store_scale(scales + scale_place + group.to(tl.int64) * stride_group, scale, valid, SCALE)
         divisor, inverse = divisor_of(scale)
         values = divide_by(values, divisor, inverse)
     tl.store(out + out_place + column, encode(values, CODE, out.dtype.element_ty), mask=mask)

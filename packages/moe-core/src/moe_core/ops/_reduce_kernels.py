@@ -48,7 +48,8 @@ def reduce_kernel(
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for j in tl.static_range(TOP_K):
         pair = token * TOP_K + j
-        weight = tl.load(weights + pair) if HAS_WEIGHTS else 1.0
+        # that of a dropped pair may be anything, NaN too
+        weight = tl.load(weights + pair, mask=ends[j] > 0, other=0.0) if HAS_WEIGHTS else 1.0
         place = pair
         if rows is not None:
             place = tl.load(rows + pair, mask=ends[j] > 0, other=0).to(tl.int64)

@@ -47,6 +47,9 @@ def fused_route(
     from moe_core.jit.launch import launch
     from moe_core.ops._routing_kernels import route_kernel
 
+    if (experts - 1) * router_logits.stride(1) >= 2**31:
+        # kernels compute where an expert's logits are in 32 bits
+        router_logits = router_logits.contiguous()
     # a program is one warp
     rows = 1 if tokens <= ONE_ROW_TOKENS else max(1, min(4, 1024 // (block_s * block_g)))
     bias = correction_bias.contiguous() if correction_bias is not None else None

@@ -83,7 +83,8 @@ class TritonInt8Experts(Int8ScaledMMExperts):
         activation_key: QuantKey | None,
         device: DeviceInfo,
     ) -> list[str]:
-        return sum_reasons(config, weight_key, activation_key)
+        reasons = super().extra_reasons(config, weight_key, activation_key, device)
+        return [*reasons, *sum_reasons(config, weight_key, activation_key)]
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         w13_scale, w2_scale = weights.weight_scales
