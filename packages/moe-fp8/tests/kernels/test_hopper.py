@@ -20,8 +20,8 @@ from moe_core.gemm.launch import Activation, Gemm, GemmWeight, OperandA, Result,
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.gemm.scaled_mm import quantize_group, quantize_static
 from moe_core.ops._sizes import max_tiles
-from moe_core.ops.batch import Batch, BatchedRows
-from moe_core.ops.sort import SortedPairs
+from moe_core.ops.batch import Batch
+from moe_core.ops.sort import Schedule
 
 E4M3 = torch.float8_e4m3fn
 WIDE, NARROW = 2**-9 + 2**-10, 2**-4 / 3**0.5 + 2**-10
@@ -102,16 +102,16 @@ class Product:
         listed[2 : 2 + 2 * len(tiles)] = torch.tensor(tiles, dtype=torch.int32).flatten()
         ends = torch.tensor([0] + [s + c for s, c in zip(self.starts, COUNTS, strict=True)], dtype=torch.int32)
         self.routing: Routing | Batch
-        self.order: SortedPairs | BatchedRows
+        self.order: Schedule
         if capacity is None:
             found = torch.full((rows,), -7777, dtype=torch.int32)
             found[: len(self.pairs)] = self.pairs.int()
-            self.order = SortedPairs(listed.to(device), ends.to(device), found.to(device), TILE)
+            self.order = Schedule(listed.to(device), ends.to(device), found.to(device), TILE)
             ids = torch.zeros(rows, 1, dtype=torch.int32, device=device)
             on_input = (weight != 0) == (self.activation is not None)
             self.routing = Routing(ids, self.router.to(device), experts, None, on_input)
         else:
-            self.order = BatchedRows(listed.to(device), ends.to(device), TILE)
+            self.order = Schedule(listed.to(device), ends.to(device), None, TILE)
             self.routing = Batch(torch.tensor(COUNTS, dtype=torch.int32, device=device), capacity)
 
         e4m3_out = out != "values"

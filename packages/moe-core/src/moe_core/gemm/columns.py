@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_core.gemm.launch import Routing, rows_by_pair
+from moe_core.gemm.launch import Routing
 from moe_core.gemm.schedule import expert_of
 from moe_core.jit.casts import downcast
 from moe_core.jit.launch import launch
@@ -137,7 +137,7 @@ def gather_columns(
     ``x`` [rows, K], a row per token (``by_token``) or per pair (batched: row); ``out`` [pairs, k and more].  Pairs
     without a local expert (batched: rows beyond those in use) stay as they are.
     """
-    in_use, row_args = rows_by_pair(routing)
+    in_use, row_args = routing.in_use
     index, factor = columns.index, columns.pre_scales
     block = 1024
     launch(

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from moe_core.gemm.launch import Gemm, WarpSpecialisedGemm, constant, rows_of_experts, schedule_of, weight_strides
+from moe_core.gemm.launch import Gemm, WarpSpecialisedGemm, constant, rows_of_experts, weight_strides
 from moe_core.jit.launch import launch
 
 #: rows and columns of a tile of one operand, and of a weight block
@@ -55,7 +55,7 @@ def start(
         kernel,
         (min(num_sms, gemm.routing.max_tiles(gemm.order.block_m) * blocks),),
         *operands,
-        schedule_of(gemm.order),
+        gemm.order.for_kernels,
         *scales,
         gemm.result,
         gemm.epilogue,

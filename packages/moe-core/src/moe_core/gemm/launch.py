@@ -18,14 +18,16 @@ from moe_core.gemm.swap_ab import uniform
 from moe_core.gemm.tile_kernel import grouped_gemm_kernel, split_k_reduce_kernel
 from moe_core.jit.launch import launch
 from moe_core.ops._sizes import max_tiles
-from moe_core.ops.batch import Batch, BatchedRows
-from moe_core.ops.sort import SortedPairs
+from moe_core.ops.batch import Batch
+from moe_core.ops.sort import Schedule
 
 #: as Triton takes numbers and texts inside a tuple, if constant; not truth values, which equal numbers
 constant = cache(tl.constexpr)
 FLOAT32 = tl.constexpr(tl.float32)
 #: the row of an operand or of the result that a row of a tile is; "position": in the sorted order
 Rows = Literal["position", "token", "pair"]
+#: which rows are in use: IN_USE and row_args of `moe_core.gemm.quantize_rows.rows_in_use`
+InUse = tuple[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,20 +188,14 @@ class Routing:
         """What kernels get to find the experts of pairs, see `moe_core.gemm.schedule.expert_of`."""
         return self.ids, self.expert_map, self.top_k, self.num_ids, self.num_experts
 
+    @property
+    def in_use(self) -> InUse:
+        """Pairs that have a local expert."""
+        return "pairs", self.arguments
+
     def max_tiles(self, block_m: int) -> int:
         """Most tiles of so many rows."""
         return max_tiles(self.ids.numel(), self.num_experts, block_m)
-
-
-#: which rows are in use: IN_USE and row_args of `moe_core.gemm.quantize_rows.rows_in_use`
-InUse = tuple[str, tuple[Any, ...]]
-
-
-def rows_by_pair(routing: Routing | Batch) -> InUse:
-    """Pairs that have a local expert, or rows of a batch in use."""
-    if isinstance(routing, Batch):
-        return "batched", (routing.counts, routing.capacity)
-    return "pairs", routing.arguments
 
 
 class TileFunctions(NamedTuple):
@@ -280,13 +276,11 @@ def epilogue_of(
     bias: Tensor | None, routing: Routing | Batch, activation: Activation | None, lora: LoRADelta | None = None
 ) -> Epilogue:
     """The epilogue of gemm1 (with an ``activation``) or gemm2."""
-    weights = None
-    if isinstance(routing, Routing) and routing.weight_on_input == (activation is not None):
-        weights = routing.weights
+    weighted = routing.weight_on_input == (activation is not None)
     fields = (
         bias,
         0 if bias is None else bias.stride(0),
-        weights,
+        routing.weights if weighted else None,
         lora,
         *(_NO_ACTIVATION if activation is None else activation.arguments),
     )
@@ -306,7 +300,7 @@ class Gemm:
     weight: GemmWeight
     a: OperandA
     result: Result
-    order: SortedPairs | BatchedRows
+    order: Schedule
     routing: Routing | Batch
     activation: Activation | None = None
     out_rows: Rows = "pair"
@@ -323,7 +317,7 @@ def grouped_gemm(gemm: Gemm) -> None:
 
     Raises TensorError where rows of h have no room for whole tiles.
     """
-    a, b, pairs = gemm.a, gemm.weight, gemm.order
+    a, b, order = gemm.a, gemm.weight, gemm.order
     config = b.tile_config(gemm.config)
     functions = b.functions(config)
     if a.load_a is not None:
@@ -332,8 +326,8 @@ def grouped_gemm(gemm: Gemm) -> None:
         functions = functions._replace(prefetch_b=None)
     if config.uniform:
         functions = functions._replace(multiply=uniform(functions.multiply))
-    subtiles, block_k = pairs.block_m // config.block_m, b.block_k
-    tiles = gemm.routing.max_tiles(pairs.block_m) * subtiles
+    subtiles, block_k = order.block_m // config.block_m, b.block_k
+    tiles = gemm.routing.max_tiles(order.block_m) * subtiles
     rows = -(-b.n // 8) * 16 if b.interleaved else b.n
     blocks = -(-rows // config.block_n)
     written = blocks * config.block_n // (2 if b.interleaved else 1)
@@ -347,7 +341,7 @@ def grouped_gemm(gemm: Gemm) -> None:
         a.arguments,
         b.arguments,
         b.descriptor(config.block_n, block_k) if config.tma else None,
-        schedule_of(pairs),
+        order.for_kernels,
         gemm.epilogue,
         functions,
         b.n,
@@ -371,11 +365,6 @@ def grouped_gemm(gemm: Gemm) -> None:
         num_stages=config.num_stages,
         **({"maxnreg": config.max_registers} if config.max_registers and aligned else {}),
     )
-
-
-def schedule_of(pairs: SortedPairs | BatchedRows) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`schedule` of the kernels, see `moe_core.gemm.schedule`."""
-    return pairs.tiles, pairs.offsets, pairs.pairs if isinstance(pairs, SortedPairs) else None
 
 
 def reduce_split_k(gemm: Gemm, result: Result) -> None:

@@ -28,7 +28,6 @@ from moe_core.gemm.launch import (
     Routing,
     TileFunctions,
     grouped_gemm,
-    rows_by_pair,
 )
 from moe_core.gemm.operand_tiles import load_plain, open_plain
 from moe_core.gemm.plan import TileConfig
@@ -93,7 +92,7 @@ class Adapters:
         pairs, experts = routing.num_pairs, routing.num_experts
         total = lora.weights.num_adapters * experts
         group_ids = workspace["lora_group_ids"][:pairs]
-        in_use, row_args = rows_by_pair(routing)
+        in_use, row_args = routing.in_use
         launch(
             adapted_pairs_kernel,
             (triton.cdiv(pairs, 256),),

@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_core.gemm.launch import InUse, Routing
+from moe_core.gemm.launch import InUse
 from moe_core.gemm.scaled_mm import routed
 from moe_core.gemm.schedule import expert_of
 from moe_core.jit.launch import launch
 from moe_core.jit.pdl import begin_pdl
-from moe_core.ops._sort_kernels import load_columns, load_groups, store_groups
-from moe_core.ops.sort import QuantizeRows, SortedPairs
+from moe_core.ops._sort_kernels import groups_of, load_columns, quantize_groups, store_groups
+from moe_core.ops.sort import QuantizeRows
 
 
 @triton.jit
@@ -39,102 +39,84 @@ def rows_in_use(row, num_rows, row_args, IN_USE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def quantize_rows_kernel(rows, num_rows, row_args, IN_USE: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):
-    """Quantise rows in use, which are a group each, BLOCK_R per program."""
-    begin_pdl(PDL)
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    used, expert = rows_in_use(row, num_rows, row_args, IN_USE)
-    if tl.sum(used.to(tl.int32), axis=0) == 0:
-        return
-    column = tl.arange(0, rows.group)[None, :]
-    tile = load_columns(rows, row[:, None], column, used[:, None]).to(tl.float32)
-    quantized, scale = rows.quantize(tile, rows.arguments, expert[:, None], 1)
-    store_groups(rows, quantized, scale, row, 0, column, used)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def scatter_quantize_kernel(
+def quantize_rows_kernel(
     rows,
     num_rows,
-    routing,
+    row_args,
     positions,
     x_scales,
     stride_x_scales,
+    IN_USE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BY_EXPERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_G groups per program, see `load_groups` and `store_groups`; rows of the result are those of pairs.
+    """BLOCK_G groups per program, see `groups_of` and `store_groups`, of rows in use.
 
-    routing: `row_args` of `expert_of`; positions [num_rows * TOP_K]: the place of each pair of a local expert.
+    positions [num_rows * TOP_K]: rows of the result are those of pairs, in the place of each that has a local expert.
     BY_EXPERT: `quantize` depends on the expert, so that every pair is quantised by itself.  With x_scales [num_rows,
     groups] x are codes already, and only change places.
     """
     begin_pdl(PDL)
     index = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
-    row, group, offset, inside, tile = load_groups(rows, num_rows, index)
-    if x_scales is not None:
-        quantized = tile
-        scale = tl.load(x_scales + row * stride_x_scales + group, mask=inside, other=0)
-    elif not BY_EXPERT:
-        quantized, scale = rows.quantize(tile.to(tl.float32), rows.arguments, 0, 1)
-    for slot in tl.static_range(TOP_K):
-        pair = row * TOP_K + slot
-        expert = expert_of(pair, inside, routing, "pairs")
-        known = expert >= 0
-        if BY_EXPERT:
-            tile_expert = tl.maximum(expert, 0)[:, None]
-            quantized, scale = rows.quantize(tile.to(tl.float32), rows.arguments, tile_expert, 1)
-        position = tl.load(positions + pair, mask=known, other=0).to(tl.int64)
-        store_groups(rows, quantized, scale, position, group, offset, known)
+    if positions is None:
+        # groups are whole rows
+        used, expert = rows_in_use(index, num_rows, row_args, IN_USE)
+        if tl.sum(used.to(tl.int32), axis=0) > 0:
+            quantize_groups(rows, index, 0, tl.arange(0, rows.group)[None, :], used, expert[:, None])
+    else:
+        row, group, columns = groups_of(rows, index)
+        inside = row < num_rows
+        tile = load_columns(rows, row[:, None], columns, inside[:, None])
+        if x_scales is not None:
+            quantized = tile
+            scale = tl.load(x_scales + row * stride_x_scales + group, mask=inside, other=0)
+        elif not BY_EXPERT:
+            quantized, scale = rows.quantize(tile.to(tl.float32), rows.arguments, 0, 1)
+        for slot in tl.static_range(TOP_K):
+            pair = row * TOP_K + slot
+            expert = expert_of(pair, inside, row_args, "pairs")
+            known = expert >= 0
+            if BY_EXPERT:
+                tile_expert = tl.maximum(expert, 0)[:, None]
+                quantized, scale = rows.quantize(tile.to(tl.float32), rows.arguments, tile_expert, 1)
+            position = tl.load(positions + pair, mask=known, other=0).to(tl.int64)
+            store_groups(rows, quantized, scale, position, group, columns, known)
 
 
-def quantize_rows(rows: QuantizeRows, in_use: InUse, *, pdl: bool) -> None:
-    """Quantise ``rows``, whose groups are whole rows, where they are in use."""
-    block_r = max(4096 // rows.group, 1)
-    launch(
-        quantize_rows_kernel,
-        (-(-rows.num_groups // block_r),),
-        rows.for_kernels,
-        rows.x.shape[0],
-        in_use[1],
-        IN_USE=in_use[0],
-        BLOCK_R=block_r,
-        pdl=pdl,
-        num_warps=min(max(rows.group // 1024, 4), 16),
-    )
-
-
-def scatter_quantize(
+def quantize_rows(
     rows: QuantizeRows,
+    in_use: InUse,
     *,
-    pairs: SortedPairs,
-    routing: Routing,
+    positions: Tensor | None = None,
     by_expert: bool = False,
     x_scale: Tensor | None = None,
     pdl: bool,
 ) -> None:
-    """Quantise ``rows.x`` [M, K] into the sorted order: ``rows.values`` [P, K padded], ``rows.scales`` [P, groups].
+    """Quantise ``rows`` where they are in use; without ``positions`` their groups are whole rows.
 
-    ``by_expert``: the result depends on the expert (static scales), so that each pair is quantised by itself.
-    ``x_scale`` [M, groups]: ``rows.x`` are codes already, which only change places, with their scales.
-    ``pairs`` need their positions (`sort_pairs(positions=True)`).
+    With ``positions`` of pairs (`sort_pairs(positions=True)`) ``rows.x`` [M, K] goes into the sorted order:
+    ``rows.values`` [P, K padded], ``rows.scales`` [P, groups].  ``by_expert``: the result depends on the expert (static
+    scales), so that each pair is quantised by itself.  ``x_scale`` [M, groups]: ``rows.x`` are codes already, which
+    only change places, with their scales.
     """
-    # 16 groups of 128: programs enough for many rows, bytes enough for each
-    block_g = max(2048 // rows.group, 1)
+    # of groups that change places 16 of 128: programs enough for many rows, bytes enough for each
+    block_g = max((4096 if positions is None else 2048) // rows.group, 1)
+    kind, row_args = in_use
     launch(
-        scatter_quantize_kernel,
+        quantize_rows_kernel,
         (-(-rows.num_groups // block_g),),
         rows.for_kernels,
         rows.x.shape[0],
-        routing.arguments,
-        pairs.positions,
+        row_args,
+        positions,
         x_scale,
         0 if x_scale is None else x_scale.stride(0),
-        TOP_K=routing.top_k,
+        IN_USE=kind,
+        TOP_K=1 if positions is None else row_args[2],
         BLOCK_G=block_g,
         BY_EXPERT=by_expert,
         pdl=pdl,
-        num_warps=4 if rows.group <= 4096 else 8,
+        num_warps=min(max(rows.group // 1024, 4), 16),
     )

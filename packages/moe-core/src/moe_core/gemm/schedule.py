@@ -54,7 +54,7 @@ def locate(schedule, subtile, BLOCK_M: tl.constexpr, SUBTILES: tl.constexpr):
 
 @triton.jit
 def expert_of(row, inside, row_args, IN_USE: tl.constexpr):
-    """Local expert of rows by pair, negative where there is none; `moe_core.gemm.launch.rows_by_pair` makes the rest.
+    """Local expert of rows by pair, negative where there is none; of `in_use` of a `Routing` or a `Batch`.
 
     IN_USE "pairs": row_args = (ids, expert_map, top_k, num_ids, num_experts); "batched": (counts [E], capacity).
     """

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from moe_core.jit.pdl import begin_pdl
-from moe_core.ops._sort_kernels import quantize_groups
+from moe_core.ops._sort_kernels import groups_of, quantize_groups
 
 
 @triton.jit
@@ -52,16 +52,9 @@ def batch_kernel(
             tl.store(tiles + 3 + 2 * (first_tile + tile), me * capacity + tile * tile_rows, mask=exists)
     elif rows.quantize is not None:
         index = ((me - num_experts) * BLOCK_G).to(tl.int64) + tl.arange(0, BLOCK_G)
-        groups = tl.cdiv(rows.width, rows.group)
-        row = index // groups
+        row, group, columns = groups_of(rows, index)
         expert = row // capacity
         used = tl.load(counts + expert, mask=row < num_rows, other=0)
         used = (row < num_rows) & (row % capacity < used)
         if tl.sum(used.to(tl.int32), axis=0) > 0:
-            quantize_groups(
-                rows,
-                num_rows,
-                # a row that is not in use counts as one beyond the end
-                tl.where(used, index, index * 0 + num_rows * groups),
-                tl.where(used, expert, 0).to(tl.int32)[:, None],
-            )
+            quantize_groups(rows, row, group, columns, used, tl.where(used, expert, 0).to(tl.int32)[:, None])

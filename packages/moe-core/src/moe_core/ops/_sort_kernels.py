@@ -184,42 +184,35 @@ def load_columns(rows, row, column, mask):
 
 
 @triton.jit
-def load_groups(rows, num_rows, index):
-    """(row, group, columns, whether there is such a row, the tile) of groups `index` of rows, a `RowsForKernels`.
-
-    They are counted row by row, `width` columns each; see `load_columns`.
-    """
+def groups_of(rows, index):
+    """(row, group, columns) of groups `index` of rows, a `RowsForKernels`, `width` columns each, counted row by row."""
     groups = tl.cdiv(rows.width, rows.group)
     row = index // groups
     group = index % groups
-    inside = row < num_rows
-    offset = group[:, None] * rows.group + tl.arange(0, rows.group)[None, :]
-    return row, group, offset, inside, load_columns(rows, row[:, None], offset, inside[:, None])
+    return row, group, group[:, None] * rows.group + tl.arange(0, rows.group)[None, :]
 
 
 @triton.jit
-def store_groups(rows, quantized, scale, row, group, offset, mask):
-    """Write groups of `load_groups` and their scales to `row` where `mask`."""
+def store_groups(rows, quantized, scale, row, group, columns, mask):
+    """Write groups of `groups_of` and their scales to `row` where `mask`."""
     if rows.out is not None:
         stored = mask[:, None]
         if not rows.even:
-            stored = stored & (offset < rows.width)
-        tl.store(rows.out + row[:, None] * rows.stride_out + offset, quantized, mask=stored)
+            stored = stored & (columns < rows.width)
+        tl.store(rows.out + row[:, None] * rows.stride_out + columns, quantized, mask=stored)
     if rows.scales is not None:
         tl.store(rows.scales + row * rows.stride_scales + group, scale, mask=mask)
 
 
 @triton.jit
-def quantize_groups(rows, num_rows, index, expert):
-    """Quantise groups `index`, see `load_groups` and `store_groups`.
+def quantize_groups(rows, row, group, columns, used, expert):
+    """Quantise groups of `groups_of` where they are `used`; `quantize` gets `expert` [groups, 1].
 
-    `out` None keeps the scales alone, `scales` None the values.  `expert` None gives `quantize` the number of the
-    row.
+    `out` None keeps the scales alone, `scales` None the values.
     """
-    row, group, offset, inside, tile = load_groups(rows, num_rows, index)
-    expert = row[:, None] if expert is None else expert
-    quantized, scale = rows.quantize(tile.to(tl.float32), rows.arguments, expert, 1)
-    store_groups(rows, quantized, scale, row, group, offset, inside)
+    tile = load_columns(rows, row[:, None], columns, used[:, None]).to(tl.float32)
+    quantized, scale = rows.quantize(tile, rows.arguments, expert, 1)
+    store_groups(rows, quantized, scale, row, group, columns, used)
 
 
 @triton.jit(do_not_specialize=["sorters", "num_zeros", "num_rows"])
@@ -265,7 +258,8 @@ def sort_kernel(
     if me >= sorters:
         if rows.quantize is not None:
             index = ((me - sorters) * BLOCK_G).to(tl.int64) + tl.arange(0, BLOCK_G)
-            quantize_groups(rows, num_rows, index, None)
+            row, group, columns = groups_of(rows, index)
+            quantize_groups(rows, row, group, columns, row < num_rows, row[:, None])
     elif MODE == TINY:
         _sort_tiny(
             ids,

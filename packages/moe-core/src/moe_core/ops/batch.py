@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_core.jit.launch import launch
-from moe_core.ops.sort import QuantizeRows, RowsForKernels
+from moe_core.ops.sort import QuantizeRows, RowsForKernels, Schedule
 from moe_core.workspace import WorkspaceSpec
 
 
@@ -27,6 +28,9 @@ class Batch:
 
     counts: Tensor
     capacity: int
+    #: results are not weighted
+    weights: ClassVar[None] = None
+    weight_on_input: ClassVar[bool] = False
 
     @property
     def num_experts(self) -> int:
@@ -42,18 +46,14 @@ class Batch:
         """Slots per row."""
         return 1
 
+    @property
+    def in_use(self) -> tuple[str, tuple[Any, ...]]:
+        """IN_USE and row_args of `moe_core.gemm.schedule.expert_of`."""
+        return "batched", (self.counts, self.capacity)
+
     def max_tiles(self, block_m: int) -> int:
         """Most tiles of so many rows."""
         return self.num_experts * -(-self.capacity // block_m)
-
-
-@dataclass(frozen=True, eq=False)
-class BatchedRows:
-    """The tiles of a batch; see the module docstring."""
-
-    tiles: Tensor
-    offsets: Tensor
-    block_m: int
 
 
 def batch_workspaces(num_experts: int, capacity: int, block_m: int) -> tuple[WorkspaceSpec, ...]:
@@ -73,7 +73,7 @@ def batch_rows(
     rows: QuantizeRows | None = None,
     zero: Tensor | None = None,
     pdl: bool = False,
-) -> BatchedRows:
+) -> Schedule:
     """List the tiles of ``batch`` and quantise ``rows`` (x [E * T_max, K]) in one launch, with the Triton kernel.
 
     ``zero`` (int32, contiguous) is filled with zeros.  Counts are taken as between 0 and T_max.
@@ -82,7 +82,7 @@ def batch_rows(
 
     from moe_core.ops._batch_kernels import batch_kernel
 
-    found = BatchedRows(workspace["batch_tiles"], workspace["batch_offsets"], block_m)
+    found = Schedule(workspace["batch_tiles"], workspace["batch_offsets"], None, block_m)
     block_g, row_warps = (1, 4) if rows is None else rows.block(512)
     experts = batch.num_experts
     launch(

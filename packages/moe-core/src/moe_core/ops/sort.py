@@ -37,14 +37,26 @@ _MAX_CHUNKS = 128
 
 
 @dataclass(frozen=True, eq=False)
-class SortedPairs:
-    """The grouped pairs; see the module docstring."""
+class Schedule:
+    """Rows that are grouped by expert; see the module docstring.  ``pairs`` None: `moe_core.ops.batch`."""
 
     tiles: Tensor
     offsets: Tensor
-    pairs: Tensor
+    pairs: Tensor | None
     block_m: int
     positions: Tensor | None = None
+
+    @property
+    def for_kernels(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`schedule` of the kernels, see `moe_core.gemm.schedule`."""
+        return self.tiles, self.offsets, self.pairs
+
+
+@dataclass(frozen=True, eq=False)
+class SortedPairs(Schedule):
+    """The schedule of pairs."""
+
+    pairs: Tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe_core.gemm.launch import GemmWeight, Routing, Rows
+from moe_core.gemm.launch import GemmWeight, InUse, Routing, Rows
 from moe_core.gemm.lora import Adapters
 from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.quantize_rows import scatter_quantize
-from moe_core.ops.batch import Batch, BatchedRows, batch_rows
-from moe_core.ops.sort import QuantizeRows, SortedPairs, sort_pairs
-
-#: the sorted pairs, or the rows of the batched format
-Order = SortedPairs | BatchedRows
+from moe_core.gemm.quantize_rows import quantize_rows
+from moe_core.ops.batch import Batch, batch_rows
+from moe_core.ops.sort import QuantizeRows, Schedule, sort_pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +43,9 @@ class Call:
         """What a row of x is to it."""
         return "token" if isinstance(self.routing, Routing) else "position"
 
-    def order(self, rows: QuantizeRows | None = None, *, positions: bool = False, zero: Tensor | None = None) -> Order:
+    def order(
+        self, rows: QuantizeRows | None = None, *, positions: bool = False, zero: Tensor | None = None
+    ) -> Schedule:
         """Sort the pairs (batched: list the tiles), and quantise ``rows`` and clear ``zero`` beside that."""
         routing, plan, work = self.routing, self.plan, self.workspace
         if isinstance(routing, Batch):
@@ -63,11 +62,27 @@ class Call:
             pdl=plan.pdl,
         )
 
-    def scatter(self, rows: QuantizeRows, order: Order, *, by_expert: bool = False) -> None:
-        """Quantise ``rows`` straight into the sorted order, which is that of the pairs; see `scatter_quantize`."""
-        if isinstance(order, SortedPairs) and isinstance(self.routing, Routing):
-            routing, pdl = self.routing, self.plan.pdl
-            scatter_quantize(rows, pairs=order, routing=routing, by_expert=by_expert, x_scale=self.x_scale, pdl=pdl)
+    def quantize(
+        self,
+        rows: QuantizeRows,
+        in_use: InUse | None = None,
+        *,
+        positions: Tensor | None = None,
+        by_expert: bool = False,
+    ) -> None:
+        """Quantise ``rows``, by pair or others ``in_use``, by a launch of its own; see `quantize_rows`."""
+        x_scale = None if positions is None else self.x_scale
+        in_use, pdl = in_use or self.routing.in_use, self.plan.pdl
+        quantize_rows(rows, in_use, positions=positions, by_expert=by_expert, x_scale=x_scale, pdl=pdl)
+
+    def order_and_quantize(
+        self, rows: QuantizeRows, scatters: bool, *, by_expert: bool = False, zero: Tensor | None = None
+    ) -> Schedule:
+        """As :meth:`order`; ``scatters``: ``rows`` of x go straight into the sorted order, by a launch of its own."""
+        order = self.order(None if scatters else rows, positions=scatters, zero=zero)
+        if scatters:
+            self.quantize(rows, positions=order.positions, by_expert=by_expert)
+        return order
 
     def warp_specialises(self, config: TileConfig, weight: GemmWeight) -> bool:
         """Whether the warp-specialised kernel is asked for, and can read the weight and these rows."""

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.gemm.fused.call import Call, Order
+from moe_core.gemm.fused.call import Call
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded, quantized
 from moe_core.gemm.launch import OperandA, Result, Rows, constant
-from moe_core.gemm.quantize_rows import quantize_rows
-from moe_core.ops.sort import QuantizeRows
+from moe_core.ops.sort import QuantizeRows, Schedule
 from moe_core.workspace import WorkspaceSpec
 
 #: scatters rows into the sorted order only above this many pairs
@@ -64,16 +63,14 @@ class GroupScheme(ActivationScheme):
         warp_specialised = (scales, scales.stride(0))
         return OperandA((values, scales, values.stride(0), scales.stride(0)), which, warp_specialised=warp_specialised)
 
-    def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
+    def quantize_x(self, call: Call) -> tuple[Schedule, OperandA]:
         work, scatters = call.workspace, self._scatters(call)
         if call.x_scale is not None and not scatters:
             return call.order(), self.rows(call.x, call.x_scale, call.by_token)
         prefix = "sorted" if scatters else "x"
         values, scales = work[f"{prefix}_values"], work.get(f"{prefix}_scales")
         job = QuantizeRows(call.x, values, scales, self.quantize, self.group, (values,))
-        order = call.order(None if scatters else job, positions=scatters)
-        if scatters:
-            call.scatter(job, order)
+        order = call.order_and_quantize(job, scatters)
         return order, self.rows(values, scales, "position" if scatters else call.by_token)
 
     def _scatters(self, call: Call) -> bool:
@@ -96,14 +93,14 @@ class GroupScheme(ActivationScheme):
             block=constant(self.block),
         )
 
-    def h(self, call: Call, order: Order, which: Rows) -> OperandA:
+    def h(self, call: Call, order: Schedule, which: Rows) -> OperandA:
         work = call.workspace
         if call.adapters is not None:
             # every group of every pair is a row here
             wide, values = work["h"][: call.pairs].view(-1, self.group), work["h_values"].view(-1, self.group)
             scales = work["h_scales"].view(-1)
             job = QuantizeRows(wide, values, scales, self.quantize, self.group, (values,))
-            quantize_rows(job, ("all", ()), pdl=False)
+            call.quantize(job, ("all", ()))
         rows, columns = self.rows(work["h_values"], work.get("h_scales"), which), call.w2.k
         if call.w13.interleaved and columns % self.block:
             # a tile of gemm1 is half as wide in h, so that columns of the last one may not be written

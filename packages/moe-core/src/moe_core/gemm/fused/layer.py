@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_core.gemm.fused.call import Call, Order
+from moe_core.gemm.fused.call import Call
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.hopper_launch import hopper_gemm
 from moe_core.gemm.launch import Activation, Gemm, GemmWeight, OperandA, Result, Routing, grouped_gemm, reduce_split_k
@@ -32,6 +32,7 @@ from moe_core.gemm.plan import TilePlan
 from moe_core.lora import LoRA
 from moe_core.ops.batch import Batch
 from moe_core.ops.reduce import reduce_pairs
+from moe_core.ops.sort import Schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +85,7 @@ class FusedLayer:
             expert_map = routing.expert_map
             reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=expert_map, split_k=split_k, pdl=plan.pdl)
 
-    def _gemm1(self, call: Call, order: Order, a: OperandA) -> OperandA:
+    def _gemm1(self, call: Call, order: Schedule, a: OperandA) -> OperandA:
         """h as operand A of gemm2."""
         config, routing = call.plan.gemm1, call.routing
         weight, activation = self.w13, self.activation
@@ -102,7 +103,7 @@ class FusedLayer:
             reduce_split_k(gemm, h)
         return self.scheme.h(call, order, by_pair)
 
-    def _gemm2(self, call: Call, order: Order, a: OperandA, out: Tensor) -> tuple[Tensor, int]:
+    def _gemm2(self, call: Call, order: Schedule, a: OperandA, out: Tensor) -> tuple[Tensor, int]:
         """(y [pairs * split_k, K], split_k); batched: the output itself."""
         weight, config = self.w2, call.plan.gemm2
         lora = None if call.adapters is None else call.adapters.delta("w2", call.workspace["h"], by_pair=True)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from moe_core.gemm.columns import Columns, gather_columns
-from moe_core.gemm.fused.call import Call, Order
+from moe_core.gemm.fused.call import Call
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded, quantized
-from moe_core.gemm.launch import OperandA, Result, Rows, has_aligned_rows, rows_by_pair
-from moe_core.gemm.quantize_rows import quantize_rows
-from moe_core.ops.sort import QuantizeRows, whole_row
+from moe_core.gemm.launch import OperandA, Result, Rows, has_aligned_rows
+from moe_core.ops.sort import QuantizeRows, Schedule, whole_row
 from moe_core.workspace import WorkspaceSpec
 
 
@@ -50,13 +49,13 @@ class PlainScheme(ActivationScheme):
             *quantized("h", made, inner, self.dtype, torch.float32),
         )
 
-    def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
+    def quantize_x(self, call: Call) -> tuple[Schedule, OperandA]:
         return call.order(), self._rows(call, "x", call.x, self.x, call.by_token)
 
     def result(self, call: Call) -> Result:
         return Result.of(call.workspace["h"])
 
-    def h(self, call: Call, order: Order, which: Rows) -> OperandA:
+    def h(self, call: Call, order: Schedule, which: Rows) -> OperandA:
         return self._rows(call, "h", call.workspace["h"], self.h_columns, which)
 
     def _rows(self, call: Call, name: str, x: Tensor, columns: Columns, which: Rows) -> OperandA:
@@ -73,7 +72,7 @@ class PlainScheme(ActivationScheme):
         if self.quantize is not None:
             values, scales = call.workspace[f"{name}_values"], call.workspace[f"{name}_scales"]
             job = QuantizeRows(x[:, :k], values, scales, self.quantize, whole_row(values.shape[1]), (values,))
-            quantize_rows(job, rows_by_pair(call.routing), pdl=call.plan.pdl)
+            call.quantize(job)
             rows = values, values.stride(0)
             return OperandA((values, scales, values.stride(0), 1, 0, None) if self.by_token else rows, which)
         indexed = columns.indexes(present)

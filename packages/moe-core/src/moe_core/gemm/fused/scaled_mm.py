@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_core.gemm import scaled_mm as device
-from moe_core.gemm.fused.call import Call, Order
+from moe_core.gemm.fused.call import Call
 from moe_core.gemm.fused.scheme import ActivationScheme, CallShape, padded, quantized
 from moe_core.gemm.launch import (
     GemmWeight,
@@ -25,13 +25,11 @@ from moe_core.gemm.launch import (
     TileFunctions,
     WarpSpecialisedGemm,
     constant,
-    rows_by_pair,
     weight_strides,
 )
 from moe_core.gemm.operand_tiles import load_values
-from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.ops.batch import Batch
-from moe_core.ops.sort import QuantizeRows, clears_first, whole_row
+from moe_core.ops.sort import QuantizeRows, Schedule, clears_first, whole_row
 from moe_core.workspace import WorkspaceSpec
 
 #: rows of a tile up to which values may be quantised while they are loaded
@@ -199,7 +197,7 @@ class ScaledMMScheme(ActivationScheme):
 
     # -------------------------------------------------------------- x
 
-    def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
+    def quantize_x(self, call: Call) -> tuple[Schedule, OperandA]:
         static, batched = self.granularity == "static", isinstance(call.routing, Batch)
         # the warp-specialised kernel wants the rows of a tile side by side; a scale per expert every pair by itself
         side_by_side = static or call.warp_specialises(call.plan.gemm1, call.w13)
@@ -213,33 +211,28 @@ class ScaledMMScheme(ActivationScheme):
                 flags = work["x_amax"]
                 flagging = QuantizeRows(x, None, flags, device.row_nan_flags, whole_row(x.shape[1]))
             return call.order(flagging, zero=zero), self._rows(call, x, self.x_scale, which, flags, by_row=False)
-        prefix, amax = "sorted" if scatters else "x", None
+        prefix = "sorted" if scatters else "x"
         values, scales = work[f"{prefix}_values"], work[f"{prefix}_scales"]
         if self.granularity == "tensor" and x.shape[0] > 1:
             order, amax, in_use = self._order_with_amax(call, scatters)
-        elif scatters:
-            order = call.order(positions=True, zero=zero)
-        job = self._job(x, values, scales, amax, self.x_scale)
-        if scatters:
-            call.scatter(job, order, by_expert=static)
-        elif amax is not None:
-            quantize_rows(job, in_use, pdl=call.plan.pdl)
+            call.quantize(self._job(x, values, scales, amax), in_use, positions=order.positions)
         else:
-            order = call.order(job, zero=zero)
+            job = self._job(x, values, scales, static=self.x_scale)
+            order = call.order_and_quantize(job, scatters, by_expert=static, zero=zero)
         return order, self._rows(call, values, scales, "position" if scatters else which)
 
     def _zeroed(self, call: Call) -> Tensor | None:
         """What is to be cleared before gemm1."""
         return call.workspace["amax"][:2] if self.granularity == "tensor" else self._amax(call)
 
-    def _order_with_amax(self, call: Call, positions: bool) -> tuple[Order, tuple[Tensor, int], InUse]:
+    def _order_with_amax(self, call: Call, positions: bool) -> tuple[Schedule, tuple[Tensor, int], InUse]:
         """The order, magnitudes of x as `quantize_by_amax` takes them, and which rows of x they span."""
         x, found, raised, zero = call.x, call.workspace["x_amax"], call.workspace["amax"][1:2], self._zeroed(call)
         group = whole_row(x.shape[1])
         if isinstance(call.routing, Batch):
-            order, in_use = call.order(zero=zero), rows_by_pair(call.routing)
+            order, in_use = call.order(zero=zero), call.routing.in_use
             job = QuantizeRows(x, None, None, device.row_amax, group, (None, None, raised))
-            quantize_rows(job, in_use, pdl=call.plan.pdl)
+            call.quantize(job)
             return order, (raised, 1), in_use
         in_use, raises = ("tokens", call.routing.arguments), clears_first(call.pairs)
         arguments = x.shape[0], in_use[1], raised if raises else None
@@ -278,7 +271,7 @@ class ScaledMMScheme(ActivationScheme):
         values, quantize = work["h_values"], self.functions.quantize_static
         return Result.of(values, quantize=quantize, quant_args=(values, self.h_scale), amax=amax, amax_kind=kind)
 
-    def h(self, call: Call, order: Order, which: Rows) -> OperandA:
+    def h(self, call: Call, order: Schedule, which: Rows) -> OperandA:
         work, amax = call.workspace, self._amax(call)
         # whole tiles of gemm1 may be narrower than whole blocks of h: columns behind its own may not be written
         values, wide, found = work["h_values"], work["h"][:, : call.w2.k], work["h_scales"]
@@ -288,8 +281,6 @@ class ScaledMMScheme(ActivationScheme):
             return self._rows(call, wide, amax, which, by_row=self.granularity == "token")
         shared = (amax, 1) if self.granularity == "tensor" else None
         job = self._job(wide[: call.pairs], values, found, shared, self.h_scale)
-        in_use = rows_by_pair(call.routing)
-        if which != call.by_pair:
-            in_use = "sorted", (order.offsets[call.routing.num_experts :],)
-        quantize_rows(job, in_use, pdl=call.plan.pdl)
+        in_sorted = "sorted", (order.offsets[call.routing.num_experts :],)
+        call.quantize(job, None if which == call.by_pair else in_sorted)
         return self._rows(call, values, found, which)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
-from moe_core.gemm.fused.call import Call, Order
+from moe_core.gemm.fused.call import Call
 from moe_core.gemm.launch import OperandA, Result, Rows
 from moe_core.gemm.workspaces import lora_workspaces, order_workspaces, split_k_workspace
+from moe_core.ops.sort import Schedule
 from moe_core.workspace import WorkspaceSpec
 
 #: columns of a tile of gemm1, and what rows of x and h are padded to a multiple of
@@ -55,7 +56,7 @@ class ActivationScheme(ABC):
         """Scratch memory of x and h as they are multiplied."""
 
     @abstractmethod
-    def quantize_x(self, call: Call) -> tuple[Order, OperandA]:
+    def quantize_x(self, call: Call) -> tuple[Schedule, OperandA]:
         """Sort the pairs (batched: list the tiles); x as operand A of gemm1."""
 
     @abstractmethod
@@ -63,7 +64,7 @@ class ActivationScheme(ABC):
         """Where gemm1's epilogue leaves h, and how it is quantised there."""
 
     @abstractmethod
-    def h(self, call: Call, order: Order, which: Rows) -> OperandA:
+    def h(self, call: Call, order: Schedule, which: Rows) -> OperandA:
         """h as operand A of gemm2; its rows are ``which`` of the tile kernel's."""
 
     def weights_first(self, has_lora: bool) -> bool:
