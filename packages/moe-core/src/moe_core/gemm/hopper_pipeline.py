@@ -114,24 +114,17 @@ def allocate_queue():
 
 
 @gluon.jit
-def _read(entries, place):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(entries.index(place).load(layout), axis=0)
-
-
-@gluon.jit
 def receive(queue, turn):
     """The index that was sent as number `turn`, and its `locate_tile`."""
     entries, sent, taken = queue
     slot = full_slot(sent, turn)
-    index = _read(entries, slot)
-    expert = _read(entries, slot + QUEUE)
-    first = _read(entries, slot + 2 * QUEUE)
-    end = _read(entries, slot + 3 * QUEUE)
-    block_n = _read(entries, slot + 4 * QUEUE)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    numbers = ()
+    for i in gl.static_range(5):
+        numbers += (gl.max(entries.index(slot + i * QUEUE).load(layout), axis=0),)
     barrier()
     mbarrier.arrive(taken.index(slot))
-    return index, (expert, first, end, block_n)
+    return numbers[0], numbers[1:]  # type: ignore[misc]
 
 
 @gluon.jit
@@ -139,9 +132,9 @@ def _send(queue, turn, index, tile):
     entries, sent, taken = queue
     slot = empty_slot(taken, turn)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    entries.index(slot).store(gl.full([1], 0, gl.int32, layout) + index)
-    for i in gl.static_range(4):
-        entries.index(slot + (i + 1) * QUEUE).store(gl.full([1], 0, gl.int32, layout) + tile[i])
+    numbers = (index,) + tile
+    for i in gl.static_range(5):
+        entries.index(slot + i * QUEUE).store(gl.full([1], 0, gl.int32, layout) + numbers[i])
     barrier()
     mbarrier.arrive(sent.index(slot))
 

@@ -133,9 +133,9 @@ class GemmWeight:
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """The activation between the two products: a `MoEActivation` value and its parameters."""
+    """The activation between the two products: a `MoEActivation` value and its parameters; "" behind gemm2."""
 
-    name: str
+    name: str = ""
     alpha: float = 1.0
     beta: float = 0.0
     limit: float | None = None
@@ -150,7 +150,7 @@ class Activation:
 
     @property
     def gated(self) -> bool:
-        return not self.name.endswith("_no_mul")
+        return bool(self.name) and not self.name.endswith("_no_mul")
 
     @cached_property
     def arguments(self) -> tuple[Any, ...]:
@@ -269,22 +269,16 @@ class Epilogue(NamedTuple):
     limit: float | None
 
 
-_NO_ACTIVATION = (constant(""), tl.constexpr(False), 0.0, 0.0, None)
+_NO_ACTIVATION = Activation()
 
 
 def epilogue_of(
     bias: Tensor | None, routing: Routing | Batch, activation: Activation | None, lora: LoRADelta | None = None
 ) -> Epilogue:
     """The epilogue of gemm1 (with an ``activation``) or gemm2."""
-    weighted = routing.weight_on_input == (activation is not None)
-    fields = (
-        bias,
-        0 if bias is None else bias.stride(0),
-        routing.weights if weighted else None,
-        lora,
-        *(_NO_ACTIVATION if activation is None else activation.arguments),
-    )
-    return tuple.__new__(Epilogue, fields)
+    weights = routing.weights if routing.weight_on_input == (activation is not None) else None
+    stride = 0 if bias is None else bias.stride(0)
+    return Epilogue(bias, stride, weights, lora, *(activation or _NO_ACTIVATION).arguments)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import triton
@@ -72,22 +73,16 @@ def add_swap_ab_dot(acc, values, x):
         return wait_for_mma(tl.dot(values, tl.trans(x), acc))
 
 
-_UNIFORM: dict[Any, Any] = {}
-
-
+@cache
 def uniform(multiply: Any) -> Any:
     """``multiply`` of a tile kernel, or its copy that sums alike for every height of a tile.
 
     Device functions read `FEW`.  In the copies no product of a step has registers of its own: the tensor cores' sum
     runs on.
     """
-    function = multiply.fn
-    if function not in _UNIFORM:
-        read = function.__code__.co_names
-        if "FEW" in read:
-            _UNIFORM[function] = specialize(multiply, FEW=0)
-        elif "add_swap_ab_dot" in read:
-            _UNIFORM[function] = specialize(multiply, add_swap_ab_dot=specialize(add_swap_ab_dot, FEW=0))
-        else:
-            _UNIFORM[function] = multiply
-    return _UNIFORM[function]
+    read = multiply.fn.__code__.co_names
+    if "FEW" in read:
+        return specialize(multiply, FEW=0)
+    if "add_swap_ab_dot" in read:
+        return specialize(multiply, add_swap_ab_dot=specialize(add_swap_ab_dot, FEW=0))
+    return multiply

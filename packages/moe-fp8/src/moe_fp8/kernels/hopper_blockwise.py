@@ -20,16 +20,13 @@ def _scale_rows(block_n, stride, N, ROWS: gl.constexpr, GATED: gl.constexpr):
     PER_TILE: gl.constexpr = TILE // ROWS
     last = gl.cdiv(N, ROWS) - 1
     # the neighbour of a short tile's last block may lie beyond the columns altogether
+    first = gl.minimum(block_n * (PER_TILE if GATED else 2 * PER_TILE), last)
+    found = (first * stride, gl.minimum(first + PER_TILE - 1, last) * stride)
     if GATED:
-        first = gl.minimum(block_n * PER_TILE, last)
-        second = gl.minimum(first + PER_TILE - 1, last)
-        up = last + 1
-        return first * stride, second * stride, (first + up) * stride, (second + up) * stride
+        up = (last + 1) * stride
+        return found + (found[0] + up, found[1] + up)
     else:
-        first = gl.minimum(block_n * (2 * PER_TILE), last)
-        return (
-            first * stride,
-            gl.minimum(first + PER_TILE - 1, last) * stride,
+        return found + (
             gl.minimum(first + PER_TILE, last) * stride,
             gl.minimum(first + 2 * PER_TILE - 1, last) * stride,
         )

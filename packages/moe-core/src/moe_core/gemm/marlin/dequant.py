@@ -96,10 +96,9 @@ def pair(x, dtype: tl.constexpr):
     """int32: float32 `x`, rounded to `dtype`, twice; `x` itself in the interpreter, and where numbers are float32."""
     if INTERPRET or dtype == tl.float32:
         return x
-    elif dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [x], tl.int32, True, 1)
     else:
-        return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [x], tl.int32, True, 1)
+        KIND: tl.constexpr = "bf16x2" if dtype == tl.bfloat16 else "f16x2"
+        return tl.inline_asm_elementwise("cvt.rn." + KIND + ".f32 $0, $1, $1;", "=r,f", [x], tl.int32, True, 1)
 
 
 @triton.jit
