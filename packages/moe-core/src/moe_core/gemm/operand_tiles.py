@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_core.jit.casts import downcast
+from moe_core.jit.prefetch import prefetch_bulk
 
 # bytes of each weight row that are asked for ahead of time
 PREFETCH = tl.constexpr(1024)
@@ -91,24 +92,8 @@ def prefetch_rows(rows, inside, size, strides, step=STEP):
     strides: `step_strides` of the weights.  Of block-major rows only the first `step` bytes, those of a step: requests
     cost more than they gain.
     """
-    pointers = rows.to(tl.int64)
     size = tl.minimum(size, tl.where(strides[1] == 0, PREFETCH, step))
-    size = tl.where(inside, size, 0)
-    tl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred %p;
-            setp.ne.s32 %p, $2, 0;
-            @%p cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [pointers, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch_bulk(rows, tl.where(inside, size, 0))
 
 
 @triton.jit

@@ -59,9 +59,9 @@ class TilePlan:
 
     def unsplit(self) -> TilePlan:
         """The same without split-K, whose partial sums need room for every row that there could be."""
-        return replace(self, gemm1=replace(self.gemm1, split_k=1), gemm2=replace(self.gemm2, split_k=1))
+        return TilePlan(replace(self.gemm1, split_k=1), replace(self.gemm2, split_k=1), self.pdl)
 
     def interpreted(self) -> TilePlan:
         """The same for Triton's interpreter, which knows neither dependent launches nor warp specialisation."""
         gemm1, gemm2 = (replace(config, warp_specialised=False) for config in (self.gemm1, self.gemm2))
-        return replace(self, gemm1=gemm1, gemm2=gemm2, pdl=False)
+        return TilePlan(gemm1, gemm2)

@@ -167,12 +167,11 @@ def _vectors_of(shared, step, form, VECTORS: gl.constexpr, layout: gl.constexpr)
 
 
 @gluon.jit
-def _dot4(acc, word, x):
-    """acc + products of the four int8 of `word` [VECTORS, ROWS, LANES] and those of x [VECTORS, LANES]."""
+def _multiply_add(INSTRUCTION: gl.constexpr, words, x, acc):
+    """acc + `words` [VECTORS, ROWS, LANES] * x [VECTORS, LANES], as INSTRUCTION multiplies the numbers of a word."""
     x = gl.expand_dims(x, 1).broadcast_to(acc.shape)
-    return gl.inline_asm_elementwise(
-        "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [word, x, acc], dtype=gl.int32, is_pure=True, pack=1
-    )
+    asm: gl.constexpr = INSTRUCTION + " $0, $1, $2, $3;"
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [words, x, acc], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -192,15 +191,6 @@ def _widen(word):
         dtype=[gl.int32, gl.int32],
         is_pure=True,
         pack=1,
-    )
-
-
-@gluon.jit
-def _fma2(a, x, acc):
-    """a * x + acc of two float16 in each word; x [VECTORS, LANES]."""
-    x = gl.expand_dims(x, 1).broadcast_to(acc.shape)
-    return gl.inline_asm_elementwise(
-        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, x, acc], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
@@ -230,11 +220,11 @@ def _add(acc, words, factor, x, layout: gl.constexpr, form):
     sums = gl.zeros(acc.shape, gl.int32, layout)
     for word in gl.static_range(4):
         if INTEGERS:
-            part = _dot4(part, words[word], numbers[word][0])
+            part = _multiply_add("dp4a.s32.s32", words[word], numbers[word][0], part)
         else:
             twos = _widen(words[word])
             for half in gl.static_range(2):
-                sums = _fma2(twos[half], numbers[word][half], sums)
+                sums = _multiply_add("fma.rn.f16x2", twos[half], numbers[word][half], sums)
                 if (2 * word + half) % form.summed == form.summed - 1:
                     part += _both(sums)
                     sums = gl.zeros(acc.shape, gl.int32, layout)
