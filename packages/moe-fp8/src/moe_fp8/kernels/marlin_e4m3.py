@@ -51,7 +51,8 @@ PAIR_ROWS = tl.constexpr(128)
 INTERLEAVED = tl.constexpr(False)
 
 
-def _widening(*, float16: bool, scaled: bool) -> str:
+@triton.constexpr_function
+def _widening(float16: bool, scaled: bool) -> str:
     """$0, $1: bytes 0 and 2, $2, $3: bytes 1 and 3 of $4, times the pair $5 where ``scaled``.
 
     -0.0 as addend keeps the sign of zeros.
@@ -79,12 +80,6 @@ def _widening(*, float16: bool, scaled: bool) -> str:
     """
 
 
-# by float16, scaled
-_TEXTS = tl.constexpr(
-    tuple(_widening(float16=float16, scaled=scaled) for float16 in (False, True) for scaled in (False, True))
-)
-
-
 @triton.jit
 def _byte(words, scale):
     """float32 of the lowest bytes of `words`, as the asm does it."""
@@ -103,7 +98,7 @@ def e4m3_values(words, dtype: tl.constexpr, scale=None):
     if INTERPRET or dtype == tl.float32:
         return _byte(words, scale), _byte(words >> 16, scale), _byte(words >> 8, scale), _byte(words >> 24, scale)
     else:
-        asm: tl.constexpr = _TEXTS[2 * (dtype == tl.float16) + (scale is not None)]
+        asm: tl.constexpr = _widening(dtype == tl.float16, scale is not None)
         if scale is None:
             return asm_values(asm, 4, "r", (words,), dtype)
         else:

@@ -41,25 +41,30 @@ from moe_mxfp4 import scales
 LARGEST = tl.constexpr(scales.LARGEST)
 
 
-# a word's four pairs, as they lie in bfloat16; the fourth in two parts.  Where nothing wraps around a shift is the
-# rotation: ptxas makes a product of it, for which another unit has time
-_PAIRS = """
+@triton.constexpr_function
+def _pairs(word: str) -> str:
+    """p0 to p3: a word's four pairs, as they lie in bfloat16; the fourth in two parts.
+
+    Where nothing wraps around a shift is the rotation: ptxas makes a product of it, for which another unit has time.
+    """
+    return f"""
     .reg .b32 p0, p1, p2, p3, part, sign; mov.b32 sign, 0x80008000;
-    and.b32 p0, WORD, 0x81c081c0;
-    shl.b32 p1, WORD, 4;
+    and.b32 p0, {word}, 0x81c081c0;
+    shl.b32 p1, {word}, 4;
     and.b32 p1, p1, 0x81c081c0;
-    shf.l.wrap.b32 p2, WORD, WORD, 10;
+    shf.l.wrap.b32 p2, {word}, {word}, 10;
     and.b32 p2, p2, 0x81c081c0;
-    shf.l.wrap.b32 p3, WORD, WORD, 14;
+    shf.l.wrap.b32 p3, {word}, {word}, 14;
     and.b32 p3, p3, 0x81808180;
-    shl.b32 part, WORD, 6;
+    shl.b32 part, {word}, 6;
     lop3.b32 p3, part, 0x00400040, p3, 0xea;
 """
 
 
-def _widening(*, float16: bool) -> tl.constexpr:
+@triton.constexpr_function
+def _widening(float16: bool) -> str:
     """$0 to $7: the word $8 as four pairs, times the pair $9.  -0.0 as addend keeps the sign of zeros."""
-    lines = [_PAIRS.replace("WORD", "$8")]
+    lines = [_pairs("$8")]
     for number in range(4):
         if float16:
             lines += [
@@ -71,20 +76,16 @@ def _widening(*, float16: bool) -> tl.constexpr:
             f"fma.rn.{'f16x2' if float16 else 'bf16x2'} p{number}, p{number}, $9, sign;",
             f"mov.b32 {{${2 * number}, ${2 * number + 1}}}, p{number};",
         ]
-    return tl.constexpr("{ " + " ".join(lines) + " }")
+    return "{ " + " ".join(lines) + " }"
 
 
-def _integers() -> tl.constexpr:
+@triton.constexpr_function
+def _integers() -> str:
     """$0, $1: twice the numbers of the word $2, plus 64: the mantissa of a bfloat16 of exponent 7 counts ones."""
-    lines = [_PAIRS.replace("WORD", "$2"), ".reg .b32 up, one; mov.b32 up, 0x7f007f00; mov.b32 one, 0x43404340;"]
+    lines = [_pairs("$2"), ".reg .b32 up, one; mov.b32 up, 0x7f007f00; mov.b32 one, 0x43404340;"]
     lines += [f"fma.rn.bf16x2 p{number}, p{number}, up, one;" for number in range(4)]
     lines += [f"prmt.b32 ${word}, p{word}, p{word + 2}, 0x6240;" for word in range(2)]
-    return tl.constexpr("{ " + " ".join(lines) + " }")
-
-
-_BFLOAT16 = _widening(float16=False)
-_FLOAT16 = _widening(float16=True)
-_INTEGERS = _integers()
+    return "{ " + " ".join(lines) + " }"
 
 
 @triton.jit
@@ -118,7 +119,7 @@ def e2m1_bytes(words, dtype: tl.constexpr):
         odd = (v[2] + v[6] * 256 + v[3] * 65536).to(tl.int32) + (v[7].to(tl.int32) << 24)
         return even + 0x40404040, odd + 0x40404040
     else:
-        return tl.inline_asm_elementwise(_INTEGERS, "=&r,=r,r", [words], [tl.int32, tl.int32], True, 1)
+        return tl.inline_asm_elementwise(_integers(), "=&r,=r,r", [words], [tl.int32, tl.int32], True, 1)
 
 
 @triton.jit
@@ -127,7 +128,7 @@ def e2m1_values(words, dtype: tl.constexpr, scale):
     if INTERPRET:
         return _interpreted(words, scale)
     else:
-        asm: tl.constexpr = _FLOAT16 if dtype == tl.float16 else _BFLOAT16
+        asm: tl.constexpr = _widening(dtype == tl.float16)
         return asm_values(asm, 8, "r,r", (words, scale), dtype)
 
 

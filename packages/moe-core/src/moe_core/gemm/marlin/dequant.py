@@ -20,7 +20,8 @@ from moe_core.jit.registers import join_last, unpack
 # last, where numbers are scaled, a pair of factors.  -0.0 as addend keeps the sign of zeros.
 
 
-def _text(*, bits: int, scaled: bool, symmetric: bool, float16: bool) -> str:
+@triton.constexpr_function
+def _text(bits: int, scaled: bool, symmetric: bool, float16: bool) -> str:
     """Codes p and p + 16 / bits of a word as pair p: 128 + code (float16: 1024 + code), minus as much.
 
     bfloat16 has 7 bits of mantissa.  Bytes are 128 + (low 7 bits) there, minus 256, or 128 where the highest bit is
@@ -46,18 +47,6 @@ def _text(*, bits: int, scaled: bool, symmetric: bool, float16: bool) -> str:
             lines.append(f"fma.rn.{kind} p, p, {first if symmetric else second}, zero;")
         lines.append(f"mov.b32 {{${2 * number}, ${2 * number + 1}}}, p;")
     return "{ .reg .b32 w, p, q, one, zero; mov.b32 zero, 0x80008000; " + " ".join(lines) + " }"
-
-
-# by 8 bits, scaled, with zero points, float16
-_TEXTS = tl.constexpr(
-    tuple(
-        _text(bits=bits, scaled=scaled, symmetric=symmetric, float16=float16)
-        for bits in (4, 8)
-        for scaled in (False, True)
-        for symmetric in (True, False)
-        for float16 in (False, True)
-    )
-)
 
 
 def _unshifted(low: str, high: str, added: str, factor: str = "") -> tl.constexpr:
@@ -165,15 +154,13 @@ def asm_values(ASM: tl.constexpr, COUNT: tl.constexpr, INPUTS: tl.constexpr, ope
 @triton.jit
 def integer_values(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr):
     """The 32 / BITS numbers of `integers`, as `asm_values`; `dtype` has 16 bits."""
-    SCALED: tl.constexpr = scale is not None
-    ZEROS: tl.constexpr = offset is not None
-    asm: tl.constexpr = _TEXTS[(BITS == 8) * 8 + SCALED * 4 + ZEROS * 2 + (dtype == tl.float16)]
+    asm: tl.constexpr = _text(BITS, scale is not None, offset is None, dtype == tl.float16)
     operands = (words,)
-    if ZEROS:
+    if offset is not None:
         operands += (offset,)
-    if SCALED:
+    if scale is not None:
         operands += (scale,)
-    return asm_values(asm, 32 // BITS, "r" + ",r" * (SCALED + ZEROS), operands, dtype)
+    return asm_values(asm, 32 // BITS, "r" + ",r" * (len(operands) - 1), operands, dtype)
 
 
 @triton.jit
