@@ -40,24 +40,17 @@ def _by_thread(x):
 
 
 @triton.jit
-def _dot(values, x):
-    """As `swap_ab_dot`, of 16-bit numbers."""
-    # `wgmma` takes four warps, and for Triton up to 3.7 16 rows of activations
-    if _FOUR_COLUMNS and (x.shape[0] < 16 or tl.extra.cuda.num_warps() < 4):
-        # in the same order both have the same product, and numbers stay in the registers that they were made in
-        return tl.dot(_by_thread(values), tl.trans(_by_thread(x)))
-    else:
-        return tl.dot(values, tl.trans(x))
-
-
-@triton.jit
 def swap_ab_dot(values, x):
     """values [N, K] @ x [M, K].T, float32."""
     if INTERPRET or x.dtype == tl.float32:
         # the interpreter multiplies bfloat16 as if it were integers
         return tl.dot(values.to(tl.float32), tl.trans(x.to(tl.float32)), input_precision="ieee")
+    # `wgmma` takes four warps, and for Triton up to 3.7 16 rows of activations
+    elif _FOUR_COLUMNS and (x.shape[0] < 16 or tl.extra.cuda.num_warps() < 4):
+        # in the same order both have the same product, and numbers stay in the registers that they were made in
+        return tl.dot(_by_thread(values), tl.trans(_by_thread(x)))
     else:
-        return _dot(values, x)
+        return tl.dot(values, tl.trans(x))
 
 
 @triton.jit
@@ -68,7 +61,7 @@ def add_swap_ab_dot(acc, values, x):
     elif acc.shape[1] <= FEW:
         # each step's product by itself: ptxas makes every `wgmma` wait for the one before where it cannot tell that
         # nobody else sets a running sum meanwhile (as `fma`: Triton would turn a sum into a running one)
-        return tl.fma(_dot(values, x), tl.full(acc.shape, 1.0, tl.float32), acc)
+        return tl.fma(swap_ab_dot(values, x), tl.full(acc.shape, 1.0, tl.float32), acc)
     else:
         return wait_for_mma(tl.dot(values, tl.trans(x), acc))
 

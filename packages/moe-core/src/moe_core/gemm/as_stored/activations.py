@@ -72,11 +72,9 @@ def code_mxfp8(tile, quant_args, expert, AXIS: tl.constexpr):
     GROUPS: tl.constexpr = tile.shape[AXIS] // MX_GROUP
     scaled, scale = _scaled_mx(tile, "e4m3", AXIS, "up")
     exponents = (magnitude_bits(scale) >> 23).to(tl.uint8)
-    codes = downcast_e4m3(scaled).reshape(tile.shape)
-    if GROUPS == 1:
-        return codes, exponents.reshape(tile.shape[:AXIS] + tile.shape[AXIS + 1 :])
-    else:
-        return codes, exponents.reshape(tile.shape[:AXIS] + [GROUPS] + tile.shape[AXIS + 1 :])
+    KEPT: tl.constexpr = [GROUPS] if GROUPS > 1 else []
+    exponents = exponents.reshape(tile.shape[:AXIS] + KEPT + tile.shape[AXIS + 1 :])
+    return downcast_e4m3(scaled).reshape(tile.shape), exponents
 
 
 # set by `specialize`: codes of a word of the weights, 0 for columns in their own order; how values are made

@@ -124,15 +124,12 @@ def _zeros(HEIGHT: gl.constexpr):
 @gluon.jit
 def _add(numbers, x, sums):
     """sums + numbers @ x.T, in flight."""
-    FIRST: gl.constexpr = sums[0].shape[1]
-    sum_0 = warpgroup_mma(numbers, x.slice(0, FIRST, 0).permute((1, 0)), sums[0], is_async=True)
-    if len(sums) == 2:
-        layout: gl.constexpr = gl.DotOperandLayout(0, sums[1].type.layout, 2)
-        same = gl.convert_layout(numbers, layout, assert_trivial=True)
-        sum_1 = warpgroup_mma(same, x.slice(FIRST, FIRST // 2, 0).permute((1, 0)), sums[1], is_async=True)
-        return (sum_0, sum_1)
-    else:
-        return (sum_0,)
+    found = ()
+    for i in gl.static_range(len(sums)):
+        same = gl.convert_layout(numbers, gl.DotOperandLayout(0, sums[i].type.layout, 2), assert_trivial=True)
+        rows = x.slice(i * sums[0].shape[1], sums[i].shape[1], 0)
+        found += (warpgroup_mma(same, rows.permute((1, 0)), sums[i], is_async=True),)
+    return found
 
 
 @gluon.jit
