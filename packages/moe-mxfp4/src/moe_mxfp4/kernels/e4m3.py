@@ -21,6 +21,7 @@ from moe_core.kernel_api import (
     FEW,
     INTERPRET,
     factor_e4m3,
+    join_last,
     open_weights,
     per_word,
     prefetch_rows,
@@ -71,10 +72,11 @@ def _columns(low, high):
     """
     N: tl.constexpr = low.shape[0]
     W: tl.constexpr = low.shape[1]
-    even = tl.join(tl.join(_byte(low, 0), _byte(high, 0)), tl.join(_byte(low, 2), _byte(high, 2)))
-    odd = tl.join(tl.join(_byte(low, 1), _byte(high, 1)), tl.join(_byte(low, 3), _byte(high, 3)))
-    # of word 4t + u: half h, byte 2 j1 + j0; [unit, t, u, h, j1, j0] to [unit, u, h, t, j1, j0]
-    bytes_ = tl.join(even, odd).reshape(N, W // 16, 4, 4, 2, 2, 2).permute(0, 1, 3, 4, 2, 5, 6)
+    halves = ()
+    for j in tl.static_range(4):
+        halves += (tl.join(_byte(low, j), _byte(high, j)),)
+    # of word 4t + u: half h, byte j; [unit, t, u, h, j] to [unit, u, h, t, j]
+    bytes_ = join_last(halves).reshape(N, W // 16, 4, 4, 2, 4).permute(0, 1, 3, 4, 2, 5)
     return bytes_.reshape(N, W * 8).to(tl.float8e4nv, bitcast=True)
 
 
