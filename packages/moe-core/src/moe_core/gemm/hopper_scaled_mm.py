@@ -23,13 +23,13 @@ def _of_columns(pointer, stride_half, stride_column, block_n, N, GATED: gl.const
     """What belongs to the columns [128] of both blocks, one a thread; see `_spread`."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     column = block_n * (TILE if GATED else 2 * TILE) + gl.arange(0, TILE, layout=layout)
-    second = pointer
-    if GATED:
-        second += stride_half
     # beyond the last column: any scale
-    next_column = gl.minimum(column if GATED else column + TILE, N - 1)
     found = gl.load(pointer + gl.minimum(column, N - 1) * stride_column)
-    return found, gl.load(second + next_column * stride_column)
+    if GATED:
+        pointer += stride_half
+    else:
+        column += TILE
+    return found, gl.load(pointer + gl.minimum(column, N - 1) * stride_column)
 
 
 @gluon.jit
