@@ -41,6 +41,8 @@ MULTIPROCESSORS = 132
 #: programs with tiles of 8 rows that run at a time, and steps of the loops that are worth parts for two whole rounds
 RESIDENT_8 = 5 * MULTIPROCESSORS
 LONG_LOOP = 20
+#: steps of gemm2's loop up to which int4 needs no more than two warps for a tile of 8 rows
+SHORT_LOOP = 2
 #: tiles of 8 rows that an expert has in the mean, up to which they are ahead of tiles of 16
 MOST_TILES_OF_8 = 1.15
 
@@ -170,8 +172,15 @@ def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
     if eight_rows and 0.95 * RESIDENT_8 < gemm2_tiles < 1.8 * RESIDENT_8 and gemm2_steps > LONG_LOOP:
         # two rounds instead of one and a few programs, or a half
         gemm2_split = split(gemm2_tiles, gemm2_steps, problem.hidden_size, ((4 * RESIDENT_8, 5),), 2)
+    elif eight_rows and 1 < gemm2_tiles * gemm2_split / RESIDENT_8 < 1.1 and gemm2_split > 1:
+        # four rounds of shorter parts instead
+        gemm2_split = split(gemm2_tiles, gemm2_steps, problem.hidden_size, ((5 * RESIDENT_8, 5),), 4 * gemm2_split)
     gemm1 = swapped(rows, 4, 4 if gemm1_steps > 16 and not eight_rows else 3, group=group, split=gemm1_split)
     gemm2 = swapped(rows, 4, 3, group=group, split=gemm2_split)
+    if eight_rows and gemm1_steps > LONG_LOOP and _fits_16_rows(gemm1_tiles, gemm1_split):
+        gemm1 = swapped(16, 4, 3, group=group)
+    if eight_rows and problem.element == "int4" and gemm2_steps <= SHORT_LOOP:
+        gemm2 = replace(gemm2, num_warps=2)
     if bits == 8:
         # two programs for each multiprocessor at most are better off with eight warps
         depth = gemm2_steps // gemm2_split
@@ -188,3 +197,9 @@ def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
     few_programs = eight_rows or gemm2_tiles <= 2 * RESIDENT_4
     dependent = pairs <= (DEPENDENT if eight_rows else 64) and few_programs
     return TilePlan(gemm1, gemm2, problem.may_split and dependent)
+
+
+def _fits_16_rows(tiles: int, split: int) -> bool:
+    """Whether the last round of split tiles of 8 rows is nearly empty, and that of two or three of 16 rows is not."""
+    eight, sixteen = tiles * split / RESIDENT_8, tiles / RESIDENT_4
+    return 2 < eight < 4 and eight % 1 < 0.25 and sixteen > 1 and sixteen % 1 > 0.6
