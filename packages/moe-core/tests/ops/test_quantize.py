@@ -334,7 +334,10 @@ def test_columns_may_lie_any_number_of_elements_apart(gated, device):
     apart, values = 2**30, torch.tensor([[1.0, -2.0, 4.0, 3.0], [5.0, 6.0, -7.0, 8.0]], dtype=torch.bfloat16)
     columns = values.shape[1] if gated else 3
     step = apart if not gated else -(-(2**31) // 3)
-    memory = torch.empty((columns - 1) * step + 2, dtype=torch.bfloat16, device=device)
+    try:
+        memory = torch.empty((columns - 1) * step + 2, dtype=torch.bfloat16, device=device)
+    except (RuntimeError, torch.OutOfMemoryError):
+        pytest.skip("there is no room for 4.3 GB")
     x = memory.as_strided((2, columns), (1, step))
     x.copy_(values[:, :columns])
     for key in (kInt8DynamicTokenSym, kInt8DynamicTensorSym, kMxfp8Dynamic):

@@ -76,6 +76,14 @@ class BiasOfExpertZero(Sound):
         return super().convert(replace(weights, w2_bias=None if bias is None else bias[:1].expand_as(bias)))
 
 
+class WeightsOfAllPairs(Sound):
+    """Multiplies what pairs without an expert have, which is 0, with their router weights."""
+
+    def apply(self, output: Tensor, *arguments: Any, topk_weights: Tensor, **named: Any) -> None:
+        super().apply(output, *arguments, topk_weights=topk_weights, **named)
+        output += (0 * topk_weights).sum(1, keepdim=True).to(output.dtype)
+
+
 class NoExpertMap(Sound):
     def apply(self, *arguments: Any, **named: Any) -> None:
         super().apply(*arguments, **{**named, "expert_map": None})
@@ -407,6 +415,7 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (CutsIdsToInt32, "outside their bounds"),
     (OnlyMinusOneIsElsewhere, "outside their bounds"),
     (TrustsLocalIds, "outside their bounds"),
+    (WeightsOfAllPairs, "depends on router weights of pairs that have no expert here"),
     (LeavesIdleRows, "depends on what output or workspace held before"),
     (AddsToWorkspace, "depends on what output or workspace held before"),
     (WritesBehindTheWorkspace, "bytes behind the workspace"),

@@ -95,8 +95,6 @@ def make_inputs(
         expert_map[places] = torch.arange(config.local_experts, dtype=torch.int32)
     if routing in ("invalid", "nothing"):
         _mislead(ids, expert_map, config, routing, ids_dtype)
-        # router weights of pairs without an expert are anything
-        weights[~_has_expert(ids, expert_map, config)] = float("nan")
     adapter_ids = None
     if config.is_lora_enabled:
         # numbers of no adapter among them
@@ -105,14 +103,6 @@ def make_inputs(
         without = torch.rand(tokens, generator=generator) < 1 / 4
         adapter_ids[without] = wrong[torch.arange(tokens) % 4][without]
     return Inputs(x.to(config.dtype), weights, ids.to(ids_dtype), expert_map, adapter_ids)
-
-
-def _has_expert(ids: Tensor, expert_map: Tensor | None, config: FusedMoEConfig) -> Tensor:
-    found = (ids >= 0) & (ids < config.num_experts)
-    if expert_map is None:
-        return found
-    local = expert_map[ids.clamp(0, config.num_experts - 1).long()]
-    return found & (local >= 0) & (local < config.local_experts)
 
 
 def _mislead(
