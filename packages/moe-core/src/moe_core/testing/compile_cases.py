@@ -42,8 +42,6 @@ LAYERS = (
 )
 #: the numbers of tokens whose launch configurations are looked at: each that differs is compiled
 TOKENS = (1, 2, 8, 24, 40, 80, 160, 400, 1200, 5000)
-#: of them those that are looked at in every format
-FEW_TOKENS = 2
 
 
 @dataclass(frozen=True)
@@ -104,13 +102,13 @@ def experts_specimens(experts: type[GroupedExperts], target: DeviceInfo) -> Iter
     """Of one class."""
     claims, environment = experts.claims, Environment.current()
     formats = sorted(claims.formats, key=lambda item: item.value)
-    turns = itertools.cycle(itertools.product(FEATURES, sorted(claims.dtypes, key=str)))
+    turns = itertools.cycle(itertools.product(FEATURES, sorted(claims.dtypes, key=str), formats))
     for number, (weight_key, activation_key) in enumerate(key_pairs(experts)):
         # every layer with some key, every key in some layer
         name, count, top_k, hidden, size = LAYERS[number % len(LAYERS)]
         found: set[object] = set()
-        for tokens, layout in _calls(formats, number):
-            feature, dtype = next(turns)
+        for tokens in TOKENS:
+            feature, dtype, layout = next(turns)
             config = FusedMoEConfig(count, top_k, hidden, size, dtype=dtype, activation_format=layout)
             for wanted in (feature, FEATURES[0]):
                 changed = _with(config, wanted)
@@ -134,13 +132,6 @@ def experts_specimens(experts: type[GroupedExperts], target: DeviceInfo) -> Iter
     yield from _invariant(experts, target)
     yield from _codes(experts, target)
     yield from _conversions(experts, target)
-
-
-def _calls(formats: Sequence[FusedMoEActivationFormat], turn: int) -> Iterator[tuple[int, FusedMoEActivationFormat]]:
-    """Numbers of tokens, each with the next format; few tokens, which have kernels of their own, with all."""
-    for place, tokens in enumerate(TOKENS, turn):
-        for layout in formats if tokens <= FEW_TOKENS else (formats[place % len(formats)],):
-            yield tokens, layout
 
 
 def _invariant(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specimen]:
