@@ -153,13 +153,29 @@ def _is_done(tile, form):
 
 @gluon.jit
 def _draw(counter, total):
-    """An index that no program had.  Each program has its own number first, and stops at the first beyond the last."""
+    """An index that no program had.  Each program has its own number first, and stops at the first beyond the last.
+
+    `atom.inc` wraps around: the last of all draws leaves 0 for the next kernel.
+    """
     programs = gl.num_programs(0)
-    drawn = gl.atomic_add(counter, 1, sem="relaxed")
-    if drawn == gl.maximum(total - programs, 0) + programs - 1:
-        # the last of all draws: for the next kernel
-        gl.store(counter, 0)
-    return drawn + programs
+    last = gl.maximum(total - programs, 0) + programs - 1
+    # `gl.atomic_add` is a branch of one thread, which `ptxas` may not join to its warp again before the others read what
+    # it drew: see `moe_core.testing.reconverged`
+    thread = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    drawn = gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        setp.eq.s32 first, $1, 0;
+        mov.b32 $0, 0;
+        @first atom.relaxed.gpu.global.inc.u32 $0, [$2], $3;
+        }""",
+        "=r,r,l,r",
+        [thread, counter.to(gl.int64), last],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return gl.max(drawn, axis=0) + programs
 
 
 @gluon.jit

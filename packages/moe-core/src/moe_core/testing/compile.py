@@ -9,12 +9,14 @@ yields `moe_core.jit.specimen.Specimen` objects: launches as the host code makes
 of the named packages (default: core and every package that registers something with it) that defines this function is
 asked.  Each launch compiles the kernels it would start, for the target and not for a device; a kernel fails when it
 does not compile, needs more shared memory than a block of the target can have, spills more bytes per thread than its
-specimen allows, or multiplies registers that the next step overwrites (:mod:`moe_core.testing.in_flight`).
+specimen allows, multiplies registers that the next step overwrites (:mod:`moe_core.testing.in_flight`), or leaves a
+warp in two behind an atomic (:mod:`moe_core.testing.reconverged`).
 
 ``--cover`` compiles fewer of the launches, chosen for all targets together by :mod:`moe_core.testing.compile_cover`;
 the host code of every specimen still runs for every target.
 
-NVIDIA: registers and stack from the cubin, by ``cuobjdump``, which Triton brings.  AMD: from the assembly's metadata.
+NVIDIA: registers, stack and instructions from the cubin, by ``cuobjdump``, which Triton brings.  AMD: from the
+assembly's metadata.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from moe_core.jit.specimen import Specimen
 from moe_core.testing.compile_cases import backend_specimens
 from moe_core.testing.compile_cover import Launch, choose
 from moe_core.testing.in_flight import register_products_in_flight
+from moe_core.testing.reconverged import has_atomics, split_warps
 
 
 @dataclass(frozen=True)
@@ -152,16 +155,20 @@ def compiling_for(target: Target, only: Collection[int] | None = None) -> Iterat
 def usage_of(kernel: Any) -> tuple[int, int]:
     """(registers per thread, bytes of local memory per thread) of a compiled kernel."""
     if "cubin" in kernel.asm:
-        from triton import knobs
-
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "kernel.cubin"
-            path.write_bytes(kernel.asm["cubin"])
-            command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
-            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text = _cuobjdump(kernel, "--dump-resource-usage")
         return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text) + _number(r"LOCAL:(\d+)", text)
     text = kernel.asm["amdgcn"]
     return _number(r"\.vgpr_count:\s+(\d+)", text), _number(r"\.private_segment_fixed_size:\s+(\d+)", text)
+
+
+def _cuobjdump(kernel: Any, option: str) -> str:
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(kernel.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, option, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _number(pattern: str, text: str) -> int:
@@ -258,6 +265,13 @@ def compile_specimen(
                 f"{where}: {name} has up to {running} products with registers in flight at the end of a loop's step: "
                 "moe_core.jit.wait.wait_for_mma makes them end there"
             )
+        if "cubin" in kernel.asm and has_atomics(kernel.asm["ptx"]):
+            split = split_warps(_cuobjdump(kernel, "--dump-sass"))
+            if split:
+                problems.append(
+                    f"{where}: {name} does not join a warp again behind its atomics at {', '.join(split)}: "
+                    "let all threads pass the instruction, one of them by a predicate"
+                )
     if not compiled:
         problems.append(f"{where}: started no kernel")
     return usages, problems
