@@ -119,6 +119,17 @@ def test_products_of_a_step_have_room_in_registers() -> None:
             assert plan_of(kind, tokens, 2, 8, 4096, 14336).gemm1.block_m <= 64
 
 
+@pytest.mark.parametrize("kind", ["e2m1 as e4m3", "e2m1 as e4m3 static", "e2m1 as e4m3 plain"])
+def test_adapters_of_e2m1_have_room_beside_the_sums_of_two_halves_on_sm_100(kind: str) -> None:
+    for tokens in (1000, 8000):
+        shape = (tokens, 4, 128, 2880, 2880)
+        assert plan_of(kind, *shape, lora=True) == plan_of(kind, *shape)
+        plan, without = (plan_of(kind, *shape, lora=lora, capability=100) for lora in (True, False))
+        assert plan.gemm1.num_warps == 8 or not problem_of(kind).gated
+        assert replace(plan.gemm1, num_warps=without.gemm1.num_warps) == without.gemm1
+        assert plan.gemm2 == without.gemm2
+
+
 @pytest.mark.parametrize("kind", ["e4m3", "int4 as int8", "e2m1 as e4m3", "mixed int4", "mixed e2m1", "as_stored"])
 def test_rows_of_a_tile_grow_with_the_rows_of_an_expert(kind: str) -> None:
     rows = [plan_of(kind, tokens, 4, 128, 2880, 2880).gemm1.block_m for tokens in (1, 128, 512, 1024, 2000, 8000)]

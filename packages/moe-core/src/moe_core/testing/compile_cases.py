@@ -42,6 +42,8 @@ LAYERS = (
 )
 #: the numbers of tokens whose launch configurations are looked at: each that differs is compiled
 TOKENS = (1, 2, 8, 24, 40, 80, 160, 400, 1200, 5000)
+#: of them those that are looked at in every format: few tokens have kernels of their own, in batches they have not
+FEW_TOKENS = 2
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,9 @@ FEATURES = (
     Feature("on_input", on_input=True),
     Feature("gelu", MoEActivation.GELU, mapped=True),
 )
+
+#: what one case has of each; all of them take turns
+Turn = tuple[Feature, torch.dtype, FusedMoEActivationFormat]
 
 
 def backend_specimens(target: DeviceInfo, packages: Collection[str]) -> Iterator[Specimen]:
@@ -107,8 +112,7 @@ def experts_specimens(experts: type[GroupedExperts], target: DeviceInfo) -> Iter
         # every layer with some key, every key in some layer
         name, count, top_k, hidden, size = LAYERS[number % len(LAYERS)]
         found: set[object] = set()
-        for tokens in TOKENS:
-            feature, dtype, layout = next(turns)
+        for tokens, (feature, dtype, layout) in calls(turns, formats):
             config = FusedMoEConfig(count, top_k, hidden, size, dtype=dtype, activation_format=layout)
             for wanted in (feature, FEATURES[0]):
                 changed = _with(config, wanted)
@@ -132,6 +136,16 @@ def experts_specimens(experts: type[GroupedExperts], target: DeviceInfo) -> Iter
     yield from _invariant(experts, target)
     yield from _codes(experts, target)
     yield from _conversions(experts, target)
+
+
+def calls(turns: Iterator[Turn], formats: Collection[FusedMoEActivationFormat]) -> Iterator[tuple[int, Turn]]:
+    """The numbers of tokens, each with the next turn; few tokens with that turn in every format."""
+    for tokens in TOKENS:
+        feature, dtype, next_format = next(turns)
+        for layout in formats if tokens <= FEW_TOKENS else (next_format,):
+            yield tokens, (feature, dtype, layout)
+    # one turn is left out: with ten for each key, a number of tokens would have the same format with every key
+    next(turns)
 
 
 def _invariant(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specimen]:

@@ -138,13 +138,14 @@ def _e2m1_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         return TilePlan(
             swapped(rows, 4, stages, group=1, split=gemm1_split), swapped(rows, 4, stages, group=1, split=gemm2_split)
         )
-    some = swapped(64, 4, 3)
+    # sums of sm_100 lie in tensor memory, but pass through the registers of four warps in one piece: beside those of
+    # two halves LoRA deltas have no room
+    warps = 8 if capability >= 100 and problem.gated and problem.lora else 4
+    some = swapped(64, warps, 3)
     if mean <= 96:
-        return TilePlan(some, some)
-    # sums of sm_100 lie in tensor memory, but pass through the registers of four warps in one piece
-    warps, stages = (4, 4) if capability < 100 else (8, 3)
-    many = swapped(128, warps, stages)
+        return TilePlan(some, swapped(64, 4, 3))
+    many = swapped(128, 4, 4) if capability < 100 else swapped(128, 8, 3)
     # sums of two halves of 64 columns each take the registers that those of one of 128 take; what an epilogue quantises
     # is padded to whole 128
-    narrow = swapped(128, 4, 4, block_n=BLOCK_N // 2) if problem.gated else many
+    narrow = swapped(128, warps, 4, block_n=BLOCK_N // 2) if problem.gated else many
     return TilePlan(some if problem.quantizes_h else narrow, many)
