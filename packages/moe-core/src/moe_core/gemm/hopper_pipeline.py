@@ -159,7 +159,7 @@ def _draw(counter, total):
     """
     programs = gl.num_programs(0)
     last = gl.maximum(total - programs, 0) + programs - 1
-    # `gl.atomic_add` is a branch of one thread, which `ptxas` may not join to its warp again before the others read what
+    # `gl.atomic_add` is a branch of one thread, which `ptxas` may not join to its warp before the others read what
     # it drew: see `moe_core.testing.reconverged`
     thread = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     drawn = gl.inline_asm_elementwise(
